@@ -21,7 +21,7 @@ from ..errors import CheckpointError, DamagedCheckpointError, MissingCheckpointE
 if TYPE_CHECKING:
     from lightning.fabric import Fabric
 
-# Classes of hyperparameters that weights_only may read, by module: they hold values and run nothing.
+# Classes of hyperparameters that weights_only=True may read, by module. They only hold values.
 _SAFE_NAMES = {
     "argparse": "Namespace",
     "builtins": "bool dict float int list str tuple",
@@ -41,9 +41,9 @@ SAFE_CLASSES = {f"{m}.{name}" for m, names in _SAFE_NAMES.items() for name in na
 
 
 class AtomicCheckpointIO(CheckpointIO):
-    """Writes a checkpoint beside its target, syncs it to the disk, and renames it.
+    """Writes a checkpoint to a temporary file, syncs it to the disk, and renames it.
 
-    Reading checks the CRC of every part: ``torch.load`` reads a flipped bit as another weight.
+    Reading checks the CRC of every part, because ``torch.load`` does not notice a flipped bit.
 
     Example:
         >>> from tempfile import mkdtemp
@@ -78,10 +78,10 @@ def find_checkpoint_io(fabric: Fabric) -> CheckpointIO:
     try:
         given = fabric.strategy.checkpoint_io
     except NotImplementedError:
-        # Strategies that shard a model have none.
+        # Strategies that shard a model have no CheckpointIO.
         return AtomicCheckpointIO()
     while hasattr(given, "checkpoint_io"):
-        # AsyncCheckpointIO returns before the file is complete. Its inner one is used instead.
+        # AsyncCheckpointIO returns before the file is complete. Use the one that it wraps.
         given = given.checkpoint_io
     is_default = given is None or type(given) is TorchCheckpointIO
     return AtomicCheckpointIO() if is_default else given
@@ -89,9 +89,9 @@ def find_checkpoint_io(fabric: Fabric) -> CheckpointIO:
 
 @contextmanager
 def replaced_file(path: Path) -> Iterator[IO[bytes]]:
-    """Open a file beside its target. At the end of the block it is synced and takes the target's place.
+    """Open a temporary file, which is synced and replaces the target at the end of the block.
 
-    After an error, a kill or a power cut the target is the old file or the new one, never a part of it.
+    After an error, a kill or a power cut, the target is either the old file or the whole new one.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
     temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
@@ -109,7 +109,7 @@ def replaced_file(path: Path) -> Iterator[IO[bytes]]:
 
 
 def local_path(path: str | Path) -> str:
-    """Return the path as text. A URL is refused: only local files can be renamed."""
+    """Return the path as a string. Refuse a URL, because only local files can be renamed."""
     text = os.fspath(path)
     if re.match(r"[A-Za-z][A-Za-z0-9+.-]+://", text):
         raise CheckpointError(
@@ -119,7 +119,7 @@ def local_path(path: str | Path) -> str:
 
 
 def sync_folder(folder: Path) -> None:
-    """Make new names in a folder survive a power cut, where the system can."""
+    """Sync a folder to the disk if possible, so that its new names survive a power cut."""
     with suppress(OSError):
         descriptor = os.open(folder, os.O_RDONLY)
         try:
@@ -138,7 +138,7 @@ def read_checkpoint(
 
     Raises:
         MissingCheckpointError: There is no such file.
-        DamagedCheckpointError: The file is not what was written.
+        DamagedCheckpointError: The file is damaged, or was not written by torch.save.
         CheckpointError: The file holds objects that weights_only refuses, or cannot be read.
     """
     path = Path(local_path(path))
@@ -158,8 +158,8 @@ def read_checkpoint(
         ) from error
     except OSError as error:
         raise CheckpointError(
-            f"{path}: the file could not be read: {error.strerror or error}. Nothing shows that it is"
-            " damaged. Try again."
+            f"{path}: the file could not be read: {error.strerror or error}. It may be undamaged."
+            " Try again."
         ) from error
     except pickle.UnpicklingError as error:
         refused = ", ".join(name for name in classes if name not in SAFE_CLASSES)
@@ -182,11 +182,11 @@ def read_checkpoint(
 
 
 def unusual_classes(path: str | Path) -> list[str]:
-    """Return the names of the classes in a file that torch does not read with weights_only."""
+    """Return the names of the classes in a file that torch.load refuses with weights_only=True."""
     try:
         return sorted(torch.serialization.get_unsafe_globals_in_checkpoint(path))
     except Exception:
-        # An old format. Reading reports what is wrong with it.
+        # The file has an old format or is damaged. torch.load reports the error.
         return []
 
 
@@ -194,7 +194,7 @@ def verify_checkpoint(path: str | Path) -> None:
     """Check the CRC of every part of a checkpoint file.
 
     Raises:
-        DamagedCheckpointError: A part is not what was written.
+        DamagedCheckpointError: The file is not from torch.save, or a CRC does not match.
     """
     with open(path, "rb") as file:
         start = file.read(4)
@@ -206,13 +206,13 @@ def verify_checkpoint(path: str | Path) -> None:
             f"{path}: got a file that starts with {start!r}, expected one of torch.save."
         )
     damage = find_damage(path)
-    # zipfile reports a disk that fails once as a damaged file. Read again to be sure.
+    # zipfile reports a read error of the disk as damage, too. Read again to be sure.
     if damage is not None and (damage := find_damage(path)) is not None:
         raise DamagedCheckpointError(f"{path}: the file is damaged{damage}")
 
 
 def find_damage(path: str | Path) -> str | None:
-    """Return what is wrong with an archive, None if every part has its CRC."""
+    """Return a description of the damage in an archive, or None if every CRC matches."""
     try:
         with zipfile.ZipFile(path) as archive:
             damaged = archive.testzip()

@@ -1,15 +1,15 @@
-"""The position in a loader, so that a resumed run continues with the next batch.
+"""Save and restore the position in a loader, so that a resumed run starts with the next batch.
 
-How a loader is brought to its position, and what that costs:
+The cost of a resume depends on the loader:
 
-- ``state_dict`` and ``load_state_dict`` (torchdata's StatefulDataLoader, loaders of your own): it does so itself.
-- A map-style DataLoader: the indices of the batches that are done are drawn, no sample is read. With workers, at
-  most ``num_workers - 1`` batches are read again, so that each batch is made by the worker that made it before.
-- TensorLoader: the order is drawn, no batch is cut.
-- Anything else, such as an IterableDataset: the batches that are done are read again and dropped.
+- A loader with ``state_dict`` and ``load_state_dict`` (StatefulDataLoader) restores itself.
+- A map-style DataLoader draws the indices of the finished batches and reads no sample. With
+  workers, it reads up to ``num_workers - 1`` batches again, so that no batch changes its worker.
+- A TensorLoader draws the order and cuts no batch.
+- Any other loader (IterableDataset) reads the finished batches again and drops them.
 
-Two things cannot be restored: a sampler that draws each index from the global random numbers, and an iterator
-that continues in the next epoch instead of starting over.
+Two things cannot be restored: a sampler that draws each index from the global random generator, and
+an iterator that continues in the next epoch instead of starting over.
 """
 
 from __future__ import annotations
@@ -35,15 +35,15 @@ from .rng import (
 
 
 class ResumableLoader:
-    """Iterates over a loader, and can start an iterator in the middle of a pass over it.
+    """Iterates over a loader, and can resume in the middle of a pass.
 
-    The order of a pass depends on the random numbers at its start. They are captured there, and restored before
-    the iterator of a resumed pass is made. Afterwards the random numbers are as they were before.
+    The order of the samples depends on the state of the random generators when the pass starts.
+    This state is captured, and set only while the iterator of a resumed pass is made.
 
     Attributes:
-        passes: Passes of this epoch. CombinedLoader starts a short loader several times.
-        batches: Batches of this pass.
-        is_read_ahead: Whether the last batch may be one that training has not reached.
+        passes: Passes in this epoch. CombinedLoader starts a short loader several times.
+        batches: Number of batches read in this pass.
+        is_read_ahead: Whether the last batch read may be one that training has not reached.
         reads_in_process: Whether samples depend on the random numbers of this process.
     """
 
@@ -52,20 +52,20 @@ class ResumableLoader:
         self.passes = self.batches = 0
         self._is_finished = self.is_read_ahead = False
         self.reads_in_process = not getattr(loader, "num_workers", 0)
-        # The random state and the loader's state before the last batch, where it is read ahead.
+        # The random state and the loader's state before the last batch, if it was read ahead.
         self._rng_before_last: dict[str, Any] | None = None
         self._restored_rng: dict[str, Any] | None = None
         self._state_before_last: Any = None
         self._at_start: dict[str, Any] | None = None
         self._at_first_batch: dict[str, Any] | None = None
-        # A plain DataLoader can be given other samplers and functions while its iterator is made.
+        # A plain DataLoader allows other samplers and functions while its iterator is made.
         is_plain = isinstance(loader, DataLoader) and type(loader).__iter__ is DataLoader.__iter__
         self._is_indexed = is_plain and not isinstance(loader.dataset, IterableDataset)
         self._is_persistent = is_plain and loader.persistent_workers
         # The random states of the workers after their last batches. Persistent workers keep them between passes.
         self._workers: list[Any] = [None] * (loader.num_workers if is_plain else 0)
         self._had_workers = False
-        # Workers take turns, a round is one batch of each. A pass is resumed at the start of a round.
+        # Workers take turns: a round is one batch of each. A pass resumes at the start of a round.
         self._rounds: list[tuple[int, list[Any]]] = [(0, self._workers)]
         self._restored: dict[str, Any] | None = None
         self._reader: Generator[Any] | None = None
@@ -93,27 +93,27 @@ class ResumableLoader:
 
     @property
     def is_used(self) -> bool:
-        """Return whether a batch of this pass was asked for."""
+        """Return whether a batch of this pass was requested."""
         return self._at_first_batch is not None
 
     def start_epoch(self) -> None:
-        """Forget the passes of the last epoch, but keep a position that was just restored."""
+        """Reset the number of passes, unless a position was just restored."""
         if self._restored is None:
             self.passes = 0
 
     def end_pass(self) -> None:
-        """End a pass, also an early one. Workers shut down as the next one starts, as under Trainer."""
+        """End a pass, complete or not. As in Trainer, its workers shut down at the next pass."""
         if self._reader is None or self._is_finished or not self._is_persistent:
             return
-        # Workers have drawn random numbers for batches ahead, with which their next pass continues.
-        # Read these batches without asking for more. torch drops errors in them, too.
+        # Persistent workers have prefetched batches and drawn random numbers for them. Read these
+        # batches without requesting more. torch drops errors in them, too.
         self.loader._iterator._sampler_iter = iter(())
         with suppress(Exception):
             for _ in self._reader:
                 pass
 
     def close(self) -> None:
-        """Close the iterator, whose workers shut down, but for persistent ones."""
+        """Close the iterator. Its workers shut down, except for persistent workers."""
         if self._reader is not None:
             self._reader.close()
             self._reader = None
@@ -122,7 +122,7 @@ class ResumableLoader:
         if self._at_first_batch is None:
             self._at_first_batch = {"rng": capture_rng_state(), **self._part_states()}
         fetch = self._read_ahead if self.is_read_ahead else next
-        # Not a for loop: it would call iter() again, which starts some iterators over.
+        # A for loop would call iter() again, which restarts some iterators.
         while True:
             try:
                 batch = fetch(iterator)
@@ -147,12 +147,12 @@ class ResumableLoader:
             return next(iterator)
 
     def _unpack(self, item: WorkerBatch) -> Any:
-        """Keep the random state of the batch's worker, and of all workers at the start of a round."""
+        """Return the batch. Keep its worker's random state, and those of all workers each round."""
         if item.rng_state is not None:
             self._workers[item.worker] = item.rng_state
-        # Where batches are read again, workers start as they did at the start of the pass.
+        # If batches are read again, workers start with their states at the start of the pass.
         if self._is_indexed and self.batches % len(self._workers) == 0:
-            # Training may still be in the round before, if batches were read early.
+            # Training may still be in the previous round if batches were read early.
             self._rounds = [self._rounds[-1], (self.batches, list(self._workers))]
         return item.batch
 
@@ -167,11 +167,11 @@ class ResumableLoader:
             replaced["batch_sampler" if has_batches else "sampler"] = indices
         given = {name: getattr(self.loader, name) for name in replaced}
         if replaced:
-            # The iterator keeps these. A DataLoader refuses to change its samplers by setattr.
+            # The iterator keeps these. DataLoader.__setattr__ refuses to change the samplers.
             vars(self.loader).update(replaced)
         try:
             if self._is_persistent and self.loader._iterator is not None:
-                # Persistent workers keep the indices of their first pass.
+                # The iterator of persistent workers keeps the sampler of its first pass.
                 self.loader._iterator._index_sampler = self.loader._index_sampler
             return iter(self.loader)
         finally:
@@ -182,7 +182,7 @@ class ResumableLoader:
 
     def _resume_pass(self, state: dict[str, Any]) -> Iterator[Any]:
         if state["passes"] > 1:
-            # CombinedLoader learns that this loader has ended before, and starts it again.
+            # Let CombinedLoader see that this loader has ended before. It starts it again.
             self._restored = {**state, "passes": 1}
             return iter(())
         self._restored = None
@@ -205,7 +205,7 @@ class ResumableLoader:
         if getattr(type(self.loader), "__iter__", None) is TensorLoader.__iter__:
             return self._read(self.loader.iter_from(done))
         if self._is_indexed and self._workers:
-            # The order is drawn as the workers start.
+            # The order is drawn when the workers start.
             is_same = len(state["workers"]) == len(self._workers)
             self.batches = state["round_start"] if is_same else done
             sampler = self.loader._index_sampler
@@ -238,16 +238,16 @@ class ResumableLoader:
     # State
 
     def state_dict(self, is_in_pass: bool = False, dropped: int = 0) -> dict[str, Any]:
-        """Return the position.
+        """Return the position in the loader.
 
         Args:
             is_in_pass: Whether a resumed run continues this pass. Otherwise it starts a new one.
-            dropped: Batches that were taken from the loader but count as not trained.
+            dropped: Number of batches that were read but count as not trained on.
         """
         if self._restored is not None:
             return self._restored
         if self._is_finished and dropped:
-            # It had no batch when the others were read.
+            # This loader had already ended when the other loaders gave the dropped batch.
             dropped -= 1
         done = max(0, self.batches - dropped)
         round_start, workers = self._rounds[-1 if self._rounds[-1][0] <= done else 0]
@@ -287,7 +287,7 @@ class ResumableLoader:
         self._rounds = [(state["round_start"], list(self._workers))]
         if self._is_persistent and self._had_workers:
             with unchanged_rng_state():
-                # A pass without batches starts the workers of the earlier pass.
+                # Start the persistent workers, as in the saved run, with a pass without batches.
                 self._iterate(())
         if state["is_in_pass"]:
             self._restored = state
@@ -295,10 +295,10 @@ class ResumableLoader:
             self._restore_between_passes(state)
 
     def _restore_between_passes(self, state: dict[str, Any]) -> None:
-        """Restore the state after a pass. The next iterator starts a new one."""
+        """Restore the state after a pass. The next iterator starts a new pass."""
         if "state" in state:
             self._stateful_part.load_state_dict(deepcopy(state["state"]))
-            # It continues the pass that has ended. The next iterator starts a new one.
+            # This iterator belongs to the pass that has ended. The next one starts a new pass.
             iter(self.loader)
         self._restore(state)
 
@@ -318,7 +318,7 @@ class ResumableLoader:
 
 
 class WorkerBatch(NamedTuple):
-    """A batch with the random state of its worker; None where the state has not changed."""
+    """A batch with the random state of its worker; None if the state has not changed."""
 
     batch: Any
     worker: int
@@ -326,13 +326,13 @@ class WorkerBatch(NamedTuple):
 
 
 class WorkerRecorder:
-    """Takes the place of collate_fn and worker_init_fn, so that each batch brings its worker's random state.
+    """Replaces collate_fn and worker_init_fn, to send a worker's random state with each batch.
 
-    Workers load ahead, and only the training process knows which batches were trained. A batch costs its
-    worker about 80 microseconds more, and 10 kB where samples draw random numbers.
+    Workers prefetch, and only the training process knows which batches were trained on. A batch
+    costs its worker about 80 microseconds more, and 10 kB if samples draw random numbers.
 
     Args:
-        states: The state that each worker starts with. None: as it was seeded.
+        states: The random state that each worker starts with. None: its state after seeding.
     """
 
     def __init__(self, loader: DataLoader, states: list[Any]) -> None:
@@ -362,7 +362,7 @@ def has_state(part: Any) -> bool:
 
 
 def find_stateful_part(loader: Any) -> Any:
-    """Return the loader or its iterable dataset in this process, if it saves its own position."""
+    """Return the loader, or its iterable dataset without workers, if it saves its position."""
     dataset = getattr(loader, "dataset", None)
     is_stream = isinstance(dataset, IterableDataset) and not getattr(loader, "num_workers", 0)
     parts = [loader, dataset] if is_stream else [loader]

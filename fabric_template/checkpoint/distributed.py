@@ -1,8 +1,8 @@
 """Write checkpoints of sharded models as a small file and a folder of torch.distributed.checkpoint.
 
 Each process writes its shards into a new folder beside the file, such as ``last.ckpt.step=400``. The file
-names the folder and holds everything that is not sharded. It is renamed into place last, so that a killed
-save leaves the older file and its folder as they were. Folders that no file names any more are removed.
+names the folder and holds everything that is not sharded. The file is renamed into place last, so
+that a killed save leaves the previous file and its folder intact. Unused folders are removed.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ _PLACEHOLDER = "sharded"
 def save_checkpoint(
     run: RunState, checkpoint: dict[str, Any], path: Path, storage_options: Any = None
 ) -> None:
-    """Write a checkpoint file, and the shards of a sharded model before it. All processes call this."""
+    """Write the shards of a sharded model, then the checkpoint file. All processes call this."""
     content = save_shards(run, checkpoint, path)
     if not run.fabric.is_global_zero:
         return
@@ -53,7 +53,7 @@ def save_checkpoint(
 
 
 def remove_checkpoint(path: Path) -> None:
-    """Remove a checkpoint file and its shards. Training continues where that fails."""
+    """Remove a checkpoint file and its shards. If this fails, training continues."""
     with suppress(OSError):
         path.unlink()
     remove_shards(path)
@@ -63,7 +63,7 @@ def save_shards(run: RunState, checkpoint: dict[str, Any], path: Path) -> dict[s
     """Write the sharded tensors of a checkpoint into a new folder. All processes call this.
 
     Returns:
-        What the file itself holds: the checkpoint without its sharded tensors, and the folder's name.
+        The content of the file: the checkpoint without sharded tensors, and the folder's name.
     """
     if not run.steps.is_model_parallel:
         return checkpoint
@@ -97,7 +97,7 @@ def save_shards(run: RunState, checkpoint: dict[str, Any], path: Path) -> dict[s
 def _take_sharded(
     item: Any, place: list[Any], tensors: dict[str, DTensor], places: dict[str, list[Any]]
 ) -> Any:
-    """Return nested containers without their sharded tensors, which are added to ``tensors``."""
+    """Return nested containers with placeholders for sharded tensors. Add these to ``tensors``."""
     if isinstance(item, DTensor):
         name = "/".join(map(str, place))
         tensors[name], places[name] = item, place
@@ -110,7 +110,7 @@ def _take_sharded(
 
 
 def new_folder(path: Path, step: int) -> Path:
-    """Return the name of a folder beside a file that does not exist yet."""
+    """Return an unused path for a folder of shards beside a file."""
     folder, number = path.with_name(f"{path.name}.step={step}"), 1
     while folder.exists():
         folder = path.with_name(f"{path.name}.step={step}-{number}")
@@ -119,9 +119,9 @@ def new_folder(path: Path, step: int) -> Path:
 
 
 def remove_shards(path: Path, keep: dict[str, Any] | None = None) -> None:
-    """Remove the folders of a file, but for the one that its new content names.
+    """Remove the folders of shards of a file, except the one that its new content names.
 
-    What cannot be removed is left for the next save.
+    A folder that cannot be removed is left for the next save.
     """
     kept = (keep or {}).get(SHARDS_KEY, {}).get("folder")
     with suppress(OSError):
@@ -134,7 +134,7 @@ def remove_shards(path: Path, keep: dict[str, Any] | None = None) -> None:
 
 
 def shard_folder(index: dict[str, Any], path: str | Path) -> Path:
-    """Return the folder that a checkpoint file names, which is beside it."""
+    """Return the folder of shards that a checkpoint file names. It is beside the file."""
     for name in (index["folder"], *index["files"]):
         if os.path.basename(name) != name or name in ("", ".", ".."):
             raise CheckpointError(
@@ -144,10 +144,10 @@ def shard_folder(index: dict[str, Any], path: str | Path) -> Path:
 
 
 def verify_shards(path: str | Path, index: dict[str, Any]) -> None:
-    """Check that the files of a folder are there with their sizes.
+    """Check that the files of a folder exist and have their sizes.
 
     Args:
-        index: What the checkpoint file holds under SHARDS_KEY.
+        index: The value of SHARDS_KEY in the checkpoint file.
 
     Raises:
         DamagedCheckpointError: A file is missing or has another size.
@@ -163,7 +163,7 @@ def verify_shards(path: str | Path, index: dict[str, Any]) -> None:
 
 
 def is_sharded_file(path: str | Path) -> bool:
-    """Return whether a checkpoint file names a folder of shards. Reads a small part of it."""
+    """Return whether a checkpoint file names a folder of shards. Reads only its pickle."""
     try:
         with zipfile.ZipFile(path) as archive:
             names = [name for name in archive.namelist() if name.endswith("data.pkl")]
@@ -176,10 +176,10 @@ def is_sharded_file(path: str | Path) -> bool:
 
 
 def load_shards(run: RunState, checkpoint: dict[str, Any], key: str) -> None:
-    """Put the tensors of the shards into a checkpoint, in place. All processes call this.
+    """Load the sharded tensors into a checkpoint, in place. All processes call this.
 
-    A sharded model reads into shards of its own, also from those of another number of processes.
-    Otherwise each process reads whole tensors.
+    A sharded model reads only its own shards, also if another number of processes saved them.
+    Otherwise each process reads full tensors.
 
     Args:
         key: "state_dict" or "optimizer_states".
@@ -193,7 +193,7 @@ def load_shards(run: RunState, checkpoint: dict[str, Any], key: str) -> None:
         places = {name: place for name, place in index["places"].items() if place[0] == key}
         tensors = {n: _empty(run, place, saved[n]) for n, place in places.items()}
         with warnings.catch_warnings():
-            # One process reads by itself, as it should.
+            # A single process may read without torch.distributed.
             warnings.filterwarnings("ignore", "torch.distributed is disabled")
             dcp.load(tensors, storage_reader=reader)
         for name, place in places.items():
@@ -206,7 +206,7 @@ def load_shards(run: RunState, checkpoint: dict[str, Any], key: str) -> None:
 
 
 def distribute(run: RunState, item: Any, place: list[Any]) -> Any:
-    """Return nested containers with whole tensors sharded as those of the run."""
+    """Shard the full tensors in nested containers in the same way as the run's own tensors."""
     if isinstance(item, dict):
         return type(item)((key, distribute(run, v, [*place, key])) for key, v in item.items())
     if isinstance(item, list):
@@ -219,7 +219,7 @@ def distribute(run: RunState, item: Any, place: list[Any]) -> Any:
 
 
 def _empty(run: RunState, place: list[Any], saved: TensorStorageMetadata) -> torch.Tensor:
-    """Return a tensor to read into, which is a shard like the run's own, or a whole one."""
+    """Return an empty tensor to read into, either a shard like the run's own or a full tensor."""
     reference, dtype = _counterpart(run, place), saved.properties.dtype
     if isinstance(reference, DTensor) and reference.shape == saved.size:
         return torch.empty_like(reference, dtype=dtype, requires_grad=False)

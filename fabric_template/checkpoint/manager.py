@@ -1,4 +1,4 @@
-"""Keep last.ckpt, best.ckpt or the best k checkpoints, and exception.ckpt."""
+"""Save last.ckpt, best.ckpt or the best k checkpoints, and exception.ckpt."""
 
 from __future__ import annotations
 
@@ -22,15 +22,15 @@ if TYPE_CHECKING:
 class CheckpointManager:
     """Saves checkpoints at the end of epochs, after validations, every N steps and after an exception.
 
-    A file that cannot be written costs a warning, and training continues. What was never saved is an
-    error at the end of training.
+    If a file cannot be written, training continues with a warning. If it is still missing at the
+    end of training, this is an error.
 
     Args:
-        folder: Where they are kept. None: nothing is saved.
+        folder: The folder of the checkpoints. None: nothing is saved.
         config: The options monitor, mode, save_top_k, save_last and save_every_n_steps.
 
     Attributes:
-        last_model_path, best_model_path, best_model_score: As those of Lightning's ModelCheckpoint.
+        last_model_path, best_model_path, best_model_score: As in Lightning's ModelCheckpoint.
         saved_step: The step of the newest checkpoint of this run; -1 before the first one.
     """
 
@@ -56,17 +56,17 @@ class CheckpointManager:
         return self.folder / name
 
     def save(self, run: RunState, event: str) -> None:
-        """Save what is due.
+        """Save the checkpoints that are due after an event.
 
         Args:
             event: "step": a step inside of an epoch. "validation": a validation inside of an epoch.
-                "stop": a limit ends an epoch early, and a higher one continues in it. "signal": a signal
+                "stop": a limit ends an epoch early; a higher limit continues it. "signal": a signal
                 ends training. "epoch": an epoch is complete.
         """
         is_judged = event == "epoch"
         if event == "validation":
             self._is_validated = True
-            # Values of training are those of the epoch before.
+            # Training metrics are still those of the previous epoch.
             is_judged = self.config.monitor in run.history.evaluated
             # The end of the epoch saves the same step.
             is_judged = is_judged and not run.progress.is_epoch_complete
@@ -80,7 +80,7 @@ class CheckpointManager:
             self._check_monitor(run)
 
     def _is_last_due(self, run: RunState, event: str) -> bool:
-        """Return whether an event saves last.ckpt. Where an epoch is complete, its end does."""
+        """Return whether an event saves last.ckpt. After the last batch, only "epoch" does."""
         is_complete, save_last = run.progress.is_epoch_complete, self.config.save_last
         if event == "signal":
             return True
@@ -90,7 +90,7 @@ class CheckpointManager:
             return save_last and not is_complete
         every, step = self.config.save_every_n_steps, run.progress.global_step
         previous, self._last_step = self._last_step, step
-        # Manual optimization may take several steps in a batch.
+        # Manual optimization may step several times in a batch.
         is_due = step // every > previous // every
         return is_due and not (save_last and is_complete)
 
@@ -127,18 +127,18 @@ class CheckpointManager:
             return
         value = run.loggers.monitored_metrics().get(config.monitor)
         if run.fabric.world_size > 1:
-            # A value that is not reduced differs between processes, but all of them have to save.
+            # A value that is not reduced differs between processes, but all must decide the same.
             value = run.fabric.broadcast(value)
         if value is None or (math.isnan(float(value)) and config.save_top_k != -1):
             return
         value = float(value)
         if math.isnan(value):
-            # All are kept, and this one is the worst.
+            # All checkpoints are kept, and a NaN counts as the worst value.
             value = math.inf if config.mode == "min" else -math.inf
         self._save_among_best(run, value)
 
     def _save_among_best(self, run: RunState, value: float) -> None:
-        """Save a value that is good enough, and remove the file that it replaces."""
+        """Save a checkpoint if its value is good enough, and remove the file that it replaces."""
         k, previous = self.config.save_top_k, self._kept
         path, replaced = self._best_path(run, value), ""
         kept = {**previous, str(path): value}
@@ -162,7 +162,7 @@ class CheckpointManager:
         return self._path(re.sub(r"[^\w.=+-]", "_", name) + ".ckpt")
 
     def _epoch(self, run: RunState) -> int:
-        """Return the epoch that a file names. Trainer saves an epoch before it counts it."""
+        """Return the epoch for a file's name. Trainer saves before it counts the epoch."""
         progress = run.progress
         return max(0, progress.epochs_done - (not progress.is_in_epoch))
 
@@ -176,17 +176,17 @@ class CheckpointManager:
         self.best_model_score = kept.get(self.best_model_path)
 
     def save_exception(self, run: RunState) -> None:
-        """Save after an error, to continue after the last whole optimizer step.
+        """Save after an error, so that a resume continues after the last whole optimizer step.
 
-        The random numbers and logged sums of a failed step count twice, so exception.ckpt is exact only where
-        the step drew and logged nothing. A worker that cannot read a sample fails between two steps, and
-        last.ckpt is saved. With several processes the others cannot take part, and nothing is saved.
+        A resume repeats the random numbers and logged sums of the failed step, so exception.ckpt is
+        exact only if that step drew and logged nothing. An error of a DataLoader worker occurs
+        between two steps and saves last.ckpt. With several processes, nothing is saved.
         """
         progress = run.progress
         is_new = progress.global_step > max(self.saved_step, 0)
         if not self.is_enabled or not is_new or run.optimization is None:
             return
-        # WeightAveraging exchanges the weights while a fit validates.
+        # WeightAveraging replaces the weights during a validation.
         averaging = run.loop.callbacks_of("WeightAveraging")
         if run.fabric.world_size > 1 or (averaging and progress.stage == "validate"):
             return
@@ -197,10 +197,10 @@ class CheckpointManager:
             self.saved_step = progress.global_step
 
     def finish(self, run: RunState) -> None:
-        """Try again what could not be written.
+        """Write last.ckpt and the logs again if they could not be written before.
 
         Raises:
-            CheckpointError: It still cannot be written.
+            CheckpointError: A file still cannot be written.
         """
         if "last.ckpt" in self._unsaved:
             self.save_last(run)
@@ -218,7 +218,7 @@ class CheckpointManager:
     def write(self, run: RunState, path: Path) -> bool:
         """Write the state of a run to a file. Returns whether it was written."""
         for logger in run.loggers.csv_loggers:
-            # A checkpoint counts the rows of the logs, so they have to survive a power cut before it does.
+            # A checkpoint counts the rows of the logs, so these must reach the disk before it.
             with suppress(OSError):
                 logger.sync()
         checkpoint = build_checkpoint(run, epoch=self._epoch(run))
@@ -254,7 +254,7 @@ class CheckpointManager:
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         if self.folder is None:
             return
-        # Only names inside the run's folder: a file may have been written by somebody else.
+        # Use only names in the run's folder, because the checkpoint may not be trusted.
         kept = {self._path(os.path.basename(name)): v for name, v in state["kept"].items()}
         self._set_kept({str(path): value for path, value in kept.items() if path.exists()})
         self._is_validated, self._last_step = state["is_validated"], state["last_step"]

@@ -40,11 +40,11 @@ KEYWORDS = ("last", "best", "auto")
 def read_start_checkpoint(
     run: RunState, given: dict[str, Any], weights_only: bool | None = None
 ) -> None:
-    """Read the checkpoint that a call starts from, if it names one.
+    """Read the checkpoint that a call starts from, if the call names one.
 
     Args:
         given: The arguments ``resume`` (continue with optimizers and counters), ``load`` (the weights
-            only) and ``ckpt_path`` (resume in fit, load elsewhere). None for those that were not given.
+            only) and ``ckpt_path`` (resume in fit, load elsewhere). None: it was not given.
     """
     loop, stage = run.loop, run.stage
     given = {name: value for name, value in given.items() if value is not None}
@@ -68,12 +68,12 @@ def read_start_checkpoint(
     except FileNotFoundError as error:
         if not is_started_externally(run.fabric):
             raise
-        # Other processes may have the file. They would wait for this one.
+        # Other processes may have the file and wait. check_same_checkpoint raises the error.
         run.checkpoint_error = error
 
 
 def check_checkpoint_argument(name: str, value: Any, keywords: tuple[str, ...]) -> None:
-    """Refuse what is neither a keyword of this argument nor a path."""
+    """Refuse a value that is neither a path nor a keyword of this argument."""
     expected = f"a path, {' or '.join(map(repr, keywords))}"
     if value is not None and not isinstance(value, str | os.PathLike):
         hint = " Load weights in memory with model.load_state_dict(...)." if name == "load" else ""
@@ -85,7 +85,7 @@ def check_checkpoint_argument(name: str, value: Any, keywords: tuple[str, ...]) 
 
 
 def default_keyword(run: RunState) -> str | None:
-    """Return what Trainer chooses by itself where no checkpoint is given."""
+    """Return the keyword that Trainer uses if no checkpoint is given, or None."""
     loop = run.loop
     if run.stage == "fit":
         return "last" if loop.callbacks_of("OnExceptionCheckpoint") else None
@@ -103,7 +103,7 @@ def default_keyword(run: RunState) -> str | None:
 def read_checkpoint_of_run(
     run: RunState, path: str | Path, resumes: bool, weights_only: bool | None
 ) -> None:
-    """Read the file that a call starts from. A resumed run continues its version."""
+    """Read the file that a call starts from. A resumed run keeps the file's version."""
     loop = run.loop
     run.checkpoint_path, run.resumes = str(path), resumes
     checkpoint = loop.checkpoint_io.load_checkpoint(path, weights_only=weights_only is not False)
@@ -148,12 +148,12 @@ def find_checkpoint(run: RunState, argument: str, keyword: str) -> str | Path | 
 
 
 def list_checkpoints(run: RunState, keyword: str) -> list[Path]:
-    """Return the files that "last" or "auto" may mean: those of the newest run that has saved any."""
+    """Return the checkpoints of the newest run that has any, for "last", "best" or "auto"."""
     loop, version = run.loop, run.config.version
     if not loop.checkpoint_callbacks:
         folder = Path(loop.default_root_dir, "checkpoints", run.config.name)
         files = files_of_newest_version(folder, version, "*.ckpt")
-        # exception.ckpt is not exact.
+        # exception.ckpt may not be exact, so "auto" does not use it.
         return [file for file in files if keyword != "auto" or file.name != "exception.ckpt"]
     has_own_folder = all(getattr(saver, "dirpath", None) for saver in loop.checkpoint_callbacks)
     if not has_own_folder and loop.loggers and loop.loggers[0].save_dir is not None:
@@ -169,7 +169,7 @@ def list_checkpoints(run: RunState, keyword: str) -> list[Path]:
 
 
 def files_of_newest_version(folder: Path, version: int | str | None, pattern: str) -> list[Path]:
-    """Return the files of a version; of the newest one that has any where no version is given."""
+    """Return the files of a version. None: the newest version that has any."""
     versions = versions_of(folder) if version is None else [folder / version_folder(version)]
     for path in reversed(versions):
         if files := list(path.glob(pattern)):
@@ -178,7 +178,7 @@ def files_of_newest_version(folder: Path, version: int | str | None, pattern: st
 
 
 def sort_by_age(files: list[Path]) -> list[Path]:
-    """Return checkpoints with the newest first. Files of the best epochs come after the last ones."""
+    """Sort checkpoints, newest first. last.ckpt and exception.ckpt come before the best ones."""
 
     def age(path: Path) -> tuple[bool, int, bool]:
         is_last = path.name.startswith(("last", "exception"))
@@ -188,7 +188,7 @@ def sort_by_age(files: list[Path]) -> list[Path]:
 
 
 def find_whole(files: list[Path]) -> Path | None:
-    """Return the first checkpoint that is whole. A damaged one is named and passed over."""
+    """Return the first checkpoint that is not damaged. Warn of each damaged one before it."""
     for path in files:
         try:
             verify_checkpoint(path)
@@ -196,12 +196,12 @@ def find_whole(files: list[Path]) -> Path | None:
                 verify_shards(path, read_checkpoint(path)[SHARDS_KEY])
             return path
         except DamagedCheckpointError as error:
-            warnings.warn(f"{error} The checkpoint before it is used.", stacklevel=2)
+            warnings.warn(f"{error} Using the previous checkpoint instead.", stacklevel=2)
     return None
 
 
 def find_best(newest: Path) -> Path | None:
-    """Return the best checkpoint of a version, which its newest one names."""
+    """Return the best checkpoint of a version, which the newest checkpoint names."""
     best = newest.with_name("best.ckpt")
     if not best.exists():
         own = read_checkpoint(newest).get(OWN_KEY, {}).get("checkpoints", {})
@@ -210,7 +210,7 @@ def find_best(newest: Path) -> Path | None:
 
 
 def report_missing(run: RunState, argument: str, keyword: str, files: list[Path]) -> None:
-    """Raise an error about a keyword without a checkpoint. Trainer's ``ckpt_path="last"`` only warns."""
+    """Raise an error if a keyword has no checkpoint. Only warn for ``ckpt_path="last"``."""
     if files:
         raise DamagedCheckpointError(
             f"{argument}: got {keyword!r}, but every checkpoint in {files[0].parent} is damaged. Give"
@@ -258,7 +258,7 @@ def version_of_checkpoint(path: Path, root: Path, name: str) -> int | str | None
 
 
 def check_same_checkpoint(run: RunState) -> None:
-    """Refuse to start where processes have found different checkpoints, on machines without a common folder."""
+    """Refuse to start if the processes have found different checkpoints."""
     step = run.checkpoint.get("global_step") if run.checkpoint is not None else None
     found = gather_objects(run, f"{run.checkpoint_error or run.checkpoint_path}, step {step}")
     for rank, text in enumerate(found):
@@ -293,7 +293,7 @@ def open_folders(run: RunState, stack: ExitStack) -> None:
 
 
 def make_checkpoint_manager(run: RunState) -> CheckpointManager:
-    """Return the manager of a fit, which saves nothing where a Checkpoint callback does."""
+    """Return the manager of a fit. It saves nothing if there is a Checkpoint callback."""
     config, loggers = run.config, run.loggers.csv_loggers
     if not config.enable_checkpointing or run.loop.checkpoint_callbacks:
         return CheckpointManager(None, config)
@@ -333,7 +333,7 @@ def lock_folders(folders: Iterable[Path], resumed_from: str | None = None) -> It
     run was resumed, and "finished", "interrupted" or "failed" at the end. ``fabric-template runs`` reads it.
 
     Raises:
-        CheckpointError: Another run writes there.
+        CheckpointError: Another run writes to one of the folders.
     """
     with ExitStack() as stack:
         opened = [open_lock(folder, stack) for folder in folders]
@@ -355,7 +355,7 @@ def lock_folders(folders: Iterable[Path], resumed_from: str | None = None) -> It
 
 
 def open_lock(folder: Path, stack: ExitStack) -> IO[str] | None:
-    """Lock a folder and remove what a killed run left there. Returns the open file, None if it cannot be made."""
+    """Lock a folder and remove a killed run's temporary files. Returns the lock file or None."""
     try:
         folder.mkdir(parents=True, exist_ok=True)
         for parent in folder.parents[:3]:
@@ -364,11 +364,11 @@ def open_lock(folder: Path, stack: ExitStack) -> IO[str] | None:
         stack.enter_context(file)
     except OSError as error:
         warnings.warn(
-            f"{folder}: it cannot be locked ({error}). Give each run a folder of its own.",
+            f"{folder}: the folder cannot be locked ({error}). Give each run its own folder.",
             stacklevel=2,
         )
         return None
-    # Windows has no fcntl, and some network drives have no locks. The file still records the state.
+    # Windows has no fcntl, and some network drives have no locks. The file still has the state.
     with suppress(ImportError, OSError):
         import fcntl
 
@@ -389,7 +389,7 @@ def open_lock(folder: Path, stack: ExitStack) -> IO[str] | None:
 
 def add_line(files: Iterable[IO[str]], line: str) -> None:
     for file in files:
-        # A full disk costs the record of the state only.
+        # If the disk is full, only the record of the run's state is lost.
         with suppress(OSError):
             file.write(f"{line}\n")
             file.flush()

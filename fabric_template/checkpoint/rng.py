@@ -50,7 +50,7 @@ def pack_rng_state() -> tuple[Any, ...]:
 
 
 def unpack_rng_state(packed: Any) -> Any:
-    """Return packed states in the form of ``capture_rng_state``, and other values as they are."""
+    """Return packed states in the form of ``capture_rng_state``. Return other values unchanged."""
     if not isinstance(packed, tuple):
         return packed
     torch_state, python_state, (name, keys, *position) = packed
@@ -64,7 +64,7 @@ def unpack_rng_state(packed: Any) -> Any:
 def _as_plain_values(
     torch_state: torch.Tensor, python_state: Any, numpy_state: Any
 ) -> dict[str, Any]:
-    """Return states that a checkpoint can hold and ``weights_only=True`` reads."""
+    """Convert the states to values that torch.load reads with ``weights_only=True``."""
     version, numbers, gauss = python_state
     name, keys, *position = numpy_state
     return {
@@ -75,7 +75,7 @@ def _as_plain_values(
 
 
 def seed_new_process(rank: int) -> None:
-    """Draw other random numbers than the process whose states were restored here."""
+    """Reseed this process, so that it differs from the process whose random states it restored."""
     seed = int(torch.randint(2**31, ())) + rank
     torch.manual_seed(seed)
     np.random.seed(seed % 2**32)

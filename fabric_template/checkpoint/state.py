@@ -1,8 +1,8 @@
 """Build a checkpoint in Lightning's layout, and restore a run from it.
 
 Lightning's keys come first, so that ``LitModel.load_from_checkpoint(path)`` and
-``Trainer.fit(ckpt_path=path)`` read our files. What Trainer does not keep stands under one key: the states
-of random generators, loaders, running metrics and the history.
+``Trainer.fit(ckpt_path=path)`` read our files. OWN_KEY holds the states that Trainer does not save:
+random generators, loaders, running metrics and the history.
 """
 
 from __future__ import annotations
@@ -30,10 +30,10 @@ if TYPE_CHECKING:
     from ..training.run_state import RunState
 
 OWN_KEY = "fabric_template"
-# The counts of each progress of Trainer's.
+# The counters in each progress object of Trainer.
 COUNTS = ("ready", "started", "processed", "completed")
-# The parts of a run with state_dict and load_state_dict. They are restored in this order: with the
-# optimizers, when training is about to continue, and from the states that each process has of its own.
+# Parts of a run with a state_dict. PARTS are restored together with the optimizers, the others
+# right before training continues. Each process saves its own PARTS_OF_PROCESS.
 PARTS = ("progress", "stop", "history", "loggers", "checkpoints")
 PARTS_OF_TRAINING = ("optimization", "validation_schedule")
 PARTS_OF_PROCESS = ("data", "results", "history.train_sums")
@@ -42,11 +42,11 @@ PARTS_OF_PROCESS = ("data", "results", "history.train_sums")
 def build_checkpoint(
     run: RunState, weights_only: bool = False, epoch: int | None = None
 ) -> dict[str, Any]:
-    """Return the state of a run. Called on all processes; the first one's is written.
+    """Return the state of a run. All processes call this; the first one writes its result.
 
     Args:
         weights_only: Leave out optimizers, callbacks and positions.
-        epoch: The epoch that the file names. None: the current one.
+        epoch: The epoch in the checkpoint. None: the current one.
     """
     source = run.module if run.is_lightning_module else run.network
     checkpoint: dict[str, Any] = {
@@ -65,7 +65,7 @@ def build_checkpoint(
     if not weights_only:
         run.hooks.call_callbacks("on_save_checkpoint", checkpoint)
     run.hooks.call_module("on_save_checkpoint", checkpoint)
-    # A new dict, because hooks may have kept the one that they were given.
+    # Return a new dict, because hooks may have kept a reference to ``checkpoint``.
     return checkpoint if weights_only else {**checkpoint, OWN_KEY: own_state(run)}
 
 
@@ -92,15 +92,15 @@ def key_of(callback: Any) -> str:
 
 
 def state_of(part: Any) -> Any:
-    """Return the state of a callback or a datamodule, None if it has no ``state_dict``."""
+    """Return the state of a callback or a datamodule, or None if it has no ``state_dict``."""
     state_dict = getattr(part, "state_dict", None)
     return state_dict() if callable(state_dict) else None
 
 
 def own_state(run: RunState) -> dict[str, Any]:
-    """Return what Trainer does not save. Each process adds the states of its own."""
+    """Return the states that Trainer does not save, with an entry of each process in "ranks"."""
     of_process = {"rng": capture_rng_state(), **states_of(run, PARTS_OF_PROCESS)}
-    # What hooks have changed. The rest is as the resumed run sets it up.
+    # Save only the values that hooks have changed. The resumed run sets up the others.
     is_changed = run.accumulate_grad_batches != run.config.accumulate_grad_batches
     changed_flags = requires_grad(run).items() - run.requires_grad_at_start.items()
     return {
@@ -114,7 +114,7 @@ def own_state(run: RunState) -> dict[str, Any]:
 
 
 def states_of(run: RunState, names: tuple[str, ...]) -> dict[str, Any]:
-    """Return the states of parts of a run. Evaluations lack some of the parts."""
+    """Return the states of the given parts of a run, keyed by the part's name."""
     parts = {name: attrgetter(name)(run) for name in names}
     return {name: part.state_dict() for name, part in parts.items() if part is not None}
 
@@ -126,7 +126,7 @@ def load_states(run: RunState, names: tuple[str, ...], states: dict[str, Any]) -
 
 
 def run_settings(run: RunState) -> dict[str, Any]:
-    """Return what a resumed run should have in common with the run that was saved."""
+    """Return the settings that a resumed run should share with the saved run."""
     loaders = run.data.train.loaders if run.data.train is not None else []
     return {
         "processes": shares_of(run)[0],
@@ -137,7 +137,7 @@ def run_settings(run: RunState) -> dict[str, Any]:
 
 
 def check_settings(run: RunState, saved: dict[str, Any]) -> None:
-    """Warn of settings that change a resumed run, and refuse to split an epoch among other processes."""
+    """Warn of settings that differ. Refuse another number of processes within an epoch."""
     current = run_settings(run)
     is_in_epoch = run.progress.is_in_epoch and not run.progress.is_last_batch
     if is_in_epoch and saved["processes"] != current["processes"]:
@@ -160,7 +160,7 @@ def requires_grad(run: RunState) -> dict[str, bool]:
 
 
 def add_hyperparameters(checkpoint: dict[str, Any], part: Any) -> None:
-    """Add what ``save_hyperparameters()`` kept, under the names by which Lightning reads it back."""
+    """Add the arguments that ``save_hyperparameters()`` has stored, under Lightning's keys."""
     hparams = getattr(part, "hparams", None)
     if not hparams:
         return
@@ -176,7 +176,7 @@ def add_hyperparameters(checkpoint: dict[str, Any], part: Any) -> None:
 
 
 def loops_state(run: RunState) -> dict[str, Any]:
-    """Return Trainer's progress counters, as its own loops would hold them here."""
+    """Return the state that Trainer's loops would have at this point."""
     progress, saved = run.progress, run.progress.state_dict()
     epoch = _counts(progress.epochs_done, progress.epochs_done)
     batches = _counts(saved["total_batches"], saved["batches_done"])
@@ -256,7 +256,7 @@ def load_weights(run: RunState, checkpoint: dict[str, Any]) -> None:
     try:
         target.load_state_dict(weights, strict=is_strict)
     except RuntimeError as error:
-        # torch writes a line for each parameter, which may be hundreds.
+        # torch writes a line for each parameter, so there may be hundreds of lines.
         differences = shorten(" ".join(str(error).split()), 400, placeholder=" ...")
         raise OtherModelError(
             f"{differences} '{run.checkpoint_path}' is of another model. Build the model with the"
@@ -265,14 +265,14 @@ def load_weights(run: RunState, checkpoint: dict[str, Any]) -> None:
 
 
 def find_weights(checkpoint: dict[str, Any]) -> dict[str, Any] | None:
-    """Return the weights in a checkpoint of ours, of Lightning or ``fabric.save``, or in a plain state_dict."""
+    """Return the weights in a checkpoint of FabricLoop, Lightning or Fabric, or a state_dict."""
     weights = checkpoint
     for name in ("model", "state_dict"):
         if isinstance(checkpoint.get(name), dict):
             weights = checkpoint[name]
     if weights is checkpoint and not all(torch.is_tensor(value) for value in weights.values()):
         return None
-    # Wrappers of torch put their own name before each key.
+    # DistributedDataParallel and torch.compile add a prefix to each key.
     for prefix in ("module.", "_orig_mod."):
         if weights and all(key.startswith(prefix) for key in weights):
             weights = {key.removeprefix(prefix): value for key, value in weights.items()}
@@ -280,10 +280,10 @@ def find_weights(checkpoint: dict[str, Any]) -> dict[str, Any] | None:
 
 
 def restore_callbacks(run: RunState, checkpoint: dict[str, Any]) -> None:
-    """Give the callbacks their states back."""
+    """Restore the states of the callbacks."""
     states = checkpoint["callbacks"]
     keys = {key_of(callback) for callback in run.hooks.callbacks}
-    # max_time= adds a Timer, and FabricLoop's own checkpoints take the place of ModelCheckpoint's.
+    # max_time= adds a Timer, and FabricLoop's own checkpoints replace those of ModelCheckpoint.
     may_miss = ("Timer",) if run.loop.checkpoint_callbacks else ("Timer", "ModelCheckpoint")
     missing = [key for key in states if key not in keys and not key.startswith(may_miss)]
     if missing and run.resumes:
@@ -318,14 +318,14 @@ def restore_training(run: RunState, checkpoint: dict[str, Any]) -> None:
         )
     load_states(run, ("progress",), own)
     if run.resume_keyword != "auto" and run.stop.can_stop_early:
-        # "auto" leaves a run that stopped early as it is; "last" continues it. Before min_epochs and
-        # min_steps are reached, a request to stop is still open.
+        # resume="last" continues a run that stopped early, but "auto" does not. Before min_epochs
+        # and min_steps are reached, a request to stop stays pending.
         own.pop("stop", None)
     load_states(run, PARTS[1:], own)
 
 
 def complete_state_of_mini(run: RunState, own: dict[str, Any]) -> None:
-    """Add to the state of a file that MiniLoop wrote what its parts leave out."""
+    """Add the values that MiniLoop does not save to the state in one of its files."""
     progress, score = own["progress"], own["checkpoints"]["score"]
     if progress["is_in_epoch"]:
         raise CheckpointError(
@@ -346,7 +346,7 @@ def complete_state_of_mini(run: RunState, own: dict[str, Any]) -> None:
 
 
 def restore_position(run: RunState) -> None:
-    """Restore random generators, loaders and running sums, when training is about to continue."""
+    """Restore random generators, loaders and running sums right before training continues."""
     run.requires_grad_at_start = requires_grad(run)
     checkpoint, run.checkpoint = run.checkpoint, None
     own, run.own_state = run.own_state, None
@@ -358,7 +358,7 @@ def restore_position(run: RunState) -> None:
         return
     ranks, rank = own["ranks"], run.fabric.global_rank
     of_process = ranks[rank % len(ranks)]
-    # Of a file that MiniLoop wrote only the random numbers are left.
+    # In a file of MiniLoop, only the random states remain to be restored.
     if "settings" in own:
         check_settings(run, own["settings"])
         run.accumulate_grad_batches = own["accumulate_grad_batches"] or run.accumulate_grad_batches
@@ -376,7 +376,7 @@ def restore_position(run: RunState) -> None:
 def restore_optimizers(run: RunState, checkpoint: dict[str, Any]) -> None:
     load_shards(run, checkpoint, "optimizer_states")
     states = checkpoint["optimizer_states"]
-    # on_load_checkpoint may have emptied the list, where the parameters have changed.
+    # on_load_checkpoint may have emptied the list because the parameters have changed.
     if states and len(states) != len(run.optimizers):
         raise CheckpointError(
             f"{run.checkpoint_path}: got the states of {len(states)} optimizers, expected"
@@ -390,7 +390,7 @@ def restore_optimizers(run: RunState, checkpoint: dict[str, Any]) -> None:
 
 
 def restore_dtypes(optimizer: Any, saved: dict[str, Any]) -> None:
-    """Give states the dtype that they were saved in. torch casts all but "step" to that of the parameter."""
+    """Restore the dtypes of states. torch casts all but "step" to the parameter's dtype."""
     parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
     for index, values in saved.get("state", {}).items():
         if not isinstance(index, int) or not isinstance(values, dict):
@@ -402,7 +402,7 @@ def restore_dtypes(optimizer: Any, saved: dict[str, Any]) -> None:
 
 
 def restore_progress_of_trainer(run: RunState, checkpoint: dict[str, Any]) -> None:
-    """Restore the counters of a file that Trainer wrote."""
+    """Restore the counters from a checkpoint of Trainer."""
     progress, fit_loop = run.progress, checkpoint.get("loops", {}).get("fit_loop")
     run.data.keeps_first_iterator = True
     progress.global_step, progress.epochs_done = checkpoint["global_step"], checkpoint["epoch"]
@@ -415,16 +415,16 @@ def restore_progress_of_trainer(run: RunState, checkpoint: dict[str, Any]) -> No
     progress.epochs_done = epoch["processed"]
     progress.total_batches = batch["total"]["processed"]
     progress.logging_step = fit_loop["epoch_loop.state_dict"].get("_batches_that_stepped", 0)
-    # In on_train_epoch_start an epoch is ready but not started, and the batches are those of the epoch before.
+    # In on_train_epoch_start, the epoch is not started, and the batches are of the previous epoch.
     if epoch["started"] == epoch["processed"]:
         return
     if batch["is_last_batch"] and is_between_batches:
-        # Trainer leaves out what was to come after the last batch.
+        # Trainer does not resume the validation and the hooks after the last batch.
         progress.epochs_done += 1
     else:
         progress.is_in_epoch = True
         progress.batches_done = processed
         progress.batches_at_last_step = processed - processed % run.accumulate_grad_batches
     if is_between_batches and batch["total"]["ready"] > batch["total"]["completed"]:
-        # Trainer counts the step after on_train_batch_end, in which the file was saved.
+        # on_train_batch_end saved the file. Trainer counts the logging step after this hook.
         progress.logging_step += is_step_due(run)

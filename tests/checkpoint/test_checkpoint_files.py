@@ -43,7 +43,7 @@ def test_a_damaged_file_is_named_and_the_one_before_it_is_used(tmp_path, damage)
     DAMAGES[damage](last)
     with pytest.raises(DamagedCheckpointError, match="last.ckpt"):
         read_checkpoint(last)
-    with pytest.warns(UserWarning, match=r"last\.ckpt.*The checkpoint before it is used"):
+    with pytest.warns(UserWarning, match=r"last\.ckpt.*Using the previous checkpoint instead"):
         loop, *_ = fit(tmp_path, resume="last", **{**RUN, "max_epochs": 3})
     assert "epoch=1-step=12" in loop.ckpt_path
     assert (loop.current_epoch, loop.global_step) == (3, 18)

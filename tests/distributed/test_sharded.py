@@ -428,7 +428,7 @@ def test_sharded_checkpoints():
     # With a missing file "auto" uses the checkpoint before.
     shard = last.with_name("last.ckpt.step=15") / "__0_0.distcp"
     shard.unlink()
-    with pytest.warns(UserWarning, match="has None bytes.* The checkpoint before it is used"):
+    with pytest.warns(UserWarning, match="has None bytes.* Using the previous checkpoint instead"):
         assert find_whole(sort_by_age(list(Path("full", HOME).glob("*.ckpt")))).name == "best.ckpt"
 
 
