@@ -1,4 +1,4 @@
-"""Level 1: what FabricLoop does for a loop of your own, such as set-up and values for the loggers."""
+"""Set up, log, save and load in a loop of your own (level 1 of FabricLoop)."""
 
 from __future__ import annotations
 
@@ -25,18 +25,18 @@ from .loggers.csv_logger import to_cell
 if TYPE_CHECKING:
     from .training.run_state import RunState
 
-# Columns of a row that are no measurement.
+# Columns of a row that are not metrics.
 _COORDINATES = ("epoch", "step")
 
 
 def check_type(method: str, value: Any, kind: Any, expected: str) -> None:
-    """Refuse an argument of another type, with the call that is right."""
+    """Refuse an argument of the wrong type. The message shows the right call."""
     if not isinstance(value, kind):
         raise ConfigurationTypeError(f"loop.{method}: got {describe(value)}, expected {expected}.")
 
 
 def needs_no_wrapper(fabric: Fabric) -> bool:
-    """Return whether Fabric's wrappers would do nothing: one device, float32."""
+    """Return whether Fabric's wrappers would do nothing, as on one device in float32."""
     strategy = fabric.strategy
     return type(strategy) is SingleDeviceStrategy and type(strategy.precision) is Precision
 
@@ -71,7 +71,7 @@ def _setup_loader(fabric: Fabric, loader: Any) -> Any:
 
 
 def to_scalars(fabric: Fabric, metrics: Mapping[str, Any], sync_dist: bool) -> dict[str, Any]:
-    """Return values as numbers, with ``sync_dist`` as their means over the processes."""
+    """Return metrics as numbers. With ``sync_dist``, return their means over the processes."""
     expected = "a dict of numbers: loop.log_dict({'epoch': 0, 'train_loss': loss})"
     check_type("log_dict", metrics, Mapping, expected)
     scalars = {name: to_cell(name, value) for name, value in metrics.items()}
@@ -85,7 +85,7 @@ def to_scalars(fabric: Fabric, metrics: Mapping[str, Any], sync_dist: bool) -> d
 
 
 def log_in_run(run: RunState, scalars: dict[str, Any], step: int | None) -> None:
-    """Log values from a hook or a step: with the current epoch as part of its row, else as a row of steps.csv."""
+    """Log values from a hook or a step, in the row of the current epoch or a row of steps.csv."""
     is_of_row = run.stage == "fit" and run.progress.is_in_epoch
     if is_of_row and scalars.get("epoch") == run.progress.epochs_done:
         values = {name: value for name, value in scalars.items() if name not in _COORDINATES}
@@ -96,7 +96,7 @@ def log_in_run(run: RunState, scalars: dict[str, Any], step: int | None) -> None
 
 
 def log_rows(loggers: list[Any], scalars: dict[str, Any], step: int | None) -> None:
-    """Log values outside of a run. With an "epoch" they are a row of metrics.csv."""
+    """Log values outside of a run. With a key "epoch", they are a row of metrics.csv."""
     for logger in loggers:
         if "epoch" in scalars and hasattr(logger, "log_epoch"):
             coordinates = {} if step is None else {"epoch": scalars["epoch"], "step": step}
@@ -106,7 +106,7 @@ def log_rows(loggers: list[Any], scalars: dict[str, Any], step: int | None) -> N
 
 
 def save_parts(fabric: Fabric, io: CheckpointIO, path: Any, state: dict[str, Any]) -> None:
-    """Write a checkpoint of modules, optimizers and values, as a whole or not at all."""
+    """Write a checkpoint of modules, optimizers and values atomically."""
     check_type("save", path, str | os.PathLike, "a path and a dict: loop.save('mine.ckpt', state)")
     join_processes(fabric)
     use_checkpoint_io(fabric, io)
@@ -119,7 +119,7 @@ def save_parts(fabric: Fabric, io: CheckpointIO, path: Any, state: dict[str, Any
 
 
 def use_checkpoint_io(fabric: Fabric, io: CheckpointIO) -> None:
-    """Write and read checkpoints atomically and verified, unless the user chose how."""
+    """Use ``io``, which is atomic and verified, unless the user has given a CheckpointIO."""
     # Strategies that shard a model write folders without a CheckpointIO.
     with suppress(NotImplementedError):
         if type(fabric.strategy.checkpoint_io) is TorchCheckpointIO:
@@ -129,7 +129,7 @@ def use_checkpoint_io(fabric: Fabric, io: CheckpointIO) -> None:
 def load_parts(
     fabric: Fabric, io: CheckpointIO, path: Any, state: dict[str, Any]
 ) -> dict[str, Any]:
-    """Restore modules and optimizers from a checkpoint. Returns what else it holds."""
+    """Restore modules and optimizers from a checkpoint. Returns the other values in it."""
     check_type("load", path, str | os.PathLike, "a path and a dict: loop.load('mine.ckpt', state)")
     join_processes(fabric)
     use_checkpoint_io(fabric, io)

@@ -53,7 +53,7 @@ FABRIC_ARGUMENTS = ("accelerator", "strategy", "devices", "num_nodes", "precisio
 
 
 class FabricLoop(TrainerAPI):
-    """A training loop on Lightning Fabric with Trainer's options and Trainer's numbers.
+    """A training loop on Lightning Fabric with the options and the results of Trainer.
 
     Args:
         fabric: A ready Fabric. Or give Fabric's own arguments:
@@ -64,7 +64,7 @@ class FabricLoop(TrainerAPI):
 
     Raises:
         TypeError: An option is unknown.
-        ConfigurationError, ConfigurationTypeError: Options have wrong values. All are named at once.
+        ConfigurationError, ConfigurationTypeError: Options have wrong values. Names all of them.
 
     Example:
         >>> import torch
@@ -98,7 +98,7 @@ class FabricLoop(TrainerAPI):
         self.status = TrainerStatus.INITIALIZING
         self.strategy = StrategyAPI(self)
         self.next_ckpt_path: Any = None
-        # What config.yaml records. The command line adds the model and the data.
+        # The content of config.yaml. The command line adds the model and the data.
         self.recipe: dict[str, Any] = {**vars(given)}
         if fabric is None:
             recorded = {name: of_fabric[name] for name in (*FABRIC_ARGUMENTS, "callbacks")}
@@ -169,7 +169,7 @@ class FabricLoop(TrainerAPI):
         ckpt_path: Any = None,
         weights_only: bool | None = None,
     ) -> list[dict[str, float]]:
-        """Run ``validation_step`` over the loaders. Returns what was logged, a dict for each loader."""
+        """Run ``validation_step`` over the loaders. Returns a dict of logged values per loader."""
         functions = {"validation_step": validation_step, "epoch_end": epoch_end}
         run = RunState(self, "validate", model, {"val": dataloaders}, datamodule, functions)
         return self._evaluate(run, load, ckpt_path, weights_only, verbose)
@@ -186,7 +186,7 @@ class FabricLoop(TrainerAPI):
         ckpt_path: Any = None,
         weights_only: bool | None = None,
     ) -> list[dict[str, float]]:
-        """Run ``test_step`` over the loaders. Returns what was logged, a dict for each loader."""
+        """Run ``test_step`` over the loaders. Returns a dict of logged values per loader."""
         functions = {"test_step": test_step, "epoch_end": epoch_end}
         run = RunState(self, "test", model, {"test": dataloaders}, datamodule, functions)
         return self._evaluate(run, load, ckpt_path, weights_only, verbose)
@@ -225,9 +225,9 @@ class FabricLoop(TrainerAPI):
     def setup(self, model: Any, optimizer: Any = None, *loaders: Any) -> Any:
         """Move model and loaders to their devices and wrap them for the strategy, as ``fabric.setup`` does.
 
-        On one device in float32 model and optimizer come back as they are. Elsewhere the model is
-        Fabric's wrapper, and ``model.module`` the model itself. To clip, use
-        ``loop.fabric.clip_gradients(model, optimizer, max_norm=1.0)``, which unscales gradients before.
+        On one device in float32, model and optimizer are returned unchanged. Otherwise the model is
+        Fabric's wrapper, and ``model.module`` is the model itself. To clip gradients, use
+        ``loop.fabric.clip_gradients(model, optimizer, max_norm=1.0)``, which unscales them first.
 
         Example:
             >>> loop = FabricLoop(accelerator="cpu")
@@ -247,7 +247,7 @@ class FabricLoop(TrainerAPI):
             self.fabric.backward(loss)
 
     def no_backward_sync(self, model: Any, enabled: bool = True) -> Any:
-        """Return a context for all but the last backward of an accumulation: gradients are not reduced there."""
+        """Return a context without gradient reduction, for all but a step's last backward."""
         if needs_no_wrapper(self.fabric):
             return nullcontext()
         return self.fabric.no_backward_sync(model, enabled)
@@ -259,14 +259,14 @@ class FabricLoop(TrainerAPI):
     def log_dict(
         self, metrics: Mapping[str, Any], step: int | None = None, sync_dist: bool = False
     ) -> None:
-        """Send values to the loggers. With an "epoch" among them they are a row of metrics.csv.
+        """Send values to the loggers. With a key "epoch", they are a row of metrics.csv.
 
-        In a hook or a step of a run they join the row of the current epoch, or are a row of steps.csv.
+        In a hook or a step of a run, they join the row of the current epoch or a row of steps.csv.
 
         Args:
             metrics: Numbers by name.
-            step: The optimizer steps so far.
-            sync_dist: Log the means over the processes, all of which have to call this.
+            step: The number of optimizer steps so far.
+            sync_dist: Log the means over the processes. Every process must make this call.
         """
         scalars = to_scalars(self.fabric, metrics, sync_dist)
         if self.run is not None and self.run.progress.stage is not None:
@@ -275,11 +275,11 @@ class FabricLoop(TrainerAPI):
             log_rows(self.loggers, scalars, step)
 
     def save(self, path: str | Path, state: dict[str, Any]) -> None:
-        """Write a checkpoint of modules, optimizers and values, as a whole or not at all."""
+        """Write a checkpoint of modules, optimizers and values atomically."""
         save_parts(self.fabric, self.checkpoint_io, path, state)
 
     def load(self, path: str | Path, state: dict[str, Any]) -> dict[str, Any]:
-        """Restore modules and optimizers from a checkpoint. Returns what else it holds."""
+        """Restore modules and optimizers from a checkpoint. Returns the other values in it."""
         return load_parts(self.fabric, self.checkpoint_io, path, state)
 
     def profile(
@@ -293,12 +293,12 @@ class FabricLoop(TrainerAPI):
     def tune(
         self, model: Any, train_dataloaders: Any = None, datamodule: Any = None, **options: Any
     ) -> Any:
-        """Find settings that make a training faster. See ``fabric_template.tune``."""
+        """Find settings that make training faster. See ``fabric_template.tune``."""
         tool = import_module(f"{__package__}.tools.tune")
         return tool.tune(self, model, train_dataloaders, datamodule, **options)
 
     def ending(self) -> dict[str, list[str]]:
-        """Return the result of the last fit, the reason of its end and its files, as lines by heading."""
+        """Return lines about the last fit by heading: its result, why it ended and its files."""
         run = self.runs.get("fit")
         if run is None:
             return {}
@@ -313,18 +313,18 @@ class FabricLoop(TrainerAPI):
         return f"<{name} {self.config.name!r}: {'; '.join(parts) or 'nothing is trained yet'}>"
 
     def _repr_mimebundle_(self, **options: Any) -> dict[str, str]:
-        """Return what a notebook shows for a loop."""
+        """Return the text that a notebook shows for a loop."""
         return {"text/plain": format_summary(self.ending()) or repr(self)}
 
     @property
     def checkpoint_dir(self) -> Path | None:
-        """The folder of the checkpoints of the last fit; None before it, or if it saves none."""
+        """The checkpoint folder of the last fit. None without a fit or without checkpoints."""
         return self.runs["fit"].checkpoints.folder if "fit" in self.runs else None
 
     def checkpoint_path(self, keyword: str = "last") -> Path | None:
-        """Return the "last" or "best" checkpoint that this loop has saved, None if there is none.
+        """Return the "last" or "best" checkpoint that this loop has saved, or None.
 
-        ModelCheckpoint callbacks come before the loop's own files.
+        Files of ModelCheckpoint callbacks take precedence over the loop's own files.
         """
         fit = self.runs.get("fit")
         savers = self.checkpoint_callbacks or ([fit.checkpoints] if fit is not None else [])
@@ -339,7 +339,7 @@ class FabricLoop(TrainerAPI):
 
 
 def make_fabric(given: dict[str, Any]) -> Any:
-    """Return the ready Fabric, or make one of Fabric's own arguments."""
+    """Return the ready Fabric, or make one from Fabric's own arguments."""
     fabric, arguments = given["fabric"], {name: given[name] for name in FABRIC_ARGUMENTS}
     if fabric is None:
         arguments["plugins"] = convert_plugins(as_list(arguments["plugins"]))

@@ -1,4 +1,4 @@
-"""Start or join the processes of a run: spawned and forked ones, scripts, torchrun and SLURM."""
+"""Start or join the processes of a run, with spawn, fork, scripts, torchrun or SLURM."""
 
 from __future__ import annotations
 
@@ -44,12 +44,12 @@ _PATHS = ("best_model_path", "last_model_path", "best_model_score")
 
 
 def is_joined() -> bool:
-    """Return whether this process is one of a group already."""
+    """Return whether this process has joined a process group."""
     return torch.distributed.is_available() and torch.distributed.is_initialized()
 
 
 def join_processes(fabric: Fabric) -> None:
-    """Join the group of the run's processes, unless an earlier call has done it."""
+    """Join the process group of the run, unless an earlier call has joined it."""
     strategy: Any = fabric.strategy
     is_from_cli = os.environ.get("LT_CLI_USED") == "1"
     if not isinstance(strategy, ParallelStrategy) or is_from_cli:
@@ -71,13 +71,13 @@ def _leave_group() -> None:
 
 
 def seed_processes(fabric: Fabric) -> None:
-    """Give all processes the same seed, as Trainer does. Fabric's other strategies do it themselves."""
+    """Seed all processes in the same way, as Trainer does. Other strategies do so already."""
     if isinstance(fabric.strategy, DDPStrategy):
         reset_seed()
 
 
 def gather_objects(run: RunState, item: Any) -> list[Any]:
-    """Return an object of every process, in the order of their ranks."""
+    """Gather an object from every process, in the order of their ranks."""
     if run.fabric.world_size == 1:
         return [item]
     gathered: list[Any] = [None] * run.fabric.world_size
@@ -86,7 +86,7 @@ def gather_objects(run: RunState, item: Any) -> list[Any]:
 
 
 def is_started_externally(fabric: Fabric) -> bool:
-    """Return whether somebody else starts the processes, so that they meet only when they join."""
+    """Return whether a launcher such as torchrun or SLURM starts the processes."""
     environment = getattr(fabric.strategy, "cluster_environment", None)
     return getattr(environment, "creates_processes_externally", False)
 
@@ -112,7 +112,7 @@ def launched_processes() -> tuple[int, int] | None:
 
 
 def launched_devices(devices: Any, num_nodes: int) -> tuple[Any, int]:
-    """Return the devices and machines of ``devices="auto"``, which Fabric takes as one on the CPU."""
+    """Replace ``devices="auto"`` by the launcher's devices. Fabric would use one on the CPU."""
     started = launched_processes()
     if devices != "auto" or started is None:
         return devices, num_nodes
@@ -120,7 +120,7 @@ def launched_devices(devices: Any, num_nodes: int) -> tuple[Any, int]:
 
 
 def check_launched(fabric: Fabric) -> None:
-    """Refuse other numbers of processes than were started, which would wait for each other."""
+    """Refuse another number of processes than the launcher's, which would wait forever."""
     strategy, started = fabric.strategy, launched_processes()
     given = getattr(strategy, "num_processes", 1), getattr(strategy, "num_nodes", 1)
     if started is not None and (is_spawning(fabric) or given != started):
@@ -131,11 +131,11 @@ def check_launched(fabric: Fabric) -> None:
 
 
 def open_store_of_attempt() -> TCPStore | None:
-    """Let the processes that torchrun has started again find each other through a new store.
+    """Open a new store through which processes that torchrun has restarted find each other.
 
-    torchrun's own store outlives its workers: torch finds the addresses of dead processes in it and waits
-    for them. So the first process opens a store for this attempt and writes its address into torchrun's.
-    The others try the address there until a living process answers.
+    torchrun's own store outlives its workers: torch finds addresses of dead processes in it and
+    waits for them. Therefore the first process opens a store for this attempt and writes its address
+    to torchrun's store. The others try that address until a living process answers.
     """
     env = os.environ
     if env.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
@@ -143,13 +143,13 @@ def open_store_of_attempt() -> TCPStore | None:
     shared = TCPStore(env["MASTER_ADDR"], int(env["MASTER_PORT"]), is_master=False)
     store = None
     if env["RANK"] == "0":
-        # One machine needs no name that others can resolve.
+        # On a single machine, no other machine has to resolve the name.
         host = "localhost" if env.get("GROUP_WORLD_SIZE", "1") == "1" else socket.getfqdn()
         store = TCPStore(host, 0, is_master=True, multi_tenant=True, wait_for_workers=False)
         shared.set("fabric_template/address", f"{host} {store.port}")
     while True:
         host, port = shared.get("fabric_template/address").decode().split()
-        # An earlier attempt's process may be dead. torchrun ends this one if the first never comes.
+        # The address may be of a dead process. torchrun ends this one if the first never starts.
         with suppress(DistError):
             TCPStore(host, int(port), is_master=False, timeout=timedelta(seconds=2))
             break
@@ -172,7 +172,7 @@ def starts_processes(fabric: Fabric) -> bool:
 
 def launch_processes(run: RunState) -> Any:
     """Run a call in new processes. Returns its result; the caller's objects get the new state."""
-    # Lightning sets the port for its children, and the next call needs another one.
+    # Lightning sets MASTER_PORT for its children, but the next call needs another port.
     with tempfile.TemporaryDirectory(prefix="fabric_template_") as folder, patch.dict(os.environ):
         call = partial(_call_in_process, folder, run.loop, run.stage, arguments_of(run))
         with SignalForwarder(is_quiet=True) as signals:
@@ -184,9 +184,9 @@ def launch_processes(run: RunState) -> Any:
                 raise (_first_error(folder) or error) from error
             except (AttributeError, TypeError, pickle.PicklingError) as error:
                 raise ConfigurationTypeError(
-                    "strategy: got one that spawns processes, which get the arguments of the call by pickle:"
-                    f" {error}. Define functions and classes at the top of a file, or use strategy='ddp' in a"
-                    " script and 'ddp_fork' in a notebook."
+                    "strategy: got one that spawns processes, which get the arguments of the call by"
+                    f" pickle: {error}. Define functions and classes at module level, or use"
+                    " strategy='ddp' in a script and 'ddp_fork' in a notebook."
                 ) from error
         outcome = torch.load(Path(folder, "outcome"), weights_only=False)
     _apply_outcome(run, outcome)
@@ -204,7 +204,7 @@ def arguments_of(run: RunState) -> dict[str, Any]:
     for stage, loaders in run.data.given.items():
         given[f"{stage}_dataloaders" if run.stage == "fit" else "dataloaders"] = loaders
     given["optimizer"] = run.given_optimizer
-    # Only what was given, for subclasses that take fewer arguments.
+    # Pass only the arguments that were given, because a subclass may take fewer.
     given = {name: value for name, value in given.items() if value is not None}
     if run.stage in ("validate", "test"):
         given["verbose"] = False
@@ -214,14 +214,14 @@ def arguments_of(run: RunState) -> dict[str, Any]:
 def _call_in_process(
     folder: str, loop: Any, stage: str, arguments: dict[str, Any], fabric: Fabric
 ) -> None:
-    """Run the call in a process that was started for it, and write what the caller needs to a file.
+    """Run the call in a process that was started for it, and write the results to a file.
 
-    The launcher's own queue is no way back: it blocks on more than a pipe holds, and of an error it
-    brings the text only.
+    The launcher's own queue cannot carry the results: it blocks on anything larger than the pipe
+    buffer, and it passes on only the message of an exception.
     """
     loop.fabric = fabric
     if isinstance(multiprocessing.current_process(), SpawnProcess):
-        # Spawned processes get tensors in shared memory, and need their own.
+        # Spawned processes get tensors in shared memory, and need copies of their own.
         names = {"model", "optimizer"} & set(arguments)
         arguments |= deepcopy({name: arguments[name] for name in names})
     ending = result = None
@@ -231,7 +231,7 @@ def _call_in_process(
         run = loop.run
         if run is None or run.stop.signal is None or isinstance(error, Exception):
             _write_error(error, folder)
-            # torch takes KeyboardInterrupt for a regular end.
+            # torch treats a KeyboardInterrupt as a regular exit.
             raise RuntimeError(repr(error)) from error
         # A signal has ended all processes after the same step.
         ending = error
@@ -260,7 +260,7 @@ def _outcome_of(run: RunState) -> dict[str, Any]:
 
 
 def _apply_outcome(run: RunState, outcome: dict[str, Any]) -> None:
-    """Give the caller's objects what the first process has learned."""
+    """Update the caller's objects with the results of the first process."""
     weights = outcome["weights"]
     if configure_model := overridden(run.hooks.source, "configure_model"):
         configure_model()
@@ -273,7 +273,7 @@ def _apply_outcome(run: RunState, outcome: dict[str, Any]) -> None:
     run.history.rows = outcome["rows"]
     with_state = filter(has_state, run.hooks.callbacks)
     for callback, state in zip(with_state, outcome["callbacks"], strict=False):
-        # SpikeDetection of Lightning looks for an attribute that it lacks.
+        # Lightning's SpikeDetection reads an attribute that it does not have.
         with suppress(AttributeError):
             callback.load_state_dict(state)
     vars(run.checkpoints).update(outcome["checkpoints"])
@@ -285,8 +285,8 @@ def _apply_outcome(run: RunState, outcome: dict[str, Any]) -> None:
 
 
 def _write_error(error: BaseException, folder: str) -> None:
-    """Write the first error for the caller: those of other processes may be its consequence."""
-    # If it cannot be pickled, the launcher shows its text.
+    """Write the first error for the caller. Errors of other processes may be its consequence."""
+    # If the error cannot be pickled, the launcher shows its message.
     with suppress(Exception):
         data = pickle.dumps(error)
         pickle.loads(data)

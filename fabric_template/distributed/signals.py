@@ -1,4 +1,4 @@
-"""Ctrl-C, SIGTERM and SIGUSR1: the current step is finished, the run is saved, training ends."""
+"""On Ctrl-C, SIGTERM or SIGUSR1, finish the current step, save the run and end training."""
 
 from __future__ import annotations
 
@@ -26,19 +26,19 @@ _DEFAULTS = (signal.default_int_handler, signal.SIG_DFL)
 
 
 class SignalHandler:
-    """Notes the first signal while a run is on; a second one ends the program at once.
+    """Records the first signal during a run. A second signal ends the program at once.
 
-    A handler of the user's for SIGTERM or SIGUSR1 is called as well. A handler for Ctrl-C stays alone, and
-    ignored signals stay ignored. On exit every handler is what it was.
+    A user's handler for SIGTERM or SIGUSR1 is called, too. A user's handler for Ctrl-C is not
+    replaced, and ignored signals stay ignored. On exit, the previous handlers are restored.
 
     Args:
-        is_quiet: Write nothing when a signal comes.
-        is_one_of_several: A launcher passes on what the terminal has sent to all processes. A second signal
-            within two seconds is the first one again.
+        is_quiet: Print nothing when a signal arrives.
+        is_one_of_several: Whether a launcher started this process. The launcher may repeat a signal
+            of the terminal, so a second signal within two seconds is ignored.
 
     Attributes:
         received: The signal that this process has received.
-        is_handled_by_user: Whether a handler of the user's was called for it.
+        is_handled_by_user: Whether a user's handler was called for this signal.
     """
 
     def __init__(self, is_quiet: bool = False, is_one_of_several: bool = False) -> None:
@@ -52,7 +52,7 @@ class SignalHandler:
         self._checked_at, self._checked_batch, self._next_batch = time.monotonic(), 0, 0
 
     def __enter__(self) -> SignalHandler:
-        # Python sets handlers in the main thread only.
+        # Python allows signal handlers in the main thread only.
         if threading.current_thread() is threading.main_thread():
             for number in SIGNALS:
                 previous = signal.getsignal(number)
@@ -93,11 +93,11 @@ class SignalHandler:
     def check(self, run: RunState, is_due: bool = False) -> None:
         """Let the run stop if any process has received a signal.
 
-        Several processes must stop at the same step. They agree about once a second, after a batch that the
-        first process announces at the agreement before, so that most steps cost a comparison.
+        Several processes must stop at the same step. They exchange signals about once a second,
+        after a batch that the first process has announced. Other steps cost only a comparison.
 
         Args:
-            is_due: Agree now.
+            is_due: Exchange signals now.
         """
         if run.fabric.world_size == 1:
             run.stop.signal = self.received
@@ -110,7 +110,7 @@ class SignalHandler:
             seconds = max(time.monotonic() - self._checked_at, 1e-6)
             done = batches - self._checked_batch
             wait = max(1, int(done * SECONDS_BETWEEN_CHECKS / seconds))
-        # On the CPU, so that no step waits for the device.
+        # Reduce on the CPU, so that no step waits for the device.
         if self._group is None:
             is_gloo = torch.distributed.get_backend() == "gloo"
             world = torch.distributed.group.WORLD
@@ -124,12 +124,12 @@ class SignalHandler:
 
 
 class SignalForwarder(SignalHandler):
-    """Passes the first signal on to the processes that were started for a call. They save and end."""
+    """Forwards the first signal to the processes that were started for a call, which then save."""
 
     def __enter__(self) -> SignalForwarder:
         self._pid = os.getpid()
-        # A forked process ends at once until it sets its own handlers. Python's handler for SIGINT would
-        # raise KeyboardInterrupt, which torch takes for a regular end.
+        # A signal ends a forked process at once until that process sets its own handlers. Python's
+        # handler for SIGINT would raise KeyboardInterrupt, which torch treats as a regular exit.
         register_after_fork(self, SignalForwarder._restore_defaults)
         super().__enter__()
         return self
@@ -148,7 +148,7 @@ class SignalForwarder(SignalHandler):
 
 
 def error_of_signal(number: int) -> BaseException:
-    """Return what ends the program with the exit code of a signal."""
+    """Return the exception that ends the program with the exit code of a signal."""
     if number == signal.SIGINT:
         return KeyboardInterrupt()
     return SIGTERMException(143) if number == signal.SIGTERM else SystemExit(128 + number)

@@ -1,4 +1,4 @@
-"""Trainer's strategies as Fabric's, and networks whose parameters are sharded (FSDP2 and tensor parallel)."""
+"""Convert Trainer's strategies to Fabric's, and shard networks (FSDP2 and tensor parallel)."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ _CONVERTED = ("DDPStrategy", "SingleDeviceStrategy", "ModelParallelStrategy")
 
 
 def convert_strategy(strategy: Any) -> Any:
-    """Return Fabric's strategy for one of Trainer's. Anything else is for Fabric to judge.
+    """Return Fabric's strategy for one of Trainer's. Anything else is left to Fabric.
 
     Example:
         >>> type(convert_strategy("ddp_fork_find_unused_parameters_false")).__name__
@@ -59,7 +59,7 @@ def _is_trainers(part: Any) -> bool:
 
 
 def _convert_object(strategy: Any) -> Any:
-    """Return Fabric's strategy with the settings of one of Trainer's, which has the same attributes."""
+    """Return Fabric's strategy with the settings of Trainer's, which has the same attributes."""
     name = type(strategy).__name__
     has_plugin = type(getattr(strategy, "precision_plugin", None)).__name__ != "Precision"
     if name not in _CONVERTED or has_plugin or has_communication_hook(strategy):
@@ -68,7 +68,7 @@ def _convert_object(strategy: Any) -> Any:
             " Use a strategy of lightning.fabric.strategies or a name, such as 'ddp', and the options"
             " precision and plugins."
         )
-    # Modules written for Trainer are sharded in their configure_model, by self.device_mesh.
+    # Modules for Trainer shard themselves in configure_model, with self.device_mesh.
     arguments = [_return_model] if name == "ModelParallelStrategy" else []
     made = getattr(strategies, name)(*arguments)
     vars(made).update({key: value for key, value in vars(strategy).items() if key in vars(made)})
@@ -80,7 +80,7 @@ def _return_model(model: nn.Module, mesh: Any) -> nn.Module:
 
 
 def convert_plugins(plugins: list[Any]) -> list[Any]:
-    """Return Fabric's precision plugins in place of Trainer's, and other plugins as they are.
+    """Replace Trainer's precision plugins by Fabric's. Leave other plugins unchanged.
 
     Example:
         >>> from lightning.pytorch.plugins import DoublePrecision
@@ -121,11 +121,11 @@ def check_strategy(run: RunState) -> None:
 
 
 def has_mesh(strategy: Any) -> bool:
-    """Return whether the strategy has joined its processes into a mesh."""
+    """Return whether the strategy has created its device mesh."""
     try:
         return isinstance(strategy, ModelParallelStrategy) and strategy.device_mesh is not None
     except RuntimeError:
-        # Lightning raises it before there is a mesh.
+        # Lightning raises this error before the mesh exists.
         return False
 
 
@@ -136,10 +136,10 @@ def is_sharded(network: nn.Module) -> bool:
 def shard_network(fabric: Fabric, network: nn.Module, name: str) -> None:
     """Let ``parallelize_fn`` shard a network in place, with the weights of the first process.
 
-    A network that is sharded already stays as it is.
+    A network that is already sharded is left unchanged.
 
     Args:
-        name: What messages call the model.
+        name: The name of the model in messages.
     """
     strategy: Any = fabric.strategy
     tensors = [*network.parameters(), *network.buffers()]
@@ -151,7 +151,7 @@ def shard_network(fabric: Fabric, network: nn.Module, name: str) -> None:
                 torch.distributed.broadcast(value, src=0)
                 tensor.detach().copy_(value)
     if is_on_meta or not is_sharded(network):
-        # This also gives memory and weights to what is on the meta device.
+        # This also allocates and initializes tensors on the meta device.
         made = strategy.setup_module(network)
         if made is not network:
             raise ConfigurationError(
@@ -162,7 +162,7 @@ def shard_network(fabric: Fabric, network: nn.Module, name: str) -> None:
 
 
 def check_sharding(mesh: Any, network: nn.Module, name: str) -> None:
-    """Refuse a network of which a part would be trained by each process for itself."""
+    """Refuse a network with parameters that each process would train separately."""
     if not is_sharded(network):
         raise ConfigurationError(
             f"parallelize_fn: got {name} back without sharded parameters. Write fully_shard(model,"
@@ -176,20 +176,20 @@ def check_sharding(mesh: Any, network: nn.Module, name: str) -> None:
         if is_whole and parameter.requires_grad:
             raise ConfigurationError(
                 f"parallelize_fn: got {name} back with the parameter {parameter_name!r} whole in each of the"
-                f" {mesh['data_parallel'].size()} data-parallel processes, which would train it apart. Write"
-                " fully_shard(model, mesh=mesh['data_parallel']) with the whole model as its last line."
+                f" {mesh['data_parallel'].size()} data-parallel processes, which would train it"
+                " separately. Write fully_shard(model, mesh=mesh['data_parallel']) as its last line."
             )
 
 
 def wrap_step(network: nn.Module, step: Callable) -> Callable:
-    """Return a step that runs as a forward of the whole network, and returns whole tensors."""
+    """Return a step that runs as the forward of the whole network and returns full tensors."""
 
     def run_step(*args: Any, **kwargs: Any) -> Any:
         return gather_tensors(call(partial(step, *args, **kwargs)))
 
     call: Any = _call
     if isinstance(network, FSDPModule):
-        # FSDP gathers parameters in the hooks of the network's forward. A step may call parts of it.
+        # FSDP gathers parameters in forward hooks, but a step may call only some submodules.
         root: Any = network
         root.run_step = _call
         register_fsdp_forward_method(root, "run_step")
@@ -204,7 +204,7 @@ def _call(function: Callable[[], Any]) -> Any:
 
 @contextmanager
 def no_gradient_sync(network: nn.Module) -> Iterator[None]:
-    """Keep gradients in their process. The last backward of an accumulation window reduces them."""
+    """Do not reduce gradients. The last backward of an accumulation window reduces them."""
     parts = [module for module in network.modules() if isinstance(module, FSDPModule)]
     for part in parts:
         part.set_requires_gradient_sync(False)
@@ -216,7 +216,7 @@ def no_gradient_sync(network: nn.Module) -> Iterator[None]:
 
 
 def gather_tensors(item: Any) -> Any:
-    """Return nested containers with whole tensors in place of sharded ones, on all processes."""
+    """Replace sharded tensors in nested containers by full tensors, on all processes."""
     if isinstance(item, DTensor):
         return item.full_tensor()
     if isinstance(item, dict):
