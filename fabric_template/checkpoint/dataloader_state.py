@@ -147,7 +147,7 @@ class ResumableLoader:
             return next(iterator)
 
     def _unpack(self, item: WorkerBatch) -> Any:
-        """Return the batch. Keep its worker's random state, and those of all workers each round."""
+        """Return the batch. Keep its worker's random state, and all workers' states each round."""
         if item.rng_state is not None:
             self._workers[item.worker] = item.rng_state
         # If batches are read again, workers start with their states at the start of the pass.

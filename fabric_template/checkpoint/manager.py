@@ -22,8 +22,8 @@ if TYPE_CHECKING:
 class CheckpointManager:
     """Saves checkpoints at the end of epochs, after validations, every N steps and after an exception.
 
-    If a file cannot be written, training continues with a warning. If it is still missing at the
-    end of training, this is an error.
+    If a file cannot be written, training continues with a warning. A file that is still missing at
+    the end of training is an error.
 
     Args:
         folder: The folder of the checkpoints. None: nothing is saved.
@@ -80,7 +80,7 @@ class CheckpointManager:
             self._check_monitor(run)
 
     def _is_last_due(self, run: RunState, event: str) -> bool:
-        """Return whether an event saves last.ckpt. After the last batch, only "epoch" does."""
+        """Return whether an event saves last.ckpt. At an epoch's end, only "epoch" does."""
         is_complete, save_last = run.progress.is_epoch_complete, self.config.save_last
         if event == "signal":
             return True

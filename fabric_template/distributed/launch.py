@@ -134,8 +134,8 @@ def open_store_of_attempt() -> TCPStore | None:
     """Open a new store through which processes that torchrun has restarted find each other.
 
     torchrun's own store outlives its workers: torch finds addresses of dead processes in it and
-    waits for them. Therefore the first process opens a store for this attempt and writes its address
-    to torchrun's store. The others try that address until a living process answers.
+    waits for them. Therefore the first process opens a store for this attempt and writes its
+    address to torchrun's store. The others try that address until a living process answers.
     """
     env = os.environ
     if env.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
@@ -149,7 +149,7 @@ def open_store_of_attempt() -> TCPStore | None:
         shared.set("fabric_template/address", f"{host} {store.port}")
     while True:
         host, port = shared.get("fabric_template/address").decode().split()
-        # The address may be of a dead process. torchrun ends this one if the first never starts.
+        # The address may be of a dead process. If the first process fails, torchrun ends this one.
         with suppress(DistError):
             TCPStore(host, int(port), is_master=False, timeout=timedelta(seconds=2))
             break
@@ -184,8 +184,8 @@ def launch_processes(run: RunState) -> Any:
                 raise (_first_error(folder) or error) from error
             except (AttributeError, TypeError, pickle.PicklingError) as error:
                 raise ConfigurationTypeError(
-                    "strategy: got one that spawns processes, which get the arguments of the call by"
-                    f" pickle: {error}. Define functions and classes at module level, or use"
+                    "strategy: got one that spawns processes, which get the arguments of the call"
+                    f" by pickle: {error}. Define functions and classes at module level, or use"
                     " strategy='ddp' in a script and 'ddp_fork' in a notebook."
                 ) from error
         outcome = torch.load(Path(folder, "outcome"), weights_only=False)

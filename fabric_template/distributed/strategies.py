@@ -177,7 +177,7 @@ def check_sharding(mesh: Any, network: nn.Module, name: str) -> None:
             raise ConfigurationError(
                 f"parallelize_fn: got {name} back with the parameter {parameter_name!r} whole in each of the"
                 f" {mesh['data_parallel'].size()} data-parallel processes, which would train it"
-                " separately. Write fully_shard(model, mesh=mesh['data_parallel']) as its last line."
+                " separately. End it with fully_shard(model, mesh=mesh['data_parallel'])."
             )
 
 

@@ -150,7 +150,7 @@ class Optimization:
 
 
 class AutomaticOptimization(Optimization):
-    """Trains on a batch with automatic optimization, where the loop steps the optimizer.
+    """Trains on a batch with automatic optimization. The loop steps the optimizer.
 
     Hooks fire in Trainer's order::
 
@@ -279,7 +279,7 @@ class AutomaticOptimization(Optimization):
 
 
 class ManualOptimization(Optimization):
-    """Trains on a batch with manual optimization, where the step steps the optimizers."""
+    """Trains on a batch with manual optimization. ``training_step`` steps the optimizers."""
 
     is_automatic = False
 

@@ -78,7 +78,7 @@ class Progress:
         return self.is_last_batch or self.batches_done >= self.num_train_batches
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the counters. In the middle of a step, return those of the last whole step."""
+        """Return the counters, in the middle of a step the counters of the last whole step."""
         without = ("stage", "num_train_batches")
         state = {f.name: getattr(self, f.name) for f in fields(self) if f.name not in without}
         if self.phase == "step":
