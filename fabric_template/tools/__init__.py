@@ -1,1 +1,1 @@
-"""The command line and the tools around a run. The loop imports none of them."""
+"""Provide the command line and tools for analyzing runs. The loop does not import them."""

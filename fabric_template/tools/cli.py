@@ -1,6 +1,6 @@
-"""The command line. jsonargparse parses and explains the options of every command.
+"""Run the command line. jsonargparse parses and documents the options of every command.
 
-The function of a command is imported when the command is used. No help waits for torch.
+A command's module is imported when the command runs, so the list of commands needs no torch.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ COMMANDS = {  # name: (module, help)
     "validate": ("commands", "run a model's validation_step over its data"),
     "test": ("commands", "run a model's test_step over its data"),
     "predict": ("commands", "run a model's predict_step over its data"),
-    "plot": ("plots", "draw the logs of one run or several"),
+    "plot": ("plots", "draw the logs of one or several runs"),
     "runs": ("runs", "list runs, compare two (diff RUN RUN), find the best one (best)"),
     "compare": ("compare", "find the first step in which two trainings differ"),
     "profile": ("profile", "show where the time of a training step goes"),
@@ -57,30 +57,30 @@ OPTIONS: dict[str, dict[str, dict[str, Any]]] = {  # the arguments of each comma
     },
     "plot": {
         "paths": {"nargs": "*", "default": ["logs"], "help": "CSV files, or folders of runs."},
-        "--metrics": {"nargs": "*", "help": "Columns or quantities. Default: losses, accuracies."},
+        "--metrics": {"nargs": "*", "help": "Columns or names (f1, lr). Default: loss, accuracy."},
         "--x": {"help": "The horizontal axis: epoch, step or time."},
         "--smooth": {"type": float, "help": "Weight of the earlier points, from 0 to below 1."},
         "--out": {"help": "The picture. Default: history.png in the folder."},
     },
     "runs": {
         "paths": {"nargs": "*", "default": [], "help": "A folder, diff RUN RUN, or best FOLDER."},
-        "--metric": {"help": "The metric to judge by. Default: the run's monitor."},
+        "--metric": {"help": "The metric that ranks the runs. Default: the run's monitor."},
         "--html": {"help": "Write the table and the curves into this file, for a browser."},
     },
     "compare": {
-        "first": {"help": 'The script that is right ("train.py --lr 0.1"), or a recording.'},
+        "first": {"help": 'The correct script ("train.py --lr 0.1"), or its recording.'},
         "second": {"help": "The script to compare with it, or a recording."},
         "--steps": {"type": int, "default": 50, "help": "The number of optimizer steps."},
     },
     "profile": {
-        "--out": {"help": "The file for a picture of the table."},
+        "--out": {"help": "Draw the table into this file."},
         "--steps": {"type": int, "default": 50, "help": "The number of timed batches."},
     },
     "tune": {
         "--lr": {**FLAG, "help": "Find a learning rate: raise it until the loss blows up."},
-        "--only": {"nargs": "*", "help": "The settings to try, such as threads batch_size."},
-        "--seconds": {"type": float, "default": 2.0, "help": "The length of a trial."},
-        "--out": {"default": "tuned.yaml", "help": "The file for fit --config, or for the curve."},
+        "--only": {"nargs": "*", "help": "Try only these settings, such as threads batch_size."},
+        "--seconds": {"type": float, "default": 2.0, "help": "The duration of a trial in seconds."},
+        "--out": {"default": "tuned.yaml", "help": "Write a file for fit --config, or the curve."},
     },
     "copy": {
         "path": {"help": "The folder to write, or with --mini the file, src/train_loop.py."},
@@ -97,20 +97,20 @@ OPTIONS: dict[str, dict[str, dict[str, Any]]] = {  # the arguments of each comma
     },
     "verify": {"path": {"help": "A checkpoint, or a folder of them."}},
 }
-# These are no plain values, or have a type of their own below.
+# These options hold objects, or have a type in CLASS_OPTIONS.
 NOT_TYPED: set[str | int] = {"fabric", "plugins", "loggers", "callbacks", "logger"}
 FIELDS = [field.name for field in dataclasses.fields(LoopArguments) if field.name not in NOT_TYPED]
 
 
 class AnyClass(ABC):
-    """The type of model, data, callbacks and logger for jsonargparse. They need no base class."""
+    """Let jsonargparse accept any class as model, data, callback or logger."""
 
     @abstractmethod
     def __init__(self) -> None: ...
 
     @classmethod
     def __subclasshook__(cls, other: type) -> bool:
-        # Classes, plain values and jsonargparse's own ones do not count as finished objects.
+        # Exclude classes, plain values and jsonargparse's own objects.
         is_plain = other.__module__.partition(".")[0] in ("builtins", "jsonargparse")
         return not is_plain and not issubclass(other, type)
 
@@ -128,7 +128,7 @@ CLASS_OPTIONS = {  # name: (type, help)
     ),
 }
 LIGHTNING = {"callbacks": "lightning.pytorch.callbacks", "logger": "lightning.pytorch.loggers"}
-# These commands train in a version of their own.
+# These commands train, and each training gets a new version.
 TRAINING_COMMANDS = ("fit", "profile", "tune")
 SWITCHES = {f"--{f.name}" for f in dataclasses.fields(LoopArguments) if "bool" in str(f.type)}
 
@@ -165,7 +165,7 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def is_users_mistake(error: Exception) -> bool:
-    """Return whether one of our checks raised the error, without code of the user in the traceback."""
+    """Return whether a check of this package raised the error, without user code in between."""
     packages, trace = [], error.__traceback__
     while trace is not None:
         name = str(trace.tb_frame.f_globals.get("__name__"))
@@ -176,13 +176,13 @@ def is_users_mistake(error: Exception) -> bool:
 
 
 def program() -> str:
-    """Return how the command is typed, for messages that can be copied."""
+    """Return the name of the program, so that commands in messages can be copied."""
     name = Path(sys.argv[0]).stem
     return name if name == "fabric-template" else f"python -m {PACKAGE}"
 
 
 def run_command(name: str, argv: list[str]) -> int:
-    """Parse the arguments of a command, make what it needs, and call its function."""
+    """Parse the arguments of a command, create its loop, model and data, and run it."""
     if name not in COMMANDS:
         raise ValueError(f"got the command {name}, expected one of {', '.join(COMMANDS)}.")
     parser = make_parser(name)
@@ -219,13 +219,13 @@ def join_values(argv: list[str]) -> list[str]:
 
 
 def value_of(option: str, tokens: list[str]) -> str | None:
-    """Return the last value that was typed for an option."""
+    """Return the last value of an option on the command line."""
     values = [token.partition("=")[2] for token in tokens if token.startswith(f"--{option}=")]
     return values[-1] if values else None
 
 
 def complete_arguments(command: str, argv: list[str]) -> list[str]:
-    """Put a demo's options first, then files, then classes, all with their import paths."""
+    """Order the arguments as demo options, files, classes, others. Complete the import paths."""
     tokens = join_values(argv)
     model, folder = value_of("model", tokens) or "", value_of("run", tokens)
     is_empty = not any(value_of(option, tokens) for option in ("model", "data", "config", "run"))
@@ -235,7 +235,7 @@ def complete_arguments(command: str, argv: list[str]) -> list[str]:
         files.append(f"--config={json.dumps(read_run(command, Path(folder), tokens))}")
     files += [token for token in tokens if token.startswith("--config=")]
     others = [resolve_token(token) for token in tokens if not token.startswith("--config=")]
-    # jsonargparse needs the class before its arguments.
+    # jsonargparse requires the class before its arguments.
     others.sort(key=lambda token: not token.startswith(("--model=", "--data=")))
     load = value_of("load", tokens)
     if folder is not None and load in ("best", "last") and is_new_run(command, tokens):
@@ -265,7 +265,7 @@ def is_new_run(command: str, tokens: list[str]) -> bool:
 
 
 def read_run(command: str, folder: Path, tokens: list[str]) -> dict[str, Any]:
-    """Return the options of a run, and for all but a new training its name and version."""
+    """Return the options of a run. Except for a new training, add its name and version."""
     import yaml
 
     try:
@@ -299,7 +299,7 @@ def make_parser(name: str) -> ArgumentParser:
     )
     if name in LOOP_COMMANDS:
         parser.usage = f"{parser.prog} [options]"
-        text = "A YAML file of options. Of several the last wins. It can import any class."
+        text = "A YAML file of options. The last of several files wins. It can import any class."
         parser.add_argument("--config", action="config", help=text)
         text = "Take model, data and all options from this run, logs/<name>/version_<n>."
         parser.add_argument("--run", help=text)
@@ -316,7 +316,7 @@ def make_parser(name: str) -> ArgumentParser:
 
 
 def parse(parser: ArgumentParser, arguments: list[str]) -> Namespace:
-    """Parse, with one line for a mistake."""
+    """Parse the arguments. Raise an error with a one-line message if they are invalid."""
     try:
         return parser.parse_args(arguments)
     except argparse.ArgumentError as error:
@@ -324,7 +324,7 @@ def parse(parser: ArgumentParser, arguments: list[str]) -> Namespace:
 
 
 def explain(parser: ArgumentParser, message: str) -> str:
-    """Turn a message of jsonargparse into one line that names the option."""
+    """Shorten a message of jsonargparse to one line that names the option."""
     text = " ".join(message.split())
     unknown = re.match(r"Unrecognized arguments:.*?(--[\w.]+)|Option '(\w+)' is not", text)
     if unknown:
@@ -338,7 +338,7 @@ def explain(parser: ArgumentParser, message: str) -> str:
     if union := re.search(
         r"Subtypes: \[(.*?)\] Errors: (.*) Given value type: .* value: (.*)", text
     ):
-        # An error of a constructor is one of the reasons why no type of a union fits.
+        # Drop the messages about types that do not match, and keep the constructor's error.
         reasons = [reason for reason in union[2].split("- ") if "Expected a" not in reason]
         text = " ".join(reasons) or f"got {union[3]}, expected {union[1].replace(', ', ' or ')}."
     text = re.sub(r"<class '([\w.]+)'>", r"\1", text)
@@ -346,7 +346,7 @@ def explain(parser: ArgumentParser, message: str) -> str:
 
 
 def build(parser: ArgumentParser, settings: Namespace) -> tuple[FabricLoop, Any, Any]:
-    """Make the loop, the model and the data."""
+    """Create the loop, the model and the data."""
     from lightning.fabric.utilities.exceptions import MisconfigurationException
 
     from .. import FabricLoop
@@ -359,15 +359,15 @@ def build(parser: ArgumentParser, settings: Namespace) -> tuple[FabricLoop, Any,
         raise ValueError(explain(parser, str(error))) from error
     classes = settings.as_dict()
     loop.recipe = {**plain, **{name: classes[name] for name in CLASS_OPTIONS}}
-    # The loop has seeded the random numbers, so the first weights depend on the seed.
+    # Create the model after the loop, which seeds the random generators.
     made = instantiate(parser, settings, "model", "data")
     return loop, made["model"], made["data"]
 
 
 def instantiate(parser: ArgumentParser, settings: Namespace, *options: str) -> dict[str, Any]:
-    """Make the objects of some options."""
+    """Create the objects of the given options."""
     from jsonargparse import Namespace
 
-    # jsonargparse 4.49 has renamed instantiate_classes.
+    # jsonargparse 4.49 renamed instantiate_classes to instantiate.
     make = getattr(parser, "instantiate", None) or parser.instantiate_classes
     return vars(make(Namespace(**{option: settings[option] for option in options})))

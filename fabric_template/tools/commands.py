@@ -1,4 +1,4 @@
-"""The commands fit, validate, test, predict and verify."""
+"""Implement the commands fit, validate, test, predict and verify."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ SUFFIXES = (".ckpt", ".pt", ".pth")  # of checkpoints
 def fit_command(
     loop: FabricLoop, model: Any, data: Any, *, resume: str | None, load: str | None
 ) -> int:
-    """Train, then print what came out and what to type next."""
+    """Train, then print the results and the next commands."""
     try:
         loop.fit(model, data, resume=resume, load=load)
     except (KeyboardInterrupt, SystemExit) as stop:
@@ -42,12 +42,12 @@ def fit_command(
 def summarize(loop: FabricLoop) -> dict[str, list[str]]:
     """Return the results and files of a training, and the commands that use them."""
     summary = loop.ending()
-    # The command line resumes with a command, not with a call.
+    # Replace the Python call of the summary by a command.
     summary.pop("resume", None)
     folder = run_folder(loop)
     if folder is None:
         return summary
-    # A picture that fails may not spoil a training.
+    # A failed picture must not make the command fail.
     with contextlib.suppress(Exception):
         from .plots import save_picture
 
@@ -66,7 +66,7 @@ def summarize(loop: FabricLoop) -> dict[str, list[str]]:
 
 
 def run_folder(loop: FabricLoop) -> str | None:
-    """Return the folder of the run's config.yaml for a shell. None if the CSV logger is off."""
+    """Return the run's log folder, quoted for a shell, or None if it has no config.yaml."""
     if loop.log_dir is None or not Path(loop.log_dir, "config.yaml").is_file():
         return None
     return shlex.quote(os.path.relpath(loop.log_dir))
@@ -87,7 +87,7 @@ def test_command(loop: FabricLoop, model: Any, data: Any, *, load: str | None) -
 def predict_command(
     loop: FabricLoop, model: Any, data: Any, *, load: str | None, out: str | None
 ) -> int:
-    """Predict and save what predict_step returned."""
+    """Predict, and save or print the predictions."""
     if out is not None:
         if Path(out).suffix not in (".csv", ".pt"):
             raise ValueError(f"--out: got {out}, expected a file name in .csv or .pt.")
@@ -103,14 +103,14 @@ def predict_command(
 
 
 def warn_of_new_weights(loop: FabricLoop, load: str | None) -> None:
-    """Tell a user who gave no checkpoint that the weights are not trained."""
+    """Warn a user who gave no checkpoint that the weights are not trained."""
     if load is None and loop.fabric.is_global_zero:
         hint = "the weights are new; --load best takes those of the last fit"
         print(f"{program()}: {hint}", file=sys.stderr)
 
 
 def save_predictions(batches: list[Any], out: Path) -> None:
-    """Write a row per sample as CSV, or the list of batches. What is no table is saved as a list."""
+    """Write a CSV file with a row per sample, or the list of batches if they form no table."""
     import torch
 
     if out.suffix == ".pt":
@@ -124,7 +124,7 @@ def save_predictions(batches: list[Any], out: Path) -> None:
 
 
 def make_table(batches: list[Any]) -> Any:
-    """Return a DataFrame with a column per key of the predictions, or several for a vector."""
+    """Return a DataFrame with a column per key, or several columns per key for vectors."""
     import pandas as pd
     import torch
 
@@ -136,7 +136,7 @@ def make_table(batches: list[Any]) -> Any:
         columns: dict[str, Any] = {}
         for name, value in named.items():
             if isinstance(value, torch.Tensor):
-                # NumPy has no bfloat16.
+                # NumPy does not support bfloat16.
                 value = value.float() if value.dtype == torch.bfloat16 else value
                 value = torch.atleast_1d(value).detach().cpu().numpy()
             if getattr(value, "ndim", 1) == 2:

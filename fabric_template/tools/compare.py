@@ -16,7 +16,7 @@ Finding = tuple[str, Any, Any, str, str]  # the quantity, both values, the reaso
 
 @dataclass
 class Comparison:
-    """The first difference of two trainings. ``step`` counts from 0, and is None without one."""
+    """The first difference of two trainings, at ``step`` (from 0; None if they are equal)."""
 
     steps: int
     step: int | None = None
@@ -75,7 +75,7 @@ def compare_command(first: str, second: str, *, steps: int = 50) -> int:
 
 
 def find_changed(first: Record, second: Record, quantity: str) -> list[tuple[Record, Record]]:
-    """Pair parameters by their weights before the step, or by order, and return what differs."""
+    """Pair parameters by their weights before the step, or by order. Return the unequal pairs."""
     others: dict[str, list[Record]] = {}
     for parameter in second["parameters"]:
         others.setdefault(parameter["weights before"]["digest"], []).append(parameter)
@@ -109,10 +109,10 @@ def check_weights_before(first: Run, second: Run, step: int) -> Finding | None:
     if a["shape"] != b["shape"]:
         return "shape", a["shape"], b["shape"], f"the models differ in {names}", "the same model"
     if step == 0:
-        reason = f"{names}: initialized with other random numbers, or loaded or trained before"
+        reason = f"{names}: one training initialized, loaded or trained these weights differently"
         fix = "torch.manual_seed(0) before the model is created, and the same checkpoint, in both"
         return "norm of initial weights", a["norm"], b["norm"], reason, fix
-    reason = f"{names}: clamped, averaged, copied or loaded between two steps in one training only"
+    reason = f"{names}: clamped, averaged, copied or loaded between steps in one training only"
     return "norm of weights before", a["norm"], b["norm"], reason, "the same change in both"
 
 
@@ -127,23 +127,23 @@ def check_settings(first: Run, second: Run, step: int) -> Finding | None:
     changes = [count_steps_with_first_rate(run) for run in (first, second)]
     if len(groups[0]) != len(groups[1]):
         changed = [(a, b) for a, b in pairs if a["settings"][name] != b["settings"][name]]
-        reason, fix = f"other parameter groups: {join_names(changed)}", "the same groups in both"
+        reason, fix = f"different groups: {join_names(changed)}", "the same groups in both"
     elif name == "lr" and any(changes):
         interval = "step" if changes[0] == 1 else "epoch"
-        reason = f"a scheduler changes it first after {changes[0]} and after {changes[1]} steps"
+        reason = f"schedulers change the rate first after {changes[0]} and after {changes[1]} steps"
         fix = f'the same scheduler, "interval": "{interval}" or scheduler.step() after each {interval}'
     return "learning rate" if name == "lr" else name, a[name], b[name], reason, fix
 
 
 def count_steps_with_first_rate(run: Run) -> int:
-    """Return the number of steps before the learning rate changes; 0 if it never does."""
+    """Return the number of steps before the learning rate changes, or 0 if it is constant."""
     rates = [step["parameters"][0]["settings"].get("lr") for step in run]
     return next((i for i, rate in enumerate(rates) if rate != rates[0]), 0)
 
 
 def check_accumulation(first: Run, second: Run, step: int) -> Finding | None:
     a, b = len(first[step]["passes"]), len(second[step]["passes"])
-    reason = "gradients of a different number of batches are added up, or of the rest of an epoch"
+    reason = "the step accumulates gradients of a different number of batches"
     return None if a == b else ("backward passes", a, b, reason, f"accumulate_grad_batches={a}")
 
 
@@ -155,7 +155,7 @@ def check_batch(first: Run, second: Run, step: int) -> Finding | None:
             if step > 0:
                 reason, fix = "only one drops the last batch", f"drop_last={sizes[0] > sizes[1]}"
             return "batch size", sizes[0], sizes[1], reason, fix
-        # A module that also gets the targets has more samples.
+        # A module that also receives the targets has more samples.
         only_first = set(a["samples"]) - set(b["samples"])
         only_second = set(b["samples"]) - set(a["samples"])
         if only_first and only_second:
@@ -170,7 +170,7 @@ def explain_samples(first: Run, second: Run, step: int) -> tuple[str, str]:
         batches.append([{s for one in record["passes"] for s in one["samples"]} for record in run])
     samplers = first[0]["sampler"], second[0]["sampler"]
     if samplers[0] != samplers[1] and set().union(*batches[0]) & set().union(*batches[1]):
-        reason = f"the same samples in another order: {samplers[0]} and {samplers[1]}"
+        reason = f"the samplers order the same samples differently: {samplers[0]} and {samplers[1]}"
         return reason, f"shuffle={samplers[0] != 'SequentialSampler'}"
     reason = "the samples, their transforms or their order differ"
     fix = "the same dataset, transforms and generator= in both, and sampler.set_epoch(epoch)"
@@ -184,14 +184,14 @@ def explain_random_state(first: Run, second: Run, step: int) -> tuple[str, str] 
             names = [name for name in states[0] if states[0][name] != states[1].get(name)]
             if names:
                 reason = f"the random state of {' and '.join(names)} differs from step {start} on"
-                return reason, "the same seed before both, and as many random numbers drawn"
+                return reason, "the same seed before both, and the same number of random draws"
     return None
 
 
 def check_loss(first: Run, second: Run, step: int) -> Finding | None:
     passes = len(first[step]["passes"])
     for a, b in zip(first[step]["passes"], second[step]["passes"], strict=True):
-        # NaN differs from itself, its text does not.
+        # Compare as strings, because NaN != NaN.
         if str(a["loss"]) != str(b["loss"]):
             explanation = explain_modes(a["eval modules"], b["eval modules"], step)
             if explanation is None and a["is random"] and b["is random"]:
@@ -214,17 +214,17 @@ def explain_loss(a: Record, b: Record, passes: int) -> tuple[str, str]:
         return isclose(first, second, rel_tol=tolerance)
 
     if passes > 1 and is_close(a["loss"], b["loss"] * passes):
-        reason = f"{passes} times smaller: fit divides by accumulate_grad_batches, the step as well"
+        reason = f"{passes} times smaller: fit divides by accumulate_grad_batches, like the step"
         return reason, "return the loss of the batch undivided"
     if passes > 1 and is_close(a["loss"] * passes, b["loss"]):
-        return f"{passes} times larger: not divided by the number of batches", f"loss / {passes}"
+        return f"{passes} times larger: not divided by the accumulated batches", f"loss / {passes}"
     if a["batch size"] > 1 and is_close(a["loss"] * a["batch size"], b["loss"]):
         return "the mean over the batch in the first, the sum in the second", "reduction='mean'"
     if a["is random"] != b["is random"]:
         which = "first" if a["is random"] else "second"
         return f"the model has dropout or noise in the {which} only", "the same model in both"
     if is_close(a["loss"], b["loss"], 0.02):
-        return "rounding, as of another precision", "the same precision= (or autocast) in both"
+        return "rounding, such as in another precision", "the same precision= (or autocast) in both"
     return "other targets, outputs or loss functions", "the same loss of the same outputs in both"
 
 
@@ -253,14 +253,14 @@ def check_gradients(first: Run, second: Run, step: int) -> Finding | None:
         reason = f"zero_grad() is missing in the {which}: it adds up the gradients of all steps"
         fix = "optimizer.zero_grad() before each backward"
     elif all(isclose(ratio, 1, rel_tol=1e-3) for ratio in ratios):
-        reason = "rounding: sums, as of the norm for clipping, in another order"
+        reason = "rounding: sums (such as the norm for clipping) are added in a different order"
         fix = "nothing if the last bits may differ, else the same order of parameters"
     elif not all(isclose(ratio, ratios[0], rel_tol=1e-3) for ratio in ratios):
         reason = "a part of the loss is detached, or gradients are clipped by value, in one only"
         fix = "the same training step and clipping in both"
     else:
         which = "first" if norms[0] < norms[1] else "second"
-        reason = f"only the {which} clips or scales gradients, or more"
+        reason = f"only the {which} clips or scales gradients, or its limit is stricter"
         fix = f"gradient_clip_val={norms[0]:.4g}" if which == "first" else "no clipping"
     return "gradient norm", norms[0], norms[1], reason, fix
 
@@ -270,7 +270,7 @@ def check_weights(first: Run, second: Run, step: int) -> Finding | None:
     if not pairs:
         return None
     a, b = (parameter["weights"]["norm"] for parameter in pairs[0])
-    reason = "the optimizer's state was loaded or cleared in one only, or rounding"
+    reason = "only one training loaded or cleared the optimizer's state, or rounding"
     return "norm of weights", a, b, reason, "a new optimizer with the same fused= in both"
 
 

@@ -1,4 +1,4 @@
-"""Draw the curves of recorded runs: a panel for each quantity, a color for each run."""
+"""Draw the curves of recorded runs, with a panel for each quantity and a color for each run."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     import pandas as pd
     from matplotlib.axes import Axes
 
-# Okabe and Ito's palette, which color-blind people can distinguish. Dashes let a run below show through.
+# Color-blind people can distinguish Okabe and Ito's palette. Dashes keep hidden runs visible.
 PALETTE = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9")
 DASHES = ("-", "--", "-.")
 INDEX_COLUMNS = ("name", "version", "epoch", "step", "time", "samples_per_second")
@@ -49,7 +49,7 @@ class Run:
     dash: str = "-"
 
     def best_is_low(self, metric: Metric) -> bool | None:
-        """Return whether a low value of a metric is good; None if nobody knows."""
+        """Return whether lower values of a metric are better, or None if that is unknown."""
         if metric.column == self.monitor:
             return self.mode != "max"
         if LOWER_IS_BETTER.search(metric.quantity):
@@ -58,7 +58,7 @@ class Run:
 
 
 class Metric(NamedTuple):
-    """A column and the parts of its name. `val_acc_top1` is `acc_top1` in validation, an accuracy."""
+    """A column with the parts of its name: `val_acc_top1` is "val", "acc_top1" and "accuracy"."""
 
     column: str
     split: str
@@ -67,7 +67,7 @@ class Metric(NamedTuple):
 
 
 def parse_metric(column: str) -> Metric:
-    """Take a column's name apart: ours, Lightning's or that of any other logger."""
+    """Split the name of a column into its parts. Names of other loggers work, too."""
     match = _COLUMN.fullmatch(column)
     assert match is not None
     prefix, quantity, suffix, loader = match.groups(default="")
@@ -85,19 +85,19 @@ def plot_logs(
     smooth: float | None = None,
     seeds: bool = True,
 ) -> Axes | np.ndarray:
-    """Draw the logs of one run or several, a panel for each quantity.
+    """Draw the logs of one or several runs with a panel for each quantity.
 
     Args:
-        logs: A path as for `read_logs`, a DataFrame (such as `fit` returns), a list of these, or a
+        logs: A path as for `read_logs`, a DataFrame as `fit` returns it, a list of these, or a
             dict with a label for each.
-        x: "epoch", "step" (with the rows of steps.csv) or "time" (of training). None is "step" for
-            runs by steps, otherwise "epoch".
-        metrics: Columns, or quantities such as "f1" (train_f1 and val_f1) and "lr". None draws
-            losses and accuracies, or all metrics where there are none of these.
+        x: "epoch", "step" (with the rows of steps.csv) or "time" (of training). None: "step" for
+            step-based runs, otherwise "epoch".
+        metrics: Columns, or quantities such as "f1" (train_f1 and val_f1) and "lr". None: losses
+            and accuracies, or all metrics if there are no losses and accuracies.
         ax: Draw into these Axes instead of a new figure.
-        smooth: Weight of the earlier points in a moving average, from 0 to below 1. None smooths
-            training lines of more than 50 points. The points themselves are drawn pale.
-        seeds: Draw runs of one name that differ only in their seed as a mean with its range.
+        smooth: Weight of the earlier points in a moving average, from 0 to below 1. None: smooth
+            training lines of more than 50 points. A pale line shows the original points.
+        seeds: Join runs of one name that differ only in their seed. Draw their mean and range.
 
     Returns:
         The Axes, or an array of them if there are several panels.
@@ -122,7 +122,7 @@ def plot_logs(
         run.label = "" if len(runs) == 1 else run.label or f"run {number}"
     chosen = choose_metrics(runs, x, [metrics] if isinstance(metrics, str) else metrics)
     if ax is not None:
-        # Without a color, matplotlib takes the next one that is free in these Axes.
+        # Without a color, matplotlib takes the next free color of these Axes.
         for run in runs:
             for metric in chosen:
                 label = f"{run.label} {metric.column}".strip()
@@ -193,22 +193,22 @@ def read_runs(path: Path, seeds: bool) -> list[Run]:
 
 
 def has_rows_by_step(table: pd.DataFrame) -> bool:
-    """Return whether the rows of a run follow its steps."""
+    """Return whether a run is step-based."""
     has_speed = "samples_per_second" in table and bool(table["samples_per_second"].notna().any())
     return has_speed or "epoch" not in table or bool(table["epoch"].duplicated().any())
 
 
 def prepare_table(table: pd.DataFrame, x: str) -> pd.DataFrame:
-    """Return a row for each place on the x axis; over steps with the rows of steps.csv."""
+    """Return one row per value of the x axis. For x="step", include the rows of steps.csv."""
     import pandas as pd
 
     folder = table.attrs.get("folder")
     if x == "step" and folder is not None and (folder / "steps.csv").is_file():
         steps = read_logs(folder, steps=True)
-        # The learning rate of a row is that of its last step, which steps.csv has, too.
+        # A row's learning rate is that of its last step, as in steps.csv.
         table = pd.concat([table[["step", *table.columns.difference(steps.columns)]], steps])
     elif x == "time" and x in table:
-        # A row has the seconds since the row before.
+        # The time of a row is the duration since the previous row.
         table = table.assign(time=table["time"].fillna(0).cumsum())
     return table.groupby(x, as_index=False).last() if x in table else table
 
@@ -261,7 +261,7 @@ def make_axes(quantities: list[str], x: str) -> list[Axes]:
 
 
 def draw_line(ax: Axes, run: Run, metric: Metric, x: str, smooth: float | None, label: str) -> None:
-    """Draw a run's line of a metric and its best value; of several seeds the mean and the range."""
+    """Draw a metric of a run and its best value, or the mean and range of several seeds."""
     import pandas as pd
 
     tables = [table for table in run.tables if {x, metric.column} <= set(table)]
@@ -274,7 +274,7 @@ def draw_line(ax: Axes, run: Run, metric: Metric, x: str, smooth: float | None, 
     elif metric.split == "test":
         style["linestyle"] = ":"
     if len(rows) > 1:
-        # Row by row, because seeds do not train for equal times.
+        # Average by row number, because the times of different seeds are not equal.
         groups = points.groupby(level=0)
         points, low, high = groups.mean(), groups["y"].min(), groups["y"].max()
         if metric.split != "train":
@@ -283,7 +283,7 @@ def draw_line(ax: Axes, run: Run, metric: Metric, x: str, smooth: float | None, 
     if smooth or (smooth is None and metric.split == "train" and len(points) > 50):
         ax.plot(points["x"], values, color=run.color, alpha=0.25, linewidth=0.6)
         values = values.ewm(alpha=1 - smooth if smooth else 25 / len(points)).mean()
-    # Few points have a dot each. A short run is drawn over a long one that may have resumed it.
+    # Mark few points with dots. Draw a short run over the long run that may have resumed it.
     style.update(marker="." if len(points) <= 30 else "", zorder=2 + 1 / (1 + len(points)))
     (line,) = ax.plot(points["x"], values, color=run.color, label=label, **style)
     is_low = run.best_is_low(metric)
@@ -314,7 +314,7 @@ def add_legend(axes: list[Axes], title: str) -> None:
 
 
 def render_picture(logs: Any, file_format: str = "png", **options: Any) -> bytes:
-    """Return the content of a file with the picture that `plot_logs` draws."""
+    """Return the picture of `plot_logs` as the bytes of an image file."""
     import numpy as np
     from matplotlib import pyplot
 
@@ -322,13 +322,13 @@ def render_picture(logs: Any, file_format: str = "png", **options: Any) -> bytes
     figure = np.ravel(axes)[0].figure
     content = io.BytesIO()
     figure.savefig(content, dpi=120, format=file_format)
-    # A notebook would show an open figure below the cell.
+    # A notebook would show an open figure again below the cell.
     pyplot.close(figure)
     return content.getvalue()
 
 
 def save_picture(paths: Sequence[str | Path], out: str | Path, **options: Any) -> Path:
-    """Draw runs into a file; the options are those of `plot_logs`."""
+    """Draw runs into a file with the options of `plot_logs`."""
     import matplotlib
 
     matplotlib.use("Agg")
@@ -337,7 +337,7 @@ def save_picture(paths: Sequence[str | Path], out: str | Path, **options: Any) -
         expected = "expected a .png, .pdf or .svg in a folder that exists. Write runs.png."
         raise ValueError(f"out: got {str(out)!r}, {expected}")
     logs = paths[0] if len(paths) == 1 else list(paths)
-    # A viewer that watches the file never reads half of it.
+    # Replace the file atomically, because a viewer may watch it.
     partial = out.with_name(f".{out.name}")
     partial.write_bytes(render_picture(logs, out.suffix[1:], **options))
     return partial.replace(out)
@@ -371,7 +371,7 @@ class LivePlot:
             self.next_time = start + max(1.0, 20 * (time.monotonic() - start))
 
     def on_fit_end(self, trainer: Any, module: Any, error: BaseException | None = None) -> None:
-        """Draw the rows that are logged so far."""
+        """Draw the rows logged so far."""
         shell = sys.modules["IPython"].get_ipython() if "IPython" in sys.modules else None
         log = Path(trainer.log_dir or "", "metrics.csv")
         if not hasattr(shell, "kernel") or not trainer.is_global_zero or not log.is_file():
@@ -381,7 +381,7 @@ class LivePlot:
         try:
             image = Image(render_picture(log, **self.options), format="png")
         except ValueError:
-            # These metrics are not logged yet.
+            # The metrics to draw are not logged yet.
             return
         except Exception as problem:
             warnings.warn(f"LivePlot: the run is not drawn. {problem}", stacklevel=2)
@@ -402,7 +402,7 @@ def plot_command(
     smooth: float | None = None,
     out: str | None = None,
 ) -> int:
-    """Draw the logs of one run or several into a picture."""
+    """Draw the logs of one or several runs into a picture."""
     first = Path(paths[0])
     folder = first if first.is_dir() else first.parent
     picture = Path(out or Path("." if len(paths) > 1 else folder, "history.png"))

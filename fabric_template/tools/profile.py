@@ -1,4 +1,4 @@
-"""Show where the time of a training step goes, and what makes it shorter."""
+"""Measure the parts of a training step, and find settings that make the step faster."""
 
 from __future__ import annotations
 
@@ -20,9 +20,9 @@ from .tune import SETTINGS
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
-# A setting is suggested if it is faster by MIN_GAIN in the median of several comparisons.
+# Suggest a setting if its median gain over COMPARISONS comparisons is at least MIN_GAIN.
 MIN_GAIN, COMPARISONS = 1.1, 3
-# Methods that read a value, for which a GPU has to finish its work.
+# Methods that read a value. The CPU waits until the GPU has computed it.
 READS = (torch.Tensor.item, torch.Tensor.__float__, torch.Tensor.cpu, torch.Tensor.tolist)
 LIBRARIES = (f"{__package__.rpartition('.')[0]}.", "torch.", "lightning.", "torchmetrics.")
 
@@ -72,18 +72,18 @@ def profile(
     steps: int = 50,
     **arguments: Any,
 ) -> Profile:
-    """Train a few steps on a copy; find where their time goes and what makes them faster.
+    """Train a copy for a few steps. Time the parts of each step, and try faster settings.
 
-    Weights, optimizers, callbacks, random numbers and loaders are unchanged afterwards, and no file
-    is left. Validation, callbacks and loggers (but the CSV logger) do not run.
+    Weights, optimizers, callbacks, random generators and loaders stay unchanged, and no file is
+    left. Validation, callbacks and loggers except the CSV logger do not run.
 
     Args:
-        loop: Its options are those of the training.
+        loop: The loop with the options of the training.
         model: As for `fit`.
         train_dataloaders: As for `fit`, but one loader.
         datamodule: As for `fit`, in place of the loader.
         steps: Number of timed batches.
-        arguments: As for `fit`: optimizer, scheduler, training_step.
+        arguments: Other arguments of `fit`, such as optimizer, scheduler and training_step.
     """
     if not isinstance(steps, int) or steps < 1:
         raise ValueError(f"profile(steps): got {steps!r}, expected an int >= 1. Write steps=50.")
@@ -131,7 +131,7 @@ class ValueReads(TorchFunctionMode):
 
 
 def find_faster(loop: Any, parts: dict[str, Any], milliseconds: float) -> list[str]:
-    """Try settings that change no numbers, and describe those that are faster."""
+    """Try settings that do not change the results, and describe the faster ones."""
     steps = min(max(int(200 / milliseconds), 10), 200)
     choices: list[Choice] = [{"tensor_loader": True}, {"num_workers": min(os.cpu_count() or 1, 8)}]
     if torch.get_num_threads() > 1:
@@ -139,7 +139,7 @@ def find_faster(loop: Any, parts: dict[str, Any], milliseconds: float) -> list[s
     found = {}
     for choice in choices:
         gains = []
-        # A setting that fails here is not suggested.
+        # Do not suggest a setting that fails.
         with suppress(Exception):
             for _ in range(COMPARISONS):
                 before, after = (time_steps(loop, parts, tried, steps) for tried in ({}, choice))

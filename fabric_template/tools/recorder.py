@@ -1,4 +1,4 @@
-"""Record what a training does at each optimizer step, through PyTorch's global hooks."""
+"""Record data, loss, gradients and weights of each optimizer step by PyTorch's global hooks."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from torch.optim.optimizer import (
 )
 from torch.utils.data import DataLoader
 
-# These settings of an optimizer do not change what a step computes.
+# These settings of an optimizer do not change the result of a step.
 IMPLEMENTATION = {"foreach", "fused", "capturable", "differentiable"}
 CHILD_PROCESS = """
 import os, runpy, sys
@@ -45,12 +45,12 @@ class EnoughSteps(BaseException):
 
 @contextmanager
 def record_training(path: str | Path, steps: int = 50, stop: bool = False) -> Iterator[None]:
-    """Record the training in this block to a JSON file that `compare` reads.
+    """Record the training inside this context to a JSON file for `compare`.
 
     Args:
         path: The file to write.
         steps: The number of optimizer steps to record.
-        stop: Leave the block after these steps. By default the training continues.
+        stop: Leave the context after the last recorded step. By default the training continues.
     """
     if steps < 1:
         raise ValueError(f"steps: got {steps}, expected 1 or more. Write the number of steps.")
@@ -88,7 +88,7 @@ def load_steps(training: Any, steps: int) -> list[dict[str, Any]]:
 
 
 def run_script(path: str, arguments: list[str], recording: Path, steps: int) -> None:
-    """Record a script in a process of its own."""
+    """Record a script in a child process."""
     root = str(Path(__file__).resolve().parents[__name__.count(".")])
     code = CHILD_PROCESS.format(root=root, module=__name__)
     command = [sys.executable, "-c", code, str(recording), str(steps), path, *arguments]
@@ -100,7 +100,7 @@ def run_script(path: str, arguments: list[str], recording: Path, steps: int) -> 
 
 
 class Recorder:
-    """Records optimizer steps as dicts of plain values, until `hooks` are closed."""
+    """Record optimizer steps as dicts of plain values until `hooks` is closed."""
 
     def __init__(self, limit: int, stop: bool) -> None:
         self.limit, self.stop = limit, stop
@@ -131,12 +131,12 @@ class Recorder:
         self.hooks.callback(register_module_forward_pre_hook(self.before_forward).remove)
         self.hooks.callback(register_optimizer_step_pre_hook(self.before_step).remove)
         self.hooks.callback(register_optimizer_step_post_hook(self.after_step).remove)
-        # PyTorch has no hooks for a loss and for the start of a loader.
+        # PyTorch has no global hooks for backward() and for the start of a loader.
         self.hooks.enter_context(mock.patch.object(torch.autograd, "backward", backward))
         self.hooks.enter_context(mock.patch.object(DataLoader, "__iter__", iterate))
 
     def before_forward(self, module: torch.nn.Module, args: Any) -> None:
-        """Record the data that enters a module with parameters, and the random state."""
+        """Record the random state and the input data of modules with parameters."""
         if torch.compiler.is_compiling() or not torch.is_grad_enabled():
             return
         if id(module) not in self.modules:
@@ -144,7 +144,7 @@ class Recorder:
         data = [tensor for tensor in find_tensors(args) if not tensor.requires_grad]
         if data and next(module.parameters(recurse=False), None) is not None:
             rows = [list(torch.atleast_1d(tensor)) for tensor in data]
-            # A later call replaces an earlier one, which may be a measurement without backward.
+            # Keep the last call only, because an earlier one may have had no backward.
             self.inputs[id(module)] = [digest(row) for tensor in rows for row in tensor]
             self.batch_size = len(rows[0])
             self.random_state = get_random_state()
@@ -174,14 +174,14 @@ class Recorder:
         self.number_of_passes = len(self.passes)
 
     def after_step(self, optimizer: Any, args: Any, kwargs: Any) -> None:
-        """Record an optimizer step. After the last one remove the hooks."""
+        """Record an optimizer step. Remove the hooks after the last step to record."""
         if optimizer not in self.optimizers:
             self.optimizers.append(optimizer)
         number = self.optimizers.index(optimizer) + 1
         self.steps.append(
             {
                 "optimizer": f"{type(optimizer).__name__} (number {number})",
-                # An optimizer may call its closure several times. The first pass is comparable.
+                # An optimizer may call its closure several times. Compare the first call only.
                 "passes": self.passes[: self.number_of_passes + 1],
                 "has old gradients": self.has_old_gradients,
                 "sampler": self.sampler,
@@ -197,7 +197,7 @@ class Recorder:
     def describe_parameters(self, optimizer: Any) -> list[dict[str, Any]]:
         """Describe each parameter, in the optimizer's order."""
         named = [pair for module in self.modules.values() for pair in module.named_parameters()]
-        # The first module that was called is the outermost one. Its names are the full ones.
+        # The first called module is the outermost one, which has the full names.
         names = {id(parameter): name for name, parameter in reversed(named)}
         described: list[dict[str, Any]] = []
         for group in optimizer.param_groups:

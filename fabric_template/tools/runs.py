@@ -1,4 +1,4 @@
-"""List the runs below a folder, compare two of them, find the best one, and write a page of all."""
+"""List the runs below a folder, compare two runs, find the best run, and write an HTML page."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ COLUMNS = ["name", "version", "state", "epochs", "metric", "best", "best_epoch",
 COLUMNS += ["resumed_from", "changed", "folder"]
 HEADER = ("run", "state", "epochs", "metric", "best", "epoch", "trained", "changed")
 NOT_METRICS = ("epoch", "step", "samples_per_second", "time", "name", "version")
-# Options that differ in every run or do not influence the training.
+# These options differ in every run or do not influence the training.
 NOT_COMPARED = ("name", "version", "default_root_dir", "enable_progress_bar")
 LOWER_IS_BETTER = re.compile(
     r"(?i)loss|error|perplexity|(^|[\W_])(nll|r?mse|mae|ppl|wer|cer|fid)([\W_]|$)"
@@ -36,7 +36,7 @@ def list_runs(folder: str | os.PathLike = "logs", metric: str | None = None) -> 
 
     Args:
         folder: The folder of all logs, or a folder in it.
-        metric: The metric that ranks the runs. Default: the run's monitor, or a validated metric.
+        metric: The metric that ranks the runs. Default: the run's monitor, or a validation metric.
 
     Example:
         >>> from tempfile import mkdtemp
@@ -80,7 +80,7 @@ def differing_options(runs: Sequence[Run]) -> list[str]:
 
 
 def read_run(folder: Path, root: Path, metric: str | None = None) -> Run:
-    """Read the run in a folder; its name is the path from the root to the folder above."""
+    """Read the run in a folder. Its name is the path of the parent folder, relative to root."""
     is_below = root in folder.parent.parents
     number = folder.name.removeprefix("version_")
     state, resumed_from = read_lock(folder / ".lock")
@@ -97,7 +97,7 @@ def read_run(folder: Path, root: Path, metric: str | None = None) -> Run:
         "rows": rows,
     }
     metrics = [name for name in rows if name not in NOT_METRICS]
-    # False is less than True, and the first of equals is the least.
+    # Prefer the monitor, then validation metrics, then the order of the columns.
     metrics.sort(key=lambda name: (name != options.get("monitor"), "val" not in name))
     return run | find_best(run, metric or next(iter(metrics), None))
 
@@ -105,7 +105,7 @@ def read_run(folder: Path, root: Path, metric: str | None = None) -> Run:
 def find_best(run: Run, metric: str | None) -> dict[str, Any]:
     """Return the best value of a metric and its epoch.
 
-    The mode is that of the monitor, or "min" for the names of losses and errors.
+    The monitor has its own mode. Other metrics have the mode "min" if they are named like a loss.
     """
     rows, options = run["rows"], run["options"]
     rows = rows[rows[metric].abs() < float("inf")] if metric in rows else rows[:0]
@@ -120,12 +120,12 @@ def find_best(run: Run, metric: str | None) -> dict[str, Any]:
 
 
 def read_rows(folder: Path) -> pd.DataFrame:
-    """Return the numbers in metrics.csv; without rows if the file is damaged."""
+    """Return the numeric columns of metrics.csv, or an empty table if the file is damaged."""
     import pandas as pd
 
     try:
         with warnings.catch_warnings():
-            # A running training may be writing its last line.
+            # The last line may be incomplete while a training runs.
             warnings.simplefilter("ignore")
             return read_logs(folder / "metrics.csv").select_dtypes("number")
     except (OSError, ValueError, csv.Error):
@@ -135,8 +135,8 @@ def read_rows(folder: Path) -> pd.DataFrame:
 def read_lock(path: Path) -> tuple[str, str | None]:
     """Return the state of a run and the checkpoint that it was resumed from.
 
-    A process of the run locks the file and adds lines: its process id, "resumed after step 10 from
-    PATH", and at its end the state. A process that is killed leaves no state.
+    The run's process locks the file and adds lines: its process id, "resumed after step 10 from
+    PATH", and at the end the state. A killed process leaves no state.
     """
     if not path.is_file():
         return "unknown", None
@@ -156,24 +156,24 @@ def is_locked(path: Path) -> bool:
         import fcntl
 
         with path.open("rb") as file:
-            # A shared lock, so that two readers do not take each other for the run.
+            # With a shared lock, two readers do not mistake each other for the run.
             fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
     except BlockingIOError:
         return True
     except (ImportError, OSError):
-        # Windows and some network drives have no such locks.
+        # Windows and some network drives do not support these locks.
         return False
     return False
 
 
 def read_options(folder: Path) -> dict[str, Any]:
-    """Return the options in config.yaml and hparams.yaml without the names of their sections."""
+    """Return the options in config.yaml and hparams.yaml without their section names."""
     import yaml
 
     options: dict[str, Any] = {}
-    # libyaml is eight times as fast.
+    # The C loader is eight times faster.
     loader = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
-    # hparams.yaml comes last because a resumed run writes only this file again.
+    # hparams.yaml comes last, because a resumed run rewrites only this file.
     for name in ("config.yaml", "hparams.yaml"):
         try:
             content = yaml.load((folder / name).read_bytes(), loader)
@@ -214,7 +214,7 @@ def runs_command(
 
 
 def find_run(path: str) -> Run:
-    """Return the run in a folder; the folder logs in front of it may be left out."""
+    """Return the run in a folder. The path may omit the leading folder logs."""
     for folder in (Path(path), Path("logs", path)):
         if (folder / "metrics.csv").is_file():
             return read_run(folder.absolute(), Path("logs").absolute())
@@ -222,7 +222,7 @@ def find_run(path: str) -> Run:
 
 
 def to_cells(run: Run) -> tuple[str, ...]:
-    """Return the texts of a run below HEADER."""
+    """Return the cells of a run for the columns of HEADER."""
     best = ("", "", "")
     if run["best"] is not None:
         best = (run["metric"], f"{run['best']:.5g}", str(run["best_epoch"]))
@@ -234,14 +234,14 @@ def to_cells(run: Run) -> tuple[str, ...]:
 
 
 def format_table(rows: Sequence[Sequence[str]]) -> str:
-    """Align the columns of a table; replace characters that control a terminal."""
+    """Align the columns of a table. Replace the control characters of a terminal."""
     cells = [["".join(c if c.isprintable() else "?" for c in cell) for cell in row] for row in rows]
     widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
     return "\n".join("  ".join(map(str.ljust, row, widths)).rstrip() for row in cells)
 
 
 def diff_runs(a: Run, b: Run) -> list[tuple[str, ...]]:
-    """Return a table of the options in which two runs differ, and of their results."""
+    """Return a table of the results of two runs and of the options that differ."""
     first, second = to_cells(a), to_cells(b)
     table: list[tuple[str, ...]] = [("", first[0], second[0])]
     for option in differing_options([a, b]):
@@ -261,7 +261,7 @@ def print_best(runs: Sequence[Run]) -> None:
     best = choose(runs, key=lambda run: run["best"])
     print(f"best        {best['metric']} {best['best']:.6g} in epoch {best['best_epoch']}")
     print(f"run         {best['folder']}")
-    # The checkpoints of logs/digits/version_0 are in checkpoints/digits/version_0.
+    # The run logs/digits/version_0 has its checkpoints in checkpoints/digits/version_0.
     checkpoints = Path("/checkpoints/".join(best["folder"].rsplit("/logs/", 1)))
     for path in sorted(checkpoints.rglob("*.ckpt")):
         print(f"checkpoint  {path}")

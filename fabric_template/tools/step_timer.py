@@ -1,4 +1,4 @@
-"""Train a copy of a training for a few steps, with other settings, and time the parts of each step."""
+"""Train a copy for a few steps with other settings, and time the parts of each step."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from ..data.tensor_loader import TensorLoader
 
 PARTS = ("data", "transfer", "forward", "backward", "optimizer", "rest")
 WARM_UP = 5
-# A copy takes these options from the loop, since they change the cost of a step.
+# A copy keeps these options of the loop, because they change the time of a step.
 KEPT = (
     *("accumulate_grad_batches", "gradient_clip_val", "gradient_clip_algorithm", "compile"),
     *("log_every_n_steps", "deterministic", "benchmark", "detect_anomaly"),
@@ -36,11 +36,11 @@ Choice = dict[str, Any]  # settings by name: see tune.SETTINGS
 
 
 class EnoughSteps(BaseException):
-    """End `fit` after the last timed step, without the end of an epoch."""
+    """End `fit` after the last timed step, in the middle of an epoch."""
 
 
 class StepTimer:
-    """Callback that charges each moment of a step to one part, so that the parts add up to it."""
+    """Time the parts of each step as a callback. The parts add up to the whole step."""
 
     def __init__(self, steps: int, seconds: float, is_fused: bool, synchronize: bool) -> None:
         self.limit, self.seconds = steps, seconds
@@ -53,7 +53,7 @@ class StepTimer:
         self.since = self.begin = time.perf_counter()
 
     def get_median(self, *parts: str) -> float:
-        """Return the median seconds of parts, of ten groups of steps. Workers deliver in bursts."""
+        """Return the median seconds of parts over ten groups of steps, since workers prefetch."""
         times = [sum(step[part] for part in parts) for step in self.steps]
         size = max(1, len(times) // 10)
         return median(fmean(times[i : i + size]) for i in range(0, len(times), size))
@@ -70,7 +70,7 @@ class StepTimer:
         self.part, self.since = part, now
 
     def iterate(self, loader: Any) -> Generator[Any, None, None]:
-        """Yield batches; start again when the loader ends, so that no epoch ends."""
+        """Yield batches without end. Restart the loader when it is exhausted."""
         iterator: Any = None
         is_empty = False
         try:
@@ -84,7 +84,7 @@ class StepTimer:
                     yield batch
                     self.switch("data")
         finally:
-            # An abandoned iterator keeps its workers until garbage collection.
+            # Otherwise the workers run until the iterator is garbage collected.
             if hasattr(iterator, "_shutdown_workers"):
                 iterator._shutdown_workers()
 
@@ -94,7 +94,7 @@ class StepTimer:
                 group["foreach"], group["fused"] = False, True
 
     def on_train_batch_start(self, trainer: Any, pl_module: Any, batch: Any, *args: Any) -> None:
-        # The time before this hook belongs to the step before.
+        # The time before this hook belongs to the previous step.
         self.switch("forward")
         self.started += 1
         if self.started == 1:
@@ -111,13 +111,13 @@ class StepTimer:
         self.switch("backward")
 
     def on_after_backward(self, *args: Any) -> None:
-        # Clipping and the optimizer's step follow.
+        # Clipping and the optimizer step follow.
         self.switch("optimizer")
 
     on_before_zero_grad = on_after_backward
 
     def after_optimizer_step(self, *args: Any) -> None:
-        # A step with manual optimization continues.
+        # With manual optimization, training_step continues after the optimizer step.
         self.switch("forward")
 
     def on_train_batch_end(self, *args: Any) -> None:
@@ -132,9 +132,9 @@ def time_steps(
     seconds: float = float("inf"),
     synchronize: bool = False,
 ) -> StepTimer:
-    """Train a copy with the chosen settings until enough steps are timed, or seconds are over.
+    """Train a copy with the chosen settings for the given number of steps or seconds.
 
-    With `synchronize` each part of a step waits for the GPU, so that its own work is charged to it.
+    With `synchronize`, each part of a step waits for the GPU and includes its own GPU work.
     """
     timer = StepTimer(steps, seconds, "fused" in choice, synchronize)
     data = parts["train_dataloaders"]
@@ -164,7 +164,7 @@ def time_steps(
 
 
 def copy_options(loop: Any) -> dict[str, Any]:
-    """Return the options of a copy of a loop: one device, no output, no validation, no end."""
+    """Return options for a copy of a loop with one device, no output, no validation and no end."""
     device = loop.fabric.device
     options = {name: getattr(loop.config, name) for name in KEPT} | dict.fromkeys(OFF, False)
     options |= {"accelerator": device.type, "devices": [device.index] if device.index else 1}
@@ -173,8 +173,8 @@ def copy_options(loop: Any) -> dict[str, Any]:
 
 
 def copy_loader(loader: Any) -> Any:
-    """Return a loader with generators of its own, of the same data."""
-    # A running iterator of persistent workers cannot be copied.
+    """Copy a loader and its generators, but share its dataset."""
+    # The iterator of persistent workers cannot be copied.
     shared = [getattr(loader, "dataset", None), *getattr(loader, "tensors", ())]
     memo: dict[int, Any] = {id(part): part for part in shared}
     memo[id(getattr(loader, "_iterator", None))] = None
@@ -182,7 +182,7 @@ def copy_loader(loader: Any) -> Any:
 
 
 def change_loaders(parts: dict[str, Any], change: Callable[[Any], Any]) -> dict[str, Any]:
-    """Return arguments of fit whose training loader, given or made by an object, is changed."""
+    """Return the arguments of fit with a changed training loader, given or from a method."""
     data = parts["train_dataloaders"]
     source = parts["model"] if data is None else data
     if not hasattr(source, "train_dataloader"):
@@ -193,7 +193,7 @@ def change_loaders(parts: dict[str, Any], change: Callable[[Any], Any]) -> dict[
 
 
 def change_loader(loader: Any, choice: Choice) -> Any:
-    """Return a loader of the same samples with the chosen settings."""
+    """Return a loader for the same samples with the chosen settings."""
     changes = {name: choice[name] for name in choice if name in ("num_workers", "batch_size")}
     if not changes and "tensor_loader" not in choice:
         return loader

@@ -1,4 +1,4 @@
-"""Find the settings that make a training faster on this machine, or a learning rate."""
+"""Find settings that make a training faster on this machine, or find a learning rate."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ import torch
 
 from .step_timer import Choice, copy_options, time_steps
 
-# A setting is kept if its slowest of ROUNDS trials beats the fastest one without it by MIN_GAIN.
+# Keep a setting if its slowest of ROUNDS trials beats the fastest trial without it by MIN_GAIN.
 MIN_GAIN, ROUNDS = 1.03, 3
 TIME_LIMIT = 120.0  # seconds; a trial that takes longer counts as hung
-# The values to try and the line to write, in the order of the trials.
+# The values to try, and the code that applies them, in the order of the trials.
 SETTINGS: dict[str, tuple[tuple, str]] = {
     "threads": ((1, 2, 4, 8), "torch.set_num_threads({0}), or OMP_NUM_THREADS={0}"),
     "tensor_loader": ((True,), "TensorLoader(x, y, ...) in place of the DataLoader"),
@@ -40,7 +40,7 @@ SAME_NUMBERS = ("threads", "num_workers")
 class Tuned(NamedTuple):
     """The faster settings and their gain.
 
-    Trials are tuples: the settings, samples per second, and the reason of a failure.
+    Each trial is a tuple of the settings, samples per second, and the reason of a failure.
     """
 
     choice: Choice
@@ -55,7 +55,7 @@ class Tuned(NamedTuple):
 
     @property
     def lines(self) -> list[str]:
-        """Return a line to write for each setting."""
+        """Return a line for each setting that shows how to apply it."""
         lines = []
         for name, value in self.choice.items():
             numbers = "same" if name in SAME_NUMBERS else "other"
@@ -83,20 +83,20 @@ def tune(
     verbose: bool = False,
     **fit_arguments: Any,
 ) -> Tuned:
-    """Find the settings that make a training faster, each tried in a process of its own.
+    """Find settings that make a training faster. Each trial runs in its own process.
 
     Args:
-        loop: The loop that would train. Nothing here is trained or written.
+        loop: The loop with the options of the training. It is neither trained nor changed.
         model: As for fit.
         train_dataloaders: As for fit.
         datamodule: As for fit.
         only: The settings to try, such as ["threads", "batch_size"].
-        seconds: The length of a trial.
+        seconds: The duration of a trial in seconds.
         verbose: Print each trial when it ends.
-        **fit_arguments: optimizer, training_step and the like, as for fit.
+        **fit_arguments: Other arguments of fit, such as optimizer and training_step.
 
     Raises:
-        ValueError: For an unknown setting, or if the training fails as it is.
+        ValueError: A setting is unknown, or the training fails without any of them.
     """
     names = tuple(SETTINGS) if only is None else tuple(only)
     if not set(names) <= set(SETTINGS):
@@ -124,7 +124,7 @@ def measure(loop: Any, parts: dict[str, Any], seconds: float, choice: Choice) ->
 
 
 def choose_settings(trial: Callable[[Choice], float], names: Iterable[str]) -> tuple[Choice, float]:
-    """Try one setting after another, keep what is faster, and compare all of them at the end."""
+    """Try the settings in turn, keep the faster ones, and finally compare all of them."""
     choice: Choice = {}
     for name in names:
         for value in SETTINGS[name][0]:
@@ -138,7 +138,7 @@ def choose_settings(trial: Callable[[Choice], float], names: Iterable[str]) -> t
 
 
 def compare(trial: Callable[[Choice], float], before: Choice, after: Choice) -> float:
-    """Try two choices in turn; return the gain, or 0.0 if it is not above the noise."""
+    """Try two choices alternately. Return the gain, or 0.0 if it is within the noise."""
     slow: list[float] = []
     fast: list[float] = []
     for _ in range(ROUNDS):
@@ -150,7 +150,7 @@ def compare(trial: Callable[[Choice], float], before: Choice, after: Choice) -> 
 
 
 def run_in_process(function: Callable[[], Any]) -> tuple[Any, str]:
-    """Call a function in a child process; return its result, or None and the reason."""
+    """Call a function in a child process. Return its result, or None, and the error."""
     method = "fork" if sys.platform == "linux" and not torch.cuda.is_initialized() else "spawn"
     context: Any = multiprocessing.get_context(method)
     receiver, sender = context.Pipe(duplex=False)
@@ -165,19 +165,19 @@ def run_in_process(function: Callable[[], Any]) -> tuple[Any, str]:
         child.join()
         return None, f"its process ended with exit code {child.exitcode}"
     finally:
-        # A child that exits by itself ends the workers of its DataLoader, too.
+        # A child that exits normally also ends its DataLoader workers.
         child.join(1)
         child.kill()
         child.join()
 
 
 def send_result(function: Callable[[], Any], sender: Any, threads: int) -> None:
-    """Call a function quietly in this process, and send its result or the reason of its failure."""
+    """Call a function without output in this process, and send its result or its error."""
     if hasattr(signal, "SIGCHLD"):
-        # torch's handler for the workers of the parent would end this process.
+        # torch's SIGCHLD handler for the parent's DataLoader workers would end this process.
         signal.signal(signal.SIGCHLD, signal.SIG_DFL)
     with open(os.devnull, "w") as null, redirect_stdout(null), redirect_stderr(null):
-        # OpenMP's threads do not survive a fork. A new thread starts its own.
+        # OpenMP threads do not survive a fork. A new Python thread starts new ones.
         executor = ThreadPoolExecutor(1, initializer=torch.set_num_threads, initargs=(threads,))
         future = executor.submit(function)
         error = future.exception()
@@ -186,7 +186,7 @@ def send_result(function: Callable[[], Any], sender: Any, threads: int) -> None:
 
 
 class LearningRateRamp:
-    """Callback that raises the learning rate at each optimizer step until the loss blows up."""
+    """Raise the learning rate at each optimizer step until the loss diverges."""
 
     def __init__(self, low: float = 1e-7, high: float = 10.0, steps: int = 100) -> None:
         self.low, self.factor, self.steps = low, (high / low) ** (1 / (steps - 1)), steps
@@ -194,14 +194,14 @@ class LearningRateRamp:
         self.losses: list[float] = []
 
     def on_train_batch_start(self, trainer: Any, pl_module: Any, *batch: Any) -> None:
-        """Set the rate of the optimizer step that this batch belongs to."""
+        """Set the learning rate for the optimizer step of this batch."""
         self.rates.append(self.low * self.factor**trainer.global_step)
         for optimizer in trainer.optimizers:
             for group in optimizer.param_groups:
                 group["lr"] = self.rates[-1]
 
     def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, *batch: Any) -> None:
-        """Record the loss, and stop if it is not finite or far above the lowest one."""
+        """Record the loss. Stop if it is not finite or far above the lowest loss."""
         self.losses.append(float(outputs["loss"] if isinstance(outputs, dict) else outputs))
         lowest = min(self.losses)
         limit = lowest + 4 * max(abs(lowest), self.losses[0] - lowest)
@@ -210,11 +210,11 @@ class LearningRateRamp:
 
 
 def save_curve(rates: list[float], losses: list[float], path: Path) -> float | None:
-    """Draw the smoothed loss into a file; return the rate where it falls fastest."""
+    """Draw the smoothed loss into a file. Return the learning rate with the steepest descent."""
     from pandas import DataFrame
 
     curve = DataFrame({"loss": losses}, index=rates).rolling(9, center=True, min_periods=1).mean()
-    # A loss that blows up can fall steeply, too. It does so after the minimum.
+    # Ignore rates after the minimum, where a diverging loss can also fall steeply.
     change = curve["loss"].diff().loc[: curve["loss"].idxmin()]
     suggestion = float(change.idxmin()) if change.min() < 0 else None
     limits = (min(losses), 2 * losses[0] - min(losses) + 1e-9)
@@ -226,7 +226,7 @@ def save_curve(rates: list[float], losses: list[float], path: Path) -> float | N
 def tune_command(
     loop: Any, model: Any, data: Any, *, lr: bool, only: list[str] | None, seconds: float, out: str
 ) -> int:
-    """Find the settings that make a training faster, or a learning rate, and write a file."""
+    """Find settings that make a training faster, or a learning rate, and write them to a file."""
     import yaml
 
     if lr:

@@ -15,14 +15,14 @@ PACKAGE = Path(__file__).resolve().parents[1]
 MINI = "mini.py"
 README = """\
 fabric_template {version} as it was copied.
-`fabric-template diff` and `fabric-template update` need these files. Commit them, unchanged.
+`fabric-template diff` and `fabric-template update` need these files. Commit them unchanged.
 """
 Files = dict[str, bytes]  # by the name in the package
 Changes = dict[str, bytes | None]  # None removes the file
 
 
 class Copy:
-    """A copy in somebody's project: a folder, or the single file."""
+    """A copy of this package, or of its single file, in a user's project."""
 
     def __init__(self, path: str) -> None:
         self.target = Path(os.path.abspath(path))
@@ -45,11 +45,11 @@ class Copy:
         self.version = found[1] if found else None
 
     def path(self, name: str) -> Path:
-        """Return where the copy has a file of the package."""
+        """Return the path of a package file in the copy."""
         return self.target if self.is_file else self.target / name
 
     def write(self, changes: Changes) -> None:
-        """Write or remove files, and renew the hidden folder."""
+        """Write or remove files, and update the hidden folder with the original files."""
         for name, data in changes.items():
             write_file(self.path(name), data)
         for name in {*self.original, *self.upstream}:
@@ -64,7 +64,7 @@ def copy_command(path: str, *, mini: bool = False) -> int:
         example = "--mini src/train_loop.py" if mini or copy.is_file else "src/my_loop"
         raise ValueError(f"copy: got {path}, expected a Python name. Write `copy {example}`.")
     if copy.target.exists() and (mini or any(copy.target.iterdir())):
-        raise ValueError(f"copy: got {path}, expected a new path. Use update for a copy.")
+        raise ValueError(f"copy: got {path}, expected a new path. To update a copy, use update.")
     copy.write(dict(copy.upstream))
     print(f"copied      {'MiniLoop' if mini else f'{len(copy.upstream)} files'} to {path}")
     print(f"use         from {copy.target.stem} import {'MiniLoop' if mini else 'FabricLoop'}")
@@ -73,7 +73,7 @@ def copy_command(path: str, *, mini: bool = False) -> int:
 
 
 def diff_command(path: str, *, yours: bool = False, upstream: bool = False) -> int:
-    """Show what you have changed in a copy, and what the installed version has changed since.
+    """Show your changes to a copy, and the changes of the installed version since.
 
     Returns:
         1 if something differs, else 0.
@@ -98,12 +98,12 @@ def diff_command(path: str, *, yours: bool = False, upstream: bool = False) -> i
 
 
 def update_command(path: str, *, dry_run: bool = False) -> int:
-    """Bring the installed version into a copy, beside what you have changed in it.
+    """Merge the installed version into a copy and keep your changes.
 
-    Files that both have changed are merged by git. Conflicts are marked in the file.
+    git merges files that both sides have changed, and marks conflicts in the file.
 
     Returns:
-        1 if you have to look at a file ("conflict" or "kept"), else 0.
+        1 if a file needs your attention ("conflict" or "kept"), else 0.
     """
     copy = find_copy("update", path)
     if copy.original == copy.upstream and copy.version == __version__:
@@ -129,7 +129,7 @@ def update_command(path: str, *, dry_run: bool = False) -> int:
 
 
 def combine_versions(copy: Copy, name: str) -> tuple[str, bytes | None]:
-    """Return what an update does to a file, "" for nothing, and the content, None for no file."""
+    """Return the outcome for a file ("" if unchanged) and its new content (None to remove it)."""
     mine, old, new = (files.get(name) for files in (copy.current, copy.original, copy.upstream))
     if new in (mine, old):
         return "", mine
@@ -150,7 +150,7 @@ def combine_versions(copy: Copy, name: str) -> tuple[str, bytes | None]:
 
 
 def check_committed(copy: Copy, names: Iterable[str]) -> None:
-    """Refuse to overwrite what git could not restore."""
+    """Raise an error if an update would overwrite files that git cannot restore."""
     paths = [copy.hidden / "README.md", *(copy.path(name) for name in names)]
     existing = [str(path) for path in paths if path.exists()]
     args = ["--literal-pathspecs", "status", "--porcelain", "--ignored", "--untracked-files=all"]
@@ -170,7 +170,7 @@ def find_copy(command: str, path: str) -> Copy:
 
 
 def run_git(folder: str | Path, *args: str) -> subprocess.CompletedProcess[bytes]:
-    """Run git in a folder; exit codes up to 127 are answers, 128 is an error."""
+    """Run git in a folder. Raise an error for exit codes from 128 on."""
     try:
         done = subprocess.run(["git", *args], cwd=folder, capture_output=True, check=False)
     except FileNotFoundError as error:
@@ -181,7 +181,7 @@ def run_git(folder: str | Path, *args: str) -> subprocess.CompletedProcess[bytes
 
 
 def read_files(folder: Path) -> Files:
-    """Read the Python files and the licence of a folder, except hidden ones, with LF line ends."""
+    """Read the Python files and the license of a folder with LF line ends, except hidden files."""
     files = {}
     for path in sorted([*folder.rglob("*.py"), *folder.glob("LICENSE")]):
         name = path.relative_to(folder)
@@ -196,7 +196,7 @@ def read_file(path: Path) -> bytes:
 
 
 def write_file(path: Path, data: bytes | None) -> None:
-    """Write a file; None removes it."""
+    """Write a file, or remove it if data is None."""
     if data is None:
         path.unlink(missing_ok=True)
         return

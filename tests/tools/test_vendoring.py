@@ -94,8 +94,8 @@ def test_copy_the_single_file_with_its_licence(release, capsys):
         ("my-loop", {}, "a Python name. Write `copy src/my_loop`."),
         ("loop.py", {}, "a Python name. Write `copy --mini src/train_loop.py`."),
         ("src", {"mini": True}, "a Python name. Write `copy --mini src/train_loop.py`."),
-        ("mine", {}, "a new path. Use update for a copy."),
-        ("mine.py", {"mini": True}, "a new path. Use update for a copy."),
+        ("mine", {}, "a new path. To update a copy, use update."),
+        ("mine.py", {"mini": True}, "a new path. To update a copy, use update."),
         ("../upstream/inside", {}, "a path outside of it."),
     ],
 )
