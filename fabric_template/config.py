@@ -1,4 +1,4 @@
-"""The options of the loop, with Trainer's names, meaning and defaults."""
+"""Define the options of the loop with Trainer's names, meanings and defaults."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ P = ParamSpec("P")
 Duration = str | timedelta | dict[str, int]
 LOGGER_NAMES = ("csv", "tensorboard", "wandb", "mlflow")
 _LIMITS = [f"limit_{stage}_batches" for stage in ("train", "val", "test", "predict")]
-# The values of None. barebones turns them off, because each of them costs time in a step.
+# The values that None stands for. barebones turns these options off, because each slows a step.
 _DEFAULTS: dict[str, Any] = {
     "logger": True,
     "enable_checkpointing": True,
@@ -30,7 +30,7 @@ _DEFAULTS: dict[str, Any] = {
 
 @dataclass(frozen=True, kw_only=True)
 class LoopConfig:
-    """How long to train, how often to validate, what to keep.
+    """Options for the length of training, validation, logging and checkpoints.
 
     Example:
         >>> LoopConfig(max_epochs=3, accumulate_grad_batches=4).max_epochs
@@ -47,11 +47,11 @@ class LoopConfig:
     min_steps: int | None = None
     """Ignore requests to stop before this many optimizer steps."""
     max_time: Duration | None = None
-    """Stop after this time: "DD:HH:MM:SS", a timedelta, or its keywords such as {"minutes": 30}."""
+    """Stop after this time: "DD:HH:MM:SS", a timedelta, or a dict such as {"minutes": 30}."""
 
     # How much data
     limit_train_batches: int | float | None = None
-    """Train on this many batches of an epoch (int) or this fraction of them (float). None: all."""
+    """Train on this many batches per epoch (int) or this fraction of them (float). None: all."""
     limit_val_batches: int | float | None = None
     """Validate on this many batches (int) or this fraction (float) of each loader. None: all."""
     limit_test_batches: int | float | None = None
@@ -59,9 +59,9 @@ class LoopConfig:
     limit_predict_batches: int | float | None = None
     """Predict this many batches (int) or this fraction (float) of each loader. None: all."""
     overfit_batches: int | float = 0.0
-    """Train and validate on the same first batches (int) or fraction (float), not shuffled. 0: off."""
+    """Train and validate on the same first batches (int) or fraction (float), in order. 0: off."""
     fast_dev_run: int | bool = False
-    """Run this many batches (True: 1) of everything, without logger and checkpoints."""
+    """Run this many batches (True: 1) of each loader, without loggers and checkpoints."""
 
     # When to validate and to log
     val_check_interval: int | float | Duration | None = None
@@ -73,40 +73,40 @@ class LoopConfig:
     num_sanity_val_steps: int | None = None
     """Validate this many batches before training starts. -1: all. None: 2."""
     log_every_n_steps: int | None = None
-    """Write the loss, the learning rate and what is logged per step every N optimizer steps. 0: never.
+    """Log the loss, the learning rate and values logged per step every N optimizer steps. 0: never.
     None: 50."""
     log_grad_norm: bool = False
-    """Write the norm of the gradients before clipping into steps.csv, too."""
+    """Also write the gradient norm before clipping into steps.csv."""
 
     # The optimizer step
     accumulate_grad_batches: int = 1
-    """Batches of one optimizer step."""
+    """The number of batches per optimizer step."""
     gradient_clip_val: int | float | None = None
-    """Clip gradients at this norm or value before each optimizer step. None or 0: off."""
+    """Clip gradients to this norm or value before each optimizer step. None or 0: off."""
     gradient_clip_algorithm: str | None = None
-    """What gradient_clip_val limits: "norm" (of all gradients; the default) or "value" (of each)."""
+    """Clip by "norm" (total norm of all gradients; the default) or by "value" (each element)."""
 
     # How to run
     deterministic: bool | str | None = None
-    """Use deterministic algorithms of PyTorch. "warn": warn where there is none."""
+    """Use deterministic algorithms of PyTorch. "warn": warn if an operation has none."""
     benchmark: bool | None = None
     """torch.backends.cudnn.benchmark. None: unchanged; False when deterministic."""
     inference_mode: bool = True
     """Evaluate under torch.inference_mode. False: under torch.no_grad."""
     reload_dataloaders_every_n_epochs: int = 0
-    """Ask the datamodule or module for new loaders every N epochs. 0: never."""
+    """Get new loaders from the datamodule or module every N epochs. 0: never."""
     profiler: Any = None
     """A profiler of Lightning, or "simple" or "advanced"."""
     detect_anomaly: bool = False
-    """Use torch.autograd.set_detect_anomaly, which names the operation that made a NaN. Slow."""
+    """Use torch.autograd.set_detect_anomaly to find the operation that produced a NaN. Slow."""
     on_nan: int | str = "warn"
-    """"warn": warn once of a training loss that is not finite. "off": ignore it. An int: stop after
-    this many such batches in a row; reads the loss of every batch from the device."""
+    """"warn": warn once if a training loss is not finite. "off": ignore it. An int: stop after
+    this many such batches in a row; each batch then waits for the device."""
     barebones: bool = False
-    """Turn everything off that is not training itself, to measure the cost of the loop."""
+    """Turn off everything except training, to measure the overhead of the loop."""
     logger: Any = None
-    """True or None: the CSV logger. False: none. "tensorboard", "wandb" or "mlflow": Lightning's logger
-    beside it. Or a logger, or a list of these."""
+    """True or None: the CSV logger. False: none. "tensorboard", "wandb" or "mlflow": also the
+    logger of this name. Or a logger object, or a list of these."""
     enable_checkpointing: bool | None = None
     """Write checkpoints."""
     enable_progress_bar: bool | None = None
@@ -116,32 +116,32 @@ class LoopConfig:
     default_root_dir: str | os.PathLike[str] | None = None
     """The folder of logs/ and checkpoints/. None: the working directory."""
 
-    # Where a run is kept, and what of it
+    # Files of a run, and checkpoints
     name: str = "run"
-    """The name of the run: logs/<name>/version_<n> and checkpoints/<name>/version_<n>."""
+    """The run's name, used in logs/<name>/version_<n> and checkpoints/<name>/version_<n>."""
     version: int | str | None = None
-    """The version of the run. None: the next free number, or that of the resumed run."""
+    """The version of the run. None: the next free number, or the version of the resumed run."""
     monitor: str | None = None
-    """The metric that decides which checkpoint is best. None: keep the last one only."""
+    """The metric that selects the best checkpoint. None: keep the last checkpoint only."""
     mode: str = "min"
     """Whether the best value of monitor is the smallest ("min") or the largest ("max")."""
     save_top_k: int = 1
     """Keep the k best checkpoints. 1: best.ckpt. -1: all of them."""
     save_last: bool = True
-    """Keep last.ckpt, which is rewritten at the end of each epoch and after each validation."""
+    """Keep last.ckpt, and rewrite it at the end of each epoch and after each validation."""
     save_every_n_steps: int | None = None
     """Also rewrite last.ckpt every N optimizer steps."""
     seed: int | None = None
-    """Seed Python, NumPy and PyTorch when the loop is made and when a run starts. None: do not."""
+    """Seed Python, NumPy and PyTorch when the loop is created and a run starts. None: no seed."""
     compile: bool | str | dict[str, Any] = False
-    """torch.compile the steps: True, a mode such as "max-autotune", or the keywords as a dict."""
+    """Compile the steps: True, a mode such as "max-autotune", or a dict for torch.compile."""
 
     def __post_init__(self) -> None:
         wrong_types = [name for name in vars(self) if not self._has_type(name)]
         wrong = [name for name in vars(self) if name in wrong_types or not self._is_in_range(name)]
         problems = [] if wrong else list(self._contradictions())
         if wrong or problems:
-            # Importing Lightning takes seconds, which --help must not wait for.
+            # Importing Lightning takes seconds, and --help does not need it.
             from .errors import ConfigurationError, ConfigurationTypeError, describe
 
             for name in wrong:
@@ -151,7 +151,7 @@ class LoopConfig:
             raise kind(" ".join(problems))
 
     def _has_type(self, name: str) -> bool:
-        """Return whether a value has a type of the option's annotation. A bool is no number."""
+        """Return whether a value has a type of the option's annotation. A bool is not a number."""
         value, hint = vars(self)[name], _HINTS[name]
         kinds = {get_origin(kind) or kind for kind in get_args(hint) or (hint,)}
         if Any in kinds:
@@ -167,7 +167,7 @@ class LoopConfig:
         return _RANGES[name][1](value)
 
     def _contradictions(self) -> Iterable[str]:
-        """Yield what no option can check alone."""
+        """Yield a message for each contradiction between options."""
         interval, algorithm = self.val_check_interval, self.gradient_clip_algorithm
         if self.check_val_every_n_epoch is None and isinstance(interval, float | None):
             yield (
@@ -198,7 +198,7 @@ class LoopConfig:
                 )
 
     def resolve(self) -> LoopConfig:
-        """Return the same options with each None that stands for a default filled in.
+        """Return a copy in which defaults replace None.
 
         Example:
             >>> LoopConfig(fast_dev_run=2).resolve().limit_train_batches
@@ -223,14 +223,14 @@ class LoopConfig:
         return self.changed(**values)
 
     def changed(self, **values: Any) -> LoopConfig:
-        """Return a copy with other values, which are not checked again."""
+        """Return a copy with other values. The values are not checked."""
         changed = copy.copy(self)
         vars(changed).update(values)
         return changed
 
 
 def parse_duration(value: Duration) -> timedelta:
-    """Return a length of time from Trainer's three ways to write one."""
+    """Convert a duration in one of Trainer's three forms to a timedelta."""
     if isinstance(value, timedelta):
         return value
     if isinstance(value, dict):
@@ -265,7 +265,7 @@ def _is_logger(value: Any) -> bool:
 
 
 def _is_folder_name(value: int | str) -> bool:
-    """Return whether a version, or a name, can be a folder on every system."""
+    """Return whether a version or a name is a valid folder name on every system."""
     if isinstance(value, int):
         return value >= 0
     is_plain = value.isprintable() and not set(value) & set('/\\:*?"<>|')
@@ -283,7 +283,7 @@ def _one_of(*choices: str) -> Callable[[Any], bool]:
 _DURATION = '"DD:HH:MM:SS", a timedelta, or its keywords as a dict'
 _LIMIT = ("a number of batches (int >= 0) or a fraction (float from 0.0 to 1.0)", _is_limit)
 _COMPILE_MODES = ("default", "reduce-overhead", "max-autotune", "max-autotune-no-cudagraphs")
-# What an option may be, for messages, and whether a value is. Options without entry are switches.
+# The expected values of an option for messages, and a check. Options without an entry are switches.
 _RANGES: dict[str, tuple[str, Callable[[Any], bool]]] = {
     "max_epochs": ("a number of epochs, or -1 for no limit", _at_least(-1)),
     "min_epochs": ("a number of epochs", _at_least(0)),
@@ -331,16 +331,16 @@ _HINTS = get_type_hints(LoopConfig)
 
 @dataclass(frozen=True, kw_only=True)
 class LoopArguments(LoopConfig):
-    """All arguments of FabricLoop, its options and those of Fabric."""
+    """All arguments of FabricLoop, which are the options of LoopConfig and Fabric's arguments."""
 
     fabric: Any = field(default=None, kw_only=False)
-    """A ready lightning.Fabric, in place of Fabric's own arguments."""
+    """A lightning.Fabric, instead of the following arguments of Fabric."""
     accelerator: Any = "auto"
     """Fabric's: "cpu", "gpu", "mps", "tpu" or "auto"."""
     strategy: Any = "auto"
     """Fabric's: "ddp", "fsdp", a strategy of lightning.fabric, or "auto"."""
     devices: Any = "auto"
-    """Fabric's: how many devices, a list of their numbers, or "auto" for all."""
+    """Fabric's: the number of devices, a list of their indices, or "auto" for all."""
     num_nodes: int = 1
     """Fabric's: the number of machines."""
     precision: Any = None
@@ -353,7 +353,7 @@ class LoopArguments(LoopConfig):
     """Fabric's name for logger."""
 
 
-# Options of Trainer that FabricLoop does not have. Their defaults are accepted and change nothing.
+# Options of Trainer that FabricLoop lacks. It accepts their defaults and ignores them.
 _TRAINER_DEFAULTS = {
     "use_distributed_sampler": True,
     "sync_batchnorm": False,
@@ -363,10 +363,10 @@ _TRAINER_DEFAULTS = {
 
 
 def parse_options(options: dict[str, Any]) -> tuple[LoopConfig, dict[str, Any]]:
-    """Return the options, and what belongs to Fabric, of FabricLoop's keyword arguments.
+    """Split FabricLoop's keyword arguments into a LoopConfig and the arguments of Fabric.
 
     Raises:
-        TypeError: An option is unknown. The message names the nearest one.
+        TypeError: An option is unknown. The message suggests a similar name.
     """
     from .errors import ConfigurationError, unknown_option
 
@@ -407,7 +407,7 @@ def with_arguments_of(
 
 
 def document_fields() -> dict[str, str]:
-    """Return the text under each field of LoopConfig and LoopArguments, by the field's name."""
+    """Return the docstring of each field of LoopConfig and LoopArguments, keyed by field name."""
     try:
         lines = ast.parse(Path(__file__).read_text(encoding="utf-8")).body
     except OSError:

@@ -1,4 +1,4 @@
-"""Exceptions for users, and warnings that are shown once."""
+"""Define exceptions for users, and warnings that are shown once."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 
-# Frequent options of other loops, which resemble none of ours or a wrong one.
+# Common options of other loops, for which difflib finds no option or a wrong one.
 _INSTEAD = {
     "epochs": "Write max_epochs=.",
     "gpus": "Write accelerator='gpu', devices=.",
@@ -23,10 +23,10 @@ _INSTEAD = {
 
 
 class ConfigurationError(MisconfigurationException, ValueError):
-    """A value, a model or a combination that cannot work.
+    """A wrong value, an unsupported model or a contradiction between options.
 
-    Code written for Trainer catches it as Lightning's MisconfigurationException, other code as a
-    ValueError.
+    It is Lightning's MisconfigurationException for code written for Trainer, and a ValueError for
+    other code.
     """
 
 
@@ -35,26 +35,26 @@ class ConfigurationTypeError(MisconfigurationException, TypeError):
 
 
 class MissingDataError(ConfigurationTypeError, ConfigurationError):
-    """A call without data. It is a TypeError, as for any missing argument, and a ValueError."""
+    """A call without data. It is a TypeError, like any missing argument, and also a ValueError."""
 
 
 class CheckpointError(ValueError):
-    """A checkpoint that cannot be written, read or used. The message names the fix."""
+    """A checkpoint that cannot be written, read or used. The message gives the solution."""
 
 
 class DamagedCheckpointError(CheckpointError):
-    """A checkpoint file whose bytes are not those that were written."""
+    """A checkpoint file that was changed after it was written, or that is incomplete."""
 
 
 class OtherModelError(CheckpointError, RuntimeError):
-    """A checkpoint of another model. It is torch's RuntimeError, too."""
+    """A checkpoint of another model. It is also a RuntimeError, as in load_state_dict()."""
 
 
 class WeightsOnlyError(CheckpointError, KeyError):
-    """A checkpoint without optimizer states, which cannot be resumed. It is Trainer's KeyError, too."""
+    """A checkpoint without optimizer states, which cannot be resumed. Trainer raises a KeyError."""
 
     def __str__(self) -> str:
-        # KeyError shows the repr of its message.
+        # KeyError would show the repr of its message.
         return str(self.args[0])
 
 
@@ -72,7 +72,7 @@ def unknown_option(name: str, known: Iterable[str]) -> str:
 
 
 def describe(value: Any) -> str:
-    """Return a value as a message shows it: its repr if that is short, else its class.
+    """Describe a value for an error message by its repr if that is short, else by its class.
 
     Example:
         >>> describe("cpu"), describe(dict), describe(print)
@@ -87,7 +87,7 @@ def describe(value: Any) -> str:
 
 
 def check_object(argument: str, value: Any) -> None:
-    """Refuse a class where an object of it is meant."""
+    """Raise an error if the value is a class instead of an object."""
     if isinstance(value, type):
         name = value.__name__
         raise ConfigurationTypeError(
@@ -96,7 +96,7 @@ def check_object(argument: str, value: Any) -> None:
 
 
 class WarnOnce:
-    """Show each warning once in a run, on the process that may print."""
+    """Show each warning once in a run, on the main process only."""
 
     def __init__(self, is_enabled: bool = True) -> None:
         self.is_enabled = is_enabled

@@ -1,16 +1,16 @@
 # SPDX-License-Identifier: MIT
-"""A PyTorch training loop in one file, to read, to copy and to change.
+"""Train PyTorch models with a loop in one file, to read, to copy and to change.
 
 Version 0.2.0 of fabric_template, under the MIT License (file LICENSE). It needs torch, NumPy, PyYAML
 and Lightning Fabric. Read `fit`, `_train_epoch` and `_train_batch` first. To change
 
 - the loss and its scaling, edit `_compute_gradients`,
-- the gradients before a step (clipping, norms), `_step_optimizer`,
+- the gradients before an optimizer step (clipping, norms), `_step_optimizer`,
 - when the optimizer steps, `_is_window_end`; when training stops, `_is_done`,
 - a row of metrics.csv, `_end_row`; a row of steps.csv, `_log_step`,
-- what a checkpoint holds, `_build_checkpoint` and `_restore`.
+- the content of a checkpoint, `_build_checkpoint` and `_restore`.
 
-What it refuses, FabricLoop does, with the same options and files. Each continues the other's runs.
+FabricLoop supports everything else with the same options and files. Each resumes the other's runs.
 """
 
 from __future__ import annotations
@@ -70,29 +70,29 @@ POWERS_OF_TWO = frozenset(2**power for power in range(24))
 
 @dataclass(kw_only=True, eq=False)
 class MiniLoop:
-    """Train a model with step functions, or any object that has a method ``training_step``."""
+    """Train a model with step functions, or an object with a method ``training_step``."""
 
     max_epochs: int | None = None  # -1: no limit. None: 1000, or no limit with max_steps.
     max_steps: int = -1  # Stop after this many optimizer steps. -1: no limit.
-    name: str = "run"  # The run is in logs/<name>/version_<n> and checkpoints/<name>/version_<n>.
-    version: int | str | None = None  # None: the next free number, or that of the resumed run.
-    monitor: str | None = None  # The metric that decides which checkpoint is best.ckpt.
+    name: str = "run"  # The files are in logs/<name>/version_<n>, checkpoints/<name>/version_<n>.
+    version: int | str | None = None  # None: the next free number, or the resumed version.
+    monitor: str | None = None  # The metric that selects best.ckpt.
     mode: str = "min"  # Whether the best value of monitor is the smallest or the largest ("max").
-    accumulate_grad_batches: int = 1  # Batches of one optimizer step.
-    gradient_clip_val: float | None = None  # Clip the common norm of the gradients at this value.
-    validate_every_n_steps: int | None = None  # Validate, write a row and save. None: each epoch.
-    log_every_n_steps: int = 50  # Write a row of steps.csv every N optimizer steps. 0: never.
-    seed: int | None = None  # Seed everything when the loop is made and when a run starts.
+    accumulate_grad_batches: int = 1  # The number of batches per optimizer step.
+    gradient_clip_val: float | None = None  # Clip the total gradient norm to this value.
+    validate_every_n_steps: int | None = None  # Validate and save every N steps. None: each epoch.
+    log_every_n_steps: int = 50  # Write a row to steps.csv every N optimizer steps. 0: never.
+    seed: int | None = None  # Seed everything when the loop is created and when a run starts.
     default_root_dir: str | os.PathLike = "."  # The folder of logs/ and checkpoints/.
-    accelerator: Any = "auto"  # This and the following are Fabric's arguments.
+    accelerator: Any = "auto"  # This and the following arguments are Fabric's.
     strategy: Any = "auto"
     devices: Any = "auto"
     precision: Any = None
-    fabric: Any = None  # A ready Fabric.
-    sanity_checking = False  # Modules ask their trainer. There is no sanity check here.
+    fabric: Any = None  # A Fabric, instead of its arguments.
+    sanity_checking = False  # Modules read this from their trainer. MiniLoop has no sanity check.
 
     def __new__(cls, **options: Any) -> MiniLoop:
-        """Name the nearest option where one does not exist."""
+        """Raise an error with a similar name if an option does not exist."""
         known = [field.name for field in fields(cls)]
         for name in set(options) - set(known):
             near = get_close_matches(name, known, n=1) or ["FabricLoop, which has more options"]
@@ -120,7 +120,7 @@ class MiniLoop:
         self._is_on_cpu_in_32_bits = is_on_cpu and self._precision.precision == "32-true"
 
     def _reset(self) -> None:
-        """Seed, and forget an earlier run."""
+        """Seed the random generators, and reset the state of an earlier run."""
         if self.seed is not None:
             Fabric.seed_everything(self.seed, workers=True, verbose=False)
         self.current_epoch = self.global_step = self.batches_done = self._batches_in_window = 0
@@ -128,11 +128,11 @@ class MiniLoop:
         self.history: list[dict[str, Any]] = []  # The rows of metrics.csv.
         self.callback_metrics: dict[str, Tensor] = {}  # The newest value of each metric.
         self.best_score: float | None = None
-        self._batch_size = 1  # The weight of what the current batch logs.
+        self._batch_size = 1  # The weight of values that the current batch logs.
         self._means: dict[str, Any] = {}  # Means and torchmetrics objects of the next row.
         self._logged_means: set[str] = set()  # The names of the means that the model has logged.
         self._step_values: dict[str, Tensor] = {}  # Values of the next row of steps.csv.
-        self._validated: dict[str, Tensor] = {}  # What was validated since the last row.
+        self._validated: dict[str, Tensor] = {}  # Metrics of the validation since the last row.
         self._row_started = time.monotonic()
 
     # Training
@@ -155,10 +155,10 @@ class MiniLoop:
             model: An nn.Module, a LightningModule or an object with step methods.
             resume: Continue a run: a path, "last", "best", or "auto" ("last" if there is one).
             load: Start with the weights of a checkpoint: a path, "last" or "best".
-            optimizer: An optimizer, or what ``configure_optimizers`` may return.
-            scheduler: A learning rate scheduler, or its dict.
-            training_step: ``fn(model, batch[, batch_idx])`` that returns the loss or a dict with it.
-            validation_step: The same, and it may return a pair (loss, acc).
+            optimizer: An optimizer, or another value that ``configure_optimizers`` may return.
+            scheduler: A learning rate scheduler, or its dict as in Lightning.
+            training_step: ``fn(model, batch[, batch_idx])`` returns the loss or a dict with "loss".
+            validation_step: As training_step, but it may also return a pair (loss, acc).
         """
         self._reset()
         self._set_up_model(model, training_step, validation_step)
@@ -177,7 +177,7 @@ class MiniLoop:
         return as_table(self.history)
 
     def _is_done(self) -> bool:
-        """Return whether training ends. It is asked after each batch and each epoch."""
+        """Return whether training ends. The loop checks this after each batch and each epoch."""
         if self.should_stop or 0 <= self.max_steps <= self.global_step:
             return True
         return self.max_epochs is not None and 0 <= self.max_epochs <= self.current_epoch
@@ -187,13 +187,13 @@ class MiniLoop:
         if self.batches_done == 0:
             self._call("on_train_epoch_start")
         for batch, is_last in self._train_batches():
-            # While the loss lives, its graph lives. Freeing it before the next forward makes
-            # autograd create its nodes of the parameters again, which slows a step.
+            # Keep the loss, and thus its graph, until the next forward. Without the graph, autograd
+            # would create the AccumulateGrad nodes of the parameters again in each step.
             loss = self._train_batch(batch, is_last)  # noqa: F841
             if every and self._batches_in_window == 0 and self.global_step % every == 0:
                 self._validate()
                 self._end_row(epoch)
-            # A window that is open could not be continued by a resumed run.
+            # A resumed run could not continue an incomplete accumulation window.
             if self._is_done() and self._batches_in_window == 0:
                 break
         else:
@@ -220,7 +220,7 @@ class MiniLoop:
         if self._ddp is None or is_window_end:
             loss = self._compute_gradients(batch, batch_idx)
         else:
-            # Before the end of the accumulation window, gradients need not be exchanged.
+            # Before the end of the accumulation window, DDP need not reduce gradients.
             with self._ddp.no_sync():
                 loss = self._compute_gradients(batch, batch_idx)
         self.batches_done += 1
@@ -239,7 +239,7 @@ class MiniLoop:
         return loss
 
     def _compute_gradients(self, batch: Any, batch_idx: int) -> Tensor:
-        """Run the forward and the backward pass. Gradients of an accumulation window add up."""
+        """Run the forward and the backward pass. Gradients add up in an accumulation window."""
         output = self._run_step("training_step", batch, batch_idx)
         loss = find_loss(output, batch_idx)
         self._add_output(output, "train_")
@@ -250,13 +250,13 @@ class MiniLoop:
         return loss
 
     def _is_window_end(self, batch: Any, is_last: bool) -> bool:
-        """Return whether the optimizer steps after this batch: the same answer on all processes."""
+        """Return whether the optimizer steps after this batch, equally on all processes."""
         if self.accumulate_grad_batches == 1:
             return True
         is_end = is_last or self._batches_in_window + 1 == self.accumulate_grad_batches
         if self.fabric.world_size == 1:
             return is_end
-        # A rule of your own may depend on the batch, which differs between the processes.
+        # Your own rule may depend on the batch, which differs between the processes.
         flag = torch.tensor(int(is_end), device=self.fabric.device)
         return bool(self.fabric.all_reduce(flag, reduce_op="max"))
 
@@ -283,7 +283,7 @@ class MiniLoop:
         return self.callback_metrics[name]
 
     def _train_batches(self) -> Iterator[tuple[Any, bool]]:
-        """Yield the batches of the epoch that are not done, and whether each is the last one."""
+        """Yield the remaining batches of the epoch, and whether each is the last one."""
         sampler = getattr(self.train_loader, "sampler", self.train_loader)
         if hasattr(sampler, "set_epoch"):
             sampler.set_epoch(self.current_epoch)
@@ -291,7 +291,7 @@ class MiniLoop:
         if self.batches_done == 0:
             self._epoch_start = rng_state
         else:
-            # The run was resumed in the middle of an epoch. Draw its order again.
+            # The run was resumed within an epoch. Draw the order of the samples again.
             self._set_rng_state(self._epoch_start)
             for _ in range(self.batches_done):
                 next(batches)
@@ -302,16 +302,16 @@ class MiniLoop:
             raise ValueError("train_dataloaders: got no batch in this epoch. Pass a DataLoader.")
 
     def _move(self, batch: Any) -> Any:
-        """Bring a batch to the device, and to the type of a precision such as "bf16-true"."""
+        """Move a batch to the device, and convert its dtype for a precision like "bf16-true"."""
         if self._is_on_cpu_in_32_bits:
             return batch
         batch = self.fabric.to_device(batch)
-        # In mixed precision the operations convert their inputs, and targets stay exact.
+        # In mixed precision, autocast converts the inputs, and targets stay exact.
         is_mixed = isinstance(self._precision, MixedPrecision)
         return batch if is_mixed else self._precision.convert_input(batch)
 
     def _run_step(self, name: str, batch: Any, batch_idx: int) -> Any:
-        """Run a step in the precision of the loop, and with several processes through DDP."""
+        """Run a step in the precision of the loop, through DDP if there are several processes."""
         step = self._steps[name]
         if self._is_on_cpu_in_32_bits and self._ddp is None:
             return step(batch, batch_idx)
@@ -325,7 +325,7 @@ class MiniLoop:
     def validate(
         self, model: Any, dataloaders: Any, load: Any = None, validation_step: Any = None
     ) -> list[dict[str, float]]:
-        """Validate a model. Return the measured values as a list of one dict, as Trainer does."""
+        """Validate a model. Return the metrics as a list of one dict, like Trainer."""
         self._reset()
         self._set_up_model(model, None, validation_step)
         if "validation_step" not in self._steps:
@@ -339,7 +339,7 @@ class MiniLoop:
         return [{name: value.item() for name, value in self._validated.items()}]
 
     def _validate(self) -> None:
-        """Run the validation in eval mode without gradients, and keep its metrics for the row."""
+        """Validate in eval mode without gradients, and keep the metrics for the next row."""
         if self.val_loader is None:
             return
         training_means, self._means = self._means, {}
@@ -375,9 +375,9 @@ class MiniLoop:
         batch_size: int | None = None,
         **unused: Any,
     ) -> None:
-        """Log a number, a tensor of one element or a torchmetrics object, as ``self.log`` does.
+        """Log a number, a tensor of one element or a torchmetrics object, like ``self.log``.
 
-        A value of a step goes into steps.csv, its mean over the row into metrics.csv.
+        steps.csv contains the value of a step. metrics.csv contains the mean since the last row.
         """
         if reduce_fx != "mean":
             raise TypeError(f"log({name!r}): got a reduce_fx, expected the mean. Use FabricLoop.")
@@ -396,7 +396,7 @@ class MiniLoop:
             self.log(name, value, **options)
 
     def _add_output(self, output: Any, prefix: str) -> None:
-        """Add what a step returned to the row: a loss, a pair (loss, acc) or a dict."""
+        """Add the output of a step to the next row: a loss, a pair (loss, acc) or a dict."""
         values = output if isinstance(output, dict) else {"loss": output}
         if isinstance(output, tuple) and len(output) == 2:
             values = {"loss": output[0], "acc": output[1]}
@@ -425,7 +425,7 @@ class MiniLoop:
         return values
 
     def _take_means(self) -> dict[str, Tensor]:
-        """Return the means, and start those of the next row."""
+        """Return the means, and reset them for the next row."""
         values = self._compute_means()
         for mean in self._means.values():
             if not isinstance(mean, Mean):
@@ -434,7 +434,7 @@ class MiniLoop:
         return values
 
     def _log_step(self, loss: Tensor, batch_idx: int) -> None:
-        """Write a row of steps.csv. Only here a value of a step is read from the device."""
+        """Write a row to steps.csv. Training waits for the device only when it writes a row."""
         row = {"step": self.global_step, "epoch": self.current_epoch, "train_loss": loss.item()}
         row["lr"] = self._learning_rate
         row.update((name, value.item()) for name, value in self._step_values.items())
@@ -443,7 +443,7 @@ class MiniLoop:
             append_row(self.log_dir / "steps.csv", row)
 
     def _end_row(self, epoch: int) -> None:
-        """Write a row of metrics.csv, save the checkpoints, and start the means of the next row."""
+        """Write a row to metrics.csv, save the checkpoints, and reset the means."""
         values = {**self._validated, **self._take_means()}
         row: dict[str, Any] = {"epoch": epoch, "step": self.global_step}
         for name in sorted(values, key=lambda name: not name.startswith("train")):
@@ -470,7 +470,7 @@ class MiniLoop:
     # Checkpoints
 
     def _build_checkpoint(self) -> dict[str, Any]:
-        """Return the state in Lightning's layout. What only we keep has a key of its own."""
+        """Return the state in Lightning's format. MiniLoop's own state is in "fabric_template"."""
         of_rank = {"rng": self._rng_state(), "epoch_start": self._epoch_start}
         ranks = [of_rank] * self.fabric.world_size
         if self.fabric.world_size > 1:
@@ -503,7 +503,7 @@ class MiniLoop:
         """Load the weights of a checkpoint. If the run is resumed, load everything else, too."""
         if path is None:
             return
-        # torch.load would read a damaged file as other weights.
+        # torch.load would load wrong weights from a damaged file.
         if not zipfile.is_zipfile(path) or zipfile.ZipFile(path).testzip() is not None:
             raise ValueError(f"{path}: the file is damaged. Use another checkpoint.")
         checkpoint = torch.load(path, map_location="cpu", weights_only=True)
@@ -543,7 +543,7 @@ class MiniLoop:
             self._get_metric(self.monitor)
 
     def _find(self, given: str | Path | None, argument: str) -> Path | None:
-        """Return the newest file that "last", "best", "auto" or a path means."""
+        """Return the newest checkpoint for "last", "best", "auto" or a path."""
         if given is None:
             return None
         found = [Path(given).absolute()]
@@ -612,18 +612,18 @@ class MiniLoop:
             raise TypeError("fit: got no optimizer. Pass optimizer=, as torch.optim.Adam(...).")
 
     def _set_up_loaders(self, train: Any, val: Any) -> None:
-        """Check the loaders, join the other processes, and share the samples among them."""
+        """Check the loaders, launch the processes, and distribute the samples among them."""
         check_loader(train, "train_dataloaders")
         check_loader(val, "val_dataloaders")
         is_launched = torch.distributed.is_available() and torch.distributed.is_initialized()
         if self.fabric.world_size > 1 and not is_launched:
             self.fabric.launch()
-            # As Trainer: without it the processes would draw on from the state of their set-up.
+            # Reset the seed like Trainer, because the setup may have drawn random numbers.
             reset_seed()
         self.train_loader, self.val_loader = self._share(train), self._share(val)
 
     def _share(self, loader: Any) -> Any:
-        """Return a loader of this process's share of the samples."""
+        """Return a loader for this process's share of the samples."""
         if self.fabric.world_size > 1 and hasattr(loader, "for_rank"):
             return loader.for_rank(self.fabric.global_rank, self.fabric.world_size)
         if self.fabric.world_size == 1 or not isinstance(loader, DataLoader):
@@ -647,7 +647,7 @@ class MiniLoop:
         self._set_up_network()
 
     def _set_up_network(self) -> None:
-        """Bring the network to its device, its precision and DDP, with the whole steps inside."""
+        """Move the network to its device and precision. DDP wraps the whole steps."""
         self._precision.convert_module(self.network)
         self._strategy.module_to_device(self.network)
         is_ddp = isinstance(self._strategy, DDPStrategy)
@@ -657,7 +657,7 @@ class MiniLoop:
         return Path(self.default_root_dir).expanduser().absolute() / kind / self.name
 
     def _open_folders(self, resume_path: Path | None) -> None:
-        """Choose the version of the run and make its folders. A new run starts without rows."""
+        """Choose the version and create the folders of the run. A new run deletes old rows."""
         logs, checkpoints = self._folder("logs"), self._folder("checkpoints")
         if self.version is not None:
             version = self.version
@@ -679,7 +679,7 @@ class MiniLoop:
 
     @contextmanager
     def _recorded_state(self) -> Iterator[None]:
-        """Write how the run ends, for the list of runs. Ctrl-C ends it without an error."""
+        """Record the final state for the list of runs. Ctrl-C ends the run without an error."""
         file, state = self.log_dir / ".lock", "failed"
         file.unlink(missing_ok=True)
         try:
@@ -695,7 +695,7 @@ class MiniLoop:
 
     @contextmanager
     def _attached_to_model(self) -> Iterator[None]:
-        """Give a LightningModule its trainer and log. Bring the network back to its device."""
+        """Set a LightningModule's trainer and log. Finally, move the network back to its device."""
         device = next(self.network.parameters()).device
         if self._is_lightning_module:
             self.model.trainer, self.model.log, self.model.log_dict = self, self.log, self.log_dict
@@ -712,7 +712,7 @@ class MiniLoop:
 
 
 class StepModule(nn.Module):
-    """Runs a step as its forward, so that DDP applies to everything in the step."""
+    """Run a step as forward(), so that DDP applies to everything in the step."""
 
     def __init__(self, network: nn.Module) -> None:
         super().__init__()
@@ -723,7 +723,7 @@ class StepModule(nn.Module):
 
 
 class Mean:
-    """A mean weighted by batch size. Its sum stays on the device."""
+    """A mean weighted by batch size. The sum stays on the device."""
 
     def __init__(self, fabric: Fabric, is_synced: bool) -> None:
         self.fabric, self.is_synced = fabric, is_synced
@@ -732,14 +732,14 @@ class Mean:
 
     def add(self, value: Tensor, batch_size: int) -> None:
         if batch_size in POWERS_OF_TWO:
-            # The product is exact, so that one operation rounds as two do.
+            # The product is exact, so one fused operation rounds like two.
             self.total = torch.add(self.total, value, alpha=batch_size)
         else:
             self.total = self.total + value * batch_size
         self.weight += batch_size
 
     def compute(self) -> Tensor:
-        """Return the mean, over all processes if it is synced."""
+        """Return the mean, over all processes if is_synced is True."""
         if not self.is_synced or self.fabric.world_size == 1:
             return self.total / self.weight
         pair = torch.stack([self.total, torch.tensor(self.weight).to(self.total)])
@@ -748,7 +748,7 @@ class Mean:
 
 
 def find_method(model: Any, name: str) -> Callable | None:
-    """Return a method of a model; None for the empty ones that a LightningModule inherits."""
+    """Return a method of a model, or None for the empty methods of LightningModule."""
     method = getattr(model, name, None)
     module = getattr(method, "__module__", None) or ""
     is_empty = module.startswith(("lightning.pytorch.core.", "pytorch_lightning.core."))
@@ -756,7 +756,7 @@ def find_method(model: Any, name: str) -> Callable | None:
 
 
 def find_network(model: Any) -> nn.Module:
-    """Return the module of the parameters: the model, or the modules in an object's attributes."""
+    """Return the module with the parameters: the model, or the modules among its attributes."""
     if isinstance(model, nn.Module):
         return model
     modules = {name: value for name, value in vars(model).items() if isinstance(value, nn.Module)}
@@ -764,9 +764,9 @@ def find_network(model: Any) -> nn.Module:
 
 
 def with_batch_idx(step: Callable, name: str) -> Callable:
-    """Return a step that takes (batch, batch_idx), also if the given one takes the batch only.
+    """Return a step that takes (batch, batch_idx), even if the given step takes only the batch.
 
-    An argument with a default gets no index, unless it is called batch_idx.
+    An argument with a default receives no index, unless its name is batch_idx.
     """
     parameters = inspect.signature(step).parameters
     positional = [p for p in parameters.values() if p.kind < p.KEYWORD_ONLY]
@@ -792,7 +792,7 @@ def find_loss(output: Any, batch_idx: int) -> Tensor:
 
 
 def find_batch_size(batch: Any) -> int:
-    """Return the length of the first tensor in a batch, 1 if the first value is no tensor."""
+    """Return the length of the first tensor in a batch, or 1 if the first value is not a tensor."""
     if isinstance(batch, Tensor):
         return len(batch) if batch.dim() > 0 else 1
     if isinstance(batch, dict):
@@ -801,7 +801,7 @@ def find_batch_size(batch: Any) -> int:
 
 
 def check_loader(loader: Any, argument: str) -> None:
-    """Refuse samples instead of batches, several loaders and what is empty."""
+    """Raise an error for single samples, several loaders and an empty loader."""
     kind = type(loader).__name__
     if isinstance(loader, Dataset) and not isinstance(loader, IterableDataset):
         text = f"{argument}: got a {kind}, which gives single samples, expected batches."
@@ -814,7 +814,7 @@ def check_loader(loader: Any, argument: str) -> None:
 
 
 def mark_last(loader: Any) -> Iterator[tuple[Any, bool]]:
-    """Yield each batch and whether it is the last one. Without a length, read one batch ahead."""
+    """Yield each batch and whether it is the last. Without a length, read one batch in advance."""
     length = length_hint(loader, -1)
     if length >= 0:
         count = 0
@@ -834,7 +834,7 @@ def mark_last(loader: Any) -> Iterator[tuple[Any, bool]]:
 
 
 def show_progress(batches: Iterator, description: str) -> Any:
-    """Return the batches with a bar in a terminal, if tqdm is installed."""
+    """Show a progress bar for the batches in a terminal if tqdm is installed."""
     try:
         from tqdm import tqdm
     except ImportError:
@@ -843,7 +843,7 @@ def show_progress(batches: Iterator, description: str) -> Any:
 
 
 def parse_optimizers(returned: Any, scheduler: Any) -> tuple[Any, list[dict[str, Any]]]:
-    """Return the optimizer and the schedulers in what configure_optimizers returned."""
+    """Return the optimizer and the schedulers in the output of configure_optimizers."""
     optimizer, schedulers, monitor = returned, None, "val_loss"
     if isinstance(returned, dict):
         optimizer, schedulers = returned.get("optimizer"), returned.get("lr_scheduler")
@@ -873,7 +873,7 @@ def parse_optimizers(returned: Any, scheduler: Any) -> tuple[Any, list[dict[str,
 
 @contextmanager
 def replaced(path: Path, mode: str) -> Iterator[Any]:
-    """Open a file beside its target, and rename it at the end, so that it is never half written."""
+    """Write a file atomically through a temporary file, which is renamed at the end."""
     temporary = path.with_name(f".{path.name}.tmp")
     with temporary.open(mode) as file:
         yield file
@@ -895,7 +895,7 @@ def append_row(path: Path, row: dict[str, Any]) -> None:
 
 
 def read_rows(path: Path) -> list[dict[str, Any]]:
-    """Return the rows of a CSV file, without a last line that was not finished."""
+    """Return the rows of a CSV file without an incomplete last line."""
     text = path.read_text() if path.exists() else ""
     return list(csv.DictReader(text[: text.rfind("\n") + 1].splitlines()))
 
@@ -917,5 +917,5 @@ def as_table(rows: list[dict[str, Any]]) -> Any:
 
 
 def to_plain(values: Any) -> dict[str, Any]:
-    """Return plain values, which YAML and checkpoints can hold, and text for all others."""
+    """Convert values to types that YAML and checkpoints support, and other values to text."""
     return json.loads(json.dumps(dict(values), default=str))

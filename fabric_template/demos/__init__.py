@@ -1,6 +1,6 @@
-"""Small complete models with their data, one file for each kind of task.
+"""Provide small complete models with their data, one file for each kind of task.
 
-DEMOS has the options of each: `fabric-template fit --model demos.gan` uses them.
+DEMOS has the options of each demo. `fabric-template fit --model demos.gan` uses these options.
 """
 
 from typing import Any

@@ -1,6 +1,6 @@
 """Compress each digit to eight numbers, without labels.
 
-The model is an nn.Module with step methods. The data are DigitsData of digits.py.
+The model is an nn.Module with step methods. The data is DigitsData of digits.py.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ class Autoencoder(nn.Module):
     """Encode 8x8 images as a few numbers and decode them again.
 
     Args:
-        code: Numbers per image.
+        code: Size of the code of an image.
         noise: Standard deviation of the noise on training images. The target is the clean image.
         lr: Learning rate of Adam.
     """
@@ -47,13 +47,13 @@ class Autoencoder(nn.Module):
         return self.decoder(self.encoder(images))
 
     def training_step(self, batch: Batch) -> Tensor:
-        """Return the squared error per image, decoded from noisy images."""
+        """Return the squared error per image. The inputs have noise, the targets have none."""
         images, _ = batch
         noisy = images + self.noise * torch.randn_like(images)
         return squared_error(self(noisy), images)
 
     def validation_step(self, batch: Batch) -> dict[str, Tensor]:
-        """Return the squared error and the share of the images' variance that is decoded."""
+        """Return the squared error and the explained share of the images' variance."""
         images, _ = batch
         error = squared_error(self(images), images)
         variance = squared_error(images.mean(0, keepdim=True).expand_as(images), images)
@@ -62,7 +62,7 @@ class Autoencoder(nn.Module):
     test_step = validation_step
 
     def predict_step(self, batch: Batch) -> dict[str, Tensor]:
-        """Return the codes ``(batch, code)``, and the labels to judge them by."""
+        """Return the codes ``(batch, code)``, and the labels to evaluate the codes."""
         images, labels = batch
         return {"code": self.encoder(images), "label": labels}
 
@@ -71,5 +71,5 @@ class Autoencoder(nn.Module):
 
 
 def squared_error(decoded: Tensor, images: Tensor) -> Tensor:
-    """Return the squared error, summed over the pixels and averaged over the images."""
+    """Return the squared error, summed over pixels and averaged over images."""
     return functional.mse_loss(decoded, images, reduction="sum") / len(images)

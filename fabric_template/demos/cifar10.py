@@ -1,7 +1,7 @@
-"""CIFAR-10: 60,000 colour images of ten classes, and a ResNet-18 for images of 32x32 pixels.
+"""Classify CIFAR-10, 60,000 color images of ten classes, with a ResNet-18 for 32x32 pixels.
 
-The model is a LightningModule whose learning rate changes in every step. The images are bytes
-until they are on the device. They are downloaded once. Without a network, copy
+The model is a LightningModule whose learning rate changes in every step. The images stay bytes
+until they are on the device. The first run downloads them. Without a network, copy
 cifar-10-binary.tar.gz from cs.toronto.edu/~kriz/cifar.html to ``data``.
 """
 
@@ -60,7 +60,7 @@ class CIFAR10Net(LightningModule):
     """Classify 32x32 images with a ResNet-18 whose first layer keeps the image size.
 
     Args:
-        width: Channels of the first layer. ResNet-18 has 64.
+        width: Number of channels of the first layer. ResNet-18 has 64.
         lr: Highest learning rate of the one-cycle schedule.
     """
 
@@ -91,7 +91,7 @@ class CIFAR10Net(LightningModule):
         return self(batch[0]).argmax(dim=1)
 
     def log_loss_and_acc(self, stage: str, images: Tensor, labels: Tensor) -> Tensor:
-        """Log means over the epoch. Return the loss."""
+        """Log loss and accuracy, averaged over the epoch. Return the loss."""
         logits = self(images)
         loss = functional.cross_entropy(logits, labels)
         acc = (logits.argmax(dim=1) == labels).float().mean()
@@ -99,7 +99,7 @@ class CIFAR10Net(LightningModule):
         return loss
 
     def configure_optimizers(self) -> tuple[list, list]:
-        """Return SGD and a learning rate that rises and falls once over all steps."""
+        """Return SGD with a one-cycle schedule over all steps."""
         lr = self.hparams["lr"]
         optimizer = torch.optim.SGD(self.parameters(), lr, momentum=0.9, weight_decay=5e-4)
         steps = int(self.trainer.estimated_stepping_batches)
@@ -108,7 +108,7 @@ class CIFAR10Net(LightningModule):
 
 
 class ResidualBlock(nn.Module):
-    """Add two convolutions to a shortcut."""
+    """Add the output of two convolutions to a shortcut."""
 
     def __init__(self, in_channels: int, out_channels: int, stride: int = 1) -> None:
         super().__init__()
@@ -129,7 +129,7 @@ class ResidualBlock(nn.Module):
 
 
 def augment(images: Tensor) -> Tensor:
-    """Flip each image or not, and shift the batch by up to four pixels."""
+    """Flip images at random, and shift the whole batch by up to four pixels."""
     is_flipped = torch.rand(len(images), 1, 1, 1, device=images.device) < 0.5
     images = torch.where(is_flipped, images.flip(3), images)
     top, left = torch.randint(0, 9, (2,)).tolist()

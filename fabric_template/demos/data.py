@@ -1,4 +1,4 @@
-"""Splits, loaders and downloads that the demos share."""
+"""Provide the splits, loaders and downloads of the demos."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ Tensors = tuple[Tensor, ...]
 
 
 class SplitData:
-    """Serve the datasets in ``splits`` with the loader methods of a LightningDataModule.
+    """Return loaders for the datasets in ``splits``, like a LightningDataModule.
 
     A subclass fills ``splits`` with "train", "val" and "test" in ``setup()``.
     """
@@ -33,7 +33,7 @@ class SplitData:
         self.splits: dict[str, Any] = {}
 
     def prepare_data(self) -> None:
-        """Download what is missing. Only one process calls this. The default does nothing."""
+        """Download missing files. Only one process calls this. The default does nothing."""
 
     def train_dataloader(self) -> Any:
         return self.make_loader("train", shuffle=True)
@@ -80,7 +80,7 @@ def split_indices(count: int, seed: int = 0, labels: Any = None) -> dict[str, np
 
 
 def download(url: str, path: Path) -> None:
-    """Download a file unless it exists. The file appears only when it is complete."""
+    """Download a file unless it exists. An incomplete download has another name."""
     if path.exists():
         return
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -97,7 +97,7 @@ def download(url: str, path: Path) -> None:
 
 
 def require_path(name: str, path: str) -> Path:
-    """Return the path, or raise an error in the user's terms if nothing is there."""
+    """Return the path, or raise an error that names the option if the path does not exist."""
     if not Path(path).exists():
         message = f"{name}(path): got '{path}', expected an existing file or folder."
         raise ValueError(f"{message} Write path= (--data.path) for one.")

@@ -1,6 +1,6 @@
-"""Digits, the default demo: 1,797 images of handwritten digits and a small convolutional network.
+"""Classify 1,797 images of handwritten digits with a small convolutional network.
 
-The model is an nn.Module with step methods. The images are installed with scikit-learn.
+This is the default demo. The model is an nn.Module with step methods. scikit-learn has the images.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ class DigitsData(SplitData):
 
     Args:
         batch_size: Images per batch.
-        seed: Decides which image is in which split.
+        seed: Seed of the random splits.
     """
 
     def __init__(self, batch_size: int = 64, seed: int = 0) -> None:
@@ -31,13 +31,13 @@ class DigitsData(SplitData):
         self.seed = seed
 
     def setup(self, stage: str | None = None) -> None:
-        """Read and split the images. A second call does nothing."""
+        """Read and split the images. Later calls do nothing."""
         if self.splits:
             return
         from sklearn.datasets import load_digits
 
         digits = load_digits()
-        # The pixels are stored as 0 to 16.
+        # scikit-learn's pixels have values from 0 to 16.
         images = torch.as_tensor(digits.images, dtype=torch.float32).unsqueeze(1) / 16
         labels = torch.as_tensor(digits.target, dtype=torch.int64)
         indices = split_indices(len(images), seed=self.seed, labels=digits.target)
@@ -48,10 +48,10 @@ class DigitsData(SplitData):
 class DigitsClassifier(nn.Module):
     """Classify 8x8 images with two convolutions and two linear layers.
 
-    Losses are cross-entropies in nats per image, accuracies are shares from 0 to 1.
+    The loss is the cross-entropy in nats per image. The accuracy is a share from 0 to 1.
 
     Args:
-        hidden: Width of the layer before the last.
+        hidden: Width of the first linear layer.
         dropout: Share of activations dropped before each linear layer.
         lr: Learning rate of Adam in the first epoch.
         lr_decay: Factor of the learning rate after every epoch. 1 keeps it constant.
@@ -84,12 +84,12 @@ class DigitsClassifier(nn.Module):
         return self.net(images)
 
     def training_step(self, batch: Batch, batch_idx: int) -> dict[str, Tensor]:
-        """Return a dict, which is logged as ``train_loss`` and ``train_acc``."""
+        """Return a dict. The loop logs its values as ``train_loss`` and ``train_acc``."""
         loss, acc = self.compute_loss_and_acc(batch)
         return {"loss": loss, "acc": acc}
 
     def validation_step(self, batch: Batch, batch_idx: int) -> tuple[Tensor, Tensor]:
-        """Return a pair, which is logged as ``val_loss`` and ``val_acc``."""
+        """Return a pair. The loop logs its values as ``val_loss`` and ``val_acc``."""
         return self.compute_loss_and_acc(batch)
 
     test_step = validation_step

@@ -1,7 +1,7 @@
-"""Train a generator and a critic with an optimizer each.
+"""Train a generator and a critic with one optimizer each.
 
-The model is a LightningModule with manual optimization. The data are points around eight centres,
-so that the result can be counted: how many centres does the generator find?
+The model is a LightningModule with manual optimization. The data is points around eight centers.
+The result is easy to measure by the number of centers that the generator finds.
 """
 
 from __future__ import annotations
@@ -23,19 +23,19 @@ SPREAD = 0.05
 
 
 def make_points(count: int, seed: int = 0) -> Tensor:
-    """Draw points ``(count, 2)`` around the eight centres."""
+    """Draw points ``(count, 2)`` around the eight centers."""
     generator = torch.Generator().manual_seed(seed)
     center = torch.randint(len(CENTERS), (count,), generator=generator)
     return CENTERS[center] + SPREAD * torch.randn(count, 2, generator=generator)
 
 
 class RingData(SplitData):
-    """Draw points around the centres. A batch is ``float32 (batch, 2)``.
+    """Draw points around the centers. A batch is ``float32 (batch, 2)``.
 
     Args:
-        count: Points for training.
+        count: Number of points for training.
         batch_size: Points per batch.
-        seed: Decides which points are drawn.
+        seed: Seed of the random points.
     """
 
     def __init__(self, count: int = 25_600, batch_size: int = 256, seed: int = 0) -> None:
@@ -43,7 +43,7 @@ class RingData(SplitData):
         self.splits = {"train": make_points(count, seed), "val": make_points(2000, seed + 1)}
 
     def val_dataloader(self) -> Any:
-        """Return one batch, because the share of found centres is not a mean over batches."""
+        """Return one batch, because the share of found centers is not a mean over batches."""
         points = self.splits["val"]
         return DataLoader(points, batch_size=len(points))
 
@@ -51,10 +51,10 @@ class RingData(SplitData):
 
 
 def judge(points: Tensor) -> dict[str, float]:
-    """Return the share of centres that were found and the share of points near a centre.
+    """Return the share of found centers and the share of points near a center.
 
-    A point is near a centre within four standard deviations. A centre is found if it has a fifth of
-    its due share of the points.
+    A point is near a center within four standard deviations. A center is found if it has at least
+    a fifth of the points that it has in the data.
     """
     distance, nearest = torch.cdist(points, CENTERS.to(points)).min(dim=1)
     is_good = distance < 4 * SPREAD
@@ -70,7 +70,7 @@ class GAN(LightningModule):
     """Train a generator of points against a critic.
 
     Args:
-        noise: Numbers of noise per point.
+        noise: Size of the generator's random input.
         hidden: Width of the hidden layers of both networks.
         lr: Learning rate of both optimizers.
     """
@@ -104,7 +104,7 @@ class GAN(LightningModule):
         self.log_dict(losses, on_step=False, on_epoch=True)
 
     def validation_step(self, points: Tensor, batch_idx: int) -> None:
-        """Log ``val_places`` and ``val_good`` of as many generated points."""
+        """Log ``val_places`` and ``val_good`` of as many generated points as the batch has."""
         judged = judge(self.predict_step(points, batch_idx))
         self.log_dict({f"val_{name}": value for name, value in judged.items()})
 
@@ -114,7 +114,7 @@ class GAN(LightningModule):
         return self(torch.randn(len(points), self.hparams["noise"], generator=generator).to(points))
 
     def configure_optimizers(self) -> list[torch.optim.Optimizer]:
-        """Return two Adams with little momentum, because the task of each network changes."""
+        """Return two Adam optimizers with low momentum, because each network's task changes."""
         options: dict[str, Any] = {"lr": self.hparams["lr"], "betas": (0.5, 0.99)}
         return [
             torch.optim.Adam(self.generator.parameters(), **options),

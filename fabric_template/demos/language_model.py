@@ -1,7 +1,7 @@
-"""A small GPT, trained by steps, that predicts the next byte of a text and continues texts.
+"""Train a small GPT on the bytes of a text, and generate text.
 
-The model is a LightningModule. The default text is Python's own help. Try also ``--compile true``,
-``--precision bf16-mixed`` and ``--max_steps 5000``.
+The model is a LightningModule, trained by steps. The default text is a part of Python's help. Try
+also ``--compile true``, ``--precision bf16-mixed`` and ``--max_steps 5000``.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from torch.nn import functional
 
 from .data import SplitData, require_path
 
-VOCABULARY = 256  # One token per byte: every text can be read.
+VOCABULARY = 256  # There is a token for each byte, so any text works.
 
 
 class TextData(SplitData):
@@ -26,7 +26,7 @@ class TextData(SplitData):
 
     Args:
         path: A text file. The default is a part of Python's help topics.
-        block: Context length. A block has one more byte, the target of its last position.
+        block: Context length. A block has one more byte, the target of the last position.
     """
 
     def __init__(self, path: str | None = None, block: int = 64, batch_size: int = 32) -> None:
@@ -35,12 +35,12 @@ class TextData(SplitData):
         self.block = block
 
     def setup(self, stage: str | None = None) -> None:
-        """Read the text and cut it. Training blocks overlap by half, validation blocks do not."""
+        """Read the text and cut it into blocks. Only training blocks overlap (by half)."""
         text = torch.tensor(list(self.read_text()), dtype=torch.int64)
         cut = len(text) * 9 // 10
         train = text[:cut].unfold(0, self.block + 1, max(self.block // 2, 1))
         val = text[cut:].unfold(0, self.block + 1, self.block)
-        # Predict continues the blocks of the test.
+        # predict continues the blocks of the test split.
         self.splits = {"train": train, "val": val, "test": val[:3]}
 
     def read_text(self) -> bytes:
@@ -50,10 +50,10 @@ class TextData(SplitData):
 
 
 class GPT(LightningModule):
-    """Predict the next byte. Print a text of its own at the end of the training.
+    """Predict the next byte. Print a generated text at the end of training.
 
     Args:
-        block: Context length, at least that of the data.
+        block: Context length, at least the block of the data.
         lr: Highest learning rate of AdamW.
         length: Number of bytes to generate.
     """
@@ -73,17 +73,17 @@ class GPT(LightningModule):
         self.head = nn.Sequential(nn.LayerNorm(width), nn.Linear(width, VOCABULARY))
 
     def forward(self, tokens: Tensor) -> Tensor:
-        """Map tokens ``(batch, time)`` to scores of the next token ``(batch, time, 256)``."""
+        """Return logits of the next token, ``(batch, time, 256)``, for tokens ``(batch, time)``."""
         positions = torch.arange(tokens.shape[1], device=tokens.device)
         x = self.token_embedding(tokens) + self.position_embedding(positions)
-        # No position attends to a later one.
+        # The mask keeps each position from attending to later positions.
         mask = nn.Transformer.generate_square_subsequent_mask(len(positions), x.device)
         for layer in self.layers:
             x = layer(x, src_mask=mask, is_causal=True)
         return self.head(x)
 
     def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
-        """Return the cross-entropy in nats per byte, which is logged as ``train_loss``."""
+        """Return the cross-entropy in nats per byte. The loop logs it as ``train_loss``."""
         return functional.cross_entropy(self(batch[:, :-1]).flatten(0, 1), batch[:, 1:].flatten())
 
     def validation_step(self, batch: Tensor, batch_idx: int) -> None:
@@ -111,7 +111,7 @@ class GPT(LightningModule):
 
     @torch.no_grad()
     def generate(self, tokens: Tensor) -> Tensor:
-        """Append ``length`` tokens, each drawn from the 20 most likely ones."""
+        """Append ``length`` tokens. Sample each from the 20 most likely tokens."""
         generator = torch.Generator(tokens.device).manual_seed(0)
         for _ in range(self.hparams["length"]):
             scores, candidates = self(tokens[:, -self.hparams["block"] :])[:, -1].topk(20)
@@ -121,7 +121,7 @@ class GPT(LightningModule):
         return tokens
 
     def configure_optimizers(self) -> tuple[list, list]:
-        """Return AdamW, and a rate that rises for a tenth of the steps, then falls to a tenth."""
+        """Return AdamW and a schedule with a warm-up over the first tenth of the steps."""
         optimizer = torch.optim.AdamW(self.parameters(), lr=self.hparams["lr"])
         steps = int(self.trainer.estimated_stepping_batches)
         warm_up = steps // 10

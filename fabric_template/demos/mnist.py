@@ -1,7 +1,7 @@
 """Classify the 70,000 handwritten digits of MNIST with a network of 784-100-10 units.
 
-The model is a plain object with step methods: the loop needs no base class. The files are
-downloaded once. Without a network, copy them to ``data/mnist``, packed (.gz) or unpacked.
+The model is a plain object with step methods, because the loop needs no base class. The first run
+downloads the files. Without a network, copy them to ``data/mnist``, with or without .gz.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ class MNISTData(SplitData):
     ``int64 (batch,)``.
 
     Args:
-        path: Folder of the four IDX files. Missing files are downloaded to it (12 MB).
+        path: Folder of the four IDX files. Missing files are downloaded to this folder (12 MB).
         batch_size: Images per batch.
     """
 
@@ -39,7 +39,7 @@ class MNISTData(SplitData):
         self.path = Path(path)
 
     def prepare_data(self) -> None:
-        """Download the files that are missing."""
+        """Download missing files."""
         for name in TRAIN + TEST:
             if not (self.path / name).exists():
                 download(f"{MIRROR}{name}.gz", self.path / f"{name}.gz")
@@ -55,16 +55,16 @@ class MNISTData(SplitData):
         return images.float() / 255, labels.long()
 
     def make_loader(self, split: str, shuffle: bool = False) -> TensorLoader:
-        """Slice batches from the tensors. A DataLoader would collate 55,000 images one by one."""
+        """Return a loader that slices tensors. A DataLoader would collate 55,000 single images."""
         tensors = self.splits[split].tensors
         return TensorLoader(*tensors, batch_size=self.batch_size, shuffle=shuffle)
 
 
 def read_idx(path: Path) -> Tensor:
-    """Read an IDX file of bytes, or the same file with the suffix .gz.
+    """Read an IDX file of bytes, compressed (.gz) or not.
 
-    The format: three bytes for the type, one for the number of dimensions, the sizes as big-endian
-    integers, the values.
+    An IDX file has three bytes for the type, one byte for the number of dimensions, the sizes as
+    big-endian integers, and the values.
     """
     if not path.exists():
         path = path.with_name(f"{path.name}.gz")
@@ -94,12 +94,12 @@ class MNISTNet:
         self.net = nn.Sequential(nn.Flatten(), hidden_layer, nn.Linear(hidden, 10))
 
     def training_step(self, batch: Batch) -> Tensor:
-        """Return the cross-entropy, which is logged as ``train_loss``."""
+        """Return the cross-entropy. The loop logs it as ``train_loss``."""
         images, labels = batch
         return functional.cross_entropy(self.net(images), labels)
 
     def validation_step(self, batch: Batch) -> dict[str, Tensor]:
-        """Return a dict, which is logged as ``val_loss`` and ``val_acc``."""
+        """Return a dict. The loop logs its values as ``val_loss`` and ``val_acc``."""
         images, labels = batch
         logits = self.net(images)
         acc = (logits.argmax(dim=1) == labels).float().mean()

@@ -1,4 +1,4 @@
-"""Predict a number from a table, as a LightningModule with torchmetrics."""
+"""Predict a column of a table with a LightningModule and torchmetrics."""
 
 from __future__ import annotations
 
@@ -91,7 +91,7 @@ class TabularNet(LightningModule):
     """Predict a number with two hidden layers.
 
     Args:
-        features: Numbers per row after the preprocessing.
+        features: Number of features per row after the preprocessing.
         lr: Learning rate of AdamW.
     """
 
@@ -133,7 +133,7 @@ class TabularNet(LightningModule):
         return loss
 
     def validation_step(self, batch: Batch, batch_idx: int) -> None:
-        """Log the loss and the metric object, which the loop computes and resets."""
+        """Log the loss and a torchmetrics object. The loop computes and resets this object."""
         features, target = batch
         predicted = self(features)
         self.val_r2(predicted, target)

@@ -316,7 +316,7 @@ class TrainerAPI:
 
     @property
     def ckpt_path(self) -> str | None:
-        """The checkpoint that this run started from. Assign a path to start the next runs from it."""
+        """The checkpoint that this run started from. Later runs start from a path set here."""
         return self.next_ckpt_path or (self.run.checkpoint_path if self.run else None)
 
     @ckpt_path.setter

@@ -196,7 +196,7 @@ def format_results(results: Sequence[Mapping[str, Any]], stage: str) -> str:
 
 
 def format_value(name: str, value: Any) -> str:
-    """Format a value for the tables, such as a loss 0.2500 or 2.00e-07, or a learning rate 0.0003."""
+    """Format a value for the tables, such as 0.2500 or 2.00e-07, or 0.0003 (learning rate)."""
     if isinstance(value, bool) or not isinstance(value, float):
         return " ".join(str(value).split())[:20]
     if name in ("time", "left"):
