@@ -275,7 +275,7 @@ class History:
         self.is_validated |= self.run.progress.stage == "validate"
         return results
 
-    def forget_evaluation(self) -> None:
+    def forget_sanity_check(self) -> None:
         """Discard the values of the sanity check."""
         for values in (self.returned, self._row, self.evaluated, self.evaluated_metrics):
             values.clear()

@@ -62,7 +62,7 @@ _REDUCTIONS: dict[str, tuple[tuple[Any, ...], Callable[..., Tensor]]] = {
 _POWERS_OF_TWO = frozenset(2**power for power in range(24))
 # Types that torch.load(weights_only=True) reads.
 _PLAIN_TYPES = (type(None), bool, int, float, complex, str, torch.dtype)
-_SUMS = ("total", "weight", "step_value", "has_value")
+_SAVED_FIELDS = ("total", "weight", "step_value", "has_value")
 _ATTRIBUTES_OF_MODULES = frozenset(vars(nn.Module()))
 
 
@@ -280,12 +280,12 @@ class ResultMetric:
 
     def state_dict(self) -> dict[str, Any]:
         arguments = dataclasses.replace(self.arguments, sync_dist_group=None)
-        state: dict[str, Any] = {name: getattr(self, name) for name in _SUMS}
+        state: dict[str, Any] = {name: getattr(self, name) for name in _SAVED_FIELDS}
         state["since_row"] = None if self.since_row is None else self.since_row.state_dict()
         return {"arguments": dataclasses.asdict(arguments), **state}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        vars(self).update((name, state[name]) for name in _SUMS)
+        vars(self).update((name, state[name]) for name in _SAVED_FIELDS)
         if self.since_row is not None and state["since_row"] is not None:
             self.since_row.load_state_dict(state["since_row"])
 
@@ -299,7 +299,7 @@ class Results(dict):
         logged_batch_size: The batch_size that the current step passed to ``self.log``.
         is_first_batch: True in the first batch of an epoch, False in later ones, else None.
         last_hook: The hook that logged last.
-        are_views_old: Whether the views lack the values of the last batch.
+        are_views_stale: Whether the views lack the values of the last batch.
     """
 
     def __init__(self, is_training: bool) -> None:
@@ -312,7 +312,7 @@ class Results(dict):
         self.has_step_values = False
         self.is_first_batch: bool | None = None
         self.last_hook: str | None = None
-        self.are_views_old = False
+        self.are_views_stale = False
 
     def current(self) -> Iterator[ResultMetric]:
         """Yield the metrics that the current loader has logged since the last reset."""
@@ -486,12 +486,12 @@ class ResultCollection:
         """Clear the current batch. The views are updated when they are read."""
         assert self.active is not None
         self.active.batch = self.active.batch_size = None
-        self.active.are_views_old = True
+        self.active.are_views_stale = True
 
     def end_batches(self) -> None:
         """End the batches of an epoch or of one loader. The views change to the epoch's values."""
         assert self.active is not None
-        if self.active.are_views_old:
+        if self.active.are_views_stale:
             self.update_metrics()
         self.active.is_first_batch = None
 
@@ -505,11 +505,11 @@ class ResultCollection:
 
     def end(self) -> None:
         """Stop logging. The views keep the values of the last batch."""
-        if self.active is not None and self.active.are_views_old:
+        if self.active is not None and self.active.are_views_stale:
             self.update_metrics()
         self.active = None
 
-    def forget_evaluation(self) -> None:
+    def forget_sanity_check(self) -> None:
         """Discard the values of the sanity check."""
         views = (self.callback_metrics, self.logged_metrics, self.progress_bar_metrics, self.row)
         for metrics in (*views, self.evaluation):
@@ -519,7 +519,7 @@ class ResultCollection:
         """Update the views. Return the values for the loggers."""
         if not self.active:
             return {}
-        self.active.are_views_old = False
+        self.active.are_views_stale = False
         views = self.views()
         self.callback_metrics.update(views.callback)
         self.logged_metrics.update(views.logged)
@@ -578,7 +578,7 @@ class ResultCollection:
             "torchmetrics": torchmetrics_state(kept),
             "callback_metrics": dict(self.callback_metrics),
             "row": dict(self.row),
-            "position": (train.is_first_batch, train.last_hook, train.are_views_old),
+            "position": (train.is_first_batch, train.last_hook, train.are_views_stale),
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -590,7 +590,7 @@ class ResultCollection:
             metric.load_state_dict(entry)
             metric.torchmetric = metrics.get(entry["torchmetric"])
         self.callback_metrics, self.row = dict(state["callback_metrics"]), dict(state["row"])
-        train.is_first_batch, train.last_hook, train.are_views_old = state["position"]
+        train.is_first_batch, train.last_hook, train.are_views_stale = state["position"]
 
 
 class ClosedResults:

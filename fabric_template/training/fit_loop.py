@@ -1,4 +1,8 @@
-"""Train in epochs and batches, validate, and stop. Read this module first."""
+"""Train in epochs and batches, validate, and stop. Read this module first.
+
+Hooks may save a checkpoint at any time. ``run.progress.phase`` records where in the epoch that is;
+``Progress`` lists its values. ``run.checkpoints.save`` saves only if a checkpoint is due.
+"""
 
 from __future__ import annotations
 
@@ -8,7 +12,12 @@ from ..checkpoint.rng import capture_rng_state, restore_rng_state
 from ..checkpoint.state import restore_position
 from .evaluation_loop import evaluate
 from .module_adapter import takes_iterator, train_with_iterator
-from .optimization import after_optimizer_step, is_logging_due, is_step_due, step_lr_schedulers
+from .optimization import (
+    is_logging_due,
+    is_step_due,
+    step_lr_schedulers,
+    step_schedulers_after_batch,
+)
 from .progress import ValidationSchedule
 
 if TYPE_CHECKING:
@@ -30,9 +39,11 @@ def fit(run: RunState) -> None:
     run.history.start_clock()
     # If on_train_epoch_end saved the checkpoint, on_train_start sees the next epoch, as in Trainer.
     is_epoch_over = run.progress.phase == "epoch_end" and run.progress.is_epoch_complete
-    run.progress.epochs_done += is_epoch_over
+    if is_epoch_over:
+        run.progress.epochs_done += 1
     run.hooks.call("on_train_start")
-    run.progress.epochs_done -= is_epoch_over
+    if is_epoch_over:
+        run.progress.epochs_done -= 1
     restore_position(run)
     while run.progress.is_in_epoch or not run.stop.is_fit_done:
         with run.hooks.profiled("run_training_epoch"):
@@ -55,7 +66,7 @@ def train_epoch(run: RunState) -> None:
     run.console.start_epoch(run)
     if not run.stop.is_reached and not progress.is_epoch_complete:
         if takes_iterator(run.hooks.source.training_step):
-            train_with_iterator(run, end_step)
+            train_with_iterator(run, end_train_batch)
         else:
             train_batches(run)
     if run.stop.signal is None or progress.is_epoch_complete:
@@ -81,7 +92,7 @@ def resume_epoch(run: RunState) -> None:
 
 
 def train_batches(run: RunState) -> None:
-    """Train on the batches of an epoch, and call ``end_step`` after each."""
+    """Train on the batches of an epoch, and call ``end_train_batch`` after each."""
     progress, hooks, results = run.progress, run.hooks, run.results
     train_batch = hooks.with_profiler("run_training_batch", run.optimization.train_batch)
     for batch, is_last in run.data.train.batches():
@@ -94,22 +105,22 @@ def train_batches(run: RunState) -> None:
             )
         elif hooks.call("on_train_batch_start", batch, batch_idx) == -1:
             progress.is_last_batch, progress.phase = True, None
-            after_optimizer_step(run)
+            step_schedulers_after_batch(run)
             break
         else:
             outputs = train_batch(batch, batch_idx)  # forward, loss, backward, clip, step
-        end_step(run, outputs, batch, batch_idx)
+        end_train_batch(run, outputs, batch, batch_idx)
         if progress.is_epoch_complete or run.stop.is_reached:
             break
     else:
         end_short_epoch(run)
 
 
-def end_step(run: RunState, outputs: Any, batch: Any, batch_idx: int) -> None:
+def end_train_batch(run: RunState, outputs: Any, batch: Any, batch_idx: int) -> None:
     """Step the schedulers, call ``on_train_batch_end``, and end the batch."""
     run.progress.phase = "batch_end"
     if run.lr_schedulers:
-        after_optimizer_step(run)
+        step_schedulers_after_batch(run)
     run.hooks.call("on_train_batch_end", outputs, batch, batch_idx)
     run.results.end_batch()
     end_batch(run)

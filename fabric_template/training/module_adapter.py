@@ -316,11 +316,11 @@ class StepIterator:
         return self.current
 
 
-def train_with_iterator(run: RunState, end_step: Callable[..., None]) -> None:
+def train_with_iterator(run: RunState, end_train_batch: Callable[..., None]) -> None:
     """Train an epoch with a step that fetches its batches itself.
 
     Args:
-        end_step: Called after each step as ``end_step(run, outputs, batch, batch_idx)``.
+        end_train_batch: Called after each step as ``end_train_batch(run, outputs, batch, batch_idx)``.
     """
     progress, loaders = run.progress, run.data.train
     first = progress.batches_done + loaders.extra_batches
@@ -338,7 +338,7 @@ def train_with_iterator(run: RunState, end_step: Callable[..., None]) -> None:
             break
         loaders.extra_batches = first + iterator.num_fetched - progress.batches_done
         progress.is_last_batch = iterator.is_done
-        end_step(run, outputs, *iterator.current[:2])
+        end_train_batch(run, outputs, *iterator.current[:2])
         if run.stop.is_reached:
             return
     progress.is_last_batch, progress.phase = True, None

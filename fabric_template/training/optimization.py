@@ -57,7 +57,7 @@ class Optimization:
         self.run = run
         # StochasticWeightAveraging sets this to update BatchNorm statistics by forward passes only.
         self.skip_backward = False
-        self.last_loss: Tensor | None = None
+        self.kept_loss: Tensor | None = None
         self.setup()
 
     def setup(self) -> None:
@@ -173,8 +173,8 @@ class AutomaticOptimization(Optimization):
         has_closure = self._own_step is not None or self._scaler is not None
         # Except for LBFGS, torch's optimizers run a closure once before they step. Without a
         # closure they compute the same bits in less time.
-        is_plain = type(optimizer).__module__.startswith("torch.optim.") and not is_lbfgs
-        step = self._step_plainly if is_plain and not has_closure else self._step_with_closure
+        is_of_torch = type(optimizer).__module__.startswith("torch.optim.") and not is_lbfgs
+        step = self._step_plainly if is_of_torch and not has_closure else self._step_with_closure
         action = f"[LightningModule]{type(hooks.source).__name__}.optimizer_step"
         self._take_step = hooks.with_profiler(action, step)
         if self._scaler is None:
@@ -213,7 +213,7 @@ class AutomaticOptimization(Optimization):
         # Keep the graph alive until the next forward, as a hand-written loop does. Freeing it here
         # makes autograd create its node of each parameter again, which slows the optimizer.
         # A backward of the module may retain the graph, which would double the memory.
-        self.last_loss = loss if self._own_backward is None else None
+        self.kept_loss = loss if self._own_backward is None else None
 
     def _step_with_closure(self, batch: Any, batch_idx: int) -> None:
         """Let the optimizer, or the module's ``optimizer_step``, call the closure."""
@@ -420,7 +420,7 @@ def find_loss(output: Any, run: RunState) -> Tensor | None:
 # Learning rate schedulers
 
 
-def after_optimizer_step(run: RunState) -> None:
+def step_schedulers_after_batch(run: RunState) -> None:
     """Step the schedulers that do not follow a metric."""
     if is_step_due(run):
         run.history.learning_rates = learning_rates(run)

@@ -152,7 +152,7 @@ def fit_stage(run: RunState) -> None:
         fit(run)
     run.results.end()
     # Free the graph of the last loss.
-    run.optimization.last_loss = None
+    run.optimization.kept_loss = None
     finish_signal(run)
 
 
@@ -180,8 +180,8 @@ def run_sanity_check(run: RunState) -> None:
     run.hooks.call("on_sanity_check_start")
     evaluate(run, "sanity_check", math.inf if most in (-1, None) else most)
     run.hooks.call("on_sanity_check_end")
-    run.results.forget_evaluation()
-    run.history.forget_evaluation()
+    run.results.forget_sanity_check()
+    run.history.forget_sanity_check()
     run.progress.stage, run.progress.eval_batches_done = "train", 0
     restore_rng_state(rng_state)
 
