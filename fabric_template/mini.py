@@ -83,7 +83,7 @@ class MiniLoop:
     validate_every_n_steps: int | None = None  # Validate and save every N steps. None: each epoch.
     log_every_n_steps: int = 50  # Write a row to steps.csv every N optimizer steps. 0: never.
     seed: int | None = None  # Seed everything when the loop is created and when a run starts.
-    default_root_dir: str | os.PathLike = "."  # The folder of logs/ and checkpoints/.
+    default_root_dir: str | os.PathLike[str] = "."  # The folder of logs/ and checkpoints/.
     accelerator: Any = "auto"  # This and the following arguments are Fabric's.
     strategy: Any = "auto"
     devices: Any = "auto"
@@ -146,8 +146,8 @@ class MiniLoop:
         load: str | Path | None = None,
         optimizer: Any = None,
         scheduler: Any = None,
-        training_step: Callable | None = None,
-        validation_step: Callable | None = None,
+        training_step: Callable[..., Any] | None = None,
+        validation_step: Callable[..., Any] | None = None,
     ) -> Any:
         """Train a model. Return the rows of metrics.csv as a DataFrame, or as a list without pandas.
 
@@ -718,7 +718,7 @@ class StepModule(nn.Module):
         super().__init__()
         self.network = network
 
-    def forward(self, step: Callable, batch: Any, batch_idx: int) -> Any:
+    def forward(self, step: Callable[..., Any], batch: Any, batch_idx: int) -> Any:
         return step(batch, batch_idx)
 
 
@@ -738,7 +738,7 @@ class Mean:
             self.total = self.total + value * batch_size
         self.weight += batch_size
 
-    def compute(self) -> Tensor:
+    def compute(self) -> Any:
         """Return the mean, over all processes if is_synced is True."""
         if not self.is_synced or self.fabric.world_size == 1:
             return self.total / self.weight
@@ -747,7 +747,7 @@ class Mean:
         return total / weight
 
 
-def find_method(model: Any, name: str) -> Callable | None:
+def find_method(model: Any, name: str) -> Callable[..., Any] | None:
     """Return a method of a model, or None for the empty methods of LightningModule."""
     method = getattr(model, name, None)
     module = getattr(method, "__module__", None) or ""
@@ -763,7 +763,7 @@ def find_network(model: Any) -> nn.Module:
     return nn.ModuleDict(modules)
 
 
-def with_batch_idx(step: Callable, name: str) -> Callable:
+def with_batch_idx(step: Callable[..., Any], name: str) -> Callable[..., Any]:
     """Return a step that takes (batch, batch_idx), even if the given step takes only the batch.
 
     An argument with a default receives no index, unless its name is batch_idx.
@@ -833,7 +833,7 @@ def mark_last(loader: Any) -> Iterator[tuple[Any, bool]]:
         yield previous, True
 
 
-def show_progress(batches: Iterator, description: str) -> Any:
+def show_progress(batches: Iterator[Any], description: str) -> Any:
     """Show a progress bar for the batches in a terminal if tqdm is installed."""
     try:
         from tqdm import tqdm
@@ -916,6 +916,6 @@ def as_table(rows: list[dict[str, Any]]) -> Any:
     return pandas.DataFrame(rows)
 
 
-def to_plain(values: Any) -> dict[str, Any]:
+def to_plain(values: Any) -> Any:
     """Convert values to types that YAML and checkpoints support, and other values to text."""
     return json.loads(json.dumps(dict(values), default=str))

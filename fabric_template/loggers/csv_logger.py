@@ -323,7 +323,7 @@ def write_text(path: Path, text: str) -> None:
 def to_yaml(values: dict[str, Any]) -> str:
     """Return plain values as YAML."""
     dumper = getattr(yaml, "CSafeDumper", yaml.SafeDumper)
-    return yaml.dump(values, Dumper=dumper, sort_keys=False, allow_unicode=True)
+    return str(yaml.dump(values, Dumper=dumper, sort_keys=False, allow_unicode=True))
 
 
 def to_plain(value: Any) -> Any:

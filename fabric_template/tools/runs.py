@@ -28,7 +28,7 @@ LOWER_IS_BETTER = re.compile(
 Run = dict[str, Any]  # a row of list_runs, and the options and rows of the run
 
 
-def list_runs(folder: str | os.PathLike = "logs", metric: str | None = None) -> pd.DataFrame:
+def list_runs(folder: str | os.PathLike[str] = "logs", metric: str | None = None) -> pd.DataFrame:
     """List all runs below a folder.
 
     The state is "running", "finished", "interrupted" (also when killed), "failed", or "unknown" for
@@ -52,7 +52,7 @@ def list_runs(folder: str | os.PathLike = "logs", metric: str | None = None) -> 
     return pd.DataFrame(find_runs(folder, metric), columns=COLUMNS)
 
 
-def find_runs(folder: str | os.PathLike, metric: str | None = None) -> list[Run]:
+def find_runs(folder: str | os.PathLike[str], metric: str | None = None) -> list[Run]:
     """Return every run below a folder, sorted by name and version."""
     root = Path(os.path.abspath(folder))
     if not root.is_dir():

@@ -22,7 +22,7 @@ from .step_timer import Choice, copy_options, time_steps
 MIN_GAIN, ROUNDS = 1.03, 3
 TIME_LIMIT = 120.0  # seconds; a trial that takes longer counts as hung
 # The values to try, and the code that applies them, in the order of the trials.
-SETTINGS: dict[str, tuple[tuple, str]] = {
+SETTINGS: dict[str, tuple[tuple[Any, ...], str]] = {
     "threads": ((1, 2, 4, 8), "torch.set_num_threads({0}), or OMP_NUM_THREADS={0}"),
     "tensor_loader": ((True,), "TensorLoader(x, y, ...) in place of the DataLoader"),
     "num_workers": (
@@ -149,7 +149,7 @@ def compare(trial: Callable[[Choice], float], before: Choice, after: Choice) -> 
     return median(fast) / median(slow)
 
 
-def run_in_process(function: Callable[[], Any]) -> tuple[Any, str]:
+def run_in_process(function: Callable[[], Any]) -> Any:
     """Call a function in a child process. Return its result, or None, and the error."""
     method = "fork" if sys.platform == "linux" and not torch.cuda.is_initialized() else "spawn"
     context: Any = multiprocessing.get_context(method)
