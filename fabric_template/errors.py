@@ -9,7 +9,7 @@ from typing import Any
 
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 
-# Common options of other loops, for which difflib finds no option or a wrong one.
+# Options of other training loops, for which difflib suggests nothing or the wrong option.
 _INSTEAD = {
     "epochs": "Write max_epochs=.",
     "gpus": "Write accelerator='gpu', devices=.",

@@ -248,7 +248,7 @@ class FabricLoop(TrainerAPI):
             self.fabric.backward(loss)
 
     def no_backward_sync(self, model: Any, enabled: bool = True) -> Any:
-        """Return a context without gradient reduction, for all but a step's last backward."""
+        """Return a context manager that disables gradient reduction, for all but the last backward."""
         if needs_no_wrapper(self.fabric):
             return nullcontext()
         return self.fabric.no_backward_sync(model, enabled)

@@ -151,7 +151,8 @@ def check_settings(run: RunState, saved: dict[str, Any]) -> None:
     ]
     if differences:
         run.warn_once(
-            f"resume: {'; '.join(differences)}. The run continues, but not as if it had never stopped."
+            f"resume: {'; '.join(differences)}. The run continues. Its results differ from those of an"
+            " uninterrupted run."
         )
 
 

@@ -221,7 +221,7 @@ def make_logger(given: Any, own: CSVLogger | None) -> Any:
         return MLFlowLogger(experiment_name=own.name, save_dir=str(folder / "mlruns"))
     except ModuleNotFoundError as error:
         raise ConfigurationError(
-            f"logger: got {given!r}, expected an installed package. Write pip install {given}."
+            f"logger: got {given!r}, which needs a package that is not installed. Run pip install {given}."
         ) from error
 
 

@@ -20,7 +20,7 @@ EXPECTED = "a metrics.csv, a version's folder, a run's folder or the root of all
 def read_logs(path: str | os.PathLike[str], steps: bool = False) -> pd.DataFrame:
     """Return the rows of one or several runs as one table: `name, version, epoch, step, ...`.
 
-    Lightning's CSVLogger writes half-empty rows. They are joined to one row per epoch.
+    Lightning's CSVLogger writes half-empty rows. They are merged into one row per epoch.
 
     Args:
         path: A metrics.csv, a version's folder, a run's folder or the root of all logs.

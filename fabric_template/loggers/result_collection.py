@@ -235,7 +235,7 @@ class ResultMetric:
         """Register a logged torchmetrics object, which keeps its own sums."""
         default = torch.get_default_dtype()
         if metric is self.torchmetric and getattr(metric, "dtype", default) is not default:
-            # Trainer moves a metric at each log, and that sets its dtype to the default.
+            # As in Trainer, each log moves the metric, and the move resets its dtype to the default.
             metric.to(metric.device)
         self.torchmetric, self.has_value, self._epoch_value = metric, True, None
         if self.arguments.on_step:

@@ -41,8 +41,8 @@ class Comparison:
 def compare(first: Any, second: Any, steps: int = 50) -> Comparison:
     """Find the first optimizer step in which two trainings differ.
 
-    A training is a script with its arguments (``"train.py --lr 0.1"``), which runs in its own
-    process, a function without arguments, or a file of `record_training`.
+    Give each training run as a script with its arguments (``"train.py --lr 0.1"``), as a function
+    without arguments, or as a file written by `record_training`. A script runs in its own process.
 
     Args:
         first: The training that is right.

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     import pandas as pd
     from matplotlib.axes import Axes
 
-# Color-blind people can distinguish Okabe and Ito's palette. Dashes keep hidden runs visible.
+# The Okabe-Ito palette is color-blind safe. Dashes keep overlapping runs visible.
 PALETTE = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9")
 DASHES = ("-", "--", "-.")
 INDEX_COLUMNS = ("name", "version", "epoch", "step", "time", "samples_per_second")
@@ -147,7 +147,7 @@ def plot_logs(
 
 
 def load_runs(logs: Any, seeds: bool) -> list[Run]:
-    """Return the runs of a path, of a DataFrame, or of a list or dict of these."""
+    """Return the runs in a path or DataFrame, or in a list or dict of these."""
     import pandas as pd
 
     if isinstance(logs, str | os.PathLike):

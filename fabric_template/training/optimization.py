@@ -334,7 +334,7 @@ class ManualOptimization(Optimization):
             )
 
     def _count_step(self, index: int, *args: Any) -> None:
-        """Count an optimizer step in ``training_step``. Steps in other hooks do not count."""
+        """Count an optimizer step taken inside ``training_step``. Steps in other hooks do not count."""
         if not self._is_prepared:
             raise ConfigurationError(
                 "training_step: got loss.backward() in a run of several processes, expected"

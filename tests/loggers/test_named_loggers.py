@@ -29,5 +29,5 @@ def test_csv_is_our_own(tmp_path):
 def test_a_missing_package_is_named_with_its_installation(tmp_path, name):
     if find_spec(name):
         pytest.skip(f"{name} is installed")
-    with pytest.raises(ValueError, match=f"logger: got '{name}', .* Write pip install {name}."):
+    with pytest.raises(ValueError, match=f"logger: got '{name}', .* Run pip install {name}."):
         FabricLoop(logger=name, default_root_dir=tmp_path, accelerator="cpu")
