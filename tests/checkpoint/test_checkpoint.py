@@ -1,4 +1,4 @@
-"""Checkpoints: Lightning's layout in both directions, and which files are kept."""
+"""Test the layout of checkpoints, which is Lightning's, and which files are kept."""
 
 import logging
 import warnings
@@ -34,7 +34,7 @@ class Sized(Classifier):
 
 
 class Scored(Classifier):
-    """A val_loss that is known beforehand: 3, 1, 2, 0.5, 4."""
+    """Logs the known val_loss values 3, 1, 2, 0.5 and 4."""
 
     scores = (3.0, 1.0, 2.0, 0.5, 4.0)
 
@@ -52,7 +52,7 @@ def last_of(root, version=0):
 
 def kept(root):
     folder = Path(root, "checkpoints/run/version_0")
-    return sorted(path.name for path in folder.iterdir() if path.name != ".lock")  # it says who writes there
+    return sorted(path.name for path in folder.iterdir() if path.name != ".lock")  # the lock names the writer
 
 
 # ---- the layout
@@ -146,7 +146,7 @@ def test_load_reads_plain_files(tmp_path, layout):
 
 
 @pytest.mark.parametrize(
-    ("words", "files"),
+    ("options", "files"),
     [
         ({}, ["last.ckpt"]),
         ({"monitor": "val_loss"}, ["best.ckpt", "last.ckpt"]),
@@ -171,18 +171,18 @@ def test_load_reads_plain_files(tmp_path, layout):
     ],
     ids=str,
 )
-def test_files(tmp_path, words, files):
-    loop, _, _ = fit(tmp_path, Scored, plain_loader, val_loader, max_epochs=5, **words)
+def test_files(tmp_path, options, files):
+    loop, _, _ = fit(tmp_path, Scored, plain_loader, val_loader, max_epochs=5, **options)
     assert kept(tmp_path) == files
     saver = loop.checkpoint_callback
-    best_epoch = 4 if words.get("mode") == "max" else 3
-    if "monitor" in words and words.get("save_top_k") != 0:
+    best_epoch = 4 if options.get("mode") == "max" else 3
+    if "monitor" in options and options.get("save_top_k") != 0:
         assert float(saver.best_model_score) == Scored.scores[best_epoch]
         found = torch.load(saver.best_model_path, weights_only=True)
         assert found["epoch"] == best_epoch
-    elif "monitor" not in words:
+    elif "monitor" not in options:
         assert saver.best_model_path == str(last_of(tmp_path))
-    if words.get("save_last", True):
+    if options.get("save_last", True):
         assert torch.load(last_of(tmp_path), weights_only=True)["epoch"] == 4
 
 
@@ -223,13 +223,13 @@ def test_users_own_checkpoint_io(tmp_path):
     assert kept(tmp_path) == ["last.ckpt"]
 
 
-@pytest.mark.parametrize("word", ["best", "last"])
-def test_keywords_mean_the_files_of_a_model_checkpoint(tmp_path, word):
+@pytest.mark.parametrize("name", ["best", "last"])
+def test_keywords_mean_the_files_of_a_model_checkpoint(tmp_path, name):
     saving = pl.callbacks.ModelCheckpoint(tmp_path / "mine", monitor="val_loss", filename="{epoch}", save_last=True)
     loop, module, _ = fit(tmp_path, Classifier, make_loader, val_loader, max_epochs=2, callbacks=[saving])
-    assert loop.checkpoint_path(word) == Path(getattr(saving, f"{word}_model_path"))
-    expected = loop.validate(module, val_loader(), load=getattr(saving, f"{word}_model_path"), verbose=False)
-    assert loop.validate(module, val_loader(), load=word, verbose=False) == expected
+    assert loop.checkpoint_path(name) == Path(getattr(saving, f"{name}_model_path"))
+    expected = loop.validate(module, val_loader(), load=getattr(saving, f"{name}_model_path"), verbose=False)
+    assert loop.validate(module, val_loader(), load=name, verbose=False) == expected
 
 
 @pytest.mark.parametrize(("save_last", "expected"), [(True, [3, 6, 9]), (False, [3, 6, 9])])

@@ -1,4 +1,4 @@
-"""Checkpoint files: damaged ones, a disk that fails, one writer per version, what Trainer reads and writes."""
+"""Test damaged checkpoint files, a disk that fails, one writer per version, and exchange with Trainer."""
 
 import errno
 import functools
@@ -118,7 +118,7 @@ def test_a_link_is_replaced_and_its_target_is_not_written(tmp_path):
 
 
 def test_names_in_a_checkpoint_stay_in_the_folder_of_the_run(tmp_path):
-    """A file of somebody else names a file to remove."""
+    """A checkpoint of someone else names a file to remove, and the file stays."""
     fit(tmp_path, **RUN)
     (tmp_path / "precious.ckpt").write_bytes(b"mine")
     last = tmp_path / FOLDER / "last.ckpt"
@@ -147,7 +147,7 @@ def test_an_error_of_the_disk_is_not_taken_for_damage(tmp_path, monkeypatch, cod
 
 
 def test_what_a_run_syncs(tmp_path, monkeypatch):
-    """Checkpoint, rows before it, and each folder with new names."""
+    """It syncs the checkpoint, the rows before it, and each folder with new names."""
     synced, sync = [], os.fsync
     path_of = lambda descriptor: Path(os.readlink(f"/proc/self/fd/{descriptor}"))  # noqa: E731
     monkeypatch.setattr(os, "fsync", lambda descriptor: synced.append(path_of(descriptor)) or sync(descriptor))

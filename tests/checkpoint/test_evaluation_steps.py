@@ -1,4 +1,4 @@
-"""What a validation logs per step has its place among all that the run has evaluated, also behind a resume."""
+"""Test that validation steps are counted over all evaluations of a run, also after a resume."""
 
 import lightning.pytorch as pl
 import pytest
@@ -14,7 +14,7 @@ class PerStep(Classifier):
 
 
 class Ended(Exception):
-    """What a run is ended with."""
+    """Ends a run."""
 
 
 class Ends(pl.Callback):
@@ -29,7 +29,7 @@ class Ends(pl.Callback):
 
 
 def steps(root, ends=None, resume=None, **words):
-    """The lines of steps.csv after 3 epochs of 10 batches, validated on 5 and 3."""
+    """Return the lines of steps.csv after 3 epochs of 10 batches, validated on 5 and 3 batches."""
     torch.manual_seed(1)
     loop = FabricLoop(
         accelerator="cpu", max_epochs=3, name="run", log_every_n_steps=5, save_every_n_steps=1, default_root_dir=root,
@@ -44,11 +44,11 @@ def steps(root, ends=None, resume=None, **words):
 
 
 @pytest.mark.parametrize(
-    "words", [{}, {"val_check_interval": 3}, {"reload_dataloaders_every_n_epochs": 2, "val_check_interval": 5}], ids=str
+    "extra", [{}, {"val_check_interval": 3}, {"reload_dataloaders_every_n_epochs": 2, "val_check_interval": 5}], ids=str
 )
-def test_validation_steps_are_counted_on(tmp_path, words):
-    whole = steps(tmp_path / "whole", **words)
+def test_validation_steps_are_counted_on(tmp_path, extra):
+    whole = steps(tmp_path / "whole", **extra)
     for train in (4, 10, 26):
         root = tmp_path / str(train)
-        assert steps(root, Ends(train), **words) is None
-        assert steps(root, resume="last", **words) == whole
+        assert steps(root, Ends(train), **extra) is None
+        assert steps(root, resume="last", **extra) == whole

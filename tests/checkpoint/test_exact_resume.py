@@ -99,7 +99,7 @@ class Plain:
         return torch.optim.SGD(self.net.parameters(), lr=0.1, momentum=0.9)
 
 
-# What a run is, by name. The batches before which it is killed are the same for most.
+# The options of each run by name. Most runs are killed before the same batches.
 CASES = {name: {"make_train": make} for name, make in LOADERS.items()} | {
     "endless sampler": {"make_train": with_sampler(lambda data: Endless()), "limit_train_batches": 6},
     "dataloader_iter": {"make_module": TakesTwo, "limit_train_batches": 5},
@@ -215,7 +215,7 @@ def test_every_batch_is_trained_once_after_an_exception(tmp_path, hook, options)
 @pytest.mark.filterwarnings("ignore:The dirpath has changed")
 @pytest.mark.parametrize("when", ["every_n_train_steps", "every_n_epochs", "validation"])
 def test_files_of_a_model_checkpoint(tmp_path, when):
-    """What came after the hook that saved is done on resume: the row of the step, the validation, the epoch's end."""
+    """A resume completes the work after the hook that saved: the row of the step, the validation, the epoch's end."""
     options = {"val_check_interval": 2, "log_every_n_steps": 1}
     saves = {"every_n_epochs": 1, "save_on_train_epoch_end": False} if when == "validation" else {when: 1}
     saver = lambda name: ModelCheckpoint(tmp_path / name, filename="{step}", save_top_k=-1, **saves)  # noqa: E731
@@ -239,7 +239,7 @@ class Kills(Raises):
 
 @pytest.mark.parametrize("name", ["persistent", "TensorLoader"])
 def test_sigkill(tmp_path, name):
-    """The file of before the kill continues; the kill leaves neither a lock nor a temporary file."""
+    """The run resumes from the file before the kill. The kill leaves neither a lock nor a temporary file."""
     options = {"save_every_n_steps": 2, "val_check_interval": 3}
     whole = fit(tmp_path / "whole", LOADERS[name], **options)
     folders = [str(folder) for folder in (Path(__file__).parent, *Path(__file__).parents[1:3])]

@@ -1,4 +1,4 @@
-"""What a resume in mid-epoch costs, and a resume with other loaders than before."""
+"""Test the cost of a resume in mid-epoch, and a resume with different loaders."""
 
 import itertools
 
@@ -109,7 +109,7 @@ def killed_at(tmp_path, make, batch, **options):
 @pytest.mark.parametrize(("before", "after"), [(0, 2), (2, 0), (2, 3)])
 @pytest.mark.filterwarnings("ignore:This DataLoader will create 3 worker")
 def test_another_number_of_workers(tmp_path, before, after):
-    """The batches are the same, and a warning tells that random numbers of samples are not."""
+    """The batches are the same, and a warning explains that random numbers of samples differ."""
 
     def make(workers):
         return lambda: make_loader(24, num_workers=workers)
@@ -146,7 +146,7 @@ def test_a_loader_without_state_is_read_again(tmp_path):
 
 
 def test_a_file_of_trainer_from_mid_epoch(tmp_path):
-    """It has no position: the rest of the epoch is of a new pass. The resumed run can be resumed exactly."""
+    """Trainer's file has no position, so the rest of the epoch is a new pass. The resumed run resumes exactly."""
     saver = ModelCheckpoint(tmp_path, filename="{step}", every_n_train_steps=3, save_top_k=-1)
     train = lambda: make_loader(24)  # noqa: E731
     run_trainer(Classifier, train, enable_checkpointing=True, callbacks=[saver], max_epochs=2)

@@ -96,7 +96,7 @@ def shuffled_validation():
 
 
 @pytest.mark.parametrize(
-    "words",
+    "options",
     [
         {"train": weighted_sampler},
         {"val": None},
@@ -108,8 +108,8 @@ def shuffled_validation():
     ],
     ids=["weights", "no validation", "shuffled validation", "rare validation", "interval", "limits", "reload"],
 )
-def test_loaders_and_options(tmp_path, words):
-    two_and_two(tmp_path, classifier(by_step), **words)
+def test_loaders_and_options(tmp_path, options):
+    two_and_two(tmp_path, classifier(by_step), **options)
 
 
 def test_plain_object(tmp_path):

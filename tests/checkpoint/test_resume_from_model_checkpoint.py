@@ -1,4 +1,4 @@
-"""resume="auto" and "last" where Lightning's ModelCheckpoint keeps the files: they are found in its folder."""
+"""Test that resume="auto" and "last" find the files of Lightning's ModelCheckpoint in its folder."""
 
 from pathlib import Path
 
@@ -7,7 +7,7 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.loggers import CSVLogger, TensorBoardLogger
 from runs import assert_same_end, fit, logs_of, tree, val_loader
 
-PLACES = {  # where the files are: words of the callback, the logger
+PLACES = {  # location of the files: (options of the callback, logger)
     "beside_our_logs": (lambda root: {}, lambda root: True),
     "no_logger": (lambda root: {}, lambda root: False),
     "own_folder": (lambda root: {"dirpath": root / "kept"}, lambda root: True),
@@ -29,20 +29,20 @@ def test_resumes_exactly(tmp_path, place, resume):
         saving = ModelCheckpoint(save_last=True, **make_words(root))
         return fit(root, val=val_loader, logger=make_logger(root), callbacks=[saving], **words)
 
-    whole = run("whole", max_epochs=4, resume="auto")  # there is nothing yet: "auto" starts
+    whole = run("whole", max_epochs=4, resume="auto")  # "auto" starts, because there is no file yet
     run("parts", max_epochs=2)
     resumed = run("parts", max_epochs=4, resume=resume, seed=9)
     assert Path(resumed[0].ckpt_path).is_relative_to(tmp_path / "parts")
     assert_same_end(whole, resumed)
     if place in ("beside_our_logs", "no_logger"):
         assert tree(tmp_path / "whole") == tree(tmp_path / "parts")
-    version = int(place == "own_folder")  # which does not say whose it is: a new one, with all rows
+    version = int(place == "own_folder")  # the folder names no version, so a new one has all rows
     assert logs_of(tmp_path / "whole") == logs_of(tmp_path / "parts", version)
 
 
 @pytest.mark.filterwarnings("ignore:Checkpoint directory .* exists and is not empty")
 def test_of_the_newest_version_that_has_any(tmp_path):
-    """And a version that is given is looked into alone."""
+    """If a version is given, only its files are found."""
     for epochs in (1, 2):
         fit(tmp_path, max_epochs=epochs, callbacks=[ModelCheckpoint(save_last=True)])
     folder = "logs/run/version_{}/checkpoints"

@@ -18,7 +18,7 @@ PER_KIND = 12
 
 
 def split_sentences(text):
-    """Return the sentences of at least four words."""
+    """Return the sentences that are long enough to judge."""
     text = " ".join(re.sub(r"(?m)^ *(>>>|\.\.\.).*$", "", text).split())
     return [sentence for sentence in re.split(r"(?<=[.!?]) +(?=[A-Z`])", text) if len(sentence.split()) >= 4]
 
@@ -27,7 +27,7 @@ def docstrings(source):
     kinds = ast.Module | ast.ClassDef | ast.FunctionDef
     for node in ast.walk(ast.parse(source)):
         text = ast.get_docstring(node) if isinstance(node, kinds) else None
-        # An example and the list of arguments are no sentences.
+        # Examples and lists of arguments are not sentences.
         yield from split_sentences(re.split(r"\n *(?:Example|Args|Attributes):", text or "")[0])
 
 
@@ -55,7 +55,7 @@ def errors(source):
 
 
 def prose(source):
-    """Yield the sentences of a page. Titles and phrases in tables are none."""
+    """Yield the sentences of a page. Titles and phrases in tables are left out."""
     text = re.sub(r"(?ms)^```.*?^```$", "\n\n", source)
     text = re.sub(r"\]\([^)]*\)", "]", text)
     for block in re.split(r"\n\n|\n(?=[-|#\d])", text):

@@ -1,4 +1,4 @@
-"""Checkpoints cross over: from FabricLoop to lightning.Trainer and back, at an epoch's end and in its middle."""
+"""Test that FabricLoop and lightning.Trainer resume each other's checkpoints, between and within epochs."""
 
 import csv
 import shutil
@@ -24,7 +24,7 @@ CKPT = {"enable_checkpointing": True}
 
 
 def in_order():
-    """Draws no random numbers in training, so that a resume does not depend on the loop that saved."""
+    """Return a loader without random numbers, so that a resume does not depend on the loop that saved."""
     return make_loader(shuffle=False)
 
 
@@ -45,7 +45,7 @@ def plateau(module):
 
 
 class Two(Classifier):
-    """Two optimizers by manual optimization, a scheduler by the step for one of them."""
+    """Uses two optimizers in manual optimization, one of them with a scheduler per step."""
 
     def __init__(self):
         super().__init__(dropout=0.0)
@@ -71,7 +71,7 @@ class Two(Classifier):
 
 
 def scaled(kind):
-    """16-mixed where there is no GPU: a scaler that grows every third step, so that its state matters."""
+    """Return 16-mixed without a GPU. Its scaler grows every third step, so that the scaler's state matters."""
     scaler = torch.amp.GradScaler("cpu", init_scale=8.0, growth_interval=3)
     return {"plugins": (MixedPrecision if kind == "trainer" else FabricMixedPrecision)("16-mixed", "cpu", scaler)}
 
@@ -92,7 +92,7 @@ CASES = {
 
 
 class Watch(pl.Callback):
-    """Where training stands at each batch, and with which rate."""
+    """Records the progress and the learning rates at each batch."""
 
     def __init__(self):
         self.seen = []
@@ -103,9 +103,9 @@ class Watch(pl.Callback):
 
 
 def run(kind, root, case, make_saver=None, path=None, stops="train", **words):
-    """One of the two, from the beginning or from a file; returns (trainer, module, callbacks).
+    """Train with one of the two loops, from scratch or from a file. Return (trainer, module, callbacks).
 
-    `stops`: whether EarlyStopping looks at the end of the training epoch ("train") or of the validation ("val").
+    `stops` sets when EarlyStopping checks: at the end of the training epoch ("train") or of the validation ("val").
     """
     make_module, more = CASES[case]
     words = {"max_epochs": 4, **more, **words}
@@ -131,7 +131,7 @@ def run(kind, root, case, make_saver=None, path=None, stops="train", **words):
 
 
 def end(trainer, module, callbacks):
-    """All that a run ends with and that does not depend on who ran it."""
+    """Return the part of a run's final state that does not depend on the loop."""
     scaler = trainer.scaler if isinstance(trainer, FabricLoop) else getattr(trainer.precision_plugin, "scaler", None)
     states = {type(callback).__name__: callback.state_dict() for callback in callbacks[1:2]}
     return {
@@ -152,7 +152,7 @@ def assert_same_end(one, other):
 
 
 def plain_dict(value):
-    """Schedulers' states have plateaus' partial functions and the like: what compares, compared."""
+    """Return a scheduler's state without callables, which do not compare equal."""
     if isinstance(value, dict):
         return {key: plain_dict(part) for key, part in value.items() if not callable(part)}
     return [plain_dict(part) for part in value] if isinstance(value, list | tuple) else value
@@ -167,10 +167,10 @@ SAVERS = {
 @pytest.mark.parametrize("where", SAVERS)
 @pytest.mark.parametrize("case", CASES)
 def test_at_the_end_of_an_epoch(tmp_path, case, where):
-    """2 + 2 epochs by any two of them are Trainer's 4, bit for bit: weights, optimizers, schedulers, scaler, callbacks.
+    """2 + 2 epochs by any two loops equal Trainer's 4 bit for bit: weights, optimizers, schedulers, scaler, callbacks.
 
-    But for a scheduler that follows a metric: its step comes after these hooks, and Trainer, which does not keep the
-    metric, leaves it out when it goes on. So do we with its files; with our own it is made up for.
+    A scheduler that follows a metric is the exception. It steps after these hooks, and Trainer does not save the metric.
+    Trainer skips this step on resume. FabricLoop skips it with Trainer's files, but not with its own.
     """
     if case == "no_validation" and where == "validation_end":
         pytest.skip("nothing is validated")
@@ -191,7 +191,7 @@ def test_at_the_end_of_an_epoch(tmp_path, case, where):
 
 @pytest.mark.parametrize("case", CASES)
 def test_files_written_without_a_callback(tmp_path, case):
-    """The loop's last.ckpt, and save_checkpoint of a Trainer whose fit is over."""
+    """A run resumes exactly from the loop's last.ckpt, and from Trainer.save_checkpoint after fit."""
     whole = run("trainer", tmp_path / "whole", case)
     trainer, *_ = run("trainer", tmp_path / "trainer", case, max_epochs=2)
     trainer.save_checkpoint(tmp_path / "trainer.ckpt")
@@ -209,11 +209,11 @@ EVERY_STEP = {"filename": "{step}", "every_n_train_steps": 1, "save_top_k": -1}
 @pytest.mark.parametrize("step", [4, 10, 12])
 @pytest.mark.parametrize("case", [case for case in CASES if case != "accumulate"])
 def test_in_the_middle_of_an_epoch(tmp_path, case, step):
-    """Epoch, step, learning rate and callbacks go on where they were, whoever saved and whoever goes on.
+    """Epoch, step, learning rate and callbacks continue, whichever loop saves and whichever loop resumes.
 
-    Trainer begins the loader anew, takes as many batches as were left, and leaves out what it would have done after the
-    last of them. Ours does so with Trainer's file (but steps a scheduler that follows a metric); with its own it goes on
-    with the very batches that were left, as if it had never stopped.
+    Trainer starts a new pass of the loader, takes the number of batches that were left, and skips the work after the
+    last one. FabricLoop does so with Trainer's file, but it steps a scheduler that follows a metric. With its own file
+    it trains on exactly the batches that were left, like an uninterrupted run.
     """
     words = {"stops": "val", "max_epochs": 4}
     for kind in LOOPS:
@@ -236,7 +236,7 @@ def test_in_the_middle_of_an_epoch(tmp_path, case, step):
 
 
 class Remembers:
-    """A loader that shuffles, and says where it is; counts from one epoch to the next."""
+    """A loader that shuffles each epoch and saves its position."""
 
     def __init__(self):
         self.data, self.generator = make_data(40), torch.Generator().manual_seed(3)
@@ -261,13 +261,13 @@ class Remembers:
 
 
 class Streams(Remembers):
-    """One batch is looked ahead, where nobody knows the last before."""
+    """Has no length, so that a loop fetches one batch ahead."""
 
     __len__ = None
 
 
 def fit_on(kind, make, root, path=None, epochs=2, **words):
-    """Train on these loaders; returns (the module, the first number of each batch)."""
+    """Train on these loaders. Return (the module, the first number of each batch)."""
     pl.seed_everything(1, verbose=False)
     module, seen = Classifier(dropout=0.0), []
     with warnings.catch_warnings():
@@ -290,9 +290,9 @@ def test_loaders_with_state_go_on_from_the_others_file(tmp_path, name, step):
         fit_on(first, make, folder, **words)
         for second in LOOPS:
             module, left = fit_on(second, make, tmp_path / "again", folder / f"step={step}.ckpt")
-            if (first, name) == ("trainer", "stream"):  # its file says where the batch ahead was
+            if (first, name) == ("trainer", "stream"):  # its file has the position of the batch ahead
                 continue
-            if (second, name, step) == ("trainer", "torchdata", 10):  # it trains nothing more, whosever the file
+            if (second, name, step) == ("trainer", "torchdata", 10):  # it trains no batch, with either file
                 continue
             assert left == seen[step:], (first, second)
             assert same(dict(whole.state_dict()), dict(module.state_dict())), (first, second)
@@ -301,7 +301,7 @@ def test_loaders_with_state_go_on_from_the_others_file(tmp_path, name, step):
 @pytest.mark.parametrize("workers", [0, 2])
 @pytest.mark.parametrize("step", [4, 12])
 def test_the_rest_of_a_shuffled_epoch(tmp_path, step, workers):
-    """Neither knows Trainer's random numbers any more: both draw the same new ones."""
+    """Trainer's file has no random numbers. Both loops draw the same new ones."""
     make = lambda: make_loader(num_workers=workers)  # noqa: E731
     words = {"enable_checkpointing": True, "callbacks": [cb.ModelCheckpoint(tmp_path, **EVERY_STEP)]}
     fit_on("trainer", make, tmp_path, **words)
@@ -314,12 +314,12 @@ def test_the_rest_of_a_shuffled_epoch(tmp_path, step, workers):
 
 @pytest.mark.parametrize("when", ["steps", "validations", "epochs"])
 def test_our_own_goes_on_exactly_from_a_callbacks_file(tmp_path, when):
-    """What was left of the batch, of the validation or of the epoch when a callback saved is made up for: the same CSV."""
+    """A resume completes the batch, validation or epoch in which a callback saved. The CSV files are equal."""
     words = {"val_check_interval": 0.5, "log_every_n_steps": 1, "max_epochs": 2, "logger": None}
 
     class Forked(Classifier):
         def __init__(self):
-            super().__init__(plateau, on_step=True)  # with dropout: the random numbers go on, too
+            super().__init__(plateau, on_step=True)  # dropout, whose random numbers continue, too
 
     def go(root, path=None, save=None):
         pl.seed_everything(1, verbose=False)

@@ -1,4 +1,4 @@
-"""What a hook saves where no ModelCheckpoint does, in a step or before the first one: each batch is trained once."""
+"""Test checkpoints that a hook saves within a step or before the first one. Each batch is trained once."""
 
 import warnings
 
@@ -14,7 +14,7 @@ WINDOW = {"accumulate_grad_batches": 3}
 
 
 class Saves(pl.Callback):
-    """Saves once, in one hook, where so many batches have begun; notes where each batch stands."""
+    """Saves once, in one hook, when `batches` batches have started. Records the progress at each batch."""
 
     def __init__(self, hook=None, batches=None, path=None):
         self.batches, self.path, self.seen, self.logged_at = batches, path, [], []
@@ -29,11 +29,11 @@ class Saves(pl.Callback):
         at = trainer.fit_loop.epoch_loop
         rate = trainer.optimizers[0].param_groups[0]["lr"]
         self.seen.append((trainer.current_epoch, batch_idx, trainer.global_step, rate))
-        self.logged_at.append((batch_idx, at._batches_that_stepped))  # one more behind a resume of Trainer in a step
+        self.logged_at.append((batch_idx, at._batches_that_stepped))  # Trainer counts one more after a resume in a step
 
 
 class Manual(Classifier):
-    """Steps by itself; each batch's gradients are its own."""
+    """Steps after each batch by manual optimization."""
 
     def __init__(self):
         super().__init__(by_step, dropout=0.0)
@@ -78,7 +78,7 @@ IN_A_STEP = ["on_train_batch_start", "on_before_zero_grad", "on_after_backward",
 
 
 @pytest.mark.parametrize(
-    ("hook", "make", "batches", "words"),
+    ("hook", "make", "batches", "options"),
     [
         *[(hook, automatic, 4, {}) for hook in IN_A_STEP],
         (IN_A_STEP[0], automatic, 11, {}),
@@ -88,19 +88,19 @@ IN_A_STEP = ["on_train_batch_start", "on_before_zero_grad", "on_after_backward",
     ],
     ids=lambda value: getattr(value, "__name__", str(value)),
 )
-def test_saved_in_a_step(tmp_path, hook, make, batches, words):
-    """Ours goes on with the very batches, behind the last whole window; Trainer with as many of a new pass, from ours, too."""
-    whole = run("trainer", Saves(), make, **words)
+def test_saved_in_a_step(tmp_path, hook, make, batches, options):
+    """FabricLoop continues after the last whole accumulation window. Trainer takes as many batches of a new pass."""
+    whole = run("trainer", Saves(), make, **options)
     ends = {}
     for first in LOOPS:
         path = tmp_path / f"{first}.ckpt"
-        run(first, Saves(hook, batches, path), make, max_epochs=1 + batches // 11, **words)
+        run(first, Saves(hook, batches, path), make, max_epochs=1 + batches // 11, **options)
         for second in LOOPS:
-            ends[first, second] = run(second, Saves(), make, path=path, **words)
+            ends[first, second] = run(second, Saves(), make, path=path, **options)
     assert_goes_on_as_the_whole(whole, ends["loop", "loop"])
     assert_goes_on_as_the_whole(ends["trainer", "trainer"], ends["trainer", "loop"])
     assert ends["trainer", "loop"][3] == whole[3][-len(ends["trainer", "loop"][3]) :]
-    if words and (batches - 1) % 10 % 3:  # Trainer's own file goes on in the window, without its gradients
+    if options and (batches - 1) % 10 % 3:  # Trainer resumes in the accumulation window, without its gradients
         assert ends["loop", "trainer"][2][0][:2] == ends["loop", "loop"][2][0][:2]
     else:
         assert_goes_on_as_the_whole(ends["trainer", "trainer"], ends["loop", "trainer"])
@@ -111,7 +111,7 @@ def test_saved_in_a_step(tmp_path, hook, make, batches, words):
     [("on_fit_start", 0), ("on_train_start", 0), ("on_train_epoch_start", 0), ("on_train_epoch_start", 10)],
 )
 def test_saved_before_the_first_step_of_an_epoch(tmp_path, hook, batches):
-    """Trainer leaves out an epoch when it goes on with its own of `on_train_epoch_start`."""
+    """Trainer skips an epoch when it resumes from its own file of `on_train_epoch_start`."""
     whole = run("trainer", Saves())
     for first in LOOPS:
         path = tmp_path / f"{first}.ckpt"

@@ -1,4 +1,4 @@
-"""What `loop.setup` returns, and where its loop logs."""
+"""Test the names that `loop.setup` returns, and where its loop logs."""
 
 from pathlib import Path
 

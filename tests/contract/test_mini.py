@@ -355,7 +355,7 @@ def test_two_processes_have_trainers_bits_and_resume():
 
 
 BY_TOKENS = {
-    "    seed: int": """    tokens_per_step: int = 96  # The optimizer steps when so many values were read.
+    "    seed: int": """    tokens_per_step: int = 96  # The optimizer steps after this number of values.
     seed: int""",
     "        self._batch_size = 1  #": """        self._tokens = 0
         self._batch_size = 1  #""",

@@ -11,7 +11,7 @@ BATCHES = list(make_loader(24, shuffle=False))
 
 
 class Own:
-    """Its own iterator: ``__iter__`` draws an order, starts over and returns itself."""
+    """Is its own iterator. ``__iter__`` draws an order, starts over and returns itself."""
 
     def __iter__(self):
         self.order = iter(torch.randperm(6).tolist())

@@ -97,7 +97,7 @@ def structure(loaders):
 @pytest.mark.parametrize("call", STAGE_NAMES)
 @pytest.mark.parametrize("shape", SHAPES)
 def test_shapes(call, shape):
-    """The same batches in the same places, the same counts, and the same shape to be read back."""
+    """Batches, their indices, their counts and the structure of the loaders equal Trainer's."""
 
     def act(loop, module):
         result = getattr(loop, call)(module, SHAPES[shape]())
@@ -164,7 +164,7 @@ def test_a_loader_of_validation_is_refused_before_anything_is_trained():
 
 
 def test_a_datamodule_without_some_loaders():
-    """What it lacks is not taken from the module, as under Trainer."""
+    """Loaders that the datamodule lacks are not taken from the module, as in Trainer."""
 
     class Module(Sees):
         def train_dataloader(self):

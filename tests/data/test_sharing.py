@@ -27,7 +27,7 @@ pytestmark = pytest.mark.filterwarnings(
 
 @pytest.fixture(autouse=True)
 def forked_ranks_are_quiet(monkeypatch):
-    """Lightning gives each process as many threads as the variable says."""
+    """Set the number of threads that Lightning gives each process."""
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
 
 
@@ -39,9 +39,9 @@ class Sees(pl.LightningModule):
         self.layer = torch.nn.Linear(1, 1)
         self.folder, self.on_step = folder, on_step
 
-    def note(self, verb, batch):
+    def note(self, stage, batch):
         batch = batch[0] if isinstance(batch, list | tuple) else batch
-        with open(f"{self.folder}/{verb}{self.global_rank}.jsonl", "a") as file:
+        with open(f"{self.folder}/{stage}{self.global_rank}.jsonl", "a") as file:
             print(json.dumps(batch.flatten().tolist()), file=file)
         return batch
 
@@ -67,8 +67,8 @@ def numbers(num):
     return TensorDataset(torch.arange(float(num))[:, None])
 
 
-def seen(folder, verb):
-    texts = [(folder / f"{verb}{rank}.jsonl").read_text() for rank in range(2)]
+def seen(folder, stage):
+    texts = [(folder / f"{stage}{rank}.jsonl").read_text() for rank in range(2)]
     return [[json.loads(line) for line in text.splitlines()] for text in texts]
 
 

@@ -31,12 +31,12 @@ def forked_ranks_are_quiet(monkeypatch):
 
 
 def numbered():
-    """48 samples that say who they are."""
+    """Return a loader of 48 samples that contain their index."""
     return DataLoader(TensorDataset(*make_data(48).tensors, torch.arange(48)), batch_size=4, shuffle=True)
 
 
 class Numbered(Classifier):
-    """Logs over all ranks; each rank writes down its samples, the state that an epoch began with, and a random number."""
+    """Logs over all ranks. Each rank saves its samples, the state at the start of an epoch, and a random number."""
 
     def __init__(self):
         super().__init__(by_step, sync_dist=True)
@@ -63,7 +63,7 @@ def read_epoch(epoch, ranks):
 
 
 def test_another_number_of_processes_resumes_between_two_epochs(recwarn):
-    """2 -> 1 -> 3: each epoch begins with the state that the one before has left, and has each sample once."""
+    """The run resumes with 1 and 3 processes. Each epoch starts from the saved state and has each sample once."""
     words = {"val": val_loader, "monitor": "val_loss", "log_every_n_steps": 1, **FORK}
     fit(".", Numbered, numbered, max_epochs=1, devices=2, **words)
     states = [read_checkpoint(LAST)]

@@ -30,7 +30,7 @@ FORK = {"strategy": "ddp_fork", "devices": 2}
 
 @pytest.fixture(autouse=True)
 def forked_ranks_are_quiet(monkeypatch):
-    """Lightning gives each process as many threads as the variable says."""
+    """Set the number of threads that Lightning gives each process."""
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
 
 

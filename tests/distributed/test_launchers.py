@@ -1,4 +1,4 @@
-"""The same script under Python, fabric run and torchrun, and with processes that are spawned or forked."""
+"""Test one script with Python, fabric run and torchrun, and with spawned or forked processes."""
 
 import os
 import subprocess
@@ -55,7 +55,7 @@ if __name__ == "__main__":
     before = [p.detach().clone() for p in model.parameters()]
     history = loop.fit(model, Data())
     changed = any(not torch.equal(a, b) for a, b in zip(before, model.parameters()))
-    last, best = (str(loop.checkpoint_path(word)) for word in ("last", "best"))
+    last, best = (str(loop.checkpoint_path(name)) for name in ("last", "best"))
     torch.save({"weights": model.state_dict(), "epochs": history["epoch"].tolist(), "changed": changed, "last": last,
                 "best": best, "step": loop.global_step}, f"rank{loop.global_rank}.pt")
 """
@@ -72,9 +72,9 @@ TORCHRUN = [*PYTHON, "-m", "torch.distributed.run", "--standalone", "--nproc_per
 )
 def test_the_same_script_under_every_launcher(launcher, strategy, ranks):
     environment = {**os.environ, "PYTHONPATH": str(REPOSITORY), "OMP_NUM_THREADS": "1"}
-    environment["READY_PYTHON"] = ready_python()  # for those that it starts
+    environment["READY_PYTHON"] = ready_python()  # for the processes that it starts
     if launcher is FABRIC:
-        launcher = [*FABRIC, f"--main-port={free_port()}"]  # a fixed one otherwise: two suites at once would meet there
+        launcher = [*FABRIC, f"--main-port={free_port()}"]  # the default port is fixed; two suites would share it
     for attempt in ("first", "second"):
         Path(attempt).mkdir()
         os.chdir(attempt)
@@ -82,14 +82,14 @@ def test_the_same_script_under_every_launcher(launcher, strategy, ranks):
         Path("script.py").write_text(SCRIPT)
         command = ready([*launcher, "script.py", strategy])
         done = subprocess.run(command, capture_output=True, text=True, env=environment)
-        # On a busy machine one of gloo's threads may meet the interpreter's end after all is done: torch's, see
+        # On a busy machine a thread of gloo may fail at the interpreter's exit, after all is done. See
         # https://github.com/pytorch/pytorch/pull/179291
         if "terminate called without an active exception" not in done.stderr:
             break
         os.chdir("..")
     assert done.returncode == 0, done.stderr
     found = [torch.load(path) for path in sorted(Path().glob("rank*.pt"))]
-    assert len(found) == ranks  # spawned processes end inside fit: only the caller goes on, with what they learned
+    assert len(found) == ranks  # spawned processes end in fit; only the caller continues, with their weights
     kept = read_checkpoint("checkpoints/run/version_0/last.ckpt")["state_dict"]
     for result in found:
         assert (result["epochs"], result["step"], result["changed"]) == ([0, 1], 4, True)

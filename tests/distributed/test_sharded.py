@@ -305,7 +305,7 @@ def under(net, batch):
 
 class ShardedLoss(Whole):
     def configure_model(self):
-        if not hasattr(self.net.weight, "full_tensor"):  # which each verb calls
+        if not hasattr(self.net.weight, "full_tensor"):  # each stage calls configure_model
             by_columns(self.net, self.device_mesh)
 
 

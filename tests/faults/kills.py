@@ -1,9 +1,9 @@
-"""SIGKILL at random instants of a real run: then the same command again, until it ends; its files must be as if nothing was.
+"""Kill a run at random instants and resume it until it ends. Its files must equal those of an undisturbed run.
 
     python tests/faults/kills.py --kills 30 --ranks 1 --seed 0
 
-Quick, because each run is forked from a process that has imported everything and started no thread. Each of `ranks`
-processes is one rank (gloo). A round kills once, twice or three times, resumed runs too; then it lets the run end.
+Runs start quickly, because they are forked from a process that has imported everything and has no threads. Each of
+`ranks` processes is one rank (gloo). A round kills the run and its resumed runs one to three times, then lets it end.
 """
 
 import argparse
@@ -29,7 +29,7 @@ PATIENCE = 600.0  # seconds until a run that does not end counts as hanging
 
 @dataclass
 class Figures:
-    """What a campaign found."""
+    """Stores the results of a campaign."""
 
     seed: int
     ranks: int
@@ -42,7 +42,7 @@ class Figures:
 
 
 def warm_up(root):
-    """Train once in this process, so that a forked one finds everything imported; no thread may be left by it."""
+    """Train once in this process, so that forked processes have everything imported. Fail if it leaves a thread."""
     quiet()
     train(root)
     gc.collect()
@@ -52,7 +52,7 @@ def warm_up(root):
 
 
 def fork(work, *args):
-    """Run the work in a forked child; returns its process id. The child ends with 0, or 1 and its error on stderr."""
+    """Run the work in a forked child and return its process id. A failing child prints its error and exits with 1."""
     sys.stdout.flush()
     sys.stderr.flush()
     pid = os.fork()
@@ -71,13 +71,13 @@ def fork(work, *args):
 
 
 def words_of(kind):
-    """What the ranks are told: "" is DDP with one file."""
+    """Return the strategy option of all ranks. The kind "" is DDP with one file."""
     return {"strategy": in_parts() if kind == "sharded" else "ddp"}
 
 
 def start(root, ranks, log, kind=""):
-    """Fork one process per rank, each typing the same command; their words go to the log."""
-    from ports import free_port  # found since `victim` is imported
+    """Fork one process per rank. Each runs the same command and writes its output to the log."""
+    from ports import free_port  # victim adds tests/ to sys.path
 
     port = free_port()
 
@@ -85,7 +85,7 @@ def start(root, ranks, log, kind=""):
         with open(log, "ab") as words:
             os.dup2(words.fileno(), 1)
             os.dup2(words.fileno(), 2)
-        faulthandler.dump_traceback_later(PATIENCE - 10)  # a rank that hangs says where
+        faulthandler.dump_traceback_later(PATIENCE - 10)  # a rank that hangs prints its stack
         if ranks == 1:
             return train(root)
         os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "LOCAL_RANK": str(number)}
@@ -95,7 +95,7 @@ def start(root, ranks, log, kind=""):
 
 
 def cpu_seconds(pid):
-    """What a process has had of the CPU: on a busy machine it tells better than a clock how far a run has come."""
+    """Return a process's CPU seconds. On a busy machine they measure a run's progress better than a clock."""
     try:
         return time.clock_gettime((~pid << 3) | 2)  # Linux: the clock of another process
     except OSError:
@@ -103,9 +103,9 @@ def cpu_seconds(pid):
 
 
 def end(pids, after=None, skew=0.0):
-    """Wait for all; with `after`, kill all once the first has had so many seconds of the CPU, the others `skew` later.
+    """Wait for all. With `after`, kill all once the first has used these CPU seconds, each next one `skew` later.
 
-    Returns their exit codes. A run that does not end within PATIENCE is killed, and its code is "hang".
+    Return their exit codes. A run that does not end within PATIENCE is killed, and its code is "hang".
     """
     codes, begin, hit = dict.fromkeys(pids), time.monotonic(), None
     while any(code is None for code in codes.values()):
@@ -128,7 +128,7 @@ def end(pids, after=None, skew=0.0):
 
 
 def length_of(pids):
-    """Wait for a run; returns (exit codes, seconds of the CPU that each of its processes had, about)."""
+    """Wait for a run. Return (exit codes, approximate CPU seconds of each process)."""
     before = os.times()
     codes, after = end(pids), os.times()
     had = after.children_user + after.children_system - before.children_user - before.children_system
@@ -136,13 +136,13 @@ def length_of(pids):
 
 
 def campaign(kills, ranks, seed, report=lambda figures: None, kind=""):
-    """Rounds until so many kills have hit; returns the figures."""
+    """Run rounds until `kills` kills have hit a running process. Return the figures."""
     figures, draw, began = Figures(seed, ranks), random.Random(seed), time.monotonic()
     home = Path(tempfile.mkdtemp(dir="/dev/shm" if os.access("/dev/shm", os.W_OK) else None))
     log = home / "log"
     try:
         warm_up(home / "warm")
-        if kind:  # what the ranks import, once
+        if kind:  # import once what the ranks need
             in_parts()
         codes, seconds = length_of(start(home / "whole", ranks, log, kind))
         if any(codes):
@@ -170,13 +170,13 @@ def campaign(kills, ranks, seed, report=lambda figures: None, kind=""):
 
 
 def _one_round(figures, root, ranks, log, draw, seconds, kind):
-    """Kill the run, and sometimes those that go on with it; returns when."""
+    """Kill the run, and sometimes its resumed runs. Return the instants of the kills."""
     instants = []
     for _ in range(draw.choice((1, 1, 2, 3))):
         instants.append(draw.uniform(0, seconds))
         codes = end(start(root, ranks, log, kind), instants[-1], skew=draw.uniform(0, 0.01))
         if -signal.SIGKILL not in codes:
-            break  # it had ended before
+            break  # the run ended before the kill
         figures.kills += 1
         figures.left_temporary_files += any(root.rglob("*.tmp"))
         figures.began_anew += not any(root.rglob("last.ckpt"))
@@ -192,11 +192,11 @@ def _difference(whole, root):
 
 def main():
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-    parser.add_argument("--kills", type=int, default=30, help="how many SIGKILLs must have hit a living run")
-    parser.add_argument("--ranks", type=int, default=1, help="processes of a run; more than one talk through gloo")
-    parser.add_argument("--seed", type=int, default=None, help="of the instants; drawn and printed if not given")
+    parser.add_argument("--kills", type=int, default=30, help="number of kills that must hit a running process")
+    parser.add_argument("--ranks", type=int, default=1, help="processes of a run; several communicate by gloo")
+    parser.add_argument("--seed", type=int, default=None, help="seed of the instants; drawn and printed if not given")
     parser.add_argument(
-        "--sharded", action="store_true", help="the model in parts on two ranks (FSDP2), saved in pieces"
+        "--sharded", action="store_true", help="shard the model and its checkpoint over two ranks (FSDP2)"
     )
     words = parser.parse_args()
     kind = "sharded" if words.sharded else ""

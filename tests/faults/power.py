@@ -1,7 +1,7 @@
-"""Cut the power at every moment of a run: what was not synced may be gone, torn, or there.
+"""Cut the power at every moment of a run. Data that was not synced may be lost, torn or complete.
 
-`record` trains once and returns what the disk could hold after a cut at each moment. `check` restores one of these
-states and resumes: every save that had returned is still there, and the run ends as if nothing had happened.
+`record` trains once and returns the possible states of the disk after a cut at each moment. `check` restores one state
+and resumes. Every save that had returned still exists, and the run ends like an undisturbed one.
 """
 
 import os
@@ -19,7 +19,7 @@ KINDS = ("killed", "nothing", "names", "torn")
 
 @dataclass(frozen=True)
 class State:
-    """What a disk holds after a cut, and the step of the last save that had returned."""
+    """A possible state of the disk after a cut, and the step of the last save that had returned."""
 
     kind: str
     moment: str
@@ -28,7 +28,7 @@ class State:
 
 
 class PowerCut(Layer):
-    """Keeps, beside the files as they are, what of them survives for certain: synced contents, names in synced folders.
+    """Records what certainly survives a power cut: synced contents, and names in synced folders.
 
     killed: only the process ends; everything is as it was written.
     nothing: only what is certain survives.

@@ -24,7 +24,7 @@ from fabric_template.checkpoint.checkpoint_io import read_checkpoint
 
 
 class Trace(Layer):
-    """Notes each operation: (name, path)."""
+    """Records each operation as (name, path)."""
 
     def __init__(self, root):
         super().__init__(root)
@@ -45,7 +45,7 @@ def train_harmed(root, n, kind):
 
 
 def check(home, whole, n, kind):
-    """Harm one run and finish it. Returns what went wrong, or None."""
+    """Let one operation of a run fail, and finish the run. Return the problem, or None."""
     root = home / "run"
     try:
         if kind == "SIGKILL":
@@ -67,7 +67,7 @@ def check(home, whole, n, kind):
 
 
 def sweep(kinds, buffer, every=1):
-    """Return the figures of a sweep over all operations, or every so many."""
+    """Return the figures of a sweep over all operations, or over every n-th one."""
     home = Path(tempfile.mkdtemp(dir="/dev/shm" if os.access("/dev/shm", os.W_OK) else None))
     start = time.monotonic()
     Layer.buffer_size = buffer
@@ -93,7 +93,7 @@ def main():
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--kinds", nargs="+", choices=KINDS, default=list(KINDS), help="ways to fail (all)")
     parser.add_argument("--buffer", type=int, default=8192, help="bytes that are written at a time (8192)")
-    parser.add_argument("--every", type=int, default=1, help="let every so many operations fail (1)")
+    parser.add_argument("--every", type=int, default=1, help="let only every n-th operation fail (1)")
     options = parser.parse_args()
     figures = sweep(options.kinds, options.buffer, options.every)
     print(json.dumps(figures))

@@ -1,4 +1,4 @@
-"""The run that is killed: short, but with everything in it that a resume can lose; and what is left of it, to compare."""
+"""A short run for the fault tests, with all state that a resume can lose, and functions that compare two runs."""
 
 import csv
 import io
@@ -24,7 +24,7 @@ from fabric_template import FabricLoop
 from fabric_template.checkpoint.checkpoint_io import read_checkpoint
 from fabric_template.checkpoint.distributed import SHARDS_KEY
 
-# 3 epochs of 8 batches, two of them a step; saved in the middle of epochs, too
+# Each of 3 epochs has 8 batches. An optimizer step takes two batches. Checkpoints are saved within epochs, too.
 WORDS = {
     "accelerator": "cpu",
     "max_epochs": 3,
@@ -36,16 +36,16 @@ WORDS = {
     "enable_progress_bar": False,
     "enable_model_summary": False,
 }
-# what a clock says differs from run to run; and a run killed before its first save begins anew, in the next version (home)
+# These values depend on a clock or on the version. A run killed before its first save starts in the next version.
 TIMES = ("time", "seconds", "eval_seconds", "samples_per_second", "elapsed", "home")
-# what a best file that could not be saved changes; and config.yaml, which a run goes on without
+# These values change if a best file could not be saved. A run continues without config.yaml.
 BEST = ("checkpoints/best.ckpt", "best", "score", "kept", "callbacks", "logs/config.yaml")
 
 
 class Victim(nn.Module):
-    """Draws from every library's random numbers, and logs per step and per epoch; no base class, so that it is quick."""
+    """Draws random numbers of every library, and logs per step and per epoch. It starts quickly without a base class."""
 
-    steps = 12  # of the schedule, at most
+    steps = 12  # the maximum of the schedule
 
     def __init__(self):
         super().__init__()
@@ -68,7 +68,7 @@ class Victim(nn.Module):
 
 
 def in_parts(ranks=2, **words):
-    """The strategy under which the victim's weights lie in parts on so many ranks (FSDP2)."""
+    """Return the strategy that shards the victim's weights over `ranks` ranks (FSDP2)."""
     from lightning.fabric.strategies import ModelParallelStrategy
     from torch.distributed.fsdp import fully_shard
 
@@ -76,7 +76,7 @@ def in_parts(ranks=2, **words):
 
 
 def train(root, make=Victim, batch_size=4, **words):
-    """The command that is typed again after each kill: it starts the run, or goes on with it."""
+    """Start or resume the run. The tests call this again after each kill."""
     seed_everything(1, verbose=False)
     train_loader = DataLoader(make_data(32), batch_size=batch_size, shuffle=True)
     val_loader = DataLoader(make_data(8, seed=5), batch_size=4)
@@ -85,9 +85,9 @@ def train(root, make=Victim, batch_size=4, **words):
 
 
 def end_of(root, without=()):
-    """What a finished run left, clocks aside: {path in the version: content} of the newest version.
+    """Return {path in the version: content} of a finished run's newest version, without clock values.
 
-    Checkpoints are read and compared by value, the tables by their bytes; also the names of what should not be there.
+    Checkpoints are compared by value, tables by their bytes. Unexpected files are listed by name, too.
     """
     found = {}
     for kind in ("checkpoints", "logs"):
@@ -112,11 +112,11 @@ def _content(path, root):
         times = [i for i, name in enumerate(columns) if name in TIMES]
         return [",".join(cell for i, cell in enumerate(row) if i not in times) for row in (columns, *rows)]
     text = path.read_text().replace(root, "ROOT") if path.is_file() else None
-    return text.partition("\nabout:")[0] if path.name == "config.yaml" else text  # behind it: where that was typed
+    return text.partition("\nabout:")[0] if path.name == "config.yaml" else text  # the rest lists versions
 
 
 def without_names(value, names):
-    """The nest without what stands under these names."""
+    """Return the nested value without the entries of these names."""
     if isinstance(value, dict):
         return {key: without_names(part, names) for key, part in value.items() if key not in names}
     if isinstance(value, list | tuple):
@@ -125,7 +125,7 @@ def without_names(value, names):
 
 
 def difference(expected, found, where=""):
-    """The first place where two ends differ, in words; None if they are equal to the bit."""
+    """Describe the first difference between two ends. Return None if they are equal bit for bit."""
     if isinstance(expected, torch.Tensor) or isinstance(found, torch.Tensor):
         equal = type(expected) is type(found) and expected.dtype == found.dtype and torch.equal(expected, found)
         return None if equal else f"{where}: another tensor"
@@ -144,7 +144,7 @@ def difference(expected, found, where=""):
 
 
 def quiet():
-    """Warnings and Lightning's lines off, in a process whose words nobody reads."""
+    """Turn off warnings and Lightning's log lines in a process whose output is not read."""
     warnings.simplefilter("ignore")
     logging.getLogger("lightning.fabric").setLevel(logging.ERROR)
     torch.set_num_threads(1)

@@ -196,8 +196,8 @@ def test_simple_profiler(tmp_path):
     wrote = [name for name in missing if name.endswith(("Hooked.setup", "Hooked.on_train_epoch_start", "Data.setup"))]
     assert wrote == []
     assert "[_TrainingEpochLoop].train_dataloader_next" in found
-    for word in ("fit", "test", "predict"):
-        assert (tmp_path / "loop" / f"{word}-report.txt").read_text().startswith(f"{word.upper()} Profiler Report\n")
+    for stage in ("fit", "test", "predict"):
+        assert (tmp_path / "loop" / f"{stage}-report.txt").read_text().startswith(f"{stage.upper()} Profiler Report\n")
     assert re.search(r"\|  run_training_epoch\s+\|", (tmp_path / "loop" / "fit-report.txt").read_text())
 
 

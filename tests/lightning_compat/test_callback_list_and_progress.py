@@ -80,7 +80,7 @@ class Counts(Callback):
         )
 
     def on_train_epoch_start(self, trainer, module):
-        """The epochs only: no batch is at hand; Trainer's are those of the epoch before."""
+        """Record the epochs only. Trainer's batch counts are those of the epoch before."""
         of = trainer.fit_loop.epoch_progress
         self.noted.append([getattr(part, name) for part in (of.current, of.total) for name in COUNTS])
 

@@ -69,7 +69,7 @@ class Gan(Manual):
 
 
 class Blocks(Manual):
-    """Adds gradients over the ranks in its last backward only, which it says in two ways."""
+    """Adds gradients over the ranks in its last backward only, and blocks the others in two ways."""
 
     def training_step(self, batch, batch_idx):
         trainer, loss = self.trainer, self.loss_of(batch)
@@ -104,4 +104,4 @@ def test_as_under_trainer(make, unused, steps):
     (trainer, expected), (loop, module) = ends
     assert_same_weights(expected, module)
     assert_same_metrics(trainer, loop)
-    assert loop.global_step == steps  # Trainer's main process says 0
+    assert loop.global_step == steps  # Trainer's main process has 0

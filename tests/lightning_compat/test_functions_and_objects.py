@@ -79,7 +79,7 @@ class Lit(Steps, pl.LightningModule):
 
 
 def fit(kind, resume=None, **words):
-    """A run of one level: (loop, what was given to fit, its net)."""
+    """Train at one level. Return (loop, the model given to fit, its net)."""
     loop = FabricLoop(**loud(**{"max_epochs": 2, "logger": False, **words}))
     model = make_net() if kind == "functions" else kind()
     given = {}
@@ -93,7 +93,7 @@ LEVELS = ["functions", Object, Module]
 
 
 def by_hand(net, batches):
-    """(loss, acc) over the samples, in evaluation mode."""
+    """Return (loss, acc) over the samples, in evaluation mode."""
     net.eval()
     with torch.no_grad():
         values = [torch.stack(loss_and_acc(net, batch, 0)) * len(batch[0]) for batch in batches]

@@ -51,7 +51,7 @@ def test_checkpoint_hooks_are_shown_trainers_keys(tmp_path):
 
 
 class Scored(Classifier):
-    """A val_loss that is known beforehand: the second epoch is the best."""
+    """Logs a known val_loss. The second epoch is the best."""
 
     def validation_step(self, batch, batch_idx):
         self.log("val_loss", (3.0, 1.0, 2.0, 2.5)[self.current_epoch])
@@ -62,7 +62,7 @@ class Scored(Classifier):
 
 @pytest.mark.parametrize("own", [True, False])
 def test_without_a_model_the_best_weights_are_tested(tmp_path, own):
-    """... those of the fit before, as Trainer does, and it is said; a model that is given is taken as it is."""
+    """Without a model, test loads the best weights of the last fit and warns, as Trainer does. A given model is unchanged."""
     callback = ModelCheckpoint(dirpath=tmp_path / "trainer", monitor="val_loss")
     trainer, _ = run_trainer(
         Scored, plain_loader, val_loader, max_epochs=3, enable_checkpointing=True, callbacks=[callback]

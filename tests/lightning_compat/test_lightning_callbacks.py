@@ -30,7 +30,7 @@ class Normed(Classifier):
 
 
 @pytest.mark.parametrize(
-    "words",
+    "options",
     [
         {"patience": 0, "min_delta": 10.0, "check_on_train_epoch_end": True},
         {"stopping_threshold": 100.0},
@@ -40,9 +40,9 @@ class Normed(Classifier):
     ],
     ids=str,
 )
-def test_early_stopping(tmp_path, words):
-    words = {"monitor": "val_loss", **words}
-    expected, ours = run_both(tmp_path, lambda root: cb.EarlyStopping(**words), max_epochs=5)
+def test_early_stopping(tmp_path, options):
+    options = {"monitor": "val_loss", **options}
+    expected, ours = run_both(tmp_path, lambda root: cb.EarlyStopping(**options), max_epochs=5)
     first, second = expected.callbacks[0], ours.callbacks[0]
     assert first.stopped_epoch == second.stopped_epoch
     assert same(first.state_dict(), second.state_dict())
@@ -116,7 +116,7 @@ def test_gradient_accumulation_scheduler(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("make", "words", "validates"),
+    ("make", "options", "validates"),
     [
         (lambda: Classifier(sgd), {"swa_epoch_start": 2}, True),
         (lambda: Normed(by_epoch), {"swa_epoch_start": 0.3, "annealing_epochs": 2}, True),
@@ -124,14 +124,14 @@ def test_gradient_accumulation_scheduler(tmp_path):
     ],
     ids=["plain", "batchnorm", "no_val"],
 )
-def test_stochastic_weight_averaging(tmp_path, make, words, validates):
+def test_stochastic_weight_averaging(tmp_path, make, options, validates):
     val = {} if validates else {"val": None}
-    swa = {"swa_lrs": 0.05, **words}
+    swa = {"swa_lrs": 0.05, **options}
     make_swa = lambda root: cb.StochasticWeightAveraging(**swa)  # noqa: E731
     expected, ours = run_both(tmp_path, make_swa, make, max_epochs=5, **val)
     first, second = expected.callbacks[0].state_dict(), ours.callbacks[0].state_dict()
     assert same(first, second)
-    assert second["n_averaged"] == (4 if words["swa_epoch_start"] == 2 else 5)
+    assert second["n_averaged"] == (4 if options["swa_epoch_start"] == 2 else 5)
     rates = [[group["lr"] for group in side.trainer.optimizers[0].param_groups] for side in (expected, ours)]
     assert rates[0] == rates[1]
 
@@ -145,7 +145,7 @@ def test_stochastic_weight_averaging(tmp_path, make, words, validates):
     ids=["ema", "mean"],
 )
 def test_weight_averaging(tmp_path, make):
-    """Validated, saved and left with the average."""
+    """Validation, the files and the final weights use the average."""
 
     def two(root):
         return [make(), cb.ModelCheckpoint(root, monitor="val_loss", save_top_k=-1, save_last=True)]
@@ -161,7 +161,7 @@ def test_weight_averaging(tmp_path, make):
 
 @pytest.mark.parametrize("optimizers", [sgd, by_step, by_epoch], ids=["sgd", "step", "epoch"])
 @pytest.mark.parametrize(
-    "words",
+    "options",
     [
         {},
         {"logging_interval": "step", "log_momentum": True},
@@ -169,9 +169,9 @@ def test_weight_averaging(tmp_path, make):
     ],
     ids=str,
 )
-def test_learning_rate_monitor(tmp_path, optimizers, words):
+def test_learning_rate_monitor(tmp_path, optimizers, options):
     expected, ours = run_both(
-        tmp_path, lambda root: cb.LearningRateMonitor(**words), lambda: Classifier(optimizers), logger=Notes,
+        tmp_path, lambda root: cb.LearningRateMonitor(**options), lambda: Classifier(optimizers), logger=Notes,
         log_every_n_steps=3, accumulate_grad_batches=2,
     )  # fmt: skip
     assert expected.rows == ours.rows
@@ -186,12 +186,12 @@ class Flops(Classifier):
     flops_per_batch = 1000
 
 
-@pytest.mark.parametrize("words", [{"accumulate_grad_batches": 3}, {"val_check_interval": 0.5}], ids=str)
-def test_throughput_monitor(tmp_path, words):
+@pytest.mark.parametrize("options", [{"accumulate_grad_batches": 3}, {"val_check_interval": 0.5}], ids=str)
+def test_throughput_monitor(tmp_path, options):
     def make(root):
         return cb.ThroughputMonitor(batch_size_fn=lambda batch: len(batch[0]), length_fn=lambda batch: 8, window_size=4)
 
-    expected, ours = run_both(tmp_path, make, Flops, logger=Notes, log_every_n_steps=2, **words)
+    expected, ours = run_both(tmp_path, make, Flops, logger=Notes, log_every_n_steps=2, **options)
     keys = [[(step, sorted(values)) for step, values in side.rows] for side in (expected, ours)]
     assert keys[0] == keys[1]
     counted = [
@@ -289,7 +289,7 @@ class Keyed(pl.Callback):
 
 
 @pytest.mark.parametrize(
-    ("callbacks", "words", "text"),
+    ("callbacks", "options", "text"),
     [
         (cb.BatchSizeFinder(), {}, "got a BatchSizeFinder, which needs Trainer's tuner"),
         (cb.LearningRateFinder(), {}, "got a LearningRateFinder, which needs Trainer's tuner"),
@@ -305,9 +305,9 @@ class Keyed(pl.Callback):
         (cb.EarlyStopping, {}, "Write EarlyStopping(...)"),
     ],
 )  # fmt: skip
-def test_refused(callbacks, words, text):
+def test_refused(callbacks, options, text):
     with pytest.raises((ValueError, TypeError, RuntimeError)) as caught:
-        FabricLoop(accelerator="cpu", callbacks=callbacks, **words)
+        FabricLoop(accelerator="cpu", callbacks=callbacks, **options)
     assert text in str(caught.value)
     assert "\n" not in str(caught.value)
 

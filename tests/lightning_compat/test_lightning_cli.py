@@ -69,7 +69,7 @@ def test_typed(typed, tmp_path, monkeypatch, capsys):
 
 
 def run(cli, typed, tmp_path, monkeypatch):
-    """The command line that has run, and what its config.yaml says."""
+    """Run a command line. Return it with the contents of each config.yaml."""
     (folder := tmp_path / cli.__name__).mkdir()
     monkeypatch.chdir(folder)
     done = cli(Lit, BoringDataModule, args=[*typed, *SHORT])

@@ -43,7 +43,7 @@ class Module(pl.LightningModule):
 
 
 class Data(pl.LightningDataModule):
-    """The same loaders, and hyperparameters of its own."""
+    """Has the module's loaders, and hyperparameters of its own."""
 
     def __init__(self, rate=0.1, size=3):
         super().__init__()

@@ -62,16 +62,16 @@ class Shown:
 
 
 @pytest.mark.parametrize(
-    ("words", "end"), [({"max_steps": 26, "max_epochs": 50}, (2, 26)), ({"max_epochs": 1}, (1, 20))]
+    ("options", "end"), [({"max_steps": 26, "max_epochs": 50}, (2, 26)), ({"max_epochs": 1}, (1, 20))]
 )
-def test_a_plain_object_steps_what_the_loop_shows(tmp_path, words, end):
-    """Two steps in each of ten batches; the end is that of max_steps, and every third step is saved."""
+def test_a_plain_object_steps_what_the_loop_shows(tmp_path, options, end):
+    """Each of ten batches has two steps. max_steps ends the run, and every third step is saved."""
 
     class Tells(pl.Callback):
         def on_fit_start(self, loop, module):
             module.loop = loop
 
-    loop, module, history = fit(tmp_path, Shown, callbacks=[Tells()], save_every_n_steps=3, **words)
+    loop, module, history = fit(tmp_path, Shown, callbacks=[Tells()], save_every_n_steps=3, **options)
     assert (loop.current_epoch, loop.global_step) == end
     assert history["step"].iloc[-1] == end[1]
     assert all(isinstance(optimizer, torch.optim.SGD) for optimizer in loop.optimizers)

@@ -1,4 +1,4 @@
-"""What training scripts do with a Trainer before and after fit."""
+"""Test how training scripts use a Trainer before and after fit."""
 
 from collections import UserList
 from pathlib import Path

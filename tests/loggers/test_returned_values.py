@@ -1,4 +1,4 @@
-"""Test what steps return: their means in the history, beside what they log."""
+"""Test the means of returned values in the history, beside those of logged values."""
 
 import lightning.pytorch as pl
 import pytest
@@ -99,7 +99,7 @@ class Silent(Classifier):
 
 @pytest.mark.parametrize("make", [Plain, Half, Silent, HalfLit])
 def test_validations_inside_an_epoch(tmp_path, make):
-    """Each is a row of steps.csv, and the epoch's last one belongs to its row in metrics.csv."""
+    """Each validation has a row in steps.csv. The last one of an epoch is in the epoch's row of metrics.csv, too."""
     options = {"val": val_loader, "max_epochs": 1, "val_check_interval": 2, "limit_train_batches": 5}
     notes = Notes()
     fit(tmp_path, make, **options)
@@ -122,7 +122,7 @@ def test_validations_inside_an_epoch(tmp_path, make):
 
 
 def test_of_several_loaders(tmp_path):
-    """Each has Trainer's name for it."""
+    """The values of each loader have Trainer's names."""
 
     class Two(Half):
         def validation_step(self, batch, batch_idx, dataloader_idx):
@@ -181,7 +181,7 @@ class LitImageModule(ImageSteps, pl.LightningModule):
 
 @pytest.mark.parametrize("make", [ImageModule, LitImageModule])
 def test_the_batch_size_of_self_log_weights_what_the_step_returns(tmp_path, make):
-    """Nothing is warned of: the suite makes each warning an error."""
+    """No warning appears, because the suite makes each warning an error."""
     _, _, history = fit(tmp_path, make, make_images, make_images, max_epochs=1)
     assert history[["train_loss", "other", "val_loss", "val_other"]].iloc[0].tolist() == pytest.approx(
         [4 / 3, 1, 4 / 3, 1]

@@ -1,4 +1,4 @@
-"""The option on_nan: a loss that is not finite stops the training, warns, or is ignored."""
+"""Test the option on_nan. A loss that is not finite stops the training, warns, or is ignored."""
 
 import warnings
 

@@ -1,4 +1,4 @@
-"""Precision is live inside every step: what the dtypes are there, and what the gradient scaler does around them."""
+"""Test the dtypes inside every step, and the gradient scaler around the steps."""
 
 import lightning.pytorch as pl
 import pytest
@@ -13,7 +13,7 @@ from fabric_template import FabricLoop
 
 
 def scaled(kind=MixedPrecision, **words):
-    """What makes 16-mixed run on the CPU, too."""
+    """Return the plugin that runs 16-mixed on the CPU."""
     scaler = torch.amp.GradScaler("cpu", **{"init_scale": 2.0**8, **words})
     return {"plugins": kind("16-mixed", device="cpu", scaler=scaler)}
 
@@ -103,7 +103,7 @@ def val():
 
 
 @pytest.mark.parametrize(
-    "words",
+    "options",
     [
         {},
         {"accumulate_grad_batches": 3},
@@ -112,12 +112,12 @@ def val():
     ],
     ids=["plain", "accumulated", "clip_norm", "clip_value"],
 )
-def test_scaler_as_in_trainer(words):
+def test_scaler_as_in_trainer(options):
     scaler = {"growth_interval": 4}
     trainer, expected = run_trainer(
-        Classifier, train, val, max_epochs=3, **words, **scaled(TrainerMixedPrecision, **scaler)
+        Classifier, train, val, max_epochs=3, **options, **scaled(TrainerMixedPrecision, **scaler)
     )
-    loop, module = run_loop(Classifier, train, val, max_epochs=3, **words, **scaled(**scaler))
+    loop, module = run_loop(Classifier, train, val, max_epochs=3, **options, **scaled(**scaler))
     assert_same_weights(expected, module)
     assert_same_metrics(trainer, loop)
     assert loop.scaler.state_dict() == trainer.scaler.state_dict()

@@ -1,4 +1,4 @@
-"""An exception raised at any hook: it arrives as it is, all is as it was found, and a next run works."""
+"""Test an exception in any hook. It reaches the caller, the run restores all state, and the next run works."""
 
 import multiprocessing
 import os
@@ -23,7 +23,7 @@ class Broken(RuntimeError):
 
 
 def as_found(module):
-    """What a run changes, or might, and has to give back."""
+    """Return the state that a run may change and must restore."""
     return {
         "grad mode": (torch.is_grad_enabled(), torch.is_inference_mode_enabled()),
         "anomaly": (torch.is_anomaly_enabled(), torch.is_anomaly_check_nan_enabled()),
@@ -68,7 +68,7 @@ def test_raised_in_a_hook(stage, hook, kind):
     module, error = Complete(), kind("mine")
 
     def fail(*args, **kwargs):
-        # What saves the state calls hooks again.
+        # Saving the state calls the hooks again.
         delattr(module, hook)
         raise error
 
@@ -160,7 +160,7 @@ def test_no_worker_process_stays(stage):
     module = Fails(f"{stage.replace('fit', 'training')}_step", Broken("mine"))
     loop = FabricLoop(**loud(max_epochs=1, logger=False, enable_checkpointing=False))
     before = multiprocessing.active_children()
-    with pytest.raises(Broken, match="mine") as _held:  # its frames live as long as this
+    with pytest.raises(Broken, match="mine") as _held:  # keeps the frames of the exception alive
         getattr(loop, stage)(module, DataLoader(make_data(16), batch_size=4, num_workers=1))
     assert [child for child in multiprocessing.active_children() if child not in before] == []
 

@@ -1,4 +1,4 @@
-"""Epochs that a limit or should_stop ends early, and loaders that give fewer batches than their length says."""
+"""Test epochs that a limit or should_stop ends early, and loaders that give fewer batches than their length."""
 
 import itertools
 import shutil
@@ -27,7 +27,7 @@ def train():
 @pytest.mark.parametrize("options", [{}, {"accumulate_grad_batches": 2}, {"monitor": "val_loss"}], ids=str)
 @pytest.mark.parametrize("steps", [1, 7, 8])
 def test_max_steps(tmp_path, options, steps):
-    """The same command changes nothing; more steps continue exactly."""
+    """A repeated command changes nothing. With more steps, the run continues exactly."""
     options = {"max_epochs": 3, "log_every_n_steps": 2, **options}
     make = lambda: Classifier(on_step=True)  # noqa: E731
     whole = fit(tmp_path / "whole", make, train, val_loader, **options)
@@ -124,7 +124,7 @@ def test_resume_from_a_file_of_trainer(tmp_path, steps):
 
 
 class Short(IterableDataset):
-    """Gives fewer samples than its length says, in passes from `since` on."""
+    """Gives fewer samples than its length in each pass after `since`."""
 
     def __init__(self, gives=16, says=24, since=0):
         self.gives, self.says, self.since, self.passes = gives, says, since, itertools.count(1)
