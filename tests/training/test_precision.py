@@ -141,7 +141,7 @@ class Gradients(Classifier):
         self.before_step, self.at_end = [], []
 
     def norm(self):
-        return nn.utils.get_total_norm([p.grad for p in self.parameters()]).item()
+        return nn.utils.clip_grad_norm_(self.parameters(), float("inf")).item()
 
     def on_before_optimizer_step(self, optimizer):
         self.before_step.append(self.norm())
