@@ -108,7 +108,7 @@ CASES = {name: {"make_train": make} for name, make in LOADERS.items()} | {
     "torchmetrics": {"make_module": lambda: Net(metric=True)},
     "plain": {"make_module": Plain},
     "accumulate": {"accumulate_grad_batches": 2},
-    "inside a window": {"accumulate_grad_batches": 4, "val_check_interval": 1},
+    "inside an accumulation window": {"accumulate_grad_batches": 4, "val_check_interval": 1},
     "validation inside": {"val_check_interval": 0.5},
     "validation across": {"val_check_interval": 4, "check_val_every_n_epoch": None},
     "validation by steps": {"validate_every_n_steps": 5, "accumulate_grad_batches": 2},
@@ -126,7 +126,7 @@ KILLS = {
     "dataloader_iter, stream": (1, 5, 9),
     "min_size": (1, 5, 8),
     "accumulate": range(2, 12),
-    "inside a window": range(4, 10),
+    "inside an accumulation window": range(4, 10),
 }
 
 

@@ -54,7 +54,7 @@ class Numbered(Classifier):
         return super().training_step(batch[:2], batch_idx)
 
     def on_train_epoch_end(self):
-        found = {"samples": self.samples, "drawn": self.drawn, "began": self.began}
+        found = {"samples": self.samples, "drawn": self.drawn, "started": self.began}
         torch.save(found, f"epoch{self.current_epoch}_rank{self.global_rank}.pt")
 
 
@@ -78,7 +78,7 @@ def test_another_number_of_processes_resumes_between_two_epochs(recwarn):
         if epoch:
             state = states[epoch - 1]
             saved = [state[key] for key in ("state_dict", "optimizer_states", "lr_schedulers", "global_step")]
-            assert all(same(part["began"], saved) for part in found)
+            assert all(same(part["started"], saved) for part in found)
     assert len({part["drawn"] for part in read_epoch(2, 3)}) == 3  # not copies of one state
     assert history[["epoch", "step"]].to_numpy().tolist() == [[0, 6], [1, 18], [2, 22]]
     assert history.notna().all(axis=None)

@@ -37,7 +37,7 @@ WORDS = {
     "enable_model_summary": False,
 }
 # These values depend on a clock or on the version. A run killed before its first save starts in the next version.
-TIMES = ("time", "seconds", "eval_seconds", "samples_per_second", "elapsed", "home")
+TIMES = ("time", "seconds", "eval_seconds", "samples_per_second", "elapsed")
 # These values change if a best file could not be saved. A run continues without config.yaml.
 BEST = ("checkpoints/best.ckpt", "best", "score", "kept", "callbacks", "logs/config.yaml")
 

@@ -105,7 +105,7 @@ def by_hand(net, batches):
 
 
 def test_evaluation_uses_the_functions_of_fit():
-    loop, net, _ = fit("functions", monitor="val_loss", name="verbs")
+    loop, net, _ = fit("functions", monitor="val_loss", name="stages")
     _, val = make_loaders()
     loss, acc = by_hand(net, val)
     assert loop.validate(net, val, verbose=False) == [pytest.approx({"val_loss": loss, "val_acc": acc})]
@@ -120,10 +120,10 @@ def test_evaluation_uses_the_functions_of_fit():
 
 
 def test_evaluation_in_a_new_process_takes_functions():
-    _, net, _ = fit("functions", name="verbs")
+    _, net, _ = fit("functions", name="stages")
     _, val = make_loaders()
     loss, acc = by_hand(net, val)
-    fresh = FabricLoop(**loud(name="verbs", logger=False))
+    fresh = FabricLoop(**loud(name="stages", logger=False))
     words = {"load": "last", "verbose": False}
     result = fresh.validate(make_net(), val, validation_step=loss_and_acc, **words)
     assert result == [pytest.approx({"val_loss": loss, "val_acc": acc})]
