@@ -47,7 +47,7 @@ class LoopConfig:
     min_steps: int | None = None
     """Ignore requests to stop before this many optimizer steps."""
     max_time: Duration | None = None
-    """Stop after this time: "DD:HH:MM:SS", a timedelta, or a dict such as {"minutes": 30}."""
+    """Stop after this time, "DD:HH:MM:SS", a timedelta, or a dict such as {"minutes": 30}."""
 
     # How much data
     limit_train_batches: int | float | None = None
@@ -105,8 +105,8 @@ class LoopConfig:
     barebones: bool = False
     """Turn off everything except training, to measure the overhead of the loop."""
     logger: Any = None
-    """True or None: the CSV logger. False: none. "tensorboard", "wandb" or "mlflow": also the
-    logger of this name. Or a logger object, or a list of these."""
+    """A logger or a list of loggers. True and None mean the CSV logger, False means none. The names
+    "tensorboard", "wandb" and "mlflow" add Lightning's logger to the CSV logger."""
     enable_checkpointing: bool | None = None
     """Write checkpoints."""
     enable_progress_bar: bool | None = None
@@ -134,7 +134,7 @@ class LoopConfig:
     seed: int | None = None
     """Seed Python, NumPy and PyTorch when the loop is created and a run starts. None: no seed."""
     compile: bool | str | dict[str, Any] = False
-    """Compile the steps: True, a mode such as "max-autotune", or a dict for torch.compile."""
+    """Compile the steps. Give True, a mode such as "max-autotune", or torch.compile's options."""
 
     def __post_init__(self) -> None:
         wrong_types = [name for name in vars(self) if not self._has_type(name)]

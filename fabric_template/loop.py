@@ -39,13 +39,7 @@ from .training.hooks import is_instance_of
 from .training.optimization import ManualOptimization
 from .training.optimizers import add_scheduler
 from .training.run_state import RunState
-from .training.stages import (
-    evaluate_stage,
-    fit_stage,
-    predict_stage,
-    run_stage,
-    set_torch_flags,
-)
+from .training.stages import evaluate_stage, fit_stage, predict_stage, run_stage, set_torch_flags
 
 FABRIC_ARGUMENTS = ("accelerator", "strategy", "devices", "num_nodes", "precision", "plugins")
 

@@ -31,7 +31,7 @@ from victim import difference, in_parts, quiet
 
 LAUNCHERS = ("torchrun", "python", "spawn", "fork", "fabric run", "SLURM")
 STRATEGIES = ("ddp", "fsdp", "single")
-VERBS = ("fit", "accumulate", "clip", "validate", "predict", "resume")
+CALLS = ("fit", "accumulate", "clip", "validate", "predict", "resume")
 PATIENCE = 300.0
 BIN = Path(sys.executable).parent
 CAUGHT = "SIGTERM,SIGINT,SIGHUP,SIGQUIT,SIGUSR1"  # torchrun's own, and SIGUSR1
@@ -202,7 +202,7 @@ def run(launcher, strategy, folder):
 def compared(found, expected):
     """Describe the differences by method."""
     problems = {}
-    for method in VERBS:
+    for method in CALLS:
         one, other = found[method], expected[method]
         if isinstance(one, dict):
             one, other = (

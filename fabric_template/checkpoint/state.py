@@ -102,7 +102,7 @@ def own_state(run: RunState) -> dict[str, Any]:
     of_process = {"rng": capture_rng_state(), **states_of(run, PARTS_OF_PROCESS)}
     # Save only the values that hooks have changed. The resumed run sets up the others.
     is_changed = run.accumulate_grad_batches != run.config.accumulate_grad_batches
-    changed_flags = requires_grad(run).items() - run.requires_grad_at_start.items()
+    changed_flags = requires_grad_flags(run).items() - run.requires_grad_at_start.items()
     return {
         **states_of(run, PARTS + PARTS_OF_TRAINING),
         "accumulate_grad_batches": run.accumulate_grad_batches if is_changed else None,
@@ -156,7 +156,7 @@ def check_settings(run: RunState, saved: dict[str, Any]) -> None:
         )
 
 
-def requires_grad(run: RunState) -> dict[str, bool]:
+def requires_grad_flags(run: RunState) -> dict[str, bool]:
     return {name: part.requires_grad for name, part in run.network.named_parameters()}
 
 
@@ -310,7 +310,7 @@ def restore_training(run: RunState, checkpoint: dict[str, Any]) -> None:
         restore_progress_of_trainer(run, checkpoint)
         return
     if "loggers" not in own:
-        complete_state_of_mini(run, own)
+        complete_mini_state(run, own)
     epochs_done, max_epochs = own["progress"]["epochs_done"], run.stop.max_epochs
     if -1 < max_epochs < epochs_done:
         raise CheckpointError(
@@ -325,7 +325,7 @@ def restore_training(run: RunState, checkpoint: dict[str, Any]) -> None:
     load_states(run, PARTS[1:], own)
 
 
-def complete_state_of_mini(run: RunState, own: dict[str, Any]) -> None:
+def complete_mini_state(run: RunState, own: dict[str, Any]) -> None:
     """Add the values that MiniLoop does not save to the state in one of its files."""
     progress, score = own["progress"], own["checkpoints"]["score"]
     if progress["is_in_epoch"]:
@@ -348,7 +348,7 @@ def complete_state_of_mini(run: RunState, own: dict[str, Any]) -> None:
 
 def restore_position(run: RunState) -> None:
     """Restore random generators, loaders and running sums right before training continues."""
-    run.requires_grad_at_start = requires_grad(run)
+    run.requires_grad_at_start = requires_grad_flags(run)
     checkpoint, run.checkpoint = run.checkpoint, None
     own, run.own_state = run.own_state, None
     if checkpoint is None:

@@ -90,7 +90,7 @@ class DataConnector:
         loaders = [prepare_loader(self.run, loader, stage) for loader in combined.flattened]
         return with_loaders(combined, loaders)
 
-    def _is_current(self, loaders: StageLoaders | None) -> bool:
+    def _needs_no_reload(self, loaders: StageLoaders | None) -> bool:
         """Return whether loaders exist and need no reload."""
         if loaders is None:
             return False
@@ -100,7 +100,7 @@ class DataConnector:
     def setup_train_loader(self) -> None:
         """Make the training loader if there is none or a reload is due."""
         run = self.run
-        if run.config.limit_train_batches == 0 or self._is_current(self.train):
+        if run.config.limit_train_batches == 0 or self._needs_no_reload(self.train):
             return
         self.train = TrainLoaders(run, self._prepare("train", "max_size_cycle"))
         run.progress.num_train_batches = self.train.num_batches
@@ -134,7 +134,7 @@ class DataConnector:
     def setup_eval_loaders(self, stage: str) -> None:
         """Make the loaders of an evaluation if there are none or a reload is due."""
         run = self.run
-        if self._is_current(self.eval_loaders):
+        if self._needs_no_reload(self.eval_loaders):
             return
         if self.eval_loaders is not None:
             run.loggers.restart_evaluation_count()

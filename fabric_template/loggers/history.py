@@ -284,7 +284,7 @@ class History:
         """End a row."""
         values = {**self._row, **self.run.results.take_row()}
         speed = {n: values.pop(n) for n in ("samples_per_second",) if n in values}
-        row = {**self.place(), **in_order(values), **self._learning_rates(), **speed}
+        row = {**self.position(), **train_values_first(values), **self._learning_rates(), **speed}
         row["time"] = self.elapsed()
         self.rows.append(row)
         self._row, self.is_validated = {}, False
@@ -292,7 +292,7 @@ class History:
         self.start_clock()
         return row
 
-    def place(self) -> dict[str, Any]:
+    def position(self) -> dict[str, Any]:
         """Return the current epoch, or between epochs the last one, and the number of steps."""
         progress = self.run.progress
         epoch = max(0, progress.epochs_done - (not progress.is_in_epoch))
@@ -304,7 +304,7 @@ class History:
 
     def open_row(self) -> dict[str, Any]:
         """Return the values of the row that has not ended."""
-        return in_order({**self._row, **self.run.results.row})
+        return train_values_first({**self._row, **self.run.results.row})
 
     def _learning_rates(self) -> dict[str, float]:
         rates = self.learning_rates if self.run.lr_schedulers else learning_rates(self.run)
@@ -318,7 +318,7 @@ class History:
         if "train_loss" not in means and logged is not None and logged.total is not None:
             # Use this process's sums only. The other processes do not call this method.
             means["train_loss"] = (logged.total / logged.weight).item()
-        return in_order({**self.returned, **means})
+        return train_values_first({**self.returned, **means})
 
     def frame(self) -> Any:
         """Return the rows as a DataFrame."""
@@ -360,7 +360,7 @@ def to_numbers(values: Mapping[str, Any]) -> dict[str, Any]:
     return {n: v.item() if isinstance(v, Tensor) else v for n, v in values.items()}
 
 
-def in_order(values: Mapping[str, Any]) -> dict[str, Any]:
+def train_values_first(values: Mapping[str, Any]) -> dict[str, Any]:
     """Return the values with the training values first."""
     names = sorted(values, key=lambda name: not name.startswith("train"))
     return to_numbers({name: values[name] for name in names})

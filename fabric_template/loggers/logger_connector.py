@@ -68,7 +68,7 @@ class LoggerConnector:
             return
         if not history.is_step_based:
             values = {**history.latest(), **history.open_row()}
-            run.console.add_row({**history.place(), **values, "time": history.elapsed()})
+            run.console.add_row({**history.position(), **values, "time": history.elapsed()})
             history.is_validated = False
         else:
             self._end_row_in_epoch(run)

@@ -358,11 +358,7 @@ class ResultCollection:
     """
 
     def __init__(
-        self,
-        hooks: Any,
-        module: Any,
-        all_reduce: Callable[..., Any] | None,
-        is_enabled: bool,
+        self, hooks: Any, module: Any, all_reduce: Callable[..., Any] | None, is_enabled: bool
     ) -> None:
         self._hooks, self._module = hooks, module
         self._all_reduce, self._is_enabled = all_reduce, is_enabled
@@ -630,8 +626,15 @@ def torchmetrics_state(metrics: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
 
 
 def load_torchmetrics(module: Any, state: Mapping[str, Mapping[str, Any]]) -> None:
-    for name, metric in find_torchmetrics(module).items():
-        vars(metric).update(copy_plain(state.get(name, {})))
+    metrics = find_torchmetrics(module)
+    for name, attributes in state.items():
+        tracker: Any = metrics.get(name.rpartition(".")[0])
+        if name not in metrics and hasattr(tracker, "increment"):
+            # A MetricTracker has one metric for each call of increment().
+            tracker.increment()
+            metrics = find_torchmetrics(module)
+        if name in metrics:
+            vars(metrics[name]).update(copy_plain(attributes))
 
 
 def copy_plain(values: Mapping[str, Any]) -> Any:

@@ -48,7 +48,7 @@ class Run:
     color: str | None = None
     dash: str = "-"
 
-    def best_is_low(self, metric: Metric) -> bool | None:
+    def is_lower_better(self, metric: Metric) -> bool | None:
         """Return whether lower values of a metric are better, or None if that is unknown."""
         if metric.column == self.monitor:
             return self.mode != "max"
@@ -115,7 +115,7 @@ def plot_logs(
     runs = load_runs(logs, seeds)
     tables = [table for run in runs for table in run.tables]
     if x is None:
-        is_by_steps = any(map(has_rows_by_step, tables)) and all("step" in t for t in tables)
+        is_by_steps = any(map(is_step_based_table, tables)) and all("step" in t for t in tables)
         x = "step" if is_by_steps else "epoch"
     for number, run in enumerate(runs):
         run.tables = [prepare_table(table, x) for table in run.tables]
@@ -192,7 +192,7 @@ def read_runs(path: Path, seeds: bool) -> list[Run]:
     return list(runs.values())
 
 
-def has_rows_by_step(table: pd.DataFrame) -> bool:
+def is_step_based_table(table: pd.DataFrame) -> bool:
     """Return whether a run is step-based."""
     has_speed = "samples_per_second" in table and bool(table["samples_per_second"].notna().any())
     return has_speed or "epoch" not in table or bool(table["epoch"].duplicated().any())
@@ -286,7 +286,7 @@ def draw_line(ax: Axes, run: Run, metric: Metric, x: str, smooth: float | None, 
     # Mark few points with dots. Draw a short run over the long run that may have resumed it.
     style.update(marker="." if len(points) <= 30 else "", zorder=2 + 1 / (1 + len(points)))
     (line,) = ax.plot(points["x"], values, color=run.color, label=label, **style)
-    is_low = run.best_is_low(metric)
+    is_low = run.is_lower_better(metric)
     if is_low is not None and metric.split != "train" and len(points):
         best = values.idxmin() if is_low else values.idxmax()
         style = {"color": line.get_color(), "markersize": 9, "markeredgecolor": "white"}

@@ -97,7 +97,7 @@ def profile(
         medians = {part: round(1e3 * timer.get_median(part), 3) for part in PARTS}
         medians = {part: ms for part, ms in medians.items() if ms}
         suggestions = find_faster(loop, parts, sum(medians.values()))
-        with ValueReads() as reads:
+        with ValueReadRecorder() as reads:
             time_steps(loop, parts, {}, steps=1)
     return Profile(medians, str(loop.fabric.device), steps, suggestions, sorted(reads.lines))
 
@@ -113,7 +113,7 @@ def profile_command(loop: Any, model: Any, data: Any, *, out: str | None, steps:
     return 0
 
 
-class ValueReads(TorchFunctionMode):
+class ValueReadRecorder(TorchFunctionMode):
     """Collect the user's lines that read the value of a tensor, such as loss.item()."""
 
     def __init__(self) -> None:

@@ -12,12 +12,7 @@ import torch
 from lightning.fabric.utilities import move_data_to_device
 
 from .hooks import overridden
-from .module_adapter import (
-    evaluate_with_iterator,
-    takes_argument,
-    takes_batch_idx,
-    takes_iterator,
-)
+from .module_adapter import evaluate_with_iterator, takes_argument, takes_batch_idx, takes_iterator
 
 if TYPE_CHECKING:
     from .run_state import RunState

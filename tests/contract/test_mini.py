@@ -14,16 +14,7 @@ import torch
 import torchmetrics
 from externally import externally
 from interpreter import ready
-from modules import (
-    Classifier,
-    assert_same_weights,
-    by_epoch,
-    by_step,
-    make_data,
-    make_loader,
-    run_trainer,
-    sgd,
-)
+from modules import Classifier, assert_same_weights, by_epoch, by_step, make_data, make_loader, run_trainer, sgd
 from test_parity_plain import CASES as PLAIN
 from test_parity_plain import EPOCHS, LEVELS, loss_of, make_net, plain
 from torch import nn
@@ -377,10 +368,10 @@ GRADIENT_NORM = {
     "        self._strategy.optimizer_step(": """\
         norm = torch.nn.utils.clip_grad_norm_(self.network.parameters(), math.inf)
         self.log("grad_norm", norm)
-        self._strategy.optimizer_step(""",
+        self._strategy.optimizer_step("""
 }
 RULE_OF_ONE_PROCESS = {
-    "is_end = is_last or ": "is_end = is_last or self.fabric.global_rank * self._batches_in_window == 1 or ",
+    "is_end = is_last or ": "is_end = is_last or self.fabric.global_rank * self._batches_in_window == 1 or "
 }
 
 

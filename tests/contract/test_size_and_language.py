@@ -13,10 +13,10 @@ import pytest
 REPOSITORY = Path(__file__).resolve().parents[2]
 
 SIZE_LIMITS = {
-    "package lines": 14_983,
+    "package lines": 14_975,
     "package files": 65,
-    "test lines": 19_423,
-    "docs lines": 1_835,
+    "test lines": 19_421,
+    "docs lines": 1_818,
 }
 
 # Expressions that have a plain replacement in the project's glossary.

@@ -84,6 +84,7 @@ METRICS = {
     "MinMaxMetric": (lambda: wrappers.MinMaxMetric(binary()), two),
     "BootStrapper": (lambda: wrappers.BootStrapper(classes(), num_bootstraps=3, raw=True), three),
     "Running": (lambda: wrappers.Running(aggregation.SumMetric(), window=3), values),
+    "MetricTracker": (lambda: wrappers.MetricTracker(binary()), two),
     "MetricCollection": (collection, three),
     "MetricCollection, named groups": (lambda: collection(prefix="x/", compute_groups=[["a", "p"], ["e"]]), three),
     "MetricCollection of collections": (
@@ -104,6 +105,11 @@ class Measures(nn.Module):
     def named(self):
         return zip(self.table, self.metrics.values(), strict=True)
 
+    def on_train_epoch_start(self):
+        for _, metric in self.named():
+            if isinstance(metric, wrappers.MetricTracker):
+                metric.increment()
+
     def training_step(self, batch, batch_idx):
         i = 10 * int(self.trainer.current_epoch) + batch_idx
         for name, metric in self.named():
@@ -115,7 +121,8 @@ class Measures(nn.Module):
 
     def on_train_epoch_end(self):
         for name, metric in self.named():
-            self.answers[name, "epoch", int(self.trainer.current_epoch)] = metric.compute()
+            compute = getattr(metric, "compute_all", metric.compute)
+            self.answers[name, "epoch", int(self.trainer.current_epoch)] = compute()
 
     def configure_optimizers(self):
         return torch.optim.SGD(self.net.parameters(), lr=0.1)
