@@ -24,10 +24,7 @@ from torch.optim.optimizer import (
     register_optimizer_step_post_hook,
     register_optimizer_step_pre_hook,
 )
-from torch.utils.data import DataLoader
 
-# These settings of an optimizer do not change the result of a step.
-IMPLEMENTATION = {"foreach", "fused", "capturable", "differentiable"}
 CHILD_PROCESS = """
 import os, runpy, sys
 sys.path.append({root!r})
@@ -71,15 +68,12 @@ def load_steps(training: Any, steps: int) -> list[dict[str, Any]]:
         if callable(training):
             with record_training(recording, steps, stop=True):
                 training()
+        elif ".py" in str(training):
+            run_script(str(training), recording, steps)
+        elif Path(training).is_file():
+            recording = Path(training)
         else:
-            path, *arguments = shlex.split(str(training)) or [""]
-            if not Path(path).is_file():
-                expected = "expected the path of a script or of a recording"
-                raise ValueError(f"compare: got {path!r}, {expected}.")
-            if path.endswith(".py"):
-                run_script(path, arguments, recording, steps)
-            else:
-                recording = Path(path)
+            raise ValueError(f"compare: got {str(training)!r}, expected a script or a recording.")
         recorded = json.loads(recording.read_text(encoding="utf-8"))[:steps]
     if not recorded:
         expected = "expected a training in one process with an optimizer of torch.optim"
@@ -87,16 +81,15 @@ def load_steps(training: Any, steps: int) -> list[dict[str, Any]]:
     return recorded
 
 
-def run_script(path: str, arguments: list[str], recording: Path, steps: int) -> None:
-    """Record a script in a child process."""
+def run_script(script: str, recording: Path, steps: int) -> None:
+    """Record a script with its arguments in a child process."""
     root = str(Path(__file__).resolve().parents[__name__.count(".")])
     code = CHILD_PROCESS.format(root=root, module=__name__)
-    command = [sys.executable, "-c", code, str(recording), str(steps), path, *arguments]
+    command = [sys.executable, "-c", code, str(recording), str(steps), *shlex.split(script)]
     done = subprocess.run(command, stdin=subprocess.DEVNULL, capture_output=True, text=True)
     if done.returncode != 0:
-        reason = f"exit code {done.returncode} ({done.stderr.strip().rpartition(chr(10))[2]})"
-        expected = "expected a script that trains. Run it alone to see its output"
-        raise ValueError(f"compare: got {path!r}, which fails with {reason}, {expected}.")
+        error = done.stderr.strip().rpartition("\n")[2]
+        raise ValueError(f"compare: got {script!r}, which fails ({error}). Run it alone first.")
 
 
 class Recorder:
@@ -109,31 +102,22 @@ class Recorder:
         self.modules: dict[int, torch.nn.Module] = {}
         self.inputs: dict[int, list[str]] = {}
         self.batch_size = 0
+        self.random_state: dict[str, str] = {}
         self.optimizers: list[Any] = []
         self.parameters: list[torch.Tensor] = []
-        self.random_state: dict[str, str] = {}
-        self.sampler = ""
         self.has_old_gradients = False
-        self.hooks = ExitStack()
-        self.register_hooks()
-
-    def register_hooks(self) -> None:
-        run_backward, start_loader = torch.autograd.backward, DataLoader.__iter__
+        run_backward = torch.autograd.backward
 
         def backward(tensors: Any, *args: Any, **kwargs: Any) -> None:
             self.before_backward(tensors)
             run_backward(tensors, *args, **kwargs)
 
-        def iterate(loader: Any) -> Any:
-            self.sampler = type(loader.sampler).__name__
-            return start_loader(loader)
-
+        self.hooks = ExitStack()
         self.hooks.callback(register_module_forward_pre_hook(self.before_forward).remove)
         self.hooks.callback(register_optimizer_step_pre_hook(self.before_step).remove)
         self.hooks.callback(register_optimizer_step_post_hook(self.after_step).remove)
-        # PyTorch has no global hooks for backward() and for the start of a loader.
+        # PyTorch has no global hook for backward().
         self.hooks.enter_context(mock.patch.object(torch.autograd, "backward", backward))
-        self.hooks.enter_context(mock.patch.object(DataLoader, "__iter__", iterate))
 
     def before_forward(self, module: torch.nn.Module, args: Any) -> None:
         """Record the random state and the input data of modules with parameters."""
@@ -155,39 +139,34 @@ class Recorder:
             gradients = [p.grad for p in self.parameters if p.grad is not None]
             self.has_old_gradients = any(bool(gradient.any()) for gradient in gradients)
         leaves = [module for module in self.modules.values() if not list(module.children())]
-        self.passes.append(
-            {
-                "samples": [sample for samples in self.inputs.values() for sample in samples],
-                "batch size": self.batch_size,
-                "random state": self.random_state,
-                "is random": self.random_state != get_random_state(),
-                "eval modules": [type(leaf).__name__ for leaf in leaves if not leaf.training],
-                "loss": sum(float(tensor.detach().sum()) for tensor in find_tensors(loss)),
-            }
-        )
+        forward_pass = {
+            "samples": [sample for samples in self.inputs.values() for sample in samples],
+            "batch size": self.batch_size,
+            "random state": self.random_state,
+            "is random": self.random_state != get_random_state(),
+            "eval modules": [type(leaf).__name__ for leaf in leaves if not leaf.training],
+            "loss": sum(float(tensor.detach().sum()) for tensor in find_tensors(loss)),
+        }
+        self.passes.append(forward_pass)
         self.inputs, self.batch_size = {}, 0
 
     def before_step(self, optimizer: Any, args: Any, kwargs: Any) -> None:
         """Record the weights before an optimizer step."""
         self.parameters = [p for group in optimizer.param_groups for p in group["params"]]
         self.weights = [fingerprint(p) for p in self.parameters]
-        self.number_of_passes = len(self.passes)
 
     def after_step(self, optimizer: Any, args: Any, kwargs: Any) -> None:
         """Record an optimizer step. Remove the hooks after the last step to record."""
         if optimizer not in self.optimizers:
             self.optimizers.append(optimizer)
         number = self.optimizers.index(optimizer) + 1
-        self.steps.append(
-            {
-                "optimizer": f"{type(optimizer).__name__} (number {number})",
-                # An optimizer may call its closure several times. Compare the first call only.
-                "passes": self.passes[: self.number_of_passes + 1],
-                "has old gradients": self.has_old_gradients,
-                "sampler": self.sampler,
-                "parameters": self.describe_parameters(optimizer),
-            }
-        )
+        step = {
+            "optimizer": f"{type(optimizer).__name__} (number {number})",
+            "passes": self.passes,
+            "has old gradients": self.has_old_gradients,
+            "parameters": self.describe_parameters(optimizer),
+        }
+        self.steps.append(step)
         self.passes = []
         if len(self.steps) == self.limit:
             self.hooks.close()
@@ -200,21 +179,17 @@ class Recorder:
         # The first called module is the outermost one, which has the full names.
         names = {id(parameter): name for name, parameter in reversed(named)}
         described: list[dict[str, Any]] = []
-        for group in optimizer.param_groups:
-            settings = {key: group[key] for key in optimizer.defaults if key not in IMPLEMENTATION}
-            for parameter in group["params"]:
-                number = len(described)
-                gradient = torch.zeros(1) if parameter.grad is None else parameter.grad
-                described.append(
-                    {
-                        "name": names.get(id(parameter), f"parameter {number}"),
-                        "weights before": self.weights[number],
-                        "settings": settings,
-                        "is trained": parameter.requires_grad and parameter.grad is not None,
-                        "gradient": fingerprint(gradient),
-                        "weights": fingerprint(parameter),
-                    }
-                )
+        groups = [group for group in optimizer.param_groups for _ in group["params"]]
+        for group, p, weights in zip(groups, self.parameters, self.weights, strict=True):
+            parameter = {
+                "name": names.get(id(p), f"parameter {len(described)}"),
+                "shape": list(p.shape),
+                "settings": {name: group[name] for name in optimizer.defaults},
+                "weights": weights,
+                "is trained": p.requires_grad and p.grad is not None,
+                "gradient": fingerprint(torch.zeros(1) if p.grad is None else p.grad),
+            }
+            described.append(parameter)
         return described
 
 
@@ -226,15 +201,14 @@ def find_tensors(value: Any) -> list[torch.Tensor]:
 
 
 def digest(tensor: torch.Tensor) -> str:
-    """Return a digest of a tensor's bits."""
     bits = tensor.detach().to_dense().cpu().contiguous().view(-1).view(torch.uint8)
     return hashlib.blake2b(bits.numpy().tobytes(), digest_size=8).hexdigest()
 
 
 def fingerprint(tensor: torch.Tensor) -> dict[str, Any]:
-    """Describe a tensor by its shape, its norm and a digest of its bits."""
+    """Describe a tensor by its norm and a digest of its bits."""
     norm = tensor.detach().double().nan_to_num().norm()
-    return {"shape": list(tensor.shape), "norm": float(norm), "digest": digest(tensor)}
+    return {"norm": float(norm), "digest": digest(tensor)}
 
 
 def get_random_state() -> dict[str, str]:
