@@ -86,33 +86,10 @@ class StatefulLoader:
         self.generator.set_state(state["generator"])
 
 
-class StatefulSampler:
-    """Counts its passes, by which it shuffles."""
-
-    def __init__(self):
-        self.passes = 0
-
-    def __iter__(self):
-        self.passes += 1
-        yield from torch.randperm(24, generator=torch.Generator().manual_seed(self.passes)).tolist()
-
-    def __len__(self):
-        return 24
-
-    def state_dict(self):
-        return {"passes": self.passes}
-
-    def load_state_dict(self, state):
-        self.passes = state["passes"]
-
-
-class Endless(StatefulSampler):
+class Endless:
     """Draws indices without end, and has no length."""
 
-    __len__ = None
-
     def __init__(self):
-        super().__init__()
         self.generator = seeded()
 
     def __iter__(self):
@@ -159,8 +136,6 @@ PERSISTENT = {"num_workers": 2, "persistent_workers": True}
 LOADERS = {
     "here": loader,
     "sampler generator": with_sampler(lambda data: RandomSampler(data, generator=seeded())),
-    "stateful sampler": with_sampler(lambda data: StatefulSampler()),
-    "stateful sampler, workers": with_sampler(lambda data: StatefulSampler(), **WORKERS),
     "workers": lambda: loader(**WORKERS),
     "three workers": lambda: loader(num_workers=3, prefetch_factor=1, generator=seeded()),
     "persistent": lambda: loader(**PERSISTENT),

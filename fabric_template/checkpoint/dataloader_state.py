@@ -5,7 +5,6 @@ The cost of a resume depends on the loader:
 - A loader with ``state_dict`` and ``load_state_dict`` (StatefulDataLoader) restores itself.
 - A map-style DataLoader draws the indices of the finished batches and reads no sample. With
   workers, it reads up to ``num_workers - 1`` batches again, so that no batch changes its worker.
-- A TensorLoader draws the order and cuts no batch.
 - Any other loader (IterableDataset) reads the finished batches again and drops them.
 
 Two things cannot be restored: a sampler that draws each index from the global random generator, and
@@ -15,7 +14,7 @@ an iterator that continues in the next epoch instead of starting over.
 from __future__ import annotations
 
 import warnings
-from collections.abc import Generator, Iterable, Iterator, Sequence
+from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from copy import deepcopy
 from itertools import islice
@@ -44,35 +43,32 @@ class ResumableLoader:
         passes: Passes in this epoch. CombinedLoader starts a short loader several times.
         batches: Number of batches read in this pass.
         is_read_ahead: Whether the last batch read may be one that training has not reached.
-        reads_in_process: Whether samples depend on the random numbers of this process.
     """
 
     def __init__(self, loader: Any) -> None:
         self.loader = loader
         self.passes = self.batches = 0
-        self._is_finished = self.is_read_ahead = False
-        self.reads_in_process = not getattr(loader, "num_workers", 0)
+        self.is_read_ahead = self._is_finished = False
+        # The state when the iterator was made, and the state from which the order was drawn.
+        self._at_start: dict[str, Any] | None = None
+        self._at_order: Any = None
         # The random state and the loader's state before the last batch, if it was read ahead.
         self._rng_before_last: dict[str, Any] | None = None
-        self._restored_rng: dict[str, Any] | None = None
         self._state_before_last: Any = None
-        self._at_start: dict[str, Any] | None = None
-        self._at_first_batch: dict[str, Any] | None = None
+        self._restored: dict[str, Any] | None = None
+        self._restored_rng: dict[str, Any] | None = None
+        self._reader: Generator[Any] | None = None
         # A plain DataLoader allows other samplers and functions while its iterator is made.
         is_plain = isinstance(loader, DataLoader) and type(loader).__iter__ is DataLoader.__iter__
         self._is_indexed = is_plain and not isinstance(loader.dataset, IterableDataset)
         self._is_persistent = is_plain and loader.persistent_workers
         # The random states of the workers after their last batches. Persistent workers keep them between passes.
         self._workers: list[Any] = [None] * (loader.num_workers if is_plain else 0)
-        self._had_workers = False
         # Workers take turns: a round is one batch of each. A pass resumes at the start of a round.
         self._rounds: list[tuple[int, list[Any]]] = [(0, self._workers)]
-        self._restored: dict[str, Any] | None = None
-        self._reader: Generator[Any] | None = None
         self._stateful_part = find_stateful_part(loader)
-        samplers = samplers_of(loader)
-        self._samplers = [] if has_state(loader) else list(filter(has_state, samplers))
-        generators = [getattr(part, "generator", None) for part in (loader, *samplers)]
+        parts = (loader, *samplers_of(loader))
+        generators = [getattr(part, "generator", None) for part in parts]
         self._generators = [part for part in generators if isinstance(part, torch.Generator)]
 
     def __iter__(self) -> Iterator[Any]:
@@ -81,20 +77,17 @@ class ResumableLoader:
             return self._resume_pass(self._restored)
         self.passes += 1
         self.batches, self._is_finished = 0, False
-        self._at_start = {"rng": capture_rng_state(), **self._part_states()}
-        self._at_first_batch = None
-        if self._is_persistent:
-            self._had_workers = self.loader._iterator is not None
-        else:
+        if not self._is_persistent:
             self._workers = [None] * len(self._workers)
         self._rounds = [(0, list(self._workers))]
-        self._reader = self._read(self._iterate())
+        self._at_start, self._at_order = self._capture(), None
+        self._reader = self._read(self._iterate(self._draw_indices()))
         return self._reader
 
     @property
     def is_used(self) -> bool:
-        """Return whether a batch of this pass was requested."""
-        return self._at_first_batch is not None
+        """Return whether a batch of this pass was read, or the pass has ended."""
+        return self.batches > 0 or self._is_finished
 
     def start_epoch(self) -> None:
         """Reset the number of passes, unless a position was just restored."""
@@ -119,8 +112,9 @@ class ResumableLoader:
             self._reader = None
 
     def _read(self, iterator: Iterator[Any]) -> Generator[Any]:
-        if self._at_first_batch is None:
-            self._at_first_batch = {"rng": capture_rng_state(), **self._part_states()}
+        if self._at_order is None and not (self._is_indexed or self._workers):
+            # Without workers, a loader may draw the order when its first batch is requested.
+            self._at_order = self._capture()
         fetch = self._read_ahead if self.is_read_ahead else next
         # A for loop would call iter() again, which restarts some iterators.
         while True:
@@ -139,7 +133,7 @@ class ResumableLoader:
         self._state_before_last = self._part_state()
         restored, self._restored_rng = self._restored_rng, None
         if restored is None:
-            self._rng_before_last = capture_rng_state() if self.reads_in_process else None
+            self._rng_before_last = capture_rng_state()
             return next(iterator)
         self._rng_before_last = restored
         with unchanged_rng_state():
@@ -156,7 +150,7 @@ class ResumableLoader:
             self._rounds = [self._rounds[-1], (self.batches, list(self._workers))]
         return item.batch
 
-    def _iterate(self, indices: Iterable[Any] | None = None) -> Iterator[Any]:
+    def _iterate(self, indices: Iterable[Any] | None) -> Iterator[Any]:
         """Start the loader's iterator, over other indices if they are given."""
         replaced: dict[str, Any] = {}
         if self._workers:
@@ -178,6 +172,24 @@ class ResumableLoader:
             if given:
                 vars(self.loader).update(given)
 
+    def _draw_indices(self) -> Iterator[Any] | None:
+        """Return the indices of each batch. Capture the state from which they are drawn."""
+        return self._captured(self.loader._index_sampler) if self._is_indexed else None
+
+    def _captured(self, sampler: Iterable[Any]) -> Iterator[Any]:
+        self._at_order = self._capture()
+        yield from sampler
+
+    def _draw_again(self, sampler: Iterable[Any], first: int) -> Iterator[Any]:
+        """Yield the indices of the restored pass from a batch on, without those before it."""
+        with unchanged_rng_state():
+            self._restore(self._at_order)
+            order = iter(sampler)
+            # A sampler draws the order when its first indices are requested.
+            following = list(islice(order, first, first + 1))
+        yield from following
+        yield from order
+
     # Starting in the middle
 
     def _resume_pass(self, state: dict[str, Any]) -> Iterator[Any]:
@@ -192,8 +204,7 @@ class ResumableLoader:
         with unchanged_rng_state():
             self._reader = self._start_at(state)
         self._restored_rng = state["rng_before_next"]
-        for generator, generator_state in zip(self._generators, state["generators"], strict=False):
-            generator.set_state(generator_state)
+        self._restore(state)
         return self._reader
 
     def _start_at(self, state: dict[str, Any]) -> Generator[Any]:
@@ -201,37 +212,24 @@ class ResumableLoader:
         if "state" in state:
             self._stateful_part.load_state_dict(deepcopy(state["state"]))
             return self._read(iter(self.loader))
-        self._restore(state["at_start"])
-        if getattr(type(self.loader), "__iter__", None) is TensorLoader.__iter__:
-            return self._read(self.loader.iter_from(done))
-        if self._is_indexed and self._workers:
-            # The order is drawn when the workers start.
-            is_same = len(state["workers"]) == len(self._workers)
+        self.batches, indices = 0, self._draw_indices()
+        if self._is_indexed and self._at_order is not None:
+            is_same = len(state["workers"]) == len(self._workers) > 0
             self.batches = state["round_start"] if is_same else done
-            sampler = self.loader._index_sampler
-            iterator = self._iterate(islice(sampler, self.batches, None))
-            return self._drop(iterator, done - self.batches)
-        iterator = self._iterate()
-        if state["at_first_batch"] is not None and not state["workers"]:
-            # Without workers the order is drawn at the first batch.
-            self._restore(state["at_first_batch"])
-        if self._is_indexed:
-            for _ in islice(iterator._sampler_iter, done):  # type: ignore[attr-defined]
-                pass
-            return self._read(iterator)
-        if done and not isinstance(self.loader, Sequence):
+            indices = self._draw_again(self.loader._index_sampler, self.batches)
+        self._restore(state["at_start"])
+        iterator = self._iterate(indices)
+        if self._at_order is not None and not self._is_indexed:
+            self._restore(self._at_order)
+        if done and not (self._is_indexed or isinstance(self.loader, Sequence | TensorLoader)):
             warnings.warn(
                 f"resume: {done} batches of {type(self.loader).__name__} are read again and dropped, because it"
                 " cannot start in the middle. A loader with state_dict() and load_state_dict(), such as"
                 " torchdata's StatefulDataLoader, continues without that.",
                 stacklevel=2,
             )
-        self.batches = 0
-        return self._drop(iterator, done)
-
-    def _drop(self, iterator: Iterator[Any], count: int) -> Generator[Any]:
         reader = self._read(iterator)
-        for _ in islice(reader, count):
+        for _ in islice(reader, done - self.batches):
             pass
         return reader
 
@@ -250,42 +248,36 @@ class ResumableLoader:
             # This loader had already ended when the other loaders gave the dropped batch.
             dropped -= 1
         done = max(0, self.batches - dropped)
-        round_start, workers = self._rounds[-1 if self._rounds[-1][0] <= done else 0]
         is_finished = self._is_finished and not dropped
+        round_start, workers = self._rounds[-1 if self._rounds[-1][0] <= done else 0]
+        if not is_in_pass or is_finished:
+            workers = self._workers
         position = {
             "is_in_pass": is_in_pass and self._at_start is not None,
             "passes": self.passes,
             "batches": done,
             "is_finished": is_finished,
             "at_start": self._at_start,
-            "at_first_batch": self._at_first_batch,
-            "had_workers": self._had_workers,
+            "at_order": self._at_order,
             "round_start": min(round_start, done),
+            "workers": [unpack_rng_state(state) for state in workers],
             "rng_before_next": self._rng_before_last if dropped == 1 else self._restored_rng,
-            **self._part_states(),
+            "generators": self._generator_states(),
         }
-        if not is_in_pass or is_finished:
-            workers = self._workers
-            position["had_workers"] = self._is_persistent and self._at_start is not None
-        position["workers"] = [unpack_rng_state(state) for state in workers]
         if self._stateful_part is not None:
             is_last_dropped = dropped and self.is_read_ahead
             position["state"] = self._state_before_last if is_last_dropped else self._part_state()
         return position
 
-    def _part_state(self) -> Any:
-        """Return the state of a loader that saves its own position, or None."""
-        return None if self._stateful_part is None else deepcopy(self._stateful_part.state_dict())
-
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Restore a position; the next iterator starts there."""
         self.passes, self.batches = state["passes"], state["batches"]
-        self._is_finished, self._had_workers = state["is_finished"], state["had_workers"]
-        self._at_start, self._at_first_batch = state["at_start"], state["at_first_batch"]
+        self._is_finished = state["is_finished"]
+        self._at_start, self._at_order = state["at_start"], state["at_order"]
         if len(state["workers"]) == len(self._workers):
             self._workers = list(state["workers"])
         self._rounds = [(state["round_start"], list(self._workers))]
-        if self._is_persistent and self._had_workers:
+        if self._is_persistent and any(self._workers):
             with unchanged_rng_state():
                 # Start the persistent workers, as in the saved run, with a pass without batches.
                 self._iterate(())
@@ -302,19 +294,21 @@ class ResumableLoader:
             iter(self.loader)
         self._restore(state)
 
-    def _part_states(self) -> dict[str, Any]:
-        return {
-            "generators": [generator.get_state() for generator in self._generators],
-            "samplers": [deepcopy(sampler.state_dict()) for sampler in self._samplers],
-        }
+    def _part_state(self) -> Any:
+        """Return the state of a loader that saves its own position, or None."""
+        return None if self._stateful_part is None else deepcopy(self._stateful_part.state_dict())
 
-    def _restore(self, captured: dict[str, Any]) -> None:
+    def _generator_states(self) -> list[torch.Tensor]:
+        return [generator.get_state() for generator in self._generators]
+
+    def _capture(self) -> dict[str, Any]:
+        return {"rng": capture_rng_state(), "generators": self._generator_states()}
+
+    def _restore(self, captured: Mapping[str, Any]) -> None:
         if "rng" in captured:
             restore_rng_state(captured["rng"])
         for generator, state in zip(self._generators, captured["generators"], strict=False):
             generator.set_state(state)
-        for sampler, state in zip(self._samplers, captured["samplers"], strict=False):
-            sampler.load_state_dict(deepcopy(state))
 
 
 class WorkerBatch(NamedTuple):

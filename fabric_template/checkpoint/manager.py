@@ -31,7 +31,7 @@ class CheckpointManager:
 
     Attributes:
         last_model_path, best_model_path, best_model_score: As in Lightning's ModelCheckpoint.
-        saved_step: The step of the newest checkpoint of this run; -1 before the first one.
+        saved_step: The step of the newest checkpoint of this run.
     """
 
     def __init__(self, folder: Path | None, config: Any) -> None:
@@ -40,12 +40,8 @@ class CheckpointManager:
         self.best_model_score: float | None = None
         self._kept: dict[str, float] = {}
         self._is_validated = False
-        self.saved_step, self._last_step = -1, 0
+        self.saved_step = self._last_step = 0
         self._unsaved: dict[str, str] = {}
-
-    @property
-    def is_enabled(self) -> bool:
-        return self.folder is not None
 
     @property
     def dirpath(self) -> str | None:
@@ -55,59 +51,49 @@ class CheckpointManager:
         assert self.folder is not None
         return self.folder / name
 
-    def save(self, run: RunState, event: str) -> None:
-        """Save the checkpoints that are due after an event.
-
-        Args:
-            event: "step": a step inside of an epoch. "validation": a validation inside of an epoch.
-                "stop": a limit ends an epoch early; a higher limit continues it. "signal": a signal
-                ends training. "epoch": an epoch is complete.
-        """
-        is_judged = event == "epoch"
-        if event == "validation":
-            self._is_validated = True
-            # Training metrics are still those of the previous epoch.
-            is_judged = self.config.monitor in run.history.evaluated
-            # The end of the epoch saves the same step.
-            is_judged = is_judged and not run.progress.is_epoch_complete
-        if not self.is_enabled:
-            return
-        if is_judged:
-            self.save_best(run)
-        if self._is_last_due(run, event):
-            self.save_last(run)
-        if event == "epoch":
-            self._check_monitor(run)
-
-    def _is_last_due(self, run: RunState, event: str) -> bool:
-        """Return whether an event saves last.ckpt. At an epoch's end, only "epoch" does."""
-        is_complete, save_last = run.progress.is_epoch_complete, self.config.save_last
-        if event == "signal":
-            return True
-        if event == "epoch":
-            return save_last and is_complete
-        if event != "step":
-            return save_last and not is_complete
+    def save_after_step(self, run: RunState) -> None:
+        """Save last.ckpt every save_every_n_steps optimizer steps."""
         every, step = self.config.save_every_n_steps, run.progress.global_step
         previous, self._last_step = self._last_step, step
         # Manual optimization may step several times in a batch.
         is_due = step // every > previous // every
-        return is_due and not (save_last and is_complete)
+        if is_due and not (self.config.save_last and run.progress.is_epoch_complete):
+            self.save_last(run)
+
+    def save_after_validation(self, run: RunState) -> None:
+        """Save after a validation inside of an epoch. The end of the epoch saves the same step."""
+        self._is_validated = True
+        if run.progress.is_epoch_complete:
+            return
+        # Training metrics are still those of the previous epoch.
+        if self.config.monitor in run.history.evaluated:
+            self.save_best(run)
+        self.save_in_epoch(run)
+
+    def save_in_epoch(self, run: RunState) -> None:
+        if self.config.save_last:
+            self.save_last(run)
+
+    def save_after_epoch(self, run: RunState) -> None:
+        self.save_best(run)
+        if self.config.save_last and run.progress.is_epoch_complete:
+            self.save_last(run)
+        self._check_monitor(run)
 
     def _check_monitor(self, run: RunState) -> None:
         """Refuse a monitor that was not logged by the end of the first epoch that validated."""
         monitor, metrics = self.config.monitor, run.loggers.monitored_metrics()
+        if self.folder is None or monitor is None or monitor in metrics or self._kept:
+            return
         is_early = run.should_validate and not run.history.evaluated
-        is_off = self.config.limit_val_batches == 0
-        is_known = monitor is None or monitor in metrics or self.best_model_score is not None
-        if not (is_known or self._kept or is_early or is_off):
+        if not is_early and self.config.limit_val_batches != 0:
             raise ConfigurationError(
                 f"monitor: got {monitor!r}, expected a logged metric: {sorted(metrics)}. Write monitor="
                 " with one of these, and resume='last' to continue."
             )
 
     def save_last(self, run: RunState) -> None:
-        if run.stop.is_diverging:
+        if self.folder is None or run.stop.is_diverging:
             return
         path = self._path("last.ckpt")
         if self.write(run, path):
@@ -120,10 +106,11 @@ class CheckpointManager:
     def save_best(self, run: RunState) -> None:
         """Save the run if its monitored value is new and among the best k."""
         config = self.config
-        if config.monitor is None or config.save_top_k == 0 or run.stop.is_diverging:
+        if self.folder is None or config.monitor is None or config.save_top_k == 0:
             return
         is_validated, self._is_validated = self._is_validated, False
-        if config.monitor in run.history.evaluated and not is_validated:
+        is_repeated = config.monitor in run.history.evaluated and not is_validated
+        if is_repeated or run.stop.is_diverging:
             return
         value = run.loggers.monitored_metrics().get(config.monitor)
         if run.fabric.world_size > 1:
@@ -179,21 +166,17 @@ class CheckpointManager:
         """Save after an error, so that a resume continues after the last whole optimizer step.
 
         A resume repeats the random numbers and logged sums of the failed step, so exception.ckpt is
-        exact only if that step drew and logged nothing. An error of a DataLoader worker occurs
-        between two steps and saves last.ckpt. With several processes, nothing is saved.
+        exact only if that step drew and logged nothing. With several processes, nothing is saved.
         """
         progress = run.progress
-        is_new = progress.global_step > max(self.saved_step, 0)
-        if not self.is_enabled or not is_new or run.optimization is None:
+        is_new = progress.global_step > self.saved_step
+        if self.folder is None or not is_new or run.optimization is None:
             return
         # WeightAveraging replaces the weights during a validation.
         averaging = run.loop.callbacks_of("WeightAveraging")
         if run.fabric.world_size > 1 or (averaging and progress.stage == "validate"):
             return
-        is_between_steps = progress.is_in_epoch and progress.phase is None
-        if is_between_steps and not run.data.train.reads_in_process:
-            self.save_last(run)
-        elif self.write(run, self._path("exception.ckpt")):
+        if self.write(run, self._path("exception.ckpt")):
             self.saved_step = progress.global_step
 
     def finish(self, run: RunState) -> None:

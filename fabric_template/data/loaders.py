@@ -275,7 +275,6 @@ class TrainLoaders(StageLoaders):
     Attributes:
         num_batches: Batches of an epoch; infinite if the length is unknown.
         extra_batches: Batches that steps with ``dataloader_iter`` fetched beyond one per step.
-        reads_in_process: Whether samples depend on the random numbers of this process.
     """
 
     def __init__(self, run: RunState, combined: CombinedLoader) -> None:
@@ -283,7 +282,6 @@ class TrainLoaders(StageLoaders):
         self.num_batches = self.count_batches()
         self.extra_batches = 0
         self._num_given = 0
-        self.reads_in_process = any(loader.reads_in_process for loader in self.resumable)
         # The batch that was read ahead from a loader of unknown length.
         self._following: Any = _END
         for loader in self.resumable:

@@ -82,21 +82,17 @@ class TensorLoader:
         return math.floor(batches) if self.drop_last else math.ceil(batches)
 
     def __iter__(self) -> Iterator[tuple[Tensor, ...]]:
-        return self.iter_from(0)
-
-    def iter_from(self, batch_idx: int) -> Iterator[tuple[Tensor, ...]]:
-        """Start a pass at a batch. The whole order is drawn first, as in a pass from batch 0."""
         order = None
         if self._sampler is not None:
             order = torch.tensor(list(self._sampler))
         elif self.shuffle:
             order = torch.randperm(self._num_samples, generator=self.generator)
-        return self._batches(order, batch_idx)
+        return self._batches(order)
 
-    def _batches(self, order: Tensor | None, first: int) -> Iterator[tuple[Tensor, ...]]:
+    def _batches(self, order: Tensor | None) -> Iterator[tuple[Tensor, ...]]:
         if order is not None:
             order = order.to(self.tensors[0].device)
-        for index in range(first, len(self)):
+        for index in range(len(self)):
             cut = slice(index * self.batch_size, (index + 1) * self.batch_size)
             if order is None:
                 yield tuple([tensor[cut] for tensor in self.tensors])

@@ -1,7 +1,7 @@
 """Train in epochs and batches, validate, and stop. Read this module first.
 
 Hooks may save a checkpoint at any time. ``run.progress.phase`` records where in the epoch that is;
-``Progress`` lists its values. ``run.checkpoints.save`` saves only if a checkpoint is due.
+``Progress`` lists its values. The methods of ``run.checkpoints`` save only if a checkpoint is due.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ def fit(run: RunState) -> None:
             train_epoch(run)
         if run.stop.signal is not None:
             # Save before on_train_end, in which callbacks may replace the weights.
-            run.checkpoints.save(run, "signal")
+            run.checkpoints.save_last(run)
             break
     run.loggers.end_training(run)
     run.hooks.call("on_train_end")
@@ -145,7 +145,7 @@ def end_batch(run: RunState) -> None:
         if run.signals.received is not None or run.is_distributed:
             run.signals.check(run)
         if run.config.save_every_n_steps:
-            run.checkpoints.save(run, "step")
+            run.checkpoints.save_after_step(run)
 
 
 def validate(run: RunState) -> None:
@@ -163,7 +163,7 @@ def validate(run: RunState) -> None:
             restore_rng_state(rng_state)
     run.validation_schedule.restart()
     run.loggers.end_validation(run)
-    run.checkpoints.save(run, "validation")
+    run.checkpoints.save_after_validation(run)
 
 
 def end_short_epoch(run: RunState) -> None:
@@ -184,7 +184,9 @@ def end_epoch(run: RunState) -> None:
             run.history.end_train_batches()
         progress.phase = "epoch_end"
         run.hooks.call_train_epoch_end()
-        run.checkpoints.save(run, "stop")
+        if not progress.is_epoch_complete:
+            # A limit ends the epoch early. A higher limit continues it.
+            run.checkpoints.save_in_epoch(run)
     run.results.update_metrics()
     if progress.is_epoch_complete:
         step_lr_schedulers(run, "epoch", plateau=True)
@@ -193,4 +195,4 @@ def end_epoch(run: RunState) -> None:
     run.data.train.end_epoch()
     progress.end_epoch()
     run.signals.check(run, is_due=True)
-    run.checkpoints.save(run, "epoch")
+    run.checkpoints.save_after_epoch(run)

@@ -11,21 +11,10 @@ from runs import Snapshots, assert_same_end, fit
 from test_exact_resume import Net
 from torch.utils.data import BatchSampler, DataLoader, DistributedSampler, RandomSampler
 
-from fabric_template import TensorLoader
 from fabric_template.checkpoint.dataloader_state import ResumableLoader
 
 pytestmark = pytest.mark.filterwarnings("ignore:The number of training batches")
 SIZE = 1000
-
-
-class CountsSlices(torch.Tensor):
-    """A tensor that counts its slices."""
-
-    count = 0
-
-    def __getitem__(self, index):
-        self.count += 1
-        return super().__getitem__(index).as_subclass(torch.Tensor)
 
 
 def resume_at(make, done):
@@ -40,22 +29,6 @@ def resume_at(make, done):
     resumed = ResumableLoader(make())
     resumed.load_state_dict(state)
     return batches[done:], resumed
-
-
-@pytest.mark.parametrize("shuffle", [False, True])
-@pytest.mark.parametrize("is_shared", [False, True])
-def test_tensor_loader_cuts_no_batch_that_is_done(shuffle, is_shared):
-    tensors = []
-
-    def make():
-        tensors.append(torch.arange(SIZE).as_subclass(CountsSlices))
-        made = TensorLoader(tensors[-1], batch_size=7, shuffle=shuffle)
-        return made.for_rank(1, 3) if is_shared else made
-
-    expected, resumed = resume_at(make, len(make()) - 5)
-    found = list(resumed)
-    assert [batch[0].tolist() for batch in found] == [batch[0].tolist() for batch in expected]
-    assert (len(found), tensors[-1].count) == (5, 5)
 
 
 SAMPLERS = {
