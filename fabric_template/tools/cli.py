@@ -1,4 +1,4 @@
-"""Run the command line. jsonargparse parses and documents the options of every command.
+"""Parse the command line, and run fit, validate, test, predict and verify.
 
 A command's module is imported when the command runs, so the list of commands needs no torch.
 """
@@ -6,12 +6,16 @@ A command's module is imported when the command runs, so the list of commands ne
 from __future__ import annotations
 
 import argparse
+import contextlib
 import dataclasses
 import difflib
 import importlib
 import json
+import os
 import re
+import shlex
 import sys
+import traceback
 from abc import ABC, abstractmethod
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -26,10 +30,10 @@ if TYPE_CHECKING:
 
 PACKAGE = __package__.rpartition(".")[0]
 COMMANDS = {  # name: (module, help)
-    "fit": ("commands", "train a model; without options the digits demo"),
-    "validate": ("commands", "run a model's validation_step over its data"),
-    "test": ("commands", "run a model's test_step over its data"),
-    "predict": ("commands", "run a model's predict_step over its data"),
+    "fit": ("cli", "train a model; without options the digits demo"),
+    "validate": ("cli", "run a model's validation_step over its data"),
+    "test": ("cli", "run a model's test_step over its data"),
+    "predict": ("cli", "run a model's predict_step over its data"),
     "plot": ("plots", "draw the logs of one or several runs"),
     "runs": ("runs", "list runs, compare two (diff RUN RUN), find the best one (best)"),
     "compare": ("compare", "find the first step in which two trainings differ"),
@@ -38,7 +42,7 @@ COMMANDS = {  # name: (module, help)
     "copy": ("vendoring", "copy this package or its single file into a project"),
     "diff": ("vendoring", "show what you and what upstream have changed in a copy"),
     "update": ("vendoring", "merge what is new upstream into a copy"),
-    "verify": ("commands", "check that checkpoints are whole"),
+    "verify": ("cli", "check that checkpoints are whole"),
 }
 LOOP_COMMANDS = ("fit", "validate", "test", "predict", "profile", "tune")
 LOAD = 'Take the weights of "last", "best" or a path.'
@@ -98,7 +102,7 @@ OPTIONS: dict[str, dict[str, dict[str, Any]]] = {  # the arguments of each comma
     "verify": {"path": {"help": "A checkpoint, or a folder of them."}},
 }
 # These options hold objects, or have a type in CLASS_OPTIONS.
-NOT_TYPED: set[str | int] = {"fabric", "plugins", "loggers", "callbacks", "logger"}
+NOT_TYPED: set[str | int] = {"fabric", "plugins", "loggers", "callbacks"}
 FIELDS = [field.name for field in dataclasses.fields(LoopArguments) if field.name not in NOT_TYPED]
 
 
@@ -122,15 +126,10 @@ CLASS_OPTIONS = {  # name: (type, help)
         list[AnyClass] | None,
         "--callbacks+=EarlyStopping --callbacks.monitor=val_loss, or your own class.",
     ),
-    "logger": (
-        bool | list[AnyClass] | None,
-        "true: the CSV logger. false: none. Or TensorBoardLogger --logger.save_dir=boards.",
-    ),
 }
-LIGHTNING = {"callbacks": "lightning.pytorch.callbacks", "logger": "lightning.pytorch.loggers"}
 # These commands train, and each training gets a new version.
 TRAINING_COMMANDS = ("fit", "profile", "tune")
-SWITCHES = {f"--{f.name}" for f in dataclasses.fields(LoopArguments) if "bool" in str(f.type)}
+SUFFIXES = (".ckpt", ".pt", ".pth")  # of checkpoints
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -141,7 +140,7 @@ def main(argv: list[str] | None = None) -> int:
     """
     argv = list(sys.argv[1:] if argv is None else argv)
     try:
-        if not argv or argv[0] in ("-h", "--help", "help"):
+        if not argv or argv[0] in ("-h", "--help"):
             lines = "\n".join(f"  {name:10}{text}" for name, (_, text) in COMMANDS.items())
             print(f"usage: {program()} COMMAND [options]\n\n{lines}\n\nCOMMAND --help shows more.")
             return 0
@@ -152,25 +151,20 @@ def main(argv: list[str] | None = None) -> int:
     except SystemExit as stop:
         return stop.code if isinstance(stop.code, int) else 0
     except KeyboardInterrupt:
-        print(f"{program()}: interrupted", file=sys.stderr)
         return 130
     except (ValueError, TypeError) as error:
         if not is_users_mistake(error):
             raise
-        names = "|".join([*FIELDS, "resume", "load"])
-        text = re.sub(rf"(?<![\w.'`-])({names})(?==|: got )", r"--\1", " ".join(str(error).split()))
-        hint = "; or give --data package.module:Class" if "train_dataloader" in text else ""
-        print(f"{program()}: {text}{hint}", file=sys.stderr)
+        print(f"{program()}: {' '.join(str(error).split())}", file=sys.stderr)
         return 2
 
 
 def is_users_mistake(error: Exception) -> bool:
     """Return whether a check of this package raised the error, without user code in between."""
-    packages, trace = [], error.__traceback__
-    while trace is not None:
-        name = str(trace.tb_frame.f_globals.get("__name__"))
+    packages = []
+    for frame, _ in traceback.walk_tb(error.__traceback__):
+        name = str(frame.f_globals.get("__name__"))
         packages.append(PACKAGE if f"{name}.".startswith(f"{PACKAGE}.") else name.partition(".")[0])
-        trace = trace.tb_next
     ours = {PACKAGE, "__main__", "lightning", "contextlib", "jsonargparse"}
     return packages[-1] == PACKAGE and {*packages} <= ours
 
@@ -186,100 +180,73 @@ def run_command(name: str, argv: list[str]) -> int:
     if name not in COMMANDS:
         raise ValueError(f"got the command {name}, expected one of {', '.join(COMMANDS)}.")
     parser = make_parser(name)
-    parts: tuple[Any, ...] = ()
-    if name not in LOOP_COMMANDS:
-        settings = parse(parser, argv)
-    elif {"-h", "--help"} & {*argv}:
-        parser.print_help()
-        return 0
-    else:
-        if "" not in sys.path:
+    try:
+        if name in LOOP_COMMANDS and not {"-h", "--help"} & {*argv}:
             sys.path.insert(0, "")
-        settings = parse(parser, complete_arguments(name, argv))
+            argv = complete_arguments(name, argv)
+        settings = parser.parse_args(argv)
+    except argparse.ArgumentError as error:
+        raise ValueError(explain(parser, str(error))) from None
+    parts: tuple[Any, ...] = ()
+    if name in LOOP_COMMANDS:
         if settings.model is None:
             raise ValueError("--model: got no class, expected --model package.module:Class.")
         parts = build(parser, settings)
-    function = getattr(
-        importlib.import_module(f".{COMMANDS[name][0]}", __package__), f"{name}_command"
-    )
+    module = importlib.import_module(f".{COMMANDS[name][0]}", __package__)
     names = [option.lstrip("-").replace("-", "_") for option in OPTIONS[name]]
-    return function(*parts, **{option: settings[option] for option in names})
-
-
-def join_values(argv: list[str]) -> list[str]:
-    """Write --model X as --model=X, and a bare switch as --switch=true."""
-    tokens: list[str] = []
-    for token in argv:
-        is_value = bool(tokens) and not token.startswith("--")
-        if is_value and re.fullmatch(r"--(?!only$)[^=]+", tokens[-1]):
-            tokens[-1] += f"={token}"
-        else:
-            tokens.append(token)
-    return [f"{token}=true" if token in SWITCHES else token for token in tokens]
-
-
-def value_of(option: str, tokens: list[str]) -> str | None:
-    """Return the last value of an option on the command line."""
-    values = [token.partition("=")[2] for token in tokens if token.startswith(f"--{option}=")]
-    return values[-1] if values else None
+    return getattr(module, f"{name}_command")(*parts, **{key: settings[key] for key in names})
 
 
 def complete_arguments(command: str, argv: list[str]) -> list[str]:
-    """Order the arguments as demo options, files, classes, others. Complete the import paths."""
-    tokens = join_values(argv)
-    model, folder = value_of("model", tokens) or "", value_of("run", tokens)
-    is_empty = not any(value_of(option, tokens) for option in ("model", "data", "config", "run"))
-    demo = "digits" if is_empty else model.removeprefix("demos.")
-    files = [f"--config={json.dumps(DEMOS[demo])}"] if demo in DEMOS else []
-    if folder is not None:
-        files.append(f"--config={json.dumps(read_run(command, Path(folder), tokens))}")
-    files += [token for token in tokens if token.startswith("--config=")]
-    others = [resolve_token(token) for token in tokens if not token.startswith("--config=")]
-    # jsonargparse requires the class before its arguments.
-    others.sort(key=lambda token: not token.startswith(("--model=", "--data=")))
-    load = value_of("load", tokens)
-    if folder is not None and load in ("best", "last") and is_new_run(command, tokens):
-        # The checkpoints of logs/digits/version_0 are in checkpoints/digits/version_0.
-        run = Path(folder).absolute()
-        checkpoints = run.parents[2] / "checkpoints" / run.parent.name / run.name
-        others.append(f"--load={checkpoints / load}.ckpt")
-    return [*files, *others]
+    """Put files and classes before other options, as jsonargparse requires. Complete their paths."""
+    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False, exit_on_error=False)
+    parser.add_argument("--config", action="append", default=[])
+    for option in ("model", "data", "run", "resume", "load"):
+        parser.add_argument(f"--{option}")
+    given, others = parser.parse_known_args(argv)
+    files = [f"--config={path}" for path in given.config]
+    is_empty = not (given.model or given.data or given.config or given.run)
+    demo = "digits" if is_empty else (given.model or "").removeprefix("demos.")
+    is_new_run = command in TRAINING_COMMANDS and given.resume is None
+    if given.run is not None:
+        run = Path(given.run).absolute()
+        files.insert(0, f"--config={json.dumps(read_run(command, run, is_new_run))}")
+        if given.load in ("best", "last") and is_new_run:
+            # The checkpoints of logs/digits/version_0 are in checkpoints/digits/version_0.
+            checkpoints = run.parents[2] / "checkpoints" / run.parent.name / run.name
+            given.load = f"{checkpoints / given.load}.ckpt"
+    if demo in DEMOS:
+        files.insert(0, f"--config={json.dumps(DEMOS[demo])}")
+    chosen = {name: getattr(given, name) for name in ("model", "data", "resume", "load")}
+    tokens = [f"--{name}={value}" for name, value in chosen.items() if value is not None]
+    return [*files, *map(resolve_token, [*tokens, *others])]
 
 
 def resolve_token(token: str) -> str:
     """Replace the class in an option such as --callbacks+=EarlyStopping by its import path."""
-    match = re.fullmatch(r"--(model|data|callbacks|logger)(\+|\.help)?=(\w[\w.:/-]*)", token)
-    if match is None or match[3] in ("null", "true", "false"):
+    match = re.fullmatch(r"(--(model|data|callbacks)(?:\+|\.help)?=)(\w[\w.:]*)", token)
+    if match is None:
         return token
-    option, name = match[1], match[3]
-    suffix = match[2] or ("+" if option in LIGHTNING else "")
-    demo = DEMOS.get(name.removeprefix("demos."), {})
-    path = demo.get(option) or name.replace(":", ".")
-    if option in LIGHTNING and "." not in path:
-        path = f"{LIGHTNING[option]}.{path}"
-    return f"--{option}{suffix}={path}"
+    start, option, name = match.groups()
+    path = DEMOS.get(name.removeprefix("demos."), {}).get(option) or name.replace(":", ".")
+    if option == "callbacks" and "." not in path:
+        path = f"lightning.pytorch.callbacks.{path}"
+    return start + path
 
 
-def is_new_run(command: str, tokens: list[str]) -> bool:
-    return command in TRAINING_COMMANDS and value_of("resume", tokens) is None
-
-
-def read_run(command: str, folder: Path, tokens: list[str]) -> dict[str, Any]:
+def read_run(command: str, folder: Path, is_new_run: bool) -> dict[str, Any]:
     """Return the options of a run. Except for a new training, add its name and version."""
     import yaml
 
     try:
         config = yaml.safe_load((folder / "config.yaml").read_text("utf-8"))
-    except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
-        raise ValueError(f"--run: got {folder}, expected a run's folder ({error}).") from error
-    unknown = config.pop("about", {}).get("unknown")
-    if unknown:
-        text = ", ".join(f"{name} ({reason})" for name, reason in unknown.items())
-        print(f"{folder} does not record {text}: give these options if needed", file=sys.stderr)
-    if command != "fit" or value_of("resume", tokens) or value_of("load", tokens):
+    except OSError as error:
+        raise ValueError(
+            f"--run: got {folder}, expected a run's folder, logs/NAME/version_N."
+        ) from error
+    if command != "fit" or not is_new_run:
         config = {name: config[name] for name in config if name not in ("resume", "load")}
-    if not is_new_run(command, tokens):
-        folder = folder.absolute()
+    if not is_new_run:
         number = folder.name.removeprefix("version_")
         config["version"] = int(number) if number.isdigit() else folder.name
         config |= {"name": folder.parent.name, "default_root_dir": str(folder.parents[2])}
@@ -315,29 +282,17 @@ def make_parser(name: str) -> ArgumentParser:
     return parser
 
 
-def parse(parser: ArgumentParser, arguments: list[str]) -> Namespace:
-    """Parse the arguments. Raise an error with a one-line message if they are invalid."""
-    try:
-        return parser.parse_args(arguments)
-    except argparse.ArgumentError as error:
-        raise ValueError(explain(parser, str(error))) from None
-
-
 def explain(parser: ArgumentParser, message: str) -> str:
     """Shorten a message of jsonargparse to one line that names the option."""
     text = " ".join(message.split())
-    unknown = re.match(r"Unrecognized arguments:.*?(--[\w.]+)|Option '(\w+)' is not", text)
-    if unknown:
-        option = unknown[1] or f"--{unknown[2]}"
-        known = [string for action in parser._actions for string in action.option_strings]
-        near = difflib.get_close_matches(option, known, n=1)
+    if unknown := re.match(r"Unrecognized arguments:.*?(--[\w.]+)", text):
+        options = [option for action in parser._actions for option in action.option_strings]
+        near = difflib.get_close_matches(unknown[1], options, n=1)
         hint = f"Did you mean {near[0]}?" if near else f"{parser.prog} --help lists all."
-        return f"{option}: {parser.prog} has no such option. {hint}"
+        return f"{unknown[1]}: {parser.prog} has no such option. {hint}"
     keys = re.findall(r'Parser key "([\w.]+)": ', text)
     text = re.sub(r'Parser key "[\w.]+": ', "", text)
-    if union := re.search(
-        r"Subtypes: \[(.*?)\] Errors: (.*) Given value type: .* value: (.*)", text
-    ):
+    if union := re.search(r"Subtypes: \[(.*?)\] Errors: (.*) Given value type: .*: (.*)", text):
         # Drop the messages about types that do not match, and keep the constructor's error.
         reasons = [reason for reason in union[2].split("- ") if "Expected a" not in reason]
         text = " ".join(reasons) or f"got {union[3]}, expected {union[1].replace(', ', ' or ')}."
@@ -351,23 +306,150 @@ def build(parser: ArgumentParser, settings: Namespace) -> tuple[FabricLoop, Any,
 
     from .. import FabricLoop
 
+    # jsonargparse 4.49 renamed instantiate_classes to instantiate.
+    make = getattr(parser, "instantiate", None) or parser.instantiate_classes
+
+    def instantiate(*options: str) -> dict[str, Any]:
+        return vars(make(type(settings)(**{option: settings[option] for option in options})))
+
     plain = {name: settings[name] for name in FIELDS}
-    mistakes = (ValueError, TypeError, RuntimeError, ImportError, MisconfigurationException)
+    classes = {name: settings.as_dict()[name] for name in CLASS_OPTIONS}
     try:
-        loop = FabricLoop(**plain, **instantiate(parser, settings, "callbacks", "logger"))
-    except mistakes as error:
+        loop = FabricLoop(**plain, **instantiate("callbacks"))
+    except (ValueError, TypeError, ImportError, MisconfigurationException) as error:
         raise ValueError(explain(parser, str(error))) from error
-    classes = settings.as_dict()
-    loop.recipe = {**plain, **{name: classes[name] for name in CLASS_OPTIONS}}
+    loop.recipe = {**plain, **classes}
     # Create the model after the loop, which seeds the random generators.
-    made = instantiate(parser, settings, "model", "data")
+    made = instantiate("model", "data")
     return loop, made["model"], made["data"]
 
 
-def instantiate(parser: ArgumentParser, settings: Namespace, *options: str) -> dict[str, Any]:
-    """Create the objects of the given options."""
-    from jsonargparse import Namespace
+def fit_command(
+    loop: FabricLoop, model: Any, data: Any, *, resume: str | None, load: str | None
+) -> int:
+    """Train, then print the results and the next commands."""
+    try:
+        loop.fit(model, data, resume=resume, load=load)
+    except (KeyboardInterrupt, SystemExit):
+        folder = run_folder(loop)
+        if folder is not None and loop.fabric.is_global_zero and loop.checkpoint_path("last"):
+            command = f"{program()} fit --run {folder} --resume last"
+            print(f"\ninterrupted; continue with\n{command}", file=sys.stderr)
+        raise
+    if loop.fabric.is_global_zero:
+        print()
+        for name, lines in summarize(loop).items():
+            for line in lines:
+                print(f"{name:<12}{line}")
+    return 0
 
-    # jsonargparse 4.49 renamed instantiate_classes to instantiate.
-    make = getattr(parser, "instantiate", None) or parser.instantiate_classes
-    return vars(make(Namespace(**{option: settings[option] for option in options})))
+
+def summarize(loop: FabricLoop) -> dict[str, list[str]]:
+    """Return the results and files of a training, and the commands that use them."""
+    from .plots import save_picture
+
+    summary = loop.ending()
+    # Replace the Python call of the summary by a command.
+    summary.pop("resume", None)
+    folder = run_folder(loop)
+    if folder is None:
+        return summary
+    # A failed picture must not make the command fail.
+    with contextlib.suppress(Exception):
+        summary["picture"] = [str(save_picture([folder], Path(folder, "history.png")))]
+    if loop.checkpoint_path("last"):
+        limits = {name: getattr(loop.config, name) or -1 for name in ("max_epochs", "max_steps")}
+        longer = [f" --{name} {2 * limit}" for name, limit in limits.items() if limit > 0]
+        summary["resume"] = [f"{program()} fit --run {folder} --resume last{''.join(longer)}"]
+        best = "best" if loop.checkpoint_path("best") else "last"
+        summary["validate"] = [f"{program()} validate --run {folder} --load {best}"]
+    return summary
+
+
+def run_folder(loop: FabricLoop) -> str | None:
+    """Return the run's log folder, quoted for a shell, or None if it has no config.yaml."""
+    if loop.log_dir is None or not Path(loop.log_dir, "config.yaml").is_file():
+        return None
+    return shlex.quote(os.path.relpath(loop.log_dir))
+
+
+def validate_command(loop: FabricLoop, model: Any, data: Any, *, load: str | None) -> int:
+    warn_of_new_weights(loop, load)
+    loop.validate(model, data, load=load)
+    return 0
+
+
+def test_command(loop: FabricLoop, model: Any, data: Any, *, load: str | None) -> int:
+    warn_of_new_weights(loop, load)
+    loop.test(model, data, load=load)
+    return 0
+
+
+def predict_command(
+    loop: FabricLoop, model: Any, data: Any, *, load: str | None, out: str | None
+) -> int:
+    """Predict, and save or print the predictions."""
+    import torch
+
+    if out is not None and Path(out).suffix not in (".csv", ".pt"):
+        raise ValueError(f"--out: got {out}, expected a file name in .csv or .pt.")
+    warn_of_new_weights(loop, load)
+    batches = loop.predict(model, data, load=load) or []
+    if loop.fabric.is_global_zero:
+        print(f"predicted   {len(batches)} batches; the first: {str(batches[:1])[1:200]}")
+        if out is not None:
+            Path(out).parent.mkdir(parents=True, exist_ok=True)
+            if out.endswith(".csv"):
+                make_table(batches).to_csv(out, index=False)
+            else:
+                torch.save(batches, out)
+            print(f"saved       {out}")
+    return 0
+
+
+def warn_of_new_weights(loop: FabricLoop, load: str | None) -> None:
+    """Warn a user who gave no checkpoint that the weights are not trained."""
+    if load is None and loop.fabric.is_global_zero:
+        hint = "the weights are new; --load best takes those of the last fit"
+        print(f"{program()}: {hint}", file=sys.stderr)
+
+
+def make_table(batches: list[Any]) -> Any:
+    """Return a DataFrame with a row per sample. A vector has a column for each element."""
+    import pandas as pd
+    import torch
+
+    tables = []
+    for batch in batches:
+        named = batch if isinstance(batch, dict) else {"prediction": batch}
+        columns: dict[str, Any] = {}
+        for name, value in named.items():
+            if isinstance(value, torch.Tensor) and value.dim() == 2:
+                columns |= {f"{name}_{i}": part.tolist() for i, part in enumerate(value.T)}
+            elif isinstance(value, torch.Tensor):
+                columns[str(name)] = torch.atleast_1d(value).tolist()
+            else:
+                columns[str(name)] = value
+        tables.append(pd.DataFrame(columns))
+    return pd.concat(tables)
+
+
+def verify_command(path: str) -> int:
+    """Read checkpoints from end to end and compare their checksums."""
+    from ..checkpoint.checkpoint_io import verify_checkpoint
+    from ..errors import DamagedCheckpointError
+
+    files = [Path(path)]
+    if files[0].is_dir():
+        files = sorted(file for file in files[0].rglob("[!.]*") if file.suffix in SUFFIXES)
+    if not files or not files[0].exists():
+        raise ValueError(f"verify: got {path}, expected a folder with {', '.join(SUFFIXES)} files.")
+    damaged = []
+    for file in files:
+        try:
+            verify_checkpoint(file)
+            print(f"whole       {file}")
+        except DamagedCheckpointError as error:
+            print(f"damaged     {error}")
+            damaged.append(file)
+    return int(bool(damaged))
