@@ -64,6 +64,7 @@ OPTIONS: dict[str, dict[str, dict[str, Any]]] = {  # the arguments of each comma
         "--metrics": {"nargs": "*", "help": "Columns or names (f1, lr). Default: loss, accuracy."},
         "--x": {"help": "The horizontal axis: epoch, step or time."},
         "--smooth": {"type": float, "help": "Weight of the earlier points, from 0 to below 1."},
+        "--log": {**FLAG, "help": "Draw the values on a logarithmic scale."},
         "--out": {"help": "The picture. Default: history.png in the folder."},
     },
     "runs": {

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from ..loggers.read_logs import read_logs
-from .runs import LOWER_IS_BETTER, find_runs
+from .runs import find_direction, find_runs
 
 if TYPE_CHECKING:
     import numpy as np
@@ -27,14 +27,14 @@ PALETTE = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9")
 DASHES = ("-", "--", "-.")
 INDEX_COLUMNS = ("name", "version", "epoch", "step", "time", "samples_per_second")
 SPLITS = {"training": "train", "val": "validation", "valid": "validation"}
-_SPLIT = r"(train|training|val|valid|validation|test)"
-_COLUMN = re.compile(rf"(?is)(?:{_SPLIT}[\W_])?(.*?)(?:[\W_]{_SPLIT})?(?:_epoch|_step)?(/.*)?")
+_COLUMN = re.compile(
+    r"(?is)(?:(train|training|val|valid|validation|test)[\W_])?(.*?)(?:_epoch|_step)?(/.*)?"
+)
 _KINDS = {
     "loss": re.compile(r"(?i)loss"),
     "accuracy": re.compile(r"(?i)accuracy|(^|[\W_])acc([\W_\d]|$)"),
     "learning rate": re.compile(r"(?i)^(lr|learning[_ ]rate)([\W_\d]|$)"),
 }
-_HIGH_IS_GOOD = re.compile(r"(?i)acc|score|precision|recall|auroc|(^|[\W_])(f1|auc|iou)(\W|_|$)")
 
 
 @dataclass(eq=False)
@@ -43,18 +43,9 @@ class Run:
 
     label: str
     tables: list[pd.DataFrame]
-    monitor: str | None = None
-    mode: str | None = None
+    options: dict[str, Any]
     color: str | None = None
     dash: str = "-"
-
-    def is_lower_better(self, metric: Metric) -> bool | None:
-        """Return whether lower values of a metric are better, or None if that is unknown."""
-        if metric.column == self.monitor:
-            return self.mode != "max"
-        if LOWER_IS_BETTER.search(metric.quantity):
-            return True
-        return False if _HIGH_IS_GOOD.search(metric.quantity) else None
 
 
 class Metric(NamedTuple):
@@ -70,10 +61,11 @@ def parse_metric(column: str) -> Metric:
     """Split the name of a column into its parts. Names of other loggers work, too."""
     match = _COLUMN.fullmatch(column)
     assert match is not None
-    prefix, quantity, suffix, loader = match.groups(default="")
-    split = (prefix or suffix).lower()
+    split, quantity, loader = match.groups(default="")
     kinds = (kind for kind, pattern in _KINDS.items() if pattern.search(quantity))
-    return Metric(column, SPLITS.get(split, split), quantity + loader, next(kinds, quantity))
+    return Metric(
+        column, SPLITS.get(split.lower(), split.lower()), quantity + loader, next(kinds, quantity)
+    )
 
 
 def plot_logs(
@@ -83,6 +75,7 @@ def plot_logs(
     metrics: str | Sequence[str] | None = None,
     ax: Axes | None = None,
     smooth: float | None = None,
+    log: bool = False,
     seeds: bool = True,
 ) -> Axes | np.ndarray:
     """Draw the logs of one or several runs with a panel for each quantity.
@@ -97,6 +90,7 @@ def plot_logs(
         ax: Draw into these Axes instead of a new figure.
         smooth: Weight of the earlier points in a moving average, from 0 to below 1. None: smooth
             training lines of more than 50 points. A pale line shows the original points.
+        log: Draw the values on a logarithmic scale.
         seeds: Join runs of one name that differ only in their seed. Draw their mean and range.
 
     Returns:
@@ -130,7 +124,7 @@ def plot_logs(
         ax.legend(fontsize="small")
         return ax
     quantities = list(dict.fromkeys(metric.quantity for metric in chosen))
-    axes = make_axes(quantities, x)
+    axes = make_axes(quantities, x, log)
     for number, run in enumerate(runs):
         run.color = PALETTE[number % len(PALETTE)]
         run.dash = DASHES[number % len(DASHES)]
@@ -152,13 +146,13 @@ def load_runs(logs: Any, seeds: bool) -> list[Run]:
 
     if isinstance(logs, str | os.PathLike):
         return read_runs(Path(logs), seeds)
-    if isinstance(logs, list | tuple):
-        return [run for value in logs for run in load_runs(value, seeds=False)]
     if isinstance(logs, pd.DataFrame):
         if not {"name", "version"} <= set(logs.columns):
-            return [Run("", [logs])]
+            return [Run("", [logs], {})]
         groups = logs.groupby(["name", "version"], sort=False)
-        return [Run(f"{name}/{version}", [rows]) for (name, version), rows in groups]
+        return [Run(f"{name}/{version}", [rows], {}) for (name, version), rows in groups]
+    if isinstance(logs, list | tuple):
+        return [run for value in logs for run in load_runs(value, seeds=False)]
     if not isinstance(logs, Mapping):
         expected = "expected a path or a DataFrame. Write plot_logs('logs')."
         raise TypeError(f"plot_logs: got {type(logs).__name__}, {expected}")
@@ -176,19 +170,18 @@ def read_runs(path: Path, seeds: bool) -> list[Run]:
     rows_by_run = read_logs(path).groupby(["name", "version"], sort=False)
     found = find_runs(path.parent if path.is_file() else path)
     by_place = {(run["name"], run["version"]): run for run in found}
-    runs: dict[Any, Run] = {}
+    runs: dict[str, Run] = {}
     for (name, version), rows in rows_by_run:
         recorded = by_place[name, version]
-        folder, options = Path(recorded["folder"]), dict(recorded["changed"])
-        rows.attrs["folder"] = folder
-        is_seed = seeds and options.pop("seed", None) is not None
-        label = f"{name}/{folder.name}"
-        best = (recorded["options"].get(option) for option in ("monitor", "mode"))
-        run = runs.setdefault((name, str(options)) if is_seed else label, Run(label, [], *best))
+        rows.attrs["folder"] = Path(recorded["folder"])
+        label = group = f"{name}/{rows.attrs['folder'].name}"
+        changed = dict(recorded["changed"])
+        if seeds and changed.pop("seed", None) is not None:
+            group = " ".join([name, *(f"{option}={value}" for option, value in changed.items())])
+        run = runs.setdefault(group, Run(label, [], recorded["options"]))
         run.tables.append(rows)
         if len(run.tables) > 1:
-            changed = [f"{option}={value}" for option, value in options.items()]
-            run.label = f"{' '.join([name, *changed])}, mean of {len(run.tables)}"
+            run.label = f"{group}, mean of {len(run.tables)}"
     return list(runs.values())
 
 
@@ -240,14 +233,14 @@ def choose_metrics(runs: list[Run], x: str, wanted: Sequence[str] | None) -> lis
     return sorted(dict.fromkeys(chosen), key=lambda m: (order.get(m.kind, 2), m.split != "train"))
 
 
-def make_axes(quantities: list[str], x: str) -> list[Axes]:
+def make_axes(quantities: list[str], x: str, log: bool) -> list[Axes]:
     """Return the panels of a new figure, up to three in a row."""
     from matplotlib import pyplot
-    from matplotlib.ticker import MaxNLocator
+    from matplotlib.ticker import LogLocator, MaxNLocator, NullFormatter
 
     width = len(quantities) if len(quantities) <= 3 else 2
     height = math.ceil(len(quantities) / width)
-    size = ((6.4, 4.2), (8.4, 4.1), (9.6, 3.8))[width - 1] if height == 1 else (8.4, 2.5 * height)
+    size = (4.8 + 1.6 * width, 1.6 + 2.4 * height)
     figure = pyplot.figure(figsize=size, layout="constrained")
     axes: list[Axes] = []
     for number, quantity in enumerate(quantities, start=1):
@@ -255,6 +248,11 @@ def make_axes(quantities: list[str], x: str) -> list[Axes]:
         ax.set_xlabel("seconds of training" if x == "time" else x)
         ax.set_ylabel(quantity, parse_math=False)
         ax.xaxis.set_major_locator(MaxNLocator("auto", integer=x != "time", min_n_ticks=1))
+        if log:
+            ax.set_yscale("log")
+            ax.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
+            ax.yaxis.set_major_formatter("{x:g}")
+            ax.yaxis.set_minor_formatter(NullFormatter())
         ax.grid(alpha=0.25)
         axes.append(ax)
     return axes
@@ -286,9 +284,9 @@ def draw_line(ax: Axes, run: Run, metric: Metric, x: str, smooth: float | None, 
     # Mark few points with dots. Draw a short run over the long run that may have resumed it.
     style.update(marker="." if len(points) <= 30 else "", zorder=2 + 1 / (1 + len(points)))
     (line,) = ax.plot(points["x"], values, color=run.color, label=label, **style)
-    is_low = run.is_lower_better(metric)
-    if is_low is not None and metric.split != "train" and len(points):
-        best = values.idxmin() if is_low else values.idxmax()
+    mode = find_direction(metric.column, run.options)
+    if mode is not None and metric.split != "train" and len(points):
+        best = values.idxmin() if mode == "min" else values.idxmax()
         style = {"color": line.get_color(), "markersize": 9, "markeredgecolor": "white"}
         ax.plot(points["x"][best], values[best], "o", label="best", zorder=4, **style)
 
@@ -304,10 +302,10 @@ def add_legend(axes: list[Axes], title: str) -> None:
     if "best" in entries:
         entries["best"] = entries.pop("best")
     figure: Any = axes[0].figure
+    # A letter has a fifteenth of an inch. Make room for the lines of the legend.
     width = max(1, int(figure.get_figwidth() * 14 / (max(map(len, entries)) + 10)))
-    num_lines = math.ceil(len(entries) / width) + bool(title)
-    figure.set_figheight(figure.get_figheight() + 0.27 * (num_lines - 1))
-    place = {"loc": "outside lower center", "ncols": width, "title": title}
+    figure.set_figheight(figure.get_figheight() + 0.27 * (len(entries) // width))
+    place = {"loc": "outside lower center", "ncols": width, "title": title or None}
     legend = figure.legend(entries.values(), entries, **place)
     for text in legend.get_texts():
         text.set_parse_math(False)
@@ -337,10 +335,8 @@ def save_picture(paths: Sequence[str | Path], out: str | Path, **options: Any) -
         expected = "expected a .png, .pdf or .svg in a folder that exists. Write runs.png."
         raise ValueError(f"out: got {str(out)!r}, {expected}")
     logs = paths[0] if len(paths) == 1 else list(paths)
-    # Replace the file atomically, because a viewer may watch it.
-    partial = out.with_name(f".{out.name}")
-    partial.write_bytes(render_picture(logs, out.suffix[1:], **options))
-    return partial.replace(out)
+    out.write_bytes(render_picture(logs, out.suffix[1:], **options))
+    return out
 
 
 class LivePlot:
@@ -380,9 +376,6 @@ class LivePlot:
 
         try:
             image = Image(render_picture(log, **self.options), format="png")
-        except ValueError:
-            # The metrics to draw are not logged yet.
-            return
         except Exception as problem:
             warnings.warn(f"LivePlot: the run is not drawn. {problem}", stacklevel=2)
             return
@@ -394,18 +387,10 @@ class LivePlot:
     on_exception = on_fit_end
 
 
-def plot_command(
-    paths: Sequence[str] = ("logs",),
-    *,
-    metrics: list[str] | None = None,
-    x: str | None = None,
-    smooth: float | None = None,
-    out: str | None = None,
-) -> int:
+def plot_command(paths: Sequence[str], *, out: str | None = None, **options: Any) -> int:
     """Draw the logs of one or several runs into a picture."""
     first = Path(paths[0])
     folder = first if first.is_dir() else first.parent
     picture = Path(out or Path("." if len(paths) > 1 else folder, "history.png"))
-    options = {"metrics": metrics, "x": x, "smooth": smooth}
     print(f"picture     {save_picture(paths, picture, **options)}")
     return 0

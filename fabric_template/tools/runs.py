@@ -22,9 +22,10 @@ HEADER = ("run", "state", "epochs", "metric", "best", "epoch", "trained", "chang
 NOT_METRICS = ("epoch", "step", "samples_per_second", "time", "name", "version")
 # These options differ in every run or do not influence the training.
 NOT_COMPARED = ("name", "version", "default_root_dir", "enable_progress_bar")
-LOWER_IS_BETTER = re.compile(
+LOW_IS_GOOD = re.compile(
     r"(?i)loss|error|perplexity|(^|[\W_])(nll|r?mse|mae|ppl|wer|cer|fid)([\W_]|$)"
 )
+HIGH_IS_GOOD = re.compile(r"(?i)acc|score|precision|recall|auroc|(^|[\W_])(f1|auc|iou)(\W|_|$)")
 Run = dict[str, Any]  # a row of list_runs, and the options and rows of the run
 
 
@@ -102,18 +103,22 @@ def read_run(folder: Path, root: Path, metric: str | None = None) -> Run:
     return run | find_best(run, metric or next(iter(metrics), None))
 
 
-def find_best(run: Run, metric: str | None) -> dict[str, Any]:
-    """Return the best value of a metric and its epoch.
+def find_direction(metric: str, options: dict[str, Any]) -> str | None:
+    """Return "min" or "max" for the monitor or a metric with a known name, or None."""
+    if metric == options.get("monitor"):
+        return "max" if options.get("mode") == "max" else "min"
+    if LOW_IS_GOOD.search(metric):
+        return "min"
+    return "max" if HIGH_IS_GOOD.search(metric) else None
 
-    The monitor has its own mode. Other metrics have the mode "min" if they are named like a loss.
-    """
-    rows, options = run["rows"], run["options"]
+
+def find_best(run: Run, metric: str | None) -> dict[str, Any]:
+    """Return the best value of a metric, which is the largest if the name is unknown."""
+    rows = run["rows"]
     rows = rows[rows[metric].abs() < float("inf")] if metric in rows else rows[:0]
     if not len(rows):
         return {"metric": metric, "best": None, "best_epoch": None}
-    mode = "min" if LOWER_IS_BETTER.search(str(metric)) else "max"
-    if metric == options.get("monitor"):
-        mode = options.get("mode", mode)
+    mode = find_direction(str(metric), run["options"]) or "max"
     row = rows.loc[rows[metric].idxmin() if mode == "min" else rows[metric].idxmax()]
     best_epoch = int(row.get("epoch", 0))
     return {"metric": metric, "best": float(row[metric]), "best_epoch": best_epoch, "mode": mode}
@@ -141,10 +146,9 @@ def read_lock(path: Path) -> tuple[str, str | None]:
     if not path.is_file():
         return "unknown", None
     resumed_from, state = None, ""
-    for line in path.read_text("utf-8", "replace").splitlines():
-        state = line
-        if line.startswith("resumed after step "):
-            resumed_from = line.partition(" from ")[2]
+    for state in path.read_text("utf-8", "replace").splitlines():
+        if state.startswith("resumed after step "):
+            resumed_from = state.partition(" from ")[2]
     if state not in ("finished", "interrupted", "failed"):
         state = "running" if is_locked(path) else "interrupted"
     return state, resumed_from

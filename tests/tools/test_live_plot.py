@@ -65,7 +65,6 @@ def test_one_picture_is_replaced_once_a_second_and_in_5_percent_of_the_time(note
 
 
 def test_what_cannot_be_drawn_does_not_stop_the_run(notebook, monkeypatch):
-    fit(LivePlot(metrics="unknown"), epochs=1)
     fit(LivePlot(), epochs=1, logger=False)
     monkeypatch.setattr(plots, "render_picture", lambda *args, **options: 1 / 0)
     with pytest.warns(UserWarning, match="LivePlot: the run is not drawn. division by zero"):

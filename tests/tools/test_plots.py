@@ -90,7 +90,6 @@ def test_metrics_are_columns_quantities_or_kinds(metrics, labels):
     ("name", "split", "quantity", "kind"),
     [
         ("val_acc_top1", "validation", "acc_top1", "accuracy"),
-        ("acc/val", "validation", "acc", "accuracy"),
         ("MulticlassAccuracy", "", "MulticlassAccuracy", "accuracy"),
         ("val/accordance", "validation", "accordance", "accordance"),
         ("training_loss_step", "train", "loss", "loss"),
@@ -213,6 +212,22 @@ def test_many_points_are_smoothed_over_the_measured_values():
     assert len(plot_logs(frame.rename(columns={"train_loss": "val_loss"}), x="step").get_lines()) == 2
     _, half = plot_logs(frame[:3], x="step", smooth=0.5).get_lines()
     assert half.get_ydata() == pytest.approx([1.0, 7 / 3, 11 / 7])  # as in TensorBoard
+
+
+@pytest.mark.parametrize(
+    ("losses", "expected"),
+    [
+        ([0.9, 0.6, 0.4], ["0.4", "0.5", "0.6", "0.7", "0.8", "0.9"]),
+        ([5.0, 0.1, 0.005], ["0.005", "0.01", "0.02", "0.05", "0.1", "0.2", "0.5", "1", "2", "5"]),
+    ],
+)
+def test_the_ticks_of_a_log_scale_are_plain_numbers(losses, expected):
+    ax = plot_logs(pd.DataFrame({"epoch": [0, 1, 2], "val_loss": losses}), log=True)
+    ax.figure.canvas.draw()
+    low, high = ax.get_ylim()
+    labels = [tick.label1.get_text() for tick in ax.yaxis.get_major_ticks() if low <= tick.get_loc() <= high]
+    assert labels == expected
+    assert not any(text.get_text() for text in ax.get_yticklabels(minor=True))
 
 
 def test_into_given_axes():
