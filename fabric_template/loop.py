@@ -24,7 +24,7 @@ from torch.optim import Optimizer
 from torch.utils.data import DataLoader
 
 from .checkpoint.checkpoint_io import find_checkpoint_io
-from .checkpoint.resolve import read_start_checkpoint
+from .checkpoint.find_checkpoint import read_start_checkpoint
 from .config import LoopArguments, LoopConfig, parse_options, with_arguments_of
 from .data.tensor_loader import TensorLoader
 from .distributed.launch import join_processes, launched_devices

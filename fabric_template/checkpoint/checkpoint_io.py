@@ -205,17 +205,10 @@ def verify_checkpoint(path: str | Path) -> None:
         raise DamagedCheckpointError(
             f"{path}: got a file that starts with {start!r}, expected one of torch.save."
         )
-    damage = find_damage(path)
-    # zipfile reports a read error of the disk as damage, too. Read again to be sure.
-    if damage is not None and (damage := find_damage(path)) is not None:
-        raise DamagedCheckpointError(f"{path}: the file is damaged{damage}")
-
-
-def find_damage(path: str | Path) -> str | None:
-    """Return a description of the damage in an archive, or None if every CRC matches."""
     try:
         with zipfile.ZipFile(path) as archive:
             damaged = archive.testzip()
     except (zipfile.BadZipFile, ValueError, NotImplementedError, EOFError) as error:
-        return f". {error}"
-    return None if damaged is None else f", in {damaged}."
+        raise DamagedCheckpointError(f"{path}: the file is damaged. {error}") from error
+    if damaged is not None:
+        raise DamagedCheckpointError(f"{path}: the file is damaged, in {damaged}.")

@@ -10,7 +10,6 @@ from __future__ import annotations
 import os
 import shutil
 import warnings
-import zipfile
 from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -162,16 +161,6 @@ def verify_shards(path: str | Path, index: dict[str, Any]) -> None:
             )
 
 
-def is_sharded_file(path: str | Path) -> bool:
-    """Return whether a checkpoint file names a folder of shards. Reads only its pickle."""
-    try:
-        with zipfile.ZipFile(path) as archive:
-            names = [name for name in archive.namelist() if name.endswith("data.pkl")]
-            return any(SHARDS_KEY.encode() in archive.read(name) for name in names)
-    except (zipfile.BadZipFile, OSError):
-        return False
-
-
 # Loading
 
 
@@ -187,7 +176,6 @@ def load_shards(run: RunState, checkpoint: dict[str, Any], key: str) -> None:
     index = checkpoint.get(SHARDS_KEY)
     if index is not None:
         path = str(run.checkpoint_path)
-        verify_shards(path, index)
         reader = dcp.FileSystemReader(shard_folder(index, path))
         saved: dict[str, Any] = reader.read_metadata().state_dict_metadata
         places = {name: place for name, place in index["places"].items() if place[0] == key}

@@ -17,7 +17,6 @@ import torch
 from lightning.fabric import __version__ as lightning_version
 from lightning.fabric.utilities import move_data_to_device
 
-from ..data.samplers import shares_of
 from ..distributed.launch import gather_objects
 from ..errors import CheckpointError, OtherModelError
 from ..lightning_compat.private import hyperparameters_name
@@ -129,7 +128,7 @@ def run_settings(run: RunState) -> dict[str, Any]:
     """Return the settings that a resumed run should share with the saved run."""
     loaders = run.data.train.loaders if run.data.train is not None else []
     return {
-        "processes": shares_of(run)[0],
+        "processes": run.fabric.world_size,
         "batch size": [getattr(loader, "batch_size", None) for loader in loaders],
         "num_workers": [getattr(loader, "num_workers", None) for loader in loaders],
         "optimizers": [type(optimizer).__name__ for optimizer in run.optimizers],
@@ -267,11 +266,8 @@ def load_weights(run: RunState, checkpoint: dict[str, Any]) -> None:
 
 def find_weights(checkpoint: dict[str, Any]) -> dict[str, Any] | None:
     """Return the weights in a checkpoint of FabricLoop, Lightning or Fabric, or a state_dict."""
-    weights = checkpoint
-    for name in ("model", "state_dict"):
-        if isinstance(checkpoint.get(name), dict):
-            weights = checkpoint[name]
-    if weights is checkpoint and not all(torch.is_tensor(value) for value in weights.values()):
+    weights = checkpoint.get("state_dict", checkpoint.get("model", checkpoint))
+    if not all(torch.is_tensor(value) for value in weights.values()):
         return None
     # DistributedDataParallel and torch.compile add a prefix to each key.
     for prefix in ("module.", "_orig_mod."):
@@ -385,21 +381,8 @@ def restore_optimizers(run: RunState, checkpoint: dict[str, Any]) -> None:
         )
     for optimizer, state in zip(run.optimizers, states, strict=False):
         optimizer.load_state_dict(state)
-        restore_dtypes(optimizer, state)
     for config, state in zip(run.lr_schedulers, checkpoint.get("lr_schedulers", ()), strict=False):
         config.scheduler.load_state_dict(state)
-
-
-def restore_dtypes(optimizer: Any, saved: dict[str, Any]) -> None:
-    """Restore the dtypes of states. torch casts all but "step" to the parameter's dtype."""
-    parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
-    for index, values in saved.get("state", {}).items():
-        if not isinstance(index, int) or not isinstance(values, dict):
-            continue
-        current = optimizer.state[parameters[index]]
-        for name, value in values.items():
-            if isinstance(value, torch.Tensor) and current[name].dtype != value.dtype:
-                current[name] = value.to(current[name].device)
 
 
 def restore_progress_of_trainer(run: RunState, checkpoint: dict[str, Any]) -> None:

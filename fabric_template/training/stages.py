@@ -17,8 +17,9 @@ from typing import TYPE_CHECKING, Any
 import torch
 from lightning.pytorch.trainer.states import TrainerStatus
 
-from ..checkpoint.resolve import check_same_checkpoint, open_folders
+from ..checkpoint.find_checkpoint import check_same_checkpoint
 from ..checkpoint.rng import capture_rng_state, restore_rng_state
+from ..checkpoint.run_folders import open_folders
 from ..checkpoint.state import restore_model, restore_training
 from ..distributed.launch import (
     end_processes,

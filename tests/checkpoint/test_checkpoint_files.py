@@ -13,7 +13,7 @@ from test_exact_resume import Net, fit
 
 from fabric_template.checkpoint import checkpoint_io
 from fabric_template.checkpoint.checkpoint_io import AtomicCheckpointIO, read_checkpoint
-from fabric_template.checkpoint.resolve import lock_folders
+from fabric_template.checkpoint.run_folders import lock_folders
 from fabric_template.errors import CheckpointError, DamagedCheckpointError, MissingCheckpointError
 from fabric_template.loggers.csv_logger import claim_version
 

@@ -1,4 +1,4 @@
-"""A run with any optimizer, scheduler and precision of torch resumes with the same bits.
+"""A run with any optimizer, scheduler or precision of torch resumes with the same bits.
 
 The classes are taken from torch's own modules, so that new ones are tested without a change here.
 """
@@ -7,14 +7,13 @@ import inspect
 
 import pytest
 import torch
-from lightning.fabric import Fabric
 from lightning.fabric.plugins import MixedPrecision
 from torch import nn
 from torch.optim import lr_scheduler
 
 from fabric_template import FabricLoop, TensorLoader
 
-PRECISIONS = ["32-true", "64-true", "bf16-true", "bf16-mixed", "16-true", "16-mixed"]
+PRECISIONS = ["64-true", "bf16-true", "bf16-mixed", "16-true", "16-mixed"]
 
 
 def classes_of(module, base):
@@ -80,11 +79,7 @@ class Tiny(nn.Module):
 
 
 class Saves:
-    """Saves at an epoch's end and in the middle of the next one."""
-
-    def on_train_epoch_end(self, trainer, module):
-        if trainer.global_step == 3:
-            trainer.save_checkpoint("end.ckpt")
+    """Saves in the middle of the second epoch."""
 
     def on_train_batch_end(self, trainer, module, *args):
         if trainer.global_step == 4:
@@ -95,14 +90,14 @@ def end_of(optimizer, scheduler, precision, resume=None):
     """Return the weights and the states of optimizer and scheduler after two epochs of three batches."""
     torch.manual_seed(1)
     words, labels = torch.arange(12) * 5 % 6, torch.arange(12) % 3
+    scaler = torch.amp.GradScaler("cpu", init_scale=2.0**8)  # The CPU needs a scaler of its own.
+    plugins = [MixedPrecision(precision, device="cpu", scaler=scaler)] if precision == "16-mixed" else []
     loop = FabricLoop(
-        FABRICS[precision], max_epochs=2, logger=False, save_last=False, enable_progress_bar=False,
-        enable_model_summary=False, callbacks=[] if resume else [Saves()],
+        accelerator="cpu", max_epochs=2, logger=False, save_last=False, enable_progress_bar=False, plugins=plugins,
+        enable_model_summary=False, callbacks=[] if resume else [Saves()], precision=None if plugins else precision,
     )  # fmt: skip
-    eps = inspect.signature(optimizer).parameters.get("eps")
-    small = precision == "16-true" and eps is not None and isinstance(eps.default, float)
     # The default of eps is zero in float16.
-    net = Tiny(optimizer, scheduler, {"eps": 1e-3} if small else {})
+    net = Tiny(optimizer, scheduler, {"eps": 1e-3} if precision == "16-true" else {})
     loop.fit(net, TensorLoader(words, labels, batch_size=4, shuffle=True), resume=resume)
     scheduler = loop.lr_scheduler_configs[0].scheduler
     return {
@@ -110,21 +105,6 @@ def end_of(optimizer, scheduler, precision, resume=None):
         "optimizer": loop.optimizers[0].state_dict(),
         "scheduler": scheduler.state_dict(),
     }
-
-
-@pytest.fixture(scope="module", autouse=True)
-def fabrics():
-    for precision in PRECISIONS:
-        words = {"precision": precision}
-        if precision == "16-mixed":
-            # The CPU needs a scaler of its own.
-            scaler = torch.amp.GradScaler("cpu", init_scale=2.0**8)
-            words = {"plugins": MixedPrecision(precision, device="cpu", scaler=scaler)}
-        FABRICS[precision] = Fabric(accelerator="cpu", **words)
-
-
-# Making a Fabric takes longer than a run.
-FABRICS = {}
 
 
 def same_bits(one, other):
@@ -141,15 +121,12 @@ def same_bits(one, other):
 @pytest.mark.filterwarnings("ignore:.*lr_scheduler.step.*:UserWarning")
 @pytest.mark.parametrize(
     ("precision", "optimizer", "scheduler"),
-    [(precision, kind, lr_scheduler.StepLR) for precision in PRECISIONS for kind in OPTIMIZERS]
-    + [(precision, torch.optim.NAdam, kind) for precision in PRECISIONS[:4] for kind in SCHEDULERS],
+    [("32-true", kind, lr_scheduler.StepLR) for kind in OPTIMIZERS]
+    + [("32-true", torch.optim.Adam, kind) for kind in SCHEDULERS]
+    + [(precision, torch.optim.Adam, lr_scheduler.StepLR) for precision in PRECISIONS],
     ids=lambda kind: getattr(kind, "__name__", kind),
 )
 def test_a_resumed_run_ends_with_the_same_bits(precision, optimizer, scheduler):
-    if optimizer is torch.optim.LBFGS and precision.startswith("16"):
-        pytest.skip("LBFGS runs with no gradient scaler, and to NaN in float16")
     whole = end_of(optimizer, scheduler, precision)
-    is_about_scheduler = scheduler is not lr_scheduler.StepLR and precision != "32-true"
-    for file in ("middle.ckpt",) if is_about_scheduler else ("end.ckpt", "middle.ckpt"):
-        resumed = end_of(optimizer, scheduler, precision, resume=file)
-        assert {part: same_bits(whole[part], resumed[part]) for part in whole} == dict.fromkeys(whole, True), file
+    resumed = end_of(optimizer, scheduler, precision, resume="middle.ckpt")
+    assert {part: same_bits(whole[part], resumed[part]) for part in whole} == dict.fromkeys(whole, True)

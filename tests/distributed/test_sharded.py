@@ -21,7 +21,6 @@ from torch.nn.functional import cross_entropy
 from fabric_template import FabricLoop
 from fabric_template.checkpoint.checkpoint_io import read_checkpoint
 from fabric_template.checkpoint.distributed import SHARDS_KEY, verify_shards
-from fabric_template.checkpoint.resolve import find_whole, sort_by_age
 from fabric_template.errors import CheckpointError, ConfigurationError
 
 TWO = {"accelerator": "cpu", "devices": 2}
@@ -413,7 +412,6 @@ def test_sharded_checkpoints():
     assert names == ["best.ckpt", *best, "last.ckpt", "last.ckpt.step=15"]
     assert len(best) == 1
     assert not list(Path("to_ddp", HOME).glob("last.ckpt.*"))
-    assert not list(Path("to_whole", HOME).glob("last.ckpt.*"))
 
     last = Path("full", HOME, "last.ckpt")
     small = read_checkpoint(last)
@@ -422,14 +420,15 @@ def test_sharded_checkpoints():
     model = Adam()
     (alone,) = FabricLoop(**loud("full")).validate(model, val(), load="last", verbose=False)
     assert alone["val_loss"] > 0
-    net = read_checkpoint(Path("to_whole", HOME, "last.ckpt"))["state_dict"]
+    net = read_checkpoint(Path("to_ddp", HOME, "last.ckpt"))["state_dict"]
     assert {name: value.shape for name, value in net.items()} == {n: v.shape for n, v in model.state_dict().items()}
 
-    # With a missing file "auto" uses the checkpoint before.
+    # With a missing file "last" uses the checkpoint before.
     shard = last.with_name("last.ckpt.step=15") / "__0_0.distcp"
     shard.unlink()
     with pytest.warns(UserWarning, match="has None bytes.* Using the previous checkpoint instead"):
-        assert find_whole(sort_by_age(list(Path("full", HOME).glob("*.ckpt")))).name == "best.ckpt"
+        (loop := FabricLoop(**loud("full"))).validate(model, val(), load="last", verbose=False)
+    assert Path(loop.ckpt_path).name == "best.ckpt"
 
 
 ALTERED = {

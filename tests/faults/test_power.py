@@ -8,7 +8,7 @@ import power
 import pytest
 from victim import difference, end_of, train
 
-from fabric_template.checkpoint import checkpoint_io, resolve, state
+from fabric_template.checkpoint import checkpoint_io, run_folders, state
 from fabric_template.loggers.csv_logger import Table
 
 OPTIONS = {"max_epochs": 2, "limit_train_batches": 6, "save_every_n_steps": 2}
@@ -53,7 +53,7 @@ def test_mutant_nothing_is_synced(tmp_path, monkeypatch):
 
 
 def test_mutant_folders_are_not_synced(tmp_path, monkeypatch):
-    for module in (checkpoint_io, resolve):
+    for module in (checkpoint_io, run_folders):
         monkeypatch.setattr(module, "sync_folder", lambda folder: None)
     recorded = power.record(tmp_path / "run", **OPTIONS)
     assert "was saved, that of step None is there" in next(complaints(recorded, tmp_path, "nothing"))

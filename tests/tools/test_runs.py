@@ -11,7 +11,7 @@ import pytest
 import yaml
 
 from fabric_template import CSVLogger, list_runs
-from fabric_template.checkpoint.resolve import lock_folders
+from fabric_template.checkpoint.run_folders import lock_folders
 from fabric_template.tools.cli import main
 
 HOSTILE = "\x1b[2J</td><script>alert('x')<!--"

@@ -1,0 +1,231 @@
+"""Find and read the checkpoint that a call starts from."""
+
+from __future__ import annotations
+
+import os
+import warnings
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from ..distributed.launch import gather_objects, is_started_externally
+from ..errors import (
+    CheckpointError,
+    ConfigurationError,
+    ConfigurationTypeError,
+    DamagedCheckpointError,
+    MissingCheckpointError,
+    WeightsOnlyError,
+    describe,
+)
+from ..lightning_compat.private import last_checkpoints
+from .distributed import SHARDS_KEY, verify_shards
+from .run_folders import version_folder, version_of_checkpoint, versions_of
+from .state import OWN_KEY
+
+if TYPE_CHECKING:
+    from ..training.run_state import RunState
+
+KEYWORDS = ("last", "best", "auto")
+
+
+def read_start_checkpoint(
+    run: RunState, given: dict[str, Any], weights_only: bool | None = None
+) -> None:
+    """Read the checkpoint that a call starts from, if the call names one.
+
+    Args:
+        given: The arguments ``resume`` (continue with optimizers and counters), ``load`` (the weights
+            only) and ``ckpt_path`` (resume in fit, load elsewhere). None: it was not given.
+    """
+    loop, stage = run.loop, run.stage
+    given = {name: value for name, value in given.items() if value is not None}
+    if len(given) > 1:
+        values = " and ".join(f"{name}={describe(value)}" for name, value in given.items())
+        raise ConfigurationError(
+            f"{stage}: got {values}, expected one of them. resume= continues a run, load= takes its"
+            " weights only."
+        )
+    name, keyword = next(iter(given.items()), ("ckpt_path", None))
+    resumes = stage == "fit" and name != "load"
+    check_checkpoint_argument(name, keyword, KEYWORDS if resumes else ("last", "best"))
+    if keyword is None:
+        keyword = loop.next_ckpt_path or default_keyword(run)
+    loop.next_ckpt_path = None
+    if keyword is None:
+        return
+
+    def read(path: str | Path) -> dict[str, Any]:
+        io = loop.checkpoint_io
+        checkpoint = io.load_checkpoint(path, weights_only=weights_only is not False)
+        if SHARDS_KEY in checkpoint:
+            verify_shards(path, checkpoint[SHARDS_KEY])
+        return checkpoint
+
+    try:
+        path, checkpoint = find_checkpoint(run, name, os.fspath(keyword), read)
+        if checkpoint is not None:
+            start_from(run, str(path), checkpoint, resumes)
+            run.resume_keyword = keyword
+    except FileNotFoundError as error:
+        if not is_started_externally(run.fabric):
+            raise
+        # Other processes may have the file and wait. check_same_checkpoint raises the error.
+        run.checkpoint_error = error
+
+
+def check_checkpoint_argument(name: str, value: Any, keywords: tuple[str, ...]) -> None:
+    """Refuse a value that is neither a path nor a keyword of this argument."""
+    expected = f"a path, {' or '.join(map(repr, keywords))}"
+    if value is not None and not isinstance(value, str | os.PathLike):
+        hint = " Load weights in memory with model.load_state_dict(...)." if name == "load" else ""
+        raise ConfigurationTypeError(f"{name}: got {describe(value)}, expected {expected}.{hint}")
+    if value in KEYWORDS and value not in keywords:
+        raise ConfigurationError(
+            f"{name}: got {value!r}, expected {expected}. Write fit(..., resume={value!r})."
+        )
+
+
+def default_keyword(run: RunState) -> str | None:
+    """Return the keyword that Trainer uses if no checkpoint is given, or None."""
+    loop = run.loop
+    if run.stage == "fit":
+        return "last" if loop.callbacks_of("OnExceptionCheckpoint") else None
+    has_monitor = loop.checkpoint_callbacks or loop.config.monitor
+    best = getattr(loop.checkpoint_callback, "best_model_path", None)
+    if not (run.is_last_model and has_monitor and best):
+        return None
+    run.warn_once(
+        f"`.{run.stage}(ckpt_path=None)` was called without a model. The best model of the previous `fit`"
+        " call will be used."
+    )
+    return "best"
+
+
+def start_from(run: RunState, path: str, checkpoint: dict[str, Any], resumes: bool) -> None:
+    """Let a run start from a checkpoint. A resumed run keeps the file's version."""
+    run.checkpoint_path, run.resumes = path, resumes
+    run.checkpoint, run.own_state = checkpoint, checkpoint.pop(OWN_KEY, None)
+    if not resumes:
+        return
+    if "optimizer_states" not in checkpoint:
+        raise WeightsOnlyError(
+            "Trying to restore optimizer state but checkpoint contains only the model. This is probably"
+            " due to `ModelCheckpoint.save_weights_only` being set to `True`. resume: got"
+            f" '{path}', which holds weights only. Write load= to start a new run from them."
+        )
+    if run.own_state is not None:
+        run.data.sampler_seed = run.own_state.get("sampler_seed")
+    version = version_of_checkpoint(Path(path), Path(run.loop.default_root_dir), run.config.name)
+    if run.config.version is None and version is not None:
+        for logger in run.loggers.csv_loggers:
+            logger.version = version
+
+
+def find_checkpoint(
+    run: RunState, argument: str, keyword: str, read: Callable[[str | Path], dict[str, Any]]
+) -> tuple[str | Path | None, dict[str, Any] | None]:
+    """Return the path and the content of the file that a keyword means, or of the given path."""
+    if keyword not in KEYWORDS:
+        return keyword, read(keyword)
+    if keyword == "best":
+        saver = run.loop.checkpoint_callback
+        best = getattr(saver, "best_model_path", None)
+        if best:
+            return best, read(best)
+        if saver is None or run.loop.checkpoint_callbacks:
+            raise ValueError(
+                f'`.{run.stage}(ckpt_path="best")` is set but `ModelCheckpoint` is not configured to save'
+                " the best model. Give an exact path, as with `fast_dev_run=True`."
+            )
+    files = sort_by_age(list_checkpoints(run, keyword))
+    for path in files:
+        try:
+            checkpoint = read(path)
+        except DamagedCheckpointError as error:
+            warnings.warn(f"{error} Using the previous checkpoint instead.", stacklevel=2)
+            continue
+        if keyword != "best":
+            return path, checkpoint
+        # The newest checkpoint of a version names the best one.
+        named = checkpoint.get(OWN_KEY, {}).get("checkpoints", {}).get("best", "")
+        best_path = path.with_name(os.path.basename(named) or "best.ckpt")
+        if best_path.exists():
+            return best_path, read(best_path)
+        break
+    if keyword != "auto":
+        report_missing(run, argument, keyword, files)
+    return None, None
+
+
+def list_checkpoints(run: RunState, keyword: str) -> list[Path]:
+    """Return the checkpoints of the newest run that has any, for "last", "best" or "auto"."""
+    loop, version = run.loop, run.config.version
+    if not loop.checkpoint_callbacks:
+        folder = Path(loop.default_root_dir, "checkpoints", run.config.name)
+        files = files_of_newest_version(folder, version, "*.ckpt")
+        # exception.ckpt may not be exact, so "auto" does not use it.
+        return [file for file in files if keyword != "auto" or file.name != "exception.ckpt"]
+    has_own_folder = all(getattr(saver, "dirpath", None) for saver in loop.checkpoint_callbacks)
+    if not has_own_folder and loop.loggers and loop.loggers[0].save_dir is not None:
+        # ModelCheckpoint saves beside the logs. A killed run may not have its last.ckpt yet.
+        folder = Path(loop.loggers[0].save_dir, str(loop.loggers[0].name))
+        name = "*.ckpt" if keyword == "auto" else "last*.ckpt"
+        if files := files_of_newest_version(folder, version, f"checkpoints/{name}"):
+            return files
+    exceptions = [saver.ckpt_path for saver in loop.callbacks_of("OnExceptionCheckpoint")]
+    savers = loop.callbacks_of("ModelCheckpoint")
+    paths = exceptions + [path for saver in savers for path in last_checkpoints(saver, loop)]
+    return [Path(path) for path in paths if path and os.path.exists(path)]
+
+
+def files_of_newest_version(folder: Path, version: int | str | None, pattern: str) -> list[Path]:
+    """Return the files of a version. None: the newest version that has any."""
+    versions = versions_of(folder) if version is None else [folder / version_folder(version)]
+    for path in reversed(versions):
+        if files := list(path.glob(pattern)):
+            return files
+    return []
+
+
+def sort_by_age(files: list[Path]) -> list[Path]:
+    """Sort checkpoints, newest first. last.ckpt and exception.ckpt come before the best ones."""
+
+    def age(path: Path) -> tuple[bool, int, bool]:
+        is_last = path.name.startswith(("last", "exception"))
+        return is_last, path.stat().st_mtime_ns, path.name == "exception.ckpt"
+
+    return sorted(files, key=age, reverse=True)
+
+
+def report_missing(run: RunState, argument: str, keyword: str, files: list[Path]) -> None:
+    """Raise an error if a keyword has no checkpoint. Only warn for ``ckpt_path="last"``."""
+    if files and keyword == "last":
+        raise DamagedCheckpointError(
+            f"{argument}: got {keyword!r}, but every checkpoint in {files[0].parent} is damaged. Give"
+            " another path, or train again."
+        )
+    if (argument, keyword) != ("ckpt_path", "last"):
+        folder = Path(run.loop.default_root_dir, "checkpoints", run.config.name)
+        raise MissingCheckpointError(
+            f"{argument}: got {keyword!r}, expected a checkpoint under {folder}, which has none. Train"
+            " first, or give a path."
+        )
+    run.warn_once(
+        f'.{run.stage}(ckpt_path="last") is set, but there is no last checkpoint available. No checkpoint'
+        " will be loaded. HINT: Set `ModelCheckpoint(..., save_last=True)`."
+    )
+
+
+def check_same_checkpoint(run: RunState) -> None:
+    """Refuse to start if the processes have found different checkpoints."""
+    step = run.checkpoint.get("global_step") if run.checkpoint is not None else None
+    found = gather_objects(run, f"{run.checkpoint_error or run.checkpoint_path}, step {step}")
+    for rank, text in enumerate(found):
+        if text != found[0]:
+            raise CheckpointError(
+                f"resume: the processes have found different checkpoints. Process 0: {found[0]}. Process"
+                f" {rank}: {text}. Write default_root_dir= with a folder that all machines share."
+            )
+    if run.checkpoint_error is not None:
+        raise run.checkpoint_error

@@ -1,0 +1,170 @@
+"""Choose the version folders of a run, and lock them."""
+
+from __future__ import annotations
+
+import os
+import warnings
+from collections.abc import Iterable, Iterator
+from contextlib import ExitStack, contextmanager, suppress
+from pathlib import Path
+from typing import IO, TYPE_CHECKING, Any
+
+from lightning.pytorch.utilities.exceptions import SIGTERMException
+
+from ..errors import CheckpointError
+from ..loggers.csv_logger import claim_version
+from .checkpoint_io import sync_folder
+from .manager import CheckpointManager
+
+if TYPE_CHECKING:
+    from ..training.run_state import RunState
+
+
+def versions_of(folder: Path) -> list[Path]:
+    """Return the version folders of a run, the newest number last. Named versions come first, by age."""
+
+    def number(path: Path) -> tuple[int, float]:
+        digits = path.name.removeprefix("version_")
+        return (int(digits), 0.0) if digits.isdigit() else (-1, path.stat().st_mtime)
+
+    return sorted((p for p in folder.glob("*") if p.is_dir()), key=number)
+
+
+def version_folder(version: int | str) -> str:
+    return f"version_{version}" if isinstance(version, int) else version
+
+
+def version_of_checkpoint(path: Path, root: Path, name: str) -> int | str | None:
+    """Return the version that a checkpoint belongs to; None if it is not of this run."""
+    for kind in ("checkpoints", "logs"):
+        # Lightning's ModelCheckpoint saves in the folder of the logs.
+        runs = (root / kind / name).resolve()
+        if runs in path.resolve().parents[1:]:
+            folder = path.resolve().relative_to(runs).parts[0]
+            digits = folder.removeprefix("version_")
+            return int(digits) if digits.isdigit() else folder
+    return None
+
+
+def open_folders(run: RunState, stack: ExitStack) -> None:
+    """Choose the version of a fit and lock its folders. A new run starts with empty files."""
+    loop, version = run.loop, run.config.version
+    own = loop.own_logger
+    if own is not None and version is None and loop.has_fitted and not run.resumes:
+        own.version = None
+    loop.has_fitted = True
+    run.checkpoints = make_checkpoint_manager(run)
+    if not run.fabric.is_global_zero:
+        return
+    resumed_from = None
+    if run.resumes and run.checkpoint is not None:
+        resumed_from = f"step {run.checkpoint['global_step']} from {run.checkpoint_path}"
+    folders = [Path(logger.log_dir) for logger in run.loggers.csv_loggers]
+    if run.checkpoints.folder is not None:
+        folders.append(run.checkpoints.folder)
+    stack.enter_context(lock_folders(folders, resumed_from))
+    if own is not None and version is not None and not run.resumes:
+        own.rewind({})
+
+
+def make_checkpoint_manager(run: RunState) -> CheckpointManager:
+    """Return the manager of a fit. It saves nothing if there is a Checkpoint callback."""
+    config, loggers = run.config, run.loggers.csv_loggers
+    if not config.enable_checkpointing or run.loop.checkpoint_callbacks:
+        return CheckpointManager(None, config)
+    root = Path(run.loop.default_root_dir)
+    folder = root / "checkpoints" / config.name
+    version: Any = loggers[0].version if loggers else config.version
+    if version is None and run.resumes:
+        version = version_of_checkpoint(Path(str(run.checkpoint_path)), root, config.name)
+    if version is None and run.fabric.is_global_zero:
+        version = claim_version(folder)
+    version = run.fabric.broadcast(version)
+    for logger in loggers:
+        logger.version = version
+    return CheckpointManager(folder / version_folder(version), config)
+
+
+# Locks
+
+_open_files: set[IO[str]] = set()
+
+
+def _close_in_child() -> None:
+    for file in _open_files:
+        file.close()
+
+
+if hasattr(os, "register_at_fork"):
+    # Dataloader workers outlive a killed run by seconds, and would keep its locks.
+    os.register_at_fork(after_in_child=_close_in_child)
+
+
+@contextmanager
+def lock_folders(folders: Iterable[Path], resumed_from: str | None = None) -> Iterator[None]:
+    """Make this process the only writer of some folders, and record how the run ends.
+
+    The system releases the lock of a killed process. Each .lock file has the process id, a line if the
+    run was resumed, and "finished", "interrupted" or "failed" at the end. ``fabric-template runs`` reads it.
+
+    Raises:
+        CheckpointError: Another run writes to one of the folders.
+    """
+    with ExitStack() as stack:
+        opened = [open_lock(folder, stack) for folder in folders]
+        files = [file for file in opened if file is not None]
+        _open_files.update(files)
+        stack.callback(_open_files.difference_update, files)
+        add_line(files, str(os.getpid()))
+        if resumed_from is not None:
+            add_line(files, f"resumed after {resumed_from}")
+        end = "failed"
+        try:
+            yield
+            end = "finished"
+        except (KeyboardInterrupt, SystemExit, SIGTERMException):
+            end = "interrupted"
+            raise
+        finally:
+            add_line(files, end)
+
+
+def open_lock(folder: Path, stack: ExitStack) -> IO[str] | None:
+    """Lock a folder and remove a killed run's temporary files. Returns the lock file or None."""
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        for parent in folder.parents[:3]:
+            sync_folder(parent)
+        file = open(folder / ".lock", "a+", errors="replace")  # noqa: SIM115
+        stack.enter_context(file)
+    except OSError as error:
+        warnings.warn(
+            f"{folder}: the folder cannot be locked ({error}). Give each run its own folder.",
+            stacklevel=2,
+        )
+        return None
+    # Windows has no fcntl, and some network drives have no locks. The file still has the state.
+    with suppress(ImportError, OSError):
+        import fcntl
+
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            file.seek(0)
+            numbers = [line for line in file.read().splitlines() if line.isdigit()]
+            raise CheckpointError(
+                f"{folder}: another run (process {numbers[-1] if numbers else '?'}) writes there, expected"
+                " a free folder. Give this run another name or version, or stop the other one."
+            ) from None
+        # ModelCheckpoint saves in a folder of the logs.
+        for path in [*folder.glob(".*.tmp"), *folder.glob("checkpoints/.*.tmp")]:
+            path.unlink(missing_ok=True)
+    return file
+
+
+def add_line(files: Iterable[IO[str]], line: str) -> None:
+    for file in files:
+        # If the disk is full, only the record of the run's state is lost.
+        with suppress(OSError):
+            file.write(f"{line}\n")
+            file.flush()
