@@ -14,14 +14,13 @@ import torch
 from lightning.pytorch.utilities.seed import isolate_rng
 from torch.overrides import TorchFunctionMode
 
-from .step_timer import PARTS, Choice, time_steps
+from .step_timer import PARTS, time_steps
 from .tune import SETTINGS
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
-# Suggest a setting if its median gain over COMPARISONS comparisons is at least MIN_GAIN.
-MIN_GAIN, COMPARISONS = 1.1, 3
+MIN_GAIN = 1.1  # of a suggestion, as the median of three comparisons
 # Methods that read a value. The CPU waits until the GPU has computed it.
 READS = (torch.Tensor.item, torch.Tensor.__float__, torch.Tensor.cpu, torch.Tensor.tolist)
 LIBRARIES = (f"{__package__.rpartition('.')[0]}.", "torch.", "lightning.", "torchmetrics.")
@@ -133,19 +132,17 @@ class ValueReadRecorder(TorchFunctionMode):
 def find_faster(loop: Any, parts: dict[str, Any], milliseconds: float) -> list[str]:
     """Try settings that do not change the results, and describe the faster ones."""
     steps = min(max(int(200 / milliseconds), 10), 200)
-    choices: list[Choice] = [{"tensor_loader": True}, {"num_workers": min(os.cpu_count() or 1, 8)}]
-    if torch.get_num_threads() > 1:
-        choices.append({"threads": 1})
-    found = {}
-    for choice in choices:
-        gains = []
+    settings = {"tensor_loader": True, "num_workers": min(os.cpu_count() or 1, 8), "threads": 1}
+    gains: dict[str, float] = {}
+    for name, value in settings.items():
+        choice = {name: value}
         # Do not suggest a setting that fails.
         with suppress(Exception):
-            for _ in range(COMPARISONS):
+            ratios = []
+            for _ in range(3):
                 before, after = (time_steps(loop, parts, tried, steps) for tried in ({}, choice))
-                gains.append(before.get_median(*PARTS) / max(after.get_median(*PARTS), 1e-6))
-            if median(gains) >= MIN_GAIN:
-                ((name, value),) = choice.items()
-                line = SETTINGS[name][1].format(value)
-                found[f"{median(gains):.1f}x by {line}"] = median(gains)
-    return sorted(found, key=found.__getitem__, reverse=True)
+                ratios.append(before.get_median(*PARTS) / max(after.get_median(*PARTS), 1e-6))
+            gain = median(ratios)
+            if gain >= MIN_GAIN:
+                gains[f"{gain:.1f}x by {SETTINGS[name][1].format(value)}"] = gain
+    return sorted(gains, key=gains.__getitem__, reverse=True)

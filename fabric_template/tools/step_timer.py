@@ -6,13 +6,12 @@ import copy
 import tempfile
 import time
 import warnings
-from collections.abc import Callable, Generator
+from collections.abc import Generator
 from contextlib import ExitStack, suppress
 from statistics import fmean, median
 from typing import Any
 
 import torch
-from lightning.pytorch.utilities.data import extract_batch_size
 from torch.optim.optimizer import register_optimizer_step_post_hook
 from torch.utils.data import (
     DataLoader,
@@ -27,10 +26,8 @@ from ..data.tensor_loader import TensorLoader
 PARTS = ("data", "transfer", "forward", "backward", "optimizer", "rest")
 WARM_UP = 5
 # A copy keeps these options of the loop, because they change the time of a step.
-KEPT = (
-    *("accumulate_grad_batches", "gradient_clip_val", "gradient_clip_algorithm", "compile"),
-    *("log_every_n_steps", "deterministic", "benchmark", "detect_anomaly"),
-)
+KEPT = ["accumulate_grad_batches", "gradient_clip_val", "gradient_clip_algorithm", "compile"]
+KEPT += ["log_every_n_steps", "deterministic", "benchmark", "detect_anomaly"]
 OFF = ("enable_checkpointing", "enable_progress_bar", "enable_model_summary")
 Choice = dict[str, Any]  # settings by name: see tune.SETTINGS
 
@@ -57,10 +54,6 @@ class StepTimer:
         times = [sum(step[part] for part in parts) for step in self.steps]
         size = max(1, len(times) // 10)
         return median(fmean(times[i : i + size]) for i in range(0, len(times), size))
-
-    def get_rate(self) -> float:
-        """Return samples per second."""
-        return extract_batch_size(self.first_batch) / self.get_median(*PARTS)
 
     def switch(self, part: str) -> None:
         if self.synchronize:
@@ -147,6 +140,12 @@ def time_steps(
             stack.callback(batches.close)
             return batches
 
+        source = parts["model"] if data is None else data
+        if hasattr(source, "train_dataloader"):
+            make_loader = source.train_dataloader
+            source.train_dataloader = lambda: repeat(make_loader())
+        else:
+            parts["train_dataloaders"] = repeat(data)
         options = copy_options(loop) | {"logger": bool(loop.loggers)}
         options |= {name: choice[name] for name in choice if name in ("precision", "compile")}
         options["default_root_dir"] = stack.enter_context(tempfile.TemporaryDirectory())
@@ -156,7 +155,7 @@ def time_steps(
         stack.enter_context(warnings.catch_warnings())
         warnings.simplefilter("ignore")
         stack.enter_context(suppress(EnoughSteps))
-        type(loop)(callbacks=[timer], **options).fit(**change_loaders(parts, repeat))
+        type(loop)(callbacks=[timer], **options).fit(**parts)
     if not timer.steps:
         expected = "expected a longer one. Give more batches, and remove what stops it"
         raise ValueError(f"profile: got a training of {timer.started} batches, {expected}.")
@@ -181,17 +180,6 @@ def copy_loader(loader: Any) -> Any:
     return copy.deepcopy(loader, memo)
 
 
-def change_loaders(parts: dict[str, Any], change: Callable[[Any], Any]) -> dict[str, Any]:
-    """Return the arguments of fit with a changed training loader, given or from a method."""
-    data = parts["train_dataloaders"]
-    source = parts["model"] if data is None else data
-    if not hasattr(source, "train_dataloader"):
-        return {**parts, "train_dataloaders": change(data)}
-    make_loader = source.train_dataloader
-    source.train_dataloader = lambda: change(make_loader())
-    return parts
-
-
 def change_loader(loader: Any, choice: Choice) -> Any:
     """Return a loader for the same samples with the chosen settings."""
     changes = {name: choice[name] for name in choice if name in ("num_workers", "batch_size")}
@@ -209,7 +197,7 @@ def change_loader(loader: Any, choice: Choice) -> Any:
         has_workers = arguments["num_workers"] > 0
         return DataLoader(loader.dataset, persistent_workers=has_workers, **arguments)
     is_usual = type(loader.sampler) in (RandomSampler, SequentialSampler)
-    is_usual = is_usual and loader.collate_fn is default_collate and "num_workers" not in changes
+    is_usual = is_usual and loader.collate_fn is default_collate
     if type(loader.dataset) is not TensorDataset or not is_usual:
         raise ValueError("the samples are not a TensorDataset with the usual batches")
     arguments = {name: getattr(loader, name) for name in names} | changes

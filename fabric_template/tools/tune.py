@@ -15,8 +15,9 @@ from statistics import median
 from typing import Any, NamedTuple
 
 import torch
+from lightning.pytorch.utilities.data import extract_batch_size
 
-from .step_timer import Choice, copy_options, time_steps
+from .step_timer import PARTS, Choice, copy_options, time_steps
 
 # Keep a setting if its slowest of ROUNDS trials beats the fastest trial without it by MIN_GAIN.
 MIN_GAIN, ROUNDS = 1.03, 3
@@ -34,36 +35,18 @@ SETTINGS: dict[str, tuple[tuple[Any, ...], str]] = {
     "compile": ((True,), "FabricLoop(compile={0})"),
     "batch_size": ((64, 128, 256, 512, 1024), "batch_size={0}; then find the learning rate again"),
 }
-SAME_NUMBERS = ("threads", "num_workers")
 
 
 class Tuned(NamedTuple):
-    """The faster settings and their gain.
-
-    Each trial is a tuple of the settings, samples per second, and the reason of a failure.
-    """
+    """The faster settings and their gain."""
 
     choice: Choice
     gain: float
-    trials: list[tuple[str, float, str]]
-
-    @property
-    def options(self) -> dict[str, Any]:
-        """Return the settings that are options of FabricLoop."""
-        names = ("precision", "compile")
-        return {name: self.choice[name] for name in names if name in self.choice}
-
-    @property
-    def lines(self) -> list[str]:
-        """Return a line for each setting that shows how to apply it."""
-        lines = []
-        for name, value in self.choice.items():
-            numbers = "same" if name in SAME_NUMBERS else "other"
-            lines.append(f"{SETTINGS[name][1].format(value)} ({numbers} numbers)")
-        return lines
 
     def __str__(self) -> str:
-        writes = [f"write       {line}" for line in self.lines]
+        writes = [
+            f"write       {SETTINGS[name][1].format(self.choice[name])}" for name in self.choice
+        ]
         return "\n".join([f"result      {self.gain:.2f}x: {label(self.choice)}", *writes])
 
 
@@ -80,10 +63,9 @@ def tune(
     *,
     only: Iterable[str] | None = None,
     seconds: float = 2.0,
-    verbose: bool = False,
     **fit_arguments: Any,
 ) -> Tuned:
-    """Find settings that make a training faster. Each trial runs in its own process.
+    """Find settings that make a training faster. Run and print each trial in its own process.
 
     Args:
         loop: The loop with the options of the training. It is neither trained nor changed.
@@ -92,7 +74,6 @@ def tune(
         datamodule: As for fit.
         only: The settings to try, such as ["threads", "batch_size"].
         seconds: The duration of a trial in seconds.
-        verbose: Print each trial when it ends.
         **fit_arguments: Other arguments of fit, such as optimizer and training_step.
 
     Raises:
@@ -103,24 +84,22 @@ def tune(
         raise ValueError(f"only: got {', '.join(names)}, expected some of {', '.join(SETTINGS)}.")
     data = train_dataloaders if datamodule is None else datamodule
     parts = {"model": model, "train_dataloaders": data, **fit_arguments}
-    trials: list[tuple[str, float, str]] = []
 
     def trial(choice: Choice) -> float:
         rate, failure = run_in_process(partial(measure, loop, parts, seconds, choice))
-        trials.append((label(choice), rate or 0.0, failure))
-        if verbose:
-            speed = "failed" if failure else f"{rate:,.0f} samples/s"
-            print(f"{speed:>22}  {label(choice)}  {failure}".rstrip(), flush=True)
+        speed = "failed" if failure else f"{rate:,.0f} samples/s"
+        print(f"{speed:>22}  {label(choice)}  {failure}".rstrip(), flush=True)
         return rate or 0.0
 
     if not trial({}):
-        raise ValueError(f"tune: got a training that fails ({trials[0][2]}). Try fit first.")
-    return Tuned(*choose_settings(trial, names), trials)
+        raise ValueError("tune: got a training that fails, expected one that runs. Try fit first.")
+    return Tuned(*choose_settings(trial, names))
 
 
 def measure(loop: Any, parts: dict[str, Any], seconds: float, choice: Choice) -> float:
     """Train with the chosen settings, and return samples per second."""
-    return time_steps(loop, parts, choice, seconds=seconds).get_rate()
+    timer = time_steps(loop, parts, choice, seconds=seconds)
+    return extract_batch_size(timer.first_batch) / timer.get_median(*PARTS)
 
 
 def choose_settings(trial: Callable[[Choice], float], names: Iterable[str]) -> tuple[Choice, float]:
@@ -218,8 +197,7 @@ def save_curve(rates: list[float], losses: list[float], path: Path) -> float | N
     change = curve["loss"].diff().loc[: curve["loss"].idxmin()]
     suggestion = float(change.idxmin()) if change.min() < 0 else None
     limits = (min(losses), 2 * losses[0] - min(losses) + 1e-9)
-    title = f"suggested learning rate: {suggestion and f'{suggestion:.2g}'}"
-    curve.plot(logx=True, ylim=limits, title=title).figure.savefig(path)
+    curve.plot(logx=True, ylim=limits, xlabel="learning rate").figure.savefig(path)
     return suggestion
 
 
@@ -236,11 +214,12 @@ def tune_command(
         rate = save_curve(ramp.rates, ramp.losses, picture)
         print(f"suggested   {rate and f'{rate:.2g}'}\ncurve       {picture}")
         return 0
-    tuned = tune(loop, model, data, only=only, seconds=seconds, verbose=True)
-    config = {**loop.recipe, **tuned.options}
+    tuned = tune(loop, model, data, only=only, seconds=seconds)
+    config = {**loop.recipe, **tuned.choice}
     for part in ("data", "model"):
         arguments = (config.get(part) or {}).get("init_args", {})
         arguments.update({name: tuned.choice[name] for name in tuned.choice if name in arguments})
+    config = {name: config[name] for name in config if name in loop.recipe}
     Path(out).write_text(yaml.safe_dump(config), encoding="utf-8")
     print(f"{tuned}\nconfig      {out}, for fit --config")
     return 0
