@@ -24,16 +24,8 @@ class SplitData:
     """
 
     def __init__(self, batch_size: int) -> None:
-        if batch_size < 1:
-            raise ValueError(
-                f"{type(self).__name__}(batch_size): got {batch_size}, expected at least 1."
-                " Write batch_size=64 (--data.batch_size 64)."
-            )
         self.batch_size = batch_size
         self.splits: dict[str, Any] = {}
-
-    def prepare_data(self) -> None:
-        """Download missing files. Only one process calls this. The default does nothing."""
 
     def train_dataloader(self) -> Any:
         return self.make_loader("train", shuffle=True)
@@ -48,9 +40,6 @@ class SplitData:
 
     def make_loader(self, split: str, shuffle: bool = False) -> Any:
         """Return a loader for one split. Override this for another kind of loader."""
-        if not self.splits:
-            name = type(self).__name__
-            raise RuntimeError(f"{name}: no splits before setup(). Call data.setup('fit') first.")
         return DataLoader(self.splits[split], batch_size=self.batch_size, shuffle=shuffle)
 
 
@@ -94,11 +83,3 @@ def download(url: str, path: Path) -> None:
         raise ValueError(f"download of {url}: got {error}. Copy the file to {path}.") from error
     finally:
         partial.unlink(missing_ok=True)
-
-
-def require_path(name: str, path: str) -> Path:
-    """Return the path, or raise an error that names the option if the path does not exist."""
-    if not Path(path).exists():
-        message = f"{name}(path): got '{path}', expected an existing file or folder."
-        raise ValueError(f"{message} Write path= (--data.path) for one.")
-    return Path(path)

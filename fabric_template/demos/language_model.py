@@ -7,6 +7,7 @@ also ``--compile true``, ``--precision bf16-mixed`` and ``--max_steps 5000``.
 from __future__ import annotations
 
 import math
+from pathlib import Path
 from pydoc_data.topics import topics
 from time import perf_counter
 from typing import Any
@@ -16,7 +17,7 @@ from lightning.pytorch import LightningModule
 from torch import Tensor, nn
 from torch.nn import functional
 
-from .data import SplitData, require_path
+from .data import SplitData
 
 VOCABULARY = 256  # There is a token for each byte, so any text works.
 
@@ -36,17 +37,15 @@ class TextData(SplitData):
 
     def setup(self, stage: str | None = None) -> None:
         """Read the text and cut it into blocks. Only training blocks overlap (by half)."""
-        text = torch.tensor(list(self.read_text()), dtype=torch.int64)
-        cut = len(text) * 9 // 10
-        train = text[:cut].unfold(0, self.block + 1, max(self.block // 2, 1))
-        val = text[cut:].unfold(0, self.block + 1, self.block)
+        text = "\n".join(topics.values())[:200_000].encode()
+        if self.path is not None:
+            text = Path(self.path).read_bytes()
+        tokens = torch.tensor(list(text), dtype=torch.int64)
+        cut = len(tokens) * 9 // 10
+        train = tokens[:cut].unfold(0, self.block + 1, max(self.block // 2, 1))
+        val = tokens[cut:].unfold(0, self.block + 1, self.block)
         # predict continues the blocks of the test split.
         self.splits = {"train": train, "val": val, "test": val[:3]}
-
-    def read_text(self) -> bytes:
-        if self.path is not None:
-            return require_path("TextData", self.path).read_bytes()
-        return "\n".join(topics.values())[:200_000].encode()
 
 
 class GPT(LightningModule):

@@ -1,7 +1,7 @@
 """Classify the 70,000 handwritten digits of MNIST with a network of 784-100-10 units.
 
 The model is a plain object with step methods, because the loop needs no base class. The first run
-downloads the files. Without a network, copy them to ``data/mnist``, with or without .gz.
+downloads the files. Without a network, copy them to ``data/mnist``.
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ from ..data.tensor_loader import TensorLoader
 from .data import SplitData, download, hold_out
 
 MIRROR = "https://ossci-datasets.s3.amazonaws.com/mnist/"
-TRAIN = ("train-images-idx3-ubyte", "train-labels-idx1-ubyte")
-TEST = ("t10k-images-idx3-ubyte", "t10k-labels-idx1-ubyte")
+TRAIN = ("train-images-idx3-ubyte.gz", "train-labels-idx1-ubyte.gz")
+TEST = ("t10k-images-idx3-ubyte.gz", "t10k-labels-idx1-ubyte.gz")
 Batch = tuple[Tensor, Tensor]
 
 
@@ -41,13 +41,10 @@ class MNISTData(SplitData):
     def prepare_data(self) -> None:
         """Download missing files."""
         for name in TRAIN + TEST:
-            if not (self.path / name).exists():
-                download(f"{MIRROR}{name}.gz", self.path / f"{name}.gz")
+            download(f"{MIRROR}{name}", self.path / name)
 
     def setup(self, stage: str | None = None) -> None:
         """Read the files. The last tenth of the training images is for validation."""
-        if self.splits:
-            return
         self.splits = hold_out(self.read_part(TRAIN), self.read_part(TEST))
 
     def read_part(self, names: tuple[str, str]) -> tuple[Tensor, Tensor]:
@@ -61,20 +58,12 @@ class MNISTData(SplitData):
 
 
 def read_idx(path: Path) -> Tensor:
-    """Read an IDX file of bytes, compressed (.gz) or not.
+    """Read a compressed IDX file of bytes.
 
     An IDX file has three bytes for the type, one byte for the number of dimensions, the sizes as
     big-endian integers, and the values.
     """
-    if not path.exists():
-        path = path.with_name(f"{path.name}.gz")
-    content = path.read_bytes()
-    if path.suffix == ".gz":
-        content = gzip.decompress(content)
-    if content[:3] != b"\0\0\x08":
-        raise ValueError(
-            f"MNISTData: got {path}, expected an IDX file. Delete it to load it again."
-        )
+    content = gzip.decompress(path.read_bytes())
     header = 4 + 4 * content[3]
     sizes = struct.unpack(f">{content[3]}I", content[4:header])
     return torch.frombuffer(bytearray(content), dtype=torch.uint8, offset=header).reshape(sizes)

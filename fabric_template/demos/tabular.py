@@ -5,17 +5,17 @@ from __future__ import annotations
 import numpy as np
 import pandas as pd
 import torch
-from lightning.pytorch import LightningDataModule, LightningModule
+from lightning.pytorch import LightningModule
 from sklearn.compose import make_column_selector, make_column_transformer
 from sklearn.impute import SimpleImputer
 from sklearn.pipeline import make_pipeline
 from sklearn.preprocessing import OneHotEncoder, StandardScaler
 from torch import Tensor, nn
 from torch.nn import functional
-from torch.utils.data import DataLoader, TensorDataset
+from torch.utils.data import TensorDataset
 from torchmetrics import R2Score
 
-from .data import require_path, split_indices
+from .data import SplitData, split_indices
 
 RENTS = {"harbour": 16, "old town": 21, "hills": 25, "station": 13}  # Per square metre.
 Batch = tuple[Tensor, Tensor]
@@ -37,7 +37,7 @@ def make_flats(count: int = 2000) -> pd.DataFrame:
     return flats
 
 
-class TabularData(LightningDataModule):
+class TabularData(SplitData):
     """Turn a table into batches of features ``(batch, n)`` and targets ``(batch,)``.
 
     Args:
@@ -46,23 +46,15 @@ class TabularData(LightningDataModule):
     """
 
     def __init__(self, path: str | None = None, target: str = "rent", batch_size: int = 64) -> None:
-        super().__init__()
+        super().__init__(batch_size)
         self.path = path
         self.target = target
-        self.batch_size = batch_size
-        self.splits: dict[str, TensorDataset] = {}
 
     def setup(self, stage: str | None = None) -> None:
         """Read and split the table. The preprocessing is fitted on the training split."""
         if self.splits:
             return
-        if self.path is None:
-            table = make_flats()
-        else:
-            table = pd.read_csv(require_path("TabularData", self.path))
-        if self.target not in table.select_dtypes("number"):
-            columns = ", ".join(table.select_dtypes("number"))
-            raise ValueError(f"TabularData(target): got '{self.target}', expected {columns}.")
+        table = make_flats() if self.path is None else pd.read_csv(self.path)
         table = table.dropna(subset=[self.target])
         features = table.drop(columns=self.target)
         target = torch.tensor(table[self.target].to_numpy()).float()
@@ -76,15 +68,6 @@ class TabularData(LightningDataModule):
         inputs = torch.tensor(preprocessing.transform(features)).float()
         for split, rows in indices.items():
             self.splits[split] = TensorDataset(inputs[rows], target[rows])
-
-    def train_dataloader(self) -> DataLoader:
-        return DataLoader(self.splits["train"], self.batch_size, shuffle=True)
-
-    def val_dataloader(self) -> DataLoader:
-        return DataLoader(self.splits["val"], self.batch_size)
-
-    def predict_dataloader(self) -> DataLoader:
-        return DataLoader(self.splits["test"], self.batch_size)
 
 
 class TabularNet(LightningModule):

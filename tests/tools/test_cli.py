@@ -318,7 +318,6 @@ def test_a_run_is_continued_or_gives_its_weights_to_a_new_one(capsys):
         (["fit", "--model", "lit"], "--model: Expected a dot import path string: lit"),
         (["fit", "--model", "lit:Lot"], "--model: Problem with given class_path 'lit.Lot': module 'lit' has no"),
         ([*FIT, "--accelerator", "tpux"], "You selected an invalid accelerator name: `accelerator='tpux'`."),
-        (["fit", "--data.batch_size", "0"], "DigitsData(batch_size): got 0, expected at least 1."),
         (["fit", "--config", "no.yaml"], "--config: File does not exist"),
         (["fit", "--run", "none"], "none, expected a run's folder, logs/NAME"),
         ([*FIT, "--callbacks+=EarlyStoping"], "'lightning.pytorch.callbacks' has no attribute 'EarlyStoping'"),
