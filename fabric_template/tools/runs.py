@@ -8,6 +8,7 @@ import os
 import re
 import warnings
 from collections.abc import Sequence
+from datetime import timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -17,7 +18,7 @@ if TYPE_CHECKING:
     import pandas as pd
 
 COLUMNS = ["name", "version", "state", "epochs", "metric", "best", "best_epoch", "seconds"]
-COLUMNS += ["resumed_from", "changed", "folder"]
+COLUMNS += ["changed", "folder"]
 HEADER = ("run", "state", "epochs", "metric", "best", "epoch", "trained", "changed")
 NOT_METRICS = ("epoch", "step", "samples_per_second", "time", "name", "version")
 # These options differ in every run or do not influence the training.
@@ -84,15 +85,13 @@ def read_run(folder: Path, root: Path, metric: str | None = None) -> Run:
     """Read the run in a folder. Its name is the path of the parent folder, relative to root."""
     is_below = root in folder.parent.parents
     number = folder.name.removeprefix("version_")
-    state, resumed_from = read_lock(folder / ".lock")
     rows, options = read_rows(folder), read_options(folder)
     run: Run = {
         "name": folder.parent.relative_to(root).as_posix() if is_below else folder.parent.name,
         "version": int(number) if number.isdigit() else folder.name,
-        "state": state,
+        "state": read_state(folder / ".lock"),
         "epochs": int(rows["epoch"].max()) + 1 if "epoch" in rows and len(rows) else 0,
         "seconds": float(rows["time"].sum()) if "time" in rows else 0.0,
-        "resumed_from": resumed_from,
         "folder": str(folder),
         "options": options,
         "rows": rows,
@@ -137,21 +136,18 @@ def read_rows(folder: Path) -> pd.DataFrame:
         return pd.DataFrame()
 
 
-def read_lock(path: Path) -> tuple[str, str | None]:
-    """Return the state of a run and the checkpoint that it was resumed from.
+def read_state(path: Path) -> str:
+    """Return the state of a run from its lock file.
 
-    The run's process locks the file and adds lines: its process id, "resumed after step 10 from
-    PATH", and at the end the state. A killed process leaves no state.
+    The run's process locks the file and adds lines: its process id, and at the end the state. A
+    killed process leaves no state.
     """
     if not path.is_file():
-        return "unknown", None
-    resumed_from, state = None, ""
-    for state in path.read_text("utf-8", "replace").splitlines():
-        if state.startswith("resumed after step "):
-            resumed_from = state.partition(" from ")[2]
-    if state not in ("finished", "interrupted", "failed"):
-        state = "running" if is_locked(path) else "interrupted"
-    return state, resumed_from
+        return "unknown"
+    state = path.read_text("utf-8", "replace").rstrip().rpartition("\n")[2]
+    if state in ("finished", "interrupted", "failed"):
+        return state
+    return "running" if is_locked(path) else "interrupted"
 
 
 def is_locked(path: Path) -> bool:
@@ -175,12 +171,10 @@ def read_options(folder: Path) -> dict[str, Any]:
     import yaml
 
     options: dict[str, Any] = {}
-    # The C loader is eight times faster.
-    loader = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
     # hparams.yaml comes last, because a resumed run rewrites only this file.
     for name in ("config.yaml", "hparams.yaml"):
         try:
-            content = yaml.load((folder / name).read_bytes(), loader)
+            content = yaml.safe_load((folder / name).read_bytes())
         except (OSError, ValueError, yaml.YAMLError):
             continue
         for section, value in content.items() if isinstance(content, dict) else ():
@@ -218,11 +212,10 @@ def runs_command(
 
 
 def find_run(path: str) -> Run:
-    """Return the run in a folder. The path may omit the leading folder logs."""
-    for folder in (Path(path), Path("logs", path)):
-        if (folder / "metrics.csv").is_file():
-            return read_run(folder.absolute(), Path("logs").absolute())
-    raise ValueError(f"runs: got {path}, expected a run. Write logs/digits/version_0.")
+    """Return the run in a folder such as logs/digits/version_0."""
+    if not Path(path, "metrics.csv").is_file():
+        raise ValueError(f"runs: got {path}, expected a run. Write logs/digits/version_0.")
+    return read_run(Path(path).absolute(), Path("logs").absolute())
 
 
 def to_cells(run: Run) -> tuple[str, ...]:
@@ -230,8 +223,7 @@ def to_cells(run: Run) -> tuple[str, ...]:
     best = ("", "", "")
     if run["best"] is not None:
         best = (run["metric"], f"{run['best']:.5g}", str(run["best_epoch"]))
-    minutes, seconds = divmod(round(run["seconds"]), 60)
-    trained = f"{minutes // 60}:{minutes % 60:02}:{seconds:02}"
+    trained = str(timedelta(seconds=round(run["seconds"])))
     changed = ", ".join(f"{option}={value}" for option, value in run.get("changed", {}).items())
     label = f"{run['name']}/{Path(run['folder']).name}"
     return label, run["state"], str(run["epochs"]), *best, trained, changed
