@@ -28,7 +28,7 @@ from .checkpoint.find_checkpoint import read_start_checkpoint
 from .config import LoopArguments, LoopConfig, parse_options, with_arguments_of
 from .data.tensor_loader import TensorLoader
 from .distributed.launch import join_processes, launched_devices
-from .distributed.strategies import convert_plugins, convert_strategy
+from .distributed.strategies import convert_plugin, convert_strategy
 from .errors import ConfigurationError, ConfigurationTypeError, describe
 from .lightning_compat.callbacks import as_list, parse_callbacks
 from .lightning_compat.trainer_api import StrategyAPI, TrainerAPI, make_profiler
@@ -337,7 +337,7 @@ def make_fabric(given: dict[str, Any]) -> Any:
     """Return the ready Fabric, or make one from Fabric's own arguments."""
     fabric, arguments = given["fabric"], {name: given[name] for name in FABRIC_ARGUMENTS}
     if fabric is None:
-        arguments["plugins"] = convert_plugins(as_list(arguments["plugins"]))
+        arguments["plugins"] = [convert_plugin(plugin) for plugin in as_list(arguments["plugins"])]
         arguments["strategy"] = convert_strategy(arguments["strategy"])
         arguments["devices"], arguments["num_nodes"] = launched_devices(
             arguments["devices"], arguments["num_nodes"]

@@ -58,6 +58,7 @@ class ResumableLoader:
         self._restored: dict[str, Any] | None = None
         self._restored_rng: dict[str, Any] | None = None
         self._reader: Generator[Any] | None = None
+        self._iterator: Any = None
         # A plain DataLoader allows other samplers and functions while its iterator is made.
         is_plain = isinstance(loader, DataLoader) and type(loader).__iter__ is DataLoader.__iter__
         self._is_indexed = is_plain and not isinstance(loader.dataset, IterableDataset)
@@ -110,11 +111,15 @@ class ResumableLoader:
         if self._reader is not None:
             self._reader.close()
             self._reader = None
+        if not self._is_persistent and hasattr(self._iterator, "_shutdown_workers"):
+            # The traceback of an error may keep the iterator alive.
+            self._iterator._shutdown_workers()
 
     def _read(self, iterator: Iterator[Any]) -> Generator[Any]:
         if self._at_order is None and not (self._is_indexed or self._workers):
             # Without workers, a loader may draw the order when its first batch is requested.
             self._at_order = self._capture()
+        self._iterator = iterator
         fetch = self._read_ahead if self.is_read_ahead else next
         # A for loop would call iter() again, which restarts some iterators.
         while True:
@@ -316,7 +321,7 @@ class WorkerBatch(NamedTuple):
 
     batch: Any
     worker: int
-    rng_state: tuple[Any, ...] | None
+    rng_state: bytes | None
 
 
 class WorkerRecorder:
@@ -332,7 +337,7 @@ class WorkerRecorder:
     def __init__(self, loader: DataLoader, states: list[Any]) -> None:
         self._collate_fn, self._worker_init_fn = loader.collate_fn, loader.worker_init_fn
         self._states = states
-        self._worker, self._packed = 0, ()
+        self._worker, self._packed = 0, b""
 
     def start_worker(self, worker: int) -> None:
         if self._worker_init_fn is not None:

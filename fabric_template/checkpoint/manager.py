@@ -116,13 +116,8 @@ class CheckpointManager:
         if run.fabric.world_size > 1:
             # A value that is not reduced differs between processes, but all must decide the same.
             value = run.fabric.broadcast(value)
-        if value is None or (math.isnan(float(value)) and config.save_top_k != -1):
-            return
-        value = float(value)
-        if math.isnan(value):
-            # All checkpoints are kept, and a NaN counts as the worst value.
-            value = math.inf if config.mode == "min" else -math.inf
-        self._save_among_best(run, value)
+        if value is not None and not math.isnan(float(value)):
+            self._save_among_best(run, float(value))
 
     def _save_among_best(self, run: RunState, value: float) -> None:
         """Save a checkpoint if its value is good enough, and remove the file that it replaces."""

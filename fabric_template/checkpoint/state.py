@@ -22,7 +22,7 @@ from ..errors import CheckpointError, OtherModelError
 from ..lightning_compat.private import hyperparameters_name
 from ..loggers.read_logs import read_table
 from ..training.optimization import is_step_due
-from .distributed import load_shards
+from .distributed import SHARDS_KEY, load_shards
 from .rng import capture_rng_state, restore_rng_state, seed_new_process
 
 if TYPE_CHECKING:
@@ -231,7 +231,8 @@ def restore_model(run: RunState, checkpoint: dict[str, Any]) -> None:
     is_weights_only = run.stage == "fit" and not run.resumes
     if not is_weights_only:
         load_state(run.datamodule, checkpoint.get(type(run.datamodule).__qualname__))
-    load_shards(run, checkpoint, "state_dict")
+    if SHARDS_KEY in checkpoint or run.steps.is_model_parallel:
+        load_shards(run, checkpoint, "state_dict")
     run.hooks.call_module("on_load_checkpoint", checkpoint)
     load_weights(run, checkpoint)
     if not is_weights_only and "callbacks" in checkpoint:
@@ -251,7 +252,7 @@ def load_weights(run: RunState, checkpoint: dict[str, Any]) -> None:
         raise CheckpointError(
             f"{run.checkpoint_path}: got the keys {keys}, expected a checkpoint with state_dict."
         )
-    is_strict = getattr(run.module, "strict_loading", True)
+    is_strict = getattr(run.model, "strict_loading", True)
     target = run.module if run.is_lightning_module else run.network
     try:
         target.load_state_dict(weights, strict=is_strict)
@@ -371,7 +372,8 @@ def restore_position(run: RunState) -> None:
 
 
 def restore_optimizers(run: RunState, checkpoint: dict[str, Any]) -> None:
-    load_shards(run, checkpoint, "optimizer_states")
+    if SHARDS_KEY in checkpoint or run.steps.is_model_parallel:
+        load_shards(run, checkpoint, "optimizer_states")
     states = checkpoint["optimizer_states"]
     # on_load_checkpoint may have emptied the list because the parameters have changed.
     if states and len(states) != len(run.optimizers):

@@ -174,7 +174,7 @@ class DataConnector:
     def load_state_dict(self, state: dict[str, Any]) -> None:
         if self.train is not None and state["train"] is not None:
             self.train.load_state_dict(state["train"])
-        if state["val"] is not None and self.run.should_validate:
+        if state["val"] is not None and self.has_loader("val"):
             if self.eval_loaders is None:
                 self.setup_val_loaders()
             self.eval_loaders.load_state_dict(state["val"])

@@ -160,7 +160,7 @@ def is_notebook() -> bool:
     return hasattr(sys, "ps1") or (get_ipython is not None and get_ipython() is not None)
 
 
-def requeue_slurm_job(is_saved: bool) -> None:
+def requeue_slurm_job() -> None:
     """Put a SLURM batch job back into the queue, because its time limit is near."""
     env = os.environ
     job = env.get("SLURM_JOB_ID")
@@ -168,10 +168,6 @@ def requeue_slurm_job(is_saved: bool) -> None:
         return
     if "SLURM_ARRAY_JOB_ID" in env:
         job = f"{env['SLURM_ARRAY_JOB_ID']}_{env['SLURM_ARRAY_TASK_ID']}"
-    if not is_saved:
-        text = f"SLURM job {job} is not requeued, because it has no checkpoint."
-        warnings.warn(text, stacklevel=2)
-        return
     try:
         command = ["scontrol", "requeue", job]
         subprocess.run(command, check=True, capture_output=True, text=True, timeout=60)

@@ -79,18 +79,8 @@ def _return_model(model: nn.Module, mesh: Any) -> nn.Module:
     return model
 
 
-def convert_plugins(plugins: list[Any]) -> list[Any]:
-    """Replace Trainer's precision plugins by Fabric's. Leave other plugins unchanged.
-
-    Example:
-        >>> from lightning.pytorch.plugins import DoublePrecision
-        >>> type(convert_plugins([DoublePrecision()])[0]).__module__
-        'lightning.fabric.plugins.precision.double'
-    """
-    return [_convert_precision(plugin) for plugin in plugins]
-
-
-def _convert_precision(plugin: Any) -> Any:
+def convert_plugin(plugin: Any) -> Any:
+    """Replace a precision plugin of Trainer by Fabric's. Return any other plugin unchanged."""
     if not (isinstance(plugin, precision.Precision) and _is_trainers(plugin)):
         return plugin
     name = type(plugin).__name__

@@ -319,8 +319,9 @@ def finish_signal(run: RunState) -> None:
         place = f"in epoch {progress.epochs_done}, after step {progress.global_step}"
         saved = f" {short_path(Path(path))!r} is saved: resume='last' continues there."
         print(f"{end_reason(run)}: training stops {place}.{saved if path else ''}", file=sys.stderr)
-        if number == getattr(signal, "SIGUSR1", None) and not run.signals.is_handled_by_user:
-            requeue_slurm_job(is_saved=bool(path))
+        is_requested = number == getattr(signal, "SIGUSR1", None)
+        if is_requested and path and not run.signals.is_handled_by_user:
+            requeue_slurm_job()
     if is_notebook():
         return
     environment = getattr(run.fabric.strategy, "cluster_environment", None)

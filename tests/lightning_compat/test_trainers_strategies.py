@@ -10,7 +10,7 @@ from lightning.fabric.plugins import precision as fabric_precision
 from lightning.pytorch.plugins import DoublePrecision, MixedPrecision
 
 from fabric_template import FabricLoop
-from fabric_template.distributed.strategies import convert_plugins, convert_strategy
+from fabric_template.distributed.strategies import convert_plugin, convert_strategy
 from fabric_template.errors import ConfigurationError
 
 
@@ -64,8 +64,7 @@ def test_strategies_without_equivalent_are_refused(strategy, message):
 
 
 def test_precision_plugins():
-    (double,) = convert_plugins([DoublePrecision()])
-    assert type(double) is fabric_precision.DoublePrecision
+    assert type(convert_plugin(DoublePrecision())) is fabric_precision.DoublePrecision
 
     class Own(DoublePrecision):
         pass

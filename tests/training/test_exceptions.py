@@ -1,5 +1,6 @@
 """An exception in user code reaches the caller unchanged, with a note of its place. The state before it is saved."""
 
+import multiprocessing
 import os
 import signal
 import subprocess
@@ -140,8 +141,11 @@ def test_unreadable_sample_resumes_exactly(tmp_path, options):
     (tmp_path / "read").write_text("")
     loader = lambda name: lambda: DataLoader(UnreadableOnce(tmp_path / name), batch_size=4, num_workers=1)  # noqa: E731
     whole = fit(tmp_path / "whole", make, loader("read"), **options)
-    with pytest.raises(Broken):
+    with pytest.raises(Broken) as caught:
         fit(tmp_path / "cut", make, loader("unread"), **options)
+    # The workers have ended, although the error is kept.
+    assert caught.value.__traceback__ is not None
+    assert not multiprocessing.active_children()
     assert_same_end(whole, fit(tmp_path / "cut", make, loader("unread"), seed=9, resume="last", **options))
 
 

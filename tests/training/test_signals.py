@@ -259,8 +259,7 @@ def test_slurm_job_is_requeued(tmp_path, scontrol, monkeypatch, capsys):
 def test_slurm_job_is_not_requeued(tmp_path, scontrol, monkeypatch):
     calls = scontrol()
     assert exit_code(tmp_path / "a", signal.SIGTERM) == 143
-    with pytest.warns(UserWarning, match="job 17 is not requeued, because it has no checkpoint"):
-        assert exit_code(tmp_path / "b", signal.SIGUSR1, enable_checkpointing=False) == 138
+    assert exit_code(tmp_path / "b", signal.SIGUSR1, enable_checkpointing=False) == 138
     monkeypatch.setenv("SLURM_JOB_NAME", "interactive")
     assert exit_code(tmp_path / "c", signal.SIGUSR1) == 138
     assert not calls.exists()
