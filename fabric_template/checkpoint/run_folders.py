@@ -56,13 +56,10 @@ def open_folders(run: RunState, stack: ExitStack) -> None:
     run.checkpoints = make_checkpoint_manager(run)
     if not run.fabric.is_global_zero:
         return
-    resumed_from = None
-    if run.resumes and run.checkpoint is not None:
-        resumed_from = f"step {run.checkpoint['global_step']} from {run.checkpoint_path}"
     folders = [Path(logger.log_dir) for logger in run.loggers.csv_loggers]
     if run.checkpoints.folder is not None:
         folders.append(run.checkpoints.folder)
-    stack.enter_context(lock_folders(folders, resumed_from))
+    stack.enter_context(lock_folders(folders))
     if own is not None and version is not None and not run.resumes:
         own.rewind({})
 
@@ -101,11 +98,11 @@ if hasattr(os, "register_at_fork"):
 
 
 @contextmanager
-def lock_folders(folders: Iterable[Path], resumed_from: str | None = None) -> Iterator[None]:
+def lock_folders(folders: Iterable[Path]) -> Iterator[None]:
     """Make this process the only writer of some folders, and record how the run ends.
 
-    The system releases the lock of a killed process. Each .lock file has the process id, a line if the
-    run was resumed, and "finished", "interrupted" or "failed" at the end. ``fabric-template runs`` reads it.
+    The system releases the lock of a killed process. Each .lock file has the process id, and "finished",
+    "interrupted" or "failed" at the end. ``fabric-template runs`` reads it.
 
     Raises:
         CheckpointError: Another run writes to one of the folders.
@@ -116,8 +113,6 @@ def lock_folders(folders: Iterable[Path], resumed_from: str | None = None) -> It
         _open_files.update(files)
         stack.callback(_open_files.difference_update, files)
         add_line(files, str(os.getpid()))
-        if resumed_from is not None:
-            add_line(files, f"resumed after {resumed_from}")
         end = "failed"
         try:
             yield
