@@ -2,7 +2,6 @@
 
 import re
 import shlex
-import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -78,15 +77,9 @@ class Wide(Lit):
 
 
 class Stops(Lit):
-    number = 15
-
     def training_step(self, batch):
-        signal.raise_signal(self.number)
+        signal.raise_signal(signal.SIGINT)
         return super().training_step(batch)
-
-
-def make_wide(factor: int = 2):
-    return Lit(hidden=3 * factor)
 
 
 class Hears:
@@ -181,11 +174,8 @@ def test_options_of_model_data_and_fabric(capsys):
     code, out, _ = run(capsys, *FIT, *QUIET, *options)
     assert (code, "trained     Lit on Data: 2 epochs, 4 steps" in out) == (0, True)
     assert weights("run/version_0")["net.0.weight"].shape == (7, 4)
-    argv = ["fit", "--model=lit.make_wide", "--model.factor=3", "--data=lit.Data", "--max_epochs=1", *QUIET]
-    assert run(capsys, *argv)[0] == 0
-    assert weights("run/version_1")["net.0.weight"].shape == (9, 4)
     assert run(capsys, *FIT, *QUIET, "--max_epochs", 1, "--model.act", "torch.nn.PReLU")[0] == 0
-    assert "net.1.weight" in weights("run/version_2")
+    assert "net.1.weight" in weights("run/version_1")
 
 
 def test_callbacks_by_their_class_and_loggers_by_their_name(capsys):
@@ -220,11 +210,9 @@ def test_the_default_trains_the_digits_and_names_the_next_commands(capsys):
     assert (code, "val_acc" in out) == (0, True)
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-def test_a_signal_names_the_command_to_continue(capsys, number):
-    Path("lit.py").write_text(LIT.replace("number = 15", f"number = {number:d}"))
+def test_a_signal_names_the_command_to_continue(capsys):
     code, _, err = run(capsys, "fit", "--model=lit:Stops", *FIT[3:], *QUIET, "--save_every_n_steps", 1)
-    assert code == 128 + number
+    assert code == 130
     command = "fabric-template fit --run logs/run/version_0 --resume last"
     assert err.endswith(f"\ninterrupted; continue with\n{command}\n")
 
@@ -306,24 +294,17 @@ def test_a_run_is_continued_or_gives_its_weights_to_a_new_one(capsys):
     [
         (["fut"], f"got the command fut, expected one of {', '.join(cli.COMMANDS)}."),
         (["fit", "--max_epoch", "3"], "--max_epoch: fabric-template fit has no such option. Did you mean --max_epochs?"),
-        (["validate", "--zzzz", "x"], "--zzzz: fabric-template validate has no such option. fabric-template validate"),
-        (["fit", "ten"], "Unrecognized arguments: ten"),
         (["fit", "--max_epochs"], "argument --max_epochs: expected one argument"),
-        (["verify"], "Option 'path' is required"),
         ([*FIT, "--max_epochs", "ten"], "--max_epochs: got ten, expected NoneType or int."),
         ([*FIT, "--seed=-1"], "seed: got -1, expected"),
         ([*FIT, "--model.depth", "3"], "--model: Problem with given class_path 'lit.Lit': Option 'depth' is not accepted"),
-        ([*FIT, "--model.hidden", "wide"], "--model.hidden: Problem with given class_path 'lit.Lit': Expected a int. Got"),
         (["fit", "--data", "lit:Data"], "--model: got no class, expected --model package.module:Class."),
-        (["fit", "--model", "lit"], "--model: Expected a dot import path string: lit"),
         (["fit", "--model", "lit:Lot"], "--model: Problem with given class_path 'lit.Lot': module 'lit' has no"),
         ([*FIT, "--accelerator", "tpux"], "You selected an invalid accelerator name: `accelerator='tpux'`."),
         (["fit", "--config", "no.yaml"], "--config: File does not exist"),
         (["fit", "--run", "none"], "none, expected a run's folder, logs/NAME"),
-        ([*FIT, "--callbacks+=EarlyStoping"], "'lightning.pytorch.callbacks' has no attribute 'EarlyStoping'"),
         ([*FIT, "--callbacks+=EarlyStopping"], "--callbacks: Problem with given class_path 'lightning.pytorch.callbacks."
          "EarlyStopping': Option 'monitor' is required"),
-        ([*FIT, "--callbacks+=EarlyStopping", "--callbacks.monitor=x", "--callbacks.mode=x"], "`mode` can be min, max"),
     ],
 )  # fmt: skip
 def test_a_mistake_is_one_line_and_writes_nothing(capsys, argv, expected):
@@ -350,17 +331,6 @@ def test_predictions_are_a_table_or_the_list_of_batches(capsys):
     assert (header, len(rows)) == ("score,both_0,both_1,name", 32)
     assert torch.tensor([float(row.split(",")[0]) for row in rows]).tolist() == scores
     assert refused(capsys, *argv, "x.json") == "--out: got x.json, expected a file name in .csv or .pt."
-
-
-def test_the_columns_of_a_table():
-    tables = {
-        "prediction_0,prediction_1\n1.5,2.0\n5.0,6.0\n": [torch.tensor([[1.5, 2.0]]), torch.tensor([[5.0, 6.0]])],
-        "prediction\n3\n4\n": [torch.tensor([3]), torch.tensor([4])],
-        "prediction\n0.25\n": [torch.tensor(0.25, dtype=torch.bfloat16)],
-        "prediction\na\nb\n": [["a", "b"]],
-    }
-    for text, batches in tables.items():
-        assert cli.make_table(batches).to_csv(index=False) == text
 
 
 def test_verify(capsys):

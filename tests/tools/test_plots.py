@@ -91,11 +91,9 @@ def test_metrics_are_columns_quantities_or_kinds(metrics, labels):
     [
         ("val_acc_top1", "validation", "acc_top1", "accuracy"),
         ("MulticlassAccuracy", "", "MulticlassAccuracy", "accuracy"),
-        ("val/accordance", "validation", "accordance", "accordance"),
         ("training_loss_step", "train", "loss", "loss"),
         ("test_f1/dataloader_idx_1", "test", "f1/dataloader_idx_1", "f1"),
         ("lr-Adam/pg1", "", "lr-Adam/pg1", "learning rate"),
-        ("lratio", "", "lratio", "lratio"),
     ],
 )
 def test_a_column_is_known_by_its_name(name, split, quantity, kind):
@@ -163,16 +161,13 @@ def test_over_steps_the_values_of_steps_csv_are_drawn():
     assert lines(loss, "validation") == [[[10, 0.5]]]
 
 
-@pytest.mark.parametrize("has_speed", [True, False])
-def test_a_run_by_steps_is_drawn_over_steps(has_speed):
+def test_a_run_by_steps_is_drawn_over_steps():
     """The losses of single batches are pale, their average is a line, and validations are joined points."""
     logger = CSVLogger("logs", name="steps", version=0)
     for step in range(1, 101):
         logger.log_metrics({"train_loss": float(step % 2), "lr": 0.1}, step)
     for step in (30, 60, 100):
-        speed = {"samples_per_second": 5.0} if has_speed else {}
-        epoch = step if has_speed else 0
-        logger.log_epoch({"epoch": epoch, "step": step, "train_loss": 0.5, "val_loss": 1.0 / step, "lr": 0.1, **speed})
+        logger.log_epoch({"epoch": 0, "step": step, "train_loss": 0.5, "val_loss": 1.0 / step, "lr": 0.1})
     ax = plot_logs("logs")
     assert ax.get_xlabel() == "step"
     raw, average, validation, _ = ax.get_lines()
@@ -180,27 +175,6 @@ def test_a_run_by_steps_is_drawn_over_steps(has_speed):
     assert raw.get_alpha() < average.get_alpha()
     assert np.ptp(average.get_ydata()[50:]) < 0.2 < np.ptp(raw.get_ydata())
     assert (validation.get_xdata().tolist(), validation.get_marker()) == ([30, 60, 100], ".")
-
-
-def test_the_monitor_has_a_best_value_by_its_mode():
-    for version, mode in enumerate(("min", "max")):
-        logger = CSVLogger("logs", name=mode, version=version)
-        logger.log_hyperparams({"config": {"monitor": "val_gap", "mode": mode}})
-        for epoch, gap in enumerate([3.0, 1.0, 2.0]):
-            logger.log_epoch({"epoch": epoch, "step": epoch, "val_gap": gap})
-    assert lines(plot_logs("logs/min", metrics="val_gap"), "best") == [[[1, 1]]]
-    assert lines(plot_logs("logs/max", metrics="val_gap"), "best") == [[[0, 3]]]
-
-
-def test_lightnings_half_empty_rows_are_joined():
-    folder = Path("logs/lightning/version_0")
-    folder.mkdir(parents=True)
-    rows = [",0.1,3,,,", "0,,3,,3.5,", "0,,3,,,2.5", "0,,3,3.0,,", "1,,7,,,1.5", "1,,7,2.0,,"]
-    header = "epoch,lr-SGD,step,train_loss_epoch,train_loss_step,val_loss"
-    Path(folder, "metrics.csv").write_text("\n".join([header, *rows]) + "\n")
-    ax = plot_logs(folder)
-    assert lines(ax, "train") == [[[0, 3], [1, 2]]]
-    assert lines(ax, "validation") == [[[0, 2.5], [1, 1.5]]]
 
 
 def test_many_points_are_smoothed_over_the_measured_values():
@@ -240,20 +214,17 @@ def test_into_given_axes():
     assert len(pyplot.get_fignums()) == 1
 
 
-@pytest.mark.parametrize("values", [[math.inf, 1, 2], [math.nan] * 3, [1e300, -1e300, 1e-300], [0, 0, 0]])
-def test_odd_numbers_are_no_trouble(values):
-    plot_logs(pd.DataFrame({"epoch": [5, 5, 6], "val_$loss\n": values})).figure.canvas.draw()
+def test_infinite_values_and_odd_names_are_drawn():
+    plot_logs(pd.DataFrame({"epoch": [5, 5, 6], "val_$loss\n": [math.inf, 1, 2]})).figure.canvas.draw()
 
 
 @pytest.mark.parametrize(
     ("logs", "options", "error", "message"),
     [
         (HISTORY, {"metrics": "val_los"}, ValueError, "metrics: got 'val_los', expected one of the columns epoch"),
-        (HISTORY, {"metrics": "note"}, ValueError, "metrics: got 'note', .* with numbers"),
         (HISTORY, {"x": "hour"}, ValueError, "x: got 'hour', expected one of the columns epoch, step"),
         (HISTORY, {"smooth": 1}, ValueError, "smooth: got 1, expected 0 to below 1"),
         (HISTORY[["epoch", "lr"]], {}, ValueError, "metrics: got nothing to draw, .* Write metrics=.'lr'."),
-        ([], {}, ValueError, r"expected one of the columns \(none\)"),
         (3, {}, TypeError, "plot_logs: got int, expected a path or a DataFrame"),
         ("nowhere", {}, ValueError, "nowhere', which does not exist"),
     ],
