@@ -158,6 +158,9 @@ def plain_dict(value):
     return [plain_dict(part) for part in value] if isinstance(value, list | tuple) else value
 
 
+# Trainer 2.4 counts a file from the middle of an epoch differently, and repeats or skips its batches.
+exact_trainer = pytest.mark.skipif(pl.__version__ < "2.5", reason="Trainer 2.4 resumes inexactly within an epoch")
+
 SAVERS = {
     "train_epoch_end": lambda root: cb.ModelCheckpoint(root, filename="file", save_on_train_epoch_end=True),
     "validation_end": lambda root: cb.ModelCheckpoint(root, filename="file", save_on_train_epoch_end=False),
@@ -174,6 +177,8 @@ def test_at_the_end_of_an_epoch(tmp_path, case, where):
     """
     if case == "no_validation" and where == "validation_end":
         pytest.skip("nothing is validated")
+    if (case, where) == ("epoch_scheduler", "validation_end") and pl.__version__ < "2.5":
+        pytest.skip("Trainer 2.4 resumes this file inexactly")
     stops = {"stops": "val" if where == "validation_end" else "train"}
     crossed = {}
     for first in LOOPS:
@@ -206,6 +211,7 @@ def test_files_written_without_a_callback(tmp_path, case):
 EVERY_STEP = {"filename": "{step}", "every_n_train_steps": 1, "save_top_k": -1}
 
 
+@exact_trainer
 @pytest.mark.parametrize("step", [4, 10, 12])
 @pytest.mark.parametrize("case", [case for case in CASES if case != "accumulate"])
 def test_in_the_middle_of_an_epoch(tmp_path, case, step):
@@ -278,6 +284,7 @@ def fit_on(kind, make, root, path=None, epochs=2, **words):
     return module, seen
 
 
+@exact_trainer
 @pytest.mark.filterwarnings("ignore:'set_vital' is deprecated")
 @pytest.mark.parametrize("step", [4, 10, 12])
 @pytest.mark.parametrize("name", ["own", "stream", "torchdata"])
@@ -298,6 +305,7 @@ def test_loaders_with_state_go_on_from_the_others_file(tmp_path, name, step):
             assert same(dict(whole.state_dict()), dict(module.state_dict())), (first, second)
 
 
+@exact_trainer
 @pytest.mark.parametrize("workers", [0, 2])
 @pytest.mark.parametrize("step", [4, 12])
 def test_the_rest_of_a_shuffled_epoch(tmp_path, step, workers):
