@@ -29,7 +29,7 @@ def fit(run: RunState) -> None:
     run.data.setup_train_loader()
     run.validation_schedule = ValidationSchedule(run)
     run.history.choose_rows()
-    is_done = run.stop.is_fit_done and not run.progress.is_in_epoch
+    is_done = run.stop.is_due_between_epochs and not run.progress.is_in_epoch
     if is_done or run.config.limit_train_batches == 0:
         restore_position(run)
         run.loggers.end_training(run)
@@ -45,7 +45,7 @@ def fit(run: RunState) -> None:
     if is_epoch_over:
         run.progress.epochs_done -= 1
     restore_position(run)
-    while run.progress.is_in_epoch or not run.stop.is_fit_done:
+    while run.progress.is_in_epoch or not run.stop.is_due_between_epochs:
         with run.hooks.profiled("run_training_epoch"):
             train_epoch(run)
         if run.stop.signal is not None:
@@ -64,7 +64,7 @@ def train_epoch(run: RunState) -> None:
     else:
         start_epoch(run)
     run.console.start_epoch(run)
-    if not run.stop.is_reached and not progress.is_epoch_complete:
+    if not run.stop.is_due and not progress.is_epoch_complete:
         if takes_iterator(run.hooks.source.training_step):
             train_with_iterator(run, end_train_batch)
         else:
@@ -110,7 +110,7 @@ def train_batches(run: RunState) -> None:
         else:
             outputs = train_batch(batch, batch_idx)  # forward, loss, backward, clip, step
         end_train_batch(run, outputs, batch, batch_idx)
-        if progress.is_epoch_complete or run.stop.is_reached:
+        if progress.is_epoch_complete or run.stop.is_due:
             break
     else:
         end_short_epoch(run)

@@ -339,7 +339,7 @@ def train_with_iterator(run: RunState, end_train_batch: Callable[..., None]) -> 
         loaders.extra_batches = first + iterator.num_fetched - progress.batches_done
         progress.is_last_batch = iterator.is_done
         end_train_batch(run, outputs, *iterator.current[:2])
-        if run.stop.is_reached:
+        if run.stop.is_due:
             return
     progress.is_last_batch, progress.phase = True, None
     loaders.check_empty_pass()

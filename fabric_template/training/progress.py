@@ -138,14 +138,14 @@ class StopCondition:
         return is_heeded or self.signal is not None or bool(self.divergence)
 
     @property
-    def is_reached(self) -> bool:
+    def is_due(self) -> bool:
         """Return whether training ends after the current batch."""
         return self.has_max_steps or self.is_requested
 
     @property
-    def is_fit_done(self) -> bool:
-        """Return whether no further epoch starts."""
-        return self.is_reached or self.has_max_epochs or self.progress.num_train_batches == 0
+    def is_due_between_epochs(self) -> bool:
+        """Return whether training ends instead of starting another epoch."""
+        return self.is_due or self.has_max_epochs or self.progress.num_train_batches == 0
 
     def state_dict(self) -> dict[str, Any]:
         return {"should_stop": self.should_stop, "divergence": self.divergence}

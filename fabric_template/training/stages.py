@@ -299,7 +299,7 @@ def configure_optimizers(run: RunState) -> None:
 def print_if_finished(run: RunState) -> None:
     """Print that a finished run was resumed, for example by a job scheduler that restarts it."""
     progress = run.progress
-    if run.stop.is_fit_done and not progress.is_in_epoch and run.fabric.is_global_zero:
+    if run.stop.is_due_between_epochs and not progress.is_in_epoch and run.fabric.is_global_zero:
         print(
             f"resume: {run.checkpoint_path} is from a finished run (epoch {progress.epochs_done}, step"
             f" {progress.global_step}); it trains no further: {end_reason(run)}.",
