@@ -51,6 +51,8 @@ EXCLUDED = [  # (why, which)
      lambda w: w["shape"] == "handed" and w["optimizer"] == "LBFGS"),
     ("of several loaders Trainer asks those with a length how long the epoch is, and leaves out the end of a shorter one",
      lambda w: w["loader"] == "combined" and w["combined"][3] == "min_size" and {"function", "iterable"} & set(kinds_of(w))),
+    ("from each reloaded loader without a length Trainer reads a batch that it drops, which draws random numbers",
+     lambda w: "reload_dataloaders_every_n_epochs" in w["loop"] and {"function", "iterable", "own"} & set(kinds_of(w))),
     ("torch's fused SGD: its first step reads a bfloat16 momentum that nobody has set",
      lambda w: w["optimizer"] == "SGD_fused" and w["loop"].get("precision") == "bf16-true"),
 ]  # fmt: skip
