@@ -35,11 +35,11 @@ from .lightning_compat.trainer_api import StrategyAPI, TrainerAPI, make_profiler
 from .loggers.csv_logger import CSVLogger, to_cell
 from .loggers.logger_connector import LoggerAdapter, make_logger
 from .loggers.run_summary import format_results, format_summary, summarize_run
+from .training.configure_optimizers import add_scheduler
 from .training.hooks import is_instance_of
+from .training.lifecycle import evaluate_stage, fit_stage, predict_stage, run_stage, set_torch_flags
 from .training.optimization import ManualOptimization
-from .training.optimizers import add_scheduler
 from .training.run_state import RunState
-from .training.stages import evaluate_stage, fit_stage, predict_stage, run_stage, set_torch_flags
 
 FABRIC_ARGUMENTS = ("accelerator", "strategy", "devices", "num_nodes", "precision", "plugins")
 

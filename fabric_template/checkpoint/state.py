@@ -21,7 +21,7 @@ from ..distributed.launch import gather_objects
 from ..errors import CheckpointError, OtherModelError
 from ..lightning_compat.private import hyperparameters_name
 from ..loggers.read_logs import read_table
-from ..training.optimization import is_step_due
+from ..training.optimization import is_window_end
 from .distributed import SHARDS_KEY, load_shards
 from .rng import capture_rng_state, restore_rng_state, seed_new_process
 
@@ -410,7 +410,7 @@ def restore_progress_of_trainer(run: RunState, checkpoint: dict[str, Any]) -> No
     else:
         progress.is_in_epoch = True
         progress.batches_done = processed
-        progress.batches_at_last_step = processed - processed % run.accumulate_grad_batches
+        progress.batches_at_window_start = processed - processed % run.accumulate_grad_batches
     if is_between_batches and batch["total"]["ready"] > batch["total"]["completed"]:
         # on_train_batch_end saved the file. Trainer counts the logging step after this hook.
-        progress.logging_step += is_step_due(run)
+        progress.logging_step += is_window_end(run)

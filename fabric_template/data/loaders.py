@@ -18,7 +18,7 @@ from ..checkpoint.dataloader_state import ResumableLoader, has_state, samplers_o
 from ..distributed.launch import gather_objects
 from ..errors import CheckpointError, ConfigurationError
 from ..lightning_compat.private import combined_mode
-from ..training.checks import check_loader, loader_argument
+from ..training.check_arguments import check_loader, loader_argument
 from ..training.hooks import is_instance_of, overridden
 from .samplers import TrackingBatchSampler, prepare_loader
 from .tensor_loader import TensorLoader

@@ -17,7 +17,7 @@ from torch.distributed.tensor import DTensor
 
 from ..errors import ConfigurationError
 from ..lightning_compat.private import has_communication_hook
-from ..training.optimizers import is_optimizer
+from ..training.configure_optimizers import is_optimizer
 
 try:
     from torch.distributed.fsdp import FSDPModule, register_fsdp_forward_method

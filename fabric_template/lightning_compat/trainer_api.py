@@ -24,7 +24,7 @@ from ..config import LoopConfig
 from ..distributed.launch import join_processes, starts_processes
 from ..errors import ConfigurationError
 from ..training.hooks import is_instance_of, overridden
-from ..training.optimization import clip_gradients, is_logging_due, is_step_due
+from ..training.optimization import clip_gradients, is_logging_due, is_window_end
 from ..training.progress import Progress, StopCondition
 from .private import wrap_optimizer
 
@@ -504,7 +504,7 @@ class LoopAPI:
 
     def _should_accumulate(self) -> bool:
         """Return whether the batch ends without an optimizer step. ThroughputMonitor calls this."""
-        return not is_step_due(self.current_run)
+        return not is_window_end(self.current_run)
 
     def _should_check_val_epoch(self) -> bool:
         """Return whether this epoch has a validation. Progress bars call this for their total."""

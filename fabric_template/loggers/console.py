@@ -105,7 +105,7 @@ class Console:
         assert self._screen is not None
         progress = run.progress
         done = progress.batches_done if run.stage == "fit" else progress.eval_batches_done
-        if run.stage == "fit" and progress.phase == "step":
+        if run.stage == "fit" and progress.phase == "batch":
             # The current batch is not done yet, and may have raised an error.
             done -= 1
         total: int | float | None = None if self._total == math.inf else self._total

@@ -12,7 +12,7 @@ import torch
 from lightning.fabric.utilities import move_data_to_device
 
 from .hooks import overridden
-from .module_adapter import evaluate_with_iterator, takes_argument, takes_batch_idx, takes_iterator
+from .module_adapter import StepIterator, takes_argument, takes_batch_idx, takes_iterator
 
 if TYPE_CHECKING:
     from .run_state import RunState
@@ -86,6 +86,24 @@ def evaluate_batches(run: RunState, name: str, max_batches: int | float) -> None
         results.end_batch()
         run.loggers.log_evaluation_step(run, dataloader_idx)
         run.console.update(run)
+
+
+def evaluate_with_iterator(
+    run: RunState, name: str, method: Callable, max_batches: int | float, outputs: list[list[Any]]
+) -> None:
+    """Evaluate with a step that fetches its batches itself. Adds its outputs to ``outputs``."""
+    loaders, step = run.data.eval_loaders, run.make_step(f"{name}_step", method)
+    iterator = StepIterator(loaders.raw_batches(max_batches), loaders.count_batches(max_batches))
+    num_places = 3 if loaders.has_several else 2
+    while not iterator.is_done:
+        run.progress.count_eval_batch()
+        run.hooks.call(f"on_{name}_batch_start", *iterator.current[:num_places])
+        try:
+            output = step(iterator)
+        except StopIteration:
+            break
+        outputs[iterator.current[2]].append(output)
+        run.hooks.call(f"on_{name}_batch_end", output, *iterator.current[:num_places])
 
 
 class Predictions:

@@ -1,7 +1,14 @@
 """Train in epochs and batches, validate, and stop. Read this module first.
 
-Hooks may save a checkpoint at any time. ``run.progress.phase`` records where in the epoch that is;
-``Progress`` lists its values. The methods of ``run.checkpoints`` save only if a checkpoint is due.
+A hook may save a checkpoint at any time, so ``run.progress.phase`` records the current point of an
+epoch. A resumed run finishes what was left at that point:
+
+- "epoch_start": ``start_epoch`` calls the hooks before the first batch.
+- "batch": a batch is trained. A resume repeats the batches since the last optimizer step.
+- "batch_end": ``end_train_batch`` and ``end_batch`` finish a batch.
+- "validation", "validation_end": ``validate`` runs, and then calls its last hooks.
+- "epoch_end": ``end_epoch`` calls the hooks after the last batch.
+- None: between two batches or two epochs.
 """
 
 from __future__ import annotations
@@ -11,10 +18,10 @@ from typing import TYPE_CHECKING, Any
 from ..checkpoint.rng import capture_rng_state, restore_rng_state
 from ..checkpoint.state import restore_position
 from .evaluation_loop import evaluate
-from .module_adapter import takes_iterator, train_with_iterator
+from .module_adapter import StepIterator, takes_iterator
 from .optimization import (
     is_logging_due,
-    is_step_due,
+    is_window_end,
     step_lr_schedulers,
     step_schedulers_after_batch,
 )
@@ -31,19 +38,22 @@ def fit(run: RunState) -> None:
     run.history.choose_rows()
     is_done = run.stop.is_due_between_epochs and not run.progress.is_in_epoch
     if is_done or run.config.limit_train_batches == 0:
+        # As in Trainer, a fit without a batch calls neither on_train_start nor on_train_end.
         restore_position(run)
         run.loggers.end_training(run)
         return
     if run.validation_schedule.is_in_this_epoch():
         run.data.setup_val_loaders()
     run.history.start_clock()
-    # If on_train_epoch_end saved the checkpoint, on_train_start sees the next epoch, as in Trainer.
-    is_epoch_over = run.progress.phase == "epoch_end" and run.progress.is_epoch_complete
-    if is_epoch_over:
+    # A checkpoint that on_train_epoch_end saved does not count its epoch yet. As in Trainer,
+    # on_train_start sees it counted. The first train_epoch then ends this epoch and counts it.
+    was_saved_at_end = run.progress.phase == "epoch_end" and run.progress.is_epoch_complete
+    if was_saved_at_end:
         run.progress.epochs_done += 1
     run.hooks.call("on_train_start")
-    if is_epoch_over:
+    if was_saved_at_end:
         run.progress.epochs_done -= 1
+    # Nothing may draw random numbers between this line and the first batch.
     restore_position(run)
     while run.progress.is_in_epoch or not run.stop.is_due_between_epochs:
         with run.hooks.profiled("run_training_epoch"):
@@ -66,9 +76,10 @@ def train_epoch(run: RunState) -> None:
     run.console.start_epoch(run)
     if not run.stop.is_due and not progress.is_epoch_complete:
         if takes_iterator(run.hooks.source.training_step):
-            train_with_iterator(run, end_train_batch)
+            train_with_iterator(run)
         else:
             train_batches(run)
+    # A limit ends the epoch early, as in Trainer. After a signal, a resumed run finishes the epoch.
     if run.stop.signal is None or progress.is_epoch_complete:
         end_epoch(run)
 
@@ -85,7 +96,7 @@ def start_epoch(run: RunState) -> None:
 
 
 def resume_epoch(run: RunState) -> None:
-    """Finish the last batch if one of its hooks saved the checkpoint, and fetch the next one."""
+    """Restart the loader at its saved position, and finish the batch whose hook saved the checkpoint."""
     run.data.resume_train_batches()
     if run.progress.phase in ("batch_end", "validation", "validation_end"):
         end_batch(run)
@@ -104,6 +115,7 @@ def train_batches(run: RunState) -> None:
                 "train_dataloader yielded None. If this was on purpose, ignore this warning..."
             )
         elif hooks.call("on_train_batch_start", batch, batch_idx) == -1:
+            # As in Trainer, -1 ends the epoch without on_train_batch_end and without a validation.
             progress.is_last_batch, progress.phase = True, None
             step_schedulers_after_batch(run)
             break
@@ -113,7 +125,33 @@ def train_batches(run: RunState) -> None:
         if progress.is_epoch_complete or run.stop.is_due:
             break
     else:
+        # The loader ended before its length or the limit was reached.
         end_short_epoch(run)
+
+
+def train_with_iterator(run: RunState) -> None:
+    """Train an epoch with a ``training_step`` that fetches its batches from ``dataloader_iter``."""
+    progress, loaders = run.progress, run.data.train
+    first = progress.batches_done + loaders.extra_batches
+    raw = loaders.raw_batches()
+    fetched = ((batch, index, 0) for index, (batch, _) in enumerate(raw, first))
+    iterator = StepIterator(fetched, loaders.num_batches - first)
+    while not iterator.is_done:
+        progress.start_batch(is_last=False)
+        run.results.start_batch(None)
+        if run.hooks.call("on_train_batch_start", *iterator.current[:2]) == -1:
+            break
+        try:
+            outputs = run.optimization.train_batch(iterator, iterator.current[1])
+        except StopIteration:
+            break
+        loaders.extra_batches = first + iterator.num_fetched - progress.batches_done
+        progress.is_last_batch = iterator.is_done
+        end_train_batch(run, outputs, *iterator.current[:2])
+        if run.stop.is_due:
+            return
+    progress.is_last_batch, progress.phase = True, None
+    loaders.check_empty_pass()
 
 
 def end_train_batch(run: RunState, outputs: Any, batch: Any, batch_idx: int) -> None:
@@ -128,20 +166,22 @@ def end_train_batch(run: RunState, outputs: Any, batch: Any, batch_idx: int) -> 
 
 def end_batch(run: RunState) -> None:
     """Log, validate if a validation is due, check for signals, and save."""
-    progress, is_stepping = run.progress, is_step_due(run)
+    progress, is_stepping = run.progress, is_window_end(run)
+    # If the checkpoint was saved during the validation, the batch is logged already.
+    was_in_validation = progress.phase in ("validation", "validation_end")
     is_logging = is_stepping or not run.optimization.is_automatic
-    if is_logging and progress.phase == "batch_end" and is_logging_due(run):
+    if is_logging and not was_in_validation and is_logging_due(run):
         run.loggers.log_step(run)
     if run.console.is_enabled:
         run.console.update(run)
-    if progress.phase in ("validation", "validation_end") or run.validation_schedule.is_due():
+    if was_in_validation or run.validation_schedule.is_due():
         validate(run)
     if run.lr_schedulers:
-        step_lr_schedulers(run, "step", plateau=True)
+        step_lr_schedulers(run, "step", follows_metric=True)
     progress.phase = None
     if is_stepping:
         progress.logging_step += 1
-        progress.batches_at_last_step = progress.batches_done
+        progress.batches_at_window_start = progress.batches_done
         if run.signals.received is not None or run.is_distributed:
             run.signals.check(run)
         if run.config.save_every_n_steps:
@@ -150,12 +190,15 @@ def end_batch(run: RunState) -> None:
 
 def validate(run: RunState) -> None:
     """Run a validation during training, and save a checkpoint after it."""
-    if is_step_due(run):
+    if is_window_end(run):
+        # As in Trainer, a validation runs without gradients, unless the optimizer still needs them.
         own_zero_grad = run.hooks.module_method("on_validation_model_zero_grad")
         (own_zero_grad or run.network.zero_grad)()
     if run.progress.phase != "validation_end":
-        # A resumed run does not repeat a validation caused only by a stop. Undo its random numbers.
-        rng_state = None if run.validation_schedule.is_planned() else capture_rng_state()
+        # Only a request to stop causes an unplanned validation, and a resumed run does not repeat it.
+        # So restore the random state after it.
+        is_planned = run.validation_schedule.is_planned()
+        rng_state = None if is_planned else capture_rng_state()
         run.progress.phase = "validation"
         evaluate(run, "validate")
         run.results.start_training()
@@ -170,7 +213,7 @@ def end_short_epoch(run: RunState) -> None:
     """End an epoch whose loader gave fewer batches than its length or the limit."""
     run.progress.is_last_batch = True
     run.data.train.check_empty_pass()
-    step_lr_schedulers(run, "epoch", plateau=False)
+    step_lr_schedulers(run, "epoch", follows_metric=False)
     if run.validation_schedule.is_due_at_short_end():
         validate(run)
 
@@ -189,7 +232,7 @@ def end_epoch(run: RunState) -> None:
             run.checkpoints.save_in_epoch(run)
     run.results.update_metrics()
     if progress.is_epoch_complete:
-        step_lr_schedulers(run, "epoch", plateau=True)
+        step_lr_schedulers(run, "epoch", follows_metric=True)
     run.loggers.log_train_epoch(run)
     run.results.reset()
     run.data.train.end_epoch()

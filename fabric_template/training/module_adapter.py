@@ -10,7 +10,7 @@ import inspect
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from lightning.fabric import Fabric, is_wrapped
@@ -23,9 +23,6 @@ from torch.nn.parallel import DistributedDataParallel
 from ..distributed.strategies import no_gradient_sync, shard_network, wrap_step
 from ..errors import ConfigurationTypeError, check_object, describe
 from .hooks import is_instance_of
-
-if TYPE_CHECKING:
-    from .run_state import RunState
 
 
 class ModuleAdapter(LightningModule):
@@ -198,7 +195,7 @@ class StepRunner:
         name = str(self.precision.precision)
         self.converts_dtype = name.endswith("-true") and name != "32-true"
         is_single = type(fabric.strategy) is SingleDeviceStrategy
-        self.is_plain = is_single and type(self.precision) is Precision
+        self.needs_no_strategy = is_single and type(self.precision) is Precision
         self.is_model_parallel = isinstance(fabric.strategy, ModelParallelStrategy)
         self.wrapped: Any = None
 
@@ -314,50 +311,3 @@ class StepIterator:
             raise
         self.num_fetched += 1
         return self.current
-
-
-def train_with_iterator(run: RunState, end_train_batch: Callable[..., None]) -> None:
-    """Train an epoch with a step that fetches its batches itself.
-
-    Args:
-        end_train_batch: Called after each step as ``end_train_batch(run, outputs, batch, batch_idx)``.
-    """
-    progress, loaders = run.progress, run.data.train
-    first = progress.batches_done + loaders.extra_batches
-    raw = loaders.raw_batches()
-    fetched = ((batch, index, 0) for index, (batch, _) in enumerate(raw, first))
-    iterator = StepIterator(fetched, loaders.num_batches - first)
-    while not iterator.is_done:
-        progress.start_batch(is_last=False)
-        run.results.start_batch(None)
-        if run.hooks.call("on_train_batch_start", *iterator.current[:2]) == -1:
-            break
-        try:
-            outputs = run.optimization.train_batch(iterator, iterator.current[1])
-        except StopIteration:
-            break
-        loaders.extra_batches = first + iterator.num_fetched - progress.batches_done
-        progress.is_last_batch = iterator.is_done
-        end_train_batch(run, outputs, *iterator.current[:2])
-        if run.stop.is_due:
-            return
-    progress.is_last_batch, progress.phase = True, None
-    loaders.check_empty_pass()
-
-
-def evaluate_with_iterator(
-    run: RunState, name: str, method: Callable, max_batches: int | float, outputs: list[list[Any]]
-) -> None:
-    """Evaluate with a step that fetches its batches itself. Adds its outputs to ``outputs``."""
-    loaders, step = run.data.eval_loaders, run.make_step(f"{name}_step", method)
-    iterator = StepIterator(loaders.raw_batches(max_batches), loaders.count_batches(max_batches))
-    num_places = 3 if loaders.has_several else 2
-    while not iterator.is_done:
-        run.progress.count_eval_batch()
-        run.hooks.call(f"on_{name}_batch_start", *iterator.current[:num_places])
-        try:
-            output = step(iterator)
-        except StopIteration:
-            break
-        outputs[iterator.current[2]].append(output)
-        run.hooks.call(f"on_{name}_batch_end", output, *iterator.current[:num_places])

@@ -1,4 +1,4 @@
-"""Train on one batch, with forward, loss, zero_grad, backward, clip, step and schedulers."""
+"""Train on one batch: forward, loss, zero_grad, backward, clipping and the optimizer step."""
 
 from __future__ import annotations
 
@@ -23,11 +23,11 @@ if TYPE_CHECKING:
     from .run_state import RunState
 
 
-def is_step_due(run: RunState) -> bool:
-    """Return whether the optimizer steps after the current batch.
+def is_window_end(run: RunState) -> bool:
+    """Return whether the current batch is the last one of its accumulation window.
 
-    An accumulation window ends after every N-th batch and after the last batch of an epoch, as in
-    Trainer. Only this function decides when it ends.
+    The optimizer steps on this batch. As in Trainer, a window ends after every N-th batch and after
+    the last batch of an epoch. Only this function decides when it ends.
     """
     is_full = run.progress.batches_done % run.accumulate_grad_batches == 0
     return is_full or run.progress.is_epoch_complete
@@ -38,14 +38,15 @@ def is_logging_due(run: RunState) -> bool:
     progress, every = run.progress, run.config.log_every_n_steps
     if not every:
         return False
+    # logging_step does not count the current batch yet. The stage is None outside of the loops.
     is_training = progress.stage in ("train", None)
     count = progress.logging_step + 1 if is_training else progress.eval_batches_done
     return count % every == 0 or run.stop.should_stop or bool(run.config.fast_dev_run)
 
 
 def starts_window(run: RunState) -> bool:
-    """Return whether the current batch is the first one after an optimizer step."""
-    return run.progress.batches_done - 1 == run.progress.batches_at_last_step
+    """Return whether the current batch is the first one of its accumulation window."""
+    return run.progress.batches_done - 1 == run.progress.batches_at_window_start
 
 
 class Optimization:
@@ -57,42 +58,45 @@ class Optimization:
         self.run = run
         # StochasticWeightAveraging sets this to update BatchNorm statistics by forward passes only.
         self.skip_backward = False
-        self.kept_loss: Tensor | None = None
+        self.kept_loss: Tensor | None = None  # See _step_without_closure.
         self.setup()
 
     def setup(self) -> None:
-        """Look up the hooks that each batch calls. Called again when the optimizers change."""
+        """Look up what each batch calls. Called again when the optimizers or the options change."""
         run, hooks = self.run, self.run.hooks
         step = hooks.source.training_step
         self.call_step = run.make_step("training_step", step)
         if takes_iterator(step) or not takes_batch_idx(step):
             call_with_batch = self.call_step
             self.call_step = lambda batch, batch_idx: call_with_batch(batch)
-        self._is_plain = run.steps.is_plain
+        self._needs_no_strategy = run.steps.needs_no_strategy
         self._scaler = getattr(run.fabric.strategy.precision, "scaler", None)
-        self._own_backward = hooks.module_method("backward")
-        self._own_clipping = hooks.module_method("configure_gradient_clipping")
+        self._module_backward = hooks.module_method("backward")
+        self._module_clipping = hooks.module_method("configure_gradient_clipping")
         action = f"[Strategy]{type(run.fabric.strategy).__name__}.backward"
-        self._backward = hooks.with_profiler(action, self._run_backward)
+        self._profiled_backward = hooks.with_profiler(action, self._backward_with_hooks)
 
     def backward(self, loss: Tensor, *args: Any, **kwargs: Any) -> None:
-        """Compute the gradients for ``manual_backward`` and ``loop.backward``."""
-        self._backward(loss, *args, **kwargs)
+        """Compute the gradients for ``manual_backward`` and ``loop.backward``.
 
-    def _run_backward(self, loss: Tensor, *args: Any, **kwargs: Any) -> None:
+        Automatic optimization calls ``_profiled_backward`` directly.
+        """
+        self._profiled_backward(loss, *args, **kwargs)
+
+    def _backward_with_hooks(self, loss: Tensor, *args: Any, **kwargs: Any) -> None:
         hooks = self.run.hooks
         hooks.call("on_before_backward", loss)
-        if self._own_backward is not None:
+        if self._module_backward is not None:
             scaled = loss if self._scaler is None else self._scaler.scale(loss)
-            self._own_backward(scaled, *args, **kwargs)
-        elif self._is_plain:
+            self._module_backward(scaled, *args, **kwargs)
+        elif self._needs_no_strategy:
             loss.backward(*args, **kwargs)
         else:
             self.run.fabric.strategy.backward(loss, None, *args, **kwargs)
         hooks.call("on_after_backward")
 
     def prepare_step(self, optimizer: Optimizer) -> None:
-        """Call ``on_before_optimizer_step``, record the gradient norm if it is logged, and clip."""
+        """Call ``on_before_optimizer_step``. Automatic optimization also clips the gradients."""
         self.run.hooks.call("on_before_optimizer_step", optimizer)
         config = self.run.config
         if config.log_grad_norm and is_logging_due(self.run):
@@ -100,17 +104,18 @@ class Optimization:
         if not self.is_automatic:
             return
         value, algorithm = config.gradient_clip_val, config.gradient_clip_algorithm
-        if self._own_clipping is not None:
+        if self._module_clipping is not None:
             kind = GradClipAlgorithmType(algorithm.lower()) if algorithm else None
-            self._own_clipping(optimizer, gradient_clip_val=value, gradient_clip_algorithm=kind)
+            self._module_clipping(optimizer, gradient_clip_val=value, gradient_clip_algorithm=kind)
         elif value:
             clip_gradients(optimizer, value, algorithm)
 
     def optimizer_step(self, optimizer: Optimizer, closure: Callable, **kwargs: Any) -> Any:
         """Run the closure, prepare the gradients and step the optimizer.
 
-        A gradient scaler unscales the gradients before hooks and clipping read them. It skips the
-        step if they are not finite.
+        In manual optimization, each step of an optimizer calls this. A gradient scaler unscales the
+        gradients before hooks and clipping read them, unless the optimizer unscales them itself. It
+        skips the step if they are not finite.
         """
         scaler = self._scaler
         if scaler is None:
@@ -166,20 +171,28 @@ class AutomaticOptimization(Optimization):
         super().setup()
         hooks = self.run.hooks
         self._optimizer = optimizer = self.run.optimizers[0]
-        self._own_zero_grad = hooks.module_method("optimizer_zero_grad")
+        self._module_zero_grad = hooks.module_method("optimizer_zero_grad")
         # The profiler measures every optimizer step under the name of this hook.
-        self._own_step = hooks.module_method("optimizer_step", is_profiled=False)
+        self._module_optimizer_step = hooks.module_method("optimizer_step", is_profiled=False)
         is_lbfgs = isinstance(optimizer, LBFGS)
-        has_closure = self._own_step is not None or self._scaler is not None
+        needs_closure = self._module_optimizer_step is not None or self._scaler is not None
         # Except for LBFGS, torch's optimizers run a closure once before they step. Without a
         # closure they compute the same bits in less time.
-        is_of_torch = type(optimizer).__module__.startswith("torch.optim.") and not is_lbfgs
-        step = self._step_plainly if is_of_torch and not has_closure else self._step_with_closure
+        calls_closure_first = type(optimizer).__module__.startswith("torch.optim.") and not is_lbfgs
+        step = (
+            self._step_without_closure
+            if calls_closure_first and not needs_closure
+            else self._step_with_closure
+        )
         action = f"[LightningModule]{type(hooks.source).__name__}.optimizer_step"
         self._take_step = hooks.with_profiler(action, step)
-        if self._scaler is None:
-            return
-        if is_lbfgs:
+        if self._scaler is not None:
+            self._check_scaler()
+
+    def _check_scaler(self) -> None:
+        """Refuse optimizers that do not work with a gradient scaler."""
+        optimizer = self._optimizer
+        if isinstance(optimizer, LBFGS):
             raise ConfigurationError("AMP and the LBFGS optimizer are not compatible.")
         if self.run.config.gradient_clip_val and unscales_itself(optimizer):
             raise RuntimeError(
@@ -191,9 +204,11 @@ class AutomaticOptimization(Optimization):
     def train_batch(self, batch: Any, batch_idx: int) -> Any:
         """Train on one batch. Returns the argument ``outputs`` of ``on_train_batch_end``."""
         run, progress = self.run, self.run.progress
+        # _forward_backward sets the outputs. It may run in a closure, which must return the loss.
         self._outputs: dict[str, Any] = {}
-        if is_step_due(run):
+        if is_window_end(run):
             self._take_step(batch, batch_idx)
+            # As in Trainer, this also counts steps that a gradient scaler has skipped.
             progress.global_step += 1
             progress.optimizer_steps_in_epoch += 1
         else:
@@ -202,18 +217,18 @@ class AutomaticOptimization(Optimization):
         outputs, self._outputs = self._outputs, {}
         return outputs
 
-    def _step_plainly(self, batch: Any, batch_idx: int) -> None:
-        """Forward, loss, backward, clip, step."""
+    def _step_without_closure(self, batch: Any, batch_idx: int) -> None:
+        """Compute the gradients, clip them and step."""
         loss = self._forward_backward(batch, batch_idx)
         self.prepare_step(self._optimizer)
-        if self._is_plain:
+        if self._needs_no_strategy:
             self._optimizer.step()
         else:
             self.run.fabric.strategy.optimizer_step(self._optimizer)
-        # Keep the graph alive until the next forward, as a hand-written loop does. Freeing it here
-        # makes autograd create its node of each parameter again, which slows the optimizer.
-        # A backward of the module may retain the graph, which would double the memory.
-        self.kept_loss = loss if self._own_backward is None else None
+        # Keep the graph of the loss until the next step, as a hand-written loop does. If it is freed
+        # here, autograd makes its node of each parameter again, which slows the optimizer. The
+        # module's own backward may retain the whole graph, which would double the memory.
+        self.kept_loss = loss if self._module_backward is None else None
 
     def _step_with_closure(self, batch: Any, batch_idx: int) -> None:
         """Let the optimizer, or the module's ``optimizer_step``, call the closure."""
@@ -226,11 +241,11 @@ class AutomaticOptimization(Optimization):
             loss = self._forward_backward(batch, batch_idx)
             return None if loss is None else loss.detach()
 
-        if self._own_step is None:
+        if self._module_optimizer_step is None:
             self.optimizer_step(self._optimizer, closure)
         else:
             wrapped = self.run.loop.strategy.lightning_optimizers[0]
-            self._own_step(self.run.progress.epochs_done, batch_idx, wrapped, closure)
+            self._module_optimizer_step(self.run.progress.epochs_done, batch_idx, wrapped, closure)
         if not was_called:
             raise ConfigurationError(
                 "The closure hasn't been executed. HINT: did you call `optimizer_closure()` in your"
@@ -239,10 +254,14 @@ class AutomaticOptimization(Optimization):
             )
 
     def _forward_backward(self, batch: Any, batch_idx: int) -> Tensor | None:
-        """Run the step and backward. Returns the loss, or None if the step skipped the batch."""
+        """Run ``training_step`` and the backward pass. Returns the loss.
+
+        If ``training_step`` returns None, there is no backward pass, and the result is None. As in
+        Trainer, the optimizer steps at the end of the accumulation window all the same.
+        """
         run = self.run
         output = self.call_step(batch, batch_idx)
-        loss = output if isinstance(output, Tensor) else find_loss(output, run)
+        loss = output if isinstance(output, Tensor) else find_loss(run, output)
         if loss is not None:
             if not loss.requires_grad and not self.skip_backward:
                 raise ConfigurationError(
@@ -254,6 +273,7 @@ class AutomaticOptimization(Optimization):
             if run.accumulate_grad_batches > 1:
                 loss = loss / run.accumulate_grad_batches
             if run.hooks.is_used("on_train_batch_end"):
+                # As in Trainer, this loss is divided by the number of accumulated batches.
                 extras = output if isinstance(output, Mapping) else {}
                 self._outputs = {**extras, "loss": loss.detach()}
         if self.skip_backward:
@@ -261,21 +281,21 @@ class AutomaticOptimization(Optimization):
         if starts_window(run):
             self._zero_grad(batch_idx)
         if loss is not None:
-            self._backward(loss)
+            self._profiled_backward(loss)
         return loss
 
     def _zero_grad(self, batch_idx: int) -> None:
         self.run.hooks.call("on_before_zero_grad", self._optimizer)
-        if self._own_zero_grad is None:
+        if self._module_zero_grad is None:
             self._optimizer.zero_grad()
         else:
-            self._own_zero_grad(self.run.progress.epochs_done, batch_idx, self._optimizer)
+            self._module_zero_grad(self.run.progress.epochs_done, batch_idx, self._optimizer)
 
     def state_dict(self) -> dict[str, Any]:
         """Return the gradients of an accumulation window that has not ended."""
-        # A checkpoint from the middle of a step resumes at the start of its accumulation window.
-        is_waiting = not is_step_due(self.run) and self.run.progress.phase != "step"
-        return {"gradients": self.waiting_gradients() if is_waiting else {}}
+        # A checkpoint that was saved during a batch resumes at the start of its accumulation window.
+        keeps_gradients = not is_window_end(self.run) and self.run.progress.phase != "batch"
+        return {"gradients": self.waiting_gradients() if keeps_gradients else {}}
 
 
 class ManualOptimization(Optimization):
@@ -287,25 +307,28 @@ class ManualOptimization(Optimization):
         super().setup()
         # Optimizers that have stepped since the last backward. The others still need gradients.
         self._stepped: set[int] = set()
-        # DDP reduces gradients across processes only if it was prepared for this backward.
-        self._is_prepared = self.run.steps.ddp is None or self.run.is_lightning_module
+        # A LightningModule calls manual_backward, which prepares DDP to reduce the gradients. A step
+        # function may call loss.backward() by mistake. _count_step notices that.
+        self._reduces_gradients = self.run.steps.ddp is None or self.run.is_lightning_module
 
-    def count_plain_steps(self, stack: ExitStack) -> None:
-        """Count the steps of plain optimizers, which step functions and plain objects use."""
+    def count_unwrapped_steps(self, stack: ExitStack) -> None:
+        """Count the steps of the optimizers that step functions and plain objects use."""
         for index, optimizer in enumerate(self.run.optimizers):
             handle = optimizer.register_step_post_hook(partial(self._count_step, index))
             stack.callback(handle.remove)
 
     def train_batch(self, batch: Any, batch_idx: int) -> Any:
-        """Run the step. Returns the argument ``outputs`` of ``on_train_batch_end``."""
+        """Run ``training_step``. Returns the argument ``outputs`` of ``on_train_batch_end``."""
         run = self.run
         if run.is_lightning_module:
-            # The module may have set its own callback in the previous batch.
+            # The module may have replaced the callbacks in the previous batch.
             for index, optimizer in enumerate(run.loop.strategy.lightning_optimizers):
                 set_step_callback(optimizer, partial(self._count_step, index))
         else:
+            # backward clears this for a LightningModule.
             self._stepped.clear()
         output = self.call_step(batch, batch_idx)
+        # Trainer counts the batches here. global_step counts the steps.
         run.progress.optimizer_steps_in_epoch = run.progress.batches_done
         if output is None:
             return {}
@@ -335,7 +358,7 @@ class ManualOptimization(Optimization):
 
     def _count_step(self, index: int, *args: Any) -> None:
         """Count an optimizer step taken inside ``training_step``. Steps in other hooks do not count."""
-        if not self._is_prepared:
+        if not self._reduces_gradients:
             raise ConfigurationError(
                 "training_step: got loss.backward() in a run of several processes, expected"
                 " loop.backward(loss), which adds their gradients."
@@ -348,7 +371,7 @@ class ManualOptimization(Optimization):
         """Compute the gradients for ``manual_backward``, and reduce them across processes."""
         if (ddp := self.run.steps.ddp) is not None:
             prepare_for_backward(ddp, loss)
-            self._is_prepared = True
+            self._reduces_gradients = True
         super().backward(loss, *args, **kwargs)
         self._stepped.clear()
 
@@ -386,7 +409,7 @@ def gradient_norm(optimizer: Optimizer) -> Tensor:
     return torch.linalg.vector_norm(torch.stack(norms)) if norms else torch.zeros(())
 
 
-def find_loss(output: Any, run: RunState) -> Tensor | None:
+def find_loss(run: RunState, output: Any) -> Tensor | None:
     """Return the loss in the output of a step, or None to skip the batch."""
     loss = output
     if isinstance(output, tuple) and len(output) == 2 and not run.is_lightning_module:
@@ -421,32 +444,37 @@ def find_loss(output: Any, run: RunState) -> Tensor | None:
 
 
 def step_schedulers_after_batch(run: RunState) -> None:
-    """Step the schedulers that do not follow a metric."""
-    if is_step_due(run):
+    """Step the schedulers that follow no metric, before ``on_train_batch_end`` as in Trainer.
+
+    Schedulers that follow a metric step when it exists: after the validation, in ``end_batch`` or
+    ``end_epoch``.
+    """
+    if is_window_end(run):
         run.history.learning_rates = learning_rates(run)
-    step_lr_schedulers(run, "step", plateau=False)
+    step_lr_schedulers(run, "step", follows_metric=False)
     if run.progress.is_epoch_complete:
-        step_lr_schedulers(run, "epoch", plateau=False)
+        step_lr_schedulers(run, "epoch", follows_metric=False)
 
 
-def step_lr_schedulers(run: RunState, interval: str, plateau: bool) -> None:
-    """Step the schedulers of this interval that are due.
+def step_lr_schedulers(run: RunState, interval: str, follows_metric: bool) -> None:
+    """Step the schedulers that are due.
 
     Args:
-        interval: "step", after each optimizer step, or "epoch".
-        plateau: Step the schedulers that follow a metric. False: step the others.
+        interval: "step" or "epoch", as in the ``lr_scheduler`` dict of Lightning.
+        follows_metric: Step the schedulers that follow a metric, or only the others.
     """
-    if not run.optimization.is_automatic or (interval == "step" and not is_step_due(run)):
+    if not run.optimization.is_automatic or (interval == "step" and not is_window_end(run)):
         return
-    # epochs_done does not count the current epoch yet.
+    # As in Trainer, frequency counts batches, not optimizer steps. epochs_done does not count the
+    # current epoch yet.
     count = run.progress.batches_done if interval == "step" else run.progress.epochs_done + 1
     for config in run.lr_schedulers:
         is_due = config.interval == interval and count % config.frequency == 0
-        if is_due and config.reduce_on_plateau == plateau:
-            _step_scheduler(run, config)
+        if is_due and config.reduce_on_plateau == follows_metric:
+            step_scheduler(run, config)
 
 
-def _step_scheduler(run: RunState, config: LRSchedulerConfig) -> None:
+def step_scheduler(run: RunState, config: LRSchedulerConfig) -> None:
     scheduler: Any = config.scheduler
     monitored = None
     if config.reduce_on_plateau:
@@ -460,9 +488,9 @@ def _step_scheduler(run: RunState, config: LRSchedulerConfig) -> None:
                 raise ConfigurationError(f"{text}. Available metrics are: {sorted(metrics)}.")
             run.warn_once(f"{text} but strict is set to `False`.", RuntimeWarning)
             return
-    own_step = run.hooks.module_method("lr_scheduler_step")
-    if own_step is not None:
-        own_step(scheduler, monitored)
+    module_step = run.hooks.module_method("lr_scheduler_step")
+    if module_step is not None:
+        module_step(scheduler, monitored)
     elif monitored is None:
         scheduler.step()
     else:

@@ -38,10 +38,9 @@ class Progress:
     is_in_epoch: bool = False
     """Whether an epoch has started and not ended."""
     phase: str | None = None
-    """The current point of an epoch, for checkpoints that hooks save: "epoch_start", "step",
-    "batch_end", "validation", "validation_end", "epoch_end"; None between batches."""
-    batches_at_last_step: int = 0
-    """batches_done after the last optimizer step."""
+    """The current point of an epoch, see fit_loop.py."""
+    batches_at_window_start: int = 0
+    """batches_done at the end of the last accumulation window."""
     num_train_batches: int | float = math.inf
     """Batches of an epoch; infinite if the length is unknown."""
     eval_batches_done: int = 0
@@ -51,14 +50,14 @@ class Progress:
 
     def start_epoch(self) -> None:
         self.is_in_epoch, self.is_last_batch = True, False
-        self.batches_done = self.optimizer_steps_in_epoch = self.batches_at_last_step = 0
+        self.batches_done = self.optimizer_steps_in_epoch = self.batches_at_window_start = 0
         self.total_eval_batches = 0
         self.phase = "epoch_start"
 
     def start_batch(self, is_last: bool) -> int:
         """Count a training batch. Returns its index in the epoch."""
         batch_idx = self.batches_done
-        self.phase = "step"
+        self.phase = "batch"
         self.is_last_batch = is_last
         self.batches_done = batch_idx + 1
         self.total_batches += 1
@@ -78,11 +77,11 @@ class Progress:
         return self.is_last_batch or self.batches_done >= self.num_train_batches
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the counters, in the middle of a step the counters of the last whole step."""
+        """Return the counters. During a batch, return those of the last accumulation window's end."""
         without = ("stage", "num_train_batches")
         state = {f.name: getattr(self, f.name) for f in fields(self) if f.name not in without}
-        if self.phase == "step":
-            dropped = self.batches_done - self.batches_at_last_step
+        if self.phase == "batch":
+            dropped = self.batches_done - self.batches_at_window_start
             state["batches_done"] -= dropped
             state["total_batches"] -= dropped
             state |= {"is_last_batch": False, "phase": None}

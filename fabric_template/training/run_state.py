@@ -12,10 +12,10 @@ from ..loggers.console import Console
 from ..loggers.history import History
 from ..loggers.logger_connector import LoggerConnector
 from ..loggers.result_collection import ResultCollection
-from .checks import LOADER_OF_STAGE, check_call, check_sources
+from .check_arguments import LOADER_OF_STAGE, check_call, check_sources
+from .configure_optimizers import has_several_optimizers
 from .hooks import Hooks, is_instance_of
 from .module_adapter import StepRunner, adapt_model, unwrap
-from .optimizers import has_several_optimizers
 from .progress import Progress, StopCondition
 
 if TYPE_CHECKING:

@@ -20,7 +20,7 @@ from torch.utils.data import DataLoader
 
 from fabric_template import FabricLoop, TensorLoader, plot_logs, read_logs
 
-# The whole line of each error, as "case: Class: message". Where it ends with "...", the rest depends on the versions of Lightning and torch.
+# The line of each error, as "case: Class: message". After "...", it depends on the versions of Lightning and torch.
 ERRORS = dict(line.split(": ", 1) for line in Path(__file__).with_name("wrong_inputs.txt").read_text().splitlines())
 
 # Neither ValueError nor TypeError: a package that is missing, and a class that code written for Trainer catches.

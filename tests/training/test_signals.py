@@ -13,7 +13,7 @@ from modules import Classifier, make_loader
 from runs import assert_same_end, fit, logs_of, source_of, val_loader
 
 from fabric_template.distributed import signals
-from fabric_template.training import stages
+from fabric_template.training import lifecycle
 
 pytestmark = pytest.mark.skipif(sys.platform == "win32", reason="signals end programs differently there")
 DEFAULTS = (signal.default_int_handler, signal.SIG_DFL)
@@ -49,7 +49,7 @@ class Interrupt(Callback):
 
 @pytest.fixture
 def notebook(monkeypatch):
-    monkeypatch.setattr(stages, "is_notebook", lambda: True)
+    monkeypatch.setattr(lifecycle, "is_notebook", lambda: True)
 
 
 def train():

@@ -32,12 +32,12 @@ from ..distributed.signals import SignalHandler, error_of_signal, is_notebook, r
 from ..lightning_compat.callbacks import add_model_callbacks, as_list
 from ..lightning_compat.private import set_current_hook, set_device_mesh, set_profiled_module
 from ..loggers.run_summary import end_reason, short_path, write_run_config
-from .checks import warn_of_eval_modules
+from .check_arguments import warn_of_eval_modules
+from .configure_optimizers import check_parameters, parse_optimizers
 from .evaluation_loop import evaluate, predict
 from .fit_loop import fit
 from .hooks import is_instance_of, overridden
 from .optimization import AutomaticOptimization, ManualOptimization
-from .optimizers import check_parameters, parse_optimizers
 
 if TYPE_CHECKING:
     from ..config import LoopConfig
@@ -146,7 +146,7 @@ def fit_stage(run: RunState) -> None:
         if run.fabric.world_size == 1:
             stack.enter_context(run.signals)
         if isinstance(run.optimization, ManualOptimization) and not run.is_lightning_module:
-            run.optimization.count_plain_steps(stack)
+            run.optimization.count_unwrapped_steps(stack)
         # With several processes, a signal during the set-up ends them here.
         run.signals.check(run, is_due=True)
         warn_of_eval_modules(run)
