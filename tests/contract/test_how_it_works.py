@@ -13,7 +13,7 @@ from interpreter import ready
 
 from fabric_template import FabricLoop, loop
 from fabric_template.demos.digits import DigitsClassifier, DigitsData
-from fabric_template.training import fit_loop, stages
+from fabric_template.training import fit_loop, lifecycle
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 PACKAGE = REPOSITORY / "fabric_template"
@@ -63,8 +63,8 @@ class Logs(DigitsClassifier):
 
 RESUME = [
     (loop, "read_start_checkpoint"),
-    (stages, "restore_model"),
-    (stages, "restore_training"),
+    (lifecycle, "restore_model"),
+    (lifecycle, "restore_training"),
     (fit_loop, "restore_position"),
 ]
 
