@@ -45,18 +45,18 @@ COMMANDS = {  # name: (module, help)
     "verify": ("cli", "check that checkpoints are whole"),
 }
 LOOP_COMMANDS = ("fit", "validate", "test", "predict", "profile", "tune")
-LOAD = 'Take the weights of "last", "best" or a path.'
-COPY = "The folder of a copy, or a copied file."
+LOAD = {"--load": {"help": 'Take the weights of "last", "best" or a path.'}}
+COPY = {"path": {"help": "The folder of a copy, or a copied file."}}
 FLAG = {"action": "store_true"}
 OPTIONS: dict[str, dict[str, dict[str, Any]]] = {  # the arguments of each command's function
     "fit": {
         "--resume": {"help": 'Continue exactly from "last", "best", "auto" or a path.'},
-        "--load": {"help": LOAD},
+        **LOAD,
     },
-    "validate": {"--load": {"help": LOAD}},
-    "test": {"--load": {"help": LOAD}},
+    "validate": LOAD,
+    "test": LOAD,
     "predict": {
-        "--load": {"help": LOAD},
+        **LOAD,
         "--out": {"help": "The file: .csv (a row per sample) or .pt (the list of batches)."},
     },
     "plot": {
@@ -92,12 +92,12 @@ OPTIONS: dict[str, dict[str, dict[str, Any]]] = {  # the arguments of each comma
         "--mini": {**FLAG, "help": "Copy MiniLoop, the single file."},
     },
     "diff": {
-        "path": {"help": COPY},
+        **COPY,
         "--yours": {**FLAG, "help": "Show only what you have changed."},
         "--upstream": {**FLAG, "help": "Show only what the installed version has changed."},
     },
     "update": {
-        "path": {"help": COPY},
+        **COPY,
         "--dry-run": {**FLAG, "help": "Write nothing, only show what would change."},
     },
     "verify": {"path": {"help": "A checkpoint, or a folder of them."}},

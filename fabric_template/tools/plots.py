@@ -167,21 +167,20 @@ def load_runs(logs: Any, seeds: bool) -> list[Run]:
 
 def read_runs(path: Path, seeds: bool) -> list[Run]:
     """Read the runs of a path; join those of one name that differ only in their seed."""
-    rows_by_run = read_logs(path).groupby(["name", "version"], sort=False)
-    found = find_runs(path.parent if path.is_file() else path)
-    by_place = {(run["name"], run["version"]): run for run in found}
     runs: dict[str, Run] = {}
-    for (name, version), rows in rows_by_run:
-        recorded = by_place[name, version]
-        rows.attrs["folder"] = Path(recorded["folder"])
-        label = group = f"{name}/{rows.attrs['folder'].name}"
-        changed = dict(recorded["changed"])
+    for found in find_runs(path.parent if path.is_file() else path):
+        found["rows"].attrs["folder"] = Path(found["folder"])
+        label = group = f"{found['name']}/{Path(found['folder']).name}"
+        changed = dict(found["changed"])
         if seeds and changed.pop("seed", None) is not None:
-            group = " ".join([name, *(f"{option}={value}" for option, value in changed.items())])
-        run = runs.setdefault(group, Run(label, [], recorded["options"]))
-        run.tables.append(rows)
+            settings = [f"{option}={value}" for option, value in changed.items()]
+            group = " ".join([found["name"], *settings])
+        run = runs.setdefault(group, Run(label, [], found["options"]))
+        run.tables.append(found["rows"])
         if len(run.tables) > 1:
             run.label = f"{group}, mean of {len(run.tables)}"
+    if not runs:
+        raise ValueError(f"plot_logs: got {str(path)!r}, expected a folder with a metrics.csv.")
     return list(runs.values())
 
 

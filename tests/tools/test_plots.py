@@ -226,7 +226,8 @@ def test_infinite_values_and_odd_names_are_drawn():
         (HISTORY, {"smooth": 1}, ValueError, "smooth: got 1, expected 0 to below 1"),
         (HISTORY[["epoch", "lr"]], {}, ValueError, "metrics: got nothing to draw, .* Write metrics=.'lr'."),
         (3, {}, TypeError, "plot_logs: got int, expected a path or a DataFrame"),
-        ("nowhere", {}, ValueError, "nowhere', which does not exist"),
+        ("nowhere", {}, ValueError, "got 'nowhere', expected a folder"),
+        (".", {}, ValueError, "got '.', expected a folder with a metrics.csv"),
     ],
 )
 def test_what_cannot_be_drawn_is_named(logs, options, error, message):
