@@ -242,9 +242,7 @@ def read_run(command: str, folder: Path, is_new_run: bool) -> dict[str, Any]:
     try:
         config = yaml.safe_load((folder / "config.yaml").read_text("utf-8"))
     except OSError as error:
-        raise ValueError(
-            f"--run: got {folder}, expected a run's folder, logs/NAME/version_N."
-        ) from error
+        raise ValueError(f"--run: got {folder}, expected a run's folder ({error}).") from error
     if command != "fit" or not is_new_run:
         config = {name: config[name] for name in config if name not in ("resume", "load")}
     if not is_new_run:
@@ -255,7 +253,6 @@ def read_run(command: str, folder: Path, is_new_run: bool) -> dict[str, Any]:
 
 
 def make_parser(name: str) -> ArgumentParser:
-    """Make the parser of a command."""
     import jsonargparse
 
     jsonargparse.set_parsing_settings(docstring_parse_attribute_docstrings=True)
@@ -302,7 +299,6 @@ def explain(parser: ArgumentParser, message: str) -> str:
 
 
 def build(parser: ArgumentParser, settings: Namespace) -> tuple[FabricLoop, Any, Any]:
-    """Create the loop, the model and the data."""
     from lightning.fabric.utilities.exceptions import MisconfigurationException
 
     from .. import FabricLoop
@@ -389,7 +385,6 @@ def test_command(loop: FabricLoop, model: Any, data: Any, *, load: str | None) -
 def predict_command(
     loop: FabricLoop, model: Any, data: Any, *, load: str | None, out: str | None
 ) -> int:
-    """Predict, and save or print the predictions."""
     import torch
 
     if out is not None and Path(out).suffix not in (".csv", ".pt"):

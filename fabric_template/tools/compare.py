@@ -25,7 +25,6 @@ class Comparison:
 
     @property
     def is_equal(self) -> bool:
-        """Return whether all compared steps are equal."""
         return self.step is None
 
     def __str__(self) -> str:
@@ -71,7 +70,6 @@ def compare(first: Any, second: Any, steps: int = 50) -> Comparison:
 
 
 def compare_command(first: str, second: str, *, steps: int = 50) -> int:
-    """Run two training scripts and explain the first optimizer step in which they differ."""
     comparison = compare(first, second, steps)
     print(comparison)
     return int(not comparison.is_equal)

@@ -185,7 +185,6 @@ def read_runs(path: Path, seeds: bool) -> list[Run]:
 
 
 def is_step_based_table(table: pd.DataFrame) -> bool:
-    """Return whether a run is step-based."""
     has_speed = "samples_per_second" in table and bool(table["samples_per_second"].notna().any())
     return has_speed or "epoch" not in table or bool(table["epoch"].duplicated().any())
 
@@ -325,7 +324,6 @@ def render_picture(logs: Any, file_format: str = "png", **options: Any) -> bytes
 
 
 def save_picture(paths: Sequence[str | Path], out: str | Path, **options: Any) -> Path:
-    """Draw runs into a file with the options of `plot_logs`."""
     import matplotlib
 
     matplotlib.use("Agg")
@@ -355,7 +353,6 @@ class LivePlot:
         self.next_time = 0.0
 
     def on_fit_start(self, trainer: Any, module: Any) -> None:
-        """Start a new picture."""
         self.display, self.next_time = None, 0.0
 
     def on_train_batch_start(self, trainer: Any, module: Any, *batch: Any) -> None:
@@ -366,7 +363,6 @@ class LivePlot:
             self.next_time = start + max(1.0, 20 * (time.monotonic() - start))
 
     def on_fit_end(self, trainer: Any, module: Any, error: BaseException | None = None) -> None:
-        """Draw the rows logged so far."""
         shell = sys.modules["IPython"].get_ipython() if "IPython" in sys.modules else None
         log = Path(trainer.log_dir or "", "metrics.csv")
         if not hasattr(shell, "kernel") or not trainer.is_global_zero or not log.is_file():
@@ -387,7 +383,6 @@ class LivePlot:
 
 
 def plot_command(paths: Sequence[str], *, out: str | None = None, **options: Any) -> int:
-    """Draw the logs of one or several runs into a picture."""
     first = Path(paths[0])
     folder = first if first.is_dir() else first.parent
     picture = Path(out or Path("." if len(paths) > 1 else folder, "history.png"))

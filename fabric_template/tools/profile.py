@@ -50,7 +50,6 @@ class Profile:
         return "\n".join(lines)
 
     def plot(self) -> Figure:
-        """Draw the table as one bar for each part."""
         from matplotlib import pyplot
 
         figure, axes = pyplot.subplots(figsize=(7, 4), layout="constrained")
@@ -102,7 +101,6 @@ def profile(
 
 
 def profile_command(loop: Any, model: Any, data: Any, *, out: str | None, steps: int) -> int:
-    """Print the profile of a training, and draw it into a file."""
     found = profile(loop, model, data, steps=steps)
     print(found)
     if out is not None:

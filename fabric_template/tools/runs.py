@@ -72,7 +72,6 @@ def find_runs(folder: str | os.PathLike[str], metric: str | None = None) -> list
 
 
 def differing_options(runs: Sequence[Run]) -> list[str]:
-    """Return the options that do not have the same value in all runs."""
     differing = []
     for option in dict.fromkeys(name for run in runs for name in run["options"]):
         values = [run["options"].get(option) for run in runs]
@@ -151,7 +150,6 @@ def read_state(path: Path) -> str:
 
 
 def is_locked(path: Path) -> bool:
-    """Return whether another process holds a lock on a file."""
     try:
         import fcntl
 
@@ -219,7 +217,6 @@ def find_run(path: str) -> Run:
 
 
 def to_cells(run: Run) -> tuple[str, ...]:
-    """Return the cells of a run for the columns of HEADER."""
     best = ("", "", "")
     if run["best"] is not None:
         best = (run["metric"], f"{run['best']:.5g}", str(run["best_epoch"]))
@@ -237,7 +234,6 @@ def format_table(rows: Sequence[Sequence[str]]) -> str:
 
 
 def diff_runs(a: Run, b: Run) -> list[tuple[str, ...]]:
-    """Return a table of the results of two runs and of the options that differ."""
     first, second = to_cells(a), to_cells(b)
     table: list[tuple[str, ...]] = [("", first[0], second[0])]
     for option in differing_options([a, b]):
@@ -252,7 +248,6 @@ def diff_runs(a: Run, b: Run) -> list[tuple[str, ...]]:
 
 
 def print_best(runs: Sequence[Run]) -> None:
-    """Print the run with the best value, and its checkpoints."""
     choose = min if runs[0]["mode"] == "min" else max
     best = choose(runs, key=lambda run: run["best"])
     print(f"best        {best['metric']} {best['best']:.6g} in epoch {best['best_epoch']}")
@@ -264,7 +259,6 @@ def print_best(runs: Sequence[Run]) -> None:
 
 
 def write_page(runs: Sequence[Run], metric: str | None, path: Path) -> None:
-    """Write the table and the curves of runs into one HTML file."""
     import pandas as pd
 
     from .plots import render_picture

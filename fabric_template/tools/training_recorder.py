@@ -82,7 +82,6 @@ def load_steps(training: Any, steps: int) -> list[dict[str, Any]]:
 
 
 def run_script(script: str, recording: Path, steps: int) -> None:
-    """Record a script with its arguments in a child process."""
     root = str(Path(__file__).resolve().parents[__name__.count(".")])
     code = CHILD_PROCESS.format(root=root, module=__name__)
     command = [sys.executable, "-c", code, str(recording), str(steps), *shlex.split(script)]
@@ -151,7 +150,6 @@ class Recorder:
         self.inputs, self.batch_size = {}, 0
 
     def before_step(self, optimizer: Any, args: Any, kwargs: Any) -> None:
-        """Record the weights before an optimizer step."""
         self.parameters = [p for group in optimizer.param_groups for p in group["params"]]
         self.weights = [fingerprint(p) for p in self.parameters]
 
@@ -174,7 +172,6 @@ class Recorder:
                 raise EnoughSteps
 
     def describe_parameters(self, optimizer: Any) -> list[dict[str, Any]]:
-        """Describe each parameter, in the optimizer's order."""
         named = [pair for module in self.modules.values() for pair in module.named_parameters()]
         # The first called module is the outermost one, which has the full names.
         names = {id(parameter): name for name, parameter in reversed(named)}
@@ -212,7 +209,6 @@ def fingerprint(tensor: torch.Tensor) -> dict[str, Any]:
 
 
 def get_random_state() -> dict[str, str]:
-    """Return a digest of the random state of each library."""
     states: dict[str, Any] = {"python": random.getstate(), "numpy": numpy.random.get_state()}
     states["torch"] = torch.get_rng_state().numpy()
     if torch.cuda.is_initialized():

@@ -97,7 +97,6 @@ def tune(
 
 
 def measure(loop: Any, parts: dict[str, Any], seconds: float, choice: Choice) -> float:
-    """Train with the chosen settings, and return samples per second."""
     timer = time_steps(loop, parts, choice, seconds=seconds)
     return extract_batch_size(timer.first_batch) / timer.get_median(*PARTS)
 
@@ -173,7 +172,6 @@ class LearningRateRamp:
         self.losses: list[float] = []
 
     def on_train_batch_start(self, trainer: Any, pl_module: Any, *batch: Any) -> None:
-        """Set the learning rate for the optimizer step of this batch."""
         self.rates.append(self.low * self.factor**trainer.global_step)
         for optimizer in trainer.optimizers:
             for group in optimizer.param_groups:
@@ -204,7 +202,6 @@ def save_curve(rates: list[float], losses: list[float], path: Path) -> float | N
 def tune_command(
     loop: Any, model: Any, data: Any, *, lr: bool, only: list[str] | None, seconds: float, out: str
 ) -> int:
-    """Find settings that make a training faster, or a learning rate, and write them to a file."""
     import yaml
 
     if lr:

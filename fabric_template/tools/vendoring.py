@@ -45,7 +45,6 @@ class Copy:
         self.version = found[1] if found else None
 
     def path(self, name: str) -> Path:
-        """Return the path of a package file in the copy."""
         return self.target if self.is_file else self.target / name
 
     def write(self, changes: Changes) -> None:
@@ -58,7 +57,6 @@ class Copy:
 
 
 def copy_command(path: str, *, mini: bool = False) -> int:
-    """Copy this package, or its single file, into a project."""
     copy = Copy(path)
     if copy.is_file != mini or not copy.target.name.removesuffix(".py").isidentifier():
         example = "--mini src/train_loop.py" if mini or copy.is_file else "src/my_loop"
@@ -191,7 +189,6 @@ def read_files(folder: Path) -> Files:
 
 
 def read_file(path: Path) -> bytes:
-    """Read a file with LF line ends."""
     return path.read_bytes().replace(b"\r\n", b"\n")
 
 

@@ -302,7 +302,7 @@ def test_a_run_is_continued_or_gives_its_weights_to_a_new_one(capsys):
         (["fit", "--model", "lit:Lot"], "--model: Problem with given class_path 'lit.Lot': module 'lit' has no"),
         ([*FIT, "--accelerator", "tpux"], "You selected an invalid accelerator name: `accelerator='tpux'`."),
         (["fit", "--config", "no.yaml"], "--config: File does not exist"),
-        (["fit", "--run", "none"], "none, expected a run's folder, logs/NAME"),
+        (["fit", "--run", "none"], "none, expected a run's folder"),
         ([*FIT, "--callbacks+=EarlyStopping"], "--callbacks: Problem with given class_path 'lightning.pytorch.callbacks."
          "EarlyStopping': Option 'monitor' is required"),
     ],

@@ -9,7 +9,7 @@ from modules import make_data
 from runs import loud
 from torch import nn
 from torch.nn.functional import cross_entropy
-from torch.utils.data import DataLoader, DistributedSampler
+from torch.utils.data import DataLoader
 
 from fabric_template import FabricLoop, MiniLoop, compare
 from fabric_template.tools.cli import main
@@ -102,11 +102,6 @@ class ScheduledByStep(Script):
         return torch.optim.lr_scheduler.OneCycleLR(optimizer, 0.1, total_steps=20)
 
 
-class ScheduledByEpoch(Script):
-    def scheduler(self, optimizer):
-        return torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.5)
-
-
 class TwoGroups(Script):
     def optimizer(self, net):
         groups = [{"params": net[0].parameters(), "lr": 0.01}, {"params": net[2].parameters(), "weight_decay": 0.1}]
@@ -151,7 +146,7 @@ class Sloppy(Normed):
         return cross_entropy(net.forward(batch[0]), batch[1])
 
 
-KINDS = [Script, Accumulating, Clipping, ScheduledByStep, ScheduledByEpoch, TwoGroups, Dropping, Normed]
+KINDS = [Script, Accumulating, Clipping, ScheduledByStep, TwoGroups, Dropping, Normed]
 KINDS += [HalfPrecision, Sloppy]
 ADOPTIONS = [(kind, FabricLoop) for kind in KINDS]
 ADOPTIONS += [(kind, MiniLoop) for kind in (Script, Accumulating, Clipping, ScheduledByStep, Sloppy)]
@@ -224,20 +219,6 @@ class ClippedInReverse(Clipping):
         optimizer.zero_grad()
 
 
-class Sampled(Script):
-    """The first of two ranks."""
-
-    sets_epoch = True
-
-    def loader(self):
-        self.sampler = DistributedSampler(make_data(80), 2, 0)
-        return DataLoader(make_data(80), 8, sampler=self.sampler)
-
-    def start_epoch(self, net, epoch):
-        if self.sets_epoch:
-            self.sampler.set_epoch(epoch)
-
-
 class Drawing(Dropping):
     def train_on(self, i, batch, net, optimizer, is_last):
         super().train_on(i, batch, net, optimizer, is_last)
@@ -265,7 +246,7 @@ DividedTwice = change(Accumulating, loss=third_of_loss)
 Slower, WithAdamW, OneGroup = (
     change(kind, optimizer=new) for kind, new in ((Script, sgd), (Script, adamw), (TwoGroups, adamw))
 )
-ByEpoch, SampledOnce = change(ScheduledByStep, interval="epoch"), change(Sampled, sets_epoch=False)
+ByEpoch = change(ScheduledByStep, interval="epoch")
 InOrder = change(Script, loader=loader_in_order)
 
 MISTAKES = [
@@ -284,7 +265,6 @@ MISTAKES = [
     (Script, Slower, {}, 0, "learning rate", "created with different values", "lr=0.1"),
     (Script, WithAdamW, {}, 0, "optimizer", "different classes", "SGD"),
     (Script, change(Script, batch_size=4), {}, 0, "batch size", "different batch sizes", "batch_size="),
-    (Sampled, SampledOnce, None, 5, "digest of a sample", "another order", "set_epoch"),
     (Script, Accumulating, {}, 0, "backward passes", "different number of batches", "accumulate_grad_batches=1"),
     (Drawing, Dropping, {}, 3, "loss", "the random state of torch differs", "the same seed"),
     (Script, HalfPrecision, {}, 0, "loss", "precision", "the same precision="),
