@@ -67,7 +67,10 @@ class Net(pl.LightningModule):
         return loss
 
     def validation_step(self, batch, batch_idx):
-        self.log("val_loss", nn.functional.cross_entropy(self.net(batch[0]), batch[1]))
+        loss = nn.functional.cross_entropy(self.net(batch[0]), batch[1])
+        self.log("val_loss", loss)
+        # The validation steps of all epochs are counted, also over a resume.
+        self.log("val_step", loss, on_step=True, on_epoch=False)
 
     def configure_optimizers(self):
         optimizer = torch.optim.Adam(self.parameters(), lr=0.02)

@@ -10,7 +10,6 @@ import pandas as pd
 import pytest
 import torch
 import yaml
-from lightning.fabric import Fabric
 from lightning.pytorch.callbacks import Callback, EarlyStopping
 from lightning.pytorch.loggers.logger import Logger, rank_zero_experiment
 from modules import Classifier, make_loader, quiet
@@ -71,38 +70,6 @@ def test_files(tmp_path):
     assert (hparams["hparams"], hparams["config"]["max_epochs"]) == ({"lr": 0.5}, 2)
 
 
-class Pair(Plain):
-    def training_step(self, batch):
-        return super().training_step(batch), torch.tensor(0.5)
-
-
-class Dictionary(Plain):
-    def training_step(self, batch):
-        return {"loss": super().training_step(batch), "acc": torch.tensor(0.25), "note": "no number"}
-
-    def validation_step(self, batch, batch_idx):
-        return {"loss": torch.tensor(1.0), "f1": 0.75}
-
-
-@pytest.mark.parametrize(
-    ("make", "val", "columns"),
-    [
-        (Plain, val_loader, ["train_loss", "val_loss", "val_acc"]),
-        (Plain, None, ["train_loss"]),
-        (Pair, val_loader, ["train_loss", "train_acc", "val_loss", "val_acc"]),
-        (Dictionary, val_loader, ["train_loss", "train_acc", "val_loss", "val_f1"]),
-        (Classifier, val_loader, ["train_loss", "train_acc", "val_loss", "val_acc"]),
-        (lambda: Classifier(on_step=True), val_loader, ["train_loss", "train_acc", "val_loss", "val_acc"]),
-    ],
-)
-def test_columns(tmp_path, make, val, columns):
-    _, _, history = fit(tmp_path, make, four, val, max_epochs=3)
-    assert list(history.columns) == ["epoch", "step", *columns, "lr", "time"]
-    assert history[["epoch", "step"]].values.tolist() == [[0, 4], [1, 8], [2, 12]]
-    assert not history.isna().any().any()
-    assert len((tmp_path / FOLDER / "metrics.csv").read_text().splitlines()) == 4
-
-
 def test_no_value_of_an_earlier_validation_is_repeated(tmp_path):
     _, _, history = fit(tmp_path, Known, four, four, max_epochs=4, check_val_every_n_epoch=2)
     assert history["val_loss"].isna().tolist() == [True, False, True, False]
@@ -120,20 +87,6 @@ def test_log_every_n_steps(tmp_path, every, steps):
     else:
         rows = [f"{step},{(step - 1) // 4},0.0,0.5,{(step - 1) % 4:.1f}" for step in steps]
         assert found.splitlines() == ["step,epoch,train_loss,lr,loss_of_batch", *rows]
-
-
-def test_rows_are_on_disk_when_the_epoch_ends(tmp_path):
-    seen = []
-
-    class Look(Callback):
-        def on_train_epoch_start(self, trainer, module):
-            if trainer.current_epoch:
-                frame = pd.read_csv(tmp_path / FOLDER / "metrics.csv")
-                saved = torch.load(tmp_path / LAST, weights_only=True)
-                seen.append((frame["epoch"].tolist(), frame["val_loss"].tolist(), saved["global_step"]))
-
-    fit(tmp_path, Known, four, four, max_epochs=3, callbacks=[Look()])
-    assert seen == [([0], [10.0], 4), ([0, 1], [10.0, 11.0], 8)]
 
 
 def test_each_fit_of_a_loop_has_a_version_of_its_own(tmp_path):
@@ -352,22 +305,3 @@ def test_a_logger_gets_the_calls_of_trainer(make, options):
             loop.fit(make(), make_loader(24, shuffle=False), val_loader())
         calls.append(recorder.calls)
     assert calls[1] == calls[0]
-
-
-@pytest.mark.parametrize("give", ["logger", "loggers", "fabric"])
-def test_a_logger_needs_log_metrics_only(give):
-    logger = Foreign()
-    options = {give: logger}
-    if give == "fabric":
-        options = {"fabric": Fabric(accelerator="cpu", devices=1, loggers=logger), "logger": True}
-    options = {"accelerator": "cpu", **options} if give != "fabric" else options
-    loop = FabricLoop(
-        max_epochs=1, log_every_n_steps=2, enable_model_summary=False, enable_progress_bar=False, **options
-    )
-    loop.fit(Known(), four(), four())
-    assert logger.steps == [
-        (1, {"epoch": 0, "loss_of_batch_step": 1.0}),
-        (3, {"epoch": 0, "loss_of_batch_step": 3.0}),
-        (3, {"epoch": 0, "val_loss": 10.0}),
-        (3, {"epoch": 0, "loss_of_batch_epoch": 1.5, "epoch_only": 3.0}),
-    ]

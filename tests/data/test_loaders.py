@@ -5,7 +5,6 @@ import warnings
 import lightning.pytorch as pl
 import pytest
 import torch
-from lightning.pytorch.callbacks import BasePredictionWriter
 from lightning.pytorch.utilities import CombinedLoader
 from modules import quiet
 from pandas import DataFrame
@@ -404,38 +403,6 @@ def test_steps_that_take_from_the_iterator(call, several):
 
 
 # ---- predictions
-
-
-class Writer(BasePredictionWriter):
-    def __init__(self, interval):
-        super().__init__(interval)
-        self.batches, self.epochs = [], []
-
-    def write_on_batch_end(self, trainer, pl_module, prediction, batch_indices, batch, batch_idx, dataloader_idx):
-        self.batches.append((prediction, list(batch_indices), batch_idx, dataloader_idx))
-
-    def write_on_epoch_end(self, trainer, pl_module, predictions, batch_indices):
-        self.epochs.append((predictions, batch_indices))
-
-
-@pytest.mark.parametrize("interval", ["batch", "batch_and_epoch"])
-@pytest.mark.parametrize("several", [False, True])
-def test_predictions_are_written_with_their_samples(interval, several):
-    found = []
-    for kind in (pl.Trainer, FabricLoop):
-        pl.seed_everything(1, verbose=False)
-        writer, module = Writer(interval), Sees()
-        loaders = [ones(5, shuffle=True, drop_last=True, num_workers=2 if several else 0), ones(4, 7)]
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
-            loop = kind(**quiet(callbacks=[writer]))
-            loop.predict(module, loaders if several else loaders[0], return_predictions=False)
-        found.append((writer.batches, writer.epochs))
-    assert str(found[0]) == str(found[1])
-    batches, epochs = found[1]
-    assert (bool(batches), bool(epochs)) == ("batch" in interval, "epoch" in interval)
-    for (batch, *_), indices, *_ in batches[:3]:
-        assert batch.tolist() == indices
 
 
 @pytest.mark.parametrize("kind", ["plain", "channels_last", "a subclass"])

@@ -23,7 +23,7 @@ from torch import nn
 from torch.nn.functional import cross_entropy
 from torch.utils.data import DataLoader, TensorDataset, WeightedRandomSampler
 
-from fabric_template import FabricLoop, TensorLoader, read_logs
+from fabric_template import FabricLoop, read_logs
 
 FORK = {"strategy": "ddp_fork", "devices": 2}
 
@@ -195,21 +195,6 @@ def test_spawned_processes_give_the_same_bits_as_forked_ones():
     assert_same_metrics(forked, spawned)
 
 
-def test_a_large_model_comes_back():
-    """A result larger than a pipe blocks the launcher's queue."""
-    net = nn.Linear(8, 40_000)
-    before = net.weight.detach().clone()
-    loop = FabricLoop(**quiet(max_epochs=1, **FORK))
-    history = loop.fit(
-        net,
-        make_loader(8),
-        optimizer=torch.optim.SGD(net.parameters(), lr=0.1),
-        training_step=lambda net, batch: net(batch[0]).square().mean(),
-    )
-    assert len(history) == 1
-    assert not torch.equal(net.weight, before)
-
-
 class Late(Synced):
     def __init__(self):
         super().__init__()
@@ -264,23 +249,6 @@ def test_gradients_are_averaged_once_per_accumulation_window(tmp_path):
     alike = [torch.equal(a, b) for a, b in zip(one, other, strict=True)]
     assert alike == [False, True, False, True, True]  # two steps of two batches, one of one batch
     assert loop.global_step == 3
-
-
-@pytest.mark.parametrize("accumulate", [1, 3])
-def test_two_processes_equal_one_with_twice_the_batch(accumulate):
-    """Each process takes every second sample, so both batches together are the larger one."""
-
-    data = make_data(40).tensors
-
-    def fit(batch_size, **where):
-        loader = TensorLoader(*data, batch_size=batch_size)
-        words = {"max_epochs": 2, "accumulate_grad_batches": accumulate, "precision": "64-true"}
-        return run_loop(lambda: Classifier(sgd, dropout=0.0, on_step=False), lambda: loader, **words, **where)
-
-    (loop, two), (_, one) = fit(4, **FORK), fit(8)
-    assert loop.global_step == {1: 10, 3: 4}[accumulate]
-    for first, second in zip(two.parameters(), one.parameters(), strict=True):
-        torch.testing.assert_close(first, second, rtol=1e-10, atol=1e-12)
 
 
 # ---- resume

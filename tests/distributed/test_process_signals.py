@@ -6,12 +6,9 @@ import sys
 import time
 
 import pytest
-import torch
 from externally import externally
-from modules import Classifier, make_loader, quiet
+from modules import Classifier
 from runs import fit, val_loader
-
-from fabric_template import FabricLoop
 
 pytestmark = pytest.mark.skipif(sys.platform == "win32", reason="signals end programs differently there")
 CODES = {"SIGTERM": 143, "SIGINT": 130, "SIGUSR1": 138}
@@ -82,28 +79,3 @@ def test_ranks_that_are_forked(who, hook, number):
     assert code == CODES[number], error
     assert "trains" not in error
     assert "went on" not in error
-
-
-# ---- the group
-
-
-def again(rank, is_own):
-    if is_own:
-        torch.distributed.init_process_group("gloo")
-    loop = FabricLoop(**quiet(strategy="ddp", devices=2, max_epochs=1))
-    module = Classifier()
-    loop.fit(module, make_loader(16))
-    assert torch.distributed.is_initialized()
-    loop.validate(module, val_loader(), verbose=False)
-    loop.fit(module, make_loader(16))
-    sums = torch.ones(1)
-    torch.distributed.all_reduce(sums)
-    print("sum", sums.item(), file=sys.stderr)
-
-
-@pytest.mark.parametrize("is_own", [False, True])
-def test_they_leave_their_group_at_the_end(is_own):
-    """Not before, because another run may follow. A group that the script has opened stays open."""
-    codes, errors = externally(again, is_own)
-    end = "the group stands" if is_own else "left"
-    assert (codes, [error.splitlines()[-2:] for error in errors]) == ([0, 0], [["sum 2.0", end]] * 2), errors

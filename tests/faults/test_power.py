@@ -2,11 +2,9 @@
 
 import os
 import re
-from contextlib import contextmanager
 
 import power
 import pytest
-from victim import difference, end_of, train
 
 from fabric_template.checkpoint import checkpoint_io, run_folders, state
 from fabric_template.loggers.csv_logger import Table
@@ -59,19 +57,6 @@ def test_mutant_folders_are_not_synced(tmp_path, monkeypatch):
     assert "was saved, that of step None is there" in next(complaints(recorded, tmp_path, "nothing"))
 
 
-def test_mutant_files_are_written_in_place(tmp_path, monkeypatch):
-    @contextmanager
-    def written_in_place(path):
-        path.parent.mkdir(parents=True, exist_ok=True)
-        with path.open("wb") as file:
-            yield file
-
-    with monkeypatch.context() as patch:
-        patch.setattr(checkpoint_io, "replaced_file", written_in_place)
-        recorded = power.record(tmp_path / "run", **OPTIONS)
-    assert re.search("was saved, that of step|damaged|empty", next(complaints(recorded, tmp_path, "killed", "torn")))
-
-
 @pytest.mark.parametrize("mutant", ["random numbers", "tables"])
 def test_mutant_not_restored(recorded, tmp_path, monkeypatch, mutant):
     if mutant == "tables":
@@ -79,17 +64,3 @@ def test_mutant_not_restored(recorded, tmp_path, monkeypatch, mutant):
     else:
         monkeypatch.setattr(state, "restore_rng_state", lambda state: None)
     next(complaints(recorded, tmp_path, "killed"))
-
-
-def test_the_comparison_sees_differences(tmp_path):
-    train(tmp_path / "one", **OPTIONS)
-    whole = end_of(tmp_path / "one")
-    assert sorted(whole) == [
-        "checkpoints/best.ckpt", "checkpoints/last.ckpt",
-        "logs/config.yaml", "logs/hparams.yaml", "logs/metrics.csv", "logs/steps.csv",
-    ]  # fmt: skip
-    train(tmp_path / "other", **{**OPTIONS, "gradient_clip_val": 1e-3})
-    assert difference(whole, end_of(tmp_path / "other")) is not None
-    with open(tmp_path / "one/logs/run/version_0/metrics.csv", "a") as file:
-        file.write("7,7\n" * 2)
-    assert difference(whole, end_of(tmp_path / "one")) is not None
