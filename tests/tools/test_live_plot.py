@@ -46,21 +46,20 @@ def fit(*callbacks, epochs=8, **options):
     return loop
 
 
-@pytest.mark.parametrize("seconds", [0.0, 0.1])
-def test_one_picture_is_replaced_once_a_second_and_in_5_percent_of_the_time(notebook, monkeypatch, seconds):
+def test_one_picture_is_replaced_in_5_percent_of_the_time(notebook, monkeypatch):
     render = plots.render_picture
 
     def render_slowly(*args, **options):
-        notebook.clock.sleep(seconds)
+        notebook.clock.sleep(0.1)
         return render(*args, **options)
 
     monkeypatch.setattr(plots, "render_picture", render_slowly)
-    fit(notebook, LivePlot(), epochs=16)
+    fit(notebook, LivePlot(), epochs=32)
     *times, _ = (at for at, _ in notebook.shown)  # the last one is always drawn
     gaps = [after - before for before, after in zip(times, times[1:], strict=False)]
     assert len(gaps) >= 2
-    assert min(gaps) >= max(1.0, 20 * seconds) - 0.01
-    assert max(gaps) < max(1.0, 20 * seconds) + 1.0
+    assert min(gaps) >= 2.0 - 0.01
+    assert max(gaps) < 2.0 + 1.0
     assert all(picture.startswith(b"\x89PNG") for _, picture in notebook.shown)
 
 
@@ -70,8 +69,3 @@ def test_what_cannot_be_drawn_does_not_stop_the_run(notebook, monkeypatch):
     with pytest.warns(UserWarning, match="LivePlot: the run is not drawn. division by zero"):
         fit(LivePlot(), epochs=1)
     assert notebook.shown == []
-
-
-def test_outside_of_a_notebook_nothing_is_drawn(monkeypatch):
-    monkeypatch.setattr(plots, "render_picture", lambda *args, **options: pytest.fail("nobody looks"))
-    fit(LivePlot(), epochs=1)

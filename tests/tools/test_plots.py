@@ -146,12 +146,6 @@ def test_seeds_are_a_mean_with_its_range(x):
     assert len(lines(plot_logs("logs", seeds=False, metrics="val_loss"), "best")) == 4
 
 
-def test_time_is_the_sum_of_the_epochs():
-    ax = plot_logs(HISTORY, x="time", metrics="train_loss")
-    assert lines(ax, "train") == [[[2, 3], [4, 2], [6, 1]]]
-    assert ax.get_xlabel() == "seconds of training"
-
-
 def test_over_steps_the_values_of_steps_csv_are_drawn():
     logger = write_run("digits", 0, [0.5])
     for step in (5, 10):

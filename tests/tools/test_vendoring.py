@@ -92,9 +92,7 @@ def test_copy_the_single_file_with_its_licence(release, capsys):
     ("path", "options", "expected"),
     [
         ("my-loop", {}, "a Python name. Write `copy src/my_loop`."),
-        ("loop.py", {}, "a Python name. Write `copy --mini src/train_loop.py`."),
         ("mine", {}, "a new path. To update a copy, use update."),
-        ("mine.py", {"mini": True}, "a new path. To update a copy, use update."),
         ("../upstream/inside", {}, "a path outside of it."),
     ],
 )
@@ -149,20 +147,6 @@ def test_update_each_case(release, capsys, case):
     assert update_command("mine") == 0
     assert capsys.readouterr().out == "the same    mine has all of 0.2.0\n"
     assert tree("mine") == after
-
-
-def test_update_the_single_file_also_under_another_name(release, capsys):
-    copy_command("src/train_loop.py", mini=True)
-    write("src", {"train_loop.py": Path("src/train_loop.py").read_text().replace("DONE", "MINE")})
-    os.rename("src/train_loop.py", "src/other.py")
-    os.rename("src/.train_loop.fabric_template", "src/.other.fabric_template")
-    commit()
-    release({"mini.py": MINI.replace("pass", "new = 1")})
-    assert update_command("src/other.py") == 0
-    assert "merged      other.py\n" in capsys.readouterr().out
-    text = Path("src/other.py").read_text()
-    assert text.startswith("class MiniLoop:\n    new = 1\n\n\nMINE = True\n")
-    assert text.endswith("# Permission is granted\n")
 
 
 def test_update_refuses_what_git_could_not_restore(release, capsys):
