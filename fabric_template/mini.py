@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: MIT
 """Train PyTorch models with a loop in one file, to read, to copy and to change.
 
-Version 0.2.0 of fabric_template, under the MIT License (file LICENSE). It needs torch, NumPy, PyYAML
-and Lightning Fabric. Read `fit`, `_train_epoch` and `_train_batch` first. To change
+Version 0.2.0 of fabric_template, under the MIT License (file LICENSE). It needs torch and lightning.
+Read `fit`, `_train_epoch` and `_train_batch` first. To change
 
 - the loss and its scaling, edit `_compute_gradients`,
 - the gradients before an optimizer step (clipping, norms), `_step_optimizer`,
@@ -10,7 +10,7 @@ and Lightning Fabric. Read `fit`, `_train_epoch` and `_train_batch` first. To ch
 - a row of metrics.csv, `_end_row`; a row of steps.csv, `_log_step`,
 - the content of a checkpoint, `_build_checkpoint` and `_restore`.
 
-FabricLoop supports everything else with the same options and files. Each resumes the other's runs.
+FabricLoop supports everything else. Each loop resumes the other's runs.
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ import random
 import time
 import warnings
 import zipfile
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, fields
 from difflib import get_close_matches
 from functools import partial
@@ -44,13 +44,8 @@ from lightning.fabric.strategies import DDPStrategy, SingleDeviceStrategy
 from lightning.fabric.utilities.seed import reset_seed
 from torch import Tensor, nn
 from torch.optim.lr_scheduler import ReduceLROnPlateau
-from torch.utils.data import (
-    DataLoader,
-    Dataset,
-    DistributedSampler,
-    IterableDataset,
-    SequentialSampler,
-)
+from torch.utils import data as torch_data
+from tqdm import tqdm
 
 HOOKS = """
     on_train_start on_train_end on_train_epoch_start on_train_epoch_end on_train_batch_start
@@ -65,7 +60,6 @@ REFUSED_HOOKS = """
     on_before_batch_transfer transfer_batch_to_device on_after_batch_transfer
     on_save_checkpoint on_load_checkpoint
 """
-POWERS_OF_TWO = frozenset(2**power for power in range(24))
 
 
 @dataclass(kw_only=True, eq=False)
@@ -92,9 +86,8 @@ class MiniLoop:
     sanity_checking = False  # Modules read this from their trainer. MiniLoop has no sanity check.
 
     def __new__(cls, **options: Any) -> MiniLoop:
-        """Raise an error with a similar name if an option does not exist."""
         known = [field.name for field in fields(cls)]
-        for name in set(options) - set(known):
+        for name in options.keys() - set(known):
             near = get_close_matches(name, known, n=1) or ["FabricLoop, which has more options"]
             raise TypeError(f"MiniLoop: got the unknown option {name}. Did you mean {near[0]}?")
         return super().__new__(cls)
@@ -108,14 +101,15 @@ class MiniLoop:
             self.version = f"version_{self.version}"
         if self.max_epochs is None:
             self.max_epochs = 1000 if self.max_steps == -1 else -1
+        root = Path(self.default_root_dir).expanduser().absolute()
+        self._logs, self._checkpoints = root / "logs" / self.name, root / "checkpoints" / self.name
         self._reset()
         if self.fabric is None:
             names = ("accelerator", "strategy", "devices", "precision")
             self.fabric = Fabric(**{name: getattr(self, name) for name in names})
         self._strategy, self._precision = self.fabric.strategy, self.fabric.strategy.precision
         if not isinstance(self._strategy, SingleDeviceStrategy | DDPStrategy):
-            kind = type(self._strategy).__name__
-            raise ValueError(f"strategy: got {kind}, expected one device or DDP. Use FabricLoop.")
+            raise ValueError("strategy: expected one device or DDP. Use FabricLoop for others.")
         is_on_cpu = self.fabric.device.type == "cpu"
         self._is_on_cpu_in_32_bits = is_on_cpu and self._precision.precision == "32-true"
 
@@ -125,87 +119,95 @@ class MiniLoop:
             Fabric.seed_everything(self.seed, workers=True, verbose=False)
         self.current_epoch = self.global_step = self.batches_done = self._batches_in_window = 0
         self.should_stop = self._is_training_batch = self._has_warned = False
+        self.best_score: float | None = None
         self.history: list[dict[str, Any]] = []  # The rows of metrics.csv.
         self.callback_metrics: dict[str, Tensor] = {}  # The newest value of each metric.
-        self.best_score: float | None = None
         self._batch_size = 1  # The weight of values that the current batch logs.
-        self._means: dict[str, Any] = {}  # Means and torchmetrics objects of the next row.
-        self._logged_means: set[str] = set()  # The names of the means that the model has logged.
-        self._step_values: dict[str, Tensor] = {}  # Values of the next row of steps.csv.
+        # The metrics of the next row: (sum, weight, is_synced), or a torchmetrics object.
+        self._collected: dict[str, Any] = {}
         self._validated: dict[str, Tensor] = {}  # Metrics of the validation since the last row.
+        self._step_values: dict[str, Tensor] = {}  # Values of the next row of steps.csv.
+        self._logged_means: set[str] = set()  # The means that the model logs by itself.
         self._row_started = time.monotonic()
 
     # Training
 
     def fit(
         self,
-        model: Any,
+        model: Any,  # An nn.Module, a LightningModule, or an object with step methods.
         train_dataloaders: Any,
         val_dataloaders: Any = None,
-        resume: str | Path | None = None,
-        load: str | Path | None = None,
-        optimizer: Any = None,
-        scheduler: Any = None,
-        training_step: Callable[..., Any] | None = None,
-        validation_step: Callable[..., Any] | None = None,
+        resume: str | Path | None = None,  # A path, "last", "best", or "auto" ("last" if any).
+        load: str | Path | None = None,  # Start with these weights: a path, "last" or "best".
+        optimizer: Any = None,  # Also another value that configure_optimizers may return.
+        scheduler: Any = None,  # A learning rate scheduler, or its dict as in Lightning.
+        training_step: Callable[..., Any] | None = None,  # fn(model, batch[, batch_idx]): the loss
+        validation_step: Callable[..., Any] | None = None,  # As training_step, or (loss, accuracy)
     ) -> Any:
-        """Train a model. Return the rows of metrics.csv as a DataFrame, or as a list without pandas.
-
-        Args:
-            model: An nn.Module, a LightningModule or an object with step methods.
-            resume: Continue a run: a path, "last", "best", or "auto" ("last" if there is one).
-            load: Start with the weights of a checkpoint: a path, "last" or "best".
-            optimizer: An optimizer, or another value that ``configure_optimizers`` may return.
-            scheduler: A learning rate scheduler, or its dict as in Lightning.
-            training_step: ``fn(model, batch[, batch_idx])`` returns the loss or a dict with "loss".
-            validation_step: As training_step, but it may also return a pair (loss, acc).
-        """
-        self._reset()
+        """Train a model. Return the rows of metrics.csv, as a DataFrame if pandas is installed."""
         self._set_up_model(model, training_step, validation_step)
         self._check_fit(val_dataloaders, validation_step, optimizer)
         resume_path, load_path = self._find(resume, "resume"), self._find(load, "load")
         self._set_up_loaders(train_dataloaders, val_dataloaders)
-        with self._attached_to_model():
+        with self._prepared_model():
             self._set_up_optimizer(optimizer, scheduler)
             self._open_folders(resume_path)
             self._restore(resume_path or load_path, is_resumed=resume_path is not None)
-            with self._recorded_state():
+            state = "failed"
+            try:
                 self._call("on_train_start")
                 while not self._is_done():
                     self._train_epoch()
                 self._call("on_train_end")
-        return as_table(self.history)
+                state = "finished"
+            except KeyboardInterrupt:
+                state = "interrupted"
+                print(f"Ctrl-C in epoch {self.current_epoch}. To continue: resume='auto'.")
+            finally:
+                (self.log_dir / ".lock").write_text(state)
+        try:
+            import pandas
+        except ImportError:
+            return self.history
+        return pandas.DataFrame(self.history)
 
     def _is_done(self) -> bool:
-        """Return whether training ends. The loop checks this after each batch and each epoch."""
-        if self.should_stop or 0 <= self.max_steps <= self.global_step:
+        """Return whether training ends, equally on all processes."""
+        if 0 <= self.max_steps <= self.global_step:
             return True
-        return self.max_epochs is not None and 0 <= self.max_epochs <= self.current_epoch
+        if self.max_epochs is not None and 0 <= self.max_epochs <= self.current_epoch:
+            return True
+        # Other processes are asked rarely, because the answer waits for the device.
+        is_due = self.fabric.world_size == 1 or self.batches_done % 50 == 0
+        return is_due and self._is_on_any_process(self.should_stop)
 
     def _train_epoch(self) -> None:
-        epoch, every = self.current_epoch, self.validate_every_n_steps
+        epoch, every, is_complete = self.current_epoch, self.validate_every_n_steps, True
         if self.batches_done == 0:
             self._call("on_train_epoch_start")
-        for batch, is_last in self._train_batches():
-            # Keep the loss, and thus its graph, until the next forward. Without the graph, autograd
-            # would create the AccumulateGrad nodes of the parameters again in each step.
+        for batch in self._train_batches():
+            is_last = self.batches_done + 1 == self._train_length
+            # Autograd works faster if the loss, and thus its graph, is kept until the next forward.
             loss = self._train_batch(batch, is_last)  # noqa: F841
-            if every and self._batches_in_window == 0 and self.global_step % every == 0:
+            # A resumed run could not continue an incomplete accumulation window.
+            if self._batches_in_window > 0:
+                continue
+            if every is not None and self.global_step % every == 0:
                 self._validate()
                 self._end_row(epoch)
-            # A resumed run could not continue an incomplete accumulation window.
-            if self._is_done() and self._batches_in_window == 0:
+            if self._is_done():
+                is_complete = is_last
                 break
-        else:
-            is_last = True
-        self._batch_size = 1
+        if self._batches_in_window > 0:
+            # The loader has no length, so the last batch was not known.
+            self._step_optimizer()
         if every is None:
             self._validate()
-        self._compute_means()
+        self._update_callback_metrics()
         self._call("on_train_epoch_end")
-        self._compute_means()
-        if is_last:
-            self._step_schedulers("plateau")
+        self._update_callback_metrics()
+        if is_complete:
+            self._step_schedulers("epoch", epoch + 1)
             self.current_epoch, self.batches_done = epoch + 1, 0
         has_row = bool(self.history) and self.history[-1]["step"] == self.global_step
         if every is None or (self._is_done() and not has_row):
@@ -217,25 +219,20 @@ class MiniLoop:
         self._batch_size, self._is_training_batch = find_batch_size(batch), True
         self._call("on_train_batch_start", batch, batch_idx)
         is_window_end = self._is_window_end(batch, is_last)
-        if self._ddp is None or is_window_end:
+        # Before the end of the accumulation window, DDP need not reduce gradients.
+        is_reduced = self._ddp is None or is_window_end or self._train_length == -1
+        with nullcontext() if is_reduced else self._ddp.no_sync():
             loss = self._compute_gradients(batch, batch_idx)
-        else:
-            # Before the end of the accumulation window, DDP need not reduce gradients.
-            with self._ddp.no_sync():
-                loss = self._compute_gradients(batch, batch_idx)
         self.batches_done += 1
         self._batches_in_window += 1
         if is_window_end:
             self._step_optimizer()
-            self._step_schedulers("step")
-            if is_last:
-                self._step_schedulers("epoch")
         if "on_train_batch_end" in self._hooks:
             self._call("on_train_batch_end", {"loss": loss.detach()}, batch, batch_idx)
-        self._is_training_batch = False
+        self._batch_size, self._is_training_batch = 1, False
         every = self.log_every_n_steps
         if every and is_window_end and self.global_step % every == 0:
-            self._log_step(loss, batch_idx)
+            self._log_step(loss)
         return loss
 
     def _compute_gradients(self, batch: Any, batch_idx: int) -> Tensor:
@@ -254,11 +251,13 @@ class MiniLoop:
         if self.accumulate_grad_batches == 1:
             return True
         is_end = is_last or self._batches_in_window + 1 == self.accumulate_grad_batches
-        if self.fabric.world_size == 1:
-            return is_end
         # Your own rule may depend on the batch, which differs between the processes.
-        flag = torch.tensor(int(is_end), device=self.fabric.device)
-        return bool(self.fabric.all_reduce(flag, reduce_op="max"))
+        return self._is_on_any_process(is_end)
+
+    def _is_on_any_process(self, flag: bool) -> bool:
+        if self.fabric.world_size == 1:
+            return flag
+        return bool(self.fabric.all_reduce(int(flag), reduce_op="max"))
 
     def _step_optimizer(self) -> None:
         if self.gradient_clip_val:
@@ -268,36 +267,36 @@ class MiniLoop:
         self.global_step += 1
         self._batches_in_window = 0
         self._learning_rate = self.optimizer.param_groups[0]["lr"]
+        self._step_schedulers("step", self.batches_done)
 
-    def _step_schedulers(self, interval: str) -> None:
-        count = self.batches_done if interval == "step" else self.current_epoch + 1
+    def _step_schedulers(self, interval: str, count: int) -> None:
         for config in self.schedulers:
-            if config["interval"] == interval and count % config["frequency"] == 0:
-                metrics = [self._get_metric(config["monitor"])] if interval == "plateau" else []
-                config["scheduler"].step(*metrics)
+            if config["interval"] != interval or count % config["frequency"] != 0:
+                continue
+            if isinstance(config["scheduler"], ReduceLROnPlateau):
+                self._check_is_logged(config["monitor"])
+                config["scheduler"].step(self.callback_metrics[config["monitor"]])
+            else:
+                config["scheduler"].step()
 
-    def _get_metric(self, name: str) -> Tensor:
-        if name not in self.callback_metrics:
-            known = ", ".join(self.callback_metrics)
-            raise ValueError(f"monitor: got {name!r}, expected one of {known}.")
-        return self.callback_metrics[name]
-
-    def _train_batches(self) -> Iterator[tuple[Any, bool]]:
-        """Yield the remaining batches of the epoch, and whether each is the last one."""
+    def _train_batches(self) -> Iterator[Any]:
+        """Yield the remaining batches of the epoch."""
         sampler = getattr(self.train_loader, "sampler", self.train_loader)
         if hasattr(sampler, "set_epoch"):
             sampler.set_epoch(self.current_epoch)
-        rng_state, batches = self._rng_state(), mark_last(self.train_loader)
+        rng_state = get_rng_state(self.train_loader)
         if self.batches_done == 0:
             self._epoch_start = rng_state
         else:
-            # The run was resumed within an epoch. Draw the order of the samples again.
-            self._set_rng_state(self._epoch_start)
+            set_rng_state(self._epoch_start, self.train_loader)
+        batches = iter(self.train_loader)
+        if self.batches_done > 0:
+            # The run was resumed within an epoch. Skip the batches that it has trained on.
             for _ in range(self.batches_done):
                 next(batches)
-            self._set_rng_state(rng_state)
-        for batch, is_last in show_progress(batches, f"epoch {self.current_epoch}"):
-            yield self._move(batch), is_last
+            set_rng_state(rng_state, self.train_loader)
+        for batch in tqdm(batches, f"epoch {self.current_epoch}", leave=False, disable=None):
+            yield self._move(batch)
         if self.batches_done == 0:
             raise ValueError("train_dataloaders: got no batch in this epoch. Pass a DataLoader.")
 
@@ -326,14 +325,12 @@ class MiniLoop:
         self, model: Any, dataloaders: Any, load: Any = None, validation_step: Any = None
     ) -> list[dict[str, float]]:
         """Validate a model. Return the metrics as a list of one dict, like Trainer."""
-        self._reset()
         self._set_up_model(model, None, validation_step)
         if "validation_step" not in self._steps:
             raise TypeError("validate: got no validation_step. Pass it or write the method.")
         path = self._find(load, "load")
         self._set_up_loaders(None, dataloaders)
-        with self._attached_to_model():
-            self._set_up_network()
+        with self._prepared_model():
             self._restore(path, is_resumed=False)
             self._validate()
         return [{name: value.item() for name, value in self._validated.items()}]
@@ -342,7 +339,7 @@ class MiniLoop:
         """Validate in eval mode without gradients, and keep the metrics for the next row."""
         if self.val_loader is None:
             return
-        training_means, self._means = self._means, {}
+        training_metrics, self._collected = self._collected, {}
         modes = [(module, module.training) for module in self.network.modules()]
         self.network.eval()
         try:
@@ -353,13 +350,12 @@ class MiniLoop:
                     output = self._run_step("validation_step", self._move(batch), batch_idx)
                     self._add_output(output, "val_")
                 self._batch_size = 1
-                self._compute_means()
+                self._update_callback_metrics()
                 self._call("on_validation_epoch_end")
         finally:
             for module, is_training in modes:
                 module.training = is_training
-        self._validated = self._take_means()
-        self._means = training_means
+        self._validated, self._collected = self._take_metrics(), training_metrics
 
     # Logging
 
@@ -367,120 +363,143 @@ class MiniLoop:
         self,
         name: str,
         value: Any,
-        *,
+        prog_bar: bool = False,
+        logger: bool | None = None,
         on_step: bool | None = None,
         on_epoch: bool | None = None,
-        reduce_fx: str = "mean",
         sync_dist: bool = False,
         batch_size: int | None = None,
-        **unused: Any,
     ) -> None:
         """Log a number, a tensor of one element or a torchmetrics object, like ``self.log``.
 
         steps.csv contains the value of a step. metrics.csv contains the mean since the last row.
         """
-        if reduce_fx != "mean":
-            raise TypeError(f"log({name!r}): got a reduce_fx, expected the mean. Use FabricLoop.")
         if not isinstance(value, Tensor) and hasattr(value, "compute"):
-            self._means[name] = value
+            self._collected[name] = value
             return
-        value = self._to_scalar(value)
+        value = torch.as_tensor(value).detach().reshape(())
         if self._is_training_batch and on_step is not False:
             self._step_values[name] = self.callback_metrics[name] = value
         if on_epoch or (on_epoch is None and not self._is_training_batch):
             self._logged_means.add(name)
             self._add_to_mean(name, value, batch_size or self._batch_size, sync_dist)
 
-    def log_dict(self, metrics: Mapping[str, Any], **options: Any) -> None:
+    def log_dict(self, metrics: Any, **options: Any) -> None:
         for name, value in metrics.items():
             self.log(name, value, **options)
 
     def _add_output(self, output: Any, prefix: str) -> None:
         """Add the output of a step to the next row: a loss, a pair (loss, acc) or a dict."""
-        values = output if isinstance(output, dict) else {"loss": output}
         if isinstance(output, tuple) and len(output) == 2:
-            values = {"loss": output[0], "acc": output[1]}
-        for key, value in values.items():
+            output = {"loss": output[0], "acc": output[1]}
+        for key, value in (output if isinstance(output, dict) else {"loss": output}).items():
             name = key if key.startswith(prefix) else prefix + key
             if name in self._logged_means or (self._is_lightning_module and key != "loss"):
                 continue
-            is_number = isinstance(value, int | float)
-            if is_number or (isinstance(value, Tensor) and value.numel() == 1):
-                value = self._to_scalar(value)
+            if isinstance(value, int | float) or (isinstance(value, Tensor) and value.numel() == 1):
+                value = torch.as_tensor(value).detach().reshape(())
                 self._add_to_mean(name, value, self._batch_size, is_synced=True)
 
-    def _to_scalar(self, value: Any) -> Tensor:
-        if not isinstance(value, Tensor):
-            return torch.tensor(float(value), device=self.fabric.device)
-        return value.detach() if value.dim() == 0 else value.detach().reshape(())
+    def _add_to_mean(self, name: str, value: Tensor, weight: int, is_synced: bool) -> None:
+        """Add a value to a mean weighted by batch size. The sum stays on the device."""
+        if name not in self._collected:
+            dtype = torch.promote_types(torch.get_default_dtype(), torch.float32)
+            self._collected[name] = (torch.zeros((), dtype=dtype), 0, is_synced)
+        total, total_weight, _ = self._collected[name]
+        # The product with a power of two is exact, so one fused operation rounds like two.
+        is_exact = weight.bit_count() == 1
+        total = torch.add(total, value, alpha=weight) if is_exact else total + value * weight
+        self._collected[name] = (total, total_weight + weight, is_synced)
 
-    def _add_to_mean(self, name: str, value: Tensor, batch_size: int, is_synced: bool) -> None:
-        if name not in self._means:
-            self._means[name] = Mean(self.fabric, is_synced)
-        self._means[name].add(value, batch_size)
+    def _update_callback_metrics(self) -> None:
+        """Set callback_metrics to the metrics collected since the last row, over all processes."""
+        for name, metric in self._collected.items():
+            if not isinstance(metric, tuple):
+                self.callback_metrics[name] = metric.compute()
+                continue
+            total, weight, is_synced = metric
+            if is_synced:
+                pair = torch.stack([total, total.new_tensor(weight)])
+                total, weight = self.fabric.all_reduce(pair, reduce_op="sum")
+            self.callback_metrics[name] = total / weight
 
-    def _compute_means(self) -> dict[str, Tensor]:
-        values = {name: mean.compute() for name, mean in self._means.items()}
-        self.callback_metrics.update(values)
-        return values
+    def _take_metrics(self) -> dict[str, Tensor]:
+        """Return the metrics collected since the last row, and reset them."""
+        self._update_callback_metrics()
+        for metric in self._collected.values():
+            if not isinstance(metric, tuple):
+                metric.reset()
+        names, self._collected = list(self._collected), {}
+        return {name: self.callback_metrics[name] for name in names}
 
-    def _take_means(self) -> dict[str, Tensor]:
-        """Return the means, and reset them for the next row."""
-        values = self._compute_means()
-        for mean in self._means.values():
-            if not isinstance(mean, Mean):
-                mean.reset()
-        self._means = {}
-        return values
+    def _check_is_logged(self, name: str) -> None:
+        if name not in self.callback_metrics:
+            known = ", ".join(self.callback_metrics)
+            raise ValueError(f"monitor: got {name!r}, expected one of {known}.")
 
-    def _log_step(self, loss: Tensor, batch_idx: int) -> None:
-        """Write a row to steps.csv. Training waits for the device only when it writes a row."""
+    def _log_step(self, loss: Tensor) -> None:
+        """Write a row to steps.csv. Training waits for the device only here and at row ends."""
         row = {"step": self.global_step, "epoch": self.current_epoch, "train_loss": loss.item()}
         row["lr"] = self._learning_rate
         row.update((name, value.item()) for name, value in self._step_values.items())
-        self._warn_of_nan(row["train_loss"], f"epoch {self.current_epoch}, batch {batch_idx}")
+        self._warn_of_nan(row)
         if self.fabric.is_global_zero:
             append_row(self.log_dir / "steps.csv", row)
 
     def _end_row(self, epoch: int) -> None:
-        """Write a row to metrics.csv, save the checkpoints, and reset the means."""
-        values = {**self._validated, **self._take_means()}
+        """Write a row to metrics.csv, and save the checkpoints."""
+        values = {**self._validated, **self._take_metrics()}
         row: dict[str, Any] = {"epoch": epoch, "step": self.global_step}
         for name in sorted(values, key=lambda name: not name.startswith("train")):
             row[name] = values[name].item()
         row["lr"], row["time"] = self._learning_rate, time.monotonic() - self._row_started
-        self._warn_of_nan(row.get("train_loss", 0.0), f"epoch {epoch}")
-        self._step_values, self._validated = {}, {}
+        self._step_values, self._validated, self._row_started = {}, {}, time.monotonic()
+        self._warn_of_nan(row)
         self.history.append(row)
         if self.fabric.is_global_zero:
             write_rows(self.log_dir / "metrics.csv", self.history)
-            cells = [
-                f"{n} {v:<8.4g}" if isinstance(v, float) else f"{n} {v}" for n, v in row.items()
-            ]
-            print("  ".join(cells), flush=True)
+            print("  ".join(f"{name} {value:<9.6g}" for name, value in row.items()), flush=True)
         self._save(row)
-        self._row_started = time.monotonic()
 
-    def _warn_of_nan(self, loss: float, place: str) -> None:
-        if not math.isfinite(loss) and not self._has_warned:
+    def _warn_of_nan(self, row: dict[str, Any]) -> None:
+        loss = row.get("train_loss", 0.0)
+        if not self._has_warned and not math.isfinite(loss):
             self._has_warned = True
-            text = "expected a finite number. Try a smaller learning rate or gradient_clip_val=1.0."
-            warnings.warn(f"train_loss: got {loss} in {place}, {text}", stacklevel=3)
+            place = f"epoch {row['epoch']}, step {row['step']}"
+            warnings.warn(f"train_loss: got {loss} in {place}. Try a smaller lr.", stacklevel=3)
 
     # Checkpoints
 
+    def _save(self, row: dict[str, Any]) -> None:
+        """Save last.ckpt, and best.ckpt if the monitored value is the best one so far."""
+        names, score, best = ["last.ckpt"], row.get(self.monitor or "", math.nan), self.best_score
+        is_better = best is None or (score < best if self.mode == "min" else score > best)
+        if is_better and not math.isnan(score):
+            names, self.best_score = ["best.ckpt", "last.ckpt"], score
+        checkpoint = self._build_checkpoint()
+        for name in names if self.fabric.is_global_zero else ():
+            with replaced(self.checkpoint_dir / name, "wb") as file:
+                torch.save(checkpoint, file)
+        if self.monitor is not None:
+            self._check_is_logged(self.monitor)
+
     def _build_checkpoint(self) -> dict[str, Any]:
         """Return the state in Lightning's format. MiniLoop's own state is in "fabric_template"."""
-        of_rank = {"rng": self._rng_state(), "epoch_start": self._epoch_start}
+        of_rank = {"rng": get_rng_state(self.train_loader), "epoch_start": self._epoch_start}
         ranks = [of_rank] * self.fabric.world_size
         if self.fabric.world_size > 1:
             torch.distributed.all_gather_object(ranks, of_rank)
         is_in_epoch = self.batches_done > 0
-        progress = {
-            "epochs_done": self.current_epoch,
-            "batches_done": self.batches_done,
-            "is_in_epoch": is_in_epoch,
-            "global_step": self.global_step,
+        own = {
+            "progress": {
+                "epochs_done": self.current_epoch,
+                "batches_done": self.batches_done,
+                "is_in_epoch": is_in_epoch,
+                "global_step": self.global_step,
+            },
+            "history": {"rows": self.history},
+            "checkpoints": {"score": self.best_score},
+            "ranks": ranks,
         }
         return {
             "epoch": self.current_epoch if is_in_epoch else self.current_epoch - 1,
@@ -489,14 +508,9 @@ class MiniLoop:
             "state_dict": self.network.state_dict(),
             "optimizer_states": [self.optimizer.state_dict()],
             "lr_schedulers": [config["scheduler"].state_dict() for config in self.schedulers],
-            "hyper_parameters": self._hyper_parameters,
+            "hyper_parameters": to_plain(getattr(self.model, "hparams", {})),
             type(self._precision).__qualname__: self._precision.state_dict(),
-            "fabric_template": {
-                "progress": progress,
-                "history": {"rows": self.history},
-                "checkpoints": {"score": self.best_score},
-                "ranks": ranks,
-            },
+            "fabric_template": own,
         }
 
     def _restore(self, path: Path | None, is_resumed: bool) -> None:
@@ -511,8 +525,10 @@ class MiniLoop:
         if not is_resumed:
             return
         own = checkpoint.get("fabric_template", {"progress": {"is_in_epoch": True}, "ranks": [{}]})
-        progress, of_rank = own["progress"], own["ranks"][self.fabric.global_rank]
-        if progress["is_in_epoch"] and "epoch_start" not in of_rank:
+        progress, ranks = own["progress"], own["ranks"]
+        of_rank = ranks[self.fabric.global_rank % len(ranks)]
+        self._epoch_start = of_rank.get("epoch_start")
+        if progress["is_in_epoch"] and self._epoch_start is None:
             raise ValueError(f"resume: got {path} of another loop. Use FabricLoop, or load=.")
         self.optimizer.load_state_dict(checkpoint["optimizer_states"][0])
         for config, state in zip(self.schedulers, checkpoint["lr_schedulers"], strict=True):
@@ -521,26 +537,12 @@ class MiniLoop:
         self.current_epoch, self.global_step = progress["epochs_done"], progress["global_step"]
         self.batches_done = progress["batches_done"] if progress["is_in_epoch"] else 0
         self.history, self.best_score = list(own["history"]["rows"]), own["checkpoints"]["score"]
-        self._epoch_start = of_rank.get("epoch_start")
-        self._set_rng_state(of_rank["rng"])
+        set_rng_state(of_rank["rng"], self.train_loader)
         if self.fabric.is_global_zero:
-            rows = read_rows(self.log_dir / "steps.csv")
-            rows = [row for row in rows if int(row["step"]) <= self.global_step]
-            write_rows(self.log_dir / "steps.csv", rows)
+            steps = read_rows(self.log_dir / "steps.csv")
+            steps = [row for row in steps if int(row["step"]) <= self.global_step]
+            write_rows(self.log_dir / "steps.csv", steps)
             write_rows(self.log_dir / "metrics.csv", self.history)
-
-    def _save(self, row: dict[str, Any]) -> None:
-        """Save best.ckpt if the monitored value is the best one so far, and last.ckpt."""
-        names, value, best = ["last.ckpt"], row.get(self.monitor or "", math.nan), self.best_score
-        is_better = best is None or (value < best if self.mode == "min" else value > best)
-        if is_better and not math.isnan(value):
-            names, self.best_score = ["best.ckpt", "last.ckpt"], value
-        checkpoint = self._build_checkpoint()
-        for name in names if self.fabric.is_global_zero else ():
-            with replaced(self.checkpoint_dir / name, "wb") as file:
-                torch.save(checkpoint, file)
-        if self.monitor is not None:
-            self._get_metric(self.monitor)
 
     def _find(self, given: str | Path | None, argument: str) -> Path | None:
         """Return the newest checkpoint for "last", "best", "auto" or a path."""
@@ -549,51 +551,27 @@ class MiniLoop:
         found = [Path(given).absolute()]
         if given in ("last", "best", "auto"):
             name = "best.ckpt" if given == "best" else "last.ckpt"
-            found = list(self._folder("checkpoints").glob(f"{self.version or '*'}/{name}"))
+            found = list(self._checkpoints.glob(f"{self.version or '*'}/{name}"))
         found = [path for path in found if path.is_file()]
         if not found and given != "auto":
             raise FileNotFoundError(f"{argument}: got {str(given)!r}, expected a checkpoint.")
         return max(found, key=os.path.getmtime, default=None)
 
-    def _rng_state(self) -> dict[str, Any]:
-        numpy_state: Any = np.random.get_state(legacy=True)
-        name, keys, *position = numpy_state
-        state = {
-            "torch": torch.get_rng_state(),
-            "python": random.getstate(),
-            "numpy": [name, torch.from_numpy(keys.astype(np.int64)), *position],
-        }
-        if torch.cuda.is_initialized():
-            state["cuda"] = torch.cuda.get_rng_state_all()
-        if getattr(self.train_loader, "generator", None) is not None:
-            state["loader"] = self.train_loader.generator.get_state()
-        return state
-
-    def _set_rng_state(self, state: Any) -> None:
-        torch.set_rng_state(state["torch"])
-        version, python_state, gauss = state["python"]
-        random.setstate((version, tuple(python_state), gauss))
-        name, keys, *position = state["numpy"]
-        np.random.set_state((name, keys.numpy().astype(np.uint32), *position))
-        if "cuda" in state and torch.cuda.is_initialized():
-            torch.cuda.set_rng_state_all(state["cuda"])
-        if "loader" in state:
-            self.train_loader.generator.set_state(state["loader"])
-
     # Set-up
 
     def _set_up_model(self, model: Any, training_step: Any, validation_step: Any) -> None:
-        found = [name for name in REFUSED_HOOKS.split() if find_method(model, name) is not None]
+        """Find the network, steps and hooks of a model. Refuse hooks that MiniLoop never calls."""
+        self._reset()
+        refused = [name for name in REFUSED_HOOKS.split() if find_method(model, name)]
         if not getattr(model, "automatic_optimization", True):
-            found.append("manual optimization")
-        if found:
-            kind = type(model).__name__
-            raise TypeError(f"model: got {kind} with {', '.join(found)}. Use FabricLoop.")
+            refused.append("manual optimization")
+        if refused:
+            kind, names = type(model).__name__, ", ".join(refused)
+            raise TypeError(f"model: got {kind} with {names}. Use FabricLoop.")
         self.model, self.network = model, find_network(model)
-        methods = {name: find_method(model, name) for name in HOOKS.split()}
-        self._hooks = {name: method for name, method in methods.items() if method is not None}
         self._is_lightning_module = hasattr(type(model), "trainer")
-        self._hyper_parameters = to_plain(getattr(model, "hparams", {}))
+        hooks = {name: find_method(model, name) for name in HOOKS.split()}
+        self._hooks = {name: hook for name, hook in hooks.items() if hook is not None}
         self._steps = {}
         given = {"training_step": training_step, "validation_step": validation_step}
         for name, function in given.items():
@@ -606,37 +584,38 @@ class MiniLoop:
             raise TypeError("fit: got no training_step. Pass training_step= or write the method.")
         if val_dataloaders is not None and "validation_step" not in self._steps:
             raise TypeError("fit: got val_dataloaders without validation_step. Pass both or none.")
-        if val_dataloaders is None and validation_step is not None:
+        if validation_step is not None and val_dataloaders is None:
             raise TypeError("fit: got validation_step without val_dataloaders. Pass both or none.")
         if optimizer is None and find_method(self.model, "configure_optimizers") is None:
             raise TypeError("fit: got no optimizer. Pass optimizer=, as torch.optim.Adam(...).")
 
     def _set_up_loaders(self, train: Any, val: Any) -> None:
-        """Check the loaders, launch the processes, and distribute the samples among them."""
+        """Launch the processes, and distribute the samples among them."""
         check_loader(train, "train_dataloaders")
         check_loader(val, "val_dataloaders")
         is_launched = torch.distributed.is_available() and torch.distributed.is_initialized()
         if self.fabric.world_size > 1 and not is_launched:
             self.fabric.launch()
-            # Reset the seed like Trainer, because the setup may have drawn random numbers.
+            # Reset the seed like Trainer, because the launch may have drawn random numbers.
             reset_seed()
         self.train_loader, self.val_loader = self._share(train), self._share(val)
+        self._train_length = length_hint(self.train_loader, -1)
 
     def _share(self, loader: Any) -> Any:
-        """Return a loader for this process's share of the samples."""
-        if self.fabric.world_size > 1 and hasattr(loader, "for_rank"):
+        """Return a loader for this process's share of the samples. Keep a sampler of your own."""
+        if self.fabric.world_size == 1:
+            return loader
+        if hasattr(loader, "for_rank"):
             return loader.for_rank(self.fabric.global_rank, self.fabric.world_size)
-        if self.fabric.world_size == 1 or not isinstance(loader, DataLoader):
+        sampler = getattr(loader, "sampler", None)
+        if not isinstance(sampler, torch_data.RandomSampler | torch_data.SequentialSampler):
             return loader
-        is_shared = isinstance(loader.sampler, DistributedSampler)
-        if is_shared or isinstance(loader.dataset, IterableDataset):
-            return loader
-        is_shuffled = not isinstance(loader.sampler, SequentialSampler)
-        seed = int(os.environ.get("PL_GLOBAL_SEED", 0))
-        sampler: Any = DistributedSampler(loader.dataset, shuffle=is_shuffled, seed=seed)
-        names = ("batch_size", "num_workers", "collate_fn", "pin_memory", "drop_last", "generator")
-        options = {name: getattr(loader, name) for name in (*names, "worker_init_fn")}
-        return DataLoader(loader.dataset, sampler=sampler, **options)
+        options: Any = {"shuffle": isinstance(sampler, torch_data.RandomSampler)}
+        options["seed"] = int(os.environ.get("PL_GLOBAL_SEED", 0))
+        shared: Any = torch_data.DistributedSampler(loader.dataset, **options)
+        names = "batch_size num_workers collate_fn pin_memory drop_last generator worker_init_fn"
+        options = {name: getattr(loader, name) for name in names.split()}
+        return torch_data.DataLoader(loader.dataset, sampler=shared, **options)
 
     def _set_up_optimizer(self, optimizer: Any, scheduler: Any) -> None:
         returned = self.model.configure_optimizers() if optimizer is None else optimizer
@@ -644,59 +623,37 @@ class MiniLoop:
         own = set(self.network.parameters())
         if own.isdisjoint(p for group in self.optimizer.param_groups for p in group["params"]):
             raise ValueError("optimizer: got parameters of another model. Pass model.parameters().")
-        self._set_up_network()
-
-    def _set_up_network(self) -> None:
-        """Move the network to its device and precision. DDP wraps the whole steps."""
-        self._precision.convert_module(self.network)
-        self._strategy.module_to_device(self.network)
-        is_ddp = isinstance(self._strategy, DDPStrategy)
-        self._ddp = self._strategy.setup_module(StepModule(self.network)) if is_ddp else None
-
-    def _folder(self, kind: str) -> Path:
-        return Path(self.default_root_dir).expanduser().absolute() / kind / self.name
 
     def _open_folders(self, resume_path: Path | None) -> None:
-        """Choose the version and create the folders of the run. A new run deletes old rows."""
-        logs, checkpoints = self._folder("logs"), self._folder("checkpoints")
-        if self.version is not None:
-            version = self.version
-        elif resume_path is not None and resume_path.parents[1] == checkpoints:
+        """Choose the version, and create the folders of the run. A new run deletes old rows."""
+        version = self.version
+        if version is None and resume_path and resume_path.parents[1] == self._checkpoints:
             version = resume_path.parent.name
-        else:
+        elif version is None:
             names = (f"version_{number}" for number in itertools.count())
-            version = next(name for name in names if not (logs / name).exists())
+            version = next(name for name in names if not (self._logs / name).exists())
         version = self.fabric.broadcast(version)
-        self.log_dir, self.checkpoint_dir = logs / version, checkpoints / version
+        self.log_dir, self.checkpoint_dir = self._logs / version, self._checkpoints / version
         self.log_dir.mkdir(parents=True, exist_ok=True)
         self.checkpoint_dir.mkdir(parents=True, exist_ok=True)
         if self.fabric.is_global_zero:
-            for name in ("metrics.csv", "steps.csv") if resume_path is None else ():
+            old_files = [".lock"] if resume_path else [".lock", "metrics.csv", "steps.csv"]
+            for name in old_files:
                 (self.log_dir / name).unlink(missing_ok=True)
-            config = to_plain({field.name: getattr(self, field.name) for field in fields(self)})
-            hparams = {"hparams": self._hyper_parameters, "config": config}
-            (self.log_dir / "hparams.yaml").write_text(yaml.safe_dump(hparams))
+            options = {field.name: getattr(self, field.name) for field in fields(self)}
+            hparams = to_plain(getattr(self.model, "hparams", {}))
+            text = yaml.safe_dump({"hparams": hparams, "config": to_plain(options)})
+            (self.log_dir / "hparams.yaml").write_text(text)
 
     @contextmanager
-    def _recorded_state(self) -> Iterator[None]:
-        """Record the final state for the list of runs. Ctrl-C ends the run without an error."""
-        file, state = self.log_dir / ".lock", "failed"
-        file.unlink(missing_ok=True)
-        try:
-            yield
-            state = "finished"
-        except KeyboardInterrupt:
-            state = "interrupted"
-            is_saved = (self.checkpoint_dir / "last.ckpt").exists()
-            hint = "To continue: resume='last'." if is_saved else "Nothing was saved."
-            print(f"Ctrl-C in epoch {self.current_epoch}. {hint}")
-        finally:
-            file.write_text(state)
-
-    @contextmanager
-    def _attached_to_model(self) -> Iterator[None]:
-        """Set a LightningModule's trainer and log. Finally, move the network back to its device."""
+    def _prepared_model(self) -> Iterator[None]:
+        """Set the device, precision and trainer of the model. Finally, restore its device."""
         device = next(self.network.parameters()).device
+        self._precision.convert_module(self.network)
+        self._strategy.module_to_device(self.network)
+        self._ddp: Any = None
+        if isinstance(self._strategy, DDPStrategy):
+            self._ddp = self._strategy.setup_module(StepModule(self.network))
         if self._is_lightning_module:
             self.model.trainer, self.model.log, self.model.log_dict = self, self.log, self.log_dict
         try:
@@ -706,9 +663,9 @@ class MiniLoop:
             if self._is_lightning_module:
                 del self.model.log, self.model.log_dict
 
-    def _call(self, name: str, *args: Any) -> None:
-        if name in self._hooks:
-            self._hooks[name](*args)
+    def _call(self, hook: str, *args: Any) -> None:
+        if hook in self._hooks:
+            self._hooks[hook](*args)
 
 
 class StepModule(nn.Module):
@@ -720,31 +677,6 @@ class StepModule(nn.Module):
 
     def forward(self, step: Callable[..., Any], batch: Any, batch_idx: int) -> Any:
         return step(batch, batch_idx)
-
-
-class Mean:
-    """A mean weighted by batch size. The sum stays on the device."""
-
-    def __init__(self, fabric: Fabric, is_synced: bool) -> None:
-        self.fabric, self.is_synced = fabric, is_synced
-        dtype = torch.promote_types(torch.get_default_dtype(), torch.float32)
-        self.total, self.weight = torch.zeros((), dtype=dtype), 0
-
-    def add(self, value: Tensor, batch_size: int) -> None:
-        if batch_size in POWERS_OF_TWO:
-            # The product is exact, so one fused operation rounds like two.
-            self.total = torch.add(self.total, value, alpha=batch_size)
-        else:
-            self.total = self.total + value * batch_size
-        self.weight += batch_size
-
-    def compute(self) -> Any:
-        """Return the mean, over all processes if is_synced is True."""
-        if not self.is_synced or self.fabric.world_size == 1:
-            return self.total / self.weight
-        pair = torch.stack([self.total, torch.tensor(self.weight).to(self.total)])
-        total, weight = self.fabric.all_reduce(pair.to(self.fabric.device), reduce_op="sum")
-        return total / weight
 
 
 def find_method(model: Any, name: str) -> Callable[..., Any] | None:
@@ -764,20 +696,17 @@ def find_network(model: Any) -> nn.Module:
 
 
 def with_batch_idx(step: Callable[..., Any], name: str) -> Callable[..., Any]:
-    """Return a step that takes (batch, batch_idx), even if the given step takes only the batch.
-
-    An argument with a default receives no index, unless its name is batch_idx.
-    """
+    """Return a step that takes (batch, batch_idx), even if the given step takes only the batch."""
     parameters = inspect.signature(step).parameters
     positional = [p for p in parameters.values() if p.kind < p.KEYWORD_ONLY]
     required = [p.name for p in positional if p.default is p.empty]
+    # An argument with a default receives no index, unless its name is batch_idx.
     if len(required) == 2 or "batch_idx" in parameters:
         return step
     if len(required) == 1:
         return lambda batch, batch_idx: step(batch)
-    got = ", ".join(required)
-    expected = "(batch) or (batch, batch_idx), in a step function after the model"
-    raise TypeError(f"{name}: got the arguments ({got}), expected {expected}.")
+    expected = "batch and optionally batch_idx, in a step function after the model"
+    raise TypeError(f"{name}: got the arguments {required}, expected {expected}.")
 
 
 def find_loss(output: Any, batch_idx: int) -> Tensor:
@@ -785,61 +714,28 @@ def find_loss(output: Any, batch_idx: int) -> Tensor:
     if isinstance(loss, Tensor) and loss.requires_grad:
         return loss
     kind = "a detached loss" if isinstance(loss, Tensor) else type(loss).__name__
-    raise TypeError(
-        f"training_step: got {kind} at batch {batch_idx}, expected the loss, a tensor that is"
-        " computed from the model's parameters. Return it without detach() and item()."
-    )
+    text = f"training_step: got {kind} at batch {batch_idx}, expected a loss with a gradient."
+    raise TypeError(f"{text} Return the loss without detach() and item().")
 
 
 def find_batch_size(batch: Any) -> int:
     """Return the length of the first tensor in a batch, or 1 if the first value is not a tensor."""
-    if isinstance(batch, Tensor):
-        return len(batch) if batch.dim() > 0 else 1
-    if isinstance(batch, dict):
-        batch = list(batch.values())
-    return find_batch_size(batch[0]) if isinstance(batch, (list, tuple)) and batch else 1
+    while isinstance(batch, (dict, list, tuple)) and batch:
+        batch = next(iter(batch.values())) if isinstance(batch, dict) else batch[0]
+    return len(batch) if isinstance(batch, Tensor) and batch.dim() > 0 else 1
 
 
 def check_loader(loader: Any, argument: str) -> None:
-    """Raise an error for single samples, several loaders and an empty loader."""
     kind = type(loader).__name__
-    if isinstance(loader, Dataset) and not isinstance(loader, IterableDataset):
-        text = f"{argument}: got a {kind}, which gives single samples, expected batches."
-        raise TypeError(f"{text} Write DataLoader(dataset, batch_size=32).")
-    is_several = isinstance(loader, list | tuple) and any(isinstance(x, DataLoader) for x in loader)
-    if is_several or not isinstance(loader, Iterable | None):
-        raise TypeError(f"{argument}: got a {kind}, expected one loader. Or use FabricLoop.")
+    is_dataset = isinstance(loader, torch_data.Dataset) and not isinstance(
+        loader, torch_data.IterableDataset
+    )
+    if is_dataset or not isinstance(loader, Iterable | None):
+        raise TypeError(
+            f"{argument}: got a {kind}, expected batches. Write DataLoader(dataset, 32)."
+        )
     if length_hint(loader, 1) == 0:
         raise ValueError(f"{argument}: got an empty {kind}, expected at least one batch.")
-
-
-def mark_last(loader: Any) -> Iterator[tuple[Any, bool]]:
-    """Yield each batch and whether it is the last. Without a length, read one batch in advance."""
-    length = length_hint(loader, -1)
-    if length >= 0:
-        count = 0
-        for count, batch in enumerate(loader, start=1):
-            yield batch, count == length
-        if count < length:
-            raise ValueError(
-                f"train_dataloaders: got {count} batches, expected its length, {length}."
-            )
-        return
-    batches = iter(loader)
-    for previous in batches:
-        for batch in batches:
-            yield previous, False
-            previous = batch
-        yield previous, True
-
-
-def show_progress(batches: Iterator[Any], description: str) -> Any:
-    """Show a progress bar for the batches in a terminal if tqdm is installed."""
-    try:
-        from tqdm import tqdm
-    except ImportError:
-        return batches
-    return tqdm(batches, desc=description, leave=False, disable=None)
 
 
 def parse_optimizers(returned: Any, scheduler: Any) -> tuple[Any, list[dict[str, Any]]]:
@@ -853,22 +749,42 @@ def parse_optimizers(returned: Any, scheduler: Any) -> tuple[Any, list[dict[str,
     if isinstance(optimizer, list | tuple) and len(optimizer) == 1:
         optimizer = optimizer[0]
     if not isinstance(optimizer, torch.optim.Optimizer) or isinstance(optimizer, torch.optim.LBFGS):
-        raise TypeError(
-            f"optimizer: got {type(optimizer).__name__}, expected an optimizer, [optimizer],"
-            ' ([optimizer], [scheduler]) or {"optimizer": ..., "lr_scheduler": ...}. Use FabricLoop'
-            " for several optimizers and LBFGS."
-        )
-    schedulers = schedulers if scheduler is None else scheduler
-    if not isinstance(schedulers, list | tuple):
-        schedulers = [] if schedulers is None else [schedulers]
+        kind = type(optimizer).__name__
+        raise TypeError(f"optimizer: got {kind}, expected an optimizer. Or use FabricLoop.")
+    schedulers = scheduler or schedulers or []
     configs = []
-    for given in schedulers:
+    for given in schedulers if isinstance(schedulers, list | tuple) else [schedulers]:
         config = {"interval": "epoch", "frequency": 1, "monitor": monitor}
-        config.update(given if isinstance(given, dict) else {"scheduler": given})
-        if isinstance(config["scheduler"], ReduceLROnPlateau):
-            config["interval"] = "plateau"
-        configs.append(config)
+        configs.append(config | (given if isinstance(given, dict) else {"scheduler": given}))
     return optimizer, configs
+
+
+def get_rng_state(loader: Any) -> dict[str, Any]:
+    """Return the states of the random generators of this process and of a loader."""
+    numpy_state: Any = np.random.get_state(legacy=True)
+    name, keys, *position = numpy_state
+    state = {
+        "torch": torch.get_rng_state(),
+        "python": random.getstate(),
+        "numpy": [name, torch.from_numpy(keys.astype(np.int64)), *position],
+    }
+    if torch.cuda.is_initialized():
+        state["cuda"] = torch.cuda.get_rng_state_all()
+    if getattr(loader, "generator", None) is not None:
+        state["loader"] = loader.generator.get_state()
+    return state
+
+
+def set_rng_state(state: dict[str, Any], loader: Any) -> None:
+    torch.set_rng_state(state["torch"])
+    version, python_state, gauss = state["python"]
+    random.setstate((version, tuple(python_state), gauss))
+    name, keys, *position = state["numpy"]
+    np.random.set_state((name, keys.numpy().astype(np.uint32), *position))
+    if "cuda" in state and torch.cuda.is_initialized():
+        torch.cuda.set_rng_state_all(state["cuda"])
+    if "loader" in state:
+        loader.generator.set_state(state["loader"])
 
 
 @contextmanager
@@ -906,14 +822,6 @@ def write_rows(path: Path, rows: list[dict[str, Any]]) -> None:
         writer = csv.DictWriter(file, columns, lineterminator="\n")
         writer.writeheader()
         writer.writerows(rows)
-
-
-def as_table(rows: list[dict[str, Any]]) -> Any:
-    try:
-        import pandas
-    except ImportError:
-        return rows
-    return pandas.DataFrame(rows)
 
 
 def to_plain(values: Any) -> Any:
