@@ -26,7 +26,7 @@ import time
 import warnings
 import zipfile
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from dataclasses import dataclass, fields
 from difflib import get_close_matches
 from functools import partial
@@ -219,10 +219,12 @@ class MiniLoop:
         self._batch_size, self._is_training_batch = find_batch_size(batch), True
         self._call("on_train_batch_start", batch, batch_idx)
         is_window_end = self._is_window_end(batch, is_last)
-        # Before the end of the accumulation window, DDP need not reduce gradients.
-        is_reduced = self._ddp is None or is_window_end or self._train_length == -1
-        with nullcontext() if is_reduced else self._ddp.no_sync():
+        if self._ddp is None or is_window_end or self._train_length == -1:
             loss = self._compute_gradients(batch, batch_idx)
+        else:
+            # Before the end of the accumulation window, DDP need not reduce gradients.
+            with self._ddp.no_sync():
+                loss = self._compute_gradients(batch, batch_idx)
         self.batches_done += 1
         self._batches_in_window += 1
         if is_window_end:
@@ -377,7 +379,7 @@ class MiniLoop:
         if not isinstance(value, Tensor) and hasattr(value, "compute"):
             self._collected[name] = value
             return
-        value = torch.as_tensor(value).detach().reshape(())
+        value = value.detach() if isinstance(value, Tensor) else torch.tensor(float(value))
         if self._is_training_batch and on_step is not False:
             self._step_values[name] = self.callback_metrics[name] = value
         if on_epoch or (on_epoch is None and not self._is_training_batch):
@@ -396,9 +398,10 @@ class MiniLoop:
             name = key if key.startswith(prefix) else prefix + key
             if name in self._logged_means or (self._is_lightning_module and key != "loss"):
                 continue
-            if isinstance(value, int | float) or (isinstance(value, Tensor) and value.numel() == 1):
-                value = torch.as_tensor(value).detach().reshape(())
-                self._add_to_mean(name, value, self._batch_size, is_synced=True)
+            if isinstance(value, (int, float)):
+                value = torch.tensor(float(value))
+            if isinstance(value, Tensor) and value.numel() == 1:
+                self._add_to_mean(name, value.detach(), self._batch_size, is_synced=True)
 
     def _add_to_mean(self, name: str, value: Tensor, weight: int, is_synced: bool) -> None:
         """Add a value to a mean weighted by batch size. The sum stays on the device."""
@@ -419,7 +422,7 @@ class MiniLoop:
                 continue
             total, weight, is_synced = metric
             if is_synced:
-                pair = torch.stack([total, total.new_tensor(weight)])
+                pair = torch.cat([total.reshape(1), total.new_tensor([weight])])
                 total, weight = self.fabric.all_reduce(pair, reduce_op="sum")
             self.callback_metrics[name] = total / weight
 
