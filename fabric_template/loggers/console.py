@@ -5,13 +5,14 @@ from __future__ import annotations
 import html
 import math
 import multiprocessing
-import os
 import sys
 import time
 import warnings
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from typing import TYPE_CHECKING, Any
+
+from tqdm import tqdm
 
 from .history import to_numbers
 from .run_summary import count_of, end_reason, format_value
@@ -40,7 +41,7 @@ class Console:
         self._due = math.inf
         self._started, self._first = 0.0, 0
         self._total: int | float = 0
-        self._num_eval_batches: int | float | None = None
+        self._num_eval_batches: int | float = 0
 
     @contextmanager
     def shown(self, run: RunState) -> Iterator[None]:
@@ -61,10 +62,6 @@ class Console:
         if run.stage != "fit":
             self._guard(self._start, run, num_batches, 0)
 
-    def end_evaluation(self, run: RunState) -> None:
-        """Show only the progress of the epoch again."""
-        self._num_eval_batches = None
-
     def add_row(self, row: Mapping[str, Any]) -> None:
         if self._screen is not None:
             self._guard(self._screen.add_row, row)
@@ -72,7 +69,7 @@ class Console:
     def update(self, run: RunState) -> None:
         """Draw the bar if it is due. The loop calls this after every batch."""
         if time.monotonic() >= self._due:
-            self._guard(self._draw, run)
+            self._guard(self._draw, run, describe(run, self._num_eval_batches))
 
     def _guard(self, function: Callable, *args: Any) -> None:
         if not self.is_enabled:
@@ -99,9 +96,9 @@ class Console:
             self._table.update_best(row)
         self._due = self._started + self._screen.seconds_between_draws
         if not self._screen.is_log_file:
-            self._draw(run)
+            self._draw(run, describe(run, self._num_eval_batches))
 
-    def _draw(self, run: RunState, description: str | None = None) -> None:
+    def _draw(self, run: RunState, description: str, is_complete: bool = False) -> None:
         assert self._screen is not None
         progress = run.progress
         done = progress.batches_done if run.stage == "fit" else progress.eval_batches_done
@@ -113,39 +110,42 @@ class Console:
         # The arguments of tqdm.format_meter.
         meter = {
             "n": done,
-            "total": total if description is None else done,
+            "total": done if is_complete else total,
             "elapsed": time.monotonic() - self._started,
             "initial": self._first,
-            "prefix": description or self._describe(run),
+            "prefix": description,
             "postfix": ", ".join(values),
         }
         self._screen.draw(meter)
         self._due = time.monotonic() + self._screen.seconds_between_draws
 
-    def _describe(self, run: RunState) -> str:
-        if run.stage != "fit":
-            return run.stage
-        limit = "" if run.stop.max_epochs == -1 else f"/{run.stop.max_epochs}"
-        text = f"epoch {run.progress.epochs_done}{limit}"
-        if self._num_eval_batches is not None:
-            total = "" if self._num_eval_batches == math.inf else f"/{self._num_eval_batches}"
-            text += f", validating {run.progress.eval_batches_done}{total}"
-        return text
-
     def _close(self, run: RunState, is_complete: bool) -> None:
         if self._screen is None:
             return
+        is_fit = run.stage == "fit"
         if not self._screen.is_log_file:
-            description = run.stage
-            if run.stage == "fit":
-                description = count_of(run.progress.epochs_done, "epoch")
-            self._draw(run, description if is_complete else None)
+            text = describe(run, self._num_eval_batches)
+            if is_fit and is_complete:
+                text = count_of(run.progress.epochs_done, "epoch")
+            self._draw(run, text, is_complete)
         self._due = math.inf
-        reason = end_reason(run) if is_complete and run.stage == "fit" else ""
+        reason = end_reason(run) if is_complete and is_fit else ""
         if reason and not run.stop.has_max_epochs:
             epoch, step = run.progress.epochs_done - 1, run.progress.global_step
             self._screen.print(f"ended in epoch {epoch}, after step {step}: {reason}")
         self._screen.close()
+
+
+def describe(run: RunState, num_eval_batches: int | float) -> str:
+    """Return the text before the bar, such as "epoch 3/10, validating 2/5"."""
+    if run.stage != "fit":
+        return run.stage
+    limit = "" if run.stop.max_epochs == -1 else f"/{run.stop.max_epochs}"
+    text = f"epoch {run.progress.epochs_done}{limit}"
+    if run.progress.stage != "train":
+        total = "" if num_eval_batches == math.inf else f"/{num_eval_batches}"
+        text += f", validating {run.progress.eval_batches_done}{total}"
+    return text
 
 
 def bar_values(run: RunState) -> dict[str, float]:
@@ -177,7 +177,7 @@ class EpochTable:
             self._best = value
         return is_best
 
-    def add(self, row: Mapping[str, Any]) -> list[str]:
+    def add(self, row: Mapping[str, Any]) -> str:
         """Add a row. Return its line, preceded by a header line if the row has new columns."""
         cells = {n: format_value(n, value) for n, value in row.items() if value is not None}
         if self.monitor in cells:
@@ -192,8 +192,7 @@ class EpochTable:
         for name, text in cells.items():
             smallest = 8 if name.startswith("lr") else 5
             self._widths[name] = max(self._widths[name], len(text), smallest)
-        head = [self._line({name: name for name in self._widths})]
-        return [*(head if has_new_columns else []), self._line(cells)]
+        return self.text(1) if has_new_columns else self._line(cells)
 
     def text(self, num_rows: int) -> str:
         """Return the header and the last num_rows rows."""
@@ -201,9 +200,8 @@ class EpochTable:
         return "\n".join(map(self._line, [head, *self.rows[-num_rows:]])) if self.rows else ""
 
     def _line(self, cells: Mapping[str, str]) -> str:
-        return "  ".join(
-            f"{cells.get(n, ''):>{width}}" for n, width in self._widths.items()
-        ).rstrip()
+        padded = [f"{cells.get(name, ''):>{width}}" for name, width in self._widths.items()]
+        return "  ".join(padded).rstrip()
 
 
 class Screen:
@@ -217,15 +215,10 @@ class Screen:
 
     def draw(self, meter: dict[str, Any]) -> None:
         """Draw the bar. The dict meter has the arguments of tqdm.format_meter."""
-        from tqdm import tqdm
-
         self.print(tqdm.format_meter(**meter, bar_format=LOG_FILE_BAR))
 
     def add_row(self, row: Mapping[str, Any]) -> None:
-        width = terminal_width(sys.stdout)
-        for line in self.table.add(row):
-            # A line as wide as the terminal would be wrapped.
-            self.print(line if width is None else line[: width - 1])
+        self.print(self.table.add(row))
 
     def print(self, text: str) -> None:
         print(text, flush=True)
@@ -234,77 +227,35 @@ class Screen:
         """End the output of the run."""
 
 
+class TerminalBar(tqdm):
+    """The bar of a terminal, drawn without a thread, because loader workers are forked."""
+
+    monitor_interval = 0
+
+
 class TerminalScreen(Screen):
-    """Keep the bar in the last line of a terminal. Printed text appears above the bar."""
+    """Keep the bar in the last line of a terminal, below the rows."""
 
     is_log_file = False
     seconds_between_draws = SECONDS_BETWEEN_DRAWS
 
     def __init__(self, table: EpochTable) -> None:
         super().__init__(table)
-        self._terminal = sys.stderr
-        self._bar = ""
-        self._drawn_width = 0
-        self.is_line_open = False
-        self._streams: dict[str, AboveBar] = {}
-        for name in ("stdout", "stderr"):
-            if terminal_width(getattr(sys, name)) is not None:
-                self._streams[name] = AboveBar(getattr(sys, name), self)
-                setattr(sys, name, self._streams[name])
+        self._bar = TerminalBar(dynamic_ncols=True)
 
     def draw(self, meter: dict[str, Any]) -> None:
-        from tqdm import tqdm
+        bar = self._bar
+        bar.n, bar.total, bar.initial = meter["n"], meter["total"], meter["initial"]
+        bar.last_print_t = time.time()
+        bar.start_t = bar.last_print_t - meter["elapsed"]
+        bar.set_description(meter["prefix"], refresh=False)
+        bar.set_postfix_str(meter["postfix"])
 
-        encoding = (getattr(self._terminal, "encoding", None) or "ascii").lower()
-        # Leave two columns free for the ^C that the terminal prints.
-        width = (terminal_width(self._terminal) or 80) - 3
-        self._bar = tqdm.format_meter(**meter, ncols=width, ascii=not encoding.startswith("utf"))
-        self.draw_bar()
-
-    def draw_bar(self) -> None:
-        """Redraw the bar, unless a printed line has no line break yet."""
-        if not self.is_line_open:
-            self._write("\r" + self._bar.ljust(self._drawn_width))
-            self._drawn_width = len(self._bar)
-
-    def erase_bar(self) -> None:
-        """Erase the bar before text is printed."""
-        if self._drawn_width:
-            self._write("\r" + " " * (self._drawn_width + 2) + "\r")
-            self._drawn_width = 0
+    def print(self, text: str) -> None:
+        self._bar.write(text)
 
     def close(self) -> None:
-        for name, wrapper in self._streams.items():
-            # A hook may have replaced the stream.
-            if getattr(sys, name) is wrapper:
-                setattr(sys, name, wrapper.stream)
-        if self._drawn_width:
-            self._write("\n")
-
-    def _write(self, text: str) -> None:
-        # An error of the bar must not make a user's print fail.
-        with suppress(OSError, ValueError):
-            self._terminal.write(text)
-            self._terminal.flush()
-
-
-class AboveBar:
-    """Wrap a terminal stream and keep the bar below the text written to this stream."""
-
-    def __init__(self, stream: Any, screen: TerminalScreen) -> None:
-        self.stream, self._screen = stream, screen
-
-    def write(self, text: str) -> int:
-        self._screen.erase_bar()
-        count = self.stream.write(text)
-        if text:
-            self.stream.flush()
-            self._screen.is_line_open = not text.endswith("\n")
-            self._screen.draw_bar()
-        return count
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self.stream, name)
+        self._bar.close()
 
 
 class NotebookScreen(Screen):
@@ -316,11 +267,11 @@ class NotebookScreen(Screen):
     def __init__(self, table: EpochTable) -> None:
         super().__init__(table)
         self._handle: Any = None
-        self._meter: dict[str, Any] = {}
+        self._bar = ""
         self._texts: list[str] = []
 
     def draw(self, meter: dict[str, Any]) -> None:
-        self._meter = meter
+        self._bar = tqdm.format_meter(**meter, ncols=100)
         self._show(MAX_NOTEBOOK_ROWS)
 
     def add_row(self, row: Mapping[str, Any]) -> None:
@@ -334,10 +285,8 @@ class NotebookScreen(Screen):
 
     def _show(self, num_rows: int) -> None:
         from IPython.display import display
-        from tqdm import tqdm
 
-        bar = tqdm.format_meter(**self._meter, ncols=100)
-        text = "\n".join(filter(None, [self.table.text(num_rows), bar, *self._texts]))
+        text = "\n".join(filter(None, [self.table.text(num_rows), self._bar, *self._texts]))
         page = f'<pre style="white-space: pre">{html.escape(text)}</pre>'
         data = {"text/html": page, "text/plain": text}
         if self._handle is None:
@@ -352,12 +301,4 @@ def find_screen(table: EpochTable) -> Screen:
     shell = get_ipython() if get_ipython is not None else None
     if getattr(shell, "kernel", None) is not None and multiprocessing.parent_process() is None:
         return NotebookScreen(table)
-    return Screen(table) if terminal_width(sys.stderr) is None else TerminalScreen(table)
-
-
-def terminal_width(stream: Any) -> int | None:
-    """Return the width of a terminal in characters, or None if the stream is not a terminal."""
-    try:
-        return (os.get_terminal_size(stream.fileno()).columns or 80) if stream.isatty() else None
-    except (OSError, ValueError, AttributeError):
-        return None
+    return TerminalScreen(table) if sys.stderr.isatty() else Screen(table)

@@ -59,7 +59,6 @@ def evaluate(
             run.progress.phase = "validation_end"
         run.hooks.call(f"on_{name}_end")
         run.results.reset()
-    run.console.end_evaluation(run)
     run.progress.stage = stage_before
     return results
 
