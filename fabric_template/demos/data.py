@@ -24,6 +24,7 @@ class SplitData:
     """
 
     def __init__(self, batch_size: int) -> None:
+        super().__init__()
         self.batch_size = batch_size
         self.splits: dict[str, Any] = {}
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pandas as pd
 import torch
-from lightning.pytorch import LightningModule
+from lightning.pytorch import LightningDataModule, LightningModule
 from sklearn.compose import make_column_selector, make_column_transformer
 from sklearn.impute import SimpleImputer
 from sklearn.pipeline import make_pipeline
@@ -37,7 +37,7 @@ def make_flats(count: int = 2000) -> pd.DataFrame:
     return flats
 
 
-class TabularData(SplitData):
+class TabularData(SplitData, LightningDataModule):
     """Turn a table into batches of features ``(batch, n)`` and targets ``(batch,)``.
 
     Args:

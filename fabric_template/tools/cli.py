@@ -359,7 +359,8 @@ def summarize(loop: FabricLoop) -> dict[str, list[str]]:
         longer = [f" --{name} {2 * limit}" for name, limit in limits.items() if limit > 0]
         summary["resume"] = [f"{program()} fit --run {folder} --resume last{''.join(longer)}"]
         best = "best" if loop.checkpoint_path("best") else "last"
-        summary["validate"] = [f"{program()} validate --run {folder} --load {best}"]
+        if loop.enable_validation:
+            summary["validate"] = [f"{program()} validate --run {folder} --load {best}"]
     return summary
 
 

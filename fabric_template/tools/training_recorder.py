@@ -49,8 +49,6 @@ def record_training(path: str | Path, steps: int = 50, stop: bool = False) -> It
         steps: The number of optimizer steps to record.
         stop: Leave the context after the last recorded step. By default the training continues.
     """
-    if steps < 1:
-        raise ValueError(f"steps: got {steps}, expected 1 or more. Write the number of steps.")
     recorder = Recorder(steps, stop)
     try:
         with recorder.hooks:
