@@ -43,6 +43,7 @@ from lightning.fabric.plugins.precision import MixedPrecision
 from lightning.fabric.strategies import DDPStrategy, SingleDeviceStrategy
 from lightning.fabric.utilities.seed import reset_seed
 from torch import Tensor, nn
+from torch.optim import Optimizer
 from torch.optim.lr_scheduler import ReduceLROnPlateau
 from torch.utils import data as torch_data
 from tqdm import tqdm
@@ -289,11 +290,10 @@ class MiniLoop:
         rng_state = get_rng_state(self.train_loader)
         if self.batches_done == 0:
             self._epoch_start = rng_state
-        else:
-            set_rng_state(self._epoch_start, self.train_loader)
+        # A run that was resumed within an epoch draws the order of the samples again.
+        set_rng_state(self._epoch_start, self.train_loader)
         batches = iter(self.train_loader)
         if self.batches_done > 0:
-            # The run was resumed within an epoch. Skip the batches that it has trained on.
             for _ in range(self.batches_done):
                 next(batches)
             set_rng_state(rng_state, self.train_loader)
@@ -372,10 +372,7 @@ class MiniLoop:
         sync_dist: bool = False,
         batch_size: int | None = None,
     ) -> None:
-        """Log a number, a tensor of one element or a torchmetrics object, like ``self.log``.
-
-        steps.csv contains the value of a step. metrics.csv contains the mean since the last row.
-        """
+        """Log a value of this step to steps.csv, or its mean since the last row to metrics.csv."""
         if not isinstance(value, Tensor) and hasattr(value, "compute"):
             self._collected[name] = value
             return
@@ -571,7 +568,10 @@ class MiniLoop:
         if refused:
             kind, names = type(model).__name__, ", ".join(refused)
             raise TypeError(f"model: got {kind} with {names}. Use FabricLoop.")
-        self.model, self.network = model, find_network(model)
+        # The network of an object without a base class consists of the modules in its attributes.
+        parts = {name: part for name, part in vars(model).items() if isinstance(part, nn.Module)}
+        self.model = model
+        self.network = model if isinstance(model, nn.Module) else nn.ModuleDict(parts)
         self._is_lightning_module = hasattr(type(model), "trainer")
         hooks = {name: find_method(model, name) for name in HOOKS.split()}
         self._hooks = {name: hook for name, hook in hooks.items() if hook is not None}
@@ -621,11 +621,29 @@ class MiniLoop:
         return torch_data.DataLoader(loader.dataset, sampler=shared, **options)
 
     def _set_up_optimizer(self, optimizer: Any, scheduler: Any) -> None:
-        returned = self.model.configure_optimizers() if optimizer is None else optimizer
-        self.optimizer, self.schedulers = parse_optimizers(returned, scheduler)
+        """Find the optimizer and the schedulers in the output of configure_optimizers."""
+        schedulers, monitor = None, "val_loss"
+        if optimizer is None:
+            optimizer = self.model.configure_optimizers()
+        if isinstance(optimizer, dict):
+            schedulers, monitor = optimizer.get("lr_scheduler"), optimizer.get("monitor", monitor)
+            optimizer = optimizer.get("optimizer")
+        elif isinstance(optimizer, tuple) and len(optimizer) == 2:
+            optimizer, schedulers = optimizer
+        if isinstance(optimizer, list | tuple) and len(optimizer) == 1:
+            optimizer = optimizer[0]
+        if not isinstance(optimizer, Optimizer) or isinstance(optimizer, torch.optim.LBFGS):
+            kind = type(optimizer).__name__
+            raise TypeError(f"optimizer: got {kind}, expected an optimizer. Or use FabricLoop.")
         own = set(self.network.parameters())
-        if own.isdisjoint(p for group in self.optimizer.param_groups for p in group["params"]):
+        if own.isdisjoint(p for group in optimizer.param_groups for p in group["params"]):
             raise ValueError("optimizer: got parameters of another model. Pass model.parameters().")
+        self.optimizer, self.schedulers = optimizer, []
+        schedulers = scheduler or schedulers or []
+        for given in schedulers if isinstance(schedulers, list | tuple) else [schedulers]:
+            config: dict[str, Any] = {"interval": "epoch", "frequency": 1, "monitor": monitor}
+            config.update(given if isinstance(given, dict) else {"scheduler": given})
+            self.schedulers.append(config)
 
     def _open_folders(self, resume_path: Path | None) -> None:
         """Choose the version, and create the folders of the run. A new run deletes old rows."""
@@ -690,14 +708,6 @@ def find_method(model: Any, name: str) -> Callable[..., Any] | None:
     return method if callable(method) and not is_empty else None
 
 
-def find_network(model: Any) -> nn.Module:
-    """Return the module with the parameters: the model, or the modules among its attributes."""
-    if isinstance(model, nn.Module):
-        return model
-    modules = {name: value for name, value in vars(model).items() if isinstance(value, nn.Module)}
-    return nn.ModuleDict(modules)
-
-
 def with_batch_idx(step: Callable[..., Any], name: str) -> Callable[..., Any]:
     """Return a step that takes (batch, batch_idx), even if the given step takes only the batch."""
     parameters = inspect.signature(step).parameters
@@ -730,36 +740,10 @@ def find_batch_size(batch: Any) -> int:
 
 def check_loader(loader: Any, argument: str) -> None:
     kind = type(loader).__name__
-    is_dataset = isinstance(loader, torch_data.Dataset) and not isinstance(
-        loader, torch_data.IterableDataset
-    )
-    if is_dataset or not isinstance(loader, Iterable | None):
-        raise TypeError(
-            f"{argument}: got a {kind}, expected batches. Write DataLoader(dataset, 32)."
-        )
+    if not isinstance(loader, Iterable | None):
+        raise TypeError(f"{argument}: got a {kind}, expected batches, as of a DataLoader.")
     if length_hint(loader, 1) == 0:
         raise ValueError(f"{argument}: got an empty {kind}, expected at least one batch.")
-
-
-def parse_optimizers(returned: Any, scheduler: Any) -> tuple[Any, list[dict[str, Any]]]:
-    """Return the optimizer and the schedulers in the output of configure_optimizers."""
-    optimizer, schedulers, monitor = returned, None, "val_loss"
-    if isinstance(returned, dict):
-        optimizer, schedulers = returned.get("optimizer"), returned.get("lr_scheduler")
-        monitor = returned.get("monitor", monitor)
-    elif isinstance(returned, tuple) and len(returned) == 2:
-        optimizer, schedulers = returned
-    if isinstance(optimizer, list | tuple) and len(optimizer) == 1:
-        optimizer = optimizer[0]
-    if not isinstance(optimizer, torch.optim.Optimizer) or isinstance(optimizer, torch.optim.LBFGS):
-        kind = type(optimizer).__name__
-        raise TypeError(f"optimizer: got {kind}, expected an optimizer. Or use FabricLoop.")
-    schedulers = scheduler or schedulers or []
-    configs = []
-    for given in schedulers if isinstance(schedulers, list | tuple) else [schedulers]:
-        config = {"interval": "epoch", "frequency": 1, "monitor": monitor}
-        configs.append(config | (given if isinstance(given, dict) else {"scheduler": given}))
-    return optimizer, configs
 
 
 def get_rng_state(loader: Any) -> dict[str, Any]:

@@ -396,14 +396,19 @@ def test_gradient_norm_of_each_step():
     assert csv_of("run", "steps.csv")["grad_norm"].gt(0).sum() == 10
 
 
+class StoppedByOneProcess(Ranked):
+    def on_train_batch_end(self, *args):
+        self.trainer.should_stop = self.trainer.fabric.global_rank == 0
+
+
 def train_with_rule_of_one_process(rank):
-    options = {"devices": 2, "strategy": "ddp", "accumulate_grad_batches": 3, "max_epochs": 1}
-    loop, module = run_mini(Ranked, loop_class=changed_loop(RULE_OF_ONE_PROCESS), **options)
+    options = {"devices": 2, "strategy": "ddp", "accumulate_grad_batches": 3, "max_epochs": 2}
+    loop, module = run_mini(StoppedByOneProcess, loop_class=changed_loop(RULE_OF_ONE_PROCESS), **options)
     torch.save([loop.global_step, module.state_dict()], f"{rank}.pt")
 
 
 @pytest.mark.usefixtures("quick_spawn")
-def test_a_window_that_ends_in_one_process_ends_in_all():
+def test_a_window_and_a_stop_of_one_process_are_those_of_all():
     codes, errors = externally(train_with_rule_of_one_process, ranks=2)
     assert codes == [0, 0], errors
     (step, weights), (other_step, other_weights) = (torch.load(f"{rank}.pt", weights_only=True) for rank in (0, 1))
@@ -462,8 +467,9 @@ class OwnBackward(Classifier):
         loss.backward()
 
 
-def step_of(result):
-    return lambda net, batch: result(net, batch)
+class Misspelled(Classifier):
+    def training_step(self, batch, batch_idx):
+        self.log("x", 1.0, on_epch=True)
 
 
 def fit_functions(result=None, net=None, train=None, **arguments):
@@ -481,6 +487,7 @@ ERRORS = {
     "name": (lambda: MiniLoop(name="a/b"), "name: got 'a/b', expected the name of a folder"),
     "manual": (lambda: run_mini(Manual), "got Manual with manual optimization. Use FabricLoop."),
     "hook": (lambda: run_mini(OwnBackward), "got OwnBackward with backward. Use FabricLoop."),
+    "log": (lambda: run_mini(Misspelled), "unexpected keyword argument 'on_epch'"),
     "no step": (lambda: fit_functions(training_step=None), "got no training_step"),
     "no optimizer": (lambda: fit_functions(optimizer=None), "got no optimizer. Pass optimizer="),
     "other parameters": (
@@ -494,7 +501,7 @@ ERRORS = {
     "arguments": (lambda: fit_functions(lambda net: 0), "training_step: got the arguments []"),
     "val without step": (lambda: fit_functions(val_dataloaders=make_loader()), "without validation_step"),
     "step without val": (lambda: fit_functions(validation_step=lambda net, batch: 0), "without val_dataloaders"),
-    "dataset": (lambda: fit_functions(train=make_data()), "got a TensorDataset, expected batches. Write DataLoader("),
+    "dataset": (lambda: fit_functions(train=make_data()), "got a TensorDataset, expected batches, as of a DataLoader"),
     "datamodule": (
         lambda: fit_functions(train=pl.LightningDataModule()),
         "got a LightningDataModule, expected batches",
@@ -516,7 +523,7 @@ def test_errors_name_the_argument_and_the_fix(case):
         call()
     assert message in str(error.value)
     assert "\n" not in str(error.value)
-    if case not in ("None", "float", "detached", "read once"):
+    if case not in ("log", "None", "float", "detached", "read once"):
         assert os.listdir(".") == []
 
 
