@@ -218,7 +218,10 @@ def make_logger(given: Any, own: CSVLogger | None) -> Any:
             return RunTensorBoardLogger(own)
         if given == "wandb":
             return WandbLogger(project=own.name, save_dir=folder)
-        return MLFlowLogger(experiment_name=own.name, save_dir=str(folder / "mlruns"))
+        # MLflow 3 refuses to write runs into plain files.
+        folder.mkdir(parents=True, exist_ok=True)
+        database, artifacts = f"sqlite:///{folder}/mlflow.db", str(folder / "mlflow")
+        return MLFlowLogger(own.name, tracking_uri=database, artifact_location=artifacts)
     except ModuleNotFoundError as error:
         raise ConfigurationError(
             f"logger: got {given!r}, which needs a package that is not installed. Run pip install {given}."

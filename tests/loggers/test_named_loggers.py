@@ -26,6 +26,15 @@ def test_csv_is_our_own(tmp_path):
 
 
 @pytest.mark.parametrize("name", ["wandb", "mlflow"])
+def test_an_installed_package_gets_the_run(tmp_path, name, monkeypatch):
+    pytest.importorskip(name)
+    monkeypatch.setenv("WANDB_MODE", "offline")
+    loop, _, _ = fit(tmp_path, Plain, val=val_loader, max_epochs=1, logger=name)
+    assert [type(logger).__name__.lower() for logger in loop.loggers] == [f"{name}logger", "csvlogger"]
+    assert [*Path(tmp_path, "logs/run").rglob({"wandb": "*.wandb", "mlflow": "mlflow.db"}[name])]
+
+
+@pytest.mark.parametrize("name", ["wandb", "mlflow"])
 def test_a_missing_package_is_named_with_its_installation(tmp_path, name):
     if find_spec(name):
         pytest.skip(f"{name} is installed")
