@@ -179,30 +179,6 @@ def test_what_was_never_saved_is_told_at_the_end(tmp_path, monkeypatch):
     assert fit(tmp_path, resume="last")[0].global_step == 18
 
 
-def test_rows_that_the_disk_refuses_are_written_later(tmp_path, monkeypatch):
-    folder = tmp_path / "logs/run/version_0"
-
-    class Closes:
-        def on_train_epoch_start(self, loop, net):
-            if loop.current_epoch == 1:
-                (folder / "metrics.csv").rename(folder / "moved")
-                (folder / "metrics.csv").mkdir()
-
-        def on_train_epoch_end(self, loop, net):
-            if loop.current_epoch == 2:
-                (folder / "metrics.csv").rmdir()
-                (folder / "moved").rename(folder / "metrics.csv")
-
-    with pytest.warns(UserWarning, match="rows could not be written"):
-        fit(tmp_path, callbacks=[Closes()])
-    assert [line.split(",")[0] for line in (folder / "metrics.csv").read_text().split()] == [
-        "epoch",
-        "0",
-        "1",
-        "2",
-    ]
-
-
 def test_one_version_has_one_writer(tmp_path):
     fit(tmp_path, max_epochs=1)
     with lock_folders([tmp_path / FOLDER]):

@@ -8,6 +8,7 @@ import inspect
 import pytest
 import torch
 from lightning.fabric.plugins import MixedPrecision
+from runs import same
 from torch import nn
 from torch.optim import lr_scheduler
 
@@ -107,17 +108,6 @@ def end_of(optimizer, scheduler, precision, resume=None):
     }
 
 
-def same_bits(one, other):
-    if isinstance(one, torch.Tensor):
-        has_same_type = type(one) is type(other) and one.dtype == other.dtype and one.shape == other.shape
-        return has_same_type and torch.equal(one.nan_to_num(), other.nan_to_num())
-    if isinstance(one, dict):
-        return type(one) is type(other) and one.keys() == other.keys() and all(same_bits(one[k], other[k]) for k in one)
-    if isinstance(one, list | tuple):
-        return type(one) is type(other) and len(one) == len(other) and all(map(same_bits, one, other))
-    return type(one) is type(other) and (one == other or one != one)
-
-
 @pytest.mark.filterwarnings("ignore:.*lr_scheduler.step.*:UserWarning")
 @pytest.mark.parametrize(
     ("precision", "optimizer", "scheduler"),
@@ -129,4 +119,4 @@ def same_bits(one, other):
 def test_a_resumed_run_ends_with_the_same_bits(precision, optimizer, scheduler):
     whole = end_of(optimizer, scheduler, precision)
     resumed = end_of(optimizer, scheduler, precision, resume="middle.ckpt")
-    assert {part: same_bits(whole[part], resumed[part]) for part in whole} == dict.fromkeys(whole, True)
+    assert {part: same(whole[part], resumed[part]) for part in whole} == dict.fromkeys(whole, True)

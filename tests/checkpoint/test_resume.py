@@ -9,11 +9,10 @@ from pathlib import Path
 import pytest
 import torch
 from lightning.pytorch.callbacks import Callback
-from modules import Classifier, make_data, make_loader
-from runs import Plain, assert_same_end, fit, logs_of, same, tree, val_loader, weights_of
+from modules import Classifier, make_loader
+from runs import assert_same_end, fit, logs_of, same, tree, val_loader, weights_of
 from torch import nn
 from torch.optim.lr_scheduler import CosineAnnealingLR, OneCycleLR, ReduceLROnPlateau
-from torch.utils.data import DataLoader, WeightedRandomSampler
 
 from fabric_template import read_logs
 
@@ -84,36 +83,6 @@ def test_plateau_where_few_epochs_validate(tmp_path):
     """In an epoch without validation the scheduler reads the value of the last one, also from before the resume."""
     whole, _ = two_and_two(tmp_path, classifier(plateau_strict_off), check_val_every_n_epoch=2)
     assert whole[0].lr_scheduler_configs[0].scheduler.num_bad_epochs == 0
-
-
-def weighted_sampler():
-    data = make_data(40)
-    return DataLoader(data, batch_size=4, sampler=WeightedRandomSampler(torch.arange(40) + 1.0, 40))
-
-
-def shuffled_validation():
-    return make_loader(18, seed=5, generator=torch.Generator().manual_seed(2))
-
-
-@pytest.mark.parametrize(
-    "options",
-    [
-        {"train": weighted_sampler},
-        {"val": None},
-        {"val": shuffled_validation, "num_sanity_val_steps": 2},
-        {"check_val_every_n_epoch": 2},
-        {"val_check_interval": 7, "check_val_every_n_epoch": None},
-        {"limit_train_batches": 5, "limit_val_batches": 2},
-        {"reload_dataloaders_every_n_epochs": 1, "check_val_every_n_epoch": 2, "num_sanity_val_steps": 0},
-    ],
-    ids=["weights", "no validation", "shuffled validation", "rare validation", "interval", "limits", "reload"],
-)
-def test_loaders_and_options(tmp_path, options):
-    two_and_two(tmp_path, classifier(by_step), **options)
-
-
-def test_plain_object(tmp_path):
-    two_and_two(tmp_path, Plain)
 
 
 def test_step_functions(tmp_path):

@@ -123,13 +123,6 @@ def test_combined_loaders_of_every_mode(call, mode, limit):
     assert len(seen) == (2 if mode == "min_size" or limit == 2 else 4)
 
 
-@pytest.mark.parametrize("call", STAGE_NAMES[1:])
-def test_sequential_combined_loader(call):
-    loaders = {"a": ones(4), "b": ones(6, 10)}
-    _, seen = assert_both_see(lambda loop, module: getattr(loop, call)(module, CombinedLoader(loaders, "sequential")))
-    assert [place[2:] for place in seen] == [(0, 0), (1, 0), (0, 1), (1, 1), (2, 1)]
-
-
 def test_refused_modes():
     loop = FabricLoop(**quiet(max_epochs=1))
     with pytest.raises(ValueError, match=r'does not support the `CombinedLoader\(mode="sequential"\)` mode'):
@@ -344,65 +337,6 @@ def test_a_given_loader_is_not_changed():
     assert vars(loader) == given
     assert isinstance(loop.predict_dataloaders.batch_sampler, TrackingBatchSampler)
     assert loop.predict_dataloaders.batch_sampler.seen == [[0, 1], [2, 3], [4]]
-
-
-# ---- steps with dataloader_iter
-
-
-class Takes(Sees):
-    """Takes two batches in a step, or what is left."""
-
-    def take(self, what, dataloader_iter):
-        taken = []
-        for _ in range(2):
-            try:
-                taken.append(next(dataloader_iter))
-            except StopIteration:
-                self.note("no more")
-        self.note(what, taken)
-
-    def training_step(self, dataloader_iter):
-        self.take("train", dataloader_iter)
-        return self.layer(torch.ones(1)).sum()
-
-    def validation_step(self, dataloader_iter):
-        self.take("val", dataloader_iter)
-
-    def test_step(self, dataloader_iter):
-        self.take("test", dataloader_iter)
-
-    def predict_step(self, dataloader_iter):
-        self.take("predict", dataloader_iter)
-
-    def on_validation_batch_end(self, outputs, batch, batch_idx, dataloader_idx=0):
-        self.note("batch end", batch, batch_idx, dataloader_idx)
-
-    on_test_batch_end = on_predict_batch_end = on_validation_batch_end
-
-    def on_train_batch_end(self, outputs, batch, batch_idx):
-        self.note("batch end", batch)
-
-    def on_train_epoch_end(self):
-        self.note("epoch end", self.trainer.global_step)
-
-
-@pytest.mark.parametrize("call", STAGE_NAMES)
-@pytest.mark.parametrize("several", [False, True])
-def test_steps_that_take_from_the_iterator(call, several):
-    """Each batch is given once, and the hooks get the last one of a step."""
-    loaders = [ones(10), ones(10, 50)] if several else ones(10)
-
-    def act(loop, module):
-        arguments = (loaders, loaders) if call == "fit" else (loaders,)
-        getattr(loop, call)(module, *arguments)
-
-    # Of two batches a step, so that a validation in the middle of the epoch is after the fourth batch.
-    options = {"val_check_interval": 2} if call == "fit" else {}
-    _, seen = assert_both_see(act, Takes, **options)
-    assert len(seen) >= 4
-
-
-# ---- predictions
 
 
 @pytest.mark.parametrize("kind", ["plain", "channels_last", "a subclass"])

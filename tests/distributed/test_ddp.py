@@ -275,18 +275,6 @@ def test_resume_equals_an_uninterrupted_run(tmp_path):
 # ---- evaluation and errors
 
 
-def test_results_of_validate_come_back():
-    module = Synced()
-    loop = FabricLoop(**quiet(**FORK))
-    (result,) = loop.validate(module, val(), verbose=False)
-    (alone,) = FabricLoop(**quiet()).validate(module, val(), verbose=False)
-    assert sorted(result) == ["val_acc", "val_loss", "val_max", "val_rank", "val_sum"]
-    x = make_data(18, seed=5).tensors[0]
-    assert result["val_max"] == alone["val_max"] == x.max().item()
-    assert result["val_sum"] == pytest.approx(x.sum().item(), rel=1e-5)
-    assert result["val_rank"] == 0.0
-
-
 def test_an_error_in_a_process_reaches_the_caller():
     class Broken(Synced):
         def training_step(self, batch, batch_idx):
