@@ -58,7 +58,6 @@ class ResumableLoader:
         self._restored: dict[str, Any] | None = None
         self._restored_rng: dict[str, Any] | None = None
         self._reader: Generator[Any] | None = None
-        self._iterator: Any = None
         # A plain DataLoader allows other samplers and functions while its iterator is made.
         is_plain = isinstance(loader, DataLoader) and type(loader).__iter__ is DataLoader.__iter__
         self._is_indexed = is_plain and not isinstance(loader.dataset, IterableDataset)
@@ -111,15 +110,11 @@ class ResumableLoader:
         if self._reader is not None:
             self._reader.close()
             self._reader = None
-        if not self._is_persistent and hasattr(self._iterator, "_shutdown_workers"):
-            # The traceback of an error may keep the iterator alive.
-            self._iterator._shutdown_workers()
 
     def _read(self, iterator: Iterator[Any]) -> Generator[Any]:
         if self._at_order is None and not (self._is_indexed or self._workers):
             # Without workers, a loader may draw the order when its first batch is requested.
             self._at_order = self._capture()
-        self._iterator = iterator
         fetch = self._read_ahead if self.is_read_ahead else next
         # A for loop would call iter() again, which restarts some iterators.
         while True:
@@ -127,6 +122,11 @@ class ResumableLoader:
                 batch = fetch(iterator)
             except StopIteration:
                 break
+            except Exception:
+                # The traceback of the error would keep the iterator and its workers alive.
+                if self._workers and not self._is_persistent:
+                    iterator._shutdown_workers()  # type: ignore[attr-defined]
+                raise
             self.batches += 1
             if isinstance(batch, WorkerBatch):
                 batch = self._unpack(batch)
