@@ -66,12 +66,10 @@ def load_steps(training: Any, steps: int) -> list[dict[str, Any]]:
         if callable(training):
             with record_training(recording, steps, stop=True):
                 training()
-        elif ".py" in str(training):
-            run_script(str(training), recording, steps)
-        elif Path(training).is_file():
+        elif Path(training).is_file() and not str(training).endswith(".py"):
             recording = Path(training)
         else:
-            raise ValueError(f"compare: got {str(training)!r}, expected a script or a recording.")
+            run_script(str(training), recording, steps)
         recorded = json.loads(recording.read_text(encoding="utf-8"))[:steps]
     if not recorded:
         expected = "expected a training in one process with an optimizer of torch.optim"

@@ -8,7 +8,7 @@ import signal
 import sys
 from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import redirect_stderr, redirect_stdout
+from contextlib import redirect_stderr, redirect_stdout, suppress
 from functools import partial
 from pathlib import Path
 from statistics import median
@@ -136,17 +136,16 @@ def run_in_process(function: Callable[[], Any]) -> Any:
     child.start()
     sender.close()
     try:
-        if receiver.poll(TIME_LIMIT):
-            return receiver.recv()
-        return None, f"no result after {TIME_LIMIT:g} seconds"
-    except EOFError:
-        child.join()
-        return None, f"its process ended with exit code {child.exitcode}"
+        # A process that ends without a result raises EOFError.
+        with suppress(EOFError):
+            if receiver.poll(TIME_LIMIT):
+                return receiver.recv()
     finally:
         # A child that exits normally also ends its DataLoader workers.
         child.join(1)
         child.kill()
         child.join()
+    return None, f"no result within {TIME_LIMIT:g} seconds, exit code {child.exitcode}"
 
 
 def send_result(function: Callable[[], Any], sender: Any, threads: int) -> None:

@@ -357,7 +357,7 @@ def test_scripts_are_compared_with_their_arguments(tmp_path, monkeypatch, capsys
     [
         (["fails.py", "fails.py"], "'fails.py', which fails (ValueError: mine). Run it alone"),
         (["empty.py", "empty.py"], "'empty.py', which takes no optimizer step, expected a training"),
-        (["missing", "empty.py"], "'missing', expected a script or a recording"),
+        (["missing.py", "empty.py"], "'missing.py', which fails (FileNotFoundError: "),
     ],
 )
 def test_errors_are_one_line(tmp_path, monkeypatch, capsys, arguments, message):

@@ -64,10 +64,10 @@ def failure_of(function):
 
 def test_failures_of_a_process_are_reasons(monkeypatch):
     assert run_in_process(lambda: os.getpid() != os.getppid()) == (True, "")
-    assert failure_of(lambda: os._exit(3)) == "its process ended with exit code 3"
+    assert failure_of(lambda: os._exit(3)) == "no result within 120 seconds, exit code 3"
     assert failure_of(lambda: {}["lost"]) == "KeyError: 'lost'"
     monkeypatch.setattr(tune_module, "TIME_LIMIT", 1)
-    assert failure_of(lambda: time.sleep(600)) == "no result after 1 seconds"
+    assert failure_of(lambda: time.sleep(600)) == "no result within 1 seconds, exit code -9"
 
 
 # ---- what is kept

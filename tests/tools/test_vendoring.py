@@ -65,20 +65,6 @@ def release(tmp_path, monkeypatch):
 # ---- copy
 
 
-def test_copy_the_folder(release, capsys):
-    assert copy_command("src/mine") == 0
-    assert capsys.readouterr().out.splitlines() == [
-        "copied      4 files to src/mine",
-        "use         from mine import FabricLoop",
-        "compare     fabric-template diff src/mine",
-        "update      fabric-template update src/mine",
-    ]
-    copied = tree("src/mine")
-    assert copied.pop(".fabric_template/README.md").startswith("fabric_template 0.1.0 as it was copied.\n")
-    assert copied == {**PACKAGE, **{f".fabric_template/{name}": text for name, text in PACKAGE.items()}}
-    assert diff_command("src/mine") == 0
-
-
 def test_copy_the_single_file_with_its_licence(release, capsys):
     assert copy_command("src/train_loop.py", mini=True) == 0
     assert "from train_loop import MiniLoop\n" in capsys.readouterr().out
