@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import os
-import shutil
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
-from urllib.request import urlopen
 
+import torch
 from torch import Tensor
 from torch.utils.data import DataLoader, TensorDataset
 
@@ -70,17 +68,12 @@ def split_indices(count: int, seed: int = 0, labels: Any = None) -> dict[str, np
 
 
 def download(url: str, path: Path) -> None:
-    """Download a file unless it exists. An incomplete download has another name."""
+    """Download a file unless it exists."""
     if path.exists():
         return
     path.parent.mkdir(parents=True, exist_ok=True)
-    partial = path.with_name(f"{path.name}.{os.getpid()}.part")
     print(f"downloading {url}")
     try:
-        with urlopen(url, timeout=30) as response, partial.open("wb") as file:
-            shutil.copyfileobj(response, file)
-        partial.replace(path)
+        torch.hub.download_url_to_file(url, str(path), progress=False)
     except OSError as error:
         raise ValueError(f"download of {url}: got {error}. Copy the file to {path}.") from error
-    finally:
-        partial.unlink(missing_ok=True)
