@@ -111,6 +111,7 @@ class MiniLoop:
         self._strategy, self._precision = self.fabric.strategy, self.fabric.strategy.precision
         if not isinstance(self._strategy, SingleDeviceStrategy | DDPStrategy):
             raise ValueError("strategy: expected one device or DDP. Use FabricLoop for others.")
+        self._world_size = self.fabric.world_size
         is_on_cpu = self.fabric.device.type == "cpu"
         self._is_on_cpu_in_32_bits = is_on_cpu and self._precision.precision == "32-true"
 
@@ -178,9 +179,10 @@ class MiniLoop:
             return True
         if self.max_epochs is not None and 0 <= self.max_epochs <= self.current_epoch:
             return True
+        if self._world_size == 1:
+            return self.should_stop
         # Other processes are asked rarely, because the answer waits for the device.
-        is_due = self.fabric.world_size == 1 or self.batches_done % 50 == 0
-        return is_due and self._is_on_any_process(self.should_stop)
+        return self.batches_done % 50 == 0 and self._is_on_any_process(self.should_stop)
 
     def _train_epoch(self) -> None:
         epoch, every, is_complete = self.current_epoch, self.validate_every_n_steps, True
@@ -246,7 +248,7 @@ class MiniLoop:
         if self._batches_in_window == 0:
             self.optimizer.zero_grad()
         count = self.accumulate_grad_batches
-        self._strategy.backward(loss if count == 1 else loss / count, None)
+        self._precision.backward(loss if count == 1 else loss / count, None)
         return loss
 
     def _is_window_end(self, batch: Any, is_last: bool) -> bool:
@@ -258,7 +260,7 @@ class MiniLoop:
         return self._is_on_any_process(is_end)
 
     def _is_on_any_process(self, flag: bool) -> bool:
-        if self.fabric.world_size == 1:
+        if self._world_size == 1:
             return flag
         return bool(self.fabric.all_reduce(int(flag), reduce_op="max"))
 
@@ -266,7 +268,7 @@ class MiniLoop:
         if self.gradient_clip_val:
             options = {"max_norm": self.gradient_clip_val, "error_if_nonfinite": False}
             self.fabric.clip_gradients(self.network, self.optimizer, **options)
-        self._strategy.optimizer_step(self.optimizer)
+        self._precision.optimizer_step(self.optimizer)
         self.global_step += 1
         self._batches_in_window = 0
         self._learning_rate = self.optimizer.param_groups[0]["lr"]
@@ -486,8 +488,8 @@ class MiniLoop:
     def _build_checkpoint(self) -> dict[str, Any]:
         """Return the state in Lightning's format. MiniLoop's own state is in "fabric_template"."""
         of_rank = {"rng": get_rng_state(self.train_loader), "epoch_start": self._epoch_start}
-        ranks = [of_rank] * self.fabric.world_size
-        if self.fabric.world_size > 1:
+        ranks = [of_rank] * self._world_size
+        if self._world_size > 1:
             torch.distributed.all_gather_object(ranks, of_rank)
         is_in_epoch = self.batches_done > 0
         own = {
@@ -597,7 +599,7 @@ class MiniLoop:
         check_loader(train, "train_dataloaders")
         check_loader(val, "val_dataloaders")
         is_launched = torch.distributed.is_available() and torch.distributed.is_initialized()
-        if self.fabric.world_size > 1 and not is_launched:
+        if self._world_size > 1 and not is_launched:
             self.fabric.launch()
             # Reset the seed like Trainer, because the launch may have drawn random numbers.
             reset_seed()
@@ -606,10 +608,10 @@ class MiniLoop:
 
     def _share(self, loader: Any) -> Any:
         """Return a loader for this process's share of the samples. Keep a sampler of your own."""
-        if self.fabric.world_size == 1:
+        if self._world_size == 1:
             return loader
         if hasattr(loader, "for_rank"):
-            return loader.for_rank(self.fabric.global_rank, self.fabric.world_size)
+            return loader.for_rank(self.fabric.global_rank, self._world_size)
         sampler = getattr(loader, "sampler", None)
         if not isinstance(sampler, torch_data.RandomSampler | torch_data.SequentialSampler):
             return loader

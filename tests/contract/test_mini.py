@@ -356,18 +356,18 @@ BY_TOKENS = {
         is_end = is_last or self._tokens >= self.tokens_per_step
 """,
     """        count = self.accumulate_grad_batches
-        self._strategy.backward(loss if count == 1 else loss / count, None)
-""": """        self._strategy.backward(loss * batch[0].numel() / self.tokens_per_step, None)
+        self._precision.backward(loss if count == 1 else loss / count, None)
+""": """        self._precision.backward(loss * batch[0].numel() / self.tokens_per_step, None)
 """,
     """        self._batches_in_window = 0
         self._learning_rate""": """        self._batches_in_window = self._tokens = 0
         self._learning_rate""",
 }
 GRADIENT_NORM = {
-    "        self._strategy.optimizer_step(": """\
+    "        self._precision.optimizer_step(": """\
         norm = torch.nn.utils.clip_grad_norm_(self.network.parameters(), math.inf)
         self.log("grad_norm", norm)
-        self._strategy.optimizer_step("""
+        self._precision.optimizer_step("""
 }
 RULE_OF_ONE_PROCESS = {
     "is_end = is_last or ": "is_end = is_last or self.fabric.global_rank * self._batches_in_window == 1 or "
