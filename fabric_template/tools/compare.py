@@ -77,8 +77,14 @@ def compare_command(first: str, second: str, *, steps: int = 50) -> int:
 
 def find_changed(first: Record, second: Record, quantity: str) -> list[tuple[Record, Record]]:
     """Return the pairs of parameters that differ in a quantity."""
-    pairs = zip(first["parameters"], second["parameters"], strict=False)
-    return [(a, b) for a, b in pairs if a[quantity] != b[quantity]]
+
+    def shape_and_weights(parameter: Record) -> tuple[list[int], str]:
+        return parameter["shape"], parameter["weights"]["digest"]
+
+    # Two optimizers may have the same parameters in a different order.
+    ordered = [sorted(record["parameters"], key=shape_and_weights) for record in (first, second)]
+    changed = [(a, b) for a, b in zip(*ordered, strict=False) if a[quantity] != b[quantity]]
+    return sorted(changed, key=lambda pair: first["parameters"].index(pair[0]))
 
 
 def join_names(pairs: list[tuple[Record, Record]]) -> str:
@@ -163,10 +169,9 @@ def check_loss(first: Record, second: Record) -> Finding | None:
 def explain_loss(a: Record, b: Record, passes: int) -> tuple[str, str]:
     modes = a["eval modules"], b["eval modules"]
     if len(modes[0]) != len(modes[1]):
-        which, names = (
-            ("second", modes[1]) if len(modes[0]) < len(modes[1]) else ("first", modes[0])
-        )
-        reason = f"more modules are in eval mode in the {which}: {', '.join(sorted(set(names)))}"
+        which = "first" if len(modes[0]) > len(modes[1]) else "second"
+        names = ", ".join(sorted({*max(modes, key=len)}))
+        reason = f"more modules are in eval mode in the {which}: {names}"
         return reason, "model.train() before training and after each validation"
     states = a["random state"], b["random state"]
     libraries = [name for name in states[0] if states[0][name] != states[1].get(name)]

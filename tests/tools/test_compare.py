@@ -102,6 +102,14 @@ class ScheduledByStep(Script):
         return torch.optim.lr_scheduler.OneCycleLR(optimizer, 0.1, total_steps=20)
 
 
+class Reordered(Script):
+    """fit takes an optimizer with its parameters in another order."""
+
+    def with_fit(self, *args):
+        self.optimizer = lambda net: torch.optim.SGD([*net.parameters()][::-1], lr=0.1, momentum=0.9)
+        super().with_fit(*args)
+
+
 class TwoGroups(Script):
     def optimizer(self, net):
         groups = [{"params": net[0].parameters(), "lr": 0.01}, {"params": net[2].parameters(), "weight_decay": 0.1}]
@@ -147,7 +155,7 @@ class Sloppy(Normed):
 
 
 KINDS = [Script, Accumulating, Clipping, ScheduledByStep, TwoGroups, Dropping, Normed]
-KINDS += [HalfPrecision, Sloppy]
+KINDS += [HalfPrecision, Sloppy, Reordered]
 ADOPTIONS = [(kind, FabricLoop) for kind in KINDS]
 ADOPTIONS += [(kind, MiniLoop) for kind in (Script, Accumulating, Clipping, ScheduledByStep, Sloppy)]
 
