@@ -5,11 +5,9 @@ from __future__ import annotations
 import multiprocessing
 import os
 import signal
-import subprocess
 import sys
 import threading
 import time
-import warnings
 from contextlib import suppress
 from multiprocessing.util import register_after_fork
 from typing import TYPE_CHECKING, Any
@@ -38,12 +36,10 @@ class SignalHandler:
 
     Attributes:
         received: The signal that this process has received.
-        is_handled_by_user: Whether a user's handler was called for this signal.
     """
 
     def __init__(self, is_quiet: bool = False, is_one_of_several: bool = False) -> None:
         self.received: int | None = None
-        self.is_handled_by_user = False
         self._is_quiet = is_quiet
         self._patience = 2.0 if is_one_of_several else 0.0
         self._received_at = 0.0
@@ -74,8 +70,7 @@ class SignalHandler:
         is_of_user = callable(previous) and previous not in _DEFAULTS
         is_first = self.received is None
         if is_first:
-            self.received, self.is_handled_by_user = number, is_of_user
-            self._received_at = time.monotonic()
+            self.received, self._received_at = number, time.monotonic()
             if not self._is_quiet:
                 # sys.stderr may be in the middle of another write, which this handler has interrupted.
                 text = f"{signal.Signals(number).name}: stopping after this step. Again: stop at once.\n"
@@ -158,20 +153,3 @@ def is_notebook() -> bool:
     """Return whether the caller continues after an interrupt: a notebook or an interactive session."""
     get_ipython = getattr(sys.modules.get("IPython"), "get_ipython", None)
     return hasattr(sys, "ps1") or (get_ipython is not None and get_ipython() is not None)
-
-
-def requeue_slurm_job() -> None:
-    """Put a SLURM batch job back into the queue, because its time limit is near."""
-    env = os.environ
-    job = env.get("SLURM_JOB_ID")
-    if job is None or env.get("SLURM_JOB_NAME") in ("bash", "interactive"):
-        return
-    if "SLURM_ARRAY_JOB_ID" in env:
-        job = f"{env['SLURM_ARRAY_JOB_ID']}_{env['SLURM_ARRAY_TASK_ID']}"
-    try:
-        command = ["scontrol", "requeue", job]
-        subprocess.run(command, check=True, capture_output=True, text=True, timeout=60)
-        print(f"SLURM job {job} is requeued. resume='auto' continues there.", file=sys.stderr)
-    except (OSError, subprocess.SubprocessError) as error:
-        reason = getattr(error, "stderr", None) or error
-        warnings.warn(f"SLURM job {job} could not be requeued: {reason}.", stacklevel=2)

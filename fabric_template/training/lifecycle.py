@@ -5,7 +5,6 @@ from __future__ import annotations
 import inspect
 import math
 import os
-import signal
 import sys
 import warnings
 from collections.abc import Callable
@@ -28,7 +27,7 @@ from ..distributed.launch import (
     seed_processes,
     starts_processes,
 )
-from ..distributed.signals import SignalHandler, error_of_signal, is_notebook, requeue_slurm_job
+from ..distributed.signals import SignalHandler, error_of_signal, is_notebook
 from ..lightning_compat.callbacks import add_model_callbacks, as_list
 from ..lightning_compat.private import set_current_hook, set_device_mesh, set_profiled_module
 from ..loggers.run_summary import end_reason, short_path, write_run_config
@@ -319,9 +318,6 @@ def finish_signal(run: RunState) -> None:
         place = f"in epoch {progress.epochs_done}, after step {progress.global_step}"
         saved = f" {short_path(Path(path))!r} is saved: resume='last' continues there."
         print(f"{end_reason(run)}: training stops {place}.{saved if path else ''}", file=sys.stderr)
-        is_requested = number == getattr(signal, "SIGUSR1", None)
-        if is_requested and path and not run.signals.is_handled_by_user:
-            requeue_slurm_job()
     if is_notebook():
         return
     environment = getattr(run.fabric.strategy, "cluster_environment", None)

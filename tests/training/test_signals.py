@@ -219,58 +219,6 @@ def test_own_ctrl_c_handler_and_ignored_signals_stay(tmp_path, received, number)
     assert received == ([signal.SIGINT] if number == signal.SIGINT else [])
 
 
-# SLURM
-
-
-@pytest.fixture
-def scontrol(tmp_path, monkeypatch):
-    """A scontrol that writes its arguments to a file and ends with a given exit code."""
-    (tmp_path / "bin").mkdir()
-
-    def make(code=0):
-        path = tmp_path / "bin/scontrol"
-        path.write_text(f'#!/bin/sh\necho "$@" >> {tmp_path}/calls\necho "Invalid job id" >&2\nexit {code}\n')
-        path.chmod(0o755)
-        return tmp_path / "calls"
-
-    monkeypatch.setenv("PATH", f"{tmp_path / 'bin'}:{os.environ['PATH']}")
-    monkeypatch.setenv("SLURM_JOB_ID", "17")
-    monkeypatch.setenv("SLURM_JOB_NAME", "train")
-    return make
-
-
-def exit_code(root, number, **options):
-    with pytest.raises((SystemExit, KeyboardInterrupt)) as stopped:
-        fit(root, train=train, max_epochs=3, callbacks=[Interrupt(8, number)], **options)
-    return getattr(stopped.value, "code", 130)
-
-
-def test_slurm_job_is_requeued(tmp_path, scontrol, monkeypatch, capsys):
-    calls = scontrol()
-    assert exit_code(tmp_path / "a", signal.SIGUSR1) == 138
-    monkeypatch.setenv("SLURM_ARRAY_JOB_ID", "16")
-    monkeypatch.setenv("SLURM_ARRAY_TASK_ID", "2")
-    assert exit_code(tmp_path / "b", signal.SIGUSR1) == 138
-    assert calls.read_text() == "requeue 17\nrequeue 16_2\n"
-    assert "SLURM job 17 is requeued" in capsys.readouterr().err
-    assert (saved_step(tmp_path / "a"), saved_step(tmp_path / "b")) == (8, 8)
-
-
-def test_slurm_job_is_not_requeued(tmp_path, scontrol, monkeypatch):
-    calls = scontrol()
-    assert exit_code(tmp_path / "a", signal.SIGTERM) == 143
-    assert exit_code(tmp_path / "b", signal.SIGUSR1, enable_checkpointing=False) == 138
-    monkeypatch.setenv("SLURM_JOB_NAME", "interactive")
-    assert exit_code(tmp_path / "c", signal.SIGUSR1) == 138
-    assert not calls.exists()
-
-
-def test_slurm_refuses_to_requeue(tmp_path, scontrol):
-    scontrol(1)
-    with pytest.warns(UserWarning, match="job 17 could not be requeued: Invalid job id"):
-        assert exit_code(tmp_path, signal.SIGUSR1) == 138
-
-
 # Several processes
 
 
