@@ -300,7 +300,7 @@ def add_legend(axes: list[Axes], title: str) -> None:
     if "best" in entries:
         entries["best"] = entries.pop("best")
     figure: Any = axes[0].figure
-    # A letter has a fifteenth of an inch. Make room for the lines of the legend.
+    # A letter takes a fourteenth of an inch. A legend of several lines needs a higher figure.
     width = max(1, int(figure.get_figwidth() * 14 / (max(map(len, entries)) + 10)))
     figure.set_figheight(figure.get_figheight() + 0.27 * (len(entries) // width))
     place = {"loc": "outside lower center", "ncols": width, "title": title or None}
