@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: MIT
 """Train PyTorch models with a loop in one file, to read, to copy and to change.
 
-Version 0.2.0 of fabric_template, under the MIT License (file LICENSE). It needs torch and lightning.
-Read `fit`, `_train_epoch` and `_train_batch` first. To change
+Version 0.2.0 of fabric_template, under the MIT License (file LICENSE). It needs torch and lightning
+only. Read `fit`, `_train_epoch` and `_train_batch` first. To change
 
 - the loss and its scaling, edit `_compute_gradients`,
 - the gradients before an optimizer step (clipping, norms), `_step_optimizer`,
@@ -614,6 +614,8 @@ class MiniLoop:
             return loader.for_rank(self.fabric.global_rank, self._world_size)
         sampler = getattr(loader, "sampler", None)
         if not isinstance(sampler, torch_data.RandomSampler | torch_data.SequentialSampler):
+            return loader
+        if loader.batch_size is None and loader.batch_sampler is not None:
             return loader
         options: Any = {"shuffle": isinstance(sampler, torch_data.RandomSampler)}
         options["seed"] = int(os.environ.get("PL_GLOBAL_SEED", 0))
