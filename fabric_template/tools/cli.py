@@ -330,7 +330,7 @@ def fit_command(
     except (KeyboardInterrupt, SystemExit):
         folder = run_folder(loop)
         if folder is not None and loop.fabric.is_global_zero and loop.checkpoint_path("last"):
-            command = f"{program()} fit --run {folder} --resume last"
+            command = f"{program()} fit --run {shlex.quote(folder)} --resume last"
             print(f"\ninterrupted; continue with\n{command}", file=sys.stderr)
         raise
     if loop.fabric.is_global_zero:
@@ -354,21 +354,22 @@ def summarize(loop: FabricLoop) -> dict[str, list[str]]:
     # A failed picture must not make the command fail.
     with contextlib.suppress(Exception):
         summary["picture"] = [str(save_picture([folder], Path(folder, "history.png")))]
+    run = shlex.quote(folder)
     if loop.checkpoint_path("last"):
         limits = {name: getattr(loop.config, name) or -1 for name in ("max_epochs", "max_steps")}
         longer = [f" --{name} {2 * limit}" for name, limit in limits.items() if limit > 0]
-        summary["resume"] = [f"{program()} fit --run {folder} --resume last{''.join(longer)}"]
+        summary["resume"] = [f"{program()} fit --run {run} --resume last{''.join(longer)}"]
         best = "best" if loop.checkpoint_path("best") else "last"
         if loop.enable_validation:
-            summary["validate"] = [f"{program()} validate --run {folder} --load {best}"]
+            summary["validate"] = [f"{program()} validate --run {run} --load {best}"]
     return summary
 
 
 def run_folder(loop: FabricLoop) -> str | None:
-    """Return the run's log folder, quoted for a shell, or None if it has no config.yaml."""
+    """Return the run's log folder, or None if it has no config.yaml."""
     if loop.log_dir is None or not Path(loop.log_dir, "config.yaml").is_file():
         return None
-    return shlex.quote(os.path.relpath(loop.log_dir))
+    return os.path.relpath(loop.log_dir)
 
 
 def validate_command(loop: FabricLoop, model: Any, data: Any, *, load: str | None) -> int:
