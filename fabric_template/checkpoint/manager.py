@@ -30,14 +30,14 @@ class CheckpointManager:
         config: The options monitor, mode, save_top_k, save_last and save_every_n_steps.
 
     Attributes:
-        last_model_path, best_model_path, best_model_score: As in Lightning's ModelCheckpoint.
+        last_model_path: As in Lightning's ModelCheckpoint.
         saved_step: The step of the newest checkpoint of this run.
     """
 
     def __init__(self, folder: Path | None, config: Any) -> None:
         self.folder, self.config = folder, config
-        self.last_model_path = self.best_model_path = ""
-        self.best_model_score: float | None = None
+        self.last_model_path = ""
+        # The monitored values of the best files, by path.
         self._kept: dict[str, float] = {}
         self._is_validated = False
         self.saved_step = self._last_step = 0
@@ -46,6 +46,16 @@ class CheckpointManager:
     @property
     def dirpath(self) -> str | None:
         return None if self.folder is None else str(self.folder)
+
+    @property
+    def best_model_path(self) -> str:
+        if self.config.monitor is None:
+            return self.last_model_path
+        return min(self._kept, key=lambda path: self._rank(self._kept[path]), default="")
+
+    @property
+    def best_model_score(self) -> float | None:
+        return self._kept.get(self.best_model_path)
 
     def _path(self, name: str) -> Path:
         assert self.folder is not None
@@ -98,8 +108,6 @@ class CheckpointManager:
         path = self._path("last.ckpt")
         if self.write(run, path):
             self.last_model_path, self.saved_step = str(path), run.progress.global_step
-            if self.config.monitor is None:
-                self.best_model_path = str(path)
             if run.fabric.is_global_zero:
                 remove_checkpoint(self._path("exception.ckpt"))
 
@@ -122,18 +130,16 @@ class CheckpointManager:
     def _save_among_best(self, run: RunState, value: float) -> None:
         """Save a checkpoint if its value is good enough, and remove the file that it replaces."""
         k, previous = self.config.save_top_k, self._kept
-        path, replaced = self._best_path(run, value), ""
-        kept = {**previous, str(path): value}
+        path = replaced = str(self._best_path(run, value))
         if k != -1 and len(previous) >= k:
             replaced = max(previous, key=lambda name: self._rank(previous[name]))
             if self._rank(value) >= self._rank(previous[replaced]):
                 return
-            if replaced != str(path):
-                del kept[replaced]
-        self._set_kept(kept)
-        if not self.write(run, path):
-            self._set_kept(previous)
-        elif replaced not in ("", str(path)) and run.fabric.is_global_zero:
+        kept = {name: score for name, score in previous.items() if name != replaced}
+        self._kept = {**kept, path: value}
+        if not self.write(run, Path(path)):
+            self._kept = previous
+        elif replaced != path and run.fabric.is_global_zero:
             remove_checkpoint(Path(replaced))
 
     def _best_path(self, run: RunState, value: float) -> Path:
@@ -151,11 +157,6 @@ class CheckpointManager:
     def _rank(self, value: float) -> float:
         """Return a number that is smaller for a better value."""
         return value if self.config.mode == "min" else -value
-
-    def _set_kept(self, kept: dict[str, float]) -> None:
-        self._kept = kept
-        self.best_model_path = min(kept, key=lambda name: self._rank(kept[name]), default="")
-        self.best_model_score = kept.get(self.best_model_path)
 
     def save_exception(self, run: RunState) -> None:
         """Save after an error, so that a resume continues after the last whole optimizer step.
@@ -234,5 +235,5 @@ class CheckpointManager:
             return
         # Use only names in the run's folder, because the checkpoint may not be trusted.
         kept = {self._path(os.path.basename(name)): v for name, v in state["kept"].items()}
-        self._set_kept({str(path): value for path, value in kept.items() if path.exists()})
+        self._kept = {str(path): value for path, value in kept.items() if path.exists()}
         self._is_validated, self._last_step = state["is_validated"], state["last_step"]
