@@ -35,12 +35,9 @@ _TRAIN_STEP_HOOKS = [
     "on_train_batch_end",
 ]
 _EVAL_STEP_HOOKS = [
-    "validation_step",
-    "on_validation_batch_start",
-    "on_validation_batch_end",
-    "test_step",
-    "on_test_batch_start",
-    "on_test_batch_end",
+    name.format(stage)
+    for stage in ("validation", "test")
+    for name in ("{}_step", "on_{}_batch_start", "on_{}_batch_end")
 ]
 _STEP_HOOKS = {
     **dict.fromkeys(_TRAIN_STEP_HOOKS, (True, False)),
@@ -86,20 +83,19 @@ class LogArguments:
 
     @property
     def key(self) -> tuple[str, str, int | None]:
-        """The key of the value in Results."""
+        """The key of the value in LoopResults."""
         return self.hook, self.name, self.dataloader_idx if self.add_dataloader_idx else None
 
-    def full_name(self, fork: str = "") -> str:
-        """Return the name, with the index of the loader if there are several evaluation loaders."""
-        if self.add_dataloader_idx and self.dataloader_idx is not None:
-            return f"{self.name}{fork}/dataloader_idx_{self.dataloader_idx}"
-        return self.name + fork
+    def full_name(self, suffix: str = "") -> str:
+        """Return the name, with the index of the loader if there are several evaluation loaders.
 
-    def forked_name(self, of_step: bool) -> str:
-        """Return the name with "_step" or "_epoch" if both values are logged."""
-        if self.on_step and self.on_epoch:
-            return self.full_name("_step" if of_step else "_epoch")
-        return self.full_name()
+        Args:
+            suffix: "_step" or "_epoch", which distinguishes the two values if both are logged.
+        """
+        name = self.name + suffix if self.on_step and self.on_epoch else self.name
+        if self.add_dataloader_idx and self.dataloader_idx is not None:
+            name += f"/dataloader_idx_{self.dataloader_idx}"
+        return name
 
 
 def parse_arguments(hook: str | None, name: str, given: tuple) -> LogArguments:
@@ -290,16 +286,16 @@ class ResultMetric:
             self.since_row.load_state_dict(state["since_row"])
 
 
-class Results(dict):
-    """Map (hook, name, dataloader_idx) to the logged values of training or of an evaluation.
+class LoopResults(dict):
+    """Map (hook, name, dataloader_idx) to the values logged in one loop: training or evaluation.
 
     Attributes:
         batch: The current batch.
         batch_size: The size of the current batch. None until a mean needs it.
         logged_batch_size: The batch_size that the current step passed to ``self.log``.
-        is_first_batch: True in the first batch of an epoch, False in later ones, else None.
+        batches_started: The batches started in the epoch or of the loader. After the last one, 0.
         last_hook: The hook that logged last.
-        are_views_stale: Whether the views lack the values of the last batch.
+        has_new_values: Whether a batch has ended since the views were updated.
     """
 
     def __init__(self, is_training: bool) -> None:
@@ -310,9 +306,9 @@ class Results(dict):
         self.logged_batch_size: int | None = None
         self.dataloader_idx: int | None = None
         self.has_step_values = False
-        self.is_first_batch: bool | None = None
+        self.batches_started = 0
         self.last_hook: str | None = None
-        self.are_views_stale = False
+        self.has_new_values = False
 
     def current(self) -> Iterator[ResultMetric]:
         """Yield the metrics that the current loader has logged since the last reset."""
@@ -351,7 +347,7 @@ class ResultCollection:
     """Implement ``self.log`` for a run, with Trainer's three views of the logged values.
 
     Attributes:
-        active: The Results that receive logged values; None outside of the loops.
+        active: The LoopResults that receive logged values; None outside of the loops.
         callback_metrics, logged_metrics, progress_bar_metrics: Trainer's attributes of these names.
         is_step_based: Whether the rows of metrics.csv are step-based, see History.
         row: The values of the next row of metrics.csv.
@@ -362,21 +358,23 @@ class ResultCollection:
     ) -> None:
         self._hooks, self._module = hooks, module
         self._all_reduce, self._is_enabled = all_reduce, is_enabled
-        self.train, self.evaluation = Results(is_training=True), Results(is_training=False)
-        self.active: Results | None = None
+        self.train, self.evaluation = LoopResults(is_training=True), LoopResults(is_training=False)
+        self.active: LoopResults | None = None
         self.is_step_based = False
         self.callback_metrics: dict[str, Any] = {}
         self.logged_metrics: dict[str, Any] = {}
         self.progress_bar_metrics: dict[str, float] = {}
         self.row: dict[str, Tensor] = {}
+        # The names of the torchmetrics objects that only evaluations log.
+        self._evaluation_metrics: set[str] = set()
 
     def __deepcopy__(self, memo: dict) -> ResultCollection:
         """Return self, because a copy of a module that is made during a run logs into this run."""
         return self
 
     def __reduce__(self) -> Any:
-        """Pickle a module without its run."""
-        return (ClosedResults, ())
+        """Pickle a module without its run. The copy ignores logged values."""
+        return (ResultCollection, (None, None, None, False))
 
     def log(
         self,
@@ -396,9 +394,9 @@ class ResultCollection:
         rank_zero_only: bool = False,
     ) -> None:
         """Log a number, a tensor of one element or a torchmetrics object; see LightningModule.log."""
-        results, hook = self.active, self._hooks.current
         if not self._is_enabled:
             return
+        results, hook = self.active, self._hooks.current
         if results is None:
             raise hook_error(hook)
         index = results.dataloader_idx
@@ -408,7 +406,7 @@ class ResultCollection:
         if metric is None or metric.given != given:
             metric = self._register(results, hook, name, given)
         if results.last_hook != hook:
-            if results.is_first_batch is not False:
+            if results.batches_started < 2:
                 results.reset_hook(hook)
             results.last_hook = hook
         if isinstance(value, Tensor):
@@ -439,7 +437,7 @@ class ResultCollection:
             self.log(name, value, **arguments)
 
     def _register(
-        self, results: Results, hook: str | None, name: str, given: tuple
+        self, results: LoopResults, hook: str | None, name: str, given: tuple
     ) -> ResultMetric:
         """Check the arguments of a name that is logged for the first time or with new arguments."""
         arguments = parse_arguments(hook, name, given)
@@ -454,7 +452,7 @@ class ResultCollection:
         metric.given = given
         return metric
 
-    def _add_metric(self, results: Results, arguments: LogArguments) -> ResultMetric:
+    def _add_metric(self, results: LoopResults, arguments: LogArguments) -> ResultMetric:
         metric = results[arguments.key] = ResultMetric(arguments, self._all_reduce)
         results.has_step_values |= arguments.on_step
         if self.is_step_based and results is self.train and arguments.on_epoch:
@@ -474,7 +472,7 @@ class ResultCollection:
     def start_batch(self, batch: Any, dataloader_idx: int | None = None) -> None:
         results = self.active
         assert results is not None
-        results.is_first_batch = results.is_first_batch is None
+        results.batches_started += 1
         results.batch, results.batch_size, results.logged_batch_size = batch, None, None
         results.dataloader_idx = dataloader_idx
 
@@ -482,26 +480,26 @@ class ResultCollection:
         """Clear the current batch. The views are updated when they are read."""
         assert self.active is not None
         self.active.batch = self.active.batch_size = None
-        self.active.are_views_stale = True
+        self.active.has_new_values = True
 
     def end_batches(self) -> None:
         """End the batches of an epoch or of one loader. The views change to the epoch's values."""
         assert self.active is not None
-        if self.active.are_views_stale:
+        if self.active.has_new_values:
             self.update_metrics()
-        self.active.is_first_batch = None
+        self.active.batches_started = 0
 
     def reset(self) -> None:
         """Reset the sums after the last hook of an epoch."""
         if self.active is not None:
             for metric in self.active.values():
                 metric.reset()
-            self.active.dataloader_idx = None
-            self.active.is_first_batch = self.active.last_hook = None
+            self.active.dataloader_idx = self.active.last_hook = None
+            self.active.batches_started = 0
 
     def end(self) -> None:
         """Stop logging. The views keep the values of the last batch."""
-        if self.active is not None and self.active.are_views_stale:
+        if self.active is not None and self.active.has_new_values:
             self.update_metrics()
         self.active = None
 
@@ -515,12 +513,12 @@ class ResultCollection:
         """Update the views. Return the values for the loggers."""
         if not self.active:
             return {}
-        self.active.are_views_stale = False
+        self.active.has_new_values = False
         views = self.views()
         self.callback_metrics.update(views.callback)
         self.logged_metrics.update(views.logged)
         self.progress_bar_metrics.update({k: v.item() for k, v in views.progress_bar.items()})
-        of_step = self.active.is_first_batch is not None
+        of_step = self.active.batches_started > 0
         if not of_step and not (self.is_step_based and self.active.is_training):
             self.row.update(views.row)
         return views.logged
@@ -528,20 +526,21 @@ class ResultCollection:
     def views(self) -> MetricViews:
         """Return the values of the current step, or of the epoch after its last batch."""
         assert self.active is not None
-        of_step = self.active.is_first_batch is not None
+        of_step = self.active.batches_started > 0
         views = MetricViews({}, {}, {}, {})
         for metric in self.active.current():
             value = metric.value(of_step)
             if value is None:
                 continue
             arguments = metric.arguments
-            name, forked_name = arguments.full_name(), arguments.forked_name(of_step)
+            name = arguments.full_name()
+            full_name = arguments.full_name("_step" if of_step else "_epoch")
             if arguments.logger:
-                views.logged[forked_name] = views.row[name] = value
+                views.logged[full_name] = views.row[name] = value
             if arguments.prog_bar:
-                views.progress_bar[forked_name] = value
+                views.progress_bar[full_name] = value
             if self.active.is_training or not of_step:
-                views.callback[name] = views.callback[forked_name] = value
+                views.callback[name] = views.callback[full_name] = value
         return views
 
     def take_row(self) -> dict[str, Tensor]:
@@ -561,20 +560,22 @@ class ResultCollection:
         """Return the sums of the training epoch so far, including those of torchmetrics objects."""
         train, metrics = self.train, find_torchmetrics(self._module)
         names = {id(metric): name for name, metric in metrics.items()}
-        of_train = {id(metric.torchmetric) for metric in train.values()}
-        # A resumed run continues after the evaluation, whose metrics are reset by then.
-        of_evaluation = {id(metric.torchmetric) for metric in self.evaluation.values()} - of_train
-        kept = {name: part for name, part in metrics.items() if id(part) not in of_evaluation}
         entries = [
             {**metric.state_dict(), "torchmetric": names.get(id(metric.torchmetric))}
             for metric in train.values()
         ]
+        # A resumed run continues after the evaluation, whose metrics are reset by then.
+        evaluated = {id(metric.torchmetric) for metric in self.evaluation.values()}
+        self._evaluation_metrics |= {names[key] for key in evaluated if key in names}
+        self._evaluation_metrics -= {entry["torchmetric"] for entry in entries}
+        kept = {name: m for name, m in metrics.items() if name not in self._evaluation_metrics}
         return {
             "train": entries,
             "torchmetrics": torchmetrics_state(kept),
+            "evaluation_metrics": sorted(self._evaluation_metrics),
             "callback_metrics": dict(self.callback_metrics),
             "row": dict(self.row),
-            "position": (train.is_first_batch, train.last_hook, train.are_views_stale),
+            "position": (train.batches_started, train.last_hook, train.has_new_values),
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -585,17 +586,9 @@ class ResultCollection:
             metric = self._add_metric(train, LogArguments(**entry["arguments"]))
             metric.load_state_dict(entry)
             metric.torchmetric = metrics.get(entry["torchmetric"])
+        self._evaluation_metrics = set(state["evaluation_metrics"])
         self.callback_metrics, self.row = dict(state["callback_metrics"]), dict(state["row"])
-        train.is_first_batch, train.last_hook, train.are_views_stale = state["position"]
-
-
-class ClosedResults:
-    """Replace the results in a module that was pickled during a run."""
-
-    def log(self, *args: Any, **kwargs: Any) -> None:
-        """Ignore the value, because the copy belongs to no run."""
-
-    log_dict = log
+        train.batches_started, train.last_hook, train.has_new_values = state["position"]
 
 
 def _single_element(name: str, value: Tensor) -> Tensor:
