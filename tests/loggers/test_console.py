@@ -20,7 +20,6 @@ from runs import Plain, val_loader
 from runs import fit as fit_quietly
 
 from fabric_template.loggers import console
-from fabric_template.loggers.console import EpochTable
 from fabric_template.loop import FabricLoop
 
 TESTS = Path(__file__).resolve().parents[1]
@@ -101,20 +100,6 @@ def test_one_bar_counts_batches_and_names_the_validation(tmp_path, terminal):
     assert drawn(terminal) == ["epoch 0/2:   0% 0/4", *lines, "2 epochs: 100% 4/4"]
 
 
-@pytest.mark.parametrize(
-    ("options", "end"),
-    [
-        ({"max_epochs": 3, "max_steps": 9}, "3 epochs: 100% 1/1"),
-        ({"max_epochs": -1, "max_steps": 5}, "2 epochs: 100% 1/1"),
-    ],
-    ids=str,
-)
-def test_the_bar_is_complete_at_the_end(tmp_path, terminal, options, end):
-    fit(terminal, tmp_path, train=lambda: make_loader(16), **options)
-    assert drawn(terminal)[-1] == end
-    assert terminal.getvalue().endswith("\n")
-
-
 def test_a_validation_by_itself(terminal):
     class Two(Classifier):
         def validation_step(self, batch, batch_idx, dataloader_idx=0):
@@ -131,27 +116,6 @@ def test_values_beside_the_bar(tmp_path, terminal):
     fit(terminal, tmp_path, train=lambda: make_loader(16), val=val_loader, max_epochs=1)
     assert ", val_loss=" in terminal.getvalue()
     assert "train_loss=" not in terminal.getvalue()
-    terminal.truncate(0)
-
-    class Bar(Classifier):
-        def training_step(self, batch, batch_idx):
-            self.log("batch", float(batch_idx), prog_bar=True)
-            return super().training_step(batch, batch_idx)
-
-    fit(terminal, tmp_path, Bar, train=lambda: make_loader(16), max_epochs=1)
-    assert list(dict.fromkeys(re.findall(r"batch=(\d)", terminal.getvalue()))) == ["0", "1", "2", "3"]
-
-
-def test_an_error_leaves_the_bar_at_its_batch(tmp_path, terminal):
-    class Fails(Classifier):
-        def training_step(self, batch, batch_idx):
-            if batch_idx == 3:
-                raise RuntimeError("mine")
-            return super().training_step(batch, batch_idx)
-
-    with pytest.raises(RuntimeError, match="mine"):
-        fit(terminal, tmp_path, Fails, train=lambda: make_loader(20), max_epochs=1)
-    assert drawn(terminal)[-1] == "epoch 0/1:  60% 3/5"
 
 
 @pytest.mark.parametrize(
@@ -171,10 +135,10 @@ def test_silence(tmp_path, terminal, options):
 
 
 def test_an_error_in_the_console_is_shown_once_and_training_continues(tmp_path, terminal, monkeypatch):
-    def draw(self, meter):
+    def fail(run):
         raise ZeroDivisionError("mine")
 
-    monkeypatch.setattr(console.TerminalScreen, "draw", draw)
+    monkeypatch.setattr(console, "bar_values", fail)
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         _, _, history = fit(terminal, tmp_path, train=lambda: make_loader(8), max_epochs=2)
@@ -269,22 +233,6 @@ def test_the_output_of_a_program(tmp_path, is_terminal):
 # The table
 
 
-def test_new_columns_are_named():
-    table = EpochTable("val_loss", "min")
-    rows = [
-        {"epoch": 0, "train_loss": 1.0, "lr": 0.1, "time": 1.0},
-        {"epoch": 1, "train_loss": 2e-5, "val_loss": float("nan"), "note": "two\nlines", "lr": 0.1, "time": 1.0},
-        {"epoch": 2, "train_loss": 0.5, "lr": 0.1, "time": 1.0},
-    ]
-    assert [line for row in rows for line in table.add(row).splitlines()] == [
-        "epoch  train_loss        lr   time",
-        "    0      1.0000       0.1  1.0 s",
-        "epoch  train_loss  val_loss       note        lr   time",
-        "    1    2.00e-05      nan   two lines       0.1  1.0 s",
-        "    2      0.5000                            0.1  1.0 s",
-    ]
-
-
 def test_a_validation_inside_an_epoch_has_a_line(tmp_path, capsys):
     options = {"val": val_loader, "max_epochs": 1, "val_check_interval": 4, "enable_progress_bar": True}
     fit_quietly(tmp_path, Plain, monitor="val_loss", **options)
@@ -309,17 +257,6 @@ def test_a_long_epoch_has_a_line_per_minute_in_a_log_file(tmp_path, capsys, monk
         "epoch 0/1: 8/10 [02:00<00:30",
     ]
     assert "train_loss=" in lines[0]
-
-
-def test_a_resumed_run_continues_the_table(tmp_path, capsys):
-    options = {"train": make_loader, "val": val_loader, "monitor": "val_loss", "enable_progress_bar": True}
-    parts = []
-    for root, epochs, resume in (("cut", 3, None), ("cut", 5, "last"), ("whole", 5, None)):
-        fit_quietly(tmp_path / root, max_epochs=epochs, resume=resume, **options)
-        parts.append([re.sub(rf" +{DURATION}", "", line) for line in capsys.readouterr().out.splitlines()])
-    first, more, whole = parts
-    assert whole[1:] == first[1:] + more[1:]
-    assert [line.split()[0] for line in more] == ["epoch", "3", "4"]
 
 
 # The end of a run

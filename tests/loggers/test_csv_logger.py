@@ -34,17 +34,6 @@ def metrics_csv(tmp_path):
     return tmp_path / "logs/digits/version_0/metrics.csv"
 
 
-def test_nothing_is_written_before_the_first_row(tmp_path, logger):
-    assert (logger.name, logger.root_dir, logger.save_dir) == ("digits", *[str(tmp_path / "logs")] * 2)
-    assert (logger.version, logger.log_dir) == (0, str(tmp_path / "logs/digits/version_0"))
-    logger.log_epoch({})
-    logger.log_metrics({})
-    logger.save()
-    logger.sync()
-    logger.finalize("success")
-    assert files(tmp_path) == {}
-
-
 def test_a_row_is_on_disk_when_it_is_logged(tmp_path, logger):
     logger.log_epoch({"epoch": 0, "step": 10, "val_loss": 0.5})
     assert files(tmp_path) == {"logs/digits/version_0/metrics.csv": b"epoch,step,val_loss\n0,10,0.5\n"}
@@ -99,14 +88,6 @@ def test_an_existing_version_is_continued(tmp_path, logger, metrics_csv):
     metrics_csv.parent.rmdir()
     logger.log_epoch(epoch(6))
     assert metrics_csv.read_bytes() == b"epoch,step\n6,70\n"
-
-
-@pytest.mark.parametrize("text", [b"epoch,a\r\n0,1\r\n", b"\xef\xbb\xbfepoch,a\n0,1\n", b'epoch,a\n0,"1"\n'])
-def test_a_file_of_another_program_is_continued(logger, metrics_csv, text):
-    metrics_csv.parent.mkdir(parents=True)
-    metrics_csv.write_bytes(text)
-    CSVLogger(logger.root_dir, "digits", 0).log_epoch({"epoch": 1, "b": 2})
-    assert metrics_csv.read_bytes() == b"epoch,a,b\n0,1,\n1,,2\n"
 
 
 @pytest.mark.parametrize("tail", [b"2,3", b"2,30,0.1", b"2,30\n", b"\0\0\0\0\0", b"2,30,\xc3"])
@@ -179,12 +160,6 @@ def test_versions(tmp_path):
     with ThreadPoolExecutor(8) as pool:
         found = pool.map(lambda _: claim_version(tmp_path / "at_once"), range(32))
         assert sorted(found) == list(range(32))
-
-
-def test_folders_that_cannot_be_used(tmp_path):
-    (tmp_path / "logs").write_text("I am a file")
-    with pytest.raises(ValueError, match=r"expected a folder that can be written \(Not a directory\)"):
-        CSVLogger(tmp_path / "logs").log_epoch(epoch(0))
 
 
 def test_hyperparameters(tmp_path, logger):

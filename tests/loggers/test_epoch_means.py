@@ -69,18 +69,3 @@ def test_reading_in_mid_epoch_changes_no_mean(tmp_path):
     _, _, resumed = fit(tmp_path / "cut", Reads, make_train, resume="auto", max_epochs=2)
     assert whole["loss"].tolist() == whole["train_loss"].tolist()
     assert resumed["loss"].tolist() == whole["loss"].tolist()
-
-
-@pytest.mark.parametrize("enable_graph", [False, True])
-def test_the_graph_is_kept_if_that_is_asked_for(tmp_path, enable_graph):
-    seen = []
-
-    class Graph(Classifier):
-        def training_step(self, batch, batch_idx):
-            loss = super().training_step(batch, batch_idx)
-            self.log("graph", loss, on_step=True, on_epoch=True, enable_graph=enable_graph)
-            seen.append(self.trainer.callback_metrics["graph_step"].requires_grad)
-            return loss
-
-    fit(tmp_path, Graph, max_epochs=1, limit_train_batches=2)
-    assert seen == [enable_graph] * 2

@@ -74,22 +74,6 @@ def test_a_lightning_modules_metrics_stay_those_of_trainer():
     assert_parity(HalfLit, make_loader, val_loader, max_epochs=2, val_check_interval=0.5)
 
 
-def test_what_is_logged_wins(tmp_path):
-    class Both(Plain):
-        def training_step(self, batch):
-            self.log("train_loss", 5.0, on_step=False, on_epoch=True)
-            return super().training_step(batch)
-
-        def validation_step(self, batch, batch_idx):
-            self.log("val_loss", 7.0)
-            return super().validation_step(batch, batch_idx)
-
-    loop, _, history = fit(tmp_path, Both, val=val_loader, max_epochs=2)
-    assert (history["train_loss"].tolist(), history["val_loss"].tolist()) == ([5.0, 5.0], [7.0, 7.0])
-    assert history["val_acc"].between(0, 1).all()
-    assert loop.callback_metrics["val_loss"] == 7.0
-
-
 class Silent(Classifier):
     log = lambda *_, **__: None  # noqa: E731
 

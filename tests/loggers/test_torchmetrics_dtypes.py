@@ -4,7 +4,7 @@ import pytest
 import torch
 import torchmetrics as tm
 from modules import Classifier, make_loader, run_loop, run_trainer
-from runs import Snapshots, assert_same_end, fit, same, val_loader
+from runs import same, val_loader
 
 
 class Measured(Classifier):
@@ -57,14 +57,3 @@ def test_logged_metrics(precision):
     (trainer, _), (loop, _) = (run(Logged, make_loader, None, **options) for run in (run_trainer, run_loop))
     theirs, ours = (dict(sorted(one.callback_metrics.items())) for one in (trainer, loop))
     assert same(theirs, ours), (theirs, ours)
-
-
-def test_logged_metrics_after_a_resume(tmp_path):
-    options = {"max_epochs": 2, "precision": "64-true", "save_every_n_steps": 1}
-    train = lambda: make_loader(8)  # noqa: E731
-    snapshots = Snapshots(tmp_path / "whole", tmp_path / "killed")
-    whole = fit(tmp_path / "whole", Logged, train, callbacks=[snapshots], **options)
-    for root in (tmp_path / "killed").iterdir():
-        resumed = fit(root, Logged, train, seed=9, resume="auto", **options)
-        assert_same_end(whole, resumed)
-        assert resumed[0].callback_metrics["most"].dtype == whole[0].callback_metrics["most"].dtype

@@ -119,14 +119,6 @@ def test_a_finished_run_keeps_its_last_row(tmp_path):
         assert read(tmp_path, "metrics.csv")["step"].tolist() == [5, 10, 13]
 
 
-def test_the_console_has_a_line_for_each_validation(tmp_path, capsys):
-    options = {"max_steps": 25, "validate_every_n_steps": 10, "enable_progress_bar": True}
-    fit(tmp_path, Plain, val=val_loader, **options)
-    lines = [line.split() for line in capsys.readouterr().out.splitlines()]
-    assert lines[0][:4] == ["epoch", "step", "train_loss", "val_loss"]
-    assert [line[:2] for line in lines[1:4]] == [["0", "10"], ["1", "20"], ["2", "25"]]
-
-
 def test_a_callback_that_saves_after_a_validation(tmp_path):
     """The row of the validation is written once: by the run that saved, and by the one that resumes."""
 
