@@ -177,21 +177,21 @@ def merge_hyperparameters(model: Any, datamodule: Any) -> dict[str, Any]:
     Raises:
         RuntimeError: They have different values for one name.
     """
-    parts = [part.hparams_initial for part in (model, datamodule) if logs_hyperparameters(part)]
-    # LightningCLI keeps the class of each part under this name.
-    first, *others = [{k: v for k, v in part.items() if k != "_class_path"} for part in parts] or [
-        {}
-    ]
-    for other in others:
+    merged: dict[str, Any] = {}
+    for part in (model, datamodule):
+        hparams = dict(part.hparams_initial) if logs_hyperparameters(part) else {}
+        # LightningCLI keeps the class of each part under this name.
+        hparams.pop("_class_path", None)
         # Compare the repr, because == of two arrays returns an array.
-        different = [key for key in other if key in first and repr(first[key]) != repr(other[key])]
+        both = hparams.keys() & merged.keys()
+        different = sorted(key for key in both if repr(hparams[key]) != repr(merged[key]))
         if different:
             raise RuntimeError(
                 f"Error while merging hparams: the keys {different} are present in both the"
                 " LightningModule's and LightningDataModule's hparams but have different values."
             )
-        first |= other
-    return first
+        merged |= hparams
+    return merged
 
 
 class RunTensorBoardLogger(TensorBoardLogger):

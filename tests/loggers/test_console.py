@@ -259,6 +259,17 @@ def test_a_long_epoch_has_a_line_per_minute_in_a_log_file(tmp_path, capsys, monk
     assert "train_loss=" in lines[0]
 
 
+def test_a_resumed_run_continues_the_table(tmp_path, capsys):
+    options = {"train": make_loader, "val": val_loader, "monitor": "val_loss", "enable_progress_bar": True}
+    parts = []
+    for root, epochs, resume in (("cut", 3, None), ("cut", 5, "last"), ("whole", 5, None)):
+        fit_quietly(tmp_path / root, max_epochs=epochs, resume=resume, **options)
+        parts.append([re.sub(rf" +{DURATION}", "", line) for line in capsys.readouterr().out.splitlines()])
+    first, more, whole = parts
+    assert whole[1:] == first[1:] + more[1:]
+    assert [line.split()[0] for line in more] == ["epoch", "3", "4"]
+
+
 # The end of a run
 
 

@@ -55,9 +55,3 @@ def test_without_the_epoch_it_is_a_row_of_steps_csv(tmp_path, hook):
     }[hook]  # fmt: skip
     assert [(row["step"], row["epoch"]) for row in found] == expected
     assert all(row["mine"] for row in found)
-
-
-def test_after_the_run_it_is_a_row(tmp_path):
-    loop, *_ = fit(tmp_path, Plain, max_epochs=1)
-    loop.log_dict({"epoch": 1, "mine": 1.0})
-    assert [row["epoch"] for row in rows(tmp_path / "logs/run/version_0/metrics.csv")] == ["0", "1"]

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 from runs import Plain, fit, val_loader
 
-from fabric_template import CSVLogger, FabricLoop
+from fabric_template import FabricLoop
 
 
 @pytest.mark.parametrize("given", ["tensorboard", ["tensorboard", "csv"], [True, "tensorboard"]], ids=str)
@@ -18,11 +18,6 @@ def test_tensorboard_shares_the_folder_of_the_run(tmp_path, given):
         assert {"metrics.csv", "hparams.yaml"} <= set(names)
         assert sum(name.startswith("events.out") for name in names) == 1
     assert len(loop.loggers) == 2
-
-
-def test_csv_is_our_own(tmp_path):
-    loop = FabricLoop(logger="csv", default_root_dir=tmp_path, accelerator="cpu")
-    assert [type(logger) for logger in loop.loggers] == [CSVLogger]
 
 
 @pytest.mark.parametrize("name", ["wandb", "mlflow"])

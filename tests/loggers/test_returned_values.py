@@ -4,7 +4,7 @@ import lightning.pytorch as pl
 import pytest
 import torch
 from both import Notes
-from modules import Classifier, assert_parity, make_loader
+from modules import Classifier, make_loader
 from runs import Plain, fit, val_loader
 from torch import nn
 from torch.utils.data import DataLoader
@@ -68,10 +68,6 @@ def test_beside_what_is_logged(tmp_path, make, columns):
         assert result == {name: history[name].iloc[-1] for name in ("val_loss", "val_acc", "val_size")}
     else:
         assert result == {"val_acc": history["val_acc"].iloc[-1]}
-
-
-def test_a_lightning_modules_metrics_stay_those_of_trainer():
-    assert_parity(HalfLit, make_loader, val_loader, max_epochs=2, val_check_interval=0.5)
 
 
 class Silent(Classifier):
