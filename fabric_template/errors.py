@@ -35,11 +35,11 @@ class ConfigurationTypeError(MisconfigurationException, TypeError):
 
 
 class MissingDataError(ConfigurationTypeError, ConfigurationError):
-    """A call without data. It is a TypeError, like any missing argument, and also a ValueError."""
+    """A call without data. The error is a TypeError, as Python's is, and also a ValueError."""
 
 
 class CheckpointError(ValueError):
-    """A checkpoint that cannot be written, read or used. The message gives the solution."""
+    """A checkpoint that cannot be written, read or used. The message explains the solution."""
 
 
 class DamagedCheckpointError(CheckpointError):
@@ -47,7 +47,7 @@ class DamagedCheckpointError(CheckpointError):
 
 
 class OtherModelError(CheckpointError, RuntimeError):
-    """A checkpoint of another model. It is also a RuntimeError, as in load_state_dict()."""
+    """A checkpoint of another model. The error is a RuntimeError, as in load_state_dict()."""
 
 
 class WeightsOnlyError(CheckpointError, KeyError):

@@ -274,7 +274,7 @@ class FabricLoop(TrainerAPI):
         save_parts(self.fabric, self.checkpoint_io, path, state)
 
     def load(self, path: str | Path, state: dict[str, Any]) -> dict[str, Any]:
-        """Restore modules and optimizers from a checkpoint. Returns the other values in it."""
+        """Restore modules and optimizers from a checkpoint. Returns the file's other values."""
         return load_parts(self.fabric, self.checkpoint_io, path, state)
 
     def profile(
@@ -466,7 +466,7 @@ def use_checkpoint_io(fabric: Fabric, io: CheckpointIO) -> None:
 def load_parts(
     fabric: Fabric, io: CheckpointIO, path: Any, state: dict[str, Any]
 ) -> dict[str, Any]:
-    """Restore modules and optimizers from a checkpoint. Returns the other values in it."""
+    """Restore modules and optimizers from a checkpoint. Returns the file's other values."""
     check_type("load", path, str | os.PathLike, "a path and a dict: loop.load('mine.ckpt', state)")
     join_processes(fabric)
     use_checkpoint_io(fabric, io)

@@ -672,7 +672,7 @@ class MiniLoop:
 
     @contextmanager
     def _prepared_model(self) -> Iterator[None]:
-        """Set the device, precision and trainer of the model. Finally, restore its device."""
+        """Set the device, precision and trainer of the model. Restore the device at the end."""
         device = next(self.network.parameters()).device
         self._precision.convert_module(self.network)
         self._strategy.module_to_device(self.network)

@@ -95,7 +95,7 @@ class ResumableLoader:
             self.passes = 0
 
     def end_pass(self) -> None:
-        """End a pass, complete or not. As in Trainer, its workers shut down at the next pass."""
+        """End a pass. As in Trainer, its workers shut down when the next pass starts."""
         if self._reader is None or self._is_finished or not self._is_persistent:
             return
         # Persistent workers have prefetched batches and drawn random numbers for them. Read these
@@ -106,7 +106,7 @@ class ResumableLoader:
                 pass
 
     def close(self) -> None:
-        """Close the iterator. Its workers shut down, except for persistent workers."""
+        """Close the iterator. The loader's workers shut down, except for persistent workers."""
         if self._reader is not None:
             self._reader.close()
             self._reader = None

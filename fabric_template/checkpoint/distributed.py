@@ -2,7 +2,7 @@
 
 Each process writes its shards into a new folder beside the file, such as ``last.ckpt.step=400``. The file
 names the folder and holds everything that is not sharded. The file is renamed into place last, so
-that a killed save leaves the previous file and its folder intact. Unused folders are removed.
+that a killed save leaves the previous file and its folder intact.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ _PLACEHOLDER = "sharded"
 def save_checkpoint(
     run: RunState, checkpoint: dict[str, Any], path: Path, storage_options: Any = None
 ) -> None:
-    """Write the shards of a sharded model, then the checkpoint file. All processes call this."""
+    """Write the shards of a sharded model, then the checkpoint file. All processes must call it."""
     content = save_shards(run, checkpoint, path)
     if not run.fabric.is_global_zero:
         return
@@ -52,14 +52,14 @@ def save_checkpoint(
 
 
 def remove_checkpoint(path: Path) -> None:
-    """Remove a checkpoint file and its shards. If this fails, training continues."""
+    """Remove a checkpoint file and its shards. A file that cannot be removed stays."""
     with suppress(OSError):
         path.unlink()
     remove_shards(path)
 
 
 def save_shards(run: RunState, checkpoint: dict[str, Any], path: Path) -> dict[str, Any]:
-    """Write the sharded tensors of a checkpoint into a new folder. All processes call this.
+    """Write the sharded tensors of a checkpoint into a new folder, on all processes.
 
     Returns:
         The content of the file: the checkpoint without sharded tensors, and the folder's name.
@@ -96,7 +96,7 @@ def save_shards(run: RunState, checkpoint: dict[str, Any], path: Path) -> dict[s
 def _take_sharded(
     item: Any, place: list[Any], tensors: dict[str, DTensor], places: dict[str, list[Any]]
 ) -> Any:
-    """Return nested containers with placeholders for sharded tensors. Add these to ``tensors``."""
+    """Replace sharded tensors by placeholders, and add the sharded tensors to ``tensors``."""
     if isinstance(item, DTensor):
         name = "/".join(map(str, place))
         tensors[name], places[name] = item, place
@@ -133,7 +133,7 @@ def remove_shards(path: Path, keep: dict[str, Any] | None = None) -> None:
 
 
 def shard_folder(index: dict[str, Any], path: str | Path) -> Path:
-    """Return the folder of shards that a checkpoint file names. It is beside the file."""
+    """Return the folder of shards that a checkpoint file names. The folder is beside the file."""
     for name in (index["folder"], *index["files"]):
         if os.path.basename(name) != name or name in ("", ".", ".."):
             raise CheckpointError(
@@ -165,10 +165,10 @@ def verify_shards(path: str | Path, index: dict[str, Any]) -> None:
 
 
 def load_shards(run: RunState, checkpoint: dict[str, Any], key: str) -> None:
-    """Load the sharded tensors into a checkpoint, in place. All processes call this.
+    """Load the sharded tensors into a checkpoint, in place. All processes must call this.
 
     A sharded model reads only its own shards, also if another number of processes saved them.
-    Otherwise each process reads full tensors.
+    A model without shards reads full tensors in each process.
 
     Args:
         key: "state_dict" or "optimizer_states".

@@ -155,7 +155,7 @@ class CheckpointManager:
         return max(0, progress.epochs_done - (not progress.is_in_epoch))
 
     def _rank(self, value: float) -> float:
-        """Return a number that is smaller for a better value."""
+        """Return the value as a number that is smaller if the value is better."""
         return value if self.config.mode == "min" else -value
 
     def save_exception(self, run: RunState) -> None:
@@ -195,7 +195,7 @@ class CheckpointManager:
             )
 
     def write(self, run: RunState, path: Path) -> bool:
-        """Write the state of a run to a file. Returns whether it was written."""
+        """Write the state of a run to a file. Returns whether the file was written."""
         for logger in run.loggers.csv_loggers:
             # A checkpoint counts the rows of the logs, so these must reach the disk before it.
             with suppress(OSError):

@@ -65,7 +65,7 @@ def open_folders(run: RunState, stack: ExitStack) -> None:
 
 
 def make_checkpoint_manager(run: RunState) -> CheckpointManager:
-    """Return the manager of a fit. It saves nothing if there is a Checkpoint callback."""
+    """Return the manager of a fit. The manager saves nothing if there is a Checkpoint callback."""
     config, loggers = run.config, run.loggers.csv_loggers
     if not config.enable_checkpointing or run.loop.checkpoint_callbacks:
         return CheckpointManager(None, config)
@@ -102,7 +102,7 @@ def lock_folders(folders: Iterable[Path]) -> Iterator[None]:
     """Make this process the only writer of some folders, and record how the run ends.
 
     The system releases the lock of a killed process. Each .lock file has the process id, and "finished",
-    "interrupted" or "failed" at the end. ``fabric-template runs`` reads it.
+    "interrupted" or "failed" at the end. The command ``fabric-template runs`` reads these words.
 
     Raises:
         CheckpointError: Another run writes to one of the folders.

@@ -84,7 +84,7 @@ class DataConnector:
         """Return the loaders of a stage, with the samplers that this run needs."""
         combined = combine_loaders(self.request(stage), mode)
         for loader in combined.flattened:
-            # Trainer checks a loader with iter(), which may draw random numbers. Do the same.
+            # Trainer checks a loader with iter(), which may draw random numbers.
             if not isinstance(loader, DataLoader | TensorLoader):
                 iter(loader)
         loaders = [prepare_loader(self.run, loader, stage) for loader in combined.flattened]
@@ -180,7 +180,7 @@ class DataConnector:
             self.eval_loaders.load_state_dict(state["val"])
 
     def loader_states(self) -> list[Any]:
-        """Return the states of training loaders with a ``state_dict``. Trainer saves these, too."""
+        """Return the states of training loaders with a ``state_dict``, as Trainer saves them."""
         if self.train is None or not any(map(has_state, self.train.loaders)):
             return []
         positions = self.train.state_dict()["loaders"]
@@ -242,7 +242,7 @@ class StageLoaders:
         return min(limits) if self.mode == "min_size" else max(limits)
 
     def start(self, max_batches: int | float = math.inf) -> None:
-        """Start a pass, or continue one that was restored. This may draw random numbers."""
+        """Start a pass, or continue a restored pass. An iterator may draw random numbers."""
         self.is_started = True
         for loader in self.resumable:
             loader.start_epoch()

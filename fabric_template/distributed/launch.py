@@ -71,7 +71,7 @@ def _leave_group() -> None:
 
 
 def seed_processes(fabric: Fabric) -> None:
-    """Seed all processes in the same way, as Trainer does. Other strategies do so already."""
+    """Seed all processes in the same way, as Trainer does. Other strategies do not seed them."""
     if isinstance(fabric.strategy, DDPStrategy):
         reset_seed()
 
@@ -171,7 +171,7 @@ def starts_processes(fabric: Fabric) -> bool:
 
 
 def launch_processes(run: RunState) -> Any:
-    """Run a call in new processes. Returns its result; the caller's objects get the new state."""
+    """Run a call in new processes. Returns its result and updates the caller's objects."""
     # Lightning sets MASTER_PORT for its children, but the next call needs another port.
     with tempfile.TemporaryDirectory(prefix="fabric_template_") as folder, patch.dict(os.environ):
         call = partial(_call_in_process, folder, run.loop, run.stage, arguments_of(run))

@@ -194,7 +194,7 @@ def _call(function: Callable[[], Any]) -> Any:
 
 @contextmanager
 def no_gradient_sync(network: nn.Module) -> Iterator[None]:
-    """Do not reduce gradients. The last backward of an accumulation window reduces them."""
+    """Accumulate gradients in each process. Only the last backward reduces them."""
     parts = [module for module in network.modules() if isinstance(module, FSDPModule)]
     for part in parts:
         part.set_requires_gradient_sync(False)

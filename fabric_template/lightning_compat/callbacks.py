@@ -49,7 +49,7 @@ def _entry_points(path: tuple[str, ...]) -> tuple[EntryPoint, ...]:
 
 
 def as_list(given: Any) -> list[Any]:
-    """Return the items of a list, set or Hydra list, or a dict's values. Wrap others in a list."""
+    """Return a list of items, of a dict's values, or of the single given value."""
     if given is None or given is False:
         return []
     is_many = isinstance(given, Sequence | Set | ValuesView) and not isinstance(given, str)
@@ -114,7 +114,7 @@ def sort_callbacks(callbacks: list[Any]) -> list[Any]:
 
 
 def add_model_callbacks(callbacks: list[Any], own: list[Any]) -> list[Any]:
-    """Add the callbacks of ``configure_callbacks``. They replace callbacks of the same class."""
+    """Add the module's callbacks, which replace given callbacks of the same class."""
     replaced = {base for callback in own for base in type(callback).__mro__} - {Callback, object}
     kept = [callback for callback in callbacks if type(callback) not in replaced]
     check_callbacks([*kept, *own])

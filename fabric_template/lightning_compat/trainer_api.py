@@ -316,7 +316,7 @@ class TrainerAPI:
 
     @property
     def ckpt_path(self) -> str | None:
-        """The checkpoint that this run started from. Later runs start from a path set here."""
+        """The checkpoint that this run started from. A path set by a user applies to later runs."""
         return self.next_ckpt_path or (self.run.checkpoint_path if self.run else None)
 
     @ckpt_path.setter
@@ -402,7 +402,7 @@ class TrainerAPI:
         if not is_option or name == "default_root_dir" or hasattr(type(self), name):
             super().__setattr__(name, value)
             return
-        # The constructor checks the value.
+        # A new LoopConfig checks the value.
         LoopConfig(**{name: value})
         self.config = self.config.changed(**{name: value})
         run = self.run
@@ -569,7 +569,7 @@ class StrategyAPI:
             self._wrapped = [wrap_optimizer(optimizer, self) for optimizer in optimizers]
         return self._wrapped
 
-    # LightningModule.optimizers() reads this name.
+    # LightningModule.optimizers() reads the attribute of this name.
     _lightning_optimizers = lightning_optimizers
 
     def reset_lightning_optimizers(self) -> None:

@@ -149,7 +149,7 @@ def describe(run: RunState, num_eval_batches: int | float) -> str:
 
 
 def bar_values(run: RunState) -> dict[str, float]:
-    """Return the values shown next to the bar. Waits for the device."""
+    """Return the values shown next to the bar. Reading them waits for the device."""
     logs_itself = run.is_lightning_module and (run.results.active or run.results.callback_metrics)
     values = {} if logs_itself else run.history.latest()
     values.update(run.results.progress_bar_metrics)
@@ -259,7 +259,7 @@ class TerminalScreen(Screen):
 
 
 class NotebookScreen(Screen):
-    """Show the table and the bar as HTML below a notebook cell. A saved notebook keeps them."""
+    """Show the table and the bar as HTML below a notebook cell. A saved notebook keeps both."""
 
     is_log_file = False
     seconds_between_draws = SECONDS_BETWEEN_DRAWS

@@ -68,7 +68,7 @@ class CSVLogger(Logger):
 
     @property
     def version(self) -> int | str:
-        """The version of the run. The first access chooses it."""
+        """The run's version, a number or a name. The first access chooses the version."""
         if self._version is None:
             folders = [Path(self.root_dir, self._name)]
             if self._checkpoint_dir is not None:
@@ -116,7 +116,7 @@ class CSVLogger(Logger):
 
     @rank_zero_only
     def log_metrics(self, metrics: Mapping[str, Any], step: int | None = None) -> None:
-        """Append a row to steps.csv. Without a step, use the number of the row."""
+        """Append a row to steps.csv. If no step is given, the row's number is used."""
         if metrics:
             table = self._table("steps.csv")
             first = {"step": metrics.get("step", table.num_rows) if step is None else step}
@@ -284,7 +284,7 @@ def columns_of(rows: Iterable[Mapping[str, Any]]) -> list[str]:
 
 
 def to_lines(columns: list[str], rows: Iterable[Mapping[str, Any]]) -> str:
-    """Format rows as lines of a CSV file. Missing cells are empty."""
+    """Format rows as lines of a CSV file. Columns without a value get empty cells."""
     buffer = io.StringIO()
     writer = csv.DictWriter(buffer, columns, restval="", extrasaction="ignore", lineterminator="\n")
     writer.writerows(rows)

@@ -312,7 +312,7 @@ class History:
         return {name: float(rate) for name, rate in zip(names, rates, strict=False)}
 
     def latest(self) -> dict[str, float]:
-        """Return the training means so far and the newest validation. Waits for the device."""
+        """Return the training means so far and the newest validation. This waits for the device."""
         means = self.train_sums.compute()
         logged = self.run.results.train.mean_loss()
         if "train_loss" not in means and logged is not None and logged.total is not None:

@@ -82,7 +82,7 @@ class LoggerConnector:
             self._add_row(run)
 
     def end_training(self, run: RunState) -> None:
-        """Write a step-based run's last row. No checkpoint has it: a resumed run rewrites it."""
+        """Write a step-based run's last row. A resumed run writes this row again."""
         if run.history.is_due_at_end:
             self._end_row_in_epoch(run)
 
@@ -98,7 +98,7 @@ class LoggerConnector:
         run.console.add_row(row)
 
     def _returned_in_training(self) -> dict[str, Any]:
-        """Return the means of a plain model's step outputs. A LightningModule logs by itself."""
+        """Return the means of a plain model's step outputs. A LightningModule uses self.log."""
         if self.run.is_lightning_module:
             return {}
         returned = self.run.history.returned

@@ -328,7 +328,7 @@ class LoopResults(dict):
                 metric.reset()
 
     def find_batch_size(self) -> int:
-        """Return the size of the current batch. The first call determines it."""
+        """Return the size of the current batch. The first call in a batch determines the size."""
         if self.batch_size is None:
             self.batch_size = 1 if self.batch is None else extract_batch_size(self.batch)
         return self.batch_size

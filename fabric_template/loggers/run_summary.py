@@ -28,7 +28,7 @@ HEAD = "# `fabric-template fit --config` with this file repeats this run. It ign
 
 
 def write_run_config(run: RunState) -> None:
-    """Write config.yaml next to metrics.csv. An error is a warning, and training continues.
+    """Write config.yaml beside metrics.csv. An error is a warning, and training continues.
 
     A resumed run keeps its first config.yaml. A file of LightningCLI or another program stays.
     """

@@ -1,1 +1,1 @@
-"""Provide the command line and tools for analyzing runs. The loop does not import them."""
+"""Provide the command line and tools for analyzing runs. The loop does not import the tools."""

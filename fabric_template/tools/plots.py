@@ -166,7 +166,7 @@ def load_runs(logs: Any, seeds: bool) -> list[Run]:
 
 
 def read_runs(path: Path, seeds: bool) -> list[Run]:
-    """Read the runs of a path; join those of one name that differ only in their seed."""
+    """Read the runs of a path, and join runs of one name that differ only in their seed."""
     runs: dict[str, Run] = {}
     for found in find_runs(path.parent if path.is_file() else path):
         found["rows"].attrs["folder"] = Path(found["folder"])

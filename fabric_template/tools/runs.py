@@ -34,7 +34,7 @@ def list_runs(folder: str | os.PathLike[str] = "logs", metric: str | None = None
     """List all runs below a folder.
 
     The state is "running", "finished", "interrupted" (also when killed), "failed", or "unknown" for
-    a run of Lightning. `changed` holds the options in which the runs of one name differ.
+    a run of Lightning. `changed` lists the options that differ between runs of one name.
 
     Args:
         folder: The folder of all logs, or a folder in it.
@@ -81,7 +81,7 @@ def differing_options(runs: Sequence[Run]) -> list[str]:
 
 
 def read_run(folder: Path, root: Path, metric: str | None = None) -> Run:
-    """Read the run in a folder. Its name is the path of the parent folder, relative to root."""
+    """Read the run in a folder. A run's name is the path of its parent folder, relative to root."""
     is_below = root in folder.parent.parents
     number = folder.name.removeprefix("version_")
     rows, options = read_rows(folder), read_options(folder)

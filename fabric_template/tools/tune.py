@@ -128,7 +128,7 @@ def compare(trial: Callable[[Choice], float], before: Choice, after: Choice) -> 
 
 
 def run_in_process(function: Callable[[], Any]) -> Any:
-    """Call a function in a child process. Return its result, or None, and the error."""
+    """Call a function in a child process. Return the result, or None, and the error message."""
     method = "fork" if sys.platform == "linux" and not torch.cuda.is_initialized() else "spawn"
     context: Any = multiprocessing.get_context(method)
     receiver, sender = context.Pipe(duplex=False)

@@ -22,7 +22,7 @@ _SHAPES = (
 
 
 class NoOptimizer(Optimizer):
-    """The optimizer if ``configure_optimizers`` returned None. Its steps change nothing."""
+    """The optimizer if ``configure_optimizers`` returned None. Its ``step`` changes nothing."""
 
     def __init__(self) -> None:
         super().__init__([torch.zeros(1)], {})

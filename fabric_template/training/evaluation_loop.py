@@ -90,7 +90,7 @@ def evaluate_batches(run: RunState, name: str, max_batches: int | float) -> None
 def evaluate_with_iterator(
     run: RunState, name: str, method: Callable, max_batches: int | float, outputs: list[list[Any]]
 ) -> None:
-    """Evaluate with a step that fetches its batches itself. Adds its outputs to ``outputs``."""
+    """Evaluate with a step that fetches its batches itself. Append the results to ``outputs``."""
     loaders, step = run.data.eval_loaders, run.make_step(f"{name}_step", method)
     iterator = StepIterator(loaders.raw_batches(max_batches), loaders.count_batches(max_batches))
     num_places = 3 if loaders.has_several else 2

@@ -73,7 +73,7 @@ class Hooks:
         self._methods: dict[str, tuple[list[Callable], Callable | None] | None] = {}
 
     def call(self, name: str, *args: Any) -> Any:
-        """Call a hook of the callbacks, then of the module. Returns the module's return value."""
+        """Call a hook of the callbacks, then of the module. Returns the module's result."""
         methods = self._find(name)
         if methods is None:
             return None

@@ -85,7 +85,7 @@ def run_stage(run: RunState, function: Callable[[RunState], Any]) -> Any:
 
 
 def set_up(run: RunState, stack: ExitStack) -> None:
-    """Prepare a stage, in Trainer's order. The stack undoes the changes at the end."""
+    """Prepare a stage, in Trainer's order. All changes are undone when the stack closes."""
     is_training = run.stage == "fit"
     set_torch_flags(run.config)
     attach_run(run, stack)

@@ -169,7 +169,7 @@ def takes_iterator(step: Callable) -> bool:
 
 
 class _CallStep(nn.Module):
-    """The module that the strategy wraps. Its forward calls any step of the network."""
+    """The module that the strategy wraps. Calling this module calls a step of the network."""
 
     def __init__(self, network: nn.Module) -> None:
         super().__init__()
@@ -289,7 +289,7 @@ class StepRunner:
 
 
 class StepIterator:
-    """The argument ``dataloader_iter`` of a step. It yields (batch, batch_idx, dataloader_idx)."""
+    """Yield (batch, batch_idx, dataloader_idx) as the argument ``dataloader_iter`` of a step."""
 
     def __init__(self, batches: Iterator[tuple[Any, int, int]], num_batches: int | float) -> None:
         self._batches, self._num_batches = batches, num_batches

@@ -62,7 +62,7 @@ class Optimization:
         self.setup()
 
     def setup(self) -> None:
-        """Look up what each batch calls. Called again when the optimizers or the options change."""
+        """Look up the methods that each batch calls. Repeated when optimizers or options change."""
         run, hooks = self.run, self.run.hooks
         step = hooks.source.training_step
         self.call_step = run.make_step("training_step", step)
@@ -155,7 +155,7 @@ class Optimization:
 
 
 class AutomaticOptimization(Optimization):
-    """Trains on a batch with automatic optimization. The loop steps the optimizer.
+    """Trains on a batch with automatic optimization. FabricLoop steps the optimizer.
 
     Hooks fire in Trainer's order::
 

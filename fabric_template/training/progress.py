@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 @dataclass
 class Progress:
-    """Counters of a run. Only the loops change them."""
+    """Counters of a run. Only the training and evaluation loops change the counters."""
 
     stage: str | None = None
     """"train", "validate", "sanity_check", "test" or "predict"; None between stages."""
@@ -55,7 +55,7 @@ class Progress:
         self.phase = "epoch_start"
 
     def start_batch(self, is_last: bool) -> int:
-        """Count a training batch. Returns its index in the epoch."""
+        """Count a training batch. Returns the batch's index in the epoch."""
         batch_idx = self.batches_done
         self.phase = "batch"
         self.is_last_batch = is_last
