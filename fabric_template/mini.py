@@ -613,9 +613,11 @@ class MiniLoop:
         if hasattr(loader, "for_rank"):
             return loader.for_rank(self.fabric.global_rank, self._world_size)
         sampler = getattr(loader, "sampler", None)
-        if not isinstance(sampler, torch_data.RandomSampler | torch_data.SequentialSampler):
-            return loader
-        if loader.batch_size is None and loader.batch_sampler is not None:
+        is_own = not isinstance(sampler, torch_data.RandomSampler | torch_data.SequentialSampler)
+        if is_own or (loader.batch_size is None and loader.batch_sampler is not None):
+            # An iterable dataset and a DistributedSampler divide the samples by themselves.
+            if type(sampler).__name__ not in ("_InfiniteConstantSampler", "DistributedSampler"):
+                warnings.warn("MiniLoop does not divide the samples of this loader.", stacklevel=3)
             return loader
         options: Any = {"shuffle": isinstance(sampler, torch_data.RandomSampler)}
         options["seed"] = int(os.environ.get("PL_GLOBAL_SEED", 0))

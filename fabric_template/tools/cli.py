@@ -283,7 +283,8 @@ def make_parser(name: str) -> ArgumentParser:
 def explain(parser: ArgumentParser, message: str) -> str:
     """Shorten a message of jsonargparse to one line that names the option."""
     text = " ".join(message.split())
-    if unknown := re.match(r"Unrecognized arguments:.*?(--[\w.]+)", text):
+    # The texts of jsonargparse differ between its versions.
+    if unknown := re.match(r"(?i)unrecognized arguments:.*?(--[\w.]+)", text):
         options = [option for action in parser._actions for option in action.option_strings]
         near = difflib.get_close_matches(unknown[1], options, n=1)
         hint = f"Did you mean {near[0]}?" if near else f"{parser.prog} --help lists all."
@@ -293,7 +294,8 @@ def explain(parser: ArgumentParser, message: str) -> str:
     if union := re.search(r"Subtypes: \[(.*?)\] Errors: (.*) Given value type: .*: (.*)", text):
         # Drop the messages about types that do not match, and keep the constructor's error.
         reasons = [reason for reason in union[2].split("- ") if "Expected a" not in reason]
-        text = " ".join(reasons) or f"got {union[3]}, expected {union[1].replace(', ', ' or ')}."
+        expected = " or ".join(sorted(union[1].split(", ")))
+        text = " ".join(reasons) or f"got {union[3]}, expected {expected}."
     text = re.sub(r"<class '([\w.]+)'>", r"\1", text)
     return f"--{'.'.join(dict.fromkeys(keys))}: {text}" if keys else text
 

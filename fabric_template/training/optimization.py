@@ -1,4 +1,4 @@
-"""Train on one batch: forward, loss, zero_grad, backward, clipping and the optimizer step."""
+"""Train on one batch, from the forward pass to the optimizer step."""
 
 from __future__ import annotations
 
@@ -26,8 +26,8 @@ if TYPE_CHECKING:
 def is_window_end(run: RunState) -> bool:
     """Return whether the current batch is the last one of its accumulation window.
 
-    The optimizer steps on this batch. As in Trainer, a window ends after every N-th batch and after
-    the last batch of an epoch. Only this function decides when it ends.
+    The optimizer steps on this batch. As in Trainer, this is every N-th batch and the last one of an
+    epoch. Only this function decides it.
     """
     is_full = run.progress.batches_done % run.accumulate_grad_batches == 0
     return is_full or run.progress.is_epoch_complete

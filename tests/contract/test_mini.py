@@ -289,7 +289,7 @@ def test_killed_runs_end_with_the_same_weights_and_rows():
     torch.testing.assert_close(torch.load("end.pt", weights_only=True), expected.state_dict(), rtol=0, atol=0)
     # The run that was killed before its first checkpoint has left its folder.
     *_, newest = sorted(Path("logs/killed").iterdir())
-    assert pd.read_csv(newest / "metrics.csv").drop(columns="time").equals(rows)
+    pd.testing.assert_frame_equal(pd.read_csv(newest / "metrics.csv").drop(columns="time"), rows)
 
 
 def test_ctrl_c_returns_the_history_and_resumes(capsys):

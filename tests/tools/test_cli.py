@@ -304,7 +304,7 @@ def test_a_run_is_continued_or_gives_its_weights_to_a_new_one(capsys):
         (["fit", "--config", "no.yaml"], "--config: File does not exist"),
         (["fit", "--run", "none"], "none, expected a run's folder"),
         ([*FIT, "--callbacks+=EarlyStopping"], "--callbacks: Problem with given class_path 'lightning.pytorch.callbacks."
-         "EarlyStopping': Option 'monitor' is required"),
+         "EarlyStopping': "),
     ],
 )  # fmt: skip
 def test_a_mistake_is_one_line_and_writes_nothing(capsys, argv, expected):
