@@ -615,7 +615,7 @@ class MiniLoop:
         sampler = getattr(loader, "sampler", None)
         is_own = not isinstance(sampler, torch_data.RandomSampler | torch_data.SequentialSampler)
         if is_own or (loader.batch_size is None and loader.batch_sampler is not None):
-            # An iterable dataset and a DistributedSampler divide the samples by themselves.
+            # An iterable dataset divides its samples, and so does a DistributedSampler.
             if type(sampler).__name__ not in ("_InfiniteConstantSampler", "DistributedSampler"):
                 warnings.warn("MiniLoop does not divide the samples of this loader.", stacklevel=3)
             return loader
