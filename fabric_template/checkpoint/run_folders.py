@@ -102,7 +102,7 @@ def lock_folders(folders: Iterable[Path]) -> Iterator[None]:
     """Make this process the only writer of some folders, and record how the run ends.
 
     The system releases the lock of a killed process. Each .lock file has the process id, and "finished",
-    "interrupted" or "failed" at the end. The command ``fabric-template runs`` reads these words.
+    "interrupted" or "failed" at the end. The command ``fabric-template runs`` reads this state.
 
     Raises:
         CheckpointError: Another run writes to one of the folders.
