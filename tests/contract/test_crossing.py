@@ -1,7 +1,5 @@
 """Test that FabricLoop and lightning.Trainer resume each other's checkpoints, between and within epochs."""
 
-import csv
-import shutil
 import warnings
 
 import lightning.pytorch as pl
@@ -11,11 +9,10 @@ from both import LOOPS
 from lightning.fabric.plugins.precision import MixedPrecision as FabricMixedPrecision
 from lightning.pytorch import callbacks as cb
 from lightning.pytorch.plugins.precision import MixedPrecision
-from modules import Classifier, make_data, make_loader, quiet
-from runs import logs_of, same, val_loader
+from modules import Classifier, make_loader, quiet
+from runs import same, val_loader
 from torch import nn
 from torch.optim.lr_scheduler import ReduceLROnPlateau, StepLR
-from torchdata.stateful_dataloader import StatefulDataLoader
 
 from fabric_template import FabricLoop
 
@@ -194,20 +191,6 @@ def test_at_the_end_of_an_epoch(tmp_path, case, where):
         assert_same_end(expected, found)
 
 
-@pytest.mark.parametrize("case", CASES)
-def test_files_written_without_a_callback(tmp_path, case):
-    """A run resumes exactly from the loop's last.ckpt, and from Trainer.save_checkpoint after fit."""
-    whole = run("trainer", tmp_path / "whole", case)
-    trainer, *_ = run("trainer", tmp_path / "trainer", case, max_epochs=2)
-    trainer.save_checkpoint(tmp_path / "trainer.ckpt")
-    loop, *_ = run("loop", tmp_path / "loop", case, max_epochs=2, **CKPT)
-    last = loop.checkpoint_path("last")
-    for second, path in (("trainer", last), ("loop", tmp_path / "trainer.ckpt"), ("loop", last)):
-        crossed = run(second, tmp_path / "crossed" / second / path.stem, case, path=path)
-        assert crossed[2][0].seen == whole[2][0].seen[20:], (second, path)
-        assert_same_end(whole, crossed)
-
-
 EVERY_STEP = {"filename": "{step}", "every_n_train_steps": 1, "save_top_k": -1}
 
 
@@ -241,37 +224,6 @@ def test_in_the_middle_of_an_epoch(tmp_path, case, step):
     assert_same_end(whole, ends["loop", "loop"])
 
 
-class Remembers:
-    """A loader that shuffles each epoch and saves its position."""
-
-    def __init__(self):
-        self.data, self.generator = make_data(40), torch.Generator().manual_seed(3)
-        self.at, self.order = 0, []
-
-    def __len__(self):
-        return 10
-
-    def __iter__(self):
-        if self.at in (0, 10):
-            self.at, self.order = 0, torch.randperm(40, generator=self.generator).tolist()
-        while self.at < 10:
-            self.at += 1
-            yield self.data[self.order[4 * self.at - 4 : 4 * self.at]]
-
-    def state_dict(self):
-        return {"at": self.at, "order": self.order, "generator": self.generator.get_state()}
-
-    def load_state_dict(self, state):
-        self.at, self.order = state["at"], state["order"]
-        self.generator.set_state(state["generator"])
-
-
-class Streams(Remembers):
-    """Has no length, so that a loop fetches one batch ahead."""
-
-    __len__ = None
-
-
 def fit_on(kind, make, root, path=None, epochs=2, **words):
     """Train on these loaders. Return (the module, the first number of each batch)."""
     pl.seed_everything(1, verbose=False)
@@ -282,27 +234,6 @@ def fit_on(kind, make, root, path=None, epochs=2, **words):
         module.on_train_batch_start = lambda batch, batch_idx: seen.append(batch[0][0, 0].item())
         loop.fit(module, make(), **({WORD[kind]: path} if path else {}))
     return module, seen
-
-
-@exact_trainer
-@pytest.mark.filterwarnings("ignore:'set_vital' is deprecated")
-@pytest.mark.parametrize("step", [4, 10, 12])
-@pytest.mark.parametrize("name", ["own", "stream", "torchdata"])
-def test_loaders_with_state_go_on_from_the_others_file(tmp_path, name, step):
-    make = {"own": Remembers, "stream": Streams, "torchdata": lambda: StatefulDataLoader(make_data(40), 4)}[name]
-    whole, seen = fit_on("trainer", make, tmp_path)
-    for first in LOOPS:
-        folder = tmp_path / first
-        words = {"enable_checkpointing": True, "callbacks": [cb.ModelCheckpoint(folder, **EVERY_STEP)]}
-        fit_on(first, make, folder, **words)
-        for second in LOOPS:
-            module, left = fit_on(second, make, tmp_path / "again", folder / f"step={step}.ckpt")
-            if (first, name) == ("trainer", "stream"):  # its file has the position of the batch ahead
-                continue
-            if (second, name, step) == ("trainer", "torchdata", 10):  # it trains no batch, with either file
-                continue
-            assert left == seen[step:], (first, second)
-            assert same(dict(whole.state_dict()), dict(module.state_dict())), (first, second)
 
 
 @exact_trainer
@@ -318,39 +249,3 @@ def test_the_rest_of_a_shuffled_epoch(tmp_path, step, workers):
     )
     assert found == expected
     assert same(dict(one.state_dict()), dict(other.state_dict()))
-
-
-@pytest.mark.parametrize("when", ["steps", "validations", "epochs"])
-def test_our_own_goes_on_exactly_from_a_callbacks_file(tmp_path, when):
-    """A resume completes the batch, validation or epoch in which a callback saved. The CSV files are equal."""
-    words = {"val_check_interval": 0.5, "log_every_n_steps": 1, "max_epochs": 2, "logger": None}
-
-    class Forked(Classifier):
-        def __init__(self):
-            super().__init__(plateau, on_step=True)  # dropout, whose random numbers continue, too
-
-    def go(root, path=None, save=None):
-        pl.seed_everything(1, verbose=False)
-        module = Forked()
-        loop = FabricLoop(
-            **quiet(default_root_dir=str(root), callbacks=save or [], **{**words, **(CKPT if save else {})})
-        )
-        loop.fit(module, make_loader(), val_loader(), resume=path)
-        rows, steps = logs_of(root)
-        found = csv.DictReader((steps or "").splitlines())
-        return module, rows, [{name: cell for name, cell in row.items() if cell} for row in found]
-
-    saver = {
-        "steps": {**EVERY_STEP, "filename": "{step}"},
-        "validations": {"monitor": "val_loss", "save_top_k": -1, "save_on_train_epoch_end": False},
-        "epochs": {"save_top_k": -1, "save_on_train_epoch_end": True},
-    }[when]
-    whole, rows, steps = go(tmp_path / "whole", save=[cb.ModelCheckpoint(tmp_path / "kept", **saver)])
-    files = sorted((tmp_path / "kept").glob("*.ckpt"))
-    assert len(files) == {"steps": 20, "validations": 4, "epochs": 2}[when]
-    shutil.copy(tmp_path / "whole/logs/run/version_0/metrics.csv", tmp_path / "kept")  # the history goes with the files
-    for path in files[:: 3 if when == "steps" else 1]:
-        module, *found = go(tmp_path / path.stem, path)
-        assert same(dict(module.state_dict()), dict(whole.state_dict())), path
-        assert found[0] == rows, path
-        assert found[1] == steps[len(steps) - len(found[1]) :], path

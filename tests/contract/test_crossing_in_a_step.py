@@ -104,19 +104,3 @@ def test_saved_in_a_step(tmp_path, hook, make, batches, options):
         assert ends["loop", "trainer"][2][0][:2] == ends["loop", "loop"][2][0][:2]
     else:
         assert_goes_on_as_the_whole(ends["trainer", "trainer"], ends["loop", "trainer"])
-
-
-@pytest.mark.parametrize(
-    ("hook", "batches"),
-    [("on_fit_start", 0), ("on_train_start", 0), ("on_train_epoch_start", 0), ("on_train_epoch_start", 10)],
-)
-def test_saved_before_the_first_step_of_an_epoch(tmp_path, hook, batches):
-    """Trainer skips an epoch when it resumes from its own file of `on_train_epoch_start`."""
-    whole = run("trainer", Saves())
-    for first in LOOPS:
-        path = tmp_path / f"{first}.ckpt"
-        run(first, Saves(hook, batches, path), max_epochs=1 + batches // 10)
-        for second in ("loop",) if first == "trainer" else LOOPS:
-            found = run(second, Saves(), path=path)
-            assert len(found[2]) == 20 - batches
-            assert_goes_on_as_the_whole(whole, found)

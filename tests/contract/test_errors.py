@@ -1,7 +1,6 @@
 """Errors that only a run can find, and the classes of errors. tests/contract/wrong_inputs.txt has the others."""
 
 import re
-import warnings
 
 import pytest
 import torch
@@ -35,9 +34,6 @@ def fitting(root, *args, options=None, **given):
     return lambda: loop.fit(*args, **given)
 
 
-# ---- options
-
-
 @pytest.mark.parametrize(
     ("options", "kind", "message"),
     [
@@ -68,9 +64,6 @@ def test_all_wrong_options_are_named_at_once(tmp_path, options, kind, message):
     check_error(kind, message, lambda: FabricLoop(**options), tmp_path)
 
 
-# ---- models and loaders
-
-
 def test_no_optimizer(tmp_path):
     message = "No `configure_optimizers()` method defined. Write it in Linear, or pass fit(...,"
     call = fitting(tmp_path, nn.Linear(8, 3), make_loader(), training_step=lambda net, batch: net(batch[0]).sum())
@@ -91,9 +84,6 @@ def test_validation_loader_without_step(tmp_path):
 
     with pytest.warns(UserWarning, match="^You passed in a `val_dataloader` but have no `validation_step`"):
         fitting(tmp_path, Half(), make_loader(), make_loader())()
-
-
-# ---- the loss
 
 
 @pytest.mark.parametrize(
@@ -119,9 +109,6 @@ def test_loss(tmp_path, step, kind, message):
     with pytest.raises(kind, match=re.escape(message)):
         fitting(tmp_path, model, make_loader())()
     assert [path for path in tree(tmp_path) if path.endswith((".ckpt", ".csv"))] == []
-
-
-# ---- checkpoints
 
 
 @pytest.mark.parametrize("argument", ["resume", "load"])
@@ -166,9 +153,6 @@ def test_monitor_that_is_never_logged(tmp_path):
     assert len(history) == 2
 
 
-# ---- the disk
-
-
 @pytest.mark.parametrize("where", [".", "logs", "logs/run"])
 def test_file_in_place_of_a_folder(tmp_path, where):
     root = tmp_path / "mine"
@@ -177,27 +161,6 @@ def test_file_in_place_of_a_folder(tmp_path, where):
     blocked.write_text("a file")
     check_error(ValueError, "default_root_dir: got ", fitting(root, Classifier(), make_loader()), tmp_path)
     assert blocked.read_text() == "a file"
-
-
-# ---- warnings
-
-
-def test_nan_loss_warns_once(tmp_path):
-    class Diverges(Plain):
-        def training_step(self, batch, batch_idx):
-            loss = super().training_step(batch)
-            return loss * float("nan") if batch_idx == 3 else loss
-
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
-        _, _, history = fit(tmp_path, Diverges, lambda: make_loader(24), max_epochs=3)
-    [text] = [str(warning.message) for warning in caught if "not finite" in str(warning.message)]
-    assert "detect_anomaly=True" in text
-    assert "\n" not in text
-    assert len(history) == 3
-
-
-# ---- the classes
 
 
 @pytest.mark.parametrize("kind", [MisconfigurationException, ValueError])

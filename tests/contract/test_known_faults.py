@@ -95,9 +95,6 @@ def fit(model=None, train=None, val=None, loop_class=FabricLoop, given=None, **o
     return loop, model
 
 
-# ---- 1 to 13: imports, optimizers, the optimizer step
-
-
 SHAPES = {
     "dict": (lambda net: {"optimizer": sgd(net)}, [0.1] * 3),
     "list": (lambda net: [sgd(net)], [0.1] * 3),
@@ -145,17 +142,6 @@ def test_fault_04_06_gradients_of_accumulation(loop_class):
     assert weight_after(loop_class, 2, torch.tensor([1.0, 3.0, 8.0]), 1) == -(1.0 + 3.0) / 2 - 8.0 / 2
     loop, _ = fit(train=batches(5), accumulate_grad_batches=2, max_epochs=2, loop_class=loop_class)
     assert loop.global_step == 6
-
-
-@pytest.mark.parametrize("returned", ["sgd", 7, [object()]], ids=["text", "number", "list"])
-@both_loops
-def test_fault_11_unknown_shapes(loop_class, returned):
-    """The error has no message."""
-    with pytest.raises(TypeError, match="expected an optimizer|expected one optimizer"):
-        fit(nn.Linear(4, 1), given={"optimizer": returned, "training_step": linear}, loop_class=loop_class)
-
-
-# ---- 14 to 26: schedulers, validation, limits
 
 
 @both_loops
@@ -259,9 +245,6 @@ def test_fault_24_without_limits(loop_class):
     assert limits == [(1000, -1)]
 
 
-# ---- 32 to 41: loggers, loaders, options
-
-
 class CountReads(TorchDispatchMode):
     """Counts how often a tensor's value is read from its device."""
 
@@ -323,15 +306,6 @@ def test_fault_34_loaders_without_length(loop_class):
     assert (loop.global_step, net.trained) == (10, 10)
     loop, net = fit(Unpacked(), (torch.ones(2, 4) for _ in range(5)), loop_class=loop_class)
     assert (loop.global_step, net.trained) == (5, 5)
-
-
-@both_loops
-def test_fault_37_validation_is_optional(loop_class):
-    """val_loader has no default."""
-    loop, net = make_loop(loop_class), Net()
-    history = loop.fit(net, batches())
-    assert (net.trained, net.validated) == (4, 0)
-    assert list(history.columns) == ["epoch", "step", "train_loss", "lr", "time"]
 
 
 @both_loops

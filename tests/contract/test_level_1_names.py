@@ -36,19 +36,6 @@ def test_set_up_parts(precision):
     optimizer.step()
 
 
-def test_clipping_is_in_the_optimizers_order():
-    """Clip as the docstring of `setup` shows. A sum in another order has other last bits."""
-    bare = make_net()
-    groups = [{"params": bare[index].parameters()} for index in (3, 0, 1)]
-    loop = FabricLoop(**quiet())
-    net, optimizer = loop.setup(bare, torch.optim.SGD(groups, lr=0.1))
-    loop.backward(net(torch.randn(16, 4)).square().mean())
-    expected = torch.nn.utils.clip_grad_norm_(
-        [p for group in optimizer.param_groups for p in group["params"]], float("inf")
-    )
-    assert loop.fabric.clip_gradients(net, optimizer, max_norm=1e-3).equal(expected)
-
-
 def test_what_setup_gave_back_goes_into_fit():
     """Fit does not wrap the model twice. Its weights equal those of a model that was not set up."""
 

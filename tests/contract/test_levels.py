@@ -84,9 +84,6 @@ def assert_history(history, expected_rows):
     torch.testing.assert_close(values, torch.tensor(expected_rows, dtype=values.dtype), rtol=1e-6, atol=1e-7)
 
 
-# ---- level 1: the parts, in a loop of one's own
-
-
 def test_level_1_the_parts_in_a_loop_of_ones_own(expected, tmp_path):
     torch.manual_seed(1)
     loop = make_loop("parts")
@@ -149,9 +146,6 @@ def test_level_1_setup_moves_a_tensor_loader():
     assert next(iter(batches))[0].device == loop.fabric.device
 
 
-# ---- level 2: step functions
-
-
 @pytest.mark.parametrize("with_idx", [False, True])
 def test_level_2_step_functions(expected, with_idx):
     seen = []
@@ -172,9 +166,6 @@ def test_level_2_step_functions(expected, with_idx):
     assert_same_weights(expected[0], net)
     assert_history(history, expected[1])
     assert seen == (list(range(7)) * EPOCHS if with_idx else [])
-
-
-# ---- level 3: an object with step methods
 
 
 class PlainObject:
@@ -227,9 +218,6 @@ def test_level_3_last_and_best_are_known_after_validate():
         (results,) = loop.validate(model, val, load="best", verbose=False)
         assert results["val_loss"] == history["val_loss"].min()
     assert loop.checkpoint_path("last").samefile("checkpoints/known/version_0/last.ckpt")
-
-
-# ---- level 4: Lightning's classes, of both packages
 
 
 def make_lightning(package):

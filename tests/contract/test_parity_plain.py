@@ -84,9 +84,6 @@ CASES = {
 }  # fmt: skip
 
 
-# ---- the same training on the levels of adoption
-
-
 def val_function(net, batch):
     logits = net(batch[0])
     return cross_entropy(logits, batch[1]), (logits.argmax(1) == batch[1]).float().mean()
@@ -191,9 +188,6 @@ def test_tensor_loader_is_the_same_loop():
     net = make_net()
     fit_on("functions", net, momentum, TensorLoader(x, y, batch_size=4, shuffle=True))
     assert_equal_weights(expected, net)
-
-
-# ---- with a validation at the end of each epoch
 
 
 def plain_with_validation(net, loader, val_loader):

@@ -11,7 +11,6 @@ from torch import nn
 from torch.nn.functional import cross_entropy
 
 from fabric_template import FabricLoop, MiniLoop
-from fabric_template.errors import ConfigurationError
 
 
 def make_net():
@@ -39,9 +38,6 @@ def rows_of(loop, name="metrics.csv"):
 
 def share_right(net, outputs):
     return {"right": torch.cat([output["right"] for output in outputs]).float().mean()}
-
-
-# ---- log and scheduler
 
 
 def logged(loop, log):
@@ -93,9 +89,6 @@ def test_a_list_of_schedulers_and_one_that_waits_for_a_metric():
     assert optimizer.param_groups[0]["lr"] == 0.1 / 4 / 2
 
 
-# ---- several validation loaders with names
-
-
 def named_fit(epochs=2, **more):
     net = make_net()
     loop = FabricLoop(**quiet(max_epochs=epochs, logger=True, name="named"))
@@ -114,9 +107,6 @@ def test_loaders_have_names():
     assert (first, second) == ({"a_loss": history.val_loss[1]}, {"b_loss": alone["val_loss"]})
     one = loop.validate(net, {"only": val_loader()}, verbose=False)
     assert one == [{"only_loss": history.val_loss[1]}]
-
-
-# ---- an epoch's end
 
 
 def test_epoch_end():
@@ -144,14 +134,6 @@ def test_epoch_end():
     assert {"val_right", "train_again_right", "val_two"} <= set(history.columns)
 
 
-def test_wrong_epoch_end():
-    with pytest.raises(TypeError, match=r"^epoch_end: got 3\.0 from it, expected a dict"):
-        named_fit(epochs=1, epoch_end=lambda net, outputs: 3.0)
-
-
-# ---- validate_every_n_steps
-
-
 @pytest.mark.parametrize(("accumulated", "expected"), [(1, [5, 10, 15, 20, 25, 30]), (3, [5, 10])])
 def test_validate_every_n_steps(accumulated, expected):
     """An epoch has 10 batches. Each validation is a row of metrics.csv, and the last step is one."""
@@ -167,9 +149,6 @@ def test_validate_every_n_steps(accumulated, expected):
     loop.fit(net, make_loader(), val_loader(), optimizer=sgd(net), **functions)
     assert steps == expected
     assert [int(row["step"]) for row in rows_of(loop, "metrics.csv")] == sorted({*expected, loop.global_step})
-
-
-# ---- several optimizers
 
 
 def gan_step(parts, optimizers):
@@ -237,39 +216,12 @@ def test_function_steps_the_one_optimizer_of_a_network_with_manual_optimization(
     assert loop.global_step == 20
 
 
-def test_several_optimizers_that_nobody_steps():
-    parts, optimizers = make_gan()
-    with pytest.raises(ConfigurationError, match="^training_step: got several optimizers and used none of them"):
-        FabricLoop(**quiet(max_epochs=1)).fit(
-            parts, make_loader(), optimizer=optimizers, training_step=lambda net, batch: net["g"](batch[0]).mean()
-        )
-
-
 def test_backward_of_the_loss_in_several_processes(monkeypatch):
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
     parts, optimizers = make_gan()
     loop = FabricLoop(**quiet(max_epochs=1, devices=2, strategy="ddp_fork"))
     with pytest.raises(Exception, match=r"expected loop.backward\(loss\), which adds their gradients"):
         loop.fit(parts, make_loader(), optimizer=optimizers, training_step=gan_step(parts, optimizers))
-
-
-# ---- training mode
-
-
-def test_a_network_in_eval_mode_is_put_into_training_mode():
-    """As model.train() does. A part of a training network that is in eval mode stays there."""
-    net = nn.Sequential(nn.Dropout(0.5), nn.Linear(8, 3)).eval()
-    loop = FabricLoop(**quiet(max_epochs=1))
-    loop.fit(net, make_loader(), optimizer=sgd(net), training_step=training_step)
-    assert net.training
-    assert net[0].training
-    net[0].eval()
-    loop.fit(net, make_loader(), optimizer=sgd(net), training_step=training_step)
-    assert net.training
-    assert not net[0].training
-
-
-# ---- what a function is called with
 
 
 @pytest.mark.parametrize("loop_class", [FabricLoop, MiniLoop])

@@ -4,7 +4,7 @@ import lightning.pytorch as pl
 import pytest
 import torch
 from both import LOOPS
-from lightning.pytorch.callbacks import Callback, ModelCheckpoint
+from lightning.pytorch.callbacks import Callback
 from lightning.pytorch.demos.boring_classes import BoringModel
 from modules import quiet
 
@@ -71,23 +71,6 @@ def test_option_is_set_before_fit_or_in_a_hook(hook, name, value, tmp_path):
         assert getattr(trainer, name) == value
         sides.append((trainer, module))
     assert_same(sides)
-
-
-@pytest.mark.filterwarnings("ignore:The dirpath has changed", "ignore:Be aware that when using `ckpt_path`")
-def test_ckpt_path(tmp_path):
-    found = []
-    for name, kind in LOOPS.items():
-        saver = ModelCheckpoint(dirpath=tmp_path / name, filename="x")
-        made(kind, tmp_path, callbacks=[saver], enable_checkpointing=True).fit(BoringModel())
-        trainer = made(kind, tmp_path, max_epochs=5)
-        trainer.ckpt_path = saver.best_model_path
-        trainer.fit(BoringModel())
-        found.append([trainer.global_step, trainer.ckpt_path == saver.best_model_path])
-        trainer = made(kind, tmp_path, limit_test_batches=2)
-        trainer.ckpt_path, module = saver.best_model_path, BoringModel()
-        trainer.test(module, verbose=False)
-        found[-1].append(module.layer.weight.sum().item())
-    assert found[0] == found[1]
 
 
 def test_a_wrong_value_is_refused_as_in_the_constructor():

@@ -14,8 +14,6 @@ from lightning.pytorch.callbacks.progress.tqdm_progress import Tqdm
 from modules import Classifier, make_loader, quiet
 from runs import val_loader
 
-from fabric_template import FabricLoop
-
 BAR = {"enable_progress_bar": True}
 
 
@@ -199,24 +197,3 @@ def test_simple_profiler(tmp_path):
     for stage in ("fit", "test", "predict"):
         assert (tmp_path / "loop" / f"{stage}-report.txt").read_text().startswith(f"{stage.upper()} Profiler Report\n")
     assert re.search(r"\|  run_training_epoch\s+\|", (tmp_path / "loop" / "fit-report.txt").read_text())
-
-
-def test_an_unknown_profiler_is_refused():
-    assert type(FabricLoop(accelerator="cpu").profiler).__name__ == "PassThroughProfiler"
-    with pytest.raises(ValueError, match="it can only be one of .'advanced', 'pytorch', 'simple'"):
-        FabricLoop(accelerator="cpu", profiler="fast")
-
-
-# The bar that Trainer adds by itself
-
-
-def test_a_bar_that_is_read_before_a_run_takes_the_place_of_the_console(tmp_path, capsys):
-    options = {"max_epochs": 2, "limit_train_batches": 3, "default_root_dir": str(tmp_path), **BAR}
-    loop = FabricLoop(**{**quiet(), **options})
-    bar = loop.progress_bar_callback
-    assert type(bar) is cb.TQDMProgressBar
-    assert loop.progress_bar_callback is bar
-    loop.fit(Barred(), make_loader())
-    assert (bar.train_progress_bar.n, bar.train_progress_bar.total) == (3, 3)
-    assert "Epoch 1: 100%" in "".join(capsys.readouterr())
-    assert FabricLoop(accelerator="cpu", enable_progress_bar=False).progress_bar_callback is None

@@ -101,9 +101,6 @@ def by_hand(net, batches):
     return (sum(values) / 12).tolist()
 
 
-# ---- evaluation
-
-
 def test_evaluation_uses_the_functions_of_fit():
     loop, net, _ = fit("functions", monitor="val_loss", name="stages")
     _, val = make_loaders()
@@ -132,9 +129,6 @@ def test_evaluation_in_a_new_process_takes_functions():
     assert [len(part) for part in classes] == [4, 4, 4]
     with pytest.raises(ValueError, match=r"No `test_step\(\)` method .*test_step=fn"):
         fresh.test(make_net(), val)
-
-
-# ---- what callbacks get
 
 
 class Sees(Callback):

@@ -21,9 +21,6 @@ def plain_loader():
     return make_loader(24, shuffle=False)
 
 
-# ---- hooks
-
-
 class Listening(Classifier):
     """Notes what the checkpoint hooks are shown."""
 
@@ -45,9 +42,6 @@ def test_checkpoint_hooks_are_shown_trainers_keys(tmp_path):
     assert ours.saved[1:] == (1, 12)
     _, again, _ = fit(tmp_path, Listening, plain_loader, val_loader, max_epochs=3, resume="last")
     assert again.loaded == ours.saved
-
-
-# ---- which weights an evaluation takes
 
 
 class Scored(Classifier):
@@ -80,9 +74,6 @@ def test_without_a_model_the_best_weights_are_tested(tmp_path, own):
     assert loop.test(load="best", dataloaders=val_loader(), verbose=False) == best
 
 
-# ---- what a module finds around it
-
-
 class Ignores(torch.optim.SGD):
     def step(self, closure=None):
         return super().step()
@@ -101,9 +92,6 @@ def test_a_closure_that_nobody_calls(run, make):
     """Nothing would be trained."""
     with pytest.raises(MisconfigurationException, match="The closure hasn't been executed. HINT: did you call"):
         run(make, plain_loader, max_epochs=1)
-
-
-# ---- attributes
 
 
 def test_init_module():

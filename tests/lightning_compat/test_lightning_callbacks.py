@@ -26,9 +26,6 @@ class Normed(Classifier):
         self.net = nn.Sequential(nn.Linear(8, 16), nn.BatchNorm1d(16), nn.ReLU(), nn.Dropout(0.2), nn.Linear(16, 3))
 
 
-# ---- stopping
-
-
 @pytest.mark.parametrize(
     "options",
     [
@@ -50,8 +47,6 @@ def test_early_stopping(tmp_path, options):
     assert ours.trainer.early_stopping_callback is second
     assert ours.trainer.early_stopping_callbacks == [second]
 
-
-# ---- files
 
 MODEL_CHECKPOINTS = {
     "plain": {},
@@ -94,9 +89,6 @@ def test_on_exception_checkpoint(tmp_path):
     assert str(ours.error) == "mine"
     assert_same_files(expected, ours)
     assert list(ours.files()) == ["rescued.ckpt"]
-
-
-# ---- the optimizer step
 
 
 def test_gradient_accumulation_scheduler(tmp_path):
@@ -156,9 +148,6 @@ def test_weight_averaging(tmp_path, make):
         assert same(expected.files()["last.ckpt"][key], ours.files()["last.ckpt"][key])
 
 
-# ---- what is logged
-
-
 @pytest.mark.parametrize("optimizers", [sgd, by_step, by_epoch], ids=["sgd", "step", "epoch"])
 @pytest.mark.parametrize(
     "options",
@@ -180,25 +169,6 @@ def test_learning_rate_monitor(tmp_path, optimizers, options):
         {name: float(value) for name, value in side.trainer.callback_metrics.items()} for side in (expected, ours)
     ]
     assert metrics[0] == metrics[1]
-
-
-class Flops(Classifier):
-    flops_per_batch = 1000
-
-
-@pytest.mark.parametrize("options", [{"accumulate_grad_batches": 3}, {"val_check_interval": 0.5}], ids=str)
-def test_throughput_monitor(tmp_path, options):
-    def make(root):
-        return cb.ThroughputMonitor(batch_size_fn=lambda batch: len(batch[0]), length_fn=lambda batch: 8, window_size=4)
-
-    expected, ours = run_both(tmp_path, make, Flops, logger=Notes, log_every_n_steps=2, **options)
-    keys = [[(step, sorted(values)) for step, values in side.rows] for side in (expected, ours)]
-    assert keys[0] == keys[1]
-    counted = [
-        [values["train/samples"] for _, values in side.rows if "train/samples" in values] for side in (expected, ours)
-    ]
-    assert counted[0] == counted[1]
-    assert counted[1]
 
 
 class Writes(cb.BasePredictionWriter):
@@ -235,9 +205,6 @@ def test_prediction_writer(tmp_path, interval, several):
     assert len(names[1]) == (8 if several else 3) * (interval != "epoch") + (interval != "batch")
     for name in names[0]:
         assert same(*(torch.load(side.root / name) for side in sides)), name
-
-
-# ---- what users write
 
 
 def test_self_log_in_callbacks(tmp_path):
@@ -278,38 +245,6 @@ def test_order_and_the_modules_own(tmp_path):
     names = [[type(callback).__name__ for callback in side.trainer.callbacks] for side in (expected, ours)]
     assert names[0] == names[1] == ["LambdaCallback", "Stop", "Timer", "OnExceptionCheckpoint", "ModelCheckpoint"]
     assert list(expected.files()) == list(ours.files()) == ["checkpoints/own.ckpt"]
-
-
-# ---- errors
-
-
-class Keyed(pl.Callback):
-    def state_dict(self):
-        return {"a": 1}
-
-
-@pytest.mark.parametrize(
-    ("callbacks", "options", "text"),
-    [
-        (cb.BatchSizeFinder(), {}, "got a BatchSizeFinder, which needs Trainer's tuner"),
-        (cb.LearningRateFinder(), {}, "got a LearningRateFinder, which needs Trainer's tuner"),
-        (3, {}, "expected objects with methods named like hooks"),
-        ([True], {}, "expected objects with methods named like hooks"),
-        ((callback for callback in ()), {}, "expected objects with methods named like hooks"),
-        ([[pl.Callback()]], {}, "expected objects with methods named like hooks"),
-        ([cb.TQDMProgressBar(), cb.RichProgressBar()], {}, "You added multiple progress bar callbacks to the"),
-        (cb.TQDMProgressBar(), {"enable_progress_bar": False}, "`enable_progress_bar=False` but found `TQDMProgressBar`"),
-        (cb.ModelCheckpoint(), {"enable_checkpointing": False}, "`enable_checkpointing=False` but found `ModelCheckpoint`"),
-        (cb.ModelCheckpoint(), {"barebones": True}, "`enable_checkpointing=False` but found `ModelCheckpoint`"),
-        ([Keyed(), Keyed()], {}, "Found more than one stateful callback of type `Keyed`"),
-        (cb.EarlyStopping, {}, "Write EarlyStopping(...)"),
-    ],
-)  # fmt: skip
-def test_refused(callbacks, options, text):
-    with pytest.raises((ValueError, TypeError, RuntimeError)) as caught:
-        FabricLoop(accelerator="cpu", callbacks=callbacks, **options)
-    assert text in str(caught.value)
-    assert "\n" not in str(caught.value)
 
 
 def test_an_attribute_of_a_loop_that_has_no_meaning_is_refused():

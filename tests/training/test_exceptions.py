@@ -173,24 +173,6 @@ def test_error_while_saving_does_not_hide_the_error(tmp_path):
         fit(tmp_path, FailsToSave, train=loader, max_epochs=1)
 
 
-@pytest.mark.parametrize("where", ["training_step", "validation_step"])
-def test_an_exception_restores_modes_and_handlers(tmp_path, where):
-    modules = []
-
-    def make():
-        modules.append(Fails(where, 1))
-        modules[0].net[1].eval()
-        return modules[0]
-
-    with pytest.raises(Broken):
-        fit(tmp_path, make, train, val_loader, max_epochs=1, num_sanity_val_steps=0)
-    assert [part.training for part in modules[0].net] == [True, False, True, True]
-    assert modules[0].training
-    assert torch.is_grad_enabled()
-    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
-    fit(tmp_path, lambda: modules[0], train, max_epochs=1)
-
-
 # Several processes
 
 

@@ -83,9 +83,6 @@ def test_dtypes_inside_the_steps(precision, level):
     assert torch.get_default_dtype() == torch.float32
 
 
-# ---- the gradient scaler
-
-
 class Overflows(Classifier):
     """A gradient that is not finite at two batches: the scaler skips those steps and lowers its scale."""
 
@@ -175,15 +172,3 @@ def test_scaler_is_saved_and_restored(tmp_path):
     assert_same_weights(expected, module)
     assert loop.scaler.state_dict() == whole.scaler.state_dict()
     assert loop.scaler.get_scale() == 16.0 * 2**5  # 40 steps
-
-
-def test_scaler_refuses_lbfgs():
-    module = Classifier(lambda m: torch.optim.LBFGS(m.parameters()))
-    with pytest.raises(ValueError, match="AMP and the LBFGS optimizer are not compatible"):
-        FabricLoop(**quiet(max_epochs=1, **scaled())).fit(module, train())
-
-
-def test_fused_optimizers_unscale_themselves_and_cannot_be_clipped():
-    module = Classifier(lambda m: torch.optim.SGD(m.parameters(), lr=0.1, fused=True))
-    with pytest.raises(RuntimeError, match="does not allow for gradient clipping.*fused"):
-        FabricLoop(**quiet(max_epochs=1, gradient_clip_val=1.0, **scaled())).fit(module, train())

@@ -98,9 +98,6 @@ class Foreign(Logger):
         pass
 
 
-# ---- what follows from an exception
-
-
 class Fails(Classifier):
     """Fails in a method, on one rank or on all."""
 

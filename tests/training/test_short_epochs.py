@@ -5,8 +5,8 @@ import shutil
 
 import pytest
 import torch
-from lightning.pytorch.callbacks import Callback, ModelCheckpoint
-from modules import Classifier, by_epoch, make_data, make_loader, run_trainer
+from lightning.pytorch.callbacks import Callback
+from modules import Classifier, by_epoch, make_data, make_loader
 from runs import Snapshots, assert_same_end, fit, logs_of, val_loader
 from torch.optim.lr_scheduler import ReduceLROnPlateau
 from torch.utils.data import DataLoader, IterableDataset
@@ -99,27 +99,6 @@ def test_should_stop(tmp_path, options):
     assert logs_of(tmp_path / "cut")[0] == logs_of(tmp_path / "whole")[0]
 
 
-@pytest.mark.parametrize("steps", [4, 6])
-def test_resume_from_a_file_of_model_checkpoint(tmp_path, steps):
-    """It is saved at the end of the epoch, which continues with a larger max_steps if it was short."""
-    make = lambda: Classifier(dropout=0.0)  # noqa: E731
-    whole = fit(tmp_path / "whole", make, train, max_epochs=2)
-    saving = ModelCheckpoint(tmp_path / "saved", save_last=True)
-    fit(tmp_path / "cut", make, train, max_epochs=2, max_steps=steps, callbacks=[saving])
-    path = tmp_path / "saved" / "last.ckpt"
-    assert_same_end(whole, fit(tmp_path / "cut", make, train, seed=9, max_epochs=2, resume=path))
-
-
-@pytest.mark.parametrize("steps", [4, 6])
-def test_resume_from_a_file_of_trainer(tmp_path, steps):
-    """A file of a run that max_steps ended continues with the next epoch, as in Trainer."""
-    saving = ModelCheckpoint(tmp_path, save_last=True)
-    run_trainer(Classifier, train, max_steps=steps, callbacks=[saving], enable_checkpointing=True)
-    loop, _, history = fit(tmp_path, train=train, max_epochs=2, resume=tmp_path / "last.ckpt")
-    assert (loop.current_epoch, loop.global_step) == (2, steps + 6)
-    assert history[["epoch", "step"]].to_numpy().tolist() == [[1, steps + 6]]
-
-
 # A pass that is shorter than its length is a whole epoch. A used-up iterator is an error.
 
 
@@ -187,19 +166,6 @@ def test_validates_once_at_the_end(tmp_path, options, steps):
     assert seen == steps
 
 
-class Batches:
-    """An iterable without a length."""
-
-    def __iter__(self):
-        return iter(list(make_loader(16)))
-
-
-def test_fewer_than_the_limit(tmp_path):
-    loop, _, history = fit(tmp_path, train=Batches, val=val_loader, max_epochs=2, limit_train_batches=6)
-    assert loop.global_step == 8
-    assert history["val_loss"].notna().all()
-
-
 @pytest.mark.parametrize("make", [Classifier, FetchesItself])
 def test_no_batches(tmp_path, make):
     """last.ckpt is that of the epoch before."""
@@ -208,9 +174,3 @@ def test_no_batches(tmp_path, make):
         fit(tmp_path, make, lambda: (batch for batch in list(train())), max_epochs=3)
     found = torch.load(tmp_path / "checkpoints/run/version_0/last.ckpt", weights_only=True)
     assert found["global_step"] == 6
-
-
-def test_empty_epochs_count(tmp_path):
-    """As in Trainer."""
-    loop, _, history = fit(tmp_path, Classifier, short(gives=0, since=1), max_epochs=3)
-    assert (loop.current_epoch, loop.global_step, len(history)) == (3, 6, 3)
