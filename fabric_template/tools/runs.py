@@ -27,6 +27,20 @@ LOW_IS_GOOD = re.compile(
     r"(?i)loss|error|perplexity|(^|[\W_])(nll|r?mse|mae|ppl|wer|cer|fid)([\W_]|$)"
 )
 HIGH_IS_GOOD = re.compile(r"(?i)acc|score|precision|recall|auroc|(^|[\W_])(f1|auc|iou)(\W|_|$)")
+# A click on a column's header sorts the table by this column, a second click in reverse.
+SORT_SCRIPT = """<script>
+const body = document.querySelector("tbody");
+document.querySelectorAll("th").forEach((header, column) => {
+  let direction = -1;
+  header.onclick = () => {
+    direction = -direction;
+    const text = row => row.cells[column].textContent;
+    const compare = (a, b) => a - b || a.localeCompare(b, undefined, {numeric: true});
+    body.append(...[...body.rows].sort((a, b) => direction * compare(text(a), text(b))));
+  };
+});
+</script>
+"""
 Run = dict[str, Any]  # a row of list_runs, and the options and rows of the run
 
 
@@ -270,5 +284,5 @@ def write_page(runs: Sequence[Run], metric: str | None, path: Path) -> None:
     image = f'<img alt="Curves of the runs" width="100%" src="data:image/png;base64,{data}">'
     head = '<!doctype html>\n<meta charset="utf-8">\n<title>Runs</title>\n'
     path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(f"{head}{image}\n{table}\n", "utf-8", "replace")
+    path.write_text(f"{head}{image}\n{table}\n{SORT_SCRIPT}", "utf-8", "replace")
     print(f"page        {path}: {len(runs)} runs")

@@ -13,6 +13,7 @@ import yaml
 from fabric_template import CSVLogger, list_runs
 from fabric_template.checkpoint.run_folders import lock_folders
 from fabric_template.tools.cli import main
+from fabric_template.tools.runs import SORT_SCRIPT
 
 HOSTILE = "\x1b[2J</td><script>alert('x')<!--"
 
@@ -237,6 +238,8 @@ def test_names_of_others_control_neither_the_terminal_nor_the_page(capsys):
     assert "\x1b" not in run_command(capsys)[1]
     assert run_command(capsys, "--html", "runs.html")[:2] == (0, "page        runs.html: 3 runs\n")
     page = Path("runs.html").read_text()
+    assert page.endswith(SORT_SCRIPT)
+    page = page.removesuffix(SORT_SCRIPT)
     assert (page.count("<script"), page.count("<tr"), page.count("data:image/png;base64,")) == (0, 4, 1)
     assert html.escape(f"{HOSTILE}={HOSTILE}", quote=False) in page
     assert re.findall(r"https?:|@import|<link|<b>|(?:src|href)=(?!\"data:)", page) == []
