@@ -63,7 +63,7 @@ class LoopConfig:
     fast_dev_run: int | bool = False
     """Run this many batches (True: 1) of each loader, without loggers and checkpoints."""
 
-    # When to validate and to log
+    # Validation and logging
     val_check_interval: int | float | Duration | None = None
     """Validate every N batches (int), each fraction of an epoch (float), or after each duration."""
     check_val_every_n_epoch: int | None = 1
@@ -116,7 +116,7 @@ class LoopConfig:
     default_root_dir: str | os.PathLike[str] | None = None
     """The folder of logs/ and checkpoints/. None: the working directory."""
 
-    # Files of a run, and checkpoints
+    # Files and checkpoints
     name: str = "run"
     """The run's name, used in logs/<name>/version_<n> and checkpoints/<name>/version_<n>."""
     version: int | str | None = None

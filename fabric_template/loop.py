@@ -215,7 +215,7 @@ class FabricLoop(TrainerAPI):
         outputs: list[Any] | None = run_stage(run, partial(predict_stage, keep=keep))
         return outputs
 
-    # Level 1: parts for a loop of your own
+    # Your own loop
 
     def setup(self, model: Any, optimizer: Any = None, *loaders: Any) -> Any:
         """Move model and loaders to their devices and wrap them for the strategy, as ``fabric.setup`` does.
@@ -363,7 +363,7 @@ def make_fabric(given: dict[str, Any]) -> Any:
     return fabric
 
 
-# Level 1: set up, log, save and load in a loop of your own
+# Your own loop
 
 
 def check_type(method: str, value: Any, kind: Any, expected: str) -> None:

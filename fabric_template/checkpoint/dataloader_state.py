@@ -195,7 +195,7 @@ class ResumableLoader:
         yield from following
         yield from order
 
-    # Starting in the middle
+    # Skipping batches
 
     def _resume_pass(self, state: dict[str, Any]) -> Iterator[Any]:
         if state["passes"] > 1:

@@ -37,7 +37,7 @@ class CheckpointManager:
     def __init__(self, folder: Path | None, config: Any) -> None:
         self.folder, self.config = folder, config
         self.last_model_path = ""
-        # The monitored values of the best files, by path.
+        # Map the path of each best file to its monitored value.
         self._kept: dict[str, float] = {}
         self._is_validated = False
         self.saved_step = self._last_step = 0

@@ -223,7 +223,7 @@ def _counts(total: int, current: int) -> dict[str, Any]:
     return {"total": dict.fromkeys(COUNTS, total), "current": dict.fromkeys(COUNTS, current)}
 
 
-# Restore, before the strategy's set-up
+# Restore the model
 
 
 def restore_model(run: RunState, checkpoint: dict[str, Any]) -> None:
@@ -294,7 +294,7 @@ def restore_callbacks(run: RunState, checkpoint: dict[str, Any]) -> None:
         load_state(callback, deepcopy(states.get(key_of(callback))) or None)
 
 
-# Restore, after the strategy's set-up
+# Restore the training
 
 
 def restore_training(run: RunState, checkpoint: dict[str, Any]) -> None:

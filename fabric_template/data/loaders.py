@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 # CombinedLoader uses a deprecated class of torch, which users cannot change.
 warnings.filterwarnings("ignore", ".*LeafSpec", FutureWarning)
 
-# Marks the end of a loader's batches.
+# This value marks the end of a loader's batches.
 _END = object()
 _TRANSFER_HOOKS = (
     "on_before_batch_transfer",
@@ -415,7 +415,7 @@ class EvalLoaders(StageLoaders):
         return {"loaded_in_epoch": self.loaded_in_epoch, "loaders": positions}
 
 
-# The shapes and lengths of loaders
+# Shapes and lengths
 
 
 def combine_loaders(source: Any, mode: Literal["max_size_cycle", "sequential"]) -> CombinedLoader:

@@ -40,7 +40,7 @@ _METRICS = ("callback_metrics", "logged_metrics", "progress_bar_metrics")
 _PATHS = ("best_model_path", "last_model_path", "best_model_score")
 
 
-# Processes of a launcher, or scripts that Fabric starts
+# Launched processes
 
 
 def is_joined() -> bool:
@@ -157,7 +157,7 @@ def open_store_of_attempt() -> TCPStore | None:
     return store
 
 
-# Processes that are spawned or forked for one call
+# Spawned processes
 
 
 def is_spawning(fabric: Fabric) -> bool:

@@ -36,7 +36,7 @@ _OF_TRAINER = ("max_epochs", "min_epochs", "max_steps", "min_steps", "global_ste
 _OF_FABRIC = ("is_global_zero", "global_rank", "local_rank", "node_rank", "world_size", "print")
 # Read-only attributes by name. Each function computes its attribute from a loop.
 _ATTRIBUTES: dict[str, Callable[[Any], Any]] = {
-    # The current or last run
+    # The run
     "is_last_batch": lambda loop: bool(loop.run and loop.run.progress.is_last_batch),
     "enable_validation": lambda loop: bool(loop.run and loop.run.should_validate),
     "lightning_module": lambda loop: loop.run and loop.run.model,
@@ -72,7 +72,7 @@ _ATTRIBUTES: dict[str, Callable[[Any], Any]] = {
     "distributed_sampler_kwargs": lambda loop: getattr(
         loop.fabric.strategy, "distributed_sampler_kwargs", None
     ),
-    # Loops, and names with an underscore that Lightning's own code reads
+    # Loops and connectors
     "fit_loop": lambda loop: LoopAPI(loop, "fit_loop"),
     "validate_loop": lambda loop: LoopAPI(loop, "validate_loop"),
     "test_loop": lambda loop: LoopAPI(loop, "test_loop"),
@@ -351,7 +351,7 @@ class TrainerAPI:
             join_processes(self.fabric)
         return self.fabric.init_module(empty_init=empty_init)
 
-    # Private attributes that Lightning's own code reads
+    # Private attributes
 
     @property
     def _logger_connector(self) -> SimpleNamespace:
@@ -402,7 +402,7 @@ class TrainerAPI:
         if not is_option or name == "default_root_dir" or hasattr(type(self), name):
             super().__setattr__(name, value)
             return
-        # A new LoopConfig checks the value.
+        # The constructor of LoopConfig checks the value.
         LoopConfig(**{name: value})
         self.config = self.config.changed(**{name: value})
         run = self.run
@@ -472,7 +472,7 @@ _OF_EVALUATION_LOOPS: dict[str, Callable[[Any], Any]] = {
     "_data_source": lambda loop: SimpleNamespace(
         is_defined=lambda: loop.current_run.data.has_loader("val")
     ),
-    # Callbacks that write predictions
+    # Prediction callbacks
     "predictions": lambda loop: loop.current_run.predictions.as_returned(),
     "epoch_batch_indices": lambda loop: loop.current_run.predictions.batch_indices,
     "current_batch_indices": lambda loop: loop.current_run.predictions.current_indices,
@@ -569,7 +569,7 @@ class StrategyAPI:
             self._wrapped = [wrap_optimizer(optimizer, self) for optimizer in optimizers]
         return self._wrapped
 
-    # LightningModule.optimizers() reads the attribute of this name.
+    # LightningModule.optimizers() reads this private attribute.
     _lightning_optimizers = lightning_optimizers
 
     def reset_lightning_optimizers(self) -> None:

@@ -107,7 +107,7 @@ class Console:
             done -= 1
         total: int | float | None = None if self._total == math.inf else self._total
         values = [f"{name}={value:.4g}" for name, value in bar_values(run).items()]
-        # The arguments of tqdm.format_meter.
+        # tqdm.format_meter takes these arguments.
         meter = {
             "n": done,
             "total": done if is_complete else total,

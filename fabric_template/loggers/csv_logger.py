@@ -26,7 +26,7 @@ from ..checkpoint.checkpoint_io import replaced_file
 from ..errors import ConfigurationError
 from .read_logs import read_table
 
-# Scalar types of YAML.
+# YAML has scalars of these types.
 PLAIN_TYPES = (type(None), bool, int, float, str, Path)
 
 

@@ -57,7 +57,7 @@ _REDUCTIONS: dict[str, tuple[tuple[Any, ...], Callable[..., Tensor]]] = {
 }
 # A product with a power of two is exact, so one fused operation rounds like two.
 _POWERS_OF_TWO = frozenset(2**power for power in range(24))
-# Types that torch.load(weights_only=True) reads.
+# torch.load(weights_only=True) reads values of these types.
 _PLAIN_TYPES = (type(None), bool, int, float, complex, str, torch.dtype)
 _SAVED_FIELDS = ("total", "weight", "step_value", "has_value")
 _ATTRIBUTES_OF_MODULES = frozenset(vars(nn.Module()))

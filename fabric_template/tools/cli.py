@@ -48,7 +48,7 @@ LOOP_COMMANDS = ("fit", "validate", "test", "predict", "profile", "tune")
 LOAD = {"--load": {"help": 'Take the weights of "last", "best" or a path.'}}
 COPY = {"path": {"help": "The folder of a copy, or a copied file."}}
 FLAG = {"action": "store_true"}
-OPTIONS: dict[str, dict[str, dict[str, Any]]] = {  # the arguments of each command's function
+OPTIONS: dict[str, dict[str, dict[str, Any]]] = {  # by command
     "fit": {
         "--resume": {"help": 'Continue exactly from "last", "best", "auto" or a path.'},
         **LOAD,

@@ -29,7 +29,7 @@ WARM_UP = 5
 KEPT = ["accumulate_grad_batches", "gradient_clip_val", "gradient_clip_algorithm", "compile"]
 KEPT += ["log_every_n_steps", "deterministic", "benchmark", "detect_anomaly"]
 OFF = ("enable_checkpointing", "enable_progress_bar", "enable_model_summary")
-Choice = dict[str, Any]  # settings by name: see tune.SETTINGS
+Choice = dict[str, Any]  # The keys are names of tune.SETTINGS.
 
 
 class EnoughSteps(BaseException):

@@ -116,7 +116,7 @@ def check_signature(run: RunState, name: str) -> None:
     try:
         signature = inspect.signature(step)
     except (TypeError, ValueError):
-        # A builtin has no signature.
+        # A builtin function has no signature.
         return
     named = {"dataloader_idx": 0} if "dataloader_idx" in signature.parameters else {}
     try:

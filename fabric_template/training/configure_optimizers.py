@@ -109,7 +109,7 @@ def _split(returned: Any, where: str) -> tuple[list[Any], list[Any]]:
     if optimizers and all(isinstance(item, Mapping) for item in optimizers):
         return _split_dicts(optimizers)
     if is_sequence and len(returned) == 2 and not is_optimizer(returned[1]):
-        # This is ([optimizers], [schedulers]) or (optimizer, scheduler).
+        # The value is ([optimizers], [schedulers]) or (optimizer, scheduler).
         optimizers, schedulers = (
             part if isinstance(part, list | tuple) else [part] for part in returned
         )

@@ -189,7 +189,7 @@ def forward_method(run: RunState) -> Callable:
 def evaluation_step(run: RunState, name: str, method: Callable, has_several: bool) -> Callable:
     """Wrap a step as a function of (batch, batch_idx, dataloader_idx), even if it takes fewer."""
     step = run.make_step(f"{name}_step", method)
-    # forward takes only the batch.
+    # The method forward takes only the batch.
     is_step = overridden(run.hooks.source, f"{name}_step") is not None
     with_batch_idx = is_step and takes_batch_idx(method)
     with_loader = is_step and has_several and takes_argument(method, "dataloader_idx")

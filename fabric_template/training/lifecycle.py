@@ -292,7 +292,7 @@ def configure_optimizers(run: RunState) -> None:
     check_parameters(run.optimizers, run.network)
 
 
-# The end of a run by a signal or an error
+# Signals and errors
 
 
 def print_if_finished(run: RunState) -> None:

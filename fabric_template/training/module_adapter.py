@@ -123,7 +123,7 @@ def adapt_model(model: Any, functions: Mapping[str, Callable | None]) -> tuple[A
     return adapter, adapter.source, network
 
 
-# The arguments of steps
+# Step arguments
 
 
 def parameters_of(method: Callable) -> Mapping[str, inspect.Parameter]:

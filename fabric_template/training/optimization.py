@@ -325,7 +325,7 @@ class ManualOptimization(Optimization):
             for index, optimizer in enumerate(run.loop.strategy.lightning_optimizers):
                 set_step_callback(optimizer, partial(self._count_step, index))
         else:
-            # backward clears this for a LightningModule.
+            # backward() clears this set for a LightningModule.
             self._stepped.clear()
         output = self.call_step(batch, batch_idx)
         # Trainer counts the batches here. global_step counts the steps.
