@@ -613,11 +613,9 @@ class MiniLoop:
         if hasattr(loader, "for_rank"):
             return loader.for_rank(self.fabric.global_rank, self._world_size)
         sampler = getattr(loader, "sampler", None)
-        is_own = not isinstance(sampler, torch_data.RandomSampler | torch_data.SequentialSampler)
-        if is_own or (loader.batch_size is None and loader.batch_sampler is not None):
-            # An iterable dataset divides its samples, and so does a DistributedSampler.
-            if type(sampler).__name__ not in ("_InfiniteConstantSampler", "DistributedSampler"):
-                warnings.warn("MiniLoop does not divide the samples of this loader.", stacklevel=3)
+        if not isinstance(sampler, torch_data.RandomSampler | torch_data.SequentialSampler):
+            return loader
+        if loader.batch_size is None and loader.batch_sampler is not None:
             return loader
         options: Any = {"shuffle": isinstance(sampler, torch_data.RandomSampler)}
         options["seed"] = int(os.environ.get("PL_GLOBAL_SEED", 0))

@@ -32,11 +32,12 @@ def docstrings(source):
 
 
 def comments(source):
-    """Yield each block of comment lines."""
+    """Yield each block of comment lines, and each comment beside code."""
     block, last = [], 0
     for token in tokenize.generate_tokens(io.StringIO(source).readline):
         if token.type == tokenize.COMMENT and "noqa" not in token.string and "type:" not in token.string:
-            if token.start[0] != last + 1:
+            is_beside_code = not token.line.lstrip().startswith("#")
+            if token.start[0] != last + 1 or is_beside_code:
                 yield " ".join(block)
                 block = []
             block.append(token.string.lstrip("# "))
