@@ -624,7 +624,7 @@ SCHEDULERS = {
 
 
 def optimizers_of(plan, net):
-    """Return what configure_optimizers returns."""
+    """Build the optimizers and schedulers for configure_optimizers."""
     parameters = [parameter for parameter in net.parameters() if parameter.requires_grad]
     if "backbone" in plan["callbacks"]:  # which adds the rest
         parameters = list(net.head.parameters())

@@ -202,7 +202,7 @@ def rows_of(part, seconds, figures):
 
 
 def table(rows):
-    """Markdown, ready for benchmarks/RESULTS.md."""
+    """Return the results as a Markdown table for benchmarks/RESULTS.md."""
     lines = ["| what | how many | lost or broken | minutes | remarks |", "|---|---|---|---|---|"]
     for what, count, lost, seconds, remark in rows:
         lines.append(f"| {what} | {count:,} | {lost} | {seconds / 60:.1f} | {remark} |")

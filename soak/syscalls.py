@@ -37,7 +37,7 @@ SKIPPED = 77  # the exit code that test harnesses take for "not run"
 
 
 def preload():
-    """This very script again, with the library compiled and preloaded; it comes back with its exit code."""
+    """Run this script again with the compiled library preloaded, and return its exit code."""
     compiler = next(filter(None, map(shutil.which, ("cc", "gcc", "clang"))), None)
     if compiler is None or not sys.platform.startswith("linux"):
         print("skipped: no C compiler (cc, gcc or clang) on a Linux here", file=sys.stderr)

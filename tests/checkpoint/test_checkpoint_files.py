@@ -147,7 +147,7 @@ def test_an_error_of_the_disk_is_not_taken_for_damage(tmp_path, monkeypatch, cod
 
 
 def test_what_a_run_syncs(tmp_path, monkeypatch):
-    """It syncs the checkpoint, the rows before it, and each folder with new names."""
+    """A save syncs the checkpoint, the CSV rows before it, and each folder with new files."""
     synced, sync = [], os.fsync
     path_of = lambda descriptor: Path(os.readlink(f"/proc/self/fd/{descriptor}"))  # noqa: E731
     monkeypatch.setattr(os, "fsync", lambda descriptor: synced.append(path_of(descriptor)) or sync(descriptor))

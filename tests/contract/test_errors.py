@@ -143,7 +143,7 @@ def test_load_takes_a_file_that_is_a_state_dict(tmp_path):
 
 
 def test_monitor_that_is_never_logged(tmp_path):
-    """It is found at the end of the first epoch, which is saved."""
+    """The error is raised at the end of the first epoch, after its checkpoint is saved."""
     call = fitting(tmp_path, Classifier(), make_loader(), val_loader(), options={"monitor": "val_los"})
     with pytest.raises(ValueError, match=r"^monitor: got 'val_los', expected a logged metric: .*'val_loss'"):
         call()

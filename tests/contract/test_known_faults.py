@@ -88,7 +88,7 @@ def saving_loop(loop_class=FabricLoop, root=".", **options):
 
 
 def fit(model=None, train=None, val=None, loop_class=FabricLoop, given=None, **options):
-    """Returns (loop, model)."""
+    """Train a model and return (loop, model)."""
     model = Net() if model is None else model
     loop = make_loop(loop_class, **options)
     loop.fit(model, batches() if train is None else train, val, **(given or {}))
@@ -110,7 +110,7 @@ SHAPES = {
 @pytest.mark.parametrize("shape", SHAPES)
 @both_loops
 def test_fault_02_09_10_13_shapes_of_configure_optimizers(loop_class, shape):
-    """A dict, a pair and lists fail or lose their scheduler; a scheduler without monitor is a KeyError."""
+    """The example fails for some shapes that Lightning accepts, and ignores the scheduler of others."""
     make_optimizer, rates = SHAPES[shape]
     loop, net = fit(Net(make_optimizer), max_epochs=3, loop_class=loop_class)
     assert (loop.global_step, net.rates) == (12, rates)
@@ -118,7 +118,7 @@ def test_fault_02_09_10_13_shapes_of_configure_optimizers(loop_class, shape):
 
 @both_loops
 def test_fault_03_steps_of_accumulation(loop_class):
-    """global_step counts only steps, and decides when to step: 1 step instead of 6, and max_steps never ends."""
+    """In the example, global_step decides when the optimizer steps, so 24 batches give 1 step instead of 6."""
     loop, net = fit(train=batches(24), accumulate_grad_batches=4, loop_class=loop_class)
     assert (loop.global_step, net.trained) == (6, 24)
     loop, net = fit(train=batches(24), accumulate_grad_batches=4, max_epochs=-1, max_steps=8, loop_class=loop_class)
@@ -136,7 +136,7 @@ def weight_after(loop_class, accumulate, x, batch_size):
 
 @both_loops
 def test_fault_04_06_gradients_of_accumulation(loop_class):
-    """The loss is not divided by N. The gradients of the last batches leak into the next epoch."""
+    """The example does not divide the loss by N, and keeps the last gradients for the next epoch."""
     x = torch.tensor([1.0, 2.0, 3.0, 6.0])
     assert weight_after(loop_class, 4, x, 1) == weight_after(loop_class, 1, x, 4) == -3.0
     assert weight_after(loop_class, 2, torch.tensor([1.0, 3.0, 8.0]), 1) == -(1.0 + 3.0) / 2 - 8.0 / 2
@@ -146,7 +146,7 @@ def test_fault_04_06_gradients_of_accumulation(loop_class):
 
 @both_loops
 def test_fault_14_monitored_value_is_the_mean(loop_class):
-    """It is the value of the last batch."""
+    """In the example, the scheduler gets the value of the last batch."""
     seen = []
 
     class Recorder(ReduceLROnPlateau):
@@ -168,7 +168,7 @@ def test_fault_14_monitored_value_is_the_mean(loop_class):
 
 @both_loops
 def test_fault_16_scheduler_of_an_epoch_that_max_steps_ends(loop_class):
-    """The scheduler steps although the epoch is not complete."""
+    """In the example, the scheduler steps after an epoch that max_steps has ended."""
     loop, net = fit(Net(halving), max_epochs=-1, max_steps=6, loop_class=loop_class)
     assert (loop.global_step, net.trained) == (6, 6)
     assert net.optimizer.param_groups[0]["lr"] == 0.05
@@ -176,7 +176,7 @@ def test_fault_16_scheduler_of_an_epoch_that_max_steps_ends(loop_class):
 
 @both_loops
 def test_fault_18_frozen_submodules(loop_class):
-    """Validation puts submodules that are in eval mode back into training mode."""
+    """In the example, validation switches submodules in eval mode back to training mode."""
 
     class Modes(Net):
         def training_step(self, batch, batch_idx):
@@ -197,7 +197,7 @@ def test_fault_18_frozen_submodules(loop_class):
 @pytest.mark.parametrize("precision", ["bf16-mixed", "bf16-true"])
 @both_loops
 def test_fault_19_precision_of_the_step(loop_class, precision):
-    """On one device training_step runs without precision."""
+    """In the example, training_step runs in float32 on one device."""
 
     class Look(Net):
         def training_step(self, batch, batch_idx):
@@ -211,7 +211,7 @@ def test_fault_19_precision_of_the_step(loop_class, precision):
 
 @both_loops
 def test_fault_22_25_epochs(loop_class):
-    """max_epochs=0 trains an epoch, and so does a second fit."""
+    """In the example, max_epochs=0 trains one epoch, and so does a second fit."""
     loop, net = fit(max_epochs=0, loop_class=loop_class)
     assert (loop.global_step, net.trained) == (0, 0)
     loop, net = fit(max_epochs=3, loop_class=loop_class)
@@ -222,7 +222,7 @@ def test_fault_22_25_epochs(loop_class):
 
 @both_loops
 def test_fault_23_resume_at_the_end(loop_class, tmp_path):
-    """A run that is resumed at max_steps takes one more step."""
+    """In the example, a run that is resumed at max_steps takes one more step."""
     options = {"max_epochs": -1, "max_steps": 6}
     saving_loop(loop_class, **options).fit(Net(), batches())
     loop, net = saving_loop(loop_class, **options), Net()
@@ -232,7 +232,7 @@ def test_fault_23_resume_at_the_end(loop_class, tmp_path):
 
 @both_loops
 def test_fault_24_without_limits(loop_class):
-    """Without limits training never ends."""
+    """In the example, training without limits never ends."""
 
     class Stops(Net):
         def on_train_epoch_end(self):
@@ -259,7 +259,7 @@ class CountReads(TorchDispatchMode):
 
 @both_loops
 def test_fault_33_no_value_is_read_in_a_step(loop_class):
-    """Every value is read in every batch, and a step may return scalars only."""
+    """The example reads each value in each batch, and a step can return only scalars."""
 
     class Returns(pl.LightningModule):
         def __init__(self):
@@ -296,7 +296,7 @@ class Rows(IterableDataset):
 
 @both_loops
 def test_fault_34_loaders_without_length(loop_class):
-    """len(loader) fails."""
+    """The example calls len(loader), which fails for an iterable dataset."""
 
     class Unpacked(Net):
         def training_step(self, batch, batch_idx):
@@ -330,7 +330,7 @@ def test_fault_39_hooks_of_an_earlier_module(loop_class):
 
 
 def test_fault_40_miniloop_imports_public_names_and_no_trainer():
-    """tests/contract/test_private_names.py has the same for the package."""
+    """tests/contract/test_private_names.py checks the same for the package."""
     found = set()
     for node in ast.walk(ast.parse((PACKAGE / "mini.py").read_text())):
         if isinstance(node, ast.ImportFrom):

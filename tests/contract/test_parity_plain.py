@@ -179,7 +179,7 @@ def test_same_bits_as_the_plain_loop(case, level):
 
 
 def test_tensor_loader_is_the_same_loop():
-    """It is shuffled by the same global random numbers in both."""
+    """The loader draws the same global random numbers in both loops."""
     x, y = torch.randn(40, 8), torch.randint(3, (40,))
     torch.manual_seed(1)
     expected = make_net()

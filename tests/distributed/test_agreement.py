@@ -142,7 +142,7 @@ class Sampled(Classifier):
 
 
 def test_loaders_of_different_length_are_refused():
-    """They would wait for each other until the timeout of the group, half an hour."""
+    """The processes would wait for each other until the group's timeout of 30 minutes."""
     options = {"max_epochs": 2, "strategy": "ddp_fork", "devices": 2}
     with pytest.raises(ConfigurationError, match=r"train_dataloader: got \[5, 7\] batches by process"):
         FabricLoop(**quiet(**options)).fit(Sampled())

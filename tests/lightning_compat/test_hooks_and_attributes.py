@@ -89,7 +89,7 @@ class NoClosure(Classifier):
     "make", [NoClosure, lambda: Classifier(lambda m: Ignores(m.parameters(), lr=0.1))], ids=["hook", "step"]
 )
 def test_a_closure_that_nobody_calls(run, make):
-    """Nothing would be trained."""
+    """If no closure is called, nothing is trained, so this is an error."""
     with pytest.raises(MisconfigurationException, match="The closure hasn't been executed. HINT: did you call"):
         run(make, plain_loader, max_epochs=1)
 

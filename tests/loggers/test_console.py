@@ -112,7 +112,7 @@ def test_a_validation_by_itself(terminal):
 
 
 def test_values_beside_the_bar(tmp_path, terminal):
-    """Those logged with prog_bar=True."""
+    """The bar shows the values that were logged with prog_bar=True."""
     fit(terminal, tmp_path, train=lambda: make_loader(16), val=val_loader, max_epochs=1)
     assert ", val_loss=" in terminal.getvalue()
     assert "train_loss=" not in terminal.getvalue()
