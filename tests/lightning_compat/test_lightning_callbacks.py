@@ -91,22 +91,6 @@ def test_on_exception_checkpoint(tmp_path):
     assert list(ours.files()) == ["rescued.ckpt"]
 
 
-def test_gradient_accumulation_scheduler(tmp_path):
-    class Windows(pl.Callback):
-        def __init__(self):
-            self.seen = []
-
-        def on_train_batch_end(self, trainer, module, outputs, batch, batch_idx):
-            self.seen.append((trainer.accumulate_grad_batches, trainer.global_step))
-
-    def make(root):
-        return [cb.GradientAccumulationScheduler({0: 1, 1: 3, 3: 4}), Windows()]
-
-    expected, ours = run_both(tmp_path, make, lambda: Classifier(by_step), max_epochs=4)
-    assert expected.callbacks[1].seen == ours.callbacks[1].seen
-    assert [window for window, _ in ours.callbacks[1].seen] == [1] * 10 + [3] * 20 + [4] * 10
-
-
 @pytest.mark.parametrize(
     ("make", "options", "validates"),
     [

@@ -6,11 +6,12 @@ import lightning.fabric.strategies as fabrics
 import lightning.pytorch.strategies as trainers
 import pytest
 import torch
-from lightning.fabric.plugins import precision as fabric_precision
-from lightning.pytorch.plugins import DoublePrecision, MixedPrecision
+from lightning.pytorch.plugins import DoublePrecision, HalfPrecision, MixedPrecision, Precision
+from modules import Classifier, assert_parity, make_loader
+from runs import val_loader
 
 from fabric_template import FabricLoop
-from fabric_template.distributed.strategies import convert_plugin, convert_strategy
+from fabric_template.distributed.strategies import convert_strategy
 from fabric_template.errors import ConfigurationError
 
 
@@ -35,6 +36,10 @@ def test_objects_keep_their_arguments():
 
 
 class Mine(trainers.DDPStrategy):
+    pass
+
+
+class OwnPrecision(DoublePrecision):
     pass
 
 
@@ -63,11 +68,18 @@ def test_strategies_without_equivalent_are_refused(strategy, message):
         FabricLoop(strategy=strategy)
 
 
-def test_precision_plugins():
-    assert type(convert_plugin(DoublePrecision())) is fabric_precision.DoublePrecision
+@pytest.mark.parametrize(
+    "plugin",
+    [Precision(), DoublePrecision(), MixedPrecision("bf16-mixed", "cpu"), HalfPrecision("bf16-true")],
+    ids=["32", "64", "mixed", "half"],
+)
+def test_precision_plugins(plugin):
+    trainer, loop = assert_parity(
+        Classifier, make_loader, val_loader, plugins=[plugin], max_epochs=2, gradient_clip_val=0.5
+    )
+    assert trainer.precision == loop.precision
 
-    class Own(DoublePrecision):
-        pass
 
-    with pytest.raises(ConfigurationError, match="plugins: got Own, which is made for Trainer"):
-        FabricLoop(plugins=[Own()])
+def test_a_precision_plugin_of_an_own_class_is_refused():
+    with pytest.raises(ConfigurationError, match="plugins: got OwnPrecision, which is made for Trainer"):
+        FabricLoop(plugins=[OwnPrecision()])

@@ -22,26 +22,9 @@ def here(tmp_path, monkeypatch):
 
 
 def test_callbacks_in_a_list_of_any_kind():
-    class Counts(Callback):
-        starts = 0
-
-        def on_train_start(self, trainer, module):
-            self.starts += 1
-
-    class Another(Callback):
-        starts = 0
-        on_train_start = Counts.on_train_start
-
-    class Configured(BoringModel):
-        def configure_callbacks(self):
-            return {"another": another}.values()
-
-    # As Hydra's ListConfig: no list, but all that a list can.
-    one, two, another = Counts(), ModelCheckpoint(), Another()
-    loop = FabricLoop(callbacks=UserList([two, one]), **SHORT)
-    assert loop.callbacks == [one, two]
-    loop.fit(Configured())
-    assert (one.starts, another.starts) == (1, 1)
+    """Hydra's ListConfig is not a list either."""
+    one, two = Callback(), ModelCheckpoint()
+    assert FabricLoop(callbacks=UserList([two, one]), **SHORT).callbacks == [one, two]
 
 
 def test_values_logged_before_fit_are_in_the_folder_of_the_fit():
