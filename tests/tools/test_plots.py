@@ -12,7 +12,6 @@ import pytest
 from matplotlib import pyplot
 
 from fabric_template import CSVLogger, read_logs
-from fabric_template.tools import plots
 from fabric_template.tools.cli import main
 from fabric_template.tools.plots import PALETTE, plot_logs
 
@@ -84,20 +83,6 @@ def test_metrics_are_columns_quantities_or_kinds(metrics, labels):
     axes = np.ravel(plot_logs(HISTORY.assign(val_f1=0.5, train_f1=0.4), metrics=metrics))
     assert [ax.get_ylabel() for ax in axes] == labels
     axes[0].figure.canvas.draw()
-
-
-@pytest.mark.parametrize(
-    ("name", "split", "quantity", "kind"),
-    [
-        ("val_acc_top1", "validation", "acc_top1", "accuracy"),
-        ("MulticlassAccuracy", "", "MulticlassAccuracy", "accuracy"),
-        ("training_loss_step", "train", "loss", "loss"),
-        ("test_f1/dataloader_idx_1", "test", "f1/dataloader_idx_1", "f1"),
-        ("lr-Adam/pg1", "", "lr-Adam/pg1", "learning rate"),
-    ],
-)
-def test_a_column_is_known_by_its_name(name, split, quantity, kind):
-    assert plots.parse_metric(name)[1:] == (split, quantity, kind)
 
 
 @pytest.mark.parametrize(("metric", "best"), [("val_mse", [[1, 1]]), ("val_f1", [[0, 3]]), ("val_gap", None)])

@@ -215,19 +215,6 @@ def test_the_ramp_ends_when_the_loss_blows_up_and_the_suggestion_is_below(tmp_pa
     assert 1e-3 < save_curve(ramp.rates, ramp.losses, tmp_path / "tuned.png") < 0.5
 
 
-@pytest.mark.parametrize(
-    ("losses", "expected"),
-    [
-        ([1.0] * 40, None),
-        ([2.0] * 20 + [1.0] * 15 + [90.0, 60.0, 3.0, 3.0, 2.0], 20),
-    ],
-)
-def test_the_suggestion_is_the_steepest_descent_before_the_minimum(losses, expected, tmp_path):
-    rates = [10.0 ** (i / 10) for i in range(len(losses))]
-    found = save_curve(rates, losses, tmp_path / "curve.png")
-    assert found == expected or abs(rates.index(found) - expected) < 6
-
-
 def test_the_command_writes_the_curve_and_prints_the_rate(tmp_path, capsys):
     options = {"lr": True, "only": None, "seconds": 2.0, "out": str(tmp_path / "tuned.yaml")}
     assert tune_command(FabricLoop(accelerator="cpu"), Model(2, 1), Data(), **options) == 0
