@@ -45,14 +45,9 @@ def comments(source):
     yield " ".join(block)
 
 
-def errors(source):
-    """Yield the messages that are raised or warned of."""
-    for node in ast.walk(ast.parse(source)):
-        if isinstance(node, ast.Raise) or (isinstance(node, ast.Call) and "warn" in ast.unparse(node.func)):
-            for text in ast.walk(node):
-                if isinstance(text, ast.JoinedStr):
-                    parts = [p.value if isinstance(p, ast.Constant) else "..." for p in text.values]
-                    yield "".join(parts)
+def errors(lines):
+    """Yield the messages as users see them."""
+    yield from (line.split(": ", 2)[2] for line in lines.splitlines())
 
 
 def prose(source):
@@ -70,7 +65,7 @@ def draw(seed):
     sources = {
         "docstring": (PACKAGE, docstrings),
         "comment": (PACKAGE, comments),
-        "error": (PACKAGE, errors),
+        "error": ([REPOSITORY / "tests" / "contract" / "wrong_inputs.txt"], errors),
         "documentation": (pages, prose),
         "README": ([REPOSITORY / "README.md"], prose),
     }
