@@ -191,8 +191,9 @@ class ResumableLoader:
             self._restore(self._at_order)
             order = iter(sampler)
             # A sampler draws the order when its first indices are requested.
-            following = list(islice(order, first, first + 1))
-        yield from following
+            drawn = list(islice(order, max(first, 1)))
+        # A sampler that draws each batch from the global generator continues with its current state.
+        yield from drawn[first:]
         yield from order
 
     # Skipping batches

@@ -72,7 +72,7 @@ class CheckpointManager:
 
     def save_after_validation(self, run: RunState) -> None:
         """Save after a validation inside of an epoch. The end of the epoch saves the same step."""
-        self._is_validated = True
+        self._is_validated = self.folder is not None
         if run.progress.is_epoch_complete:
             return
         # Training metrics are still those of the previous epoch.

@@ -383,8 +383,21 @@ def restore_optimizers(run: RunState, checkpoint: dict[str, Any]) -> None:
         )
     for optimizer, state in zip(run.optimizers, states, strict=False):
         optimizer.load_state_dict(state)
+        restore_dtypes(optimizer, state)
     for config, state in zip(run.lr_schedulers, checkpoint.get("lr_schedulers", ()), strict=False):
         config.scheduler.load_state_dict(state)
+
+
+def restore_dtypes(optimizer: Any, saved: dict[str, Any]) -> None:
+    """Restore the dtypes of states. torch casts all but "step" to the parameter's dtype."""
+    parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+    for index, values in saved.get("state", {}).items():
+        if not isinstance(index, int) or not isinstance(values, dict):
+            continue
+        current = optimizer.state[parameters[index]]
+        for name, value in values.items():
+            if isinstance(value, torch.Tensor) and current[name].dtype != value.dtype:
+                current[name] = value.to(current[name].device)
 
 
 def restore_progress_of_trainer(run: RunState, checkpoint: dict[str, Any]) -> None:

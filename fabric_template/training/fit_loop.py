@@ -62,8 +62,9 @@ def fit(run: RunState) -> None:
             # Save before on_train_end, in which callbacks may replace the weights.
             run.checkpoints.save_last(run)
             break
-    run.loggers.end_training(run)
     run.hooks.call("on_train_end")
+    # A checkpoint that on_train_end saves lacks this row, which a resumed run writes again.
+    run.loggers.end_training(run)
 
 
 def train_epoch(run: RunState) -> None:
