@@ -72,12 +72,7 @@ def unknown_option(name: str, known: Iterable[str]) -> str:
 
 
 def describe(value: Any) -> str:
-    """Describe a value for an error message by its repr if that is short, else by its class.
-
-    Example:
-        >>> describe("cpu"), describe(dict), describe(print)
-        ("'cpu'", 'the class dict', 'a builtin_function_or_method')
-    """
+    """Describe a value for an error message by its repr if that is short, else by its class."""
     if isinstance(value, type):
         return f"the class {value.__name__}"
     text = repr(value)

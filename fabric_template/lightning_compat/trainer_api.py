@@ -542,9 +542,6 @@ class LoopAPI:
         else:
             super().__setattr__(name, value)
 
-    def __dir__(self) -> list[str]:
-        return [*super().__dir__(), *self._attributes]
-
 
 def as_namespace(value: Any) -> Any:
     """Convert nested dicts to objects with attributes."""

@@ -17,14 +17,7 @@ _EMPTY_HOOKS = tuple(
 
 
 def overridden(part: Any, name: str) -> Callable | None:
-    """Return the method of this name, or None if the part has none or only Lightning's empty one.
-
-    Example:
-        >>> class Mine:
-        ...     def on_fit_start(self): ...
-        >>> overridden(Mine(), "on_fit_start") is not None, overridden(Mine(), "on_fit_end")
-        (True, None)
-    """
+    """Return the method of this name, or None if the part has none or only Lightning's empty one."""
     method = getattr(part, name, None)
     if not callable(method):
         return None

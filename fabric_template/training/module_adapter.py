@@ -144,10 +144,6 @@ def takes_batch_idx(step: Callable) -> bool:
     """Return whether a step takes ``(batch, batch_idx)`` and not only ``(batch)``.
 
     Arguments of a step function that have a default value are not counted.
-
-    Example:
-        >>> takes_batch_idx(partial(lambda model, batch, factor=0.5: ..., None))
-        False
     """
     if takes_argument(step, "batch_idx"):
         return True
