@@ -348,7 +348,7 @@ class LoopArguments(LoopConfig):
     plugins: Any = None
     """Fabric's: precision, cluster environment or checkpoint plugins."""
     callbacks: Any = None
-    """Lightning's callbacks, or objects with methods named like hooks."""
+    """Lightning's callbacks, or objects with methods such as on_fit_start."""
     loggers: Any = None
     """Fabric's name for logger."""
 

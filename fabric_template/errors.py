@@ -72,7 +72,12 @@ def unknown_option(name: str, known: Iterable[str]) -> str:
 
 
 def describe(value: Any) -> str:
-    """Describe a value for an error message by its repr if that is short, else by its class."""
+    """Describe a value for an error message by its repr if that is short, else by its class.
+
+    Example:
+        >>> describe("cpu"), describe(dict)
+        ("'cpu'", 'the class dict')
+    """
     if isinstance(value, type):
         return f"the class {value.__name__}"
     text = repr(value)

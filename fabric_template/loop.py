@@ -53,7 +53,7 @@ class FabricLoop(TrainerAPI):
     Args:
         fabric: A ready Fabric. Or give Fabric's own arguments:
         accelerator, strategy, devices, num_nodes, precision, plugins: See lightning.Fabric.
-        callbacks: Lightning's callbacks, or objects with methods named like hooks.
+        callbacks: Lightning's callbacks, or objects with methods such as on_fit_start.
         loggers: Fabric's name for the option logger.
         **options: The fields of LoopConfig, such as max_epochs=10.
 
@@ -235,7 +235,9 @@ class FabricLoop(TrainerAPI):
 
     def backward(self, loss: torch.Tensor) -> None:
         """Compute the gradients in the loop's precision, as ``fabric.backward`` does."""
-        check_type("backward", loss, torch.Tensor, "the loss, a tensor: loop.backward(loss)")
+        check_type(
+            "backward", loss, torch.Tensor, "the loss as a tensor. Write loop.backward(loss)"
+        )
         if self.run is not None and isinstance(self.run.optimization, ManualOptimization):
             self.run.optimization.backward(loss)
         else:

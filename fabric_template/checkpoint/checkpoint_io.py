@@ -21,7 +21,8 @@ from ..errors import CheckpointError, DamagedCheckpointError, MissingCheckpointE
 if TYPE_CHECKING:
     from lightning.fabric import Fabric
 
-# Classes of hyperparameters that weights_only=True may read, by module. They only hold values.
+# Classes by module that may be among the hyperparameters. They are safe to read with
+# weights_only=True, because they only hold values.
 _SAFE_NAMES = {
     "argparse": "Namespace",
     "builtins": "bool dict float int list str tuple",
@@ -203,7 +204,7 @@ def verify_checkpoint(path: str | Path) -> None:
         return
     if start != b"PK\x03\x04":
         raise DamagedCheckpointError(
-            f"{path}: got a file that starts with {start!r}, expected one of torch.save."
+            f"{path}: got a file that starts with {start!r}, expected a file written by torch.save."
         )
     try:
         with zipfile.ZipFile(path) as archive:

@@ -76,7 +76,7 @@ def read_start_checkpoint(
 
 def check_checkpoint_argument(name: str, value: Any, keywords: tuple[str, ...]) -> None:
     """Refuse a value that is neither a path nor a keyword of this argument."""
-    expected = f"a path, {' or '.join(map(repr, keywords))}"
+    expected = f"the path of a checkpoint or {' or '.join(map(repr, keywords))}"
     if value is not None and not isinstance(value, str | os.PathLike):
         hint = " Load weights in memory with model.load_state_dict(...)." if name == "load" else ""
         raise ConfigurationTypeError(f"{name}: got {describe(value)}, expected {expected}.{hint}")

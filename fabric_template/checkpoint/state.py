@@ -257,7 +257,7 @@ def load_weights(run: RunState, checkpoint: dict[str, Any]) -> None:
     try:
         target.load_state_dict(weights, strict=is_strict)
     except RuntimeError as error:
-        # torch writes a line for each parameter, so there may be hundreds of lines.
+        # The error of load_state_dict has a line for each parameter that differs.
         differences = shorten(" ".join(str(error).split()), 400, placeholder=" ...")
         raise OtherModelError(
             f"{differences} '{run.checkpoint_path}' is of another model. Build the model with the"

@@ -355,7 +355,7 @@ class TrainLoaders(StageLoaders):
         self.extra_batches = state["extra_batches"]
 
     def check_empty_pass(self) -> None:
-        """Refuse an empty pass if all later passes would be empty, too."""
+        """Raise an error if the loader gave no batch, and cannot give one in a later epoch."""
         is_used_up = any(isinstance(loader, Iterator) for loader in self.loaders)
         if not self._num_given and (is_used_up or self.run.stop.max_epochs == -1):
             raise ConfigurationError(no_batch_message("train", self.loaders))

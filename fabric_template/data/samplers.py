@@ -57,7 +57,7 @@ def prepare_loader(run: RunState, loader: Any, stage: str) -> Any:
 
 
 def shares_of(run: RunState) -> tuple[int, int]:
-    """Return the number of shares and the own index. A tensor-parallel group has one share."""
+    """Return the number of shares and this process's index. A tensor-parallel group has one share."""
     fabric = run.fabric
     if fabric.world_size == 1:
         return 1, 0

@@ -116,8 +116,8 @@ def check_tensors(tensors: tuple[Any, ...]) -> None:
     ]
     if wrong:
         raise TypeError(
-            f"TensorLoader: got {', '.join(wrong)}, expected tensors with a first dimension of samples. Write"
-            " TensorLoader(x, y, batch_size=32), with torch.as_tensor(x) for other data."
+            f"TensorLoader: got {', '.join(wrong)}, expected tensors whose first dimension is the"
+            " samples. Write TensorLoader(x, y, batch_size=32), and convert other data by torch.as_tensor(x)."
         )
     lengths = [len(tensor) for tensor in tensors]
     if len(set(lengths)) != 1:

@@ -179,7 +179,7 @@ def wrap_step(network: nn.Module, step: Callable) -> Callable:
 
     call: Any = _call
     if isinstance(network, FSDPModule):
-        # FSDP gathers parameters in forward hooks, but a step may call only some submodules.
+        # FSDP gathers parameters in forward hooks. A step that calls only submodules skips these hooks.
         root: Any = network
         root.run_step = _call
         register_fsdp_forward_method(root, "run_step")

@@ -22,11 +22,8 @@ def parse_callbacks(given: Any, config: LoopConfig) -> list[Any]:
     """Return the callbacks in the order of their calls.
 
     Args:
-        given: Lightning's callbacks, or objects with methods named like hooks.
+        given: Lightning's callbacks, or objects with methods such as on_fit_start.
         config: The options. Like Trainer's, they can add a Timer and a ModelSummary.
-
-    Raises:
-        ConfigurationError: A callback contradicts an option, or cannot work here.
     """
     callbacks = as_list(given)
     check_options(callbacks, config)
@@ -89,8 +86,8 @@ def check_callbacks(callbacks: list[Any]) -> None:
         has_hooks = any(name.startswith("on_") for name in dir(callback))
         if not has_hooks and not hasattr(callback, "setup"):
             raise ConfigurationTypeError(
-                f"callbacks: got {describe(callback)}, expected objects with methods named like"
-                " hooks. Write callbacks=[EarlyStopping('val_loss')]."
+                f"callbacks: got {describe(callback)}, expected objects with hook methods such"
+                " as on_train_epoch_end. Write callbacks=[EarlyStopping('val_loss')]."
             )
         if is_instance_of(callback, "BatchSizeFinder", "LearningRateFinder"):
             raise ConfigurationError(

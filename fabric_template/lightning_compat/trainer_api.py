@@ -79,7 +79,7 @@ _ATTRIBUTES: dict[str, Callable[[Any], Any]] = {
     "predict_loop": lambda loop: LoopAPI(loop, "predict_loop"),
     # ThroughputMonitor counts batches of the evaluation.
     "_evaluation_loop": lambda loop: LoopAPI(loop, "validate_loop"),
-    # ``LightningModule.log(sync_dist=True)`` reads this with several processes.
+    # ``LightningModule.log(sync_dist=True)`` reads this if there are several processes.
     "_accelerator_connector": lambda loop: SimpleNamespace(is_distributed=loop.world_size > 1),
 }
 
@@ -195,7 +195,7 @@ class TrainerAPI:
 
     @property
     def optimizers(self) -> list[Any]:
-        """The optimizers of the last fit. In manual optimization, their step() counts the steps."""
+        """The optimizers of the last fit. In manual optimization, calling their step() increases global_step."""
         run = self.runs.get("fit")
         if run is None:
             return []

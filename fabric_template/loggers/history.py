@@ -369,8 +369,8 @@ def train_values_first(values: Mapping[str, Any]) -> dict[str, Any]:
 def name_outputs(output: Any, prefix: str) -> dict[str, Tensor]:
     """Return the numbers in a step's output, keyed by their names in the history.
 
-    A tensor becomes ``<prefix>_loss``. A dict gives ``<prefix>_<key>``. A pair gives
-    ``<prefix>_loss`` and ``<prefix>_acc``.
+    A tensor becomes ``<prefix>_loss``. A dict gives ``<prefix>_<key>``. A pair (loss, accuracy)
+    gives ``<prefix>_loss`` and ``<prefix>_acc``.
     """
     named: Mapping[Any, Any] = output if isinstance(output, Mapping) else {}
     if isinstance(output, Tensor | numbers.Number):

@@ -103,9 +103,6 @@ def parse_arguments(hook: str | None, name: str, given: tuple) -> LogArguments:
 
     Args:
         given: The arguments after name and value, without batch_size and with the dataloader_idx.
-
-    Raises:
-        ConfigurationError: The hook has no step or no epoch to log for, or the reduction is unknown.
     """
     prog_bar, logger, on_step, on_epoch, reduce_fx, *others = given
     on_step, on_epoch = _step_and_epoch(hook, on_step, on_epoch)
@@ -498,7 +495,7 @@ class ResultCollection:
             self.active.batches_started = 0
 
     def end(self) -> None:
-        """Stop logging. The views keep the values of the last batch."""
+        """Stop logging. callback_metrics and the other views keep the values of the last batch."""
         if self.active is not None and self.active.has_new_values:
             self.update_metrics()
         self.active = None

@@ -415,7 +415,7 @@ def warn_of_new_weights(loop: FabricLoop, load: str | None) -> None:
 
 
 def make_table(batches: list[Any]) -> Any:
-    """Return a DataFrame with a row per sample. A vector has a column for each element."""
+    """Return a DataFrame with a row per sample. A prediction that is a vector has a column for each element."""
     import pandas as pd
     import torch
 

@@ -80,7 +80,8 @@ def train_epoch(run: RunState) -> None:
             train_with_iterator(run)
         else:
             train_batches(run)
-    # A limit ends the epoch early, as in Trainer. After a signal, a resumed run finishes the epoch.
+    # As in Trainer, an epoch that max_steps ends early counts as finished. A signal only interrupts
+    # the epoch, and a resumed run finishes it.
     if run.stop.signal is None or progress.is_epoch_complete:
         end_epoch(run)
 

@@ -146,7 +146,7 @@ def fit_stage(run: RunState) -> None:
             stack.enter_context(run.signals)
         if isinstance(run.optimization, ManualOptimization) and not run.is_lightning_module:
             run.optimization.count_unwrapped_steps(stack)
-        # With several processes, a signal during the set-up ends them here.
+        # A signal that arrived during the set-up of several processes ends the run here.
         run.signals.check(run, is_due=True)
         warn_of_eval_modules(run)
         fit(run)
