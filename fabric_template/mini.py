@@ -4,11 +4,12 @@
 Version 0.2.0 of fabric_template, under the MIT License (file LICENSE). It needs torch and lightning
 only. Read `fit`, `_train_epoch` and `_train_batch` first. To change
 
-- the loss and its scaling, edit `_compute_gradients`,
+- the loss, or its division by accumulate_grad_batches, edit `_compute_gradients`,
 - the gradients before an optimizer step (clipping, norms), `_step_optimizer`,
-- when the optimizer steps, `_is_window_end`; when training stops, `_is_done`,
+- when the optimizer steps, `_is_window_end`,
+- when training stops, `_is_done`,
 - a row of metrics.csv, `_end_row`; a row of steps.csv, `_log_step`,
-- the content of a checkpoint, `_build_checkpoint` and `_restore`.
+- the content of a checkpoint, `_build_checkpoint` and `_restore`; which one is saved, `_save`.
 
 FabricLoop supports everything else. Each loop resumes the other's runs.
 """
@@ -164,7 +165,8 @@ class MiniLoop:
                 state = "finished"
             except KeyboardInterrupt:
                 state = "interrupted"
-                print(f"Ctrl-C in epoch {self.current_epoch}. To continue: resume='auto'.")
+                saved = "resume='last' continues" if self.history else "nothing is saved"
+                print(f"Ctrl-C in epoch {self.current_epoch}: {saved}.")
             finally:
                 (self.log_dir / ".lock").write_text(state)
         try:
@@ -192,7 +194,7 @@ class MiniLoop:
             is_last = self.batches_done + 1 == self._train_length
             # Autograd works faster if the loss, and thus its graph, is kept until the next forward.
             loss = self._train_batch(batch, is_last)  # noqa: F841
-            # A resumed run could not continue an incomplete accumulation window.
+            # Validate, save and stop between windows only: a checkpoint holds no gradients.
             if self._batches_in_window > 0:
                 continue
             if every is not None and self.global_step % every == 0:
@@ -204,6 +206,9 @@ class MiniLoop:
         if self._batches_in_window > 0:
             # The loader has no length, so the last batch was not known.
             self._step_optimizer()
+            if every is not None and self.global_step % every == 0:
+                self._validate()
+                self._end_row(epoch)
         if every is None:
             self._validate()
         self._update_callback_metrics()
@@ -279,7 +284,7 @@ class MiniLoop:
             if config["interval"] != interval or count % config["frequency"] != 0:
                 continue
             if isinstance(config["scheduler"], ReduceLROnPlateau):
-                self._check_is_logged(config["monitor"])
+                self._check_is_logged(config["monitor"], self.callback_metrics)
                 config["scheduler"].step(self.callback_metrics[config["monitor"]])
             else:
                 config["scheduler"].step()
@@ -377,13 +382,15 @@ class MiniLoop:
         """Log a value of this step to steps.csv, or its mean since the last row to metrics.csv."""
         if not isinstance(value, Tensor) and hasattr(value, "compute"):
             self._collected[name] = value
+            self._logged_means.add(name)
             return
-        value = value.detach() if isinstance(value, Tensor) else torch.tensor(float(value))
+        value = value.detach() if isinstance(value, Tensor) else to_tensor(value)
         if self._is_training_batch and on_step is not False:
             self._step_values[name] = self.callback_metrics[name] = value
         if on_epoch or (on_epoch is None and not self._is_training_batch):
             self._logged_means.add(name)
-            self._add_to_mean(name, value, batch_size or self._batch_size, sync_dist)
+            weight = self._batch_size if batch_size is None else batch_size
+            self._add_to_mean(name, value, weight, sync_dist)
 
     def log_dict(self, metrics: Any, **options: Any) -> None:
         for name, value in metrics.items():
@@ -398,16 +405,17 @@ class MiniLoop:
             if name in self._logged_means or (self._is_lightning_module and key != "loss"):
                 continue
             if isinstance(value, (int, float)):
-                value = torch.tensor(float(value))
+                value = to_tensor(value)
             if isinstance(value, Tensor) and value.numel() == 1:
                 self._add_to_mean(name, value.detach(), self._batch_size, is_synced=True)
 
     def _add_to_mean(self, name: str, value: Tensor, weight: int, is_synced: bool) -> None:
         """Add a value to a mean weighted by batch size. The sum stays on the device."""
         if name not in self._collected:
-            dtype = torch.promote_types(torch.get_default_dtype(), torch.float32)
-            self._collected[name] = (torch.zeros((), dtype=dtype), 0, is_synced)
+            self._collected[name] = (to_tensor(0), 0, is_synced)
         total, total_weight, _ = self._collected[name]
+        if value.dtype != total.dtype:
+            value = value.to(total.dtype)
         # The product with a power of two is exact, so one fused operation rounds like two.
         is_exact = weight.bit_count() == 1
         total = torch.add(total, value, alpha=weight) if is_exact else total + value * weight
@@ -434,9 +442,9 @@ class MiniLoop:
         names, self._collected = list(self._collected), {}
         return {name: self.callback_metrics[name] for name in names}
 
-    def _check_is_logged(self, name: str) -> None:
-        if name not in self.callback_metrics:
-            known = ", ".join(self.callback_metrics)
+    def _check_is_logged(self, name: str, metrics: dict[str, Any]) -> None:
+        if name not in metrics:
+            known = ", ".join(metrics)
             raise ValueError(f"monitor: got {name!r}, expected one of {known}.")
 
     def _log_step(self, loss: Tensor) -> None:
@@ -482,8 +490,8 @@ class MiniLoop:
         for name in names if self.fabric.is_global_zero else ():
             with replaced(self.checkpoint_dir / name, "wb") as file:
                 torch.save(checkpoint, file)
-        if self.monitor is not None:
-            self._check_is_logged(self.monitor)
+        if self.monitor is not None and self.best_score is None:
+            self._check_is_logged(self.monitor, row)
 
     def _build_checkpoint(self) -> dict[str, Any]:
         """Return the state in Lightning's format. MiniLoop's own state is in "fabric_template"."""
@@ -539,6 +547,8 @@ class MiniLoop:
         self.current_epoch, self.global_step = progress["epochs_done"], progress["global_step"]
         self.batches_done = progress["batches_done"] if progress["is_in_epoch"] else 0
         self.history, self.best_score = list(own["history"]["rows"]), own["checkpoints"]["score"]
+        for row in self.history:
+            self.callback_metrics.update((name, to_tensor(value)) for name, value in row.items())
         set_rng_state(of_rank["rng"], self.train_loader)
         if self.fabric.is_global_zero:
             steps = read_rows(self.log_dir / "steps.csv")
@@ -599,7 +609,7 @@ class MiniLoop:
         check_loader(train, "train_dataloaders")
         check_loader(val, "val_dataloaders")
         is_launched = torch.distributed.is_available() and torch.distributed.is_initialized()
-        if self._world_size > 1 and not is_launched:
+        if isinstance(self._strategy, DDPStrategy) and not is_launched:
             self.fabric.launch()
             # Reset the seed like Trainer, because the launch may have drawn random numbers.
             reset_seed()
@@ -643,6 +653,7 @@ class MiniLoop:
         if own.isdisjoint(p for group in optimizer.param_groups for p in group["params"]):
             raise ValueError("optimizer: got parameters of another model. Pass model.parameters().")
         self.optimizer, self.schedulers = optimizer, []
+        self._learning_rate = optimizer.param_groups[0]["lr"]
         schedulers = scheduler or schedulers or []
         for given in schedulers if isinstance(schedulers, list | tuple) else [schedulers]:
             config: dict[str, Any] = {"interval": "epoch", "frequency": 1, "monitor": monitor}
@@ -673,7 +684,7 @@ class MiniLoop:
     @contextmanager
     def _prepared_model(self) -> Iterator[None]:
         """Set the device, precision and trainer of the model. Restore the device at the end."""
-        device = next(self.network.parameters()).device
+        device = next((p.device for p in self.network.parameters()), self.fabric.device)
         self._precision.convert_module(self.network)
         self._strategy.module_to_device(self.network)
         self._ddp: Any = None
@@ -735,6 +746,12 @@ def find_loss(output: Any, batch_idx: int) -> Tensor:
     raise TypeError(f"{text} Return the loss without detach() and item().")
 
 
+def to_tensor(value: Any) -> Tensor:
+    """Convert a number. A step in bf16-true would make a bfloat16 tensor, which rounds it."""
+    dtype = torch.promote_types(torch.get_default_dtype(), torch.float32)
+    return torch.tensor(float(value), dtype=dtype)
+
+
 def find_batch_size(batch: Any) -> int:
     """Return the length of the first tensor in a batch, or 1 if the first value is not a tensor."""
     while isinstance(batch, (dict, list, tuple)) and batch:
@@ -744,7 +761,8 @@ def find_batch_size(batch: Any) -> int:
 
 def check_loader(loader: Any, argument: str) -> None:
     kind = type(loader).__name__
-    if not isinstance(loader, Iterable | None):
+    is_list = isinstance(loader, list) and any(isinstance(x, torch_data.DataLoader) for x in loader)
+    if is_list or not isinstance(loader, Iterable | None):
         raise TypeError(f"{argument}: got a {kind}, expected batches, as of a DataLoader.")
     if length_hint(loader, 1) == 0:
         raise ValueError(f"{argument}: got an empty {kind}, expected at least one batch.")

@@ -18,7 +18,6 @@ class Autoencoder(nn.Module):
     Args:
         code: Size of the code of an image.
         noise: Standard deviation of the noise on training images. The target is the clean image.
-        lr: Learning rate of Adam.
     """
 
     def __init__(self, code: int = 8, noise: float = 0.1, lr: float = 2e-3) -> None:

@@ -31,7 +31,6 @@ class CIFAR10Data(SplitData):
     Args:
         path: Folder of data_batch_1.bin to data_batch_5.bin and test_batch.bin. If it does not
             exist, the files are downloaded (170 MB).
-        batch_size: Images per batch.
     """
 
     def __init__(self, path: str = "data/cifar-10-batches-bin", batch_size: int = 128) -> None:

@@ -20,10 +20,6 @@ class DigitsData(SplitData):
 
     A batch is ``(images, labels)``: images ``float32 (batch, 1, 8, 8)`` from 0 (paper) to 1 (ink),
     labels ``int64 (batch,)``.
-
-    Args:
-        batch_size: Images per batch.
-        seed: Seed of the random splits.
     """
 
     def __init__(self, batch_size: int = 64, seed: int = 0) -> None:

@@ -29,13 +29,7 @@ def make_points(count: int, seed: int = 0) -> Tensor:
 
 
 class RingData(SplitData):
-    """Draw points around the centers. A batch is ``float32 (batch, 2)``.
-
-    Args:
-        count: Number of points for training.
-        batch_size: Points per batch.
-        seed: Seed of the random points.
-    """
+    """Draw points around the centers. A batch is ``float32 (batch, 2)``."""
 
     def __init__(self, count: int = 25_600, batch_size: int = 256, seed: int = 0) -> None:
         super().__init__(batch_size)
@@ -61,8 +55,6 @@ class GAN(LightningModule):
 
     Args:
         noise: Size of the generator's random input.
-        hidden: Width of the hidden layers of both networks.
-        lr: Learning rate of both optimizers.
     """
 
     def __init__(self, noise: int = 8, hidden: int = 128, lr: float = 1e-3) -> None:

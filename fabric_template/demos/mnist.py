@@ -31,7 +31,6 @@ class MNISTData(SplitData):
 
     Args:
         path: Folder of the four IDX files. Missing files are downloaded to this folder (12 MB).
-        batch_size: Images per batch.
     """
 
     def __init__(self, path: str = "data/mnist", batch_size: int = 64) -> None:
@@ -70,12 +69,7 @@ def read_idx(path: Path) -> Tensor:
 
 
 class MNISTNet:
-    """Train a network with one hidden layer.
-
-    Args:
-        hidden: Width of the hidden layer.
-        lr: Learning rate of Adam.
-    """
+    """Train a network with one hidden layer."""
 
     def __init__(self, hidden: int = 100, lr: float = 1e-3) -> None:
         self.lr = lr

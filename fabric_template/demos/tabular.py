@@ -75,7 +75,6 @@ class TabularNet(LightningModule):
 
     Args:
         features: Number of features per row after the preprocessing.
-        lr: Learning rate of AdamW.
     """
 
     def __init__(self, features: int = 10, hidden: int = 64, lr: float = 3e-3) -> None:

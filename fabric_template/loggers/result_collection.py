@@ -420,11 +420,11 @@ class ResultCollection:
             value = value.to(float_type())
         if batch_size is not None:
             results.logged_batch_size = batch_size
-        elif metric.needs_batch_size:
-            batch_size = results.find_batch_size()
-        metric.update(value, batch_size or 1)
+        else:
+            batch_size = results.find_batch_size() if metric.needs_batch_size else 1
+        metric.update(value, batch_size)
         if metric.since_row is not None:
-            metric.since_row.update(value.detach(), batch_size or 1)
+            metric.since_row.update(value.detach(), batch_size)
 
     def log_dict(self, dictionary: Mapping[str, Any], **arguments: Any) -> None:
         """Log every item of a dict or of a torchmetrics MetricCollection."""
@@ -446,7 +446,7 @@ class ResultCollection:
                 f"You called `self.log({name}, ...)` twice in `{hook}` with different arguments."
                 " This is not allowed"
             )
-        metric.given = given
+        metric.arguments, metric.given = arguments, given
         return metric
 
     def _add_metric(self, results: LoopResults, arguments: LogArguments) -> ResultMetric:
@@ -579,7 +579,7 @@ class ResultCollection:
         load_torchmetrics(self._module, state["torchmetrics"])
         train, metrics = self.train, find_torchmetrics(self._module)
         for entry in state["train"]:
-            # The next self.log call with this name checks the arguments.
+            # The next self.log call with this name sets the arguments.
             metric = self._add_metric(train, LogArguments(**entry["arguments"]))
             metric.load_state_dict(entry)
             metric.torchmetric = metrics.get(entry["torchmetric"])

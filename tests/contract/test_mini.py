@@ -300,7 +300,7 @@ def test_ctrl_c_returns_the_history_and_resumes(capsys):
 
     _, module, rows = fit("MiniLoop", "run", 4, make_module=lambda: Interrupted(by_epoch))
     assert len(rows) == 2
-    assert "resume='auto'" in capsys.readouterr().out
+    assert "resume='last'" in capsys.readouterr().out
     assert module.training
     assert torch.is_grad_enabled()
     _, expected, whole = fit("MiniLoop", "whole", 4)
