@@ -13,10 +13,10 @@ import pytest
 REPOSITORY = Path(__file__).resolve().parents[2]
 
 SIZE_LIMITS = {
-    "package lines": 14_436,
+    "package lines": 14_432,
     "package files": 65,
-    "test lines": 17_598,
-    "docs lines": 1_499,
+    "test lines": 17_367,
+    "docs lines": 1_498,
 }
 
 # Expressions that have a plain replacement in the project's glossary.
