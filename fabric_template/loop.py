@@ -235,9 +235,8 @@ class FabricLoop(TrainerAPI):
 
     def backward(self, loss: torch.Tensor) -> None:
         """Compute the gradients in the loop's precision, as ``fabric.backward`` does."""
-        check_type(
-            "backward", loss, torch.Tensor, "the loss as a tensor. Write loop.backward(loss)"
-        )
+        expected = "the loss as a tensor. Write loop.backward(loss)"
+        check_type("backward", loss, torch.Tensor, expected)
         if self.run is not None and isinstance(self.run.optimization, ManualOptimization):
             self.run.optimization.backward(loss)
         else:

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: MIT
 """Train PyTorch models with a loop in one file, to read, to copy and to change.
 
-Version 0.2.0 of fabric_template, under the MIT License (file LICENSE). It needs torch and lightning
-only. Read `fit`, `_train_epoch` and `_train_batch` first. To change
+Version 0.2.0 of fabric_template, under the MIT License (file LICENSE). It needs torch and lightning,
+which bring NumPy, PyYAML and tqdm. Read `fit`, `_train_epoch` and `_train_batch` first. To change
 
 - the loss, or its division by accumulate_grad_batches, edit `_compute_gradients`,
 - the gradients before an optimizer step (clipping, norms), `_step_optimizer`,
@@ -49,6 +49,7 @@ from torch.optim.lr_scheduler import ReduceLROnPlateau
 from torch.utils import data as torch_data
 from tqdm import tqdm
 
+NOT_METRICS = ("epoch", "step", "lr", "time")
 HOOKS = """
     on_train_start on_train_end on_train_epoch_start on_train_epoch_end on_train_batch_start
     on_train_batch_end on_validation_epoch_start on_validation_epoch_end
@@ -548,7 +549,8 @@ class MiniLoop:
         self.batches_done = progress["batches_done"] if progress["is_in_epoch"] else 0
         self.history, self.best_score = list(own["history"]["rows"]), own["checkpoints"]["score"]
         for row in self.history:
-            self.callback_metrics.update((name, to_tensor(value)) for name, value in row.items())
+            metrics = {name: row[name] for name in row if name not in NOT_METRICS}
+            self.callback_metrics.update((n, to_tensor(value)) for n, value in metrics.items())
         set_rng_state(of_rank["rng"], self.train_loader)
         if self.fabric.is_global_zero:
             steps = read_rows(self.log_dir / "steps.csv")

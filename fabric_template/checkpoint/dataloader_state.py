@@ -322,7 +322,7 @@ class WorkerBatch(NamedTuple):
 
     batch: Any
     worker: int
-    rng_state: bytes | None
+    rng_state: tuple[Any, ...] | None
 
 
 class WorkerRecorder:
@@ -338,7 +338,7 @@ class WorkerRecorder:
     def __init__(self, loader: DataLoader, states: list[Any]) -> None:
         self._collate_fn, self._worker_init_fn = loader.collate_fn, loader.worker_init_fn
         self._states = states
-        self._worker, self._packed = 0, b""
+        self._worker, self._packed = 0, ()
 
     def start_worker(self, worker: int) -> None:
         if self._worker_init_fn is not None:

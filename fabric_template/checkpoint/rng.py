@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import pickle
 import random
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -42,18 +41,24 @@ def unchanged_rng_state() -> Iterator[None]:
         restore_rng_state(state)
 
 
-def pack_rng_state() -> bytes:
+def pack_rng_state() -> tuple[Any, ...]:
     """Return the states of this DataLoader worker in a form that is fast to compare and to send."""
-    states = (torch.get_rng_state().numpy(), random.getstate(), np.random.get_state())
-    return pickle.dumps(states)
+    numpy_state: Any = np.random.get_state(legacy=True)
+    name, keys, *position = numpy_state
+    torch_state = torch.get_rng_state().numpy().tobytes()
+    return torch_state, random.getstate(), (name, keys.tobytes(), *position)
 
 
 def unpack_rng_state(packed: Any) -> Any:
     """Return packed states in the form of ``capture_rng_state``. Return other values unchanged."""
-    if not isinstance(packed, bytes):
+    if not isinstance(packed, tuple):
         return packed
-    torch_state, python_state, numpy_state = pickle.loads(packed)
-    return _as_plain_values(torch.from_numpy(torch_state), python_state, numpy_state)
+    torch_state, python_state, (name, keys, *position) = packed
+    return _as_plain_values(
+        torch.frombuffer(bytearray(torch_state), dtype=torch.uint8),
+        python_state,
+        (name, np.frombuffer(keys, np.uint32), *position),
+    )
 
 
 def _as_plain_values(

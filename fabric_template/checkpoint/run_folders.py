@@ -103,9 +103,6 @@ def lock_folders(folders: Iterable[Path]) -> Iterator[None]:
 
     The system releases the lock of a killed process. Each .lock file has the process id, and "finished",
     "interrupted" or "failed" at the end. The command ``fabric-template runs`` reads this state.
-
-    Raises:
-        CheckpointError: Another run writes to one of the folders.
     """
     with ExitStack() as stack:
         opened = [open_lock(folder, stack) for folder in folders]

@@ -290,7 +290,7 @@ class LoopResults(dict):
         batch: The current batch.
         batch_size: The size of the current batch. None until a mean needs it.
         logged_batch_size: The batch_size that the current step passed to ``self.log``.
-        batches_started: The batches started in the epoch or of the loader. After the last one, 0.
+        batches_started: Batches started in this epoch or of this loader; 0 after the last one.
         last_hook: The hook that logged last.
         has_new_values: Whether a batch has ended since the views were updated.
     """
@@ -403,7 +403,8 @@ class ResultCollection:
         if metric is None or metric.given != given:
             metric = self._register(results, hook, name, given)
         if results.last_hook != hook:
-            if results.batches_started < 2:
+            # As in Trainer, another hook in the first batch resets the sums of that hook.
+            if results.batches_started <= 1:
                 results.reset_hook(hook)
             results.last_hook = hook
         if isinstance(value, Tensor):

@@ -199,8 +199,7 @@ def validate(run: RunState) -> None:
     if run.progress.phase != "validation_end":
         # Only a request to stop causes an unplanned validation, and a resumed run does not repeat it.
         # So restore the random state after it.
-        is_planned = run.validation_schedule.is_planned()
-        rng_state = None if is_planned else capture_rng_state()
+        rng_state = None if run.validation_schedule.is_planned() else capture_rng_state()
         run.progress.phase = "validation"
         evaluate(run, "validate")
         run.results.start_training()

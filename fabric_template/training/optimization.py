@@ -179,11 +179,8 @@ class AutomaticOptimization(Optimization):
         # Except for LBFGS, torch's optimizers run a closure once before they step. Without a
         # closure they compute the same bits in less time.
         calls_closure_first = type(optimizer).__module__.startswith("torch.optim.") and not is_lbfgs
-        step = (
-            self._step_without_closure
-            if calls_closure_first and not needs_closure
-            else self._step_with_closure
-        )
+        is_simple = calls_closure_first and not needs_closure
+        step = self._step_without_closure if is_simple else self._step_with_closure
         action = f"[LightningModule]{type(hooks.source).__name__}.optimizer_step"
         self._take_step = hooks.with_profiler(action, step)
         if self._scaler is not None:

@@ -102,7 +102,7 @@ def test_trains_with_trainers_bits(name, tmp_path):
 @pytest.mark.parametrize("ours_first", [True, False])
 def test_checkpoints_cross(name, ours_first, tmp_path):
     """A run that starts with one and continues with the other ends with the bits of Trainer alone."""
-    if not ours_first and pl.__version__ < "2.5":
+    if not ours_first and pl.__version__.startswith("2.4."):
         pytest.skip("Trainer 2.4 draws other random numbers when it resumes its own file")
     first, second = (FabricLoop, pl.Trainer) if ours_first else (pl.Trainer, FabricLoop)
     results = []
