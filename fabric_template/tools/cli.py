@@ -39,9 +39,9 @@ COMMANDS = {  # name: (module, help)
     "compare": ("compare", "find the first step in which two trainings differ"),
     "profile": ("profile", "show where the time of a training step goes"),
     "tune": ("tune", "find faster options, or with --lr a learning rate"),
-    "copy": ("vendoring", "copy this package or its single file into a project"),
-    "diff": ("vendoring", "show what you and what upstream have changed in a copy"),
-    "update": ("vendoring", "merge what is new upstream into a copy"),
+    "copy": ("package_copy", "copy this package or its single file into a project"),
+    "diff": ("package_copy", "show what you and what upstream have changed in a copy"),
+    "update": ("package_copy", "merge what is new upstream into a copy"),
     "verify": ("cli", "check that checkpoints are whole"),
 }
 LOOP_COMMANDS = ("fit", "validate", "test", "predict", "profile", "tune")
@@ -415,22 +415,19 @@ def warn_of_new_weights(loop: FabricLoop, load: str | None) -> None:
 
 
 def make_table(batches: list[Any]) -> Any:
-    """Return a DataFrame with a row per sample. A prediction that is a vector has a column for each element."""
+    """Return a DataFrame with a row for each sample. An element of a vector has its own column."""
     import pandas as pd
     import torch
 
     tables = []
     for batch in batches:
-        named = batch if isinstance(batch, dict) else {"prediction": batch}
-        columns: dict[str, Any] = {}
-        for name, value in named.items():
-            if isinstance(value, torch.Tensor) and value.dim() == 2:
-                columns |= {f"{name}_{i}": part.tolist() for i, part in enumerate(value.T)}
-            elif isinstance(value, torch.Tensor):
-                columns[str(name)] = torch.atleast_1d(value).tolist()
-            else:
-                columns[str(name)] = value
-        tables.append(pd.DataFrame(columns))
+        columns = []
+        for name, value in (batch if isinstance(batch, dict) else {"prediction": batch}).items():
+            is_tensor = isinstance(value, torch.Tensor)
+            column = pd.DataFrame(torch.atleast_1d(value).tolist() if is_tensor else value)
+            names = [f"{name}_{i}" for i in column] if column.shape[1] > 1 else [name]
+            columns.append(column.set_axis(names, axis=1))
+        tables.append(pd.concat(columns, axis=1))
     return pd.concat(tables)
 
 
@@ -444,12 +441,12 @@ def verify_command(path: str) -> int:
         files = sorted(file for file in files[0].rglob("[!.]*") if file.suffix in SUFFIXES)
     if not files or not files[0].exists():
         raise ValueError(f"verify: got {path}, expected a folder with {', '.join(SUFFIXES)} files.")
-    damaged = []
+    exit_code = 0
     for file in files:
         try:
             verify_checkpoint(file)
             print(f"whole       {file}")
         except DamagedCheckpointError as error:
             print(f"damaged     {error}")
-            damaged.append(file)
-    return int(bool(damaged))
+            exit_code = 1
+    return exit_code

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from ..loggers.read_logs import read_logs
-from .runs import find_direction, find_runs
+from .runs import NOT_METRICS, find_direction, find_runs
 
 if TYPE_CHECKING:
     import numpy as np
@@ -25,7 +25,6 @@ if TYPE_CHECKING:
 # The Okabe-Ito palette is color-blind safe. Dashes keep overlapping runs visible.
 PALETTE = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9")
 DASHES = ("-", "--", "-.")
-INDEX_COLUMNS = ("name", "version", "epoch", "step", "time", "samples_per_second")
 SPLITS = {"training": "train", "val": "validation", "valid": "validation"}
 _COLUMN = re.compile(
     r"(?is)(?:(train|training|val|valid|validation|test)[\W_])?(.*?)(?:_epoch|_step)?(/.*)?"
@@ -213,7 +212,7 @@ def choose_metrics(runs: list[Run], x: str, wanted: Sequence[str] | None) -> lis
         raise ValueError(f"x: got {x!r}, {known}. Write x='step', for example.")
     numeric = {str(name) for table in tables for name in table.select_dtypes("number")}
     columns = [parse_metric(name) for name in names if name in numeric]
-    metrics = [metric for metric in columns if metric.column not in INDEX_COLUMNS]
+    metrics = [metric for metric in columns if metric.column not in NOT_METRICS]
     if x != "step":
         # Lightning logs the last step's value as "<name>_step" beside the mean.
         metrics = [metric for metric in metrics if not metric.column.endswith("_step")] or metrics

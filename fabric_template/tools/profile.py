@@ -7,20 +7,19 @@ import sys
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from statistics import median
 from typing import TYPE_CHECKING, Any
 
 import torch
 from lightning.pytorch.utilities.seed import isolate_rng
 from torch.overrides import TorchFunctionMode
 
-from .step_timer import PARTS, time_steps
-from .tune import SETTINGS
+from .step_benchmark import PARTS, Choice, time_steps
+from .tune import SETTINGS, compare
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
-MIN_GAIN = 1.1  # of a suggestion, as the median of three comparisons
+MIN_GAIN = 1.1  # of a suggestion
 # Methods that read a value. The CPU waits until the GPU has computed it.
 READS = (torch.Tensor.item, torch.Tensor.__float__, torch.Tensor.cpu, torch.Tensor.tolist)
 LIBRARIES = (f"{__package__.rpartition('.')[0]}.", "torch.", "lightning.", "torchmetrics.")
@@ -130,17 +129,16 @@ class ValueReadRecorder(TorchFunctionMode):
 def find_faster(loop: Any, parts: dict[str, Any], milliseconds: float) -> list[str]:
     """Try settings that do not change the results, and describe the faster ones."""
     steps = min(max(int(200 / milliseconds), 10), 200)
+
+    def trial(choice: Choice) -> float:
+        return 1 / max(time_steps(loop, parts, choice, steps).get_median(*PARTS), 1e-6)
+
     settings = {"tensor_loader": True, "num_workers": min(os.cpu_count() or 1, 8), "threads": 1}
     gains: dict[str, float] = {}
     for name, value in settings.items():
-        choice = {name: value}
         # Do not suggest a setting that fails.
         with suppress(Exception):
-            ratios = []
-            for _ in range(3):
-                before, after = (time_steps(loop, parts, tried, steps) for tried in ({}, choice))
-                ratios.append(before.get_median(*PARTS) / max(after.get_median(*PARTS), 1e-6))
-            gain = median(ratios)
+            gain = compare(trial, {}, {name: value})
             if gain >= MIN_GAIN:
                 gains[f"{gain:.1f}x by {SETTINGS[name][1].format(value)}"] = gain
     return sorted(gains, key=gains.__getitem__, reverse=True)

@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 import torch
 from lightning.pytorch.utilities.data import extract_batch_size
 
-from .step_timer import PARTS, Choice, copy_options, time_steps
+from .step_benchmark import PARTS, Choice, copy_options, time_steps
 
 # Keep a setting if its slowest of ROUNDS trials beats the fastest trial without it by MIN_GAIN.
 MIN_GAIN, ROUNDS = 1.03, 3

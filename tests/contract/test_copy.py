@@ -11,7 +11,7 @@ import pytest
 import torch
 from interpreter import ready
 
-from fabric_template.tools.vendoring import copy_command
+from fabric_template.tools.package_copy import copy_command
 
 PACKAGE = Path(__file__).resolve().parents[2] / "fabric_template"
 FILES = sorted(PACKAGE.rglob("*.py"))

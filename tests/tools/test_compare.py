@@ -13,7 +13,7 @@ from torch.utils.data import DataLoader
 
 from fabric_template import FabricLoop, MiniLoop, compare
 from fabric_template.tools.cli import main
-from fabric_template.tools.training_recorder import record_training
+from fabric_template.tools.compare import record_training
 
 
 class Script:

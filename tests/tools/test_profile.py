@@ -17,7 +17,7 @@ from torch import nn
 from torch.utils.data import DataLoader, Dataset, TensorDataset
 
 from fabric_template import FabricLoop, TensorLoader
-from fabric_template.tools import step_timer
+from fabric_template.tools import step_benchmark
 from fabric_template.tools.profile import profile, profile_command
 
 LONG = 0.005
@@ -33,7 +33,7 @@ def in_a_folder(tmp_path, monkeypatch):
 @pytest.fixture
 def fake_clock(monkeypatch):
     """Only `CLOCK.sleep` takes time, so the figures are exact."""
-    monkeypatch.setattr(step_timer, "time", CLOCK)
+    monkeypatch.setattr(step_benchmark, "time", CLOCK)
 
 
 class SlowDataset(Dataset):

@@ -12,9 +12,9 @@ from torch import nn
 from torch.utils.data import DataLoader, Dataset, TensorDataset
 
 from fabric_template import FabricLoop, TensorLoader
-from fabric_template.tools import step_timer
+from fabric_template.tools import step_benchmark
 from fabric_template.tools import tune as tune_module
-from fabric_template.tools.step_timer import change_loader, copy_options
+from fabric_template.tools.step_benchmark import change_loader, copy_options
 from fabric_template.tools.tune import (
     LearningRateRamp,
     choose_settings,
@@ -30,7 +30,7 @@ CLOCK = Clock()
 @pytest.fixture(autouse=True)
 def fixed_clock(monkeypatch):
     """Let a step take the seconds that it sleeps on CLOCK, on every machine."""
-    monkeypatch.setattr(step_timer, "time", CLOCK)
+    monkeypatch.setattr(step_benchmark, "time", CLOCK)
 
 
 class Samples(Dataset):

@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from fabric_template.tools import cli, vendoring
-from fabric_template.tools.vendoring import copy_command, diff_command, update_command
+from fabric_template.tools import cli, package_copy
+from fabric_template.tools.package_copy import copy_command, diff_command, update_command
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 LOOP = "one\n\ntwo\n\nthree\n"
@@ -32,7 +32,7 @@ def tree(folder):
 
 def write(folder, files):
     for name, text in files.items():
-        vendoring.write_file(Path(folder, name), None if text is None else text.encode())
+        package_copy.write_file(Path(folder, name), None if text is None else text.encode())
 
 
 def git(*words):
@@ -51,12 +51,12 @@ def release(tmp_path, monkeypatch):
     write(tmp_path / "upstream", {**PACKAGE, "py.typed": ""})
     (tmp_path / "project").mkdir()
     monkeypatch.chdir(tmp_path / "project")
-    monkeypatch.setattr(vendoring, "PACKAGE", tmp_path / "upstream")
+    monkeypatch.setattr(package_copy, "PACKAGE", tmp_path / "upstream")
     git("init", "-q")
 
     def release(changes, version="0.2.0"):
         write(tmp_path / "upstream", changes)
-        monkeypatch.setattr(vendoring, "__version__", version)
+        monkeypatch.setattr(package_copy, "__version__", version)
 
     release({}, "0.1.0")
     return release
@@ -209,10 +209,10 @@ def test_the_commands_of_the_page_with_the_real_package(tmp_path, monkeypatch, c
     assert mini.read_text().endswith("# SOFTWARE.\n")
     mini.write_text(mini.read_text().replace("import csv\n", "import csv  # mine\n"))
     commit()
-    write("newer", {name: data.decode() for name, data in vendoring.read_files(vendoring.PACKAGE).items()})
+    write("newer", {name: data.decode() for name, data in package_copy.read_files(package_copy.PACKAGE).items()})
     write("newer", {"mini.py": Path("newer/mini.py").read_text() + "\n\nNEW = True\n"})
-    monkeypatch.setattr(vendoring, "PACKAGE", tmp_path / "newer")
-    monkeypatch.setattr(vendoring, "__version__", "0.2.0")
+    monkeypatch.setattr(package_copy, "PACKAGE", tmp_path / "newer")
+    monkeypatch.setattr(package_copy, "__version__", "0.2.0")
     assert [cli.main(words) for words in later] == [1, 0, 0, 0]
     assert cli.main(["update", "my_project/train_loop.py"]) == 0
     assert "merged      train_loop.py\n" in capsys.readouterr().out
