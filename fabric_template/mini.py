@@ -772,12 +772,12 @@ def check_loader(loader: Any, argument: str) -> None:
 
 def get_rng_state(loader: Any) -> dict[str, Any]:
     """Return the states of the random generators of this process and of a loader."""
-    numpy_state: Any = np.random.get_state(legacy=True)
+    numpy_state: Any = np.random.get_state()
     name, keys, *position = numpy_state
-    state = {
-        "torch": torch.get_rng_state(),
+    state: dict[str, Any] = {
+        "torch": torch.get_rng_state().numpy().tobytes(),
         "python": random.getstate(),
-        "numpy": [name, torch.from_numpy(keys.astype(np.int64)), *position],
+        "numpy": (name, keys.tobytes(), *position),
     }
     if torch.cuda.is_initialized():
         state["cuda"] = torch.cuda.get_rng_state_all()
@@ -787,11 +787,10 @@ def get_rng_state(loader: Any) -> dict[str, Any]:
 
 
 def set_rng_state(state: dict[str, Any], loader: Any) -> None:
-    torch.set_rng_state(state["torch"])
-    version, python_state, gauss = state["python"]
-    random.setstate((version, tuple(python_state), gauss))
+    torch.set_rng_state(torch.frombuffer(bytearray(state["torch"]), dtype=torch.uint8))
+    random.setstate(state["python"])
     name, keys, *position = state["numpy"]
-    np.random.set_state((name, keys.numpy().astype(np.uint32), *position))
+    np.random.set_state((name, np.frombuffer(keys, np.uint32), *position))
     if "cuda" in state and torch.cuda.is_initialized():
         torch.cuda.set_rng_state_all(state["cuda"])
     if "loader" in state:

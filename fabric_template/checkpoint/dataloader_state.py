@@ -1,4 +1,4 @@
-"""Save and restore the position in a loader, so that a resumed run starts with the next batch.
+"""Save and restore random generators and the position in a loader, to resume with the next batch.
 
 The cost of a resume depends on the loader:
 
@@ -13,24 +13,59 @@ an iterator that continues in the next epoch instead of starting over.
 
 from __future__ import annotations
 
+import random
 import warnings
 from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from copy import deepcopy
 from itertools import islice
 from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 from torch.utils.data import DataLoader, IterableDataset
 
 from ..data.tensor_loader import TensorLoader
-from .rng import (
-    capture_rng_state,
-    pack_rng_state,
-    restore_rng_state,
-    unchanged_rng_state,
-    unpack_rng_state,
-)
+
+# Random generators
+
+
+def capture_rng_state() -> dict[str, Any]:
+    """Return the states of this process's random generators, as values that are fast to compare."""
+    numpy_state: Any = np.random.get_state()
+    name, keys, *position = numpy_state
+    state: dict[str, Any] = {
+        "torch": torch.get_rng_state().numpy().tobytes(),
+        "python": random.getstate(),
+        "numpy": (name, keys.tobytes(), *position),
+    }
+    if torch.cuda.is_initialized():
+        state["cuda"] = torch.cuda.get_rng_state_all()
+    return state
+
+
+def restore_rng_state(state: dict[str, Any]) -> None:
+    """Set every random generator to a captured state."""
+    torch.set_rng_state(torch.frombuffer(bytearray(state["torch"]), dtype=torch.uint8))
+    random.setstate(state["python"])
+    name, keys, *position = state["numpy"]
+    np.random.set_state((name, np.frombuffer(keys, np.uint32), *position))
+    if "cuda" in state and torch.cuda.is_initialized():
+        count = torch.cuda.device_count()
+        torch.cuda.set_rng_state_all(state["cuda"][:count])
+
+
+@contextmanager
+def unchanged_rng_state() -> Iterator[None]:
+    """Restore every random generator at the end of a block."""
+    state = capture_rng_state()
+    try:
+        yield
+    finally:
+        restore_rng_state(state)
+
+
+# Loaders
 
 
 class ResumableLoader:
@@ -266,7 +301,7 @@ class ResumableLoader:
             "at_start": self._at_start,
             "at_order": self._at_order,
             "round_start": min(round_start, done),
-            "workers": [unpack_rng_state(state) for state in workers],
+            "workers": list(workers),
             "rng_before_next": self._rng_before_last if dropped == 1 else self._restored_rng,
             "generators": self._generator_states(),
         }
@@ -322,7 +357,7 @@ class WorkerBatch(NamedTuple):
 
     batch: Any
     worker: int
-    rng_state: tuple[Any, ...] | None
+    rng_state: dict[str, Any] | None
 
 
 class WorkerRecorder:
@@ -338,21 +373,22 @@ class WorkerRecorder:
     def __init__(self, loader: DataLoader, states: list[Any]) -> None:
         self._collate_fn, self._worker_init_fn = loader.collate_fn, loader.worker_init_fn
         self._states = states
-        self._worker, self._packed = 0, ()
+        self._worker = 0
+        self._rng_state: dict[str, Any] = {}
 
     def start_worker(self, worker: int) -> None:
         if self._worker_init_fn is not None:
             self._worker_init_fn(worker)
         state = self._states[worker]
         if state is not None:
-            restore_rng_state(unpack_rng_state(state))
+            restore_rng_state(state)
         self._worker = worker
 
     def collate(self, samples: Any) -> WorkerBatch:
         batch = self._collate_fn(samples)
-        packed = pack_rng_state()
-        has_changed, self._packed = packed != self._packed, packed
-        return WorkerBatch(batch, self._worker, packed if has_changed else None)
+        previous, self._rng_state = self._rng_state, capture_rng_state()
+        has_changed = self._rng_state != previous
+        return WorkerBatch(batch, self._worker, self._rng_state if has_changed else None)
 
 
 def has_state(part: Any) -> bool:

@@ -20,7 +20,6 @@ from ..errors import (
 )
 from ..lightning_compat.private import last_checkpoints
 from .distributed import SHARDS_KEY, verify_shards
-from .run_folders import version_folder, version_of_checkpoint, versions_of
 from .state import OWN_KEY
 
 if TYPE_CHECKING:
@@ -51,7 +50,6 @@ def read_start_checkpoint(
     check_checkpoint_argument(name, keyword, KEYWORDS if resumes else ("last", "best"))
     if keyword is None:
         keyword = loop.next_ckpt_path or default_keyword(run)
-    loop.next_ckpt_path = None
     if keyword is None:
         return
 
@@ -90,8 +88,8 @@ def default_keyword(run: RunState) -> str | None:
     """Return the keyword that Trainer uses if no checkpoint is given, or None."""
     loop = run.loop
     if run.stage == "fit":
-        return "last" if loop.callbacks_of("OnExceptionCheckpoint") else None
-    has_monitor = loop.checkpoint_callbacks or loop.config.monitor
+        return "last" if run.hooks.callbacks_of("OnExceptionCheckpoint") else None
+    has_monitor = run.hooks.callbacks_of("Checkpoint") or loop.config.monitor
     best = getattr(loop.checkpoint_callback, "best_model_path", None)
     if not (run.is_last_model and has_monitor and best):
         return None
@@ -104,21 +102,22 @@ def default_keyword(run: RunState) -> str | None:
 
 def start_from(run: RunState, path: str, checkpoint: dict[str, Any], resumes: bool) -> None:
     """Let a run start from a checkpoint. A resumed run keeps the file's version."""
-    run.checkpoint_path, run.resumes = path, resumes
-    run.checkpoint, run.own_state = checkpoint, checkpoint.pop(OWN_KEY, None)
+    run.checkpoint_path, run.resumes, run.checkpoint = path, resumes, checkpoint
+    own_state = checkpoint.pop(OWN_KEY, None)
     if not resumes:
         return
+    run.own_state = own_state
     if "optimizer_states" not in checkpoint:
         raise WeightsOnlyError(
             "Trying to restore optimizer state but checkpoint contains only the model. This is probably"
             " due to `ModelCheckpoint.save_weights_only` being set to `True`. resume: got"
             f" '{path}', which holds weights only. Write load= to start a new run from them."
         )
-    if run.own_state is not None:
-        run.data.sampler_seed = run.own_state.get("sampler_seed")
+    if own_state is not None:
+        run.data.sampler_seed = own_state.get("sampler_seed")
     version = version_of_checkpoint(Path(path), Path(run.loop.default_root_dir), run.config.name)
     if run.config.version is None and version is not None:
-        for logger in run.loggers.csv_loggers:
+        for logger in run.history.csv_loggers:
             logger.version = version
 
 
@@ -133,7 +132,7 @@ def find_checkpoint(
         best = getattr(saver, "best_model_path", None)
         if best:
             return best, read(best)
-        if saver is None or run.loop.checkpoint_callbacks:
+        if saver is None or run.hooks.callbacks_of("Checkpoint"):
             raise ValueError(
                 f'`.{run.stage}(ckpt_path="best")` is set but `ModelCheckpoint` is not configured to save'
                 " the best model. Give an exact path, as with `fast_dev_run=True`."
@@ -161,20 +160,21 @@ def find_checkpoint(
 def list_checkpoints(run: RunState, keyword: str) -> list[Path]:
     """Return the checkpoints of the newest run that has any, for "last", "best" or "auto"."""
     loop, version = run.loop, run.config.version
-    if not loop.checkpoint_callbacks:
+    savers = run.hooks.callbacks_of("Checkpoint")
+    if not savers:
         folder = Path(loop.default_root_dir, "checkpoints", run.config.name)
         files = files_of_newest_version(folder, version, "*.ckpt")
         # exception.ckpt may not be exact, so "auto" does not use it.
         return [file for file in files if keyword != "auto" or file.name != "exception.ckpt"]
-    has_own_folder = all(getattr(saver, "dirpath", None) for saver in loop.checkpoint_callbacks)
+    has_own_folder = all(getattr(saver, "dirpath", None) for saver in savers)
     if not has_own_folder and loop.loggers and loop.loggers[0].save_dir is not None:
         # ModelCheckpoint saves beside the logs. A killed run may not have its last.ckpt yet.
         folder = Path(loop.loggers[0].save_dir, str(loop.loggers[0].name))
         name = "*.ckpt" if keyword == "auto" else "last*.ckpt"
         if files := files_of_newest_version(folder, version, f"checkpoints/{name}"):
             return files
-    exceptions = [saver.ckpt_path for saver in loop.callbacks_of("OnExceptionCheckpoint")]
-    savers = loop.callbacks_of("ModelCheckpoint")
+    exceptions = [saver.ckpt_path for saver in run.hooks.callbacks_of("OnExceptionCheckpoint")]
+    savers = run.hooks.callbacks_of("ModelCheckpoint")
     paths = exceptions + [path for saver in savers for path in last_checkpoints(saver, loop)]
     return [Path(path) for path in paths if path and os.path.exists(path)]
 
@@ -186,6 +186,32 @@ def files_of_newest_version(folder: Path, version: int | str | None, pattern: st
         if files := list(path.glob(pattern)):
             return files
     return []
+
+
+def versions_of(folder: Path) -> list[Path]:
+    """Return the version folders of a run, the newest number last. Named versions come first, by age."""
+
+    def number(path: Path) -> tuple[int, float]:
+        digits = path.name.removeprefix("version_")
+        return (int(digits), 0.0) if digits.isdigit() else (-1, path.stat().st_mtime)
+
+    return sorted((p for p in folder.glob("*") if p.is_dir()), key=number)
+
+
+def version_folder(version: int | str) -> str:
+    return f"version_{version}" if isinstance(version, int) else version
+
+
+def version_of_checkpoint(path: Path, root: Path, name: str) -> int | str | None:
+    """Return the version that a checkpoint belongs to; None if it is not of this run."""
+    for kind in ("checkpoints", "logs"):
+        # Lightning's ModelCheckpoint saves in the folder of the logs.
+        runs = (root / kind / name).resolve()
+        if runs in path.resolve().parents[1:]:
+            folder = path.resolve().relative_to(runs).parts[0]
+            digits = folder.removeprefix("version_")
+            return int(digits) if digits.isdigit() else folder
+    return None
 
 
 def sort_by_age(files: list[Path]) -> list[Path]:

@@ -169,7 +169,7 @@ class CheckpointManager:
         if self.folder is None or not is_new or run.optimization is None:
             return
         # WeightAveraging replaces the weights during a validation.
-        averaging = run.loop.callbacks_of("WeightAveraging")
+        averaging = run.hooks.callbacks_of("WeightAveraging")
         if run.fabric.world_size > 1 or (averaging and progress.stage == "validate"):
             return
         if self.write(run, self._path("exception.ckpt")):
@@ -183,7 +183,7 @@ class CheckpointManager:
         """
         if "last.ckpt" in self._unsaved:
             self.save_last(run)
-        for logger in run.loggers.csv_loggers:
+        for logger in run.history.csv_loggers:
             try:
                 logger.sync()
             except OSError as error:
@@ -196,7 +196,7 @@ class CheckpointManager:
 
     def write(self, run: RunState, path: Path) -> bool:
         """Write the state of a run to a file. Returns whether the file was written."""
-        for logger in run.loggers.csv_loggers:
+        for logger in run.history.csv_loggers:
             # A checkpoint counts the rows of the logs, so these must reach the disk before it.
             with suppress(OSError):
                 logger.sync()

@@ -14,36 +14,11 @@ from lightning.pytorch.utilities.exceptions import SIGTERMException
 from ..errors import CheckpointError
 from ..loggers.csv_logger import claim_version
 from .checkpoint_io import sync_folder
+from .find_checkpoint import version_folder, version_of_checkpoint
 from .manager import CheckpointManager
 
 if TYPE_CHECKING:
     from ..training.run_state import RunState
-
-
-def versions_of(folder: Path) -> list[Path]:
-    """Return the version folders of a run, the newest number last. Named versions come first, by age."""
-
-    def number(path: Path) -> tuple[int, float]:
-        digits = path.name.removeprefix("version_")
-        return (int(digits), 0.0) if digits.isdigit() else (-1, path.stat().st_mtime)
-
-    return sorted((p for p in folder.glob("*") if p.is_dir()), key=number)
-
-
-def version_folder(version: int | str) -> str:
-    return f"version_{version}" if isinstance(version, int) else version
-
-
-def version_of_checkpoint(path: Path, root: Path, name: str) -> int | str | None:
-    """Return the version that a checkpoint belongs to; None if it is not of this run."""
-    for kind in ("checkpoints", "logs"):
-        # Lightning's ModelCheckpoint saves in the folder of the logs.
-        runs = (root / kind / name).resolve()
-        if runs in path.resolve().parents[1:]:
-            folder = path.resolve().relative_to(runs).parts[0]
-            digits = folder.removeprefix("version_")
-            return int(digits) if digits.isdigit() else folder
-    return None
 
 
 def open_folders(run: RunState, stack: ExitStack) -> None:
@@ -56,7 +31,7 @@ def open_folders(run: RunState, stack: ExitStack) -> None:
     run.checkpoints = make_checkpoint_manager(run)
     if not run.fabric.is_global_zero:
         return
-    folders = [Path(logger.log_dir) for logger in run.loggers.csv_loggers]
+    folders = [Path(logger.log_dir) for logger in run.history.csv_loggers]
     if run.checkpoints.folder is not None:
         folders.append(run.checkpoints.folder)
     stack.enter_context(lock_folders(folders))
@@ -66,7 +41,7 @@ def open_folders(run: RunState, stack: ExitStack) -> None:
 
 def make_checkpoint_manager(run: RunState) -> CheckpointManager:
     """Return the manager of a fit. The manager saves nothing if there is a Checkpoint callback."""
-    config, loggers = run.config, run.loggers.csv_loggers
+    config, loggers = run.config, run.history.csv_loggers
     if not config.enable_checkpointing or run.loop.checkpoint_callbacks:
         return CheckpointManager(None, config)
     root = Path(run.loop.default_root_dir)

@@ -7,12 +7,13 @@ random generators, loaders, running metrics and the history.
 
 from __future__ import annotations
 
+import random
 from copy import deepcopy
 from operator import attrgetter
-from pathlib import Path
 from textwrap import shorten
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import torch
 from lightning.fabric import __version__ as lightning_version
 from lightning.fabric.utilities import move_data_to_device
@@ -20,10 +21,8 @@ from lightning.fabric.utilities import move_data_to_device
 from ..distributed.launch import gather_objects
 from ..errors import CheckpointError, OtherModelError
 from ..lightning_compat.private import hyperparameters_name
-from ..loggers.read_logs import read_table
-from ..training.optimization import is_window_end
+from .dataloader_state import capture_rng_state, restore_rng_state
 from .distributed import SHARDS_KEY, load_shards
-from .rng import capture_rng_state, restore_rng_state, seed_new_process
 
 if TYPE_CHECKING:
     from ..training.run_state import RunState
@@ -33,8 +32,8 @@ OWN_KEY = "fabric_template"
 COUNTS = ("ready", "started", "processed", "completed")
 # Parts of a run with a state_dict. PARTS are restored together with the optimizers, the others
 # right before training continues. Each process saves its own PARTS_OF_PROCESS.
-PARTS = ("progress", "stop", "history", "loggers", "checkpoints")
-PARTS_OF_TRAINING = ("optimization", "validation_schedule")
+PARTS = ("progress", "stop", "history", "checkpoints")
+PARTS_OF_TRAINING = ("validation_schedule",)
 PARTS_OF_PROCESS = ("data", "results", "history.train_sums")
 
 
@@ -98,7 +97,11 @@ def state_of(part: Any) -> Any:
 
 def own_state(run: RunState) -> dict[str, Any]:
     """Return the states that Trainer does not save, with an entry of each process in "ranks"."""
-    of_process = {"rng": capture_rng_state(), **states_of(run, PARTS_OF_PROCESS)}
+    of_process = {
+        "rng": capture_rng_state(),
+        "gradients": run.optimization.waiting_gradients() if run.optimization else {},
+        **states_of(run, PARTS_OF_PROCESS),
+    }
     # Save only the values that hooks have changed. The resumed run sets up the others.
     is_changed = run.accumulate_grad_batches != run.config.accumulate_grad_batches
     changed_flags = requires_grad_flags(run).items() - run.requires_grad_at_start.items()
@@ -282,7 +285,7 @@ def restore_callbacks(run: RunState, checkpoint: dict[str, Any]) -> None:
     states = checkpoint["callbacks"]
     keys = {key_of(callback) for callback in run.hooks.callbacks}
     # max_time= adds a Timer, and FabricLoop's own checkpoints replace those of ModelCheckpoint.
-    may_miss = ("Timer",) if run.loop.checkpoint_callbacks else ("Timer", "ModelCheckpoint")
+    may_miss = ("Timer",) if run.hooks.callbacks_of("Checkpoint") else ("Timer", "ModelCheckpoint")
     missing = [key for key in states if key not in keys and not key.startswith(may_miss)]
     if missing and run.resumes:
         run.warn_once(
@@ -302,11 +305,11 @@ def restore_training(run: RunState, checkpoint: dict[str, Any]) -> None:
     restore_optimizers(run, checkpoint)
     precision = run.fabric.strategy.precision
     load_state(precision, checkpoint.get(type(precision).__qualname__))
+    if run.own_state is None:
+        run.own_state = state_of_trainer(run, checkpoint)
+        run.data.keeps_first_iterator = True
     own = run.own_state
-    if own is None:
-        restore_progress_of_trainer(run, checkpoint)
-        return
-    if "loggers" not in own:
+    if "settings" not in own and "history" in own:
         complete_mini_state(run, own)
     epochs_done, max_epochs = own["progress"]["epochs_done"], run.stop.max_epochs
     if -1 < max_epochs < epochs_done:
@@ -322,6 +325,38 @@ def restore_training(run: RunState, checkpoint: dict[str, Any]) -> None:
     load_states(run, PARTS[1:], own)
 
 
+def state_of_trainer(run: RunState, checkpoint: dict[str, Any]) -> dict[str, Any]:
+    """Return the counters and loader states in a checkpoint of Trainer, as our own state."""
+    progress = {"global_step": checkpoint["global_step"], "epochs_done": checkpoint["epoch"]}
+    own: dict[str, Any] = {"progress": progress, "loader_states": []}
+    fit_loop = checkpoint.get("loops", {}).get("fit_loop")
+    if fit_loop is None:
+        return own
+    own["loader_states"] = fit_loop["state_dict"].get("combined_loader", [])
+    epoch = fit_loop["epoch_progress"]["current"]
+    batch = fit_loop["epoch_loop.batch_progress"]
+    ready, processed = batch["current"]["ready"], batch["current"]["processed"]
+    is_between_batches = ready == processed
+    progress["epochs_done"] = epoch["processed"]
+    progress["total_batches"] = batch["total"]["processed"]
+    logging_step = fit_loop["epoch_loop.state_dict"].get("_batches_that_stepped", 0)
+    progress["logging_step"] = logging_step
+    # In on_train_epoch_start, the epoch is not started, and the batches are of the previous epoch.
+    if epoch["started"] == epoch["processed"]:
+        return own
+    is_at_window_start = processed % run.accumulate_grad_batches == 0
+    if batch["is_last_batch"] and is_between_batches:
+        # Trainer does not resume the validation and the hooks after the last batch.
+        progress["epochs_done"] += 1
+    else:
+        progress |= {"is_in_epoch": True, "batches_done": processed}
+        progress["batches_at_window_start"] = processed - processed % run.accumulate_grad_batches
+    if is_between_batches and batch["total"]["ready"] > batch["total"]["completed"]:
+        # on_train_batch_end saved the file. Trainer counts the logging step after this hook.
+        progress["logging_step"] += batch["is_last_batch"] or is_at_window_start
+    return own
+
+
 def complete_mini_state(run: RunState, own: dict[str, Any]) -> None:
     """Add the values that MiniLoop does not save to the state in one of its files."""
     progress, score = own["progress"], own["checkpoints"]["score"]
@@ -331,28 +366,21 @@ def complete_mini_state(run: RunState, own: dict[str, Any]) -> None:
             " expected the end of one. Continue it with MiniLoop, or use load=."
         )
     step = progress["logging_step"] = progress["global_step"]
-    positions = []
-    for logger in run.loggers.csv_loggers:
-        path = Path(logger.log_dir, "steps.csv")
-        columns, rows = read_table(path)[:2] if path.exists() else ([], [])
-        count = sum(int(row["step"]) <= step for row in rows)
-        positions.append({"rows": count, "columns": columns})
     kept = {} if score is None else {"best.ckpt": score}
     own["checkpoints"] = {**run.checkpoints.state_dict(), "kept": kept, "last_step": step}
-    own["loggers"] = {**run.loggers.state_dict(), "positions": positions}
-    own["history"] = {**run.history.state_dict(), **own["history"], "seconds": 0.0}
+    files = [logger.position(step) for logger in run.history.csv_loggers]
+    own["history"] = {**run.history.state_dict(), **own["history"], "files": files, "seconds": 0.0}
 
 
 def restore_position(run: RunState) -> None:
     """Restore random generators, loaders and running sums right before training continues."""
     run.requires_grad_at_start = requires_grad_flags(run)
-    checkpoint, run.checkpoint = run.checkpoint, None
-    own, run.own_state = run.own_state, None
-    if checkpoint is None:
-        return
+    own, run.own_state, run.checkpoint = run.own_state, None, None
     if own is None:
-        fit_loop = checkpoint.get("loops", {}).get("fit_loop", {})
-        run.data.load_loader_states(fit_loop.get("state_dict", {}).get("combined_loader", []))
+        return
+    if "ranks" not in own:
+        # Trainer saves no random states.
+        run.data.load_loader_states(own["loader_states"])
         return
     ranks, rank = own["ranks"], run.fabric.global_rank
     of_process = ranks[rank % len(ranks)]
@@ -360,15 +388,28 @@ def restore_position(run: RunState) -> None:
     if "settings" in own:
         check_settings(run, own["settings"])
         run.accumulate_grad_batches = own["accumulate_grad_batches"] or run.accumulate_grad_batches
-        for name, parameter in run.network.named_parameters():
-            parameter.requires_grad = own["requires_grad"].get(name, parameter.requires_grad)
+        restore_parameters(run, own["requires_grad"], of_process["gradients"])
         for name in PARTS_OF_PROCESS[1:]:
             of_process[name] = move_data_to_device(of_process[name], run.fabric.device)
         load_states(run, PARTS_OF_PROCESS, of_process)
         load_states(run, PARTS_OF_TRAINING, own)
     restore_rng_state(of_process["rng"])
     if rank >= len(ranks):
-        seed_new_process(rank)
+        # No process of the saved run had this rank. Draw other numbers than the restored process.
+        seed = int(torch.randint(2**31, ())) + rank
+        torch.manual_seed(seed)
+        np.random.seed(seed % 2**32)
+        random.seed(seed)
+
+
+def restore_parameters(
+    run: RunState, requires_grad: dict[str, bool], gradients: dict[str, torch.Tensor]
+) -> None:
+    """Restore flags that hooks have changed, and the gradients of an open accumulation window."""
+    for name, parameter in run.network.named_parameters():
+        parameter.requires_grad = requires_grad.get(name, parameter.requires_grad)
+        if name in gradients:
+            parameter.grad = gradients[name].to(parameter.device, copy=True)
 
 
 def restore_optimizers(run: RunState, checkpoint: dict[str, Any]) -> None:
@@ -398,32 +439,3 @@ def restore_dtypes(optimizer: Any, saved: dict[str, Any]) -> None:
         for name, value in values.items():
             if isinstance(value, torch.Tensor) and current[name].dtype != value.dtype:
                 current[name] = value.to(current[name].device)
-
-
-def restore_progress_of_trainer(run: RunState, checkpoint: dict[str, Any]) -> None:
-    """Restore the counters from a checkpoint of Trainer."""
-    progress, fit_loop = run.progress, checkpoint.get("loops", {}).get("fit_loop")
-    run.data.keeps_first_iterator = True
-    progress.global_step, progress.epochs_done = checkpoint["global_step"], checkpoint["epoch"]
-    if fit_loop is None:
-        return
-    epoch = fit_loop["epoch_progress"]["current"]
-    batch = fit_loop["epoch_loop.batch_progress"]
-    ready, processed = batch["current"]["ready"], batch["current"]["processed"]
-    is_between_batches = ready == processed
-    progress.epochs_done = epoch["processed"]
-    progress.total_batches = batch["total"]["processed"]
-    progress.logging_step = fit_loop["epoch_loop.state_dict"].get("_batches_that_stepped", 0)
-    # In on_train_epoch_start, the epoch is not started, and the batches are of the previous epoch.
-    if epoch["started"] == epoch["processed"]:
-        return
-    if batch["is_last_batch"] and is_between_batches:
-        # Trainer does not resume the validation and the hooks after the last batch.
-        progress.epochs_done += 1
-    else:
-        progress.is_in_epoch = True
-        progress.batches_done = processed
-        progress.batches_at_window_start = processed - processed % run.accumulate_grad_batches
-    if is_between_batches and batch["total"]["ready"] > batch["total"]["completed"]:
-        # on_train_batch_end saved the file. Trainer counts the logging step after this hook.
-        progress.logging_step += is_window_end(run)

@@ -106,7 +106,7 @@ class DataConnector:
         run.progress.num_train_batches = self.train.num_batches
         every = run.config.log_every_n_steps or 0
         # The CSV logger writes a row per epoch in any case.
-        has_other_logger = len(run.loggers.csv_loggers) < len(run.loop.loggers)
+        has_other_logger = len(run.history.csv_loggers) < len(run.loop.loggers)
         if self.train.num_batches < every and has_other_logger and not run.config.fast_dev_run:
             run.warn_once(
                 f"The number of training batches ({self.train.num_batches}) is smaller than the logging"
@@ -137,7 +137,8 @@ class DataConnector:
         if self._needs_no_reload(self.eval_loaders):
             return
         if self.eval_loaders is not None:
-            run.loggers.restart_evaluation_count()
+            # The x axis of evaluation batches starts from 0 with new loaders.
+            run.progress.eval_batches_by_loader = {}
         self.eval_loaders = EvalLoaders(run, self._prepare(stage, "sequential"), stage)
         if run.loop.sanity_checking and run.config.check_val_every_n_epoch not in (None, 1):
             # If not every epoch validates, loaders of the sanity check do not count as loaded.

@@ -134,13 +134,20 @@ class CSVLogger(Logger):
             self._hparams.update(values)
         write_text(Path(self.log_dir, "hparams.yaml"), to_yaml(self._hparams))
 
-    def position(self) -> dict[str, Any]:
-        """Return the columns and number of rows of steps.csv, including rows not yet on disk."""
+    def position(self, max_step: int | None = None) -> dict[str, Any]:
+        """Return the columns and number of rows of steps.csv, including rows not yet on disk.
+
+        Args:
+            max_step: Count the rows up to this step. None: all rows.
+        """
         if getattr(rank_zero_only, "rank", 0) > 0:
             return {}
         table = self._table("steps.csv")
         columns = columns_of([dict.fromkeys(table.columns), *table.waiting])
-        return {"rows": table.num_rows + len(table.waiting), "columns": columns}
+        num_rows = table.num_rows + len(table.waiting)
+        if max_step is not None and num_rows:
+            num_rows = sum(int(row["step"]) <= max_step for row in read_table(table.path)[1])
+        return {"rows": num_rows, "columns": columns}
 
     @rank_zero_only
     def rewind(self, position: Mapping[str, Any], rows: Sequence[Mapping[str, Any]] = ()) -> None:

@@ -6,6 +6,7 @@ import math
 import numbers
 import time
 from collections.abc import Callable, Mapping
+from itertools import zip_longest
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -14,6 +15,7 @@ from torch import Tensor
 
 from ..errors import ConfigurationTypeError, describe
 from ..training.optimization import learning_rates
+from .csv_logger import CSVLogger
 
 if TYPE_CHECKING:
     from ..training.run_state import RunState
@@ -99,6 +101,11 @@ class History:
         self._eval_results: list[tuple[dict[str, float], dict[str, Any]]] = []
         self._started = self._eval_started = time.monotonic()
         self._seconds_before_resume = self._eval_seconds = 0.0
+
+    @property
+    def csv_loggers(self) -> list[CSVLogger]:
+        """The loggers that write the rows into metrics.csv."""
+        return [logger for logger in self.run.loop.loggers if isinstance(logger, CSVLogger)]
 
     def choose_rows(self) -> None:
         """Choose step-based or epoch-based rows. Call this after the training loader is set up."""
@@ -329,6 +336,7 @@ class History:
     def state_dict(self) -> dict[str, Any]:
         return {
             "rows": [dict(row) for row in self.rows],
+            "files": [logger.position() for logger in self.csv_loggers],
             "returned": dict(self.returned),
             "row": dict(self._row),
             "step_values": to_numbers(self.step_values),
@@ -353,6 +361,10 @@ class History:
         self._seconds_before_resume = state["seconds"]
         self._eval_seconds = state["eval_seconds"]
         self.start_clock()
+        # The saved run may have had fewer CSV loggers.
+        for logger, position in zip_longest(self.csv_loggers, state["files"]):
+            if logger is not None:
+                logger.rewind(position or {}, self.rows)
 
 
 def to_numbers(values: Mapping[str, Any]) -> dict[str, Any]:

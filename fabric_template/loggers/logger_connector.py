@@ -22,16 +22,10 @@ class LoggerConnector:
 
     def __init__(self, run: RunState) -> None:
         self.run = run
-        self._evaluated_batches: dict[int, int] = {}
 
     @property
     def loggers(self) -> list[Any]:
         return self.run.loop.loggers
-
-    @property
-    def csv_loggers(self) -> list[CSVLogger]:
-        """The loggers that write metrics.csv."""
-        return [logger for logger in self.loggers if isinstance(logger, CSVLogger)]
 
     def log_step(self, run: RunState) -> None:
         """Log the values of an optimizer step."""
@@ -42,15 +36,12 @@ class LoggerConnector:
         """Log the values of an evaluation batch that are logged per step."""
         if run.progress.stage == "sanity_check":
             return
-        count = self._evaluated_batches.get(dataloader_idx, 0)
-        self._evaluated_batches[dataloader_idx] = count + 1
+        counts = run.progress.eval_batches_by_loader
+        count = counts.get(dataloader_idx, 0)
+        counts[dataloader_idx] = count + 1
         if run.results.evaluation.has_step_values:
             views = run.results.views()
             self.log_metrics(views.logged, step=count, row=views.row)
-
-    def restart_evaluation_count(self) -> None:
-        """Count evaluation batches from 0 again, because the loaders are new."""
-        self._evaluated_batches.clear()
 
     def log_evaluation(self, run: RunState) -> None:
         """Log an evaluation. Values without a row in metrics.csv are written to steps.csv."""
@@ -93,7 +84,7 @@ class LoggerConnector:
 
     def _add_row(self, run: RunState) -> None:
         row = run.history.add_row()
-        for logger in self.csv_loggers:
+        for logger in run.history.csv_loggers:
             logger.log_epoch(row)
         run.console.add_row(row)
 
@@ -157,18 +148,6 @@ class LoggerConnector:
     def finalize(self, status: str) -> None:
         for logger in self.loggers:
             logger.finalize(status)
-
-    def state_dict(self) -> dict[str, Any]:
-        positions = [logger.position() for logger in self.csv_loggers]
-        return {"positions": positions, "evaluated_batches": dict(self._evaluated_batches)}
-
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        self._evaluated_batches = dict(state["evaluated_batches"])
-        positions = state["positions"]
-        for index, logger in enumerate(self.csv_loggers):
-            # The saved run may have had fewer CSV loggers.
-            position = positions[index] if index < len(positions) else {}
-            logger.rewind(position, self.run.history.rows)
 
 
 def merge_hyperparameters(model: Any, datamodule: Any) -> dict[str, Any]:

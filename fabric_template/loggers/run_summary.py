@@ -32,7 +32,7 @@ def write_run_config(run: RunState) -> None:
 
     A resumed run keeps its first config.yaml. A file of LightningCLI or another program stays.
     """
-    for logger in run.loggers.csv_loggers:
+    for logger in run.history.csv_loggers:
         path = Path(logger.log_dir, "config.yaml")
         try:
             is_own = path.exists() and path.read_text("utf-8", "replace").startswith(HEAD)
@@ -121,7 +121,7 @@ def summarize_run(run: RunState, checkpoints: Sequence[Path]) -> dict[str, list[
     done = f"{count_of(progress.epochs_done, 'epoch')}, {count_of(progress.global_step, 'step')}"
     name = getattr(run.model, "__name__", type(run.model).__name__)
     devices = f", {run.fabric.world_size} processes" if run.fabric.world_size > 1 else ""
-    logs = [Path(logger.log_dir, "metrics.csv") for logger in run.loggers.csv_loggers]
+    logs = [Path(logger.log_dir, "metrics.csv") for logger in run.history.csv_loggers]
     newest: dict[str, Any] = {}
     for row in rows:
         newest |= row

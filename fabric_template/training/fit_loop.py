@@ -15,7 +15,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from ..checkpoint.rng import capture_rng_state, restore_rng_state
+from ..checkpoint.dataloader_state import capture_rng_state, restore_rng_state
 from ..checkpoint.state import restore_position
 from .evaluation_loop import evaluate
 from .module_adapter import StepIterator, takes_iterator

@@ -120,6 +120,10 @@ class Hooks:
         method = self.module_method(name)
         return None if method is None else method(*args, **kwargs)
 
+    def callbacks_of(self, kind: str) -> list[Any]:
+        """Return the callbacks of a class with this name, or of a class derived from it."""
+        return [callback for callback in self.callbacks if is_instance_of(callback, kind)]
+
     def call_datamodule(self, datamodule: Any, name: str, *args: Any, **kwargs: Any) -> Any:
         method = getattr(datamodule, name, None)
         if not callable(method):

@@ -16,8 +16,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 from lightning.pytorch.trainer.states import TrainerStatus
 
+from ..checkpoint.dataloader_state import unchanged_rng_state
 from ..checkpoint.find_checkpoint import check_same_checkpoint
-from ..checkpoint.rng import capture_rng_state, restore_rng_state
 from ..checkpoint.run_folders import open_folders
 from ..checkpoint.state import restore_model, restore_training
 from ..distributed.launch import (
@@ -53,6 +53,7 @@ def run_stage(run: RunState, function: Callable[[RunState], Any]) -> Any:
     """
     loop, fabric = run.loop, run.fabric
     loop.run = loop.runs[run.stage] = run
+    loop.next_ckpt_path = None
     loop.strategy.reset_lightning_optimizers()
     loop.status = TrainerStatus.RUNNING
     run.progress.stage = "train" if run.stage == "fit" else run.stage
@@ -175,15 +176,14 @@ def run_sanity_check(run: RunState) -> None:
     most = run.config.num_sanity_val_steps
     if not run.should_validate or most == 0 or run.checkpoint is not None:
         return
-    rng_state = capture_rng_state()
-    run.progress.stage = "sanity_check"
-    run.hooks.call("on_sanity_check_start")
-    evaluate(run, "sanity_check", math.inf if most in (-1, None) else most)
-    run.hooks.call("on_sanity_check_end")
-    run.results.forget_sanity_check()
-    run.history.forget_sanity_check()
-    run.progress.stage, run.progress.eval_batches_done = "train", 0
-    restore_rng_state(rng_state)
+    with unchanged_rng_state():
+        run.progress.stage = "sanity_check"
+        run.hooks.call("on_sanity_check_start")
+        evaluate(run, "sanity_check", math.inf if most in (-1, None) else most)
+        run.hooks.call("on_sanity_check_end")
+        run.results.forget_sanity_check()
+        run.history.forget_sanity_check()
+        run.progress.stage, run.progress.eval_batches_done = "train", 0
 
 
 # Set-up

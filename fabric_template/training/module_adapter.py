@@ -44,7 +44,7 @@ class ModuleAdapter(LightningModule):
         for name in ("_parameters", "_buffers", "_modules"):
             attributes[name] = vars(network)[name]
         attributes |= {"model": model, "network": network, "functions": dict(functions)}
-        attributes["source"] = StepSource(model, network, functions)
+        attributes["source"] = StepSource(model, network, functions) if functions else model
         self.automatic_optimization = getattr(model, "automatic_optimization", True)
 
     def __getattr__(self, name: str) -> Any:

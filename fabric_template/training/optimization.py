@@ -147,12 +147,6 @@ class Optimization:
         parameters = self.run.network.named_parameters()
         return {name: p.grad.clone() for name, p in parameters if p.grad is not None}
 
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        gradients = state["gradients"]
-        for name, parameter in self.run.network.named_parameters():
-            if name in gradients:
-                parameter.grad = gradients[name].to(parameter.device, copy=True)
-
 
 class AutomaticOptimization(Optimization):
     """Trains on a batch with automatic optimization. FabricLoop steps the optimizer.
@@ -288,11 +282,11 @@ class AutomaticOptimization(Optimization):
         else:
             self._module_zero_grad(self.run.progress.epochs_done, batch_idx, self._optimizer)
 
-    def state_dict(self) -> dict[str, Any]:
+    def waiting_gradients(self) -> dict[str, Tensor]:
         """Return the gradients of an accumulation window that has not ended."""
         # A checkpoint that was saved during a batch resumes at the start of its accumulation window.
         keeps_gradients = not is_window_end(self.run) and self.run.progress.phase != "batch"
-        return {"gradients": self.waiting_gradients() if keeps_gradients else {}}
+        return super().waiting_gradients() if keeps_gradients else {}
 
 
 class ManualOptimization(Optimization):
@@ -372,15 +366,15 @@ class ManualOptimization(Optimization):
         super().backward(loss, *args, **kwargs)
         self._stepped.clear()
 
-    def state_dict(self) -> dict[str, Any]:
+    def waiting_gradients(self) -> dict[str, Tensor]:
         """Return the gradients that no optimizer has used yet."""
-        gradients = self.waiting_gradients()
+        gradients = super().waiting_gradients()
         names = {parameter: name for name, parameter in self.run.network.named_parameters()}
         for index in self._stepped:
             for group in self.run.optimizers[index].param_groups:
                 for parameter in group["params"]:
                     gradients.pop(names.get(parameter, ""), None)
-        return {"gradients": gradients}
+        return gradients
 
 
 def unscales_itself(optimizer: Optimizer) -> bool:

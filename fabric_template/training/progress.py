@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import time
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, field, fields
 from typing import TYPE_CHECKING, Any
 
 from ..config import parse_duration
@@ -47,6 +47,8 @@ class Progress:
     """Batches of the current evaluation."""
     total_eval_batches: int = 0
     """Batches of all validations in this epoch, or of one test or prediction."""
+    eval_batches_by_loader: dict[int, int] = field(default_factory=dict)
+    """Batches of all evaluations by dataloader_idx, the step of values logged per evaluation batch."""
 
     def start_epoch(self) -> None:
         self.is_in_epoch, self.is_last_batch = True, False

@@ -112,9 +112,8 @@ def test_the_files_of_a_batch_are_named(traced):
     assert len(batch) <= 8
     assert log_call <= named("A call of self.log")
     assert len(log_call) <= 2
-    assert {path for path in resume if path.startswith("checkpoint/")} <= named("A resume")
-    # Nine of these files hold the parts of the run that load their own state.
-    assert len(resume) <= 18, sorted(resume)
+    assert resume <= named("A resume")
+    assert len(resume) <= 12, sorted(resume)
 
 
 def test_the_files_that_are_named_exist():
