@@ -237,9 +237,6 @@ def test_callbacks_come_back_with_their_state(tmp_path):
     assert files(tmp_path) == ["best.ckpt"]
 
 
-# ---- gradients
-
-
 def test_gradients_are_averaged_once_per_accumulation_window(tmp_path):
     """Before the last batch of an accumulation window the processes have different gradients."""
     loop = FabricLoop(**quiet(max_epochs=1, accumulate_grad_batches=2, callbacks=[Report(tmp_path)], **FORK))
@@ -251,7 +248,10 @@ def test_gradients_are_averaged_once_per_accumulation_window(tmp_path):
     assert loop.global_step == 3
 
 
-# ---- resume
+class SavesInMidStep(pl.Callback):
+    def on_train_batch_end(self, trainer, *args):
+        if trainer.fit_loop.total_batch_idx == 7:
+            trainer.save_checkpoint(f"{trainer.default_root_dir}/mid.ckpt")
 
 
 def test_resume_equals_an_uninterrupted_run(tmp_path):
@@ -265,11 +265,13 @@ def test_resume_equals_an_uninterrupted_run(tmp_path):
     resumed = fit(tmp_path / "parts", make, train, val, seed=99, max_epochs=4, resume="last", **FORK)
     assert_same_weights(whole[1], resumed[1])
     assert logs_of(tmp_path / "parts") == logs_of(tmp_path / "whole")
-    saved = [
-        torch.load(tmp_path / name / "checkpoints/run/version_0/last.ckpt", weights_only=True)
-        for name in ("whole", "parts")
-    ]
-    assert same(*(checkpoint["optimizer_states"] for checkpoint in saved))
+    saved = [torch.load(path, weights_only=True)["optimizer_states"] for path in tmp_path.rglob("last.ckpt")]
+    assert same(*saved)
+    # Each process has its own gradients in an accumulation window.
+    options = {"accumulate_grad_batches": 2, "max_epochs": 2, **FORK}
+    whole = fit(tmp_path / "mid", train=train, callbacks=[SavesInMidStep()], **options)
+    resumed = fit(tmp_path / "rest", train=train, seed=99, resume=tmp_path / "mid/mid.ckpt", **options)
+    assert_same_weights(whole[1], resumed[1])
 
 
 # ---- evaluation and errors
@@ -313,9 +315,5 @@ class LogsNothing(nn.Module):
 def test_returned_values_are_means_over_all_processes(tmp_path):
     """A module that logs nothing cannot ask for sync_dist."""
     data = DataLoader(TensorDataset(torch.arange(8.0)[:, None]), batch_size=2)
-    loop = FabricLoop(
-        accelerator="cpu", devices=2, strategy="ddp_fork", max_epochs=1, logger=False, enable_model_summary=False,
-        enable_checkpointing=False, enable_progress_bar=False,
-    )  # fmt: skip
-    history = loop.fit(LogsNothing(), data, data)
+    history = FabricLoop(**quiet(max_epochs=1, **FORK)).fit(LogsNothing(), data, data)
     assert history[["train_loss", "val_loss"]].to_numpy().tolist() == [[3.5, 3.5]]
