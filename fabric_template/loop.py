@@ -14,9 +14,7 @@ from typing import Any
 
 import torch
 from lightning.fabric import Fabric
-from lightning.fabric.plugins.io import CheckpointIO, TorchCheckpointIO
-from lightning.fabric.plugins.precision import Precision
-from lightning.fabric.strategies import SingleDeviceStrategy
+from lightning.fabric.plugins.io import TorchCheckpointIO
 from lightning.pytorch.loggers.logger import DummyLogger
 from lightning.pytorch.trainer.states import TrainerStatus
 from torch import nn
@@ -38,13 +36,11 @@ from .loggers.run_summary import format_results, format_summary, summarize_run
 from .training.configure_optimizers import add_scheduler
 from .training.hooks import is_instance_of
 from .training.lifecycle import evaluate_stage, fit_stage, predict_stage, run_stage, set_torch_flags
+from .training.module_adapter import needs_no_strategy
 from .training.optimization import ManualOptimization
 from .training.run_state import RunState
 
 FABRIC_ARGUMENTS = ("accelerator", "strategy", "devices", "num_nodes", "precision", "plugins")
-
-# Columns of a row that are not metrics.
-_COORDINATES = ("epoch", "step")
 
 
 class FabricLoop(TrainerAPI):
@@ -108,16 +104,15 @@ class FabricLoop(TrainerAPI):
         if config.fast_dev_run:
             return [DummyLogger()]
         # A ready Fabric may have loggers of its own.
-        asked = self.fabric.loggers or True if config.logger is True else config.logger
-        given = as_list(asked)
-        root = Path(self.default_root_dir, "logs")
-        checkpoints = Path(self.default_root_dir, "checkpoints", config.name)
-        has_csv = any(logger is True or logger == "csv" for logger in given)
-        if not has_csv and any(isinstance(logger, str) for logger in given):
-            given.append("csv")
-            has_csv = True
-        if has_csv:
-            self.own_logger = CSVLogger(root, config.name, config.version, checkpoints)
+        given = as_list(self.fabric.loggers or True if config.logger is True else config.logger)
+        # The names of Lightning's loggers add to the CSV logger.
+        names = [logger for logger in given if logger is True or isinstance(logger, str)]
+        if names:
+            root = Path(self.default_root_dir)
+            checkpoints = root / "checkpoints" / config.name
+            self.own_logger = CSVLogger(root / "logs", config.name, config.version, checkpoints)
+            if True not in names and "csv" not in names:
+                given.append("csv")
         loggers = [make_logger(logger, self.own_logger) for logger in given]
         return [
             logger if hasattr(logger, "after_save_checkpoint") else LoggerAdapter(logger)
@@ -231,7 +226,25 @@ class FabricLoop(TrainerAPI):
             >>> loop.backward(net(torch.ones(1, 2)).sum())
             >>> optimizer.step()
         """
-        return setup_parts(self.fabric, model, optimizer, loaders)
+        expected = "loop.setup(model, optimizer, *loaders)"
+        check_type("setup", model, nn.Module, f"an nn.Module: {expected}")
+        if optimizer is not None and not hasattr(optimizer, "param_groups"):
+            check_type("setup", optimizer, Optimizer, f"an optimizer: {expected}")
+        join_processes(self.fabric)
+        parts = [model] if optimizer is None else [model, optimizer]
+        prepared: Any = self.fabric.setup(*parts)
+        if not needs_no_strategy(self.fabric):
+            parts = [prepared] if optimizer is None else list(prepared)
+        parts += [self._setup_loader(loader) for loader in loaders]
+        return parts[0] if len(parts) == 1 else tuple(parts)
+
+    def _setup_loader(self, loader: Any) -> Any:
+        if isinstance(loader, DataLoader):
+            return self.fabric.setup_dataloaders(loader)
+        if not isinstance(loader, TensorLoader):
+            return loader
+        loader, seed = loader.to(self.fabric.device), int(os.environ.get("PL_GLOBAL_SEED", 0))
+        return loader.for_rank(self.fabric.global_rank, self.fabric.world_size, seed)
 
     def backward(self, loss: torch.Tensor) -> None:
         """Compute the gradients in the loop's precision, as ``fabric.backward`` does."""
@@ -244,7 +257,7 @@ class FabricLoop(TrainerAPI):
 
     def no_backward_sync(self, model: Any, enabled: bool = True) -> Any:
         """Return a context manager that disables gradient reduction, for all but the last backward."""
-        if needs_no_wrapper(self.fabric):
+        if needs_no_strategy(self.fabric):
             return nullcontext()
         return self.fabric.no_backward_sync(model, enabled)
 
@@ -264,19 +277,48 @@ class FabricLoop(TrainerAPI):
             step: The number of optimizer steps so far.
             sync_dist: Log the means over the processes. Every process must make this call.
         """
-        scalars = to_scalars(self.fabric, metrics, sync_dist)
+        expected = "a dict of numbers: loop.log_dict({'epoch': 0, 'train_loss': loss})"
+        check_type("log_dict", metrics, Mapping, expected)
+        scalars = {name: to_cell(name, value) for name, value in metrics.items()}
+        measured = {n: value for n, value in scalars.items() if n not in ("epoch", "step")}
+        if sync_dist and self.fabric.world_size > 1 and measured:
+            own = torch.tensor(list(measured.values()), dtype=torch.float64).to(self.fabric.device)
+            means: Any = self.fabric.all_reduce(own)
+            measured = dict(zip(measured, means.tolist(), strict=True))
+            scalars |= measured
         if self.run is not None and self.run.progress.stage is not None:
-            log_in_run(self.run, scalars, step)
+            log_in_run(self.run, scalars, measured, step)
         elif self.fabric.is_global_zero:
             log_rows(self.loggers, scalars, step)
 
     def save(self, path: str | Path, state: dict[str, Any]) -> None:
         """Write a checkpoint of modules, optimizers and values atomically."""
-        save_parts(self.fabric, self.checkpoint_io, path, state)
+        expected = "a path and a dict: loop.save('mine.ckpt', state)"
+        check_type("save", path, str | os.PathLike, expected)
+        self._prepare_files()
+        try:
+            self.fabric.save(path, state)
+        except (AttributeError, TypeError, pickle.PicklingError) as error:
+            raise ConfigurationError(
+                f"loop.save: got a value that cannot be pickled, expected tensors and plain values. {error}"
+            ) from error
 
     def load(self, path: str | Path, state: dict[str, Any]) -> dict[str, Any]:
         """Restore modules and optimizers from a checkpoint. Returns the file's other values."""
-        return load_parts(self.fabric, self.checkpoint_io, path, state)
+        expected = "a path and a dict: loop.load('mine.ckpt', state)"
+        check_type("load", path, str | os.PathLike, expected)
+        self._prepare_files()
+        values: dict[str, Any] = self.fabric.load(path, state)
+        return values
+
+    def _prepare_files(self) -> None:
+        """Join the processes, and write files atomically unless the user has given a CheckpointIO."""
+        join_processes(self.fabric)
+        strategy = self.fabric.strategy
+        # Strategies that shard a model write folders without a CheckpointIO.
+        with suppress(NotImplementedError):
+            if type(strategy.checkpoint_io) is TorchCheckpointIO:
+                strategy.checkpoint_io = self.checkpoint_io
 
     def profile(
         self, model: Any, train_dataloaders: Any = None, datamodule: Any = None, **options: Any
@@ -364,71 +406,20 @@ def make_fabric(given: dict[str, Any]) -> Any:
     return fabric
 
 
-# Your own loop
-
-
 def check_type(method: str, value: Any, kind: Any, expected: str) -> None:
     """Refuse an argument of the wrong type. The message shows the right call."""
     if not isinstance(value, kind):
         raise ConfigurationTypeError(f"loop.{method}: got {describe(value)}, expected {expected}.")
 
 
-def needs_no_wrapper(fabric: Fabric) -> bool:
-    """Return whether Fabric's wrappers would do nothing, as on one device in float32."""
-    strategy = fabric.strategy
-    return type(strategy) is SingleDeviceStrategy and type(strategy.precision) is Precision
-
-
-def setup_parts(fabric: Fabric, model: nn.Module, optimizer: Any, loaders: tuple[Any, ...]) -> Any:
-    """Return model, optimizer and loaders, prepared for the device, the precision and the strategy."""
-    expected = "loop.setup(model, optimizer, *loaders)"
-    check_type("setup", model, nn.Module, f"an nn.Module: {expected}")
-    if optimizer is not None and not hasattr(optimizer, "param_groups"):
-        check_type("setup", optimizer, Optimizer, f"an optimizer: {expected}")
-    join_processes(fabric)
-    given: list[Any] = [model] if optimizer is None else [model, optimizer]
-    prepared: Any = fabric.setup(*given)
-    if needs_no_wrapper(fabric):
-        parts: list[Any] = given
-    else:
-        parts = [prepared] if optimizer is None else list(prepared)
-    parts += [_setup_loader(fabric, loader) for loader in loaders]
-    return parts[0] if len(parts) == 1 else tuple(parts)
-
-
-def _setup_loader(fabric: Fabric, loader: Any) -> Any:
-    if isinstance(loader, DataLoader):
-        return fabric.setup_dataloaders(loader)
-    if not isinstance(loader, TensorLoader):
-        return loader
-    loader = loader.to(fabric.device)
-    if fabric.world_size == 1:
-        return loader
-    seed = int(os.environ.get("PL_GLOBAL_SEED", 0))
-    return loader.for_rank(fabric.global_rank, fabric.world_size, seed=seed)
-
-
-def to_scalars(fabric: Fabric, metrics: Mapping[str, Any], sync_dist: bool) -> dict[str, Any]:
-    """Return metrics as numbers. With ``sync_dist``, return their means over the processes."""
-    expected = "a dict of numbers: loop.log_dict({'epoch': 0, 'train_loss': loss})"
-    check_type("log_dict", metrics, Mapping, expected)
-    scalars = {name: to_cell(name, value) for name, value in metrics.items()}
-    measured = [name for name in scalars if name not in _COORDINATES]
-    if sync_dist and fabric.world_size > 1 and measured:
-        values = [float(scalars[name]) for name in measured]
-        own = torch.tensor(values, dtype=torch.float64, device=fabric.device)
-        means: Any = fabric.all_reduce(own)
-        scalars.update(zip(measured, means.tolist(), strict=True))
-    return scalars
-
-
-def log_in_run(run: RunState, scalars: dict[str, Any], step: int | None) -> None:
+def log_in_run(
+    run: RunState, scalars: dict[str, Any], measured: dict[str, Any], step: int | None
+) -> None:
     """Log values from a hook or a step, in the row of the current epoch or a row of steps.csv."""
     is_of_row = run.stage == "fit" and run.progress.is_in_epoch
     if is_of_row and scalars.get("epoch") == run.progress.epochs_done:
-        values = {name: value for name, value in scalars.items() if name not in _COORDINATES}
-        run.results.row.update(values)
-        run.loggers.log_metrics(values, step)
+        run.results.row.update(measured)
+        run.loggers.log_metrics(measured, step)
     else:
         run.loggers.log_metrics(scalars, step, row=scalars)
 
@@ -441,34 +432,3 @@ def log_rows(loggers: list[Any], scalars: dict[str, Any], step: int | None) -> N
             logger.log_epoch(coordinates | scalars)
         else:
             logger.log_metrics(scalars, step)
-
-
-def save_parts(fabric: Fabric, io: CheckpointIO, path: Any, state: dict[str, Any]) -> None:
-    """Write a checkpoint of modules, optimizers and values atomically."""
-    check_type("save", path, str | os.PathLike, "a path and a dict: loop.save('mine.ckpt', state)")
-    join_processes(fabric)
-    use_checkpoint_io(fabric, io)
-    try:
-        fabric.save(path, state)
-    except (AttributeError, TypeError, pickle.PicklingError) as error:
-        raise ConfigurationError(
-            f"loop.save: got a value that cannot be pickled, expected tensors and plain values. {error}"
-        ) from error
-
-
-def use_checkpoint_io(fabric: Fabric, io: CheckpointIO) -> None:
-    """Use ``io``, which is atomic and verified, unless the user has given a CheckpointIO."""
-    # Strategies that shard a model write folders without a CheckpointIO.
-    with suppress(NotImplementedError):
-        if type(fabric.strategy.checkpoint_io) is TorchCheckpointIO:
-            fabric.strategy.checkpoint_io = io
-
-
-def load_parts(
-    fabric: Fabric, io: CheckpointIO, path: Any, state: dict[str, Any]
-) -> dict[str, Any]:
-    """Restore modules and optimizers from a checkpoint. Returns the file's other values."""
-    check_type("load", path, str | os.PathLike, "a path and a dict: loop.load('mine.ckpt', state)")
-    join_processes(fabric)
-    use_checkpoint_io(fabric, io)
-    return fabric.load(path, state)

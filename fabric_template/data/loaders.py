@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any, Literal
 
 from lightning.fabric.utilities import move_data_to_device
+from lightning.fabric.utilities.data import sized_len
 from lightning.fabric.utilities.warnings import PossibleUserWarning
 from lightning.pytorch.utilities import CombinedLoader
 from torch import Tensor
@@ -449,10 +450,8 @@ def no_batch_message(stage: str, loaders: list[Any]) -> str:
 
 def count_batches(loader: Any, limit: int | float, stage: str) -> int | float:
     """Return the number of batches of a loader under a limit; infinite if it is unknown."""
-    try:
-        length: int | float = len(loader)
-    except (TypeError, NotImplementedError):
-        length = math.inf
+    known_length = sized_len(loader)
+    length = math.inf if known_length is None else known_length
     if length == 0:
         warnings.warn(
             f"Total length of `{type(loader).__name__}` across ranks is zero. Please make sure this was"
@@ -492,7 +491,7 @@ def check_lengths(run: RunState, lengths: list[int | float], stage: str) -> None
 
 def make_transfer(run: RunState) -> Callable[[Any, int], Any] | None:
     """Return a function that moves a batch to the device, or None if nothing is to be done."""
-    owners = [part for part in (run.datamodule, run.hooks.source) if part is not None]
+    owners = [part for part in (run.datamodule, run.module) if part is not None]
     hooks: dict[str, Any] = {}
     for name in _TRANSFER_HOOKS:
         methods = [method for part in owners if (method := overridden(part, name)) is not None]

@@ -58,11 +58,9 @@ def prepare_loader(run: RunState, loader: Any, stage: str) -> Any:
 
 def shares_of(run: RunState) -> tuple[int, int]:
     """Return the number of shares and this process's index. A tensor-parallel group has one share."""
-    fabric = run.fabric
-    if fabric.world_size == 1:
+    if run.fabric.world_size == 1:
         return 1, 0
-    default = {"num_replicas": fabric.world_size, "rank": fabric.global_rank}
-    kwargs = getattr(fabric.strategy, "distributed_sampler_kwargs", default)
+    kwargs = run.fabric.strategy.distributed_sampler_kwargs
     return kwargs["num_replicas"], kwargs["rank"]
 
 

@@ -262,7 +262,7 @@ def _outcome_of(run: RunState) -> dict[str, Any]:
 def _apply_outcome(run: RunState, outcome: dict[str, Any]) -> None:
     """Update the caller's objects with the results of the first process."""
     weights = outcome["weights"]
-    if configure_model := overridden(run.hooks.source, "configure_model"):
+    if configure_model := overridden(run.module, "configure_model"):
         configure_model()
     for name, tensor in run.network.state_dict(keep_vars=True).items():
         if isinstance(tensor, torch.Tensor) and name in weights:

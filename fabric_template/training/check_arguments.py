@@ -69,7 +69,7 @@ def check_sources(stage: str, model: Any, loaders: Mapping[str, Any], datamodule
 
 def check_step(run: RunState, step: str) -> None:
     name = type(run.model).__name__
-    method = overridden(run.hooks.source, step)
+    method = overridden(run.module, step)
     if method is None:
         raise ConfigurationError(
             f"No `{step}()` method defined. Write {step}(self, batch) in {name}, or pass"
@@ -94,7 +94,7 @@ def check_step(run: RunState, step: str) -> None:
 def check_prediction(run: RunState) -> None:
     if getattr(run.model, "predict_step", "") is None:
         raise ConfigurationError("`predict_step` cannot be None to run `Trainer.predict`")
-    if not any(overridden(run.hooks.source, name) for name in ("predict_step", "forward")):
+    if not (overridden(run.module, "predict_step") or overridden(run.model, "forward")):
         raise ConfigurationError(
             f"`Trainer.predict` requires `forward` method to run. predict: got"
             f" {type(run.model).__name__} without one. Write a method forward or predict_step, or"
@@ -105,7 +105,7 @@ def check_prediction(run: RunState) -> None:
 
 def check_signature(run: RunState, name: str) -> None:
     """Refuse a step that cannot be called with a batch, or with a batch and its index."""
-    method = overridden(run.hooks.source, name)
+    method = overridden(run.module, name)
     # For a LightningModule, as in Trainer, Python's own TypeError names the step.
     if method is None or run.is_lightning_module or takes_iterator(method):
         return

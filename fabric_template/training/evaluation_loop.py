@@ -65,7 +65,7 @@ def evaluate(
 
 def evaluate_batches(run: RunState, name: str, max_batches: int | float) -> None:
     hooks, results, has_several = run.hooks, run.results, run.data.eval_loaders.has_several
-    method = getattr(hooks.source, f"{name}_step")
+    method = getattr(run.module, f"{name}_step")
     if takes_iterator(method):
         evaluate_with_iterator(run, name, method, max_batches, run.history.outputs)
         return
@@ -155,7 +155,7 @@ def predict(run: RunState, keep: bool) -> list[Any] | None:
 
 def predict_batches(run: RunState, keep: bool) -> None:
     hooks, loaders, predictions = run.hooks, run.data.eval_loaders, run.predictions
-    method = overridden(hooks.source, "predict_step") or forward_method(run)
+    method = overridden(run.module, "predict_step") or run.model.forward
     if takes_iterator(method):
         outputs = predictions.outputs if keep else [[] for _ in predictions.outputs]
         evaluate_with_iterator(run, "predict", method, math.inf, outputs)
@@ -180,17 +180,11 @@ def predict_batches(run: RunState, keep: bool) -> None:
         run.console.update(run)
 
 
-def forward_method(run: RunState) -> Callable:
-    if run.is_lightning_module:
-        return run.module.forward
-    return getattr(run.model, "forward", None) or run.network
-
-
 def evaluation_step(run: RunState, name: str, method: Callable, has_several: bool) -> Callable:
     """Wrap a step as a function of (batch, batch_idx, dataloader_idx), even if it takes fewer."""
     step = run.make_step(f"{name}_step", method)
     # The method forward takes only the batch.
-    is_step = overridden(run.hooks.source, f"{name}_step") is not None
+    is_step = overridden(run.module, f"{name}_step") is not None
     with_batch_idx = is_step and takes_batch_idx(method)
     with_loader = is_step and has_several and takes_argument(method, "dataloader_idx")
 

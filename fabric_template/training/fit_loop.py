@@ -76,7 +76,7 @@ def train_epoch(run: RunState) -> None:
         start_epoch(run)
     run.console.start_epoch(run)
     if not run.stop.is_due and not progress.is_epoch_complete:
-        if takes_iterator(run.hooks.source.training_step):
+        if takes_iterator(run.module.training_step):
             train_with_iterator(run)
         else:
             train_batches(run)

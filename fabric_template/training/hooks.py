@@ -42,7 +42,7 @@ class Hooks:
     Args:
         loop: The argument ``trainer`` of the callbacks' hooks.
         callbacks: The callbacks, in the order of their calls.
-        source: The object whose methods are the module's hooks.
+        module: The LightningModule or ModuleAdapter of the run.
         module_for: A function that returns the argument ``pl_module`` for a callback.
         profiler: A profiler of Lightning, or None.
 
@@ -54,44 +54,37 @@ class Hooks:
         self,
         loop: Any,
         callbacks: Iterable[Any],
-        source: Any,
+        module: Any,
         module_for: Callable[[Any], Any],
         profiler: Any = None,
     ) -> None:
-        self.loop, self.source, self.profiler = loop, source, profiler
+        self.loop, self.module, self.profiler = loop, module, profiler
         self.callbacks = list(callbacks)
         self.current: str | None = None
         self._module_for = module_for
         self._known_callbacks: list[Any] = []
-        self._methods: dict[str, tuple[list[Callable], Callable | None] | None] = {}
+        self._methods: dict[str, tuple[list[Callable], Callable | None]] = {}
 
     def call(self, name: str, *args: Any) -> Any:
         """Call a hook of the callbacks, then of the module. Returns the module's result."""
-        methods = self._find(name)
-        if methods is None:
-            return None
-        of_callbacks, of_module = methods
-        previous, self.current = self.current, name
-        for method in of_callbacks:
-            method(*args)
-        self.current = previous
-        return None if of_module is None else of_module(*args)
-
-    def is_used(self, name: str) -> bool:
-        return self._find(name) is not None
-
-    def _find(self, name: str) -> tuple[list[Callable], Callable | None] | None:
-        """Return the methods of callbacks and module that override a hook, or None without any."""
         if self.callbacks != self._known_callbacks:
             self._known_callbacks = list(self.callbacks)
             self._methods.clear()
         if name not in self._methods:
             found = [self._callback_method(callback, name) for callback in self.callbacks]
             of_callbacks = [method for method in found if method is not None]
-            of_module = self.module_method(name)
-            is_used = bool(of_callbacks) or of_module is not None
-            self._methods[name] = (of_callbacks, of_module) if is_used else None
-        return self._methods[name]
+            self._methods[name] = (of_callbacks, self.module_method(name))
+        of_callbacks, of_module = self._methods[name]
+        if of_callbacks:
+            previous, self.current = self.current, name
+            for method in of_callbacks:
+                method(*args)
+            self.current = previous
+        return None if of_module is None else of_module(*args)
+
+    def is_used(self, name: str) -> bool:
+        """Return whether anything overrides a hook, and True before the hook's first call."""
+        return self._methods.get(name) != ([], None)
 
     def call_callbacks(
         self, name: str, *args: Any, callbacks: list[Any] | None = None, **kwargs: Any
@@ -138,16 +131,16 @@ class Hooks:
         self.call_module(name, stage=stage)
 
     def is_overridden(self, name: str) -> bool:
-        return overridden(self.source, name) is not None
+        return overridden(self.module, name) is not None
 
     def module_method(self, name: str, is_profiled: bool = True) -> Callable | None:
         """Return the module's method for a hook, or None if the module does not override it."""
-        method = overridden(self.source, name)
+        method = overridden(self.module, name)
         if method is None:
             return None
         if is_profiled:
             method = self.with_profiler(
-                f"[LightningModule]{type(self.source).__name__}.{name}", method
+                f"[LightningModule]{type(self.module).__name__}.{name}", method
             )
         return self.inside(name, method)
 

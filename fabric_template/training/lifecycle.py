@@ -263,7 +263,7 @@ def set_up_signals(run: RunState, stack: ExitStack) -> None:
 
 def prepare_data(run: RunState) -> None:
     """Call ``prepare_data`` on the first process of each machine, before the others continue."""
-    for part in (run.datamodule, run.hooks.source):
+    for part in (run.datamodule, run.module):
         method = overridden(part, "prepare_data")
         if method is None:
             continue

@@ -22,7 +22,16 @@ from torch.nn.parallel import DistributedDataParallel
 
 from ..distributed.strategies import no_gradient_sync, shard_network, wrap_step
 from ..errors import ConfigurationTypeError, check_object, describe
-from .hooks import is_instance_of
+from .hooks import is_instance_of, overridden
+
+# The methods of a LightningModule that users override.
+_HOOKS = ["setup", "teardown", "prepare_data", "backward", "optimizer_zero_grad"]
+_HOOKS += [
+    name
+    for name in dir(LightningModule)
+    if name.startswith(("on_", "configure_", "transfer_"))
+    or name.endswith(("_step", "_dataloader"))
+]
 
 
 class ModuleAdapter(LightningModule):
@@ -44,7 +53,10 @@ class ModuleAdapter(LightningModule):
         for name in ("_parameters", "_buffers", "_modules"):
             attributes[name] = vars(network)[name]
         attributes |= {"model": model, "network": network, "functions": dict(functions)}
-        attributes["source"] = StepSource(model, network, functions) if functions else model
+        attributes |= {name: getattr(model, name) for name in _HOOKS if overridden(model, name)}
+        if "validation_step" in functions:
+            functions = {"test_step": functions["validation_step"], **functions}
+        attributes |= {name: partial(step, network) for name, step in functions.items()}
         self.automatic_optimization = getattr(model, "automatic_optimization", True)
 
     def __getattr__(self, name: str) -> Any:
@@ -62,20 +74,6 @@ class ModuleAdapter(LightningModule):
 
     def __reduce__(self) -> Any:
         return (ModuleAdapter, (self.model, self.network, self.functions))
-
-
-class StepSource:
-    """The object whose methods are the steps and hooks of an adapted model."""
-
-    def __init__(self, model: Any, network: nn.Module, functions: Mapping[str, Callable]) -> None:
-        self._model = model
-        for name, function in functions.items():
-            setattr(self, name, partial(function, network))
-
-    def __getattr__(self, name: str) -> Any:
-        if name == "test_step" and "validation_step" in self.__dict__:
-            return self.__dict__["validation_step"]
-        return getattr(self.__dict__["_model"], name)
 
 
 def find_network(model: Any) -> nn.Module:
@@ -103,11 +101,10 @@ def unwrap(part: Any) -> Any:
     return part.module if isinstance(part, nn.Module) else getattr(part, "optimizer", part)
 
 
-def adapt_model(model: Any, functions: Mapping[str, Callable | None]) -> tuple[Any, Any, nn.Module]:
-    """Return (module, source, network) for the model that was given to ``fit``.
+def adapt_model(model: Any, functions: Mapping[str, Callable | None]) -> tuple[Any, nn.Module]:
+    """Return the module and the network for the model that was given to ``fit``.
 
-    The module is the model itself if it is a LightningModule, else an adapter. The source is the object
-    whose steps and hooks are called.
+    The module is the model itself if it is a LightningModule, else an adapter.
     """
     check_object("model", model)
     given = {name: function for name, function in functions.items() if function is not None}
@@ -117,10 +114,9 @@ def adapt_model(model: Any, functions: Mapping[str, Callable | None]) -> tuple[A
                 f"{name}: got {describe(function)}, expected a function fn(model, batch[, batch_idx])."
             )
     if is_instance_of(model, "LightningModule") and not given:
-        return model, model, model
+        return model, model
     network = find_network(model)
-    adapter = ModuleAdapter(model, network, given)
-    return adapter, adapter.source, network
+    return ModuleAdapter(model, network, given), network
 
 
 # Step arguments
@@ -175,23 +171,28 @@ class _CallStep(nn.Module):
         return call()
 
 
+def needs_no_strategy(fabric: Fabric) -> bool:
+    """Return whether the strategy and the precision do nothing, as on one device in float32."""
+    strategy = fabric.strategy
+    return type(strategy) is SingleDeviceStrategy and type(strategy.precision) is Precision
+
+
 class StepRunner:
     """Prepares the network for its device and strategy, and calls steps on it.
 
     Args:
-        source: The object whose methods are the steps.
+        module: The LightningModule or adapter whose methods are the steps.
         network: The module that holds the parameters.
     """
 
     def __init__(
-        self, fabric: Fabric, source: Any, network: nn.Module, compile: Any = False
+        self, fabric: Fabric, module: Any, network: nn.Module, compile: Any = False
     ) -> None:
-        self.fabric, self.source, self.network, self.compile = fabric, source, network, compile
+        self.fabric, self.module, self.network, self.compile = fabric, module, network, compile
         self.precision = fabric.strategy.precision
         name = str(self.precision.precision)
         self.converts_dtype = name.endswith("-true") and name != "32-true"
-        is_single = type(fabric.strategy) is SingleDeviceStrategy
-        self.needs_no_strategy = is_single and type(self.precision) is Precision
+        self.needs_no_strategy = needs_no_strategy(fabric)
         self.is_model_parallel = isinstance(fabric.strategy, ModelParallelStrategy)
         self.wrapped: Any = None
 
@@ -208,7 +209,7 @@ class StepRunner:
         """Move the network to its device, and shard or wrap it for the strategy if it is trained."""
         self.convert_network()
         if self.is_model_parallel:
-            shard_network(self.fabric, self.network, type(self.source).__name__)
+            shard_network(self.fabric, self.network, type(self.module).__name__)
             return
         has_parameters = any(parameter.requires_grad for parameter in self.network.parameters())
         self.fabric.to_device(self.network)
@@ -248,7 +249,7 @@ class StepRunner:
         In manual optimization, DDP prepares for every backward in the step, not for one after it.
         """
         ddp = self.ddp
-        is_automatic = getattr(self.source, "automatic_optimization", True)
+        is_automatic = self.module.automatic_optimization
         if ddp is None or is_automatic or not is_training:
             return lambda *args, **kwargs: self.wrapped(partial(method, *args, **kwargs))
 

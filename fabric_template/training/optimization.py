@@ -64,7 +64,7 @@ class Optimization:
     def setup(self) -> None:
         """Look up the methods that each batch calls. Repeated when optimizers or options change."""
         run, hooks = self.run, self.run.hooks
-        step = hooks.source.training_step
+        step = self.run.module.training_step
         self.call_step = run.make_step("training_step", step)
         if takes_iterator(step) or not takes_batch_idx(step):
             call_with_batch = self.call_step
@@ -175,7 +175,7 @@ class AutomaticOptimization(Optimization):
         calls_closure_first = type(optimizer).__module__.startswith("torch.optim.") and not is_lbfgs
         is_simple = calls_closure_first and not needs_closure
         step = self._step_without_closure if is_simple else self._step_with_closure
-        action = f"[LightningModule]{type(hooks.source).__name__}.optimizer_step"
+        action = f"[LightningModule]{type(self.run.module).__name__}.optimizer_step"
         self._take_step = hooks.with_profiler(action, step)
         if self._scaler is not None:
             self._check_scaler()

@@ -167,7 +167,7 @@ class ValidationSchedule:
         self.every_n_batches: int | float = math.inf
         self._is_enabled = False
         # A step with dataloader_iter may fetch several batches.
-        self._fetches_itself = takes_iterator(run.hooks.source.training_step)
+        self._fetches_itself = takes_iterator(run.module.training_step)
         self._seconds: float | None = None
         interval = run.config.val_check_interval
         if interval is not None and not isinstance(interval, int | float):

@@ -79,26 +79,26 @@ class RunState:
             self.model = last.model
             given = {name: function for name, function in functions.items() if function}
             functions = {**getattr(last.module, "functions", {}), **given}
-        self.module, source, self.network = adapt_model(self.model, functions)
+        self.module, self.network = adapt_model(self.model, functions)
         self.is_lightning_module = self.module is self.model
         self.given_optimizer = unwrap(optimizer)
         if functions.get("training_step") and has_several_optimizers(self.given_optimizer):
             # A step function that gets several optimizers steps them itself.
-            self.module.automatic_optimization = source.automatic_optimization = False
-        self.data = DataConnector(loaders, datamodule if datamodule is not None else source)
+            self.module.automatic_optimization = False
+        self.data = DataConnector(loaders, self.module if datamodule is None else datamodule)
         self.datamodule = datamodule
         if datamodule is None and last is not None and last.datamodule is not None:
             # Keep the datamodule of the previous run. Use its loaders if no others were given.
             self.datamodule = last.datamodule
             if not self.data.has_loader(first):
                 self.data.source = self.datamodule
-        self._make_parts(source, last)
+        self._make_parts(last)
         check_call(self)
 
-    def _make_parts(self, source: Any, last: RunState | None) -> None:
+    def _make_parts(self, last: RunState | None) -> None:
         """Make the parts of the run, such as hooks, counters and loggers."""
         loop, config, fabric = self.loop, self.config, self.fabric
-        self.hooks = Hooks(loop, loop.callbacks, source, self._module_for, loop.given_profiler)
+        self.hooks = Hooks(loop, loop.callbacks, self.module, self._module_for, loop.given_profiler)
         before: Progress = Progress() if last is None else last.progress
         # An evaluation starts with the counters of the previous run.
         self.progress: Progress = Progress(
@@ -117,7 +117,7 @@ class RunState:
         self.history = History()
         self.history.run = self.data.run = self
         self.stop = StopCondition(config, self.progress, has_timer or config.max_time is not None)
-        self.steps = StepRunner(fabric, source, self.network, config.compile)
+        self.steps = StepRunner(fabric, self.module, self.network, config.compile)
         self.loggers = LoggerConnector(self)
         self.console = Console(config, shows_console)
         self.checkpoints = CheckpointManager(None, config) if last is None else last.checkpoints
