@@ -15,11 +15,11 @@ import time
 from pathlib import Path
 
 import torch
-from fabric_template.checkpoint.dataloader_state import capture_rng_state
 from lightning.fabric.utilities.seed import seed_everything
 
 from fabric_template import FabricLoop
 from fabric_template.checkpoint.checkpoint_io import AtomicCheckpointIO, read_checkpoint
+from fabric_template.checkpoint.dataloader_state import capture_rng_state
 
 ROUNDS = 7
 

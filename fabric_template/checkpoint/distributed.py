@@ -10,6 +10,7 @@ from __future__ import annotations
 import os
 import shutil
 import warnings
+from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -17,7 +18,6 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.api import CheckpointException
-from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from torch.distributed.tensor import DTensor, distribute_tensor
 
 from ..distributed.strategies import gather_tensors
@@ -69,13 +69,17 @@ def save_shards(run: RunState, checkpoint: dict[str, Any], path: Path) -> dict[s
     if not saves_shards(run.fabric.strategy):
         return gather_tensors(checkpoint)
     tensors: dict[str, DTensor] = {}
-    places: dict[str, list[Any]] = {}
+
+    def take(name: str, item: Any) -> Any:
+        if not isinstance(item, DTensor):
+            return item
+        tensors[name] = item
+        return _PLACEHOLDER
+
     plain = {}
     for key, value in checkpoint.items():
-        if key in ("state_dict", "optimizer_states"):
-            plain[key] = _take_sharded(value, [key], tensors, places)
-        else:
-            plain[key] = gather_tensors(value)
+        is_sharded = key in ("state_dict", "optimizer_states")
+        plain[key] = map_items(take, value, key) if is_sharded else gather_tensors(value)
     if not tensors:
         return plain
     folder = run.fabric.broadcast(new_folder(path, run.progress.global_step))
@@ -90,22 +94,20 @@ def save_shards(run: RunState, checkpoint: dict[str, Any], path: Path) -> dict[s
     if run.fabric.is_global_zero:
         sync_folder(folder)
         sizes = {file.name: file.stat().st_size for file in folder.iterdir()}
-    return {**plain, SHARDS_KEY: {"folder": folder.name, "files": sizes, "places": places}}
+    return {**plain, SHARDS_KEY: {"folder": folder.name, "files": sizes}}
 
 
-def _take_sharded(
-    item: Any, place: list[Any], tensors: dict[str, DTensor], places: dict[str, list[Any]]
-) -> Any:
-    """Replace sharded tensors by placeholders, and add the sharded tensors to ``tensors``."""
-    if isinstance(item, DTensor):
-        name = "/".join(map(str, place))
-        tensors[name], places[name] = item, place
-        return _PLACEHOLDER
-    if isinstance(item, dict):
-        return {k: _take_sharded(v, [*place, k], tensors, places) for k, v in item.items()}
-    if isinstance(item, list):
-        return [_take_sharded(v, [*place, i], tensors, places) for i, v in enumerate(item)]
-    return item
+def map_items(function: Callable[[str, Any], Any], value: Any, name: str) -> Any:
+    """Return nested dicts and lists with ``function(name, item)`` instead of each item.
+
+    Args:
+        name: The name of ``value``. The name of an item also has its keys, as in "state_dict/weight".
+    """
+    if isinstance(value, dict):
+        return {key: map_items(function, item, f"{name}/{key}") for key, item in value.items()}
+    if isinstance(value, list):
+        return [map_items(function, item, f"{name}/{i}") for i, item in enumerate(value)]
+    return function(name, value)
 
 
 def new_folder(path: Path, step: int) -> Path:
@@ -173,54 +175,53 @@ def load_shards(run: RunState, checkpoint: dict[str, Any], key: str) -> None:
     Args:
         key: "state_dict" or "optimizer_states".
     """
-    index = checkpoint.get(SHARDS_KEY)
-    if index is not None:
-        path = str(run.checkpoint_path)
-        reader = dcp.FileSystemReader(shard_folder(index, path))
+    if key not in checkpoint:
+        return
+    own = own_tensors(run, key)
+    if (index := checkpoint.get(SHARDS_KEY)) is not None:
+        reader = dcp.FileSystemReader(shard_folder(index, str(run.checkpoint_path)))
         saved: dict[str, Any] = reader.read_metadata().state_dict_metadata
-        places = {name: place for name, place in index["places"].items() if place[0] == key}
-        tensors = {n: _empty(run, place, saved[n]) for n, place in places.items()}
+        tensors: dict[str, torch.Tensor] = {}
+
+        def make_empty(name: str, item: Any) -> Any:
+            if name not in saved:
+                return item
+            size, dtype = saved[name].size, saved[name].properties.dtype
+            like = find_own(own, name, size)
+            if like is None:
+                tensors[name] = torch.empty(size, dtype=dtype)
+            else:
+                tensors[name] = torch.empty_like(like, dtype=dtype, requires_grad=False)
+            return tensors[name]
+
+        checkpoint[key] = map_items(make_empty, checkpoint[key], key)
         with warnings.catch_warnings():
             # A single process may read without torch.distributed.
             warnings.filterwarnings("ignore", "torch.distributed is disabled")
             dcp.load(tensors, storage_reader=reader)
-        for name, place in places.items():
-            container = checkpoint
-            for part in place[:-1]:
-                container = container[part]
-            container[place[-1]] = tensors[name]
-    if run.steps.is_model_parallel and key in checkpoint:
-        checkpoint[key] = distribute(run, checkpoint[key], [key])
+
+    def shard(name: str, item: Any) -> Any:
+        like = find_own(own, name, item.shape) if type(item) is torch.Tensor else None
+        if like is None:
+            return item
+        return distribute_tensor(item.to(like.device), like.device_mesh, like.placements)
+
+    checkpoint[key] = map_items(shard, checkpoint[key], key)
 
 
-def distribute(run: RunState, item: Any, place: list[Any]) -> Any:
-    """Shard the full tensors in nested containers in the same way as the run's own tensors."""
-    if isinstance(item, dict):
-        return type(item)((key, distribute(run, v, [*place, key])) for key, v in item.items())
-    if isinstance(item, list):
-        return [distribute(run, value, [*place, index]) for index, value in enumerate(item)]
-    reference = _counterpart(run, place) if type(item) is torch.Tensor else None
-    if not isinstance(reference, DTensor) or reference.shape != item.shape:
-        return item
-    value = item.to(reference.device)
-    return distribute_tensor(value, reference.device_mesh, reference.placements)
-
-
-def _empty(run: RunState, place: list[Any], saved: TensorStorageMetadata) -> torch.Tensor:
-    """Return an empty tensor to read into, either a shard like the run's own or a full tensor."""
-    reference, dtype = _counterpart(run, place), saved.properties.dtype
-    if isinstance(reference, DTensor) and reference.shape == saved.size:
-        return torch.empty_like(reference, dtype=dtype, requires_grad=False)
-    return torch.empty(saved.size, dtype=dtype)
-
-
-def _counterpart(run: RunState, place: list[Any]) -> Any:
-    """Return the parameter or buffer of the run that a tensor of a checkpoint belongs to."""
-    if place[0] == "state_dict":
+def own_tensors(run: RunState, key: str) -> dict[str, Any]:
+    """Return the run's tensors by name in a checkpoint: the model's, or those that the optimizers train."""
+    if key == "state_dict":
         source = run.module if run.is_lightning_module else run.network
-        return source.state_dict().get(place[1])
-    if len(place) != 5 or place[2] != "state":
-        return None
-    groups = run.optimizers[place[1]].param_groups if place[1] < len(run.optimizers) else []
-    parameters = [parameter for group in groups for parameter in group["params"]]
-    return parameters[place[3]].detach() if place[3] < len(parameters) else None
+        return {f"{key}/{name}": tensor for name, tensor in source.state_dict().items()}
+    found: dict[str, Any] = {}
+    for index, optimizer in enumerate(run.optimizers):
+        parameters = [p.detach() for group in optimizer.param_groups for p in group["params"]]
+        found |= {f"{key}/{index}/state/{number}": p for number, p in enumerate(parameters)}
+    return found
+
+
+def find_own(own: dict[str, Any], name: str, size: torch.Size) -> DTensor | None:
+    """Return the sharded tensor of the run that a tensor of a checkpoint, or an optimizer state, is of."""
+    found = own.get(name, own.get(name.rpartition("/")[0]))
+    return found if isinstance(found, DTensor) and found.shape == size else None

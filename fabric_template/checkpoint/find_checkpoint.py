@@ -103,18 +103,15 @@ def default_keyword(run: RunState) -> str | None:
 def start_from(run: RunState, path: str, checkpoint: dict[str, Any], resumes: bool) -> None:
     """Let a run start from a checkpoint. A resumed run keeps the file's version."""
     run.checkpoint_path, run.resumes, run.checkpoint = path, resumes, checkpoint
-    own_state = checkpoint.pop(OWN_KEY, None)
     if not resumes:
         return
-    run.own_state = own_state
     if "optimizer_states" not in checkpoint:
         raise WeightsOnlyError(
             "Trying to restore optimizer state but checkpoint contains only the model. This is probably"
             " due to `ModelCheckpoint.save_weights_only` being set to `True`. resume: got"
             f" '{path}', which holds weights only. Write load= to start a new run from them."
         )
-    if own_state is not None:
-        run.data.sampler_seed = own_state.get("sampler_seed")
+    run.data.sampler_seed = checkpoint.get(OWN_KEY, {}).get("sampler_seed")
     version = version_of_checkpoint(Path(path), Path(run.loop.default_root_dir), run.config.name)
     if run.config.version is None and version is not None:
         for logger in run.history.csv_loggers:

@@ -30,11 +30,10 @@ if TYPE_CHECKING:
 OWN_KEY = "fabric_template"
 # The counters in each progress object of Trainer.
 COUNTS = ("ready", "started", "processed", "completed")
-# Parts of a run with a state_dict. PARTS are restored together with the optimizers, the others
-# right before training continues. Each process saves its own PARTS_OF_PROCESS.
+# Parts of a run with a state_dict. PARTS are restored together with the optimizers. Each process
+# saves its own PARTS_OF_PROCESS, which are restored right before training continues.
 PARTS = ("progress", "stop", "history", "checkpoints")
-PARTS_OF_TRAINING = ("validation_schedule",)
-PARTS_OF_PROCESS = ("data", "results", "history.train_sums")
+PARTS_OF_PROCESS = ("data", "validation_schedule", "results", "history.train_sums")
 
 
 def build_checkpoint(
@@ -106,7 +105,7 @@ def own_state(run: RunState) -> dict[str, Any]:
     is_changed = run.accumulate_grad_batches != run.config.accumulate_grad_batches
     changed_flags = requires_grad_flags(run).items() - run.requires_grad_at_start.items()
     return {
-        **states_of(run, PARTS + PARTS_OF_TRAINING),
+        **states_of(run, PARTS),
         "accumulate_grad_batches": run.accumulate_grad_batches if is_changed else None,
         "requires_grad": dict(sorted(changed_flags)),
         "settings": run_settings(run),
@@ -165,17 +164,15 @@ def requires_grad_flags(run: RunState) -> dict[str, bool]:
 def add_hyperparameters(checkpoint: dict[str, Any], part: Any) -> None:
     """Add the arguments that ``save_hyperparameters()`` has stored, under Lightning's keys."""
     hparams = getattr(part, "hparams", None)
-    if not hparams:
+    if not hparams or not hasattr(part, "save_hyperparameters"):
         return
     if (name := hyperparameters_name(part)) is not None:
-        name_key = getattr(part, "CHECKPOINT_HYPER_PARAMS_NAME", "hparams_name")
-        checkpoint[name_key] = name
-    key = getattr(part, "CHECKPOINT_HYPER_PARAMS_KEY", "hyper_parameters")
-    is_omegaconf = type(hparams).__module__.startswith("omegaconf.")
-    checkpoint[key] = hparams if is_omegaconf else dict(hparams)
-    if is_omegaconf:
-        type_key = getattr(part, "CHECKPOINT_HYPER_PARAMS_TYPE", "hparams_type")
-        checkpoint[type_key] = type(hparams)
+        checkpoint[part.CHECKPOINT_HYPER_PARAMS_NAME] = name
+    if type(hparams).__module__.startswith("omegaconf."):
+        checkpoint[part.CHECKPOINT_HYPER_PARAMS_TYPE] = type(hparams)
+    else:
+        hparams = dict(hparams)
+    checkpoint[part.CHECKPOINT_HYPER_PARAMS_KEY] = hparams
 
 
 def loops_state(run: RunState) -> dict[str, Any]:
@@ -305,10 +302,10 @@ def restore_training(run: RunState, checkpoint: dict[str, Any]) -> None:
     restore_optimizers(run, checkpoint)
     precision = run.fabric.strategy.precision
     load_state(precision, checkpoint.get(type(precision).__qualname__))
-    if run.own_state is None:
-        run.own_state = state_of_trainer(run, checkpoint)
+    if OWN_KEY not in checkpoint:
+        checkpoint[OWN_KEY] = state_of_trainer(run, checkpoint)
         run.data.keeps_first_iterator = True
-    own = run.own_state
+    own = checkpoint[OWN_KEY]
     if "settings" not in own and "history" in own:
         complete_mini_state(run, own)
     epochs_done, max_epochs = own["progress"]["epochs_done"], run.stop.max_epochs
@@ -327,33 +324,36 @@ def restore_training(run: RunState, checkpoint: dict[str, Any]) -> None:
 
 def state_of_trainer(run: RunState, checkpoint: dict[str, Any]) -> dict[str, Any]:
     """Return the counters and loader states in a checkpoint of Trainer, as our own state."""
-    progress = {"global_step": checkpoint["global_step"], "epochs_done": checkpoint["epoch"]}
+    progress: dict[str, Any] = {
+        "global_step": checkpoint["global_step"],
+        "epochs_done": checkpoint["epoch"],
+    }
     own: dict[str, Any] = {"progress": progress, "loader_states": []}
     fit_loop = checkpoint.get("loops", {}).get("fit_loop")
     if fit_loop is None:
         return own
-    own["loader_states"] = fit_loop["state_dict"].get("combined_loader", [])
+    own["loader_states"] = fit_loop.get("state_dict", {}).get("combined_loader", [])
     epoch = fit_loop["epoch_progress"]["current"]
     batch = fit_loop["epoch_loop.batch_progress"]
     ready, processed = batch["current"]["ready"], batch["current"]["processed"]
     is_between_batches = ready == processed
     progress["epochs_done"] = epoch["processed"]
     progress["total_batches"] = batch["total"]["processed"]
-    logging_step = fit_loop["epoch_loop.state_dict"].get("_batches_that_stepped", 0)
-    progress["logging_step"] = logging_step
+    loop_state = fit_loop["epoch_loop.state_dict"]
+    progress["logging_step"] = loop_state.get("_batches_that_stepped", 0)
     # In on_train_epoch_start, the epoch is not started, and the batches are of the previous epoch.
     if epoch["started"] == epoch["processed"]:
         return own
-    is_at_window_start = processed % run.accumulate_grad_batches == 0
+    num_accumulated = processed % run.accumulate_grad_batches
     if batch["is_last_batch"] and is_between_batches:
         # Trainer does not resume the validation and the hooks after the last batch.
         progress["epochs_done"] += 1
     else:
         progress |= {"is_in_epoch": True, "batches_done": processed}
-        progress["batches_at_window_start"] = processed - processed % run.accumulate_grad_batches
+        progress["batches_at_window_start"] = processed - num_accumulated
     if is_between_batches and batch["total"]["ready"] > batch["total"]["completed"]:
         # on_train_batch_end saved the file. Trainer counts the logging step after this hook.
-        progress["logging_step"] += batch["is_last_batch"] or is_at_window_start
+        progress["logging_step"] += batch["is_last_batch"] or num_accumulated == 0
     return own
 
 
@@ -375,9 +375,10 @@ def complete_mini_state(run: RunState, own: dict[str, Any]) -> None:
 def restore_position(run: RunState) -> None:
     """Restore random generators, loaders and running sums right before training continues."""
     run.requires_grad_at_start = requires_grad_flags(run)
-    own, run.own_state, run.checkpoint = run.own_state, None, None
-    if own is None:
+    checkpoint, run.checkpoint = run.checkpoint, None
+    if checkpoint is None:
         return
+    own = checkpoint[OWN_KEY]
     if "ranks" not in own:
         # Trainer saves no random states.
         run.data.load_loader_states(own["loader_states"])
@@ -392,7 +393,6 @@ def restore_position(run: RunState) -> None:
         for name in PARTS_OF_PROCESS[1:]:
             of_process[name] = move_data_to_device(of_process[name], run.fabric.device)
         load_states(run, PARTS_OF_PROCESS, of_process)
-        load_states(run, PARTS_OF_TRAINING, own)
     restore_rng_state(of_process["rng"])
     if rank >= len(ranks):
         # No process of the saved run had this rank. Draw other numbers than the restored process.

@@ -244,16 +244,15 @@ def _call_in_process(
 
 
 def _outcome_of(run: RunState) -> dict[str, Any]:
-    manager = vars(run.checkpoints).items()
-    saver = run.loop.checkpoint_callback
+    savers = map(vars, run.hooks.callbacks_of("Checkpoint"))
     outcome = {
         "weights": gather_tensors(run.network.state_dict()),
         "metrics": {name: getattr(run.results, name) for name in _METRICS},
         "stop": run.stop,
         "rows": run.history.rows,
         "callbacks": [part.state_dict() for part in run.hooks.callbacks if has_state(part)],
-        "checkpoints": {name: value for name, value in manager if name != "config"},
-        "paths": {name: getattr(saver, name) for name in _PATHS if hasattr(saver, name)},
+        "checkpoints": run.checkpoints,
+        "paths": [{name: saver[name] for name in _PATHS if name in saver} for saver in savers],
         "version": getattr(run.loop.own_logger, "version", None),
     }
     return move_data_to_device(outcome, "cpu")
@@ -276,9 +275,10 @@ def _apply_outcome(run: RunState, outcome: dict[str, Any]) -> None:
         # Lightning's SpikeDetection reads an attribute that it does not have.
         with suppress(AttributeError):
             callback.load_state_dict(state)
-    vars(run.checkpoints).update(outcome["checkpoints"])
-    if outcome["paths"]:
-        vars(run.loop.checkpoint_callback).update(outcome["paths"])
+    run.checkpoints = outcome["checkpoints"]
+    savers = run.hooks.callbacks_of("Checkpoint")
+    for saver, paths in zip(savers, outcome["paths"], strict=False):
+        vars(saver).update(paths)
     if run.loop.own_logger is not None:
         run.loop.own_logger.version = outcome["version"]
     run.loop.has_fitted = run.loop.has_fitted or run.stage == "fit"

@@ -12,6 +12,7 @@ from lightning.fabric import strategies
 from lightning.fabric.plugins import precision
 from lightning.fabric.strategies import STRATEGY_REGISTRY, ModelParallelStrategy
 from lightning.pytorch.strategies import StrategyRegistry
+from lightning_utilities.core.apply_func import apply_to_collection
 from torch import nn
 from torch.distributed.tensor import DTensor
 
@@ -207,10 +208,4 @@ def no_gradient_sync(network: nn.Module) -> Iterator[None]:
 
 def gather_tensors(item: Any) -> Any:
     """Replace sharded tensors in nested containers by full tensors, on all processes."""
-    if isinstance(item, DTensor):
-        return item.full_tensor()
-    if isinstance(item, dict):
-        return {key: gather_tensors(value) for key, value in item.items()}
-    if type(item) in (list, tuple):
-        return type(item)(gather_tensors(value) for value in item)
-    return item
+    return apply_to_collection(item, DTensor, DTensor.full_tensor)
