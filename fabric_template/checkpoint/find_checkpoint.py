@@ -8,7 +8,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ..distributed.launch import gather_objects, is_started_externally
+from ..distributed.launch import gather_objects
 from ..errors import (
     CheckpointError,
     ConfigurationError,
@@ -66,9 +66,11 @@ def read_start_checkpoint(
             start_from(run, str(path), checkpoint, resumes)
             run.resume_keyword = keyword
     except FileNotFoundError as error:
-        if not is_started_externally(run.fabric):
+        environment = getattr(run.fabric.strategy, "cluster_environment", None)
+        if not getattr(environment, "creates_processes_externally", False):
             raise
-        # Other processes may have the file and wait. check_same_checkpoint raises the error.
+        # Other processes of torchrun or SLURM may have the file, and wait. check_same_checkpoint
+        # raises the error.
         run.checkpoint_error = error
 
 

@@ -176,7 +176,7 @@ def add_hyperparameters(checkpoint: dict[str, Any], part: Any) -> None:
 
 
 def loops_state(run: RunState) -> dict[str, Any]:
-    """Return the state that Trainer's loops would have at this point."""
+    """Return the counters of Trainer's loops at this point. Trainer starts the others from 0."""
     progress, saved = run.progress, run.progress.state_dict()
     epoch = _counts(progress.epochs_done, progress.epochs_done)
     batches = _counts(saved["total_batches"], saved["batches_done"])
@@ -191,32 +191,21 @@ def loops_state(run: RunState) -> dict[str, Any]:
         if run.hooks.current == "on_train_batch_end":
             for counts in batches.values():
                 counts["completed"] -= 1
-    steps, manual_steps = progress.global_step, 0
-    if not run.module.automatic_optimization:
-        steps, manual_steps = 0, progress.global_step
-    in_epoch = progress.optimizer_steps_in_epoch if steps else 0
-    scheduler_steps = sum(getattr(c.scheduler, "last_epoch", 0) or 0 for c in run.lr_schedulers)
+    is_automatic, steps = run.module.automatic_optimization, progress.global_step
+    automatic = _counts(steps, progress.optimizer_steps_in_epoch) if is_automatic else _counts(0, 0)
+    manual = _counts(0 if is_automatic else steps, 0)
     loader_states = run.data.loader_states()
-    optimizer = {"step": _counts(steps, in_epoch), "zero_grad": _counts(steps, 0)}
-    evaluation = {"state_dict": {}, "batch_progress": _counts(0, 0) | {"is_last_batch": False}}
     fit_loop = {
         "state_dict": {"combined_loader": loader_states} if loader_states else {},
         "epoch_progress": epoch,
         "epoch_loop.state_dict": {"_batches_that_stepped": progress.logging_step},
         "epoch_loop.batch_progress": batches | {"is_last_batch": saved["is_last_batch"]},
-        "epoch_loop.scheduler_progress": _counts(scheduler_steps, 0),
-        "epoch_loop.automatic_optimization.state_dict": {},
-        "epoch_loop.automatic_optimization.optim_progress": {"optimizer": optimizer},
-        "epoch_loop.manual_optimization.state_dict": {},
-        "epoch_loop.manual_optimization.optim_step_progress": _counts(manual_steps, 0),
-        **{f"epoch_loop.val_loop.{name}": value for name, value in evaluation.items()},
+        "epoch_loop.automatic_optimization.optim_progress": {
+            "optimizer": {"step": automatic, "zero_grad": automatic}
+        },
+        "epoch_loop.manual_optimization.optim_step_progress": manual,
     }
-    return {
-        "fit_loop": fit_loop,
-        "validate_loop": evaluation,
-        "test_loop": deepcopy(evaluation),
-        "predict_loop": {"state_dict": {}, "batch_progress": _counts(0, 0)},
-    }
+    return {"fit_loop": fit_loop, "validate_loop": {}, "test_loop": {}, "predict_loop": {}}
 
 
 def _counts(total: int, current: int) -> dict[str, Any]:

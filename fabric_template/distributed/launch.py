@@ -19,9 +19,8 @@ from unittest.mock import patch
 
 import torch
 from lightning.fabric.plugins.environments import SLURMEnvironment, TorchElasticEnvironment
-from lightning.fabric.strategies import DDPStrategy, ParallelStrategy
+from lightning.fabric.strategies import ParallelStrategy
 from lightning.fabric.utilities import move_data_to_device
-from lightning.fabric.utilities.seed import reset_seed
 from torch.distributed import DistError, TCPStore
 from torch.multiprocessing.spawn import ProcessException
 
@@ -70,12 +69,6 @@ def _leave_group() -> None:
         torch.distributed.destroy_process_group()
 
 
-def seed_processes(fabric: Fabric) -> None:
-    """Seed all processes in the same way, as Trainer does. Other strategies do not seed them."""
-    if isinstance(fabric.strategy, DDPStrategy):
-        reset_seed()
-
-
 def gather_objects(run: RunState, item: Any) -> list[Any]:
     """Gather an object from every process, in the order of their ranks."""
     if run.fabric.world_size == 1:
@@ -83,18 +76,6 @@ def gather_objects(run: RunState, item: Any) -> list[Any]:
     gathered: list[Any] = [None] * run.fabric.world_size
     torch.distributed.all_gather_object(gathered, item)
     return gathered
-
-
-def is_started_externally(fabric: Fabric) -> bool:
-    """Return whether a launcher such as torchrun or SLURM starts the processes."""
-    environment = getattr(fabric.strategy, "cluster_environment", None)
-    return getattr(environment, "creates_processes_externally", False)
-
-
-def end_processes(fabric: Fabric) -> None:
-    """Kill the scripts that this process has started, because they would wait for it."""
-    for process in getattr(fabric.strategy.launcher, "procs", ()):
-        process.kill()
 
 
 def launched_processes() -> tuple[int, int] | None:

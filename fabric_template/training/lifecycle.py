@@ -14,19 +14,15 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
+from lightning.fabric.strategies import DDPStrategy
+from lightning.fabric.utilities.seed import reset_seed
 from lightning.pytorch.trainer.states import TrainerStatus
 
 from ..checkpoint.dataloader_state import unchanged_rng_state
 from ..checkpoint.find_checkpoint import check_same_checkpoint
 from ..checkpoint.run_folders import open_folders
 from ..checkpoint.state import restore_model, restore_training
-from ..distributed.launch import (
-    end_processes,
-    join_processes,
-    launch_processes,
-    seed_processes,
-    starts_processes,
-)
+from ..distributed.launch import join_processes, launch_processes, starts_processes
 from ..distributed.signals import SignalHandler, error_of_signal, is_notebook
 from ..lightning_compat.callbacks import add_model_callbacks, as_list
 from ..lightning_compat.private import set_current_hook, set_device_mesh, set_profiled_module
@@ -62,7 +58,9 @@ def run_stage(run: RunState, function: Callable[[RunState], Any]) -> Any:
             result = launch_processes(run)
         else:
             join_processes(fabric)
-            seed_processes(fabric)
+            if isinstance(fabric.strategy, DDPStrategy):
+                # As in Trainer, all processes have the same random numbers.
+                reset_seed()
             if not fabric.is_global_zero:
                 # A script that Fabric has started learns its rank in join_processes.
                 run.console.is_enabled = run.warn_once.is_enabled = False
@@ -78,7 +76,9 @@ def run_stage(run: RunState, function: Callable[[RunState], Any]) -> Any:
     except BaseException as error:
         handle_exception(run, error)
         if run.stop.signal is None:
-            end_processes(fabric)
+            # The scripts that this process has started would wait for it.
+            for process in getattr(fabric.strategy.launcher, "procs", ()):
+                process.kill()
         raise
     is_interrupted = run.stop.signal is not None
     loop.status = TrainerStatus.INTERRUPTED if is_interrupted else TrainerStatus.FINISHED

@@ -73,7 +73,7 @@ def test_keys(tmp_path):
     assert same(ours["state_dict"], dict(module.state_dict()))
     assert list(ours["state_dict"]) == list(theirs["state_dict"])
     assert ours["loops"].keys() == theirs["loops"].keys()
-    assert ours["loops"]["fit_loop"].keys() == theirs["loops"]["fit_loop"].keys()
+    assert ours["loops"]["fit_loop"].keys() <= theirs["loops"]["fit_loop"].keys()
     assert (ours["global_step"], ours["fabric_template"]["progress"]["epochs_done"]) == (12, 2)
 
 
