@@ -501,6 +501,7 @@ class MiniLoop:
         if self._world_size > 1:
             torch.distributed.all_gather_object(ranks, of_rank)
         is_in_epoch = self.batches_done > 0
+        kept = {} if self.best_score is None else {"best.ckpt": self.best_score}
         own = {
             "progress": {
                 "epochs_done": self.current_epoch,
@@ -509,7 +510,7 @@ class MiniLoop:
                 "global_step": self.global_step,
             },
             "history": {"rows": self.history},
-            "checkpoints": {"score": self.best_score},
+            "checkpoints": {"kept": kept},
             "ranks": ranks,
         }
         return {
@@ -547,7 +548,8 @@ class MiniLoop:
         self._precision.load_state_dict(checkpoint.get(type(self._precision).__qualname__, {}))
         self.current_epoch, self.global_step = progress["epochs_done"], progress["global_step"]
         self.batches_done = progress["batches_done"] if progress["is_in_epoch"] else 0
-        self.history, self.best_score = list(own["history"]["rows"]), own["checkpoints"]["score"]
+        self.history = list(own["history"]["rows"])
+        self.best_score = next(iter(own["checkpoints"]["kept"].values()), None)
         for row in self.history:
             metrics = {name: row[name] for name in row if name not in NOT_METRICS}
             self.callback_metrics.update((n, to_tensor(value)) for n, value in metrics.items())

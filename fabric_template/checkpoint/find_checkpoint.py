@@ -146,8 +146,8 @@ def find_checkpoint(
         if keyword != "best":
             return path, checkpoint
         # The newest checkpoint of a version names the best one.
-        named = checkpoint.get(OWN_KEY, {}).get("checkpoints", {}).get("best", "")
-        best_path = path.with_name(os.path.basename(named) or "best.ckpt")
+        kept = checkpoint.get(OWN_KEY, {}).get("checkpoints", {}).get("kept", {})
+        best_path = path.with_name(os.path.basename(next(iter(kept), "best.ckpt")))
         if best_path.exists():
             return best_path, read(best_path)
         break

@@ -222,10 +222,10 @@ class CheckpointManager:
         return False
 
     def state_dict(self) -> dict[str, Any]:
+        # The best file comes first.
+        ranked = sorted(self._kept.items(), key=lambda item: self._rank(item[1]))
         return {
-            "best": os.path.basename(self.best_model_path) if self.config.monitor else "",
-            "score": self.best_model_score,
-            "kept": {os.path.basename(path): value for path, value in self._kept.items()},
+            "kept": {os.path.basename(path): value for path, value in ranked},
             "is_validated": self._is_validated,
             "last_step": self._last_step,
         }

@@ -348,15 +348,14 @@ def state_of_trainer(run: RunState, checkpoint: dict[str, Any]) -> dict[str, Any
 
 def complete_mini_state(run: RunState, own: dict[str, Any]) -> None:
     """Add the values that MiniLoop does not save to the state in one of its files."""
-    progress, score = own["progress"], own["checkpoints"]["score"]
+    progress = own["progress"]
     if progress["is_in_epoch"]:
         raise CheckpointError(
             f"resume: got {run.checkpoint_path}, which MiniLoop saved in the middle of an epoch,"
             " expected the end of one. Continue it with MiniLoop, or use load=."
         )
     step = progress["logging_step"] = progress["global_step"]
-    kept = {} if score is None else {"best.ckpt": score}
-    own["checkpoints"] = {**run.checkpoints.state_dict(), "kept": kept, "last_step": step}
+    own["checkpoints"] = {**run.checkpoints.state_dict(), **own["checkpoints"], "last_step": step}
     files = [logger.position(step) for logger in run.history.csv_loggers]
     own["history"] = {**run.history.state_dict(), **own["history"], "files": files, "seconds": 0.0}
 
