@@ -217,11 +217,12 @@ class StepRunner:
         if is_training and has_parameters and not is_alone:
             self.wrapped = self.fabric.strategy.setup_module(_CallStep(self.network))
         for module in self.network.modules():
-            # Metrics and LightningModules also store their device and dtype as attributes.
+            # LightningModules also store their device and dtype as attributes. As in Trainer, a move
+            # follows the conversion, because it resets the dtype of torchmetrics objects.
             if type(module).to is not nn.Module.to:
-                module.to(self.fabric.device)
                 if self.converts_dtype:
                     self.precision.convert_module(module)
+                module.to(self.fabric.device)
 
     def get(self, name: str, method: Callable) -> Callable:
         """Wrap a step for the compilation, the strategy and the precision of this run."""

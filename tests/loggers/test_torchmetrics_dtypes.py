@@ -10,11 +10,14 @@ from runs import same, val_loader
 class Measured(Classifier):
     def __init__(self):
         super().__init__()
-        self.means = torch.nn.ModuleDict({"train_mean": tm.MeanMetric(), "val_mean": tm.MeanMetric()})
+        self.means = torch.nn.ModuleDict(
+            {"train_mean": tm.MeanMetric(), "val_mean": tm.MeanMetric(), "most": tm.MaxMetric()}
+        )
 
     def training_step(self, batch, batch_idx):
         loss = super().training_step(batch, batch_idx)
         self.means["train_mean"].update(loss.detach())
+        self.means["most"].update(loss.detach().float() / 3)
         return loss
 
     def validation_step(self, batch, batch_idx):
