@@ -59,8 +59,10 @@ def fit(run: RunState) -> None:
         with run.hooks.profiled("run_training_epoch"):
             train_epoch(run)
         if run.stop.signal is not None:
-            # Save before on_train_end, in which callbacks may replace the weights.
-            run.checkpoints.save_last(run)
+            # end_epoch has saved an epoch that a limit ended early, so that a higher limit continues it.
+            if run.progress.is_in_epoch or run.progress.is_epoch_complete:
+                # Save before on_train_end, in which callbacks may replace the weights.
+                run.checkpoints.save_last(run)
             break
     run.hooks.call("on_train_end")
     # A checkpoint that on_train_end saves lacks this row, which a resumed run writes again.
