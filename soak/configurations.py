@@ -120,7 +120,12 @@ EXCLUDED = [  # (why, which)
         lambda w: (
             "lazy" in kinds_of(w)
             and w["workers"]
-            and ("dropout" in w["parts"] or w["metric"] == "BootStrapper")
+            and not w["drops"]
+            and (
+                {"dropout", "libraries"} & set(w["parts"])
+                or w["metric"] == "BootStrapper"
+                or "val_check_interval" in w["loop"]
+            )
         ),
     ),
     (

@@ -7,8 +7,9 @@ The cost of a resume depends on the loader:
   workers, it reads up to ``num_workers - 1`` batches again, so that no batch changes its worker.
 - Any other loader (IterableDataset) reads the finished batches again and drops them.
 
-Two things cannot be restored: a sampler that draws each index from the global random generator, and
-an iterator that continues in the next epoch instead of starting over.
+Two things cannot be restored: an iterator that continues in the next epoch instead of starting
+over, and a sampler that draws each batch from the global random generator while workers prefetch,
+if training draws from this generator, too.
 """
 
 from __future__ import annotations
@@ -220,13 +221,15 @@ class ResumableLoader:
         self._at_order = self._capture()
         yield from sampler
 
-    def _draw_again(self, sampler: Iterable[Any], first: int) -> Iterator[Any]:
+    def _draw_again(self, sampler: Iterable[Any], first: int, done: int) -> Iterator[Any]:
         """Yield the indices of the restored pass from a batch on, without those before it."""
+        # Workers prefetch, so the saved run had drawn more batches than it had trained on.
+        ahead = len(self._workers) * (self.loader.prefetch_factor or 0)
         with unchanged_rng_state():
             self._restore(self._at_order)
             order = iter(sampler)
             # A sampler draws the order when its first indices are requested.
-            drawn = list(islice(order, max(first, 1)))
+            drawn = list(islice(order, max(done + ahead, 1)))
         # A sampler that draws each batch from the global generator continues with its current state.
         yield from drawn[first:]
         yield from order
@@ -257,7 +260,7 @@ class ResumableLoader:
         if self._is_indexed and self._at_order is not None:
             is_same = len(state["workers"]) == len(self._workers) > 0
             self.batches = state["round_start"] if is_same else done
-            indices = self._draw_again(self.loader._index_sampler, self.batches)
+            indices = self._draw_again(self.loader._index_sampler, self.batches, done)
         self._restore(state["at_start"])
         iterator = self._iterate(indices)
         if self._at_order is not None and not self._is_indexed:
