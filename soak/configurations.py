@@ -70,6 +70,8 @@ ASIDE = (
     ".lock",
     ".before",  # rows of a run that was killed before it saved
 )
+# ModelCheckpoint does not save which files it saved last, and saves them again after a kill.
+AGAIN = re.compile(r"last|.*-v\d+\.ckpt")
 LEFT = "checkpoints/run/last.ckpt"  # with save_last=False what a run that was ended has written of its last steps stays
 EXCLUDED = [  # (why, which)
     (
@@ -87,6 +89,10 @@ EXCLUDED = [  # (why, which)
     (
         "a shuffled validation loader that ranks share takes the seed of the command that first makes it, here another one",
         lambda w: w["ranks"] > 1 and w["val"] == "shuffled",
+    ),
+    (
+        "torchdata's persistent workers draw the order of a pass twice when they start, and once later",
+        lambda w: w["ranks"] > 1 and "stateful" in kinds_of(w) and w["persistent"],
     ),
     (
         "SparseAdam refuses a module that has nothing sparse",
@@ -136,14 +142,12 @@ EXCLUDED = [  # (why, which)
         "ModelCheckpoint does not save the step that it saved last, and saves it again where a batch has no step",
         lambda w: (
             "keeps" in w["callbacks"]
-            and (w["shape"] == "manual" or "accumulate_grad_batches" in w["loop"])
-        ),
-    ),
-    (
-        "weight averaging exchanges the weights at the end of training, which a finished run does not repeat",
-        lambda w: (
-            {"ema", "averages"} & set(w["callbacks"])
-            and any(e["kind"].startswith("SIG") for e in w["ends"])
+            and (
+                w["shape"] == "manual"
+                or "accumulate_grad_batches" in w["loop"]
+                or "accumulates" in w["callbacks"]
+                or "skips" in w["parts"]
+            )
         ),
     ),
 ]
@@ -546,11 +550,9 @@ def end_of(root):
         path for path in [*paths, *Path(root).glob("checkpoints/*.ckpt")] if path.is_file()
     ):
         name = str(path.relative_to(root))
-        of_callback = (
-            path.parent.name == "checkpoints"
-        )  # Lightning's: it forgets that its last one is saved already
+        of_callback = path.parent.name == "checkpoints"
         if not any(word in path.name for word in ASIDE) and not (
-            of_callback and path.name.startswith("last")
+            of_callback and AGAIN.match(path.name)
         ):
             found[re.sub(r"version_\d+/", "", name)] = _content(path)
     return _plain(found, str(root))
@@ -704,6 +706,9 @@ def one(plan, folder, figures):
         return [f"the resumed run ended with {codes}: {last_lines(log)}"]
     try:
         whole, found = end_of(folder / "whole"), end_of(folder / "run")
+        if {"ema", "averages"} & set(plan["callbacks"]):
+            # Only a run that trains puts the averages into the module. The files have both weights.
+            found["weights"] = whole["weights"]
         if plan["loop"].get("save_last") is False and batches_in(found.get(LEFT)) > batches_in(
             whole.get(LEFT)
         ):

@@ -207,7 +207,10 @@ def loader_of(plan, kind=None):
             data, batch_sampler=LazyBatches(len(data), seeded() if plan["drops"] else None), **more
         )
     if kind == "weighted":
-        weighted = WeightedRandomSampler(torch.arange(len(data)) + 1.0, len(data))
+        generator = seeded() if plan["given"] == "datamodule" else None
+        weighted = WeightedRandomSampler(
+            torch.arange(len(data)) + 1.0, len(data), generator=generator
+        )
         return DataLoader(
             data, sampler=AtOnce(len(data)) if plan["drops"] else weighted, **sizes, **more
         )

@@ -24,6 +24,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import torch
+from lightning.fabric.utilities.distributed import DistributedSamplerWrapper
 from torch.utils.data import DataLoader, IterableDataset
 
 from ..data.tensor_loader import TensorLoader
@@ -402,6 +403,9 @@ def has_state(part: Any) -> bool:
 
 def find_stateful_part(loader: Any) -> Any:
     """Return the loader, or its iterable dataset without workers, if it saves its position."""
+    if isinstance(getattr(loader, "sampler", None), DistributedSamplerWrapper):
+        # The loader does not save the order that this wrapper has drawn.
+        return None
     dataset = getattr(loader, "dataset", None)
     is_stream = isinstance(dataset, IterableDataset) and not getattr(loader, "num_workers", 0)
     parts = [loader, dataset] if is_stream else [loader]

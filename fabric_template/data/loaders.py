@@ -187,7 +187,7 @@ class DataConnector:
             return []
         positions = self.train.state_dict()["loaders"]
         pairs = zip(self.train.loaders, positions, strict=True)
-        return [position["state"] for loader, position in pairs if has_state(loader)]
+        return [state["state"] for loader, state in pairs if has_state(loader) and "state" in state]
 
     def load_loader_states(self, states: list[Any]) -> None:
         """Restore the states that Trainer saved."""

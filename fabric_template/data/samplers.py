@@ -92,7 +92,10 @@ def choose_sampler(run: RunState, loader: DataLoader, stage: str) -> Any:
         return UnrepeatedDistributedSamplerWrapper(given, **options)
     if isinstance(given, RandomSampler | SequentialSampler):
         return DistributedSampler(dataset, **options)
-    return DistributedSamplerWrapper(given, **options)
+    wrapper: Any = DistributedSamplerWrapper(given, **options)
+    # A checkpoint contains the state of this generator.
+    wrapper.generator = getattr(given, "generator", None)
+    return wrapper
 
 
 def remake_batch_sampler(batch_sampler: Any, sampler: Any) -> Any:

@@ -22,6 +22,7 @@ from runs import fit, logs_of, same
 from torch import nn
 from torch.nn.functional import cross_entropy
 from torch.utils.data import DataLoader, TensorDataset, WeightedRandomSampler
+from torchdata.stateful_dataloader import StatefulDataLoader
 
 from fabric_template import FabricLoop, read_logs
 
@@ -254,14 +255,20 @@ class SavesInMidStep(pl.Callback):
             trainer.save_checkpoint(f"{trainer.default_root_dir}/mid.ckpt")
 
 
-def test_resume_equals_an_uninterrupted_run(tmp_path):
-    """Two and two epochs have the bits and rows of four."""
+def stateful():
+    return StatefulDataLoader(make_data(), batch_size=4, shuffle=True)
+
+
+@pytest.mark.filterwarnings("ignore:resume. .* are read again", "ignore:.set_vital. is deprecated")
+@pytest.mark.parametrize("train", [weighted, stateful])
+def test_resume_equals_an_uninterrupted_run(tmp_path, train):
+    """A run that stops in its third epoch and continues has the bits and rows of a whole one."""
 
     def make():
         return Synced(by_step)
 
     whole = fit(tmp_path / "whole", make, train, val, max_epochs=4, **FORK)
-    fit(tmp_path / "parts", make, train, val, max_epochs=2, **FORK)
+    fit(tmp_path / "parts", make, train, val, max_steps=12, **FORK)
     resumed = fit(tmp_path / "parts", make, train, val, seed=99, max_epochs=4, resume="last", **FORK)
     assert_same_weights(whole[1], resumed[1])
     assert logs_of(tmp_path / "parts") == logs_of(tmp_path / "whole")
