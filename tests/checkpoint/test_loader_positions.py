@@ -7,7 +7,7 @@ import torch
 from lightning.pytorch.callbacks import ModelCheckpoint
 from modules import Classifier, make_loader, run_trainer
 from resume_loaders import Stream, loader, streams
-from runs import Snapshots, assert_same_end, fit
+from runs import Snapshots, assert_same_end, fit, same
 from test_exact_resume import Net
 from torch.utils.data import BatchSampler, DataLoader, DistributedSampler, RandomSampler
 
@@ -31,11 +31,8 @@ def resume_at(make, done):
     return batches[done:], resumed
 
 
-class RandomBatches:
-    """Draws each batch when it is requested, from the global generator."""
-
-    def __len__(self):
-        return SIZE // 2
+class RandomBatches(BatchSampler):
+    """Draws each batch from the global generator when it is requested."""
 
     def __iter__(self):
         return (torch.randint(SIZE, (2,)).tolist() for _ in range(len(self)))
@@ -49,8 +46,7 @@ SAMPLERS = {
     "batch sampler": lambda data: {"batch_sampler": BatchSampler(RandomSampler(data), 2, False)},
     "no batches": lambda data: {"batch_size": None, "shuffle": True},
     "workers": lambda data: {"batch_size": 2, "shuffle": True, "num_workers": 2},
-    "random batches": lambda data: {"batch_sampler": RandomBatches()},
-    "random batches, workers": lambda data: {"batch_sampler": RandomBatches(), "num_workers": 2},
+    "random, workers": lambda data: {"batch_sampler": RandomBatches(data, 2, False), "num_workers": 2},
 }
 
 
@@ -82,13 +78,6 @@ def test_data_loader_reads_no_sample_that_is_done(name):
     batch_size = len(found[0]) if name != "no batches" else 1
     # With 2 workers at most one batch is read again.
     assert data.reads.item() <= (len(found) + ("workers" in name)) * batch_size
-
-
-def killed_at(tmp_path, make, batch, **options):
-    """Return a whole run, and the folder that a kill before a batch leaves."""
-    copies = Snapshots(tmp_path / "whole", tmp_path / "at")
-    whole = fit(tmp_path / "whole", Net, make, callbacks=[copies], save_every_n_steps=1, **options)
-    return whole, tmp_path / "at" / str(batch)
 
 
 @pytest.mark.parametrize(("before", "after"), [(0, 2), (2, 0), (2, 3)])
@@ -124,10 +113,10 @@ def test_another_number_of_loaders(tmp_path):
         fit(tmp_path, Net, loader, resume="last", max_epochs=2)
 
 
-def test_a_loader_without_state_is_read_again(tmp_path):
-    _, root = killed_at(tmp_path, streams(Stream), 4, max_epochs=1)
+def test_a_loader_without_state_is_read_again():
+    expected, resumed = resume_at(streams(Stream), 4)
     with pytest.warns(UserWarning, match="resume: 4 batches of DataLoader are read again .* StatefulDataLoader"):
-        fit(root, Net, streams(Stream), resume="last", max_epochs=1)
+        assert same(list(resumed), expected)
 
 
 def test_a_file_of_trainer_from_mid_epoch(tmp_path):

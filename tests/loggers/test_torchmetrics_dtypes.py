@@ -10,19 +10,16 @@ from runs import same, val_loader
 class Measured(Classifier):
     def __init__(self):
         super().__init__()
-        self.means = torch.nn.ModuleDict(
-            {"train_mean": tm.MeanMetric(), "val_mean": tm.MeanMetric(), "most": tm.MaxMetric()}
-        )
+        self.means = torch.nn.ModuleDict({"train_mean": tm.MeanMetric(), "val_most": tm.MaxMetric()})
 
     def training_step(self, batch, batch_idx):
         loss = super().training_step(batch, batch_idx)
         self.means["train_mean"].update(loss.detach())
-        self.means["most"].update(loss.detach().float() / 3)
         return loss
 
     def validation_step(self, batch, batch_idx):
         super().validation_step(batch, batch_idx)
-        self.means["val_mean"].update(self.trainer.callback_metrics.get("train_loss_step", 1.0))
+        self.means["val_most"].update(self.trainer.callback_metrics["train_loss"] / 3)
 
     def on_train_epoch_end(self):
         self.log_dict({name: mean.compute() for name, mean in self.means.items()})

@@ -2,17 +2,14 @@
 
 import itertools
 import shutil
-import signal
 
 import pytest
 import torch
-from lightning.pytorch.callbacks import Callback, LambdaCallback
+from lightning.pytorch.callbacks import Callback
 from modules import Classifier, by_epoch, make_data, make_loader
 from runs import Snapshots, assert_same_end, fit, logs_of, val_loader
 from torch.optim.lr_scheduler import ReduceLROnPlateau
 from torch.utils.data import DataLoader, IterableDataset
-
-from fabric_template.training import lifecycle
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:Your `IterableDataset` has `__len__` defined"),
@@ -43,14 +40,6 @@ def test_max_steps(tmp_path, options, steps):
     resumed = fit(tmp_path / "cut", make, train, val_loader, seed=9, resume="auto", **options)
     assert_same_end(whole, resumed)
     assert logs_of(tmp_path / "cut") == logs_of(tmp_path / "whole")
-
-
-def test_signal_in_an_epoch_that_max_steps_ends(tmp_path, monkeypatch):
-    monkeypatch.setattr(lifecycle, "is_notebook", lambda: True)
-    whole = fit(tmp_path / "whole", train=train, max_epochs=2)
-    interrupt = LambdaCallback(on_train_epoch_end=lambda trainer, module: signal.raise_signal(signal.SIGINT))
-    fit(tmp_path / "cut", train=train, max_steps=4, callbacks=[interrupt])
-    assert_same_end(whole, fit(tmp_path / "cut", train=train, max_epochs=2, resume="auto"))
 
 
 class FetchesItself(Classifier):

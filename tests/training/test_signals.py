@@ -8,7 +8,7 @@ import sys
 import pytest
 import torch
 from interpreter import ready, ready_python
-from lightning.pytorch.callbacks import Callback
+from lightning.pytorch.callbacks import Callback, LambdaCallback
 from modules import Classifier, make_loader
 from runs import assert_same_end, fit, logs_of, source_of, val_loader
 
@@ -93,6 +93,13 @@ def test_notebook_gets_the_history(tmp_path, notebook, at, hook, number, options
     assert loop.state.status == "interrupted"
     assert saved_step(tmp_path / "cut") == loop.global_step
     assert_resumes(tmp_path, whole, on_step, val_loader, **options)
+
+
+def test_signal_in_an_epoch_that_max_steps_ends(tmp_path, notebook):
+    whole = fit(tmp_path / "whole", train=train, max_epochs=2)
+    interrupt = LambdaCallback(on_train_epoch_end=lambda *_: signal.raise_signal(signal.SIGINT))
+    fit(tmp_path / "cut", train=train, max_steps=4, callbacks=[interrupt])
+    assert_resumes(tmp_path, whole, max_epochs=2)
 
 
 def on_step():
