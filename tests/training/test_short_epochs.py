@@ -69,16 +69,6 @@ def test_killed_at_the_end_of_a_short_epoch(tmp_path, make):
     assert logs_of(tmp_path / "killed") == logs_of(tmp_path / "whole")
 
 
-def test_max_steps_of_two_ranks(tmp_path, monkeypatch):
-    monkeypatch.setenv("OMP_NUM_THREADS", "1")
-    options = {"max_epochs": 2, "strategy": "ddp_fork", "devices": 2, "monitor": "val_loss"}
-    make, loader = lambda: Classifier(sync_dist=True), lambda: make_loader(48)
-    whole = fit(tmp_path / "whole", make, loader, val_loader, **options)
-    fit(tmp_path / "cut", make, loader, val_loader, max_steps=4, **options)
-    assert_same_end(whole, fit(tmp_path / "cut", make, loader, val_loader, seed=9, resume="auto", **options))
-    assert logs_of(tmp_path / "cut") == logs_of(tmp_path / "whole")
-
-
 class StopsAt(Callback):
     def __init__(self, at):
         self.at = at
