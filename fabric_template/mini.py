@@ -40,20 +40,14 @@ import torch
 import yaml
 from lightning.fabric import Fabric
 from lightning.fabric import __version__ as lightning_version
-from lightning.fabric.plugins.precision import MixedPrecision
 from lightning.fabric.strategies import DDPStrategy, SingleDeviceStrategy
 from lightning.fabric.utilities.seed import reset_seed
 from torch import Tensor, nn
-from torch.optim import Optimizer
 from torch.optim.lr_scheduler import ReduceLROnPlateau
-from torch.utils import data as torch_data
+from torch.utils.data import DataLoader, DistributedSampler, RandomSampler, SequentialSampler
 from tqdm import tqdm
 
-NOT_METRICS = ("epoch", "step", "lr", "time")
-HOOKS = """
-    on_train_start on_train_end on_train_epoch_start on_train_epoch_end on_train_batch_start
-    on_train_batch_end on_validation_epoch_start on_validation_epoch_end
-"""
+STATE_FILE = ".lock"  # How the run ended. FabricLoop also locks this file, hence its name.
 REFUSED_HOOKS = """
     backward optimizer_step optimizer_zero_grad lr_scheduler_step configure_gradient_clipping
     configure_callbacks configure_model setup teardown prepare_data on_fit_start on_fit_end
@@ -102,36 +96,37 @@ class MiniLoop:
             raise ValueError(f"name: got {self.name!r}, expected the name of a folder.")
         if isinstance(self.version, int):
             self.version = f"version_{self.version}"
-        if self.max_epochs is None:
-            self.max_epochs = 1000 if self.max_steps == -1 else -1
         root = Path(self.default_root_dir).expanduser().absolute()
         self._logs, self._checkpoints = root / "logs" / self.name, root / "checkpoints" / self.name
-        self._reset()
+        if self.max_epochs is None:
+            self.max_epochs = 1000 if self.max_steps == -1 else -1
         if self.fabric is None:
             names = ("accelerator", "strategy", "devices", "precision")
             self.fabric = Fabric(**{name: getattr(self, name) for name in names})
-        self._strategy, self._precision = self.fabric.strategy, self.fabric.strategy.precision
-        if not isinstance(self._strategy, SingleDeviceStrategy | DDPStrategy):
+        if not isinstance(self.fabric.strategy, SingleDeviceStrategy | DDPStrategy):
             raise ValueError("strategy: expected one device or DDP. Use FabricLoop for others.")
-        self._world_size = self.fabric.world_size
-        is_on_cpu = self.fabric.device.type == "cpu"
-        self._is_on_cpu_in_32_bits = is_on_cpu and self._precision.precision == "32-true"
+        self._precision = self.fabric.strategy.precision
+        self._reset()
 
     def _reset(self) -> None:
-        """Seed the random generators, and reset the state of an earlier run."""
+        """Seed the random generators, and set the state of a run before its first step."""
         if self.seed is not None:
             Fabric.seed_everything(self.seed, workers=True, verbose=False)
-        self.current_epoch = self.global_step = self.batches_done = self._batches_in_window = 0
-        self.should_stop = self._is_training_batch = self._has_warned = False
-        self.best_score: float | None = None
+        self.current_epoch = self.global_step = 0  # Finished epochs, and optimizer steps.
+        self.batches_done = 0  # The batches of the current epoch, if it is not finished.
+        self.should_stop = False  # Stop after the current step. Set this on all processes.
         self.history: list[dict[str, Any]] = []  # The rows of metrics.csv.
+        self.best_score: float | None = None
         self.callback_metrics: dict[str, Tensor] = {}  # The newest value of each metric.
-        self._batch_size = 1  # The weight of values that the current batch logs.
-        # The metrics of the next row: (sum, weight, is_synced), or a torchmetrics object.
-        self._collected: dict[str, Any] = {}
-        self._validated: dict[str, Tensor] = {}  # Metrics of the validation since the last row.
-        self._step_values: dict[str, Tensor] = {}  # Values of the next row of steps.csv.
-        self._logged_means: set[str] = set()  # The means that the model logs by itself.
+        self._batches_in_window = 0  # The batches since the last optimizer step.
+        # The metrics since the last row, by name: a Mean, or a metric of torchmetrics.
+        self._metrics: dict[str, Any] = {}
+        self._validated: dict[str, Tensor] = {}  # The metrics of the validation since the last row.
+        self._logged_means: set[str] = set()  # The names that the current batch has logged.
+        # The values that the current training batch has logged, for steps.csv. None: no batch runs.
+        self._step_values: dict[str, Tensor] | None = None
+        self._batch_size = 1  # The weight of the values that are logged now.
+        self._has_warned = False
         self._row_started = time.monotonic()
 
     # Training
@@ -149,14 +144,16 @@ class MiniLoop:
         validation_step: Callable[..., Any] | None = None,  # As training_step, or (loss, accuracy)
     ) -> Any:
         """Train a model. Return the rows of metrics.csv, as a DataFrame if pandas is installed."""
-        self._set_up_model(model, training_step, validation_step)
+        self._reset()
+        self._set_up_steps(model, training_step, validation_step)
         self._check_fit(val_dataloaders, validation_step, optimizer)
         resume_path, load_path = self._find(resume, "resume"), self._find(load, "load")
         self._set_up_loaders(train_dataloaders, val_dataloaders)
-        with self._prepared_model():
+        with self._prepared_model(resume_path or load_path) as checkpoint:
             self._set_up_optimizer(optimizer, scheduler)
             self._open_folders(resume_path)
-            self._restore(resume_path or load_path, is_resumed=resume_path is not None)
+            if resume_path is not None:
+                self._restore(checkpoint)
             state = "failed"
             try:
                 self._call("on_train_start")
@@ -169,106 +166,86 @@ class MiniLoop:
                 saved = "resume='last' continues" if self.history else "nothing is saved"
                 print(f"Ctrl-C in epoch {self.current_epoch}: {saved}.")
             finally:
-                (self.log_dir / ".lock").write_text(state)
-        try:
-            import pandas
-        except ImportError:
-            return self.history
-        return pandas.DataFrame(self.history)
+                (self.log_dir / STATE_FILE).write_text(state)
+        return to_table(self.history)
 
     def _is_done(self) -> bool:
-        """Return whether training ends, equally on all processes."""
         if 0 <= self.max_steps <= self.global_step:
             return True
         if self.max_epochs is not None and 0 <= self.max_epochs <= self.current_epoch:
             return True
-        if self._world_size == 1:
-            return self.should_stop
-        # Other processes are asked rarely, because the answer waits for the device.
-        return self.batches_done % 50 == 0 and self._is_on_any_process(self.should_stop)
+        return self.should_stop
 
     def _train_epoch(self) -> None:
-        epoch, every, is_complete = self.current_epoch, self.validate_every_n_steps, True
+        epoch = self.current_epoch
         if self.batches_done == 0:
             self._call("on_train_epoch_start")
         for batch in self._train_batches():
-            is_last = self.batches_done + 1 == self._train_length
-            # Autograd works faster if the loss, and thus its graph, is kept until the next forward.
-            loss = self._train_batch(batch, is_last)  # noqa: F841
-            # Validate, save and stop between windows only: a checkpoint holds no gradients.
-            if self._batches_in_window > 0:
-                continue
-            if every is not None and self.global_step % every == 0:
-                self._validate()
-                self._end_row(epoch)
-            if self._is_done():
-                is_complete = is_last
-                break
+            self._train_batch(batch)
+            # A checkpoint holds no gradients, so save and stop between accumulation windows only.
+            if self._batches_in_window == 0:
+                self._validate_if_due(epoch)
+                if self._is_done():
+                    break
+        is_complete = self.batches_done == self._train_length or not self._is_done()
         if self._batches_in_window > 0:
             # The loader has no length, so the last batch was not known.
             self._step_optimizer()
-            if every is not None and self.global_step % every == 0:
-                self._validate()
-                self._end_row(epoch)
-        if every is None:
+            self._validate_if_due(epoch)
+        if self.validate_every_n_steps is None:
             self._validate()
-        self._update_callback_metrics()
+        self._compute_metrics()
         self._call("on_train_epoch_end")
-        self._update_callback_metrics()
+        self._compute_metrics()
         if is_complete:
             self._step_schedulers("epoch", epoch + 1)
             self.current_epoch, self.batches_done = epoch + 1, 0
         has_row = bool(self.history) and self.history[-1]["step"] == self.global_step
-        if every is None or (self._is_done() and not has_row):
+        if self.validate_every_n_steps is None or (self._is_done() and not has_row):
             self._end_row(epoch)
 
-    def _train_batch(self, batch: Any, is_last: bool) -> Tensor:
+    def _train_batch(self, batch: Any) -> None:
         """Compute the gradients of a batch. At the end of an accumulation window, step."""
         batch_idx = self.batches_done
-        self._batch_size, self._is_training_batch = find_batch_size(batch), True
+        self._batch_size, self._step_values, self._logged_means = find_batch_size(batch), {}, set()
         self._call("on_train_batch_start", batch, batch_idx)
-        is_window_end = self._is_window_end(batch, is_last)
-        if self._ddp is None or is_window_end or self._train_length == -1:
-            loss = self._compute_gradients(batch, batch_idx)
+        is_window_end = self._is_window_end(batch)
+        if is_window_end or self.fabric.world_size == 1 or self._train_length == -1:
+            self._compute_gradients(batch, batch_idx)
         else:
             # Before the end of the accumulation window, DDP need not reduce gradients.
-            with self._ddp.no_sync():
-                loss = self._compute_gradients(batch, batch_idx)
+            with self._step_module.no_sync():
+                self._compute_gradients(batch, batch_idx)
         self.batches_done += 1
         self._batches_in_window += 1
         if is_window_end:
             self._step_optimizer()
-        if "on_train_batch_end" in self._hooks:
-            self._call("on_train_batch_end", {"loss": loss.detach()}, batch, batch_idx)
-        self._batch_size, self._is_training_batch = 1, False
+        self._call("on_train_batch_end", {"loss": self._loss.detach()}, batch, batch_idx)
         every = self.log_every_n_steps
-        if every and is_window_end and self.global_step % every == 0:
-            self._log_step(loss)
-        return loss
+        if is_window_end and every > 0 and self.global_step % every == 0:
+            self._log_step(self._step_values)
+        self._batch_size, self._step_values = 1, None
 
-    def _compute_gradients(self, batch: Any, batch_idx: int) -> Tensor:
+    def _compute_gradients(self, batch: Any, batch_idx: int) -> None:
         """Run the forward and the backward pass. Gradients add up in an accumulation window."""
         output = self._run_step("training_step", batch, batch_idx)
-        loss = find_loss(output, batch_idx)
-        self._add_output(output, "train_")
+        self._loss = find_loss(output, batch_idx)
+        self._log_output(output, "train_")
         if self._batches_in_window == 0:
             self.optimizer.zero_grad()
         count = self.accumulate_grad_batches
-        self._precision.backward(loss if count == 1 else loss / count, None)
-        return loss
+        self._precision.backward(self._loss if count == 1 else self._loss / count, None)
 
-    def _is_window_end(self, batch: Any, is_last: bool) -> bool:
+    def _is_window_end(self, batch: Any) -> bool:
         """Return whether the optimizer steps after this batch, equally on all processes."""
         if self.accumulate_grad_batches == 1:
             return True
+        is_last = self.batches_done + 1 == self._train_length
         is_end = is_last or self._batches_in_window + 1 == self.accumulate_grad_batches
+        if self.fabric.world_size == 1:
+            return is_end
         # Your own rule may depend on the batch, which differs between the processes.
-        return self._is_on_any_process(is_end)
-
-    def _is_on_any_process(self, flag: bool) -> bool:
-        if self._world_size == 1:
-            return flag
-        return bool(self.fabric.all_reduce(int(flag), reduce_op="max"))
+        return bool(self.fabric.all_reduce(int(is_end), reduce_op="max"))
 
     def _step_optimizer(self) -> None:
         if self.gradient_clip_val:
@@ -285,7 +262,7 @@ class MiniLoop:
             if config["interval"] != interval or count % config["frequency"] != 0:
                 continue
             if isinstance(config["scheduler"], ReduceLROnPlateau):
-                self._check_is_logged(config["monitor"], self.callback_metrics)
+                check_is_logged(config["monitor"], self.callback_metrics)
                 config["scheduler"].step(self.callback_metrics[config["monitor"]])
             else:
                 config["scheduler"].step()
@@ -298,7 +275,7 @@ class MiniLoop:
         rng_state = get_rng_state(self.train_loader)
         if self.batches_done == 0:
             self._epoch_start = rng_state
-        # A run that was resumed within an epoch draws the order of the samples again.
+        # A run that was resumed within the epoch draws the order of its samples again.
         set_rng_state(self._epoch_start, self.train_loader)
         batches = iter(self.train_loader)
         if self.batches_done > 0:
@@ -312,22 +289,14 @@ class MiniLoop:
 
     def _move(self, batch: Any) -> Any:
         """Move a batch to the device, and convert its dtype for a precision like "bf16-true"."""
-        if self._is_on_cpu_in_32_bits:
-            return batch
-        batch = self.fabric.to_device(batch)
-        # In mixed precision, autocast converts the inputs, and targets stay exact.
-        is_mixed = isinstance(self._precision, MixedPrecision)
-        return batch if is_mixed else self._precision.convert_input(batch)
+        if self.fabric.device.type != "cpu":
+            batch = self.fabric.to_device(batch)
+        return self._precision.convert_input(batch)
 
     def _run_step(self, name: str, batch: Any, batch_idx: int) -> Any:
-        """Run a step in the precision of the loop, through DDP if there are several processes."""
-        step = self._steps[name]
-        if self._is_on_cpu_in_32_bits and self._ddp is None:
-            return step(batch, batch_idx)
+        """Run a step in the precision of the loop, and through DDP if that is the strategy."""
         with self._precision.forward_context():
-            if self._ddp is None:
-                return step(batch, batch_idx)
-            return self._ddp(step, batch, batch_idx)
+            return self._step_module(self._steps[name], batch, batch_idx)
 
     # Validation
 
@@ -335,13 +304,12 @@ class MiniLoop:
         self, model: Any, dataloaders: Any, load: Any = None, validation_step: Any = None
     ) -> list[dict[str, float]]:
         """Validate a model. Return the metrics as a list of one dict, like Trainer."""
-        self._set_up_model(model, None, validation_step)
+        self._set_up_steps(model, None, validation_step)
         if "validation_step" not in self._steps:
             raise TypeError("validate: got no validation_step. Pass it or write the method.")
-        path = self._find(load, "load")
+        load_path = self._find(load, "load")
         self._set_up_loaders(None, dataloaders)
-        with self._prepared_model():
-            self._restore(path, is_resumed=False)
+        with self._prepared_model(load_path):
             self._validate()
         return [{name: value.item() for name, value in self._validated.items()}]
 
@@ -349,23 +317,23 @@ class MiniLoop:
         """Validate in eval mode without gradients, and keep the metrics for the next row."""
         if self.val_loader is None:
             return
-        training_metrics, self._collected = self._collected, {}
+        train_metrics, self._metrics = self._metrics, {}
         modes = [(module, module.training) for module in self.network.modules()]
         self.network.eval()
         try:
             with torch.no_grad():
                 self._call("on_validation_epoch_start")
                 for batch_idx, batch in enumerate(self.val_loader):
-                    self._batch_size = find_batch_size(batch)
+                    self._batch_size, self._logged_means = find_batch_size(batch), set()
                     output = self._run_step("validation_step", self._move(batch), batch_idx)
-                    self._add_output(output, "val_")
+                    self._log_output(output, "val_")
                 self._batch_size = 1
-                self._update_callback_metrics()
+                self._compute_metrics()
                 self._call("on_validation_epoch_end")
         finally:
             for module, is_training in modes:
                 module.training = is_training
-        self._validated, self._collected = self._take_metrics(), training_metrics
+        self._validated, self._metrics = self._compute_metrics(is_row_end=True), train_metrics
 
     # Logging
 
@@ -382,89 +350,65 @@ class MiniLoop:
     ) -> None:
         """Log a value of this step to steps.csv, or its mean since the last row to metrics.csv."""
         if not isinstance(value, Tensor) and hasattr(value, "compute"):
-            self._collected[name] = value
+            self._metrics[name] = value
             self._logged_means.add(name)
             return
-        value = value.detach() if isinstance(value, Tensor) else to_tensor(value)
-        if self._is_training_batch and on_step is not False:
-            self._step_values[name] = self.callback_metrics[name] = value
-        if on_epoch or (on_epoch is None and not self._is_training_batch):
+        value = to_metric(value)
+        if self._step_values is not None and on_step is not False:
+            self._step_values[name] = self.callback_metrics[name] = value.clone()
+        if on_epoch or (on_epoch is None and self._step_values is None):
+            if name not in self._metrics:
+                self._metrics[name] = Mean(self.fabric if sync_dist else None)
+            self._metrics[name].update(value, batch_size or self._batch_size)
             self._logged_means.add(name)
-            weight = self._batch_size if batch_size is None else batch_size
-            self._add_to_mean(name, value, weight, sync_dist)
 
     def log_dict(self, metrics: Any, **options: Any) -> None:
         for name, value in metrics.items():
             self.log(name, value, **options)
 
-    def _add_output(self, output: Any, prefix: str) -> None:
+    def _log_output(self, output: Any, prefix: str) -> None:
         """Add the output of a step to the next row: a loss, a pair (loss, acc) or a dict."""
         if isinstance(output, tuple) and len(output) == 2:
             output = {"loss": output[0], "acc": output[1]}
         for key, value in (output if isinstance(output, dict) else {"loss": output}).items():
             name = key if key.startswith(prefix) else prefix + key
-            if name in self._logged_means or (self._is_lightning_module and key != "loss"):
-                continue
-            if isinstance(value, (int, float)):
-                value = to_tensor(value)
-            if isinstance(value, Tensor) and value.numel() == 1:
-                self._add_to_mean(name, value.detach(), self._batch_size, is_synced=True)
+            is_scalar = isinstance(value, Tensor) and value.numel() == 1
+            if name not in self._logged_means and (is_scalar or isinstance(value, int | float)):
+                self.log(name, value, on_step=False, on_epoch=True, sync_dist=True)
 
-    def _add_to_mean(self, name: str, value: Tensor, weight: int, is_synced: bool) -> None:
-        """Add a value to a mean weighted by batch size. The sum stays on the device."""
-        if name not in self._collected:
-            self._collected[name] = (to_tensor(0), 0, is_synced)
-        total, total_weight, _ = self._collected[name]
-        if value.dtype != total.dtype:
-            value = value.to(total.dtype)
-        # The product with a power of two is exact, so one fused operation rounds like two.
-        is_exact = weight.bit_count() == 1
-        total = torch.add(total, value, alpha=weight) if is_exact else total + value * weight
-        self._collected[name] = (total, total_weight + weight, is_synced)
-
-    def _update_callback_metrics(self) -> None:
-        """Set callback_metrics to the metrics collected since the last row, over all processes."""
-        for name, metric in self._collected.items():
-            if not isinstance(metric, tuple):
-                self.callback_metrics[name] = metric.compute()
-                continue
-            total, weight, is_synced = metric
-            if is_synced:
-                pair = torch.cat([total.reshape(1), total.new_tensor([weight])])
-                total, weight = self.fabric.all_reduce(pair, reduce_op="sum")
-            self.callback_metrics[name] = total / weight
-
-    def _take_metrics(self) -> dict[str, Tensor]:
-        """Return the metrics collected since the last row, and reset them."""
-        self._update_callback_metrics()
-        for metric in self._collected.values():
-            if not isinstance(metric, tuple):
+    def _compute_metrics(self, is_row_end: bool = False) -> dict[str, Tensor]:
+        """Return the metrics since the last row. At the end of a row, reset them."""
+        values = {name: metric.compute() for name, metric in self._metrics.items()}
+        self.callback_metrics.update(values)
+        if is_row_end:
+            for metric in self._metrics.values():
                 metric.reset()
-        names, self._collected = list(self._collected), {}
-        return {name: self.callback_metrics[name] for name in names}
+            self._metrics = {}
+        return values
 
-    def _check_is_logged(self, name: str, metrics: dict[str, Any]) -> None:
-        if name not in metrics:
-            known = ", ".join(metrics)
-            raise ValueError(f"monitor: got {name!r}, expected one of {known}.")
-
-    def _log_step(self, loss: Tensor) -> None:
+    def _log_step(self, values: dict[str, Tensor]) -> None:
         """Write a row to steps.csv. Training waits for the device only here and at row ends."""
-        row = {"step": self.global_step, "epoch": self.current_epoch, "train_loss": loss.item()}
-        row["lr"] = self._learning_rate
-        row.update((name, value.item()) for name, value in self._step_values.items())
+        row: dict[str, Any] = {"step": self.global_step, "epoch": self.current_epoch}
+        row.update(train_loss=self._loss.item(), lr=self._learning_rate)
+        row.update((name, value.item()) for name, value in values.items())
         self._warn_of_nan(row)
         if self.fabric.is_global_zero:
             append_row(self.log_dir / "steps.csv", row)
 
+    def _validate_if_due(self, epoch: int) -> None:
+        every = self.validate_every_n_steps
+        if every is not None and self.global_step % every == 0:
+            self._validate()
+            self._end_row(epoch)
+
     def _end_row(self, epoch: int) -> None:
         """Write a row to metrics.csv, and save the checkpoints."""
-        values = {**self._validated, **self._take_metrics()}
+        values = {**self._validated, **self._compute_metrics(is_row_end=True)}
         row: dict[str, Any] = {"epoch": epoch, "step": self.global_step}
         for name in sorted(values, key=lambda name: not name.startswith("train")):
             row[name] = values[name].item()
         row["lr"], row["time"] = self._learning_rate, time.monotonic() - self._row_started
-        self._step_values, self._validated, self._row_started = {}, {}, time.monotonic()
+        self._validated, self._row_started = {}, time.monotonic()
         self._warn_of_nan(row)
         self.history.append(row)
         if self.fabric.is_global_zero:
@@ -483,36 +427,28 @@ class MiniLoop:
 
     def _save(self, row: dict[str, Any]) -> None:
         """Save last.ckpt, and best.ckpt if the monitored value is the best one so far."""
-        names, score, best = ["last.ckpt"], row.get(self.monitor or "", math.nan), self.best_score
+        names = ["last.ckpt"]
+        score, best = row.get(self.monitor or "", math.nan), self.best_score
         is_better = best is None or (score < best if self.mode == "min" else score > best)
         if is_better and not math.isnan(score):
-            names, self.best_score = ["best.ckpt", "last.ckpt"], score
+            names.insert(0, "best.ckpt")
+            self.best_score = score
         checkpoint = self._build_checkpoint()
-        for name in names if self.fabric.is_global_zero else ():
-            with replaced(self.checkpoint_dir / name, "wb") as file:
-                torch.save(checkpoint, file)
+        if self.fabric.is_global_zero:
+            for name in names:
+                with replaced(self.checkpoint_dir / name, "wb") as file:
+                    torch.save(checkpoint, file)
         if self.monitor is not None and self.best_score is None:
-            self._check_is_logged(self.monitor, row)
+            check_is_logged(self.monitor, row)
 
     def _build_checkpoint(self) -> dict[str, Any]:
         """Return the state in Lightning's format. MiniLoop's own state is in "fabric_template"."""
         of_rank = {"rng": get_rng_state(self.train_loader), "epoch_start": self._epoch_start}
-        ranks = [of_rank] * self._world_size
-        if self._world_size > 1:
+        ranks = [of_rank] * self.fabric.world_size
+        if self.fabric.world_size > 1:
             torch.distributed.all_gather_object(ranks, of_rank)
         is_in_epoch = self.batches_done > 0
         kept = {} if self.best_score is None else {"best.ckpt": self.best_score}
-        own = {
-            "progress": {
-                "epochs_done": self.current_epoch,
-                "batches_done": self.batches_done,
-                "is_in_epoch": is_in_epoch,
-                "global_step": self.global_step,
-            },
-            "history": {"rows": self.history},
-            "checkpoints": {"kept": kept},
-            "ranks": ranks,
-        }
         return {
             "epoch": self.current_epoch if is_in_epoch else self.current_epoch - 1,
             "global_step": self.global_step,
@@ -522,37 +458,37 @@ class MiniLoop:
             "lr_schedulers": [config["scheduler"].state_dict() for config in self.schedulers],
             "hyper_parameters": to_plain(getattr(self.model, "hparams", {})),
             type(self._precision).__qualname__: self._precision.state_dict(),
-            "fabric_template": own,
+            "fabric_template": {
+                "progress": {
+                    "epochs_done": self.current_epoch,
+                    "batches_done": self.batches_done,
+                    "is_in_epoch": is_in_epoch,
+                    "global_step": self.global_step,
+                },
+                "history": {"rows": self.history},
+                "checkpoints": {"kept": kept},
+                "ranks": ranks,
+            },
         }
 
-    def _restore(self, path: Path | None, is_resumed: bool) -> None:
-        """Load the weights of a checkpoint. If the run is resumed, load everything else, too."""
-        if path is None:
-            return
-        # torch.load would load wrong weights from a damaged file.
-        if not zipfile.is_zipfile(path) or zipfile.ZipFile(path).testzip() is not None:
-            raise ValueError(f"{path}: the file is damaged. Use another checkpoint.")
-        checkpoint = torch.load(path, map_location="cpu", weights_only=True)
-        self.network.load_state_dict(checkpoint["state_dict"])
-        if not is_resumed:
-            return
-        own = checkpoint.get("fabric_template", {"progress": {"is_in_epoch": True}, "ranks": [{}]})
+    def _restore(self, checkpoint: dict[str, Any]) -> None:
+        """Continue from a checkpoint whose weights are loaded. Cut the CSV files back to it."""
+        own = checkpoint.get("fabric_template")
+        if own is None or (own["progress"]["is_in_epoch"] and "epoch_start" not in own["ranks"][0]):
+            raise ValueError("resume: got a checkpoint of another loop. Use FabricLoop, or load=.")
         progress, ranks = own["progress"], own["ranks"]
         of_rank = ranks[self.fabric.global_rank % len(ranks)]
         self._epoch_start = of_rank.get("epoch_start")
-        if progress["is_in_epoch"] and self._epoch_start is None:
-            raise ValueError(f"resume: got {path} of another loop. Use FabricLoop, or load=.")
         self.optimizer.load_state_dict(checkpoint["optimizer_states"][0])
         for config, state in zip(self.schedulers, checkpoint["lr_schedulers"], strict=True):
             config["scheduler"].load_state_dict(state)
         self._precision.load_state_dict(checkpoint.get(type(self._precision).__qualname__, {}))
         self.current_epoch, self.global_step = progress["epochs_done"], progress["global_step"]
         self.batches_done = progress["batches_done"] if progress["is_in_epoch"] else 0
-        self.history = list(own["history"]["rows"])
+        self.history = own["history"]["rows"]
         self.best_score = next(iter(own["checkpoints"]["kept"].values()), None)
         for row in self.history:
-            metrics = {name: row[name] for name in row if name not in NOT_METRICS}
-            self.callback_metrics.update((n, to_tensor(value)) for n, value in metrics.items())
+            self.callback_metrics.update({name: to_metric(row[name]) for name in row})
         set_rng_state(of_rank["rng"], self.train_loader)
         if self.fabric.is_global_zero:
             steps = read_rows(self.log_dir / "steps.csv")
@@ -564,20 +500,19 @@ class MiniLoop:
         """Return the newest checkpoint for "last", "best", "auto" or a path."""
         if given is None:
             return None
-        found = [Path(given).absolute()]
+        paths = [Path(given).absolute()]
         if given in ("last", "best", "auto"):
             name = "best.ckpt" if given == "best" else "last.ckpt"
-            found = list(self._checkpoints.glob(f"{self.version or '*'}/{name}"))
-        found = [path for path in found if path.is_file()]
-        if not found and given != "auto":
+            paths = list(self._checkpoints.glob(f"{self.version or '*'}/{name}"))
+        paths = [path for path in paths if path.is_file()]
+        if not paths and given != "auto":
             raise FileNotFoundError(f"{argument}: got {str(given)!r}, expected a checkpoint.")
-        return max(found, key=os.path.getmtime, default=None)
+        return max(paths, key=os.path.getmtime, default=None)
 
     # Set-up
 
-    def _set_up_model(self, model: Any, training_step: Any, validation_step: Any) -> None:
-        """Find the network, steps and hooks of a model. Refuse hooks that MiniLoop never calls."""
-        self._reset()
+    def _set_up_steps(self, model: Any, training_step: Any, validation_step: Any) -> None:
+        """Find the network and the steps of a model. Refuse hooks that MiniLoop never calls."""
         refused = [name for name in REFUSED_HOOKS.split() if find_method(model, name)]
         if not getattr(model, "automatic_optimization", True):
             refused.append("manual optimization")
@@ -588,9 +523,6 @@ class MiniLoop:
         parts = {name: part for name, part in vars(model).items() if isinstance(part, nn.Module)}
         self.model = model
         self.network = model if isinstance(model, nn.Module) else nn.ModuleDict(parts)
-        self._is_lightning_module = hasattr(type(model), "trainer")
-        hooks = {name: find_method(model, name) for name in HOOKS.split()}
-        self._hooks = {name: hook for name, hook in hooks.items() if hook is not None}
         self._steps = {}
         given = {"training_step": training_step, "validation_step": validation_step}
         for name, function in given.items():
@@ -612,8 +544,8 @@ class MiniLoop:
         """Launch the processes, and distribute the samples among them."""
         check_loader(train, "train_dataloaders")
         check_loader(val, "val_dataloaders")
-        is_launched = torch.distributed.is_available() and torch.distributed.is_initialized()
-        if isinstance(self._strategy, DDPStrategy) and not is_launched:
+        is_ddp = isinstance(self.fabric.strategy, DDPStrategy)
+        if is_ddp and not torch.distributed.is_initialized():
             self.fabric.launch()
             # Reset the seed like Trainer, because the launch may have drawn random numbers.
             reset_seed()
@@ -622,21 +554,20 @@ class MiniLoop:
 
     def _share(self, loader: Any) -> Any:
         """Return a loader for this process's share of the samples. Keep a sampler of your own."""
-        if self._world_size == 1:
+        if self.fabric.world_size == 1:
             return loader
         if hasattr(loader, "for_rank"):
-            return loader.for_rank(self.fabric.global_rank, self._world_size)
+            return loader.for_rank(self.fabric.global_rank, self.fabric.world_size)
         sampler = getattr(loader, "sampler", None)
-        if not isinstance(sampler, torch_data.RandomSampler | torch_data.SequentialSampler):
+        has_own_batches = getattr(loader, "batch_size", None) is None
+        if not isinstance(sampler, RandomSampler | SequentialSampler) or has_own_batches:
             return loader
-        if loader.batch_size is None and loader.batch_sampler is not None:
-            return loader
-        options: Any = {"shuffle": isinstance(sampler, torch_data.RandomSampler)}
-        options["seed"] = int(os.environ.get("PL_GLOBAL_SEED", 0))
-        shared: Any = torch_data.DistributedSampler(loader.dataset, **options)
-        names = "batch_size num_workers collate_fn pin_memory drop_last generator worker_init_fn"
-        options = {name: getattr(loader, name) for name in names.split()}
-        return torch_data.DataLoader(loader.dataset, sampler=shared, **options)
+        seed = int(os.environ.get("PL_GLOBAL_SEED", 0))
+        shuffle = isinstance(sampler, RandomSampler)
+        shared: Any = DistributedSampler(loader.dataset, shuffle=shuffle, seed=seed)
+        names = inspect.signature(DataLoader).parameters.keys() - {"shuffle", "batch_sampler"}
+        options = {name: getattr(loader, name) for name in names if hasattr(loader, name)}
+        return DataLoader(**{**options, "sampler": shared})
 
     def _set_up_optimizer(self, optimizer: Any, scheduler: Any) -> None:
         """Find the optimizer and the schedulers in the output of configure_optimizers."""
@@ -650,7 +581,7 @@ class MiniLoop:
             optimizer, schedulers = optimizer
         if isinstance(optimizer, list | tuple) and len(optimizer) == 1:
             optimizer = optimizer[0]
-        if not isinstance(optimizer, Optimizer) or isinstance(optimizer, torch.optim.LBFGS):
+        if not isinstance(optimizer, torch.optim.Optimizer):
             kind = type(optimizer).__name__
             raise TypeError(f"optimizer: got {kind}, expected an optimizer. Or use FabricLoop.")
         own = set(self.network.parameters())
@@ -665,7 +596,7 @@ class MiniLoop:
             self.schedulers.append(config)
 
     def _open_folders(self, resume_path: Path | None) -> None:
-        """Choose the version, and create the folders of the run. A new run deletes old rows."""
+        """Choose the version, and create its folders. A new run deletes the files of an old one."""
         version = self.version
         if version is None and resume_path and resume_path.parents[1] == self._checkpoints:
             version = resume_path.parent.name
@@ -677,35 +608,68 @@ class MiniLoop:
         self.log_dir.mkdir(parents=True, exist_ok=True)
         self.checkpoint_dir.mkdir(parents=True, exist_ok=True)
         if self.fabric.is_global_zero:
-            old_files = [".lock"] if resume_path else [".lock", "metrics.csv", "steps.csv"]
-            for name in old_files:
-                (self.log_dir / name).unlink(missing_ok=True)
-            options = {field.name: getattr(self, field.name) for field in fields(self)}
-            hparams = to_plain(getattr(self.model, "hparams", {}))
-            text = yaml.safe_dump({"hparams": hparams, "config": to_plain(options)})
-            (self.log_dir / "hparams.yaml").write_text(text)
+            old_files = [self.log_dir / STATE_FILE]
+            if resume_path is None:
+                old_files += [self.log_dir / name for name in ("metrics.csv", "steps.csv")]
+                old_files += [self.checkpoint_dir / name for name in ("last.ckpt", "best.ckpt")]
+            for path in old_files:
+                path.unlink(missing_ok=True)
+            config = {field.name: getattr(self, field.name) for field in fields(self)}
+            content = {"hparams": getattr(self.model, "hparams", {}), "config": config}
+            (self.log_dir / "hparams.yaml").write_text(yaml.safe_dump(to_plain(content)))
 
     @contextmanager
-    def _prepared_model(self) -> Iterator[None]:
-        """Set the device, precision and trainer of the model. Restore the device at the end."""
+    def _prepared_model(self, path: Path | None) -> Iterator[dict[str, Any]]:
+        """Set the weights, device, precision and trainer of the model. At the end, move it back."""
+        checkpoint = {} if path is None else read_checkpoint(path)
         device = next((p.device for p in self.network.parameters()), self.fabric.device)
         self._precision.convert_module(self.network)
-        self._strategy.module_to_device(self.network)
-        self._ddp: Any = None
-        if isinstance(self._strategy, DDPStrategy):
-            self._ddp = self._strategy.setup_module(StepModule(self.network))
-        if self._is_lightning_module:
+        self.fabric.strategy.module_to_device(self.network)
+        if path is not None:
+            self.network.load_state_dict(checkpoint["state_dict"])
+        self._step_module = self.fabric.strategy.setup_module(StepModule(self.network))
+        is_lightning_module = hasattr(type(self.model), "trainer")
+        if is_lightning_module:
             self.model.trainer, self.model.log, self.model.log_dict = self, self.log, self.log_dict
         try:
-            yield
+            yield checkpoint
         finally:
             self.network.to(device)
-            if self._is_lightning_module:
+            if is_lightning_module:
                 del self.model.log, self.model.log_dict
 
     def _call(self, hook: str, *args: Any) -> None:
-        if hook in self._hooks:
-            self._hooks[hook](*args)
+        method = getattr(self.model, hook, None)
+        if method is not None:
+            method(*args)
+
+
+class Mean:
+    """A mean weighted by batch size, with the methods of a metric of torchmetrics."""
+
+    def __init__(self, fabric: Fabric | None) -> None:
+        self.fabric: Any = fabric  # The mean is over all its processes. None: over this one.
+        self.total, self.weight = to_metric(0), 0
+
+    def update(self, value: Tensor, weight: int) -> None:
+        """Add a value. The sum stays on the device."""
+        if value.dtype != self.total.dtype:
+            value = value.to(self.total.dtype)
+        if weight.bit_count() == 1:
+            # The product with a power of two is exact, so one fused operation rounds like two.
+            self.total = torch.add(self.total, value, alpha=weight)
+        else:
+            self.total = self.total + value * weight
+        self.weight += weight
+
+    def compute(self) -> Tensor:
+        pair = torch.cat([self.total.reshape(1), self.total.new_tensor([self.weight])])
+        if self.fabric is not None:
+            pair = self.fabric.all_reduce(self.fabric.to_device(pair), reduce_op="sum")
+        return pair[0] / pair[1]
+
+    def reset(self) -> None:
+        self.total, self.weight = to_metric(0), 0
 
 
 class StepModule(nn.Module):
@@ -750,12 +714,6 @@ def find_loss(output: Any, batch_idx: int) -> Tensor:
     raise TypeError(f"{text} Return the loss without detach() and item().")
 
 
-def to_tensor(value: Any) -> Tensor:
-    """Convert a number. A step in bf16-true would make a bfloat16 tensor, which rounds it."""
-    dtype = torch.promote_types(torch.get_default_dtype(), torch.float32)
-    return torch.tensor(float(value), dtype=dtype)
-
-
 def find_batch_size(batch: Any) -> int:
     """Return the length of the first tensor in a batch, or 1 if the first value is not a tensor."""
     while isinstance(batch, (dict, list, tuple)) and batch:
@@ -763,10 +721,22 @@ def find_batch_size(batch: Any) -> int:
     return len(batch) if isinstance(batch, Tensor) and batch.dim() > 0 else 1
 
 
+def to_metric(value: Any) -> Tensor:
+    """Convert a number to at least float32. In a step in bf16-true, the default is bfloat16."""
+    if isinstance(value, Tensor):
+        return value.detach()
+    dtype = torch.promote_types(torch.get_default_dtype(), torch.float32)
+    return torch.tensor(float(value), dtype=dtype)
+
+
+def check_is_logged(monitor: str, metrics: dict[str, Any]) -> None:
+    if monitor not in metrics:
+        raise ValueError(f"monitor: got {monitor!r}, expected one of {', '.join(metrics)}.")
+
+
 def check_loader(loader: Any, argument: str) -> None:
     kind = type(loader).__name__
-    is_list = isinstance(loader, list) and any(isinstance(x, torch_data.DataLoader) for x in loader)
-    if is_list or not isinstance(loader, Iterable | None):
+    if not isinstance(loader, Iterable | None):
         raise TypeError(f"{argument}: got a {kind}, expected batches, as of a DataLoader.")
     if length_hint(loader, 1) == 0:
         raise ValueError(f"{argument}: got an empty {kind}, expected at least one batch.")
@@ -810,6 +780,13 @@ def replaced(path: Path, mode: str) -> Iterator[Any]:
     os.replace(temporary, path)
 
 
+def read_checkpoint(path: Path) -> Any:
+    # torch.load would load wrong weights from a damaged file.
+    if not zipfile.is_zipfile(path) or zipfile.ZipFile(path).testzip() is not None:
+        raise ValueError(f"{path}: the file is damaged. Use another checkpoint.")
+    return torch.load(path, map_location="cpu", weights_only=True)
+
+
 def append_row(path: Path, row: dict[str, Any]) -> None:
     """Append a row to a CSV file. A new column rewrites the file."""
     path.touch()
@@ -839,3 +816,11 @@ def write_rows(path: Path, rows: list[dict[str, Any]]) -> None:
 def to_plain(values: Any) -> Any:
     """Convert values to types that YAML and checkpoints support, and other values to text."""
     return json.loads(json.dumps(dict(values), default=str))
+
+
+def to_table(rows: list[dict[str, Any]]) -> Any:
+    try:
+        import pandas
+    except ImportError:
+        return rows
+    return pandas.DataFrame(rows)

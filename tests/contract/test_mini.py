@@ -107,10 +107,6 @@ class Stream(IterableDataset):
         yield from make_data(22)
 
 
-def stream_loader():
-    return DataLoader(Stream(), batch_size=4)
-
-
 class Hooked(Classifier):
     """Logs in hooks and with torchmetrics, and records the order of the hooks."""
 
@@ -158,7 +154,7 @@ TRAINER = {
 @pytest.mark.parametrize("case", TRAINER)
 def test_same_bits_and_metrics_as_trainer(case):
     make_module, options = TRAINER[case]
-    make_train = stream_loader if case == "no_length" else make_loader
+    make_train = (lambda: DataLoader(Stream(), batch_size=4)) if case == "no_length" else make_loader
     options = {"max_epochs": 4, **options}
     trainer, expected = run_trainer(make_module, make_train, val_loader, num_sanity_val_steps=0, **options)
     loop, module = run_mini(make_module, make_train, val_loader, **options)
@@ -263,7 +259,28 @@ def test_load_takes_the_weights_and_validate_measures_them():
     assert found == {name: rows[name].iloc[-1] for name in ("val_loss", "val_acc")}
     again = MiniLoop(name="run", max_epochs=1, accelerator="cpu")
     again.fit(other, make_loader(), load="best")
-    assert (again.current_epoch, again.log_dir.name) == (1, "version_1")
+    assert again.validate(other, val_loader())
+    assert (again.current_epoch, len(again.history), again.log_dir.name) == (1, 1, "version_1")
+
+
+def test_a_new_run_deletes_the_files_of_its_version():
+    fit("MiniLoop", "run", 1)
+    MiniLoop(name="run", version=0, max_epochs=0, accelerator="cpu").fit(Classifier(), make_loader(), load="last")
+    assert os.listdir("checkpoints/run/version_0") == []
+    assert sorted(os.listdir("logs/run/version_0")) == [".lock", "hparams.yaml"]
+
+
+class LogsInTurn(Classifier):
+    def training_step(self, batch, batch_idx):
+        number = torch.tensor(float(batch_idx))
+        self.log(f"number_{batch_idx % 3}", number)
+        number += 100
+        return super().training_step(batch, batch_idx)
+
+
+def test_a_row_of_steps_has_the_values_of_its_batch():
+    fit("MiniLoop", "run", 1, make_module=LogsInTurn, log_every_n_steps=2)
+    assert csv_of("run", "steps.csv").filter(like="number").sum(axis=1).tolist() == [1, 3, 5, 7, 9]
 
 
 class KilledAt(Classifier):
@@ -313,9 +330,6 @@ def test_ctrl_c_returns_the_history_and_resumes(capsys):
 
 
 class Ranked(Classifier):
-    def __init__(self):
-        super().__init__(sgd)
-
     def validation_step(self, batch, batch_idx):
         self.log("val_loss", nn.functional.cross_entropy(self(batch[0]), batch[1]), sync_dist=True)
 
@@ -323,9 +337,12 @@ class Ranked(Classifier):
 def train_ranked(rank, epochs, resume, file):
     options = {"devices": 2, "strategy": "ddp", "accumulate_grad_batches": 2, "monitor": "val_loss"}
     fit_options = {"resume": resume}
-    _, module = run_mini(Ranked, make_val=val_loader, max_epochs=epochs, fit=fit_options, name=file, **options)
+    loop, module = run_mini(Ranked, make_val=val_loader, max_epochs=epochs, fit=fit_options, name=file, **options)
     if rank == 0:
         torch.save(module.state_dict(), f"{file}.pt")
+    # Each process reads its share of the samples with the options of the given loader.
+    shared = loop._share(make_loader(num_workers=1, persistent_workers=True, prefetch_factor=3))
+    assert (len(shared), shared.persistent_workers, shared.prefetch_factor) == (5, True, 3)
 
 
 @pytest.mark.usefixtures("quick_spawn")
@@ -351,13 +368,12 @@ BY_TOKENS = {
         self._batch_size = 1  #""",
     """        if self.accumulate_grad_batches == 1:
             return True
-        is_end = is_last or self._batches_in_window + 1 == self.accumulate_grad_batches
-""": """        self._tokens += batch[0].numel()
-        is_end = is_last or self._tokens >= self.tokens_per_step
-""",
+        is_last""": """        self._tokens += batch[0].numel()
+        is_last""",
+    "self._batches_in_window + 1 == self.accumulate_grad_batches": "self._tokens >= self.tokens_per_step",
     """        count = self.accumulate_grad_batches
-        self._precision.backward(loss if count == 1 else loss / count, None)
-""": """        self._precision.backward(loss * batch[0].numel() / self.tokens_per_step, None)
+        self._precision.backward(self._loss if count == 1 else self._loss / count, None)
+""": """        self._precision.backward(self._loss * batch[0].numel() / self.tokens_per_step, None)
 """,
     """        self._batches_in_window = 0
         self._learning_rate""": """        self._batches_in_window = self._tokens = 0
@@ -396,19 +412,14 @@ def test_gradient_norm_of_each_step():
     assert csv_of("run", "steps.csv")["grad_norm"].gt(0).sum() == 10
 
 
-class StoppedByOneProcess(Ranked):
-    def on_train_batch_end(self, *args):
-        self.trainer.should_stop = self.trainer.fabric.global_rank == 0
-
-
 def train_with_rule_of_one_process(rank):
-    options = {"devices": 2, "strategy": "ddp", "accumulate_grad_batches": 3, "max_epochs": 2}
-    loop, module = run_mini(StoppedByOneProcess, loop_class=changed_loop(RULE_OF_ONE_PROCESS), **options)
+    options = {"devices": 2, "strategy": "ddp", "accumulate_grad_batches": 3, "max_epochs": 1}
+    loop, module = run_mini(Ranked, loop_class=changed_loop(RULE_OF_ONE_PROCESS), **options)
     torch.save([loop.global_step, module.state_dict()], f"{rank}.pt")
 
 
 @pytest.mark.usefixtures("quick_spawn")
-def test_a_window_and_a_stop_of_one_process_are_those_of_all():
+def test_a_window_of_one_process_is_that_of_all():
     codes, errors = externally(train_with_rule_of_one_process, ranks=2)
     assert codes == [0, 0], errors
     (step, weights), (other_step, other_weights) = (torch.load(f"{rank}.pt", weights_only=True) for rank in (0, 1))
@@ -490,10 +501,7 @@ ERRORS = {
     "log": (lambda: run_mini(Misspelled), "unexpected keyword argument 'on_epch'"),
     "no step": (lambda: fit_functions(training_step=None), "got no training_step"),
     "no optimizer": (lambda: fit_functions(optimizer=None), "got no optimizer. Pass optimizer="),
-    "other parameters": (
-        lambda: fit_functions(optimizer=torch.optim.SGD(OTHER.parameters())),
-        "optimizer: got parameters of another model",
-    ),
+    "other parameters": (lambda: fit_functions(optimizer=sgd(OTHER)), "optimizer: got parameters of another model"),
     "optimizer": (lambda: fit_functions(optimizer="adam"), "optimizer: got str, expected an optimizer"),
     "None": (lambda: fit_functions(lambda net, batch: None), "training_step: got NoneType at batch 0"),
     "float": (lambda: fit_functions(lambda net, batch: 1.0), "training_step: got float at batch 0"),
@@ -502,15 +510,8 @@ ERRORS = {
     "val without step": (lambda: fit_functions(val_dataloaders=make_loader()), "without validation_step"),
     "step without val": (lambda: fit_functions(validation_step=lambda net, batch: 0), "without val_dataloaders"),
     "dataset": (lambda: fit_functions(train=make_data()), "got a TensorDataset, expected batches, as of a DataLoader"),
-    "datamodule": (
-        lambda: fit_functions(train=pl.LightningDataModule()),
-        "got a LightningDataModule, expected batches",
-    ),
     "empty": (lambda: fit_functions(train=[]), "train_dataloaders: got an empty list"),
-    "read once": (
-        lambda: fit_functions(train=(batch for batch in ())),
-        "train_dataloaders: got no batch in this epoch",
-    ),
+    "read once": (lambda: fit_functions(train=(b for b in ())), "train_dataloaders: got no batch in this epoch"),
     "resume": (lambda: fit_functions(resume="last"), "resume: got 'last'"),
     "path": (lambda: fit_functions(load="nowhere.ckpt"), "load: got 'nowhere.ckpt'"),
 }
