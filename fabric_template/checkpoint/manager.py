@@ -76,7 +76,7 @@ class CheckpointManager:
         if run.progress.is_epoch_complete:
             return
         # Training metrics are still those of the previous epoch.
-        if self.config.monitor in run.history.evaluated:
+        if self.config.monitor in run.results.evaluated:
             self.save_best(run)
         self.save_in_epoch(run)
 
@@ -95,7 +95,7 @@ class CheckpointManager:
         monitor, metrics = self.config.monitor, run.loggers.monitored_metrics()
         if self.folder is None or monitor is None or monitor in metrics or self._kept:
             return
-        is_early = run.should_validate and not run.history.evaluated
+        is_early = run.should_validate and not run.results.evaluated
         if not is_early and self.config.limit_val_batches != 0:
             raise ConfigurationError(
                 f"monitor: got {monitor!r}, expected a logged metric: {sorted(metrics)}. Write monitor="
@@ -117,7 +117,7 @@ class CheckpointManager:
         if self.folder is None or config.monitor is None or config.save_top_k == 0:
             return
         is_validated, self._is_validated = self._is_validated, False
-        is_repeated = config.monitor in run.history.evaluated and not is_validated
+        is_repeated = config.monitor in run.results.evaluated and not is_validated
         if is_repeated or run.stop.is_diverging:
             return
         value = run.loggers.monitored_metrics().get(config.monitor)

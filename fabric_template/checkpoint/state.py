@@ -33,7 +33,7 @@ COUNTS = ("ready", "started", "processed", "completed")
 # Parts of a run with a state_dict. PARTS are restored together with the optimizers. Each process
 # saves its own PARTS_OF_PROCESS, which are restored right before training continues.
 PARTS = ("progress", "stop", "history", "checkpoints")
-PARTS_OF_PROCESS = ("data", "validation_schedule", "results", "history.train_sums")
+PARTS_OF_PROCESS = ("data", "validation_schedule", "results")
 
 
 def build_checkpoint(

@@ -14,7 +14,8 @@ from typing import TYPE_CHECKING, Any
 
 from tqdm import tqdm
 
-from .history import to_numbers
+from .history import train_values_first
+from .result_collection import to_numbers
 from .run_summary import count_of, end_reason, format_value
 
 if TYPE_CHECKING:
@@ -151,10 +152,10 @@ def describe(run: RunState, num_eval_batches: int | float) -> str:
 def bar_values(run: RunState) -> dict[str, float]:
     """Return the values shown next to the bar. Reading them waits for the device."""
     logs_itself = run.is_lightning_module and (run.results.active or run.results.callback_metrics)
-    values = {} if logs_itself else run.history.latest()
+    values = {} if logs_itself else train_values_first(run.results.latest_means())
     values.update(run.results.progress_bar_metrics)
     if run.progress.stage == "train" and run.results.active:
-        values.update(to_numbers(run.results.views().progress_bar))
+        values.update(to_numbers(run.results.current_values().progress_bar))
     return values
 
 

@@ -11,7 +11,8 @@ from lightning.pytorch.loggers import Logger, MLFlowLogger, TensorBoardLogger, W
 from ..errors import ConfigurationError
 from ..lightning_compat.private import logs_hyperparameters
 from .csv_logger import CSVLogger
-from .history import to_numbers
+from .history import train_values_first
+from .result_collection import to_numbers
 
 if TYPE_CHECKING:
     from ..training.run_state import RunState
@@ -29,8 +30,8 @@ class LoggerConnector:
 
     def log_step(self, run: RunState) -> None:
         """Log the values of an optimizer step."""
-        views = run.results.views()
-        self.log_metrics(views.logged, row={**run.history.step_row(), **views.row})
+        values = run.results.current_values()
+        self.log_metrics(values.logged, row={**run.history.step_row(), **values.row})
 
     def log_evaluation_step(self, run: RunState, dataloader_idx: int) -> None:
         """Log the values of an evaluation batch that are logged per step."""
@@ -40,17 +41,16 @@ class LoggerConnector:
         count = counts.get(dataloader_idx, 0)
         counts[dataloader_idx] = count + 1
         if run.results.evaluation.has_step_values:
-            views = run.results.views()
-            self.log_metrics(views.logged, step=count, row=views.row)
+            values = run.results.current_values()
+            self.log_metrics(values.logged, step=count, row=values.row)
 
     def log_evaluation(self, run: RunState) -> None:
         """Log an evaluation. Values without a row in metrics.csv are written to steps.csv."""
-        history, progress = run.history, run.progress
-        if progress.stage == "sanity_check":
+        if run.progress.stage == "sanity_check":
             return
-        is_of_row = history.is_step_based or progress.is_epoch_complete
-        row = None if run.stage == "fit" and is_of_row else history.open_row()
-        self.log_metrics(history.evaluated_metrics, row=row)
+        is_of_row = run.history.is_step_based or run.progress.is_epoch_complete
+        row = None if run.stage == "fit" and is_of_row else run.results.row
+        self.log_metrics(run.results.evaluated_metrics, row=row)
 
     def end_validation(self, run: RunState) -> None:
         """End a row of a step-based run. After the last batch, log_train_epoch ends it instead."""
@@ -58,7 +58,7 @@ class LoggerConnector:
         if run.progress.is_epoch_complete or not history.is_validated:
             return
         if not history.is_step_based:
-            values = {**history.latest(), **history.open_row()}
+            values = train_values_first({**run.results.latest_means(), **run.results.row})
             run.console.add_row({**history.position(), **values, "time": history.elapsed()})
             history.is_validated = False
         else:
@@ -66,9 +66,8 @@ class LoggerConnector:
 
     def log_train_epoch(self, run: RunState) -> None:
         """Log the values of an epoch. Write a row of metrics.csv if one is due."""
-        metrics = {**self._returned_in_training(), **run.results.update_metrics()}
         # Loggers expect the values of an epoch at its last step.
-        self.log_metrics(metrics, step_offset=-1)
+        self.log_metrics(run.results.update_metrics().logged, step_offset=-1)
         if run.history.is_due_at_epoch_end:
             self._add_row(run)
 
@@ -78,22 +77,18 @@ class LoggerConnector:
             self._end_row_in_epoch(run)
 
     def _end_row_in_epoch(self, run: RunState) -> None:
-        run.history.end_train_batches()
-        self.log_metrics(self._returned_in_training(), step_offset=-1)
-        self._add_row(run)
+        row = self._add_row(run)
+        if not run.is_lightning_module:
+            # The means of a LightningModule are logged at the end of the epoch.
+            means = {name: value for name, value in row.items() if name.startswith("train_")}
+            self.log_metrics(means, step_offset=-1)
 
-    def _add_row(self, run: RunState) -> None:
+    def _add_row(self, run: RunState) -> dict[str, Any]:
         row = run.history.add_row()
         for logger in run.history.csv_loggers:
             logger.log_epoch(row)
         run.console.add_row(row)
-
-    def _returned_in_training(self) -> dict[str, Any]:
-        """Return the means of a plain model's step outputs. A LightningModule uses self.log."""
-        if self.run.is_lightning_module:
-            return {}
-        returned = self.run.history.returned
-        return {name: value for name, value in returned.items() if name.startswith("train_")}
+        return row
 
     def log_metrics(
         self,
@@ -143,7 +138,7 @@ class LoggerConnector:
         run = self.run
         if run.results.active:
             run.results.update_metrics()
-        return {**run.history.returned, **run.results.callback_metrics}
+        return {**run.results.returned, **run.results.callback_metrics}
 
     def finalize(self, status: str) -> None:
         for logger in self.loggers:

@@ -50,26 +50,21 @@ def read_logs(path: str | os.PathLike[str], steps: bool = False) -> pd.DataFrame
     if not files or not files[0].is_file():
         problem = f"which has no {filename}" if root.exists() else "which does not exist"
         raise ValueError(f"read_logs(path): got {str(root)!r}, {problem}; expected {EXPECTED}.")
-    table: list[dict[str, Any]] = []
+    tables = {}
     for file in files:
         columns, rows, is_complete = read_table(file)
         if not is_complete:
             warnings.warn(f"{file}: the last line is incomplete and was left out.", stacklevel=2)
+        table = pd.DataFrame(rows, columns=columns, dtype=object)
         run, number = file.parent.parent, re.fullmatch(r"version_(\d+)", file.parent.name)
         name = run.relative_to(root).as_posix() if root in run.parents else run.name
-        place = {"name": name, "version": int(number[1]) if number else file.parent.name}
-        table += [
-            {**row, **place} for row in (rows if filename == "steps.csv" else join_rows(rows))
-        ]
-    table.sort(key=lambda row: (row["name"], isinstance(row["version"], str), row["version"]))
-    names = dict.fromkeys(name for row in table for name in row)
-    first = [
-        "name",
-        "version",
-        *(("step", "epoch") if filename == "steps.csv" else ("epoch", "step")),
-    ]
-    ordered = dict.fromkeys([*(name for name in first if name in names), *names])
-    return pd.DataFrame({name: to_values([row.get(name, "") for row in table]) for name in ordered})
+        version = int(number[1]) if number else file.parent.name
+        table = table if filename == "steps.csv" else join_rows(table)
+        tables[name, isinstance(version, str), version] = table.assign(name=name, version=version)
+    table = pd.concat([tables[key] for key in sorted(tables)], ignore_index=True).fillna("")
+    places = ["step", "epoch"] if filename == "steps.csv" else ["epoch", "step"]
+    names = dict.fromkeys(["name", "version", *places, *table.columns])
+    return pd.DataFrame({name: to_values(table[name].tolist()) for name in names if name in table})
 
 
 def read_table(path: Path) -> tuple[list[str], list[dict[str, str]], bool]:
@@ -85,6 +80,20 @@ def read_table(path: Path) -> tuple[list[str], list[dict[str, str]], bool]:
     return columns, [dict(zip(columns, line, strict=False)) for line in lines[1:]], is_complete
 
 
+def join_rows(table: pd.DataFrame) -> pd.DataFrame:
+    """Join half-empty rows to one row per epoch with the last value of each column."""
+    places = table.reindex(columns=["epoch", "step"], fill_value="")
+    is_complete = places.astype(bool).all(axis=None) and not places.duplicated().any()
+    is_of_steps = any(name.endswith("_step") for name in table.columns)
+    if (is_complete and not is_of_steps) or not any(places["epoch"]):
+        # A run that validates several times in an epoch has a complete row for each validation.
+        return table
+    table = table.mask(table == "")
+    # LearningRateMonitor's rows have no epoch. Take it from the next row, else from the previous.
+    table["epoch"] = table["epoch"].bfill().ffill()
+    return table.groupby("epoch", sort=False).last().reset_index()
+
+
 def to_values(cells: list[Any]) -> list[Any]:
     """Convert the cells to numbers if all of them are numbers. float() restores exact values."""
     with suppress(ValueError):
@@ -93,23 +102,3 @@ def to_values(cells: list[Any]) -> list[Any]:
         return [float(cell or "nan") for cell in cells]
     known = {"": None, "True": True, "False": False}
     return [known.get(cell, cell) for cell in cells]
-
-
-def join_rows(rows: list[dict[str, str]]) -> list[dict[str, str]]:
-    """Join half-empty rows to one row per epoch with the last value of each column."""
-    places = [(row.get("epoch"), row.get("step")) for row in rows]
-    is_complete = all(all(place) for place in places) and len(set(places)) == len(places)
-    is_of_steps = any(name.endswith("_step") for row in rows[:1] for name in row)
-    has_epochs = any(row.get("epoch") for row in rows)
-    if (is_complete and not is_of_steps) or not has_epochs:
-        # A run that validates several times in an epoch has a complete row for each validation.
-        return rows
-    # LearningRateMonitor's rows have no epoch. Take it from the next row, else from the previous.
-    for ordered in (reversed(rows), rows):
-        epoch = ""
-        for row in ordered:
-            epoch = row["epoch"] = row.get("epoch") or epoch
-    joined: dict[str, dict[str, str]] = {}
-    for row in rows:
-        joined.setdefault(row["epoch"], {}).update({name: v for name, v in row.items() if v})
-    return list(joined.values())

@@ -1,4 +1,4 @@
-"""Collect the values of ``self.log`` with Trainer's arithmetic, on the device of the values.
+"""Collect logged and returned values with Trainer's arithmetic, on the device of the values.
 
 A mean is sum(value * batch_size) / sum(batch_size), added in order in float32 or wider.
 A step never synchronizes with the device.
@@ -13,53 +13,30 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
+from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch.utilities.data import extract_batch_size
 from lightning_utilities.core.apply_func import apply_to_collection
 from torch import Tensor, nn
 
 from ..errors import ConfigurationError
+from .log_arguments import (
+    REDUCTIONS,
+    check_name,
+    find_reduction,
+    find_step_and_epoch,
+    hook_error,
+    single_element,
+    value_error,
+)
 
-# The hooks that may call self.log, with the defaults of (on_step, on_epoch).
-_TRAIN_STEP_HOOKS = [
-    "training_step",
-    "on_train_batch_start",
-    "on_before_zero_grad",
-    "optimizer_zero_grad",
-    "on_before_backward",
-    "backward",
-    "on_after_backward",
-    "on_before_optimizer_step",
-    "optimizer_step",
-    "configure_gradient_clipping",
-    "clip_gradients",
-    "on_train_batch_end",
-]
-_EVAL_STEP_HOOKS = [
-    name.format(stage)
-    for stage in ("validation", "test")
-    for name in ("{}_step", "on_{}_batch_start", "on_{}_batch_end")
-]
-_STEP_HOOKS = {
-    **dict.fromkeys(_TRAIN_STEP_HOOKS, (True, False)),
-    **dict.fromkeys(_EVAL_STEP_HOOKS, (False, True)),
-}
-_EPOCH_HOOKS = {
-    f"on_{stage}_{moment}"
-    for stage in ("train", "validation", "test")
-    for moment in ("start", "epoch_start", "epoch_end")
-}
-# For each reduction: the values of reduce_fx that select it, and its operation.
-_REDUCTIONS: dict[str, tuple[tuple[Any, ...], Callable[..., Tensor]]] = {
-    "mean": (("mean", "avg", torch.mean), torch.add),
-    "sum": (("sum", torch.sum, sum), torch.add),
-    "max": (("max", torch.max, max), torch.maximum),
-    "min": (("min", torch.min, min), torch.minimum),
-}
+# The hook in the key of values that steps return. The others are the hooks that called self.log.
+RETURNED = "returned"
 # A product with a power of two is exact, so one fused operation rounds like two.
 _POWERS_OF_TWO = frozenset(2**power for power in range(24))
 # torch.load(weights_only=True) reads values of these types.
 _PLAIN_TYPES = (type(None), bool, int, float, complex, str, torch.dtype)
-_SAVED_FIELDS = ("total", "weight", "step_value", "has_value")
+# The attributes of LoopResults that a checkpoint in an epoch saves.
+_POSITION = ("is_in_batches", "is_after_first_batch", "last_hook", "has_new_values")
 _ATTRIBUTES_OF_MODULES = frozenset(vars(nn.Module()))
 
 
@@ -69,17 +46,17 @@ class LogArguments:
 
     hook: str
     name: str
-    prog_bar: bool
-    logger: bool
-    on_step: bool
-    on_epoch: bool
-    reduction: str
-    enable_graph: bool
-    sync_dist: bool
-    sync_dist_group: Any
-    add_dataloader_idx: bool
-    rank_zero_only: bool
-    dataloader_idx: int | None
+    prog_bar: bool = False
+    logger: bool = True
+    on_step: bool = False
+    on_epoch: bool = True
+    reduction: str = "mean"
+    enable_graph: bool = False
+    sync_dist: bool = False
+    sync_dist_group: Any = None
+    add_dataloader_idx: bool = True
+    rank_zero_only: bool = False
+    dataloader_idx: int | None = None
 
     @property
     def key(self) -> tuple[str, str, int | None]:
@@ -98,131 +75,107 @@ class LogArguments:
         return name
 
 
-def parse_arguments(hook: str | None, name: str, given: tuple) -> LogArguments:
-    """Return the arguments of ``self.log`` with the defaults of the hook.
-
-    Args:
-        given: The arguments after name and value, without batch_size and with the dataloader_idx.
-    """
-    prog_bar, logger, on_step, on_epoch, reduce_fx, *others = given
-    on_step, on_epoch = _step_and_epoch(hook, on_step, on_epoch)
-    reduce_fx = reduce_fx.lower() if isinstance(reduce_fx, str) else reduce_fx
-    known = [name for name, (accepted, _) in _REDUCTIONS.items() if reduce_fx in accepted]
-    if not known:
-        raise ConfigurationError(
-            f"Only `self.log(..., reduce_fx={{min,max,mean,sum}})` are supported. If you need a custom"
-            f" reduction, please log a `torchmetrics.Metric` instance instead. Found: {reduce_fx}"
-        )
-    arguments = LogArguments(
-        str(hook), name, prog_bar, logger is not False, on_step, on_epoch, known[0], *others
-    )
-    if arguments.add_dataloader_idx and "/dataloader_idx_" in name:
-        raise ConfigurationError(
-            f"You called `self.log` with the key `{name}` but it should not contain information about"
-            " `dataloader_idx` when `add_dataloader_idx=True`"
-        )
-    return arguments
-
-
-def _step_and_epoch(
-    hook: str | None, on_step: bool | None, on_epoch: bool | None
-) -> tuple[bool, bool]:
-    """Return on_step and on_epoch, or raise an error if the hook does not allow them."""
-    if hook in _EPOCH_HOOKS:
-        for name, value, allowed in (("on_step", on_step, False), ("on_epoch", on_epoch, True)):
-            if value not in (None, allowed):
-                raise ConfigurationError(
-                    f"You can't `self.log({name}={value})` inside `{hook}`, must be one of ({allowed},)."
-                )
-        return False, True
-    if hook not in _STEP_HOOKS:
-        raise hook_error(hook)
-    of_step, of_epoch = _STEP_HOOKS[hook]
-    on_step = of_step if on_step is None else on_step
-    on_epoch = of_epoch if on_epoch is None else on_epoch
-    if not on_step and not on_epoch:
-        raise ConfigurationError("`self.log(on_step=False, on_epoch=False)` is not useful.")
-    return on_step, on_epoch
-
-
-def hook_error(hook: str | None) -> ConfigurationError:
-    """Return the error for a call of ``self.log`` in a hook that does not support logging."""
-    where = f"inside `{hook}`" if hook else "outside of the loop's hooks"
-    return ConfigurationError(
-        f"You can't `self.log()` {where}: the loop's result collection is not registered yet, or the hook"
-        " belongs to no step and no epoch. `self.logger.experiment` logs directly to the logger."
-    )
-
-
-def check_loggable(name: str, value: Any) -> None:
-    """Raise an error unless the value is a number, a tensor or a torchmetrics object."""
-    if isinstance(value, Tensor | numbers.Number) or is_torchmetric(value):
-        return
-    what = f"`{type(value).__name__}` values"
-    if isinstance(value, Mapping) and any(isinstance(part, Mapping) for part in value.values()):
-        what = "nested dictionaries"
-    raise ConfigurationError(f"`self.log({name}, {value})` was called, but {what} cannot be logged")
-
-
-def is_torchmetric(value: Any) -> bool:
-    """Return whether a value has the interface of a torchmetrics object."""
-    names = ("update", "compute", "reset")
-    return not isinstance(value, Mapping) and all(hasattr(value, name) for name in names)
-
-
 def float_type() -> torch.dtype:
     """Return the default dtype, or float32 if that is wider. Long sums need the precision."""
     default = torch.get_default_dtype()
     return default if default in (torch.float32, torch.float64) else torch.float32
 
 
-class ResultMetric:
-    """Keep the last value of one logged name, and the sum of its values over the epoch.
+class Accumulator:
+    """Reduce the values of one name to their mean, sum, maximum or minimum.
 
     Args:
-        all_reduce: Reduces a value over all processes. None in a single process.
+        reduction: A key of REDUCTIONS. A mean is weighted.
+        sync: Reduces a tensor over all processes, or returns it unchanged.
+    """
+
+    def __init__(self, reduction: str, sync: Callable[[Tensor], Tensor]) -> None:
+        self.is_mean = reduction == "mean"
+        self._operation, self._sync = REDUCTIONS[reduction][1], sync
+        self.reset()
+
+    def reset(self) -> None:
+        self.total: Tensor | None = None
+        self.weight: int | Tensor = 0
+        self._result: Tensor | None = None
+
+    def add(self, value: Tensor, weight: int) -> None:
+        """Add a 0-dimensional tensor of floats, the mean of ``weight`` samples."""
+        self._result = None
+        if self.is_mean:
+            self.weight += weight
+            if self.total is not None and weight in _POWERS_OF_TWO:
+                self.total = torch.add(self.total, value, alpha=weight)
+                return
+            value = value * weight
+        if self.total is None:
+            self.total = value.to(torch.promote_types(value.dtype, float_type()), copy=True)
+        else:
+            self.total = self._operation(self.total, value)
+
+    def compute(self) -> Tensor | None:
+        """Return the result, or None without a value. Every process calls this."""
+        if self._result is None and self.total is not None:
+            self._result = self._sync(self.total.clone())
+            if self.is_mean:
+                total = self._result
+                weight = torch.as_tensor(self.weight, dtype=total.dtype, device=total.device)
+                self._result = total / self._sync(weight)
+        return self._result
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"total": self.total, "weight": self.weight}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        self.total, self.weight, self._result = state["total"], state["weight"], None
+
+
+class LoggedMetric:
+    """Keep the last value of one logged name, and accumulate its values over the epoch.
 
     Attributes:
-        given: The arguments of the last checked call. A call with the same ones needs no check.
+        call_arguments: The arguments of the last checked call. The same ones need no check.
+        is_returned: Whether a step returned the values, which are then reset with each row.
+        row: Accumulates the values since the newest row of metrics.csv. Only in a step-based run
+            it is another object than ``epoch``.
+        has_value: Whether the name was logged in this epoch.
     """
 
     def __init__(self, arguments: LogArguments, all_reduce: Callable[..., Any] | None) -> None:
         self.arguments, self._all_reduce = arguments, all_reduce
-        self.given: tuple = ()
+        self.is_returned = arguments.hook == RETURNED
+        self.call_arguments: tuple = ()
         self.needs_batch_size = arguments.on_epoch and arguments.reduction == "mean"
         self.torchmetric: Any = None
         self.step_value: Tensor | None = None
-        # In a step-based run, the sum since the newest row of metrics.csv.
-        self.since_row: ResultMetric | None = None
-        self.reset()
+        self.has_value = False
+        self.epoch = self.row = Accumulator(arguments.reduction, self.sync)
 
     def reset(self) -> None:
-        """Start the sum of the next epoch."""
+        """Start the next epoch."""
         if self.torchmetric is not None:
             self.torchmetric.reset()
-        self.total: Tensor | None = None
-        self.weight: int | Tensor = 0
         self.has_value = False
-        self._epoch_value: Tensor | None = None
+        self.epoch.reset()
 
     def update(self, value: Tensor, batch_size: int) -> None:
         """Add a 0-dimensional tensor, the mean of batch_size samples."""
-        self.has_value, self._epoch_value = True, None
+        self.has_value = True
         if self.arguments.on_step:
             # Clone the value, because the user may change it in place afterwards.
-            self.step_value = self._sync(value.clone())
-            if not self.arguments.on_epoch:
-                return
-        if self.needs_batch_size:
-            self.weight += batch_size
-            if self.total is not None and batch_size in _POWERS_OF_TWO:
-                self.total = torch.add(self.total, value, alpha=batch_size)
-                return
-            value = value * batch_size
-        if self.total is None:
-            self.total = value.to(torch.promote_types(value.dtype, float_type()), copy=True)
-        else:
-            self.total = _REDUCTIONS[self.arguments.reduction][1](self.total, value)
+            self.step_value = self.sync(value.clone())
+        if self.arguments.on_epoch:
+            self.epoch.add(value, batch_size)
+            if self.row is not self.epoch:
+                self.row.add(value.detach(), batch_size)
+
+    def sync(self, value: Tensor) -> Tensor:
+        """Reduce a value over all processes, if the arguments ask for it."""
+        arguments = self.arguments
+        if self._all_reduce is None or not arguments.sync_dist or arguments.rank_zero_only:
+            return value
+        group, reduction = arguments.sync_dist_group, arguments.reduction
+        return self._all_reduce(value, group=group, reduce_op=reduction)
 
     def update_torchmetric(self, metric: Any) -> None:
         """Register a logged torchmetrics object, which keeps its own sums."""
@@ -230,57 +183,48 @@ class ResultMetric:
         if metric is self.torchmetric and getattr(metric, "dtype", default) is not default:
             # As in Trainer, each log moves the metric, and the move resets its dtype to the default.
             metric.to(metric.device)
-        self.torchmetric, self.has_value, self._epoch_value = metric, True, None
+        self.torchmetric, self.has_value = metric, True
         if self.arguments.on_step:
             # torchmetrics has no public name for the last value of forward().
             self.step_value = getattr(metric, "_forward_cache", None)
 
     def value(self, of_step: bool) -> Tensor | None:
-        """Return the value of the step or of the epoch so far; None if it is not logged."""
-        found = None
-        if of_step and self.arguments.on_step:
-            found = self.step_value
-        elif not of_step and self.arguments.on_epoch:
-            found = self._reduce_epoch()
-        if found is None:
+        """Return the value of the step or of the epoch so far; None if there is none."""
+        return self._detached(self.step_value if of_step else self._reduce(self.epoch))
+
+    def row_value(self) -> Tensor | None:
+        """Return the value since the newest row; of a torchmetrics object that of the epoch."""
+        return self._detached(self._reduce(self.row))
+
+    def _reduce(self, accumulator: Accumulator) -> Any:
+        if self.torchmetric is None:
+            return accumulator.compute()
+        return self.torchmetric.compute() if self.has_value and self.arguments.on_epoch else None
+
+    def _detached(self, value: Any) -> Tensor | None:
+        if value is None:
             return None
-        if not isinstance(found, Tensor):
+        if not isinstance(value, Tensor):
             raise ConfigurationError(
                 f"The `.compute()` return of the metric logged as {self.arguments.name!r} must be a"
-                f" tensor. Found {found}. Log it with self.log_dict."
+                f" tensor. Found {value}. Log it with self.log_dict."
             )
-        return found if self.arguments.enable_graph else found.detach()
-
-    def _reduce_epoch(self) -> Tensor | None:
-        if self._epoch_value is not None:
-            return self._epoch_value
-        if self.torchmetric is not None:
-            self._epoch_value = self.torchmetric.compute()
-        elif self.total is not None:
-            total = self._sync(self.total.clone())
-            if self.arguments.reduction == "mean":
-                weight = torch.as_tensor(self.weight, dtype=total.dtype, device=total.device)
-                total = total / self._sync(weight)
-            self._epoch_value = total
-        return self._epoch_value
-
-    def _sync(self, value: Tensor) -> Tensor:
-        arguments = self.arguments
-        if self._all_reduce is None or not arguments.sync_dist or arguments.rank_zero_only:
-            return value
-        group, reduction = arguments.sync_dist_group, arguments.reduction
-        return self._all_reduce(value, group=group, reduce_op=reduction)
+        return value if self.arguments.enable_graph else value.detach()
 
     def state_dict(self) -> dict[str, Any]:
         arguments = dataclasses.replace(self.arguments, sync_dist_group=None)
-        state: dict[str, Any] = {name: getattr(self, name) for name in _SAVED_FIELDS}
-        state["since_row"] = None if self.since_row is None else self.since_row.state_dict()
-        return {"arguments": dataclasses.asdict(arguments), **state}
+        return {
+            "arguments": dataclasses.asdict(arguments),
+            "step_value": self.step_value,
+            "has_value": self.has_value,
+            "epoch": self.epoch.state_dict(),
+            "row": self.row.state_dict(),
+        }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        vars(self).update((name, state[name]) for name in _SAVED_FIELDS)
-        if self.since_row is not None and state["since_row"] is not None:
-            self.since_row.load_state_dict(state["since_row"])
+        self.step_value, self.has_value = state["step_value"], state["has_value"]
+        self.row.load_state_dict(state["row"])
+        self.epoch.load_state_dict(state["epoch"])
 
 
 class LoopResults(dict):
@@ -290,9 +234,11 @@ class LoopResults(dict):
         batch: The current batch.
         batch_size: The size of the current batch. None until a mean needs it.
         logged_batch_size: The batch_size that the current step passed to ``self.log``.
-        batches_started: Batches started in this epoch or of this loader; 0 after the last one.
+        of_rows: The metrics whose values are in the rows of metrics.csv, by name.
+        is_in_batches: Whether the batches of an epoch or of a loader have started and not ended.
+        is_after_first_batch: Whether the second of these batches has started.
         last_hook: The hook that logged last.
-        has_new_values: Whether a batch has ended since the views were updated.
+        has_new_values: Whether a batch has ended since Trainer's three views were updated.
     """
 
     def __init__(self, is_training: bool) -> None:
@@ -302,21 +248,17 @@ class LoopResults(dict):
         self.batch_size: int | None = None
         self.logged_batch_size: int | None = None
         self.dataloader_idx: int | None = None
+        self.of_rows: dict[str, LoggedMetric] = {}
         self.has_step_values = False
-        self.batches_started = 0
+        self.is_in_batches = self.is_after_first_batch = False
         self.last_hook: str | None = None
         self.has_new_values = False
 
-    def current(self) -> Iterator[ResultMetric]:
+    def current(self) -> Iterator[LoggedMetric]:
         """Yield the metrics that the current loader has logged since the last reset."""
         for metric in self.values():
             if metric.has_value and metric.arguments.dataloader_idx == self.dataloader_idx:
                 yield metric
-
-    def mean_loss(self) -> ResultMetric | None:
-        """Return the epoch's mean of ``train_loss``, if the training step logs it."""
-        metric = self.get(("training_step", "train_loss", None))
-        return metric if metric is not None and metric.needs_batch_size else None
 
     def reset_hook(self, hook: str | None) -> None:
         """Reset the sums of a hook that logs for the first time in this epoch."""
@@ -327,43 +269,77 @@ class LoopResults(dict):
     def find_batch_size(self) -> int:
         """Return the size of the current batch. The first call in a batch determines the size."""
         if self.batch_size is None:
-            self.batch_size = 1 if self.batch is None else extract_batch_size(self.batch)
+            self.batch_size = 1 if self.batch is None else find_batch_size(self.batch)
         return self.batch_size
 
 
-class MetricViews(NamedTuple):
-    """The current values for each reader. Names in ``row`` have no "_step" or "_epoch"."""
+def find_batch_size(batch: Any) -> int:
+    """Return the size of a batch as Trainer finds it, in less time for a tuple of tensors."""
+    if type(batch) in (tuple, list):
+        sizes = {p.size(0) if isinstance(p, Tensor) and p.dim() else -1 for p in batch}
+        if len(sizes) == 1 and -1 not in sizes:
+            return sizes.pop()
+    return extract_batch_size(batch)
+
+
+class CurrentValues(NamedTuple):
+    """The values of the current step or epoch, for each reader.
+
+    Attributes:
+        row: The values for a row of a CSV file. Their names have no "_step" or "_epoch".
+        returned: The means of the values that the steps returned.
+    """
 
     callback: dict[str, Any]
     logged: dict[str, Any]
     progress_bar: dict[str, Any]
     row: dict[str, Any]
+    returned: dict[str, Any]
 
 
 class ResultCollection:
     """Implement ``self.log`` for a run, with Trainer's three views of the logged values.
 
+    Args:
+        module: The module whose torchmetrics objects a checkpoint saves.
+        all_reduce: Fabric's all_reduce. None in a single process.
+        is_enabled: False: ``self.log`` does nothing.
+        shows_returned: Whether callbacks and loggers receive the returned values, too. Those of a
+            LightningModule are only in the rows, because Trainer ignores them.
+
     Attributes:
         active: The LoopResults that receive logged values; None outside of the loops.
         callback_metrics, logged_metrics, progress_bar_metrics: Trainer's attributes of these names.
         is_step_based: Whether the rows of metrics.csv are step-based, see History.
-        row: The values of the next row of metrics.csv.
+        row: The values of the next row of metrics.csv, without those of training.
+        returned: The newest means of the returned values.
+        evaluated: The values of the newest evaluation.
+        evaluated_metrics: The values for the loggers: of a LightningModule only the logged ones.
     """
 
     def __init__(
-        self, hooks: Any, module: Any, all_reduce: Callable[..., Any] | None, is_enabled: bool
+        self,
+        hooks: Any,
+        module: Any,
+        all_reduce: Callable[..., Any] | None,
+        is_enabled: bool,
+        shows_returned: bool = False,
     ) -> None:
         self._hooks, self._module = hooks, module
-        self._all_reduce, self._is_enabled = all_reduce, is_enabled
+        self._all_reduce, self.is_enabled = all_reduce, is_enabled
+        self._shows_returned = shows_returned
         self.train, self.evaluation = LoopResults(is_training=True), LoopResults(is_training=False)
         self.active: LoopResults | None = None
         self.is_step_based = False
         self.callback_metrics: dict[str, Any] = {}
         self.logged_metrics: dict[str, Any] = {}
         self.progress_bar_metrics: dict[str, float] = {}
-        self.row: dict[str, Tensor] = {}
-        # The names of the torchmetrics objects that only evaluations log.
-        self._evaluation_metrics: set[str] = set()
+        self.row: dict[str, Any] = {}
+        self.returned: dict[str, Tensor] = {}
+        self.evaluated: dict[str, Any] = {}
+        self.evaluated_metrics: dict[str, Any] = {}
+        # The values of the current evaluation's loaders.
+        self._of_loaders: list[CurrentValues] = []
 
     def __deepcopy__(self, memo: dict) -> ResultCollection:
         """Return self, because a copy of a module that is made during a run logs into this run."""
@@ -391,32 +367,33 @@ class ResultCollection:
         rank_zero_only: bool = False,
     ) -> None:
         """Log a number, a tensor of one element or a torchmetrics object; see LightningModule.log."""
-        if not self._is_enabled:
+        if not self.is_enabled:
             return
         results, hook = self.active, self._hooks.current
         if results is None:
             raise hook_error(hook)
         index = results.dataloader_idx
-        of_name = (prog_bar, logger, on_step, on_epoch, reduce_fx, enable_graph, sync_dist)
-        given = (*of_name, sync_dist_group, add_dataloader_idx, rank_zero_only, index)
+        where = (sync_dist_group, add_dataloader_idx, rank_zero_only, index)
+        given = (prog_bar, logger, on_step, on_epoch, reduce_fx, enable_graph, sync_dist, *where)
         metric = results.get((hook, name, index if add_dataloader_idx else None))
-        if metric is None or metric.given != given:
+        if metric is None or metric.call_arguments != given:
             metric = self._register(results, hook, name, given)
         if results.last_hook != hook:
             # As in Trainer, another hook in the first batch resets the sums of that hook.
-            if results.batches_started <= 1:
+            if not results.is_after_first_batch:
                 results.reset_hook(hook)
             results.last_hook = hook
         if isinstance(value, Tensor):
             value = value.detach() if value.requires_grad and not enable_graph else value
         elif isinstance(value, numbers.Number):
             value = torch.tensor(value, dtype=float_type())
-        else:
-            check_loggable(name, value)
+        elif is_torchmetric(value):
             metric.update_torchmetric(value)
             return
+        else:
+            raise value_error(name, value)
         if value.dim():
-            value = _single_element(name, value)
+            value = single_element(name, value)
         if value.dtype is not torch.float32 and value.dtype is not torch.float64:
             value = value.to(float_type())
         if batch_size is not None:
@@ -424,8 +401,6 @@ class ResultCollection:
         else:
             batch_size = results.find_batch_size() if metric.needs_batch_size else 1
         metric.update(value, batch_size)
-        if metric.since_row is not None:
-            metric.since_row.update(value.detach(), batch_size)
 
     def log_dict(self, dictionary: Mapping[str, Any], **arguments: Any) -> None:
         """Log every item of a dict or of a torchmetrics MetricCollection."""
@@ -436,27 +411,68 @@ class ResultCollection:
 
     def _register(
         self, results: LoopResults, hook: str | None, name: str, given: tuple
-    ) -> ResultMetric:
+    ) -> LoggedMetric:
         """Check the arguments of a name that is logged for the first time or with new arguments."""
-        arguments = parse_arguments(hook, name, given)
+        prog_bar, logger, on_step, on_epoch, reduce_fx, *others = given
+        on_step, on_epoch = find_step_and_epoch(hook, on_step, on_epoch)
+        levels = (prog_bar, logger is not False, on_step, on_epoch)
+        arguments = LogArguments(str(hook), name, *levels, find_reduction(reduce_fx), *others)
+        check_name(name, arguments.add_dataloader_idx)
         metric = results.get(arguments.key)
         if metric is None:
             metric = self._add_metric(results, arguments)
-        elif metric.given and metric.arguments != arguments:
+        elif metric.call_arguments and metric.arguments != arguments:
             raise ConfigurationError(
                 f"You called `self.log({name}, ...)` twice in `{hook}` with different arguments."
                 " This is not allowed"
             )
-        metric.arguments, metric.given = arguments, given
+        metric.arguments, metric.call_arguments = arguments, given
         return metric
 
-    def _add_metric(self, results: LoopResults, arguments: LogArguments) -> ResultMetric:
-        metric = results[arguments.key] = ResultMetric(arguments, self._all_reduce)
+    def _add_metric(self, results: LoopResults, arguments: LogArguments) -> LoggedMetric:
+        metric = LoggedMetric(arguments, self._all_reduce)
+        results[arguments.key] = metric
+        if metric.is_returned:
+            results.of_rows.setdefault(arguments.name, metric)
+        elif arguments.on_epoch and arguments.logger:
+            results.of_rows[arguments.full_name()] = metric
+        if self.is_step_based and results.is_training and not metric.is_returned:
+            metric.row = Accumulator(arguments.reduction, metric.sync)
         results.has_step_values |= arguments.on_step
-        if self.is_step_based and results is self.train and arguments.on_epoch:
-            of_row = dataclasses.replace(arguments, on_step=False)
-            metric.since_row = ResultMetric(of_row, self._all_reduce)
         return metric
+
+    def add_returned(self, values: Mapping[str, Tensor]) -> None:
+        """Add 0-dimensional tensors that a step returned, unless the step logs the same mean."""
+        results = self.active
+        assert results is not None
+        for name, value in values.items():
+            metric = results.of_rows.get(name)
+            if metric is None or not (metric.is_returned or metric.has_value):
+                metric = self._returned_metric(results, name)
+            if metric.is_returned:
+                if value.dtype is not torch.float32 and value.dtype is not torch.float64:
+                    value = value.to(float_type())
+                metric.has_value = True
+                metric.epoch.add(value, self.returned_batch_size())
+
+    def _returned_metric(self, results: LoopResults, name: str) -> LoggedMetric:
+        metric = results.get((RETURNED, name, None))
+        if metric is None:
+            arguments = LogArguments(RETURNED, name, sync_dist=True, add_dataloader_idx=False)
+            arguments.dataloader_idx = results.dataloader_idx
+            metric = self._add_metric(results, arguments)
+        return metric
+
+    def returned_batch_size(self) -> int:
+        """Return the batch_size that the step passed to ``self.log``, or the size of the batch."""
+        results = self.active
+        assert results is not None
+        if results.logged_batch_size is not None:
+            return results.logged_batch_size
+        try:
+            return results.find_batch_size()
+        except MisconfigurationException:
+            return 1
 
     def start_training(self) -> None:
         """Send logged values to the training results."""
@@ -470,7 +486,8 @@ class ResultCollection:
     def start_batch(self, batch: Any, dataloader_idx: int | None = None) -> None:
         results = self.active
         assert results is not None
-        results.batches_started += 1
+        results.is_after_first_batch = results.is_in_batches
+        results.is_in_batches = True
         results.batch, results.batch_size, results.logged_batch_size = batch, None, None
         results.dataloader_idx = dataloader_idx
 
@@ -482,18 +499,46 @@ class ResultCollection:
 
     def end_batches(self) -> None:
         """End the batches of an epoch or of one loader. The views change to the epoch's values."""
-        assert self.active is not None
-        if self.active.has_new_values:
+        results = self.active
+        assert results is not None
+        if results.has_new_values:
             self.update_metrics()
-        self.active.batches_started = 0
+        results.is_in_batches = results.is_after_first_batch = False
+        # A hook may read the means on one process only, so reduce them over all processes before.
+        for metric in results.current():
+            metric.epoch.compute()
+
+    def end_loader(self) -> None:
+        """End the batches of an evaluation loader, and keep its values."""
+        self.end_batches()
+        self._of_loaders.append(self.update_metrics())
+        # Values that are logged after the last batch belong to no loader.
+        self.evaluation.dataloader_idx = None
+
+    def end_evaluation(self) -> list[dict[str, Any]]:
+        """Return the evaluation's values as one dict for each loader."""
+        at_end = self.update_metrics().logged
+        of_loaders, self._of_loaders = self._of_loaders, []
+        logged = dict(at_end)
+        returned: dict[str, Any] = {}
+        for values in of_loaders:
+            logged = values.logged | logged
+            returned |= values.returned
+        self.evaluated, self.evaluated_metrics = returned | logged, logged
+        # Trainer returns logged values. If a module logs nothing, return its step outputs.
+        fields = [values.logged if logged else values.returned for values in of_loaders]
+        return [to_numbers({**values, **at_end}) for values in fields]
 
     def reset(self) -> None:
         """Reset the sums after the last hook of an epoch."""
-        if self.active is not None:
-            for metric in self.active.values():
-                metric.reset()
-            self.active.dataloader_idx = self.active.last_hook = None
-            self.active.batches_started = 0
+        results = self.active
+        if results is not None:
+            for metric in results.values():
+                # Only the end of a row resets the values that training steps returned.
+                if not results.is_training or not metric.is_returned:
+                    metric.reset()
+            results.dataloader_idx = results.last_hook = None
+            results.is_in_batches = results.is_after_first_batch = False
 
     def end(self) -> None:
         """Stop logging. callback_metrics and the other views keep the values of the last batch."""
@@ -503,77 +548,96 @@ class ResultCollection:
 
     def forget_sanity_check(self) -> None:
         """Discard the values of the sanity check."""
-        views = (self.callback_metrics, self.logged_metrics, self.progress_bar_metrics, self.row)
-        for metrics in (*views, self.evaluation):
+        views = (self.callback_metrics, self.logged_metrics, self.progress_bar_metrics)
+        values = (self.row, self.returned, self.evaluated, self.evaluated_metrics)
+        for metrics in (*views, *values):
             metrics.clear()
+        self.evaluation = LoopResults(is_training=False)
 
-    def update_metrics(self) -> dict[str, Tensor]:
-        """Update the views. Return the values for the loggers."""
-        if not self.active:
-            return {}
+    def update_metrics(self) -> CurrentValues:
+        """Update Trainer's three views, and outside of batches the row."""
+        values = self.current_values()
+        if self.active is None:
+            return values
         self.active.has_new_values = False
-        views = self.views()
-        self.callback_metrics.update(views.callback)
-        self.logged_metrics.update(views.logged)
-        self.progress_bar_metrics.update({k: v.item() for k, v in views.progress_bar.items()})
-        of_step = self.active.batches_started > 0
-        if not of_step and not (self.is_step_based and self.active.is_training):
-            self.row.update(views.row)
-        return views.logged
+        self.callback_metrics.update(values.callback)
+        self.logged_metrics.update(values.logged)
+        self.progress_bar_metrics.update(to_numbers(values.progress_bar))
+        self.returned.update(values.returned)
+        if not self.active.is_training and not self.active.is_in_batches:
+            self.row.update(values.row)
+        return values
 
-    def views(self) -> MetricViews:
+    def current_values(self) -> CurrentValues:
         """Return the values of the current step, or of the epoch after its last batch."""
-        assert self.active is not None
-        of_step = self.active.batches_started > 0
-        views = MetricViews({}, {}, {}, {})
-        for metric in self.active.current():
+        values = CurrentValues({}, {}, {}, {}, {})
+        results = self.active
+        if results is None:
+            return values
+        of_step = results.is_in_batches
+        for metric in results.current():
             value = metric.value(of_step)
             if value is None:
                 continue
             arguments = metric.arguments
             name = arguments.full_name()
             full_name = arguments.full_name("_step" if of_step else "_epoch")
+            if metric.is_returned:
+                values.returned[name] = values.row[name] = value
+                if self._shows_returned:
+                    values.logged[name] = values.callback[name] = value
+                continue
             if arguments.logger:
-                views.logged[full_name] = views.row[name] = value
+                values.logged[full_name] = values.row[name] = value
             if arguments.prog_bar:
-                views.progress_bar[full_name] = value
-            if self.active.is_training or not of_step:
-                views.callback[name] = views.callback[full_name] = value
-        return views
+                values.progress_bar[full_name] = value
+            if results.is_training or not of_step:
+                values.callback[name] = values.callback[full_name] = value
+        return values
 
     def take_row(self) -> dict[str, Tensor]:
-        """Return and clear the values of a row. Torchmetrics objects return the epoch so far."""
+        """Return the values of a row, and start the next row."""
         row, self.row = self.row, {}
         for metric in self.train.values():
-            if metric.since_row is None:
-                continue
-            source = metric.since_row if metric.torchmetric is None else metric
-            value = source.value(of_step=False) if source.has_value else None
+            name, value = metric.arguments.full_name(), metric.row_value()
+            metric.row.reset()
             if value is not None and metric.arguments.logger:
-                row[metric.arguments.full_name()] = value
-            metric.since_row.reset()
+                row[name] = value
+                if metric.is_returned:
+                    self.returned[name] = value
         return row
+
+    def latest_means(self) -> dict[str, Tensor]:
+        """Return the newest means, and those of the current row so far, of this process only."""
+        means = dict(self.returned)
+        for metric in self.train.values():
+            total, name = metric.row.total, metric.arguments.name
+            if total is not None and (metric.is_returned or name == "train_loss"):
+                means[name] = total / metric.row.weight
+        return means
 
     def state_dict(self) -> dict[str, Any]:
         """Return the sums of the training epoch so far, including those of torchmetrics objects."""
         train, metrics = self.train, find_torchmetrics(self._module)
         names = {id(metric): name for name, metric in metrics.items()}
+        trained, evaluated = (
+            {id(metric.torchmetric) for metric in results.values()}
+            for results in (train, self.evaluation)
+        )
+        # A resumed run repeats an evaluation from its start.
+        kept = {n: m for n, m in metrics.items() if id(m) in trained or id(m) not in evaluated}
         entries = [
             {**metric.state_dict(), "torchmetric": names.get(id(metric.torchmetric))}
             for metric in train.values()
         ]
-        # A resumed run continues after the evaluation, whose metrics are reset by then.
-        evaluated = {id(metric.torchmetric) for metric in self.evaluation.values()}
-        self._evaluation_metrics |= {names[key] for key in evaluated if key in names}
-        self._evaluation_metrics -= {entry["torchmetric"] for entry in entries}
-        kept = {name: m for name, m in metrics.items() if name not in self._evaluation_metrics}
         return {
             "train": entries,
             "torchmetrics": torchmetrics_state(kept),
-            "evaluation_metrics": sorted(self._evaluation_metrics),
             "callback_metrics": dict(self.callback_metrics),
+            "returned": dict(self.returned),
+            "evaluated": list(self.evaluated),
             "row": dict(self.row),
-            "position": (train.batches_started, train.last_hook, train.has_new_values),
+            "position": {name: getattr(train, name) for name in _POSITION},
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -584,18 +648,20 @@ class ResultCollection:
             metric = self._add_metric(train, LogArguments(**entry["arguments"]))
             metric.load_state_dict(entry)
             metric.torchmetric = metrics.get(entry["torchmetric"])
-        self._evaluation_metrics = set(state["evaluation_metrics"])
         self.callback_metrics, self.row = dict(state["callback_metrics"]), dict(state["row"])
-        train.batches_started, train.last_hook, train.has_new_values = state["position"]
+        self.returned, self.evaluated = dict(state["returned"]), dict.fromkeys(state["evaluated"])
+        vars(train).update(state["position"])
 
 
-def _single_element(name: str, value: Tensor) -> Tensor:
-    if value.numel() != 1:
-        raise ConfigurationError(
-            f"`self.log({name}, {value})` was called, but the tensor must have a single element."
-            f" You can try doing `self.log({name}, {value}.mean())`"
-        )
-    return value.squeeze()
+def to_numbers(values: Mapping[str, Any]) -> dict[str, Any]:
+    """Return values with plain numbers in place of tensors."""
+    return {n: v.item() if isinstance(v, Tensor) else v for n, v in values.items()}
+
+
+def is_torchmetric(value: Any) -> bool:
+    """Return whether a value has the interface of a torchmetrics object."""
+    names = ("update", "compute", "reset")
+    return not isinstance(value, Mapping) and all(hasattr(value, name) for name in names)
 
 
 def find_torchmetrics(module: Any) -> dict[str, Any]:

@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import inspect
 import math
-from collections.abc import Callable, Iterator
+import time
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 import torch
 from lightning.fabric.utilities import move_data_to_device
 
+from ..errors import ConfigurationTypeError, describe
+from ..loggers.history import name_outputs
 from .hooks import overridden
 from .module_adapter import StepIterator, takes_argument, takes_batch_idx, takes_iterator
 
@@ -43,17 +46,20 @@ def evaluate(
     check_dataloader_idx(run, name, loaders.has_several)
     run.progress.eval_batches_done = 0
     run.results.start_evaluation()
-    run.history.start_evaluation()
+    started = time.monotonic()
     run.data.set_epoch(stage, run.progress.epochs_done)
     loaders.start(max_batches)
     with evaluation_mode(run, name):
         run.hooks.call(f"on_{name}_start")
         run.hooks.call(f"on_{name}_epoch_start")
         run.console.start_evaluation(run, num_batches)
-        evaluate_batches(run, name, max_batches)
-        run.history.end_evaluation_batches()
+        outputs = evaluate_batches(run, name, max_batches)
+        run.results.end_loader()
+        if epoch_end_function(run) is not None:
+            call_epoch_end(run, outputs)
         run.hooks.call(f"on_{name}_epoch_end")
-        results = run.history.end_evaluation()
+        results = run.results.end_evaluation()
+        run.history.end_validation(time.monotonic() - started)
         run.loggers.log_evaluation(run)
         if run.progress.phase == "validation":
             run.progress.phase = "validation_end"
@@ -63,28 +69,83 @@ def evaluate(
     return results
 
 
-def evaluate_batches(run: RunState, name: str, max_batches: int | float) -> None:
+def evaluate_batches(run: RunState, name: str, max_batches: int | float) -> list[list[Any]]:
+    """Evaluate every batch. Returns the outputs by loader, if a function for them was given."""
     hooks, results, has_several = run.hooks, run.results, run.data.eval_loaders.has_several
+    outputs: list[list[Any]] = [[] for _ in run.data.eval_loaders.loaders]
+    keeps_outputs = epoch_end_function(run) is not None
     method = getattr(run.module, f"{name}_step")
     if takes_iterator(method):
-        evaluate_with_iterator(run, name, method, max_batches, run.history.outputs)
-        return
+        evaluate_with_iterator(run, name, method, max_batches, outputs)
+        return outputs
     step = evaluation_step(run, name, method, has_several)
     current_loader = 0
     for batch, batch_idx, dataloader_idx in run.data.eval_loaders.batches(max_batches):
         if dataloader_idx != current_loader:
-            run.history.end_loader()
+            results.end_loader()
             current_loader = dataloader_idx
         run.progress.count_eval_batch()
         place = (batch_idx, dataloader_idx) if has_several else (batch_idx,)
         results.start_batch(batch, dataloader_idx if has_several else None)
         hooks.call(f"on_{name}_batch_start", batch, *place)
         output = step(batch, batch_idx, dataloader_idx)
-        run.history.add_evaluation_output(output, dataloader_idx)
+        results.add_returned(evaluation_values(run, output, dataloader_idx))
+        if keeps_outputs:
+            outputs[dataloader_idx].append(output)
         hooks.call(f"on_{name}_batch_end", output, batch, *place)
         results.end_batch()
         run.loggers.log_evaluation_step(run, dataloader_idx)
         run.console.update(run)
+    return outputs
+
+
+def evaluation_values(run: RunState, output: Any, dataloader_idx: int) -> dict[str, torch.Tensor]:
+    """Return the values that a step returned, keyed by their names in the history.
+
+    Of a LightningModule, which logs its values, return only the loss.
+    """
+    prefix, loaders = prefix_of_stage(run), run.data.eval_loaders
+    values = name_outputs(output, prefix)
+    if run.is_lightning_module:
+        values = {name: v for name, v in values.items() if name == f"{prefix}_loss"}
+    elif loaders.names:
+        first = loaders.names[dataloader_idx]
+        return {first + name.removeprefix(prefix): v for name, v in values.items()}
+    if loaders.has_several:
+        values = {f"{name}/dataloader_idx_{dataloader_idx}": v for name, v in values.items()}
+    return values
+
+
+def prefix_of_stage(run: RunState) -> str:
+    return "test" if run.progress.stage == "test" else "val"
+
+
+def epoch_end_function(run: RunState) -> Callable | None:
+    """Return the function ``epoch_end`` that was given to fit, validate or test, or None."""
+    return getattr(run.module, "functions", {}).get("epoch_end")
+
+
+def call_epoch_end(run: RunState, outputs: Any) -> None:
+    """Call the user's ``epoch_end`` with all outputs, and log the values that it returns."""
+    prefix, loaders = prefix_of_stage(run), run.data.eval_loaders
+    names = loaders.names or ()
+    if names:
+        outputs = dict(zip(names, outputs, strict=True))
+    elif not loaders.has_several:
+        outputs = outputs[0]
+    function: Any = epoch_end_function(run)
+    values = function(run.network, outputs) or {}
+    if not isinstance(values, Mapping):
+        raise ConfigurationTypeError(
+            f"epoch_end: got {describe(values)} from it, expected a dict of numbers. Write return"
+            " {'f1': f1}."
+        )
+    prefixes = tuple(f"{name}_" for name in (*names, prefix))
+    previous, run.hooks.current = run.hooks.current, "on_validation_epoch_end"
+    for name, value in values.items():
+        full_name = name if name.startswith(prefixes) else f"{prefix}_{name}"
+        run.results.log(full_name, value, sync_dist=True)
+    run.hooks.current = previous
 
 
 def evaluate_with_iterator(

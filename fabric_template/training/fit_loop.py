@@ -226,8 +226,6 @@ def end_epoch(run: RunState) -> None:
     progress = run.progress
     if progress.phase != "epoch_end":
         run.results.end_batches()
-        if run.history.is_due_at_epoch_end:
-            run.history.end_train_batches()
         progress.phase = "epoch_end"
         run.hooks.call_train_epoch_end()
         if not progress.is_epoch_complete:

@@ -180,9 +180,8 @@ def run_sanity_check(run: RunState) -> None:
         run.progress.stage = "sanity_check"
         run.hooks.call("on_sanity_check_start")
         evaluate(run, "sanity_check", math.inf if most in (-1, None) else most)
-        run.hooks.call("on_sanity_check_end")
         run.results.forget_sanity_check()
-        run.history.forget_sanity_check()
+        run.hooks.call("on_sanity_check_end")
         run.progress.stage, run.progress.eval_batches_done = "train", 0
 
 
