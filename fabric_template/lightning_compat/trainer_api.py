@@ -23,9 +23,10 @@ from ..checkpoint.state import COUNTS, build_checkpoint, loops_state
 from ..config import LoopConfig
 from ..distributed.launch import join_processes, starts_processes
 from ..errors import ConfigurationError
-from ..training.hooks import is_instance_of, overridden
+from ..training.hooks import overridden
 from ..training.optimization import clip_gradients, is_logging_due, is_window_end
 from ..training.progress import Progress, StopCondition
+from .callbacks import find_callbacks
 from .private import wrap_optimizer
 
 if TYPE_CHECKING:
@@ -60,8 +61,8 @@ _ATTRIBUTES: dict[str, Callable[[Any], Any]] = {
     "test_dataloaders": lambda loop: loop.loaders_of("test"),
     "predict_dataloaders": lambda loop: loop.loaders_of("predict"),
     # Callbacks
-    "checkpoint_callbacks": lambda loop: loop.callbacks_of("Checkpoint"),
-    "early_stopping_callbacks": lambda loop: loop.callbacks_of("EarlyStopping"),
+    "checkpoint_callbacks": lambda loop: find_callbacks(loop.callbacks, "Checkpoint"),
+    "early_stopping_callbacks": lambda loop: find_callbacks(loop.callbacks, "EarlyStopping"),
     "early_stopping_callback": lambda loop: next(iter(loop.early_stopping_callbacks), None),
     # Devices
     "precision": lambda loop: loop.fabric.strategy.precision.precision,
@@ -126,7 +127,7 @@ class TrainerAPI:
         """The limits of the current or the next run, with Trainer's defaults filled in."""
         if self.run is not None:
             return self.run.stop
-        return StopCondition(self.config, Progress(), bool(self.callbacks_of("Timer")))
+        return StopCondition(self.config, Progress(), bool(find_callbacks(self.callbacks, "Timer")))
 
     @property
     def accumulate_grad_batches(self) -> int:
@@ -234,9 +235,6 @@ class TrainerAPI:
         if self.run is not None:
             self.run.hooks.callbacks[:] = callbacks
 
-    def callbacks_of(self, kind: str) -> list[Any]:
-        return [callback for callback in self.callbacks if is_instance_of(callback, kind)]
-
     @property
     def checkpoint_callback(self) -> Any:
         """The first checkpoint callback, or the loop's checkpoint manager."""
@@ -249,7 +247,7 @@ class TrainerAPI:
     @property
     def progress_bar_callback(self) -> Any:
         """The progress bar callback. Outside of a run, add Lightning's if there is none."""
-        bars = self.callbacks_of("ProgressBar")
+        bars = find_callbacks(self.callbacks, "ProgressBar")
         if not bars and self.config.enable_progress_bar and self.status != TrainerStatus.RUNNING:
             bars = [TQDMProgressBar()]
             self.callbacks = [*bars, *self.callbacks]
@@ -459,7 +457,6 @@ _OF_EVALUATION_LOOPS: dict[str, Callable[[Any], Any]] = {
         if loop.trainer.sanity_checking
         else loop.trainer.limits_of(loop.current_run.stage)
     ),
-    "num_dataloaders": lambda loop: len(loop.max_batches),
     "batch_progress": lambda loop: as_namespace(
         {
             "current": dict.fromkeys(COUNTS, loop.progress.eval_batches_done),
@@ -604,11 +601,6 @@ class StrategyAPI:
 
     def reduce(self, tensor: Any, group: Any = None, reduce_op: str | None = "mean") -> Any:
         return self._loop.fabric.all_reduce(tensor, group=group, reduce_op=reduce_op)
-
-    def save_checkpoint(self, checkpoint: Any, filepath: Any, storage_options: Any = None) -> None:
-        if self._loop.fabric.is_global_zero:
-            io = self._loop.checkpoint_io
-            io.save_checkpoint(checkpoint, filepath, storage_options=storage_options)
 
     def remove_checkpoint(self, filepath: str | os.PathLike) -> None:
         if self._loop.fabric.is_global_zero:

@@ -135,8 +135,9 @@ class StopCondition:
     @property
     def is_requested(self) -> bool:
         """Return whether a stop was requested, and min_epochs and min_steps allow it."""
-        is_heeded = self.should_stop and self.can_stop_early
-        return is_heeded or self.signal is not None or bool(self.divergence)
+        if self.should_stop and self.can_stop_early:
+            return True
+        return self.signal is not None or bool(self.divergence)
 
     @property
     def is_due(self) -> bool:
