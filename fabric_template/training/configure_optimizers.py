@@ -30,9 +30,6 @@ class NoOptimizer(Optimizer):
     def step(self, closure: Callable | None = None) -> Any:
         return closure() if closure is not None else None
 
-    def zero_grad(self, set_to_none: bool = True) -> None:
-        pass
-
     def state_dict(self) -> dict[str, Any]:
         return {}
 
@@ -103,25 +100,25 @@ def _split(returned: Any, where: str) -> tuple[list[Any], list[Any]]:
             stacklevel=4,
         )
         return [NoOptimizer()], []
-    is_sequence = isinstance(returned, list | tuple)
-    optimizers: Any = returned if is_sequence else [returned]
-    schedulers: Any = []
-    if optimizers and all(isinstance(item, Mapping) for item in optimizers):
-        return _split_dicts(optimizers)
-    if is_sequence and len(returned) == 2 and not is_optimizer(returned[1]):
+    given = returned if isinstance(returned, list | tuple) else [returned]
+    if given and all(isinstance(item, Mapping) for item in given):
+        return _split_dicts(given)
+    if all(map(is_optimizer, given)):
+        return list(given), []
+    if len(given) == 2:
         # The value is ([optimizers], [schedulers]) or (optimizer, scheduler).
         optimizers, schedulers = (
-            part if isinstance(part, list | tuple) else [part] for part in returned
+            list(part) if isinstance(part, list | tuple) else [part] for part in given
         )
-    if not all(map(is_optimizer, optimizers)):
-        text = f"{where}: got {describe(returned)}, expected an optimizer."
-        if where == "configure_optimizers":
-            text = (
-                "Unknown configuration for model optimizers. Output from `model.configure_optimizers()`"
-                f" should be one of: {_SHAPES}. {text}"
-            )
-        raise ConfigurationTypeError(f"{text} Write torch.optim.SGD(model.parameters(), lr=0.1).")
-    return list(optimizers), list(schedulers)
+        if all(map(is_optimizer, optimizers)):
+            return optimizers, schedulers
+    text = f"{where}: got {describe(returned)}, expected an optimizer."
+    if where == "configure_optimizers":
+        text = (
+            "Unknown configuration for model optimizers. Output from `model.configure_optimizers()`"
+            f" should be one of: {_SHAPES}. {text}"
+        )
+    raise ConfigurationTypeError(f"{text} Write torch.optim.SGD(model.parameters(), lr=0.1).")
 
 
 def _split_dicts(given: Sequence[Mapping]) -> tuple[list[Any], list[Any]]:
