@@ -248,8 +248,7 @@ def test_reload_dataloaders_every_n_epochs(sanity, every, reload):
             self.note("make val", self.current_epoch)
             return ones(2)
 
-    words = {"num_sanity_val_steps": sanity, "check_val_every_n_epoch": every}
-    words["reload_dataloaders_every_n_epochs"] = reload
+    words = dict(num_sanity_val_steps=sanity, check_val_every_n_epoch=every, reload_dataloaders_every_n_epochs=reload)
     _, seen = assert_both_see(lambda loop, module: loop.fit(module), Makes, max_epochs=6, **words)
     assert ("make train", 1) not in seen or reload == 1
 
