@@ -105,6 +105,8 @@ def default_keyword(run: RunState) -> str | None:
 def start_from(run: RunState, path: str, checkpoint: dict[str, Any], resumes: bool) -> None:
     """Let a run start from a checkpoint. A resumed run keeps the file's version."""
     run.checkpoint_path, run.resumes, run.checkpoint = path, resumes, checkpoint
+    # As in Trainer, on_load_checkpoint gets Lightning's keys only.
+    own = checkpoint.pop(OWN_KEY, None)
     if not resumes:
         return
     if "optimizer_states" not in checkpoint:
@@ -113,7 +115,8 @@ def start_from(run: RunState, path: str, checkpoint: dict[str, Any], resumes: bo
             " due to `ModelCheckpoint.save_weights_only` being set to `True`. resume: got"
             f" '{path}', which holds weights only. Write load= to start a new run from them."
         )
-    run.data.sampler_seed = checkpoint.get(OWN_KEY, {}).get("sampler_seed")
+    if own is not None:
+        run.own_state, run.data.sampler_seed = own, own.get("sampler_seed")
     version = version_of_checkpoint(Path(path), Path(run.loop.default_root_dir), run.config.name)
     if run.config.version is None and version is not None:
         for logger in run.history.csv_loggers:

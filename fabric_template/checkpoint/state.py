@@ -291,10 +291,10 @@ def restore_training(run: RunState, checkpoint: dict[str, Any]) -> None:
     restore_optimizers(run, checkpoint)
     precision = run.fabric.strategy.precision
     load_state(precision, checkpoint.get(type(precision).__qualname__))
-    if OWN_KEY not in checkpoint:
-        checkpoint[OWN_KEY] = state_of_trainer(run, checkpoint)
+    if run.own_state is None:
+        run.own_state = state_of_trainer(run, checkpoint)
         run.data.keeps_first_iterator = True
-    own = checkpoint[OWN_KEY]
+    own = run.own_state
     if "settings" not in own and "history" in own:
         complete_mini_state(run, own)
     epochs_done, max_epochs = own["progress"]["epochs_done"], run.stop.max_epochs
@@ -363,10 +363,9 @@ def complete_mini_state(run: RunState, own: dict[str, Any]) -> None:
 def restore_position(run: RunState) -> None:
     """Restore random generators, loaders and running sums right before training continues."""
     run.requires_grad_at_start = requires_grad_flags(run)
-    checkpoint, run.checkpoint = run.checkpoint, None
-    if checkpoint is None:
+    own, run.own_state, run.checkpoint = run.own_state, None, None
+    if own is None:
         return
-    own = checkpoint[OWN_KEY]
     if "ranks" not in own:
         # Trainer saves no random states.
         run.data.load_loader_states(own["loader_states"])

@@ -45,6 +45,7 @@ class RunState:
         network: The nn.Module that holds the parameters.
         steps: Wraps the steps for the precision, the strategy and the compilation.
         checkpoint: The checkpoint that this run starts from, until it is restored.
+        own_state: The part of the checkpoint that only FabricLoop saves. Hooks do not see it.
         resumes: Whether the run restores the optimizers and counters of the checkpoint, too.
         requires_grad_at_start: The requires_grad of each parameter right before training.
     """
@@ -135,6 +136,7 @@ class RunState:
         self.predictions: Predictions = None  # type: ignore[assignment]
         self.requires_grad_at_start: dict[str, bool] = {}
         self.checkpoint: dict[str, Any] | None = None
+        self.own_state: dict[str, Any] | None = None
         self.checkpoint_path: str | None = None
         self.checkpoint_error: Exception | None = None
         self.resumes = False
