@@ -117,7 +117,7 @@ def start_from(run: RunState, path: str, checkpoint: dict[str, Any], resumes: bo
         )
     if own is not None:
         run.own_state, run.data.sampler_seed = own, own.get("sampler_seed")
-    version = version_of_checkpoint(Path(path), Path(run.loop.default_root_dir), run.config.name)
+    version = version_of_checkpoint(run, path)
     if run.config.version is None and version is not None:
         for logger in run.history.csv_loggers:
             logger.version = version
@@ -164,8 +164,7 @@ def list_checkpoints(run: RunState, keyword: str) -> list[Path]:
     loop, version = run.loop, run.config.version
     savers = run.hooks.callbacks_of("Checkpoint")
     if not savers:
-        folder = Path(loop.default_root_dir, "checkpoints", run.config.name)
-        files = files_of_newest_version(folder, version, "*.ckpt")
+        files = files_of_newest_version(run_folder(run), version, "*.ckpt")
         # exception.ckpt may not be exact, so "auto" does not use it.
         return [file for file in files if keyword != "auto" or file.name != "exception.ckpt"]
     has_own_folder = all(getattr(saver, "dirpath", None) for saver in savers)
@@ -204,13 +203,19 @@ def version_folder(version: int | str) -> str:
     return f"version_{version}" if isinstance(version, int) else version
 
 
-def version_of_checkpoint(path: Path, root: Path, name: str) -> int | str | None:
+def run_folder(run: RunState, kind: str = "checkpoints") -> Path:
+    """Return the folder of a run's versions, for its "checkpoints" or its "logs"."""
+    return Path(run.loop.default_root_dir, kind, run.config.name)
+
+
+def version_of_checkpoint(run: RunState, path: str) -> int | str | None:
     """Return the version that a checkpoint belongs to; None if it is not of this run."""
+    file = Path(path).resolve()
     for kind in ("checkpoints", "logs"):
         # Lightning's ModelCheckpoint saves in the folder of the logs.
-        runs = (root / kind / name).resolve()
-        if runs in path.resolve().parents[1:]:
-            folder = path.resolve().relative_to(runs).parts[0]
+        folders = run_folder(run, kind).resolve()
+        if folders in file.parents[1:]:
+            folder = file.relative_to(folders).parts[0]
             digits = folder.removeprefix("version_")
             return int(digits) if digits.isdigit() else folder
     return None
@@ -234,10 +239,9 @@ def report_missing(run: RunState, argument: str, keyword: str, files: list[Path]
             " another path, or train again."
         )
     if (argument, keyword) != ("ckpt_path", "last"):
-        folder = Path(run.loop.default_root_dir, "checkpoints", run.config.name)
         raise MissingCheckpointError(
-            f"{argument}: got {keyword!r}, expected a checkpoint under {folder}, which has none. Train"
-            " first, or give a path."
+            f"{argument}: got {keyword!r}, expected a checkpoint under {run_folder(run)}, which has none."
+            " Train first, or give a path."
         )
     run.warn_once(
         f'.{run.stage}(ckpt_path="last") is set, but there is no last checkpoint available. No checkpoint'

@@ -14,7 +14,7 @@ from lightning.pytorch.utilities.exceptions import SIGTERMException
 from ..errors import CheckpointError
 from ..loggers.csv_logger import claim_version
 from .checkpoint_io import sync_folder
-from .find_checkpoint import version_folder, version_of_checkpoint
+from .find_checkpoint import run_folder, version_folder, version_of_checkpoint
 from .manager import CheckpointManager
 
 if TYPE_CHECKING:
@@ -44,11 +44,10 @@ def make_checkpoint_manager(run: RunState) -> CheckpointManager:
     config, loggers = run.config, run.history.csv_loggers
     if not config.enable_checkpointing or run.loop.checkpoint_callbacks:
         return CheckpointManager(None, config)
-    root = Path(run.loop.default_root_dir)
-    folder = root / "checkpoints" / config.name
+    folder = run_folder(run)
     version: Any = loggers[0].version if loggers else config.version
     if version is None and run.resumes:
-        version = version_of_checkpoint(Path(str(run.checkpoint_path)), root, config.name)
+        version = version_of_checkpoint(run, str(run.checkpoint_path))
     if version is None and run.fabric.is_global_zero:
         version = claim_version(folder)
     version = run.fabric.broadcast(version)

@@ -14,7 +14,7 @@ from ..loggers.logger_connector import LoggerConnector
 from ..loggers.result_collection import ResultCollection
 from .check_arguments import LOADER_OF_STAGE, check_call, check_sources
 from .configure_optimizers import has_several_optimizers
-from .hooks import Hooks, is_instance_of
+from .hooks import Hooks
 from .module_adapter import StepRunner, adapt_model, unwrap
 from .progress import Progress, StopCondition
 
@@ -107,8 +107,8 @@ class RunState:
             total_batches=before.total_batches,
             logging_step=before.logging_step,
         )
-        has_timer = any(is_instance_of(callback, "Timer") for callback in loop.callbacks)
-        has_bar = any(is_instance_of(callback, "ProgressBar") for callback in loop.callbacks)
+        has_timer = bool(self.hooks.callbacks_of("Timer"))
+        has_bar = bool(self.hooks.callbacks_of("ProgressBar"))
         shows_console = bool(config.enable_progress_bar) and not has_bar and fabric.is_global_zero
         self.is_distributed = fabric.world_size > 1
         all_reduce = fabric.all_reduce if self.is_distributed else None
