@@ -30,9 +30,9 @@ from .distributed.strategies import convert_plugin, convert_strategy
 from .errors import ConfigurationError, ConfigurationTypeError, describe
 from .lightning_compat.callbacks import as_list, parse_callbacks
 from .lightning_compat.trainer_api import StrategyAPI, TrainerAPI, make_profiler
+from .loggers.console import format_results, format_summary, summarize_run
 from .loggers.csv_logger import CSVLogger, to_cell
 from .loggers.logger_connector import LoggerAdapter, make_logger
-from .loggers.run_summary import format_results, format_summary, summarize_run
 from .training.configure_optimizers import add_scheduler
 from .training.hooks import is_instance_of
 from .training.lifecycle import evaluate_stage, fit_stage, predict_stage, run_stage, set_torch_flags

@@ -1,22 +1,25 @@
-"""Show a run as a progress bar and a table in a terminal, a log file or a notebook."""
+"""Show a run in a terminal, a log file or a notebook: a progress bar, a table and the results."""
 
 from __future__ import annotations
 
 import html
 import math
 import multiprocessing
+import os
+import signal
 import sys
 import time
 import warnings
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from tqdm import tqdm
 
+from ..training.hooks import is_instance_of
 from .history import train_values_first
 from .result_collection import to_numbers
-from .run_summary import count_of, end_reason, format_value
 
 if TYPE_CHECKING:
     from ..training.run_state import RunState
@@ -27,6 +30,7 @@ SECONDS_BETWEEN_LINES = 60.0
 LOG_FILE_BAR = "{desc}: {n_fmt}/{total_fmt} [{elapsed}<{remaining}, {rate_fmt}{postfix}]"
 # A notebook receives the whole table at each draw. At the end of a run it shows all rows.
 MAX_NOTEBOOK_ROWS = 20
+NO_METRICS = ("epoch", "step", "samples_per_second", "time")
 
 
 class Console:
@@ -70,7 +74,7 @@ class Console:
     def update(self, run: RunState) -> None:
         """Draw the bar if it is due. The loop calls this after every batch."""
         if time.monotonic() >= self._due:
-            self._guard(self._draw, run, describe(run, self._num_eval_batches))
+            self._guard(self._draw, run)
 
     def _guard(self, function: Callable, *args: Any) -> None:
         if not self.is_enabled:
@@ -92,14 +96,13 @@ class Console:
         if self._screen is not None:
             return
         self._screen = find_screen(self._table)
-        for row in run.history.rows:
-            # A resumed run compares new values with the best one of its earlier epochs.
-            self._table.update_best(row)
+        # A resumed run compares new values with those of its earlier epochs.
+        self._table.earlier = list(run.history.rows)
         self._due = self._started + self._screen.seconds_between_draws
         if not self._screen.is_log_file:
-            self._draw(run, describe(run, self._num_eval_batches))
+            self._draw(run)
 
-    def _draw(self, run: RunState, description: str, is_complete: bool = False) -> None:
+    def _draw(self, run: RunState, is_complete: bool = False) -> None:
         assert self._screen is not None
         progress = run.progress
         done = progress.batches_done if run.stage == "fit" else progress.eval_batches_done
@@ -114,39 +117,36 @@ class Console:
             "total": done if is_complete else total,
             "elapsed": time.monotonic() - self._started,
             "initial": self._first,
-            "prefix": description,
+            "prefix": self._describe(run, is_complete),
             "postfix": ", ".join(values),
         }
         self._screen.draw(meter)
         self._due = time.monotonic() + self._screen.seconds_between_draws
 
+    def _describe(self, run: RunState, is_complete: bool) -> str:
+        """Return the text before the bar, such as "epoch 3/10, validating 2/5"."""
+        if run.stage != "fit":
+            return run.stage
+        if is_complete:
+            return count_of(run.progress.epochs_done, "epoch")
+        limit = "" if run.stop.max_epochs == -1 else f"/{run.stop.max_epochs}"
+        text = f"epoch {run.progress.epochs_done}{limit}"
+        if run.progress.stage != "train":
+            total = "" if self._num_eval_batches == math.inf else f"/{self._num_eval_batches}"
+            text += f", validating {run.progress.eval_batches_done}{total}"
+        return text
+
     def _close(self, run: RunState, is_complete: bool) -> None:
         if self._screen is None:
             return
-        is_fit = run.stage == "fit"
         if not self._screen.is_log_file:
-            text = describe(run, self._num_eval_batches)
-            if is_fit and is_complete:
-                text = count_of(run.progress.epochs_done, "epoch")
-            self._draw(run, text, is_complete)
+            self._draw(run, is_complete)
         self._due = math.inf
-        reason = end_reason(run) if is_complete and is_fit else ""
+        reason = end_reason(run) if is_complete and run.stage == "fit" else ""
         if reason and not run.stop.has_max_epochs:
             epoch, step = run.progress.epochs_done - 1, run.progress.global_step
             self._screen.print(f"ended in epoch {epoch}, after step {step}: {reason}")
         self._screen.close()
-
-
-def describe(run: RunState, num_eval_batches: int | float) -> str:
-    """Return the text before the bar, such as "epoch 3/10, validating 2/5"."""
-    if run.stage != "fit":
-        return run.stage
-    limit = "" if run.stop.max_epochs == -1 else f"/{run.stop.max_epochs}"
-    text = f"epoch {run.progress.epochs_done}{limit}"
-    if run.progress.stage != "train":
-        total = "" if num_eval_batches == math.inf else f"/{num_eval_batches}"
-        text += f", validating {run.progress.eval_batches_done}{total}"
-    return text
 
 
 def bar_values(run: RunState) -> dict[str, float]:
@@ -163,26 +163,18 @@ class EpochTable:
     """Format the rows of a run as aligned lines. An asterisk marks each new best value."""
 
     def __init__(self, monitor: str | None, mode: str) -> None:
-        self.monitor, self.mode = monitor, mode
+        self.monitor, self.mode = monitor or "", mode
         self.rows: list[dict[str, str]] = []
-        self._best: float | None = None
+        self.earlier: list[Mapping[str, Any]] = []
         self._widths: dict[str, int] = {}
-
-    def update_best(self, row: Mapping[str, Any]) -> bool:
-        """Update the best value with a row. Return whether the row has the best value so far."""
-        value, best = row.get(self.monitor or ""), self._best
-        if not isinstance(value, int | float) or math.isnan(value):
-            return False
-        is_best = best is None or (value < best if self.mode == "min" else value > best)
-        if is_best:
-            self._best = value
-        return is_best
 
     def add(self, row: Mapping[str, Any]) -> str:
         """Add a row. Return its line, preceded by a header line if the row has new columns."""
         cells = {n: format_value(n, value) for n, value in row.items() if value is not None}
+        self.earlier.append(row)
         if self.monitor in cells:
-            cells[self.monitor] += "*" if self.update_best(row) else " "
+            is_best = best_row(self.earlier, self.monitor, self.mode) is row
+            cells[self.monitor] += "*" if is_best else " "
         self.rows.append(cells)
         has_new_columns = not cells.keys() <= self._widths.keys()
         if has_new_columns:
@@ -303,3 +295,124 @@ def find_screen(table: EpochTable) -> Screen:
     if getattr(shell, "kernel", None) is not None and multiprocessing.parent_process() is None:
         return NotebookScreen(table)
     return TerminalScreen(table) if sys.stderr.isatty() else Screen(table)
+
+
+# The end of a run
+
+
+def summarize_run(run: RunState, checkpoints: Sequence[Path]) -> dict[str, list[str]]:
+    """Return the results of a fit, why it ended, and its files, as lines by heading."""
+    config, rows, progress = run.config, run.history.rows, run.progress
+    seconds = sum(row["time"] for row in rows)
+    data = "" if run.datamodule is None else f" on {type(run.datamodule).__name__}"
+    done = f"{count_of(progress.epochs_done, 'epoch')}, {count_of(progress.global_step, 'step')}"
+    name = getattr(run.model, "__name__", type(run.model).__name__)
+    devices = f", {run.fabric.world_size} processes" if run.fabric.world_size > 1 else ""
+    logs = [Path(logger.log_dir, "metrics.csv") for logger in run.history.csv_loggers]
+    newest: dict[str, Any] = {}
+    for row in rows:
+        newest |= row
+    metrics = [
+        f"{name} {format_value(name, value)}"
+        for name, value in newest.items()
+        if name not in NO_METRICS and not name.startswith("lr")
+    ]
+    monitor = config.monitor or ""
+    best = best_row(rows, monitor, config.mode)
+    best_value = (
+        "" if best is None else f"{format_value('', best[monitor])} in epoch {best['epoch']}"
+    )
+    lines = {
+        "trained": [f"{name}{data}: {done}, {format_duration(seconds)}"],
+        "ended": [end_reason(run)],
+        "at the end": [", ".join(metrics)],
+        "best": [f"{monitor} {best_value}" if best_value else ""],
+        "device": [f"{run.fabric.device}, {run.fabric.strategy.precision.precision}{devices}"],
+        "log": [short_path(path) for path in logs if path.is_file()],
+        "checkpoint": [short_path(path) for path in dict.fromkeys(checkpoints)],
+    }
+    if any(path.name == "last.ckpt" for path in checkpoints):
+        lines["resume"] = ["fit(..., resume='last')"]
+    return {heading: texts for heading, texts in lines.items() if texts and texts[0]}
+
+
+def format_summary(lines: Mapping[str, Sequence[str]]) -> str:
+    """Format each line of the summary after its heading."""
+    return "\n".join(f"{heading:<12}{text}" for heading, texts in lines.items() for text in texts)
+
+
+def end_reason(run: RunState) -> str:
+    """Return the reason why training ended, or an empty string during training."""
+    stop = run.stop
+    if stop.signal is not None:
+        return signal.Signals(stop.signal).name
+    if run.exception is not None:
+        return f"{type(run.exception).__name__}: {run.exception}"
+    if stop.divergence:
+        return stop.divergence
+    if stop.has_max_steps:
+        return f"max_steps={stop.max_steps} is reached"
+    if stop.has_max_epochs:
+        return f"max_epochs={stop.max_epochs} is reached"
+    if not stop.is_requested:
+        return ""
+    for callback in run.hooks.callbacks:
+        if is_instance_of(callback, "EarlyStopping") and callback.stopped_epoch:
+            return f"should_stop was set by EarlyStopping on {callback.monitor!r}"
+    return "should_stop was set"
+
+
+def best_row(
+    rows: Sequence[Mapping[str, Any]], monitor: str, mode: str
+) -> Mapping[str, Any] | None:
+    """Return the first row with the best value of the monitored metric, or None without a value."""
+    found = [row for row in rows if not math.isnan(row.get(monitor, math.nan))]
+    choose = max if mode == "max" else min
+    return choose(found, key=lambda row: row[monitor], default=None)
+
+
+def format_results(results: Sequence[Mapping[str, Any]], stage: str) -> str:
+    """Return the metrics of an evaluation as a table with a column for each loader."""
+    import pandas
+
+    loaders = {}
+    for index, result in enumerate(results):
+        # The header of the column names the loader.
+        values = {name.split("/dataloader_idx_")[0]: value for name, value in result.items()}
+        loaders[f"DataLoader {index}"] = values
+    table = (
+        pandas.DataFrame(loaders).sort_index().rename_axis(columns=f"{stage} metric".capitalize())
+    )
+    return "" if table.empty else table.to_string(na_rep="", float_format=str)
+
+
+def format_value(name: str, value: Any) -> str:
+    """Format a value for the tables, such as 0.2500 or 2.00e-07, or 0.0003 (learning rate)."""
+    if isinstance(value, bool) or not isinstance(value, float):
+        return " ".join(str(value).split())[:20]
+    if name in ("time", "left"):
+        return format_duration(value)
+    if name == "samples_per_second":
+        return f"{value:.0f}"
+    if name == "lr" or name.startswith("lr_") or not math.isfinite(value):
+        return f"{value:.3g}"
+    return f"{value:.4f}" if value == 0 or 1e-3 <= abs(value) < 1e6 else f"{value:.2e}"
+
+
+def format_duration(seconds: float) -> str:
+    """Format a duration, such as "0.3 s", "1:15" or "25:00:00"."""
+    if seconds < 59.95:
+        return f"{seconds:.1f} s"
+    minutes, rest = divmod(round(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours}:{minutes:02}:{rest:02}" if hours else f"{minutes}:{rest:02}"
+
+
+def count_of(number: int, noun: str) -> str:
+    return f"{number} {noun}" if number == 1 else f"{number} {noun}s"
+
+
+def short_path(path: Path) -> str:
+    """Return a path relative to the working directory if it is inside that directory."""
+    relative = os.path.relpath(path)
+    return str(path) if relative.startswith("..") else relative

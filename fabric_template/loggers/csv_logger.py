@@ -26,9 +26,6 @@ from ..checkpoint.checkpoint_io import replaced_file
 from ..errors import ConfigurationError
 from .read_logs import read_table
 
-# YAML has scalars of these types.
-PLAIN_TYPES = (type(None), bool, int, float, str, Path)
-
 
 class CSVLogger(Logger):
     """Write the rows of a run into CSV files.
@@ -132,7 +129,7 @@ class CSVLogger(Logger):
                     f"log_hyperparams: got a {type(given).__name__}, expected a dict or a Namespace."
                 )
             self._hparams.update(values)
-        write_text(Path(self.log_dir, "hparams.yaml"), to_yaml(self._hparams))
+        write_yaml(Path(self.log_dir, "hparams.yaml"), self._hparams)
 
     def position(self, max_step: int | None = None) -> dict[str, Any]:
         """Return the columns and number of rows of steps.csv, including rows not yet on disk.
@@ -143,11 +140,10 @@ class CSVLogger(Logger):
         if getattr(rank_zero_only, "rank", 0) > 0:
             return {}
         table = self._table("steps.csv")
-        columns = columns_of([dict.fromkeys(table.columns), *table.waiting])
         num_rows = table.num_rows + len(table.waiting)
-        if max_step is not None and num_rows:
+        if max_step is not None:
             num_rows = sum(int(row["step"]) <= max_step for row in read_table(table.path)[1])
-        return {"rows": num_rows, "columns": columns}
+        return {"rows": num_rows, "columns": table.all_columns}
 
     @rank_zero_only
     def rewind(self, position: Mapping[str, Any], rows: Sequence[Mapping[str, Any]] = ()) -> None:
@@ -159,9 +155,9 @@ class CSVLogger(Logger):
         """
         self._tables = {}
         steps = self._table("steps.csv")
-        kept = read_table(steps.path)[1][: position.get("rows", 0)] if steps.num_rows else []
-        steps.rewind(list(position.get("columns", [])) if kept else [], kept)
-        self._table("metrics.csv").rewind(columns_of(rows), rows)
+        kept = read_table(steps.path)[1][: position.get("rows", 0)]
+        steps.replace(position["columns"] if kept else [], kept)
+        self._table("metrics.csv").replace(columns_of(rows), rows)
 
     @rank_zero_only
     def sync(self) -> None:
@@ -184,33 +180,30 @@ class Table:
     """Append rows to a CSV file. A new column rewrites the file through a temporary file.
 
     A row that cannot be written (such as on a full disk) stays in memory until the next append.
+
+    Attributes:
+        num_rows, columns: Those of the file.
+        waiting: The rows that are not in the file yet.
     """
 
     def __init__(self, path: Path) -> None:
         self.path = path
-        self.num_rows = 0
-        self.columns: list[str] = []
         self.waiting: list[dict[str, Any]] = []
-        self._size: int | None = None
         self._is_synced = True
-        self.open()
+        self._read()
 
-    def open(self) -> None:
-        """Read the file if its size has changed, and drop an unfinished last row."""
-        size = self.path.stat().st_size if self.path.exists() else 0
-        if size == self._size:
-            return
-        columns, rows, is_complete = read_table(self.path) if size else ([], [], True)
-        self.columns, self.num_rows, self._size = columns, len(rows), size
+    @property
+    def all_columns(self) -> list[str]:
+        """The columns of the file and of the waiting rows."""
+        return columns_of([dict.fromkeys(self.columns), *self.waiting])
+
+    def _read(self) -> None:
+        """Read the columns and count the rows. Drop an unfinished last row."""
+        self._size = file_size(self.path)
+        self.columns, rows, is_complete = read_table(self.path)
+        self.num_rows = len(rows)
         if not is_complete:
-            self.write(columns, rows)
-
-    def rewind(self, columns: list[str], rows: Sequence[Mapping[str, Any]]) -> None:
-        """Replace the rows by a checkpoint's rows, unless the file has exactly these rows."""
-        cells = [[str(row.get(name, "")) for name in columns] for row in rows]
-        found = read_table(self.path)[1] if self._size else []
-        if (columns, cells) != (self.columns, [list(row.values()) for row in found]):
-            self.write(columns, rows)
+            self.replace(self.columns, rows)
 
     def append(self, row: Mapping[str, Any]) -> None:
         self.waiting.append({name: to_cell(name, value) for name, value in row.items()})
@@ -228,41 +221,40 @@ class Table:
         """Write all rows in self.waiting, or none of them if the write fails."""
         if not self.waiting:
             return
-        self.open()
-        columns = columns_of([dict.fromkeys(self.columns), *self.waiting])
-        if columns == self.columns and self._size:
+        if file_size(self.path) != self._size:
+            # Another program has written the file.
+            self._read()
+        columns = self.all_columns
+        if columns == self.columns:
             self._append_lines(to_lines(columns, self.waiting))
             self.num_rows += len(self.waiting)
         else:
             # Cells of a new column are empty in earlier rows.
-            rows = read_table(self.path)[1] if self._size else []
-            self.write(columns, [*rows, *self.waiting])
+            self.replace(columns, [*read_table(self.path)[1], *self.waiting])
         self.waiting = []
 
-    def _append_lines(self, lines: str) -> None:
-        content = lines.encode("utf-8", "backslashreplace")
+    def _append_lines(self, content: bytes) -> None:
         # A buffered file would retry a failed write when it is closed.
         with self.path.open("ab", buffering=0) as file:
-            size = file.tell()
             try:
                 if file.write(content) < len(content):
                     raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
             except OSError:
                 # A reader would take a partly written row for a complete one.
-                os.truncate(self.path, size)
+                os.truncate(self.path, self._size)
                 raise
-        self._size, self._is_synced = size + len(content), False
+        self._size += len(content)
+        self._is_synced = False
 
-    def write(self, columns: list[str], rows: Sequence[Mapping[str, Any]]) -> None:
-        """Replace the file by these rows. Remove the file if there are no columns."""
-        if columns:
-            write_text(
-                self.path, to_lines(columns, [dict(zip(columns, columns, strict=True)), *rows])
-            )
-        else:
+    def replace(self, columns: list[str], rows: Sequence[Mapping[str, Any]]) -> None:
+        """Replace the rows of the file. Remove the file if there are no columns."""
+        head = [dict(zip(columns, columns, strict=True))] if columns else []
+        content = to_lines(columns, [*head, *rows])
+        if not content:
             self.path.unlink(missing_ok=True)
-        self.columns, self.num_rows = columns, len(rows)
-        self._size = self.path.stat().st_size if columns else 0
+        elif not self.path.exists() or self.path.read_bytes() != content:
+            write_file(self.path, content)
+        self.columns, self.num_rows, self._size = columns, len(rows), len(content)
 
     def sync(self) -> None:
         """Write the rows in self.waiting, and flush the file to the disk."""
@@ -271,6 +263,13 @@ class Table:
             with self.path.open("rb+") as file:
                 os.fsync(file.fileno())
             self._is_synced = True
+
+
+def file_size(path: Path) -> int:
+    try:
+        return os.stat(path).st_size
+    except FileNotFoundError:
+        return 0
 
 
 def to_cell(name: str, value: Any) -> Any:
@@ -290,12 +289,12 @@ def columns_of(rows: Iterable[Mapping[str, Any]]) -> list[str]:
     return list(dict.fromkeys(name for row in rows for name in row))
 
 
-def to_lines(columns: list[str], rows: Iterable[Mapping[str, Any]]) -> str:
+def to_lines(columns: list[str], rows: Iterable[Mapping[str, Any]]) -> bytes:
     """Format rows as lines of a CSV file. Columns without a value get empty cells."""
     buffer = io.StringIO()
     writer = csv.DictWriter(buffer, columns, restval="", extrasaction="ignore", lineterminator="\n")
     writer.writerows(rows)
-    return buffer.getvalue()
+    return buffer.getvalue().encode("utf-8", "backslashreplace")
 
 
 def next_version(*folders: Path) -> int:
@@ -321,20 +320,25 @@ def claim_version(folder: Path, *others: Path) -> int:
             ) from error
 
 
-def write_text(path: Path, text: str) -> None:
+def write_file(path: Path, content: bytes) -> None:
     """Write a file atomically."""
     with replaced_file(path) as file:
-        file.write(text.encode("utf-8", "backslashreplace"))
+        file.write(content)
 
 
-def to_yaml(values: dict[str, Any]) -> str:
-    """Return plain values as YAML."""
+def write_yaml(path: Path, values: dict[str, Any], head: str = "") -> None:
+    """Write plain values into a YAML file atomically."""
     dumper = getattr(yaml, "CSafeDumper", yaml.SafeDumper)
-    return str(yaml.dump(values, Dumper=dumper, sort_keys=False, allow_unicode=True))
+    text = head + yaml.dump(values, Dumper=dumper, sort_keys=False, allow_unicode=True)
+    write_file(path, text.encode("utf-8", "backslashreplace"))
 
 
-def to_plain(value: Any) -> Any:
-    """Convert a value to types of YAML. Objects are converted with str()."""
+def to_plain(value: Any, is_strict: bool = False) -> Any:
+    """Convert a value to types of YAML. Objects are converted with str().
+
+    Raises:
+        TypeError: With is_strict, for an object.
+    """
     if value is None or isinstance(value, bool):
         return value
     for kind in (int, float, str):
@@ -342,9 +346,12 @@ def to_plain(value: Any) -> Any:
             return kind(value)
     if isinstance(value, Mapping | Namespace):
         items = (value if isinstance(value, Mapping) else vars(value)).items()
-        return {key if isinstance(key, int) else str(key): to_plain(item) for key, item in items}
+        named = {key if isinstance(key, int) else str(key): item for key, item in items}
+        return {key: to_plain(item, is_strict) for key, item in named.items()}
     if isinstance(value, list | tuple | set | frozenset):
-        return [to_plain(item) for item in value]
+        return [to_plain(item, is_strict) for item in value]
     if hasattr(value, "item") and getattr(value, "shape", None) == ():
         return to_plain(value.item())
+    if is_strict and not isinstance(value, Path):
+        raise TypeError(f"{type(value).__name__} is no type of YAML")
     return str(value)

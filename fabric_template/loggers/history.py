@@ -56,7 +56,7 @@ class History:
     def choose_rows(self) -> None:
         """Choose step-based or epoch-based rows. Call this after the training loader is set up."""
         has_no_length = self.run.progress.num_train_batches == math.inf
-        self.is_step_based = self.run.results.is_step_based = self.counts_steps or has_no_length
+        self.is_step_based = self.counts_steps or has_no_length
 
     @property
     def counts_steps(self) -> bool:
@@ -98,7 +98,7 @@ class History:
             values = name_outputs(output, "train")
         results.add_returned(values)
 
-    def end_validation(self, seconds: float) -> None:
+    def count_validation(self, seconds: float) -> None:
         """Count a validation. Its time does not slow down ``samples_per_second``."""
         self._eval_seconds += seconds
         self.is_validated |= self.run.progress.stage == "validate"

@@ -9,10 +9,10 @@ from typing import TYPE_CHECKING, Any
 from lightning.pytorch.loggers import Logger, MLFlowLogger, TensorBoardLogger, WandbLogger
 
 from ..errors import ConfigurationError
-from ..lightning_compat.private import logs_hyperparameters
 from .csv_logger import CSVLogger
 from .history import train_values_first
 from .result_collection import to_numbers
+from .run_config import merge_hyperparameters
 
 if TYPE_CHECKING:
     from ..training.run_state import RunState
@@ -143,29 +143,6 @@ class LoggerConnector:
     def finalize(self, status: str) -> None:
         for logger in self.loggers:
             logger.finalize(status)
-
-
-def merge_hyperparameters(model: Any, datamodule: Any) -> dict[str, Any]:
-    """Return the hyperparameters that a module and a datamodule saved.
-
-    Raises:
-        RuntimeError: They have different values for one name.
-    """
-    merged: dict[str, Any] = {}
-    for part in (model, datamodule):
-        hparams = dict(part.hparams_initial) if logs_hyperparameters(part) else {}
-        # LightningCLI keeps the class of each part under this name.
-        hparams.pop("_class_path", None)
-        # Compare the repr, because == of two arrays returns an array.
-        both = hparams.keys() & merged.keys()
-        different = sorted(key for key in both if repr(hparams[key]) != repr(merged[key]))
-        if different:
-            raise RuntimeError(
-                f"Error while merging hparams: the keys {different} are present in both the"
-                " LightningModule's and LightningDataModule's hparams but have different values."
-            )
-        merged |= hparams
-    return merged
 
 
 class RunTensorBoardLogger(TensorBoardLogger):

@@ -68,8 +68,12 @@ def read_logs(path: str | os.PathLike[str], steps: bool = False) -> pd.DataFrame
 
 
 def read_table(path: Path) -> tuple[list[str], list[dict[str, str]], bool]:
-    """Return the columns and rows of a CSV file, and whether its last row is complete."""
-    text = path.read_bytes().decode("utf-8-sig", "replace")
+    """Return the columns and rows of a CSV file, and whether its last row is complete.
+
+    A missing file has no rows.
+    """
+    content = path.read_bytes() if path.exists() else b""
+    text = content.decode("utf-8-sig", "replace")
     end = text.rfind("\n") + 1
     # Universal newlines would split a cell that holds a carriage return.
     lines = [line for line in csv.reader(io.StringIO(text[:end], newline="")) if line]

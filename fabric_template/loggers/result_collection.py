@@ -6,11 +6,12 @@ A step never synchronizes with the device.
 
 from __future__ import annotations
 
+import copyreg
 import dataclasses
 import numbers
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from lightning.fabric.utilities.exceptions import MisconfigurationException
@@ -28,6 +29,9 @@ from .log_arguments import (
     single_element,
     value_error,
 )
+
+if TYPE_CHECKING:
+    from ..training.run_state import RunState
 
 # The hook in the key of values that steps return. The others are the hooks that called self.log.
 RETURNED = "returned"
@@ -234,11 +238,11 @@ class LoopResults(dict):
         batch: The current batch.
         batch_size: The size of the current batch. None until a mean needs it.
         logged_batch_size: The batch_size that the current step passed to ``self.log``.
-        of_rows: The metrics whose values are in the rows of metrics.csv, by name.
+        row_metrics: The metrics whose values are in the rows of metrics.csv, by name.
         is_in_batches: Whether the batches of an epoch or of a loader have started and not ended.
         is_after_first_batch: Whether the second of these batches has started.
         last_hook: The hook that logged last.
-        has_new_values: Whether a batch has ended since Trainer's three views were updated.
+        has_new_values: Whether a batch has ended since Trainer's three dicts were updated.
     """
 
     def __init__(self, is_training: bool) -> None:
@@ -248,7 +252,7 @@ class LoopResults(dict):
         self.batch_size: int | None = None
         self.logged_batch_size: int | None = None
         self.dataloader_idx: int | None = None
-        self.of_rows: dict[str, LoggedMetric] = {}
+        self.row_metrics: dict[str, LoggedMetric] = {}
         self.has_step_values = False
         self.is_in_batches = self.is_after_first_batch = False
         self.last_hook: str | None = None
@@ -266,7 +270,7 @@ class LoopResults(dict):
             if metric.arguments.hook == hook and metric.torchmetric is None:
                 metric.reset()
 
-    def find_batch_size(self) -> int:
+    def current_batch_size(self) -> int:
         """Return the size of the current batch. The first call in a batch determines the size."""
         if self.batch_size is None:
             self.batch_size = 1 if self.batch is None else find_batch_size(self.batch)
@@ -298,56 +302,43 @@ class CurrentValues(NamedTuple):
 
 
 class ResultCollection:
-    """Implement ``self.log`` for a run, with Trainer's three views of the logged values.
-
-    Args:
-        module: The module whose torchmetrics objects a checkpoint saves.
-        all_reduce: Fabric's all_reduce. None in a single process.
-        is_enabled: False: ``self.log`` does nothing.
-        shows_returned: Whether callbacks and loggers receive the returned values, too. Those of a
-            LightningModule are only in the rows, because Trainer ignores them.
+    """Implement ``self.log`` for a run, and Trainer's three dicts of the logged values.
 
     Attributes:
         active: The LoopResults that receive logged values; None outside of the loops.
         callback_metrics, logged_metrics, progress_bar_metrics: Trainer's attributes of these names.
-        is_step_based: Whether the rows of metrics.csv are step-based, see History.
         row: The values of the next row of metrics.csv, without those of training.
         returned: The newest means of the returned values.
-        evaluated: The values of the newest evaluation.
-        evaluated_metrics: The values for the loggers: of a LightningModule only the logged ones.
+        evaluated: The names of the newest evaluation's values.
+        evaluated_metrics: Those of its values that the loggers receive.
     """
 
-    def __init__(
-        self,
-        hooks: Any,
-        module: Any,
-        all_reduce: Callable[..., Any] | None,
-        is_enabled: bool,
-        shows_returned: bool = False,
-    ) -> None:
-        self._hooks, self._module = hooks, module
-        self._all_reduce, self.is_enabled = all_reduce, is_enabled
-        self._shows_returned = shows_returned
+    # A pickled copy ignores logged values.
+    is_enabled = False
+
+    def __init__(self, run: RunState) -> None:
+        self.run, self._hooks = run, run.hooks
+        self.is_enabled = not run.config.barebones
+        self._all_reduce: Any = run.fabric.all_reduce if run.is_distributed else None
         self.train, self.evaluation = LoopResults(is_training=True), LoopResults(is_training=False)
         self.active: LoopResults | None = None
-        self.is_step_based = False
         self.callback_metrics: dict[str, Any] = {}
         self.logged_metrics: dict[str, Any] = {}
         self.progress_bar_metrics: dict[str, float] = {}
         self.row: dict[str, Any] = {}
         self.returned: dict[str, Tensor] = {}
-        self.evaluated: dict[str, Any] = {}
+        self.evaluated: set[str] = set()
         self.evaluated_metrics: dict[str, Any] = {}
         # The values of the current evaluation's loaders.
-        self._of_loaders: list[CurrentValues] = []
+        self._loader_values: list[CurrentValues] = []
 
     def __deepcopy__(self, memo: dict) -> ResultCollection:
         """Return self, because a copy of a module that is made during a run logs into this run."""
         return self
 
     def __reduce__(self) -> Any:
-        """Pickle a module without its run. The copy ignores logged values."""
-        return (ResultCollection, (None, None, None, False))
+        """Pickle a module without its run."""
+        return (copyreg.__newobj__, (ResultCollection,))  # type: ignore[attr-defined]
 
     def log(
         self,
@@ -374,10 +365,19 @@ class ResultCollection:
             raise hook_error(hook)
         index = results.dataloader_idx
         where = (sync_dist_group, add_dataloader_idx, rank_zero_only, index)
-        given = (prog_bar, logger, on_step, on_epoch, reduce_fx, enable_graph, sync_dist, *where)
+        arguments = (
+            prog_bar,
+            logger,
+            on_step,
+            on_epoch,
+            reduce_fx,
+            enable_graph,
+            sync_dist,
+            *where,
+        )
         metric = results.get((hook, name, index if add_dataloader_idx else None))
-        if metric is None or metric.call_arguments != given:
-            metric = self._register(results, hook, name, given)
+        if metric is None or metric.call_arguments != arguments:
+            metric = self._register(results, hook, name, arguments)
         if results.last_hook != hook:
             # As in Trainer, another hook in the first batch resets the sums of that hook.
             if not results.is_after_first_batch:
@@ -399,7 +399,7 @@ class ResultCollection:
         if batch_size is not None:
             results.logged_batch_size = batch_size
         else:
-            batch_size = results.find_batch_size() if metric.needs_batch_size else 1
+            batch_size = results.current_batch_size() if metric.needs_batch_size else 1
         metric.update(value, batch_size)
 
     def log_dict(self, dictionary: Mapping[str, Any], **arguments: Any) -> None:
@@ -410,10 +410,10 @@ class ResultCollection:
             self.log(name, value, **arguments)
 
     def _register(
-        self, results: LoopResults, hook: str | None, name: str, given: tuple
+        self, results: LoopResults, hook: str | None, name: str, call_arguments: tuple
     ) -> LoggedMetric:
         """Check the arguments of a name that is logged for the first time or with new arguments."""
-        prog_bar, logger, on_step, on_epoch, reduce_fx, *others = given
+        prog_bar, logger, on_step, on_epoch, reduce_fx, *others = call_arguments
         on_step, on_epoch = find_step_and_epoch(hook, on_step, on_epoch)
         levels = (prog_bar, logger is not False, on_step, on_epoch)
         arguments = LogArguments(str(hook), name, *levels, find_reduction(reduce_fx), *others)
@@ -426,17 +426,18 @@ class ResultCollection:
                 f"You called `self.log({name}, ...)` twice in `{hook}` with different arguments."
                 " This is not allowed"
             )
-        metric.arguments, metric.call_arguments = arguments, given
+        metric.arguments, metric.call_arguments = arguments, call_arguments
         return metric
 
     def _add_metric(self, results: LoopResults, arguments: LogArguments) -> LoggedMetric:
         metric = LoggedMetric(arguments, self._all_reduce)
         results[arguments.key] = metric
         if metric.is_returned:
-            results.of_rows.setdefault(arguments.name, metric)
+            results.row_metrics.setdefault(arguments.name, metric)
         elif arguments.on_epoch and arguments.logger:
-            results.of_rows[arguments.full_name()] = metric
-        if self.is_step_based and results.is_training and not metric.is_returned:
+            results.row_metrics[arguments.full_name()] = metric
+        is_step_based = self.run.history.is_step_based and results.is_training
+        if is_step_based and not metric.is_returned:
             metric.row = Accumulator(arguments.reduction, metric.sync)
         results.has_step_values |= arguments.on_step
         return metric
@@ -446,7 +447,7 @@ class ResultCollection:
         results = self.active
         assert results is not None
         for name, value in values.items():
-            metric = results.of_rows.get(name)
+            metric = results.row_metrics.get(name)
             if metric is None or not (metric.is_returned or metric.has_value):
                 metric = self._returned_metric(results, name)
             if metric.is_returned:
@@ -470,7 +471,7 @@ class ResultCollection:
         if results.logged_batch_size is not None:
             return results.logged_batch_size
         try:
-            return results.find_batch_size()
+            return results.current_batch_size()
         except MisconfigurationException:
             return 1
 
@@ -482,6 +483,7 @@ class ResultCollection:
         """Send logged values to the evaluation results."""
         self.update_metrics()
         self.active = self.evaluation
+        self.evaluated, self.evaluated_metrics, self._loader_values = set(), {}, []
 
     def start_batch(self, batch: Any, dataloader_idx: int | None = None) -> None:
         results = self.active
@@ -492,13 +494,13 @@ class ResultCollection:
         results.dataloader_idx = dataloader_idx
 
     def end_batch(self) -> None:
-        """Clear the current batch. The views are updated when they are read."""
+        """Clear the current batch. callback_metrics is updated when it is read."""
         assert self.active is not None
         self.active.batch = self.active.batch_size = None
         self.active.has_new_values = True
 
     def end_batches(self) -> None:
-        """End the batches of an epoch or of one loader. The views change to the epoch's values."""
+        """End the batches of an epoch or of one loader. Readers now get the epoch's values."""
         results = self.active
         assert results is not None
         if results.has_new_values:
@@ -511,23 +513,19 @@ class ResultCollection:
     def end_loader(self) -> None:
         """End the batches of an evaluation loader, and keep its values."""
         self.end_batches()
-        self._of_loaders.append(self.update_metrics())
+        self._loader_values.append(self.update_metrics())
         # Values that are logged after the last batch belong to no loader.
         self.evaluation.dataloader_idx = None
 
     def end_evaluation(self) -> list[dict[str, Any]]:
         """Return the evaluation's values as one dict for each loader."""
         at_end = self.update_metrics().logged
-        of_loaders, self._of_loaders = self._of_loaders, []
-        logged = dict(at_end)
-        returned: dict[str, Any] = {}
-        for values in of_loaders:
-            logged = values.logged | logged
-            returned |= values.returned
-        self.evaluated, self.evaluated_metrics = returned | logged, logged
-        # Trainer returns logged values. If a module logs nothing, return its step outputs.
-        fields = [values.logged if logged else values.returned for values in of_loaders]
-        return [to_numbers({**values, **at_end}) for values in fields]
+        results = []
+        for values in self._loader_values:
+            # Trainer returns logged values. If a module logs nothing, return its step outputs.
+            first = values.logged or at_end or values.returned
+            results.append(to_numbers({**first, **at_end}))
+        return results
 
     def reset(self) -> None:
         """Reset the sums after the last hook of an epoch."""
@@ -541,21 +539,20 @@ class ResultCollection:
             results.is_in_batches = results.is_after_first_batch = False
 
     def end(self) -> None:
-        """Stop logging. callback_metrics and the other views keep the values of the last batch."""
+        """Stop logging. callback_metrics keeps the values of the last batch."""
         if self.active is not None and self.active.has_new_values:
             self.update_metrics()
         self.active = None
 
     def forget_sanity_check(self) -> None:
         """Discard the values of the sanity check."""
-        views = (self.callback_metrics, self.logged_metrics, self.progress_bar_metrics)
-        values = (self.row, self.returned, self.evaluated, self.evaluated_metrics)
-        for metrics in (*views, *values):
+        for metrics in (self.callback_metrics, self.logged_metrics, self.progress_bar_metrics):
             metrics.clear()
+        self.row, self.returned, self.evaluated = {}, {}, set()
         self.evaluation = LoopResults(is_training=False)
 
     def update_metrics(self) -> CurrentValues:
-        """Update Trainer's three views, and outside of batches the row."""
+        """Update Trainer's three dicts, and after an evaluation the row."""
         values = self.current_values()
         if self.active is None:
             return values
@@ -566,6 +563,8 @@ class ResultCollection:
         self.returned.update(values.returned)
         if not self.active.is_training and not self.active.is_in_batches:
             self.row.update(values.row)
+            self.evaluated_metrics.update(values.logged)
+            self.evaluated.update(values.row, values.logged)
         return values
 
     def current_values(self) -> CurrentValues:
@@ -584,7 +583,8 @@ class ResultCollection:
             full_name = arguments.full_name("_step" if of_step else "_epoch")
             if metric.is_returned:
                 values.returned[name] = values.row[name] = value
-                if self._shows_returned:
+                # Trainer ignores what the steps of a LightningModule return.
+                if not self.run.is_lightning_module:
                     values.logged[name] = values.callback[name] = value
                 continue
             if arguments.logger:
@@ -618,7 +618,7 @@ class ResultCollection:
 
     def state_dict(self) -> dict[str, Any]:
         """Return the sums of the training epoch so far, including those of torchmetrics objects."""
-        train, metrics = self.train, find_torchmetrics(self._module)
+        train, metrics = self.train, find_torchmetrics(self.run.network)
         names = {id(metric): name for name, metric in metrics.items()}
         trained, evaluated = (
             {id(metric.torchmetric) for metric in results.values()}
@@ -635,21 +635,21 @@ class ResultCollection:
             "torchmetrics": torchmetrics_state(kept),
             "callback_metrics": dict(self.callback_metrics),
             "returned": dict(self.returned),
-            "evaluated": list(self.evaluated),
+            "evaluated": sorted(self.evaluated),
             "row": dict(self.row),
             "position": {name: getattr(train, name) for name in _POSITION},
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        load_torchmetrics(self._module, state["torchmetrics"])
-        train, metrics = self.train, find_torchmetrics(self._module)
+        load_torchmetrics(self.run.network, state["torchmetrics"])
+        train, metrics = self.train, find_torchmetrics(self.run.network)
         for entry in state["train"]:
             # The next self.log call with this name sets the arguments.
             metric = self._add_metric(train, LogArguments(**entry["arguments"]))
             metric.load_state_dict(entry)
             metric.torchmetric = metrics.get(entry["torchmetric"])
         self.callback_metrics, self.row = dict(state["callback_metrics"]), dict(state["row"])
-        self.returned, self.evaluated = dict(state["returned"]), dict.fromkeys(state["evaluated"])
+        self.returned, self.evaluated = dict(state["returned"]), set(state["evaluated"])
         vars(train).update(state["position"])
 
 

@@ -59,7 +59,7 @@ def evaluate(
             call_epoch_end(run, outputs)
         run.hooks.call(f"on_{name}_epoch_end")
         results = run.results.end_evaluation()
-        run.history.end_validation(time.monotonic() - started)
+        run.history.count_validation(time.monotonic() - started)
         run.loggers.log_evaluation(run)
         if run.progress.phase == "validation":
             run.progress.phase = "validation_end"

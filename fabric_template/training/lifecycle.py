@@ -26,7 +26,8 @@ from ..distributed.launch import join_processes, launch_processes, starts_proces
 from ..distributed.signals import SignalHandler, error_of_signal, is_notebook
 from ..lightning_compat.callbacks import add_model_callbacks, as_list
 from ..lightning_compat.private import set_current_hook, set_device_mesh, set_profiled_module
-from ..loggers.run_summary import end_reason, short_path, write_run_config
+from ..loggers.console import end_reason, short_path
+from ..loggers.run_config import write_run_config
 from .check_arguments import warn_of_eval_modules
 from .configure_optimizers import check_parameters, parse_optimizers
 from .evaluation_loop import evaluate, predict

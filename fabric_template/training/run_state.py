@@ -111,14 +111,7 @@ class RunState:
         has_bar = bool(self.hooks.callbacks_of("ProgressBar"))
         shows_console = bool(config.enable_progress_bar) and not has_bar and fabric.is_global_zero
         self.is_distributed = fabric.world_size > 1
-        all_reduce = fabric.all_reduce if self.is_distributed else None
-        self.results = ResultCollection(
-            self.hooks,
-            self.network,
-            all_reduce,
-            is_enabled=not config.barebones,
-            shows_returned=not self.is_lightning_module,
-        )
+        self.results = ResultCollection(self)
         self.history = History(self)
         self.data.run = self
         self.stop = StopCondition(config, self.progress, has_timer or config.max_time is not None)

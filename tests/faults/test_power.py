@@ -7,7 +7,7 @@ import power
 import pytest
 
 from fabric_template.checkpoint import checkpoint_io, run_folders, state
-from fabric_template.loggers.csv_logger import Table
+from fabric_template.loggers.csv_logger import CSVLogger
 
 OPTIONS = {"max_epochs": 2, "limit_train_batches": 6, "save_every_n_steps": 2}
 pytestmark = pytest.mark.filterwarnings("ignore")
@@ -60,7 +60,7 @@ def test_mutant_folders_are_not_synced(tmp_path, monkeypatch):
 @pytest.mark.parametrize("mutant", ["random numbers", "tables"])
 def test_mutant_not_restored(recorded, tmp_path, monkeypatch, mutant):
     if mutant == "tables":
-        monkeypatch.setattr(Table, "rewind", lambda self, *position: None)
+        monkeypatch.setattr(CSVLogger, "rewind", lambda self, *position: None)
     else:
         monkeypatch.setattr(state, "restore_rng_state", lambda state: None)
     next(complaints(recorded, tmp_path, "killed"))

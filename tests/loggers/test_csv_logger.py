@@ -108,7 +108,7 @@ def test_rows_that_do_not_fit_on_the_disk_are_written_later(tmp_path, logger, me
 
     with monkeypatch.context() as patch:
         patch.setattr(csv_logger.Table, "_append_lines", refuse)
-        patch.setattr(csv_logger, "write_text", refuse)
+        patch.setattr(csv_logger, "write_file", refuse)
         with pytest.warns(UserWarning, match=r"metrics\.csv: rows could not be written: No space left on device"):
             logger.log_epoch(epoch(1))
         logger.log_epoch(epoch(2, loss=0.5))

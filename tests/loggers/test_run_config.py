@@ -6,7 +6,7 @@ import yaml
 from modules import Classifier, make_loader
 from runs import fit, loud, tree
 
-from fabric_template.loggers import run_summary
+from fabric_template.loggers import run_config
 from fabric_template.loop import FabricLoop
 
 FILE = "logs/run/version_0/config.yaml"
@@ -46,10 +46,10 @@ def test_options_classes_and_what_is_not_known(tmp_path):
 
 
 def test_a_file_that_cannot_be_written_costs_a_warning(tmp_path, monkeypatch):
-    def refuse(path, text):
+    def refuse(path, *args):
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(run_summary, "write_text", refuse)
+    monkeypatch.setattr(run_config, "write_yaml", refuse)
     with pytest.warns(UserWarning, match=r"config.yaml: it could not be written, and training continues"):
         _, _, history = fit(tmp_path, max_epochs=1)
     assert len(history) == 1

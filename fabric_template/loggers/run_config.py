@@ -1,0 +1,124 @@
+"""Collect the hyperparameters of a run, and write config.yaml, which rebuilds the run."""
+
+from __future__ import annotations
+
+import inspect
+import platform
+import warnings
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import lightning
+import torch
+
+from .. import __version__
+from ..errors import describe
+from ..lightning_compat.private import logs_hyperparameters
+from .csv_logger import to_plain, write_yaml
+
+if TYPE_CHECKING:
+    from ..training.run_state import RunState
+
+HEAD = "# `fabric-template fit --config` with this file repeats this run. It ignores `about`.\n"
+
+
+def write_run_config(run: RunState) -> None:
+    """Write config.yaml beside metrics.csv. An error is a warning, and training continues.
+
+    A resumed run keeps its first config.yaml. A file of LightningCLI or another program stays.
+    """
+    for logger in run.history.csv_loggers:
+        path = Path(logger.log_dir, "config.yaml")
+        try:
+            is_own = path.exists() and path.read_text("utf-8", "replace").startswith(HEAD)
+            if not path.exists() or (is_own and not run.resumes):
+                write_yaml(path, run_config(run), HEAD)
+        except Exception as error:
+            warnings.warn(
+                f"{path}: it could not be written, and training continues: {error!r}", stacklevel=2
+            )
+
+
+def run_config(run: RunState) -> dict[str, Any]:
+    """Return a run's options, model and data. "unknown" lists the parts that YAML cannot hold."""
+    unknown: dict[str, str] = {}
+    options = dict(run.loop.recipe)
+    config: dict[str, Any] = {}
+    for part, given in (("model", run.model), ("data", run.datamodule)):
+        recorded = options.pop(part, None)
+        if recorded is None and given is not None:
+            recorded = class_config(part, given, unknown)
+        if recorded is not None:
+            config[part] = recorded
+    if "data" not in config and any(loader is not None for loader in run.data.given.values()):
+        unknown["data"] = "fit was given loaders"
+    functions = getattr(run.module, "functions", {})
+    given_parts = {**functions, "optimizer": run.given_optimizer}
+    options |= {name: part for name, part in given_parts.items() if part is not None}
+    config |= keep_plain(options, unknown)
+    # A repeated run takes the next free version and overwrites nothing.
+    config["version"] = None
+    if run.checkpoint_path is not None:
+        config["resume" if run.resumes else "load"] = str(run.checkpoint_path)
+    versions = {
+        "fabric_template": __version__,
+        "torch": str(torch.__version__),
+        "lightning": lightning.__version__,
+        "python": platform.python_version(),
+    }
+    return {**config, "about": {"versions": versions, "unknown": unknown}}
+
+
+def class_config(part: str, given: Any, unknown: dict[str, str]) -> dict[str, Any] | None:
+    """Return the class of an object and the arguments that ``save_hyperparameters`` kept."""
+    kind = type(given)
+    if kind.__module__ == "__main__" or "." in kind.__qualname__:
+        unknown[part] = f"{kind.__qualname__} of {kind.__module__}, which cannot be imported"
+        return None
+    saved = dict(getattr(given, "hparams_initial", None) or {})
+    parameters = inspect.signature(kind).parameters.values()
+    names = [p.name for p in parameters if p.kind not in (p.VAR_KEYWORD, p.VAR_POSITIONAL)]
+    if len(names) == len(parameters):
+        saved = {name: value for name, value in saved.items() if name in names}
+    for name in names:
+        if name not in saved:
+            unknown[f"{part}.{name}"] = "not kept by save_hyperparameters"
+    arguments = keep_plain(saved, unknown, f"{part}.")
+    return {"class_path": f"{kind.__module__}.{kind.__qualname__}", "init_args": arguments}
+
+
+def keep_plain(
+    values: Mapping[str, Any], unknown: dict[str, str], prefix: str = ""
+) -> dict[str, Any]:
+    """Return the values that YAML supports. Add the names of other values to unknown."""
+    kept = {}
+    for name, value in values.items():
+        try:
+            kept[name] = to_plain(value, is_strict=True)
+        except TypeError:
+            unknown[prefix + name] = describe(value)
+    return kept
+
+
+def merge_hyperparameters(model: Any, datamodule: Any) -> dict[str, Any]:
+    """Return the hyperparameters that a module and a datamodule saved.
+
+    Raises:
+        RuntimeError: They have different values for one name.
+    """
+    merged: dict[str, Any] = {}
+    for part in (model, datamodule):
+        hparams = dict(part.hparams_initial) if logs_hyperparameters(part) else {}
+        # LightningCLI keeps the class of each part under this name.
+        hparams.pop("_class_path", None)
+        # Compare the repr, because == of two arrays returns an array.
+        both = hparams.keys() & merged.keys()
+        different = sorted(key for key in both if repr(hparams[key]) != repr(merged[key]))
+        if different:
+            raise RuntimeError(
+                f"Error while merging hparams: the keys {different} are present in both the"
+                " LightningModule's and LightningDataModule's hparams but have different values."
+            )
+        merged |= hparams
+    return merged
