@@ -83,8 +83,9 @@ class Hooks:
         return None if of_module is None else of_module(*args)
 
     def is_used(self, name: str) -> bool:
-        """Return whether anything overrides a hook, and True before the hook's first call."""
-        return self._methods.get(name) != ([], None)
+        """Return whether anything overrides a hook, and True while that is not known."""
+        is_known = self.callbacks == self._known_callbacks and name in self._methods
+        return not is_known or self._methods[name] != ([], None)
 
     def call_callbacks(
         self, name: str, *args: Any, callbacks: list[Any] | None = None, **kwargs: Any

@@ -7,13 +7,7 @@ import lightning.pytorch as pl
 import pytest
 import torch
 from modules import quiet
-from torch.utils.data import (
-    BatchSampler,
-    DataLoader,
-    IterableDataset,
-    SequentialSampler,
-    TensorDataset,
-)
+from torch.utils.data import BatchSampler, DataLoader, IterableDataset, SequentialSampler, TensorDataset
 
 from fabric_template import FabricLoop, TensorLoader
 

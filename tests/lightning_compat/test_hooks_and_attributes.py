@@ -5,13 +5,8 @@ import warnings
 import pytest
 import torch
 from lightning.fabric.utilities.exceptions import MisconfigurationException
-from lightning.pytorch.callbacks import ModelCheckpoint
-from modules import (
-    Classifier,
-    make_loader,
-    run_loop,
-    run_trainer,
-)
+from lightning.pytorch.callbacks import LambdaCallback, ModelCheckpoint
+from modules import Classifier, make_loader, run_loop, run_trainer
 from runs import fit, val_loader
 
 from fabric_template import FabricLoop
@@ -29,6 +24,21 @@ class Listening(Classifier):
 
     def on_load_checkpoint(self, checkpoint):
         self.loaded = (sorted(checkpoint), checkpoint["epoch"], checkpoint["global_step"])
+
+
+class Adds(Classifier):
+    def on_train_batch_start(self, batch, batch_idx):
+        if batch_idx == 2:
+            self.seen = []
+            end = LambdaCallback(
+                on_train_batch_end=lambda trainer, module, outputs, *_: self.seen.append(outputs["loss"])
+            )
+            self.trainer.callbacks.append(end)
+
+
+def test_a_callback_that_is_added_in_a_batch_gets_the_outputs_of_this_batch():
+    (_, theirs), (_, ours) = (run(Adds, plain_loader, max_epochs=1) for run in (run_trainer, run_loop))
+    assert ours.seen == theirs.seen != []
 
 
 def test_checkpoint_hooks_are_shown_trainers_keys(tmp_path):
