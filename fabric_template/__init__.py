@@ -1,4 +1,4 @@
-"""A training loop to copy, with the names and numbers of Lightning's Trainer, on Lightning Fabric."""
+"""A training loop to copy, on Lightning Fabric, with the options and results of Trainer."""
 
 import typing as _typing
 from importlib import import_module as _import_module
@@ -41,7 +41,7 @@ _MODULES = {
 __all__ = list(_MODULES)
 
 
-# Type checkers take every name for one of this module's if they see its __getattr__.
+# Type checkers that see __getattr__ would accept every name as an attribute of this module.
 if not _typing.TYPE_CHECKING:
 
     def __getattr__(name: str) -> _typing.Any:

@@ -1,4 +1,4 @@
-"""Run the command line by ``python -m fabric_template``, also in a copy under another name."""
+"""Run the command line with ``python -m fabric_template``, or with the name of a copy."""
 
 import sys
 

@@ -17,7 +17,7 @@ P = ParamSpec("P")
 Duration = str | timedelta | dict[str, int]
 LOGGER_NAMES = ("csv", "tensorboard", "wandb", "mlflow")
 _LIMITS = [f"limit_{stage}_batches" for stage in ("train", "val", "test", "predict")]
-# The values that None stands for. barebones turns these options off, because each slows a step.
+# None stands for these values. barebones turns the options off, because each slows down a step.
 _DEFAULTS: dict[str, Any] = {
     "logger": True,
     "enable_checkpointing": True,
@@ -90,7 +90,7 @@ class LoopConfig:
     deterministic: bool | str | None = None
     """Use deterministic algorithms of PyTorch. "warn": warn if an operation has none."""
     benchmark: bool | None = None
-    """torch.backends.cudnn.benchmark. None: unchanged; False when deterministic."""
+    """The value of torch.backends.cudnn.benchmark. None: unchanged, or False when deterministic."""
     inference_mode: bool = True
     """Evaluate under torch.inference_mode. False: under torch.no_grad."""
     reload_dataloaders_every_n_epochs: int = 0
@@ -134,7 +134,8 @@ class LoopConfig:
     seed: int | None = None
     """Seed Python, NumPy and PyTorch when the loop is created and a run starts. None: no seed."""
     compile: bool | str | dict[str, Any] = False
-    """Compile the steps. Give True, a mode such as "max-autotune", or torch.compile's options."""
+    """Compile the steps: True, a mode such as "max-autotune", or a dict of torch.compile's
+    arguments."""
 
     def __post_init__(self) -> None:
         wrong_types = [name for name in vars(self) if not self._has_type(name)]
@@ -151,7 +152,7 @@ class LoopConfig:
             raise kind(" ".join(problems))
 
     def _has_type(self, name: str) -> bool:
-        """Return whether a value has a type of the option's annotation. A bool is not a number."""
+        """Return whether a value has the annotated type. A bool does not count as a number."""
         value, hint = vars(self)[name], _HINTS[name]
         kinds = {get_origin(kind) or kind for kind in get_args(hint) or (hint,)}
         if Any in kinds:
@@ -173,7 +174,7 @@ class LoopConfig:
             yield (
                 "`val_check_interval` should be an integer or a time-based duration"
                 " (str 'DD:HH:MM:SS', datetime.timedelta, or dict kwargs for timedelta) when"
-                f" `check_val_every_n_epoch=None`. val_check_interval: got {interval!r}."
+                f" `check_val_every_n_epoch=None`. FabricLoop got val_check_interval={interval!r}."
             )
         if algorithm is not None and algorithm.lower() not in ("norm", "value"):
             yield (
@@ -280,14 +281,14 @@ def _one_of(*choices: str) -> Callable[[Any], bool]:
     return lambda value: value in choices
 
 
-_DURATION = '"DD:HH:MM:SS", a timedelta, or its keywords as a dict'
+_DURATION = '"DD:HH:MM:SS", a timedelta, or a dict such as {"minutes": 30}'
 _LIMIT = ("a number of batches (int >= 0) or a fraction (float from 0.0 to 1.0)", _is_limit)
 _COMPILE_MODES = ("default", "reduce-overhead", "max-autotune", "max-autotune-no-cudagraphs")
-# The expected values of an option for messages, and a check. Options without an entry are switches.
+# Each option has a text for messages and a check. Options without an entry are True or False.
 _RANGES: dict[str, tuple[str, Callable[[Any], bool]]] = {
-    "max_epochs": ("a number of epochs, or -1 for no limit", _at_least(-1)),
+    "max_epochs": ("a whole number of epochs, or -1 for no limit", _at_least(-1)),
     "min_epochs": ("a number of epochs", _at_least(0)),
-    "max_steps": ("a number of optimizer steps, or -1 for no limit", _at_least(-1)),
+    "max_steps": ("a whole number of optimizer steps, or -1 for no limit", _at_least(-1)),
     "min_steps": ("a number of optimizer steps", _at_least(0)),
     "max_time": (_DURATION, _is_duration),
     **dict.fromkeys((*_LIMITS, "overfit_batches"), _LIMIT),
@@ -299,7 +300,7 @@ _RANGES: dict[str, tuple[str, Callable[[Any], bool]]] = {
     "check_val_every_n_epoch": ("a number of epochs >= 1, or None", _at_least(1)),
     "validate_every_n_steps": ("a number of optimizer steps >= 1", _at_least(1)),
     "num_sanity_val_steps": ("a number of batches, or -1 for all", _at_least(-1)),
-    "log_every_n_steps": ("a number of optimizer steps, or 0 for never", _at_least(0)),
+    "log_every_n_steps": ("a whole number of optimizer steps, or 0 to log no steps", _at_least(0)),
     "accumulate_grad_batches": ("a number of batches >= 1", _at_least(1)),
     "gradient_clip_val": ("a number >= 0", _at_least(0)),
     "gradient_clip_algorithm": ('"norm" or "value"', bool),
@@ -314,15 +315,15 @@ _RANGES: dict[str, tuple[str, Callable[[Any], bool]]] = {
         _is_logger,
     ),
     "default_root_dir": ("a local folder", lambda value: "://" not in os.fspath(value)),
-    "name": ('a name without / \\ : * ? " < > |', _is_folder_name),
-    "version": ("a number >= 0 or a name", _is_folder_name),
+    "name": ('a folder name without / \\ : * ? " < > |', _is_folder_name),
+    "version": ("a whole number >= 0 or a name", _is_folder_name),
     "monitor": ("the name of a metric", bool),
     "mode": ('"min" or "max"', _one_of("min", "max")),
     "save_top_k": ("a number of checkpoints, or -1 for all", _at_least(-1)),
     "save_every_n_steps": ("a number of optimizer steps >= 1", _at_least(1)),
     "seed": ("a number from 0 to 4294967295", lambda value: 0 <= value < 2**32),
     "compile": (
-        f"True, False, one of {', '.join(_COMPILE_MODES)}, or torch.compile's keywords as a dict",
+        f"True, False, one of {', '.join(_COMPILE_MODES)}, or a dict of torch.compile's arguments",
         lambda value: isinstance(value, dict) or value in _COMPILE_MODES,
     ),
 }
@@ -331,26 +332,26 @@ _HINTS = get_type_hints(LoopConfig)
 
 @dataclass(frozen=True, kw_only=True)
 class LoopArguments(LoopConfig):
-    """All arguments of FabricLoop, which are the options of LoopConfig and Fabric's arguments."""
+    """All arguments of FabricLoop, which include the options of LoopConfig."""
 
     fabric: Any = field(default=None, kw_only=False)
-    """A lightning.Fabric, instead of the following arguments of Fabric."""
+    """A lightning.Fabric object, instead of the following arguments."""
     accelerator: Any = "auto"
-    """Fabric's: "cpu", "gpu", "mps", "tpu" or "auto"."""
+    """The type of device: "cpu", "gpu", "mps", "tpu" or "auto"."""
     strategy: Any = "auto"
-    """Fabric's: "ddp", "fsdp", a strategy of lightning.fabric, or "auto"."""
+    """How devices share the training: "ddp", "auto", or a strategy object of lightning.fabric."""
     devices: Any = "auto"
-    """Fabric's: the number of devices, a list of their indices, or "auto" for all."""
+    """The number of devices, a list of their indices, or "auto" for all devices."""
     num_nodes: int = 1
-    """Fabric's: the number of machines."""
+    """The number of machines."""
     precision: Any = None
-    """Fabric's: "32-true", "bf16-mixed", "16-mixed", "bf16-true" ..."""
+    """The precision: "32-true", "bf16-mixed", "16-mixed", "bf16-true" or another one of Fabric."""
     plugins: Any = None
-    """Fabric's: precision, cluster environment or checkpoint plugins."""
+    """Plugins of Fabric for precision, the cluster environment or checkpoints."""
     callbacks: Any = None
     """Lightning's callbacks, or objects with methods such as on_fit_start."""
     loggers: Any = None
-    """Fabric's name for logger."""
+    """Another name for the option logger."""
 
 
 # Options of Trainer that FabricLoop lacks. It accepts their defaults and ignores them.
@@ -381,7 +382,7 @@ def parse_options(options: dict[str, Any]) -> tuple[LoopConfig, dict[str, Any]]:
     if of_fabric["loggers"] is not None:
         if given.get("logger") is not None:
             raise ConfigurationError(
-                "FabricLoop: got logger and loggers, expected one of them. They mean the same."
+                "FabricLoop: got logger and loggers, expected one of them. Both mean the same option."
             )
         given["logger"] = of_fabric["loggers"]
     config = LoopConfig(**{name: value for name, value in given.items() if name in known})
@@ -411,7 +412,7 @@ def document_fields() -> dict[str, str]:
     try:
         lines = ast.parse(Path(__file__).read_text(encoding="utf-8")).body
     except OSError:
-        # The package was installed without its source.
+        # The package is installed without its source files.
         return {}
     texts = {}
     for node in lines:

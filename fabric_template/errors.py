@@ -9,15 +9,15 @@ from typing import Any
 
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 
-# Options of other training loops, for which difflib suggests nothing or the wrong option.
+# Advice for options of other training loops, for which difflib finds nothing or the wrong option.
 _INSTEAD = {
-    "epochs": "Write max_epochs=.",
-    "gpus": "Write accelerator='gpu', devices=.",
-    "amp": "Write precision='bf16-mixed' or '16-mixed'.",
-    "lr": "Give it to the optimizer: torch.optim.Adam(model.parameters(), lr=1e-3).",
-    "batch_size": "Give it to the loader: DataLoader(dataset, batch_size=32).",
-    "optimizer": "Give it to fit: fit(model, loader, optimizer=...).",
-    "resume_from_checkpoint": "Give the path to fit: fit(model, loader, resume='last').",
+    "epochs": "Use max_epochs.",
+    "gpus": "Use accelerator='gpu' and devices.",
+    "amp": "Use precision='bf16-mixed' or '16-mixed'.",
+    "lr": "Pass it to the optimizer: torch.optim.Adam(model.parameters(), lr=1e-3).",
+    "batch_size": "Pass it to the loader: DataLoader(dataset, batch_size=32).",
+    "optimizer": "Pass it to fit: fit(model, loader, optimizer=...).",
+    "resume_from_checkpoint": "Pass the path to fit: fit(model, loader, resume='last').",
     "sync_batchnorm": "Call torch.nn.SyncBatchNorm.convert_sync_batchnorm(model) before fit.",
 }
 
@@ -25,8 +25,8 @@ _INSTEAD = {
 class ConfigurationError(MisconfigurationException, ValueError):
     """A wrong value, an unsupported model or a contradiction between options.
 
-    It is Lightning's MisconfigurationException for code written for Trainer, and a ValueError for
-    other code.
+    The class derives from Lightning's MisconfigurationException, which code for Trainer catches,
+    and from ValueError.
     """
 
 
@@ -35,11 +35,11 @@ class ConfigurationTypeError(MisconfigurationException, TypeError):
 
 
 class MissingDataError(ConfigurationTypeError, ConfigurationError):
-    """A call without data. The error is a TypeError, as Python's is, and also a ValueError."""
+    """A call without data, which is a TypeError, like a missing argument in Python."""
 
 
 class CheckpointError(ValueError):
-    """A checkpoint that cannot be written, read or used. The message explains the solution."""
+    """A checkpoint that cannot be written, read or used. The message explains what to do."""
 
 
 class DamagedCheckpointError(CheckpointError):
@@ -47,11 +47,11 @@ class DamagedCheckpointError(CheckpointError):
 
 
 class OtherModelError(CheckpointError, RuntimeError):
-    """A checkpoint of another model. The error is a RuntimeError, as in load_state_dict()."""
+    """A checkpoint of another model, which is a RuntimeError, as in load_state_dict()."""
 
 
 class WeightsOnlyError(CheckpointError, KeyError):
-    """A checkpoint without optimizer states, which cannot be resumed. Trainer raises a KeyError."""
+    """A checkpoint without optimizer states, for which Trainer also raises a KeyError."""
 
     def __str__(self) -> str:
         # KeyError would show the repr of its message.

@@ -47,7 +47,7 @@ class FabricLoop(TrainerAPI):
     """A training loop on Lightning Fabric with the options and the results of Trainer.
 
     Args:
-        fabric: A ready Fabric. Or give Fabric's own arguments:
+        fabric: A Fabric object, or give Fabric's own arguments:
         accelerator, strategy, devices, num_nodes, precision, plugins: See lightning.Fabric.
         callbacks: Lightning's callbacks, or objects with methods such as on_fit_start.
         loggers: Fabric's name for the option logger.
@@ -103,7 +103,7 @@ class FabricLoop(TrainerAPI):
             return []
         if config.fast_dev_run:
             return [DummyLogger()]
-        # A ready Fabric may have loggers of its own.
+        # The given Fabric may have its own loggers.
         given = as_list(self.fabric.loggers or True if config.logger is True else config.logger)
         # The names of Lightning's loggers add to the CSV logger.
         names = [logger for logger in given if logger is True or isinstance(logger, str)]
@@ -159,7 +159,7 @@ class FabricLoop(TrainerAPI):
         ckpt_path: Any = None,
         weights_only: bool | None = None,
     ) -> list[dict[str, float]]:
-        """Run ``validation_step`` over the loaders. Returns a dict of logged values per loader."""
+        """Run ``validation_step`` over the loaders. Returns a dict of values for each loader."""
         functions = {"validation_step": validation_step, "epoch_end": epoch_end}
         run = RunState(self, "validate", model, {"val": dataloaders}, datamodule, functions)
         return self._evaluate(run, load, ckpt_path, weights_only, verbose)
@@ -176,7 +176,7 @@ class FabricLoop(TrainerAPI):
         ckpt_path: Any = None,
         weights_only: bool | None = None,
     ) -> list[dict[str, float]]:
-        """Run ``test_step`` over the loaders. Returns a dict of logged values per loader."""
+        """Run ``test_step`` over the loaders. Returns a dict of values for each loader."""
         functions = {"test_step": test_step, "epoch_end": epoch_end}
         run = RunState(self, "test", model, {"test": dataloaders}, datamodule, functions)
         return self._evaluate(run, load, ckpt_path, weights_only, verbose)
@@ -215,8 +215,8 @@ class FabricLoop(TrainerAPI):
     def setup(self, model: Any, optimizer: Any = None, *loaders: Any) -> Any:
         """Move model and loaders to their devices and wrap them for the strategy, as ``fabric.setup`` does.
 
-        On one device in float32, model and optimizer are returned unchanged. Otherwise the model is
-        Fabric's wrapper, and ``model.module`` is the model itself. To clip gradients, use
+        On one device in float32, model and optimizer are returned unchanged. In other cases, a
+        wrapper of Fabric is returned, and ``model.module`` is the given model. To clip gradients, use
         ``loop.fabric.clip_gradients(model, optimizer, max_norm=1.0)``, which unscales them first.
 
         Example:
@@ -227,9 +227,9 @@ class FabricLoop(TrainerAPI):
             >>> optimizer.step()
         """
         expected = "loop.setup(model, optimizer, *loaders)"
-        check_type("setup", model, nn.Module, f"an nn.Module: {expected}")
+        check_type("setup", model, nn.Module, f"an nn.Module. Write {expected}")
         if optimizer is not None and not hasattr(optimizer, "param_groups"):
-            check_type("setup", optimizer, Optimizer, f"an optimizer: {expected}")
+            check_type("setup", optimizer, Optimizer, f"an optimizer. Write {expected}")
         join_processes(self.fabric)
         parts = [model] if optimizer is None else [model, optimizer]
         prepared: Any = self.fabric.setup(*parts)
@@ -268,16 +268,17 @@ class FabricLoop(TrainerAPI):
     def log_dict(
         self, metrics: Mapping[str, Any], step: int | None = None, sync_dist: bool = False
     ) -> None:
-        """Send values to the loggers. With a key "epoch", they are a row of metrics.csv.
+        """Send values to the loggers. With a key "epoch", the values are a row of metrics.csv.
 
-        In a hook or a step of a run, they join the row of the current epoch or a row of steps.csv.
+        In a hook or a step of a run, the values join the row of the current epoch or a row of
+        steps.csv.
 
         Args:
             metrics: Numbers by name.
             step: The number of optimizer steps so far.
             sync_dist: Log the means over the processes. Every process must make this call.
         """
-        expected = "a dict of numbers: loop.log_dict({'epoch': 0, 'train_loss': loss})"
+        expected = "a dict of numbers. Write loop.log_dict({'epoch': 0, 'train_loss': loss})"
         check_type("log_dict", metrics, Mapping, expected)
         scalars = {name: to_cell(name, value) for name, value in metrics.items()}
         measured = {n: value for n, value in scalars.items() if n not in ("epoch", "step")}
@@ -293,7 +294,7 @@ class FabricLoop(TrainerAPI):
 
     def save(self, path: str | Path, state: dict[str, Any]) -> None:
         """Write a checkpoint of modules, optimizers and values atomically."""
-        expected = "a path and a dict: loop.save('mine.ckpt', state)"
+        expected = "a path and a dict. Write loop.save('mine.ckpt', state)"
         check_type("save", path, str | os.PathLike, expected)
         self._prepare_files()
         try:
@@ -305,7 +306,7 @@ class FabricLoop(TrainerAPI):
 
     def load(self, path: str | Path, state: dict[str, Any]) -> dict[str, Any]:
         """Restore modules and optimizers from a checkpoint. Returns the file's other values."""
-        expected = "a path and a dict: loop.load('mine.ckpt', state)"
+        expected = "a path and a dict. Write loop.load('mine.ckpt', state)"
         check_type("load", path, str | os.PathLike, expected)
         self._prepare_files()
         values: dict[str, Any] = self.fabric.load(path, state)
@@ -377,7 +378,7 @@ class FabricLoop(TrainerAPI):
 
 
 def make_fabric(given: dict[str, Any]) -> Any:
-    """Return the ready Fabric, or make one from Fabric's own arguments."""
+    """Return the given Fabric, or create one from its arguments."""
     fabric, arguments = given["fabric"], {name: given[name] for name in FABRIC_ARGUMENTS}
     if fabric is None:
         arguments["plugins"] = [convert_plugin(plugin) for plugin in as_list(arguments["plugins"])]
@@ -393,21 +394,21 @@ def make_fabric(given: dict[str, Any]) -> Any:
             raise ConfigurationError(str(error)) from error
     if not is_instance_of(fabric, "Fabric"):
         raise ConfigurationTypeError(
-            f"fabric: got {describe(fabric)}, expected a ready lightning.Fabric. Give every other"
+            f"fabric: got {describe(fabric)}, expected a lightning.Fabric object. Give every other"
             " argument by name, as in FabricLoop(max_epochs=10, accelerator='cpu')."
         )
     defaults = inspect.signature(Fabric).parameters
     both = [name for name, value in arguments.items() if value != defaults[name].default]
     if both:
         raise ConfigurationError(
-            f"fabric: got a ready Fabric together with {', '.join(both)}, expected one of them. Write"
+            f"fabric: got a Fabric object together with {', '.join(both)}, expected one of them. Write"
             f" Fabric({both[0]}=...)."
         )
     return fabric
 
 
 def check_type(method: str, value: Any, kind: Any, expected: str) -> None:
-    """Refuse an argument of the wrong type. The message shows the right call."""
+    """Raise an error that shows the right call if an argument has the wrong type."""
     if not isinstance(value, kind):
         raise ConfigurationTypeError(f"loop.{method}: got {describe(value)}, expected {expected}.")
 
@@ -425,7 +426,7 @@ def log_in_run(
 
 
 def log_rows(loggers: list[Any], scalars: dict[str, Any], step: int | None) -> None:
-    """Log values outside of a run. With a key "epoch", they are a row of metrics.csv."""
+    """Log values outside of a run. With a key "epoch", the values are a row of metrics.csv."""
     for logger in loggers:
         if "epoch" in scalars and hasattr(logger, "log_epoch"):
             coordinates = {} if step is None else {"epoch": scalars["epoch"], "step": step}

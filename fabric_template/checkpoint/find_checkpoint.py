@@ -42,8 +42,8 @@ def read_start_checkpoint(
     if len(given) > 1:
         values = " and ".join(f"{name}={describe(value)}" for name, value in given.items())
         raise ConfigurationError(
-            f"{stage}: got {values}, expected one of them. resume= continues a run, load= takes its"
-            " weights only."
+            f"{stage}: got {values}, expected one of them. resume= continues a run, and load="
+            " reads only its weights."
         )
     name, keyword = next(iter(given.items()), ("ckpt_path", None))
     resumes = stage == "fit" and name != "load"
@@ -75,8 +75,8 @@ def read_start_checkpoint(
 
 
 def check_checkpoint_argument(name: str, value: Any, keywords: tuple[str, ...]) -> None:
-    """Refuse a value that is neither a path nor a keyword of this argument."""
-    expected = f"the path of a checkpoint or {' or '.join(map(repr, keywords))}"
+    """Raise an error for a value that is neither a path nor a keyword of this argument."""
+    expected = f"a path, {', '.join(map(repr, keywords[:-1]))} or {keywords[-1]!r}"
     if value is not None and not isinstance(value, str | os.PathLike):
         hint = " Load weights in memory with model.load_state_dict(...)." if name == "load" else ""
         raise ConfigurationTypeError(f"{name}: got {describe(value)}, expected {expected}.{hint}")
@@ -103,7 +103,7 @@ def default_keyword(run: RunState) -> str | None:
 
 
 def start_from(run: RunState, path: str, checkpoint: dict[str, Any], resumes: bool) -> None:
-    """Let a run start from a checkpoint. A resumed run keeps the file's version."""
+    """Start a run from a checkpoint. A resumed run keeps the version of the checkpoint."""
     run.checkpoint_path, run.resumes, run.checkpoint = path, resumes, checkpoint
     # As in Trainer, on_load_checkpoint gets Lightning's keys only.
     own = checkpoint.pop(OWN_KEY, None)
@@ -112,8 +112,8 @@ def start_from(run: RunState, path: str, checkpoint: dict[str, Any], resumes: bo
     if "optimizer_states" not in checkpoint:
         raise WeightsOnlyError(
             "Trying to restore optimizer state but checkpoint contains only the model. This is probably"
-            " due to `ModelCheckpoint.save_weights_only` being set to `True`. resume: got"
-            f" '{path}', which holds weights only. Write load= to start a new run from them."
+            " due to `ModelCheckpoint.save_weights_only` being set to `True`. To start a"
+            f" new run from the weights, write load='{path}'."
         )
     if own is not None:
         run.own_state, run.data.sampler_seed = own, own.get("sampler_seed")
@@ -126,7 +126,7 @@ def start_from(run: RunState, path: str, checkpoint: dict[str, Any], resumes: bo
 def find_checkpoint(
     run: RunState, argument: str, keyword: str, read: Callable[[str | Path], dict[str, Any]]
 ) -> tuple[str | Path | None, dict[str, Any] | None]:
-    """Return the path and the content of the file that a keyword means, or of the given path."""
+    """Return the path and the content of the checkpoint for a keyword or a path."""
     if keyword not in KEYWORDS:
         return keyword, read(keyword)
     if keyword == "best":
@@ -160,7 +160,7 @@ def find_checkpoint(
 
 
 def list_checkpoints(run: RunState, keyword: str) -> list[Path]:
-    """Return the checkpoints of the newest run that has any, for "last", "best" or "auto"."""
+    """Return the checkpoints of the newest run with checkpoints, for "last", "best" or "auto"."""
     loop, version = run.loop, run.config.version
     savers = run.hooks.callbacks_of("Checkpoint")
     if not savers:
@@ -181,7 +181,7 @@ def list_checkpoints(run: RunState, keyword: str) -> list[Path]:
 
 
 def files_of_newest_version(folder: Path, version: int | str | None, pattern: str) -> list[Path]:
-    """Return the files of a version. None: the newest version that has any."""
+    """Return the checkpoints of a version. None stands for the newest version with checkpoints."""
     versions = versions_of(folder) if version is None else [folder / version_folder(version)]
     for path in reversed(versions):
         if files := list(path.glob(pattern)):
@@ -250,7 +250,7 @@ def report_missing(run: RunState, argument: str, keyword: str, files: list[Path]
 
 
 def check_same_checkpoint(run: RunState) -> None:
-    """Refuse to start if the processes have found different checkpoints."""
+    """Raise an error if the processes have found different checkpoints."""
     step = run.checkpoint.get("global_step") if run.checkpoint is not None else None
     found = gather_objects(run, f"{run.checkpoint_error or run.checkpoint_path}, step {step}")
     for rank, text in enumerate(found):

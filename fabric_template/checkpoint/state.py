@@ -1,7 +1,7 @@
 """Build a checkpoint in Lightning's layout, and restore a run from it.
 
 Lightning's keys come first, so that ``LitModel.load_from_checkpoint(path)`` and
-``Trainer.fit(ckpt_path=path)`` read our files. OWN_KEY holds the states that Trainer does not save:
+``Trainer.fit(ckpt_path=path)`` read the files. OWN_KEY holds the states that Trainer does not save:
 random generators, loaders, running metrics and the history.
 """
 
@@ -39,7 +39,7 @@ PARTS_OF_PROCESS = ("data", "validation_schedule", "results")
 def build_checkpoint(
     run: RunState, weights_only: bool = False, epoch: int | None = None
 ) -> dict[str, Any]:
-    """Return the state of a run. All processes call this; the first one writes its result.
+    """Return the state of a run. All processes must call this. The first process writes the result.
 
     Args:
         weights_only: Leave out optimizers, callbacks and positions.
@@ -101,7 +101,7 @@ def own_state(run: RunState) -> dict[str, Any]:
         "gradients": run.optimization.waiting_gradients() if run.optimization else {},
         **states_of(run, PARTS_OF_PROCESS),
     }
-    # Save only the values that hooks have changed. The resumed run sets up the others.
+    # Save only the values that hooks have changed. The resumed run computes the other values.
     is_changed = run.accumulate_grad_batches != run.config.accumulate_grad_batches
     changed_flags = requires_grad_flags(run).items() - run.requires_grad_at_start.items()
     return {
@@ -138,7 +138,7 @@ def run_settings(run: RunState) -> dict[str, Any]:
 
 
 def check_settings(run: RunState, saved: dict[str, Any]) -> None:
-    """Warn of settings that differ. Refuse another number of processes within an epoch."""
+    """Warn of changed settings. Within an epoch, a changed number of processes is an error."""
     current = run_settings(run)
     is_in_epoch = run.progress.is_in_epoch and not run.progress.is_last_batch
     if is_in_epoch and saved["processes"] != current["processes"]:
@@ -176,7 +176,7 @@ def add_hyperparameters(checkpoint: dict[str, Any], part: Any) -> None:
 
 
 def loops_state(run: RunState) -> dict[str, Any]:
-    """Return the counters of Trainer's loops at this point. Trainer starts the others from 0."""
+    """Return the counters of Trainer's loops at this point. Trainer sets other counters to 0."""
     progress, saved = run.progress, run.progress.state_dict()
     epoch = _counts(progress.epochs_done, progress.epochs_done)
     batches = _counts(saved["total_batches"], saved["batches_done"])
@@ -249,8 +249,8 @@ def load_weights(run: RunState, checkpoint: dict[str, Any]) -> None:
         # The error of load_state_dict has a line for each parameter that differs.
         differences = shorten(" ".join(str(error).split()), 400, placeholder=" ...")
         raise OtherModelError(
-            f"{differences} '{run.checkpoint_path}' is of another model. Build the model with the"
-            " arguments that it was trained with."
+            f"{differences} '{run.checkpoint_path}' is a checkpoint of another model. Create the"
+            " model with the arguments that the checkpoint was trained with."
         ) from error
 
 
@@ -270,7 +270,7 @@ def restore_callbacks(run: RunState, checkpoint: dict[str, Any]) -> None:
     """Restore the states of the callbacks."""
     states = checkpoint["callbacks"]
     keys = {key_of(callback) for callback in run.hooks.callbacks}
-    # max_time= adds a Timer, and FabricLoop's own checkpoints replace those of ModelCheckpoint.
+    # max_time= adds a Timer, and FabricLoop's checkpoints take the place of ModelCheckpoint's.
     may_miss = ("Timer",) if run.hooks.callbacks_of("Checkpoint") else ("Timer", "ModelCheckpoint")
     missing = [key for key in states if key not in keys and not key.startswith(may_miss)]
     if missing and run.resumes:
@@ -330,7 +330,8 @@ def state_of_trainer(run: RunState, checkpoint: dict[str, Any]) -> dict[str, Any
     progress["total_batches"] = batch["total"]["processed"]
     loop_state = fit_loop["epoch_loop.state_dict"]
     progress["logging_step"] = loop_state.get("_batches_that_stepped", 0)
-    # In on_train_epoch_start, the epoch is not started, and the batches are of the previous epoch.
+    # In on_train_epoch_start, the epoch has not started, and the batches belong to the previous
+    # epoch.
     if epoch["started"] == epoch["processed"]:
         return own
     num_accumulated = processed % run.accumulate_grad_batches
@@ -382,7 +383,7 @@ def restore_position(run: RunState) -> None:
         load_states(run, PARTS_OF_PROCESS, of_process)
     restore_rng_state(of_process["rng"])
     if rank >= len(ranks):
-        # No process of the saved run had this rank. Draw other numbers than the restored process.
+        # The saved run had no process of this rank. Use different random numbers in each process.
         seed = int(torch.randint(2**31, ())) + rank
         torch.manual_seed(seed)
         np.random.seed(seed % 2**32)
@@ -417,7 +418,7 @@ def restore_optimizers(run: RunState, checkpoint: dict[str, Any]) -> None:
 
 
 def restore_dtypes(optimizer: Any, saved: dict[str, Any]) -> None:
-    """Restore the dtypes of states. torch casts all but "step" to the parameter's dtype."""
+    """Restore the dtypes of states. torch has cast them to the dtype of the parameter."""
     parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
     for index, values in saved.get("state", {}).items():
         if not isinstance(index, int) or not isinstance(values, dict):

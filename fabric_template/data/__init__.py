@@ -1,1 +1,1 @@
-"""Turn the loaders of a call into batches on a device."""
+"""Read batches from loaders, and move them to the device."""

@@ -1,4 +1,4 @@
-"""Turn the loaders of a call into batches on a device, with limits and a share per process."""
+"""Read batches from loaders and move them to the device. Apply limits and samplers per process."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ _TRANSFER_HOOKS = (
 
 
 class DataConnector:
-    """Makes the loaders of a run, and makes them again when a reload is due.
+    """Creates the loaders of a run, and creates them again when a reload is due.
 
     Args:
         loaders: The given loaders, keyed by stage: "train", "val", "test", "predict".
@@ -63,11 +63,11 @@ class DataConnector:
         self.keeps_first_iterator = False
 
     def has_loader(self, stage: str) -> bool:
-        """Return whether there is a loader for this stage, given or made by a method."""
+        """Return whether the user gave a loader for this stage or a method that creates one."""
         return stage in self.given or overridden(self.source, f"{stage}_dataloader") is not None
 
     def request(self, stage: str) -> Any:
-        """Return the given loaders, or call the method that makes them."""
+        """Return the given loaders, or call the method that creates them."""
         if stage in self.given:
             call, source = self.run.stage, self.given[stage]
             where = f"passed to `Trainer.{call}({loader_argument(call, stage)}=...)`"
@@ -92,14 +92,14 @@ class DataConnector:
         return with_loaders(combined, loaders)
 
     def _needs_no_reload(self, loaders: StageLoaders | None) -> bool:
-        """Return whether loaders exist and need no reload."""
+        """Return whether the loaders exist and no reload is due."""
         if loaders is None:
             return False
         every = self.run.config.reload_dataloaders_every_n_epochs
         return not every or self.run.progress.epochs_done - loaders.loaded_in_epoch < every
 
     def setup_train_loader(self) -> None:
-        """Make the training loader if there is none or a reload is due."""
+        """Create the training loader if there is none or a reload is due."""
         run = self.run
         if run.config.limit_train_batches == 0 or self._needs_no_reload(self.train):
             return
@@ -115,25 +115,25 @@ class DataConnector:
                 " you want to see logs for the training epoch.",
                 PossibleUserWarning,
             )
-        # As in Trainer, the first epoch's iterator starts as soon as its loader is made.
+        # As in Trainer, the first epoch's iterator starts as soon as the loader is created.
         if run.checkpoint is None or (self.keeps_first_iterator and not run.progress.is_in_epoch):
             self.train.start()
 
     def start_train_batches(self) -> None:
-        """Start the iterator of an epoch, unless it was started when its loader was made."""
+        """Start the iterator of an epoch, unless it has started together with its loader."""
         is_later = self.run.progress.epochs_done > 0 and not self.keeps_first_iterator
         self.keeps_first_iterator = False
         if is_later or not self.train.is_started:
             self.train.start()
 
     def resume_train_batches(self) -> None:
-        """Continue the epoch that a checkpoint was saved in."""
+        """Continue the epoch in which the checkpoint was saved."""
         self.keeps_first_iterator = False
         self.set_epoch("train", self.run.progress.epochs_done)
         self.train.start()
 
     def setup_eval_loaders(self, stage: str) -> None:
-        """Make the loaders of an evaluation if there are none or a reload is due."""
+        """Create the loaders of an evaluation if there are none or a reload is due."""
         run = self.run
         if self._needs_no_reload(self.eval_loaders):
             return
@@ -142,11 +142,11 @@ class DataConnector:
             run.progress.eval_batches_by_loader = {}
         self.eval_loaders = EvalLoaders(run, self._prepare(stage, "sequential"), stage)
         if run.loop.sanity_checking and run.config.check_val_every_n_epoch not in (None, 1):
-            # If not every epoch validates, loaders of the sanity check do not count as loaded.
+            # If some epochs have no validation, create new loaders after the sanity check.
             self.eval_loaders.loaded_in_epoch = -math.inf
 
     def setup_val_loaders(self) -> None:
-        """Make the validation loaders before a validation, for progress bars and a resume."""
+        """Create the validation loaders early, because progress bars and a resume need them."""
         self.run.progress.stage = "validate"
         self.setup_eval_loaders("val")
         self.run.progress.stage = "train"
@@ -166,7 +166,7 @@ class DataConnector:
                 part.close()
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the positions of training loaders, and validation loaders between passes."""
+        """Return the positions in the training loaders, and the state of other loaders."""
         val = self.eval_loaders
         return {
             "train": None if self.train is None else self.train.state_dict(),
@@ -195,7 +195,7 @@ class DataConnector:
         for loader, state in zip(loaders, states, strict=False):
             loader.load_state_dict(state)
             if not self.run.progress.is_in_epoch:
-                # This iterator belongs to the pass that has ended. The next one starts a new pass.
+                # This iterator belongs to the previous epoch. The next epoch starts a new iterator.
                 iter(loader)
 
 
@@ -233,7 +233,7 @@ class StageLoaders:
 
     @property
     def is_used(self) -> bool:
-        """Return whether a batch was requested since the last start, also before a resume."""
+        """Return whether a batch of the epoch was requested, also if that was before a resume."""
         return any(loader.is_used for loader in self.resumable)
 
     def count_batches(self, max_batches: int | float = math.inf) -> int | float:
@@ -244,7 +244,7 @@ class StageLoaders:
         return min(limits) if self.mode == "min_size" else max(limits)
 
     def start(self, max_batches: int | float = math.inf) -> None:
-        """Start a pass, or continue a restored pass. An iterator may draw random numbers."""
+        """Create iterators, at a restored position if any. An iterator may draw random numbers."""
         self.is_started = True
         for loader in self.resumable:
             loader.start_epoch()
@@ -284,7 +284,7 @@ class TrainLoaders(StageLoaders):
         self.num_batches = self.count_batches()
         self.extra_batches = 0
         self._num_given = 0
-        # The batch that was read ahead from a loader of unknown length.
+        # If the loader has no length, one batch is read ahead and stored here.
         self._following: Any = _END
         for loader in self.resumable:
             loader.is_read_ahead = self.num_batches == math.inf
@@ -308,7 +308,7 @@ class TrainLoaders(StageLoaders):
         return ((transfer(batch, 0), is_last) for batch, is_last in batches)
 
     def raw_batches(self) -> Iterator[tuple[Any, bool]]:
-        """Yield (batch, whether it is the last one). A loader of unknown length is read one batch ahead."""
+        """Yield (batch, whether it is the last one). Without a length, read one batch ahead."""
         if self.num_batches == math.inf:
             yield from self._batches_of_unknown_length()
             return
@@ -334,7 +334,7 @@ class TrainLoaders(StageLoaders):
         """Return the positions of the loaders."""
         progress, dropped = self.run.progress.state_dict(), 0
         if progress["is_in_epoch"]:
-            # Batches of an unfinished optimizer step count as not read.
+            # Batches of an unfinished accumulation window count as not read.
             dropped = self._num_given - progress["batches_done"] - self.extra_batches
             if self._following is not _END:
                 dropped += 1
@@ -357,7 +357,7 @@ class TrainLoaders(StageLoaders):
         self.extra_batches = state["extra_batches"]
 
     def check_empty_pass(self) -> None:
-        """Raise an error if the loader gave no batch, and cannot give one in a later epoch."""
+        """Raise an error if the loader yielded no batch, and cannot yield one in a later epoch."""
         is_used_up = any(isinstance(loader, Iterator) for loader in self.loaders)
         if not self._num_given and (is_used_up or self.run.stop.max_epochs == -1):
             raise ConfigurationError(no_batch_message("train", self.loaders))
@@ -392,7 +392,7 @@ class EvalLoaders(StageLoaders):
         loop = "_PredictionLoop" if self.stage == "predict" else "_EvaluationLoop"
         fetch = self.run.hooks.with_profiler(f"[{loop}].{self.stage}_next", next)
         num_left = self.count_batches(max_batches)
-        # CombinedLoader applies the limits in sequential mode only.
+        # CombinedLoader applies limits only in sequential mode.
         while num_left > 0:
             try:
                 item = fetch(self._iterator)
@@ -412,7 +412,7 @@ class EvalLoaders(StageLoaders):
         return seen[batch_idx] if batch_idx < len(seen) else []
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the state between two passes."""
+        """Return the state of the loaders between two epochs."""
         positions = [loader.state_dict() for loader in self.resumable]
         return {"loaded_in_epoch": self.loaded_in_epoch, "loaders": positions}
 
@@ -479,7 +479,7 @@ def count_batches(loader: Any, limit: int | float, stage: str) -> int | float:
 
 
 def check_lengths(run: RunState, lengths: list[int | float], stage: str) -> None:
-    """Refuse loaders whose numbers of batches differ between processes that wait for each other."""
+    """Raise an error if processes have different numbers of batches, because they would hang."""
     for found in zip(*gather_objects(run, lengths), strict=False):
         is_strict = run.stage == "fit" or 0 in found
         if is_strict and len(set(found)) > 1:
@@ -490,7 +490,7 @@ def check_lengths(run: RunState, lengths: list[int | float], stage: str) -> None
 
 
 def make_transfer(run: RunState) -> Callable[[Any, int], Any] | None:
-    """Return a function that moves a batch to the device, or None if nothing is to be done."""
+    """Return a function that moves a batch to the device, or None if batches stay as they are."""
     owners = [part for part in (run.datamodule, run.module) if part is not None]
     hooks: dict[str, Any] = {}
     for name in _TRANSFER_HOOKS:

@@ -1,4 +1,4 @@
-"""Make samplers that divide samples among processes, and record the indices of predictions."""
+"""Create samplers that divide samples among processes, and record the indices of predictions."""
 
 from __future__ import annotations
 
@@ -51,13 +51,13 @@ def prepare_loader(run: RunState, loader: Any, stage: str) -> Any:
     if batch_sampler is loader.batch_sampler and sampler is loader.sampler:
         return loader
     clone = copy.copy(loader)
-    # DataLoader.__setattr__ refuses to change the samplers.
+    # DataLoader.__setattr__ does not allow changes of the samplers.
     vars(clone).update(sampler=sampler, batch_sampler=batch_sampler, _iterator=None)
     return clone
 
 
 def shares_of(run: RunState) -> tuple[int, int]:
-    """Return the number of shares and this process's index. A tensor-parallel group has one share."""
+    """Return the number of shares and this process's index. Tensor-parallel groups share one."""
     if run.fabric.world_size == 1:
         return 1, 0
     kwargs = run.fabric.strategy.distributed_sampler_kwargs
@@ -65,14 +65,14 @@ def shares_of(run: RunState) -> tuple[int, int]:
 
 
 def common_seed(run: RunState) -> int:
-    """Return the sampler seed of all processes. A resumed run uses the seed in its checkpoint."""
+    """Return the seed that all processes use to shuffle, which a checkpoint contains."""
     if run.data.sampler_seed is None:
         run.data.sampler_seed = int(os.environ.get("PL_GLOBAL_SEED", 0))
     return run.data.sampler_seed
 
 
 def choose_sampler(run: RunState, loader: DataLoader, stage: str) -> Any:
-    """Return the sampler that Trainer would use, to overfit and for this process's share."""
+    """Return the sampler that Trainer would use, for ``overfit_batches`` and several processes."""
     given: Any = loader.sampler
     dataset: Any = loader.dataset
     is_overfitting = bool(run.config.overfit_batches) and run.stage == "fit"

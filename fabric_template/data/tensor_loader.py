@@ -55,7 +55,7 @@ class TensorLoader:
         return other
 
     def for_rank(self, rank: int, world_size: int, seed: int = 0) -> TensorLoader:
-        """Return a loader for a process's share of the samples; itself if there is one process.
+        """Return a loader for a process's share of the samples. A single process has all samples.
 
         Args:
             seed: The seed with which all processes draw the same order.
@@ -69,7 +69,7 @@ class TensorLoader:
         return other
 
     def set_epoch(self, epoch: int) -> None:
-        """Set the epoch, which changes the order that all processes draw."""
+        """Set the epoch, which determines the order of samples in all processes."""
         if self._sampler is not None:
             self._sampler.set_epoch(epoch)
 
@@ -110,17 +110,19 @@ def take_rows(tensor: Tensor, rows: Tensor) -> Tensor:
 
 
 def check_tensors(tensors: tuple[Any, ...]) -> None:
-    """Refuse values that are not tensors of samples, and tensors of different lengths."""
+    """Raise an error for values that are not tensors of samples, or have different lengths."""
     wrong = [
         type(part).__name__ for part in tensors if not isinstance(part, Tensor) or not part.dim()
     ]
     if wrong:
         raise TypeError(
-            f"TensorLoader: got {', '.join(wrong)}, expected tensors whose first dimension is the"
-            " samples. Write TensorLoader(x, y, batch_size=32), and convert other data by torch.as_tensor(x)."
+            f"TensorLoader: got {', '.join(wrong)}, expected tensors with the samples in their"
+            " first dimension. Write TensorLoader(x, y, batch_size=32). Convert other data with"
+            " torch.as_tensor(x)."
         )
     lengths = [len(tensor) for tensor in tensors]
     if len(set(lengths)) != 1:
         raise ValueError(
-            f"TensorLoader: got the lengths {lengths}, expected tensors of one length. Write TensorLoader(x, y)."
+            f"TensorLoader: got the lengths {lengths}, expected tensors of the same length."
+            " Write TensorLoader(x, y)."
         )

@@ -46,13 +46,13 @@ class Autoencoder(nn.Module):
         return self.decoder(self.encoder(images))
 
     def training_step(self, batch: Batch) -> Tensor:
-        """Return the squared error per image. The inputs have noise, the targets have none."""
+        """Return the squared error per image. Only the inputs have noise, not the targets."""
         images, _ = batch
         noisy = images + self.noise * torch.randn_like(images)
         return squared_error(self(noisy), images)
 
     def validation_step(self, batch: Batch) -> dict[str, Tensor]:
-        """Return the squared error and the explained share of the images' variance."""
+        """Return the squared error and the share of the variance that the output explains."""
         images, _ = batch
         error = squared_error(self(images), images)
         variance = squared_error(images.mean(0, keepdim=True).expand_as(images), images)

@@ -38,7 +38,7 @@ class SplitData:
     predict_dataloader = test_dataloader
 
     def make_loader(self, split: str, shuffle: bool = False) -> Any:
-        """Return a loader for one split. Override this for another kind of loader."""
+        """Return a loader for one split. Override this method to return another kind of loader."""
         return DataLoader(self.splits[split], batch_size=self.batch_size, shuffle=shuffle)
 
 

@@ -1,7 +1,7 @@
 """Train a generator and a critic with one optimizer each.
 
 The model is a LightningModule with manual optimization. The data is points around eight centers.
-The result is easy to measure by the number of centers that the generator finds.
+The number of centers that the generator finds measures the result.
 """
 
 from __future__ import annotations
@@ -86,7 +86,7 @@ class GAN(LightningModule):
         self.log_dict(losses, on_step=False, on_epoch=True)
 
     def validation_step(self, points: Tensor, batch_idx: int) -> None:
-        """Log ``val_places`` and ``val_good`` of as many generated points as the batch has."""
+        """Log ``val_places`` and ``val_good`` of generated points, as many as the batch has."""
         judged = judge(self.predict_step(points, batch_idx))
         self.log_dict({f"val_{name}": value for name, value in judged.items()})
 

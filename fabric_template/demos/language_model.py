@@ -36,7 +36,7 @@ class TextData(SplitData):
         self.block = block
 
     def setup(self, stage: str | None = None) -> None:
-        """Read the text and cut it into blocks. Only training blocks overlap (by half)."""
+        """Read the text and cut it into blocks. Training blocks overlap by half, others do not."""
         text = "\n".join(topics.values())[:200_000].encode()
         if self.path is not None:
             text = Path(self.path).read_bytes()
@@ -82,7 +82,7 @@ class GPT(LightningModule):
         return self.head(x)
 
     def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
-        """Return the cross-entropy in nats per byte. The loop logs it as ``train_loss``."""
+        """Return the cross-entropy in nats per byte. The loop logs this loss as ``train_loss``."""
         return functional.cross_entropy(self(batch[:, :-1]).flatten(0, 1), batch[:, 1:].flatten())
 
     def validation_step(self, batch: Tensor, batch_idx: int) -> None:
@@ -110,7 +110,7 @@ class GPT(LightningModule):
 
     @torch.no_grad()
     def generate(self, tokens: Tensor) -> Tensor:
-        """Append ``length`` tokens. Sample each from the 20 most likely tokens."""
+        """Append ``length`` tokens. Sample each token from the 20 most likely ones."""
         generator = torch.Generator(tokens.device).manual_seed(0)
         for _ in range(self.hparams["length"]):
             scores, candidates = self(tokens[:, -self.hparams["block"] :])[:, -1].topk(20)

@@ -77,7 +77,7 @@ class MNISTNet:
         self.net = nn.Sequential(nn.Flatten(), hidden_layer, nn.Linear(hidden, 10))
 
     def training_step(self, batch: Batch) -> Tensor:
-        """Return the cross-entropy. The loop logs it as ``train_loss``."""
+        """Return the cross-entropy. The loop logs this loss as ``train_loss``."""
         images, labels = batch
         return functional.cross_entropy(self.net(images), labels)
 

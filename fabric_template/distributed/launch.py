@@ -79,7 +79,7 @@ def gather_objects(run: RunState, item: Any) -> list[Any]:
 
 
 def launched_processes() -> tuple[int, int] | None:
-    """Return how many processes torchrun or SLURM has started on each machine, and the number of machines."""
+    """Return the number of processes per machine, and of machines, from torchrun or SLURM."""
     env = os.environ
     total, nodes = 1, 1
     if env.get("LT_CLI_USED") == "1":
@@ -93,7 +93,7 @@ def launched_processes() -> tuple[int, int] | None:
 
 
 def launched_devices(devices: Any, num_nodes: int) -> tuple[Any, int]:
-    """Replace ``devices="auto"`` by the launcher's devices. Fabric would use one on the CPU."""
+    """Replace ``devices="auto"`` with the launcher's devices. Fabric would use only one CPU."""
     started = launched_processes()
     if devices != "auto" or started is None:
         return devices, num_nodes
@@ -101,7 +101,7 @@ def launched_devices(devices: Any, num_nodes: int) -> tuple[Any, int]:
 
 
 def check_launched(fabric: Fabric) -> None:
-    """Refuse another number of processes than the launcher's, which would wait forever."""
+    """Raise an error if the launcher started a different number of processes. They would hang."""
     strategy, started = fabric.strategy, launched_processes()
     given = getattr(strategy, "num_processes", 1), getattr(strategy, "num_nodes", 1)
     if started is not None and (is_spawning(fabric) or given != started):
@@ -112,11 +112,11 @@ def check_launched(fabric: Fabric) -> None:
 
 
 def open_store_of_attempt() -> TCPStore | None:
-    """Open a new store through which processes that torchrun has restarted find each other.
+    """Open a new store with which processes find each other after a restart.
 
-    torchrun's own store outlives its workers: torch finds addresses of dead processes in it and
-    waits for them. Therefore the first process opens a store for this attempt and writes its
-    address to torchrun's store. The others try that address until a living process answers.
+    torchrun's own store outlives its workers, so it may contain addresses of dead processes.
+    Therefore the first process opens a new store and writes its address to torchrun's store. The
+    other processes try to connect to the address until a process answers.
     """
     env = os.environ
     if env.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
@@ -124,13 +124,14 @@ def open_store_of_attempt() -> TCPStore | None:
     shared = TCPStore(env["MASTER_ADDR"], int(env["MASTER_PORT"]), is_master=False)
     store = None
     if env["RANK"] == "0":
-        # On a single machine, no other machine has to resolve the name.
+        # Other machines, if there are any, need a name that they can resolve.
         host = "localhost" if env.get("GROUP_WORLD_SIZE", "1") == "1" else socket.getfqdn()
         store = TCPStore(host, 0, is_master=True, multi_tenant=True, wait_for_workers=False)
         shared.set("fabric_template/address", f"{host} {store.port}")
     while True:
         host, port = shared.get("fabric_template/address").decode().split()
-        # The address may be of a dead process. If the first process fails, torchrun ends this one.
+        # The address may belong to a dead process. If the first process fails, torchrun ends this
+        # one.
         with suppress(DistError):
             TCPStore(host, int(port), is_master=False, timeout=timedelta(seconds=2))
             break
@@ -147,7 +148,7 @@ def is_spawning(fabric: Fabric) -> bool:
 
 
 def starts_processes(fabric: Fabric) -> bool:
-    """Return whether the strategy spawns or forks processes for each call, and this is not one of them."""
+    """Return whether this process has to spawn or fork the processes of a call."""
     return is_spawning(fabric) and not is_joined()
 
 
@@ -197,12 +198,12 @@ def _call_in_process(
 ) -> None:
     """Run the call in a process that was started for it, and write the results to a file.
 
-    The launcher's own queue cannot carry the results: it blocks on anything larger than the pipe
-    buffer, and it passes on only the message of an exception.
+    The launcher's own queue is not used for the results. The queue blocks on objects that are
+    larger than the pipe buffer, and transfers only the message of an exception.
     """
     loop.fabric = fabric
     if isinstance(multiprocessing.current_process(), SpawnProcess):
-        # Spawned processes get tensors in shared memory, and need copies of their own.
+        # The tensors of a spawned process are in shared memory, so copy them.
         names = {"model", "optimizer"} & set(arguments)
         arguments |= deepcopy({name: arguments[name] for name in names})
     ending = result = None
@@ -253,7 +254,7 @@ def _apply_outcome(run: RunState, outcome: dict[str, Any]) -> None:
     run.history.rows = outcome["rows"]
     with_state = filter(has_state, run.hooks.callbacks)
     for callback, state in zip(with_state, outcome["callbacks"], strict=False):
-        # Lightning's SpikeDetection reads an attribute that it does not have.
+        # Lightning's SpikeDetection reads an attribute that it does not define.
         with suppress(AttributeError):
             callback.load_state_dict(state)
     run.checkpoints = outcome["checkpoints"]
@@ -266,7 +267,7 @@ def _apply_outcome(run: RunState, outcome: dict[str, Any]) -> None:
 
 
 def _write_error(error: BaseException, folder: str) -> None:
-    """Write the first error for the caller. Errors of other processes may be its consequence."""
+    """Write the first error to a file for the caller. Later errors may be consequences."""
     # If the error cannot be pickled, the launcher shows its message.
     with suppress(Exception):
         data = pickle.dumps(error)

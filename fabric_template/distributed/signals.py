@@ -48,11 +48,11 @@ class SignalHandler:
         self._checked_at, self._checked_batch, self._next_batch = time.monotonic(), 0, 0
 
     def __enter__(self) -> SignalHandler:
-        # Python allows signal handlers in the main thread only.
+        # Python allows signal handlers only in the main thread.
         if threading.current_thread() is threading.main_thread():
             for number in SIGNALS:
                 previous = signal.getsignal(number)
-                # A run inside of another run leaves the signal to the outer one.
+                # A run inside another run leaves signals to the outer run.
                 is_ours = isinstance(getattr(previous, "__self__", None), SignalHandler)
                 is_of_user = callable(previous) and number != signal.SIGINT and not is_ours
                 if previous in _DEFAULTS or is_of_user:
@@ -72,7 +72,7 @@ class SignalHandler:
         if is_first:
             self.received, self._received_at = number, time.monotonic()
             if not self._is_quiet:
-                # sys.stderr may be in the middle of another write, which this handler has interrupted.
+                # Do not use sys.stderr: this handler may have interrupted another write to it.
                 text = f"{signal.Signals(number).name}: stopping after this step. Again: stop at once.\n"
                 with suppress(OSError):
                     os.write(2, text.encode())
@@ -86,10 +86,11 @@ class SignalHandler:
             raise error_of_signal(number)
 
     def check(self, run: RunState, is_due: bool = False) -> None:
-        """Let the run stop if any process has received a signal.
+        """Stop the run if any process has received a signal.
 
-        Several processes must stop at the same step. They exchange signals about once a second,
-        after a batch that the first process has announced. Other steps cost only a comparison.
+        Several processes must stop at the same step. The processes exchange signals about once a
+        second, at a batch number that the first process chooses. All other steps only compare two
+        numbers.
 
         Args:
             is_due: Exchange signals now.
@@ -105,7 +106,7 @@ class SignalHandler:
             seconds = max(time.monotonic() - self._checked_at, 1e-6)
             done = batches - self._checked_batch
             wait = max(1, int(done * SECONDS_BETWEEN_CHECKS / seconds))
-        # Reduce on the CPU, so that no step waits for the device.
+        # Communicate between CPUs, so that no step waits for a GPU.
         if self._group is None:
             is_gloo = torch.distributed.get_backend() == "gloo"
             world = torch.distributed.group.WORLD
@@ -119,7 +120,7 @@ class SignalHandler:
 
 
 class SignalForwarder(SignalHandler):
-    """Forwards the first signal to the processes that were started for a call, which then save."""
+    """Forwards the first signal to the child processes of a call, which save and stop."""
 
     def __enter__(self) -> SignalForwarder:
         self._pid = os.getpid()
@@ -150,6 +151,6 @@ def error_of_signal(number: int) -> BaseException:
 
 
 def is_notebook() -> bool:
-    """Return whether the caller continues after an interrupt: a notebook or an interactive session."""
+    """Return whether Python continues after an interrupt, such as in a notebook."""
     get_ipython = getattr(sys.modules.get("IPython"), "get_ipython", None)
     return hasattr(sys, "ps1") or (get_ipython is not None and get_ipython() is not None)

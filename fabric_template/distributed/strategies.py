@@ -35,7 +35,7 @@ _CONVERTED = ("DDPStrategy", "SingleDeviceStrategy", "ModelParallelStrategy")
 
 
 def convert_strategy(strategy: Any) -> Any:
-    """Return Fabric's strategy for one of Trainer's. Anything else is left to Fabric.
+    """Return Fabric's strategy for a strategy of Trainer. Return other values unchanged.
 
     Example:
         >>> type(convert_strategy("ddp_fork_find_unused_parameters_false")).__name__
@@ -44,7 +44,7 @@ def convert_strategy(strategy: Any) -> Any:
     name = strategy.lower() if isinstance(strategy, str) else type(strategy).__name__
     if name.lower().startswith(("deepspeed", "fsdp")):
         raise ConfigurationError(
-            f"strategy: got {name}, which FabricLoop does not run. Use strategy=ModelParallelStrategy("
+            f"strategy: got {name}, which FabricLoop does not support. Use strategy=ModelParallelStrategy("
             "parallelize_fn) of lightning.fabric.strategies, with fully_shard(model, mesh=mesh['data_parallel'])"
             " in parallelize_fn(model, mesh), or strategy='ddp'."
         )
@@ -60,7 +60,7 @@ def _is_trainers(part: Any) -> bool:
 
 
 def _convert_object(strategy: Any) -> Any:
-    """Return Fabric's strategy with the settings of Trainer's, which has the same attributes."""
+    """Return Fabric's strategy with all attributes of Trainer's strategy."""
     name = type(strategy).__name__
     has_plugin = type(getattr(strategy, "precision_plugin", None)).__name__ != "Precision"
     if name not in _CONVERTED or has_plugin or has_communication_hook(strategy):
@@ -69,7 +69,7 @@ def _convert_object(strategy: Any) -> Any:
             " Use a strategy of lightning.fabric.strategies or a name, such as 'ddp', and the options"
             " precision and plugins."
         )
-    # Modules for Trainer shard themselves in configure_model, with self.device_mesh.
+    # A module for Trainer shards itself in configure_model, with self.device_mesh.
     arguments = [_return_model] if name == "ModelParallelStrategy" else []
     made = getattr(strategies, name)(*arguments)
     vars(made).update({key: value for key, value in vars(strategy).items() if key in vars(made)})
@@ -81,7 +81,7 @@ def _return_model(model: nn.Module, mesh: Any) -> nn.Module:
 
 
 def convert_plugin(plugin: Any) -> Any:
-    """Replace a precision plugin of Trainer by Fabric's. Return any other plugin unchanged."""
+    """Replace a precision plugin of Trainer with Fabric's. Return any other plugin unchanged."""
     if not (isinstance(plugin, precision.Precision) and _is_trainers(plugin)):
         return plugin
     name = type(plugin).__name__
@@ -97,7 +97,7 @@ def convert_plugin(plugin: Any) -> Any:
 
 
 def check_strategy(run: RunState) -> None:
-    """Refuse an optimizer of parameters that the strategy replaces, before anything is launched."""
+    """Raise an error for an optimizer of parameters that the strategy will replace."""
     given = run.given_optimizer
     is_ready = given is not None and (is_optimizer(given) or not callable(given))
     if is_ready and run.steps.is_model_parallel:
@@ -142,7 +142,7 @@ def shard_network(fabric: Fabric, network: nn.Module, name: str) -> None:
                 torch.distributed.broadcast(value, src=0)
                 tensor.detach().copy_(value)
     if is_on_meta or not is_sharded(network):
-        # This also allocates and initializes tensors on the meta device.
+        # Fabric also allocates and initializes tensors that are on the meta device.
         made = strategy.setup_module(network)
         if made is not network:
             raise ConfigurationError(
@@ -153,7 +153,7 @@ def shard_network(fabric: Fabric, network: nn.Module, name: str) -> None:
 
 
 def check_sharding(mesh: Any, network: nn.Module, name: str) -> None:
-    """Refuse a network with parameters that each process would train separately."""
+    """Raise an error for parameters that each process would train separately."""
     if not is_sharded(network):
         raise ConfigurationError(
             f"parallelize_fn: got {name} back without sharded parameters. Write fully_shard(model,"

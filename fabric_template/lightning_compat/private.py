@@ -14,7 +14,8 @@ from lightning.pytorch.core.optimizer import LightningOptimizer
 def wrap_optimizer(optimizer: Any, strategy: Any) -> LightningOptimizer:
     """Return an optimizer whose ``step`` goes through ``strategy.optimizer_step``.
 
-    Trainer does this for manual optimization. LightningOptimizer has no public setter for it.
+    Trainer does this for manual optimization. LightningOptimizer has no public setter for the
+    strategy.
     """
     wrapped = LightningOptimizer(optimizer)
     wrapped._strategy = strategy
@@ -50,7 +51,7 @@ def logs_hyperparameters(part: Any) -> bool:
 
 
 def combined_mode(combined: Any) -> str:
-    """Return the mode of a CombinedLoader. It determines the number of batches."""
+    """Return the mode of a CombinedLoader. The mode determines the number of batches."""
     return combined._mode
 
 

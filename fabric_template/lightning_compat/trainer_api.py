@@ -32,10 +32,11 @@ from .private import wrap_optimizer
 if TYPE_CHECKING:
     from ..training.run_state import RunState
 
-# LoopAPI forwards the first attributes to Trainer. TrainerAPI forwards the others to Fabric.
+# LoopAPI forwards the attributes in the first set to Trainer. TrainerAPI forwards the second set to
+# Fabric.
 _OF_TRAINER = ("max_epochs", "min_epochs", "max_steps", "min_steps", "global_step")
 _OF_FABRIC = ("is_global_zero", "global_rank", "local_rank", "node_rank", "world_size", "print")
-# Read-only attributes by name. Each function computes its attribute from a loop.
+# Read-only attributes by name, with a function that computes the attribute from a loop.
 _ATTRIBUTES: dict[str, Callable[[Any], Any]] = {
     # The run
     "is_last_batch": lambda loop: bool(loop.run and loop.run.progress.is_last_batch),
@@ -78,7 +79,7 @@ _ATTRIBUTES: dict[str, Callable[[Any], Any]] = {
     "validate_loop": lambda loop: LoopAPI(loop, "validate_loop"),
     "test_loop": lambda loop: LoopAPI(loop, "test_loop"),
     "predict_loop": lambda loop: LoopAPI(loop, "predict_loop"),
-    # ThroughputMonitor counts batches of the evaluation.
+    # ThroughputMonitor reads the number of evaluated batches.
     "_evaluation_loop": lambda loop: LoopAPI(loop, "validate_loop"),
     # ``LightningModule.log(sync_dist=True)`` reads this if there are several processes.
     "_accelerator_connector": lambda loop: SimpleNamespace(is_distributed=loop.world_size > 1),
@@ -477,7 +478,7 @@ _OF_EVALUATION_LOOPS: dict[str, Callable[[Any], Any]] = {
 
 
 class LoopAPI:
-    """Stand for one of Trainer's loops. It has only the attributes that packages use."""
+    """Represent one of Trainer's loops, with the attributes that packages use."""
 
     __slots__ = ("_attributes", "_key", "trainer")
 
@@ -556,7 +557,7 @@ class StrategyAPI:
 
     @property
     def lightning_optimizers(self) -> list[Any]:
-        """The optimizers for modules. Their ``step`` includes precision, hooks and counters."""
+        """The optimizers for modules. Calling ``step`` handles precision, hooks and counters."""
         if self._wrapped is None:
             fit = self._loop.runs.get("fit")
             optimizers = fit.optimizers if fit else []
@@ -629,6 +630,6 @@ def make_profiler(given: Any) -> Any:
     if given.lower() not in kinds:
         raise ConfigurationError(
             "When passing string value for the `profiler` parameter of `Trainer`, it can only be one of"
-            f" {sorted(kinds)}. profiler: got {given!r}."
+            f" {sorted(kinds)}. FabricLoop got profiler={given!r}."
         )
     return kinds[given.lower()]()

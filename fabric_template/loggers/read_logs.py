@@ -20,7 +20,7 @@ EXPECTED = "a metrics.csv, a version's folder, a run's folder or the root of all
 def read_logs(path: str | os.PathLike[str], steps: bool = False) -> pd.DataFrame:
     """Return the rows of one or several runs as one table: `name, version, epoch, step, ...`.
 
-    Lightning's CSVLogger writes half-empty rows. They are merged into one row per epoch.
+    Lightning's CSVLogger writes half-empty rows, which are merged into one row per epoch.
 
     Args:
         path: A metrics.csv, a version's folder, a run's folder or the root of all logs.
@@ -48,8 +48,8 @@ def read_logs(path: str | os.PathLike[str], steps: bool = False) -> pd.DataFrame
     else:
         files = [root / filename] if (root / filename).is_file() else sorted(root.rglob(filename))
     if not files or not files[0].is_file():
-        problem = f"which has no {filename}" if root.exists() else "which does not exist"
-        raise ValueError(f"read_logs(path): got {str(root)!r}, {problem}; expected {EXPECTED}.")
+        problem = f"The path has no {filename}" if root.exists() else "The path does not exist"
+        raise ValueError(f"read_logs(path): got {str(root)!r}, expected {EXPECTED}. {problem}.")
     tables = {}
     for file in files:
         columns, rows, is_complete = read_table(file)

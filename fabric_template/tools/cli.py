@@ -1,6 +1,6 @@
 """Parse the command line, and run fit, validate, test, predict and verify.
 
-A command's module is imported when the command runs, so the list of commands needs no torch.
+Each command imports its module when it runs, so that `--help` does not import torch.
 """
 
 from __future__ import annotations
@@ -38,14 +38,14 @@ COMMANDS = {  # name: (module, help)
     "runs": ("runs", "list runs, compare two (diff RUN RUN), find the best one (best)"),
     "compare": ("compare", "find the first step in which two trainings differ"),
     "profile": ("profile", "show where the time of a training step goes"),
-    "tune": ("tune", "find faster options, or with --lr a learning rate"),
+    "tune": ("tune", "find faster settings, or a learning rate with --lr"),
     "copy": ("package_copy", "copy this package or its single file into a project"),
-    "diff": ("package_copy", "show what you and what upstream have changed in a copy"),
-    "update": ("package_copy", "merge what is new upstream into a copy"),
-    "verify": ("cli", "check that checkpoints are whole"),
+    "diff": ("package_copy", "show the changes to a copy, by you and by the installed version"),
+    "update": ("package_copy", "merge the installed version into a copy"),
+    "verify": ("cli", "check that checkpoints are intact"),
 }
 LOOP_COMMANDS = ("fit", "validate", "test", "predict", "profile", "tune")
-LOAD = {"--load": {"help": 'Take the weights of "last", "best" or a path.'}}
+LOAD = {"--load": {"help": 'Read the weights from "last", "best" or a path.'}}
 COPY = {"path": {"help": "The folder of a copy, or a copied file."}}
 FLAG = {"action": "store_true"}
 OPTIONS: dict[str, dict[str, dict[str, Any]]] = {  # by command
@@ -73,7 +73,7 @@ OPTIONS: dict[str, dict[str, dict[str, Any]]] = {  # by command
         "--html": {"help": "Write the table and the curves into this file, for a browser."},
     },
     "compare": {
-        "first": {"help": 'The correct script ("train.py --lr 0.1"), or its recording.'},
+        "first": {"help": 'The correct script, such as "train.py --lr 0.1", or its recording.'},
         "second": {"help": "The script to compare with it, or a recording."},
         "--steps": {"type": int, "default": 50, "help": "The number of optimizer steps."},
     },
@@ -82,10 +82,10 @@ OPTIONS: dict[str, dict[str, dict[str, Any]]] = {  # by command
         "--steps": {"type": int, "default": 50, "help": "The number of timed batches."},
     },
     "tune": {
-        "--lr": {**FLAG, "help": "Find a learning rate: raise it until the loss blows up."},
+        "--lr": {**FLAG, "help": "Find a learning rate: raise it until the loss diverges."},
         "--only": {"nargs": "*", "help": "Try only these settings, such as threads batch_size."},
         "--seconds": {"type": float, "default": 2.0, "help": "The duration of a trial in seconds."},
-        "--out": {"default": "tuned.yaml", "help": "Write a file for fit --config, or the curve."},
+        "--out": {"default": "tuned.yaml", "help": "The file for fit --config, or the curve."},
     },
     "copy": {
         "path": {"help": "The folder to write, or with --mini the file, src/train_loop.py."},
@@ -102,13 +102,13 @@ OPTIONS: dict[str, dict[str, dict[str, Any]]] = {  # by command
     },
     "verify": {"path": {"help": "A checkpoint, or a folder of them."}},
 }
-# These options hold objects, or have a type in CLASS_OPTIONS.
+# The command line has no fields for these options: they take objects, or are in CLASS_OPTIONS.
 NOT_TYPED: set[str | int] = {"fabric", "plugins", "loggers", "callbacks"}
 FIELDS = [field.name for field in dataclasses.fields(LoopArguments) if field.name not in NOT_TYPED]
 
 
 class AnyClass(ABC):
-    """Let jsonargparse accept any class as model, data, callback or logger."""
+    """Let jsonargparse accept any class as a model, data or callback."""
 
     @abstractmethod
     def __init__(self) -> None: ...
@@ -128,7 +128,7 @@ CLASS_OPTIONS = {  # name: (type, help)
         "--callbacks+=EarlyStopping --callbacks.monitor=val_loss, or your own class.",
     ),
 }
-# These commands train, and each training gets a new version.
+# These commands start a new run, with a new version, unless --resume is given.
 TRAINING_COMMANDS = ("fit", "profile", "tune")
 SUFFIXES = (".ckpt", ".pt", ".pth")  # of checkpoints
 
@@ -161,7 +161,7 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def is_users_mistake(error: Exception) -> bool:
-    """Return whether a check of this package raised the error, without user code in between."""
+    """Return whether a check of this package raised the error, and not the user's code."""
     packages = []
     for frame, _ in traceback.walk_tb(error.__traceback__):
         name = str(frame.f_globals.get("__name__"))
@@ -171,7 +171,7 @@ def is_users_mistake(error: Exception) -> bool:
 
 
 def program() -> str:
-    """Return the name of the program, so that commands in messages can be copied."""
+    """Return the program's name for commands in messages, which the user can copy."""
     name = Path(sys.argv[0]).stem
     return name if name == "fabric-template" else f"python -m {PACKAGE}"
 
@@ -199,7 +199,7 @@ def run_command(name: str, argv: list[str]) -> int:
 
 
 def complete_arguments(command: str, argv: list[str]) -> list[str]:
-    """Put files and classes before other options, as jsonargparse requires. Complete their paths."""
+    """Move files and classes before other options, as jsonargparse requires."""
     parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False, exit_on_error=False)
     parser.add_argument("--config", action="append", default=[])
     for option in ("model", "data", "run", "resume", "load"):
@@ -224,7 +224,7 @@ def complete_arguments(command: str, argv: list[str]) -> list[str]:
 
 
 def resolve_token(token: str) -> str:
-    """Replace the class in an option such as --callbacks+=EarlyStopping by its import path."""
+    """Replace the class in an option such as --callbacks+=EarlyStopping with its import path."""
     match = re.fullmatch(r"(--(model|data|callbacks)(?:\+|\.help)?=)(\w[\w.:]*)", token)
     if match is None:
         return token
@@ -236,7 +236,7 @@ def resolve_token(token: str) -> str:
 
 
 def read_run(command: str, folder: Path, is_new_run: bool) -> dict[str, Any]:
-    """Return the options of a run. Except for a new training, add its name and version."""
+    """Return the options in a run's config.yaml, and its name and version to continue the run."""
     import yaml
 
     try:
@@ -264,9 +264,9 @@ def make_parser(name: str) -> ArgumentParser:
     )
     if name in LOOP_COMMANDS:
         parser.usage = f"{parser.prog} [options]"
-        text = "A YAML file of options. The last of several files wins. It can import any class."
+        text = "A YAML file of options, which can import any class. The last file wins."
         parser.add_argument("--config", action="config", help=text)
-        text = "Take model, data and all options from this run, logs/<name>/version_<n>."
+        text = "Read the model, the data and all options from this run, logs/<name>/version_<n>."
         parser.add_argument("--run", help=text)
         parser.add_argument("--about", type=dict | None, help=argparse.SUPPRESS)
         for option, (kind, text) in CLASS_OPTIONS.items():
@@ -283,7 +283,7 @@ def make_parser(name: str) -> ArgumentParser:
 def explain(parser: ArgumentParser, message: str) -> str:
     """Shorten a message of jsonargparse to one line that names the option."""
     text = " ".join(message.split())
-    # The texts of jsonargparse differ between its versions.
+    # The wording of these messages depends on the version of jsonargparse.
     if unknown := re.match(r"(?i)unrecognized arguments:.*?(--[\w.]+)", text):
         options = [option for action in parser._actions for option in action.option_strings]
         near = difflib.get_close_matches(unknown[1], options, n=1)
@@ -318,7 +318,7 @@ def build(parser: ArgumentParser, settings: Namespace) -> tuple[FabricLoop, Any,
     except (ValueError, TypeError, ImportError, MisconfigurationException) as error:
         raise ValueError(explain(parser, str(error))) from error
     loop.recipe = {**plain, **classes}
-    # Create the model after the loop, which seeds the random generators.
+    # Create the model after the loop, because the loop seeds the random generators.
     made = instantiate("model", "data")
     return loop, made["model"], made["data"]
 
@@ -348,7 +348,7 @@ def summarize(loop: FabricLoop) -> dict[str, list[str]]:
     from .plots import save_picture
 
     summary = loop.ending()
-    # Replace the Python call of the summary by a command.
+    # The summary shows how to resume in Python. Show a command instead.
     summary.pop("resume", None)
     folder = run_folder(loop)
     if folder is None:
@@ -408,9 +408,9 @@ def predict_command(
 
 
 def warn_of_new_weights(loop: FabricLoop, load: str | None) -> None:
-    """Warn a user who gave no checkpoint that the weights are not trained."""
+    """Warn that the weights are not trained if the user gave no checkpoint."""
     if load is None and loop.fabric.is_global_zero:
-        hint = "the weights are new; --load best takes those of the last fit"
+        hint = "the weights are untrained; --load best reads the weights of the last fit"
         print(f"{program()}: {hint}", file=sys.stderr)
 
 

@@ -33,13 +33,13 @@ sys.path[0] = os.path.dirname(os.path.abspath(sys.argv[0]))
 with record_training(recording, int(steps), stop=True):
     runpy.run_path(sys.argv[0], run_name="__main__")
 """
-Record = dict[str, Any]  # an optimizer step, or one of its parameters
-Finding = tuple[str, Any, Any, str, str]  # the quantity, both values, the reason and the fix
+Record = dict[str, Any]  # describes an optimizer step or a parameter
+Finding = tuple[str, Any, Any, str, str]  # quantity, first value, second value, reason, fix
 
 
 @dataclass
 class Comparison:
-    """The first difference of two trainings, at ``step`` (from 0; None if they are equal)."""
+    """The first difference between two trainings. ``step`` is None if they are equal."""
 
     steps: int
     step: int | None = None
@@ -166,7 +166,7 @@ def check_batch(first: Record, second: Record) -> Finding | None:
         if a != b and min(a, b) > 0:
             reason = "the loaders have different batch sizes, or one drops the last batch"
             return "batch size", a, b, reason, "the same batch_size= and drop_last= in both"
-    # A module that also receives the targets has more samples.
+    # One model may also receive the targets. Then only its training has additional samples.
     only_first = set(first["samples"]) - set(second["samples"])
     only_second = set(second["samples"]) - set(first["samples"])
     if only_first and only_second:
@@ -233,7 +233,7 @@ def check_gradients(first: Record, second: Record) -> Finding | None:
 
 
 class EnoughSteps(BaseException):
-    """End a training after the last step to record."""
+    """Ends a training after the last recorded step."""
 
 
 def record_steps(training: Any, steps: int) -> list[Record]:
@@ -284,7 +284,7 @@ def record_training(path: str | Path, steps: int = 50, stop: bool = False) -> It
 
 
 class Recorder:
-    """Record each optimizer step as a dict of plain values by PyTorch's global hooks."""
+    """Record each optimizer step as a dict of plain values, with PyTorch's global hooks."""
 
     def __init__(self, limit: int, stop: bool) -> None:
         self.limit, self.stop = limit, stop
@@ -321,7 +321,7 @@ class Recorder:
         data = [tensor for tensor in find_tensors(args) if not tensor.requires_grad]
         if data and next(module.parameters(recurse=False), None) is not None:
             rows = [list(torch.atleast_1d(tensor)) for tensor in data]
-            # Keep the last call only, because an earlier one may have had no backward.
+            # Keep only the last call, because earlier calls may have had no backward.
             self.inputs[id(module)] = [digest(row) for tensor in rows for row in tensor]
             self.batch_size = len(rows[0])
             self.random_state = get_random_state()
@@ -361,7 +361,7 @@ class Recorder:
 
     def describe_parameters(self, optimizer: Any) -> list[Record]:
         named = [pair for module in self.modules.values() for pair in module.named_parameters()]
-        # The first called module is the outermost one, which has the full names.
+        # The first module that is called contains the other modules, so its names are complete.
         names = {id(parameter): name for name, parameter in reversed(named)}
         described: list[Record] = []
         groups = [group for group in optimizer.param_groups for _ in group["params"]]

@@ -1,4 +1,4 @@
-"""Copy this package or its single file into a project, compare such a copy, and update it."""
+"""Copy this package or mini.py into a project, show the changes to a copy, and update it."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ README = """\
 fabric_template {version} as it was copied.
 `fabric-template diff` and `fabric-template update` need these files. Commit them unchanged.
 """
-Files = dict[str, bytes]  # by the name in the package
-Changes = dict[str, bytes | None]  # None removes the file
+Files = dict[str, bytes]  # path in the package: content
+Changes = dict[str, bytes | None]  # path: new content, or None to remove the file
 
 
 class Copy:
-    """A copy of this package, or of its single file, in a user's project."""
+    """A copy of this package or of mini.py in a user's project."""
 
     def __init__(self, path: str) -> None:
         self.target = Path(os.path.abspath(path))
@@ -71,7 +71,7 @@ def copy_command(path: str, *, mini: bool = False) -> int:
 
 
 def diff_command(path: str, *, yours: bool = False, upstream: bool = False) -> int:
-    """Show your changes to a copy, and the changes of the installed version since.
+    """Show your changes to a copy, and what the installed version has changed since the copy.
 
     Returns:
         1 if something differs, else 0.
@@ -98,7 +98,7 @@ def diff_command(path: str, *, yours: bool = False, upstream: bool = False) -> i
 def update_command(path: str, *, dry_run: bool = False) -> int:
     """Merge the installed version into a copy and keep your changes.
 
-    git merges files that both sides have changed, and marks conflicts in the file.
+    git merges the files that you and the new version have changed, and marks conflicts.
 
     Returns:
         1 if a file needs your attention ("conflict" or "kept"), else 0.
@@ -168,7 +168,7 @@ def find_copy(command: str, path: str) -> Copy:
 
 
 def run_git(folder: str | Path, *args: str) -> subprocess.CompletedProcess[bytes]:
-    """Run git in a folder. Raise an error for exit codes from 128 on."""
+    """Run git in a folder. Raise an error if the exit code is 128 or higher."""
     try:
         done = subprocess.run(["git", *args], cwd=folder, capture_output=True, check=False)
     except FileNotFoundError as error:
@@ -179,7 +179,7 @@ def run_git(folder: str | Path, *args: str) -> subprocess.CompletedProcess[bytes
 
 
 def read_files(folder: Path) -> Files:
-    """Read the Python files and the license of a folder with LF line ends, except hidden files."""
+    """Read the Python files and the license of a folder, except hidden files. Lines end with LF."""
     files = {}
     for path in sorted([*folder.rglob("*.py"), *folder.glob("LICENSE")]):
         name = path.relative_to(folder)

@@ -38,7 +38,7 @@ _KINDS = {
 
 @dataclass(eq=False)
 class Run:
-    """One run, or several that differ only in their seed."""
+    """One run, or several runs that differ only in their seed."""
 
     label: str
     tables: list[pd.DataFrame]
@@ -48,7 +48,7 @@ class Run:
 
 
 class Metric(NamedTuple):
-    """A column with the parts of its name: `val_acc_top1` is "val", "acc_top1" and "accuracy"."""
+    """The parts of a column name, such as the split "val" and the quantity "acc" of `val_acc`."""
 
     column: str
     split: str
@@ -57,7 +57,7 @@ class Metric(NamedTuple):
 
 
 def parse_metric(column: str) -> Metric:
-    """Split the name of a column into its parts. Names of other loggers work, too."""
+    """Split the name of a column into its parts. Column names of other loggers are accepted."""
     match = _COLUMN.fullmatch(column)
     assert match is not None
     split, quantity, loader = match.groups(default="")
@@ -115,7 +115,7 @@ def plot_logs(
         run.label = "" if len(runs) == 1 else run.label or f"run {number}"
     chosen = choose_metrics(runs, x, [metrics] if isinstance(metrics, str) else metrics)
     if ax is not None:
-        # Without a color, matplotlib takes the next free color of these Axes.
+        # Runs without a color get the next color of these Axes from matplotlib.
         for run in runs:
             for metric in chosen:
                 label = f"{run.label} {metric.column}".strip()
@@ -195,10 +195,10 @@ def prepare_table(table: pd.DataFrame, x: str) -> pd.DataFrame:
     folder = table.attrs.get("folder")
     if x == "step" and folder is not None and (folder / "steps.csv").is_file():
         steps = read_logs(folder, steps=True)
-        # A row's learning rate is that of its last step, as in steps.csv.
+        # Take the columns of both files from steps.csv, which has more rows.
         table = pd.concat([table[["step", *table.columns.difference(steps.columns)]], steps])
     elif x == "time" and x in table:
-        # The time of a row is the duration since the previous row.
+        # The column `time` contains the seconds since the previous row.
         table = table.assign(time=table["time"].fillna(0).cumsum())
     return table.groupby(x, as_index=False).last() if x in table else table
 
@@ -221,7 +221,7 @@ def choose_metrics(runs: list[Run], x: str, wanted: Sequence[str] | None) -> lis
         found = [metric for metric in columns if metric.column == name]
         found = found or [metric for metric in metrics if name in (metric.quantity, metric.kind)]
         if wanted is not None and not found:
-            raise ValueError(f"metrics: got {name!r}, {known} with numbers. Check its spelling.")
+            raise ValueError(f"metrics: got {name!r}, {known}. Only numeric columns can be drawn.")
         chosen += found
     chosen = chosen or [metric for metric in metrics if metric.kind != "learning rate"]
     if not chosen:
@@ -269,7 +269,7 @@ def draw_line(ax: Axes, run: Run, metric: Metric, x: str, smooth: float | None, 
     elif metric.split == "test":
         style["linestyle"] = ":"
     if len(rows) > 1:
-        # Average by row number, because the times of different seeds are not equal.
+        # Average rows of the same number, because the times differ between seeds.
         groups = points.groupby(level=0)
         points, low, high = groups.mean(), groups["y"].min(), groups["y"].max()
         if metric.split != "train":
@@ -278,7 +278,7 @@ def draw_line(ax: Axes, run: Run, metric: Metric, x: str, smooth: float | None, 
     if smooth or (smooth is None and metric.split == "train" and len(points) > 50):
         ax.plot(points["x"], values, color=run.color, alpha=0.25, linewidth=0.6)
         values = values.ewm(alpha=1 - smooth if smooth else 25 / len(points)).mean()
-    # Mark few points with dots. Draw a short run over the long run that may have resumed it.
+    # Mark the points of short lines. Draw short lines above longer ones, which may cover them.
     style.update(marker="." if len(points) <= 30 else "", zorder=2 + 1 / (1 + len(points)))
     (line,) = ax.plot(points["x"], values, color=run.color, label=label, **style)
     mode = find_direction(metric.column, run.options)
@@ -299,7 +299,7 @@ def add_legend(axes: list[Axes], title: str) -> None:
     if "best" in entries:
         entries["best"] = entries.pop("best")
     figure: Any = axes[0].figure
-    # A letter takes a fourteenth of an inch. A legend of several lines needs a higher figure.
+    # A letter is about 1/14 inch wide. Increase the height for a legend of several lines.
     width = max(1, int(figure.get_figwidth() * 14 / (max(map(len, entries)) + 10)))
     figure.set_figheight(figure.get_figheight() + 0.27 * (len(entries) // width))
     place = {"loc": "outside lower center", "ncols": width, "title": title or None}
@@ -317,7 +317,7 @@ def render_picture(logs: Any, file_format: str = "png", **options: Any) -> bytes
     figure = np.ravel(axes)[0].figure
     content = io.BytesIO()
     figure.savefig(content, dpi=120, format=file_format)
-    # A notebook would show an open figure again below the cell.
+    # A notebook would display an open figure again below the cell.
     pyplot.close(figure)
     return content.getvalue()
 

@@ -19,8 +19,9 @@ from .tune import SETTINGS, compare
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
-MIN_GAIN = 1.1  # of a suggestion
-# Methods that read a value. The CPU waits until the GPU has computed it.
+MIN_GAIN = 1.1  # A setting with a smaller gain is not suggested.
+
+# These methods read a value. The CPU waits until the GPU has computed it.
 READS = (torch.Tensor.item, torch.Tensor.__float__, torch.Tensor.cpu, torch.Tensor.tolist)
 LIBRARIES = (f"{__package__.rpartition('.')[0]}.", "torch.", "lightning.", "torchmetrics.")
 
@@ -45,7 +46,9 @@ class Profile:
         for part, ms in {**self.parts, "step": self.milliseconds}.items():
             lines.append(f"{part:10}{ms:11,.3f} ms{ms / self.milliseconds:9.1%}")
         lines += [f"faster: {text}" for text in self.suggestions]
-        lines += [f"wait: {line} reads a value. A GPU waits there; use log." for line in self.reads]
+        lines += [
+            f"wait: {line} reads a value. The step waits there for the GPU." for line in self.reads
+        ]
         return "\n".join(lines)
 
     def plot(self) -> Figure:
@@ -71,8 +74,8 @@ def profile(
 ) -> Profile:
     """Train a copy for a few steps. Time the parts of each step, and try faster settings.
 
-    Weights, optimizers, callbacks, random generators and loaders stay unchanged, and no file is
-    left. Validation, callbacks and loggers except the CSV logger do not run.
+    Weights, optimizers, callbacks, random generators and loaders stay unchanged, and no files
+    remain. Validation, callbacks and loggers except the CSV logger do not run.
 
     Args:
         loop: The loop with the options of the training.

@@ -27,7 +27,7 @@ LOW_IS_GOOD = re.compile(
     r"(?i)loss|error|perplexity|(^|[\W_])(nll|r?mse|mae|ppl|wer|cer|fid)([\W_]|$)"
 )
 HIGH_IS_GOOD = re.compile(r"(?i)acc|score|precision|recall|auroc|(^|[\W_])(f1|auc|iou)(\W|_|$)")
-# A click on a column's header sorts the table by this column, a second click in reverse.
+# A click on a column header sorts the table by this column. A second click reverses the order.
 SORT_SCRIPT = """<script>
 const body = document.querySelector("tbody");
 document.querySelectorAll("th").forEach((header, column) => {
@@ -41,7 +41,7 @@ document.querySelectorAll("th").forEach((header, column) => {
 });
 </script>
 """
-Run = dict[str, Any]  # a row of list_runs, and the options and rows of the run
+Run = dict[str, Any]  # a row of list_runs with two more keys: options, rows
 
 
 def list_runs(folder: str | os.PathLike[str] = "logs", metric: str | None = None) -> pd.DataFrame:
@@ -72,7 +72,7 @@ def find_runs(folder: str | os.PathLike[str], metric: str | None = None) -> list
     """Return every run below a folder, sorted by name and version."""
     root = Path(os.path.abspath(folder))
     if not root.is_dir():
-        raise ValueError(f"runs: got {str(folder)!r}, expected a folder. Pass for example logs.")
+        raise ValueError(f"runs: got {str(folder)!r}, expected a folder. Write logs, for example.")
     runs = []
     for path, subfolders, files in os.walk(root):
         subfolders[:] = [name for name in subfolders if name != "checkpoints"]
@@ -125,7 +125,7 @@ def find_direction(metric: str, options: dict[str, Any]) -> str | None:
 
 
 def find_best(run: Run, metric: str | None) -> dict[str, Any]:
-    """Return the best value of a metric, which is the largest if the name is unknown."""
+    """Return the best value of a metric. For unknown names, it is the largest value."""
     rows = run["rows"]
     rows = rows[rows[metric].abs() < float("inf")] if metric in rows else rows[:0]
     if not len(rows):
@@ -152,8 +152,8 @@ def read_rows(folder: Path) -> pd.DataFrame:
 def read_state(path: Path) -> str:
     """Return the state of a run from its lock file.
 
-    The run's process locks the file and adds lines: its process id, and at the end the state. A
-    killed process leaves no state.
+    The process of the run locks this file, and writes its process id and finally the run's state. A
+    killed process writes no state.
     """
     if not path.is_file():
         return "unknown"
@@ -168,7 +168,7 @@ def is_locked(path: Path) -> bool:
         import fcntl
 
         with path.open("rb") as file:
-            # With a shared lock, two readers do not mistake each other for the run.
+            # Two readers can share a lock, so a reader does not look like a running process.
             fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
     except BlockingIOError:
         return True

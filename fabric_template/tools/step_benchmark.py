@@ -1,4 +1,4 @@
-"""Train a copy for a few steps with other settings, and time the parts of each step."""
+"""Train a copy of the model with changed settings, and time the parts of each step."""
 
 from __future__ import annotations
 
@@ -29,15 +29,15 @@ WARM_UP = 5
 KEPT = ["accumulate_grad_batches", "gradient_clip_val", "gradient_clip_algorithm", "compile"]
 KEPT += ["log_every_n_steps", "deterministic", "benchmark", "detect_anomaly"]
 OFF = ("enable_checkpointing", "enable_progress_bar", "enable_model_summary")
-Choice = dict[str, Any]  # The keys are names of tune.SETTINGS.
+Choice = dict[str, Any]  # The keys are names from tune.SETTINGS.
 
 
 class EnoughSteps(BaseException):
-    """End `fit` after the last timed step, in the middle of an epoch."""
+    """Ends `fit` after the last timed step, in the middle of an epoch."""
 
 
 class StepTimer:
-    """Time the parts of each step as a callback. The parts add up to the whole step."""
+    """A callback that times the parts of each step. The parts add up to the whole step."""
 
     def __init__(self, steps: int, seconds: float, is_fused: bool, synchronize: bool) -> None:
         self.limit, self.seconds = steps, seconds
@@ -50,7 +50,7 @@ class StepTimer:
         self.since = self.begin = time.perf_counter()
 
     def get_median(self, *parts: str) -> float:
-        """Return the median seconds of parts over ten groups of steps, since workers prefetch."""
+        """Return the median seconds of parts over groups, because workers load in bursts."""
         times = [sum(step[part] for part in parts) for step in self.steps]
         size = max(1, len(times) // 10)
         return median(fmean(times[i : i + size]) for i in range(0, len(times), size))
@@ -77,7 +77,7 @@ class StepTimer:
                     yield batch
                     self.switch("data")
         finally:
-            # Otherwise the workers run until the iterator is garbage collected.
+            # Without this call, the workers would run until the iterator is garbage collected.
             if hasattr(iterator, "_shutdown_workers"):
                 iterator._shutdown_workers()
 
@@ -104,7 +104,7 @@ class StepTimer:
         self.switch("backward")
 
     def on_after_backward(self, *args: Any) -> None:
-        # Clipping and the optimizer step follow.
+        # Clipping and the optimizer step follow this hook.
         self.switch("optimizer")
 
     on_before_zero_grad = on_after_backward
@@ -125,7 +125,7 @@ def time_steps(
     seconds: float = float("inf"),
     synchronize: bool = False,
 ) -> StepTimer:
-    """Train a copy with the chosen settings for the given number of steps or seconds.
+    """Train a copy of the model with the chosen settings, for a number of steps or seconds.
 
     With `synchronize`, each part of a step waits for the GPU and includes its own GPU work.
     """
@@ -163,7 +163,7 @@ def time_steps(
 
 
 def copy_options(loop: Any) -> dict[str, Any]:
-    """Return options for a copy of a loop with one device, no output, no validation and no end."""
+    """Return options for a copy of a loop that only trains, on one device and without output."""
     device = loop.fabric.device
     options = {name: getattr(loop.config, name) for name in KEPT} | dict.fromkeys(OFF, False)
     options |= {"accelerator": device.type, "devices": [device.index] if device.index else 1}
@@ -186,10 +186,10 @@ def change_loader(loader: Any, choice: Choice) -> Any:
     if not changes and "tensor_loader" not in choice:
         return loader
     if not isinstance(loader, DataLoader) or loader.batch_size is None:
-        raise ValueError("the loader is no DataLoader with a batch size")
+        raise ValueError("the loader is not a DataLoader with a batch size")
     size = changes.get("batch_size")
     if size and not loader.batch_size < size <= len(loader) * loader.batch_size // 2:
-        raise ValueError(f"it is not between {loader.batch_size} and half of the samples")
+        raise ValueError(f"the size is not between {loader.batch_size} and half of the samples")
     names = ["batch_size", "drop_last", "generator"]
     if "tensor_loader" not in choice:
         names += ["num_workers", "sampler", "collate_fn", "pin_memory", "worker_init_fn"]
@@ -199,7 +199,7 @@ def change_loader(loader: Any, choice: Choice) -> Any:
     is_usual = type(loader.sampler) in (RandomSampler, SequentialSampler)
     is_usual = is_usual and loader.collate_fn is default_collate
     if type(loader.dataset) is not TensorDataset or not is_usual:
-        raise ValueError("the samples are not a TensorDataset with the usual batches")
+        raise ValueError("the loader does not read a TensorDataset with torch's samplers")
     arguments = {name: getattr(loader, name) for name in names} | changes
     shuffle = type(loader.sampler) is RandomSampler
     return TensorLoader(*loader.dataset.tensors, shuffle=shuffle, **arguments)

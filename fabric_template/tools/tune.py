@@ -1,4 +1,4 @@
-"""Find settings that make a training faster on this machine, or find a learning rate."""
+"""Find settings that speed up a training on this machine, or find a learning rate."""
 
 from __future__ import annotations
 
@@ -19,9 +19,10 @@ from lightning.pytorch.utilities.data import extract_batch_size
 
 from .step_benchmark import PARTS, Choice, copy_options, time_steps
 
-# Keep a setting if its slowest of ROUNDS trials beats the fastest trial without it by MIN_GAIN.
+# Keep a setting if all ROUNDS trials with it are faster than those without it, by MIN_GAIN.
 MIN_GAIN, ROUNDS = 1.03, 3
-TIME_LIMIT = 120.0  # seconds; a trial that takes longer counts as hung
+TIME_LIMIT = 120.0  # seconds until a trial counts as hung
+
 # The values to try, and the code that applies them, in the order of the trials.
 SETTINGS: dict[str, tuple[tuple[Any, ...], str]] = {
     "threads": ((1, 2, 4, 8), "torch.set_num_threads({0}), or OMP_NUM_THREADS={0}"),
@@ -102,7 +103,7 @@ def measure(loop: Any, parts: dict[str, Any], seconds: float, choice: Choice) ->
 
 
 def choose_settings(trial: Callable[[Choice], float], names: Iterable[str]) -> tuple[Choice, float]:
-    """Try the settings in turn, keep the faster ones, and finally compare all of them."""
+    """Try the settings in turn, keep faster settings, and finally compare with no setting."""
     choice: Choice = {}
     for name in names:
         for value in SETTINGS[name][0]:
@@ -128,7 +129,7 @@ def compare(trial: Callable[[Choice], float], before: Choice, after: Choice) -> 
 
 
 def run_in_process(function: Callable[[], Any]) -> Any:
-    """Call a function in a child process. Return the result, or None, and the error message."""
+    """Call a function in a child process. Return (result, "") or (None, error message)."""
     method = "fork" if sys.platform == "linux" and not torch.cuda.is_initialized() else "spawn"
     context: Any = multiprocessing.get_context(method)
     receiver, sender = context.Pipe(duplex=False)
@@ -136,7 +137,7 @@ def run_in_process(function: Callable[[], Any]) -> Any:
     child.start()
     sender.close()
     try:
-        # A process that ends without a result raises EOFError.
+        # recv() raises EOFError if the process ends without a result.
         with suppress(EOFError):
             if receiver.poll(TIME_LIMIT):
                 return receiver.recv()
@@ -149,12 +150,13 @@ def run_in_process(function: Callable[[], Any]) -> Any:
 
 
 def send_result(function: Callable[[], Any], sender: Any, threads: int) -> None:
-    """Call a function without output in this process, and send its result or its error."""
+    """Call a function, discard what it prints, and send its result or error to the parent."""
     if hasattr(signal, "SIGCHLD"):
         # torch's SIGCHLD handler for the parent's DataLoader workers would end this process.
         signal.signal(signal.SIGCHLD, signal.SIG_DFL)
     with open(os.devnull, "w") as null, redirect_stdout(null), redirect_stderr(null):
-        # OpenMP threads do not survive a fork. A new Python thread starts new ones.
+        # The threads of OpenMP do not survive a fork. A new Python thread starts new threads of
+        # OpenMP.
         executor = ThreadPoolExecutor(1, initializer=torch.set_num_threads, initargs=(threads,))
         future = executor.submit(function)
         error = future.exception()

@@ -30,7 +30,7 @@ STEP_OF_STAGE = {"fit": "training_step", "validate": "validation_step", "test": 
 
 
 def check_call(run: RunState) -> None:
-    """Refuse a model, functions or loaders that the call cannot work with."""
+    """Raise an error for a model, functions or loaders that the call cannot use."""
     if run.stage == "fit":
         # A single process may run an evaluation alone, also under torchrun or SLURM.
         check_launched(run.fabric)
@@ -47,14 +47,14 @@ def check_call(run: RunState) -> None:
 
 
 def check_sources(stage: str, model: Any, loaders: Mapping[str, Any], datamodule: Any) -> None:
-    """Refuse a call without a model, and a call with both loaders and a datamodule."""
+    """Raise an error for a call without a model, or with both loaders and a datamodule."""
     check_object("datamodule", datamodule)
     if model is None and stage == "fit":
         raise TypeError("model: got None, expected a module. Write fit(model, loader).")
     if model is None:
         raise TypeError(
             f"`Trainer.{stage}()` requires a `LightningModule` when it hasn't been passed in a previous run."
-            f" {stage}: got no model and there was no fit before it. Write {stage}(model, loader)."
+            f" FabricLoop has not trained a model yet. Write {stage}(model, loader)."
         )
     if datamodule is None or all(given is None for given in loaders.values()):
         return
@@ -72,8 +72,8 @@ def check_step(run: RunState, step: str) -> None:
     method = overridden(run.module, step)
     if method is None:
         raise ConfigurationError(
-            f"No `{step}()` method defined. Write {step}(self, batch) in {name}, or pass"
-            f" {run.stage}(..., {step}=fn) with fn(model, batch)."
+            f"No `{step}()` method defined. Define {step}(self, batch) in {name}, or call"
+            f" {run.stage}(..., {step}=fn) with a function fn(model, batch)."
         )
     if "optimizer_idx" in inspect.signature(method).parameters:
         raise RuntimeError(
@@ -96,17 +96,16 @@ def check_prediction(run: RunState) -> None:
         raise ConfigurationError("`predict_step` cannot be None to run `Trainer.predict`")
     if not (overridden(run.module, "predict_step") or overridden(run.model, "forward")):
         raise ConfigurationError(
-            f"`Trainer.predict` requires `forward` method to run. predict: got"
-            f" {type(run.model).__name__} without one. Write a method forward or predict_step, or"
-            " predict(..., predict_step=fn)."
+            "`Trainer.predict` requires `forward` method to run. Define forward or predict_step in"
+            f" {type(run.model).__name__}, or call predict(..., predict_step=fn)."
         )
     check_signature(run, "predict_step")
 
 
 def check_signature(run: RunState, name: str) -> None:
-    """Refuse a step that cannot be called with a batch, or with a batch and its index."""
+    """Raise an error for a step that accepts neither a batch nor a batch and its index."""
     method = overridden(run.module, name)
-    # For a LightningModule, as in Trainer, Python's own TypeError names the step.
+    # For a LightningModule, the call of the step raises Python's TypeError, as in Trainer.
     if method is None or run.is_lightning_module or takes_iterator(method):
         return
     function = getattr(run.module, "functions", {}).get(name)
@@ -132,10 +131,10 @@ def check_signature(run: RunState, name: str) -> None:
 
 
 def check_optimization(run: RunState) -> None:
-    """Refuse a fit without an optimizer, and options that manual optimization does not support."""
+    """Raise an error without an optimizer, or for options that manual optimization lacks."""
     if run.given_optimizer is None and not run.hooks.is_overridden("configure_optimizers"):
         raise ConfigurationError(
-            f"No `configure_optimizers()` method defined. Write it in {type(run.model).__name__}, or pass"
+            f"No `configure_optimizers()` method defined. Define it in {type(run.model).__name__}, or call"
             " fit(..., optimizer=torch.optim.Adam(model.parameters()))."
         )
     if run.module.automatic_optimization:
@@ -154,7 +153,7 @@ def check_optimization(run: RunState) -> None:
 
 
 def check_loaders(run: RunState) -> None:
-    """Refuse a call without a loader, and loaders that give no batches."""
+    """Raise an error for a call without a loader, and for loaders that do not yield batches."""
     call, stage = run.stage, LOADER_OF_STAGE[run.stage]
     argument = loader_argument(call, stage)
     if not run.data.has_loader(stage):
@@ -162,8 +161,7 @@ def check_loaders(run: RunState) -> None:
         raise MissingDataError(
             f"An invalid dataloader was passed to `Trainer.{call}({argument}=...)`. Found None."
             f" `{stage}_dataloader` must be implemented to be used with the Lightning Trainer."
-            f" {call}: got no loader, expected an iterable of batches. Write {call}(model, loader), or"
-            f" a method {stage}_dataloader in {kind}."
+            f" Write {call}(model, loader), or define {stage}_dataloader in {kind}."
         )
     for given_stage in run.data.given:
         run.data.request(given_stage)
@@ -185,7 +183,7 @@ def loader_argument(call: str, stage: str) -> str:
 
 
 def check_loader(loader: Any, where: str) -> None:
-    """Refuse an object that gives no batches.
+    """Raise an error for an object that does not yield batches.
 
     Args:
         where: The source of the loader for the message, such as "passed to `Trainer.fit(...)`".
@@ -195,14 +193,14 @@ def check_loader(loader: Any, where: str) -> None:
     is_iterable = isinstance(loader, Iterable) or hasattr(loader, "__getitem__")
     problem = ""
     if isinstance(loader, type | str | bytes) or not is_iterable:
-        problem = "gives no batches. Write DataLoader(dataset, batch_size=32)."
+        problem = "It does not yield batches. Write DataLoader(dataset, batch_size=32)."
     elif isinstance(loader, Dataset) and not hasattr(loader, "__iter__"):
-        problem = "gives single samples. Write DataLoader(dataset, batch_size=32)."
+        problem = "It yields single samples, not batches. Write DataLoader(dataset, batch_size=32)."
     elif holds_arrays or _is_array(loader) or hasattr(loader, "iloc"):
-        problem = "holds whole tensors. Write TensorLoader(x, y, batch_size=32)."
+        problem = "It contains all samples, not batches. Write TensorLoader(x, y, batch_size=32)."
     if problem:
         raise ConfigurationTypeError(
-            f"An invalid dataloader was {where}. Found {describe(loader)}, which {problem}"
+            f"An invalid dataloader was {where}. Found {describe(loader)}. {problem}"
         )
 
 
@@ -211,7 +209,7 @@ def _is_array(value: Any) -> bool:
 
 
 def warn_of_options(run: RunState) -> None:
-    """Warn of a fit without a limit, and of a validation step or loader without the other."""
+    """Warn of a fit without a limit, and of a validation step without a loader or vice versa."""
     if run.config.max_epochs is None and run.stop.max_epochs == 1000:
         run.warn_once(
             "`max_epochs` was not set. Setting it to 1000 epochs. To train without an epoch limit, set"

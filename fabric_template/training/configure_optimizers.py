@@ -22,7 +22,7 @@ _SHAPES = (
 
 
 class NoOptimizer(Optimizer):
-    """The optimizer if ``configure_optimizers`` returned None. Its ``step`` changes nothing."""
+    """The optimizer if ``configure_optimizers`` returns None, whose ``step`` changes nothing."""
 
     def __init__(self) -> None:
         super().__init__([torch.zeros(1)], {})
@@ -43,7 +43,7 @@ def is_optimizer(item: Any) -> bool:
 
 
 def has_several_optimizers(given: Any) -> bool:
-    """Return whether several optimizers were given, alone or with schedulers."""
+    """Return whether a value contains several optimizers, with or without schedulers."""
     if isinstance(given, list | tuple) and given and isinstance(given[0], list | tuple):
         given = given[0]
     return isinstance(given, list | tuple) and sum(map(is_optimizer, given)) > 1
@@ -112,13 +112,12 @@ def _split(returned: Any, where: str) -> tuple[list[Any], list[Any]]:
         )
         if all(map(is_optimizer, optimizers)):
             return optimizers, schedulers
-    text = f"{where}: got {describe(returned)}, expected an optimizer."
+    text = f"{where}: got {describe(returned)}, expected"
     if where == "configure_optimizers":
-        text = (
-            "Unknown configuration for model optimizers. Output from `model.configure_optimizers()`"
-            f" should be one of: {_SHAPES}. {text}"
-        )
-    raise ConfigurationTypeError(f"{text} Write torch.optim.SGD(model.parameters(), lr=0.1).")
+        text = f"Unknown configuration for model optimizers. {text} {_SHAPES}."
+    else:
+        text = f"{text} an optimizer. Write torch.optim.SGD(model.parameters(), lr=0.1)."
+    raise ConfigurationTypeError(text)
 
 
 def _split_dicts(given: Sequence[Mapping]) -> tuple[list[Any], list[Any]]:
@@ -127,7 +126,7 @@ def _split_dicts(given: Sequence[Mapping]) -> tuple[list[Any], list[Any]]:
         if "optimizer" not in item:
             raise ConfigurationError(
                 f"optimizer: got a dict with the keys {sorted(map(str, item))}, expected"
-                ' "optimizer" among them.'
+                ' the key "optimizer".'
             )
         known = {"optimizer", "lr_scheduler", "monitor", "frequency"}
         _warn_of_keys("optimizer configuration", item, known)
@@ -204,13 +203,13 @@ def _check_interface(scheduler: Any) -> None:
 
 
 def check_parameters(optimizers: list[Optimizer], network: nn.Module) -> None:
-    """Refuse optimizers without a parameter of the model, because nothing would be trained."""
+    """Raise an error if no optimizer has a parameter of the model. Nothing would be trained."""
     groups = [group for optimizer in optimizers for group in optimizer.param_groups]
     parameters = [parameter for group in groups for parameter in group.get("params", ())]
-    # Plain tensors may be trained, too.
+    # A tensor outside the model may also be trained.
     theirs = [parameter for parameter in parameters if isinstance(parameter, nn.Parameter)]
     if theirs and set(theirs).isdisjoint(network.parameters()):
         raise ConfigurationError(
-            f"optimizer: got {len(theirs)} parameters of another model, expected those of the model"
-            " that is trained. Write torch.optim.SGD(model.parameters(), lr=0.1)."
+            f"optimizer: got {len(theirs)} parameters of another model, expected parameters of"
+            " the trained model. Write torch.optim.SGD(model.parameters(), lr=0.1)."
         )

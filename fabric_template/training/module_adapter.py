@@ -1,7 +1,8 @@
 """Give a LightningModule's interface to functions and objects, and run their steps.
 
 On one device, plain Fabric runs ``model.training_step`` without its precision: ``bf16-mixed``
-trains in float32 silently. Here every step runs with precision, strategy and compilation.
+trains in float32 silently. In this module, every step runs with precision, strategy and
+compilation.
 """
 
 from __future__ import annotations
@@ -88,8 +89,8 @@ def find_network(model: Any) -> nn.Module:
             network.add_module(name, value)
     if not list(network.children()) and not list(network.parameters()):
         raise ConfigurationTypeError(
-            f"model: got {describe(model)}, expected a torch.nn.Module, or an object with modules among"
-            " its attributes. Write self.net = ... in its __init__."
+            f"model: got {describe(model)}, expected a torch.nn.Module, or an object with a"
+            " torch.nn.Module as an attribute, such as self.net."
         )
     return network
 
@@ -137,7 +138,7 @@ def takes_argument(method: Callable, name: str) -> bool:
 
 
 def takes_batch_idx(step: Callable) -> bool:
-    """Return whether a step takes ``(batch, batch_idx)`` and not only ``(batch)``.
+    """Return whether a step takes ``(batch, batch_idx)`` instead of only ``(batch)``.
 
     Arguments of a step function that have a default value are not counted.
     """

@@ -65,7 +65,7 @@ def test_all_wrong_options_are_named_at_once(tmp_path, options, kind, message):
 
 
 def test_no_optimizer(tmp_path):
-    message = "No `configure_optimizers()` method defined. Write it in Linear, or pass fit(...,"
+    message = "No `configure_optimizers()` method defined. Define it in Linear, or call fit(...,"
     call = fitting(tmp_path, nn.Linear(8, 3), make_loader(), training_step=lambda net, batch: net(batch[0]).sum())
     check_error(ValueError, message, call, tmp_path)
 
@@ -122,7 +122,7 @@ def test_checkpoint_that_cannot_be_used(tmp_path, argument):
     with pytest.raises((ValueError, RuntimeError), match=re.escape(message)) as caught:
         call()
     assert str(caught.value).endswith(
-        f"'{path}' is of another model. Build the model with the arguments that it was trained with."
+        f"'{path}' is a checkpoint of another model. Create the model with the arguments that the checkpoint was trained with."
     )
     path.write_bytes(path.read_bytes()[:2000])
     check_error(
