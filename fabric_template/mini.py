@@ -317,7 +317,7 @@ class MiniLoop:
         """Validate in eval mode without gradients, and keep the metrics for the next row."""
         if self.val_loader is None:
             return
-        train_metrics, self._metrics = self._metrics, {}
+        train_metrics, self._metrics, self._step_values = self._metrics, {}, None
         modes = [(module, module.training) for module in self.network.modules()]
         self.network.eval()
         try:

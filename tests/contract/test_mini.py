@@ -315,11 +315,12 @@ def test_ctrl_c_returns_the_history_and_resumes(capsys):
             if (self.current_epoch, batch_idx) == (2, 3):
                 raise KeyboardInterrupt
 
-    _, module, rows = fit("MiniLoop", "run", 4, make_module=lambda: Interrupted(by_epoch))
+    loop, module, rows = fit("MiniLoop", "run", 4, make_module=lambda: Interrupted(by_epoch))
     assert len(rows) == 2
     assert "resume='last'" in capsys.readouterr().out
     assert module.training
     assert torch.is_grad_enabled()
+    assert list(loop.validate(module, val_loader())[0]) == ["val_loss", "val_acc"]
     _, expected, whole = fit("MiniLoop", "whole", 4)
     _, again, rows = fit("MiniLoop", "run", 4, resume="last")
     assert_same_weights(expected, again)
