@@ -366,6 +366,8 @@ def _fit_together(plan):
         }
     if plan["loader"] == "function":
         loop["limit_train_batches"] = 4
+    if plan["ranks"] > 1 and plan["val"] == "two" and loop.get("limit_val_batches") == 0.5:
+        loop["limit_val_batches"] = 1  # half of a rank's single batch is none
     if (
         "iterable" in kinds_of(plan)
         and "limit_train_batches" not in loop
