@@ -1,15 +1,14 @@
 # SPDX-License-Identifier: MIT
 """Train PyTorch models with a loop in one file, to read, to copy and to change.
 
-Version 0.2.0 of fabric_template, under the MIT License (file LICENSE). It needs torch and lightning,
-which bring NumPy, PyYAML and tqdm. Read `fit`, `_train_epoch` and `_train_batch` first. To change
+Version 0.2.0 of fabric_template, under the MIT License (file LICENSE). This file needs torch and
+lightning, which install NumPy, PyYAML and tqdm. Read `fit`, `_train_epoch` and `_train_batch` first.
 
-- the loss, or its division by accumulate_grad_batches, edit `_compute_gradients`,
-- the gradients before an optimizer step (clipping, norms), `_step_optimizer`,
-- when the optimizer steps, `_is_window_end`,
-- when training stops, `_is_done`,
-- a row of metrics.csv, `_end_row`; a row of steps.csv, `_log_step`,
-- the content of a checkpoint, `_build_checkpoint` and `_restore`; which one is saved, `_save`.
+`_compute_gradients` computes the loss and divides it by accumulate_grad_batches. `_step_optimizer`
+clips the gradients before an optimizer step. `_is_window_end` decides when the optimizer steps, and
+`_is_done` when training stops. `_end_row` writes a row of metrics.csv, and `_log_step` a row of
+steps.csv. `_build_checkpoint` and `_restore` define the content of a checkpoint, and `_save`
+decides which checkpoint is written.
 
 FabricLoop supports everything else. Each loop resumes the other's runs.
 """
@@ -75,11 +74,11 @@ class MiniLoop:
     log_every_n_steps: int = 50  # Write a row to steps.csv every N optimizer steps. 0: never.
     seed: int | None = None  # Seed everything when the loop is created and when a run starts.
     default_root_dir: str | os.PathLike[str] = "."  # The folder of logs/ and checkpoints/.
-    accelerator: Any = "auto"  # This and the following arguments are Fabric's.
+    accelerator: Any = "auto"  # This argument and the following arguments are for Fabric.
     strategy: Any = "auto"
     devices: Any = "auto"
     precision: Any = None
-    fabric: Any = None  # A Fabric, instead of its arguments.
+    fabric: Any = None  # A Fabric object, instead of Fabric's arguments.
     sanity_checking = False  # Modules read this from their trainer. MiniLoop has no sanity check.
 
     def __new__(cls, **options: Any) -> MiniLoop:
@@ -138,7 +137,7 @@ class MiniLoop:
         val_dataloaders: Any = None,
         resume: str | Path | None = None,  # A path, "last", "best", or "auto" ("last" if any).
         load: str | Path | None = None,  # Start with these weights: a path, "last" or "best".
-        optimizer: Any = None,  # Also another value that configure_optimizers may return.
+        optimizer: Any = None,  # An optimizer, or any value that configure_optimizers may return.
         scheduler: Any = None,  # A learning rate scheduler, or its dict as in Lightning.
         training_step: Callable[..., Any] | None = None,  # fn(model, batch[, batch_idx]): the loss
         validation_step: Callable[..., Any] | None = None,  # As training_step, or (loss, accuracy)
@@ -189,7 +188,7 @@ class MiniLoop:
                     break
         is_complete = self.batches_done == self._train_length or not self._is_done()
         if self._batches_in_window > 0:
-            # The loader has no length, so the last batch was not known.
+            # Without a length of the loader, the last batch was not known in advance.
             self._step_optimizer()
             self._validate_if_due(epoch)
         if self.validate_every_n_steps is None:

@@ -82,7 +82,7 @@ def find_checkpoint_io(fabric: Fabric) -> CheckpointIO:
         # Strategies that shard a model have no CheckpointIO.
         return AtomicCheckpointIO()
     while hasattr(given, "checkpoint_io"):
-        # AsyncCheckpointIO returns before the file is complete. Use the one that it wraps.
+        # AsyncCheckpointIO returns before the file is complete. Use the CheckpointIO that it wraps.
         given = given.checkpoint_io
     is_default = given is None or type(given) is TorchCheckpointIO
     return AtomicCheckpointIO() if is_default else given
@@ -92,7 +92,8 @@ def find_checkpoint_io(fabric: Fabric) -> CheckpointIO:
 def replaced_file(path: Path) -> Iterator[IO[bytes]]:
     """Open a temporary file, which is synced and replaces the target at the end of the block.
 
-    After an error, a kill or a power cut, the target is either the old file or the whole new one.
+    After an error, a kill or a power cut, the target is either the old file or the complete new
+    file.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
     temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
@@ -110,7 +111,7 @@ def replaced_file(path: Path) -> Iterator[IO[bytes]]:
 
 
 def local_path(path: str | Path) -> str:
-    """Return the path as a string. Refuse a URL, because only local files can be renamed."""
+    """Return the path as a string. Raise an error for a URL: only local files can be renamed."""
     text = os.fspath(path)
     if re.match(r"[A-Za-z][A-Za-z0-9+.-]+://", text):
         raise CheckpointError(

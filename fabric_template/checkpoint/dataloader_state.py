@@ -74,7 +74,7 @@ class ResumableLoader:
     """Iterates over a loader, and can resume in the middle of a pass.
 
     The order of the samples depends on the state of the random generators when the pass starts.
-    This state is captured, and set only while the iterator of a resumed pass is made.
+    A resumed epoch sets this state while its iterator is created.
 
     Attributes:
         passes: Passes in this epoch. CombinedLoader starts a short loader several times.
@@ -95,11 +95,12 @@ class ResumableLoader:
         self._restored: dict[str, Any] | None = None
         self._restored_rng: dict[str, Any] | None = None
         self._reader: Generator[Any] | None = None
-        # A plain DataLoader allows other samplers and functions while its iterator is made.
+        # In a plain DataLoader, samplers and functions can be replaced to create an iterator.
         is_plain = isinstance(loader, DataLoader) and type(loader).__iter__ is DataLoader.__iter__
         self._is_indexed = is_plain and not isinstance(loader.dataset, IterableDataset)
         self._is_persistent = is_plain and loader.persistent_workers
-        # The random states of the workers after their last batches. Persistent workers keep them between passes.
+        # The random states of the workers after their last batches. Persistent workers keep their
+        # states between passes.
         self._workers: list[Any] = [None] * (loader.num_workers if is_plain else 0)
         # Workers take turns: a round is one batch of each. A pass resumes at the start of a round.
         self._rounds: list[tuple[int, list[Any]]] = [(0, self._workers)]
@@ -132,7 +133,7 @@ class ResumableLoader:
             self.passes = 0
 
     def end_pass(self) -> None:
-        """End a pass. As in Trainer, its workers shut down when the next pass starts."""
+        """End a pass. As in Trainer, the loader's workers shut down when the next pass starts."""
         if self._reader is None or self._is_finished or not self._is_persistent:
             return
         # Persistent workers have prefetched batches and drawn random numbers for them. Read these
@@ -171,7 +172,7 @@ class ResumableLoader:
         self._is_finished = True
 
     def _read_ahead(self, iterator: Iterator[Any]) -> Any:
-        """Read the next batch. The first one after a resume was read before the checkpoint was saved."""
+        """Read the next batch. After a resume, this may be a batch that was read ahead."""
         self._state_before_last = self._part_state()
         restored, self._restored_rng = self._restored_rng, None
         if restored is None:
@@ -203,7 +204,8 @@ class ResumableLoader:
             replaced["batch_sampler" if has_batches else "sampler"] = indices
         given = {name: getattr(self.loader, name) for name in replaced}
         if replaced:
-            # The iterator keeps these. DataLoader.__setattr__ refuses to change the samplers.
+            # The iterator keeps these values. DataLoader.__setattr__ does not allow changes of
+            # samplers.
             vars(self.loader).update(replaced)
         try:
             if self._is_persistent and self.loader._iterator is not None:
@@ -215,7 +217,7 @@ class ResumableLoader:
                 vars(self.loader).update(given)
 
     def _draw_indices(self) -> Iterator[Any] | None:
-        """Return the indices of each batch. Capture the state from which they are drawn."""
+        """Return the indices of each batch, and save the random state before they are drawn."""
         return self._captured(self.loader._index_sampler) if self._is_indexed else None
 
     def _captured(self, sampler: Iterable[Any]) -> Iterator[Any]:
@@ -315,7 +317,7 @@ class ResumableLoader:
         return position
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Restore a position; the next iterator starts there."""
+        """Restore a position, at which the next iterator starts."""
         self.passes, self.batches = state["passes"], state["batches"]
         self._is_finished = state["is_finished"]
         self._at_start, self._at_order = state["at_start"], state["at_order"]
@@ -335,7 +337,7 @@ class ResumableLoader:
         """Restore the state after a pass. The next iterator starts a new pass."""
         if "state" in state:
             self._stateful_part.load_state_dict(deepcopy(state["state"]))
-            # This iterator belongs to the pass that has ended. The next one starts a new pass.
+            # The pass of this iterator has ended. The next iterator starts a new pass.
             iter(self.loader)
         self._restore(state)
 
@@ -413,7 +415,7 @@ def find_stateful_part(loader: Any) -> Any:
 
 
 def samplers_of(loader: Any) -> list[Any]:
-    """Return the samplers of a loader, each once."""
+    """Return the samplers of a loader without duplicates."""
     batch_sampler = getattr(loader, "batch_sampler", None)
     inner = getattr(batch_sampler, "sampler", None)
     found = (getattr(loader, "sampler", None), batch_sampler, inner)

@@ -120,9 +120,9 @@ def new_folder(path: Path, step: int) -> Path:
 
 
 def remove_shards(path: Path, keep: dict[str, Any] | None = None) -> None:
-    """Remove the folders of shards of a file, except the one that its new content names.
+    """Remove the folders of shards of a file, except the folder that the file names now.
 
-    A folder that cannot be removed is left for the next save.
+    The next save tries again to remove a folder that could not be removed.
     """
     kept = (keep or {}).get(SHARDS_KEY, {}).get("folder")
     with suppress(OSError):
@@ -167,7 +167,7 @@ def verify_shards(path: str | Path, index: dict[str, Any]) -> None:
 
 
 def load_shards(run: RunState, checkpoint: dict[str, Any], key: str) -> None:
-    """Load the sharded tensors into a checkpoint, in place. All processes must call this.
+    """Read the sharded tensors of a checkpoint into it. All processes must call this.
 
     A sharded model reads only its own shards, also if another number of processes saved them.
     A model without shards reads full tensors in each process.

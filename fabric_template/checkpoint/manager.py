@@ -71,7 +71,7 @@ class CheckpointManager:
             self.save_last(run)
 
     def save_after_validation(self, run: RunState) -> None:
-        """Save after a validation inside of an epoch. The end of the epoch saves the same step."""
+        """Save after a validation inside an epoch. The end of an epoch has its own save."""
         self._is_validated = self.folder is not None
         if run.progress.is_epoch_complete:
             return
@@ -91,7 +91,7 @@ class CheckpointManager:
         self._check_monitor(run)
 
     def _check_monitor(self, run: RunState) -> None:
-        """Refuse a monitor that was not logged by the end of the first epoch that validated."""
+        """Raise an error if the first epoch with a validation has not logged the monitor."""
         monitor, metrics = self.config.monitor, run.loggers.monitored_metrics()
         if self.folder is None or monitor is None or monitor in metrics or self._kept:
             return
@@ -122,7 +122,7 @@ class CheckpointManager:
             return
         value = run.loggers.monitored_metrics().get(config.monitor)
         if run.fabric.world_size > 1:
-            # A value that is not reduced differs between processes, but all must decide the same.
+            # A value may differ between processes, but all processes must make the same decision.
             value = run.fabric.broadcast(value)
         if value is not None and not math.isnan(float(value)):
             self._save_among_best(run, float(value))

@@ -67,7 +67,7 @@ def _close_in_child() -> None:
 
 
 if hasattr(os, "register_at_fork"):
-    # Dataloader workers outlive a killed run by seconds, and would keep its locks.
+    # DataLoader workers outlive a killed run by seconds, and would still hold its locks.
     os.register_at_fork(after_in_child=_close_in_child)
 
 
@@ -109,7 +109,8 @@ def open_lock(folder: Path, stack: ExitStack) -> IO[str] | None:
             stacklevel=2,
         )
         return None
-    # Windows has no fcntl, and some network drives have no locks. The file still has the state.
+    # Windows has no fcntl, and some network drives have no locks. The file still contains the
+    # state.
     with suppress(ImportError, OSError):
         import fcntl
 

@@ -62,7 +62,7 @@ class Console:
         self._guard(self._start, run, run.progress.num_train_batches, run.progress.batches_done)
 
     def start_evaluation(self, run: RunState, num_batches: int | float) -> None:
-        """Show the progress of an evaluation. During fit, the epoch's bar shows it, too."""
+        """Show the progress of an evaluation, which during fit is part of the epoch's bar."""
         self._num_eval_batches = num_batches
         if run.stage != "fit":
             self._guard(self._start, run, num_batches, 0)
@@ -150,7 +150,7 @@ class Console:
 
 
 def bar_values(run: RunState) -> dict[str, float]:
-    """Return the values shown next to the bar. Reading them waits for the device."""
+    """Return the values next to the bar. Reading the values waits for the device."""
     logs_itself = run.is_lightning_module and (run.results.active or run.results.callback_metrics)
     values = {} if logs_itself else train_values_first(run.results.latest_means())
     values.update(run.results.progress_bar_metrics)
@@ -178,7 +178,8 @@ class EpochTable:
         self.rows.append(cells)
         has_new_columns = not cells.keys() <= self._widths.keys()
         if has_new_columns:
-            # The columns of this row come first, in its order. The time is always the last column.
+            # The columns of this row come first, in the row's order. The time is always the last
+            # column.
             names = list(dict.fromkeys([*cells, *self._widths]))
             names.sort(key=lambda name: name == "time")
             self._widths = {name: self._widths.get(name, len(name)) for name in names}
@@ -221,7 +222,7 @@ class Screen:
 
 
 class TerminalBar(tqdm):
-    """The bar of a terminal, drawn without a thread, because loader workers are forked."""
+    """The bar of a terminal, without a thread, because loader workers are forked."""
 
     monitor_interval = 0
 
@@ -252,7 +253,7 @@ class TerminalScreen(Screen):
 
 
 class NotebookScreen(Screen):
-    """Show the table and the bar as HTML below a notebook cell. A saved notebook keeps both."""
+    """Show the table and the bar as HTML below a notebook cell. Saved notebooks contain both."""
 
     is_log_file = False
     seconds_between_draws = SECONDS_BETWEEN_DRAWS

@@ -73,7 +73,7 @@ class History:
 
     @property
     def is_due_at_epoch_end(self) -> bool:
-        """Return whether the end of an epoch ends a row."""
+        """Return whether a row ends at the end of each epoch."""
         is_due = self.is_validated or not self.run.should_validate
         return not self.is_step_based or (is_due and self.run.progress.is_epoch_complete)
 
@@ -124,7 +124,7 @@ class History:
         return row
 
     def position(self) -> dict[str, Any]:
-        """Return the current epoch, or between epochs the last one, and the number of steps."""
+        """Return the current epoch (between epochs, the last one) and the number of steps."""
         progress = self.run.progress
         epoch = max(0, progress.epochs_done - (not progress.is_in_epoch))
         return {"epoch": epoch, "step": progress.global_step}

@@ -158,7 +158,7 @@ class RunTensorBoardLogger(TensorBoardLogger):
 
 
 def make_logger(given: Any, own: CSVLogger | None) -> Any:
-    """Return the given logger, or make the logger that a name such as "wandb" stands for."""
+    """Return the given logger, or create the logger for a name such as "wandb"."""
     if given is True or given == "csv":
         return own
     if not isinstance(given, str) or own is None:

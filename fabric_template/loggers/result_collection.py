@@ -80,7 +80,7 @@ class LogArguments:
 
 
 def float_type() -> torch.dtype:
-    """Return the default dtype, or float32 if that is wider. Long sums need the precision."""
+    """Return the default dtype, or float32 if the default is less precise."""
     default = torch.get_default_dtype()
     return default if default in (torch.float32, torch.float64) else torch.float32
 
@@ -333,7 +333,7 @@ class ResultCollection:
         self._loader_values: list[CurrentValues] = []
 
     def __deepcopy__(self, memo: dict) -> ResultCollection:
-        """Return self, because a copy of a module that is made during a run logs into this run."""
+        """Return self, so that a module that is copied during a run logs to this run."""
         return self
 
     def __reduce__(self) -> Any:

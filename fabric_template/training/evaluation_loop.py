@@ -182,7 +182,7 @@ class Predictions:
         self._has_several = has_several
 
     def as_returned(self) -> list[Any]:
-        """Return a list of the outputs by batch. With several loaders, return one list each."""
+        """Return a list of the batches' outputs, or one list for each of several loaders."""
         return self.outputs if self._has_several else self.outputs[0]
 
 
@@ -242,7 +242,7 @@ def predict_batches(run: RunState, keep: bool) -> None:
 
 
 def evaluation_step(run: RunState, name: str, method: Callable, has_several: bool) -> Callable:
-    """Wrap a step as a function of (batch, batch_idx, dataloader_idx), even if it takes fewer."""
+    """Wrap a step as a function of (batch, batch_idx, dataloader_idx)."""
     step = run.make_step(f"{name}_step", method)
     # The method forward takes only the batch.
     is_step = overridden(run.module, f"{name}_step") is not None
@@ -287,7 +287,7 @@ def switch_mode(run: RunState, hook: str, default: Callable[[], Any]) -> None:
 
 
 def check_dataloader_idx(run: RunState, name: str, has_several: bool) -> None:
-    """Refuse steps and hooks whose ``dataloader_idx`` does not match the number of loaders."""
+    """Raise an error if several loaders and ``dataloader_idx`` of a step or hook do not match."""
     if not run.is_lightning_module:
         return
     loader = "val_dataloaders" if name == "validation" else f"{name}_dataloaders"

@@ -70,7 +70,7 @@ def fit(run: RunState) -> None:
 
 
 def train_epoch(run: RunState) -> None:
-    """Train on the batches of one epoch, or on the rest of it after a resume."""
+    """Train on the batches of one epoch, or on its remaining batches after a resume."""
     progress = run.progress
     if progress.is_in_epoch:
         resume_epoch(run)
@@ -171,7 +171,7 @@ def end_train_batch(run: RunState, outputs: Any, batch: Any, batch_idx: int) -> 
 def end_batch(run: RunState) -> None:
     """Log, validate if a validation is due, check for signals, and save."""
     progress, is_stepping = run.progress, is_window_end(run)
-    # If the checkpoint was saved during the validation, the batch is logged already.
+    # If the checkpoint was saved during the validation, the batch has already been logged.
     was_in_validation = progress.phase in ("validation", "validation_end")
     is_logging = is_stepping or not run.optimization.is_automatic
     if is_logging and not was_in_validation and is_logging_due(run):
@@ -213,7 +213,7 @@ def validate(run: RunState) -> None:
 
 
 def end_short_epoch(run: RunState) -> None:
-    """End an epoch whose loader gave fewer batches than its length or the limit."""
+    """End an epoch whose loader yielded fewer batches than its length or the limit."""
     run.progress.is_last_batch = True
     run.data.train.check_empty_pass()
     step_lr_schedulers(run, "epoch", follows_metric=False)
@@ -229,7 +229,7 @@ def end_epoch(run: RunState) -> None:
         progress.phase = "epoch_end"
         run.hooks.call_train_epoch_end()
         if not progress.is_epoch_complete:
-            # A limit ends the epoch early. A higher limit continues it.
+            # A limit ends the epoch early. A resume with a higher limit continues the epoch.
             run.checkpoints.save_in_epoch(run)
     run.results.update_metrics()
     if progress.is_epoch_complete:

@@ -17,7 +17,7 @@ _EMPTY_HOOKS = tuple(
 
 
 def overridden(part: Any, name: str) -> Callable | None:
-    """Return the method of this name, or None if the part has none or only Lightning's empty one."""
+    """Return the method of this name, or None if it is missing or Lightning's empty method."""
     method = getattr(part, name, None)
     if not callable(method):
         return None
@@ -115,7 +115,7 @@ class Hooks:
         return None if method is None else method(*args, **kwargs)
 
     def callbacks_of(self, kind: str) -> list[Any]:
-        """Return the callbacks of a class with this name, or of a class derived from it."""
+        """Return the callbacks of the class with this name, and of derived classes."""
         return [callback for callback in self.callbacks if is_instance_of(callback, kind)]
 
     def call_datamodule(self, datamodule: Any, name: str, *args: Any, **kwargs: Any) -> Any:
@@ -146,7 +146,7 @@ class Hooks:
         return self.inside(name, method)
 
     def _callback_method(self, callback: Any, name: str) -> Callable | None:
-        """Return a callback's hook with the trainer and the module filled in."""
+        """Return a callback's hook as a function without the arguments trainer and pl_module."""
         method = overridden(callback, name)
         if method is None:
             return None
@@ -169,7 +169,7 @@ class Hooks:
         return nullcontext() if self.profiler is None else self.profiler.profile(action)
 
     def with_profiler(self, action: str, method: Callable) -> Callable:
-        """Return the method, measured by the profiler if there is one."""
+        """Return the method, or a method that the profiler measures if there is one."""
         if self.profiler is None:
             return method
 

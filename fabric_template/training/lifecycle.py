@@ -148,7 +148,7 @@ def fit_stage(run: RunState) -> None:
             stack.enter_context(run.signals)
         if isinstance(run.optimization, ManualOptimization) and not run.is_lightning_module:
             run.optimization.count_unwrapped_steps(stack)
-        # A signal that arrived during the set-up of several processes ends the run here.
+        # With several processes, a signal that arrives during the set-up ends the run here.
         run.signals.check(run, is_due=True)
         warn_of_eval_modules(run)
         fit(run)
@@ -224,9 +224,9 @@ def attach_run(run: RunState, stack: ExitStack) -> None:
 
 
 def attach_log(part: Any, run: RunState, stack: ExitStack) -> None:
-    """Replace Lightning's ``log`` and ``log_dict``, which are many times slower than ours.
+    """Replace Lightning's ``log`` and ``log_dict`` with methods that are many times faster.
 
-    A class keeps a ``log`` of its own. If it calls Lightning's, the values reach our results.
+    A class keeps its own ``log``. If this method calls super().log(), the values are also logged.
     """
     attributes = getattr(part, "__dict__", {})
     own_log = getattr(type(part), "log", None)
@@ -257,12 +257,12 @@ def set_up_signals(run: RunState, stack: ExitStack) -> None:
     is_launched = run.is_distributed or "TORCHELASTIC_RUN_ID" in os.environ
     run.signals = SignalHandler(not run.fabric.is_global_zero, is_launched)
     if run.is_distributed:
-        # If a signal ended one process during its set-up, the others would wait for it.
+        # If a signal ended one process during its set-up, the other processes would wait for it.
         stack.enter_context(run.signals)
 
 
 def prepare_data(run: RunState) -> None:
-    """Call ``prepare_data`` on the first process of each machine, before the others continue."""
+    """Call ``prepare_data`` on each machine's first process. All other processes wait."""
     for part in (run.datamodule, run.module):
         method = overridden(part, "prepare_data")
         if method is None:
@@ -277,7 +277,7 @@ def prepare_data(run: RunState) -> None:
 
 
 def configure_optimizers(run: RunState) -> None:
-    """Set the given optimizers, or the ones that ``configure_optimizers`` returns."""
+    """Set the given optimizers, or the optimizers that ``configure_optimizers`` returns."""
     returned, where = run.given_optimizer, "optimizer"
     if returned is None:
         returned = run.hooks.call_module("configure_optimizers")
@@ -309,7 +309,7 @@ def print_if_finished(run: RunState) -> None:
 def finish_signal(run: RunState) -> None:
     """Print where a signal ended training, and end the program as the signal would.
 
-    In a notebook, fit returns instead.
+    In a notebook, only fit returns.
     """
     number, path, progress = run.stop.signal, run.checkpoints.last_model_path, run.progress
     if number is None:
@@ -322,7 +322,8 @@ def finish_signal(run: RunState) -> None:
         return
     environment = getattr(run.fabric.strategy, "cluster_environment", None)
     if run.fabric.local_rank > 0 and is_instance_of(environment, "LightningEnvironment"):
-        # If another process exits with an error, Lightning kills the first, which may be saving.
+        # If another process exits with an error, Lightning kills the first process, which may be
+        # saving.
         raise SystemExit(0)
     raise error_of_signal(number)
 

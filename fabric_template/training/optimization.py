@@ -27,7 +27,7 @@ def is_window_end(run: RunState) -> bool:
     """Return whether the current batch is the last one of its accumulation window.
 
     The optimizer steps on this batch. As in Trainer, this is every N-th batch and the last one of an
-    epoch. Only this function decides it.
+    epoch. No other code makes this decision.
     """
     is_full = run.progress.batches_done % run.accumulate_grad_batches == 0
     return is_full or run.progress.is_epoch_complete
@@ -62,7 +62,7 @@ class Optimization:
         self.setup()
 
     def setup(self) -> None:
-        """Look up the methods that each batch calls. Repeated when optimizers or options change."""
+        """Look up the methods that each batch calls, again if optimizers or options change."""
         run, hooks = self.run, self.run.hooks
         step = self.run.module.training_step
         self.call_step = run.make_step("training_step", step)
@@ -114,8 +114,8 @@ class Optimization:
         """Run the closure, prepare the gradients and step the optimizer.
 
         In manual optimization, each step of an optimizer calls this. A gradient scaler unscales the
-        gradients before hooks and clipping read them, unless the optimizer unscales them itself. It
-        skips the step if they are not finite.
+        gradients before hooks and clipping read them, unless the optimizer unscales them itself. The
+        scaler skips the step if the gradients are not finite.
         """
         scaler = self._scaler
         if scaler is None:
@@ -181,7 +181,7 @@ class AutomaticOptimization(Optimization):
             self._check_scaler()
 
     def _check_scaler(self) -> None:
-        """Refuse optimizers that do not work with a gradient scaler."""
+        """Raise an error for optimizers that do not work with a gradient scaler."""
         optimizer = self._optimizer
         if isinstance(optimizer, LBFGS):
             raise ConfigurationError("AMP and the LBFGS optimizer are not compatible.")
@@ -216,8 +216,8 @@ class AutomaticOptimization(Optimization):
             self._optimizer.step()
         else:
             self.run.fabric.strategy.optimizer_step(self._optimizer)
-        # Keep the graph of the loss until the next step, as a hand-written loop does. If it is freed
-        # here, autograd makes its node of each parameter again, which slows the optimizer. The
+        # Keep the graph of the loss until the next step, as a hand-written loop does. If the graph
+        # is freed here, autograd recreates its node of each parameter, which slows the optimizer. The
         # module's own backward may retain the whole graph, which would double the memory.
         self.kept_loss = loss if self._module_backward is None else None
 
@@ -248,7 +248,7 @@ class AutomaticOptimization(Optimization):
         """Run ``training_step`` and the backward pass. Returns the loss.
 
         If ``training_step`` returns None, there is no backward pass, and the result is None. As in
-        Trainer, the optimizer steps at the end of the accumulation window all the same.
+        Trainer, the optimizer still steps at the end of the accumulation window.
         """
         run = self.run
         output = self.call_step(batch, batch_idx)
@@ -296,7 +296,8 @@ class ManualOptimization(Optimization):
 
     def setup(self) -> None:
         super().setup()
-        # Optimizers that have stepped since the last backward. The others still need gradients.
+        # Optimizers that have stepped since the last backward. The other optimizers still need
+        # gradients.
         self._stepped: set[int] = set()
         # A LightningModule calls manual_backward, which prepares DDP to reduce the gradients. A step
         # function may call loss.backward() by mistake. _count_step notices that.
@@ -319,7 +320,7 @@ class ManualOptimization(Optimization):
             # backward() clears this set for a LightningModule.
             self._stepped.clear()
         output = self.call_step(batch, batch_idx)
-        # Trainer counts the batches here. global_step counts the steps.
+        # Here Trainer counts batches, while global_step counts optimizer steps.
         run.progress.optimizer_steps_in_epoch = run.progress.batches_done
         if output is None:
             return {}
@@ -338,7 +339,7 @@ class ManualOptimization(Optimization):
         return outputs
 
     def _check_gradients(self, loss: Tensor) -> None:
-        """Refuse a step function that uses no optimizer, because nothing would be trained."""
+        """Raise an error if a step function uses no optimizer. Nothing would be trained."""
         has_gradients = any(p.grad is not None for p in self.run.network.parameters())
         if loss.requires_grad and not self._stepped and not has_gradients:
             raise ConfigurationError(

@@ -79,7 +79,7 @@ class Progress:
         return self.is_last_batch or self.batches_done >= self.num_train_batches
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the counters. During a batch, return those of the last accumulation window's end."""
+        """Return the counters, or in a batch their values before its accumulation window."""
         without = ("stage", "num_train_batches")
         state = {f.name: getattr(self, f.name) for f in fields(self) if f.name not in without}
         if self.phase == "batch":
@@ -181,7 +181,7 @@ class ValidationSchedule:
         self._restarted_at = time.monotonic()
 
     def count_batches(self) -> None:
-        """Compute the interval in batches, again if the training loader may have changed."""
+        """Compute the interval in batches. Repeat this if the training loader may have changed."""
         config = self.run.config
         self._counts_in_epoch = config.check_val_every_n_epoch is not None
         self._is_enabled = self.run.should_validate
@@ -220,7 +220,7 @@ class ValidationSchedule:
         return self.is_planned() or (stop.should_stop and stop.can_stop_early)
 
     def is_planned(self) -> bool:
-        """Return whether the options ask for a validation after the current batch."""
+        """Return whether the options require a validation after the current batch."""
         progress = self.run.progress
         if self._seconds is not None:
             return time.monotonic() - self._restarted_at >= self._seconds
