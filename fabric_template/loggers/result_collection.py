@@ -611,9 +611,10 @@ class ResultCollection:
         """Return the newest means, and those of the current row so far, of this process only."""
         means = dict(self.returned)
         for metric in self.train.values():
-            total, name = metric.row.total, metric.arguments.name
-            if total is not None and (metric.is_returned or name == "train_loss"):
-                means[name] = total / metric.row.weight
+            row, name = metric.row, metric.arguments.name
+            is_shown = row.is_mean and (metric.is_returned or name == "train_loss")
+            if is_shown and row.total is not None:
+                means[name] = row.total / row.weight
         return means
 
     def state_dict(self) -> dict[str, Any]:
