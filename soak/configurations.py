@@ -63,6 +63,7 @@ IGNORED = {
     "seeds": "of samplers that share without shuffling; the batches show the others",
     "workers": "what worker processes have noted: None, or the state that it stands for",
     "elapsed": "the time that max_time counts over restarts",
+    "gradients": "in manual optimization also of optimizers that have stepped; the weights show the others",
     "last_model_path": "of Lightning's ModelCheckpoint, ended between the best file and the last",
 }
 ASIDE = (
@@ -85,10 +86,6 @@ EXCLUDED = [  # (why, which)
     (
         "the random numbers of an iterable dataset in persistent_workers, which a warning names on resume",
         lambda w: "iterable" in kinds_of(w) and w["persistent"] and w["noise"],
-    ),
-    (
-        "a shuffled validation loader that ranks share takes the seed of the command that first makes it, here another one",
-        lambda w: w["ranks"] > 1 and w["val"] == "shuffled",
     ),
     (
         "torchdata's persistent workers draw the order of a pass twice when they start, and once later",

@@ -18,6 +18,7 @@ import torch
 from lightning.fabric import __version__ as lightning_version
 from lightning.fabric.utilities import move_data_to_device
 
+from ..data.samplers import common_seed
 from ..distributed.launch import gather_objects
 from ..errors import CheckpointError, OtherModelError
 from ..lightning_compat.private import hyperparameters_name
@@ -109,7 +110,8 @@ def own_state(run: RunState) -> dict[str, Any]:
         "accumulate_grad_batches": run.accumulate_grad_batches if is_changed else None,
         "requires_grad": dict(sorted(changed_flags)),
         "settings": run_settings(run),
-        "sampler_seed": run.data.sampler_seed,
+        # A resumed run may be the first one to make a validation loader.
+        "sampler_seed": common_seed(run),
         "ranks": gather_objects(run, of_process),
     }
 
