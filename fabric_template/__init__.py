@@ -21,7 +21,7 @@ if _typing.TYPE_CHECKING:
 
 __version__ = "0.2.0"
 
-# Names are imported at their first use: torch takes seconds, and `fabric-template --help` does not need it.
+# Import names at their first use, so that `fabric-template --help` does not wait for torch.
 _MODULES = {
     "AtomicCheckpointIO": "checkpoint.checkpoint_io",
     "CSVLogger": "loggers.csv_logger",
@@ -41,7 +41,7 @@ _MODULES = {
 __all__ = list(_MODULES)
 
 
-# Type checkers that see __getattr__ would accept every name as an attribute of this module.
+# Hide __getattr__ from type checkers, which would otherwise accept every name in this module.
 if not _typing.TYPE_CHECKING:
 
     def __getattr__(name: str) -> _typing.Any:

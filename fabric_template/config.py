@@ -17,7 +17,7 @@ P = ParamSpec("P")
 Duration = str | timedelta | dict[str, int]
 LOGGER_NAMES = ("csv", "tensorboard", "wandb", "mlflow")
 _LIMITS = [f"limit_{stage}_batches" for stage in ("train", "val", "test", "predict")]
-# None stands for these values. barebones turns the options off, because each slows down a step.
+# Values that replace None. With barebones=True, these options are off, because each costs time.
 _DEFAULTS: dict[str, Any] = {
     "logger": True,
     "enable_checkpointing": True,
@@ -37,7 +37,7 @@ class LoopConfig:
         3
     """
 
-    # How long
+    # Length of the training
     max_epochs: int | None = None
     """Stop after this many epochs. -1: no limit. None: 1000, or no limit with max_steps or max_time."""
     min_epochs: int | None = None
@@ -49,7 +49,7 @@ class LoopConfig:
     max_time: Duration | None = None
     """Stop after this time, "DD:HH:MM:SS", a timedelta, or a dict such as {"minutes": 30}."""
 
-    # How much data
+    # Amount of data
     limit_train_batches: int | float | None = None
     """Train on this many batches per epoch (int) or this fraction of them (float). None: all."""
     limit_val_batches: int | float | None = None
@@ -86,7 +86,7 @@ class LoopConfig:
     gradient_clip_algorithm: str | None = None
     """Clip by "norm" (total norm of all gradients; the default) or by "value" (each element)."""
 
-    # How to run
+    # Execution
     deterministic: bool | str | None = None
     """Use deterministic algorithms of PyTorch. "warn": warn if an operation has none."""
     benchmark: bool | None = None
@@ -100,8 +100,8 @@ class LoopConfig:
     detect_anomaly: bool = False
     """Use torch.autograd.set_detect_anomaly to find the operation that produced a NaN. Slow."""
     on_nan: int | str = "warn"
-    """"warn": warn once if a training loss is not finite. "off": ignore it. An int: stop after
-    this many such batches in a row; each batch then waits for the device."""
+    """"warn": warn once if a training loss is NaN or infinite. "off": do not check. An int: stop
+    after this many consecutive batches with such a loss. Each batch then waits for the device."""
     barebones: bool = False
     """Turn off everything except training, to measure the overhead of the loop."""
     logger: Any = None
@@ -224,14 +224,14 @@ class LoopConfig:
         return self.changed(**values)
 
     def changed(self, **values: Any) -> LoopConfig:
-        """Return a copy with other values. The values are not checked."""
+        """Return a copy with the given values, which are not checked."""
         changed = copy.copy(self)
         vars(changed).update(values)
         return changed
 
 
 def parse_duration(value: Duration) -> timedelta:
-    """Convert a duration in one of Trainer's three forms to a timedelta."""
+    """Convert a text, a timedelta or a dict of timedelta's arguments to a timedelta."""
     if isinstance(value, timedelta):
         return value
     if isinstance(value, dict):
@@ -284,7 +284,8 @@ def _one_of(*choices: str) -> Callable[[Any], bool]:
 _DURATION = '"DD:HH:MM:SS", a timedelta, or a dict such as {"minutes": 30}'
 _LIMIT = ("a number of batches (int >= 0) or a fraction (float from 0.0 to 1.0)", _is_limit)
 _COMPILE_MODES = ("default", "reduce-overhead", "max-autotune", "max-autotune-no-cudagraphs")
-# Each option has a text for messages and a check. Options without an entry are True or False.
+# The expected values of each option, as a text for error messages and as a function that checks a
+# value. An option without an entry must be True or False.
 _RANGES: dict[str, tuple[str, Callable[[Any], bool]]] = {
     "max_epochs": ("a whole number of epochs, or -1 for no limit", _at_least(-1)),
     "min_epochs": ("a number of epochs", _at_least(0)),
@@ -316,7 +317,10 @@ _RANGES: dict[str, tuple[str, Callable[[Any], bool]]] = {
     ),
     "default_root_dir": ("a local folder", lambda value: "://" not in os.fspath(value)),
     "name": ('a folder name without / \\ : * ? " < > |', _is_folder_name),
-    "version": ("a whole number >= 0 or a name", _is_folder_name),
+    "version": (
+        'a whole number >= 0, or a folder name without / \\ : * ? " < > |',
+        _is_folder_name,
+    ),
     "monitor": ("the name of a metric", bool),
     "mode": ('"min" or "max"', _one_of("min", "max")),
     "save_top_k": ("a number of checkpoints, or -1 for all", _at_least(-1)),
@@ -354,7 +358,7 @@ class LoopArguments(LoopConfig):
     """Another name for the option logger."""
 
 
-# Options of Trainer that FabricLoop lacks. It accepts their defaults and ignores them.
+# Options of Trainer that FabricLoop lacks. FabricLoop ignores an option with its default value.
 _TRAINER_DEFAULTS = {
     "use_distributed_sampler": True,
     "sync_batchnorm": False,

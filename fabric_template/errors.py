@@ -23,43 +23,42 @@ _INSTEAD = {
 
 
 class ConfigurationError(MisconfigurationException, ValueError):
-    """A wrong value, an unsupported model or a contradiction between options.
+    """Raised for a wrong value, an unsupported model or a contradiction between options.
 
-    The class derives from Lightning's MisconfigurationException, which code for Trainer catches,
-    and from ValueError.
+    This error is also a MisconfigurationException of Lightning, which code for Trainer catches.
     """
 
 
 class ConfigurationTypeError(MisconfigurationException, TypeError):
-    """An argument of a wrong type."""
+    """Raised for an argument of a wrong type."""
 
 
 class MissingDataError(ConfigurationTypeError, ConfigurationError):
-    """A call without data, which is a TypeError, like a missing argument in Python."""
+    """Raised for a call without data. Like a missing argument in Python, this is a TypeError."""
 
 
 class CheckpointError(ValueError):
-    """A checkpoint that cannot be written, read or used. The message explains what to do."""
+    """Raised if a checkpoint cannot be written, read or used. The message explains what to do."""
 
 
 class DamagedCheckpointError(CheckpointError):
-    """A checkpoint file that was changed after it was written, or that is incomplete."""
+    """Raised for a checkpoint file that is incomplete, or was changed after it was written."""
 
 
 class OtherModelError(CheckpointError, RuntimeError):
-    """A checkpoint of another model, which is a RuntimeError, as in load_state_dict()."""
+    """Raised for a checkpoint of another model. Like load_state_dict's, it is a RuntimeError."""
 
 
 class WeightsOnlyError(CheckpointError, KeyError):
-    """A checkpoint without optimizer states, for which Trainer also raises a KeyError."""
+    """Raised for a resume without optimizer states. As in Trainer, the error is a KeyError."""
 
     def __str__(self) -> str:
-        # KeyError would show the repr of its message.
+        # Without this method, KeyError shows the repr of its message.
         return str(self.args[0])
 
 
 class MissingCheckpointError(CheckpointError, FileNotFoundError):
-    """A checkpoint file that does not exist."""
+    """Raised if a checkpoint file does not exist."""
 
 
 def unknown_option(name: str, known: Iterable[str]) -> str:

@@ -47,7 +47,7 @@ class FabricLoop(TrainerAPI):
     """A training loop on Lightning Fabric with the options and the results of Trainer.
 
     Args:
-        fabric: A Fabric object, or give Fabric's own arguments:
+        fabric: A lightning.Fabric object, instead of the arguments in the next line.
         accelerator, strategy, devices, num_nodes, precision, plugins: See lightning.Fabric.
         callbacks: Lightning's callbacks, or objects with methods such as on_fit_start.
         loggers: Fabric's name for the option logger.
@@ -55,7 +55,7 @@ class FabricLoop(TrainerAPI):
 
     Raises:
         TypeError: An option is unknown.
-        ConfigurationError, ConfigurationTypeError: Options have wrong values. Names all of them.
+        ConfigurationError, ConfigurationTypeError: Options have wrong values.
 
     Example:
         >>> import torch
@@ -103,9 +103,9 @@ class FabricLoop(TrainerAPI):
             return []
         if config.fast_dev_run:
             return [DummyLogger()]
-        # The given Fabric may have its own loggers.
+        # By default, use the loggers of the given Fabric object, if it has any.
         given = as_list(self.fabric.loggers or True if config.logger is True else config.logger)
-        # The names of Lightning's loggers add to the CSV logger.
+        # A name such as "wandb" adds a logger, and does not replace the CSV logger.
         names = [logger for logger in given if logger is True or isinstance(logger, str)]
         if names:
             root = Path(self.default_root_dir)
@@ -256,7 +256,7 @@ class FabricLoop(TrainerAPI):
             self.fabric.backward(loss)
 
     def no_backward_sync(self, model: Any, enabled: bool = True) -> Any:
-        """Return a context manager that disables gradient reduction, for all but the last backward."""
+        """Return a context manager without gradient reduction, for every backward but the last."""
         if needs_no_strategy(self.fabric):
             return nullcontext()
         return self.fabric.no_backward_sync(model, enabled)
@@ -313,7 +313,7 @@ class FabricLoop(TrainerAPI):
         return values
 
     def _prepare_files(self) -> None:
-        """Join the processes, and write files atomically unless the user has given a CheckpointIO."""
+        """Join the process group. Write files atomically, unless the user gave a CheckpointIO."""
         join_processes(self.fabric)
         strategy = self.fabric.strategy
         # Strategies that shard a model write folders without a CheckpointIO.
@@ -325,7 +325,7 @@ class FabricLoop(TrainerAPI):
         self, model: Any, train_dataloaders: Any = None, datamodule: Any = None, **options: Any
     ) -> Any:
         """Find where the time of a training step goes. See ``fabric_template.profile``."""
-        # Copies of this package may lack tools/.
+        # Import here, because copies of this package may lack tools/.
         tool = import_module(f"{__package__}.tools.profile")
         return tool.profile(self, model, train_dataloaders, datamodule, **options)
 

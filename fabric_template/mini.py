@@ -46,7 +46,7 @@ from torch.optim.lr_scheduler import ReduceLROnPlateau
 from torch.utils.data import DataLoader, DistributedSampler, RandomSampler, SequentialSampler
 from tqdm import tqdm
 
-STATE_FILE = ".lock"  # How the run ended. FabricLoop also locks this file, hence its name.
+STATE_FILE = ".lock"  # Records how the run ended. FabricLoop also locks this file, hence its name.
 REFUSED_HOOKS = """
     backward optimizer_step optimizer_zero_grad lr_scheduler_step configure_gradient_clipping
     configure_callbacks configure_model setup teardown prepare_data on_fit_start on_fit_end
@@ -67,19 +67,19 @@ class MiniLoop:
     name: str = "run"  # The files are in logs/<name>/version_<n>, checkpoints/<name>/version_<n>.
     version: int | str | None = None  # None: the next free number, or the resumed version.
     monitor: str | None = None  # The metric that selects best.ckpt.
-    mode: str = "min"  # Whether the best value of monitor is the smallest or the largest ("max").
+    mode: str = "min"  # "min": the smallest value of monitor is the best. "max": the largest.
     accumulate_grad_batches: int = 1  # The number of batches per optimizer step.
     gradient_clip_val: float | None = None  # Clip the total gradient norm to this value.
     validate_every_n_steps: int | None = None  # Validate and save every N steps. None: each epoch.
     log_every_n_steps: int = 50  # Write a row to steps.csv every N optimizer steps. 0: never.
-    seed: int | None = None  # Seed everything when the loop is created and when a run starts.
+    seed: int | None = None  # Seeds the random generators at creation and at the start of a run.
     default_root_dir: str | os.PathLike[str] = "."  # The folder of logs/ and checkpoints/.
-    accelerator: Any = "auto"  # This argument and the following arguments are for Fabric.
+    accelerator: Any = "auto"  # Four arguments of lightning.Fabric: accelerator to precision.
     strategy: Any = "auto"
     devices: Any = "auto"
     precision: Any = None
-    fabric: Any = None  # A Fabric object, instead of Fabric's arguments.
-    sanity_checking = False  # Modules read this from their trainer. MiniLoop has no sanity check.
+    fabric: Any = None  # A lightning.Fabric object, instead of these four arguments.
+    sanity_checking = False  # Modules read trainer.sanity_checking. MiniLoop has no such check.
 
     def __new__(cls, **options: Any) -> MiniLoop:
         known = [field.name for field in fields(cls)]
@@ -111,20 +111,20 @@ class MiniLoop:
         """Seed the random generators, and set the state of a run before its first step."""
         if self.seed is not None:
             Fabric.seed_everything(self.seed, workers=True, verbose=False)
-        self.current_epoch = self.global_step = 0  # Finished epochs, and optimizer steps.
-        self.batches_done = 0  # The batches of the current epoch, if it is not finished.
+        self.current_epoch = self.global_step = 0  # The finished epochs and optimizer steps.
+        self.batches_done = 0  # The finished batches of the current epoch.
         self.should_stop = False  # Stop after the current step. Set this on all processes.
         self.history: list[dict[str, Any]] = []  # The rows of metrics.csv.
         self.best_score: float | None = None
         self.callback_metrics: dict[str, Tensor] = {}  # The newest value of each metric.
-        self._batches_in_window = 0  # The batches since the last optimizer step.
-        # The metrics since the last row, by name: a Mean, or a metric of torchmetrics.
+        self._batches_in_window = 0  # The number of batches since the last optimizer step.
+        # Collects each metric of the next row of metrics.csv, in a Mean or a torchmetrics object.
         self._metrics: dict[str, Any] = {}
-        self._validated: dict[str, Tensor] = {}  # The metrics of the validation since the last row.
-        self._logged_means: set[str] = set()  # The names that the current batch has logged.
-        # The values that the current training batch has logged, for steps.csv. None: no batch runs.
+        self._validated: dict[str, Tensor] = {}  # The validation metrics of the next row.
+        self._logged_means: set[str] = set()  # Names of the means that the batch has logged.
+        # The values for steps.csv that the current training batch has logged. None between batches.
         self._step_values: dict[str, Tensor] | None = None
-        self._batch_size = 1  # The weight of the values that are logged now.
+        self._batch_size = 1  # The size of the current batch, by which its metrics are weighted.
         self._has_warned = False
         self._row_started = time.monotonic()
 
@@ -135,12 +135,12 @@ class MiniLoop:
         model: Any,  # An nn.Module, a LightningModule, or an object with step methods.
         train_dataloaders: Any,
         val_dataloaders: Any = None,
-        resume: str | Path | None = None,  # A path, "last", "best", or "auto" ("last" if any).
+        resume: str | Path | None = None,  # A path, "last", "best" or "auto": "last" if it exists.
         load: str | Path | None = None,  # Start with these weights: a path, "last" or "best".
         optimizer: Any = None,  # An optimizer, or any value that configure_optimizers may return.
-        scheduler: Any = None,  # A learning rate scheduler, or its dict as in Lightning.
+        scheduler: Any = None,  # A learning rate scheduler, or Lightning's dict for one.
         training_step: Callable[..., Any] | None = None,  # fn(model, batch[, batch_idx]): the loss
-        validation_step: Callable[..., Any] | None = None,  # As training_step, or (loss, accuracy)
+        validation_step: Callable[..., Any] | None = None,  # fn(model, batch): loss or (loss, acc)
     ) -> Any:
         """Train a model. Return the rows of metrics.csv, as a DataFrame if pandas is installed."""
         self._reset()
@@ -181,14 +181,14 @@ class MiniLoop:
             self._call("on_train_epoch_start")
         for batch in self._train_batches():
             self._train_batch(batch)
-            # A checkpoint holds no gradients, so save and stop between accumulation windows only.
+            # A checkpoint contains no gradients, so save and stop only after an optimizer step.
             if self._batches_in_window == 0:
                 self._validate_if_due(epoch)
                 if self._is_done():
                     break
         is_complete = self.batches_done == self._train_length or not self._is_done()
         if self._batches_in_window > 0:
-            # Without a length of the loader, the last batch was not known in advance.
+            # A loader without a length ended in an accumulation window. Step with its gradients.
             self._step_optimizer()
             self._validate_if_due(epoch)
         if self.validate_every_n_steps is None:
@@ -204,7 +204,7 @@ class MiniLoop:
             self._end_row(epoch)
 
     def _train_batch(self, batch: Any) -> None:
-        """Compute the gradients of a batch. At the end of an accumulation window, step."""
+        """Compute the gradients of a batch, and step the optimizer after an accumulation window."""
         batch_idx = self.batches_done
         self._batch_size, self._step_values, self._logged_means = find_batch_size(batch), {}, set()
         self._call("on_train_batch_start", batch, batch_idx)
@@ -212,7 +212,7 @@ class MiniLoop:
         if is_window_end or self.fabric.world_size == 1 or self._train_length == -1:
             self._compute_gradients(batch, batch_idx)
         else:
-            # Before the end of the accumulation window, DDP need not reduce gradients.
+            # DDP reduces gradients only in the last batch before an optimizer step.
             with self._step_module.no_sync():
                 self._compute_gradients(batch, batch_idx)
         self.batches_done += 1
@@ -226,7 +226,7 @@ class MiniLoop:
         self._batch_size, self._step_values = 1, None
 
     def _compute_gradients(self, batch: Any, batch_idx: int) -> None:
-        """Run the forward and the backward pass. Gradients add up in an accumulation window."""
+        """Run the forward and the backward pass, which adds to the gradients of earlier batches."""
         output = self._run_step("training_step", batch, batch_idx)
         self._loss = find_loss(output, batch_idx)
         self._log_output(output, "train_")
@@ -236,14 +236,14 @@ class MiniLoop:
         self._precision.backward(self._loss if count == 1 else self._loss / count, None)
 
     def _is_window_end(self, batch: Any) -> bool:
-        """Return whether the optimizer steps after this batch, equally on all processes."""
+        """Return whether the optimizer steps after this batch, which holds on all processes."""
         if self.accumulate_grad_batches == 1:
             return True
         is_last = self.batches_done + 1 == self._train_length
         is_end = is_last or self._batches_in_window + 1 == self.accumulate_grad_batches
         if self.fabric.world_size == 1:
             return is_end
-        # Your own rule may depend on the batch, which differs between the processes.
+        # If you write a rule that depends on the batch, all processes still step together.
         return bool(self.fabric.all_reduce(int(is_end), reduce_op="max"))
 
     def _step_optimizer(self) -> None:
@@ -274,7 +274,7 @@ class MiniLoop:
         rng_state = get_rng_state(self.train_loader)
         if self.batches_done == 0:
             self._epoch_start = rng_state
-        # A run that was resumed within the epoch draws the order of its samples again.
+        # A run that resumes within the epoch must draw the same order of samples again.
         set_rng_state(self._epoch_start, self.train_loader)
         batches = iter(self.train_loader)
         if self.batches_done > 0:
@@ -386,7 +386,7 @@ class MiniLoop:
         return values
 
     def _log_step(self, values: dict[str, Tensor]) -> None:
-        """Write a row to steps.csv. Training waits for the device only here and at row ends."""
+        """Write a row to steps.csv. Training waits for the device only here and in `_end_row`."""
         row: dict[str, Any] = {"step": self.global_step, "epoch": self.current_epoch}
         row.update(train_loss=self._loss.item(), lr=self._learning_rate)
         row.update((name, value.item()) for name, value in values.items())
@@ -441,7 +441,7 @@ class MiniLoop:
             check_is_logged(self.monitor, row)
 
     def _build_checkpoint(self) -> dict[str, Any]:
-        """Return the state in Lightning's format. MiniLoop's own state is in "fabric_template"."""
+        """Return a checkpoint in Lightning's format, with MiniLoop's own state under one key."""
         of_rank = {"rng": get_rng_state(self.train_loader), "epoch_start": self._epoch_start}
         ranks = [of_rank] * self.fabric.world_size
         if self.fabric.world_size > 1:
@@ -471,7 +471,7 @@ class MiniLoop:
         }
 
     def _restore(self, checkpoint: dict[str, Any]) -> None:
-        """Continue from a checkpoint whose weights are loaded. Cut the CSV files back to it."""
+        """Restore everything except the weights, and remove later rows from the CSV files."""
         own = checkpoint.get("fabric_template")
         if own is None or (own["progress"]["is_in_epoch"] and "epoch_start" not in own["ranks"][0]):
             raise ValueError("resume: got a checkpoint of another loop. Use FabricLoop, or load=.")
@@ -496,7 +496,7 @@ class MiniLoop:
             write_rows(self.log_dir / "metrics.csv", self.history)
 
     def _find(self, given: str | Path | None, argument: str) -> Path | None:
-        """Return the newest checkpoint for "last", "best", "auto" or a path."""
+        """Return the path of the checkpoint for "last", "best", "auto" or a path."""
         if given is None:
             return None
         paths = [Path(given).absolute()]
@@ -552,7 +552,7 @@ class MiniLoop:
         self._train_length = length_hint(self.train_loader, -1)
 
     def _share(self, loader: Any) -> Any:
-        """Return a loader for this process's share of the samples. Keep a sampler of your own."""
+        """Return a loader of this process's samples. A loader with its own sampler is unchanged."""
         if self.fabric.world_size == 1:
             return loader
         if hasattr(loader, "for_rank"):
@@ -595,7 +595,7 @@ class MiniLoop:
             self.schedulers.append(config)
 
     def _open_folders(self, resume_path: Path | None) -> None:
-        """Choose the version, and create its folders. A new run deletes the files of an old one."""
+        """Choose and create the folders of a run. A new run deletes old files in its folders."""
         version = self.version
         if version is None and resume_path and resume_path.parents[1] == self._checkpoints:
             version = resume_path.parent.name
@@ -619,7 +619,7 @@ class MiniLoop:
 
     @contextmanager
     def _prepared_model(self, path: Path | None) -> Iterator[dict[str, Any]]:
-        """Set the weights, device, precision and trainer of the model. At the end, move it back."""
+        """Set the model's weights, device, precision and trainer. Finally, move the model back."""
         checkpoint = {} if path is None else read_checkpoint(path)
         device = next((p.device for p in self.network.parameters()), self.fabric.device)
         self._precision.convert_module(self.network)
@@ -644,10 +644,10 @@ class MiniLoop:
 
 
 class Mean:
-    """A mean weighted by batch size, with the methods of a metric of torchmetrics."""
+    """A mean weighted by batch size, with the methods of a torchmetrics metric."""
 
     def __init__(self, fabric: Fabric | None) -> None:
-        self.fabric: Any = fabric  # The mean is over all its processes. None: over this one.
+        self.fabric: Any = fabric  # Averages over the processes. None: over this process only.
         self.total, self.weight = to_metric(0), 0
 
     def update(self, value: Tensor, weight: int) -> None:
@@ -721,7 +721,7 @@ def find_batch_size(batch: Any) -> int:
 
 
 def to_metric(value: Any) -> Tensor:
-    """Convert a number to at least float32. In a step in bf16-true, the default is bfloat16."""
+    """Convert a number to float32 or float64, also where torch's default dtype is bfloat16."""
     if isinstance(value, Tensor):
         return value.detach()
     dtype = torch.promote_types(torch.get_default_dtype(), torch.float32)
@@ -780,14 +780,14 @@ def replaced(path: Path, mode: str) -> Iterator[Any]:
 
 
 def read_checkpoint(path: Path) -> Any:
-    # torch.load would load wrong weights from a damaged file.
+    # torch.load would load wrong weights from a damaged file without an error.
     if not zipfile.is_zipfile(path) or zipfile.ZipFile(path).testzip() is not None:
         raise ValueError(f"{path}: the file is damaged. Use another checkpoint.")
     return torch.load(path, map_location="cpu", weights_only=True)
 
 
 def append_row(path: Path, row: dict[str, Any]) -> None:
-    """Append a row to a CSV file. A new column rewrites the file."""
+    """Append a row to a CSV file. If the row has a new column, rewrite the file."""
     path.touch()
     with path.open("r+") as file:
         columns = next(csv.reader(file), [])
@@ -813,7 +813,7 @@ def write_rows(path: Path, rows: list[dict[str, Any]]) -> None:
 
 
 def to_plain(values: Any) -> Any:
-    """Convert values to types that YAML and checkpoints support, and other values to text."""
+    """Convert values to types that YAML and checkpoints support, or else to text."""
     return json.loads(json.dumps(dict(values), default=str))
 
 

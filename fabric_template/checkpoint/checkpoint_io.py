@@ -21,8 +21,8 @@ from ..errors import CheckpointError, DamagedCheckpointError, MissingCheckpointE
 if TYPE_CHECKING:
     from lightning.fabric import Fabric
 
-# Classes by module that may be among the hyperparameters. They are safe to read with
-# weights_only=True, because they only hold values.
+# Classes of hyperparameters, by module. weights_only=True may read them, because these classes
+# only hold values and run no code.
 _SAFE_NAMES = {
     "argparse": "Namespace",
     "builtins": "bool dict float int list str tuple",
@@ -82,7 +82,7 @@ def find_checkpoint_io(fabric: Fabric) -> CheckpointIO:
         # Strategies that shard a model have no CheckpointIO.
         return AtomicCheckpointIO()
     while hasattr(given, "checkpoint_io"):
-        # AsyncCheckpointIO returns before the file is complete. Use the CheckpointIO that it wraps.
+        # AsyncCheckpointIO returns before the file is complete, so use the wrapped CheckpointIO.
         given = given.checkpoint_io
     is_default = given is None or type(given) is TorchCheckpointIO
     return AtomicCheckpointIO() if is_default else given
@@ -121,7 +121,7 @@ def local_path(path: str | Path) -> str:
 
 
 def sync_folder(folder: Path) -> None:
-    """Sync a folder to the disk if possible, so that its new names survive a power cut."""
+    """Sync a folder to the disk if possible, so that renamed files survive a power cut."""
     with suppress(OSError):
         descriptor = os.open(folder, os.O_RDONLY)
         try:

@@ -4,12 +4,13 @@ The cost of a resume depends on the loader:
 
 - A loader with ``state_dict`` and ``load_state_dict`` (StatefulDataLoader) restores itself.
 - A map-style DataLoader draws the indices of the finished batches and reads no sample. With
-  workers, it reads up to ``num_workers - 1`` batches again, so that no batch changes its worker.
+  workers, it reads up to ``num_workers - 1`` batches again, so that each batch keeps its worker.
 - Any other loader (IterableDataset) reads the finished batches again and drops them.
 
-Two things cannot be restored: an iterator that continues in the next epoch instead of starting
-over, and a sampler that draws each batch from the global random generator while workers prefetch,
-if training draws from this generator, too.
+Two positions cannot be restored exactly:
+
+- an iterator that continues in the next epoch instead of starting over
+- with workers, a sampler that draws from the global random generator, as training also does
 """
 
 from __future__ import annotations
@@ -33,7 +34,7 @@ from ..data.tensor_loader import TensorLoader
 
 
 def capture_rng_state() -> dict[str, Any]:
-    """Return the states of this process's random generators, as values that are fast to compare."""
+    """Return the states of this process's random generators. Two returned dicts compare with ==."""
     numpy_state: Any = np.random.get_state()
     name, keys, *position = numpy_state
     state: dict[str, Any] = {
@@ -74,35 +75,35 @@ class ResumableLoader:
     """Iterates over a loader, and can resume in the middle of a pass.
 
     The order of the samples depends on the state of the random generators when the pass starts.
-    A resumed epoch sets this state while its iterator is created.
+    To resume a pass, the loader creates its iterator in this saved state.
 
     Attributes:
-        passes: Passes in this epoch. CombinedLoader starts a short loader several times.
+        passes: Number of passes in this epoch. CombinedLoader repeats a short loader.
         batches: Number of batches read in this pass.
-        is_read_ahead: Whether the last batch read may be one that training has not reached.
+        is_read_ahead: Whether the next batch is read before training reaches it.
     """
 
     def __init__(self, loader: Any) -> None:
         self.loader = loader
         self.passes = self.batches = 0
         self.is_read_ahead = self._is_finished = False
-        # The state when the iterator was made, and the state from which the order was drawn.
+        # The random states before the iterator was created, and before the order was drawn.
         self._at_start: dict[str, Any] | None = None
         self._at_order: Any = None
-        # The random state and the loader's state before the last batch, if it was read ahead.
+        # The states before the last batch was read, for a checkpoint without this batch.
         self._rng_before_last: dict[str, Any] | None = None
         self._state_before_last: Any = None
         self._restored: dict[str, Any] | None = None
         self._restored_rng: dict[str, Any] | None = None
         self._reader: Generator[Any] | None = None
-        # In a plain DataLoader, samplers and functions can be replaced to create an iterator.
+        # _iterate() replaces samplers and functions, which only a plain DataLoader allows.
         is_plain = isinstance(loader, DataLoader) and type(loader).__iter__ is DataLoader.__iter__
         self._is_indexed = is_plain and not isinstance(loader.dataset, IterableDataset)
         self._is_persistent = is_plain and loader.persistent_workers
-        # The random states of the workers after their last batches. Persistent workers keep their
-        # states between passes.
+        # The random state of each worker after its last batch. Persistent workers keep their states
+        # between passes.
         self._workers: list[Any] = [None] * (loader.num_workers if is_plain else 0)
-        # Workers take turns: a round is one batch of each. A pass resumes at the start of a round.
+        # The last two starts of rounds of one batch per worker. A pass resumes at such a start.
         self._rounds: list[tuple[int, list[Any]]] = [(0, self._workers)]
         self._stateful_part = find_stateful_part(loader)
         parts = (loader, *samplers_of(loader))
@@ -136,8 +137,8 @@ class ResumableLoader:
         """End a pass. As in Trainer, the loader's workers shut down when the next pass starts."""
         if self._reader is None or self._is_finished or not self._is_persistent:
             return
-        # Persistent workers have prefetched batches and drawn random numbers for them. Read these
-        # batches without requesting more. torch drops errors in them, too.
+        # Persistent workers have drawn random numbers for prefetched batches. Receive these
+        # batches, to know the workers' random states. Do not request more. Ignore errors.
         self.loader._iterator._sampler_iter = iter(())
         with suppress(Exception):
             for _ in self._reader:
@@ -151,7 +152,7 @@ class ResumableLoader:
 
     def _read(self, iterator: Iterator[Any]) -> Generator[Any]:
         if self._at_order is None and not (self._is_indexed or self._workers):
-            # Without workers, a loader may draw the order when its first batch is requested.
+            # Without workers, a loader may draw its order only when the first batch is requested.
             self._at_order = self._capture()
         fetch = self._read_ahead if self.is_read_ahead else next
         # A for loop would call iter() again, which restarts some iterators.
@@ -161,7 +162,7 @@ class ResumableLoader:
             except StopIteration:
                 break
             except Exception:
-                # The traceback of the error would keep the iterator and its workers alive.
+                # Otherwise the traceback of the error keeps the iterator and its workers alive.
                 if self._workers and not self._is_persistent:
                     iterator._shutdown_workers()  # type: ignore[attr-defined]
                 raise
@@ -172,7 +173,7 @@ class ResumableLoader:
         self._is_finished = True
 
     def _read_ahead(self, iterator: Iterator[Any]) -> Any:
-        """Read the next batch. After a resume, this may be a batch that was read ahead."""
+        """Read the next batch. After a resume, read it in the random state of the saved run."""
         self._state_before_last = self._part_state()
         restored, self._restored_rng = self._restored_rng, None
         if restored is None:
@@ -184,17 +185,16 @@ class ResumableLoader:
             return next(iterator)
 
     def _unpack(self, item: WorkerBatch) -> Any:
-        """Return the batch. Keep its worker's random state, and all workers' states each round."""
+        """Return the batch, and record the random state of its worker."""
         if item.rng_state is not None:
             self._workers[item.worker] = item.rng_state
-        # If batches are read again, workers start with their states at the start of the pass.
         if self._is_indexed and self.batches % len(self._workers) == 0:
-            # Training may still be in the previous round if batches were read early.
+            # Keep two rounds, because training may still be in the first one.
             self._rounds = [self._rounds[-1], (self.batches, list(self._workers))]
         return item.batch
 
     def _iterate(self, indices: Iterable[Any] | None) -> Iterator[Any]:
-        """Start the loader's iterator, over other indices if they are given."""
+        """Create the loader's iterator. Given indices replace those of its sampler."""
         replaced: dict[str, Any] = {}
         if self._workers:
             recorder = WorkerRecorder(self.loader, self._workers)
@@ -204,12 +204,11 @@ class ResumableLoader:
             replaced["batch_sampler" if has_batches else "sampler"] = indices
         given = {name: getattr(self.loader, name) for name in replaced}
         if replaced:
-            # The iterator keeps these values. DataLoader.__setattr__ does not allow changes of
-            # samplers.
+            # Bypass DataLoader.__setattr__, which does not allow changes of samplers.
             vars(self.loader).update(replaced)
         try:
             if self._is_persistent and self.loader._iterator is not None:
-                # The iterator of persistent workers keeps the sampler of its first pass.
+                # Otherwise persistent workers use the sampler of their first pass.
                 self.loader._iterator._index_sampler = self.loader._index_sampler
             return iter(self.loader)
         finally:
@@ -217,7 +216,7 @@ class ResumableLoader:
                 vars(self.loader).update(given)
 
     def _draw_indices(self) -> Iterator[Any] | None:
-        """Return the indices of each batch, and save the random state before they are drawn."""
+        """Yield the indices of each batch, and save the random state before the order is drawn."""
         return self._captured(self.loader._index_sampler) if self._is_indexed else None
 
     def _captured(self, sampler: Iterable[Any]) -> Iterator[Any]:
@@ -225,15 +224,15 @@ class ResumableLoader:
         yield from sampler
 
     def _draw_again(self, sampler: Iterable[Any], first: int, done: int) -> Iterator[Any]:
-        """Yield the indices of the restored pass from a batch on, without those before it."""
-        # Workers prefetch, so the saved run had drawn more batches than it had trained on.
+        """Draw the indices of the restored pass, and yield them from batch ``first`` on."""
+        # Workers prefetch, so the saved run had drawn the indices of more than ``done`` batches.
         ahead = len(self._workers) * (self.loader.prefetch_factor or 0)
         with unchanged_rng_state():
             self._restore(self._at_order)
             order = iter(sampler)
-            # A sampler draws the order when its first indices are requested.
+            # Request at least one item, because a sampler draws the order for its first item.
             drawn = list(islice(order, max(done + ahead, 1)))
-        # A sampler that draws each batch from the global generator continues with its current state.
+        # Draw the following indices in the current random state, as the saved run would have done.
         yield from drawn[first:]
         yield from order
 
@@ -241,7 +240,7 @@ class ResumableLoader:
 
     def _resume_pass(self, state: dict[str, Any]) -> Iterator[Any]:
         if state["passes"] > 1:
-            # Let CombinedLoader see that this loader has ended before. It starts it again.
+            # Return an empty pass, after which CombinedLoader starts this loader again.
             self._restored = {**state, "passes": 1}
             return iter(())
         self._restored = None
@@ -287,12 +286,12 @@ class ResumableLoader:
 
         Args:
             is_in_pass: Whether a resumed run continues this pass. Otherwise it starts a new one.
-            dropped: Number of batches that were read but count as not trained on.
+            dropped: Number of the last batches read that the resumed run has to read again.
         """
         if self._restored is not None:
             return self._restored
         if self._is_finished and dropped:
-            # This loader had already ended when the other loaders gave the dropped batch.
+            # This loader had ended before CombinedLoader read the dropped batch from the others.
             dropped -= 1
         done = max(0, self.batches - dropped)
         is_finished = self._is_finished and not dropped
@@ -317,7 +316,7 @@ class ResumableLoader:
         return position
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Restore a position, at which the next iterator starts."""
+        """Set the position at which the next iterator starts."""
         self.passes, self.batches = state["passes"], state["batches"]
         self._is_finished = state["is_finished"]
         self._at_start, self._at_order = state["at_start"], state["at_order"]
@@ -326,7 +325,7 @@ class ResumableLoader:
         self._rounds = [(state["round_start"], list(self._workers))]
         if self._is_persistent and any(self._workers):
             with unchanged_rng_state():
-                # Start the persistent workers, as in the saved run, with a pass without batches.
+                # Start the persistent workers here, in their saved random states.
                 self._iterate(())
         if state["is_in_pass"]:
             self._restored = state
@@ -334,10 +333,10 @@ class ResumableLoader:
             self._restore_between_passes(state)
 
     def _restore_between_passes(self, state: dict[str, Any]) -> None:
-        """Restore the state after a pass. The next iterator starts a new pass."""
+        """Restore the state at the end of a pass, so that the next iterator starts a new pass."""
         if "state" in state:
             self._stateful_part.load_state_dict(deepcopy(state["state"]))
-            # The pass of this iterator has ended. The next iterator starts a new pass.
+            # Drop the first iterator, which only ends the restored pass.
             iter(self.loader)
         self._restore(state)
 
@@ -359,7 +358,7 @@ class ResumableLoader:
 
 
 class WorkerBatch(NamedTuple):
-    """A batch with the random state of its worker; None if the state has not changed."""
+    """A batch and its worker's random state, which is None if it has not changed."""
 
     batch: Any
     worker: int
@@ -369,11 +368,11 @@ class WorkerBatch(NamedTuple):
 class WorkerRecorder:
     """Replaces collate_fn and worker_init_fn, to send a worker's random state with each batch.
 
-    Workers prefetch, and only the training process knows which batches were trained on. A batch
-    costs its worker about 80 microseconds more, and 10 kB if samples draw random numbers.
+    A worker prefetches batches, so its current state does not belong to the batch in training.
+    Sending takes about 80 microseconds per batch, and 10 kB if samples draw random numbers.
 
     Args:
-        states: The random state that each worker starts with. None: its state after seeding.
+        states: The random state in which each worker starts. None: its state after seeding.
     """
 
     def __init__(self, loader: DataLoader, states: list[Any]) -> None:
@@ -404,9 +403,9 @@ def has_state(part: Any) -> bool:
 
 
 def find_stateful_part(loader: Any) -> Any:
-    """Return the loader, or its iterable dataset without workers, if it saves its position."""
+    """Return the object that saves the position: the loader, or an iterable dataset, or None."""
     if isinstance(getattr(loader, "sampler", None), DistributedSamplerWrapper):
-        # The loader does not save the order that this wrapper has drawn.
+        # A stateful loader cannot save the order that this wrapper has drawn.
         return None
     dataset = getattr(loader, "dataset", None)
     is_stream = isinstance(dataset, IterableDataset) and not getattr(loader, "num_workers", 0)
@@ -415,7 +414,7 @@ def find_stateful_part(loader: Any) -> Any:
 
 
 def samplers_of(loader: Any) -> list[Any]:
-    """Return the samplers of a loader without duplicates."""
+    """Return a loader's samplers, each of them once if two attributes hold the same sampler."""
     batch_sampler = getattr(loader, "batch_sampler", None)
     inner = getattr(batch_sampler, "sampler", None)
     found = (getattr(loader, "sampler", None), batch_sampler, inner)

@@ -1,8 +1,8 @@
-"""Write checkpoints of sharded models as a small file and a folder of torch.distributed.checkpoint.
+"""Save a sharded model with torch.distributed.checkpoint: a small file and a folder of shards.
 
-Each process writes its shards into a new folder beside the file, such as ``last.ckpt.step=400``. The file
-names the folder and holds everything that is not sharded. The file is renamed into place last, so
-that a killed save leaves the previous file and its folder intact.
+Each process writes its shards into a new folder beside the file, such as ``last.ckpt.step=400``.
+The file contains the name of the folder and all values that are not sharded. The file replaces the
+old file after the shards are written, so a killed save leaves the previous checkpoint intact.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ def save_checkpoint(
 
 
 def remove_checkpoint(path: Path) -> None:
-    """Remove a checkpoint file and its shards. A file that cannot be removed stays."""
+    """Remove a checkpoint file and its shards. Ignore files that cannot be removed."""
     with suppress(OSError):
         path.unlink()
     remove_shards(path)
@@ -101,7 +101,7 @@ def map_items(function: Callable[[str, Any], Any], value: Any, name: str) -> Any
     """Return nested dicts and lists with ``function(name, item)`` instead of each item.
 
     Args:
-        name: The name of ``value``. The name of an item also has its keys, as in "state_dict/weight".
+        name: The name of ``value``. The name of an item appends the keys: "state_dict/weight".
     """
     if isinstance(value, dict):
         return {key: map_items(function, item, f"{name}/{key}") for key, item in value.items()}
@@ -120,9 +120,9 @@ def new_folder(path: Path, step: int) -> Path:
 
 
 def remove_shards(path: Path, keep: dict[str, Any] | None = None) -> None:
-    """Remove the folders of shards of a file, except the folder that the file names now.
+    """Remove all folders of shards of a checkpoint file, except the folder named in ``keep``.
 
-    The next save tries again to remove a folder that could not be removed.
+    If a folder cannot be removed, the next save of the checkpoint file tries again.
     """
     kept = (keep or {}).get(SHARDS_KEY, {}).get("folder")
     with suppress(OSError):
@@ -135,17 +135,17 @@ def remove_shards(path: Path, keep: dict[str, Any] | None = None) -> None:
 
 
 def shard_folder(index: dict[str, Any], path: str | Path) -> Path:
-    """Return the folder of shards that a checkpoint file names. The folder is beside the file."""
+    """Return the path of the folder of shards, which is beside the checkpoint file."""
     for name in (index["folder"], *index["files"]):
         if os.path.basename(name) != name or name in ("", ".", ".."):
             raise CheckpointError(
-                f"{path}: it names files outside of its folder. Use another file."
+                f"{path}: the checkpoint names files outside of its folder. Use another checkpoint."
             )
     return Path(path).with_name(index["folder"])
 
 
 def verify_shards(path: str | Path, index: dict[str, Any]) -> None:
-    """Check that the files of a folder exist and have their sizes.
+    """Check that the files of shards exist and have the recorded sizes.
 
     Args:
         index: The value of SHARDS_KEY in the checkpoint file.
@@ -167,13 +167,13 @@ def verify_shards(path: str | Path, index: dict[str, Any]) -> None:
 
 
 def load_shards(run: RunState, checkpoint: dict[str, Any], key: str) -> None:
-    """Read the sharded tensors of a checkpoint into it. All processes must call this.
+    """Replace the placeholders in a checkpoint with sharded tensors. All processes must call this.
 
-    A sharded model reads only its own shards, also if another number of processes saved them.
+    Each process reads only its own shards, also if another number of processes saved them.
     A model without shards reads full tensors in each process.
 
     Args:
-        key: "state_dict" or "optimizer_states".
+        key: The part of the checkpoint to read: "state_dict" or "optimizer_states".
     """
     if key not in checkpoint:
         return
@@ -196,7 +196,7 @@ def load_shards(run: RunState, checkpoint: dict[str, Any], key: str) -> None:
 
         checkpoint[key] = map_items(make_empty, checkpoint[key], key)
         with warnings.catch_warnings():
-            # A single process may read without torch.distributed.
+            # Hide the warning, because a single process needs no process group to read shards.
             warnings.filterwarnings("ignore", "torch.distributed is disabled")
             dcp.load(tensors, storage_reader=reader)
 
@@ -210,7 +210,7 @@ def load_shards(run: RunState, checkpoint: dict[str, Any], key: str) -> None:
 
 
 def own_tensors(run: RunState, key: str) -> dict[str, Any]:
-    """Return the run's tensors by name in a checkpoint: the model's, or those that the optimizers train."""
+    """Return the tensors of the model or the optimizers, keyed by their names in a checkpoint."""
     if key == "state_dict":
         source = run.module if run.is_lightning_module else run.network
         return {f"{key}/{name}": tensor for name, tensor in source.state_dict().items()}
@@ -222,6 +222,6 @@ def own_tensors(run: RunState, key: str) -> dict[str, Any]:
 
 
 def find_own(own: dict[str, Any], name: str, size: torch.Size) -> DTensor | None:
-    """Return the sharded tensor of the run that a tensor of a checkpoint, or an optimizer state, is of."""
+    """Return the run's sharded tensor for a tensor or optimizer state in a checkpoint, or None."""
     found = own.get(name, own.get(name.rpartition("/")[0]))
     return found if isinstance(found, DTensor) and found.shape == size else None

@@ -34,8 +34,8 @@ def read_start_checkpoint(
     """Read the checkpoint that a call starts from, if the call names one.
 
     Args:
-        given: The arguments ``resume`` (continue with optimizers and counters), ``load`` (the weights
-            only) and ``ckpt_path`` (resume in fit, load elsewhere). None: it was not given.
+        given: The values of ``resume`` (continue with optimizers and counters), ``load`` (read only
+            the weights) and ``ckpt_path`` (resume in fit, load in other calls), or None.
     """
     loop, stage = run.loop, run.stage
     given = {name: value for name, value in given.items() if value is not None}
@@ -69,8 +69,8 @@ def read_start_checkpoint(
         environment = getattr(run.fabric.strategy, "cluster_environment", None)
         if not getattr(environment, "creates_processes_externally", False):
             raise
-        # Other processes of torchrun or SLURM may have the file, and wait. check_same_checkpoint
-        # raises the error.
+        # Other machines may have the file, and their processes would wait for this process.
+        # check_same_checkpoint raises the error on all machines.
         run.checkpoint_error = error
 
 
@@ -105,7 +105,7 @@ def default_keyword(run: RunState) -> str | None:
 def start_from(run: RunState, path: str, checkpoint: dict[str, Any], resumes: bool) -> None:
     """Start a run from a checkpoint. A resumed run keeps the version of the checkpoint."""
     run.checkpoint_path, run.resumes, run.checkpoint = path, resumes, checkpoint
-    # As in Trainer, on_load_checkpoint gets Lightning's keys only.
+    # Remove our key, because on_load_checkpoint gets only Lightning's keys in Trainer.
     own = checkpoint.pop(OWN_KEY, None)
     if not resumes:
         return
@@ -148,7 +148,7 @@ def find_checkpoint(
             continue
         if keyword != "best":
             return path, checkpoint
-        # The newest checkpoint of a version names the best one.
+        # The newest checkpoint contains the name of the best checkpoint.
         kept = checkpoint.get(OWN_KEY, {}).get("checkpoints", {}).get("kept", {})
         best_path = path.with_name(os.path.basename(next(iter(kept), "best.ckpt")))
         if best_path.exists():
@@ -160,16 +160,17 @@ def find_checkpoint(
 
 
 def list_checkpoints(run: RunState, keyword: str) -> list[Path]:
-    """Return the checkpoints of the newest run with checkpoints, for "last", "best" or "auto"."""
+    """Return the checkpoints of the newest version, among which a keyword chooses."""
     loop, version = run.loop, run.config.version
     savers = run.hooks.callbacks_of("Checkpoint")
     if not savers:
         files = files_of_newest_version(run_folder(run), version, "*.ckpt")
-        # exception.ckpt may not be exact, so "auto" does not use it.
+        # A resume from exception.ckpt may not be exact, so "auto" ignores this file.
         return [file for file in files if keyword != "auto" or file.name != "exception.ckpt"]
     has_own_folder = all(getattr(saver, "dirpath", None) for saver in savers)
     if not has_own_folder and loop.loggers and loop.loggers[0].save_dir is not None:
-        # ModelCheckpoint saves beside the logs. A killed run may not have its last.ckpt yet.
+        # ModelCheckpoint saves in the log folder. A killed run may have no last.ckpt, so "auto"
+        # accepts any checkpoint.
         folder = Path(loop.loggers[0].save_dir, str(loop.loggers[0].name))
         name = "*.ckpt" if keyword == "auto" else "last*.ckpt"
         if files := files_of_newest_version(folder, version, f"checkpoints/{name}"):
@@ -181,7 +182,7 @@ def list_checkpoints(run: RunState, keyword: str) -> list[Path]:
 
 
 def files_of_newest_version(folder: Path, version: int | str | None, pattern: str) -> list[Path]:
-    """Return the checkpoints of a version. None stands for the newest version with checkpoints."""
+    """Return the checkpoints of a version, or of the newest version that has checkpoints."""
     versions = versions_of(folder) if version is None else [folder / version_folder(version)]
     for path in reversed(versions):
         if files := list(path.glob(pattern)):
@@ -190,7 +191,7 @@ def files_of_newest_version(folder: Path, version: int | str | None, pattern: st
 
 
 def versions_of(folder: Path) -> list[Path]:
-    """Return the version folders of a run, the newest number last. Named versions come first, by age."""
+    """Return the version folders of a run: named versions by age, then numbered versions."""
 
     def number(path: Path) -> tuple[int, float]:
         digits = path.name.removeprefix("version_")
@@ -209,10 +210,10 @@ def run_folder(run: RunState, kind: str = "checkpoints") -> Path:
 
 
 def version_of_checkpoint(run: RunState, path: str) -> int | str | None:
-    """Return the version that a checkpoint belongs to; None if it is not of this run."""
+    """Return the version of a checkpoint, or None if its path is outside of the run's folders."""
     file = Path(path).resolve()
     for kind in ("checkpoints", "logs"):
-        # Lightning's ModelCheckpoint saves in the folder of the logs.
+        # Look in the log folder, too, because Lightning's ModelCheckpoint saves there.
         folders = run_folder(run, kind).resolve()
         if folders in file.parents[1:]:
             folder = file.relative_to(folders).parts[0]
@@ -222,7 +223,7 @@ def version_of_checkpoint(run: RunState, path: str) -> int | str | None:
 
 
 def sort_by_age(files: list[Path]) -> list[Path]:
-    """Sort checkpoints, newest first. last.ckpt and exception.ckpt come before the best ones."""
+    """Sort checkpoints, newest first. Put last.ckpt and exception.ckpt before other files."""
 
     def age(path: Path) -> tuple[bool, int, bool]:
         is_last = path.name.startswith(("last", "exception"))
@@ -232,7 +233,7 @@ def sort_by_age(files: list[Path]) -> list[Path]:
 
 
 def report_missing(run: RunState, argument: str, keyword: str, files: list[Path]) -> None:
-    """Raise an error if a keyword has no checkpoint. Only warn for ``ckpt_path="last"``."""
+    """Raise an error if a keyword has no checkpoint. Like Trainer, warn for ckpt_path="last"."""
     if files and keyword == "last":
         raise DamagedCheckpointError(
             f"{argument}: got {keyword!r}, but every checkpoint in {files[0].parent} is damaged. Give"

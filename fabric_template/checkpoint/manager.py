@@ -30,14 +30,14 @@ class CheckpointManager:
         config: The options monitor, mode, save_top_k, save_last and save_every_n_steps.
 
     Attributes:
-        last_model_path: As in Lightning's ModelCheckpoint.
+        last_model_path: The path of last.ckpt, under ModelCheckpoint's name for this attribute.
         saved_step: The step of the newest checkpoint of this run.
     """
 
     def __init__(self, folder: Path | None, config: Any) -> None:
         self.folder, self.config = folder, config
         self.last_model_path = ""
-        # Map the path of each best file to its monitored value.
+        # The monitored value of each of the best checkpoints, keyed by path.
         self._kept: dict[str, float] = {}
         self._is_validated = False
         self.saved_step = self._last_step = 0
@@ -65,17 +65,17 @@ class CheckpointManager:
         """Save last.ckpt every save_every_n_steps optimizer steps."""
         every, step = self.config.save_every_n_steps, run.progress.global_step
         previous, self._last_step = self._last_step, step
-        # Manual optimization may step several times in a batch.
+        # Compare quotients, because manual optimization may take several steps in a batch.
         is_due = step // every > previous // every
         if is_due and not (self.config.save_last and run.progress.is_epoch_complete):
             self.save_last(run)
 
     def save_after_validation(self, run: RunState) -> None:
-        """Save after a validation inside an epoch. The end of an epoch has its own save."""
+        """Save after a validation inside an epoch. At its end, save_after_epoch saves."""
         self._is_validated = self.folder is not None
         if run.progress.is_epoch_complete:
             return
-        # Training metrics are still those of the previous epoch.
+        # Do not compare training metrics, which still have the values of the previous epoch.
         if self.config.monitor in run.results.evaluated:
             self.save_best(run)
         self.save_in_epoch(run)
@@ -122,7 +122,7 @@ class CheckpointManager:
             return
         value = run.loggers.monitored_metrics().get(config.monitor)
         if run.fabric.world_size > 1:
-            # A value may differ between processes, but all processes must make the same decision.
+            # All processes must make the same decision, even if their values differ.
             value = run.fabric.broadcast(value)
         if value is not None and not math.isnan(float(value)):
             self._save_among_best(run, float(value))
@@ -150,7 +150,7 @@ class CheckpointManager:
         return self._path(re.sub(r"[^\w.=+-]", "_", name) + ".ckpt")
 
     def _epoch(self, run: RunState) -> int:
-        """Return the epoch for a file's name. Trainer saves before it increments the epoch."""
+        """Return the epoch for a file's name, which Trainer does not increase before a save."""
         progress = run.progress
         return max(0, progress.epochs_done - (not progress.is_in_epoch))
 
@@ -168,7 +168,7 @@ class CheckpointManager:
         is_new = progress.global_step > self.saved_step
         if self.folder is None or not is_new or run.optimization is None:
             return
-        # WeightAveraging replaces the weights during a validation.
+        # Do not save the averaged weights that WeightAveraging sets during a validation.
         averaging = run.hooks.callbacks_of("WeightAveraging")
         if run.fabric.world_size > 1 or (averaging and progress.stage == "validate"):
             return
@@ -176,10 +176,10 @@ class CheckpointManager:
             self.saved_step = progress.global_step
 
     def finish(self, run: RunState) -> None:
-        """Write last.ckpt and the logs again if they could not be written before.
+        """Write files that could not be written during training, such as last.ckpt and the logs.
 
         Raises:
-            CheckpointError: A file still cannot be written.
+            CheckpointError: A file cannot be written this time either.
         """
         if "last.ckpt" in self._unsaved:
             self.save_last(run)
@@ -197,7 +197,7 @@ class CheckpointManager:
     def write(self, run: RunState, path: Path) -> bool:
         """Write the state of a run to a file. Returns whether the file was written."""
         for logger in run.history.csv_loggers:
-            # A checkpoint counts the rows of the logs, so these must reach the disk before it.
+            # A checkpoint contains the number of CSV rows, so write these rows to the disk first.
             with suppress(OSError):
                 logger.sync()
         checkpoint = build_checkpoint(run, epoch=self._epoch(run))
@@ -222,7 +222,7 @@ class CheckpointManager:
         return False
 
     def state_dict(self) -> dict[str, Any]:
-        # The best file comes first.
+        # Put the best checkpoint first, because resume="best" uses the first name.
         ranked = sorted(self._kept.items(), key=lambda item: self._rank(item[1]))
         return {
             "kept": {os.path.basename(path): value for path, value in ranked},
@@ -233,7 +233,7 @@ class CheckpointManager:
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         if self.folder is None:
             return
-        # Use only names in the run's folder, because the checkpoint may not be trusted.
+        # Ignore folders in the names, because an untrusted checkpoint may name any file.
         kept = {self._path(os.path.basename(name)): v for name, v in state["kept"].items()}
         self._kept = {str(path): value for path, value in kept.items() if path.exists()}
         self._is_validated, self._last_step = state["is_validated"], state["last_step"]

@@ -67,7 +67,8 @@ def _close_in_child() -> None:
 
 
 if hasattr(os, "register_at_fork"):
-    # DataLoader workers outlive a killed run by seconds, and would still hold its locks.
+    # Close lock files in forked processes. Otherwise DataLoader workers, which outlive a killed run
+    # by seconds, would keep its folders locked.
     os.register_at_fork(after_in_child=_close_in_child)
 
 
@@ -75,8 +76,8 @@ if hasattr(os, "register_at_fork"):
 def lock_folders(folders: Iterable[Path]) -> Iterator[None]:
     """Make this process the only writer of some folders, and record how the run ends.
 
-    The system releases the lock of a killed process. Each .lock file has the process id, and "finished",
-    "interrupted" or "failed" at the end. The command ``fabric-template runs`` reads this state.
+    The system releases the lock of a killed process. Each .lock file contains the process id, and
+    after the run also "finished", "interrupted" or "failed" for ``fabric-template runs``.
     """
     with ExitStack() as stack:
         opened = [open_lock(folder, stack) for folder in folders]
@@ -109,8 +110,7 @@ def open_lock(folder: Path, stack: ExitStack) -> IO[str] | None:
             stacklevel=2,
         )
         return None
-    # Windows has no fcntl, and some network drives have no locks. The file still contains the
-    # state.
+    # Without locks, as on Windows and some network drives, .lock only records how the run ends.
     with suppress(ImportError, OSError):
         import fcntl
 
@@ -123,7 +123,7 @@ def open_lock(folder: Path, stack: ExitStack) -> IO[str] | None:
                 f"{folder}: another run (process {numbers[-1] if numbers else '?'}) writes there, expected"
                 " a free folder. Give this run another name or version, or stop the other one."
             ) from None
-        # ModelCheckpoint saves in a folder of the logs.
+        # Lightning's ModelCheckpoint saves into the folder checkpoints in the log folder.
         for path in [*folder.glob(".*.tmp"), *folder.glob("checkpoints/.*.tmp")]:
             path.unlink(missing_ok=True)
     return file
@@ -131,7 +131,7 @@ def open_lock(folder: Path, stack: ExitStack) -> IO[str] | None:
 
 def add_line(files: Iterable[IO[str]], line: str) -> None:
     for file in files:
-        # If the disk is full, only the record of the run's state is lost.
+        # If the disk is full, continue without a record of how the run ends.
         with suppress(OSError):
             file.write(f"{line}\n")
             file.flush()

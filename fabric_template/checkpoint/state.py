@@ -43,8 +43,8 @@ def build_checkpoint(
     """Return the state of a run. All processes must call this. The first process writes the result.
 
     Args:
-        weights_only: Leave out optimizers, callbacks and positions.
-        epoch: The epoch in the checkpoint. None: the current one.
+        weights_only: Leave out optimizers, callbacks and the position in the loaders.
+        epoch: The number of the epoch in the checkpoint. None: the current epoch.
     """
     source = run.module if run.is_lightning_module else run.network
     checkpoint: dict[str, Any] = {
@@ -70,7 +70,7 @@ def build_checkpoint(
 def training_state(run: RunState) -> dict[str, Any]:
     """Return the states of callbacks, optimizers, schedulers and the precision, as Trainer saves them."""
     strategy = run.fabric.strategy
-    # Fabric's method returns the state on the first process only.
+    # A sharded model needs the states of all processes. Fabric returns only the first one.
     get_state: Any = strategy.get_optimizer_state
     if run.steps.is_model_parallel:
         get_state = torch.optim.Optimizer.state_dict
@@ -96,7 +96,7 @@ def state_of(part: Any) -> Any:
 
 
 def own_state(run: RunState) -> dict[str, Any]:
-    """Return the states that Trainer does not save, with an entry of each process in "ranks"."""
+    """Return the states that Trainer does not save. The list "ranks" has one entry per process."""
     of_process = {
         "rng": capture_rng_state(),
         "gradients": run.optimization.waiting_gradients() if run.optimization else {},
@@ -178,11 +178,11 @@ def add_hyperparameters(checkpoint: dict[str, Any], part: Any) -> None:
 
 
 def loops_state(run: RunState) -> dict[str, Any]:
-    """Return the counters of Trainer's loops at this point. Trainer sets other counters to 0."""
+    """Return the counters of Trainer's loops, with which Trainer can resume this run."""
     progress, saved = run.progress, run.progress.state_dict()
     epoch = _counts(progress.epochs_done, progress.epochs_done)
     batches = _counts(saved["total_batches"], saved["batches_done"])
-    # A resume in the middle of a step trains the batches of that step again.
+    # In an accumulation window, "ready" also counts the batches that a resume trains again.
     batches["total"]["ready"] = progress.total_batches
     batches["current"]["ready"] = progress.batches_done
     if progress.is_in_epoch:
@@ -289,7 +289,7 @@ def restore_callbacks(run: RunState, checkpoint: dict[str, Any]) -> None:
 
 
 def restore_training(run: RunState, checkpoint: dict[str, Any]) -> None:
-    """Restore optimizers, schedulers, counters, the history and its files."""
+    """Restore optimizers, schedulers, counters, the history and the CSV files."""
     restore_optimizers(run, checkpoint)
     precision = run.fabric.strategy.precision
     load_state(precision, checkpoint.get(type(precision).__qualname__))
@@ -307,8 +307,8 @@ def restore_training(run: RunState, checkpoint: dict[str, Any]) -> None:
         )
     load_states(run, ("progress",), own)
     if run.resume_keyword != "auto" and run.stop.can_stop_early:
-        # resume="last" continues a run that stopped early, but "auto" does not. Before min_epochs
-        # and min_steps are reached, a request to stop stays pending.
+        # Drop a request to stop, so that resume="last" continues a run that stopped early. Keep
+        # the request for "auto", and until min_epochs and min_steps are reached.
         own.pop("stop", None)
     load_states(run, PARTS[1:], own)
 
@@ -332,25 +332,24 @@ def state_of_trainer(run: RunState, checkpoint: dict[str, Any]) -> dict[str, Any
     progress["total_batches"] = batch["total"]["processed"]
     loop_state = fit_loop["epoch_loop.state_dict"]
     progress["logging_step"] = loop_state.get("_batches_that_stepped", 0)
-    # In on_train_epoch_start, the epoch has not started, and the batches belong to the previous
-    # epoch.
+    # If the file was saved in on_train_epoch_start, ignore the batches of the previous epoch.
     if epoch["started"] == epoch["processed"]:
         return own
     num_accumulated = processed % run.accumulate_grad_batches
     if batch["is_last_batch"] and is_between_batches:
-        # Trainer does not resume the validation and the hooks after the last batch.
+        # Like Trainer, skip the validation and the hooks after the last batch of the epoch.
         progress["epochs_done"] += 1
     else:
         progress |= {"is_in_epoch": True, "batches_done": processed}
         progress["batches_at_window_start"] = processed - num_accumulated
     if is_between_batches and batch["total"]["ready"] > batch["total"]["completed"]:
-        # on_train_batch_end saved the file. Trainer counts the logging step after this hook.
+        # The file was saved in on_train_batch_end, before Trainer counts the logging step.
         progress["logging_step"] += batch["is_last_batch"] or num_accumulated == 0
     return own
 
 
 def complete_mini_state(run: RunState, own: dict[str, Any]) -> None:
-    """Add the values that MiniLoop does not save to the state in one of its files."""
+    """Add default values to a state from MiniLoop, which saves less than FabricLoop."""
     progress = own["progress"]
     if progress["is_in_epoch"]:
         raise CheckpointError(
@@ -370,12 +369,12 @@ def restore_position(run: RunState) -> None:
     if own is None:
         return
     if "ranks" not in own:
-        # Trainer saves no random states.
+        # The checkpoint is from Trainer, which saves no random states.
         run.data.load_loader_states(own["loader_states"])
         return
     ranks, rank = own["ranks"], run.fabric.global_rank
     of_process = ranks[rank % len(ranks)]
-    # In a file of MiniLoop, only the random states remain to be restored.
+    # A checkpoint of MiniLoop has no settings. From it, restore only the random states.
     if "settings" in own:
         check_settings(run, own["settings"])
         run.accumulate_grad_batches = own["accumulate_grad_batches"] or run.accumulate_grad_batches
@@ -395,7 +394,7 @@ def restore_position(run: RunState) -> None:
 def restore_parameters(
     run: RunState, requires_grad: dict[str, bool], gradients: dict[str, torch.Tensor]
 ) -> None:
-    """Restore flags that hooks have changed, and the gradients of an open accumulation window."""
+    """Restore changed requires_grad flags, and the gradients of an unfinished optimizer step."""
     for name, parameter in run.network.named_parameters():
         parameter.requires_grad = requires_grad.get(name, parameter.requires_grad)
         if name in gradients:
@@ -406,7 +405,7 @@ def restore_optimizers(run: RunState, checkpoint: dict[str, Any]) -> None:
     if SHARDS_KEY in checkpoint or run.steps.is_model_parallel:
         load_shards(run, checkpoint, "optimizer_states")
     states = checkpoint["optimizer_states"]
-    # on_load_checkpoint may have emptied the list because the parameters have changed.
+    # Accept an empty list: on_load_checkpoint may remove the states of changed parameters.
     if states and len(states) != len(run.optimizers):
         raise CheckpointError(
             f"{run.checkpoint_path}: got the states of {len(states)} optimizers, expected"
@@ -420,7 +419,7 @@ def restore_optimizers(run: RunState, checkpoint: dict[str, Any]) -> None:
 
 
 def restore_dtypes(optimizer: Any, saved: dict[str, Any]) -> None:
-    """Restore the dtypes of states. torch has cast them to the dtype of the parameter."""
+    """Restore the dtypes of optimizer states, which torch has cast to those of the parameters."""
     parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
     for index, values in saved.get("state", {}).items():
         if not isinstance(index, int) or not isinstance(values, dict):

@@ -79,7 +79,7 @@ def gather_objects(run: RunState, item: Any) -> list[Any]:
 
 
 def launched_processes() -> tuple[int, int] | None:
-    """Return the number of processes per machine, and of machines, from torchrun or SLURM."""
+    """Return how many processes per machine, and how many machines, torchrun or SLURM started."""
     env = os.environ
     total, nodes = 1, 1
     if env.get("LT_CLI_USED") == "1":
@@ -93,7 +93,7 @@ def launched_processes() -> tuple[int, int] | None:
 
 
 def launched_devices(devices: Any, num_nodes: int) -> tuple[Any, int]:
-    """Replace ``devices="auto"`` with the launcher's devices. Fabric would use only one CPU."""
+    """Replace ``devices="auto"`` with the launched processes, where Fabric would use one CPU."""
     started = launched_processes()
     if devices != "auto" or started is None:
         return devices, num_nodes
@@ -101,7 +101,7 @@ def launched_devices(devices: Any, num_nodes: int) -> tuple[Any, int]:
 
 
 def check_launched(fabric: Fabric) -> None:
-    """Raise an error if the launcher started a different number of processes. They would hang."""
+    """Raise an error, instead of waiting forever, if the launcher started too many processes."""
     strategy, started = fabric.strategy, launched_processes()
     given = getattr(strategy, "num_processes", 1), getattr(strategy, "num_nodes", 1)
     if started is not None and (is_spawning(fabric) or given != started):
@@ -114,9 +114,9 @@ def check_launched(fabric: Fabric) -> None:
 def open_store_of_attempt() -> TCPStore | None:
     """Open a new store with which processes find each other after a restart.
 
-    torchrun's own store outlives its workers, so it may contain addresses of dead processes.
-    Therefore the first process opens a new store and writes its address to torchrun's store. The
-    other processes try to connect to the address until a process answers.
+    torchrun's own store outlives restarted processes, so it may contain addresses of dead ones.
+    The first process therefore opens a new store, and writes the new address to torchrun's store.
+    All other processes read this address, until the process there answers.
     """
     env = os.environ
     if env.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
@@ -130,8 +130,8 @@ def open_store_of_attempt() -> TCPStore | None:
         shared.set("fabric_template/address", f"{host} {store.port}")
     while True:
         host, port = shared.get("fabric_template/address").decode().split()
-        # The address may belong to a dead process. If the first process fails, torchrun ends this
-        # one.
+        # Try again if the address belongs to a dead process. torchrun ends this loop if the first
+        # process fails.
         with suppress(DistError):
             TCPStore(host, int(port), is_master=False, timeout=timedelta(seconds=2))
             break
@@ -154,7 +154,7 @@ def starts_processes(fabric: Fabric) -> bool:
 
 def launch_processes(run: RunState) -> Any:
     """Run a call in new processes. Returns its result and updates the caller's objects."""
-    # Lightning sets MASTER_PORT for its children, but the next call needs another port.
+    # Afterwards, remove the MASTER_PORT that Lightning sets: the next call needs another port.
     with tempfile.TemporaryDirectory(prefix="fabric_template_") as folder, patch.dict(os.environ):
         call = partial(_call_in_process, folder, run.loop, run.stage, arguments_of(run))
         with SignalForwarder(is_quiet=True) as signals:
@@ -213,9 +213,9 @@ def _call_in_process(
         run = loop.run
         if run is None or run.stop.signal is None or isinstance(error, Exception):
             _write_error(error, folder)
-            # torch treats a KeyboardInterrupt as a regular exit.
+            # Replace a KeyboardInterrupt, which torch would treat as a regular exit.
             raise RuntimeError(repr(error)) from error
-        # A signal has ended all processes after the same step.
+        # A signal has ended the run in all processes after the same step. Keep the results.
         ending = error
     outcome = _outcome_of(loop.run)
     if fabric.local_rank == 0:
@@ -254,7 +254,7 @@ def _apply_outcome(run: RunState, outcome: dict[str, Any]) -> None:
     run.history.rows = outcome["rows"]
     with_state = filter(has_state, run.hooks.callbacks)
     for callback, state in zip(with_state, outcome["callbacks"], strict=False):
-        # Lightning's SpikeDetection reads an attribute that it does not define.
+        # Lightning's SpikeDetection has no working load_state_dict.
         with suppress(AttributeError):
             callback.load_state_dict(state)
     run.checkpoints = outcome["checkpoints"]

@@ -26,8 +26,9 @@ _DEFAULTS = (signal.default_int_handler, signal.SIG_DFL)
 class SignalHandler:
     """Records the first signal during a run. A second signal ends the program at once.
 
-    A user's handler for SIGTERM or SIGUSR1 is called, too. A user's handler for Ctrl-C is not
-    replaced, and ignored signals stay ignored. On exit, the previous handlers are restored.
+    SIGTERM and SIGUSR1 also call the handlers that the user has set for these signals. A user's
+    handler for Ctrl-C is not replaced, and ignored signals stay ignored. After the run, the
+    previous handlers are restored.
 
     Args:
         is_quiet: Print nothing when a signal arrives.
@@ -72,7 +73,7 @@ class SignalHandler:
         if is_first:
             self.received, self._received_at = number, time.monotonic()
             if not self._is_quiet:
-                # Do not use sys.stderr: this handler may have interrupted another write to it.
+                # Do not use sys.stderr, because this handler may interrupt a write to sys.stderr.
                 text = f"{signal.Signals(number).name}: stopping after this step. Again: stop at once.\n"
                 with suppress(OSError):
                     os.write(2, text.encode())
@@ -89,8 +90,8 @@ class SignalHandler:
         """Stop the run if any process has received a signal.
 
         Several processes must stop at the same step. The processes exchange signals about once a
-        second, at a batch number that the first process chooses. All other steps only compare two
-        numbers.
+        second, at a batch number that the first process chooses. In other steps, they only compare
+        two batch numbers.
 
         Args:
             is_due: Exchange signals now.
@@ -120,12 +121,12 @@ class SignalHandler:
 
 
 class SignalForwarder(SignalHandler):
-    """Forwards the first signal to the child processes of a call, which save and stop."""
+    """Forwards the first signal to the child processes, in which the run saves and stops."""
 
     def __enter__(self) -> SignalForwarder:
         self._pid = os.getpid()
-        # A signal ends a forked process at once until that process sets its own handlers. Python's
-        # handler for SIGINT would raise KeyboardInterrupt, which torch treats as a regular exit.
+        # Reset the handlers in a forked process, so that a signal ends this process. Python's
+        # handler for SIGINT raises KeyboardInterrupt, which torch treats as a regular exit.
         register_after_fork(self, SignalForwarder._restore_defaults)
         super().__enter__()
         return self

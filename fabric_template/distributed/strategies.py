@@ -35,7 +35,7 @@ _CONVERTED = ("DDPStrategy", "SingleDeviceStrategy", "ModelParallelStrategy")
 
 
 def convert_strategy(strategy: Any) -> Any:
-    """Return Fabric's strategy for a strategy of Trainer. Return other values unchanged.
+    """Convert a strategy of Trainer to Fabric's strategy. Return any other value unchanged.
 
     Example:
         >>> type(convert_strategy("ddp_fork_find_unused_parameters_false")).__name__
@@ -69,7 +69,7 @@ def _convert_object(strategy: Any) -> Any:
             " Use a strategy of lightning.fabric.strategies or a name, such as 'ddp', and the options"
             " precision and plugins."
         )
-    # A module for Trainer shards itself in configure_model, with self.device_mesh.
+    # Pass a function that shards nothing: Trainer's modules are sharded in configure_model.
     arguments = [_return_model] if name == "ModelParallelStrategy" else []
     made = getattr(strategies, name)(*arguments)
     vars(made).update({key: value for key, value in vars(strategy).items() if key in vars(made)})
@@ -97,7 +97,7 @@ def convert_plugin(plugin: Any) -> Any:
 
 
 def check_strategy(run: RunState) -> None:
-    """Raise an error for an optimizer of parameters that the strategy will replace."""
+    """Raise an error if the given optimizer trains parameters that the strategy will replace."""
     given = run.given_optimizer
     is_ready = given is not None and (is_optimizer(given) or not callable(given))
     if is_ready and run.steps.is_model_parallel:
@@ -147,7 +147,7 @@ def shard_network(fabric: Fabric, network: nn.Module, name: str) -> None:
         if made is not network:
             raise ConfigurationError(
                 f"parallelize_fn: got another object, a {type(made).__name__}, expected {name} itself, changed"
-                " in place. To compile it use compile=True."
+                " in place. To compile the model, use compile=True."
             )
     check_sharding(strategy.device_mesh, network, name)
 
@@ -168,7 +168,7 @@ def check_sharding(mesh: Any, network: nn.Module, name: str) -> None:
             raise ConfigurationError(
                 f"parallelize_fn: got {name} back with the parameter {parameter_name!r} whole in each of the"
                 f" {mesh['data_parallel'].size()} data-parallel processes, which would train it"
-                " separately. End it with fully_shard(model, mesh=mesh['data_parallel'])."
+                " separately. End parallelize_fn with fully_shard(model, mesh=mesh['data_parallel'])."
             )
 
 
@@ -180,7 +180,7 @@ def wrap_step(network: nn.Module, step: Callable) -> Callable:
 
     call: Any = _call
     if isinstance(network, FSDPModule):
-        # FSDP gathers parameters in forward hooks. A step that calls only submodules skips these hooks.
+        # Run the step as the network's forward, because FSDP gathers parameters in forward hooks.
         root: Any = network
         root.run_step = _call
         register_fsdp_forward_method(root, "run_step")
@@ -195,7 +195,7 @@ def _call(function: Callable[[], Any]) -> Any:
 
 @contextmanager
 def no_gradient_sync(network: nn.Module) -> Iterator[None]:
-    """Accumulate gradients in each process. Only the last backward reduces them."""
+    """Accumulate gradients in each process, without reducing them over the processes."""
     parts = [module for module in network.modules() if isinstance(module, FSDPModule)]
     for part in parts:
         part.set_requires_gradient_sync(False)

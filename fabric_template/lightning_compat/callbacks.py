@@ -23,7 +23,7 @@ def parse_callbacks(given: Any, config: LoopConfig) -> list[Any]:
 
     Args:
         given: Lightning's callbacks, or objects with methods such as on_fit_start.
-        config: The options. Like Trainer's, they can add a Timer and a ModelSummary.
+        config: The options, which can add a Timer and a ModelSummary, as in Trainer.
     """
     callbacks = as_list(given)
     check_options(callbacks, config)
@@ -54,7 +54,7 @@ def as_list(given: Any) -> list[Any]:
 
 
 def find_callbacks(callbacks: list[Any], kind: str) -> list[Any]:
-    """Return the callbacks that are instances of a Lightning class, given by its name."""
+    """Return the callbacks that are instances of the Lightning class with the given name."""
     return [callback for callback in callbacks if is_instance_of(callback, kind)]
 
 
@@ -119,9 +119,9 @@ def add_model_callbacks(callbacks: list[Any], own: list[Any]) -> list[Any]:
 
 
 class StopOnNonFiniteLoss(Callback):
-    """Stop after several consecutive batches with a NaN or infinite loss, such as ``on_nan=3``.
+    """Stop after N consecutive batches with a NaN or infinite loss, for the option ``on_nan=N``.
 
-    After the first such batch no checkpoint is saved, so the last good checkpoint remains.
+    No checkpoint is saved after a batch with a NaN loss, so the last good checkpoint remains.
     """
 
     def __init__(self, patience: int) -> None:

@@ -1,6 +1,6 @@
-"""Access private names of Lightning. Each function gives the reason.
+"""Access private names of Lightning. The docstring of each function states the reason.
 
-trainer_api.py has the private names that Lightning reads from a Trainer.
+The private names that Lightning reads from a Trainer are in trainer_api.py.
 """
 
 from __future__ import annotations
@@ -23,9 +23,9 @@ def wrap_optimizer(optimizer: Any, strategy: Any) -> LightningOptimizer:
 
 
 def set_step_callback(optimizer: LightningOptimizer, callback: Callable[[], None]) -> None:
-    """Call a function after each step of a wrapped optimizer.
+    """Call a function after each step of a wrapped optimizer, and reset the hook before a step.
 
-    Trainer sets both hooks before each batch of manual optimization. Modules may replace them.
+    Trainer sets these two hooks before each batch, because modules may replace the hooks.
     """
     optimizer._on_before_step = _do_nothing
     optimizer._on_after_step = callback
@@ -36,7 +36,7 @@ def _do_nothing() -> None:
 
 
 def set_current_hook(module: Any, hook: str | None) -> None:
-    """Set the hook that calls ``LightningModule.log``, which reads only this private name."""
+    """Set the name of the current hook, which LightningModule.log reads from this attribute."""
     module._current_fx_name = hook
 
 

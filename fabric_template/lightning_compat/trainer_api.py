@@ -32,8 +32,7 @@ from .private import wrap_optimizer
 if TYPE_CHECKING:
     from ..training.run_state import RunState
 
-# LoopAPI forwards the attributes in the first set to Trainer. TrainerAPI forwards the second set to
-# Fabric.
+# Attributes that LoopAPI reads from the loop, and attributes that TrainerAPI reads from Fabric.
 _OF_TRAINER = ("max_epochs", "min_epochs", "max_steps", "min_steps", "global_step")
 _OF_FABRIC = ("is_global_zero", "global_rank", "local_rank", "node_rank", "world_size", "print")
 # Read-only attributes by name, with a function that computes the attribute from a loop.
@@ -79,7 +78,7 @@ _ATTRIBUTES: dict[str, Callable[[Any], Any]] = {
     "validate_loop": lambda loop: LoopAPI(loop, "validate_loop"),
     "test_loop": lambda loop: LoopAPI(loop, "test_loop"),
     "predict_loop": lambda loop: LoopAPI(loop, "predict_loop"),
-    # ThroughputMonitor reads the number of evaluated batches.
+    # ThroughputMonitor reads the number of evaluated batches from this loop.
     "_evaluation_loop": lambda loop: LoopAPI(loop, "validate_loop"),
     # ``LightningModule.log(sync_dist=True)`` reads this if there are several processes.
     "_accelerator_connector": lambda loop: SimpleNamespace(is_distributed=loop.world_size > 1),
@@ -247,7 +246,7 @@ class TrainerAPI:
 
     @property
     def progress_bar_callback(self) -> Any:
-        """The progress bar callback. Outside of a run, add Lightning's if there is none."""
+        """The progress bar callback. Before a run, add Lightning's bar if there is none."""
         bars = find_callbacks(self.callbacks, "ProgressBar")
         if not bars and self.config.enable_progress_bar and self.status != TrainerStatus.RUNNING:
             bars = [TQDMProgressBar()]
@@ -297,7 +296,7 @@ class TrainerAPI:
 
     @property
     def state(self) -> TrainerState:
-        """The current status, function and stage, as Trainer's ``state``."""
+        """The current status, function and stage, as an object of Trainer's class."""
         if self.run is None:
             return TrainerState(self.status)
         stage = self.run.progress.stage
@@ -337,7 +336,7 @@ class TrainerAPI:
         if run.exception is not None and run.fabric.world_size > 1:
             raise RuntimeError(
                 "save_checkpoint: an error has ended the run in this process, and a checkpoint needs all"
-                " processes. Resume from the one before: resume='last'."
+                " processes. Resume from the previous checkpoint with resume='last'."
             )
         with run.hooks.profiled("save_checkpoint"):
             checkpoint = build_checkpoint(run, bool(weights_only))
@@ -396,7 +395,7 @@ class TrainerAPI:
         return self.run
 
     def __setattr__(self, name: str, value: Any) -> None:
-        """Set an option for the current run and all later ones, or set any other attribute."""
+        """Set an option for the current and all later runs, or set any other attribute."""
         is_option = "config" in vars(self) and name in vars(self.config)
         if not is_option or name == "default_root_dir" or hasattr(type(self), name):
             super().__setattr__(name, value)
@@ -432,8 +431,8 @@ class TrainerAPI:
         return [*super().__dir__(), *_ATTRIBUTES, *vars(self.config)]
 
 
-# The attributes of Trainer's loops by name. One LoopAPI stands for fit_loop, for its inner loops
-# and for the counters of manual optimization.
+# The attributes of Trainer's fit_loop, of its inner loops and of the counters in these loops. One
+# LoopAPI object takes the place of all these objects.
 _OF_FIT_LOOP: dict[str, Callable[[Any], Any]] = {
     "epoch_loop": lambda loop: loop,
     "val_loop": lambda loop: LoopAPI(loop.trainer, "validate_loop"),
@@ -444,9 +443,9 @@ _OF_FIT_LOOP: dict[str, Callable[[Any], Any]] = {
     "_batches_that_stepped": lambda loop: (
         loop.trainer.run.progress.logging_step if loop.trainer.run else 0
     ),
-    # StochasticWeightAveraging updates the BatchNorm statistics by forward passes without backward.
+    # StochasticWeightAveraging sets this, to update BatchNorm statistics without backward passes.
     "_skip_backward": lambda loop: loop.current_run.optimization.skip_backward,
-    # In manual optimization, modules increment these counters for optimizers without a wrapper.
+    # A module that steps torch's optimizer, not Lightning's wrapper, increments these counters.
     "manual_optimization": lambda loop: loop,
     "optim_step_progress": lambda loop: loop,
     "total": lambda loop: loop,
@@ -505,12 +504,12 @@ class LoopAPI:
         return not is_window_end(self.current_run)
 
     def _should_check_val_epoch(self) -> bool:
-        """Return whether this epoch has a validation. Progress bars call this for their total."""
+        """Return whether this epoch has a validation, whose batches a progress bar then counts."""
         run = self.current_run
         return run.should_validate and run.validation_schedule.is_in_this_epoch()
 
     def __getattr__(self, name: str) -> Any:
-        """Return an attribute, or a counter of Trainer's checkpoints such as ``epoch_progress``."""
+        """Return an attribute of Trainer's loop, or a counter such as ``epoch_progress``."""
         if name.startswith("__"):
             raise AttributeError(name)
         if name in self._attributes:
@@ -557,7 +556,7 @@ class StrategyAPI:
 
     @property
     def lightning_optimizers(self) -> list[Any]:
-        """The optimizers for modules. Calling ``step`` handles precision, hooks and counters."""
+        """The wrapped optimizers, whose step() handles precision, hooks and counters."""
         if self._wrapped is None:
             fit = self._loop.runs.get("fit")
             optimizers = fit.optimizers if fit else []
