@@ -4,11 +4,14 @@
 Version 0.2.0 of fabric_template, under the MIT License (file LICENSE). This file needs torch and
 lightning, which install NumPy, PyYAML and tqdm. Read `fit`, `_train_epoch` and `_train_batch` first.
 
-`_compute_gradients` computes the loss and divides it by accumulate_grad_batches. `_step_optimizer`
-clips the gradients before an optimizer step. `_is_window_end` decides when the optimizer steps, and
-`_is_done` when training stops. `_end_row` writes a row of metrics.csv, and `_log_step` a row of
-steps.csv. `_build_checkpoint` and `_restore` define the content of a checkpoint, and `_save`
-decides which checkpoint is written.
+To change
+
+- the loss, or its division by accumulate_grad_batches, edit `_compute_gradients`,
+- the gradients before an optimizer step (clipping, norms), `_step_optimizer`,
+- when the optimizer steps, `_is_window_end`,
+- when training stops, `_is_done`,
+- a row of metrics.csv, `_end_row`; a row of steps.csv, `_log_step`,
+- the content of a checkpoint, `_build_checkpoint` and `_restore`; which one is saved, `_save`.
 
 FabricLoop supports everything else. Each loop resumes the other's runs.
 """

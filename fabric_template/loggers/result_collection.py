@@ -513,7 +513,9 @@ class ResultCollection:
     def end_loader(self) -> None:
         """End the batches of an evaluation loader, and keep its values."""
         self.end_batches()
-        self._loader_values.append(self.update_metrics())
+        # As in Trainer, the hooks of a sanity check do not get the values of a loader.
+        if self.run.progress.stage != "sanity_check":
+            self._loader_values.append(self.update_metrics())
         # Values that are logged after the last batch belong to no loader.
         self.evaluation.dataloader_idx = None
 

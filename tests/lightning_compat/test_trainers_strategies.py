@@ -46,8 +46,8 @@ class OwnPrecision(DoublePrecision):
 @pytest.mark.parametrize(
     ("strategy", "message"),
     [
-        ("deepspeed", "got deepspeed, which FabricLoop does not run. Use strategy=ModelParallelStrategy"),
-        (trainers.FSDPStrategy(), "got FSDPStrategy, which FabricLoop does not run"),
+        ("deepspeed", "got deepspeed, which FabricLoop does not support. Use strategy=ModelParallelStrategy"),
+        (trainers.FSDPStrategy(), "got FSDPStrategy, which FabricLoop does not support"),
         (
             Mine(),
             "got Mine, which is made for Trainer or has .* Use a strategy of lightning.fabric.strategies or a name",
