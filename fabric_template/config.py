@@ -90,7 +90,7 @@ class LoopConfig:
     deterministic: bool | str | None = None
     """Use deterministic algorithms of PyTorch. "warn": warn if an operation has none."""
     benchmark: bool | None = None
-    """The value of torch.backends.cudnn.benchmark. None: unchanged, or False when deterministic."""
+    """The value of torch.backends.cudnn.benchmark. None: unchanged, or False with deterministic."""
     inference_mode: bool = True
     """Evaluate under torch.inference_mode. False: under torch.no_grad."""
     reload_dataloaders_every_n_epochs: int = 0
@@ -98,15 +98,15 @@ class LoopConfig:
     profiler: Any = None
     """A profiler of Lightning, or "simple" or "advanced"."""
     detect_anomaly: bool = False
-    """Use torch.autograd.set_detect_anomaly to find the operation that produced a NaN. Slow."""
+    """Find the operation that produced a NaN, with the slow torch.autograd.set_detect_anomaly."""
     on_nan: int | str = "warn"
     """"warn": warn once if a training loss is NaN or infinite. "off": do not check. An int: stop
     after this many consecutive batches with such a loss. Each batch then waits for the device."""
     barebones: bool = False
     """Turn off everything except training, to measure the overhead of the loop."""
     logger: Any = None
-    """A logger or a list of loggers. True and None mean the CSV logger, False means none. The names
-    "tensorboard", "wandb" and "mlflow" add Lightning's logger to the CSV logger."""
+    """A logger or a list of loggers. True and None mean the CSV logger, False means no logger. The
+    names "tensorboard", "wandb" and "mlflow" add Lightning's logger to the CSV logger."""
     enable_checkpointing: bool | None = None
     """Write checkpoints."""
     enable_progress_bar: bool | None = None
