@@ -27,7 +27,7 @@ from .tensor_loader import TensorLoader
 if TYPE_CHECKING:
     from ..training.run_state import RunState
 
-# CombinedLoader uses a deprecated class of torch, which users cannot change.
+# Hide a warning of CombinedLoader about a deprecated class of torch.
 warnings.filterwarnings("ignore", ".*LeafSpec", FutureWarning)
 
 # This value marks the end of a loader's batches.
@@ -85,7 +85,7 @@ class DataConnector:
         """Return the loaders of a stage, with the samplers that this run needs."""
         combined = combine_loaders(self.request(stage), mode)
         for loader in combined.flattened:
-            # Trainer checks a loader with iter(), which may draw random numbers.
+            # Call iter() like Trainer, because iter() may draw random numbers.
             if not isinstance(loader, DataLoader | TensorLoader):
                 iter(loader)
         loaders = [prepare_loader(self.run, loader, stage) for loader in combined.flattened]
@@ -106,7 +106,7 @@ class DataConnector:
         self.train = TrainLoaders(run, self._prepare("train", "max_size_cycle"))
         run.progress.num_train_batches = self.train.num_batches
         every = run.config.log_every_n_steps or 0
-        # The CSV logger writes a row per epoch in any case.
+        # Do not warn for the CSV logger alone, which writes a row for every epoch.
         has_other_logger = len(run.history.csv_loggers) < len(run.loop.loggers)
         if self.train.num_batches < every and has_other_logger and not run.config.fast_dev_run:
             run.warn_once(
@@ -138,7 +138,7 @@ class DataConnector:
         if self._needs_no_reload(self.eval_loaders):
             return
         if self.eval_loaders is not None:
-            # The x axis of evaluation batches starts from 0 with new loaders.
+            # With new loaders, log the values of evaluation batches from step 0 again.
             run.progress.eval_batches_by_loader = {}
         self.eval_loaders = EvalLoaders(run, self._prepare(stage, "sequential"), stage)
         if run.loop.sanity_checking and run.config.check_val_every_n_epoch not in (None, 1):
@@ -195,7 +195,7 @@ class DataConnector:
         for loader, state in zip(loaders, states, strict=False):
             loader.load_state_dict(state)
             if not self.run.progress.is_in_epoch:
-                # This iterator belongs to the previous epoch. The next epoch starts a new iterator.
+                # End the iterator of the previous epoch, so that the next epoch starts a new one.
                 iter(loader)
 
 
@@ -233,7 +233,7 @@ class StageLoaders:
 
     @property
     def is_used(self) -> bool:
-        """Return whether a batch of the epoch was requested, also if that was before a resume."""
+        """Return whether the saved or the resumed run has requested a batch of the epoch."""
         return any(loader.is_used for loader in self.resumable)
 
     def count_batches(self, max_batches: int | float = math.inf) -> int | float:
@@ -244,7 +244,7 @@ class StageLoaders:
         return min(limits) if self.mode == "min_size" else max(limits)
 
     def start(self, max_batches: int | float = math.inf) -> None:
-        """Create iterators, at a restored position if any. An iterator may draw random numbers."""
+        """Create iterators, which start at a restored position and may draw random numbers."""
         self.is_started = True
         for loader in self.resumable:
             loader.start_epoch()
@@ -284,31 +284,31 @@ class TrainLoaders(StageLoaders):
         self.num_batches = self.count_batches()
         self.extra_batches = 0
         self._num_given = 0
-        # If the loader has no length, one batch is read ahead and stored here.
+        # The next batch of a loader without a length, to know whether a batch is the last one.
         self._following: Any = _END
         for loader in self.resumable:
             loader.is_read_ahead = self.num_batches == math.inf
 
     def start(self, max_batches: int | float = math.inf) -> None:
-        """Start the iterator of an epoch, at its next batch after a resume."""
+        """Start the iterator of an epoch, or continue an epoch with its next batch."""
         self._num_given, self._following = self.run.progress.batches_done + self.extra_batches, _END
         super().start(max_batches)
 
     def make_iterator(self) -> Iterator[Any]:
         if self.as_given is self.loaders[0]:
-            # CombinedLoader would add some microseconds to each batch.
+            # Bypass CombinedLoader, which adds some microseconds to each batch.
             return iter(self.resumable[0])
         return (batch for batch, _, _ in self.combined)
 
     def batches(self) -> Iterator[tuple[Any, bool]]:
-        """Return an iterator of (batch on the device, whether it is the last one)."""
+        """Return an iterator of (batch on the device, whether this is the last batch)."""
         transfer, batches = make_transfer(self.run), self.raw_batches()
         if transfer is None:
             return batches
         return ((transfer(batch, 0), is_last) for batch, is_last in batches)
 
     def raw_batches(self) -> Iterator[tuple[Any, bool]]:
-        """Yield (batch, whether it is the last one). Without a length, read one batch ahead."""
+        """Yield each batch, and whether it is the last. Without a length, read one batch ahead."""
         if self.num_batches == math.inf:
             yield from self._batches_of_unknown_length()
             return
@@ -334,7 +334,7 @@ class TrainLoaders(StageLoaders):
         """Return the positions of the loaders."""
         progress, dropped = self.run.progress.state_dict(), 0
         if progress["is_in_epoch"]:
-            # Batches of an unfinished accumulation window count as not read.
+            # A resumed run reads the batches of an unfinished accumulation window again.
             dropped = self._num_given - progress["batches_done"] - self.extra_batches
             if self._following is not _END:
                 dropped += 1
@@ -392,7 +392,7 @@ class EvalLoaders(StageLoaders):
         loop = "_PredictionLoop" if self.stage == "predict" else "_EvaluationLoop"
         fetch = self.run.hooks.with_profiler(f"[{loop}].{self.stage}_next", next)
         num_left = self.count_batches(max_batches)
-        # CombinedLoader applies limits only in sequential mode.
+        # Stop after the limit, which CombinedLoader only applies in sequential mode.
         while num_left > 0:
             try:
                 item = fetch(self._iterator)
@@ -449,7 +449,7 @@ def no_batch_message(stage: str, loaders: list[Any]) -> str:
 
 
 def count_batches(loader: Any, limit: int | float, stage: str) -> int | float:
-    """Return the number of batches of a loader under a limit; infinite if it is unknown."""
+    """Return the number of batches to read from a loader; infinite if the length is unknown."""
     known_length = sized_len(loader)
     length = math.inf if known_length is None else known_length
     if length == 0:
@@ -479,7 +479,7 @@ def count_batches(loader: Any, limit: int | float, stage: str) -> int | float:
 
 
 def check_lengths(run: RunState, lengths: list[int | float], stage: str) -> None:
-    """Raise an error if processes have different numbers of batches, because they would hang."""
+    """Raise an error if processes have different numbers of batches and would wait forever."""
     for found in zip(*gather_objects(run, lengths), strict=False):
         is_strict = run.stage == "fit" or 0 in found
         if is_strict and len(set(found)) > 1:

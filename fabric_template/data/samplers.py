@@ -45,7 +45,7 @@ def prepare_loader(run: RunState, loader: Any, stage: str) -> Any:
         batch_sampler = remake_batch_sampler(batch_sampler, sampler)
     if stage == "predict" and batch_sampler is not None:
         if type(batch_sampler) is BatchSampler:
-            # Drop no sample, as in Trainer.
+            # Like Trainer, keep the samples of an incomplete last batch.
             batch_sampler = BatchSampler(sampler, batch_sampler.batch_size, False)
         batch_sampler = TrackingBatchSampler(batch_sampler)
     if batch_sampler is loader.batch_sampler and sampler is loader.sampler:
@@ -57,7 +57,7 @@ def prepare_loader(run: RunState, loader: Any, stage: str) -> Any:
 
 
 def shares_of(run: RunState) -> tuple[int, int]:
-    """Return the number of shares and this process's index. Tensor-parallel groups share one."""
+    """Return the number of shares, and the share of this process or tensor-parallel group."""
     if run.fabric.world_size == 1:
         return 1, 0
     kwargs = run.fabric.strategy.distributed_sampler_kwargs
@@ -72,7 +72,7 @@ def common_seed(run: RunState) -> int:
 
 
 def choose_sampler(run: RunState, loader: DataLoader, stage: str) -> Any:
-    """Return the sampler that Trainer would use, for ``overfit_batches`` and several processes."""
+    """Return the loader's sampler, or the sampler with which Trainer would replace it."""
     given: Any = loader.sampler
     dataset: Any = loader.dataset
     is_overfitting = bool(run.config.overfit_batches) and run.stage == "fit"
@@ -93,13 +93,13 @@ def choose_sampler(run: RunState, loader: DataLoader, stage: str) -> Any:
     if isinstance(given, RandomSampler | SequentialSampler):
         return DistributedSampler(dataset, **options)
     wrapper: Any = DistributedSamplerWrapper(given, **options)
-    # A checkpoint contains the state of this generator.
+    # Expose the generator, whose state a checkpoint contains.
     wrapper.generator = getattr(given, "generator", None)
     return wrapper
 
 
 def remake_batch_sampler(batch_sampler: Any, sampler: Any) -> Any:
-    """Return a batch sampler of the same class around another sampler; None for batch_size=None."""
+    """Return a batch sampler of the same class with the given sampler, or None without batches."""
     if batch_sampler is None:
         return None
     kind = type(batch_sampler)

@@ -18,12 +18,12 @@ class TensorLoader:
     Args:
         *tensors: Tensors of the same length. A batch is a tuple with a slice of each.
         batch_size: Number of samples per batch.
-        shuffle: Draw a new order in each pass, with ``generator`` or the default one.
+        shuffle: Draw a new order in each pass, with ``generator`` or torch's default generator.
         drop_last: Drop the last batch if it is not full.
         generator: A torch.Generator on the CPU.
         device: Move the tensors to this device once.
 
-    With several processes, each gets its share of the samples, as with DistributedSampler.
+    With several processes, each process gets its share of the samples, as with DistributedSampler.
 
     Example:
         >>> loader = TensorLoader(torch.arange(5), batch_size=2)
@@ -102,10 +102,10 @@ class TensorLoader:
 
 
 def take_rows(tensor: Tensor, rows: Tensor) -> Tensor:
-    """Return rows of a tensor. On the CPU index_select is twice as fast as indexing."""
+    """Return rows of a tensor, on the CPU by index_select, which is twice as fast as indexing."""
     if type(tensor) is Tensor and tensor.device.type == "cpu" and tensor.is_contiguous():
         return tensor.index_select(0, rows)
-    # Indexing keeps subclasses, and the order of dimensions in memory (channels_last).
+    # Use indexing here, which keeps subclasses and the memory format (channels_last).
     return tensor[rows]
 
 

@@ -40,8 +40,8 @@ class RingData(SplitData):
 def judge(points: Tensor) -> dict[str, float]:
     """Return the share of found centers and the share of points near a center.
 
-    A point is near a center within four standard deviations. A center is found if it has at least
-    a fifth of the points that it has in the data.
+    A point is near a center within four standard deviations. A center is found if at least a fifth
+    of the expected number of points is near the center.
     """
     distance, nearest = torch.cdist(points, CENTERS.to(points)).min(dim=1)
     is_good = distance < 4 * SPREAD
@@ -86,12 +86,12 @@ class GAN(LightningModule):
         self.log_dict(losses, on_step=False, on_epoch=True)
 
     def validation_step(self, points: Tensor, batch_idx: int) -> None:
-        """Log ``val_places`` and ``val_good`` of generated points, as many as the batch has."""
+        """Generate one point for each point of the batch, and log ``val_places`` and ``val_good``."""
         judged = judge(self.predict_step(points, batch_idx))
         self.log_dict({f"val_{name}": value for name, value in judged.items()})
 
     def predict_step(self, points: Tensor, batch_idx: int) -> Tensor:
-        """Generate as many points as the batch has, from the same noise in every epoch."""
+        """Generate one point for each point of the batch, from the same noise in every epoch."""
         generator = torch.Generator().manual_seed(batch_idx)
         return self(torch.randn(len(points), self.hparams["noise"], generator=generator).to(points))
 

@@ -36,7 +36,7 @@ class TextData(SplitData):
         self.block = block
 
     def setup(self, stage: str | None = None) -> None:
-        """Read the text and cut it into blocks. Training blocks overlap by half, others do not."""
+        """Read the text and cut it into blocks. Only the training blocks overlap, each by half."""
         text = "\n".join(topics.values())[:200_000].encode()
         if self.path is not None:
             text = Path(self.path).read_bytes()
@@ -44,7 +44,7 @@ class TextData(SplitData):
         cut = len(tokens) * 9 // 10
         train = tokens[:cut].unfold(0, self.block + 1, max(self.block // 2, 1))
         val = tokens[cut:].unfold(0, self.block + 1, self.block)
-        # predict continues the blocks of the test split.
+        # The command predict generates a text after each block of the test split.
         self.splits = {"train": train, "val": val, "test": val[:3]}
 
 

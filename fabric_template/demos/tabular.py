@@ -87,7 +87,7 @@ class TabularNet(LightningModule):
             nn.ReLU(),
             nn.Linear(hidden, 1),
         )
-        # The scale of the target is saved with the weights, so that predictions are in its unit.
+        # Save the target's scale with the weights, so that predictions have the target's unit.
         self.mean = nn.Buffer(torch.tensor(0.0))
         self.std = nn.Buffer(torch.tensor(1.0))
         self.val_r2 = R2Score()

@@ -101,7 +101,7 @@ def launched_devices(devices: Any, num_nodes: int) -> tuple[Any, int]:
 
 
 def check_launched(fabric: Fabric) -> None:
-    """Raise an error, instead of waiting forever, if the launcher started too many processes."""
+    """Raise an error for a wrong number of launched processes, which would wait forever."""
     strategy, started = fabric.strategy, launched_processes()
     given = getattr(strategy, "num_processes", 1), getattr(strategy, "num_nodes", 1)
     if started is not None and (is_spawning(fabric) or given != started):

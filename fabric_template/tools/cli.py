@@ -102,7 +102,7 @@ OPTIONS: dict[str, dict[str, dict[str, Any]]] = {  # by command
     },
     "verify": {"path": {"help": "A checkpoint, or a folder of them."}},
 }
-# The command line has no fields for these options: they take objects, or are in CLASS_OPTIONS.
+# No field is made for these options, because they take objects or CLASS_OPTIONS defines them.
 NOT_TYPED: set[str | int] = {"fabric", "plugins", "loggers", "callbacks"}
 FIELDS = [field.name for field in dataclasses.fields(LoopArguments) if field.name not in NOT_TYPED]
 
@@ -130,7 +130,7 @@ CLASS_OPTIONS = {  # name: (type, help)
 }
 # These commands start a new run, with a new version, unless --resume is given.
 TRAINING_COMMANDS = ("fit", "profile", "tune")
-SUFFIXES = (".ckpt", ".pt", ".pth")  # of checkpoints
+SUFFIXES = (".ckpt", ".pt", ".pth")  # The suffixes of checkpoint files.
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -171,7 +171,7 @@ def is_users_mistake(error: Exception) -> bool:
 
 
 def program() -> str:
-    """Return the program's name for commands in messages, which the user can copy."""
+    """Return the program's name, so that users can copy the commands in messages."""
     name = Path(sys.argv[0]).stem
     return name if name == "fabric-template" else f"python -m {PACKAGE}"
 
@@ -236,7 +236,7 @@ def resolve_token(token: str) -> str:
 
 
 def read_run(command: str, folder: Path, is_new_run: bool) -> dict[str, Any]:
-    """Return the options in a run's config.yaml, and its name and version to continue the run."""
+    """Return the options in a run's config.yaml. To continue the run, add its name and version."""
     import yaml
 
     try:
@@ -264,7 +264,7 @@ def make_parser(name: str) -> ArgumentParser:
     )
     if name in LOOP_COMMANDS:
         parser.usage = f"{parser.prog} [options]"
-        text = "A YAML file of options, which can import any class. The last file wins."
+        text = "A YAML file of options, which can import any class. Later files override others."
         parser.add_argument("--config", action="config", help=text)
         text = "Read the model, the data and all options from this run, logs/<name>/version_<n>."
         parser.add_argument("--run", help=text)
@@ -283,7 +283,7 @@ def make_parser(name: str) -> ArgumentParser:
 def explain(parser: ArgumentParser, message: str) -> str:
     """Shorten a message of jsonargparse to one line that names the option."""
     text = " ".join(message.split())
-    # The wording of these messages depends on the version of jsonargparse.
+    # Search without regard to case, because jsonargparse's versions have different messages.
     if unknown := re.match(r"(?i)unrecognized arguments:.*?(--[\w.]+)", text):
         options = [option for action in parser._actions for option in action.option_strings]
         near = difflib.get_close_matches(unknown[1], options, n=1)
@@ -292,7 +292,7 @@ def explain(parser: ArgumentParser, message: str) -> str:
     keys = re.findall(r'Parser key "([\w.]+)": ', text)
     text = re.sub(r'Parser key "[\w.]+": ', "", text)
     if union := re.search(r"Subtypes: \[(.*?)\] Errors: (.*) Given value type: .*: (.*)", text):
-        # Drop the messages about types that do not match, and keep the constructor's error.
+        # Keep the constructor's error, and drop messages about other types of the option.
         reasons = [reason for reason in union[2].split("- ") if "Expected a" not in reason]
         expected = " or ".join(sorted(union[1].split(", ")))
         text = " ".join(reasons) or f"got {union[3]}, expected {expected}."
@@ -415,7 +415,7 @@ def warn_of_new_weights(loop: FabricLoop, load: str | None) -> None:
 
 
 def make_table(batches: list[Any]) -> Any:
-    """Return a DataFrame with a row for each sample. An element of a vector has its own column."""
+    """Return a DataFrame with a row for each sample, and a column for each element of a vector."""
     import pandas as pd
     import torch
 

@@ -105,7 +105,7 @@ def find_changed(first: Record, second: Record, quantity: str) -> list[tuple[Rec
     def shape_and_weights(parameter: Record) -> tuple[list[int], str]:
         return parameter["shape"], parameter["weights"]["digest"]
 
-    # Two optimizers may have the same parameters in a different order.
+    # Sort the parameters, because two optimizers may have them in a different order.
     ordered = [sorted(record["parameters"], key=shape_and_weights) for record in (first, second)]
     changed = [(a, b) for a, b in zip(*ordered, strict=False) if a[quantity] != b[quantity]]
     return sorted(changed, key=lambda pair: first["parameters"].index(pair[0]))
@@ -162,11 +162,11 @@ def check_batch(first: Record, second: Record) -> Finding | None:
         reason = "the step accumulates gradients of a different number of batches"
         return "backward passes", *counts, reason, f"accumulate_grad_batches={counts[0]}"
     for a, b in zip(first["batch sizes"], second["batch sizes"], strict=True):
-        # The size is 0 if no module with parameters received the batch.
+        # Ignore a size of 0, with which no module with parameters received the batch.
         if a != b and min(a, b) > 0:
             reason = "the loaders have different batch sizes, or one drops the last batch"
             return "batch size", a, b, reason, "the same batch_size= and drop_last= in both"
-    # One model may also receive the targets. Then only its training has additional samples.
+    # If only one model receives the targets, too, only that training has additional samples.
     only_first = set(first["samples"]) - set(second["samples"])
     only_second = set(second["samples"]) - set(first["samples"])
     if only_first and only_second:
@@ -303,7 +303,7 @@ class Recorder:
         self.hooks.callback(register_module_forward_pre_hook(self.before_forward).remove)
         self.hooks.callback(register_optimizer_step_pre_hook(self.before_step).remove)
         self.hooks.callback(register_optimizer_step_post_hook(self.after_step).remove)
-        # PyTorch has no global hook for backward().
+        # Replace backward(), because PyTorch has no global hook for it.
         self.hooks.enter_context(mock.patch.object(torch.autograd, "backward", backward))
 
     def start_step(self) -> None:
@@ -361,7 +361,7 @@ class Recorder:
 
     def describe_parameters(self, optimizer: Any) -> list[Record]:
         named = [pair for module in self.modules.values() for pair in module.named_parameters()]
-        # The first module that is called contains the other modules, so its names are complete.
+        # Take the names from the first module called, because it contains the other modules.
         names = {id(parameter): name for name, parameter in reversed(named)}
         described: list[Record] = []
         groups = [group for group in optimizer.param_groups for _ in group["params"]]

@@ -80,8 +80,8 @@ def plot_logs(
     """Draw the logs of one or several runs with a panel for each quantity.
 
     Args:
-        logs: A path as for `read_logs`, a DataFrame as `fit` returns it, a list of these, or a
-            dict with a label for each.
+        logs: A path that `read_logs` reads, a DataFrame that `fit` returned, a list of these, or
+            a dict of these with a label as the key.
         x: "epoch", "step" (with the rows of steps.csv) or "time" (of training). None: "step" for
             step-based runs, otherwise "epoch".
         metrics: Columns, or quantities such as "f1" (train_f1 and val_f1) and "lr". None: losses
@@ -90,7 +90,7 @@ def plot_logs(
         smooth: Weight of the earlier points in a moving average, from 0 to below 1. None: smooth
             training lines of more than 50 points. A pale line shows the original points.
         log: Draw the values on a logarithmic scale.
-        seeds: Join runs of one name that differ only in their seed. Draw their mean and range.
+        seeds: Draw runs with the same name that differ only in the seed as a mean and a range.
 
     Returns:
         The Axes, or an array of them if there are several panels.
@@ -115,7 +115,7 @@ def plot_logs(
         run.label = "" if len(runs) == 1 else run.label or f"run {number}"
     chosen = choose_metrics(runs, x, [metrics] if isinstance(metrics, str) else metrics)
     if ax is not None:
-        # Runs without a color get the next color of these Axes from matplotlib.
+        # For a run without a color, matplotlib chooses the next color of these Axes.
         for run in runs:
             for metric in chosen:
                 label = f"{run.label} {metric.column}".strip()
@@ -140,7 +140,7 @@ def plot_logs(
 
 
 def load_runs(logs: Any, seeds: bool) -> list[Run]:
-    """Return the runs in a path or DataFrame, or in a list or dict of these."""
+    """Return the runs in a path or a DataFrame, or in a list or a dict of paths and DataFrames."""
     import pandas as pd
 
     if isinstance(logs, str | os.PathLike):
@@ -165,7 +165,7 @@ def load_runs(logs: Any, seeds: bool) -> list[Run]:
 
 
 def read_runs(path: Path, seeds: bool) -> list[Run]:
-    """Read the runs of a path, and join runs of one name that differ only in their seed."""
+    """Read runs from a file or folder. Join runs of the same name that differ only in the seed."""
     runs: dict[str, Run] = {}
     for found in find_runs(path.parent if path.is_file() else path):
         found["rows"].attrs["folder"] = Path(found["folder"])
@@ -195,7 +195,7 @@ def prepare_table(table: pd.DataFrame, x: str) -> pd.DataFrame:
     folder = table.attrs.get("folder")
     if x == "step" and folder is not None and (folder / "steps.csv").is_file():
         steps = read_logs(folder, steps=True)
-        # Take the columns of both files from steps.csv, which has more rows.
+        # Columns that are in both files come from steps.csv, which has more rows.
         table = pd.concat([table[["step", *table.columns.difference(steps.columns)]], steps])
     elif x == "time" and x in table:
         # The column `time` contains the seconds since the previous row.
@@ -214,7 +214,7 @@ def choose_metrics(runs: list[Run], x: str, wanted: Sequence[str] | None) -> lis
     columns = [parse_metric(name) for name in names if name in numeric]
     metrics = [metric for metric in columns if metric.column not in NOT_METRICS]
     if x != "step":
-        # Lightning logs the last step's value as "<name>_step" beside the mean.
+        # Skip "<name>_step", which Lightning logs in addition to the mean of the epoch.
         metrics = [metric for metric in metrics if not metric.column.endswith("_step")] or metrics
     chosen = []
     for name in ["loss", "accuracy"] if wanted is None else wanted:
@@ -269,7 +269,7 @@ def draw_line(ax: Axes, run: Run, metric: Metric, x: str, smooth: float | None, 
     elif metric.split == "test":
         style["linestyle"] = ":"
     if len(rows) > 1:
-        # Average rows of the same number, because the times differ between seeds.
+        # Average the n-th rows of all seeds, because the times of these rows differ.
         groups = points.groupby(level=0)
         points, low, high = groups.mean(), groups["y"].min(), groups["y"].max()
         if metric.split != "train":
@@ -278,7 +278,7 @@ def draw_line(ax: Axes, run: Run, metric: Metric, x: str, smooth: float | None, 
     if smooth or (smooth is None and metric.split == "train" and len(points) > 50):
         ax.plot(points["x"], values, color=run.color, alpha=0.25, linewidth=0.6)
         values = values.ewm(alpha=1 - smooth if smooth else 25 / len(points)).mean()
-    # Mark the points of short lines. Draw short lines above longer ones, which may cover them.
+    # Mark the points of short lines. Draw short lines above longer lines, to keep both visible.
     style.update(marker="." if len(points) <= 30 else "", zorder=2 + 1 / (1 + len(points)))
     (line,) = ax.plot(points["x"], values, color=run.color, label=label, **style)
     mode = find_direction(metric.column, run.options)
@@ -299,7 +299,7 @@ def add_legend(axes: list[Axes], title: str) -> None:
     if "best" in entries:
         entries["best"] = entries.pop("best")
     figure: Any = axes[0].figure
-    # A letter is about 1/14 inch wide. Increase the height for a legend of several lines.
+    # Estimate the entries per line with 1/14 inch per letter, and add height for each line.
     width = max(1, int(figure.get_figwidth() * 14 / (max(map(len, entries)) + 10)))
     figure.set_figheight(figure.get_figheight() + 0.27 * (len(entries) // width))
     place = {"loc": "outside lower center", "ncols": width, "title": title or None}
@@ -317,7 +317,7 @@ def render_picture(logs: Any, file_format: str = "png", **options: Any) -> bytes
     figure = np.ravel(axes)[0].figure
     content = io.BytesIO()
     figure.savefig(content, dpi=120, format=file_format)
-    # A notebook would display an open figure again below the cell.
+    # Close the figure, because a notebook would display an open figure again.
     pyplot.close(figure)
     return content.getvalue()
 

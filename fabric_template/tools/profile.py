@@ -21,14 +21,14 @@ if TYPE_CHECKING:
 
 MIN_GAIN = 1.1  # A setting with a smaller gain is not suggested.
 
-# These methods read a value. The CPU waits until the GPU has computed it.
+# In these methods, the CPU waits until the GPU has computed the tensor's value.
 READS = (torch.Tensor.item, torch.Tensor.__float__, torch.Tensor.cpu, torch.Tensor.tolist)
 LIBRARIES = (f"{__package__.rpartition('.')[0]}.", "torch.", "lightning.", "torchmetrics.")
 
 
 @dataclass(frozen=True)
 class Profile:
-    """The median milliseconds of each part of a step, and the settings that made it faster."""
+    """The median milliseconds of each part of a step, and settings that made the step faster."""
 
     parts: dict[str, float]
     device: str
@@ -72,16 +72,16 @@ def profile(
     steps: int = 50,
     **arguments: Any,
 ) -> Profile:
-    """Train a copy for a few steps. Time the parts of each step, and try faster settings.
+    """Train a copy of the model for a few steps, time each part of a step, and try settings.
 
     Weights, optimizers, callbacks, random generators and loaders stay unchanged, and no files
     remain. Validation, callbacks and loggers except the CSV logger do not run.
 
     Args:
         loop: The loop with the options of the training.
-        model: As for `fit`.
-        train_dataloaders: As for `fit`, but one loader.
-        datamodule: As for `fit`, in place of the loader.
+        model: The argument `model` of `fit`.
+        train_dataloaders: One loader, such as a DataLoader.
+        datamodule: A datamodule, in place of the loader.
         steps: Number of timed batches.
         arguments: Other arguments of `fit`, such as optimizer, scheduler and training_step.
     """

@@ -27,7 +27,7 @@ LOW_IS_GOOD = re.compile(
     r"(?i)loss|error|perplexity|(^|[\W_])(nll|r?mse|mae|ppl|wer|cer|fid)([\W_]|$)"
 )
 HIGH_IS_GOOD = re.compile(r"(?i)acc|score|precision|recall|auroc|(^|[\W_])(f1|auc|iou)(\W|_|$)")
-# A click on a column header sorts the table by this column. A second click reverses the order.
+# Sorts the HTML table by a column when its header is clicked. A second click reverses the order.
 SORT_SCRIPT = """<script>
 const body = document.querySelector("tbody");
 document.querySelectorAll("th").forEach((header, column) => {
@@ -41,14 +41,14 @@ document.querySelectorAll("th").forEach((header, column) => {
 });
 </script>
 """
-Run = dict[str, Any]  # a row of list_runs with two more keys: options, rows
+Run = dict[str, Any]  # A row of list_runs, with the additional keys "options" and "rows".
 
 
 def list_runs(folder: str | os.PathLike[str] = "logs", metric: str | None = None) -> pd.DataFrame:
     """List all runs below a folder.
 
     The state is "running", "finished", "interrupted" (also when killed), "failed", or "unknown" for
-    a run of Lightning. `changed` lists the options that differ between runs of one name.
+    a run of Lightning. `changed` lists the options that differ between runs of the same name.
 
     Args:
         folder: The folder of all logs, or a folder in it.
@@ -110,7 +110,7 @@ def read_run(folder: Path, root: Path, metric: str | None = None) -> Run:
         "rows": rows,
     }
     metrics = [name for name in rows if name not in NOT_METRICS]
-    # Prefer the monitor, then validation metrics, then the order of the columns.
+    # Prefer the run's monitor, then validation metrics, then the first columns.
     metrics.sort(key=lambda name: (name != options.get("monitor"), "val" not in name))
     return run | find_best(run, metric or next(iter(metrics), None))
 
@@ -125,7 +125,7 @@ def find_direction(metric: str, options: dict[str, Any]) -> str | None:
 
 
 def find_best(run: Run, metric: str | None) -> dict[str, Any]:
-    """Return the best value of a metric. For unknown names, it is the largest value."""
+    """Return the best value of a metric, or the largest value if the metric's name is unknown."""
     rows = run["rows"]
     rows = rows[rows[metric].abs() < float("inf")] if metric in rows else rows[:0]
     if not len(rows):
@@ -152,8 +152,8 @@ def read_rows(folder: Path) -> pd.DataFrame:
 def read_state(path: Path) -> str:
     """Return the state of a run from its lock file.
 
-    The process of the run locks this file, and writes its process id and finally the run's state. A
-    killed process writes no state.
+    The process of a run locks the lock file, writes the process id, and writes the state at the end.
+    A killed process writes no state.
     """
     if not path.is_file():
         return "unknown"
@@ -168,7 +168,7 @@ def is_locked(path: Path) -> bool:
         import fcntl
 
         with path.open("rb") as file:
-            # Two readers can share a lock, so a reader does not look like a running process.
+            # Ask for a shared lock, so that another reader does not look like a running process.
             fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
     except BlockingIOError:
         return True
@@ -183,7 +183,7 @@ def read_options(folder: Path) -> dict[str, Any]:
     import yaml
 
     options: dict[str, Any] = {}
-    # hparams.yaml comes last, because a resumed run rewrites only this file.
+    # hparams.yaml overrides config.yaml, because a resumed run rewrites only hparams.yaml.
     for name in ("config.yaml", "hparams.yaml"):
         try:
             content = yaml.safe_load((folder / name).read_bytes())

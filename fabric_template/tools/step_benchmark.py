@@ -50,7 +50,7 @@ class StepTimer:
         self.since = self.begin = time.perf_counter()
 
     def get_median(self, *parts: str) -> float:
-        """Return the median seconds of parts over groups, because workers load in bursts."""
+        """Return the median over the means of groups of steps, because workers load in bursts."""
         times = [sum(step[part] for part in parts) for step in self.steps]
         size = max(1, len(times) // 10)
         return median(fmean(times[i : i + size]) for i in range(0, len(times), size))
@@ -77,7 +77,7 @@ class StepTimer:
                     yield batch
                     self.switch("data")
         finally:
-            # Without this call, the workers would run until the iterator is garbage collected.
+            # Otherwise the workers run until the iterator is garbage collected.
             if hasattr(iterator, "_shutdown_workers"):
                 iterator._shutdown_workers()
 
@@ -87,7 +87,7 @@ class StepTimer:
                 group["foreach"], group["fused"] = False, True
 
     def on_train_batch_start(self, trainer: Any, pl_module: Any, batch: Any, *args: Any) -> None:
-        # The time before this hook belongs to the previous step.
+        # End the timing of the previous step, which includes the time up to this hook.
         self.switch("forward")
         self.started += 1
         if self.started == 1:
@@ -104,13 +104,13 @@ class StepTimer:
         self.switch("backward")
 
     def on_after_backward(self, *args: Any) -> None:
-        # Clipping and the optimizer step follow this hook.
+        # After this hook, time clipping and the optimizer step.
         self.switch("optimizer")
 
     on_before_zero_grad = on_after_backward
 
     def after_optimizer_step(self, *args: Any) -> None:
-        # With manual optimization, training_step continues after the optimizer step.
+        # Time the rest of training_step, which in manual optimization follows the optimizer step.
         self.switch("forward")
 
     def on_train_batch_end(self, *args: Any) -> None:
@@ -173,7 +173,7 @@ def copy_options(loop: Any) -> dict[str, Any]:
 
 def copy_loader(loader: Any) -> Any:
     """Copy a loader and its generators, but share its dataset."""
-    # The iterator of persistent workers cannot be copied.
+    # Leave out the iterator of persistent workers, which cannot be copied.
     shared = [getattr(loader, "dataset", None), *getattr(loader, "tensors", ())]
     memo: dict[int, Any] = {id(part): part for part in shared}
     memo[id(getattr(loader, "_iterator", None))] = None

@@ -19,11 +19,11 @@ from lightning.pytorch.utilities.data import extract_batch_size
 
 from .step_benchmark import PARTS, Choice, copy_options, time_steps
 
-# Keep a setting if all ROUNDS trials with it are faster than those without it, by MIN_GAIN.
+# Keep a setting if each of ROUNDS trials with the setting is faster by the factor MIN_GAIN.
 MIN_GAIN, ROUNDS = 1.03, 3
-TIME_LIMIT = 120.0  # seconds until a trial counts as hung
+TIME_LIMIT = 120.0  # Seconds after which a trial counts as hung.
 
-# The values to try, and the code that applies them, in the order of the trials.
+# For each setting, the values to try, and the code with which the user applies a value.
 SETTINGS: dict[str, tuple[tuple[Any, ...], str]] = {
     "threads": ((1, 2, 4, 8), "torch.set_num_threads({0}), or OMP_NUM_THREADS={0}"),
     "tensor_loader": ((True,), "TensorLoader(x, y, ...) in place of the DataLoader"),
@@ -52,7 +52,7 @@ class Tuned(NamedTuple):
 
 
 def label(choice: Choice) -> str:
-    """Name the settings of a choice, such as "threads 1, fused True"."""
+    """Return the chosen settings as text, such as "threads 1, fused True"."""
     return ", ".join(f"{name} {value}" for name, value in choice.items()) or "as it is"
 
 
@@ -66,13 +66,13 @@ def tune(
     seconds: float = 2.0,
     **fit_arguments: Any,
 ) -> Tuned:
-    """Find settings that make a training faster. Run and print each trial in its own process.
+    """Find settings that make a training faster. Print each trial, which has its own process.
 
     Args:
-        loop: The loop with the options of the training. It is neither trained nor changed.
-        model: As for fit.
-        train_dataloaders: As for fit.
-        datamodule: As for fit.
+        loop: The loop with the options of the training. tune does not change this loop.
+        model: The argument `model` of `fit`.
+        train_dataloaders: One loader, such as a DataLoader.
+        datamodule: A datamodule, in place of the loader.
         only: The settings to try, such as ["threads", "batch_size"].
         seconds: The duration of a trial in seconds.
         **fit_arguments: Other arguments of fit, such as optimizer and training_step.
@@ -103,7 +103,7 @@ def measure(loop: Any, parts: dict[str, Any], seconds: float, choice: Choice) ->
 
 
 def choose_settings(trial: Callable[[Choice], float], names: Iterable[str]) -> tuple[Choice, float]:
-    """Try the settings in turn, keep faster settings, and finally compare with no setting."""
+    """Try one setting after the other, keep the faster ones, and return them with their gain."""
     choice: Choice = {}
     for name in names:
         for value in SETTINGS[name][0]:
@@ -142,7 +142,7 @@ def run_in_process(function: Callable[[], Any]) -> Any:
             if receiver.poll(TIME_LIMIT):
                 return receiver.recv()
     finally:
-        # A child that exits normally also ends its DataLoader workers.
+        # Wait for a normal exit, with which the child also ends its DataLoader workers.
         child.join(1)
         child.kill()
         child.join()
@@ -152,11 +152,10 @@ def run_in_process(function: Callable[[], Any]) -> Any:
 def send_result(function: Callable[[], Any], sender: Any, threads: int) -> None:
     """Call a function, discard what it prints, and send its result or error to the parent."""
     if hasattr(signal, "SIGCHLD"):
-        # torch's SIGCHLD handler for the parent's DataLoader workers would end this process.
+        # Remove torch's SIGCHLD handler for DataLoader workers, which would end this process.
         signal.signal(signal.SIGCHLD, signal.SIG_DFL)
     with open(os.devnull, "w") as null, redirect_stdout(null), redirect_stderr(null):
-        # The threads of OpenMP do not survive a fork. A new Python thread starts new threads of
-        # OpenMP.
+        # Call it in a new Python thread, which starts new OpenMP threads: these end in a fork.
         executor = ThreadPoolExecutor(1, initializer=torch.set_num_threads, initargs=(threads,))
         future = executor.submit(function)
         error = future.exception()
@@ -192,7 +191,7 @@ def save_curve(rates: list[float], losses: list[float], path: Path) -> float | N
     from pandas import DataFrame
 
     curve = DataFrame({"loss": losses}, index=rates).rolling(9, center=True, min_periods=1).mean()
-    # Ignore rates after the minimum, where a diverging loss can also fall steeply.
+    # Ignore rates above that of the lowest loss, where a diverging loss can also fall steeply.
     change = curve["loss"].diff().loc[: curve["loss"].idxmin()]
     suggestion = float(change.idxmin()) if change.min() < 0 else None
     limits = (min(losses), 2 * losses[0] - min(losses) + 1e-9)
