@@ -32,7 +32,7 @@ STEP_OF_STAGE = {"fit": "training_step", "validate": "validation_step", "test": 
 def check_call(run: RunState) -> None:
     """Raise an error for a model, functions or loaders that the call cannot use."""
     if run.stage == "fit":
-        # A single process may run an evaluation alone, also under torchrun or SLURM.
+        # Check only fit, because one process of torchrun or SLURM may run an evaluation alone.
         check_launched(run.fabric)
     check_strategy(run)
     if run.stage == "predict":
@@ -105,11 +105,11 @@ def check_prediction(run: RunState) -> None:
 def check_signature(run: RunState, name: str) -> None:
     """Raise an error for a step that accepts neither a batch nor a batch and its index."""
     method = overridden(run.module, name)
-    # For a LightningModule, the call of the step raises Python's TypeError, as in Trainer.
+    # A LightningModule is not checked. Calling its step raises Python's error, as in Trainer.
     if method is None or run.is_lightning_module or takes_iterator(method):
         return
     function = getattr(run.module, "functions", {}).get(name)
-    # The first argument of a step function is the model. A method has self instead.
+    # The first argument of a step function is the model, and that of a method is self.
     first, step = ("self", method) if function is None else ("model", function)
     arguments = [None] * (1 + takes_batch_idx(method) + (function is not None))
     try:
@@ -131,7 +131,7 @@ def check_signature(run: RunState, name: str) -> None:
 
 
 def check_optimization(run: RunState) -> None:
-    """Raise an error without an optimizer, or for options that manual optimization lacks."""
+    """Raise an error if there is no optimizer, or an option that manual optimization lacks."""
     if run.given_optimizer is None and not run.hooks.is_overridden("configure_optimizers"):
         raise ConfigurationError(
             f"No `configure_optimizers()` method defined. Define it in {type(run.model).__name__}, or call"
@@ -209,7 +209,7 @@ def _is_array(value: Any) -> bool:
 
 
 def warn_of_options(run: RunState) -> None:
-    """Warn of a fit without a limit, and of a validation step without a loader or vice versa."""
+    """Warn if no limit is given, or if only one of validation step and loader is given."""
     if run.config.max_epochs is None and run.stop.max_epochs == 1000:
         run.warn_once(
             "`max_epochs` was not set. Setting it to 1000 epochs. To train without an epoch limit, set"

@@ -22,7 +22,7 @@ _SHAPES = (
 
 
 class NoOptimizer(Optimizer):
-    """The optimizer if ``configure_optimizers`` returns None, whose ``step`` changes nothing."""
+    """Takes the place of an optimizer if ``configure_optimizers`` returns None."""
 
     def __init__(self) -> None:
         super().__init__([torch.zeros(1)], {})
@@ -50,7 +50,7 @@ def has_several_optimizers(given: Any) -> bool:
 
 
 def add_scheduler(optimizer: Any, scheduler: Any) -> Any:
-    """Combine ``optimizer=`` and ``scheduler=`` as ``configure_optimizers`` would return them."""
+    """Combine ``optimizer=`` and ``scheduler=`` to a return value of ``configure_optimizers``."""
     if not is_optimizer(optimizer):
         raise ConfigurationTypeError(
             f"scheduler: got it together with optimizer={describe(optimizer)}, expected one"
@@ -69,7 +69,7 @@ def parse_optimizers(
 
     Args:
         has_own_scheduler_step: Whether lr_scheduler_step is overridden and takes any scheduler.
-        where: The source that messages name, "configure_optimizers" or the argument "optimizer".
+        where: The source of the value for messages: "configure_optimizers" or "optimizer".
     """
     optimizers, schedulers = _split(returned, where)
     configs = [_parse_scheduler(item, is_automatic) for item in schedulers]
@@ -203,10 +203,10 @@ def _check_interface(scheduler: Any) -> None:
 
 
 def check_parameters(optimizers: list[Optimizer], network: nn.Module) -> None:
-    """Raise an error if no optimizer has a parameter of the model. Nothing would be trained."""
+    """Raise an error if no optimizer has a parameter of the model, so that nothing is trained."""
     groups = [group for optimizer in optimizers for group in optimizer.param_groups]
     parameters = [parameter for group in groups for parameter in group.get("params", ())]
-    # A tensor outside the model may also be trained.
+    # Ignore plain tensors, because a user may also train a tensor outside of the model.
     theirs = [parameter for parameter in parameters if isinstance(parameter, nn.Parameter)]
     if theirs and set(theirs).isdisjoint(network.parameters()):
         raise ConfigurationError(

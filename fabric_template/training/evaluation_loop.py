@@ -70,7 +70,7 @@ def evaluate(
 
 
 def evaluate_batches(run: RunState, name: str, max_batches: int | float) -> list[list[Any]]:
-    """Evaluate every batch. Returns the outputs by loader, if a function for them was given."""
+    """Evaluate every batch. Returns the outputs of each loader, if epoch_end= needs them."""
     hooks, results, has_several = run.hooks, run.results, run.data.eval_loaders.has_several
     outputs: list[list[Any]] = [[] for _ in run.data.eval_loaders.loaders]
     keeps_outputs = epoch_end_function(run) is not None
@@ -102,7 +102,7 @@ def evaluate_batches(run: RunState, name: str, max_batches: int | float) -> list
 def evaluation_values(run: RunState, output: Any, dataloader_idx: int) -> dict[str, torch.Tensor]:
     """Return the values that a step returned, keyed by their names in the history.
 
-    Of a LightningModule, which logs its values, return only the loss.
+    For a LightningModule, which logs values itself, return only the loss.
     """
     prefix, loaders = prefix_of_stage(run), run.data.eval_loaders
     values = name_outputs(output, prefix)
@@ -182,7 +182,7 @@ class Predictions:
         self._has_several = has_several
 
     def as_returned(self) -> list[Any]:
-        """Return a list of the batches' outputs, or one list for each of several loaders."""
+        """Return the list of the outputs of all batches, or a list for each of several loaders."""
         return self.outputs if self._has_several else self.outputs[0]
 
 
@@ -222,7 +222,7 @@ def predict_batches(run: RunState, keep: bool) -> None:
         evaluate_with_iterator(run, "predict", method, math.inf, outputs)
         return
     step = evaluation_step(run, "predict", method, loaders.has_several)
-    # BasePredictionWriter gets all predictions at the end, even if predict returns none.
+    # Keep the predictions for BasePredictionWriter, even if predict does not return them.
     intervals = [getattr(callback, "interval", None) for callback in hooks.callbacks]
     keep = keep or any(getattr(interval, "on_epoch", False) for interval in intervals)
     for batch, batch_idx, dataloader_idx in loaders.batches():
@@ -244,7 +244,7 @@ def predict_batches(run: RunState, keep: bool) -> None:
 def evaluation_step(run: RunState, name: str, method: Callable, has_several: bool) -> Callable:
     """Wrap a step as a function of (batch, batch_idx, dataloader_idx)."""
     step = run.make_step(f"{name}_step", method)
-    # The method forward takes only the batch.
+    # Do not pass an index to forward, which takes only the batch.
     is_step = overridden(run.module, f"{name}_step") is not None
     with_batch_idx = is_step and takes_batch_idx(method)
     with_loader = is_step and has_several and takes_argument(method, "dataloader_idx")
@@ -281,13 +281,13 @@ def evaluation_mode(run: RunState, name: str) -> Iterator[None]:
 
 
 def switch_mode(run: RunState, hook: str, default: Callable[[], Any]) -> None:
-    """Call a hook of the callbacks, then the module's hook, or ``default`` if it has none."""
+    """Call a hook of the callbacks, then of the module. A module without it calls ``default``."""
     run.hooks.call_callbacks(hook)
     (run.hooks.module_method(hook) or default)()
 
 
 def check_dataloader_idx(run: RunState, name: str, has_several: bool) -> None:
-    """Raise an error if several loaders and ``dataloader_idx`` of a step or hook do not match."""
+    """Raise an error if ``dataloader_idx`` is missing for several loaders, or given for one."""
     if not run.is_lightning_module:
         return
     loader = "val_dataloaders" if name == "validation" else f"{name}_dataloaders"

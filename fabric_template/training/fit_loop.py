@@ -45,8 +45,8 @@ def fit(run: RunState) -> None:
     if run.validation_schedule.is_in_this_epoch():
         run.data.setup_val_loaders()
     run.history.start_clock()
-    # A checkpoint that on_train_epoch_end saved does not count its epoch yet. As in Trainer,
-    # on_train_start sees it counted. The first train_epoch then ends this epoch and counts it.
+    # A checkpoint saved in on_train_epoch_end does not count the epoch that ends there. Count this
+    # epoch during on_train_start, like Trainer. Afterwards train_epoch ends and counts the epoch.
     was_saved_at_end = run.progress.phase == "epoch_end" and run.progress.is_epoch_complete
     if was_saved_at_end:
         run.progress.epochs_done += 1
@@ -59,13 +59,13 @@ def fit(run: RunState) -> None:
         with run.hooks.profiled("run_training_epoch"):
             train_epoch(run)
         if run.stop.signal is not None:
-            # end_epoch has saved an epoch that a limit ended early, so that a higher limit continues it.
+            # Do not replace last.ckpt if end_epoch saved it in an epoch that a limit ended early.
             if run.progress.is_in_epoch or run.progress.is_epoch_complete:
                 # Save before on_train_end, in which callbacks may replace the weights.
                 run.checkpoints.save_last(run)
             break
     run.hooks.call("on_train_end")
-    # A checkpoint that on_train_end saves lacks this row, which a resumed run writes again.
+    # Write the last row after on_train_end, because a resumed run writes this row again.
     run.loggers.end_training(run)
 
 
@@ -82,8 +82,8 @@ def train_epoch(run: RunState) -> None:
             train_with_iterator(run)
         else:
             train_batches(run)
-    # As in Trainer, an epoch that max_steps ends early counts as finished. A signal only interrupts
-    # the epoch, and a resumed run finishes it.
+    # As in Trainer, an epoch counts as finished if max_steps ends the epoch early, but not if a
+    # signal ends the epoch, because a resumed run then continues this epoch.
     if run.stop.signal is None or progress.is_epoch_complete:
         end_epoch(run)
 
@@ -100,7 +100,7 @@ def start_epoch(run: RunState) -> None:
 
 
 def resume_epoch(run: RunState) -> None:
-    """Restart the loader at its saved position, and finish the batch whose hook saved the checkpoint."""
+    """Restart the loader at its saved position, and finish a batch that was not finished."""
     run.data.resume_train_batches()
     if run.progress.phase in ("batch_end", "validation", "validation_end"):
         end_batch(run)
@@ -124,12 +124,14 @@ def train_batches(run: RunState) -> None:
             step_schedulers_after_batch(run)
             break
         else:
-            outputs = train_batch(batch, batch_idx)  # forward, loss, backward, clip, step
+            outputs = train_batch(
+                batch, batch_idx
+            )  # Runs forward, loss, backward, clipping and step.
         end_train_batch(run, outputs, batch, batch_idx)
         if progress.is_epoch_complete or run.stop.is_due:
             break
     else:
-        # The loader ended before its length or the limit was reached.
+        # The loader yielded fewer batches than its length or the limit.
         end_short_epoch(run)
 
 
@@ -171,7 +173,7 @@ def end_train_batch(run: RunState, outputs: Any, batch: Any, batch_idx: int) -> 
 def end_batch(run: RunState) -> None:
     """Log, validate if a validation is due, check for signals, and save."""
     progress, is_stepping = run.progress, is_window_end(run)
-    # If the checkpoint was saved during the validation, the batch has already been logged.
+    # Do not log the batch again if the run resumes during the validation after the batch.
     was_in_validation = progress.phase in ("validation", "validation_end")
     is_logging = is_stepping or not run.optimization.is_automatic
     if is_logging and not was_in_validation and is_logging_due(run):
@@ -195,12 +197,12 @@ def end_batch(run: RunState) -> None:
 def validate(run: RunState) -> None:
     """Run a validation during training, and save a checkpoint after it."""
     if is_window_end(run):
-        # As in Trainer, a validation runs without gradients, unless the optimizer still needs them.
+        # As in Trainer, free the gradients before a validation if the optimizer has used them.
         own_zero_grad = run.hooks.module_method("on_validation_model_zero_grad")
         (own_zero_grad or run.network.zero_grad)()
     if run.progress.phase != "validation_end":
-        # Only a request to stop causes an unplanned validation, and a resumed run does not repeat it.
-        # So restore the random state after it.
+        # A request to stop causes an unplanned validation, which a resumed run does not repeat. So
+        # restore the random state afterwards.
         rng_state = None if run.validation_schedule.is_planned() else capture_rng_state()
         run.progress.phase = "validation"
         evaluate(run, "validate")
@@ -229,7 +231,7 @@ def end_epoch(run: RunState) -> None:
         progress.phase = "epoch_end"
         run.hooks.call_train_epoch_end()
         if not progress.is_epoch_complete:
-            # A limit ends the epoch early. A resume with a higher limit continues the epoch.
+            # Save here if a limit ends the epoch early: a higher limit can then continue the epoch.
             run.checkpoints.save_in_epoch(run)
     run.results.update_metrics()
     if progress.is_epoch_complete:

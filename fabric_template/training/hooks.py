@@ -7,8 +7,8 @@ from contextlib import nullcontext
 from functools import partial
 from typing import Any
 
-# Lightning's base classes define every hook with an empty body. A method that was inherited from one
-# of these modules is not overridden.
+# Lightning's base classes define every hook with an empty body. A method from one of these modules
+# does not count as an override.
 _EMPTY_HOOKS = tuple(
     f"{package}.{module}"
     for package in ("lightning.pytorch", "pytorch_lightning")
@@ -26,9 +26,9 @@ def overridden(part: Any, name: str) -> Callable | None:
 
 
 def is_instance_of(part: Any, *class_names: str) -> bool:
-    """Return whether a part's class, or one of its bases, has one of these names.
+    """Return whether an object is an instance of a Lightning class with one of these names.
 
-    Lightning's classes exist twice, in ``lightning.pytorch`` and in ``pytorch_lightning``.
+    isinstance() is not used: Lightning's classes also exist in the package ``pytorch_lightning``.
     """
     return any(base.__name__ in class_names for base in type(part).__mro__)
 
@@ -47,7 +47,7 @@ class Hooks:
         profiler: A profiler of Lightning, or None.
 
     Attributes:
-        current: The name of the hook or step that is running. ``self.log`` reads it.
+        current: The name of the running hook or step, which ``self.log`` needs.
     """
 
     def __init__(
@@ -83,7 +83,7 @@ class Hooks:
         return None if of_module is None else of_module(*args)
 
     def is_used(self, name: str) -> bool:
-        """Return whether anything overrides a hook, and True while that is not known."""
+        """Return whether a hook is overridden, or True if its overrides are not looked up yet."""
         is_known = self.callbacks == self._known_callbacks and name in self._methods
         return not is_known or self._methods[name] != ([], None)
 
@@ -93,7 +93,7 @@ class Hooks:
         """Call a hook of the callbacks only, including callbacks that are added in this hook.
 
         Args:
-            callbacks: The callbacks to call. None: all.
+            callbacks: The callbacks to call. None: all callbacks.
         """
         previous, self.current = self.current, name
         for callback in self.callbacks if callbacks is None else callbacks:
@@ -169,7 +169,7 @@ class Hooks:
         return nullcontext() if self.profiler is None else self.profiler.profile(action)
 
     def with_profiler(self, action: str, method: Callable) -> Callable:
-        """Return the method, or a method that the profiler measures if there is one."""
+        """Return the method, wrapped so that the profiler measures it if there is a profiler."""
         if self.profiler is None:
             return method
 

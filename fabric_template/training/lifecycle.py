@@ -60,10 +60,10 @@ def run_stage(run: RunState, function: Callable[[RunState], Any]) -> Any:
         else:
             join_processes(fabric)
             if isinstance(fabric.strategy, DDPStrategy):
-                # As in Trainer, all processes have the same random numbers.
+                # As in Trainer, all processes start with the same random numbers.
                 reset_seed()
             if not fabric.is_global_zero:
-                # A script that Fabric has started learns its rank in join_processes.
+                # Only after join_processes, a script that Fabric has started has its rank.
                 run.console.is_enabled = run.warn_once.is_enabled = False
             if run.is_distributed:
                 check_same_checkpoint(run)
@@ -77,7 +77,7 @@ def run_stage(run: RunState, function: Callable[[RunState], Any]) -> Any:
     except BaseException as error:
         handle_exception(run, error)
         if run.stop.signal is None:
-            # The scripts that this process has started would wait for it.
+            # End the scripts that this process has started, because they would wait for it.
             for process in getattr(fabric.strategy.launcher, "procs", ()):
                 process.kill()
         raise
@@ -139,7 +139,7 @@ def fit_stage(run: RunState) -> None:
         print_if_finished(run)
     run.results.start_training()
     if not run.is_lightning_module and not run.network.training:
-        # If the network is in train mode, submodules in eval mode are intended.
+        # Do not change submodules in eval mode if the network itself is in train mode.
         run.network.train()
     run_sanity_check(run)
     run.results.start_training()
@@ -148,12 +148,12 @@ def fit_stage(run: RunState) -> None:
             stack.enter_context(run.signals)
         if isinstance(run.optimization, ManualOptimization) and not run.is_lightning_module:
             run.optimization.count_unwrapped_steps(stack)
-        # With several processes, a signal that arrives during the set-up ends the run here.
+        # With several processes, end the run here if a signal arrived during the set-up.
         run.signals.check(run, is_due=True)
         warn_of_eval_modules(run)
         fit(run)
     run.results.end()
-    # Free the graph of the last loss.
+    # Free the memory of the last loss and its graph.
     run.optimization.kept_loss = None
     finish_signal(run)
 
@@ -218,7 +218,7 @@ def attach_run(run: RunState, stack: ExitStack) -> None:
         attach_log(callback, run, stack)
     if (profiler := run.loop.given_profiler) is not None:
         set_profiled_module(profiler, run.module)
-        # The profiler adds the rank to the name of its file.
+        # Pass the rank, which the profiler adds to the name of its file.
         local_rank = run.fabric.local_rank if run.fabric.world_size > 1 else None
         profiler.setup(stage=run.stage, local_rank=local_rank, log_dir=run.loop.log_dir)
 
@@ -226,7 +226,7 @@ def attach_run(run: RunState, stack: ExitStack) -> None:
 def attach_log(part: Any, run: RunState, stack: ExitStack) -> None:
     """Replace Lightning's ``log`` and ``log_dict`` with methods that are many times faster.
 
-    A class keeps its own ``log``. If this method calls super().log(), the values are also logged.
+    A class that overrides ``log`` keeps its method, and super().log() in it also logs the values.
     """
     attributes = getattr(part, "__dict__", {})
     own_log = getattr(type(part), "log", None)
@@ -257,7 +257,7 @@ def set_up_signals(run: RunState, stack: ExitStack) -> None:
     is_launched = run.is_distributed or "TORCHELASTIC_RUN_ID" in os.environ
     run.signals = SignalHandler(not run.fabric.is_global_zero, is_launched)
     if run.is_distributed:
-        # If a signal ended one process during its set-up, the other processes would wait for it.
+        # Handle signals already now: if a signal ended one process, all others would wait for it.
         stack.enter_context(run.signals)
 
 
@@ -277,7 +277,7 @@ def prepare_data(run: RunState) -> None:
 
 
 def configure_optimizers(run: RunState) -> None:
-    """Set the given optimizers, or the optimizers that ``configure_optimizers`` returns."""
+    """Use the given optimizers, or the optimizers that ``configure_optimizers`` returns."""
     returned, where = run.given_optimizer, "optimizer"
     if returned is None:
         returned = run.hooks.call_module("configure_optimizers")
@@ -307,9 +307,9 @@ def print_if_finished(run: RunState) -> None:
 
 
 def finish_signal(run: RunState) -> None:
-    """Print where a signal ended training, and end the program as the signal would.
+    """Print where a signal ended training, and end the program with the signal's exit code.
 
-    In a notebook, only fit returns.
+    In a notebook, do not end the program, so that fit returns.
     """
     number, path, progress = run.stop.signal, run.checkpoints.last_model_path, run.progress
     if number is None:
@@ -322,8 +322,7 @@ def finish_signal(run: RunState) -> None:
         return
     environment = getattr(run.fabric.strategy, "cluster_environment", None)
     if run.fabric.local_rank > 0 and is_instance_of(environment, "LightningEnvironment"):
-        # If another process exits with an error, Lightning kills the first process, which may be
-        # saving.
+        # Exit without an error. Otherwise Lightning kills the first process, which may still save.
         raise SystemExit(0)
     raise error_of_signal(number)
 
@@ -341,7 +340,7 @@ def handle_exception(run: RunState, error: BaseException) -> None:
         try:
             function(*args)
         except Exception as other:
-            # A warning filter may turn this warning into an error.
+            # Continue if a warning filter turns this warning into an error.
             with suppress(Warning):
                 text = (
                     f"after {type(error).__name__}, {what} failed: {type(other).__name__}: {other}"

@@ -38,8 +38,8 @@ _HOOKS += [
 class ModuleAdapter(LightningModule):
     """A LightningModule around a network with step functions, or an object with step methods.
 
-    It shares the network's parameters, buffers and submodules under their own names, so that a
-    checkpoint has the keys of ``network.state_dict()``.
+    The adapter has the network's parameters, buffers and submodules under their own names, so that
+    a checkpoint has the keys of ``network.state_dict()``.
 
     Args:
         model: The model that was given to ``fit``.
@@ -49,7 +49,7 @@ class ModuleAdapter(LightningModule):
 
     def __init__(self, model: Any, network: nn.Module, functions: Mapping[str, Callable]) -> None:
         super().__init__()
-        # nn.Module would register the model and the network as submodules.
+        # Set attributes in vars(), because nn.Module would register the model as a submodule.
         attributes = vars(self)
         for name in ("_parameters", "_buffers", "_modules"):
             attributes[name] = vars(network)[name]
@@ -124,7 +124,7 @@ def adapt_model(model: Any, functions: Mapping[str, Callable | None]) -> tuple[A
 
 
 def parameters_of(method: Callable) -> Mapping[str, inspect.Parameter]:
-    """Return a method's parameters by name, or none for a builtin without a signature."""
+    """Return a method's parameters by name, or an empty dict for a builtin without a signature."""
     try:
         return inspect.signature(method).parameters
     except (TypeError, ValueError):
@@ -140,7 +140,7 @@ def takes_argument(method: Callable, name: str) -> bool:
 def takes_batch_idx(step: Callable) -> bool:
     """Return whether a step takes ``(batch, batch_idx)`` instead of only ``(batch)``.
 
-    Arguments of a step function that have a default value are not counted.
+    An argument of a step function with a default value does not receive the index.
     """
     if takes_argument(step, "batch_idx"):
         return True
@@ -218,8 +218,8 @@ class StepRunner:
         if is_training and has_parameters and not is_alone:
             self.wrapped = self.fabric.strategy.setup_module(_CallStep(self.network))
         for module in self.network.modules():
-            # LightningModules also store their device and dtype as attributes. As in Trainer, a move
-            # follows the conversion, because it resets the dtype of torchmetrics objects.
+            # Call the module's own to(), which also updates attributes such as its device. As in
+            # Trainer, move the module last, because this resets the dtype of torchmetrics objects.
             if type(module).to is not nn.Module.to:
                 if self.converts_dtype:
                     self.precision.convert_module(module)
@@ -248,7 +248,7 @@ class StepRunner:
     def _call_wrapped(self, method: Callable, is_training: bool) -> Callable:
         """Return a step that runs as the forward of the strategy's wrapper.
 
-        In manual optimization, DDP prepares for every backward in the step, not for one after it.
+        In manual optimization, DDP is prepared for each backward in the step, not after the step.
         """
         ddp = self.ddp
         is_automatic = self.module.automatic_optimization
@@ -269,11 +269,11 @@ class StepRunner:
         return step
 
     def _precision_context(self) -> Callable[[], AbstractContextManager] | None:
-        """Return a function that makes a step's precision context, or None if it needs none."""
+        """Return a function that creates a step's precision context, or None if none is needed."""
         if isinstance(self.precision, MixedPrecision):
             is_bfloat16 = self.precision.precision == "bf16-mixed"
             dtype = torch.bfloat16 if is_bfloat16 else torch.float16
-            # As in Trainer, casts are not cached: a weight that is used twice is cast twice.
+            # As in Trainer, do not cache casts. A weight that is used twice is cast twice.
             return partial(torch.autocast, self.precision.device, dtype=dtype, cache_enabled=False)
         return None if self.precision.precision == "32-true" else self.precision.forward_context
 
@@ -283,8 +283,8 @@ class StepRunner:
         return nullcontext() if self.ddp is None else self.ddp.no_sync()
 
 
-# Steps with an argument dataloader_iter fetch their batches themselves. Trainer calls this feature
-# experimental. Hooks get the last batch that was fetched.
+# Steps with an argument dataloader_iter fetch batches themselves. In Trainer, this is experimental.
+# Hooks get the last batch that was fetched.
 
 
 class StepIterator:

@@ -26,8 +26,8 @@ if TYPE_CHECKING:
 def is_window_end(run: RunState) -> bool:
     """Return whether the current batch is the last one of its accumulation window.
 
-    The optimizer steps on this batch. As in Trainer, this is every N-th batch and the last one of an
-    epoch. No other code makes this decision.
+    The optimizer steps after this batch. As in Trainer, every N-th batch and the last batch of an
+    epoch end an accumulation window. Only this function makes this decision.
     """
     is_full = run.progress.batches_done % run.accumulate_grad_batches == 0
     return is_full or run.progress.is_epoch_complete
@@ -38,7 +38,7 @@ def is_logging_due(run: RunState) -> bool:
     progress, every = run.progress, run.config.log_every_n_steps
     if not every:
         return False
-    # logging_step does not count the current batch yet. The stage is None outside of the loops.
+    # Add the current batch, which logging_step does not count yet. Outside of loops, stage is None.
     is_training = progress.stage in ("train", None)
     count = progress.logging_step + 1 if is_training else progress.eval_batches_done
     return count % every == 0 or run.stop.should_stop or bool(run.config.fast_dev_run)
@@ -50,7 +50,7 @@ def starts_window(run: RunState) -> bool:
 
 
 class Optimization:
-    """Base class with backward, clipping and the optimizer step of both kinds of optimization."""
+    """Base class of automatic and manual optimization, with backward, clipping and steps."""
 
     is_automatic: bool
 
@@ -58,11 +58,11 @@ class Optimization:
         self.run = run
         # StochasticWeightAveraging sets this to update BatchNorm statistics by forward passes only.
         self.skip_backward = False
-        self.kept_loss: Tensor | None = None  # See _step_without_closure.
+        self.kept_loss: Tensor | None = None  # The reason is in _step_without_closure.
         self.setup()
 
     def setup(self) -> None:
-        """Look up the methods that each batch calls, again if optimizers or options change."""
+        """Look up the methods that each batch calls. Call this again if optimizers change."""
         run, hooks = self.run, self.run.hooks
         step = self.run.module.training_step
         self.call_step = run.make_step("training_step", step)
@@ -113,9 +113,9 @@ class Optimization:
     def optimizer_step(self, optimizer: Optimizer, closure: Callable, **kwargs: Any) -> Any:
         """Run the closure, prepare the gradients and step the optimizer.
 
-        In manual optimization, each step of an optimizer calls this. A gradient scaler unscales the
-        gradients before hooks and clipping read them, unless the optimizer unscales them itself. The
-        scaler skips the step if the gradients are not finite.
+        In manual optimization, each step of an optimizer calls this method. A gradient scaler
+        unscales the gradients before hooks and clipping, unless the optimizer does so in its step.
+        The scaler skips a step whose gradients are not finite.
         """
         scaler = self._scaler
         if scaler is None:
@@ -141,7 +141,7 @@ class Optimization:
     def waiting_gradients(self) -> dict[str, Tensor]:
         """Return a copy of all gradients, for a checkpoint inside of an accumulation window."""
         if self.run.steps.is_model_parallel:
-            # FSDP accumulates unsharded gradients in private tensors.
+            # Leave out the gradients of FSDP, which accumulates them in private tensors.
             self.run.warn_once("A checkpoint in an accumulation window lacks sharded gradients.")
             return {}
         parameters = self.run.network.named_parameters()
@@ -149,7 +149,7 @@ class Optimization:
 
 
 class AutomaticOptimization(Optimization):
-    """Trains on a batch with automatic optimization. FabricLoop steps the optimizer.
+    """Trains on a batch with automatic optimization: FabricLoop steps the optimizer.
 
     Hooks fire in Trainer's order::
 
@@ -166,12 +166,12 @@ class AutomaticOptimization(Optimization):
         hooks = self.run.hooks
         self._optimizer = optimizer = self.run.optimizers[0]
         self._module_zero_grad = hooks.module_method("optimizer_zero_grad")
-        # The profiler measures every optimizer step under the name of this hook.
+        # Do not profile the hook here, because every optimizer step is profiled under its name.
         self._module_optimizer_step = hooks.module_method("optimizer_step", is_profiled=False)
         is_lbfgs = isinstance(optimizer, LBFGS)
         needs_closure = self._module_optimizer_step is not None or self._scaler is not None
-        # Except for LBFGS, torch's optimizers run a closure once before they step. Without a
-        # closure they compute the same bits in less time.
+        # Call torch's optimizers without a closure, to get the same bits in less time. LBFGS needs
+        # the closure, which it runs several times.
         calls_closure_first = type(optimizer).__module__.startswith("torch.optim.") and not is_lbfgs
         is_simple = calls_closure_first and not needs_closure
         step = self._step_without_closure if is_simple else self._step_with_closure
@@ -195,7 +195,7 @@ class AutomaticOptimization(Optimization):
     def train_batch(self, batch: Any, batch_idx: int) -> Any:
         """Train on one batch. Returns the argument ``outputs`` of ``on_train_batch_end``."""
         run, progress = self.run, self.run.progress
-        # _forward_backward sets the outputs. It may run in a closure, which must return the loss.
+        # _forward_backward sets the outputs here, because as a closure it must return the loss.
         self._outputs: dict[str, Any] = {}
         if is_window_end(run):
             self._take_step(batch, batch_idx)
@@ -283,8 +283,8 @@ class AutomaticOptimization(Optimization):
             self._module_zero_grad(self.run.progress.epochs_done, batch_idx, self._optimizer)
 
     def waiting_gradients(self) -> dict[str, Tensor]:
-        """Return the gradients of an accumulation window that has not ended."""
-        # A checkpoint that was saved during a batch resumes at the start of its accumulation window.
+        """Return the gradients of an unfinished accumulation window."""
+        # A checkpoint saved during a batch needs none: a resume repeats the batches of this step.
         keeps_gradients = not is_window_end(self.run) and self.run.progress.phase != "batch"
         return super().waiting_gradients() if keeps_gradients else {}
 
@@ -296,15 +296,14 @@ class ManualOptimization(Optimization):
 
     def setup(self) -> None:
         super().setup()
-        # Optimizers that have stepped since the last backward. The other optimizers still need
-        # gradients.
+        # The optimizers that have stepped since the last backward and need no gradients any more.
         self._stepped: set[int] = set()
-        # A LightningModule calls manual_backward, which prepares DDP to reduce the gradients. A step
-        # function may call loss.backward() by mistake. _count_step notices that.
+        # Whether DDP reduces the gradients. This is False if a step function calls loss.backward()
+        # instead of loop.backward(loss), and _count_step then raises an error.
         self._reduces_gradients = self.run.steps.ddp is None or self.run.is_lightning_module
 
     def count_unwrapped_steps(self, stack: ExitStack) -> None:
-        """Count the steps of the optimizers that step functions and plain objects use."""
+        """Count the steps of plain optimizers, which step functions and plain objects use."""
         for index, optimizer in enumerate(self.run.optimizers):
             handle = optimizer.register_step_post_hook(partial(self._count_step, index))
             stack.callback(handle.remove)
@@ -313,14 +312,14 @@ class ManualOptimization(Optimization):
         """Run ``training_step``. Returns the argument ``outputs`` of ``on_train_batch_end``."""
         run = self.run
         if run.is_lightning_module:
-            # The module may have replaced the callbacks in the previous batch.
+            # Set the callbacks again, because the module may have replaced them in the last batch.
             for index, optimizer in enumerate(run.loop.strategy.lightning_optimizers):
                 set_step_callback(optimizer, partial(self._count_step, index))
         else:
-            # backward() clears this set for a LightningModule.
+            # For a LightningModule, manual_backward clears this set instead.
             self._stepped.clear()
         output = self.call_step(batch, batch_idx)
-        # Here Trainer counts batches, while global_step counts optimizer steps.
+        # Like Trainer, count batches here, although global_step counts optimizer steps.
         run.progress.optimizer_steps_in_epoch = run.progress.batches_done
         if output is None:
             return {}
@@ -339,7 +338,7 @@ class ManualOptimization(Optimization):
         return outputs
 
     def _check_gradients(self, loss: Tensor) -> None:
-        """Raise an error if a step function uses no optimizer. Nothing would be trained."""
+        """Raise an error if a step function uses no optimizer, so that nothing is trained."""
         has_gradients = any(p.grad is not None for p in self.run.network.parameters())
         if loss.requires_grad and not self._stepped and not has_gradients:
             raise ConfigurationError(
@@ -349,7 +348,7 @@ class ManualOptimization(Optimization):
             )
 
     def _count_step(self, index: int, *args: Any) -> None:
-        """Count an optimizer step taken inside ``training_step``. Steps in other hooks do not count."""
+        """Count an optimizer step, if it was taken inside ``training_step`` and not in a hook."""
         if not self._reduces_gradients:
             raise ConfigurationError(
                 "training_step: got loss.backward() in a run of several processes, expected"
@@ -438,7 +437,7 @@ def find_loss(run: RunState, output: Any) -> Tensor | None:
 def step_schedulers_after_batch(run: RunState) -> None:
     """Step the schedulers that follow no metric, before ``on_train_batch_end`` as in Trainer.
 
-    Schedulers that follow a metric step when it exists: after the validation, in ``end_batch`` or
+    A scheduler that follows a metric steps later, after the validation, in ``end_batch`` or
     ``end_epoch``.
     """
     if is_window_end(run):
@@ -453,12 +452,12 @@ def step_lr_schedulers(run: RunState, interval: str, follows_metric: bool) -> No
 
     Args:
         interval: "step" or "epoch", as in the ``lr_scheduler`` dict of Lightning.
-        follows_metric: Step the schedulers that follow a metric, or only the others.
+        follows_metric: Whether to step the schedulers that follow a metric, or all others.
     """
     if not run.optimization.is_automatic or (interval == "step" and not is_window_end(run)):
         return
-    # As in Trainer, frequency counts batches, not optimizer steps. epochs_done does not count the
-    # current epoch yet.
+    # As in Trainer, frequency counts batches, not optimizer steps. Add the current epoch, which
+    # epochs_done does not count yet.
     count = run.progress.batches_done if interval == "step" else run.progress.epochs_done + 1
     for config in run.lr_schedulers:
         is_due = config.interval == interval and count % config.frequency == 0

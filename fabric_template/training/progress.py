@@ -32,13 +32,13 @@ class Progress:
     """Batches of all epochs."""
     optimizer_steps_in_epoch: int = 0
     logging_step: int = 0
-    """The step that loggers receive, the number of batches after which the optimizer stepped."""
+    """The step that loggers receive, which counts batches that ended with an optimizer step."""
     is_last_batch: bool = False
     """Whether the current batch is the last one of its epoch."""
     is_in_epoch: bool = False
     """Whether an epoch has started and not ended."""
     phase: str | None = None
-    """The current point of an epoch, see fit_loop.py."""
+    """The current point of an epoch. The module fit_loop.py lists the points."""
     batches_at_window_start: int = 0
     """batches_done at the end of the last accumulation window."""
     num_train_batches: int | float = math.inf
@@ -48,7 +48,7 @@ class Progress:
     total_eval_batches: int = 0
     """Batches of all validations in this epoch, or of one test or prediction."""
     eval_batches_by_loader: dict[int, int] = field(default_factory=dict)
-    """Batches of all evaluations by dataloader_idx, the step of values logged per evaluation batch."""
+    """The batches of all evaluations by dataloader_idx, with which their values are logged."""
 
     def start_epoch(self) -> None:
         self.is_in_epoch, self.is_last_batch = True, False
@@ -79,7 +79,7 @@ class Progress:
         return self.is_last_batch or self.batches_done >= self.num_train_batches
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the counters, or in a batch their values before its accumulation window."""
+        """Return the counters, or during a batch their values after the last optimizer step."""
         without = ("stage", "num_train_batches")
         state = {f.name: getattr(self, f.name) for f in fields(self) if f.name not in without}
         if self.phase == "batch":
@@ -99,12 +99,12 @@ class StopCondition:
     """Decides whether a limit, ``should_stop`` or a signal ends training.
 
     Args:
-        config: The options. A limit of None was not given.
+        config: The options. None means that a limit was not given.
         has_other_limit: Whether max_time or a Timer ends the run, so that epochs need no limit.
 
     Attributes:
         is_diverging: Set by StopOnNonFiniteLoss. Nothing is saved while the loss is not finite.
-        divergence: Why StopOnNonFiniteLoss stops. min_epochs and min_steps do not delay this stop.
+        divergence: The reason of StopOnNonFiniteLoss, which min_epochs and min_steps do not delay.
     """
 
     def __init__(self, config: LoopConfig, progress: Progress, has_other_limit: bool) -> None:
@@ -134,7 +134,7 @@ class StopCondition:
 
     @property
     def is_requested(self) -> bool:
-        """Return whether a stop was requested, and min_epochs and min_steps allow it."""
+        """Return whether a stop was requested, and min_epochs and min_steps are reached."""
         if self.should_stop and self.can_stop_early:
             return True
         return self.signal is not None or bool(self.divergence)
@@ -181,7 +181,7 @@ class ValidationSchedule:
         self._restarted_at = time.monotonic()
 
     def count_batches(self) -> None:
-        """Compute the interval in batches. Repeat this if the training loader may have changed."""
+        """Compute the interval in batches. Call this again if the training loader changes."""
         config = self.run.config
         self._counts_in_epoch = config.check_val_every_n_epoch is not None
         self._is_enabled = self.run.should_validate

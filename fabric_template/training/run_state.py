@@ -36,7 +36,7 @@ class RunState:
     Args:
         loop: The FabricLoop, which modules and callbacks get as their trainer.
         stage: The call: "fit", "validate", "test" or "predict".
-        model: The model that was given. None: an evaluation uses the model of the previous run.
+        model: The given model. None: the model of the previous run, in an evaluation.
         loaders: The loaders that were given, keyed by "train", "val", "test" and "predict".
         functions: The step functions that were given, keyed by name.
 
@@ -45,8 +45,8 @@ class RunState:
         network: The nn.Module that holds the parameters.
         steps: Wraps the steps for the precision, the strategy and the compilation.
         checkpoint: The checkpoint that this run starts from, until it is restored.
-        own_state: The part of the checkpoint that only FabricLoop saves. Hooks do not see it.
-        resumes: Whether the run restores the optimizers and counters of the checkpoint, too.
+        own_state: The part of the checkpoint that only FabricLoop saves, and that hooks do not get.
+        resumes: Whether the run also restores the optimizers and counters of the checkpoint.
         requires_grad_at_start: The requires_grad of each parameter right before training.
     """
 
@@ -73,7 +73,7 @@ class RunState:
             datamodule, loaders[first] = loaders[first], None
         check_sources(stage, model if last is None else last.model, loaders, datamodule)
         self.is_last_model = model is None
-        # A model from FabricLoop.setup() is set up again by the run.
+        # Remove the wrapper that FabricLoop.setup() may have added. The run adds its own.
         self.model = unwrap(model)
         if last is not None and (self.model is None or self.model is last.model):
             self.model = last.model
@@ -83,12 +83,12 @@ class RunState:
         self.is_lightning_module = self.module is self.model
         self.given_optimizer = unwrap(optimizer)
         if functions.get("training_step") and has_several_optimizers(self.given_optimizer):
-            # A step function that gets several optimizers steps them itself.
+            # With several optimizers, the step function steps the optimizers itself.
             self.module.automatic_optimization = False
         self.data = DataConnector(loaders, self.module if datamodule is None else datamodule)
         self.datamodule = datamodule
         if datamodule is None and last is not None and last.datamodule is not None:
-            # Keep the datamodule of the previous run. Use its loaders if no others were given.
+            # Keep the previous run's datamodule, and use its loaders if no loaders were given.
             self.datamodule = last.datamodule
             if not self.data.has_loader(first):
                 self.data.source = self.datamodule
@@ -96,11 +96,11 @@ class RunState:
         check_call(self)
 
     def _make_parts(self, last: RunState | None) -> None:
-        """Make the parts of the run, such as hooks, counters and loggers."""
+        """Create the parts of the run, such as hooks, counters and loggers."""
         loop, config, fabric = self.loop, self.config, self.fabric
         self.hooks = Hooks(loop, loop.callbacks, self.module, self._module_for, loop.given_profiler)
         before: Progress = Progress() if last is None else last.progress
-        # An evaluation starts with the counters of the previous run.
+        # Give an evaluation the counters of the previous run.
         self.progress: Progress = Progress(
             global_step=before.global_step,
             epochs_done=before.epochs_done,
@@ -137,7 +137,7 @@ class RunState:
         self.exception: BaseException | None = None
 
     def _module_for(self, callback: Any) -> Any:
-        """Return a callback's ``pl_module``. Lightning's callbacks expect a LightningModule."""
+        """Return the ``pl_module`` of a callback: for Lightning's callbacks a LightningModule."""
         packages = ("lightning.pytorch.callbacks.", "pytorch_lightning.callbacks.")
         bases = [base for base in type(callback).__mro__ if base.__name__ != "Callback"]
         is_lightnings = any(base.__module__.startswith(packages) for base in bases)
@@ -149,7 +149,7 @@ class RunState:
         return has_step and self.config.limit_val_batches != 0 and self.data.has_loader("val")
 
     def make_step(self, name: str, method: Callable) -> Callable:
-        """Wrap a step for precision and strategy, and set its name for log and the profiler."""
+        """Wrap a step for precision, strategy and profiler, and set its name for ``self.log``."""
         action = f"[Strategy]{type(self.fabric.strategy).__name__}.{name}"
         step = self.hooks.with_profiler(action, self.steps.get(name, method))
         return self.hooks.inside(name, step)
