@@ -24,11 +24,11 @@ from .result_collection import to_numbers
 if TYPE_CHECKING:
     from ..training.run_state import RunState
 
-# Drawing more often slows training down and shows nothing more.
+# Draw no more often than a reader can see, because drawing slows training down.
 SECONDS_BETWEEN_DRAWS = 0.2
 SECONDS_BETWEEN_LINES = 60.0
 LOG_FILE_BAR = "{desc}: {n_fmt}/{total_fmt} [{elapsed}<{remaining}, {rate_fmt}{postfix}]"
-# A notebook receives the whole table at each draw. At the end of a run it shows all rows.
+# Limit the rows during a run, because a notebook receives the whole table at each draw.
 MAX_NOTEBOOK_ROWS = 20
 NO_METRICS = ("epoch", "step", "samples_per_second", "time")
 
@@ -36,7 +36,7 @@ NO_METRICS = ("epoch", "step", "samples_per_second", "time")
 class Console:
     """Show the progress bar and the table of a run on the main process.
 
-    An error while drawing is shown once and turns the bar off. Training continues.
+    After an error while drawing, the bar is off with a warning, and training continues.
     """
 
     def __init__(self, config: Any, is_enabled: bool) -> None:
@@ -50,7 +50,7 @@ class Console:
 
     @contextmanager
     def shown(self, run: RunState) -> Iterator[None]:
-        """Show the run inside this context. An error leaves the bar at the batch that raised it."""
+        """Show the run inside this context. After an error, the bar stays at the failed batch."""
         is_complete = False
         try:
             yield
@@ -62,7 +62,7 @@ class Console:
         self._guard(self._start, run, run.progress.num_train_batches, run.progress.batches_done)
 
     def start_evaluation(self, run: RunState, num_batches: int | float) -> None:
-        """Show the progress of an evaluation, which during fit is part of the epoch's bar."""
+        """Show the progress of an evaluation. A validation in fit is shown in the epoch's bar."""
         self._num_eval_batches = num_batches
         if run.stage != "fit":
             self._guard(self._start, run, num_batches, 0)
@@ -96,7 +96,7 @@ class Console:
         if self._screen is not None:
             return
         self._screen = find_screen(self._table)
-        # A resumed run compares new values with those of its earlier epochs.
+        # In a resumed run, also compare new values with the best values before the resume.
         self._table.earlier = list(run.history.rows)
         self._due = self._started + self._screen.seconds_between_draws
         if not self._screen.is_log_file:
@@ -107,11 +107,11 @@ class Console:
         progress = run.progress
         done = progress.batches_done if run.stage == "fit" else progress.eval_batches_done
         if run.stage == "fit" and progress.phase == "batch":
-            # The current batch is not done yet, and may have raised an error.
+            # Do not count the current batch, which may have raised an error.
             done -= 1
         total: int | float | None = None if self._total == math.inf else self._total
         values = [f"{name}={value:.4g}" for name, value in bar_values(run).items()]
-        # tqdm.format_meter takes these arguments.
+        # The keys are the names of tqdm.format_meter's arguments.
         meter = {
             "n": done,
             "total": done if is_complete else total,
@@ -150,7 +150,7 @@ class Console:
 
 
 def bar_values(run: RunState) -> dict[str, float]:
-    """Return the values next to the bar. Reading the values waits for the device."""
+    """Return the values beside the bar. Reading them makes training wait for the device."""
     logs_itself = run.is_lightning_module and (run.results.active or run.results.callback_metrics)
     values = {} if logs_itself else train_values_first(run.results.latest_means())
     values.update(run.results.progress_bar_metrics)
@@ -178,8 +178,7 @@ class EpochTable:
         self.rows.append(cells)
         has_new_columns = not cells.keys() <= self._widths.keys()
         if has_new_columns:
-            # The columns of this row come first, in the row's order. The time is always the last
-            # column.
+            # Put the columns of this row first, in the row's order, and the time last.
             names = list(dict.fromkeys([*cells, *self._widths]))
             names.sort(key=lambda name: name == "time")
             self._widths = {name: self._widths.get(name, len(name)) for name in names}
@@ -208,7 +207,7 @@ class Screen:
         self.table = table
 
     def draw(self, meter: dict[str, Any]) -> None:
-        """Draw the bar. The dict meter has the arguments of tqdm.format_meter."""
+        """Draw the bar. The dict ``meter`` has the arguments of tqdm.format_meter."""
         self.print(tqdm.format_meter(**meter, bar_format=LOG_FILE_BAR))
 
     def add_row(self, row: Mapping[str, Any]) -> None:
@@ -222,7 +221,7 @@ class Screen:
 
 
 class TerminalBar(tqdm):
-    """The bar of a terminal, without a thread, because loader workers are forked."""
+    """The bar of a terminal, without tqdm's thread, because loader workers are forked."""
 
     monitor_interval = 0
 
@@ -253,7 +252,7 @@ class TerminalScreen(Screen):
 
 
 class NotebookScreen(Screen):
-    """Show the table and the bar as HTML below a notebook cell. Saved notebooks contain both."""
+    """Show the table and the bar as HTML below a cell. A saved notebook also contains them."""
 
     is_log_file = False
     seconds_between_draws = SECONDS_BETWEEN_DRAWS
@@ -290,7 +289,7 @@ class NotebookScreen(Screen):
 
 
 def find_screen(table: EpochTable) -> Screen:
-    """Return the screen of this process. A process forked by a notebook cannot draw in it."""
+    """Return the screen of this process. A process forked by a notebook gets no notebook screen."""
     get_ipython = getattr(sys.modules.get("IPython"), "get_ipython", None)
     shell = get_ipython() if get_ipython is not None else None
     if getattr(shell, "kernel", None) is not None and multiprocessing.parent_process() is None:
@@ -378,7 +377,7 @@ def format_results(results: Sequence[Mapping[str, Any]], stage: str) -> str:
 
     loaders = {}
     for index, result in enumerate(results):
-        # The header of the column names the loader.
+        # Remove the loader's index from the name, because the header of the column has it.
         values = {name.split("/dataloader_idx_")[0]: value for name, value in result.items()}
         loaders[f"DataLoader {index}"] = values
     table = (

@@ -1,7 +1,7 @@
 """Write metrics.csv with one complete row per epoch, steps.csv and hparams.yaml.
 
-Fabric's CSVLogger deletes metrics.csv of an existing version, and keeps up to 100 rows in memory.
-This logger appends to existing files, and writes each row immediately.
+Fabric's CSVLogger deletes the metrics.csv of an existing version, and keeps up to 100 rows in
+memory. The CSVLogger in this module appends to existing files, and writes each row immediately.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ class CSVLogger(Logger):
         root_dir: The folder of all runs.
         name: The name of the run, a folder in root_dir.
         version: A number or a name. None: the next free number.
-        checkpoint_dir: The folder of the run's checkpoints. A version in it also counts as taken.
+        checkpoint_dir: The folder of the run's checkpoints, whose version numbers are also taken.
 
     Example:
         >>> from tempfile import mkdtemp
@@ -79,7 +79,7 @@ class CSVLogger(Logger):
         if version == self._version:
             return
         self._version, self._tables = version, {}
-        # Hyperparameters that were logged before the run move to the version that the run chooses.
+        # Keep hyperparameters that were logged before the run, for the version that it chooses.
         if version is None:
             self._hparams = {}
 
@@ -113,7 +113,7 @@ class CSVLogger(Logger):
 
     @rank_zero_only
     def log_metrics(self, metrics: Mapping[str, Any], step: int | None = None) -> None:
-        """Append a row to steps.csv. If no step is given, the row's number is used."""
+        """Append a row to steps.csv. Without a step, use the number of the row."""
         if metrics:
             table = self._table("steps.csv")
             first = {"step": metrics.get("step", table.num_rows) if step is None else step}
@@ -161,7 +161,7 @@ class CSVLogger(Logger):
 
     @rank_zero_only
     def sync(self) -> None:
-        """Write the rows that could not be written before, and flush the files to the disk."""
+        """Write rows that could not be written so far, and flush the files to the disk."""
         for table in self._tables.values():
             table.sync()
 
@@ -177,12 +177,12 @@ class CSVLogger(Logger):
 
 
 class Table:
-    """Append rows to a CSV file. A new column rewrites the file through a temporary file.
+    """Append rows to a CSV file. For a new column, rewrite the file through a temporary file.
 
     A row that cannot be written (such as on a full disk) stays in memory until the next append.
 
     Attributes:
-        num_rows, columns: Those of the file.
+        num_rows, columns: The number of rows and the columns of the file.
         waiting: The rows that are not in the file yet.
     """
 
@@ -222,25 +222,25 @@ class Table:
         if not self.waiting:
             return
         if file_size(self.path) != self._size:
-            # Another program has written the file.
+            # Another program has changed the file, so read its columns again.
             self._read()
         columns = self.all_columns
         if columns == self.columns:
             self._append_lines(to_lines(columns, self.waiting))
             self.num_rows += len(self.waiting)
         else:
-            # Cells of a new column are empty in earlier rows.
+            # Rewrite the file, with empty cells for the new column in earlier rows.
             self.replace(columns, [*read_table(self.path)[1], *self.waiting])
         self.waiting = []
 
     def _append_lines(self, content: bytes) -> None:
-        # A buffered file would retry a failed write when it is closed.
+        # Do not buffer, because close() of a buffered file would retry a failed write.
         with self.path.open("ab", buffering=0) as file:
             try:
                 if file.write(content) < len(content):
                     raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
             except OSError:
-                # A reader would take a partly written row for a complete one.
+                # Remove a partly written row, which a reader would take for a complete row.
                 os.truncate(self.path, self._size)
                 raise
         self._size += len(content)

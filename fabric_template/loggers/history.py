@@ -23,17 +23,17 @@ if TYPE_CHECKING:
 class History:
     """Collect the rows of a run, which ``fit`` returns and the CSV logger writes into metrics.csv.
 
-    A row covers the time since the previous row: training means, the newest validation, learning
-    rate and duration. An epoch-based run has a row for each epoch. A step-based run has a row for
-    each validation (or for each epoch without validation), and a row at its end. A run is step-
-    based with max_steps, with validation by steps across epochs, or if its loader has no length.
+    A row contains training means and the duration since the previous row, the newest validation
+    and the learning rate. An epoch-based run has a row for each epoch. A step-based run has a row
+    for each validation (or for each epoch without validation), and a row at the end. A run is
+    step-based with max_steps, with validation by steps, or if the loader has no length.
 
     Attributes:
-        rows: The rows so far.
+        rows: All rows of the run so far.
         is_step_based: Whether the run is step-based.
         is_validated: Whether the run has validated since the newest row.
         learning_rates: The rates of the newest optimizer step, before schedulers changed them.
-        step_values: The loss of the newest training batch, and its gradient norm if that is logged.
+        step_values: The loss of the newest training batch, and a logged gradient norm.
     """
 
     def __init__(self, run: RunState) -> None:
@@ -64,7 +64,7 @@ class History:
         return self.run.stop.max_steps != -1 or self.run.config.check_val_every_n_epoch is None
 
     def start_clock(self) -> None:
-        """Start the time of a row. The time of the first row excludes the setup."""
+        """Start to measure the time of a row. The time of the first row excludes the setup."""
         self._started = time.monotonic()
 
     def elapsed(self) -> float:
@@ -84,7 +84,7 @@ class History:
         return self.is_step_based and self.run.progress.global_step > last_step
 
     def add_train_output(self, output: Any, loss: Tensor) -> None:
-        """Add the output of training_step. For a LightningModule, which logs, add only the loss."""
+        """Add the output of training_step, but only the loss of a LightningModule, which logs."""
         results = self.run.results
         if not results.is_enabled:
             return
@@ -99,7 +99,7 @@ class History:
         results.add_returned(values)
 
     def count_validation(self, seconds: float) -> None:
-        """Count a validation. Its time does not slow down ``samples_per_second``."""
+        """Record a validation, to exclude its time from ``samples_per_second``."""
         self._eval_seconds += seconds
         self.is_validated |= self.run.progress.stage == "validate"
 
@@ -124,7 +124,7 @@ class History:
         return row
 
     def position(self) -> dict[str, Any]:
-        """Return the current epoch (between epochs, the last one) and the number of steps."""
+        """Return the current epoch, or between epochs the last epoch, and the number of steps."""
         progress = self.run.progress
         epoch = max(0, progress.epochs_done - (not progress.is_in_epoch))
         return {"epoch": epoch, "step": progress.global_step}
@@ -159,7 +159,7 @@ class History:
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         self.rows = [dict(row) for row in state["rows"]]
         if not self.counts_steps:
-            # The saved run was limited by max_steps. An epoch-based run has no such column.
+            # Remove a column of step-based runs, if max_steps limited only the saved run.
             for row in self.rows:
                 row.pop("samples_per_second", None)
         self.step_values = dict(state["step_values"])

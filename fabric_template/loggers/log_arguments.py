@@ -1,4 +1,4 @@
-"""Check the arguments of ``self.log``, and find the defaults of the hook that logs."""
+"""Check the arguments of ``self.log``, and find their defaults for the hook that calls it."""
 
 from __future__ import annotations
 

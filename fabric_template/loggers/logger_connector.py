@@ -53,7 +53,7 @@ class LoggerConnector:
         self.log_metrics(run.results.evaluated_metrics, row=row)
 
     def end_validation(self, run: RunState) -> None:
-        """End a row of a step-based run. After the last batch, log_train_epoch ends it instead."""
+        """End a row of a step-based run. After the last batch, let log_train_epoch end the row."""
         history = run.history
         if run.progress.is_epoch_complete or not history.is_validated:
             return
@@ -66,20 +66,20 @@ class LoggerConnector:
 
     def log_train_epoch(self, run: RunState) -> None:
         """Log the values of an epoch. Write a row of metrics.csv if one is due."""
-        # Loggers expect the values of an epoch at its last step.
+        # Log the values of an epoch at its last step, as loggers expect.
         self.log_metrics(run.results.update_metrics().logged, step_offset=-1)
         if run.history.is_due_at_epoch_end:
             self._add_row(run)
 
     def end_training(self, run: RunState) -> None:
-        """Write a step-based run's last row. A resumed run writes this row again."""
+        """Write a step-based run's last row, which a resumed run will write again."""
         if run.history.is_due_at_end:
             self._end_row_in_epoch(run)
 
     def _end_row_in_epoch(self, run: RunState) -> None:
         row = self._add_row(run)
         if not run.is_lightning_module:
-            # The means of a LightningModule are logged at the end of the epoch.
+            # For a LightningModule, log_train_epoch logs the means at the end of the epoch.
             means = {name: value for name, value in row.items() if name.startswith("train_")}
             self.log_metrics(means, step_offset=-1)
 
@@ -100,9 +100,9 @@ class LoggerConnector:
         """Send values to every logger.
 
         Args:
-            step: The x axis. None: the value logged as "step", or the logging step. In steps.csv
-                it is always the number of optimizer steps.
-            row: The row that the CSV logger writes into steps.csv. None: it writes nothing.
+            step: The position on the x axis, except in steps.csv, which has the number of optimizer
+                steps. None: the value logged as "step", or the logging step.
+            row: The row that the CSV logger writes into steps.csv. None: no row.
         """
         self.run.results.logged_metrics.update(metrics)
         progress = self.run.progress
@@ -169,7 +169,7 @@ def make_logger(given: Any, own: CSVLogger | None) -> Any:
             return RunTensorBoardLogger(own)
         if given == "wandb":
             return WandbLogger(project=own.name, save_dir=folder)
-        # MLflow 3 refuses to write runs into plain files.
+        # Write into a database, because MLflow 3 refuses to write runs into plain files.
         folder.mkdir(parents=True, exist_ok=True)
         database, artifacts = f"sqlite:///{folder}/mlflow.db", str(folder / "mlflow")
         return MLFlowLogger(own.name, tracking_uri=database, artifact_location=artifacts)
@@ -196,7 +196,7 @@ class LoggerAdapter(Logger):
 
     @property
     def save_dir(self) -> str | None:
-        # Fabric's loggers call this folder root_dir.
+        # Also read root_dir, which is the name of this folder in Fabric's loggers.
         return getattr(self._logger, "save_dir", None) or getattr(self._logger, "root_dir", None)
 
     def log_metrics(self, metrics: dict[str, float], step: int | None = None) -> None:

@@ -75,7 +75,7 @@ def read_table(path: Path) -> tuple[list[str], list[dict[str, str]], bool]:
     content = path.read_bytes() if path.exists() else b""
     text = content.decode("utf-8-sig", "replace")
     end = text.rfind("\n") + 1
-    # Universal newlines would split a cell that holds a carriage return.
+    # With universal newlines, a carriage return in a cell would split the cell.
     lines = [line for line in csv.reader(io.StringIO(text[:end], newline="")) if line]
     columns = lines[0] if lines else []
     is_complete = end == len(text)
@@ -90,16 +90,16 @@ def join_rows(table: pd.DataFrame) -> pd.DataFrame:
     is_complete = places.astype(bool).all(axis=None) and not places.duplicated().any()
     is_of_steps = any(name.endswith("_step") for name in table.columns)
     if (is_complete and not is_of_steps) or not any(places["epoch"]):
-        # A run that validates several times in an epoch has a complete row for each validation.
+        # The rows are complete. Several rows per epoch are from several validations.
         return table
     table = table.mask(table == "")
-    # LearningRateMonitor's rows have no epoch. Take it from the next row, else from the previous.
+    # LearningRateMonitor's rows have no epoch. Use the epoch of the next or the previous row.
     table["epoch"] = table["epoch"].bfill().ffill()
     return table.groupby("epoch", sort=False).last().reset_index()
 
 
 def to_values(cells: list[Any]) -> list[Any]:
-    """Convert the cells to numbers if all of them are numbers. float() restores exact values."""
+    """Convert the cells to numbers if all of them are numbers, by float(), which is exact."""
     with suppress(ValueError):
         return [int(cell) for cell in cells]
     with suppress(ValueError):

@@ -33,11 +33,11 @@ from .log_arguments import (
 if TYPE_CHECKING:
     from ..training.run_state import RunState
 
-# The hook in the key of values that steps return. The others are the hooks that called self.log.
+# In keys, this takes the place of the hook for values that a step returned, without self.log.
 RETURNED = "returned"
 # A product with a power of two is exact, so one fused operation rounds like two.
 _POWERS_OF_TWO = frozenset(2**power for power in range(24))
-# torch.load(weights_only=True) reads values of these types.
+# Types of values that torch.load(weights_only=True) reads.
 _PLAIN_TYPES = (type(None), bool, int, float, complex, str, torch.dtype)
 # The attributes of LoopResults that a checkpoint in an epoch saves.
 _POSITION = ("is_in_batches", "is_after_first_batch", "last_hook", "has_new_values")
@@ -138,10 +138,10 @@ class LoggedMetric:
     """Keep the last value of one logged name, and accumulate its values over the epoch.
 
     Attributes:
-        call_arguments: The arguments of the last checked call. The same ones need no check.
-        is_returned: Whether a step returned the values, which are then reset with each row.
-        row: Accumulates the values since the newest row of metrics.csv. Only in a step-based run
-            it is another object than ``epoch``.
+        call_arguments: The arguments of the last checked call. Equal arguments need no check.
+        is_returned: Whether a step returned the values. Such values are reset with each row.
+        row: Accumulates the values since the newest row of metrics.csv. In an epoch-based run,
+            ``row`` is the same object as ``epoch``.
         has_value: Whether the name was logged in this epoch.
     """
 
@@ -174,7 +174,7 @@ class LoggedMetric:
                 self.row.add(value.detach(), batch_size)
 
     def sync(self, value: Tensor) -> Tensor:
-        """Reduce a value over all processes, if the arguments ask for it."""
+        """Reduce a value over all processes, if sync_dist=True was given."""
         arguments = self.arguments
         if self._all_reduce is None or not arguments.sync_dist or arguments.rank_zero_only:
             return value
@@ -185,19 +185,19 @@ class LoggedMetric:
         """Register a logged torchmetrics object, which keeps its own sums."""
         default = torch.get_default_dtype()
         if metric is self.torchmetric and getattr(metric, "dtype", default) is not default:
-            # As in Trainer, each log moves the metric, and the move resets its dtype to the default.
+            # As in Trainer, move the metric at each log, which resets its dtype to the default.
             metric.to(metric.device)
         self.torchmetric, self.has_value = metric, True
         if self.arguments.on_step:
-            # torchmetrics has no public name for the last value of forward().
+            # Read a private name, because torchmetrics has no public name for this value.
             self.step_value = getattr(metric, "_forward_cache", None)
 
     def value(self, of_step: bool) -> Tensor | None:
-        """Return the value of the step or of the epoch so far; None if there is none."""
+        """Return the value of the step, or of the epoch so far, or None without a value."""
         return self._detached(self.step_value if of_step else self._reduce(self.epoch))
 
     def row_value(self) -> Tensor | None:
-        """Return the value since the newest row; of a torchmetrics object that of the epoch."""
+        """Return the value since the newest row. A torchmetrics object has the epoch's value."""
         return self._detached(self._reduce(self.row))
 
     def _reduce(self, accumulator: Accumulator) -> Any:
@@ -240,9 +240,9 @@ class LoopResults(dict):
         logged_batch_size: The batch_size that the current step passed to ``self.log``.
         row_metrics: The metrics whose values are in the rows of metrics.csv, by name.
         is_in_batches: Whether the batches of an epoch or of a loader have started and not ended.
-        is_after_first_batch: Whether the second of these batches has started.
+        is_after_first_batch: Whether the second batch of the epoch or loader has started.
         last_hook: The hook that logged last.
-        has_new_values: Whether a batch has ended since Trainer's three dicts were updated.
+        has_new_values: Whether a batch has ended since the last ``update_metrics``.
     """
 
     def __init__(self, is_training: bool) -> None:
@@ -278,7 +278,7 @@ class LoopResults(dict):
 
 
 def find_batch_size(batch: Any) -> int:
-    """Return the size of a batch as Trainer finds it, in less time for a tuple of tensors."""
+    """Return the batch size that Trainer would find, with a fast path for a tuple of tensors."""
     if type(batch) in (tuple, list):
         sizes = {p.size(0) if isinstance(p, Tensor) and p.dim() else -1 for p in batch}
         if len(sizes) == 1 and -1 not in sizes:
@@ -287,10 +287,10 @@ def find_batch_size(batch: Any) -> int:
 
 
 class CurrentValues(NamedTuple):
-    """The values of the current step or epoch, for each reader.
+    """The values of the current step or epoch: for callbacks, loggers, progress bar and CSV rows.
 
     Attributes:
-        row: The values for a row of a CSV file. Their names have no "_step" or "_epoch".
+        row: The values for a row of a CSV file, without the suffix "_step" or "_epoch".
         returned: The means of the values that the steps returned.
     """
 
@@ -307,13 +307,13 @@ class ResultCollection:
     Attributes:
         active: The LoopResults that receive logged values; None outside of the loops.
         callback_metrics, logged_metrics, progress_bar_metrics: Trainer's attributes of these names.
-        row: The values of the next row of metrics.csv, without those of training.
-        returned: The newest means of the returned values.
-        evaluated: The names of the newest evaluation's values.
-        evaluated_metrics: Those of its values that the loggers receive.
+        row: The evaluated values of the next row of metrics.csv.
+        returned: The newest means of the values that steps returned.
+        evaluated: The names of the values in the newest evaluation.
+        evaluated_metrics: The values of the newest evaluation that the loggers receive.
     """
 
-    # A pickled copy ignores logged values.
+    # This default holds for a pickled copy, which ignores logged values.
     is_enabled = False
 
     def __init__(self, run: RunState) -> None:
@@ -329,11 +329,11 @@ class ResultCollection:
         self.returned: dict[str, Tensor] = {}
         self.evaluated: set[str] = set()
         self.evaluated_metrics: dict[str, Any] = {}
-        # The values of the current evaluation's loaders.
+        # The values of each loader that the current evaluation has finished.
         self._loader_values: list[CurrentValues] = []
 
     def __deepcopy__(self, memo: dict) -> ResultCollection:
-        """Return self, so that a module that is copied during a run logs to this run."""
+        """Return self, so that a copy of a module, made during the run, also logs to the run."""
         return self
 
     def __reduce__(self) -> Any:
@@ -379,7 +379,7 @@ class ResultCollection:
         if metric is None or metric.call_arguments != arguments:
             metric = self._register(results, hook, name, arguments)
         if results.last_hook != hook:
-            # As in Trainer, another hook in the first batch resets the sums of that hook.
+            # As in Trainer, reset the sums of a hook when it logs in the first batch of the epoch.
             if not results.is_after_first_batch:
                 results.reset_hook(hook)
             results.last_hook = hook
@@ -494,19 +494,19 @@ class ResultCollection:
         results.dataloader_idx = dataloader_idx
 
     def end_batch(self) -> None:
-        """Clear the current batch. callback_metrics is updated when it is read."""
+        """Clear the current batch. callback_metrics is only updated when someone reads it."""
         assert self.active is not None
         self.active.batch = self.active.batch_size = None
         self.active.has_new_values = True
 
     def end_batches(self) -> None:
-        """End the batches of an epoch or of one loader. Readers now get the epoch's values."""
+        """End the batches of an epoch or a loader. Hooks now get epoch values, not step values."""
         results = self.active
         assert results is not None
         if results.has_new_values:
             self.update_metrics()
         results.is_in_batches = results.is_after_first_batch = False
-        # A hook may read the means on one process only, so reduce them over all processes before.
+        # Reduce the means over all processes here, because a hook may read them in one process.
         for metric in results.current():
             metric.epoch.compute()
 
@@ -516,7 +516,7 @@ class ResultCollection:
         # As in Trainer, the hooks of a sanity check do not get the values of a loader.
         if self.run.progress.stage != "sanity_check":
             self._loader_values.append(self.update_metrics())
-        # Values that are logged after the last batch belong to no loader.
+        # Assign values that are logged after the last batch to no loader.
         self.evaluation.dataloader_idx = None
 
     def end_evaluation(self) -> list[dict[str, Any]]:
@@ -524,7 +524,7 @@ class ResultCollection:
         at_end = self.update_metrics().logged
         results = []
         for values in self._loader_values:
-            # Trainer returns logged values. If a module logs nothing, return its step outputs.
+            # Like Trainer, return logged values. If nothing is logged, return step outputs.
             first = values.logged or at_end or values.returned
             results.append(to_numbers({**first, **at_end}))
         return results
@@ -534,7 +534,7 @@ class ResultCollection:
         results = self.active
         if results is not None:
             for metric in results.values():
-                # Only the end of a row resets the values that training steps returned.
+                # Do not reset values that training steps returned, which take_row resets.
                 if not results.is_training or not metric.is_returned:
                     metric.reset()
             results.dataloader_idx = results.last_hook = None
@@ -554,7 +554,7 @@ class ResultCollection:
         self.evaluation = LoopResults(is_training=False)
 
     def update_metrics(self) -> CurrentValues:
-        """Update Trainer's three dicts, and after an evaluation the row."""
+        """Update callback_metrics, logged_metrics, progress_bar_metrics, and evaluated values."""
         values = self.current_values()
         if self.active is None:
             return values
@@ -585,7 +585,7 @@ class ResultCollection:
             full_name = arguments.full_name("_step" if of_step else "_epoch")
             if metric.is_returned:
                 values.returned[name] = values.row[name] = value
-                # Trainer ignores what the steps of a LightningModule return.
+                # Like Trainer, ignore values that the steps of a LightningModule return.
                 if not self.run.is_lightning_module:
                     values.logged[name] = values.callback[name] = value
                 continue
@@ -610,7 +610,7 @@ class ResultCollection:
         return row
 
     def latest_means(self) -> dict[str, Tensor]:
-        """Return the newest means, and those of the current row so far, of this process only."""
+        """Return the newest means of this process, including the row that has not ended yet."""
         means = dict(self.returned)
         for metric in self.train.values():
             row, name = metric.row, metric.arguments.name
@@ -627,7 +627,7 @@ class ResultCollection:
             {id(metric.torchmetric) for metric in results.values()}
             for results in (train, self.evaluation)
         )
-        # A resumed run repeats an evaluation from its start.
+        # Leave out evaluated metrics, because a resumed run repeats an evaluation from the start.
         kept = {n: m for n, m in metrics.items() if id(m) in trained or id(m) not in evaluated}
         entries = [
             {**metric.state_dict(), "torchmetric": names.get(id(metric.torchmetric))}
@@ -647,7 +647,7 @@ class ResultCollection:
         load_torchmetrics(self.run.network, state["torchmetrics"])
         train, metrics = self.train, find_torchmetrics(self.run.network)
         for entry in state["train"]:
-            # The next self.log call with this name sets the arguments.
+            # Use the saved arguments, until self.log is called with this name.
             metric = self._add_metric(train, LogArguments(**entry["arguments"]))
             metric.load_state_dict(entry)
             metric.torchmetric = metrics.get(entry["torchmetric"])
@@ -690,7 +690,7 @@ def load_torchmetrics(module: Any, state: Mapping[str, Mapping[str, Any]]) -> No
     for name, attributes in state.items():
         tracker: Any = metrics.get(name.rpartition(".")[0])
         if name not in metrics and hasattr(tracker, "increment"):
-            # A MetricTracker has one metric for each call of increment().
+            # Add a metric to this MetricTracker, which has one for each call of increment().
             tracker.increment()
             metrics = find_torchmetrics(module)
         if name in metrics:
@@ -702,7 +702,7 @@ def copy_plain(values: Mapping[str, Any]) -> Any:
 
 
 def _is_plain(value: Any) -> bool:
-    """Return whether torch.load(weights_only=True) can load a value. Subclasses may be unsafe."""
+    """Return whether torch.load(weights_only=True) can load a value. Subclasses do not count."""
     if type(value) is dict:
         return all(_is_plain(part) for part in [*value.keys(), *value.values()])
     if type(value) in (list, tuple):

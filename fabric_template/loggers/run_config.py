@@ -1,4 +1,4 @@
-"""Collect the hyperparameters of a run, and write config.yaml, which rebuilds the run."""
+"""Collect the hyperparameters of a run, and write config.yaml, with which a run is repeated."""
 
 from __future__ import annotations
 
@@ -24,9 +24,9 @@ HEAD = "# `fabric-template fit --config` with this file repeats this run. It ign
 
 
 def write_run_config(run: RunState) -> None:
-    """Write config.yaml beside metrics.csv. An error is a warning, and training continues.
+    """Write config.yaml beside metrics.csv. If this fails, warn and continue training.
 
-    A resumed run keeps its first config.yaml. A file of LightningCLI or another program stays.
+    An existing config.yaml is kept in a resumed run, and if another program has written it.
     """
     for logger in run.history.csv_loggers:
         path = Path(logger.log_dir, "config.yaml")
@@ -36,7 +36,8 @@ def write_run_config(run: RunState) -> None:
                 write_yaml(path, run_config(run), HEAD)
         except Exception as error:
             warnings.warn(
-                f"{path}: it could not be written, and training continues: {error!r}", stacklevel=2
+                f"{path}: the file could not be written, and training continues: {error!r}",
+                stacklevel=2,
             )
 
 
@@ -57,7 +58,7 @@ def run_config(run: RunState) -> dict[str, Any]:
     given_parts = {**functions, "optimizer": run.given_optimizer}
     options |= {name: part for name, part in given_parts.items() if part is not None}
     config |= keep_plain(options, unknown)
-    # A repeated run takes the next free version and overwrites nothing.
+    # Leave out the version, so that a repeated run overwrites nothing.
     config["version"] = None
     if run.checkpoint_path is not None:
         config["resume" if run.resumes else "load"] = str(run.checkpoint_path)
@@ -110,7 +111,7 @@ def merge_hyperparameters(model: Any, datamodule: Any) -> dict[str, Any]:
     merged: dict[str, Any] = {}
     for part in (model, datamodule):
         hparams = dict(part.hparams_initial) if logs_hyperparameters(part) else {}
-        # LightningCLI keeps the class of each part under this name.
+        # Remove the class, which LightningCLI saves under this name in each part.
         hparams.pop("_class_path", None)
         # Compare the repr, because == of two arrays returns an array.
         both = hparams.keys() & merged.keys()
