@@ -142,7 +142,7 @@ class LoopConfig:
         wrong = [name for name in vars(self) if name in wrong_types or not self._is_in_range(name)]
         problems = [] if wrong else list(self._contradictions())
         if wrong or problems:
-            # Importing Lightning takes seconds, and --help does not need it.
+            # Import here, because importing Lightning takes seconds, and --help does not need it.
             from .errors import ConfigurationError, ConfigurationTypeError, describe
 
             for name in wrong:
@@ -316,9 +316,9 @@ _RANGES: dict[str, tuple[str, Callable[[Any], bool]]] = {
         _is_logger,
     ),
     "default_root_dir": ("a local folder", lambda value: "://" not in os.fspath(value)),
-    "name": ('a folder name without / \\ : * ? " < > |', _is_folder_name),
+    "name": ('a folder name without the characters / \\ : * ? " < > |', _is_folder_name),
     "version": (
-        'a whole number >= 0, or a folder name without / \\ : * ? " < > |',
+        'a whole number >= 0, or a folder name without the characters / \\ : * ? " < > |',
         _is_folder_name,
     ),
     "monitor": ("the name of a metric", bool),

@@ -12,7 +12,7 @@ from lightning.fabric.utilities.exceptions import MisconfigurationException
 # Advice for options of other training loops, for which difflib finds nothing or the wrong option.
 _INSTEAD = {
     "epochs": "Use max_epochs.",
-    "gpus": "Use accelerator='gpu' and devices.",
+    "gpus": "Use accelerator='gpu', devices=2.",
     "amp": "Use precision='bf16-mixed' or '16-mixed'.",
     "lr": "Pass it to the optimizer: torch.optim.Adam(model.parameters(), lr=1e-3).",
     "batch_size": "Pass it to the loader: DataLoader(dataset, batch_size=32).",
@@ -25,7 +25,7 @@ _INSTEAD = {
 class ConfigurationError(MisconfigurationException, ValueError):
     """Raised for a wrong value, an unsupported model or a contradiction between options.
 
-    This error is also a MisconfigurationException of Lightning, which code for Trainer catches.
+    ConfigurationError is a MisconfigurationException of Lightning, which code for Trainer catches.
     """
 
 
@@ -34,7 +34,7 @@ class ConfigurationTypeError(MisconfigurationException, TypeError):
 
 
 class MissingDataError(ConfigurationTypeError, ConfigurationError):
-    """Raised for a call without data. Like a missing argument in Python, this is a TypeError."""
+    """Raised for a call without data, as a TypeError like for a missing argument in Python."""
 
 
 class CheckpointError(ValueError):
@@ -46,11 +46,11 @@ class DamagedCheckpointError(CheckpointError):
 
 
 class OtherModelError(CheckpointError, RuntimeError):
-    """Raised for a checkpoint of another model. Like load_state_dict's, it is a RuntimeError."""
+    """Raised for a checkpoint of another model, as a RuntimeError like in load_state_dict()."""
 
 
 class WeightsOnlyError(CheckpointError, KeyError):
-    """Raised for a resume without optimizer states. As in Trainer, the error is a KeyError."""
+    """Raised for a resume without optimizer states, as a KeyError like in Trainer."""
 
     def __str__(self) -> str:
         # Without this method, KeyError shows the repr of its message.

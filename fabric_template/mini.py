@@ -11,9 +11,9 @@ To change
 - when the optimizer steps, `_is_window_end`,
 - when training stops, `_is_done`,
 - a row of metrics.csv, `_end_row`; a row of steps.csv, `_log_step`,
-- the content of a checkpoint, `_build_checkpoint` and `_restore`; which one is saved, `_save`.
+- the content of a checkpoint, `_build_checkpoint` and `_restore`; which one is written, `_save`.
 
-FabricLoop supports everything else. Each loop resumes the other's runs.
+FabricLoop supports everything else. MiniLoop and FabricLoop resume each other's runs.
 """
 
 from __future__ import annotations
@@ -119,16 +119,16 @@ class MiniLoop:
         self.should_stop = False  # Stop after the current step. Set this on all processes.
         self.history: list[dict[str, Any]] = []  # The rows of metrics.csv.
         self.best_score: float | None = None
-        self.callback_metrics: dict[str, Tensor] = {}  # The newest value of each metric.
-        self._batches_in_window = 0  # The number of batches since the last optimizer step.
         # Collects each metric of the next row of metrics.csv, in a Mean or a torchmetrics object.
         self._metrics: dict[str, Any] = {}
+        self.callback_metrics: dict[str, Tensor] = {}  # The newest value of each metric.
+        self._batches_in_window = 0  # The number of batches since the last optimizer step.
         self._validated: dict[str, Tensor] = {}  # The validation metrics of the next row.
         self._logged_means: set[str] = set()  # Names of the means that the batch has logged.
-        # The values for steps.csv that the current training batch has logged. None between batches.
-        self._step_values: dict[str, Tensor] | None = None
         self._batch_size = 1  # The size of the current batch, by which its metrics are weighted.
         self._has_warned = False
+        # The values for steps.csv that the current training batch has logged. None between batches.
+        self._step_values: dict[str, Tensor] | None = None
         self._row_started = time.monotonic()
 
     # Training
@@ -138,7 +138,7 @@ class MiniLoop:
         model: Any,  # An nn.Module, a LightningModule, or an object with step methods.
         train_dataloaders: Any,
         val_dataloaders: Any = None,
-        resume: str | Path | None = None,  # A path, "last", "best" or "auto": "last" if it exists.
+        resume: str | Path | None = None,  # A path, "last", "best" or "auto" ("last" or a new run).
         load: str | Path | None = None,  # Start with these weights: a path, "last" or "best".
         optimizer: Any = None,  # An optimizer, or any value that configure_optimizers may return.
         scheduler: Any = None,  # A learning rate scheduler, or Lightning's dict for one.
@@ -379,7 +379,7 @@ class MiniLoop:
                 self.log(name, value, on_step=False, on_epoch=True, sync_dist=True)
 
     def _compute_metrics(self, is_row_end: bool = False) -> dict[str, Tensor]:
-        """Return the metrics since the last row. At the end of a row, reset them."""
+        """Return the metrics since the last row, and reset them at the end of a row."""
         values = {name: metric.compute() for name, metric in self._metrics.items()}
         self.callback_metrics.update(values)
         if is_row_end:
@@ -650,7 +650,7 @@ class Mean:
     """A mean weighted by batch size, with the methods of a torchmetrics metric."""
 
     def __init__(self, fabric: Fabric | None) -> None:
-        self.fabric: Any = fabric  # Averages over the processes. None: over this process only.
+        self.fabric: Any = fabric  # Averages over all processes. None: no average over processes.
         self.total, self.weight = to_metric(0), 0
 
     def update(self, value: Tensor, weight: int) -> None:

@@ -3,8 +3,8 @@
 The cost of a resume depends on the loader:
 
 - A loader with ``state_dict`` and ``load_state_dict`` (StatefulDataLoader) restores itself.
-- A map-style DataLoader draws the indices of the finished batches and reads no sample. With
-  workers, it reads up to ``num_workers - 1`` batches again, so that each batch keeps its worker.
+- A map-style DataLoader draws the indices of the finished batches and reads no sample, or with
+  workers up to ``num_workers - 1`` batches, so that the next batches keep their workers.
 - Any other loader (IterableDataset) reads the finished batches again and drops them.
 
 Two positions cannot be restored exactly:
@@ -103,7 +103,7 @@ class ResumableLoader:
         # The random state of each worker after its last batch. Persistent workers keep their states
         # between passes.
         self._workers: list[Any] = [None] * (loader.num_workers if is_plain else 0)
-        # The last two starts of rounds of one batch per worker. A pass resumes at such a start.
+        # The last two positions where all workers have sent equally many batches, to resume there.
         self._rounds: list[tuple[int, list[Any]]] = [(0, self._workers)]
         self._stateful_part = find_stateful_part(loader)
         parts = (loader, *samplers_of(loader))
@@ -162,7 +162,7 @@ class ResumableLoader:
             except StopIteration:
                 break
             except Exception:
-                # Otherwise the traceback of the error keeps the iterator and its workers alive.
+                # Shut down the workers, which the traceback of the error would keep alive.
                 if self._workers and not self._is_persistent:
                     iterator._shutdown_workers()  # type: ignore[attr-defined]
                 raise
@@ -173,7 +173,7 @@ class ResumableLoader:
         self._is_finished = True
 
     def _read_ahead(self, iterator: Iterator[Any]) -> Any:
-        """Read the next batch. After a resume, read it in the random state of the saved run."""
+        """Read the next batch, after a resume in the random state of the saved run."""
         self._state_before_last = self._part_state()
         restored, self._restored_rng = self._restored_rng, None
         if restored is None:
@@ -189,12 +189,12 @@ class ResumableLoader:
         if item.rng_state is not None:
             self._workers[item.worker] = item.rng_state
         if self._is_indexed and self.batches % len(self._workers) == 0:
-            # Keep two rounds, because training may still be in the first one.
+            # Keep two positions, because training may not have reached the newer position yet.
             self._rounds = [self._rounds[-1], (self.batches, list(self._workers))]
         return item.batch
 
     def _iterate(self, indices: Iterable[Any] | None) -> Iterator[Any]:
-        """Create the loader's iterator. Given indices replace those of its sampler."""
+        """Create the loader's iterator, over the given indices or those of its sampler."""
         replaced: dict[str, Any] = {}
         if self._workers:
             recorder = WorkerRecorder(self.loader, self._workers)
@@ -208,7 +208,7 @@ class ResumableLoader:
             vars(self.loader).update(replaced)
         try:
             if self._is_persistent and self.loader._iterator is not None:
-                # Otherwise persistent workers use the sampler of their first pass.
+                # Replace the sampler of the first pass, which persistent workers would use again.
                 self.loader._iterator._index_sampler = self.loader._index_sampler
             return iter(self.loader)
         finally:
@@ -291,7 +291,7 @@ class ResumableLoader:
         if self._restored is not None:
             return self._restored
         if self._is_finished and dropped:
-            # This loader had ended before CombinedLoader read the dropped batch from the others.
+            # The dropped batch contains nothing from this loader, which had already ended.
             dropped -= 1
         done = max(0, self.batches - dropped)
         is_finished = self._is_finished and not dropped
@@ -358,7 +358,7 @@ class ResumableLoader:
 
 
 class WorkerBatch(NamedTuple):
-    """A batch and its worker's random state, which is None if it has not changed."""
+    """A batch and its worker's random state, or None for an unchanged state."""
 
     batch: Any
     worker: int

@@ -38,7 +38,7 @@ _PLACEHOLDER = "sharded"
 def save_checkpoint(
     run: RunState, checkpoint: dict[str, Any], path: Path, storage_options: Any = None
 ) -> None:
-    """Write the shards of a sharded model, then the checkpoint file. All processes must call it."""
+    """Write shards and the checkpoint file. All processes must call this function."""
     content = save_shards(run, checkpoint, path)
     if not run.fabric.is_global_zero:
         return

@@ -69,8 +69,8 @@ def read_start_checkpoint(
         environment = getattr(run.fabric.strategy, "cluster_environment", None)
         if not getattr(environment, "creates_processes_externally", False):
             raise
-        # Other machines may have the file, and their processes would wait for this process.
-        # check_same_checkpoint raises the error on all machines.
+        # Do not raise the error yet, because processes that have the file would wait for this
+        # process. check_same_checkpoint raises the error in all processes.
         run.checkpoint_error = error
 
 

@@ -71,7 +71,7 @@ class CheckpointManager:
             self.save_last(run)
 
     def save_after_validation(self, run: RunState) -> None:
-        """Save after a validation inside an epoch. At its end, save_after_epoch saves."""
+        """Save after a validation, except at the end of an epoch, where save_after_epoch saves."""
         self._is_validated = self.folder is not None
         if run.progress.is_epoch_complete:
             return
@@ -161,8 +161,8 @@ class CheckpointManager:
     def save_exception(self, run: RunState) -> None:
         """Save after an error, so that a resume continues after the last whole optimizer step.
 
-        A resume repeats the random numbers and logged sums of the failed step, so exception.ckpt is
-        exact only if that step drew and logged nothing. With several processes, nothing is saved.
+        The random states and logged sums include the failed step, so a resume from exception.ckpt is
+        exact only if this step drew and logged nothing. Only a single process writes exception.ckpt.
         """
         progress = run.progress
         is_new = progress.global_step > self.saved_step

@@ -70,7 +70,7 @@ def build_checkpoint(
 def training_state(run: RunState) -> dict[str, Any]:
     """Return the states of callbacks, optimizers, schedulers and the precision, as Trainer saves them."""
     strategy = run.fabric.strategy
-    # A sharded model needs the states of all processes. Fabric returns only the first one.
+    # Fabric returns the state only on the first process. A sharded model needs all states.
     get_state: Any = strategy.get_optimizer_state
     if run.steps.is_model_parallel:
         get_state = torch.optim.Optimizer.state_dict
@@ -374,7 +374,7 @@ def restore_position(run: RunState) -> None:
         return
     ranks, rank = own["ranks"], run.fabric.global_rank
     of_process = ranks[rank % len(ranks)]
-    # A checkpoint of MiniLoop has no settings. From it, restore only the random states.
+    # A checkpoint of MiniLoop has no settings. Restore only the random states in this case.
     if "settings" in own:
         check_settings(run, own["settings"])
         run.accumulate_grad_batches = own["accumulate_grad_batches"] or run.accumulate_grad_batches

@@ -190,7 +190,7 @@ class DataConnector:
         return [state["state"] for loader, state in pairs if has_state(loader) and "state" in state]
 
     def load_loader_states(self, states: list[Any]) -> None:
-        """Restore the states that Trainer saved."""
+        """Restore the loader states in a checkpoint of Trainer."""
         loaders = [] if self.train is None else filter(has_state, self.train.loaders)
         for loader, state in zip(loaders, states, strict=False):
             loader.load_state_dict(state)

@@ -27,7 +27,7 @@ class DigitsData(SplitData):
         self.seed = seed
 
     def setup(self, stage: str | None = None) -> None:
-        """Read and split the images. Later calls do nothing."""
+        """Read and split the images, unless an earlier call has done this."""
         if self.splits:
             return
         from sklearn.datasets import load_digits

@@ -82,7 +82,7 @@ class MNISTNet:
         return functional.cross_entropy(self.net(images), labels)
 
     def validation_step(self, batch: Batch) -> dict[str, Tensor]:
-        """Return a dict. The loop logs its values as ``val_loss`` and ``val_acc``."""
+        """Return a dict, which the loop logs as ``val_loss`` and ``val_acc``."""
         images, labels = batch
         logits = self.net(images)
         acc = (logits.argmax(dim=1) == labels).float().mean()

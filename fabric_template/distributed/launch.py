@@ -114,9 +114,9 @@ def check_launched(fabric: Fabric) -> None:
 def open_store_of_attempt() -> TCPStore | None:
     """Open a new store with which processes find each other after a restart.
 
-    torchrun's own store outlives restarted processes, so it may contain addresses of dead ones.
-    The first process therefore opens a new store, and writes the new address to torchrun's store.
-    All other processes read this address, until the process there answers.
+    After a restart, torchrun's own store may still contain addresses of dead processes. Therefore
+    the first process opens a new store, and writes the address of this store to torchrun's store.
+    All other processes read the address, until a process answers there.
     """
     env = os.environ
     if env.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
@@ -124,7 +124,7 @@ def open_store_of_attempt() -> TCPStore | None:
     shared = TCPStore(env["MASTER_ADDR"], int(env["MASTER_PORT"]), is_master=False)
     store = None
     if env["RANK"] == "0":
-        # Other machines, if there are any, need a name that they can resolve.
+        # With several machines, use a name that all machines can resolve.
         host = "localhost" if env.get("GROUP_WORLD_SIZE", "1") == "1" else socket.getfqdn()
         store = TCPStore(host, 0, is_master=True, multi_tenant=True, wait_for_workers=False)
         shared.set("fabric_template/address", f"{host} {store.port}")
@@ -153,7 +153,7 @@ def starts_processes(fabric: Fabric) -> bool:
 
 
 def launch_processes(run: RunState) -> Any:
-    """Run a call in new processes. Returns its result and updates the caller's objects."""
+    """Run a call in new processes, return the result, and update the caller's objects."""
     # Afterwards, remove the MASTER_PORT that Lightning sets: the next call needs another port.
     with tempfile.TemporaryDirectory(prefix="fabric_template_") as folder, patch.dict(os.environ):
         call = partial(_call_in_process, folder, run.loop, run.stage, arguments_of(run))
@@ -267,7 +267,7 @@ def _apply_outcome(run: RunState, outcome: dict[str, Any]) -> None:
 
 
 def _write_error(error: BaseException, folder: str) -> None:
-    """Write the first error to a file for the caller. Later errors may be consequences."""
+    """Write the first error to a file for the caller, because later errors may follow from it."""
     # If the error cannot be pickled, the launcher shows its message.
     with suppress(Exception):
         data = pickle.dumps(error)

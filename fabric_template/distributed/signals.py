@@ -90,8 +90,8 @@ class SignalHandler:
         """Stop the run if any process has received a signal.
 
         Several processes must stop at the same step. The processes exchange signals about once a
-        second, at a batch number that the first process chooses. In other steps, they only compare
-        two batch numbers.
+        second, at a batch number that the first process chooses. In other steps, a process
+        only compares two batch numbers.
 
         Args:
             is_due: Exchange signals now.

@@ -71,7 +71,7 @@ def set_device_mesh(module: Any, mesh: Any) -> None:
 
 
 def has_communication_hook(strategy: Any) -> bool:
-    """Return whether Trainer's DDPStrategy has a ``ddp_comm_hook``. Fabric does not support one."""
+    """Return whether Trainer's DDPStrategy has a ``ddp_comm_hook``, which Fabric lacks."""
     return getattr(strategy, "_ddp_comm_hook", None) is not None
 
 

@@ -131,7 +131,7 @@ class TrainerAPI:
 
     @property
     def accumulate_grad_batches(self) -> int:
-        """The number of batches per optimizer step. A callback may change it between epochs."""
+        """The number of batches per optimizer step, which a callback may change between epochs."""
         return self.run.accumulate_grad_batches if self.run else self.config.accumulate_grad_batches
 
     @accumulate_grad_batches.setter
@@ -196,7 +196,7 @@ class TrainerAPI:
 
     @property
     def optimizers(self) -> list[Any]:
-        """The optimizers of the last fit. In manual optimization, calling their step() increases global_step."""
+        """The optimizers of the last fit. In manual optimization, each call of step() is counted."""
         run = self.runs.get("fit")
         if run is None:
             return []

@@ -150,7 +150,7 @@ class Console:
 
 
 def bar_values(run: RunState) -> dict[str, float]:
-    """Return the values beside the bar. Reading them makes training wait for the device."""
+    """Return the values beside the bar, for which training waits for the device."""
     logs_itself = run.is_lightning_module and (run.results.active or run.results.callback_metrics)
     values = {} if logs_itself else train_values_first(run.results.latest_means())
     values.update(run.results.progress_bar_metrics)
@@ -169,7 +169,7 @@ class EpochTable:
         self._widths: dict[str, int] = {}
 
     def add(self, row: Mapping[str, Any]) -> str:
-        """Add a row. Return its line, preceded by a header line if the row has new columns."""
+        """Add a row and return its line, after a header line if the row has new columns."""
         cells = {n: format_value(n, value) for n, value in row.items() if value is not None}
         self.earlier.append(row)
         if self.monitor in cells:
@@ -252,7 +252,7 @@ class TerminalScreen(Screen):
 
 
 class NotebookScreen(Screen):
-    """Show the table and the bar as HTML below a cell. A saved notebook also contains them."""
+    """Show the table and the bar as HTML below a cell, where a saved notebook keeps both."""
 
     is_log_file = False
     seconds_between_draws = SECONDS_BETWEEN_DRAWS
@@ -297,7 +297,7 @@ def find_screen(table: EpochTable) -> Screen:
     return TerminalScreen(table) if sys.stderr.isatty() else Screen(table)
 
 
-# The end of a run
+# Summary
 
 
 def summarize_run(run: RunState, checkpoints: Sequence[Path]) -> dict[str, list[str]]:
@@ -377,7 +377,7 @@ def format_results(results: Sequence[Mapping[str, Any]], stage: str) -> str:
 
     loaders = {}
     for index, result in enumerate(results):
-        # Remove the loader's index from the name, because the header of the column has it.
+        # Remove the loader's index from the name, because the column's header has the index.
         values = {name.split("/dataloader_idx_")[0]: value for name, value in result.items()}
         loaders[f"DataLoader {index}"] = values
     table = (

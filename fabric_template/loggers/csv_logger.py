@@ -79,7 +79,7 @@ class CSVLogger(Logger):
         if version == self._version:
             return
         self._version, self._tables = version, {}
-        # Keep hyperparameters that were logged before the run, for the version that it chooses.
+        # Keep hyperparameters that were logged before the run, for the version that the run gets.
         if version is None:
             self._hparams = {}
 

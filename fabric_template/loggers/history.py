@@ -159,7 +159,7 @@ class History:
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         self.rows = [dict(row) for row in state["rows"]]
         if not self.counts_steps:
-            # Remove a column of step-based runs, if max_steps limited only the saved run.
+            # Remove a column that only the saved run has, if it was limited by max_steps.
             for row in self.rows:
                 row.pop("samples_per_second", None)
         self.step_values = dict(state["step_values"])

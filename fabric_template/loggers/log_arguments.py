@@ -39,7 +39,7 @@ _EPOCH_HOOKS = {
     for stage in ("train", "validation", "test")
     for moment in ("start", "epoch_start", "epoch_end")
 }
-# For each reduction: the values of reduce_fx that select it, and its operation.
+# For each reduction: the values of reduce_fx that select this reduction, and the operation.
 REDUCTIONS: dict[str, tuple[tuple[Any, ...], Callable[..., Tensor]]] = {
     "mean": (("mean", "avg", torch.mean), torch.add),
     "sum": (("sum", torch.sum, sum), torch.add),

@@ -64,7 +64,7 @@ class LogArguments:
 
     @property
     def key(self) -> tuple[str, str, int | None]:
-        """The key of the value in LoopResults."""
+        """The key under which LoopResults stores the value."""
         return self.hook, self.name, self.dataloader_idx if self.add_dataloader_idx else None
 
     def full_name(self, suffix: str = "") -> str:
@@ -476,11 +476,11 @@ class ResultCollection:
             return 1
 
     def start_training(self) -> None:
-        """Send logged values to the training results."""
+        """Collect the values that are logged from now on as training results."""
         self.active = self.train
 
     def start_evaluation(self) -> None:
-        """Send logged values to the evaluation results."""
+        """Collect the values that are logged from now on as evaluation results."""
         self.update_metrics()
         self.active = self.evaluation
         self.evaluated, self.evaluated_metrics, self._loader_values = set(), {}, []
@@ -494,13 +494,13 @@ class ResultCollection:
         results.dataloader_idx = dataloader_idx
 
     def end_batch(self) -> None:
-        """Clear the current batch. callback_metrics is only updated when someone reads it."""
+        """Clear the current batch. A read of callback_metrics then updates the metrics."""
         assert self.active is not None
         self.active.batch = self.active.batch_size = None
         self.active.has_new_values = True
 
     def end_batches(self) -> None:
-        """End the batches of an epoch or a loader. Hooks now get epoch values, not step values."""
+        """End the batches of an epoch or a loader. Later hooks get epoch values."""
         results = self.active
         assert results is not None
         if results.has_new_values:
@@ -511,7 +511,7 @@ class ResultCollection:
             metric.epoch.compute()
 
     def end_loader(self) -> None:
-        """End the batches of an evaluation loader, and keep its values."""
+        """End the batches of an evaluation loader, and store the values of the loader."""
         self.end_batches()
         # As in Trainer, the hooks of a sanity check do not get the values of a loader.
         if self.run.progress.stage != "sanity_check":

@@ -17,8 +17,8 @@ README = """\
 fabric_template {version} as it was copied.
 `fabric-template diff` and `fabric-template update` need these files. Commit them unchanged.
 """
-Files = dict[str, bytes]  # path in the package: content
-Changes = dict[str, bytes | None]  # path: new content, or None to remove the file
+Files = dict[str, bytes]  # Maps the path of a file in the package to its content.
+Changes = dict[str, bytes | None]  # Maps a path to new content, or to None to remove the file.
 
 
 class Copy:

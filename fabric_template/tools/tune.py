@@ -66,7 +66,7 @@ def tune(
     seconds: float = 2.0,
     **fit_arguments: Any,
 ) -> Tuned:
-    """Find settings that make a training faster. Print each trial, which has its own process.
+    """Find settings that make a training faster. Each trial runs in its own process.
 
     Args:
         loop: The loop with the options of the training. tune does not change this loop.
@@ -142,7 +142,7 @@ def run_in_process(function: Callable[[], Any]) -> Any:
             if receiver.poll(TIME_LIMIT):
                 return receiver.recv()
     finally:
-        # Wait for a normal exit, with which the child also ends its DataLoader workers.
+        # Let the child exit normally, because it then also ends its DataLoader workers.
         child.join(1)
         child.kill()
         child.join()
@@ -155,7 +155,7 @@ def send_result(function: Callable[[], Any], sender: Any, threads: int) -> None:
         # Remove torch's SIGCHLD handler for DataLoader workers, which would end this process.
         signal.signal(signal.SIGCHLD, signal.SIG_DFL)
     with open(os.devnull, "w") as null, redirect_stdout(null), redirect_stderr(null):
-        # Call it in a new Python thread, which starts new OpenMP threads: these end in a fork.
+        # A fork ends OpenMP's threads. A new Python thread starts new ones, so use it here.
         executor = ThreadPoolExecutor(1, initializer=torch.set_num_threads, initargs=(threads,))
         future = executor.submit(function)
         error = future.exception()
@@ -178,7 +178,7 @@ class LearningRateRamp:
                 group["lr"] = self.rates[-1]
 
     def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, *batch: Any) -> None:
-        """Record the loss. Stop if it is not finite or far above the lowest loss."""
+        """Record the loss. Stop if the loss is not finite or far above the lowest loss."""
         self.losses.append(float(outputs["loss"] if isinstance(outputs, dict) else outputs))
         lowest = min(self.losses)
         limit = lowest + 4 * max(abs(lowest), self.losses[0] - lowest)

@@ -281,7 +281,7 @@ def evaluation_mode(run: RunState, name: str) -> Iterator[None]:
 
 
 def switch_mode(run: RunState, hook: str, default: Callable[[], Any]) -> None:
-    """Call a hook of the callbacks, then of the module. A module without it calls ``default``."""
+    """Call a hook of callbacks and module. For a module without the hook, call ``default``."""
     run.hooks.call_callbacks(hook)
     (run.hooks.module_method(hook) or default)()
 

@@ -63,7 +63,7 @@ def run_stage(run: RunState, function: Callable[[RunState], Any]) -> Any:
                 # As in Trainer, all processes start with the same random numbers.
                 reset_seed()
             if not fabric.is_global_zero:
-                # Only after join_processes, a script that Fabric has started has its rank.
+                # A script that Fabric starts has a rank only after join_processes, so read it here.
                 run.console.is_enabled = run.warn_once.is_enabled = False
             if run.is_distributed:
                 check_same_checkpoint(run)
@@ -77,7 +77,7 @@ def run_stage(run: RunState, function: Callable[[RunState], Any]) -> Any:
     except BaseException as error:
         handle_exception(run, error)
         if run.stop.signal is None:
-            # End the scripts that this process has started, because they would wait for it.
+            # End the scripts that this process has started, which would wait for this process.
             for process in getattr(fabric.strategy.launcher, "procs", ()):
                 process.kill()
         raise
@@ -87,7 +87,7 @@ def run_stage(run: RunState, function: Callable[[RunState], Any]) -> Any:
 
 
 def set_up(run: RunState, stack: ExitStack) -> None:
-    """Prepare a stage, in Trainer's order. All changes are undone when the stack closes."""
+    """Prepare a stage, in Trainer's order. The stack undoes all changes of this set-up."""
     is_training = run.stage == "fit"
     set_torch_flags(run.config)
     attach_run(run, stack)
@@ -226,7 +226,7 @@ def attach_run(run: RunState, stack: ExitStack) -> None:
 def attach_log(part: Any, run: RunState, stack: ExitStack) -> None:
     """Replace Lightning's ``log`` and ``log_dict`` with methods that are many times faster.
 
-    A class that overrides ``log`` keeps its method, and super().log() in it also logs the values.
+    A class that overrides ``log`` keeps this method, in which super().log() also logs the values.
     """
     attributes = getattr(part, "__dict__", {})
     own_log = getattr(type(part), "log", None)
@@ -257,12 +257,12 @@ def set_up_signals(run: RunState, stack: ExitStack) -> None:
     is_launched = run.is_distributed or "TORCHELASTIC_RUN_ID" in os.environ
     run.signals = SignalHandler(not run.fabric.is_global_zero, is_launched)
     if run.is_distributed:
-        # Handle signals already now: if a signal ended one process, all others would wait for it.
+        # Handle signals during the set-up: if one ended a single process, all others would wait.
         stack.enter_context(run.signals)
 
 
 def prepare_data(run: RunState) -> None:
-    """Call ``prepare_data`` on each machine's first process. All other processes wait."""
+    """Call ``prepare_data`` on each machine's first process, while all other processes wait."""
     for part in (run.datamodule, run.module):
         method = overridden(part, "prepare_data")
         if method is None:

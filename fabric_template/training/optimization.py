@@ -62,7 +62,7 @@ class Optimization:
         self.setup()
 
     def setup(self) -> None:
-        """Look up the methods that each batch calls. Call this again if optimizers change."""
+        """Look up the methods for each batch once, and again if optimizers or options change."""
         run, hooks = self.run, self.run.hooks
         step = self.run.module.training_step
         self.call_step = run.make_step("training_step", step)
@@ -195,7 +195,7 @@ class AutomaticOptimization(Optimization):
     def train_batch(self, batch: Any, batch_idx: int) -> Any:
         """Train on one batch. Returns the argument ``outputs`` of ``on_train_batch_end``."""
         run, progress = self.run, self.run.progress
-        # _forward_backward sets the outputs here, because as a closure it must return the loss.
+        # _forward_backward sets the outputs, because a closure has to return the loss.
         self._outputs: dict[str, Any] = {}
         if is_window_end(run):
             self._take_step(batch, batch_idx)
@@ -264,7 +264,7 @@ class AutomaticOptimization(Optimization):
             if run.accumulate_grad_batches > 1:
                 loss = loss / run.accumulate_grad_batches
             if run.hooks.is_used("on_train_batch_end"):
-                # As in Trainer, this loss is divided by the number of accumulated batches.
+                # As in Trainer, hooks get the loss divided by the number of accumulated batches.
                 extras = output if isinstance(output, Mapping) else {}
                 self._outputs = {**extras, "loss": loss.detach()}
         if self.skip_backward:
