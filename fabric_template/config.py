@@ -416,7 +416,7 @@ def document_fields() -> dict[str, str]:
     try:
         lines = ast.parse(Path(__file__).read_text(encoding="utf-8")).body
     except OSError:
-        # The package is installed without its source files.
+        # The package is installed without source files, so its docstrings cannot be read.
         return {}
     texts = {}
     for node in lines:

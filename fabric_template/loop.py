@@ -202,7 +202,7 @@ class FabricLoop(TrainerAPI):
         ckpt_path: Any = None,
         weights_only: bool | None = None,
     ) -> list[Any] | None:
-        """Run ``predict_step`` or ``forward`` over the loaders. Returns the outputs by batch."""
+        """Run ``predict_step`` or ``forward`` over the loaders. Returns the batches' outputs."""
         functions = {"predict_step": predict_step}
         run = RunState(self, "predict", model, {"predict": dataloaders}, datamodule, functions)
         read_start_checkpoint(run, {"load": load, "ckpt_path": ckpt_path}, weights_only)

@@ -77,7 +77,7 @@ class MiniLoop:
     log_every_n_steps: int = 50  # Write a row to steps.csv every N optimizer steps. 0: never.
     seed: int | None = None  # Seeds the random generators at creation and at the start of a run.
     default_root_dir: str | os.PathLike[str] = "."  # The folder of logs/ and checkpoints/.
-    accelerator: Any = "auto"  # Four arguments of lightning.Fabric: accelerator to precision.
+    accelerator: Any = "auto"  # The arguments accelerator to precision are for lightning.Fabric.
     strategy: Any = "auto"
     devices: Any = "auto"
     precision: Any = None
@@ -114,8 +114,8 @@ class MiniLoop:
         """Seed the random generators, and set the state of a run before its first step."""
         if self.seed is not None:
             Fabric.seed_everything(self.seed, workers=True, verbose=False)
-        self.current_epoch = self.global_step = 0  # The finished epochs and optimizer steps.
-        self.batches_done = 0  # The finished batches of the current epoch.
+        self.current_epoch = self.global_step = 0  # Numbers of finished epochs and steps.
+        self.batches_done = 0  # The number of finished batches in this epoch.
         self.should_stop = False  # Stop after the current step. Set this on all processes.
         self.history: list[dict[str, Any]] = []  # The rows of metrics.csv.
         self.best_score: float | None = None
@@ -191,7 +191,7 @@ class MiniLoop:
                     break
         is_complete = self.batches_done == self._train_length or not self._is_done()
         if self._batches_in_window > 0:
-            # A loader without a length ended in an accumulation window. Step with its gradients.
+            # The loader has no length and ended in an accumulation window, so step only now.
             self._step_optimizer()
             self._validate_if_due(epoch)
         if self.validate_every_n_steps is None:
@@ -239,14 +239,14 @@ class MiniLoop:
         self._precision.backward(self._loss if count == 1 else self._loss / count, None)
 
     def _is_window_end(self, batch: Any) -> bool:
-        """Return whether the optimizer steps after this batch, which holds on all processes."""
+        """Return whether all processes step the optimizer after this batch."""
         if self.accumulate_grad_batches == 1:
             return True
         is_last = self.batches_done + 1 == self._train_length
         is_end = is_last or self._batches_in_window + 1 == self.accumulate_grad_batches
         if self.fabric.world_size == 1:
             return is_end
-        # If you write a rule that depends on the batch, all processes still step together.
+        # Even if you write a rule that depends on the batch, all processes must step together.
         return bool(self.fabric.all_reduce(int(is_end), reduce_op="max"))
 
     def _step_optimizer(self) -> None:
@@ -622,7 +622,7 @@ class MiniLoop:
 
     @contextmanager
     def _prepared_model(self, path: Path | None) -> Iterator[dict[str, Any]]:
-        """Set the model's weights, device, precision and trainer. Finally, move the model back."""
+        """Set the model's weights, device, precision and trainer. Restore the device at the end."""
         checkpoint = {} if path is None else read_checkpoint(path)
         device = next((p.device for p in self.network.parameters()), self.fabric.device)
         self._precision.convert_module(self.network)

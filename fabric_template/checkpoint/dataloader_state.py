@@ -34,7 +34,7 @@ from ..data.tensor_loader import TensorLoader
 
 
 def capture_rng_state() -> dict[str, Any]:
-    """Return the states of this process's random generators. Two returned dicts compare with ==."""
+    """Return the states of this process's random generators, which can be compared with ==."""
     numpy_state: Any = np.random.get_state()
     name, keys, *position = numpy_state
     state: dict[str, Any] = {
@@ -75,7 +75,7 @@ class ResumableLoader:
     """Iterates over a loader, and can resume in the middle of a pass.
 
     The order of the samples depends on the state of the random generators when the pass starts.
-    To resume a pass, the loader creates its iterator in this saved state.
+    A resumed pass therefore creates its iterator in the saved state of the random generators.
 
     Attributes:
         passes: Number of passes in this epoch. CombinedLoader repeats a short loader.
@@ -369,7 +369,7 @@ class WorkerRecorder:
     """Replaces collate_fn and worker_init_fn, to send a worker's random state with each batch.
 
     A worker prefetches batches, so its current state does not belong to the batch in training.
-    Sending takes about 80 microseconds per batch, and 10 kB if samples draw random numbers.
+    Sending the state takes 80 microseconds per batch, and 10 kB if samples draw random numbers.
 
     Args:
         states: The random state in which each worker starts. None: its state after seeding.

@@ -98,7 +98,7 @@ def save_shards(run: RunState, checkpoint: dict[str, Any], path: Path) -> dict[s
 
 
 def map_items(function: Callable[[str, Any], Any], value: Any, name: str) -> Any:
-    """Return nested dicts and lists with ``function(name, item)`` instead of each item.
+    """Replace each item in nested dicts and lists with ``function(name, item)``.
 
     Args:
         name: The name of ``value``. The name of an item appends the keys: "state_dict/weight".

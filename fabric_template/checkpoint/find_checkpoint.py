@@ -205,7 +205,7 @@ def version_folder(version: int | str) -> str:
 
 
 def run_folder(run: RunState, kind: str = "checkpoints") -> Path:
-    """Return the folder of a run's versions, for its "checkpoints" or its "logs"."""
+    """Return the folder with all versions of a run, under "checkpoints" or "logs"."""
     return Path(run.loop.default_root_dir, kind, run.config.name)
 
 
@@ -233,7 +233,7 @@ def sort_by_age(files: list[Path]) -> list[Path]:
 
 
 def report_missing(run: RunState, argument: str, keyword: str, files: list[Path]) -> None:
-    """Raise an error if a keyword has no checkpoint. Like Trainer, warn for ckpt_path="last"."""
+    """Raise an error for a keyword without a checkpoint, or warn if Trainer warns."""
     if files and keyword == "last":
         raise DamagedCheckpointError(
             f"{argument}: got {keyword!r}, but every checkpoint in {files[0].parent} is damaged. Give"

@@ -150,7 +150,7 @@ class CheckpointManager:
         return self._path(re.sub(r"[^\w.=+-]", "_", name) + ".ckpt")
 
     def _epoch(self, run: RunState) -> int:
-        """Return the epoch for a file's name, which Trainer does not increase before a save."""
+        """Return the number of the epoch for the names of checkpoints."""
         progress = run.progress
         return max(0, progress.epochs_done - (not progress.is_in_epoch))
 

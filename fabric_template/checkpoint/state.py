@@ -110,7 +110,7 @@ def own_state(run: RunState) -> dict[str, Any]:
         "accumulate_grad_batches": run.accumulate_grad_batches if is_changed else None,
         "requires_grad": dict(sorted(changed_flags)),
         "settings": run_settings(run),
-        # A resumed run may be the first one to make a validation loader.
+        # Save the seed even if no loader has used it, because a resumed run may use it.
         "sampler_seed": common_seed(run),
         "ranks": gather_objects(run, of_process),
     }
@@ -248,7 +248,7 @@ def load_weights(run: RunState, checkpoint: dict[str, Any]) -> None:
     try:
         target.load_state_dict(weights, strict=is_strict)
     except RuntimeError as error:
-        # The error of load_state_dict has a line for each parameter that differs.
+        # Shorten the error of load_state_dict, which has a line for each different parameter.
         differences = shorten(" ".join(str(error).split()), 400, placeholder=" ...")
         raise OtherModelError(
             f"{differences} '{run.checkpoint_path}' is a checkpoint of another model. Create the"
@@ -261,7 +261,7 @@ def find_weights(checkpoint: dict[str, Any]) -> dict[str, Any] | None:
     weights = checkpoint.get("state_dict", checkpoint.get("model", checkpoint))
     if not all(torch.is_tensor(value) for value in weights.values()):
         return None
-    # DistributedDataParallel and torch.compile add a prefix to each key.
+    # Remove the prefix that DistributedDataParallel or torch.compile adds to each key.
     for prefix in ("module.", "_orig_mod."):
         if weights and all(key.startswith(prefix) for key in weights):
             weights = {key.removeprefix(prefix): value for key, value in weights.items()}
@@ -272,7 +272,7 @@ def restore_callbacks(run: RunState, checkpoint: dict[str, Any]) -> None:
     """Restore the states of the callbacks."""
     states = checkpoint["callbacks"]
     keys = {key_of(callback) for callback in run.hooks.callbacks}
-    # max_time= adds a Timer, and FabricLoop's checkpoints take the place of ModelCheckpoint's.
+    # Accept a missing Timer, which max_time= adds, and ModelCheckpoint, if FabricLoop saves.
     may_miss = ("Timer",) if run.hooks.callbacks_of("Checkpoint") else ("Timer", "ModelCheckpoint")
     missing = [key for key in states if key not in keys and not key.startswith(may_miss)]
     if missing and run.resumes:

@@ -284,7 +284,7 @@ class TrainLoaders(StageLoaders):
         self.num_batches = self.count_batches()
         self.extra_batches = 0
         self._num_given = 0
-        # The next batch of a loader without a length, to know whether a batch is the last one.
+        # The batch read ahead from a loader without a length, to find out which batch is last.
         self._following: Any = _END
         for loader in self.resumable:
             loader.is_read_ahead = self.num_batches == math.inf
@@ -338,7 +338,7 @@ class TrainLoaders(StageLoaders):
             dropped = self._num_given - progress["batches_done"] - self.extra_batches
             if self._following is not _END:
                 dropped += 1
-        # The iterator of the first epoch starts before that epoch.
+        # Continue an iterator that has started before its epoch and has read no batch.
         is_in_pass = progress["is_in_epoch"] or not self.is_used
         positions = [loader.state_dict(is_in_pass, dropped) for loader in self.resumable]
         return {

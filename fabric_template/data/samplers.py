@@ -51,7 +51,7 @@ def prepare_loader(run: RunState, loader: Any, stage: str) -> Any:
     if batch_sampler is loader.batch_sampler and sampler is loader.sampler:
         return loader
     clone = copy.copy(loader)
-    # DataLoader.__setattr__ does not allow changes of the samplers.
+    # Bypass DataLoader.__setattr__, which does not allow changes of the samplers.
     vars(clone).update(sampler=sampler, batch_sampler=batch_sampler, _iterator=None)
     return clone
 
@@ -99,7 +99,7 @@ def choose_sampler(run: RunState, loader: DataLoader, stage: str) -> Any:
 
 
 def remake_batch_sampler(batch_sampler: Any, sampler: Any) -> Any:
-    """Return a batch sampler of the same class with the given sampler, or None without batches."""
+    """Return a batch sampler of the same class for another sampler, or None if there is none."""
     if batch_sampler is None:
         return None
     kind = type(batch_sampler)

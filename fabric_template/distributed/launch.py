@@ -254,7 +254,7 @@ def _apply_outcome(run: RunState, outcome: dict[str, Any]) -> None:
     run.history.rows = outcome["rows"]
     with_state = filter(has_state, run.hooks.callbacks)
     for callback, state in zip(with_state, outcome["callbacks"], strict=False):
-        # Lightning's SpikeDetection has no working load_state_dict.
+        # Ignore the error of Lightning's SpikeDetection, whose load_state_dict does not work.
         with suppress(AttributeError):
             callback.load_state_dict(state)
     run.checkpoints = outcome["checkpoints"]

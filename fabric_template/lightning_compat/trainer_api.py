@@ -196,7 +196,7 @@ class TrainerAPI:
 
     @property
     def optimizers(self) -> list[Any]:
-        """The optimizers of the last fit. In manual optimization, each call of step() is counted."""
+        """The optimizers of the last fit. Their step() counts as a step in manual optimization."""
         run = self.runs.get("fit")
         if run is None:
             return []
@@ -246,7 +246,7 @@ class TrainerAPI:
 
     @property
     def progress_bar_callback(self) -> Any:
-        """The progress bar callback. Before a run, add Lightning's bar if there is none."""
+        """The progress bar callback. Before a run, add Lightning's bar if no bar was given."""
         bars = find_callbacks(self.callbacks, "ProgressBar")
         if not bars and self.config.enable_progress_bar and self.status != TrainerStatus.RUNNING:
             bars = [TQDMProgressBar()]
@@ -331,7 +331,7 @@ class TrainerAPI:
                 " `Trainer.save_checkpoint()` before calling `Trainer.{fit,validate,test,predict}`?"
             )
         fit = self.runs.get("fit")
-        # After a test of the trained model, save the state of its training.
+        # If the last fit and the current test have the same model, save the state of the fit.
         run = fit if fit is not None and fit.model is self.run.model else self.run
         if run.exception is not None and run.fabric.world_size > 1:
             raise RuntimeError(
@@ -463,7 +463,7 @@ _OF_EVALUATION_LOOPS: dict[str, Callable[[Any], Any]] = {
             "total": dict.fromkeys(COUNTS, loop.progress.total_eval_batches),
         }
     ),
-    # If a monitor is missing, ModelCheckpoint checks whether there was a validation.
+    # ModelCheckpoint reads this if a monitor is missing, to know whether a validation ran.
     "_has_run": lambda loop: loop.progress.eval_batches_done > 0,
     # Modules choose their monitor depending on whether there is a validation loader.
     "_data_source": lambda loop: SimpleNamespace(

@@ -72,7 +72,7 @@ class Console:
             self._guard(self._screen.add_row, row)
 
     def update(self, run: RunState) -> None:
-        """Draw the bar if it is due. The loop calls this after every batch."""
+        """Draw the bar if the last draw is long enough ago. The loop calls this in every batch."""
         if time.monotonic() >= self._due:
             self._guard(self._draw, run)
 
@@ -337,7 +337,7 @@ def summarize_run(run: RunState, checkpoints: Sequence[Path]) -> dict[str, list[
 
 
 def format_summary(lines: Mapping[str, Sequence[str]]) -> str:
-    """Format each line of the summary after its heading."""
+    """Format the lines of the summary, each with its heading."""
     return "\n".join(f"{heading:<12}{text}" for heading, texts in lines.items() for text in texts)
 
 

@@ -84,7 +84,7 @@ class History:
         return self.is_step_based and self.run.progress.global_step > last_step
 
     def add_train_output(self, output: Any, loss: Tensor) -> None:
-        """Add the output of training_step, but only the loss of a LightningModule, which logs."""
+        """Add the output of training_step, or only the loss if the module logs values itself."""
         results = self.run.results
         if not results.is_enabled:
             return
@@ -159,7 +159,7 @@ class History:
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         self.rows = [dict(row) for row in state["rows"]]
         if not self.counts_steps:
-            # Remove a column that only the saved run has, if it was limited by max_steps.
+            # Remove the column samples_per_second if only the saved run counted steps.
             for row in self.rows:
                 row.pop("samples_per_second", None)
         self.step_values = dict(state["step_values"])
@@ -169,7 +169,7 @@ class History:
         self._seconds_before_resume = state["seconds"]
         self._eval_seconds = state["eval_seconds"]
         self.start_clock()
-        # The saved run may have had fewer CSV loggers.
+        # Rewind every CSV logger, even if the saved run had fewer of them.
         for logger, position in zip_longest(self.csv_loggers, state["files"]):
             if logger is not None:
                 logger.rewind(position or {}, self.rows)

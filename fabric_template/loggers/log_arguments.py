@@ -1,4 +1,4 @@
-"""Check the arguments of ``self.log``, and find their defaults for the hook that calls it."""
+"""Check the arguments of ``self.log``, and find their defaults for each hook."""
 
 from __future__ import annotations
 
@@ -99,7 +99,7 @@ def hook_error(hook: str | None) -> ConfigurationError:
 
 
 def value_error(name: str, value: Any) -> ConfigurationError:
-    """Return the error for a value that is no number, no tensor and no torchmetrics object."""
+    """Return the error for a value that is not a number, a tensor or a torchmetrics object."""
     what = f"`{type(value).__name__}` values"
     if isinstance(value, Mapping) and any(isinstance(part, Mapping) for part in value.values()):
         what = "nested dictionaries"

@@ -33,7 +33,7 @@ from .log_arguments import (
 if TYPE_CHECKING:
     from ..training.run_state import RunState
 
-# In keys, this takes the place of the hook for values that a step returned, without self.log.
+# The name in place of a hook, for values that a step returned instead of calling self.log.
 RETURNED = "returned"
 # A product with a power of two is exact, so one fused operation rounds like two.
 _POWERS_OF_TWO = frozenset(2**power for power in range(24))
@@ -118,7 +118,7 @@ class Accumulator:
             self.total = self._operation(self.total, value)
 
     def compute(self) -> Tensor | None:
-        """Return the result, or None without a value. Every process calls this."""
+        """Return the result, or None without a value. All processes must call this method."""
         if self._result is None and self.total is not None:
             self._result = self._sync(self.total.clone())
             if self.is_mean:
@@ -156,7 +156,7 @@ class LoggedMetric:
         self.epoch = self.row = Accumulator(arguments.reduction, self.sync)
 
     def reset(self) -> None:
-        """Start the next epoch."""
+        """Reset the sums for the next epoch."""
         if self.torchmetric is not None:
             self.torchmetric.reset()
         self.has_value = False
@@ -197,7 +197,7 @@ class LoggedMetric:
         return self._detached(self.step_value if of_step else self._reduce(self.epoch))
 
     def row_value(self) -> Tensor | None:
-        """Return the value since the newest row. A torchmetrics object has the epoch's value."""
+        """Return the value since the newest row, or for a torchmetrics object that of the epoch."""
         return self._detached(self._reduce(self.row))
 
     def _reduce(self, accumulator: Accumulator) -> Any:
@@ -302,7 +302,7 @@ class CurrentValues(NamedTuple):
 
 
 class ResultCollection:
-    """Implement ``self.log`` for a run, and Trainer's three dicts of the logged values.
+    """Implement ``self.log``, and Trainer's dicts of logged values, such as callback_metrics.
 
     Attributes:
         active: The LoopResults that receive logged values; None outside of the loops.
@@ -702,7 +702,7 @@ def copy_plain(values: Mapping[str, Any]) -> Any:
 
 
 def _is_plain(value: Any) -> bool:
-    """Return whether torch.load(weights_only=True) can load a value. Subclasses do not count."""
+    """Return whether torch.load(weights_only=True) can load a value, which excludes subclasses."""
     if type(value) is dict:
         return all(_is_plain(part) for part in [*value.keys(), *value.values()])
     if type(value) in (list, tuple):

@@ -106,7 +106,7 @@ def merge_hyperparameters(model: Any, datamodule: Any) -> dict[str, Any]:
     """Return the hyperparameters that a module and a datamodule saved.
 
     Raises:
-        RuntimeError: They have different values for one name.
+        RuntimeError: The module and the datamodule have different values for one name.
     """
     merged: dict[str, Any] = {}
     for part in (model, datamodule):

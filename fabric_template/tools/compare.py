@@ -162,11 +162,11 @@ def check_batch(first: Record, second: Record) -> Finding | None:
         reason = "the step accumulates gradients of a different number of batches"
         return "backward passes", *counts, reason, f"accumulate_grad_batches={counts[0]}"
     for a, b in zip(first["batch sizes"], second["batch sizes"], strict=True):
-        # Ignore a size of 0, with which no module with parameters received the batch.
+        # Ignore a size of 0: then no module with parameters has received the batch.
         if a != b and min(a, b) > 0:
             reason = "the loaders have different batch sizes, or one drops the last batch"
             return "batch size", a, b, reason, "the same batch_size= and drop_last= in both"
-    # If only one model receives the targets, too, only that training has additional samples.
+    # Ignore additional samples of one training, whose model may also receive the targets.
     only_first = set(first["samples"]) - set(second["samples"])
     only_second = set(second["samples"]) - set(first["samples"])
     if only_first and only_second:

@@ -72,7 +72,7 @@ def profile(
     steps: int = 50,
     **arguments: Any,
 ) -> Profile:
-    """Train a copy of the model for a few steps, time each part of a step, and try settings.
+    """Train a copy of the model for a few steps, time each part, and try faster settings.
 
     Weights, optimizers, callbacks, random generators and loaders stay unchanged, and no files
     remain. Validation, callbacks and loggers except the CSV logger do not run.

@@ -100,7 +100,7 @@ def start_epoch(run: RunState) -> None:
 
 
 def resume_epoch(run: RunState) -> None:
-    """Restart the loader at its saved position, and finish a batch that was not finished."""
+    """Restart the loader at its saved position, and finish an interrupted batch."""
     run.data.resume_train_batches()
     if run.progress.phase in ("batch_end", "validation", "validation_end"):
         end_batch(run)

@@ -103,7 +103,7 @@ class Hooks:
         self.current = previous
 
     def call_train_epoch_end(self) -> None:
-        """Call ``on_train_epoch_end``, after the module's for callbacks that monitor a metric."""
+        """Call ``on_train_epoch_end``, last of all for callbacks that monitor a metric."""
         name, callbacks = "on_train_epoch_end", list(self.callbacks)
         monitors = [c for c in callbacks if is_instance_of(c, "EarlyStopping", "Checkpoint")]
         self.call_callbacks(name, callbacks=[c for c in callbacks if c not in monitors])

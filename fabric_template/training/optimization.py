@@ -58,7 +58,7 @@ class Optimization:
         self.run = run
         # StochasticWeightAveraging sets this to update BatchNorm statistics by forward passes only.
         self.skip_backward = False
-        self.kept_loss: Tensor | None = None  # The reason is in _step_without_closure.
+        self.kept_loss: Tensor | None = None  # Kept for speed by _step_without_closure.
         self.setup()
 
     def setup(self) -> None:
@@ -199,7 +199,7 @@ class AutomaticOptimization(Optimization):
         self._outputs: dict[str, Any] = {}
         if is_window_end(run):
             self._take_step(batch, batch_idx)
-            # As in Trainer, this also counts steps that a gradient scaler has skipped.
+            # As in Trainer, also count steps that a gradient scaler has skipped.
             progress.global_step += 1
             progress.optimizer_steps_in_epoch += 1
         else:
@@ -284,7 +284,7 @@ class AutomaticOptimization(Optimization):
 
     def waiting_gradients(self) -> dict[str, Tensor]:
         """Return the gradients of an unfinished accumulation window."""
-        # A checkpoint saved during a batch needs none: a resume repeats the batches of this step.
+        # A checkpoint in a batch needs no gradients: a resume repeats the batches of this step.
         keeps_gradients = not is_window_end(self.run) and self.run.progress.phase != "batch"
         return super().waiting_gradients() if keeps_gradients else {}
 

@@ -167,7 +167,7 @@ class ValidationSchedule:
         self.run = run
         self.every_n_batches: int | float = math.inf
         self._is_enabled = False
-        # A step with dataloader_iter may fetch several batches.
+        # Steps with dataloader_iter may fetch several batches, and skip a multiple of the interval.
         self._fetches_itself = takes_iterator(run.module.training_step)
         self._seconds: float | None = None
         interval = run.config.val_check_interval
