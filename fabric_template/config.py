@@ -65,7 +65,7 @@ class LoopConfig:
 
     # Validation and logging
     val_check_interval: int | float | Duration | None = None
-    """Validate every N batches (int), each fraction of an epoch (float), or after each duration."""
+    """Validate every N batches (int), after each fraction of an epoch (float) or each duration."""
     check_val_every_n_epoch: int | None = 1
     """Validate every N epochs. None: val_check_interval counts batches across epochs."""
     validate_every_n_steps: int | None = None
@@ -90,7 +90,7 @@ class LoopConfig:
     deterministic: bool | str | None = None
     """Use deterministic algorithms of PyTorch. "warn": warn if an operation has none."""
     benchmark: bool | None = None
-    """The value of torch.backends.cudnn.benchmark. None: unchanged, or False with deterministic."""
+    """Set torch.backends.cudnn.benchmark. None: False with deterministic=True, else unchanged."""
     inference_mode: bool = True
     """Evaluate under torch.inference_mode. False: under torch.no_grad."""
     reload_dataloaders_every_n_epochs: int = 0

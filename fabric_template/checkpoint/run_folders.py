@@ -123,7 +123,7 @@ def open_lock(folder: Path, stack: ExitStack) -> IO[str] | None:
                 f"{folder}: another run (process {numbers[-1] if numbers else '?'}) writes there, expected"
                 " a free folder. Give this run another name or version, or stop the other one."
             ) from None
-        # Lightning's ModelCheckpoint saves into the folder checkpoints in the log folder.
+        # Also clean the folder "checkpoints" in the logs, where Lightning's ModelCheckpoint saves.
         for path in [*folder.glob(".*.tmp"), *folder.glob("checkpoints/.*.tmp")]:
             path.unlink(missing_ok=True)
     return file

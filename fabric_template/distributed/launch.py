@@ -186,7 +186,7 @@ def arguments_of(run: RunState) -> dict[str, Any]:
     for stage, loaders in run.data.given.items():
         given[f"{stage}_dataloaders" if run.stage == "fit" else "dataloaders"] = loaders
     given["optimizer"] = run.given_optimizer
-    # Pass only the arguments that were given, because a subclass may take fewer.
+    # Pass only the arguments that were given, because a subclass may define fewer arguments.
     given = {name: value for name, value in given.items() if value is not None}
     if run.stage in ("validate", "test"):
         given["verbose"] = False

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 
 def parse_callbacks(given: Any, config: LoopConfig) -> list[Any]:
-    """Return the callbacks in the order of their calls.
+    """Return the callbacks in the order in which they are called.
 
     Args:
         given: Lightning's callbacks, or objects with methods such as on_fit_start.
@@ -106,7 +106,7 @@ def check_callbacks(callbacks: list[Any]) -> None:
 
 
 def sort_callbacks(callbacks: list[Any]) -> list[Any]:
-    """Return the callbacks in the order of their calls. Checkpoint callbacks come last."""
+    """Return the callbacks in the order in which they are called, checkpoint callbacks last."""
     return sorted(callbacks, key=lambda callback: is_instance_of(callback, "Checkpoint"))
 
 

@@ -36,7 +36,7 @@ def _do_nothing() -> None:
 
 
 def set_current_hook(module: Any, hook: str | None) -> None:
-    """Set the name of the current hook, which LightningModule.log reads from this attribute."""
+    """Set the name of the current hook, which LightningModule.log reads."""
     module._current_fx_name = hook
 
 

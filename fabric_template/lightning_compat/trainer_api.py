@@ -226,7 +226,7 @@ class TrainerAPI:
 
     @property
     def callbacks(self) -> list[Any]:
-        """The callbacks in the order of their calls. A change takes effect at the next hook."""
+        """The callbacks in the order in which they are called. A change applies to the next hook."""
         return self.run.hooks.callbacks if self.run else self._callbacks
 
     @callbacks.setter
@@ -417,7 +417,7 @@ class TrainerAPI:
             return _ATTRIBUTES[name](self)
         if name in _OF_FABRIC:
             return getattr(self.fabric, name)
-        # The names are training, validating, sanity_checking, testing and predicting.
+        # Return loop.training, validating, sanity_checking, testing or predicting as a bool.
         if name.upper() in RunningStage.__members__:
             return self.state.stage == RunningStage[name.upper()]
         if "config" in vars(self) and name in vars(self.config):

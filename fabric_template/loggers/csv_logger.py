@@ -273,7 +273,7 @@ def file_size(path: Path) -> int:
 
 
 def to_cell(name: str, value: Any) -> Any:
-    """Convert a scalar tensor or array to a number. Return other values unchanged."""
+    """Convert a scalar tensor or array to a number, and return any other value unchanged."""
     if not hasattr(value, "item"):
         return value
     try:

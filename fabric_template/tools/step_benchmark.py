@@ -77,7 +77,7 @@ class StepTimer:
                     yield batch
                     self.switch("data")
         finally:
-            # Otherwise the workers run until the iterator is garbage collected.
+            # Shut down the workers, which otherwise run until the iterator is deleted.
             if hasattr(iterator, "_shutdown_workers"):
                 iterator._shutdown_workers()
 

@@ -119,7 +119,7 @@ def train_batches(run: RunState) -> None:
                 "train_dataloader yielded None. If this was on purpose, ignore this warning..."
             )
         elif hooks.call("on_train_batch_start", batch, batch_idx) == -1:
-            # As in Trainer, -1 ends the epoch without on_train_batch_end and without a validation.
+            # Like Trainer, call neither on_train_batch_end nor a validation if the hook returns -1.
             progress.is_last_batch, progress.phase = True, None
             step_schedulers_after_batch(run)
             break

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 @dataclass
 class Progress:
-    """Counters of a run. Only the training and evaluation loops change the counters."""
+    """Counts batches, steps and epochs. Only the training and evaluation loops change them."""
 
     stage: str | None = None
     """"train", "validate", "sanity_check", "test" or "predict"; None between stages."""
