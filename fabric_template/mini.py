@@ -108,6 +108,8 @@ class MiniLoop:
         if not isinstance(self.fabric.strategy, SingleDeviceStrategy | DDPStrategy):
             raise ValueError("strategy: expected one device or DDP. Use FabricLoop for others.")
         self._precision = self.fabric.strategy.precision
+        is_on_cpu = self.fabric.device.type == "cpu"
+        self._is_on_cpu_in_32_bits = is_on_cpu and self._precision.precision == "32-true"
         self._reset()
 
     def _reset(self) -> None:
@@ -208,7 +210,8 @@ class MiniLoop:
 
     def _train_batch(self, batch: Any) -> None:
         """Compute the gradients of a batch, and step the optimizer after an accumulation window."""
-        batch_idx = self.batches_done
+        batch_idx, every = self.batches_done, self.log_every_n_steps
+        self._is_row_due = every > 0 and (self.global_step + 1) % every == 0
         self._batch_size, self._step_values, self._logged_means = find_batch_size(batch), {}, set()
         self._call("on_train_batch_start", batch, batch_idx)
         is_window_end = self._is_window_end(batch)
@@ -223,8 +226,7 @@ class MiniLoop:
         if is_window_end:
             self._step_optimizer()
         self._call("on_train_batch_end", {"loss": self._loss.detach()}, batch, batch_idx)
-        every = self.log_every_n_steps
-        if is_window_end and every > 0 and self.global_step % every == 0:
+        if is_window_end and self._is_row_due:
             self._log_step(self._step_values)
         self._batch_size, self._step_values = 1, None
 
@@ -291,9 +293,9 @@ class MiniLoop:
 
     def _move(self, batch: Any) -> Any:
         """Move a batch to the device, and convert its dtype for a precision like "bf16-true"."""
-        if self.fabric.device.type != "cpu":
-            batch = self.fabric.to_device(batch)
-        return self._precision.convert_input(batch)
+        if self._is_on_cpu_in_32_bits:
+            return batch
+        return self._precision.convert_input(self.fabric.to_device(batch))
 
     def _run_step(self, name: str, batch: Any, batch_idx: int) -> Any:
         """Run a step in the precision of the loop, and through DDP if that is the strategy."""
@@ -357,11 +359,11 @@ class MiniLoop:
             return
         value = to_metric(value)
         if self._step_values is not None and on_step is not False:
-            self._step_values[name] = self.callback_metrics[name] = value.clone()
+            self.callback_metrics[name] = value
+            if self._is_row_due:
+                self._step_values[name] = value.clone()
         if on_epoch or (on_epoch is None and self._step_values is None):
-            if name not in self._metrics:
-                self._metrics[name] = Mean(self.fabric if sync_dist else None)
-            self._metrics[name].update(value, batch_size or self._batch_size)
+            self._add_to_mean(name, value, batch_size or self._batch_size, sync_dist)
             self._logged_means.add(name)
 
     def log_dict(self, metrics: Any, **options: Any) -> None:
@@ -376,7 +378,12 @@ class MiniLoop:
             name = key if key.startswith(prefix) else prefix + key
             is_scalar = isinstance(value, Tensor) and value.numel() == 1
             if name not in self._logged_means and (is_scalar or isinstance(value, int | float)):
-                self.log(name, value, on_step=False, on_epoch=True, sync_dist=True)
+                self._add_to_mean(name, to_metric(value), self._batch_size, is_synced=True)
+
+    def _add_to_mean(self, name: str, value: Tensor, weight: int, is_synced: bool) -> None:
+        if name not in self._metrics:
+            self._metrics[name] = Mean(self.fabric if is_synced else None)
+        self._metrics[name].update(value, weight)
 
     def _compute_metrics(self, is_row_end: bool = False) -> dict[str, Tensor]:
         """Return the metrics since the last row, and reset them at the end of a row."""
