@@ -605,7 +605,7 @@ class MiniLoop:
             self.schedulers.append(config)
 
     def _open_folders(self, resume_path: Path | None) -> None:
-        """Choose and create the folders of a run. A new run deletes old files in its folders."""
+        """Choose and create the folders of a run. A new run deletes the rows of an old one."""
         version = self.version
         if version is None and resume_path and resume_path.parents[1] == self._checkpoints:
             version = resume_path.parent.name
@@ -620,7 +620,6 @@ class MiniLoop:
             old_files = [self.log_dir / STATE_FILE]
             if resume_path is None:
                 old_files += [self.log_dir / name for name in ("metrics.csv", "steps.csv")]
-                old_files += [self.checkpoint_dir / name for name in ("last.ckpt", "best.ckpt")]
             for path in old_files:
                 path.unlink(missing_ok=True)
             config = {field.name: getattr(self, field.name) for field in fields(self)}

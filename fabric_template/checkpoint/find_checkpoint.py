@@ -178,6 +178,10 @@ def list_checkpoints(run: RunState, keyword: str) -> list[Path]:
     exceptions = [saver.ckpt_path for saver in run.hooks.callbacks_of("OnExceptionCheckpoint")]
     savers = run.hooks.callbacks_of("ModelCheckpoint")
     paths = exceptions + [path for saver in savers for path in last_checkpoints(saver, loop)]
+    if keyword == "auto":
+        default = [] if loop.loggers else [Path(loop.default_root_dir, "checkpoints")]
+        for folder in [saver.dirpath for saver in savers if saver.dirpath] or default:
+            paths += Path(folder).glob("*.ckpt")
     return [Path(path) for path in paths if path and os.path.exists(path)]
 
 

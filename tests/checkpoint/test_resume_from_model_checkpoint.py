@@ -7,6 +7,7 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.loggers import CSVLogger, TensorBoardLogger
 from runs import assert_same_end, fit, logs_of, tree, val_loader
 
+pytestmark = pytest.mark.filterwarnings("ignore:(Checkpoint directory|The dirpath has changed)")
 PLACES = {  # location of the files: (options of the callback, logger)
     "beside_our_logs": (lambda root: {}, lambda root: True),
     "no_logger": (lambda root: {}, lambda root: False),
@@ -16,7 +17,6 @@ PLACES = {  # location of the files: (options of the callback, logger)
 }
 
 
-@pytest.mark.filterwarnings("ignore:Checkpoint directory .* exists and is not empty", "ignore:The dirpath has changed")
 @pytest.mark.parametrize(
     ("place", "resume"),
     [*((place, "auto") for place in PLACES), ("beside_our_logs", "last"), ("beside_a_logger", "last")],
@@ -40,7 +40,6 @@ def test_resumes_exactly(tmp_path, place, resume):
     assert logs_of(tmp_path / "whole") == logs_of(tmp_path / "parts", version)
 
 
-@pytest.mark.filterwarnings("ignore:Checkpoint directory .* exists and is not empty")
 def test_of_the_newest_version_that_has_any(tmp_path):
     """If a version is given, only its files are found."""
     for epochs in (1, 2):
@@ -53,12 +52,17 @@ def test_of_the_newest_version_that_has_any(tmp_path):
     assert Path(loop.ckpt_path).parent == tmp_path / folder.format(0)
 
 
-@pytest.mark.filterwarnings("ignore:Checkpoint directory .* exists and is not empty")
-def test_auto_continues_a_run_that_was_killed_before_its_first_last_ckpt(tmp_path):
-    fit(tmp_path, max_epochs=1, callbacks=[ModelCheckpoint(save_last=True)])
-    folder = tmp_path / "logs/run/version_0/checkpoints"
-    (folder / "last.ckpt").rename(folder / ".last.ckpt.7.tmp")
-    loop, _, _ = fit(tmp_path, max_epochs=2, resume="auto", callbacks=[ModelCheckpoint(save_last=True)])
-    assert Path(loop.ckpt_path).parent == folder
-    assert Path(loop.ckpt_path).name.startswith("epoch=0-")
-    assert list(folder.glob(".*.tmp")) == []
+@pytest.mark.parametrize("place", ["beside_our_logs", "no_logger", "own_folder"])
+def test_auto_continues_a_run_that_was_killed_before_its_first_last_ckpt(tmp_path, place):
+    make_options, make_logger = PLACES[place]
+
+    def run(epochs, resume=None):
+        saving = ModelCheckpoint(save_last=True, **make_options(tmp_path))
+        return fit(tmp_path, max_epochs=epochs, logger=make_logger(tmp_path), callbacks=[saving], resume=resume)[0]
+
+    run(1)
+    last = next(tmp_path.rglob("last.ckpt"))
+    last.rename(last.with_name(".last.ckpt.7.tmp"))
+    used = Path(run(2, "auto").ckpt_path)
+    assert (used.parent, used.name[:8]) == (last.parent, "epoch=0-")
+    assert place != "beside_our_logs" or list(last.parent.glob(".*.tmp")) == []

@@ -263,11 +263,11 @@ def test_load_takes_the_weights_and_validate_measures_them():
     assert (again.current_epoch, len(again.history), again.log_dir.name) == (1, 1, "version_1")
 
 
-def test_a_new_run_deletes_the_files_of_its_version():
+def test_a_new_run_of_a_version_keeps_its_checkpoints():
     fit("MiniLoop", "run", 1)
     MiniLoop(name="run", version=0, max_epochs=0, accelerator="cpu").fit(Classifier(), make_loader(), load="last")
-    assert os.listdir("checkpoints/run/version_0") == []
-    assert sorted(os.listdir("logs/run/version_0")) == [".lock", "hparams.yaml"]
+    files = sorted(os.listdir("checkpoints/run/version_0") + os.listdir("logs/run/version_0"))
+    assert files == [".lock", "best.ckpt", "hparams.yaml", "last.ckpt"]
 
 
 class LogsInTurn(Classifier):
