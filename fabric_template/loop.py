@@ -316,7 +316,7 @@ class FabricLoop(TrainerAPI):
         """Join the process group. Write files atomically, unless the user gave a CheckpointIO."""
         join_processes(self.fabric)
         strategy = self.fabric.strategy
-        # Strategies that shard a model write folders without a CheckpointIO.
+        # Ignore strategies that shard a model, which write folders without a CheckpointIO.
         with suppress(NotImplementedError):
             if type(strategy.checkpoint_io) is TorchCheckpointIO:
                 strategy.checkpoint_io = self.checkpoint_io

@@ -664,7 +664,7 @@ class Mean:
         if value.dtype != self.total.dtype:
             value = value.to(self.total.dtype)
         if weight.bit_count() == 1:
-            # The product with a power of two is exact, so one fused operation rounds like two.
+            # A product with a power of two is exact, so a fused operation gives the same bits.
             self.total = torch.add(self.total, value, alpha=weight)
         else:
             self.total = self.total + value * weight

@@ -1,4 +1,4 @@
-"""Read batches from loaders and move them to the device. Apply limits and samplers per process."""
+"""Read a limited number of batches from loaders, and move each batch to the device."""
 
 from __future__ import annotations
 

@@ -60,7 +60,7 @@ def _is_trainers(part: Any) -> bool:
 
 
 def _convert_object(strategy: Any) -> Any:
-    """Return Fabric's strategy with all attributes of Trainer's strategy."""
+    """Create Fabric's strategy, and copy all attributes of Trainer's strategy."""
     name = type(strategy).__name__
     has_plugin = type(getattr(strategy, "precision_plugin", None)).__name__ != "Precision"
     if name not in _CONVERTED or has_plugin or has_communication_hook(strategy):

@@ -35,7 +35,7 @@ if TYPE_CHECKING:
 
 # The name in place of a hook, for values that a step returned instead of calling self.log.
 RETURNED = "returned"
-# A product with a power of two is exact, so one fused operation rounds like two.
+# A product with a power of two is exact, so a fused operation gives the same bits.
 _POWERS_OF_TWO = frozenset(2**power for power in range(24))
 # Types of values that torch.load(weights_only=True) reads.
 _PLAIN_TYPES = (type(None), bool, int, float, complex, str, torch.dtype)

@@ -21,7 +21,7 @@ COLUMNS = ["name", "version", "state", "epochs", "metric", "best", "best_epoch",
 COLUMNS += ["changed", "folder"]
 HEADER = ("run", "state", "epochs", "metric", "best", "epoch", "trained", "changed")
 NOT_METRICS = ("epoch", "step", "samples_per_second", "time", "name", "version")
-# These options differ in every run or do not influence the training.
+# Ignore options that differ in every run or do not influence the training.
 NOT_COMPARED = ("name", "version", "default_root_dir", "enable_progress_bar")
 LOW_IS_GOOD = re.compile(
     r"(?i)loss|error|perplexity|(^|[\W_])(nll|r?mse|mae|ppl|wer|cer|fid)([\W_]|$)"
