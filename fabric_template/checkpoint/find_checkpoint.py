@@ -195,7 +195,7 @@ def files_of_newest_version(folder: Path, version: int | str | None, pattern: st
 
 
 def versions_of(folder: Path) -> list[Path]:
-    """Return the version folders of a run: named versions by age, then numbered versions."""
+    """Return the version folders of a run: named versions from old to new, then numbers."""
 
     def number(path: Path) -> tuple[int, float]:
         digits = path.name.removeprefix("version_")

@@ -110,7 +110,8 @@ def open_lock(folder: Path, stack: ExitStack) -> IO[str] | None:
             stacklevel=2,
         )
         return None
-    # Without locks, as on Windows and some network drives, .lock only records how the run ends.
+    # Windows and some network drives cannot lock files. There, the .lock file only records how
+    # the run ends.
     with suppress(ImportError, OSError):
         import fcntl
 

@@ -40,7 +40,8 @@ class RingData(SplitData):
 def judge(points: Tensor) -> dict[str, float]:
     """Return the share of found centers and the share of points near a center.
 
-    A point is near a center within four standard deviations. A center is found if at least a fifth
+    A point counts as near if its distance to a center is at most four standard deviations. A
+    center counts as found if at least a fifth
     of the expected number of points is near the center.
     """
     distance, nearest = torch.cdist(points, CENTERS.to(points)).min(dim=1)

@@ -152,6 +152,6 @@ def error_of_signal(number: int) -> BaseException:
 
 
 def is_notebook() -> bool:
-    """Return whether Python continues after an interrupt, such as in a notebook."""
+    """Return whether the Python process keeps running after an interrupt, as in a notebook."""
     get_ipython = getattr(sys.modules.get("IPython"), "get_ipython", None)
     return hasattr(sys, "ps1") or (get_ipython is not None and get_ipython() is not None)

@@ -56,7 +56,7 @@ def combined_mode(combined: Any) -> str:
 
 
 def set_profiled_module(profiler: Any, module: Any) -> None:
-    """Set the module whose layers PyTorchProfiler labels."""
+    """Tell PyTorchProfiler which module's layers to label."""
     profiler._lightning_module = module
 
 

@@ -337,7 +337,7 @@ def summarize_run(run: RunState, checkpoints: Sequence[Path]) -> dict[str, list[
 
 
 def format_summary(lines: Mapping[str, Sequence[str]]) -> str:
-    """Format the lines of the summary, each with its heading."""
+    """Format the summary of a run, with a label before each line."""
     return "\n".join(f"{heading:<12}{text}" for heading, texts in lines.items() for text in texts)
 
 

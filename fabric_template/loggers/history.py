@@ -169,7 +169,7 @@ class History:
         self._seconds_before_resume = state["seconds"]
         self._eval_seconds = state["eval_seconds"]
         self.start_clock()
-        # Rewind every CSV logger, even if the saved run had fewer of them.
+        # Cut the files of every CSV logger back to the checkpoint. It may list fewer loggers.
         for logger, position in zip_longest(self.csv_loggers, state["files"]):
             if logger is not None:
                 logger.rewind(position or {}, self.rows)

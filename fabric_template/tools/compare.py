@@ -33,8 +33,8 @@ sys.path[0] = os.path.dirname(os.path.abspath(sys.argv[0]))
 with record_training(recording, int(steps), stop=True):
     runpy.run_path(sys.argv[0], run_name="__main__")
 """
-Record = dict[str, Any]  # Describes an optimizer step or a parameter.
-Finding = tuple[str, Any, Any, str, str]  # (quantity, first value, second value, reason, fix).
+Record = dict[str, Any]  # The recorded values of one optimizer step or one parameter.
+Finding = tuple[str, Any, Any, str, str]  # A difference: quantity, both values, reason, fix.
 
 
 @dataclass

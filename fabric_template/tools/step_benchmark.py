@@ -50,7 +50,10 @@ class StepTimer:
         self.since = self.begin = time.perf_counter()
 
     def get_median(self, *parts: str) -> float:
-        """Return the median over the means of groups of steps, because workers load in bursts."""
+        """Return the time of a step, as the median of the means of ten groups of steps.
+
+        A single step is not representative, because workers deliver several batches at once.
+        """
         times = [sum(step[part] for part in parts) for step in self.steps]
         size = max(1, len(times) // 10)
         return median(fmean(times[i : i + size]) for i in range(0, len(times), size))

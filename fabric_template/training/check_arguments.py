@@ -157,11 +157,13 @@ def check_loaders(run: RunState) -> None:
     call, stage = run.stage, LOADER_OF_STAGE[run.stage]
     argument = loader_argument(call, stage)
     if not run.data.has_loader(stage):
-        kind = type(run.model if run.datamodule is None else run.datamodule).__name__
+        place = f"define {stage}_dataloader in {type(run.model).__name__}"
+        if run.datamodule is not None:
+            place = f"pass a datamodule with {stage}_dataloader"
         raise MissingDataError(
             f"An invalid dataloader was passed to `Trainer.{call}({argument}=...)`. Found None."
             f" `{stage}_dataloader` must be implemented to be used with the Lightning Trainer."
-            f" Write {call}(model, loader), or define {stage}_dataloader in {kind}."
+            f" Write {call}(model, loader), or {place}."
         )
     for given_stage in run.data.given:
         run.data.request(given_stage)

@@ -7,8 +7,8 @@ from contextlib import nullcontext
 from functools import partial
 from typing import Any
 
-# Lightning's base classes define every hook with an empty body. A method from one of these modules
-# does not count as an override.
+# Lightning's base classes define every hook with an empty body. A method that is defined in one of
+# these files of Lightning does not count as an override.
 _EMPTY_HOOKS = tuple(
     f"{package}.{module}"
     for package in ("lightning.pytorch", "pytorch_lightning")
