@@ -65,7 +65,7 @@ class LoopConfig:
 
     # Validation and logging
     val_check_interval: int | float | Duration | None = None
-    """Validate every N batches (int), after each fraction of an epoch (float) or each duration."""
+    """Validate every N batches (int), every fraction of an epoch (float) or every time interval."""
     check_val_every_n_epoch: int | None = 1
     """Validate every N epochs. None: val_check_interval counts batches across epochs."""
     validate_every_n_steps: int | None = None
@@ -132,7 +132,7 @@ class LoopConfig:
     save_every_n_steps: int | None = None
     """Also rewrite last.ckpt every N optimizer steps."""
     seed: int | None = None
-    """Seed Python, NumPy and PyTorch when the loop is created and a run starts. None: no seed."""
+    """Seed Python, NumPy and PyTorch when the loop is created, and again when a run starts."""
     compile: bool | str | dict[str, Any] = False
     """Compile the steps: True, a mode such as "max-autotune", or a dict of torch.compile's
     arguments."""

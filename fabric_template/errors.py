@@ -17,7 +17,7 @@ _INSTEAD = {
     "lr": "Pass it to the optimizer: torch.optim.Adam(model.parameters(), lr=1e-3).",
     "batch_size": "Pass it to the loader: DataLoader(dataset, batch_size=32).",
     "optimizer": "Pass it to fit: fit(model, loader, optimizer=...).",
-    "resume_from_checkpoint": "Pass the path to fit: fit(model, loader, resume='last').",
+    "resume_from_checkpoint": "Use the argument resume of fit: fit(model, loader, resume='last').",
     "sync_batchnorm": "Call torch.nn.SyncBatchNorm.convert_sync_batchnorm(model) before fit.",
 }
 

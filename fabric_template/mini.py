@@ -77,7 +77,7 @@ class MiniLoop:
     log_every_n_steps: int = 50  # Write a row to steps.csv every N optimizer steps. 0: never.
     seed: int | None = None  # Seeds the random generators at creation and at the start of a run.
     default_root_dir: str | os.PathLike[str] = "."  # The folder of logs/ and checkpoints/.
-    accelerator: Any = "auto"  # The arguments accelerator to precision are for lightning.Fabric.
+    accelerator: Any = "auto"  # From here to precision: the arguments of lightning.Fabric.
     strategy: Any = "auto"
     devices: Any = "auto"
     precision: Any = None
@@ -299,6 +299,8 @@ class MiniLoop:
 
     def _run_step(self, name: str, batch: Any, batch_idx: int) -> Any:
         """Run a step in the precision of the loop, and through DDP if that is the strategy."""
+        if self._is_on_cpu_in_32_bits and self.fabric.world_size == 1:
+            return self._steps[name](batch, batch_idx)
         with self._precision.forward_context():
             return self._step_module(self._steps[name], batch, batch_idx)
 
@@ -664,7 +666,7 @@ class Mean:
         if value.dtype != self.total.dtype:
             value = value.to(self.total.dtype)
         if weight.bit_count() == 1:
-            # A product with a power of two is exact, so a fused operation gives the same bits.
+            # A product with a power of two is exact, so this rounds like total + value * weight.
             self.total = torch.add(self.total, value, alpha=weight)
         else:
             self.total = self.total + value * weight
@@ -704,7 +706,7 @@ def with_batch_idx(step: Callable[..., Any], name: str) -> Callable[..., Any]:
     parameters = inspect.signature(step).parameters
     positional = [p for p in parameters.values() if p.kind < p.KEYWORD_ONLY]
     required = [p.name for p in positional if p.default is p.empty]
-    # An argument with a default receives no index, unless its name is batch_idx.
+    # A second argument with a default receives the index only if it is named batch_idx.
     if len(required) == 2 or "batch_idx" in parameters:
         return step
     if len(required) == 1:

@@ -336,7 +336,7 @@ class ResumableLoader:
         """Restore the state at the end of a pass, so that the next iterator starts a new pass."""
         if "state" in state:
             self._stateful_part.load_state_dict(deepcopy(state["state"]))
-            # Drop the first iterator, which only ends the restored pass.
+            # The restored pass has no batches left. Create and drop an iterator to end it.
             iter(self.loader)
         self._restore(state)
 
@@ -414,7 +414,7 @@ def find_stateful_part(loader: Any) -> Any:
 
 
 def samplers_of(loader: Any) -> list[Any]:
-    """Return a loader's samplers, each of them once if two attributes hold the same sampler."""
+    """Return a loader's samplers without duplicates."""
     batch_sampler = getattr(loader, "batch_sampler", None)
     inner = getattr(batch_sampler, "sampler", None)
     found = (getattr(loader, "sampler", None), batch_sampler, inner)

@@ -142,7 +142,7 @@ class DataConnector:
             run.progress.eval_batches_by_loader = {}
         self.eval_loaders = EvalLoaders(run, self._prepare(stage, "sequential"), stage)
         if run.loop.sanity_checking and run.config.check_val_every_n_epoch not in (None, 1):
-            # If some epochs have no validation, create new loaders after the sanity check.
+            # Unless every epoch validates, Trainer loads these loaders again after the sanity check.
             self.eval_loaders.loaded_in_epoch = -math.inf
 
     def setup_val_loaders(self) -> None:

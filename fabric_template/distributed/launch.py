@@ -196,7 +196,7 @@ def arguments_of(run: RunState) -> dict[str, Any]:
 def _call_in_process(
     folder: str, loop: Any, stage: str, arguments: dict[str, Any], fabric: Fabric
 ) -> None:
-    """Run the call in a process that was started for it, and write the results to a file.
+    """Run fit, validate, test or predict in a launched process, and write the results to a file.
 
     The launcher's own queue is not used for the results. The queue blocks on objects that are
     larger than the pipe buffer, and transfers only the message of an exception.

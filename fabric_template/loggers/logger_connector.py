@@ -196,7 +196,7 @@ class LoggerAdapter(Logger):
 
     @property
     def save_dir(self) -> str | None:
-        # Also read root_dir, which is the name of this folder in Fabric's loggers.
+        # Loggers of Fabric have root_dir instead of save_dir.
         return getattr(self._logger, "save_dir", None) or getattr(self._logger, "root_dir", None)
 
     def log_metrics(self, metrics: dict[str, float], step: int | None = None) -> None:

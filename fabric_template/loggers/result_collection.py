@@ -585,7 +585,7 @@ class ResultCollection:
             full_name = arguments.full_name("_step" if of_step else "_epoch")
             if metric.is_returned:
                 values.returned[name] = values.row[name] = value
-                # Like Trainer, ignore values that the steps of a LightningModule return.
+                # Like Trainer, do not send what the steps of a LightningModule return to loggers.
                 if not self.run.is_lightning_module:
                     values.logged[name] = values.callback[name] = value
                 continue
@@ -702,7 +702,7 @@ def copy_plain(values: Mapping[str, Any]) -> Any:
 
 
 def _is_plain(value: Any) -> bool:
-    """Return whether torch.load(weights_only=True) can load a value, which excludes subclasses."""
+    """Return whether torch.load(weights_only=True) can load a value."""
     if type(value) is dict:
         return all(_is_plain(part) for part in [*value.keys(), *value.values()])
     if type(value) in (list, tuple):

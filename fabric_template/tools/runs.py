@@ -48,7 +48,7 @@ def list_runs(folder: str | os.PathLike[str] = "logs", metric: str | None = None
     """List all runs below a folder.
 
     The state is "running", "finished", "interrupted" (also when killed), "failed", or "unknown" for
-    a run of Lightning. `changed` lists the options that differ between runs of the same name.
+    a run of Trainer. `changed` lists the options that differ between runs of the same name.
 
     Args:
         folder: The folder of all logs, or a folder in it.

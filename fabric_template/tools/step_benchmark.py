@@ -50,10 +50,7 @@ class StepTimer:
         self.since = self.begin = time.perf_counter()
 
     def get_median(self, *parts: str) -> float:
-        """Return the time of a step, as the median of the means of ten groups of steps.
-
-        A single step is not representative, because workers deliver several batches at once.
-        """
+        """Return a step's time: the median over ten groups, because workers deliver in bursts."""
         times = [sum(step[part] for part in parts) for step in self.steps]
         size = max(1, len(times) // 10)
         return median(fmean(times[i : i + size]) for i in range(0, len(times), size))

@@ -284,7 +284,7 @@ class AutomaticOptimization(Optimization):
 
     def waiting_gradients(self) -> dict[str, Tensor]:
         """Return the gradients of an unfinished accumulation window."""
-        # A checkpoint in a batch needs no gradients: a resume repeats the batches of this step.
+        # If a hook saves during a batch, a resume repeats all batches of the unfinished step.
         keeps_gradients = not is_window_end(self.run) and self.run.progress.phase != "batch"
         return super().waiting_gradients() if keeps_gradients else {}
 

@@ -13,7 +13,7 @@ import pytest
 REPOSITORY = Path(__file__).resolve().parents[2]
 
 SIZE_LIMITS = {
-    "package lines": 14_344,
+    "package lines": 14_343,
     "package files": 64,
     "test lines": 17_367,
     "docs lines": 1_498,
