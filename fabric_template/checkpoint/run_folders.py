@@ -110,8 +110,7 @@ def open_lock(folder: Path, stack: ExitStack) -> IO[str] | None:
             stacklevel=2,
         )
         return None
-    # Windows and some network drives cannot lock files. There, the .lock file only records how
-    # the run ends.
+    # Windows and some network drives cannot lock files. There, .lock only records the run's end.
     with suppress(ImportError, OSError):
         import fcntl
 

@@ -40,9 +40,8 @@ class RingData(SplitData):
 def judge(points: Tensor) -> dict[str, float]:
     """Return the share of found centers and the share of points near a center.
 
-    A point counts as near if its distance to a center is at most four standard deviations. A
-    center counts as found if at least a fifth
-    of the expected number of points is near the center.
+    A point is near a center if their distance is below four standard deviations. A center is found
+    if at least a fifth of the expected number of points is near it.
     """
     distance, nearest = torch.cdist(points, CENTERS.to(points)).min(dim=1)
     is_good = distance < 4 * SPREAD

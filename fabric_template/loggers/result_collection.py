@@ -521,12 +521,15 @@ class ResultCollection:
 
     def end_evaluation(self) -> list[dict[str, Any]]:
         """Return the evaluation's values as one dict for each loader."""
-        at_end = self.update_metrics().logged
+        at_end = self.update_metrics()
+        # Loggers receive the values of the last loader first, as from Trainer.
+        for values in (*reversed(self._loader_values), at_end):
+            self.evaluated_metrics.update(values.logged)
         results = []
         for values in self._loader_values:
             # Like Trainer, return logged values. If nothing is logged, return step outputs.
-            first = values.logged or at_end or values.returned
-            results.append(to_numbers({**first, **at_end}))
+            first = values.logged or at_end.logged or values.returned
+            results.append(to_numbers({**first, **at_end.logged}))
         return results
 
     def reset(self) -> None:
@@ -565,7 +568,6 @@ class ResultCollection:
         self.returned.update(values.returned)
         if not self.active.is_training and not self.active.is_in_batches:
             self.row.update(values.row)
-            self.evaluated_metrics.update(values.logged)
             self.evaluated.update(values.row, values.logged)
         return values
 
