@@ -170,7 +170,7 @@ def test_a_datamodule_without_some_loaders():
 
     _, seen = assert_both_see(lambda loop, module: loop.fit(module, datamodule=Data()), Module)
     assert [place[0] for place in seen] == ["train", "train"]
-    with pytest.raises(TypeError, match="define test_dataloader in Data"):
+    with pytest.raises(TypeError, match="pass a datamodule with test_dataloader"):
         FabricLoop(**quiet()).test(Module(), datamodule=Data())
 
 
