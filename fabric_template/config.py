@@ -134,7 +134,7 @@ class LoopConfig:
     seed: int | None = None
     """Seed Python, NumPy and PyTorch when the loop is created, and again when a run starts."""
     compile: bool | str | dict[str, Any] = False
-    """Compile the steps: True, a mode such as "max-autotune", or a dict of torch.compile's
+    """Compile the steps with torch.compile, in a mode such as "max-autotune" or with a dict of its
     arguments."""
 
     def __post_init__(self) -> None:
@@ -341,15 +341,15 @@ class LoopArguments(LoopConfig):
     fabric: Any = field(default=None, kw_only=False)
     """A lightning.Fabric object, instead of the following arguments."""
     accelerator: Any = "auto"
-    """The type of device: "cpu", "gpu", "mps", "tpu" or "auto"."""
+    """Run on "cpu", "gpu", "mps", "tpu", or "auto", which takes a GPU if there is one."""
     strategy: Any = "auto"
-    """How devices share the training: "ddp", "auto", or a strategy object of lightning.fabric."""
+    """Share the training by "ddp", "auto", or a strategy object of lightning.fabric."""
     devices: Any = "auto"
     """The number of devices, a list of their indices, or "auto" for all devices."""
     num_nodes: int = 1
     """The number of machines."""
     precision: Any = None
-    """The precision: "32-true", "bf16-mixed", "16-mixed", "bf16-true" or another one of Fabric."""
+    """Compute in "32-true", "bf16-mixed", "16-mixed", "bf16-true" or another of Fabric's modes."""
     plugins: Any = None
     """Plugins of Fabric for precision, the cluster environment or checkpoints."""
     callbacks: Any = None

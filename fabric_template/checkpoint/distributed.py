@@ -177,7 +177,7 @@ def load_shards(run: RunState, checkpoint: dict[str, Any], key: str) -> None:
     """
     if key not in checkpoint:
         return
-    own = own_tensors(run, key)
+    own = collect_tensors(run, key)
     if (index := checkpoint.get(SHARDS_KEY)) is not None:
         reader = dcp.FileSystemReader(shard_folder(index, str(run.checkpoint_path)))
         saved: dict[str, Any] = reader.read_metadata().state_dict_metadata
@@ -187,7 +187,7 @@ def load_shards(run: RunState, checkpoint: dict[str, Any], key: str) -> None:
             if name not in saved:
                 return item
             size, dtype = saved[name].size, saved[name].properties.dtype
-            like = find_own(own, name, size)
+            like = find_sharded_tensor(own, name, size)
             if like is None:
                 tensors[name] = torch.empty(size, dtype=dtype)
             else:
@@ -201,7 +201,7 @@ def load_shards(run: RunState, checkpoint: dict[str, Any], key: str) -> None:
             dcp.load(tensors, storage_reader=reader)
 
     def shard(name: str, item: Any) -> Any:
-        like = find_own(own, name, item.shape) if type(item) is torch.Tensor else None
+        like = find_sharded_tensor(own, name, item.shape) if type(item) is torch.Tensor else None
         if like is None:
             return item
         return distribute_tensor(item.to(like.device), like.device_mesh, like.placements)
@@ -209,7 +209,7 @@ def load_shards(run: RunState, checkpoint: dict[str, Any], key: str) -> None:
     checkpoint[key] = map_items(shard, checkpoint[key], key)
 
 
-def own_tensors(run: RunState, key: str) -> dict[str, Any]:
+def collect_tensors(run: RunState, key: str) -> dict[str, Any]:
     """Return the tensors of the model or the optimizers, keyed by their names in a checkpoint."""
     if key == "state_dict":
         source = run.module if run.is_lightning_module else run.network
@@ -221,7 +221,7 @@ def own_tensors(run: RunState, key: str) -> dict[str, Any]:
     return found
 
 
-def find_own(own: dict[str, Any], name: str, size: torch.Size) -> DTensor | None:
+def find_sharded_tensor(own: dict[str, Any], name: str, size: torch.Size) -> DTensor | None:
     """Return the run's sharded tensor for a tensor or optimizer state in a checkpoint, or None."""
     found = own.get(name, own.get(name.rpartition("/")[0]))
     return found if isinstance(found, DTensor) and found.shape == size else None

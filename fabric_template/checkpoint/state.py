@@ -99,7 +99,7 @@ def own_state(run: RunState) -> dict[str, Any]:
     """Return the states that Trainer does not save. The list "ranks" has one entry per process."""
     of_process = {
         "rng": capture_rng_state(),
-        "gradients": run.optimization.waiting_gradients() if run.optimization else {},
+        "gradients": run.optimization.accumulated_gradients() if run.optimization else {},
         **states_of(run, PARTS_OF_PROCESS),
     }
     # Save only the values that hooks have changed. The resumed run computes the other values.
@@ -294,7 +294,7 @@ def restore_training(run: RunState, checkpoint: dict[str, Any]) -> None:
     precision = run.fabric.strategy.precision
     load_state(precision, checkpoint.get(type(precision).__qualname__))
     if run.own_state is None:
-        run.own_state = state_of_trainer(run, checkpoint)
+        run.own_state = convert_trainer_state(run, checkpoint)
         run.data.keeps_first_iterator = True
     own = run.own_state
     if "settings" not in own and "history" in own:
@@ -313,7 +313,7 @@ def restore_training(run: RunState, checkpoint: dict[str, Any]) -> None:
     load_states(run, PARTS[1:], own)
 
 
-def state_of_trainer(run: RunState, checkpoint: dict[str, Any]) -> dict[str, Any]:
+def convert_trainer_state(run: RunState, checkpoint: dict[str, Any]) -> dict[str, Any]:
     """Return the counters and loader states in a checkpoint of Trainer, as our own state."""
     progress: dict[str, Any] = {
         "global_step": checkpoint["global_step"],

@@ -72,7 +72,7 @@ class Console:
             self._guard(self._screen.add_row, row)
 
     def update(self, run: RunState) -> None:
-        """Draw the bar if the last draw is long enough ago. The loop calls this in every batch."""
+        """Draw the bar if enough time has passed since the last draw. Called in every batch."""
         if time.monotonic() >= self._due:
             self._guard(self._draw, run)
 
@@ -128,7 +128,7 @@ class Console:
         if run.stage != "fit":
             return run.stage
         if is_complete:
-            return count_of(run.progress.epochs_done, "epoch")
+            return format_count(run.progress.epochs_done, "epoch")
         limit = "" if run.stop.max_epochs == -1 else f"/{run.stop.max_epochs}"
         text = f"epoch {run.progress.epochs_done}{limit}"
         if run.progress.stage != "train":
@@ -305,7 +305,7 @@ def summarize_run(run: RunState, checkpoints: Sequence[Path]) -> dict[str, list[
     config, rows, progress = run.config, run.history.rows, run.progress
     seconds = sum(row["time"] for row in rows)
     data = "" if run.datamodule is None else f" on {type(run.datamodule).__name__}"
-    done = f"{count_of(progress.epochs_done, 'epoch')}, {count_of(progress.global_step, 'step')}"
+    done = f"{format_count(progress.epochs_done, 'epoch')}, {format_count(progress.global_step, 'step')}"
     name = getattr(run.model, "__name__", type(run.model).__name__)
     devices = f", {run.fabric.world_size} processes" if run.fabric.world_size > 1 else ""
     logs = [Path(logger.log_dir, "metrics.csv") for logger in run.history.csv_loggers]
@@ -328,8 +328,8 @@ def summarize_run(run: RunState, checkpoints: Sequence[Path]) -> dict[str, list[
         "at the end": [", ".join(metrics)],
         "best": [f"{monitor} {best_value}" if best_value else ""],
         "device": [f"{run.fabric.device}, {run.fabric.strategy.precision.precision}{devices}"],
-        "log": [short_path(path) for path in logs if path.is_file()],
-        "checkpoint": [short_path(path) for path in dict.fromkeys(checkpoints)],
+        "log": [shorten_path(path) for path in logs if path.is_file()],
+        "checkpoint": [shorten_path(path) for path in dict.fromkeys(checkpoints)],
     }
     if any(path.name == "last.ckpt" for path in checkpoints):
         lines["resume"] = ["fit(..., resume='last')"]
@@ -408,11 +408,11 @@ def format_duration(seconds: float) -> str:
     return f"{hours}:{minutes:02}:{rest:02}" if hours else f"{minutes}:{rest:02}"
 
 
-def count_of(number: int, noun: str) -> str:
+def format_count(number: int, noun: str) -> str:
     return f"{number} {noun}" if number == 1 else f"{number} {noun}s"
 
 
-def short_path(path: Path) -> str:
+def shorten_path(path: Path) -> str:
     """Return a path relative to the working directory if it is inside that directory."""
     relative = os.path.relpath(path)
     return str(path) if relative.startswith("..") else relative

@@ -108,7 +108,7 @@ def value_error(name: str, value: Any) -> ConfigurationError:
     )
 
 
-def single_element(name: str, value: Tensor) -> Tensor:
+def to_single_element(name: str, value: Tensor) -> Tensor:
     if value.numel() != 1:
         raise ConfigurationError(
             f"`self.log({name}, {value})` was called, but the tensor must have a single element."

@@ -26,7 +26,7 @@ from .log_arguments import (
     find_reduction,
     find_step_and_epoch,
     hook_error,
-    single_element,
+    to_single_element,
     value_error,
 )
 
@@ -194,18 +194,18 @@ class LoggedMetric:
 
     def value(self, of_step: bool) -> Tensor | None:
         """Return the value of the step, or of the epoch so far, or None without a value."""
-        return self._detached(self.step_value if of_step else self._reduce(self.epoch))
+        return self._check_and_detach(self.step_value if of_step else self._reduce(self.epoch))
 
     def row_value(self) -> Tensor | None:
         """Return the value since the newest row, or for a torchmetrics object that of the epoch."""
-        return self._detached(self._reduce(self.row))
+        return self._check_and_detach(self._reduce(self.row))
 
     def _reduce(self, accumulator: Accumulator) -> Any:
         if self.torchmetric is None:
             return accumulator.compute()
         return self.torchmetric.compute() if self.has_value and self.arguments.on_epoch else None
 
-    def _detached(self, value: Any) -> Tensor | None:
+    def _check_and_detach(self, value: Any) -> Tensor | None:
         if value is None:
             return None
         if not isinstance(value, Tensor):
@@ -393,7 +393,7 @@ class ResultCollection:
         else:
             raise value_error(name, value)
         if value.dim():
-            value = single_element(name, value)
+            value = to_single_element(name, value)
         if value.dtype is not torch.float32 and value.dtype is not torch.float64:
             value = value.to(float_type())
         if batch_size is not None:

@@ -33,7 +33,7 @@ def write_run_config(run: RunState) -> None:
         try:
             is_own = path.exists() and path.read_text("utf-8", "replace").startswith(HEAD)
             if not path.exists() or (is_own and not run.resumes):
-                write_yaml(path, run_config(run), HEAD)
+                write_yaml(path, collect_run_config(run), HEAD)
         except Exception as error:
             warnings.warn(
                 f"{path}: the file could not be written, and training continues: {error!r}",
@@ -41,7 +41,7 @@ def write_run_config(run: RunState) -> None:
             )
 
 
-def run_config(run: RunState) -> dict[str, Any]:
+def collect_run_config(run: RunState) -> dict[str, Any]:
     """Return a run's options, model and data. "unknown" lists the parts that YAML cannot hold."""
     unknown: dict[str, str] = {}
     options = dict(run.loop.recipe)
@@ -49,7 +49,7 @@ def run_config(run: RunState) -> dict[str, Any]:
     for part, given in (("model", run.model), ("data", run.datamodule)):
         recorded = options.pop(part, None)
         if recorded is None and given is not None:
-            recorded = class_config(part, given, unknown)
+            recorded = collect_class_config(part, given, unknown)
         if recorded is not None:
             config[part] = recorded
     if "data" not in config and any(loader is not None for loader in run.data.given.values()):
@@ -71,7 +71,7 @@ def run_config(run: RunState) -> dict[str, Any]:
     return {**config, "about": {"versions": versions, "unknown": unknown}}
 
 
-def class_config(part: str, given: Any, unknown: dict[str, str]) -> dict[str, Any] | None:
+def collect_class_config(part: str, given: Any, unknown: dict[str, str]) -> dict[str, Any] | None:
     """Return the class of an object and the arguments that ``save_hyperparameters`` kept."""
     kind = type(given)
     if kind.__module__ == "__main__" or "." in kind.__qualname__:

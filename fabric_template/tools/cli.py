@@ -102,7 +102,7 @@ OPTIONS: dict[str, dict[str, dict[str, Any]]] = {  # by command
     },
     "verify": {"path": {"help": "A checkpoint, or a folder of them."}},
 }
-# The options that are not set by a plain value in a config file: they take objects or classes.
+# Options that take objects. The command line has only callbacks of these, through CLASS_OPTIONS.
 NOT_TYPED: set[str | int] = {"fabric", "plugins", "loggers", "callbacks"}
 FIELDS = [field.name for field in dataclasses.fields(LoopArguments) if field.name not in NOT_TYPED]
 

@@ -310,7 +310,7 @@ class Recorder:
         self.step: Record = {"losses": [], "batch sizes": [], "samples": [], "random state": ""}
         self.inputs: dict[int, list[str]] = {}
         self.batch_size = 0
-        self.random_state = get_random_state()
+        self.random_state = digest_random_state()
 
     def before_forward(self, module: torch.nn.Module, args: Any) -> None:
         """Record the random state and the input data of modules with parameters."""
@@ -324,7 +324,7 @@ class Recorder:
             # Keep only the last call, because earlier calls may have had no backward.
             self.inputs[id(module)] = [digest(row) for tensor in rows for row in tensor]
             self.batch_size = len(rows[0])
-            self.random_state = get_random_state()
+            self.random_state = digest_random_state()
 
     def before_backward(self, loss: Any) -> None:
         """Record the loss and the forward pass that computed it."""
@@ -332,7 +332,7 @@ class Recorder:
         if not step["losses"]:
             gradients = [p.grad for p in self.parameters if p.grad is not None]
             step["has old gradients"] = any(bool(gradient.any()) for gradient in gradients)
-        if self.random_state != get_random_state():
+        if self.random_state != digest_random_state():
             step["random state"] += self.random_state
         leaves = [module for module in self.modules.values() if not list(module.children())]
         step["eval modules"] = [type(leaf).__name__ for leaf in leaves if not leaf.training]
@@ -396,7 +396,7 @@ def fingerprint(tensor: torch.Tensor) -> dict[str, Any]:
     return {"norm": float(norm), "digest": digest(tensor)}
 
 
-def get_random_state() -> str:
+def digest_random_state() -> str:
     """Return a digest of the generators that modules such as Dropout use."""
     states = [torch.get_rng_state()]
     if torch.cuda.is_initialized():

@@ -55,7 +55,7 @@ def evaluate(
         run.console.start_evaluation(run, num_batches)
         outputs = evaluate_batches(run, name, max_batches)
         run.results.end_loader()
-        if epoch_end_function(run) is not None:
+        if find_epoch_end(run) is not None:
             call_epoch_end(run, outputs)
         run.hooks.call(f"on_{name}_epoch_end")
         results = run.results.end_evaluation()
@@ -73,7 +73,7 @@ def evaluate_batches(run: RunState, name: str, max_batches: int | float) -> list
     """Evaluate every batch. Returns the outputs of each loader, if epoch_end= needs them."""
     hooks, results, has_several = run.hooks, run.results, run.data.eval_loaders.has_several
     outputs: list[list[Any]] = [[] for _ in run.data.eval_loaders.loaders]
-    keeps_outputs = epoch_end_function(run) is not None
+    keeps_outputs = find_epoch_end(run) is not None
     method = getattr(run.module, f"{name}_step")
     if takes_iterator(method):
         evaluate_with_iterator(run, name, method, max_batches, outputs)
@@ -89,7 +89,7 @@ def evaluate_batches(run: RunState, name: str, max_batches: int | float) -> list
         results.start_batch(batch, dataloader_idx if has_several else None)
         hooks.call(f"on_{name}_batch_start", batch, *place)
         output = step(batch, batch_idx, dataloader_idx)
-        results.add_returned(evaluation_values(run, output, dataloader_idx))
+        results.add_returned(name_step_values(run, output, dataloader_idx))
         if keeps_outputs:
             outputs[dataloader_idx].append(output)
         hooks.call(f"on_{name}_batch_end", output, batch, *place)
@@ -99,7 +99,7 @@ def evaluate_batches(run: RunState, name: str, max_batches: int | float) -> list
     return outputs
 
 
-def evaluation_values(run: RunState, output: Any, dataloader_idx: int) -> dict[str, torch.Tensor]:
+def name_step_values(run: RunState, output: Any, dataloader_idx: int) -> dict[str, torch.Tensor]:
     """Return the values that a step returned, keyed by their names in the history.
 
     For a LightningModule, which logs values itself, return only the loss.
@@ -120,7 +120,7 @@ def prefix_of_stage(run: RunState) -> str:
     return "test" if run.progress.stage == "test" else "val"
 
 
-def epoch_end_function(run: RunState) -> Callable | None:
+def find_epoch_end(run: RunState) -> Callable | None:
     """Return the function ``epoch_end`` that was given to fit, validate or test, or None."""
     return getattr(run.module, "functions", {}).get("epoch_end")
 
@@ -133,7 +133,7 @@ def call_epoch_end(run: RunState, outputs: Any) -> None:
         outputs = dict(zip(names, outputs, strict=True))
     elif not loaders.has_several:
         outputs = outputs[0]
-    function: Any = epoch_end_function(run)
+    function: Any = find_epoch_end(run)
     values = function(run.network, outputs) or {}
     if not isinstance(values, Mapping):
         raise ConfigurationTypeError(

@@ -26,7 +26,7 @@ from ..distributed.launch import join_processes, launch_processes, starts_proces
 from ..distributed.signals import SignalHandler, error_of_signal, is_notebook
 from ..lightning_compat.callbacks import add_model_callbacks, as_list
 from ..lightning_compat.private import set_current_hook, set_device_mesh, set_profiled_module
-from ..loggers.console import end_reason, short_path
+from ..loggers.console import end_reason, shorten_path
 from ..loggers.run_config import write_run_config
 from .check_arguments import warn_of_eval_modules
 from .configure_optimizers import check_parameters, parse_optimizers
@@ -316,7 +316,7 @@ def finish_signal(run: RunState) -> None:
         return
     if run.fabric.is_global_zero:
         place = f"in epoch {progress.epochs_done}, after step {progress.global_step}"
-        saved = f" {short_path(Path(path))!r} is saved: resume='last' continues there."
+        saved = f" {shorten_path(Path(path))!r} is saved: resume='last' continues there."
         print(f"{end_reason(run)}: training stops {place}.{saved if path else ''}", file=sys.stderr)
     if is_notebook():
         return

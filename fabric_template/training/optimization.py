@@ -138,7 +138,7 @@ class Optimization:
         scaler.update()
         return step_output
 
-    def waiting_gradients(self) -> dict[str, Tensor]:
+    def accumulated_gradients(self) -> dict[str, Tensor]:
         """Return a copy of all gradients, for a checkpoint inside of an accumulation window."""
         if self.run.steps.is_model_parallel:
             # Leave out the gradients of FSDP, which accumulates them in private tensors.
@@ -282,11 +282,11 @@ class AutomaticOptimization(Optimization):
         else:
             self._module_zero_grad(self.run.progress.epochs_done, batch_idx, self._optimizer)
 
-    def waiting_gradients(self) -> dict[str, Tensor]:
+    def accumulated_gradients(self) -> dict[str, Tensor]:
         """Return the gradients of an unfinished accumulation window."""
         # If a hook saves during a batch, a resume repeats all batches of the unfinished step.
         keeps_gradients = not is_window_end(self.run) and self.run.progress.phase != "batch"
-        return super().waiting_gradients() if keeps_gradients else {}
+        return super().accumulated_gradients() if keeps_gradients else {}
 
 
 class ManualOptimization(Optimization):
@@ -366,9 +366,9 @@ class ManualOptimization(Optimization):
         super().backward(loss, *args, **kwargs)
         self._stepped.clear()
 
-    def waiting_gradients(self) -> dict[str, Tensor]:
+    def accumulated_gradients(self) -> dict[str, Tensor]:
         """Return the gradients that no optimizer has used yet."""
-        gradients = super().waiting_gradients()
+        gradients = super().accumulated_gradients()
         names = {parameter: name for name, parameter in self.run.network.named_parameters()}
         for index in self._stepped:
             for group in self.run.optimizers[index].param_groups:
