@@ -39,7 +39,8 @@ class LoopConfig:
 
     # Length of the training
     max_epochs: int | None = None
-    """Stop after this many epochs. -1: no limit. None: 1000, or no limit with max_steps or max_time."""
+    """Stop after this many epochs. -1: no limit. None: 1000 epochs, or no limit if max_steps or
+    max_time is set."""
     min_epochs: int | None = None
     """Ignore requests to stop before this many epochs."""
     max_steps: int = -1
@@ -67,7 +68,7 @@ class LoopConfig:
     val_check_interval: int | float | Duration | None = None
     """Validate every N batches (int), every fraction of an epoch (float) or every time interval."""
     check_val_every_n_epoch: int | None = 1
-    """Validate every N epochs. None: val_check_interval counts batches across epochs."""
+    """Validate every N epochs. With None, val_check_interval counts batches across epochs."""
     validate_every_n_steps: int | None = None
     """Validate every N optimizer steps, counted across epochs, instead of at the end of an epoch."""
     num_sanity_val_steps: int | None = None
@@ -90,7 +91,7 @@ class LoopConfig:
     deterministic: bool | str | None = None
     """Use deterministic algorithms of PyTorch. "warn": warn if an operation has none."""
     benchmark: bool | None = None
-    """Set torch.backends.cudnn.benchmark. None: False with deterministic=True, else unchanged."""
+    """Set torch.backends.cudnn.benchmark. With None, only deterministic=True turns this flag off."""
     inference_mode: bool = True
     """Evaluate under torch.inference_mode. False: under torch.no_grad."""
     reload_dataloaders_every_n_epochs: int = 0
@@ -101,7 +102,8 @@ class LoopConfig:
     """Find the operation that produced a NaN, with the slow torch.autograd.set_detect_anomaly."""
     on_nan: int | str = "warn"
     """"warn": warn once if a training loss is NaN or infinite. "off": do not check. An int: stop
-    after this many consecutive batches with such a loss. Each batch then waits for the device."""
+    after this many consecutive NaN or infinite losses. With an int, the loop waits for the device
+    after each batch."""
     barebones: bool = False
     """Turn off everything except training, to measure the overhead of the loop."""
     logger: Any = None
@@ -312,7 +314,7 @@ _RANGES: dict[str, tuple[str, Callable[[Any], bool]]] = {
         lambda value: value >= 1 if isinstance(value, int) else value in ("warn", "off"),
     ),
     "logger": (
-        f"True, False, one of {', '.join(LOGGER_NAMES)}, an object with log_metrics, or a list of these",
+        f"True, False, {', '.join(map(repr, LOGGER_NAMES))}, an object with log_metrics, or a list of these",
         _is_logger,
     ),
     "default_root_dir": ("a local folder", lambda value: "://" not in os.fspath(value)),
@@ -343,7 +345,7 @@ class LoopArguments(LoopConfig):
     accelerator: Any = "auto"
     """Run on "cpu", "gpu", "mps", "tpu", or "auto", which takes a GPU if there is one."""
     strategy: Any = "auto"
-    """Share the training by "ddp", "auto", or a strategy object of lightning.fabric."""
+    """Distribute the training with "ddp", "auto" or a strategy object of lightning.fabric."""
     devices: Any = "auto"
     """The number of devices, a list of their indices, or "auto" for all devices."""
     num_nodes: int = 1

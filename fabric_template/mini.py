@@ -4,14 +4,15 @@
 Version 0.2.0 of fabric_template, under the MIT License (file LICENSE). This file needs torch and
 lightning, which install NumPy, PyYAML and tqdm. Read `fit`, `_train_epoch` and `_train_batch` first.
 
-To change
+To change a part of the training, edit one of these methods:
 
-- the loss, or its division by accumulate_grad_batches, edit `_compute_gradients`,
-- the gradients before an optimizer step (clipping, norms), `_step_optimizer`,
-- when the optimizer steps, `_is_window_end`,
-- when training stops, `_is_done`,
-- a row of metrics.csv, `_end_row`; a row of steps.csv, `_log_step`,
-- the content of a checkpoint, `_build_checkpoint` and `_restore`; which one is written, `_save`.
+- `_compute_gradients`: the loss, and its division by accumulate_grad_batches
+- `_step_optimizer`: the gradients before an optimizer step, such as clipping
+- `_is_window_end`: when the optimizer steps
+- `_is_done`: when training stops
+- `_end_row` and `_log_step`: the rows of metrics.csv and of steps.csv
+- `_save`: which checkpoints are written
+- `_build_checkpoint` and `_restore`: the content of a checkpoint
 
 FabricLoop supports everything else. MiniLoop and FabricLoop resume each other's runs.
 """
@@ -77,11 +78,11 @@ class MiniLoop:
     log_every_n_steps: int = 50  # Write a row to steps.csv every N optimizer steps. 0: never.
     seed: int | None = None  # Seeds the random generators at creation and at the start of a run.
     default_root_dir: str | os.PathLike[str] = "."  # The folder of logs/ and checkpoints/.
-    accelerator: Any = "auto"  # From here to precision: the arguments of lightning.Fabric.
+    accelerator: Any = "auto"  # An argument of lightning.Fabric, like strategy, devices, precision.
     strategy: Any = "auto"
     devices: Any = "auto"
     precision: Any = None
-    fabric: Any = None  # A lightning.Fabric object, instead of these four arguments.
+    fabric: Any = None  # A lightning.Fabric object, instead of arguments for a new one.
     sanity_checking = False  # Modules read trainer.sanity_checking. MiniLoop has no such check.
 
     def __new__(cls, **options: Any) -> MiniLoop:
@@ -126,7 +127,7 @@ class MiniLoop:
         self.callback_metrics: dict[str, Tensor] = {}  # The newest value of each metric.
         self._batches_in_window = 0  # The number of batches since the last optimizer step.
         self._validated: dict[str, Tensor] = {}  # The validation metrics of the next row.
-        self._logged_means: set[str] = set()  # Names of the means that the batch has logged.
+        self._logged_means: set[str] = set()  # Metrics that the current step has logged itself.
         self._batch_size = 1  # The size of the current batch, by which its metrics are weighted.
         self._has_warned = False
         # The values for steps.csv that the current training batch has logged. None between batches.
@@ -140,7 +141,8 @@ class MiniLoop:
         model: Any,  # An nn.Module, a LightningModule, or an object with step methods.
         train_dataloaders: Any,
         val_dataloaders: Any = None,
-        resume: str | Path | None = None,  # A path, "last", "best" or "auto" ("last" or a new run).
+        # "auto" continues the newest run, or starts a new run if there is no checkpoint.
+        resume: str | Path | None = None,  # A path, "last", "best" or "auto".
         load: str | Path | None = None,  # Start with these weights: a path, "last" or "best".
         optimizer: Any = None,  # An optimizer, or any value that configure_optimizers may return.
         scheduler: Any = None,  # A learning rate scheduler, or Lightning's dict for one.
@@ -193,7 +195,7 @@ class MiniLoop:
                     break
         is_complete = self.batches_done == self._train_length or not self._is_done()
         if self._batches_in_window > 0:
-            # The loader has no length and ended in an accumulation window, so step only now.
+            # A loader without a length has ended in the middle of an accumulation window.
             self._step_optimizer()
             self._validate_if_due(epoch)
         if self.validate_every_n_steps is None:
@@ -248,7 +250,7 @@ class MiniLoop:
         is_end = is_last or self._batches_in_window + 1 == self.accumulate_grad_batches
         if self.fabric.world_size == 1:
             return is_end
-        # Even if you write a rule that depends on the batch, all processes must step together.
+        # All processes must step together, because DDP averages gradients over all processes.
         return bool(self.fabric.all_reduce(int(is_end), reduce_op="max"))
 
     def _step_optimizer(self) -> None:
@@ -658,7 +660,7 @@ class Mean:
     """A mean weighted by batch size, with the methods of a torchmetrics metric."""
 
     def __init__(self, fabric: Fabric | None) -> None:
-        self.fabric: Any = fabric  # Averages over all processes. None: no average over processes.
+        self.fabric: Any = fabric  # With a Fabric, compute() averages over all processes.
         self.total, self.weight = to_metric(0), 0
 
     def update(self, value: Tensor, weight: int) -> None:
@@ -666,7 +668,7 @@ class Mean:
         if value.dtype != self.total.dtype:
             value = value.to(self.total.dtype)
         if weight.bit_count() == 1:
-            # A product with a power of two is exact, so this rounds like total + value * weight.
+            # A product with a power of two is exact, so add() rounds like total + value * weight.
             self.total = torch.add(self.total, value, alpha=weight)
         else:
             self.total = self.total + value * weight

@@ -111,7 +111,7 @@ def replaced_file(path: Path) -> Iterator[IO[bytes]]:
 
 
 def local_path(path: str | Path) -> str:
-    """Return the path as a string. Raise an error for a URL: only local files can be renamed."""
+    """Return a local path as a string. Raise an error for a URL."""
     text = os.fspath(path)
     if re.match(r"[A-Za-z][A-Za-z0-9+.-]+://", text):
         raise CheckpointError(
@@ -145,7 +145,7 @@ def read_checkpoint(
     """
     path = Path(local_path(path))
     if path.is_dir():
-        raise CheckpointError(f"{path}: got a folder, expected a checkpoint file.")
+        raise CheckpointError(f"path: got the folder {str(path)!r}, expected a checkpoint file.")
     classes: list[str] = []
     try:
         verify_checkpoint(path)

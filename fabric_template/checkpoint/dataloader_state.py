@@ -3,14 +3,14 @@
 The cost of a resume depends on the loader:
 
 - A loader with ``state_dict`` and ``load_state_dict`` (StatefulDataLoader) restores itself.
-- A map-style DataLoader draws the indices of the finished batches and reads no sample, or with
-  workers up to ``num_workers - 1`` batches, so that the next batches keep their workers.
-- Any other loader (IterableDataset) reads the finished batches again and drops them.
+- A map-style DataLoader draws the indices of the finished batches again, and reads no samples.
+  With workers, such a DataLoader reads up to ``num_workers - 1`` finished batches again.
+- Any other loader, such as one of an IterableDataset, reads all finished batches again.
 
-Two positions cannot be restored exactly:
+In two cases, the position in the loader cannot be restored exactly:
 
-- an iterator that continues in the next epoch instead of starting over
-- with workers, a sampler that draws from the global random generator, as training also does
+- The iterator of the loader continues in the next epoch instead of starting over.
+- The loader has workers, and its sampler draws each batch from the global random generator.
 """
 
 from __future__ import annotations
@@ -74,8 +74,8 @@ def unchanged_rng_state() -> Iterator[None]:
 class ResumableLoader:
     """Iterates over a loader, and can resume in the middle of a pass.
 
-    The order of the samples depends on the state of the random generators when the pass starts.
-    A resumed pass therefore creates its iterator in the saved state of the random generators.
+    The order of the samples depends on the random generators when the loader's iterator is created.
+    A resume therefore restores the saved random states before the iterator is created.
 
     Attributes:
         passes: Number of passes in this epoch. CombinedLoader repeats a short loader.
@@ -87,16 +87,17 @@ class ResumableLoader:
         self.loader = loader
         self.passes = self.batches = 0
         self.is_read_ahead = self._is_finished = False
-        # The random states before the iterator was created, and before the order was drawn.
+        # The random states before the loader's iterator was created, and before the sampler drew
+        # the order of the samples.
         self._at_start: dict[str, Any] | None = None
         self._at_order: Any = None
-        # The states before the last batch was read, for a checkpoint without this batch.
+        # A checkpoint contains the states before the last batch if training has not reached that batch.
         self._rng_before_last: dict[str, Any] | None = None
         self._state_before_last: Any = None
         self._restored: dict[str, Any] | None = None
         self._restored_rng: dict[str, Any] | None = None
         self._reader: Generator[Any] | None = None
-        # _iterate() replaces samplers and functions, which only a plain DataLoader allows.
+        # A subclass of DataLoader may ignore the sampler and the collate_fn that _iterate() sets.
         is_plain = isinstance(loader, DataLoader) and type(loader).__iter__ is DataLoader.__iter__
         self._is_indexed = is_plain and not isinstance(loader.dataset, IterableDataset)
         self._is_persistent = is_plain and loader.persistent_workers
@@ -129,7 +130,6 @@ class ResumableLoader:
         return self.batches > 0 or self._is_finished
 
     def start_epoch(self) -> None:
-        """Reset the number of passes, unless a position was just restored."""
         if self._restored is None:
             self.passes = 0
 
@@ -137,8 +137,8 @@ class ResumableLoader:
         """End a pass. As in Trainer, the loader's workers shut down when the next pass starts."""
         if self._reader is None or self._is_finished or not self._is_persistent:
             return
-        # Persistent workers have drawn random numbers for prefetched batches. Receive these
-        # batches, to know the workers' random states. Do not request more. Ignore errors.
+        # Persistent workers have drawn random numbers for prefetched batches. Read these batches to
+        # get the workers' random states. With an empty sampler, workers prefetch no more batches.
         self.loader._iterator._sampler_iter = iter(())
         with suppress(Exception):
             for _ in self._reader:
@@ -152,7 +152,7 @@ class ResumableLoader:
 
     def _read(self, iterator: Iterator[Any]) -> Generator[Any]:
         if self._at_order is None and not (self._is_indexed or self._workers):
-            # Without workers, a loader may draw its order only when the first batch is requested.
+            # Without workers, some loaders shuffle only when the first batch is requested.
             self._at_order = self._capture()
         fetch = self._read_ahead if self.is_read_ahead else next
         # A for loop would call iter() again, which restarts some iterators.
@@ -173,7 +173,7 @@ class ResumableLoader:
         self._is_finished = True
 
     def _read_ahead(self, iterator: Iterator[Any]) -> Any:
-        """Read the next batch, after a resume in the random state of the saved run."""
+        """Read the next batch. The first read after a resume uses the saved random state."""
         self._state_before_last = self._part_state()
         restored, self._restored_rng = self._restored_rng, None
         if restored is None:
@@ -189,7 +189,7 @@ class ResumableLoader:
         if item.rng_state is not None:
             self._workers[item.worker] = item.rng_state
         if self._is_indexed and self.batches % len(self._workers) == 0:
-            # Keep two positions, because training may not have reached the newer position yet.
+            # Keep the previous entry, because training may not have reached the last batch read.
             self._rounds = [self._rounds[-1], (self.batches, list(self._workers))]
         return item.batch
 
@@ -230,9 +230,9 @@ class ResumableLoader:
         with unchanged_rng_state():
             self._restore(self._at_order)
             order = iter(sampler)
-            # Request at least one item, because a sampler draws the order for its first item.
+            # Request at least one item, because a sampler shuffles when the first is requested.
             drawn = list(islice(order, max(done + ahead, 1)))
-        # Draw the following indices in the current random state, as the saved run would have done.
+        # Draw the remaining indices with the current random state, as an uninterrupted run does.
         yield from drawn[first:]
         yield from order
 
@@ -240,7 +240,7 @@ class ResumableLoader:
 
     def _resume_pass(self, state: dict[str, Any]) -> Iterator[Any]:
         if state["passes"] > 1:
-            # Return an empty pass, after which CombinedLoader starts this loader again.
+            # After an empty iterator, CombinedLoader iterates over this loader again.
             self._restored = {**state, "passes": 1}
             return iter(())
         self._restored = None
@@ -291,7 +291,7 @@ class ResumableLoader:
         if self._restored is not None:
             return self._restored
         if self._is_finished and dropped:
-            # The dropped batch contains nothing from this loader, which had already ended.
+            # This loader had ended, so the dropped combined batch contains none of its batches.
             dropped -= 1
         done = max(0, self.batches - dropped)
         is_finished = self._is_finished and not dropped
@@ -333,7 +333,6 @@ class ResumableLoader:
             self._restore_between_passes(state)
 
     def _restore_between_passes(self, state: dict[str, Any]) -> None:
-        """Restore the state at the end of a pass, so that the next iterator starts a new pass."""
         if "state" in state:
             self._stateful_part.load_state_dict(deepcopy(state["state"]))
             # The restored pass has no batches left. Create and drop an iterator to end it.
@@ -369,7 +368,8 @@ class WorkerRecorder:
     """Replaces collate_fn and worker_init_fn, to send a worker's random state with each batch.
 
     A worker prefetches batches, so its current state does not belong to the batch in training.
-    Sending the state takes 80 microseconds per batch, and 10 kB if samples draw random numbers.
+    Recording the state costs 80 microseconds per batch. A worker sends the state (10 kB) only if
+    the dataset has drawn random numbers for the batch.
 
     Args:
         states: The random state in which each worker starts. None: its state after seeding.
@@ -405,7 +405,7 @@ def has_state(part: Any) -> bool:
 def find_stateful_part(loader: Any) -> Any:
     """Return the object that saves the position: the loader, or an iterable dataset, or None."""
     if isinstance(getattr(loader, "sampler", None), DistributedSamplerWrapper):
-        # A stateful loader cannot save the order that this wrapper has drawn.
+        # The state of a loader does not contain the order that DistributedSamplerWrapper has drawn.
         return None
     dataset = getattr(loader, "dataset", None)
     is_stream = isinstance(dataset, IterableDataset) and not getattr(loader, "num_workers", 0)

@@ -62,7 +62,7 @@ def save_shards(run: RunState, checkpoint: dict[str, Any], path: Path) -> dict[s
     """Write the sharded tensors of a checkpoint into a new folder, on all processes.
 
     Returns:
-        The content of the file: the checkpoint without sharded tensors, and the folder's name.
+        The checkpoint without its sharded tensors, but with the name of the new folder.
     """
     if not run.steps.is_model_parallel:
         return checkpoint
@@ -167,10 +167,10 @@ def verify_shards(path: str | Path, index: dict[str, Any]) -> None:
 
 
 def load_shards(run: RunState, checkpoint: dict[str, Any], key: str) -> None:
-    """Replace the placeholders in a checkpoint with sharded tensors. All processes must call this.
+    """Load the sharded tensors of a checkpoint. All processes must call this function.
 
     Each process reads only its own shards, also if another number of processes saved them.
-    A model without shards reads full tensors in each process.
+    If the run's model is not sharded, each process reads whole tensors.
 
     Args:
         key: The part of the checkpoint to read: "state_dict" or "optimizer_states".
@@ -222,6 +222,6 @@ def collect_tensors(run: RunState, key: str) -> dict[str, Any]:
 
 
 def find_sharded_tensor(own: dict[str, Any], name: str, size: torch.Size) -> DTensor | None:
-    """Return the run's sharded tensor for a tensor or optimizer state in a checkpoint, or None."""
+    """Return the model's sharded tensor for an entry of a checkpoint, or None."""
     found = own.get(name, own.get(name.rpartition("/")[0]))
     return found if isinstance(found, DTensor) and found.shape == size else None

@@ -1,4 +1,4 @@
-"""Find and read the checkpoint that a call starts from."""
+"""Find and read the checkpoint that fit, validate, test or predict starts from."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ KEYWORDS = ("last", "best", "auto")
 def read_start_checkpoint(
     run: RunState, given: dict[str, Any], weights_only: bool | None = None
 ) -> None:
-    """Read the checkpoint that a call starts from, if the call names one.
+    """Read the checkpoint that fit, validate, test or predict starts from, if there is one.
 
     Args:
         given: The values of ``resume`` (continue with optimizers and counters), ``load`` (read only
@@ -103,7 +103,7 @@ def default_keyword(run: RunState) -> str | None:
 
 
 def start_from(run: RunState, path: str, checkpoint: dict[str, Any], resumes: bool) -> None:
-    """Start a run from a checkpoint. A resumed run keeps the version of the checkpoint."""
+    """Start a run from a checkpoint. A resumed run writes into the checkpoint's version folder."""
     run.checkpoint_path, run.resumes, run.checkpoint = path, resumes, checkpoint
     # Remove our key, because on_load_checkpoint gets only Lightning's keys in Trainer.
     own = checkpoint.pop(OWN_KEY, None)
@@ -160,7 +160,7 @@ def find_checkpoint(
 
 
 def list_checkpoints(run: RunState, keyword: str) -> list[Path]:
-    """Return the checkpoints of the newest version, among which a keyword chooses."""
+    """Return the files that the keyword "last", "best" or "auto" may select."""
     loop, version = run.loop, run.config.version
     savers = run.hooks.callbacks_of("Checkpoint")
     if not savers:
@@ -237,7 +237,7 @@ def sort_by_age(files: list[Path]) -> list[Path]:
 
 
 def report_missing(run: RunState, argument: str, keyword: str, files: list[Path]) -> None:
-    """Raise an error for a keyword without a checkpoint, or warn if Trainer warns."""
+    """Raise an error that no checkpoint was found. For ckpt_path="last", warn as Trainer does."""
     if files and keyword == "last":
         raise DamagedCheckpointError(
             f"{argument}: got {keyword!r}, but every checkpoint in {files[0].parent} is damaged. Give"

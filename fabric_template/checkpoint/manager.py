@@ -22,8 +22,8 @@ if TYPE_CHECKING:
 class CheckpointManager:
     """Saves checkpoints at the end of epochs, after validations, every N steps and after an exception.
 
-    If a file cannot be written, training continues with a warning. A file that is still missing at
-    the end of training is an error.
+    If a file cannot be written, training continues with a warning. If a file is still missing at
+    the end of training, ``finish`` raises an error.
 
     Args:
         folder: The folder of the checkpoints. None: nothing is saved.
@@ -161,8 +161,9 @@ class CheckpointManager:
     def save_exception(self, run: RunState) -> None:
         """Save after an error, so that a resume continues after the last whole optimizer step.
 
-        The random states and logged sums include the failed step, so a resume from exception.ckpt is
-        exact only if this step drew and logged nothing. Only a single process writes exception.ckpt.
+        The saved random states and logged sums include the failed step. A resume is exact only if
+        the failed step drew no random numbers and logged no values. A run with several processes
+        writes no exception.ckpt.
         """
         progress = run.progress
         is_new = progress.global_step > self.saved_step
@@ -179,7 +180,7 @@ class CheckpointManager:
         """Write files that could not be written during training, such as last.ckpt and the logs.
 
         Raises:
-            CheckpointError: A file cannot be written this time either.
+            CheckpointError: A file still cannot be written.
         """
         if "last.ckpt" in self._unsaved:
             self.save_last(run)

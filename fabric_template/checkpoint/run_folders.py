@@ -40,7 +40,7 @@ def open_folders(run: RunState, stack: ExitStack) -> None:
 
 
 def make_checkpoint_manager(run: RunState) -> CheckpointManager:
-    """Return the manager of a fit. The manager saves nothing if there is a Checkpoint callback."""
+    """Return a CheckpointManager, which saves nothing if the loop has a Checkpoint callback."""
     config, loggers = run.config, run.history.csv_loggers
     if not config.enable_checkpointing or run.loop.checkpoint_callbacks:
         return CheckpointManager(None, config)
@@ -76,8 +76,8 @@ if hasattr(os, "register_at_fork"):
 def lock_folders(folders: Iterable[Path]) -> Iterator[None]:
     """Make this process the only writer of some folders, and record how the run ends.
 
-    The system releases the lock of a killed process. Each .lock file contains the process id, and
-    after the run also "finished", "interrupted" or "failed" for ``fabric-template runs``.
+    The system releases the lock of a killed process. Each .lock file contains the process id. At
+    the end of a run, "finished", "interrupted" or "failed" is appended to the .lock file.
     """
     with ExitStack() as stack:
         opened = [open_lock(folder, stack) for folder in folders]

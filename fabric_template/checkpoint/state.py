@@ -31,8 +31,8 @@ if TYPE_CHECKING:
 OWN_KEY = "fabric_template"
 # The counters in each progress object of Trainer.
 COUNTS = ("ready", "started", "processed", "completed")
-# Parts of a run with a state_dict. PARTS are restored together with the optimizers. Each process
-# saves its own PARTS_OF_PROCESS, which are restored right before training continues.
+# Names of the attributes of RunState that have a state_dict. The first process saves PARTS, and
+# each process saves its own PARTS_OF_PROCESS.
 PARTS = ("progress", "stop", "history", "checkpoints")
 PARTS_OF_PROCESS = ("data", "validation_schedule", "results")
 
@@ -140,7 +140,7 @@ def run_settings(run: RunState) -> dict[str, Any]:
 
 
 def check_settings(run: RunState, saved: dict[str, Any]) -> None:
-    """Warn of changed settings. Within an epoch, a changed number of processes is an error."""
+    """Warn of changed settings. A resume within an epoch needs the saved number of processes."""
     current = run_settings(run)
     is_in_epoch = run.progress.is_in_epoch and not run.progress.is_last_batch
     if is_in_epoch and saved["processes"] != current["processes"]:
@@ -182,7 +182,7 @@ def loops_state(run: RunState) -> dict[str, Any]:
     progress, saved = run.progress, run.progress.state_dict()
     epoch = _counts(progress.epochs_done, progress.epochs_done)
     batches = _counts(saved["total_batches"], saved["batches_done"])
-    # In an accumulation window, "ready" also counts the batches that a resume trains again.
+    # Within an accumulation window, "ready" also counts batches that a resumed run repeats.
     batches["total"]["ready"] = progress.total_batches
     batches["current"]["ready"] = progress.batches_done
     if progress.is_in_epoch:
@@ -218,7 +218,6 @@ def _counts(total: int, current: int) -> dict[str, Any]:
 
 
 def restore_model(run: RunState, checkpoint: dict[str, Any]) -> None:
-    """Restore the weights, the module, the datamodule and the callbacks."""
     is_weights_only = run.stage == "fit" and not run.resumes
     if not is_weights_only:
         load_state(run.datamodule, checkpoint.get(type(run.datamodule).__qualname__))
@@ -236,7 +235,6 @@ def load_state(part: Any, state: Any) -> None:
 
 
 def load_weights(run: RunState, checkpoint: dict[str, Any]) -> None:
-    """Load the weights of a checkpoint, or of a file of weights."""
     weights = find_weights(checkpoint)
     if weights is None:
         keys = sorted(map(str, checkpoint))[:5]
@@ -257,7 +255,7 @@ def load_weights(run: RunState, checkpoint: dict[str, Any]) -> None:
 
 
 def find_weights(checkpoint: dict[str, Any]) -> dict[str, Any] | None:
-    """Return the weights in a checkpoint of FabricLoop, Lightning or Fabric, or a state_dict."""
+    """Return the weights from a checkpoint of Lightning or Fabric, or from a plain state_dict."""
     weights = checkpoint.get("state_dict", checkpoint.get("model", checkpoint))
     if not all(torch.is_tensor(value) for value in weights.values()):
         return None
@@ -269,10 +267,10 @@ def find_weights(checkpoint: dict[str, Any]) -> dict[str, Any] | None:
 
 
 def restore_callbacks(run: RunState, checkpoint: dict[str, Any]) -> None:
-    """Restore the states of the callbacks."""
     states = checkpoint["callbacks"]
     keys = {key_of(callback) for callback in run.hooks.callbacks}
-    # Accept a missing Timer, which max_time= adds, and ModelCheckpoint, if FabricLoop saves.
+    # Do not warn about a Timer, which max_time= may have added. Do not warn about a ModelCheckpoint
+    # if FabricLoop saves the checkpoints itself.
     may_miss = ("Timer",) if run.hooks.callbacks_of("Checkpoint") else ("Timer", "ModelCheckpoint")
     missing = [key for key in states if key not in keys and not key.startswith(may_miss)]
     if missing and run.resumes:
@@ -307,8 +305,8 @@ def restore_training(run: RunState, checkpoint: dict[str, Any]) -> None:
         )
     load_states(run, ("progress",), own)
     if run.resume_keyword != "auto" and run.stop.can_stop_early:
-        # Drop a request to stop, so that resume="last" continues a run that stopped early. Keep
-        # the request for "auto", and until min_epochs and min_steps are reached.
+        # Drop a saved request to stop, so that the run continues after early stopping. Keep the
+        # request with resume="auto", or if the run has not reached min_epochs and min_steps.
         own.pop("stop", None)
     load_states(run, PARTS[1:], own)
 
@@ -337,13 +335,13 @@ def convert_trainer_state(run: RunState, checkpoint: dict[str, Any]) -> dict[str
         return own
     num_accumulated = processed % run.accumulate_grad_batches
     if batch["is_last_batch"] and is_between_batches:
-        # Like Trainer, skip the validation and the hooks after the last batch of the epoch.
+        # Like Trainer, start the next epoch, without the validation and hooks at this epoch's end.
         progress["epochs_done"] += 1
     else:
         progress |= {"is_in_epoch": True, "batches_done": processed}
         progress["batches_at_window_start"] = processed - num_accumulated
     if is_between_batches and batch["total"]["ready"] > batch["total"]["completed"]:
-        # The file was saved in on_train_batch_end, before Trainer counts the logging step.
+        # The file was saved in on_train_batch_end. Trainer counts the logging step after this hook.
         progress["logging_step"] += batch["is_last_batch"] or num_accumulated == 0
     return own
 
@@ -405,7 +403,7 @@ def restore_optimizers(run: RunState, checkpoint: dict[str, Any]) -> None:
     if SHARDS_KEY in checkpoint or run.steps.is_model_parallel:
         load_shards(run, checkpoint, "optimizer_states")
     states = checkpoint["optimizer_states"]
-    # Accept an empty list: on_load_checkpoint may remove the states of changed parameters.
+    # Accept an empty list, because a hook on_load_checkpoint may have removed all states.
     if states and len(states) != len(run.optimizers):
         raise CheckpointError(
             f"{run.checkpoint_path}: got the states of {len(states)} optimizers, expected"

@@ -111,9 +111,8 @@ def take_rows(tensor: Tensor, rows: Tensor) -> Tensor:
 
 def check_tensors(tensors: tuple[Any, ...]) -> None:
     """Raise an error for values that are not tensors of samples, or have different lengths."""
-    wrong = [
-        type(part).__name__ for part in tensors if not isinstance(part, Tensor) or not part.dim()
-    ]
+    wrong = [type(part).__name__ for part in tensors if not isinstance(part, Tensor)]
+    wrong = wrong or ["a tensor without dimensions" for part in tensors if part.dim() == 0]
     if wrong:
         raise TypeError(
             f"TensorLoader: got {', '.join(wrong)}, expected tensors with the samples in their"

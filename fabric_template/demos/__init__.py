@@ -1,6 +1,6 @@
 """Provide small complete models with their data, one file for each kind of task.
 
-DEMOS has the options of each demo. `fabric-template fit --model demos.gan` uses these options.
+DEMOS has the options of `fabric-template fit --model demos.NAME` for each demo.
 """
 
 from typing import Any

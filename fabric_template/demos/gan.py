@@ -1,7 +1,7 @@
 """Train a generator and a critic with one optimizer each.
 
 The model is a LightningModule with manual optimization. The data is points around eight centers.
-The number of centers that the generator finds measures the result.
+A good generator makes points near all eight centers.
 """
 
 from __future__ import annotations
@@ -22,14 +22,14 @@ SPREAD = 0.05
 
 
 def make_points(count: int, seed: int = 0) -> Tensor:
-    """Draw points ``(count, 2)`` around the eight centers."""
+    """Sample points ``(count, 2)`` around the eight centers."""
     generator = torch.Generator().manual_seed(seed)
     center = torch.randint(len(CENTERS), (count,), generator=generator)
     return CENTERS[center] + SPREAD * torch.randn(count, 2, generator=generator)
 
 
 class RingData(SplitData):
-    """Draw points around the centers. A batch is ``float32 (batch, 2)``."""
+    """Sample points around eight centers. A batch is ``float32 (batch, 2)``."""
 
     def __init__(self, count: int = 25_600, batch_size: int = 256, seed: int = 0) -> None:
         super().__init__(batch_size)
@@ -38,16 +38,16 @@ class RingData(SplitData):
 
 
 def judge(points: Tensor) -> dict[str, float]:
-    """Return the share of found centers and the share of points near a center.
+    """Return the share of centers with enough points, and the share of points near a center.
 
-    A point is near a center if their distance is below four standard deviations. A center is found
-    if at least a fifth of the expected number of points is near it.
+    A point is near a center if their distance is below four standard deviations. A center has
+    enough points if at least a fifth of the expected number is near the center.
     """
     distance, nearest = torch.cdist(points, CENTERS.to(points)).min(dim=1)
     is_good = distance < 4 * SPREAD
     counts = torch.bincount(nearest[is_good], minlength=len(CENTERS))
-    is_found = counts >= 0.2 * len(points) / len(CENTERS)
-    return {"places": is_found.double().mean().item(), "good": is_good.double().mean().item()}
+    has_enough = counts >= 0.2 * len(points) / len(CENTERS)
+    return {"places": has_enough.double().mean().item(), "good": is_good.double().mean().item()}
 
 
 class GAN(LightningModule):

@@ -1,7 +1,7 @@
 """Classify the 70,000 handwritten digits of MNIST with a network of 784-100-10 units.
 
 The model is a plain object with step methods, because the loop needs no base class. The first run
-downloads the files. Without a network, copy MNIST's files to ``data/mnist``.
+downloads the files. Without internet access, copy MNIST's files to ``data/mnist``.
 """
 
 from __future__ import annotations

@@ -93,7 +93,7 @@ def launched_processes() -> tuple[int, int] | None:
 
 
 def launched_devices(devices: Any, num_nodes: int) -> tuple[Any, int]:
-    """Replace ``devices="auto"`` with the launched processes, where Fabric would use one CPU."""
+    """Return devices and num_nodes. Replace devices="auto" with the number of launched processes."""
     started = launched_processes()
     if devices != "auto" or started is None:
         return devices, num_nodes
@@ -114,9 +114,9 @@ def check_launched(fabric: Fabric) -> None:
 def open_store_of_attempt() -> TCPStore | None:
     """Open a new store with which processes find each other after a restart.
 
-    After a restart, torchrun's own store may still contain addresses of dead processes. Therefore
-    the first process opens a new store, and writes the address of this store to torchrun's store.
-    All other processes read the address, until a process answers there.
+    After a restart, torchrun's own store may still contain addresses of dead processes. The process
+    with rank 0 opens a new store, and writes the address of the new store to torchrun's store. All
+    processes read the address again until a connection to the new store succeeds.
     """
     env = os.environ
     if env.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
@@ -130,8 +130,8 @@ def open_store_of_attempt() -> TCPStore | None:
         shared.set("fabric_template/address", f"{host} {store.port}")
     while True:
         host, port = shared.get("fabric_template/address").decode().split()
-        # Try again if the address belongs to a dead process. torchrun ends this loop if the first
-        # process fails.
+        # Read the address again if the connection fails, because the address may be from before a
+        # restart. If the process with rank 0 fails, torchrun also kills this process.
         with suppress(DistError):
             TCPStore(host, int(port), is_master=False, timeout=timedelta(seconds=2))
             break
@@ -154,7 +154,7 @@ def starts_processes(fabric: Fabric) -> bool:
 
 def launch_processes(run: RunState) -> Any:
     """Run a call in new processes, return the result, and update the caller's objects."""
-    # Afterwards, remove the MASTER_PORT that Lightning sets: the next call needs another port.
+    # Undo changes of the environment at the end, because the next call needs another MASTER_PORT.
     with tempfile.TemporaryDirectory(prefix="fabric_template_") as folder, patch.dict(os.environ):
         call = partial(_call_in_process, folder, run.loop, run.stage, arguments_of(run))
         with SignalForwarder(is_quiet=True) as signals:
@@ -178,7 +178,7 @@ def launch_processes(run: RunState) -> Any:
 
 
 def arguments_of(run: RunState) -> dict[str, Any]:
-    """Return the arguments of the call that made a run."""
+    """Return the arguments for fit, validate, test or predict in a launched process."""
     is_load = run.stage == "fit" and not run.resumes
     given = {"model": run.model, "datamodule": run.datamodule}
     given["load" if is_load else "ckpt_path"] = run.checkpoint_path
@@ -213,7 +213,7 @@ def _call_in_process(
         run = loop.run
         if run is None or run.stop.signal is None or isinstance(error, Exception):
             _write_error(error, folder)
-            # Replace a KeyboardInterrupt, which torch would treat as a regular exit.
+            # Raise a RuntimeError, because torch treats a KeyboardInterrupt as a regular exit.
             raise RuntimeError(repr(error)) from error
         # A signal has ended the run in all processes after the same step. Keep the results.
         ending = error

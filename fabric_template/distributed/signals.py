@@ -89,9 +89,9 @@ class SignalHandler:
     def check(self, run: RunState, is_due: bool = False) -> None:
         """Stop the run if any process has received a signal.
 
-        Several processes must stop at the same step. The processes exchange signals about once a
-        second, at a batch number that the first process chooses. In other steps, a process
-        only compares two batch numbers.
+        Several processes must stop at the same step. About once a second, the processes exchange
+        the numbers of received signals. The process with rank 0 chooses the batch of the next
+        exchange. Before that batch, ``check`` only compares two integers.
 
         Args:
             is_due: Exchange signals now.

@@ -69,7 +69,7 @@ def _convert_object(strategy: Any) -> Any:
             " Use a strategy of lightning.fabric.strategies or a name, such as 'ddp', and the options"
             " precision and plugins."
         )
-    # Pass a function that shards nothing: Trainer's modules are sharded in configure_model.
+    # The parallelize_fn changes nothing, because Trainer's modules are sharded in configure_model.
     arguments = [_return_model] if name == "ModelParallelStrategy" else []
     made = getattr(strategies, name)(*arguments)
     vars(made).update({key: value for key, value in vars(strategy).items() if key in vars(made)})
@@ -173,7 +173,7 @@ def check_sharding(mesh: Any, network: nn.Module, name: str) -> None:
 
 
 def wrap_step(network: nn.Module, step: Callable) -> Callable:
-    """Return a step that runs as the forward of the whole network and returns full tensors."""
+    """Return a function that calls ``step`` and gathers the sharded tensors in its output."""
 
     def run_step(*args: Any, **kwargs: Any) -> Any:
         return gather_tensors(call(partial(step, *args, **kwargs)))

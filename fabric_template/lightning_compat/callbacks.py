@@ -41,12 +41,10 @@ def parse_callbacks(given: Any, config: LoopConfig) -> list[Any]:
 
 @cache
 def _entry_points(path: tuple[str, ...]) -> tuple[EntryPoint, ...]:
-    """Return the functions by which installed packages add callbacks to every Trainer."""
     return tuple(entry_points(group="lightning.pytorch.callbacks_factory"))
 
 
 def as_list(given: Any) -> list[Any]:
-    """Return a list of items, of a dict's values, or of the single given value."""
     if given is None or given is False:
         return []
     is_many = isinstance(given, Sequence | Set | ValuesView) and not isinstance(given, str)

@@ -1,4 +1,4 @@
-"""Access private names of Lightning. The docstring of each function states the reason.
+"""Access private names of Lightning.
 
 The private names that Lightning reads from a Trainer are in trainer_api.py.
 """
@@ -23,10 +23,7 @@ def wrap_optimizer(optimizer: Any, strategy: Any) -> LightningOptimizer:
 
 
 def set_step_callback(optimizer: LightningOptimizer, callback: Callable[[], None]) -> None:
-    """Call a function after each step of a wrapped optimizer, and reset the hook before a step.
-
-    Trainer sets these two hooks before each batch, because modules may replace the hooks.
-    """
+    """Let a wrapped optimizer call ``callback`` after each step, and nothing before a step."""
     optimizer._on_before_step = _do_nothing
     optimizer._on_after_step = callback
 
@@ -41,7 +38,7 @@ def set_current_hook(module: Any, hook: str | None) -> None:
 
 
 def hyperparameters_name(part: Any) -> str | None:
-    """Return the name of a dict that save_hyperparameters received, for load_from_checkpoint."""
+    """Return the argument to which load_from_checkpoint passes the hyperparameters, or None."""
     return getattr(part, "_hparams_name", None)
 
 
@@ -51,7 +48,7 @@ def logs_hyperparameters(part: Any) -> bool:
 
 
 def combined_mode(combined: Any) -> str:
-    """Return the mode of a CombinedLoader. The mode determines the number of batches."""
+    """Return the mode of a CombinedLoader, such as "max_size_cycle"."""
     return combined._mode
 
 

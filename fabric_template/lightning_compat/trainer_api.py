@@ -196,10 +196,11 @@ class TrainerAPI:
 
     @property
     def optimizers(self) -> list[Any]:
-        """The optimizers of the last fit. Their step() counts as a step in manual optimization."""
+        """The optimizers of the last fit."""
         run = self.runs.get("fit")
         if run is None:
             return []
+        # A LightningModule with manual optimization gets wrapped optimizers from self.optimizers().
         is_plain = not run.is_lightning_module and not run.module.automatic_optimization
         return self.strategy.lightning_optimizers if is_plain else run.optimizers
 
@@ -226,7 +227,7 @@ class TrainerAPI:
 
     @property
     def callbacks(self) -> list[Any]:
-        """The callbacks in the order in which they are called. A change applies to the next hook."""
+        """The callbacks in the order in which they are called. A new list applies from the next hook on."""
         return self.run.hooks.callbacks if self.run else self._callbacks
 
     @callbacks.setter
@@ -296,7 +297,7 @@ class TrainerAPI:
 
     @property
     def state(self) -> TrainerState:
-        """The current status, function and stage, as an object of Trainer's class."""
+        """The current status, function and stage."""
         if self.run is None:
             return TrainerState(self.status)
         stage = self.run.progress.stage
@@ -314,7 +315,7 @@ class TrainerAPI:
 
     @property
     def ckpt_path(self) -> str | None:
-        """The checkpoint that this run started from. A path set by a user applies to later runs."""
+        """The checkpoint that this run started from. Set a path to start later runs from it."""
         return self.next_ckpt_path or (self.run.checkpoint_path if self.run else None)
 
     @ckpt_path.setter
@@ -331,7 +332,7 @@ class TrainerAPI:
                 " `Trainer.save_checkpoint()` before calling `Trainer.{fit,validate,test,predict}`?"
             )
         fit = self.runs.get("fit")
-        # If the last fit and the current test have the same model, save the state of the fit.
+        # If validate, test or predict runs the model of the last fit, save the state of that fit.
         run = fit if fit is not None and fit.model is self.run.model else self.run
         if run.exception is not None and run.fabric.world_size > 1:
             raise RuntimeError(
@@ -477,7 +478,7 @@ _OF_EVALUATION_LOOPS: dict[str, Callable[[Any], Any]] = {
 
 
 class LoopAPI:
-    """Represent one of Trainer's loops, with the attributes that packages use."""
+    """Provide attributes of one of Trainer's loops, such as ``trainer.fit_loop``."""
 
     __slots__ = ("_attributes", "_key", "trainer")
 

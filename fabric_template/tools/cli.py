@@ -102,7 +102,7 @@ OPTIONS: dict[str, dict[str, dict[str, Any]]] = {  # by command
     },
     "verify": {"path": {"help": "A checkpoint, or a folder of them."}},
 }
-# Options that take objects. The command line has only callbacks of these, through CLASS_OPTIONS.
+# These options take objects, so the command line lacks them. CLASS_OPTIONS adds callbacks.
 NOT_TYPED: set[str | int] = {"fabric", "plugins", "loggers", "callbacks"}
 FIELDS = [field.name for field in dataclasses.fields(LoopArguments) if field.name not in NOT_TYPED]
 
@@ -115,7 +115,7 @@ class AnyClass(ABC):
 
     @classmethod
     def __subclasshook__(cls, other: type) -> bool:
-        # Exclude classes, plain values and jsonargparse's own objects.
+        # Reject built-in types, metaclasses and classes of jsonargparse.
         is_plain = other.__module__.partition(".")[0] in ("builtins", "jsonargparse")
         return not is_plain and not issubclass(other, type)
 
@@ -199,7 +199,7 @@ def run_command(name: str, argv: list[str]) -> int:
 
 
 def complete_arguments(command: str, argv: list[str]) -> list[str]:
-    """Move files and classes before other options, as jsonargparse requires."""
+    """Add the options of --run or a demo. Put --config, --model and --data before other options."""
     parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False, exit_on_error=False)
     parser.add_argument("--config", action="append", default=[])
     for option in ("model", "data", "run", "resume", "load"):
@@ -292,7 +292,7 @@ def explain(parser: ArgumentParser, message: str) -> str:
     keys = re.findall(r'Parser key "([\w.]+)": ', text)
     text = re.sub(r'Parser key "[\w.]+": ', "", text)
     if union := re.search(r"Subtypes: \[(.*?)\] Errors: (.*) Given value type: .*: (.*)", text):
-        # Keep the constructor's error, and drop messages about other types of the option.
+        # Drop messages such as "Expected a bool", and keep the error of a class's constructor.
         reasons = [reason for reason in union[2].split("- ") if "Expected a" not in reason]
         expected = " or ".join(sorted(union[1].split(", ")))
         text = " ".join(reasons) or f"got {union[3]}, expected {expected}."
@@ -415,7 +415,7 @@ def warn_of_new_weights(loop: FabricLoop, load: str | None) -> None:
 
 
 def make_table(batches: list[Any]) -> Any:
-    """Return a DataFrame with a row for each sample, and a column for each element of a vector."""
+    """Convert predictions to a DataFrame with a row per sample. A vector fills several columns."""
     import pandas as pd
     import torch
 

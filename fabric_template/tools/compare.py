@@ -39,7 +39,7 @@ Finding = tuple[str, Any, Any, str, str]  # A difference: quantity, both values,
 
 @dataclass
 class Comparison:
-    """The first difference between two trainings. ``step`` is None if they are equal."""
+    """The first difference between two trainings. ``step`` is None if there is none."""
 
     steps: int
     step: int | None = None
@@ -100,7 +100,7 @@ def compare_command(first: str, second: str, *, steps: int = 50) -> int:
 
 
 def find_changed(first: Record, second: Record, quantity: str) -> list[tuple[Record, Record]]:
-    """Return the pairs of parameters that differ in a quantity."""
+    """Pair the parameters of two steps. Return the pairs with different values of ``quantity``."""
 
     def shape_and_weights(parameter: Record) -> tuple[list[int], str]:
         return parameter["shape"], parameter["weights"]["digest"]
@@ -162,11 +162,11 @@ def check_batch(first: Record, second: Record) -> Finding | None:
         reason = "the step accumulates gradients of a different number of batches"
         return "backward passes", *counts, reason, f"accumulate_grad_batches={counts[0]}"
     for a, b in zip(first["batch sizes"], second["batch sizes"], strict=True):
-        # Ignore a size of 0: then no module with parameters has received the batch.
+        # The recorded size is 0 if no module with parameters has received the batch.
         if a != b and min(a, b) > 0:
             reason = "the loaders have different batch sizes, or one drops the last batch"
             return "batch size", a, b, reason, "the same batch_size= and drop_last= in both"
-    # Ignore additional samples of one training, whose model may also receive the targets.
+    # If only one training has additional samples, its model may also receive the targets.
     only_first = set(first["samples"]) - set(second["samples"])
     only_second = set(second["samples"]) - set(first["samples"])
     if only_first and only_second:
@@ -321,7 +321,7 @@ class Recorder:
         data = [tensor for tensor in find_tensors(args) if not tensor.requires_grad]
         if data and next(module.parameters(recurse=False), None) is not None:
             rows = [list(torch.atleast_1d(tensor)) for tensor in data]
-            # Keep only the last call, because earlier calls may have had no backward.
+            # Overwrite the inputs of an earlier forward pass, which may have no backward pass.
             self.inputs[id(module)] = [digest(row) for tensor in rows for row in tensor]
             self.batch_size = len(rows[0])
             self.random_state = digest_random_state()

@@ -168,7 +168,7 @@ def find_copy(command: str, path: str) -> Copy:
 
 
 def run_git(folder: str | Path, *args: str) -> subprocess.CompletedProcess[bytes]:
-    """Run git in a folder. Raise an error if the exit code is 128 or higher."""
+    """Run git in a folder. Raise an error if git fails, but not if git finds differences."""
     try:
         done = subprocess.run(["git", *args], cwd=folder, capture_output=True, check=False)
     except FileNotFoundError as error:

@@ -140,7 +140,7 @@ def plot_logs(
 
 
 def load_runs(logs: Any, seeds: bool) -> list[Run]:
-    """Return the runs in a path or a DataFrame, or in a list or a dict of paths and DataFrames."""
+    """Return the runs for the argument ``logs`` of ``plot_logs``."""
     import pandas as pd
 
     if isinstance(logs, str | os.PathLike):
@@ -269,7 +269,7 @@ def draw_line(ax: Axes, run: Run, metric: Metric, x: str, smooth: float | None, 
     elif metric.split == "test":
         style["linestyle"] = ":"
     if len(rows) > 1:
-        # Average the n-th rows of all seeds, because the times of these rows differ.
+        # Average the n-th rows of all seeds, because the seeds have no equal values of "time".
         groups = points.groupby(level=0)
         points, low, high = groups.mean(), groups["y"].min(), groups["y"].max()
         if metric.split != "train":
@@ -299,7 +299,7 @@ def add_legend(axes: list[Axes], title: str) -> None:
     if "best" in entries:
         entries["best"] = entries.pop("best")
     figure: Any = axes[0].figure
-    # Estimate the entries per line with 1/14 inch per letter, and add height for each line.
+    # Estimate how many entries of the legend fit into a line, with 1/14 inch per letter.
     width = max(1, int(figure.get_figwidth() * 14 / (max(map(len, entries)) + 10)))
     figure.set_figheight(figure.get_figheight() + 0.27 * (len(entries) // width))
     place = {"loc": "outside lower center", "ncols": width, "title": title or None}
@@ -355,7 +355,7 @@ class LivePlot:
         self.display, self.next_time = None, 0.0
 
     def on_train_batch_start(self, trainer: Any, module: Any, *batch: Any) -> None:
-        """Draw at most once a second and in at most 5 % of the time."""
+        """Draw at most once a second, and use at most 5 % of the training time."""
         start = time.monotonic()
         if start >= self.next_time:
             self.on_fit_end(trainer, module)

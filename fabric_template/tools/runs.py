@@ -110,7 +110,7 @@ def read_run(folder: Path, root: Path, metric: str | None = None) -> Run:
         "rows": rows,
     }
     metrics = [name for name in rows if name not in NOT_METRICS]
-    # Prefer the run's monitor, then validation metrics, then the first columns.
+    # By default, use the run's monitor, or else a validation metric, or else the first column.
     metrics.sort(key=lambda name: (name != options.get("monitor"), "val" not in name))
     return run | find_best(run, metric or next(iter(metrics), None))
 
@@ -152,8 +152,8 @@ def read_rows(folder: Path) -> pd.DataFrame:
 def read_state(path: Path) -> str:
     """Return the state of a run from its lock file.
 
-    The process of a run locks the lock file, writes the process id, and writes the state at the end.
-    A killed process writes no state.
+    The process of a run locks the lock file, and writes the state at the end of the run. A killed
+    run leaves an unlocked file without a state.
     """
     if not path.is_file():
         return "unknown"
@@ -168,7 +168,7 @@ def is_locked(path: Path) -> bool:
         import fcntl
 
         with path.open("rb") as file:
-            # Ask for a shared lock, so that another reader does not look like a running process.
+            # A shared lock fails only if the run still has its lock. Other readers share the lock.
             fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
     except BlockingIOError:
         return True

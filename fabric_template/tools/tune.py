@@ -117,7 +117,7 @@ def choose_settings(trial: Callable[[Choice], float], names: Iterable[str]) -> t
 
 
 def compare(trial: Callable[[Choice], float], before: Choice, after: Choice) -> float:
-    """Try two choices alternately. Return the gain, or 0.0 if it is within the noise."""
+    """Time two choices of settings in turn. Return the speed-up, or 0.0 if it may be noise."""
     slow: list[float] = []
     fast: list[float] = []
     for _ in range(ROUNDS):
@@ -155,7 +155,7 @@ def send_result(function: Callable[[], Any], sender: Any, threads: int) -> None:
         # Remove torch's SIGCHLD handler for DataLoader workers, which would end this process.
         signal.signal(signal.SIGCHLD, signal.SIG_DFL)
     with open(os.devnull, "w") as null, redirect_stdout(null), redirect_stderr(null):
-        # Run in a new Python thread, to start OpenMP's threads again, which a fork ends.
+        # A fork ends OpenMP's threads. A new Python thread starts new OpenMP threads.
         executor = ThreadPoolExecutor(1, initializer=torch.set_num_threads, initargs=(threads,))
         future = executor.submit(function)
         error = future.exception()
