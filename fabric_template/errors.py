@@ -9,7 +9,7 @@ from typing import Any
 
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 
-# Advice for options of other training loops, for which difflib finds nothing or the wrong option.
+# Advice for options of other training loops. difflib suggests no option or the wrong option.
 _INSTEAD = {
     "epochs": "Use max_epochs.",
     "gpus": "Use accelerator='gpu', devices=2.",
@@ -25,7 +25,7 @@ _INSTEAD = {
 class ConfigurationError(MisconfigurationException, ValueError):
     """Raised for a wrong value, an unsupported model or a contradiction between options.
 
-    ConfigurationError is a MisconfigurationException of Lightning, which code for Trainer catches.
+    Code that catches Lightning's MisconfigurationException also catches ConfigurationError.
     """
 
 
@@ -34,7 +34,7 @@ class ConfigurationTypeError(MisconfigurationException, TypeError):
 
 
 class MissingDataError(ConfigurationTypeError, ConfigurationError):
-    """Raised for a call without data, as a TypeError like for a missing argument in Python."""
+    """Raised for a call without data."""
 
 
 class CheckpointError(ValueError):
@@ -46,11 +46,11 @@ class DamagedCheckpointError(CheckpointError):
 
 
 class OtherModelError(CheckpointError, RuntimeError):
-    """Raised for a checkpoint of another model, as a RuntimeError like in load_state_dict()."""
+    """Raised for a checkpoint of another model."""
 
 
 class WeightsOnlyError(CheckpointError, KeyError):
-    """Raised for a resume without optimizer states, as a KeyError like in Trainer."""
+    """Raised if the checkpoint of a resume contains no optimizer states."""
 
     def __str__(self) -> str:
         # Without this method, KeyError shows the repr of its message.

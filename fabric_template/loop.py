@@ -213,11 +213,11 @@ class FabricLoop(TrainerAPI):
     # Your own loop
 
     def setup(self, model: Any, optimizer: Any = None, *loaders: Any) -> Any:
-        """Move model and loaders to their devices and wrap them for the strategy, as ``fabric.setup`` does.
+        """Prepare a model, an optimizer and loaders for the device and the strategy.
 
         On one device in float32, model and optimizer are returned unchanged. In other cases, a
-        wrapper of Fabric is returned, and ``model.module`` is the given model. To clip gradients, use
-        ``loop.fabric.clip_gradients(model, optimizer, max_norm=1.0)``, which unscales them first.
+        wrapper of Fabric is returned, and ``model.module`` is the given model. Gradients are unscaled
+        and clipped by ``loop.fabric.clip_gradients(model, optimizer, max_norm=1.0)``.
 
         Example:
             >>> loop = FabricLoop(accelerator="cpu")
@@ -268,7 +268,7 @@ class FabricLoop(TrainerAPI):
     def log_dict(
         self, metrics: Mapping[str, Any], step: int | None = None, sync_dist: bool = False
     ) -> None:
-        """Send values to the loggers. With a key "epoch", the values are a row of metrics.csv.
+        """Send values to the loggers. If there is a key "epoch", add a row to metrics.csv.
 
         In a hook or a step of a run, the values join the row of the current epoch or a row of
         steps.csv.
@@ -305,7 +305,7 @@ class FabricLoop(TrainerAPI):
             ) from error
 
     def load(self, path: str | Path, state: dict[str, Any]) -> dict[str, Any]:
-        """Restore modules and optimizers from a checkpoint. Returns the file's other values."""
+        """Restore ``state`` from a checkpoint. Returns the file's values that ``state`` lacks."""
         expected = "a path and a dict. Write loop.load('mine.ckpt', state)"
         check_type("load", path, str | os.PathLike, expected)
         self._prepare_files()
@@ -316,7 +316,7 @@ class FabricLoop(TrainerAPI):
         """Join the process group. Write files atomically, unless the user gave a CheckpointIO."""
         join_processes(self.fabric)
         strategy = self.fabric.strategy
-        # Ignore strategies that shard a model, which write folders without a CheckpointIO.
+        # Strategies that shard a model have no checkpoint_io, and raise this error.
         with suppress(NotImplementedError):
             if type(strategy.checkpoint_io) is TorchCheckpointIO:
                 strategy.checkpoint_io = self.checkpoint_io
@@ -337,7 +337,7 @@ class FabricLoop(TrainerAPI):
         return tool.tune(self, model, train_dataloaders, datamodule, **options)
 
     def ending(self) -> dict[str, list[str]]:
-        """Return lines about the last fit by heading: its result, why it ended and its files."""
+        """Return a summary of the last fit: lines of text, keyed by headings such as "ended"."""
         run = self.runs.get("fit")
         if run is None:
             return {}
@@ -357,13 +357,13 @@ class FabricLoop(TrainerAPI):
 
     @property
     def checkpoint_dir(self) -> Path | None:
-        """The checkpoint folder of the last fit. None without a fit or without checkpoints."""
+        """The checkpoint folder of the last fit, or None if there is no such folder."""
         return self.runs["fit"].checkpoints.folder if "fit" in self.runs else None
 
     def checkpoint_path(self, keyword: str = "last") -> Path | None:
         """Return the "last" or "best" checkpoint that this loop has saved, or None.
 
-        Files of ModelCheckpoint callbacks take precedence over the loop's own files.
+        With ModelCheckpoint callbacks, return only a file that one of these callbacks has saved.
         """
         fit = self.runs.get("fit")
         savers = self.checkpoint_callbacks or ([fit.checkpoints] if fit is not None else [])
@@ -426,7 +426,7 @@ def log_in_run(
 
 
 def log_rows(loggers: list[Any], scalars: dict[str, Any], step: int | None) -> None:
-    """Log values outside of a run. With a key "epoch", the values are a row of metrics.csv."""
+    """Log values outside of a run. If there is a key "epoch", add a row to metrics.csv."""
     for logger in loggers:
         if "epoch" in scalars and hasattr(logger, "log_epoch"):
             coordinates = {} if step is None else {"epoch": scalars["epoch"], "step": step}

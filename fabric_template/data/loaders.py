@@ -106,7 +106,7 @@ class DataConnector:
         self.train = TrainLoaders(run, self._prepare("train", "max_size_cycle"))
         run.progress.num_train_batches = self.train.num_batches
         every = run.config.log_every_n_steps or 0
-        # Do not warn for the CSV logger alone, which writes a row for every epoch.
+        # The CSV logger alone needs no warning, because metrics.csv gets a row for every epoch.
         has_other_logger = len(run.history.csv_loggers) < len(run.loop.loggers)
         if self.train.num_batches < every and has_other_logger and not run.config.fast_dev_run:
             run.warn_once(
@@ -120,7 +120,7 @@ class DataConnector:
             self.train.start()
 
     def start_train_batches(self) -> None:
-        """Start the iterator of an epoch, unless it has started together with its loader."""
+        """Start the iterator of an epoch, unless setup_train_loader has started this iterator."""
         is_later = self.run.progress.epochs_done > 0 and not self.keeps_first_iterator
         self.keeps_first_iterator = False
         if is_later or not self.train.is_started:
@@ -138,11 +138,11 @@ class DataConnector:
         if self._needs_no_reload(self.eval_loaders):
             return
         if self.eval_loaders is not None:
-            # With new loaders, log the values of evaluation batches from step 0 again.
+            # Count the batches of the new loaders from 0. Loggers use this count as the step.
             run.progress.eval_batches_by_loader = {}
         self.eval_loaders = EvalLoaders(run, self._prepare(stage, "sequential"), stage)
         if run.loop.sanity_checking and run.config.check_val_every_n_epoch not in (None, 1):
-            # Unless every epoch validates, Trainer loads these loaders again after the sanity check.
+            # With check_val_every_n_epoch > 1, Trainer reloads loaders after the sanity check.
             self.eval_loaders.loaded_in_epoch = -math.inf
 
     def setup_val_loaders(self) -> None:
@@ -182,7 +182,7 @@ class DataConnector:
             self.eval_loaders.load_state_dict(state["val"])
 
     def loader_states(self) -> list[Any]:
-        """Return the states of training loaders with a ``state_dict``, as Trainer saves them."""
+        """List the states of the training loaders that define ``state_dict``, as Trainer does."""
         if self.train is None or not any(map(has_state, self.train.loaders)):
             return []
         positions = self.train.state_dict()["loaders"]
@@ -233,7 +233,7 @@ class StageLoaders:
 
     @property
     def is_used(self) -> bool:
-        """Return whether the saved or the resumed run has requested a batch of the epoch."""
+        """Return whether a batch of this epoch was read, before or after a resume."""
         return any(loader.is_used for loader in self.resumable)
 
     def count_batches(self, max_batches: int | float = math.inf) -> int | float:
@@ -338,7 +338,7 @@ class TrainLoaders(StageLoaders):
             dropped = self._num_given - progress["batches_done"] - self.extra_batches
             if self._following is not _END:
                 dropped += 1
-        # Continue an iterator that has started before its epoch and has read no batch.
+        # Also save the position of an iterator that was created but has not read a batch yet.
         is_in_pass = progress["is_in_epoch"] or not self.is_used
         positions = [loader.state_dict(is_in_pass, dropped) for loader in self.resumable]
         return {

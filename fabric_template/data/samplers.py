@@ -1,4 +1,4 @@
-"""Create samplers that divide samples among processes, and record the indices of predictions."""
+"""Divide samples among processes, and record the sample indices of predicted batches."""
 
 from __future__ import annotations
 
@@ -31,8 +31,8 @@ if TYPE_CHECKING:
 def prepare_loader(run: RunState, loader: Any, stage: str) -> Any:
     """Return a loader with the sampler that this run needs."""
     if callable(getattr(loader, "for_rank", None)):
-        shares, share = shares_of(run)
-        return loader.for_rank(share, shares, common_seed(run))
+        num_replicas, rank = replicas_and_rank(run)
+        return loader.for_rank(rank, num_replicas, common_seed(run))
     if not isinstance(loader, DataLoader):
         return loader
     if os.environ.get("PL_SEED_WORKERS") == "1" and loader.worker_init_fn is None:
@@ -56,8 +56,8 @@ def prepare_loader(run: RunState, loader: Any, stage: str) -> Any:
     return clone
 
 
-def shares_of(run: RunState) -> tuple[int, int]:
-    """Return the number of shares, and the share of this process or tensor-parallel group."""
+def replicas_and_rank(run: RunState) -> tuple[int, int]:
+    """Return num_replicas and rank for DistributedSampler. A tensor-parallel group has one rank."""
     if run.fabric.world_size == 1:
         return 1, 0
     kwargs = run.fabric.strategy.distributed_sampler_kwargs
@@ -65,7 +65,7 @@ def shares_of(run: RunState) -> tuple[int, int]:
 
 
 def common_seed(run: RunState) -> int:
-    """Return the seed that all processes use to shuffle, which a checkpoint contains."""
+    """Return the seed with which all processes shuffle. Checkpoints contain this seed."""
     if run.data.sampler_seed is None:
         run.data.sampler_seed = int(os.environ.get("PL_GLOBAL_SEED", 0))
     return run.data.sampler_seed
@@ -82,18 +82,18 @@ def choose_sampler(run: RunState, loader: DataLoader, stage: str) -> Any:
             f" {stage} dataloader shuffling for you."
         )
         given = SequentialSampler(dataset)
-    shares, share = shares_of(run)
-    if shares == 1 or isinstance(given, DistributedSampler):
+    num_replicas, rank = replicas_and_rank(run)
+    if num_replicas == 1 or isinstance(given, DistributedSampler):
         return given
     is_shuffled = stage == "train" or isinstance(given, RandomSampler)
-    options: dict[str, Any] = {"num_replicas": shares, "rank": share, "seed": common_seed(run)}
+    options: dict[str, Any] = {"num_replicas": num_replicas, "rank": rank, "seed": common_seed(run)}
     options["shuffle"] = is_shuffled and not is_overfitting
     if stage == "predict":
         return UnrepeatedDistributedSamplerWrapper(given, **options)
     if isinstance(given, RandomSampler | SequentialSampler):
         return DistributedSampler(dataset, **options)
     wrapper: Any = DistributedSamplerWrapper(given, **options)
-    # Expose the generator, whose state a checkpoint contains.
+    # Checkpoints save the state of a sampler's attribute generator.
     wrapper.generator = getattr(given, "generator", None)
     return wrapper
 

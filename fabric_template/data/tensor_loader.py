@@ -102,10 +102,10 @@ class TensorLoader:
 
 
 def take_rows(tensor: Tensor, rows: Tensor) -> Tensor:
-    """Return rows of a tensor, on the CPU by index_select, which is twice as fast as indexing."""
     if type(tensor) is Tensor and tensor.device.type == "cpu" and tensor.is_contiguous():
+        # On the CPU, index_select is twice as fast as indexing.
         return tensor.index_select(0, rows)
-    # Use indexing here, which keeps subclasses and the memory format (channels_last).
+    # Indexing keeps the tensor's subclass and memory format (channels_last).
     return tensor[rows]
 
 

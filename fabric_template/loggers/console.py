@@ -36,7 +36,7 @@ NO_METRICS = ("epoch", "step", "samples_per_second", "time")
 class Console:
     """Show the progress bar and the table of a run on the main process.
 
-    After an error while drawing, the bar is off with a warning, and training continues.
+    If drawing fails, Console warns, turns the bar off and lets training continue.
     """
 
     def __init__(self, config: Any, is_enabled: bool) -> None:
@@ -50,7 +50,7 @@ class Console:
 
     @contextmanager
     def shown(self, run: RunState) -> Iterator[None]:
-        """Show the run inside this context. After an error, the bar stays at the failed batch."""
+        """Show the run until the context exits. An error leaves the bar at the failed batch."""
         is_complete = False
         try:
             yield
@@ -95,7 +95,7 @@ class Console:
         self._total, self._first, self._started = total, first, time.monotonic()
         if self._screen is not None:
             return
-        self._screen = find_screen(self._table)
+        self._screen = make_screen(self._table)
         # In a resumed run, also compare new values with the best values before the resume.
         self._table.earlier = list(run.history.rows)
         self._due = self._started + self._screen.seconds_between_draws
@@ -150,7 +150,7 @@ class Console:
 
 
 def bar_values(run: RunState) -> dict[str, float]:
-    """Return the values beside the bar, for which training waits for the device."""
+    """Read the values to show beside the bar. Reading a value waits for the device."""
     logs_itself = run.is_lightning_module and (run.results.active or run.results.callback_metrics)
     values = {} if logs_itself else train_values_first(run.results.latest_means())
     values.update(run.results.progress_bar_metrics)
@@ -221,7 +221,7 @@ class Screen:
 
 
 class TerminalBar(tqdm):
-    """The bar of a terminal, without tqdm's thread, because loader workers are forked."""
+    """A tqdm bar without a thread, because forking a process with threads can deadlock."""
 
     monitor_interval = 0
 
@@ -288,10 +288,11 @@ class NotebookScreen(Screen):
             self._handle.update(data, raw=True)
 
 
-def find_screen(table: EpochTable) -> Screen:
-    """Return the screen of this process. A process forked by a notebook gets no notebook screen."""
+def make_screen(table: EpochTable) -> Screen:
+    """Create a screen for a notebook cell, a terminal or a log file."""
     get_ipython = getattr(sys.modules.get("IPython"), "get_ipython", None)
     shell = get_ipython() if get_ipython is not None else None
+    # A process that a notebook has started cannot write into the cell.
     if getattr(shell, "kernel", None) is not None and multiprocessing.parent_process() is None:
         return NotebookScreen(table)
     return TerminalScreen(table) if sys.stderr.isatty() else Screen(table)
@@ -301,7 +302,7 @@ def find_screen(table: EpochTable) -> Screen:
 
 
 def summarize_run(run: RunState, checkpoints: Sequence[Path]) -> dict[str, list[str]]:
-    """Return the results of a fit, why it ended, and its files, as lines by heading."""
+    """Summarize a fit in lines of text, keyed by headings such as "trained" and "ended"."""
     config, rows, progress = run.config, run.history.rows, run.progress
     seconds = sum(row["time"] for row in rows)
     data = "" if run.datamodule is None else f" on {type(run.datamodule).__name__}"

@@ -79,7 +79,7 @@ class CSVLogger(Logger):
         if version == self._version:
             return
         self._version, self._tables = version, {}
-        # Keep hyperparameters that were logged before the run, for the version that the run gets.
+        # Hyperparameters that were logged before a version was set belong to the new version.
         if version is None:
             self._hparams = {}
 
@@ -113,7 +113,7 @@ class CSVLogger(Logger):
 
     @rank_zero_only
     def log_metrics(self, metrics: Mapping[str, Any], step: int | None = None) -> None:
-        """Append a row to steps.csv. Without a step, use the number of the row."""
+        """Append a row to steps.csv. The default of step is metrics["step"] or the row number."""
         if metrics:
             table = self._table("steps.csv")
             first = {"step": metrics.get("step", table.num_rows) if step is None else step}
@@ -194,7 +194,6 @@ class Table:
 
     @property
     def all_columns(self) -> list[str]:
-        """The columns of the file and of the waiting rows."""
         return columns_of([dict.fromkeys(self.columns), *self.waiting])
 
     def _read(self) -> None:
@@ -337,7 +336,7 @@ def to_plain(value: Any, is_strict: bool = False) -> Any:
     """Convert a value to types of YAML. Objects are converted with str().
 
     Raises:
-        TypeError: With is_strict, for an object.
+        TypeError: The value contains an object, and is_strict is set.
     """
     if value is None or isinstance(value, bool):
         return value

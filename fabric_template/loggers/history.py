@@ -23,10 +23,11 @@ if TYPE_CHECKING:
 class History:
     """Collect the rows of a run, which ``fit`` returns and the CSV logger writes into metrics.csv.
 
-    A row contains training means and the duration since the previous row, the newest validation
-    and the learning rate. An epoch-based run has a row for each epoch. A step-based run has a row
-    for each validation (or for each epoch without validation), and a row at the end. A run is
-    step-based with max_steps, with validation by steps, or if the loader has no length.
+    A row contains training means, the newest validation, the learning rate and a duration. The
+    means and the duration start at the previous row. An epoch-based run has a row for each epoch. A
+    step-based run has a row for each validation (or for each epoch without validation), and a row
+    at the end. A run is step-based with max_steps, with validation by steps, or if the loader has
+    no length.
 
     Attributes:
         rows: All rows of the run so far.
@@ -42,7 +43,7 @@ class History:
         self.is_step_based = self.is_validated = False
         self.learning_rates: list[Any] = []
         self.step_values: dict[str, Any] = {}
-        # The training samples of this process and the seconds of validations since the newest row.
+        # Count this process's samples and the seconds of validation from the newest row on.
         self._num_samples = 0
         self._eval_seconds = 0.0
         self._seconds_before_resume = 0.0
@@ -73,7 +74,7 @@ class History:
 
     @property
     def is_due_at_epoch_end(self) -> bool:
-        """Return whether a row ends at the end of each epoch."""
+        """Return whether to add a row at the end of the current epoch."""
         is_due = self.is_validated or not self.run.should_validate
         return not self.is_step_based or (is_due and self.run.progress.is_epoch_complete)
 
@@ -104,7 +105,6 @@ class History:
         self.is_validated |= self.run.progress.stage == "validate"
 
     def add_row(self) -> dict[str, Any]:
-        """End a row."""
         values = train_values_first(self.run.results.take_row())
         seconds = self.elapsed()
         row = {**self.position(), **values, **self._learning_rates()}
@@ -124,7 +124,7 @@ class History:
         return row
 
     def position(self) -> dict[str, Any]:
-        """Return the current epoch, or between epochs the last epoch, and the number of steps."""
+        """Return the epoch and the global step. Between epochs, return the finished epoch."""
         progress = self.run.progress
         epoch = max(0, progress.epochs_done - (not progress.is_in_epoch))
         return {"epoch": epoch, "step": progress.global_step}
@@ -159,7 +159,7 @@ class History:
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         self.rows = [dict(row) for row in state["rows"]]
         if not self.counts_steps:
-            # Remove the column samples_per_second if only the saved run counted steps.
+            # Only rows of a run that counts steps have the column samples_per_second.
             for row in self.rows:
                 row.pop("samples_per_second", None)
         self.step_values = dict(state["step_values"])
@@ -169,7 +169,7 @@ class History:
         self._seconds_before_resume = state["seconds"]
         self._eval_seconds = state["eval_seconds"]
         self.start_clock()
-        # Cut the files of every CSV logger back to the checkpoint. It may list fewer loggers.
+        # Remove the rows after the checkpoint. For a new logger, the checkpoint has no position.
         for logger, position in zip_longest(self.csv_loggers, state["files"]):
             if logger is not None:
                 logger.rewind(position or {}, self.rows)

@@ -53,7 +53,7 @@ class LoggerConnector:
         self.log_metrics(run.results.evaluated_metrics, row=row)
 
     def end_validation(self, run: RunState) -> None:
-        """End a row of a step-based run. After the last batch, let log_train_epoch end the row."""
+        """Add a step-based run's row. After an epoch's last batch, log_train_epoch adds the row."""
         history = run.history
         if run.progress.is_epoch_complete or not history.is_validated:
             return
@@ -62,7 +62,7 @@ class LoggerConnector:
             run.console.add_row({**history.position(), **values, "time": history.elapsed()})
             history.is_validated = False
         else:
-            self._end_row_in_epoch(run)
+            self._add_row_in_epoch(run)
 
     def log_train_epoch(self, run: RunState) -> None:
         """Log the values of an epoch. Write a row of metrics.csv if one is due."""
@@ -72,11 +72,11 @@ class LoggerConnector:
             self._add_row(run)
 
     def end_training(self, run: RunState) -> None:
-        """Write a step-based run's last row, which a resumed run will write again."""
+        """Write the last row of a step-based run. A resumed run replaces this row."""
         if run.history.is_due_at_end:
-            self._end_row_in_epoch(run)
+            self._add_row_in_epoch(run)
 
-    def _end_row_in_epoch(self, run: RunState) -> None:
+    def _add_row_in_epoch(self, run: RunState) -> None:
         row = self._add_row(run)
         if not run.is_lightning_module:
             # For a LightningModule, log_train_epoch logs the means at the end of the epoch.

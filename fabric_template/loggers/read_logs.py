@@ -90,7 +90,7 @@ def join_rows(table: pd.DataFrame) -> pd.DataFrame:
     is_complete = places.astype(bool).all(axis=None) and not places.duplicated().any()
     is_of_steps = any(name.endswith("_step") for name in table.columns)
     if (is_complete and not is_of_steps) or not any(places["epoch"]):
-        # The rows are complete. Several rows per epoch are from several validations.
+        # Do not join complete rows: each row of an epoch is from another validation.
         return table
     table = table.mask(table == "")
     # LearningRateMonitor's rows have no epoch. Use the epoch of the next or the previous row.
@@ -99,7 +99,7 @@ def join_rows(table: pd.DataFrame) -> pd.DataFrame:
 
 
 def to_values(cells: list[Any]) -> list[Any]:
-    """Convert the cells to numbers if all of them are numbers, by float(), which is exact."""
+    """Convert cells to numbers if all are numbers. Unlike pandas.read_csv, float() is exact."""
     with suppress(ValueError):
         return [int(cell) for cell in cells]
     with suppress(ValueError):

@@ -33,14 +33,14 @@ from .log_arguments import (
 if TYPE_CHECKING:
     from ..training.run_state import RunState
 
-# The name in place of a hook, for values that a step returned instead of calling self.log.
+# LogArguments.hook has this value if a step returned the value instead of calling self.log.
 RETURNED = "returned"
-# A product with a power of two is exact, so a fused operation gives the same bits.
+# With these weights, torch.add(total, value, alpha=weight) rounds like total + value * weight.
 _POWERS_OF_TWO = frozenset(2**power for power in range(24))
 # Types of values that torch.load(weights_only=True) reads.
 _PLAIN_TYPES = (type(None), bool, int, float, complex, str, torch.dtype)
-# The attributes of LoopResults that a checkpoint in an epoch saves.
-_POSITION = ("is_in_batches", "is_after_first_batch", "last_hook", "has_new_values")
+# The attributes of LoopResults that checkpoints contain.
+_SAVED_ATTRIBUTES = ("is_in_batches", "is_after_first_batch", "last_hook", "has_new_values")
 _ATTRIBUTES_OF_MODULES = frozenset(vars(nn.Module()))
 
 
@@ -104,7 +104,7 @@ class Accumulator:
         self._result: Tensor | None = None
 
     def add(self, value: Tensor, weight: int) -> None:
-        """Add a 0-dimensional tensor of floats, the mean of ``weight`` samples."""
+        """Add the mean of ``weight`` samples, as a 0-dimensional tensor of floats."""
         self._result = None
         if self.is_mean:
             self.weight += weight
@@ -163,7 +163,7 @@ class LoggedMetric:
         self.epoch.reset()
 
     def update(self, value: Tensor, batch_size: int) -> None:
-        """Add a 0-dimensional tensor, the mean of batch_size samples."""
+        """Add the mean of ``batch_size`` samples, as a 0-dimensional tensor."""
         self.has_value = True
         if self.arguments.on_step:
             # Clone the value, because the user may change it in place afterwards.
@@ -185,7 +185,7 @@ class LoggedMetric:
         """Register a logged torchmetrics object, which keeps its own sums."""
         default = torch.get_default_dtype()
         if metric is self.torchmetric and getattr(metric, "dtype", default) is not default:
-            # As in Trainer, move the metric at each log, which resets its dtype to the default.
+            # As in Trainer, call to() at each log, because to() resets the dtype to the default.
             metric.to(metric.device)
         self.torchmetric, self.has_value = metric, True
         if self.arguments.on_step:
@@ -193,11 +193,11 @@ class LoggedMetric:
             self.step_value = getattr(metric, "_forward_cache", None)
 
     def value(self, of_step: bool) -> Tensor | None:
-        """Return the value of the step, or of the epoch so far, or None without a value."""
+        """Return the value of the step, or of the epoch so far. Return None without a value."""
         return self._check_and_detach(self.step_value if of_step else self._reduce(self.epoch))
 
     def row_value(self) -> Tensor | None:
-        """Return the value since the newest row, or for a torchmetrics object that of the epoch."""
+        """Return the value since the newest row. Torchmetrics objects return the epoch's value."""
         return self._check_and_detach(self._reduce(self.row))
 
     def _reduce(self, accumulator: Accumulator) -> Any:
@@ -259,19 +259,19 @@ class LoopResults(dict):
         self.has_new_values = False
 
     def current(self) -> Iterator[LoggedMetric]:
-        """Yield the metrics that the current loader has logged since the last reset."""
+        """Yield the metrics that were logged for the current loader since the last reset."""
         for metric in self.values():
             if metric.has_value and metric.arguments.dataloader_idx == self.dataloader_idx:
                 yield metric
 
     def reset_hook(self, hook: str | None) -> None:
-        """Reset the sums of a hook that logs for the first time in this epoch."""
+        """Reset the values that were logged in a hook, except for torchmetrics objects."""
         for metric in self.values():
             if metric.arguments.hook == hook and metric.torchmetric is None:
                 metric.reset()
 
     def current_batch_size(self) -> int:
-        """Return the size of the current batch. The first call in a batch determines the size."""
+        """Return the size of the current batch. Find the size only once per batch."""
         if self.batch_size is None:
             self.batch_size = 1 if self.batch is None else find_batch_size(self.batch)
         return self.batch_size
@@ -313,7 +313,7 @@ class ResultCollection:
         evaluated_metrics: The values of the newest evaluation that the loggers receive.
     """
 
-    # This default holds for a pickled copy, which ignores logged values.
+    # In an unpickled ResultCollection, this default makes log() do nothing.
     is_enabled = False
 
     def __init__(self, run: RunState) -> None:
@@ -329,7 +329,7 @@ class ResultCollection:
         self.returned: dict[str, Tensor] = {}
         self.evaluated: set[str] = set()
         self.evaluated_metrics: dict[str, Any] = {}
-        # The values of each loader that the current evaluation has finished.
+        # The values of each finished loader of the current evaluation.
         self._loader_values: list[CurrentValues] = []
 
     def __deepcopy__(self, memo: dict) -> ResultCollection:
@@ -337,7 +337,7 @@ class ResultCollection:
         return self
 
     def __reduce__(self) -> Any:
-        """Pickle a module without its run."""
+        """Pickle an empty object, so that pickling a module does not pickle the run."""
         return (copyreg.__newobj__, (ResultCollection,))  # type: ignore[attr-defined]
 
     def log(
@@ -379,7 +379,7 @@ class ResultCollection:
         if metric is None or metric.call_arguments != arguments:
             metric = self._register(results, hook, name, arguments)
         if results.last_hook != hook:
-            # As in Trainer, reset the sums of a hook when it logs in the first batch of the epoch.
+            # As in Trainer, a hook that logs in an epoch's first batch drops its earlier values.
             if not results.is_after_first_batch:
                 results.reset_hook(hook)
             results.last_hook = hook
@@ -412,7 +412,7 @@ class ResultCollection:
     def _register(
         self, results: LoopResults, hook: str | None, name: str, call_arguments: tuple
     ) -> LoggedMetric:
-        """Check the arguments of a name that is logged for the first time or with new arguments."""
+        """Check new arguments of ``self.log``, and return the LoggedMetric of the name."""
         prog_bar, logger, on_step, on_epoch, reduce_fx, *others = call_arguments
         on_step, on_epoch = find_step_and_epoch(hook, on_step, on_epoch)
         levels = (prog_bar, logger is not False, on_step, on_epoch)
@@ -443,7 +443,7 @@ class ResultCollection:
         return metric
 
     def add_returned(self, values: Mapping[str, Tensor]) -> None:
-        """Add 0-dimensional tensors that a step returned, unless the step logs the same mean."""
+        """Add 0-dimensional tensors that a step returned, except for names that the step logs."""
         results = self.active
         assert results is not None
         for name, value in values.items():
@@ -494,13 +494,13 @@ class ResultCollection:
         results.dataloader_idx = dataloader_idx
 
     def end_batch(self) -> None:
-        """Clear the current batch. A read of callback_metrics then updates the metrics."""
+        """Clear the current batch, and mark callback_metrics as outdated."""
         assert self.active is not None
         self.active.batch = self.active.batch_size = None
         self.active.has_new_values = True
 
     def end_batches(self) -> None:
-        """End the batches of an epoch or a loader. Later hooks get epoch values."""
+        """Switch from step values to epoch values after the last batch of an epoch or a loader."""
         results = self.active
         assert results is not None
         if results.has_new_values:
@@ -511,12 +511,12 @@ class ResultCollection:
             metric.epoch.compute()
 
     def end_loader(self) -> None:
-        """End the batches of an evaluation loader, and store the values of the loader."""
+        """Store the values of an evaluation loader after its last batch."""
         self.end_batches()
-        # As in Trainer, the hooks of a sanity check do not get the values of a loader.
+        # As in Trainer, a sanity check does not update callback_metrics after each loader.
         if self.run.progress.stage != "sanity_check":
             self._loader_values.append(self.update_metrics())
-        # Assign values that are logged after the last batch to no loader.
+        # Values that are logged after the last batch belong to no loader.
         self.evaluation.dataloader_idx = None
 
     def end_evaluation(self) -> list[dict[str, Any]]:
@@ -537,7 +537,7 @@ class ResultCollection:
         results = self.active
         if results is not None:
             for metric in results.values():
-                # Do not reset values that training steps returned, which take_row resets.
+                # take_row resets the values that training steps returned.
                 if not results.is_training or not metric.is_returned:
                     metric.reset()
             results.dataloader_idx = results.last_hook = None
@@ -572,7 +572,7 @@ class ResultCollection:
         return values
 
     def current_values(self) -> CurrentValues:
-        """Return the values of the current step, or of the epoch after its last batch."""
+        """Return the current step's values. After the last batch, return the epoch's values."""
         values = CurrentValues({}, {}, {}, {}, {})
         results = self.active
         if results is None:
@@ -587,7 +587,7 @@ class ResultCollection:
             full_name = arguments.full_name("_step" if of_step else "_epoch")
             if metric.is_returned:
                 values.returned[name] = values.row[name] = value
-                # Like Trainer, do not send what the steps of a LightningModule return to loggers.
+                # As in Trainer, do not log the values that a LightningModule's steps return.
                 if not self.run.is_lightning_module:
                     values.logged[name] = values.callback[name] = value
                 continue
@@ -612,7 +612,7 @@ class ResultCollection:
         return row
 
     def latest_means(self) -> dict[str, Tensor]:
-        """Return the newest means of this process, including the row that has not ended yet."""
+        """Return the newest mean of each value that steps return, from this process only."""
         means = dict(self.returned)
         for metric in self.train.values():
             row, name = metric.row, metric.arguments.name
@@ -629,7 +629,7 @@ class ResultCollection:
             {id(metric.torchmetric) for metric in results.values()}
             for results in (train, self.evaluation)
         )
-        # Leave out evaluated metrics, because a resumed run repeats an evaluation from the start.
+        # A resumed run repeats an unfinished evaluation, so leave out the evaluation's metrics.
         kept = {n: m for n, m in metrics.items() if id(m) in trained or id(m) not in evaluated}
         entries = [
             {**metric.state_dict(), "torchmetric": names.get(id(metric.torchmetric))}
@@ -642,7 +642,7 @@ class ResultCollection:
             "returned": dict(self.returned),
             "evaluated": sorted(self.evaluated),
             "row": dict(self.row),
-            "position": {name: getattr(train, name) for name in _POSITION},
+            "position": {name: getattr(train, name) for name in _SAVED_ATTRIBUTES},
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -676,9 +676,9 @@ def find_torchmetrics(module: Any) -> dict[str, Any]:
 
 
 def torchmetrics_state(metrics: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
-    """Return copies of the metrics' plain attributes, which state_dict() leaves out by default.
+    """Return copies of the metrics' plain attributes, such as the states of add_state().
 
-    The attributes include the states of add_state() and the counters of wrappers and collections.
+    By default, state_dict() of a torchmetrics object leaves out these states.
     """
     state = {}
     for name, metric in metrics.items():
@@ -692,7 +692,7 @@ def load_torchmetrics(module: Any, state: Mapping[str, Mapping[str, Any]]) -> No
     for name, attributes in state.items():
         tracker: Any = metrics.get(name.rpartition(".")[0])
         if name not in metrics and hasattr(tracker, "increment"):
-            # Add a metric to this MetricTracker, which has one for each call of increment().
+            # The saved MetricTracker has more metrics, so add a metric with increment().
             tracker.increment()
             metrics = find_torchmetrics(module)
         if name in metrics:

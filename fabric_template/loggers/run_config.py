@@ -1,4 +1,4 @@
-"""Collect the hyperparameters of a run, and write config.yaml, with which a run is repeated."""
+"""Collect the hyperparameters of a run, and write config.yaml, which can repeat the run."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ HEAD = "# `fabric-template fit --config` with this file repeats this run. It ign
 def write_run_config(run: RunState) -> None:
     """Write config.yaml beside metrics.csv. If this fails, warn and continue training.
 
-    An existing config.yaml is kept in a resumed run, and if another program has written it.
+    Keep an existing config.yaml if the run is resumed, or if another program wrote the file.
     """
     for logger in run.history.csv_loggers:
         path = Path(logger.log_dir, "config.yaml")
@@ -92,7 +92,7 @@ def collect_class_config(part: str, given: Any, unknown: dict[str, str]) -> dict
 def keep_plain(
     values: Mapping[str, Any], unknown: dict[str, str], prefix: str = ""
 ) -> dict[str, Any]:
-    """Return the values that YAML supports. Add the names of other values to unknown."""
+    """Return the values that YAML supports, and describe all other values in ``unknown``."""
     kept = {}
     for name, value in values.items():
         try:
@@ -111,7 +111,7 @@ def merge_hyperparameters(model: Any, datamodule: Any) -> dict[str, Any]:
     merged: dict[str, Any] = {}
     for part in (model, datamodule):
         hparams = dict(part.hparams_initial) if logs_hyperparameters(part) else {}
-        # Remove the class, which LightningCLI saves under this name in each part.
+        # LightningCLI adds the key _class_path, although a class is not a hyperparameter.
         hparams.pop("_class_path", None)
         # Compare the repr, because == of two arrays returns an array.
         both = hparams.keys() & merged.keys()

@@ -32,7 +32,7 @@ STEP_OF_STAGE = {"fit": "training_step", "validate": "validation_step", "test": 
 def check_call(run: RunState) -> None:
     """Raise an error for a model, functions or loaders that the call cannot use."""
     if run.stage == "fit":
-        # Check only fit, because one process of torchrun or SLURM may run an evaluation alone.
+        # A single process of torchrun or SLURM may run an evaluation alone, but not a training.
         check_launched(run.fabric)
     check_strategy(run)
     if run.stage == "predict":
@@ -131,7 +131,7 @@ def check_signature(run: RunState, name: str) -> None:
 
 
 def check_optimization(run: RunState) -> None:
-    """Raise an error if there is no optimizer, or an option that manual optimization lacks."""
+    """Raise an error for a missing optimizer, or an option that needs automatic optimization."""
     if run.given_optimizer is None and not run.hooks.is_overridden("configure_optimizers"):
         raise ConfigurationError(
             f"No `configure_optimizers()` method defined. Define it in {type(run.model).__name__}, or call"

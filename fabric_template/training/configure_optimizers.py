@@ -50,7 +50,7 @@ def has_several_optimizers(given: Any) -> bool:
 
 
 def add_scheduler(optimizer: Any, scheduler: Any) -> Any:
-    """Combine ``optimizer=`` and ``scheduler=`` to a return value of ``configure_optimizers``."""
+    """Return ``optimizer=`` and ``scheduler=`` in the format of ``configure_optimizers``."""
     if not is_optimizer(optimizer):
         raise ConfigurationTypeError(
             f"scheduler: got it together with optimizer={describe(optimizer)}, expected one"
@@ -93,7 +93,6 @@ def parse_optimizers(
 
 
 def _split(returned: Any, where: str) -> tuple[list[Any], list[Any]]:
-    """Return the optimizers and the unparsed schedulers."""
     if returned is None:
         warnings.warn(
             "`LightningModule.configure_optimizers` returned `None`, this fit will run with no optimizer",
@@ -203,7 +202,7 @@ def _check_interface(scheduler: Any) -> None:
 
 
 def check_parameters(optimizers: list[Optimizer], network: nn.Module) -> None:
-    """Raise an error if no optimizer has a parameter of the model, so that nothing is trained."""
+    """Raise an error if no optimizer has a parameter of the model."""
     groups = [group for optimizer in optimizers for group in optimizer.param_groups]
     parameters = [parameter for group in groups for parameter in group.get("params", ())]
     # Ignore plain tensors, because a user may also train a tensor outside of the model.

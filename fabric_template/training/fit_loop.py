@@ -1,14 +1,17 @@
 """Train in epochs and batches, validate, and stop. Read this module first.
 
-A hook may save a checkpoint at any time, so ``run.progress.phase`` records the current point of an
-epoch. A resumed run finishes what was left at that point:
+A hook may save a checkpoint in the middle of an epoch. ``run.progress.phase`` is part of the
+checkpoint, and the resumed run finishes this phase. The phases of an epoch are:
 
-- "epoch_start": ``start_epoch`` calls the hooks before the first batch.
-- "batch": a batch is trained. A resume repeats the batches since the last optimizer step.
-- "batch_end": ``end_train_batch`` and ``end_batch`` finish a batch.
-- "validation", "validation_end": ``validate`` runs, and then calls its last hooks.
-- "epoch_end": ``end_epoch`` calls the hooks after the last batch.
-- None: between two batches or two epochs.
+- "epoch_start": the hooks before the first batch
+- "batch": a batch, from on_train_batch_start to the optimizer step
+- "batch_end": the hooks and the logging after a batch
+- "validation": a validation after a batch
+- "validation_end": the last hooks of a validation
+- "epoch_end": the hooks after the last batch
+- None: between two batches or two epochs
+
+In the phase "batch", the resumed run repeats all batches since the last optimizer step.
 """
 
 from __future__ import annotations
@@ -45,8 +48,8 @@ def fit(run: RunState) -> None:
     if run.validation_schedule.is_in_this_epoch():
         run.data.setup_val_loaders()
     run.history.start_clock()
-    # A checkpoint saved in on_train_epoch_end does not count the epoch that ends there. Count this
-    # epoch during on_train_start, like Trainer. Afterwards train_epoch ends and counts the epoch.
+    # If on_train_epoch_end saved the checkpoint, epochs_done does not include the current epoch.
+    # As in Trainer, include this epoch while on_train_start runs.
     was_saved_at_end = run.progress.phase == "epoch_end" and run.progress.is_epoch_complete
     if was_saved_at_end:
         run.progress.epochs_done += 1
@@ -59,13 +62,13 @@ def fit(run: RunState) -> None:
         with run.hooks.profiled("run_training_epoch"):
             train_epoch(run)
         if run.stop.signal is not None:
-            # Do not replace last.ckpt if end_epoch saved it in an epoch that a limit ended early.
+            # If a limit ended the epoch early, keep the file last.ckpt that end_epoch has saved.
             if run.progress.is_in_epoch or run.progress.is_epoch_complete:
-                # Save before on_train_end, in which callbacks may replace the weights.
+                # Save before on_train_end, because callbacks may replace the weights there.
                 run.checkpoints.save_last(run)
             break
     run.hooks.call("on_train_end")
-    # Write the last row after on_train_end, because a resumed run writes this row again.
+    # Write the row after on_train_end, so that no checkpoint contains this unfinished row.
     run.loggers.end_training(run)
 
 
@@ -82,8 +85,8 @@ def train_epoch(run: RunState) -> None:
             train_with_iterator(run)
         else:
             train_batches(run)
-    # As in Trainer, an epoch counts as finished if max_steps ends the epoch early, but not if a
-    # signal ends the epoch, because a resumed run then continues this epoch.
+    # As in Trainer, an epoch that max_steps ends early counts as finished. An epoch that a signal
+    # ends is not finished, so that a resumed run continues this epoch.
     if run.stop.signal is None or progress.is_epoch_complete:
         end_epoch(run)
 
@@ -124,9 +127,8 @@ def train_batches(run: RunState) -> None:
             step_schedulers_after_batch(run)
             break
         else:
-            outputs = train_batch(
-                batch, batch_idx
-            )  # Runs forward, loss, backward, clipping and step.
+            # Run forward, loss, backward, clipping and step.
+            outputs = train_batch(batch, batch_idx)
         end_train_batch(run, outputs, batch, batch_idx)
         if progress.is_epoch_complete or run.stop.is_due:
             break
@@ -201,8 +203,8 @@ def validate(run: RunState) -> None:
         own_zero_grad = run.hooks.module_method("on_validation_model_zero_grad")
         (own_zero_grad or run.network.zero_grad)()
     if run.progress.phase != "validation_end":
-        # A request to stop causes an unplanned validation, which a resumed run does not repeat. So
-        # restore the random state afterwards.
+        # A request to stop causes an unplanned validation. A resumed run does not repeat this
+        # validation, so restore the random state afterwards.
         rng_state = None if run.validation_schedule.is_planned() else capture_rng_state()
         run.progress.phase = "validation"
         evaluate(run, "validate")
@@ -231,7 +233,7 @@ def end_epoch(run: RunState) -> None:
         progress.phase = "epoch_end"
         run.hooks.call_train_epoch_end()
         if not progress.is_epoch_complete:
-            # Save here if a limit ends the epoch early: a higher limit can then continue the epoch.
+            # A limit ended the epoch early. Save, so that a run with a higher limit can continue.
             run.checkpoints.save_in_epoch(run)
     run.results.update_metrics()
     if progress.is_epoch_complete:

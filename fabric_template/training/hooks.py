@@ -103,7 +103,7 @@ class Hooks:
         self.current = previous
 
     def call_train_epoch_end(self) -> None:
-        """Call ``on_train_epoch_end``, last of all for callbacks that monitor a metric."""
+        """Call ``on_train_epoch_end``. Callbacks that monitor a metric come last."""
         name, callbacks = "on_train_epoch_end", list(self.callbacks)
         monitors = [c for c in callbacks if is_instance_of(c, "EarlyStopping", "Checkpoint")]
         self.call_callbacks(name, callbacks=[c for c in callbacks if c not in monitors])
@@ -155,7 +155,7 @@ class Hooks:
         return self.with_profiler(f"[Callback]{key}.{name}", call)
 
     def inside(self, name: str, method: Callable) -> Callable:
-        """Return a function that sets ``current`` while the method runs."""
+        """Wrap a method, so that ``Hooks.current`` is ``name`` while the method runs."""
 
         def call(*args: Any, **kwargs: Any) -> Any:
             previous, self.current = self.current, name
@@ -169,7 +169,7 @@ class Hooks:
         return nullcontext() if self.profiler is None else self.profiler.profile(action)
 
     def with_profiler(self, action: str, method: Callable) -> Callable:
-        """Return the method, wrapped so that the profiler measures it if there is a profiler."""
+        """Wrap a method for the profiler. Without a profiler, return the method unchanged."""
         if self.profiler is None:
             return method
 

@@ -63,7 +63,7 @@ def run_stage(run: RunState, function: Callable[[RunState], Any]) -> Any:
                 # As in Trainer, all processes start with the same random numbers.
                 reset_seed()
             if not fabric.is_global_zero:
-                # A script that Fabric starts has a rank only after join_processes, so read it here.
+                # A script that Fabric starts has no rank before join_processes.
                 run.console.is_enabled = run.warn_once.is_enabled = False
             if run.is_distributed:
                 check_same_checkpoint(run)
@@ -77,7 +77,7 @@ def run_stage(run: RunState, function: Callable[[RunState], Any]) -> Any:
     except BaseException as error:
         handle_exception(run, error)
         if run.stop.signal is None:
-            # End the scripts that this process has started, which would wait for this process.
+            # End the scripts that this process has started. Otherwise, the scripts keep waiting.
             for process in getattr(fabric.strategy.launcher, "procs", ()):
                 process.kill()
         raise
@@ -87,7 +87,7 @@ def run_stage(run: RunState, function: Callable[[RunState], Any]) -> Any:
 
 
 def set_up(run: RunState, stack: ExitStack) -> None:
-    """Prepare a stage, in Trainer's order. The stack undoes all changes of this set-up."""
+    """Prepare a stage in Trainer's order. Closing ``stack`` undoes the set-up."""
     is_training = run.stage == "fit"
     set_torch_flags(run.config)
     attach_run(run, stack)
@@ -101,7 +101,7 @@ def set_up(run: RunState, stack: ExitStack) -> None:
         run.hooks.call_module("configure_model")
     run.steps.convert_network()
     if run.steps.is_model_parallel:
-        # A sharded checkpoint is read into the shards of the network, which must exist first.
+        # Shard the network first, because a sharded checkpoint is loaded into the shards.
         run.steps.setup(is_training)
     if run.checkpoint is not None:
         restore_model(run, run.checkpoint)
@@ -139,7 +139,7 @@ def fit_stage(run: RunState) -> None:
         print_if_finished(run)
     run.results.start_training()
     if not run.is_lightning_module and not run.network.training:
-        # Do not change submodules in eval mode if the network itself is in train mode.
+        # Do not call train() on a network in train mode, because submodules may be in eval mode.
         run.network.train()
     run_sanity_check(run)
     run.results.start_training()
@@ -226,7 +226,7 @@ def attach_run(run: RunState, stack: ExitStack) -> None:
 def attach_log(part: Any, run: RunState, stack: ExitStack) -> None:
     """Replace Lightning's ``log`` and ``log_dict`` with methods that are many times faster.
 
-    A class that overrides ``log`` keeps this method, in which super().log() also logs the values.
+    If a class overrides ``log``, keep this method. A call of super().log() logs the value.
     """
     attributes = getattr(part, "__dict__", {})
     own_log = getattr(type(part), "log", None)
@@ -257,7 +257,7 @@ def set_up_signals(run: RunState, stack: ExitStack) -> None:
     is_launched = run.is_distributed or "TORCHELASTIC_RUN_ID" in os.environ
     run.signals = SignalHandler(not run.fabric.is_global_zero, is_launched)
     if run.is_distributed:
-        # Handle signals during the set-up: if one ended a single process, all others would wait.
+        # Handle signals in the set-up, so that no process ends while other processes wait.
         stack.enter_context(run.signals)
 
 
@@ -296,7 +296,7 @@ def configure_optimizers(run: RunState) -> None:
 
 
 def print_if_finished(run: RunState) -> None:
-    """Print that a finished run was resumed, for example by a job scheduler that restarts it."""
+    """Print that a finished run was resumed, for example by a job scheduler."""
     progress = run.progress
     if run.stop.is_due_between_epochs and not progress.is_in_epoch and run.fabric.is_global_zero:
         print(

@@ -1,8 +1,8 @@
 """Give a LightningModule's interface to functions and objects, and run their steps.
 
-On one device, plain Fabric runs ``model.training_step`` without its precision: ``bf16-mixed``
-trains in float32 silently. In this module, every step runs with precision, strategy and
-compilation.
+On one device, plain Fabric calls ``model.training_step`` without autocast, so that ``bf16-mixed``
+trains in float32 silently. StepRunner applies the precision, the strategy and torch.compile to
+every step.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ _HOOKS += [
 
 
 class ModuleAdapter(LightningModule):
-    """A LightningModule around a network with step functions, or an object with step methods.
+    """Adapts a network with step functions, or an object with step methods, to LightningModule.
 
     The adapter has the network's parameters, buffers and submodules under their own names, so that
     a checkpoint has the keys of ``network.state_dict()``.
@@ -78,7 +78,7 @@ class ModuleAdapter(LightningModule):
 
 
 def find_network(model: Any) -> nn.Module:
-    """Return the model itself, or a module that holds all modules among its attributes."""
+    """Return an nn.Module unchanged. Collect the modules of any other object in a new module."""
     if isinstance(model, nn.Module):
         return model
     network = nn.Module()
@@ -103,9 +103,9 @@ def unwrap(part: Any) -> Any:
 
 
 def adapt_model(model: Any, functions: Mapping[str, Callable | None]) -> tuple[Any, nn.Module]:
-    """Return the module and the network for the model that was given to ``fit``.
+    """Return the LightningModule to run, and the nn.Module that holds the parameters.
 
-    The module is the model itself if it is a LightningModule, else an adapter.
+    A LightningModule without step functions is both. Other models get a ModuleAdapter.
     """
     check_object("model", model)
     given = {name: function for name, function in functions.items() if function is not None}
@@ -140,7 +140,7 @@ def takes_argument(method: Callable, name: str) -> bool:
 def takes_batch_idx(step: Callable) -> bool:
     """Return whether a step takes ``(batch, batch_idx)`` instead of only ``(batch)``.
 
-    An argument of a step function with a default value does not receive the index.
+    In a step function, an argument that has a default value does not count as ``batch_idx``.
     """
     if takes_argument(step, "batch_idx"):
         return True
@@ -173,7 +173,7 @@ class _CallStep(nn.Module):
 
 
 def needs_no_strategy(fabric: Fabric) -> bool:
-    """Return whether the strategy and the precision do nothing, as on one device in float32."""
+    """Return whether the run uses one device and float32, so that Fabric changes nothing."""
     strategy = fabric.strategy
     return type(strategy) is SingleDeviceStrategy and type(strategy.precision) is Precision
 
@@ -218,8 +218,8 @@ class StepRunner:
         if is_training and has_parameters and not is_alone:
             self.wrapped = self.fabric.strategy.setup_module(_CallStep(self.network))
         for module in self.network.modules():
-            # Call the module's own to(), which also updates attributes such as its device. As in
-            # Trainer, move the module last, because this resets the dtype of torchmetrics objects.
+            # A module's own to() also updates attributes, such as device. As in Trainer, call to()
+            # after the conversion, because to() resets the dtype of torchmetrics objects.
             if type(module).to is not nn.Module.to:
                 if self.converts_dtype:
                     self.precision.convert_module(module)
@@ -246,9 +246,9 @@ class StepRunner:
         return step
 
     def _call_wrapped(self, method: Callable, is_training: bool) -> Callable:
-        """Return a step that runs as the forward of the strategy's wrapper.
+        """Return a step that the strategy's wrapper, such as DDP, calls in its forward method.
 
-        In manual optimization, DDP is prepared for each backward in the step, not after the step.
+        In manual optimization, each backward call prepares DDP, so forward must not prepare DDP.
         """
         ddp = self.ddp
         is_automatic = self.module.automatic_optimization
@@ -288,7 +288,7 @@ class StepRunner:
 
 
 class StepIterator:
-    """Yield (batch, batch_idx, dataloader_idx) as the argument ``dataloader_iter`` of a step."""
+    """An iterator over (batch, batch_idx, dataloader_idx), for a step with ``dataloader_iter``."""
 
     def __init__(self, batches: Iterator[tuple[Any, int, int]], num_batches: int | float) -> None:
         self._batches, self._num_batches = batches, num_batches

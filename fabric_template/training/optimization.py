@@ -26,8 +26,7 @@ if TYPE_CHECKING:
 def is_window_end(run: RunState) -> bool:
     """Return whether the current batch is the last one of its accumulation window.
 
-    The optimizer steps after this batch. As in Trainer, every N-th batch and the last batch of an
-    epoch end an accumulation window. Only this function makes this decision.
+    As in Trainer, the last batch of an epoch always ends an accumulation window.
     """
     is_full = run.progress.batches_done % run.accumulate_grad_batches == 0
     return is_full or run.progress.is_epoch_complete
@@ -38,7 +37,7 @@ def is_logging_due(run: RunState) -> bool:
     progress, every = run.progress, run.config.log_every_n_steps
     if not every:
         return False
-    # Add the current batch, which logging_step does not count yet. Outside of loops, stage is None.
+    # Add 1, because logging_step does not include the current batch yet.
     is_training = progress.stage in ("train", None)
     count = progress.logging_step + 1 if is_training else progress.eval_batches_done
     return count % every == 0 or run.stop.should_stop or bool(run.config.fast_dev_run)
@@ -58,11 +57,11 @@ class Optimization:
         self.run = run
         # StochasticWeightAveraging sets this to update BatchNorm statistics by forward passes only.
         self.skip_backward = False
-        self.kept_loss: Tensor | None = None  # Kept for speed by _step_without_closure.
+        self.kept_loss: Tensor | None = None
         self.setup()
 
     def setup(self) -> None:
-        """Look up the methods for each batch once, and again if optimizers or options change."""
+        """Look up the methods that batches call. Call setup again if optimizers or options change."""
         run, hooks = self.run, self.run.hooks
         step = self.run.module.training_step
         self.call_step = run.make_step("training_step", step)
@@ -77,10 +76,7 @@ class Optimization:
         self._profiled_backward = hooks.with_profiler(action, self._backward_with_hooks)
 
     def backward(self, loss: Tensor, *args: Any, **kwargs: Any) -> None:
-        """Compute the gradients for ``manual_backward`` and ``loop.backward``.
-
-        Automatic optimization calls ``_profiled_backward`` directly.
-        """
+        """Compute the gradients for ``manual_backward`` and ``loop.backward``."""
         self._profiled_backward(loss, *args, **kwargs)
 
     def _backward_with_hooks(self, loss: Tensor, *args: Any, **kwargs: Any) -> None:
@@ -141,7 +137,7 @@ class Optimization:
     def accumulated_gradients(self) -> dict[str, Tensor]:
         """Return a copy of all gradients, for a checkpoint inside of an accumulation window."""
         if self.run.steps.is_model_parallel:
-            # Leave out the gradients of FSDP, which accumulates them in private tensors.
+            # Leave out gradients, because FSDP accumulates gradients in private tensors.
             self.run.warn_once("A checkpoint in an accumulation window lacks sharded gradients.")
             return {}
         parameters = self.run.network.named_parameters()
@@ -166,12 +162,12 @@ class AutomaticOptimization(Optimization):
         hooks = self.run.hooks
         self._optimizer = optimizer = self.run.optimizers[0]
         self._module_zero_grad = hooks.module_method("optimizer_zero_grad")
-        # Do not profile the hook here, because every optimizer step is profiled under its name.
+        # Do not profile this hook, because _take_step is profiled and calls this hook.
         self._module_optimizer_step = hooks.module_method("optimizer_step", is_profiled=False)
         is_lbfgs = isinstance(optimizer, LBFGS)
         needs_closure = self._module_optimizer_step is not None or self._scaler is not None
-        # Call torch's optimizers without a closure, to get the same bits in less time. LBFGS needs
-        # the closure, which it runs several times.
+        # Except for LBFGS, torch's optimizers call the closure once at the start of step(). To
+        # compute the gradients before step() is faster, and gives the same bits.
         calls_closure_first = type(optimizer).__module__.startswith("torch.optim.") and not is_lbfgs
         is_simple = calls_closure_first and not needs_closure
         step = self._step_without_closure if is_simple else self._step_with_closure
@@ -195,7 +191,7 @@ class AutomaticOptimization(Optimization):
     def train_batch(self, batch: Any, batch_idx: int) -> Any:
         """Train on one batch. Returns the argument ``outputs`` of ``on_train_batch_end``."""
         run, progress = self.run, self.run.progress
-        # _forward_backward sets the outputs, because a closure has to return the loss.
+        # A closure can return only the loss, so _forward_backward stores the outputs here.
         self._outputs: dict[str, Any] = {}
         if is_window_end(run):
             self._take_step(batch, batch_idx)
@@ -216,9 +212,9 @@ class AutomaticOptimization(Optimization):
             self._optimizer.step()
         else:
             self.run.fabric.strategy.optimizer_step(self._optimizer)
-        # Keep the graph of the loss until the next step, as a hand-written loop does. If the graph
-        # is freed here, autograd recreates its node of each parameter, which slows the optimizer. The
-        # module's own backward may retain the whole graph, which would double the memory.
+        # Keep the loss until the next step. Otherwise, autograd frees and recreates a node for each
+        # parameter, which is slow. Do not keep the loss if the module overrides backward, because
+        # backward may retain the graph, and two graphs need twice the memory.
         self.kept_loss = loss if self._module_backward is None else None
 
     def _step_with_closure(self, batch: Any, batch_idx: int) -> None:
@@ -248,7 +244,7 @@ class AutomaticOptimization(Optimization):
         """Run ``training_step`` and the backward pass. Returns the loss.
 
         If ``training_step`` returns None, there is no backward pass, and the result is None. As in
-        Trainer, the optimizer still steps at the end of the accumulation window.
+        Trainer, a batch without a loss does not prevent the optimizer step.
         """
         run = self.run
         output = self.call_step(batch, batch_idx)
@@ -296,14 +292,14 @@ class ManualOptimization(Optimization):
 
     def setup(self) -> None:
         super().setup()
-        # The optimizers that have stepped since the last backward and need no gradients any more.
+        # The indices of the optimizers that have stepped since the last backward call.
         self._stepped: set[int] = set()
         # Whether DDP reduces the gradients. This is False if a step function calls loss.backward()
         # instead of loop.backward(loss), and _count_step then raises an error.
         self._reduces_gradients = self.run.steps.ddp is None or self.run.is_lightning_module
 
     def count_unwrapped_steps(self, stack: ExitStack) -> None:
-        """Count the steps of plain optimizers, which step functions and plain objects use."""
+        """Count steps by hooks of torch, because step functions call unwrapped optimizers."""
         for index, optimizer in enumerate(self.run.optimizers):
             handle = optimizer.register_step_post_hook(partial(self._count_step, index))
             stack.callback(handle.remove)
@@ -316,7 +312,7 @@ class ManualOptimization(Optimization):
             for index, optimizer in enumerate(run.loop.strategy.lightning_optimizers):
                 set_step_callback(optimizer, partial(self._count_step, index))
         else:
-            # For a LightningModule, manual_backward clears this set instead.
+            # Clear the set here, because a step function may call loss.backward() itself.
             self._stepped.clear()
         output = self.call_step(batch, batch_idx)
         # Like Trainer, count batches here, although global_step counts optimizer steps.
@@ -338,7 +334,7 @@ class ManualOptimization(Optimization):
         return outputs
 
     def _check_gradients(self, loss: Tensor) -> None:
-        """Raise an error if a step function uses no optimizer, so that nothing is trained."""
+        """Raise an error if a step function neither computes gradients nor uses an optimizer."""
         has_gradients = any(p.grad is not None for p in self.run.network.parameters())
         if loss.requires_grad and not self._stepped and not has_gradients:
             raise ConfigurationError(
@@ -456,8 +452,8 @@ def step_lr_schedulers(run: RunState, interval: str, follows_metric: bool) -> No
     """
     if not run.optimization.is_automatic or (interval == "step" and not is_window_end(run)):
         return
-    # As in Trainer, frequency counts batches, not optimizer steps. Add the current epoch, which
-    # epochs_done does not count yet.
+    # As in Trainer, frequency counts batches or epochs, not optimizer steps. Add 1 to epochs_done,
+    # which does not include the current epoch.
     count = run.progress.batches_done if interval == "step" else run.progress.epochs_done + 1
     for config in run.lr_schedulers:
         is_due = config.interval == interval and count % config.frequency == 0

@@ -32,13 +32,13 @@ class Progress:
     """Batches of all epochs."""
     optimizer_steps_in_epoch: int = 0
     logging_step: int = 0
-    """The step that loggers receive, which counts batches that ended with an optimizer step."""
+    """The step that loggers receive: the number of batches that ended with an optimizer step."""
     is_last_batch: bool = False
     """Whether the current batch is the last one of its epoch."""
     is_in_epoch: bool = False
     """Whether an epoch has started and not ended."""
     phase: str | None = None
-    """The current point of an epoch. The module fit_loop.py lists the points."""
+    """The current phase of an epoch. The docstring of fit_loop.py lists the phases."""
     batches_at_window_start: int = 0
     """batches_done at the end of the last accumulation window."""
     num_train_batches: int | float = math.inf
@@ -48,7 +48,7 @@ class Progress:
     total_eval_batches: int = 0
     """Batches of all validations in this epoch, or of one test or prediction."""
     eval_batches_by_loader: dict[int, int] = field(default_factory=dict)
-    """The batches of all evaluations by dataloader_idx, with which their values are logged."""
+    """Evaluated batches by dataloader_idx. Loggers receive the number of batches as the step."""
 
     def start_epoch(self) -> None:
         self.is_in_epoch, self.is_last_batch = True, False
@@ -79,7 +79,7 @@ class Progress:
         return self.is_last_batch or self.batches_done >= self.num_train_batches
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the counters, or during a batch their values after the last optimizer step."""
+        """Return the counters. During a batch, return the values after the last optimizer step."""
         without = ("stage", "num_train_batches")
         state = {f.name: getattr(self, f.name) for f in fields(self) if f.name not in without}
         if self.phase == "batch":
@@ -167,7 +167,7 @@ class ValidationSchedule:
         self.run = run
         self.every_n_batches: int | float = math.inf
         self._is_enabled = False
-        # Steps with dataloader_iter may fetch several batches, and skip a multiple of the interval.
+        # A step with dataloader_iter may fetch several batches, so the last step always validates.
         self._fetches_itself = takes_iterator(run.module.training_step)
         self._seconds: float | None = None
         interval = run.config.val_check_interval
@@ -181,7 +181,7 @@ class ValidationSchedule:
         self._restarted_at = time.monotonic()
 
     def count_batches(self) -> None:
-        """Compute the interval in batches. Call this again if the training loader changes."""
+        """Compute ``every_n_batches``. Call count_batches again if the training loader changes."""
         config = self.run.config
         self._counts_in_epoch = config.check_val_every_n_epoch is not None
         self._is_enabled = self.run.should_validate

@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 
 
 class RunState:
-    """The model, the data and the parts of the loop in one call.
+    """Holds the model, the loaders, the hooks, the counters and the loggers of one call.
 
     Args:
         loop: The FabricLoop, which modules and callbacks get as their trainer.
@@ -137,7 +137,7 @@ class RunState:
         self.exception: BaseException | None = None
 
     def _module_for(self, callback: Any) -> Any:
-        """Return the ``pl_module`` of a callback: for Lightning's callbacks a LightningModule."""
+        """Return the argument ``pl_module``. Lightning's callbacks require a LightningModule."""
         packages = ("lightning.pytorch.callbacks.", "pytorch_lightning.callbacks.")
         bases = [base for base in type(callback).__mro__ if base.__name__ != "Callback"]
         is_lightnings = any(base.__module__.startswith(packages) for base in bases)
