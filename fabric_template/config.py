@@ -91,7 +91,7 @@ class LoopConfig:
     deterministic: bool | str | None = None
     """Use deterministic algorithms of PyTorch. "warn": warn if an operation has none."""
     benchmark: bool | None = None
-    """Set torch.backends.cudnn.benchmark. With None, only deterministic=True turns this flag off."""
+    """Set torch.backends.cudnn.benchmark. None: unchanged, but deterministic=True sets False."""
     inference_mode: bool = True
     """Evaluate under torch.inference_mode. False: under torch.no_grad."""
     reload_dataloaders_every_n_epochs: int = 0

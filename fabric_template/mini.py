@@ -82,7 +82,7 @@ class MiniLoop:
     strategy: Any = "auto"
     devices: Any = "auto"
     precision: Any = None
-    fabric: Any = None  # A lightning.Fabric object, instead of arguments for a new one.
+    fabric: Any = None  # A ready lightning.Fabric object, in place of its arguments.
     sanity_checking = False  # Modules read trainer.sanity_checking. MiniLoop has no such check.
 
     def __new__(cls, **options: Any) -> MiniLoop:
@@ -127,7 +127,7 @@ class MiniLoop:
         self.callback_metrics: dict[str, Tensor] = {}  # The newest value of each metric.
         self._batches_in_window = 0  # The number of batches since the last optimizer step.
         self._validated: dict[str, Tensor] = {}  # The validation metrics of the next row.
-        self._logged_means: set[str] = set()  # Metrics that the current step has logged itself.
+        self._logged_means: set[str] = set()  # Means that the current step has logged with log().
         self._batch_size = 1  # The size of the current batch, by which its metrics are weighted.
         self._has_warned = False
         # The values for steps.csv that the current training batch has logged. None between batches.

@@ -74,7 +74,7 @@ def unchanged_rng_state() -> Iterator[None]:
 class ResumableLoader:
     """Iterates over a loader, and can resume in the middle of a pass.
 
-    The order of the samples depends on the random generators when the loader's iterator is created.
+    When a loader's iterator is created, the random generators determine the order of the samples.
     A resume therefore restores the saved random states before the iterator is created.
 
     Attributes:
@@ -91,7 +91,8 @@ class ResumableLoader:
         # the order of the samples.
         self._at_start: dict[str, Any] | None = None
         self._at_order: Any = None
-        # A checkpoint contains the states before the last batch if training has not reached that batch.
+        # A checkpoint contains the states before the last batch if training has not reached this
+        # batch.
         self._rng_before_last: dict[str, Any] | None = None
         self._state_before_last: Any = None
         self._restored: dict[str, Any] | None = None
@@ -189,7 +190,7 @@ class ResumableLoader:
         if item.rng_state is not None:
             self._workers[item.worker] = item.rng_state
         if self._is_indexed and self.batches % len(self._workers) == 0:
-            # Keep the previous entry, because training may not have reached the last batch read.
+            # Keep the previous entry, because training may not have reached the newest batch.
             self._rounds = [self._rounds[-1], (self.batches, list(self._workers))]
         return item.batch
 
@@ -291,7 +292,7 @@ class ResumableLoader:
         if self._restored is not None:
             return self._restored
         if self._is_finished and dropped:
-            # This loader had ended, so the dropped combined batch contains none of its batches.
+            # This loader had ended, so the dropped combined batch has no part of this loader.
             dropped -= 1
         done = max(0, self.batches - dropped)
         is_finished = self._is_finished and not dropped

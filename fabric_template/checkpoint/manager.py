@@ -161,9 +161,9 @@ class CheckpointManager:
     def save_exception(self, run: RunState) -> None:
         """Save after an error, so that a resume continues after the last whole optimizer step.
 
-        The saved random states and logged sums include the failed step. A resume is exact only if
-        the failed step drew no random numbers and logged no values. A run with several processes
-        writes no exception.ckpt.
+        The saved random states and logged sums include the failed step. A resume from
+        exception.ckpt is exact only if the failed step drew no random numbers and logged no values.
+        A run with several processes writes no exception.ckpt.
         """
         progress = run.progress
         is_new = progress.global_step > self.saved_step
@@ -180,7 +180,7 @@ class CheckpointManager:
         """Write files that could not be written during training, such as last.ckpt and the logs.
 
         Raises:
-            CheckpointError: A file still cannot be written.
+            CheckpointError: A file could not be written, even at the end of training.
         """
         if "last.ckpt" in self._unsaved:
             self.save_last(run)

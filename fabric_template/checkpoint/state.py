@@ -335,13 +335,13 @@ def convert_trainer_state(run: RunState, checkpoint: dict[str, Any]) -> dict[str
         return own
     num_accumulated = processed % run.accumulate_grad_batches
     if batch["is_last_batch"] and is_between_batches:
-        # Like Trainer, start the next epoch, without the validation and hooks at this epoch's end.
+        # Like Trainer, start the next epoch. Skip the saved epoch's final validation and hooks.
         progress["epochs_done"] += 1
     else:
         progress |= {"is_in_epoch": True, "batches_done": processed}
         progress["batches_at_window_start"] = processed - num_accumulated
     if is_between_batches and batch["total"]["ready"] > batch["total"]["completed"]:
-        # The file was saved in on_train_batch_end. Trainer counts the logging step after this hook.
+        # Trainer saved the file in on_train_batch_end, before increasing the step of the loggers.
         progress["logging_step"] += batch["is_last_batch"] or num_accumulated == 0
     return own
 
@@ -403,7 +403,7 @@ def restore_optimizers(run: RunState, checkpoint: dict[str, Any]) -> None:
     if SHARDS_KEY in checkpoint or run.steps.is_model_parallel:
         load_shards(run, checkpoint, "optimizer_states")
     states = checkpoint["optimizer_states"]
-    # Accept an empty list, because a hook on_load_checkpoint may have removed all states.
+    # Accept an empty list, because a hook on_load_checkpoint may have removed the optimizer states.
     if states and len(states) != len(run.optimizers):
         raise CheckpointError(
             f"{run.checkpoint_path}: got the states of {len(states)} optimizers, expected"

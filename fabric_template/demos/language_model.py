@@ -36,7 +36,7 @@ class TextData(SplitData):
         self.block = block
 
     def setup(self, stage: str | None = None) -> None:
-        """Read the text and cut it into blocks. Each training block repeats half of the previous block."""
+        """Cut the text into blocks. Each training block repeats half of the previous block."""
         text = "\n".join(topics.values())[:200_000].encode()
         if self.path is not None:
             text = Path(self.path).read_bytes()

@@ -93,7 +93,7 @@ def launched_processes() -> tuple[int, int] | None:
 
 
 def launched_devices(devices: Any, num_nodes: int) -> tuple[Any, int]:
-    """Return devices and num_nodes. Replace devices="auto" with the number of launched processes."""
+    """Return devices and num_nodes. The value "auto" becomes the number of launched processes."""
     started = launched_processes()
     if devices != "auto" or started is None:
         return devices, num_nodes

@@ -69,7 +69,7 @@ def _convert_object(strategy: Any) -> Any:
             " Use a strategy of lightning.fabric.strategies or a name, such as 'ddp', and the options"
             " precision and plugins."
         )
-    # The parallelize_fn changes nothing, because Trainer's modules are sharded in configure_model.
+    # This parallelize_fn changes nothing, because Trainer's modules are sharded in configure_model.
     arguments = [_return_model] if name == "ModelParallelStrategy" else []
     made = getattr(strategies, name)(*arguments)
     vars(made).update({key: value for key, value in vars(strategy).items() if key in vars(made)})

@@ -23,7 +23,7 @@ def wrap_optimizer(optimizer: Any, strategy: Any) -> LightningOptimizer:
 
 
 def set_step_callback(optimizer: LightningOptimizer, callback: Callable[[], None]) -> None:
-    """Let a wrapped optimizer call ``callback`` after each step, and nothing before a step."""
+    """Make an optimizer call ``callback`` after each step, and no function before a step."""
     optimizer._on_before_step = _do_nothing
     optimizer._on_after_step = callback
 
@@ -38,7 +38,7 @@ def set_current_hook(module: Any, hook: str | None) -> None:
 
 
 def hyperparameters_name(part: Any) -> str | None:
-    """Return the argument to which load_from_checkpoint passes the hyperparameters, or None."""
+    """Return the name of the argument to which load_from_checkpoint passes hyperparameters."""
     return getattr(part, "_hparams_name", None)
 
 

@@ -227,7 +227,7 @@ class TrainerAPI:
 
     @property
     def callbacks(self) -> list[Any]:
-        """The callbacks in the order in which they are called. A new list applies from the next hook on."""
+        """The callbacks in the order of their calls. A new list applies from the next hook on."""
         return self.run.hooks.callbacks if self.run else self._callbacks
 
     @callbacks.setter

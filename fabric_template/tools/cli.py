@@ -102,7 +102,7 @@ OPTIONS: dict[str, dict[str, dict[str, Any]]] = {  # by command
     },
     "verify": {"path": {"help": "A checkpoint, or a folder of them."}},
 }
-# These options take objects, so the command line lacks them. CLASS_OPTIONS adds callbacks.
+# Options that take objects are not on the command line, except for callbacks (CLASS_OPTIONS).
 NOT_TYPED: set[str | int] = {"fabric", "plugins", "loggers", "callbacks"}
 FIELDS = [field.name for field in dataclasses.fields(LoopArguments) if field.name not in NOT_TYPED]
 
@@ -415,7 +415,7 @@ def warn_of_new_weights(loop: FabricLoop, load: str | None) -> None:
 
 
 def make_table(batches: list[Any]) -> Any:
-    """Convert predictions to a DataFrame with a row per sample. A vector fills several columns."""
+    """Convert predictions to a DataFrame, a row per sample. A vector takes a column per element."""
     import pandas as pd
     import torch
 

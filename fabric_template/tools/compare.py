@@ -39,7 +39,7 @@ Finding = tuple[str, Any, Any, str, str]  # A difference: quantity, both values,
 
 @dataclass
 class Comparison:
-    """The first difference between two trainings. ``step`` is None if there is none."""
+    """The first difference between two trainings. ``step`` is None if the trainings are equal."""
 
     steps: int
     step: int | None = None

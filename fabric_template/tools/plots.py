@@ -269,7 +269,7 @@ def draw_line(ax: Axes, run: Run, metric: Metric, x: str, smooth: float | None, 
     elif metric.split == "test":
         style["linestyle"] = ":"
     if len(rows) > 1:
-        # Average the n-th rows of all seeds, because the seeds have no equal values of "time".
+        # Average the n-th rows of all seeds, because rows of different seeds have different times.
         groups = points.groupby(level=0)
         points, low, high = groups.mean(), groups["y"].min(), groups["y"].max()
         if metric.split != "train":

@@ -152,8 +152,8 @@ def read_rows(folder: Path) -> pd.DataFrame:
 def read_state(path: Path) -> str:
     """Return the state of a run from its lock file.
 
-    The process of a run locks the lock file, and writes the state at the end of the run. A killed
-    run leaves an unlocked file without a state.
+    The process of a run locks the file, and at the end of the run appends "finished", "interrupted"
+    or "failed". A killed run leaves an unlocked file without such a line.
     """
     if not path.is_file():
         return "unknown"
