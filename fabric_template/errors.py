@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import re
 import warnings
 from collections.abc import Iterable
 from typing import Any
@@ -64,10 +65,8 @@ class MissingCheckpointError(CheckpointError, FileNotFoundError):
 def unknown_option(name: str, known: Iterable[str]) -> str:
     """Return the message for an option that FabricLoop does not have."""
     near = difflib.get_close_matches(name, known, n=1, cutoff=0.6)
-    instead = _INSTEAD.get(name)
-    if instead is None:
-        instead = f"Did you mean {near[0]}?" if near else "help(FabricLoop) lists the options."
-    return f"FabricLoop: got the unknown option {name}. {instead}"
+    advice = f"Did you mean {near[0]}?" if near else "help(FabricLoop) lists the options."
+    return f"FabricLoop: got the unknown option {name}. {_INSTEAD.get(name, advice)}"
 
 
 def describe(value: Any) -> str:
@@ -79,18 +78,17 @@ def describe(value: Any) -> str:
     """
     if isinstance(value, type):
         return f"the class {value.__name__}"
-    text = repr(value)
+    text, name = repr(value), type(value).__name__
     is_short = len(text) <= 60 and "\n" not in text and not text.startswith("<")
-    name = type(value).__name__
-    return text if is_short else f"{'an' if name[0] in 'aeiouAEIOU' else 'a'} {name}"
+    article = "an" if re.match("[aeiouAEIOU]|[FHLMNRSX][A-Z]", name) else "a"
+    return text if is_short else f"{article} {name}"
 
 
 def check_object(argument: str, value: Any) -> None:
     """Raise an error if the value is a class instead of an object."""
     if isinstance(value, type):
-        name = value.__name__
         raise ConfigurationTypeError(
-            f"{argument}: got the class {name}, expected an object. Write {name}(...)."
+            f"{argument}: got {describe(value)}, expected an object. Write {value.__name__}(...)."
         )
 
 

@@ -64,6 +64,7 @@ IGNORED = {
     "workers": "what worker processes have noted: None, or the state that it stands for",
     "elapsed": "the time that max_time counts over restarts",
     "gradients": "in manual optimization also of optimizers that have stepped; the weights show the others",
+    "differentiable": "torch adds it where an optimizer loads a state, and so to groups that are added later",
     "last_model_path": "of Lightning's ModelCheckpoint, ended between the best file and the last",
 }
 ASIDE = (

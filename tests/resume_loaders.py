@@ -7,6 +7,7 @@ import torch
 from lightning.pytorch.utilities import CombinedLoader
 from torch.utils.data import DataLoader, Dataset, IterableDataset, RandomSampler, TensorDataset
 from torchdata.stateful_dataloader import StatefulDataLoader
+from torchdata.stateful_dataloader.sampler import StatefulDistributedSampler
 
 from fabric_template.data.tensor_loader import TensorLoader
 
@@ -149,6 +150,7 @@ LOADERS = {
     "stateful loader": StatefulLoader,
     "torchdata": torchdata_loader(),
     "torchdata, workers": torchdata_loader(lambda: TensorDataset(*tensors()), **WORKERS),
+    "torchdata, sampler": lambda: StatefulDataLoader(Samples(), 4, sampler=StatefulDistributedSampler(Samples(), 1, 0)),
     "torchdata, stream": torchdata_loader(StatefulStream, shuffle=None),
     "worker_init_fn": lambda: loader(worker_init_fn=seed_worker, **WORKERS),
     "stream and short loader": stream_and_short_loader,

@@ -81,9 +81,11 @@ class ResumableLoader:
         passes: Number of passes in this epoch. CombinedLoader repeats a short loader.
         batches: Number of batches read in this pass.
         is_read_ahead: Whether the next batch is read before training reaches it.
+        workers: The random state of each worker after its last batch. Persistent workers keep
+            their states between passes, and if a reload returns the same loader.
     """
 
-    def __init__(self, loader: Any) -> None:
+    def __init__(self, loader: Any, workers: list[Any] | None = None) -> None:
         self.loader = loader
         self.passes = self.batches = 0
         self.is_read_ahead = self._is_finished = False
@@ -102,11 +104,9 @@ class ResumableLoader:
         is_plain = isinstance(loader, DataLoader) and type(loader).__iter__ is DataLoader.__iter__
         self._is_indexed = is_plain and not isinstance(loader.dataset, IterableDataset)
         self._is_persistent = is_plain and loader.persistent_workers
-        # The random state of each worker after its last batch. Persistent workers keep their states
-        # between passes.
-        self._workers: list[Any] = [None] * (loader.num_workers if is_plain else 0)
+        self.workers = workers or [None] * (loader.num_workers if is_plain else 0)
         # The last two positions where all workers have sent equally many batches, to resume there.
-        self._rounds: list[tuple[int, list[Any]]] = [(0, self._workers)]
+        self._rounds: list[tuple[int, list[Any]]] = [(0, self.workers)]
         self._stateful_part = find_stateful_part(loader)
         parts = (loader, *samplers_of(loader))
         generators = [getattr(part, "generator", None) for part in parts]
@@ -119,8 +119,8 @@ class ResumableLoader:
         self.passes += 1
         self.batches, self._is_finished = 0, False
         if not self._is_persistent:
-            self._workers = [None] * len(self._workers)
-        self._rounds = [(0, list(self._workers))]
+            self.workers = [None] * len(self.workers)
+        self._rounds = [(0, list(self.workers))]
         self._at_start, self._at_order = self._capture(), None
         self._reader = self._read(self._iterate(self._draw_indices()))
         return self._reader
@@ -152,7 +152,7 @@ class ResumableLoader:
             self._reader = None
 
     def _read(self, iterator: Iterator[Any]) -> Generator[Any]:
-        if self._at_order is None and not (self._is_indexed or self._workers):
+        if self._at_order is None and not (self._is_indexed or self.workers):
             # Without workers, some loaders shuffle only when the first batch is requested.
             self._at_order = self._capture()
         fetch = self._read_ahead if self.is_read_ahead else next
@@ -164,7 +164,7 @@ class ResumableLoader:
                 break
             except Exception:
                 # Shut down the workers, which the traceback of the error would keep alive.
-                if self._workers and not self._is_persistent:
+                if self.workers and not self._is_persistent:
                     iterator._shutdown_workers()  # type: ignore[attr-defined]
                 raise
             self.batches += 1
@@ -188,17 +188,17 @@ class ResumableLoader:
     def _unpack(self, item: WorkerBatch) -> Any:
         """Return the batch, and record the random state of its worker."""
         if item.rng_state is not None:
-            self._workers[item.worker] = item.rng_state
-        if self._is_indexed and self.batches % len(self._workers) == 0:
+            self.workers[item.worker] = item.rng_state
+        if self._is_indexed and self.batches % len(self.workers) == 0:
             # Keep the previous entry, because training may not have reached the newest batch.
-            self._rounds = [self._rounds[-1], (self.batches, list(self._workers))]
+            self._rounds = [self._rounds[-1], (self.batches, list(self.workers))]
         return item.batch
 
     def _iterate(self, indices: Iterable[Any] | None) -> Iterator[Any]:
         """Create the loader's iterator, over the given indices or those of its sampler."""
         replaced: dict[str, Any] = {}
-        if self._workers:
-            recorder = WorkerRecorder(self.loader, self._workers)
+        if self.workers:
+            recorder = WorkerRecorder(self.loader, self.workers)
             replaced = {"collate_fn": recorder.collate, "worker_init_fn": recorder.start_worker}
         if indices is not None:
             has_batches = self.loader.batch_sampler is not None
@@ -227,7 +227,7 @@ class ResumableLoader:
     def _draw_again(self, sampler: Iterable[Any], first: int, done: int) -> Iterator[Any]:
         """Draw the indices of the restored pass, and yield them from batch ``first`` on."""
         # Workers prefetch, so the saved run had drawn the indices of more than ``done`` batches.
-        ahead = len(self._workers) * (self.loader.prefetch_factor or 0)
+        ahead = len(self.workers) * (self.loader.prefetch_factor or 0)
         with unchanged_rng_state():
             self._restore(self._at_order)
             order = iter(sampler)
@@ -261,7 +261,7 @@ class ResumableLoader:
             return self._read(iter(self.loader))
         self.batches, indices = 0, self._draw_indices()
         if self._is_indexed and self._at_order is not None:
-            is_same = len(state["workers"]) == len(self._workers) > 0
+            is_same = len(state["workers"]) == len(self.workers) > 0
             self.batches = state["round_start"] if is_same else done
             indices = self._draw_again(self.loader._index_sampler, self.batches, done)
         self._restore(state["at_start"])
@@ -298,7 +298,7 @@ class ResumableLoader:
         is_finished = self._is_finished and not dropped
         round_start, workers = self._rounds[-1 if self._rounds[-1][0] <= done else 0]
         if not is_in_pass or is_finished:
-            workers = self._workers
+            workers = self.workers
         position = {
             "is_in_pass": is_in_pass and self._at_start is not None,
             "passes": self.passes,
@@ -321,10 +321,10 @@ class ResumableLoader:
         self.passes, self.batches = state["passes"], state["batches"]
         self._is_finished = state["is_finished"]
         self._at_start, self._at_order = state["at_start"], state["at_order"]
-        if len(state["workers"]) == len(self._workers):
-            self._workers = list(state["workers"])
-        self._rounds = [(state["round_start"], list(self._workers))]
-        if self._is_persistent and any(self._workers):
+        if len(state["workers"]) == len(self.workers):
+            self.workers = list(state["workers"])
+        self._rounds = [(state["round_start"], list(self.workers))]
+        if self._is_persistent and any(self.workers):
             with unchanged_rng_state():
                 # Start the persistent workers here, in their saved random states.
                 self._iterate(())
@@ -336,8 +336,11 @@ class ResumableLoader:
     def _restore_between_passes(self, state: dict[str, Any]) -> None:
         if "state" in state:
             self._stateful_part.load_state_dict(deepcopy(state["state"]))
-            # The restored pass has no batches left. Create and drop an iterator to end it.
+            # The restored pass has no batches left. Create and drop an iterator to end it. Draw from
+            # the samplers, because those of torchdata start at the restored position until a draw.
             iter(self.loader)
+            for sampler in samplers_of(self.loader):
+                next(iter(sampler), None)
         self._restore(state)
 
     def _part_state(self) -> Any:

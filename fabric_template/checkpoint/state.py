@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import random
 from copy import deepcopy
-from operator import attrgetter
 from textwrap import shorten
 from typing import TYPE_CHECKING, Any
 
@@ -118,14 +117,14 @@ def own_state(run: RunState) -> dict[str, Any]:
 
 def states_of(run: RunState, names: tuple[str, ...]) -> dict[str, Any]:
     """Return the states of the given parts of a run, keyed by the part's name."""
-    parts = {name: attrgetter(name)(run) for name in names}
+    parts = {name: getattr(run, name) for name in names}
     return {name: part.state_dict() for name, part in parts.items() if part is not None}
 
 
 def load_states(run: RunState, names: tuple[str, ...], states: dict[str, Any]) -> None:
     for name in names:
         if name in states:
-            attrgetter(name)(run).load_state_dict(states[name])
+            getattr(run, name).load_state_dict(states[name])
 
 
 def run_settings(run: RunState) -> dict[str, Any]:

@@ -225,7 +225,9 @@ class StageLoaders:
         limit = getattr(run.config, f"limit_{stage}_batches")
         self.limits = [count_batches(loader, limit, stage) for loader in self.loaders]
         check_lengths(run, self.limits, stage)
-        self.resumable = [ResumableLoader(loader) for loader in self.loaders]
+        previous: Any = run.data.train if stage == "train" else run.data.eval_loaders
+        workers = {id(part.loader): part.workers for part in previous.resumable} if previous else {}
+        self.resumable = [ResumableLoader(part, workers.get(id(part))) for part in self.loaders]
         self.combined = with_loaders(combined, self.resumable)
         self.loaded_in_epoch: int | float = run.progress.epochs_done
         self.is_started = False

@@ -625,19 +625,17 @@ class ResultCollection:
         """Return the sums of the training epoch so far, including those of torchmetrics objects."""
         train, metrics = self.train, find_torchmetrics(self.run.network)
         names = {id(metric): name for name, metric in metrics.items()}
-        trained, evaluated = (
-            {id(metric.torchmetric) for metric in results.values()}
-            for results in (train, self.evaluation)
-        )
-        # A resumed run repeats an unfinished evaluation, so leave out the evaluation's metrics.
-        kept = {n: m for n, m in metrics.items() if id(m) in trained or id(m) not in evaluated}
+        if self.active is self.evaluation:
+            # A resumed run repeats an unfinished evaluation, so leave out the evaluation's metrics.
+            evaluated = {id(metric.torchmetric) for metric in self.evaluation.values()}
+            metrics = {n: m for n, m in metrics.items() if id(m) not in evaluated}
         entries = [
             {**metric.state_dict(), "torchmetric": names.get(id(metric.torchmetric))}
             for metric in train.values()
         ]
         return {
             "train": entries,
-            "torchmetrics": torchmetrics_state(kept),
+            "torchmetrics": torchmetrics_state(metrics),
             "callback_metrics": dict(self.callback_metrics),
             "returned": dict(self.returned),
             "evaluated": sorted(self.evaluated),

@@ -289,6 +289,7 @@ CASES = {
     "predict_load_missing": call_of("predict", "loader", model=Classifier, load="best"),
     # ---- level 1 and the tools
     "level_1_setup_text": level_1(lambda loop, root: loop.setup("net")),
+    "level_1_setup_swapped": level_1(lambda loop, root: loop.setup(SGD(nn.Linear(8, 3).parameters(), lr=0.1))),
     "level_1_setup_optimizer": level_1(lambda loop, root: loop.setup(nn.Linear(8, 3), "adam")),
     "level_1_setup_loader_second": level_1(lambda loop, root: loop.setup(nn.Linear(8, 3), make_loader())),
     "level_1_backward_number": level_1(lambda loop, root: loop.backward(0.5)),

@@ -3,22 +3,22 @@
 import pytest
 import torch
 import torchmetrics
-from runs import loud
+from runs import loud, same
 from torch import nn
 from torchmetrics import aggregation, classification, regression, wrappers
 
 from fabric_template import FabricLoop, TensorLoader
 
 
-def inputs_for(make_inputs, i, name):
+def inputs_for(kind, i, name):
     """Return the inputs of a batch, the same in every run."""
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(100 * i + len(name))
-        return make_inputs(i)
-
-
-def labels(most, *shape):
-    return torch.randint(0, most, shape)
+        if kind == "classes":
+            return torch.rand(6, 3).softmax(1), torch.randint(3, (6,))
+        if kind == "values":
+            return (torch.rand(4),)
+        return torch.rand(6), torch.randint(2, (6,)) if kind == "labels" else torch.rand(6)
 
 
 def binary():
@@ -30,11 +30,7 @@ def classes():
 
 
 def collection():
-    parts = {
-        "a": classes(),
-        "p": classification.MulticlassPrecision(num_classes=3),
-        "e": classification.MulticlassAUROC(3),
-    }
+    parts = {"a": classes(), "p": classification.MulticlassPrecision(3), "e": classification.MulticlassAUROC(3)}
     return torchmetrics.MetricCollection(parts)
 
 
@@ -55,32 +51,16 @@ class OwnMetric(torchmetrics.Metric):
         return torch.stack(list(self.seen)).sum() + sum(value + calls[0] for value, calls in self.sums.values())
 
 
-def values(i):
-    return (torch.rand(4),)
-
-
-def two(i):
-    return torch.rand(6), labels(2, 6)
-
-
-def three(i):
-    return torch.rand(6, 3).softmax(1), labels(3, 6)
-
-
-def pairs(i):
-    return torch.rand(6), torch.rand(6)
-
-
 METRICS = {
-    "MeanMetric": (aggregation.MeanMetric, values),
-    "PearsonCorrCoef": (regression.PearsonCorrCoef, pairs),
-    "MinMaxMetric": (lambda: wrappers.MinMaxMetric(binary()), two),
-    "BootStrapper": (lambda: wrappers.BootStrapper(classes(), num_bootstraps=3, raw=True), three),
-    "Running": (lambda: wrappers.Running(aggregation.SumMetric(), window=3), values),
-    "MetricTracker": (lambda: wrappers.MetricTracker(binary()), two),
-    "MetricCollection": (collection, three),
-    "a composition": (lambda: binary() + 2 * classification.BinaryPrecision(), two),
-    "a user's own": (OwnMetric, pairs),
+    "MeanMetric": (aggregation.MeanMetric, "values"),
+    "PearsonCorrCoef": (regression.PearsonCorrCoef, "pairs"),
+    "MinMaxMetric": (lambda: wrappers.MinMaxMetric(binary()), "labels"),
+    "BootStrapper": (lambda: wrappers.BootStrapper(classes(), num_bootstraps=3, raw=True), "classes"),
+    "Running": (lambda: wrappers.Running(aggregation.SumMetric(), window=3), "values"),
+    "MetricTracker": (lambda: wrappers.MetricTracker(binary()), "labels"),
+    "MetricCollection": (collection, "classes"),
+    "a composition": (lambda: binary() + 2 * classification.BinaryPrecision(), "labels"),
+    "a user's own": (OwnMetric, "pairs"),
 }  # fmt: skip
 
 
@@ -124,6 +104,9 @@ class Saves:
         if trainer.global_step in (3, 4):
             trainer.save_checkpoint(f"{trainer.global_step}.ckpt")
 
+    def on_validation_batch_end(self, trainer, *args):
+        trainer.save_checkpoint("in_evaluation.ckpt")
+
 
 def answers_of(table, resume=None):
     torch.manual_seed(1)
@@ -135,20 +118,6 @@ def answers_of(table, resume=None):
     return module.answers
 
 
-def same_answer(one, other):
-    if isinstance(one, torch.Tensor):
-        return (
-            type(one) is type(other)
-            and one.dtype == other.dtype
-            and torch.equal(one.nan_to_num(7), other.nan_to_num(7))
-        )
-    if isinstance(one, dict):
-        return list(one) == list(other) and all(same_answer(one[key], other[key]) for key in one)
-    if isinstance(one, list | tuple):
-        return len(one) == len(other) and all(map(same_answer, one, other))
-    return one == other or one != one
-
-
 @pytest.mark.filterwarnings("ignore")
 def test_every_metric_returns_the_same_after_a_resume():
     whole = answers_of(METRICS)
@@ -156,15 +125,25 @@ def test_every_metric_returns_the_same_after_a_resume():
         resumed = answers_of(METRICS, resume=file)
         compared = {key: value for key, value in whole.items() if key in resumed}
         assert len(compared) == num_answers * len(METRICS)
-        assert [key for key, value in compared.items() if not same_answer(value, resumed[key])] == []
+        assert [key for key, value in compared.items() if not same(value, resumed[key])] == []
+
+
+class Best(torchmetrics.MeanMetric):
+    """Keeps its largest result over resets."""
+
+    best = 0.0
+
+    def compute(self):
+        self.best = max(self.best, super().compute().item())
+        return torch.tensor(self.best)
 
 
 class Evaluated(nn.Module):
-    """Logs one metric in training and one in evaluation."""
+    """Logs one metric in training and one in evaluation, whose values decrease."""
 
     def __init__(self):
         super().__init__()
-        self.net, self.train_mean, self.val_mean = nn.Linear(1, 1), torchmetrics.MeanMetric(), torchmetrics.MeanMetric()
+        self.net, self.train_mean, self.val_best = nn.Linear(1, 1), torchmetrics.MeanMetric(), Best()
 
     def training_step(self, batch, batch_idx):
         self.train_mean(batch[0])
@@ -172,14 +151,24 @@ class Evaluated(nn.Module):
         return self.net(batch[0]).sum()
 
     def validation_step(self, batch, batch_idx):
-        self.val_mean(batch[0])
-        self.log("val_mean", self.val_mean)
+        self.val_best(self.net(batch[0]).exp())
+        self.log("val_best", self.val_best)
 
     configure_optimizers = Measures.configure_optimizers
 
 
-def test_a_metric_that_only_evaluations_log_is_not_saved(tmp_path):
-    loop = FabricLoop(**loud(max_epochs=2, max_steps=4, default_root_dir=tmp_path))
-    loop.fit(Evaluated(), TensorLoader(torch.ones(3, 1)), TensorLoader(torch.ones(2, 1)))
-    own = torch.load(loop.checkpoint_callback.last_model_path, weights_only=True)["fabric_template"]
+def test_a_metric_of_an_evaluation_is_saved_only_after_the_evaluation():
+    """A resumed run repeats an evaluation in which it was saved."""
+
+    def train(max_epochs, resume=None):
+        torch.manual_seed(1)
+        loop = FabricLoop(**loud(max_epochs=max_epochs, num_sanity_val_steps=0, callbacks=[Saves()]))
+        loaders = TensorLoader(torch.ones(3, 1)), TensorLoader(torch.ones(2, 1))
+        return loop.fit(Evaluated(), *loaders, resume=resume)["val_best"].tolist()
+
+    whole = train(3)
+    own = torch.load("in_evaluation.ckpt", weights_only=True)["fabric_template"]
     assert set(own["ranks"][0]["results"]["torchmetrics"]) == {"train_mean"}
+    train(1)
+    assert train(3, resume="last") == whole
+    assert len(set(whole)) == 1
