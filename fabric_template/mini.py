@@ -66,7 +66,7 @@ REFUSED_HOOKS = """
 class MiniLoop:
     """Train a model with step functions, or an object with a method ``training_step``."""
 
-    max_epochs: int | None = None  # -1: no limit. None: 1000, or no limit with max_steps.
+    max_epochs: int | None = None  # -1: no limit. None: 1000, or no limit if max_steps is set.
     max_steps: int = -1  # Stop after this many optimizer steps. -1: no limit.
     name: str = "run"  # The files are in logs/<name>/version_<n>, checkpoints/<name>/version_<n>.
     version: int | str | None = None  # None: the next free number, or the resumed version.
@@ -83,7 +83,7 @@ class MiniLoop:
     devices: Any = "auto"
     precision: Any = None
     fabric: Any = None  # A ready lightning.Fabric object, in place of its arguments.
-    sanity_checking = False  # Modules read trainer.sanity_checking. MiniLoop has no such check.
+    sanity_checking = False  # Modules read trainer.sanity_checking. MiniLoop has no sanity check.
 
     def __new__(cls, **options: Any) -> MiniLoop:
         known = [field.name for field in fields(cls)]
@@ -119,7 +119,7 @@ class MiniLoop:
             Fabric.seed_everything(self.seed, workers=True, verbose=False)
         self.current_epoch = self.global_step = 0  # Numbers of finished epochs and steps.
         self.batches_done = 0  # The number of finished batches in this epoch.
-        self.should_stop = False  # Stop after the current step. Set this on all processes.
+        self.should_stop = False  # Set True on all processes to stop after the current step.
         self.history: list[dict[str, Any]] = []  # The rows of metrics.csv.
         self.best_score: float | None = None
         # Collects each metric of the next row of metrics.csv, in a Mean or a torchmetrics object.
@@ -128,7 +128,7 @@ class MiniLoop:
         self._batches_in_window = 0  # The number of batches since the last optimizer step.
         self._validated: dict[str, Tensor] = {}  # The validation metrics of the next row.
         self._logged_means: set[str] = set()  # Means that the current step has logged with log().
-        self._batch_size = 1  # The size of the current batch, by which its metrics are weighted.
+        self._batch_size = 1  # The weight of the current batch in the mean of a metric.
         self._has_warned = False
         # The values for steps.csv that the current training batch has logged. None between batches.
         self._step_values: dict[str, Tensor] | None = None
@@ -356,7 +356,7 @@ class MiniLoop:
         sync_dist: bool = False,
         batch_size: int | None = None,
     ) -> None:
-        """Log a value of this step to steps.csv, or its mean since the last row to metrics.csv."""
+        """Log a value to steps.csv, or the mean value since the last row to metrics.csv."""
         if not isinstance(value, Tensor) and hasattr(value, "compute"):
             self._metrics[name] = value
             self._logged_means.add(name)

@@ -336,8 +336,8 @@ class ResumableLoader:
     def _restore_between_passes(self, state: dict[str, Any]) -> None:
         if "state" in state:
             self._stateful_part.load_state_dict(deepcopy(state["state"]))
-            # The restored pass has no batches left. Create and drop an iterator to end it. Draw from
-            # the samplers, because those of torchdata start at the restored position until a draw.
+            # The restored loader is at the end of an epoch. Create and drop this epoch's iterator. Draw
+            # from the samplers, because torchdata's samplers otherwise start at the end, too.
             iter(self.loader)
             for sampler in samplers_of(self.loader):
                 next(iter(sampler), None)
@@ -371,7 +371,7 @@ class WorkerBatch(NamedTuple):
 class WorkerRecorder:
     """Replaces collate_fn and worker_init_fn, to send a worker's random state with each batch.
 
-    A worker prefetches batches, so its current state does not belong to the batch in training.
+    A worker prefetches batches, so the worker's current state belongs to a later batch.
     Recording the state costs 80 microseconds per batch. A worker sends the state (10 kB) only if
     the dataset has drawn random numbers for the batch.
 

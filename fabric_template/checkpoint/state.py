@@ -39,7 +39,7 @@ PARTS_OF_PROCESS = ("data", "validation_schedule", "results")
 def build_checkpoint(
     run: RunState, weights_only: bool = False, epoch: int | None = None
 ) -> dict[str, Any]:
-    """Return the state of a run. All processes must call this. The first process writes the result.
+    """Return a checkpoint of a run. All processes must call this function.
 
     Args:
         weights_only: Leave out optimizers, callbacks and the position in the loaders.
@@ -416,7 +416,7 @@ def restore_optimizers(run: RunState, checkpoint: dict[str, Any]) -> None:
 
 
 def restore_dtypes(optimizer: Any, saved: dict[str, Any]) -> None:
-    """Restore the dtypes of optimizer states, which torch has cast to those of the parameters."""
+    """Restore the dtypes of optimizer states, which torch has cast to the parameters' dtypes."""
     parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
     for index, values in saved.get("state", {}).items():
         if not isinstance(index, int) or not isinstance(values, dict):

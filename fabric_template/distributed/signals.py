@@ -91,7 +91,7 @@ class SignalHandler:
 
         Several processes must stop at the same step. About once a second, the processes exchange
         the numbers of received signals. The process with rank 0 chooses the batch of the next
-        exchange. Before that batch, ``check`` only compares two integers.
+        exchange. Between two exchanges, ``check`` only compares two integers.
 
         Args:
             is_due: Exchange signals now.

@@ -80,7 +80,7 @@ _ATTRIBUTES: dict[str, Callable[[Any], Any]] = {
     "predict_loop": lambda loop: LoopAPI(loop, "predict_loop"),
     # ThroughputMonitor reads the number of evaluated batches from this loop.
     "_evaluation_loop": lambda loop: LoopAPI(loop, "validate_loop"),
-    # ``LightningModule.log(sync_dist=True)`` reads this if there are several processes.
+    # ``LightningModule.log(sync_dist=True)`` reads ``is_distributed``.
     "_accelerator_connector": lambda loop: SimpleNamespace(is_distributed=loop.world_size > 1),
 }
 
@@ -115,7 +115,7 @@ class TrainerAPI:
 
     @property
     def should_stop(self) -> bool:
-        """Set this to True to end training after the current batch."""
+        """Set ``should_stop = True`` to end training after the current batch."""
         return bool(self.run and self.run.stop.should_stop)
 
     @should_stop.setter
@@ -227,7 +227,7 @@ class TrainerAPI:
 
     @property
     def callbacks(self) -> list[Any]:
-        """The callbacks in the order of their calls. A new list applies from the next hook on."""
+        """The callbacks in calling order. A changed list applies from the next hook on."""
         return self.run.hooks.callbacks if self.run else self._callbacks
 
     @callbacks.setter
@@ -315,7 +315,7 @@ class TrainerAPI:
 
     @property
     def ckpt_path(self) -> str | None:
-        """The checkpoint that this run started from. Set a path to start later runs from it."""
+        """The checkpoint that this run started from. Set a path to change it for later runs."""
         return self.next_ckpt_path or (self.run.checkpoint_path if self.run else None)
 
     @ckpt_path.setter
@@ -444,7 +444,7 @@ _OF_FIT_LOOP: dict[str, Callable[[Any], Any]] = {
     "_batches_that_stepped": lambda loop: (
         loop.trainer.run.progress.logging_step if loop.trainer.run else 0
     ),
-    # StochasticWeightAveraging sets this, to update BatchNorm statistics without backward passes.
+    # StochasticWeightAveraging sets ``_skip_backward`` to update BatchNorm without backward passes.
     "_skip_backward": lambda loop: loop.current_run.optimization.skip_backward,
     # A module that steps torch's optimizer, not Lightning's wrapper, increments these counters.
     "manual_optimization": lambda loop: loop,
@@ -464,7 +464,7 @@ _OF_EVALUATION_LOOPS: dict[str, Callable[[Any], Any]] = {
             "total": dict.fromkeys(COUNTS, loop.progress.total_eval_batches),
         }
     ),
-    # ModelCheckpoint reads this if a monitor is missing, to know whether a validation ran.
+    # ModelCheckpoint reads ``_has_run`` if the monitored metric is missing.
     "_has_run": lambda loop: loop.progress.eval_batches_done > 0,
     # Modules choose their monitor depending on whether there is a validation loader.
     "_data_source": lambda loop: SimpleNamespace(

@@ -128,7 +128,7 @@ CLASS_OPTIONS = {  # name: (type, help)
         "--callbacks+=EarlyStopping --callbacks.monitor=val_loss, or your own class.",
     ),
 }
-# These commands start a new run, with a new version, unless --resume is given.
+# Commands that start a new version of a run, unless --resume is given.
 TRAINING_COMMANDS = ("fit", "profile", "tune")
 SUFFIXES = (".ckpt", ".pt", ".pth")  # The suffixes of checkpoint files.
 
@@ -415,7 +415,7 @@ def warn_of_new_weights(loop: FabricLoop, load: str | None) -> None:
 
 
 def make_table(batches: list[Any]) -> Any:
-    """Convert predictions to a DataFrame, a row per sample. A vector takes a column per element."""
+    """Convert predictions to a DataFrame. A predicted vector takes one column per element."""
     import pandas as pd
     import torch
 

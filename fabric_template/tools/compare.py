@@ -327,7 +327,7 @@ class Recorder:
             self.random_state = digest_random_state()
 
     def before_backward(self, loss: Any) -> None:
-        """Record the loss and the forward pass that computed it."""
+        """Record the loss, and the forward pass that computed the loss."""
         step = self.step
         if not step["losses"]:
             gradients = [p.grad for p in self.parameters if p.grad is not None]
@@ -361,7 +361,7 @@ class Recorder:
 
     def describe_parameters(self, optimizer: Any) -> list[Record]:
         named = [pair for module in self.modules.values() for pair in module.named_parameters()]
-        # Take the names from the first module called, because it contains the other modules.
+        # Take the names from the first module called, because that module contains the others.
         names = {id(parameter): name for name, parameter in reversed(named)}
         described: list[Record] = []
         groups = [group for group in optimizer.param_groups for _ in group["params"]]

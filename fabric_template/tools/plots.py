@@ -195,7 +195,7 @@ def prepare_table(table: pd.DataFrame, x: str) -> pd.DataFrame:
     folder = table.attrs.get("folder")
     if x == "step" and folder is not None and (folder / "steps.csv").is_file():
         steps = read_logs(folder, steps=True)
-        # Columns that are in both files come from steps.csv, which has more rows.
+        # If metrics.csv and steps.csv have the same column, use steps.csv, which has more rows.
         table = pd.concat([table[["step", *table.columns.difference(steps.columns)]], steps])
     elif x == "time" and x in table:
         # The column `time` contains the seconds since the previous row.

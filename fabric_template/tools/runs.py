@@ -27,7 +27,7 @@ LOW_IS_GOOD = re.compile(
     r"(?i)loss|error|perplexity|(^|[\W_])(nll|r?mse|mae|ppl|wer|cer|fid)([\W_]|$)"
 )
 HIGH_IS_GOOD = re.compile(r"(?i)acc|score|precision|recall|auroc|(^|[\W_])(f1|auc|iou)(\W|_|$)")
-# Sorts the HTML table by a column when its header is clicked. A second click reverses the order.
+# A click on a header sorts the HTML table by the column. A second click reverses the order.
 SORT_SCRIPT = """<script>
 const body = document.querySelector("tbody");
 document.querySelectorAll("th").forEach((header, column) => {
@@ -153,7 +153,7 @@ def read_state(path: Path) -> str:
     """Return the state of a run from its lock file.
 
     The process of a run locks the file, and at the end of the run appends "finished", "interrupted"
-    or "failed". A killed run leaves an unlocked file without such a line.
+    or "failed". A killed run leaves an unlocked file with only the process id.
     """
     if not path.is_file():
         return "unknown"
@@ -173,7 +173,7 @@ def is_locked(path: Path) -> bool:
     except BlockingIOError:
         return True
     except (ImportError, OSError):
-        # Windows and some network drives do not support these locks.
+        # Windows and some network drives do not support file locks.
         return False
     return False
 

@@ -25,7 +25,7 @@ from ..data.tensor_loader import TensorLoader
 
 PARTS = ("data", "transfer", "forward", "backward", "optimizer", "rest")
 WARM_UP = 5
-# A copy keeps these options of the loop, because they change the time of a step.
+# A copy of the loop keeps the options that change the time of a step.
 KEPT = ["accumulate_grad_batches", "gradient_clip_val", "gradient_clip_algorithm", "compile"]
 KEPT += ["log_every_n_steps", "deterministic", "benchmark", "detect_anomaly"]
 OFF = ("enable_checkpointing", "enable_progress_bar", "enable_model_summary")
@@ -63,7 +63,7 @@ class StepTimer:
         self.part, self.since = part, now
 
     def iterate(self, loader: Any) -> Generator[Any, None, None]:
-        """Yield batches without end. Restart the loader when it is exhausted."""
+        """Yield batches without end. Restart an exhausted loader."""
         iterator: Any = None
         is_empty = False
         try:

@@ -103,7 +103,7 @@ def measure(loop: Any, parts: dict[str, Any], seconds: float, choice: Choice) ->
 
 
 def choose_settings(trial: Callable[[Choice], float], names: Iterable[str]) -> tuple[Choice, float]:
-    """Try one setting after the other, keep the faster ones, and return them with their gain."""
+    """Try one setting after the other. Return the faster settings and their joint gain."""
     choice: Choice = {}
     for name in names:
         for value in SETTINGS[name][0]:
@@ -142,7 +142,7 @@ def run_in_process(function: Callable[[], Any]) -> Any:
             if receiver.poll(TIME_LIMIT):
                 return receiver.recv()
     finally:
-        # Let the child exit normally, because it then also ends its DataLoader workers.
+        # Let the child exit normally, because a normal exit also ends its DataLoader workers.
         child.join(1)
         child.kill()
         child.join()
