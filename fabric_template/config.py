@@ -360,7 +360,7 @@ class LoopArguments(LoopConfig):
     """Another name for the option logger."""
 
 
-# Options of Trainer that FabricLoop lacks. FabricLoop ignores an option with its default value.
+# Options of Trainer that FabricLoop lacks. FabricLoop accepts only the default values of Trainer.
 _TRAINER_DEFAULTS = {
     "use_distributed_sampler": True,
     "sync_batchnorm": False,

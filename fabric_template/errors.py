@@ -70,7 +70,7 @@ def unknown_option(name: str, known: Iterable[str]) -> str:
 
 
 def describe(value: Any) -> str:
-    """Describe a value for an error message by its repr if that is short, else by its class.
+    """Return a value's repr for an error message, or its class name if the repr is long.
 
     Example:
         >>> describe("cpu"), describe(dict)

@@ -215,9 +215,9 @@ class FabricLoop(TrainerAPI):
     def setup(self, model: Any, optimizer: Any = None, *loaders: Any) -> Any:
         """Prepare a model, an optimizer and loaders for the device and the strategy.
 
-        On one device in float32, model and optimizer are returned unchanged. In other cases, a
-        wrapper of Fabric is returned, and ``model.module`` is the given model. Gradients are unscaled
-        and clipped by ``loop.fabric.clip_gradients(model, optimizer, max_norm=1.0)``.
+        On one device in float32, model and optimizer are returned unchanged. On several devices or in
+        another precision, Fabric's wrappers are returned, and ``model.module`` is the given model.
+        Clip gradients with ``loop.fabric.clip_gradients(model, optimizer, max_norm=1.0)``.
 
         Example:
             >>> loop = FabricLoop(accelerator="cpu")
@@ -256,7 +256,7 @@ class FabricLoop(TrainerAPI):
             self.fabric.backward(loss)
 
     def no_backward_sync(self, model: Any, enabled: bool = True) -> Any:
-        """Return a context manager without gradient reduction, for every backward but the last."""
+        """Return a context manager that skips gradient reduction, for all backward calls but the last."""
         if needs_no_strategy(self.fabric):
             return nullcontext()
         return self.fabric.no_backward_sync(model, enabled)

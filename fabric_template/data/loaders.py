@@ -49,8 +49,8 @@ class DataConnector:
     Attributes:
         sampler_seed: The seed with which all processes draw the same order of samples. A resumed
             run uses the seed in its checkpoint.
-        keeps_first_iterator: Whether the run resumes a checkpoint of Trainer, which starts the
-            first iterator together with its loader.
+        keeps_first_iterator: Whether the run resumes a checkpoint of Trainer. Trainer starts the
+            first iterator when the loader is created.
     """
 
     def __init__(self, loaders: Mapping[str, Any], source: Any) -> None:
@@ -166,7 +166,7 @@ class DataConnector:
                 part.close()
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the positions in the training loaders, and the state of other loaders."""
+        """Return the positions of the training loaders, and the state of the validation loaders."""
         val = self.eval_loaders
         return {
             "train": None if self.train is None else self.train.state_dict(),
@@ -246,7 +246,7 @@ class StageLoaders:
         return min(limits) if self.mode == "min_size" else max(limits)
 
     def start(self, max_batches: int | float = math.inf) -> None:
-        """Create iterators, which start at a restored position and may draw random numbers."""
+        """Create the loaders' iterators, which start at the restored positions after a resume."""
         self.is_started = True
         for loader in self.resumable:
             loader.start_epoch()
@@ -286,7 +286,7 @@ class TrainLoaders(StageLoaders):
         self.num_batches = self.count_batches()
         self.extra_batches = 0
         self._num_given = 0
-        # The batch read ahead from a loader without a length, to find out which batch is last.
+        # One batch is read early from a loader without a length, to know which batch is the last.
         self._following: Any = _END
         for loader in self.resumable:
             loader.is_read_ahead = self.num_batches == math.inf
@@ -310,7 +310,7 @@ class TrainLoaders(StageLoaders):
         return ((transfer(batch, 0), is_last) for batch, is_last in batches)
 
     def raw_batches(self) -> Iterator[tuple[Any, bool]]:
-        """Yield each batch, and whether it is the last. Without a length, read one batch ahead."""
+        """Yield each batch, and whether the batch is the last one of the epoch."""
         if self.num_batches == math.inf:
             yield from self._batches_of_unknown_length()
             return
@@ -394,7 +394,7 @@ class EvalLoaders(StageLoaders):
         loop = "_PredictionLoop" if self.stage == "predict" else "_EvaluationLoop"
         fetch = self.run.hooks.with_profiler(f"[{loop}].{self.stage}_next", next)
         num_left = self.count_batches(max_batches)
-        # Stop after the limit, which CombinedLoader only applies in sequential mode.
+        # Stop at the limit, because CombinedLoader applies limits only in sequential mode.
         while num_left > 0:
             try:
                 item = fetch(self._iterator)

@@ -99,7 +99,7 @@ def choose_sampler(run: RunState, loader: DataLoader, stage: str) -> Any:
 
 
 def remake_batch_sampler(batch_sampler: Any, sampler: Any) -> Any:
-    """Return a batch sampler of the same class for another sampler, or None if there is none."""
+    """Return a batch sampler of the same class for another sampler. Return None for None."""
     if batch_sampler is None:
         return None
     kind = type(batch_sampler)

@@ -49,7 +49,7 @@ class TensorLoader:
         self._sampler: DistributedSampler[Any] | None = None
 
     def to(self, device: torch.device | str) -> TensorLoader:
-        """Return the same loader with its tensors on another device."""
+        """Return a copy of the loader with its tensors on another device."""
         other = copy.copy(self)
         other.tensors = tuple(tensor.to(device) for tensor in self.tensors)
         return other

@@ -72,7 +72,7 @@ class Console:
             self._guard(self._screen.add_row, row)
 
     def update(self, run: RunState) -> None:
-        """Draw the bar if enough time has passed since the last draw. Called in every batch."""
+        """Draw the bar if enough time has passed since the last draw."""
         if time.monotonic() >= self._due:
             self._guard(self._draw, run)
 

@@ -55,7 +55,7 @@ class History:
         return [logger for logger in self.run.loop.loggers if isinstance(logger, CSVLogger)]
 
     def choose_rows(self) -> None:
-        """Choose step-based or epoch-based rows. Call this after the training loader is set up."""
+        """Choose step-based or epoch-based rows, after the training loader was created."""
         has_no_length = self.run.progress.num_train_batches == math.inf
         self.is_step_based = self.counts_steps or has_no_length
 

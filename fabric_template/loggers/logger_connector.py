@@ -34,7 +34,7 @@ class LoggerConnector:
         self.log_metrics(values.logged, row={**run.history.step_row(), **values.row})
 
     def log_evaluation_step(self, run: RunState, dataloader_idx: int) -> None:
-        """Log the values of an evaluation batch that are logged per step."""
+        """Log an evaluation batch if its values were logged with on_step=True."""
         if run.progress.stage == "sanity_check":
             return
         counts = run.progress.eval_batches_by_loader
@@ -72,7 +72,7 @@ class LoggerConnector:
             self._add_row(run)
 
     def end_training(self, run: RunState) -> None:
-        """Write the last row of a step-based run. A resumed run replaces this row."""
+        """Write the last row of a step-based run. A resumed run replaces the last row."""
         if run.history.is_due_at_end:
             self._add_row_in_epoch(run)
 

@@ -33,9 +33,9 @@ from .log_arguments import (
 if TYPE_CHECKING:
     from ..training.run_state import RunState
 
-# LogArguments.hook has this value if a step returned the value instead of calling self.log.
+# LogArguments.hook is RETURNED for values that a step returned instead of logging the values.
 RETURNED = "returned"
-# With these weights, torch.add(total, value, alpha=weight) rounds like total + value * weight.
+# For powers of two, torch.add(total, value, alpha=weight) rounds like total + value * weight.
 _POWERS_OF_TWO = frozenset(2**power for power in range(24))
 # Types of values that torch.load(weights_only=True) reads.
 _PLAIN_TYPES = (type(None), bool, int, float, complex, str, torch.dtype)
@@ -118,7 +118,7 @@ class Accumulator:
             self.total = self._operation(self.total, value)
 
     def compute(self) -> Tensor | None:
-        """Return the result, or None without a value. All processes must call this method."""
+        """Return the result, or None if nothing was added. All processes must call ``compute``."""
         if self._result is None and self.total is not None:
             self._result = self._sync(self.total.clone())
             if self.is_mean:
@@ -193,7 +193,7 @@ class LoggedMetric:
             self.step_value = getattr(metric, "_forward_cache", None)
 
     def value(self, of_step: bool) -> Tensor | None:
-        """Return the value of the step, or of the epoch so far. Return None without a value."""
+        """Return the value of the step or of the epoch so far, or None if nothing was logged."""
         return self._check_and_detach(self.step_value if of_step else self._reduce(self.epoch))
 
     def row_value(self) -> Tensor | None:
@@ -271,7 +271,7 @@ class LoopResults(dict):
                 metric.reset()
 
     def current_batch_size(self) -> int:
-        """Return the size of the current batch. Find the size only once per batch."""
+        """Return the size of the current batch. Compute the batch size once per batch."""
         if self.batch_size is None:
             self.batch_size = 1 if self.batch is None else find_batch_size(self.batch)
         return self.batch_size
@@ -333,7 +333,7 @@ class ResultCollection:
         self._loader_values: list[CurrentValues] = []
 
     def __deepcopy__(self, memo: dict) -> ResultCollection:
-        """Return self, so that a copy of a module, made during the run, also logs to the run."""
+        """Return self, so that a module that is copied during a run logs to this run."""
         return self
 
     def __reduce__(self) -> Any:
@@ -522,7 +522,7 @@ class ResultCollection:
     def end_evaluation(self) -> list[dict[str, Any]]:
         """Return the evaluation's values as one dict for each loader."""
         at_end = self.update_metrics()
-        # Loggers receive the values of the last loader first, as from Trainer.
+        # As in Trainer, loggers receive the values of the last loader first.
         for values in (*reversed(self._loader_values), at_end):
             self.evaluated_metrics.update(values.logged)
         results = []
@@ -676,7 +676,7 @@ def find_torchmetrics(module: Any) -> dict[str, Any]:
 def torchmetrics_state(metrics: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
     """Return copies of the metrics' plain attributes, such as the states of add_state().
 
-    By default, state_dict() of a torchmetrics object leaves out these states.
+    By default, state_dict() of a torchmetrics object leaves out the states of add_state().
     """
     state = {}
     for name, metric in metrics.items():

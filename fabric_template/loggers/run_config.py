@@ -24,7 +24,7 @@ HEAD = "# `fabric-template fit --config` with this file repeats this run. It ign
 
 
 def write_run_config(run: RunState) -> None:
-    """Write config.yaml beside metrics.csv. If this fails, warn and continue training.
+    """Write config.yaml beside metrics.csv. If writing fails, warn and continue training.
 
     Keep an existing config.yaml if the run is resumed, or if another program wrote the file.
     """

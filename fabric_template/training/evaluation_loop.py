@@ -70,7 +70,7 @@ def evaluate(
 
 
 def evaluate_batches(run: RunState, name: str, max_batches: int | float) -> list[list[Any]]:
-    """Evaluate every batch. Returns the outputs of each loader, if epoch_end= needs them."""
+    """Evaluate every batch. Returns the outputs of each loader if ``epoch_end`` was given."""
     hooks, results, has_several = run.hooks, run.results, run.data.eval_loaders.has_several
     outputs: list[list[Any]] = [[] for _ in run.data.eval_loaders.loaders]
     keeps_outputs = find_epoch_end(run) is not None

@@ -9,7 +9,7 @@ checkpoint, and the resumed run finishes this phase. The phases of an epoch are:
 - "validation": a validation after a batch
 - "validation_end": the last hooks of a validation
 - "epoch_end": the hooks after the last batch
-- None: between two batches or two epochs
+- None: between two batches or two epochs.
 
 In the phase "batch", the resumed run repeats all batches since the last optimizer step.
 """

@@ -17,7 +17,7 @@ _EMPTY_HOOKS = tuple(
 
 
 def overridden(part: Any, name: str) -> Callable | None:
-    """Return the method of this name, or None if it is missing or Lightning's empty method."""
+    """Return a method of an object, or None if the method is missing or Lightning's empty hook."""
     method = getattr(part, name, None)
     if not callable(method):
         return None

@@ -78,7 +78,7 @@ class ModuleAdapter(LightningModule):
 
 
 def find_network(model: Any) -> nn.Module:
-    """Return an nn.Module unchanged. Collect the modules of any other object in a new module."""
+    """Return an nn.Module unchanged. Collect the modules of another object in a new nn.Module."""
     if isinstance(model, nn.Module):
         return model
     network = nn.Module()
@@ -96,7 +96,7 @@ def find_network(model: Any) -> nn.Module:
 
 
 def unwrap(part: Any) -> Any:
-    """Return the model or optimizer inside Fabric's wrapper. Return anything else unchanged."""
+    """Return the model or optimizer inside Fabric's wrapper, and other objects unchanged."""
     if not is_wrapped(part):
         return part
     return part.module if isinstance(part, nn.Module) else getattr(part, "optimizer", part)
@@ -105,7 +105,7 @@ def unwrap(part: Any) -> Any:
 def adapt_model(model: Any, functions: Mapping[str, Callable | None]) -> tuple[Any, nn.Module]:
     """Return the LightningModule to run, and the nn.Module that holds the parameters.
 
-    A LightningModule without step functions is both. Other models get a ModuleAdapter.
+    Any other model, or a LightningModule with step functions, gets a ModuleAdapter.
     """
     check_object("model", model)
     given = {name: function for name, function in functions.items() if function is not None}

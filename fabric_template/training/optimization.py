@@ -109,7 +109,7 @@ class Optimization:
     def optimizer_step(self, optimizer: Optimizer, closure: Callable, **kwargs: Any) -> Any:
         """Run the closure, prepare the gradients and step the optimizer.
 
-        In manual optimization, each step of an optimizer calls this method. A gradient scaler
+        In manual optimization, each step of an optimizer calls optimizer_step. A gradient scaler
         unscales the gradients before hooks and clipping, unless the optimizer does so in its step.
         The scaler skips a step whose gradients are not finite.
         """
@@ -166,8 +166,8 @@ class AutomaticOptimization(Optimization):
         self._module_optimizer_step = hooks.module_method("optimizer_step", is_profiled=False)
         is_lbfgs = isinstance(optimizer, LBFGS)
         needs_closure = self._module_optimizer_step is not None or self._scaler is not None
-        # Except for LBFGS, torch's optimizers call the closure once at the start of step(). To
-        # compute the gradients before step() is faster, and gives the same bits.
+        # Except for LBFGS, torch's optimizers call the closure once at the start of step().
+        # Computing the gradients before step() is faster, and gives the same bits.
         calls_closure_first = type(optimizer).__module__.startswith("torch.optim.") and not is_lbfgs
         is_simple = calls_closure_first and not needs_closure
         step = self._step_without_closure if is_simple else self._step_with_closure
@@ -344,7 +344,7 @@ class ManualOptimization(Optimization):
             )
 
     def _count_step(self, index: int, *args: Any) -> None:
-        """Count an optimizer step, if it was taken inside ``training_step`` and not in a hook."""
+        """Count an optimizer step that was taken inside ``training_step`` and not in a hook."""
         if not self._reduces_gradients:
             raise ConfigurationError(
                 "training_step: got loss.backward() in a run of several processes, expected"
@@ -433,8 +433,7 @@ def find_loss(run: RunState, output: Any) -> Tensor | None:
 def step_schedulers_after_batch(run: RunState) -> None:
     """Step the schedulers that follow no metric, before ``on_train_batch_end`` as in Trainer.
 
-    A scheduler that follows a metric steps later, after the validation, in ``end_batch`` or
-    ``end_epoch``.
+    After a validation, ``end_batch`` or ``end_epoch`` steps the schedulers that follow a metric.
     """
     if is_window_end(run):
         run.history.learning_rates = learning_rates(run)

@@ -1,4 +1,4 @@
-"""Count the batches, steps and epochs of a run, and decide when it validates and stops."""
+"""Count the batches, steps and epochs of a run, and decide when to validate and stop."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 @dataclass
 class Progress:
-    """Counts batches, steps and epochs. Only the training and evaluation loops change them."""
+    """Counts batches, steps and epochs. Only the training and evaluation loops change the counters."""
 
     stage: str | None = None
     """"train", "validate", "sanity_check", "test" or "predict"; None between stages."""

@@ -73,7 +73,7 @@ class RunState:
             datamodule, loaders[first] = loaders[first], None
         check_sources(stage, model if last is None else last.model, loaders, datamodule)
         self.is_last_model = model is None
-        # Remove the wrapper that FabricLoop.setup() may have added. The run adds its own.
+        # Remove the wrapper that FabricLoop.setup() may have added. The run adds its own wrapper.
         self.model = unwrap(model)
         if last is not None and (self.model is None or self.model is last.model):
             self.model = last.model
