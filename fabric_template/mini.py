@@ -106,11 +106,12 @@ class MiniLoop:
         if self.fabric is None:
             names = ("accelerator", "strategy", "devices", "precision")
             self.fabric = Fabric(**{name: getattr(self, name) for name in names})
-        if not isinstance(self.fabric.strategy, SingleDeviceStrategy | DDPStrategy):
+        is_one_device = isinstance(self.fabric.strategy, SingleDeviceStrategy)
+        if not is_one_device and not isinstance(self.fabric.strategy, DDPStrategy):
             raise ValueError("strategy: expected one device or DDP. Use FabricLoop for others.")
         self._precision = self.fabric.strategy.precision
-        is_on_cpu = self.fabric.device.type == "cpu"
-        self._is_on_cpu_in_32_bits = is_on_cpu and self._precision.precision == "32-true"
+        is_one_cpu = is_one_device and self.fabric.device.type == "cpu"
+        self._is_one_cpu_in_32_bits = is_one_cpu and self._precision.precision == "32-true"
         self._reset()
 
     def _reset(self) -> None:
@@ -295,13 +296,13 @@ class MiniLoop:
 
     def _move(self, batch: Any) -> Any:
         """Move a batch to the device, and convert its dtype for a precision like "bf16-true"."""
-        if self._is_on_cpu_in_32_bits:
+        if self._is_one_cpu_in_32_bits:
             return batch
         return self._precision.convert_input(self.fabric.to_device(batch))
 
     def _run_step(self, name: str, batch: Any, batch_idx: int) -> Any:
         """Run a step in the precision of the loop, and through DDP if that is the strategy."""
-        if self._is_on_cpu_in_32_bits and self.fabric.world_size == 1:
+        if self._is_one_cpu_in_32_bits:
             return self._steps[name](batch, batch_idx)
         with self._precision.forward_context():
             return self._step_module(self._steps[name], batch, batch_idx)
@@ -730,7 +731,7 @@ def find_batch_size(batch: Any) -> int:
     """Return the length of the first tensor in a batch, or 1 if the first value is not a tensor."""
     while isinstance(batch, (dict, list, tuple)) and batch:
         batch = next(iter(batch.values())) if isinstance(batch, dict) else batch[0]
-    return len(batch) if isinstance(batch, Tensor) and batch.dim() > 0 else 1
+    return batch.size(0) if isinstance(batch, Tensor) and batch.dim() > 0 else 1
 
 
 def to_metric(value: Any) -> Tensor:
@@ -801,11 +802,10 @@ def read_checkpoint(path: Path) -> Any:
 
 def append_row(path: Path, row: dict[str, Any]) -> None:
     """Append a row to a CSV file. If the row has a new column, rewrite the file."""
-    path.touch()
-    with path.open("r+") as file:
+    with path.open("a+") as file:
+        file.seek(0)
         columns = next(csv.reader(file), [])
         if set(row) <= set(columns):
-            file.seek(0, os.SEEK_END)
             csv.DictWriter(file, columns, lineterminator="\n").writerow(row)
             return
     write_rows(path, [*read_rows(path), row])
