@@ -152,7 +152,7 @@ class ResumableLoader:
             self._reader = None
 
     def _read(self, iterator: Iterator[Any]) -> Generator[Any]:
-        if self._at_order is None and not (self._is_indexed or self.workers):
+        if self._at_order is None and not self.workers:
             # Without workers, some loaders shuffle only when the first batch is requested.
             self._at_order = self._capture()
         fetch = self._read_ahead if self.is_read_ahead else next
@@ -217,8 +217,9 @@ class ResumableLoader:
                 vars(self.loader).update(given)
 
     def _draw_indices(self) -> Iterator[Any] | None:
-        """Yield the indices of each batch, and save the random state before the order is drawn."""
-        return self._captured(self.loader._index_sampler) if self._is_indexed else None
+        """Return indices for workers, and save the random state before the order is drawn."""
+        has_indices = self._is_indexed and self.workers
+        return self._captured(self.loader._index_sampler) if has_indices else None
 
     def _captured(self, sampler: Iterable[Any]) -> Iterator[Any]:
         self._at_order = self._capture()

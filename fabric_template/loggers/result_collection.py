@@ -167,7 +167,9 @@ class LoggedMetric:
         self.has_value = True
         if self.arguments.on_step:
             # Clone the value, because the user may change it in place afterwards.
-            self.step_value = self.sync(value.clone())
+            self.step_value = value.clone()
+            if self.arguments.sync_dist:
+                self.step_value = self.sync(self.step_value)
         if self.arguments.on_epoch:
             self.epoch.add(value, batch_size)
             if self.row is not self.epoch:
@@ -242,7 +244,7 @@ class LoopResults(dict):
         is_in_batches: Whether the batches of an epoch or of a loader have started and not ended.
         is_after_first_batch: Whether the second batch of the epoch or loader has started.
         last_hook: The hook that logged last.
-        has_new_values: Whether a batch has ended since the last ``update_metrics``.
+        has_new_values: Whether a batch has started since the last ``update_metrics``.
     """
 
     def __init__(self, is_training: bool) -> None:
@@ -364,17 +366,8 @@ class ResultCollection:
         if results is None:
             raise hook_error(hook)
         index = results.dataloader_idx
-        where = (sync_dist_group, add_dataloader_idx, rank_zero_only, index)
-        arguments = (
-            prog_bar,
-            logger,
-            on_step,
-            on_epoch,
-            reduce_fx,
-            enable_graph,
-            sync_dist,
-            *where,
-        )
+        arguments: tuple = (prog_bar, logger, on_step, on_epoch, reduce_fx, enable_graph)
+        arguments += (sync_dist, sync_dist_group, add_dataloader_idx, rank_zero_only, index)
         metric = results.get((hook, name, index if add_dataloader_idx else None))
         if metric is None or metric.call_arguments != arguments:
             metric = self._register(results, hook, name, arguments)
@@ -489,15 +482,9 @@ class ResultCollection:
         results = self.active
         assert results is not None
         results.is_after_first_batch = results.is_in_batches
-        results.is_in_batches = True
+        results.is_in_batches = results.has_new_values = True
         results.batch, results.batch_size, results.logged_batch_size = batch, None, None
         results.dataloader_idx = dataloader_idx
-
-    def end_batch(self) -> None:
-        """Clear the current batch, and mark callback_metrics as outdated."""
-        assert self.active is not None
-        self.active.batch = self.active.batch_size = None
-        self.active.has_new_values = True
 
     def end_batches(self) -> None:
         """Switch from step values to epoch values after the last batch of an epoch or a loader."""
@@ -505,6 +492,7 @@ class ResultCollection:
         assert results is not None
         if results.has_new_values:
             self.update_metrics()
+        results.batch = results.batch_size = None
         results.is_in_batches = results.is_after_first_batch = False
         # Reduce the means over all processes here, because a hook may read them in one process.
         for metric in results.current():

@@ -201,8 +201,7 @@ class AutomaticOptimization(Optimization):
         else:
             with run.steps.no_backward_sync():
                 self._forward_backward(batch, batch_idx)
-        outputs, self._outputs = self._outputs, {}
-        return outputs
+        return self._outputs
 
     def _step_without_closure(self, batch: Any, batch_idx: int) -> None:
         """Compute the gradients, clip them and step."""
