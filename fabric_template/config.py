@@ -39,8 +39,8 @@ class LoopConfig:
 
     # Length of the training
     max_epochs: int | None = None
-    """Stop after this many epochs. -1: no limit. None: 1000 epochs, or no limit if max_steps or
-    max_time is set."""
+    """Stop after this many epochs. -1: no limit. Without max_epochs, max_steps and max_time, stop
+    after 1000 epochs."""
     min_epochs: int | None = None
     """Ignore requests to stop before this many epochs."""
     max_steps: int = -1
@@ -68,7 +68,8 @@ class LoopConfig:
     val_check_interval: int | float | Duration | None = None
     """Validate every N batches (int), every fraction of an epoch (float) or every time interval."""
     check_val_every_n_epoch: int | None = 1
-    """Validate every N epochs. With None, val_check_interval counts batches across epochs."""
+    """Validate every N epochs. With check_val_every_n_epoch=None, val_check_interval counts batches
+    across epochs."""
     validate_every_n_steps: int | None = None
     """Validate every N optimizer steps, counted across epochs, instead of at the end of an epoch."""
     num_sanity_val_steps: int | None = None
@@ -91,7 +92,7 @@ class LoopConfig:
     deterministic: bool | str | None = None
     """Use deterministic algorithms of PyTorch. "warn": warn if an operation has none."""
     benchmark: bool | None = None
-    """Set torch.backends.cudnn.benchmark. None: unchanged, but deterministic=True sets False."""
+    """Set torch.backends.cudnn.benchmark. By default, deterministic=True turns this flag off."""
     inference_mode: bool = True
     """Evaluate under torch.inference_mode. False: under torch.no_grad."""
     reload_dataloaders_every_n_epochs: int = 0
@@ -101,9 +102,9 @@ class LoopConfig:
     detect_anomaly: bool = False
     """Find the operation that produced a NaN, with the slow torch.autograd.set_detect_anomaly."""
     on_nan: int | str = "warn"
-    """"warn": warn once if a training loss is NaN or infinite. "off": do not check. An int: stop
-    after this many consecutive NaN or infinite losses. With an int, the loop waits for the device
-    after each batch."""
+    """"warn": warn once if a training loss is NaN or infinite. "off": do not check. An int N: stop
+    after N consecutive NaN or infinite losses. With on_nan=N, the loop waits for the device after
+    each batch."""
     barebones: bool = False
     """Turn off everything except training, to measure the overhead of the loop."""
     logger: Any = None

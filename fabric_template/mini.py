@@ -66,7 +66,7 @@ REFUSED_HOOKS = """
 class MiniLoop:
     """Train a model with step functions, or an object with a method ``training_step``."""
 
-    max_epochs: int | None = None  # -1: no limit. None: 1000, or no limit if max_steps is set.
+    max_epochs: int | None = None  # -1: no limit. Without max_epochs and max_steps: 1000.
     max_steps: int = -1  # Stop after this many optimizer steps. -1: no limit.
     name: str = "run"  # The files are in logs/<name>/version_<n>, checkpoints/<name>/version_<n>.
     version: int | str | None = None  # None: the next free number, or the resumed version.

@@ -337,8 +337,8 @@ class ResumableLoader:
     def _restore_between_passes(self, state: dict[str, Any]) -> None:
         if "state" in state:
             self._stateful_part.load_state_dict(deepcopy(state["state"]))
-            # The restored loader is at the end of an epoch. Create and drop this epoch's iterator. Draw
-            # from the samplers, because torchdata's samplers otherwise start at the end, too.
+            # The restored loader is at the end of an epoch. Create and drop this epoch's iterator.
+            # Also draw from the samplers, because torchdata's samplers apply a position at a draw.
             iter(self.loader)
             for sampler in samplers_of(self.loader):
                 next(iter(sampler), None)
