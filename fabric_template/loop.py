@@ -276,7 +276,7 @@ class FabricLoop(TrainerAPI):
         Args:
             metrics: Numbers by name.
             step: The number of optimizer steps so far.
-            sync_dist: Log the means over the processes. Every process must make this call.
+            sync_dist: Log the means over the processes. Every process must call log_dict.
         """
         expected = "a dict of numbers. Write loop.log_dict({'epoch': 0, 'train_loss': loss})"
         check_type("log_dict", metrics, Mapping, expected)

@@ -34,7 +34,7 @@ class CSVLogger(Logger):
         root_dir: The folder of all runs.
         name: The name of the run, a folder in root_dir.
         version: A number or a name. None: the next free number.
-        checkpoint_dir: The folder of the run's checkpoints, whose version numbers are also taken.
+        checkpoint_dir: The folder of the run's checkpoints. The next number is also free here.
 
     Example:
         >>> from tempfile import mkdtemp

@@ -100,8 +100,8 @@ class LoggerConnector:
         """Send values to every logger.
 
         Args:
-            step: The position on the x axis, except in steps.csv, which has the number of optimizer
-                steps. None: the value logged as "step", or the logging step.
+            step: The position on the x axis. None: the value logged as "step", or the logging step.
+                The file steps.csv contains the number of optimizer steps instead.
             row: The row that the CSV logger writes into steps.csv. None: no row.
         """
         self.run.results.logged_metrics.update(metrics)

@@ -312,7 +312,7 @@ class ResultCollection:
         row: The evaluated values of the next row of metrics.csv.
         returned: The newest means of the values that steps returned.
         evaluated: The names of the values in the newest evaluation.
-        evaluated_metrics: The values of the newest evaluation that the loggers receive.
+        evaluated_metrics: The values that loggers receive from the newest evaluation.
     """
 
     # In an unpickled ResultCollection, this default makes log() do nothing.

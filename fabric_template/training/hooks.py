@@ -47,7 +47,7 @@ class Hooks:
         profiler: A profiler of Lightning, or None.
 
     Attributes:
-        current: The name of the running hook or step, which ``self.log`` needs.
+        current: The name of the running hook or step. ``self.log`` needs this name.
     """
 
     def __init__(

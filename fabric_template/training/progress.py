@@ -104,7 +104,7 @@ class StopCondition:
 
     Attributes:
         is_diverging: Set by StopOnNonFiniteLoss. Nothing is saved while the loss is not finite.
-        divergence: The reason of StopOnNonFiniteLoss, which min_epochs and min_steps do not delay.
+        divergence: Why StopOnNonFiniteLoss ends training, despite min_epochs and min_steps.
     """
 
     def __init__(self, config: LoopConfig, progress: Progress, has_other_limit: bool) -> None:

@@ -41,7 +41,7 @@ class RunState:
         functions: The step functions that were given, keyed by name.
 
     Attributes:
-        module: A LightningModule: the model itself, or an adapter around it.
+        module: A LightningModule: the model itself, or an adapter around the model.
         network: The nn.Module that holds the parameters.
         steps: Wraps the steps for the precision, the strategy and the compilation.
         checkpoint: The checkpoint that this run starts from, until it is restored.
