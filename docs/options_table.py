@@ -1,19 +1,20 @@
 """Write the table of options in reference.md from the documentation of each field."""
 
 import dataclasses
+import html
 from pathlib import Path
 
 from fabric_template.config import LoopArguments, document_fields
 
 PAGE = Path(__file__).with_name("reference.md")
-HEAD = "| option | default | |\n|---|---|---|\n"
+HEAD = "| option | default | effect |\n|---|---|---|\n"
 
 
 def options_table() -> str:
     """Return a row for each argument of FabricLoop."""
     texts = document_fields()
     return HEAD + "".join(
-        f"| `{field.name}` | `{field.default!r}` | {texts[field.name]} |\n"
+        f"| `{field.name}` | `{field.default!r}` | {html.escape(texts[field.name], quote=False)} |\n"
         for field in dataclasses.fields(LoopArguments)
     )
 

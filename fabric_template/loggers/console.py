@@ -264,7 +264,7 @@ class NotebookScreen(Screen):
         self._texts: list[str] = []
 
     def draw(self, meter: dict[str, Any]) -> None:
-        self._bar = tqdm.format_meter(**meter, ncols=100)
+        self._bar = tqdm.format_meter(**meter)
         self._show(MAX_NOTEBOOK_ROWS)
 
     def add_row(self, row: Mapping[str, Any]) -> None:
@@ -280,7 +280,7 @@ class NotebookScreen(Screen):
         from IPython.display import display
 
         text = "\n".join(filter(None, [self.table.text(num_rows), self._bar, *self._texts]))
-        page = f'<pre style="white-space: pre">{html.escape(text)}</pre>'
+        page = f'<pre style="white-space: pre; font-family: monospace">{html.escape(text)}</pre>'
         data = {"text/html": page, "text/plain": text}
         if self._handle is None:
             self._handle = display(data, raw=True, display_id=True)

@@ -126,7 +126,7 @@ def plot_logs(
     axes = make_axes(quantities, x, log)
     for number, run in enumerate(runs):
         run.color = PALETTE[number % len(PALETTE)]
-        run.dash = DASHES[number % len(DASHES)]
+        run.dash = DASHES[(number + number // len(PALETTE)) % len(DASHES)]
         for metric in chosen:
             panel = axes[quantities.index(metric.quantity)]
             label = run.label or metric.split or f"_{metric.quantity}"
@@ -276,7 +276,7 @@ def draw_line(ax: Axes, run: Run, metric: Metric, x: str, smooth: float | None, 
             ax.fill_between(points["x"], low, high, color=run.color, alpha=0.2, linewidth=0)
     values = points["y"]
     if smooth or (smooth is None and metric.split == "train" and len(points) > 50):
-        ax.plot(points["x"], values, color=run.color, alpha=0.25, linewidth=0.6)
+        ax.plot(points["x"], values, color=run.color, alpha=0.35, linewidth=0.8)
         values = values.ewm(alpha=1 - smooth if smooth else 25 / len(points)).mean()
     # Mark the points of short lines. Draw short lines above longer lines, to keep both visible.
     style.update(marker="." if len(points) <= 30 else "", zorder=2 + 1 / (1 + len(points)))
@@ -322,11 +322,10 @@ def render_picture(logs: Any, file_format: str = "png", **options: Any) -> bytes
     return content.getvalue()
 
 
-def save_picture(paths: Sequence[str | Path], out: str | Path, **options: Any) -> Path:
+def save_picture(paths: Sequence[str | Path], out: Path, **options: Any) -> Path:
     import matplotlib
 
     matplotlib.use("Agg")
-    out = Path(out)
     if not out.parent.is_dir() or out.suffix not in (".png", ".pdf", ".svg"):
         expected = "expected a .png, .pdf or .svg in a folder that exists. Write runs.png."
         raise ValueError(f"out: got {str(out)!r}, {expected}")

@@ -6,6 +6,7 @@ import re
 import socket
 import sys
 from pathlib import Path
+from unittest import mock
 
 import nbformat
 import pytest
@@ -15,17 +16,6 @@ from nbclient import NotebookClient
 REPOSITORY = Path(__file__).resolve().parents[2]
 NOTEBOOKS = sorted((REPOSITORY / "notebooks").glob("*.ipynb"))
 KERNEL = "fabric-template-test"
-LESSONS = [
-    "01_a_plain_loop",
-    "02_mini_loop",
-    "03_your_own_object",
-    "04_lightning_module",
-    "05_logs_and_plots",
-    "06_checkpoints_and_resume",
-    "07_language_model_by_steps",
-    "08_faster",
-    "09_trainer_and_back",
-]
 
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning:(zmq|jupyter_client|jupyter_core|nbclient).*")
 
@@ -48,14 +38,9 @@ def execute(notebook, folder, timeout=900):
         "MPLBACKEND": "module://matplotlib_inline.backend_inline",
         "READY_PYTHON": ready_python(),
     }
-    before = dict(os.environ)
-    os.environ.update(private)
-    try:
-        options = {"kernel_name": KERNEL, "timeout": timeout, "resources": {"metadata": {"path": str(work)}}}
+    options = {"kernel_name": KERNEL, "timeout": timeout, "resources": {"metadata": {"path": str(work)}}}
+    with mock.patch.dict(os.environ, private):
         executed = NotebookClient(nbformat.from_dict(notebook), **options, coalesce_streams=True).execute()
-    finally:
-        os.environ.clear()
-        os.environ.update(before)
     for cell in code_cells(executed):
         # torch's profiler prints a line about its start in some kernels.
         cell.outputs = [out for out in cell.outputs if not out.get("text", "").strip().startswith("USDT:")]
@@ -90,7 +75,7 @@ def claims(cell):
 
 
 def test_the_lessons():
-    assert [path.stem for path in NOTEBOOKS] == LESSONS
+    assert [path.stem[:3] for path in NOTEBOOKS] == [f"0{number}_" for number in range(1, 10)]
 
 
 @pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)

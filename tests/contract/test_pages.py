@@ -115,13 +115,22 @@ def test_every_python_block_runs(page, tmp_path):
 
 
 @pytest.mark.parametrize("page", PAGES)
-def test_a_page_starts_with_a_block(page):
-    """One title, then a block of a known language."""
+def test_a_page_starts_with_a_block_and_renders_as_written(page):
+    """On the site, longer lines of a block are cut off, <name> is a tag, and four spaces nest a list."""
     opened = re.findall(r"^```(.*)$", PAGES[page], re.M)
     assert set(opened[::2]) <= {"python", "bash", "text", "diff"}
     assert set(opened[1::2]) <= {""}
     if page != "README.md":
         assert re.match(r"# .*\n\n```(python|bash)\n", PAGES[page])
+    code = "".join(source for _, source in blocks(PAGES[page], r"\w+"))
+    assert [line for line in code.splitlines() if len(line) > 100] == []
+    assert re.findall(r"<\w+", re.sub(r"`[^`]*`", "", prose_of(PAGES[page]))) == []
+    assert re.findall(r"^ {1,3}[-*] .*", prose_of(PAGES[page]), re.M) == []
+
+
+def prose_of(text):
+    """Return a page without its fenced blocks."""
+    return re.sub(r"^```.*?^```$", "", text, flags=re.M | re.S)
 
 
 # README
@@ -220,14 +229,13 @@ def test_the_way_back_to_trainer():
 
 
 def anchors(text):
-    titles = re.findall(r"^#+ (.*)$", re.sub(r"^```.*?^```$", "", text, flags=re.M | re.S), re.M)
+    titles = re.findall(r"^#+ (.*)$", prose_of(text), re.M)
     return {re.sub(r"[^a-z0-9 _-]", "", title.lower()).replace(" ", "-") for title in titles}
 
 
 @pytest.mark.parametrize("page", PAGES)
 def test_links_lead_somewhere(page):
-    prose = re.sub(r"^```.*?^```$", "", PAGES[page], flags=re.M | re.S)
-    for target in re.findall(r"\]\(([^)]+)\)", prose):
+    for target in re.findall(r"\]\(([^)]+)\)", prose_of(PAGES[page])):
         if "://" in target:
             continue
         path, _, anchor = target.partition("#")

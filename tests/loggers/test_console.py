@@ -346,11 +346,11 @@ def test_a_notebook(tmp_path, monkeypatch):
     assert (shown.output_type, printed.output_type) == ("display_data", "stream")
     assert printed.text == "printed 0\nprinted 1\n"
     page, text = shown.data["text/html"], shown.data["text/plain"].splitlines()
-    assert "*" in page
+    assert re.match(r'<pre style="white-space: pre; font-family: monospace">epoch .*\*', page, re.S)
     assert "\n2 epochs: 100%|" in page
     assert text[0].split() == ["epoch", "step", "train_loss", "train_acc", "val_loss", "val_acc", "lr", "time"]
     assert [line.split()[:2] for line in text[1:3]] == [["0", "4"], ["1", "8"]]
-    assert text[3].startswith("2 epochs: 100%|")
+    assert re.fullmatch(r"2 epochs: 100%\|█{10}\| 4/4 .*, val_loss=[\d.]+\]", text[3])
     assert "widget" not in str(notebook.cells)
     summary = notebook.cells[2].outputs[0].data["text/plain"]
     assert "ended       max_epochs=2 is reached" in summary

@@ -105,6 +105,12 @@ def test_runs_have_a_color_each_and_version_10_comes_last():
     assert [label for label in labels if label != "best"] == expected
 
 
+def test_eighteen_runs_differ_in_color_or_dash():
+    ax = plot_logs([HISTORY] * 18, metrics="val_loss")
+    runs = [line for line in ax.get_lines() if line.get_label() != "best"]
+    assert len({(line.get_color(), line.get_linestyle()) for line in runs}) == 18
+
+
 def test_lists_and_dicts_label_their_runs():
     write_run("digits", 0, [1.0])
     path = Path("logs/digits/version_0")
