@@ -3,8 +3,10 @@
     python soak/versions.py                     # every row; an hour and some 20 GB of downloads
     python soak/versions.py --only lowest
     python soak/versions.py --tests tests/contract/test_parity_table.py
+    python soak/versions.py --only newest --python python3.10
 
 Prints a table of what passed and failed. Each environment is kept in the folder of --environments.
+constraints.txt needs Python 3.11 or later.
 """
 
 import argparse
@@ -43,22 +45,26 @@ def main():
     )
     parser.add_argument("--only", choices=list(ROWS), nargs="*", default=list(ROWS))
     parser.add_argument("--environments", type=Path, default=REPOSITORY / "build" / "environments")
+    parser.add_argument("--python", default=sys.executable, help="another version of Python")
     parser.add_argument("--tests", nargs="*", default=["tests/contract"])
     arguments = parser.parse_args()
     is_red = False
     for name in arguments.only:
-        python = make_environment(arguments.environments / name.replace(" ", "-"), *ROWS[name])
+        folder = arguments.environments / name.replace(" ", "-")
+        if arguments.python != sys.executable:
+            folder = folder.with_name(f"{folder.name}-{Path(arguments.python).name}")
+        python = make_environment(folder, arguments.python, *ROWS[name])
         versions, outcome, failed = run_tests(python, arguments.tests)
-        print(f"{name:14} {versions:60} {outcome}", *failed, sep="\n    ", flush=True)
+        print(f"{name:14} {versions:80} {outcome}", *failed, sep="\n    ", flush=True)
         is_red = is_red or bool(failed)
     sys.exit(is_red)
 
 
-def make_environment(folder, torch, packages):
+def make_environment(folder, interpreter, torch, packages):
     """Return the Python of an environment with these versions; make it if there is none."""
     python = folder / ("Scripts" if os.name == "nt" else "bin") / "python"
     if not (folder / "is_complete").exists():
-        subprocess.run([sys.executable, "-m", "venv", folder], check=True)
+        subprocess.run([interpreter, "-m", "venv", folder], check=True)
         pip = [python, "-m", "pip", "install", "-qq", "--disable-pip-version-check"]
         subprocess.run([*pip, torch], check=True, cwd=REPOSITORY)
         subprocess.run(
@@ -70,7 +76,10 @@ def make_environment(folder, torch, packages):
 
 def run_tests(python, tests):
     """Return the versions, pytest's last line and the failed tests."""
-    code = "import torch, lightning, numpy, pandas; print(*(m.__version__ for m in (torch, lightning, numpy, pandas)))"
+    code = (
+        "import platform, torch, lightning, numpy, pandas;"
+        "print(platform.python_version(), *(m.__version__ for m in (torch, lightning, numpy, pandas)))"
+    )
     versions = subprocess.run(
         [python, "-c", code], capture_output=True, text=True, check=True
     ).stdout.split()
@@ -90,7 +99,7 @@ def run_tests(python, tests):
     run = subprocess.run(command, cwd=REPOSITORY, env=environment, capture_output=True, text=True)
     lines = run.stdout.splitlines() or ["no output"]
     failed = re.findall(r"^(?:FAILED|ERROR) (\S+)", run.stdout, flags=re.MULTILINE)
-    names = ("torch", "lightning", "numpy", "pandas")
+    names = ("python", "torch", "lightning", "numpy", "pandas")
     return (
         ", ".join(f"{name} {version}" for name, version in zip(names, versions, strict=True)),
         lines[-1],
