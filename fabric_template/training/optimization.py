@@ -272,10 +272,16 @@ class AutomaticOptimization(Optimization):
 
     def _zero_grad(self, batch_idx: int) -> None:
         self.run.hooks.call("on_before_zero_grad", self._optimizer)
-        if self._module_zero_grad is None:
+        if self._module_zero_grad is not None:
+            self._module_zero_grad(self.run.progress.epochs_done, batch_idx, self._optimizer)
+        elif type(self._optimizer).zero_grad is not Optimizer.zero_grad:
             self._optimizer.zero_grad()
         else:
-            self._module_zero_grad(self.run.progress.epochs_done, batch_idx, self._optimizer)
+            # Optimizer.zero_grad does the same, and adds an entry to torch's profiler, which takes
+            # 20 microseconds even without a profiler.
+            for group in self._optimizer.param_groups:
+                for parameter in group["params"]:
+                    parameter.grad = None
 
     def accumulated_gradients(self) -> dict[str, Tensor]:
         """Return the gradients of an unfinished accumulation window."""
