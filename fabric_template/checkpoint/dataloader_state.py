@@ -113,6 +113,7 @@ class ResumableLoader:
         self._generators = [part for part in generators if isinstance(part, torch.Generator)]
 
     def __iter__(self) -> Iterator[Any]:
+        self.end_pass()
         self.close()
         if self._restored is not None:
             return self._resume_pass(self._restored)

@@ -121,7 +121,8 @@ CASES = {name: {"make_train": make} for name, make in LOADERS.items()} | {
     "limit": {"limit_train_batches": 4},
     "limit, persistent": {"make_train": LOADERS["persistent"], "limit_train_batches": 4},
     "reload": {"reload_dataloaders_every_n_epochs": 2},
-    "reload, persistent": {
+    "reload, persistent": {"make_train": LOADERS["persistent"], "reload_dataloaders_every_n_epochs": 1},
+    "reload, persistent, no noise": {
         "make_train": lambda: loader(TensorDataset(*tensors()), **PERSISTENT),
         "reload_dataloaders_every_n_epochs": 1,
     },
@@ -129,7 +130,8 @@ CASES = {name: {"make_train": make} for name, make in LOADERS.items()} | {
     "bf16": {"precision": "bf16-mixed", "gradient_clip_val": 0.1},
 }
 KILLS = {
-    "reload, persistent": (8, 12),
+    "reload, persistent": (7,),
+    "reload, persistent, no noise": (8, 12),
     "dataloader_iter": (1, 4, 7),
     "dataloader_iter, stream": (1, 5, 9),
     "min_size": (1, 5, 8),

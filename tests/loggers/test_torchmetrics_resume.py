@@ -170,5 +170,4 @@ def test_a_metric_of_an_evaluation_is_saved_only_after_the_evaluation():
     own = torch.load("in_evaluation.ckpt", weights_only=True)["fabric_template"]
     assert set(own["ranks"][0]["results"]["torchmetrics"]) == {"train_mean"}
     train(1)
-    assert train(3, resume="last") == whole
-    assert len(set(whole)) == 1
+    assert train(3, resume="last") == whole == whole[:1] * 3
