@@ -35,7 +35,7 @@ COMMANDS = {  # name: (module, help)
     "test": ("cli", "run a model's test_step over its data"),
     "predict": ("cli", "run a model's predict_step over its data"),
     "plot": ("plots", "draw the logs of one or several runs"),
-    "runs": ("runs", "list runs, compare two (diff RUN RUN), find the best one (best)"),
+    "runs": ("runs", "list runs, or find the best run (best)"),
     "compare": ("compare", "find the first step in which two trainings differ"),
     "profile": ("profile", "show where the time of a training step goes"),
     "tune": ("tune", "find faster settings, or a learning rate with --lr"),
@@ -68,9 +68,8 @@ OPTIONS: dict[str, dict[str, dict[str, Any]]] = {  # by command
         "--out": {"help": "The picture. Default: history.png in the folder."},
     },
     "runs": {
-        "paths": {"nargs": "*", "default": [], "help": "A folder, diff RUN RUN, or best FOLDER."},
+        "paths": {"nargs": "*", "default": [], "help": "A folder of runs, or best FOLDER."},
         "--metric": {"help": "The metric that ranks the runs. Default: the run's monitor."},
-        "--html": {"help": "Write the table and the curves into this file, for a browser."},
     },
     "compare": {
         "first": {"help": 'The correct script, such as "train.py --lr 0.1", or its recording.'},
