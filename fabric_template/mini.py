@@ -427,8 +427,8 @@ class MiniLoop:
         self.history.append(row)
         if self.fabric.is_global_zero:
             write_rows(self.log_dir / "metrics.csv", self.history)
-            numbers = [f"{name} {value:<6.4g}" for name, value in list(row.items())[2:]]
-            print(f"epoch {epoch}", f"step {self.global_step}", *numbers, sep="  ", flush=True)
+            numbers = [f"{name} {value:<7.4g}" for name, value in list(row.items())[2:]]
+            print(f"epoch {epoch} step {self.global_step:<4}", *numbers, flush=True)
         self._save(row)
 
     def _warn_of_nan(self, row: dict[str, Any]) -> None:

@@ -264,7 +264,9 @@ class NotebookScreen(Screen):
         self._texts: list[str] = []
 
     def draw(self, meter: dict[str, Any]) -> None:
-        self._bar = tqdm.format_meter(**meter)
+        # A line with the bar and the values would be wider than a cell.
+        bar = tqdm.format_meter(**{**meter, "postfix": None})
+        self._bar = f"{bar}\n{meter['postfix']}".rstrip()
         self._show(MAX_NOTEBOOK_ROWS)
 
     def add_row(self, row: Mapping[str, Any]) -> None:

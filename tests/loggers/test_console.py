@@ -350,7 +350,7 @@ def test_a_notebook(tmp_path, monkeypatch):
     assert "\n2 epochs: 100%|" in page
     assert text[0].split() == ["epoch", "step", "train_loss", "train_acc", "val_loss", "val_acc", "lr", "time"]
     assert [line.split()[:2] for line in text[1:3]] == [["0", "4"], ["1", "8"]]
-    assert re.fullmatch(r"2 epochs: 100%\|█{10}\| 4/4 .*, val_loss=[\d.]+\]", text[3])
+    assert re.fullmatch(r"2 epochs: 100%\|█{10}\| 4/4 \[.*it/s\]\nval_loss=[\d.]+", "\n".join(text[3:]))
     assert "widget" not in str(notebook.cells)
     summary = notebook.cells[2].outputs[0].data["text/plain"]
     assert "ended       max_epochs=2 is reached" in summary
