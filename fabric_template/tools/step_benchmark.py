@@ -33,7 +33,7 @@ Choice = dict[str, Any]  # The keys are names from tune.SETTINGS.
 
 
 class EnoughSteps(BaseException):
-    """Ends `fit` after the last timed step, in the middle of an epoch."""
+    """Ends a training after the last timed or recorded step, in the middle of an epoch."""
 
 
 class StepTimer:
