@@ -1,4 +1,4 @@
-"""List the runs below a folder, and find the best run."""
+"""List the runs below a folder, with their states, best values and options."""
 
 from __future__ import annotations
 
@@ -183,21 +183,17 @@ def read_options(folder: Path) -> dict[str, Any]:
     return options
 
 
-def runs_command(paths: Sequence[str] = (), *, metric: str | None = None) -> int:
-    """List the runs below a folder, or print the best run (`best FOLDER --metric METRIC`)."""
-    is_best = bool(paths) and paths[0] == "best"
-    folders = paths[1:] if is_best else paths
-    if len(folders) > 1:
-        raise ValueError(f"runs: got {' '.join(paths)}, expected one folder. Write logs/digits.")
-    runs = find_runs(folders[0] if folders else "logs", metric)
-    names = dict.fromkeys(name for run in runs for name in run["rows"] if name not in NOT_METRICS)
-    if (is_best or metric is not None) and metric not in names:
-        expected = ", ".join(names) or "a logged metric"
-        raise ValueError(f"--metric: got {metric or 'no metric'}, expected {expected}.")
-    if is_best:
-        print_best([run for run in runs if run["best"] is not None])
-    else:
-        print(format_table([HEADER, *map(to_cells, runs)]))
+def runs_command(folder: str = "logs", *, metric: str | None = None) -> int:
+    """List the runs below a folder. With a metric, list the runs that have it, the best first."""
+    runs = find_runs(folder, metric)
+    if metric is not None:
+        names = [name for run in runs for name in run["rows"] if name not in NOT_METRICS]
+        runs = [run for run in runs if run["best"] is not None]
+        if not runs:
+            expected = ", ".join(dict.fromkeys(names)) or "a logged metric"
+            raise ValueError(f"--metric: got {metric}, expected {expected}.")
+        runs.sort(key=lambda run: run["best"], reverse=runs[0]["mode"] == "max")
+    print(format_table([HEADER, *map(to_cells, runs)]))
     return 0
 
 
@@ -216,14 +212,3 @@ def format_table(rows: Sequence[Sequence[str]]) -> str:
     cells = [["".join(c if c.isprintable() else "?" for c in cell) for cell in row] for row in rows]
     widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
     return "\n".join("  ".join(map(str.ljust, row, widths)).rstrip() for row in cells)
-
-
-def print_best(runs: Sequence[Run]) -> None:
-    choose = min if runs[0]["mode"] == "min" else max
-    best = choose(runs, key=lambda run: run["best"])
-    print(f"best        {best['metric']} {best['best']:.6g} in epoch {best['best_epoch']}")
-    print(f"run         {best['folder']}")
-    # The run logs/digits/version_0 has its checkpoints in checkpoints/digits/version_0.
-    checkpoints = Path("/checkpoints/".join(best["folder"].rsplit("/logs/", 1)))
-    for path in sorted(checkpoints.rglob("*.ckpt")):
-        print(f"checkpoint  {path}")
