@@ -329,6 +329,8 @@ def fit_command(
     loop: FabricLoop, model: Any, data: Any, *, resume: str | None, load: str | None
 ) -> int:
     """Train, then print the results and the next commands."""
+    from ..loggers.console import format_summary
+
     try:
         loop.fit(model, data, resume=resume, load=load)
     except (KeyboardInterrupt, SystemExit):
@@ -338,10 +340,7 @@ def fit_command(
             print(f"\ninterrupted; continue with\n{command}", file=sys.stderr)
         raise
     if loop.fabric.is_global_zero:
-        print()
-        for name, lines in summarize(loop).items():
-            for line in lines:
-                print(f"{name:<12}{line}")
+        print(f"\n{format_summary(summarize(loop))}")
     return 0
 
 
