@@ -92,7 +92,7 @@ class LoopConfig:
     deterministic: bool | str | None = None
     """Use deterministic algorithms of PyTorch. "warn": warn if an operation has none."""
     benchmark: bool | None = None
-    """Set torch.backends.cudnn.benchmark. By default, deterministic=True turns this flag off."""
+    """Set torch.backends.cudnn.benchmark. None: False if deterministic=True, else unchanged."""
     inference_mode: bool = True
     """Evaluate under torch.inference_mode. False: under torch.no_grad."""
     reload_dataloaders_every_n_epochs: int = 0
@@ -361,7 +361,7 @@ class LoopArguments(LoopConfig):
     """Another name for the option logger."""
 
 
-# Options of Trainer that FabricLoop lacks. FabricLoop accepts only the default values of Trainer.
+# Options that FabricLoop accepts only with Trainer's default values, and then ignores.
 _TRAINER_DEFAULTS = {
     "use_distributed_sampler": True,
     "sync_batchnorm": False,

@@ -10,7 +10,7 @@ from typing import Any
 
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 
-# Advice for options of other training loops. difflib suggests no option or the wrong option.
+# Advice for names that other libraries use for options of FabricLoop.
 _INSTEAD = {
     "epochs": "Use max_epochs.",
     "gpus": "Use accelerator='gpu', devices=2.",

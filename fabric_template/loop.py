@@ -268,7 +268,7 @@ class FabricLoop(TrainerAPI):
     def log_dict(
         self, metrics: Mapping[str, Any], step: int | None = None, sync_dist: bool = False
     ) -> None:
-        """Send values to the loggers. If there is a key "epoch", add a row to metrics.csv.
+        """Send values to the loggers. If ``metrics`` has the key "epoch", add a row to metrics.csv.
 
         In a hook or a step of a run, the values join the row of the current epoch or a row of
         steps.csv.
@@ -426,7 +426,7 @@ def log_in_run(
 
 
 def log_rows(loggers: list[Any], scalars: dict[str, Any], step: int | None) -> None:
-    """Log values outside of a run. If there is a key "epoch", add a row to metrics.csv."""
+    """Log values outside of a run. The key "epoch" in ``scalars`` adds a row to metrics.csv."""
     for logger in loggers:
         if "epoch" in scalars and hasattr(logger, "log_epoch"):
             coordinates = {} if step is None else {"epoch": scalars["epoch"], "step": step}

@@ -6,15 +6,15 @@ lightning, which install NumPy, PyYAML and tqdm. Read `fit`, `_train_epoch` and 
 
 To change a part of the training, edit one of these methods:
 
-- `_compute_gradients`: the loss, and its division by accumulate_grad_batches
-- `_step_optimizer`: the gradients before an optimizer step, such as clipping
+- `_compute_gradients`: the loss, its division by accumulate_grad_batches, and the backward pass
+- `_step_optimizer`: the optimizer step, and clipping before the step
 - `_is_window_end`: when the optimizer steps
 - `_is_done`: when training stops
 - `_end_row` and `_log_step`: the rows of metrics.csv and of steps.csv
 - `_save`: which checkpoints are written
 - `_build_checkpoint` and `_restore`: the content of a checkpoint
 
-FabricLoop supports everything else. MiniLoop and FabricLoop resume each other's runs.
+FabricLoop has more options. MiniLoop and FabricLoop resume each other's runs.
 """
 
 from __future__ import annotations
@@ -66,7 +66,7 @@ REFUSED_HOOKS = """
 class MiniLoop:
     """Train a model with step functions, or an object with a method ``training_step``."""
 
-    max_epochs: int | None = None  # -1: no limit. Without max_epochs and max_steps: 1000.
+    max_epochs: int | None = None  # -1: no limit. None: 1000, or no limit if max_steps is set.
     max_steps: int = -1  # Stop after this many optimizer steps. -1: no limit.
     name: str = "run"  # The files are in logs/<name>/version_<n>, checkpoints/<name>/version_<n>.
     version: int | str | None = None  # None: the next free number, or the resumed version.
@@ -82,7 +82,7 @@ class MiniLoop:
     strategy: Any = "auto"
     devices: Any = "auto"
     precision: Any = None
-    fabric: Any = None  # A ready lightning.Fabric object, in place of its arguments.
+    fabric: Any = None  # A lightning.Fabric object to use instead of the four options above.
     sanity_checking = False  # Modules read trainer.sanity_checking. MiniLoop has no sanity check.
 
     def __new__(cls, **options: Any) -> MiniLoop:
@@ -128,7 +128,7 @@ class MiniLoop:
         self.callback_metrics: dict[str, Tensor] = {}  # The newest value of each metric.
         self._batches_in_window = 0  # The number of batches since the last optimizer step.
         self._validated: dict[str, Tensor] = {}  # The validation metrics of the next row.
-        self._logged_means: set[str] = set()  # Means that the current step has logged with log().
+        self._logged_means: set[str] = set()  # The means that log() has updated in this step.
         self._batch_size = 1  # The weight of the current batch in the mean of a metric.
         self._has_warned = False
         # The values for steps.csv that the current training batch has logged. None between batches.
@@ -662,7 +662,7 @@ class Mean:
     """A mean weighted by batch size, with the methods of a torchmetrics metric."""
 
     def __init__(self, fabric: Fabric | None) -> None:
-        self.fabric: Any = fabric  # With a Fabric, compute() averages over all processes.
+        self.fabric: Any = fabric  # None: compute() uses only this process's values.
         self.total, self.weight = to_metric(0), 0
 
     def update(self, value: Tensor, weight: int) -> None:
@@ -670,7 +670,7 @@ class Mean:
         if value.dtype != self.total.dtype:
             value = value.to(self.total.dtype)
         if weight.bit_count() == 1:
-            # A product with a power of two is exact, so add() rounds like total + value * weight.
+            # If weight is a power of two, torch.add() rounds like total + value * weight.
             self.total = torch.add(self.total, value, alpha=weight)
         else:
             self.total = self.total + value * weight

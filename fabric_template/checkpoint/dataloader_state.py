@@ -4,7 +4,7 @@ The cost of a resume depends on the loader:
 
 - A loader with ``state_dict`` and ``load_state_dict`` (StatefulDataLoader) restores itself.
 - A map-style DataLoader draws the indices of the finished batches again, and reads no samples.
-  With workers, such a DataLoader reads up to ``num_workers - 1`` finished batches again.
+- A map-style DataLoader with workers also reads up to ``num_workers - 1`` finished batches again.
 - Any other loader, such as one of an IterableDataset, reads all finished batches again.
 
 In two cases, the position in the loader cannot be restored exactly:
@@ -93,8 +93,8 @@ class ResumableLoader:
         # the order of the samples.
         self._at_start: dict[str, Any] | None = None
         self._at_order: Any = None
-        # A checkpoint contains the states before the last batch if training has not reached this
-        # batch.
+        # The newest batch may be read before training reaches it. A checkpoint then contains these
+        # states, from before that batch was read.
         self._rng_before_last: dict[str, Any] | None = None
         self._state_before_last: Any = None
         self._restored: dict[str, Any] | None = None
@@ -105,7 +105,8 @@ class ResumableLoader:
         self._is_indexed = is_plain and not isinstance(loader.dataset, IterableDataset)
         self._is_persistent = is_plain and loader.persistent_workers
         self.workers = workers or [None] * (loader.num_workers if is_plain else 0)
-        # The last two positions where all workers have sent equally many batches, to resume there.
+        # A resume starts where all workers had sent equally many batches. Keep the last two of these
+        # positions, because training may not have reached the newest batch.
         self._rounds: list[tuple[int, list[Any]]] = [(0, self.workers)]
         self._stateful_part = find_stateful_part(loader)
         parts = (loader, *samplers_of(loader))
@@ -123,7 +124,7 @@ class ResumableLoader:
             self.workers = [None] * len(self.workers)
         self._rounds = [(0, list(self.workers))]
         self._at_start, self._at_order = self._capture(), None
-        self._reader = self._read(self._iterate(self._draw_indices()))
+        self._reader = self._read(self._iterate(self._indices_for_workers()))
         return self._reader
 
     @property
@@ -139,9 +140,9 @@ class ResumableLoader:
         """End a pass. As in Trainer, the loader's workers shut down when the next pass starts."""
         if self._reader is None or self._is_finished or not self._is_persistent:
             return
-        # Persistent workers have drawn random numbers for prefetched batches. Read these batches to
-        # get the workers' random states. With an empty sampler, workers prefetch no more batches.
+        # Stop the prefetching with an empty sampler.
         self.loader._iterator._sampler_iter = iter(())
+        # Read the prefetched batches, to get the random states of the persistent workers.
         with suppress(Exception):
             for _ in self._reader:
                 pass
@@ -191,7 +192,6 @@ class ResumableLoader:
         if item.rng_state is not None:
             self.workers[item.worker] = item.rng_state
         if self._is_indexed and self.batches % len(self.workers) == 0:
-            # Keep the previous entry, because training may not have reached the newest batch.
             self._rounds = [self._rounds[-1], (self.batches, list(self.workers))]
         return item.batch
 
@@ -217,12 +217,12 @@ class ResumableLoader:
             if given:
                 vars(self.loader).update(given)
 
-    def _draw_indices(self) -> Iterator[Any] | None:
-        """Return indices for workers, and save the random state before the order is drawn."""
+    def _indices_for_workers(self) -> Iterator[Any] | None:
         has_indices = self._is_indexed and self.workers
         return self._captured(self.loader._index_sampler) if has_indices else None
 
     def _captured(self, sampler: Iterable[Any]) -> Iterator[Any]:
+        """Save the random states before the sampler is used, and yield its indices."""
         self._at_order = self._capture()
         yield from sampler
 
@@ -243,7 +243,7 @@ class ResumableLoader:
 
     def _resume_pass(self, state: dict[str, Any]) -> Iterator[Any]:
         if state["passes"] > 1:
-            # After an empty iterator, CombinedLoader iterates over this loader again.
+            # Return no batch, so that CombinedLoader repeats this loader, as in the saved run.
             self._restored = {**state, "passes": 1}
             return iter(())
         self._restored = None
@@ -261,7 +261,7 @@ class ResumableLoader:
         if "state" in state:
             self._stateful_part.load_state_dict(deepcopy(state["state"]))
             return self._read(iter(self.loader))
-        self.batches, indices = 0, self._draw_indices()
+        self.batches, indices = 0, self._indices_for_workers()
         if self._is_indexed and self._at_order is not None:
             is_same = len(state["workers"]) == len(self.workers) > 0
             self.batches = state["round_start"] if is_same else done
@@ -294,7 +294,7 @@ class ResumableLoader:
         if self._restored is not None:
             return self._restored
         if self._is_finished and dropped:
-            # This loader had ended, so the dropped combined batch has no part of this loader.
+            # This loader had ended, so the last combined batch contains no batch from this loader.
             dropped -= 1
         done = max(0, self.batches - dropped)
         is_finished = self._is_finished and not dropped
@@ -338,9 +338,10 @@ class ResumableLoader:
     def _restore_between_passes(self, state: dict[str, Any]) -> None:
         if "state" in state:
             self._stateful_part.load_state_dict(deepcopy(state["state"]))
-            # The restored loader is at the end of an epoch. Create and drop this epoch's iterator.
-            # Also draw from the samplers, because torchdata's samplers apply a position at a draw.
+            # The restored position is the end of an epoch. Create an iterator for that epoch, so that
+            # the next iterator starts a new epoch.
             iter(self.loader)
+            # A sampler of torchdata moves to its restored position when an index is requested.
             for sampler in samplers_of(self.loader):
                 next(iter(sampler), None)
         self._restore(state)

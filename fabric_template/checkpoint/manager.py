@@ -161,8 +161,8 @@ class CheckpointManager:
     def save_exception(self, run: RunState) -> None:
         """Save after an error, so that a resume continues after the last whole optimizer step.
 
-        The saved random states and logged sums include the failed step. A resume from
-        exception.ckpt is exact only if the failed step drew no random numbers and logged no values.
+        exception.ckpt contains the random states and logged sums at the time of the error. A resume
+        from it is exact only if the failed step had drawn no random numbers and logged no values.
         A run with several processes writes no exception.ckpt.
         """
         progress = run.progress

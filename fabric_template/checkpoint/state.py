@@ -139,7 +139,7 @@ def run_settings(run: RunState) -> dict[str, Any]:
 
 
 def check_settings(run: RunState, saved: dict[str, Any]) -> None:
-    """Warn of changed settings. A resume within an epoch needs the saved number of processes."""
+    """Warn of changed settings. Within an epoch, another number of processes is an error."""
     current = run_settings(run)
     is_in_epoch = run.progress.is_in_epoch and not run.progress.is_last_batch
     if is_in_epoch and saved["processes"] != current["processes"]:
@@ -181,7 +181,7 @@ def loops_state(run: RunState) -> dict[str, Any]:
     progress, saved = run.progress, run.progress.state_dict()
     epoch = _counts(progress.epochs_done, progress.epochs_done)
     batches = _counts(saved["total_batches"], saved["batches_done"])
-    # Within an accumulation window, "ready" also counts batches that a resumed run repeats.
+    # Unlike the other counters, "ready" includes batches that a resumed run repeats.
     batches["total"]["ready"] = progress.total_batches
     batches["current"]["ready"] = progress.batches_done
     if progress.is_in_epoch:

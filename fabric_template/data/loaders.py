@@ -106,7 +106,7 @@ class DataConnector:
         self.train = TrainLoaders(run, self._prepare("train", "max_size_cycle"))
         run.progress.num_train_batches = self.train.num_batches
         every = run.config.log_every_n_steps or 0
-        # The CSV logger alone needs no warning, because metrics.csv gets a row for every epoch.
+        # Do not warn for CSV loggers. They write a row per epoch even if log_every_n_steps is large.
         has_other_logger = len(run.history.csv_loggers) < len(run.loop.loggers)
         if self.train.num_batches < every and has_other_logger and not run.config.fast_dev_run:
             run.warn_once(

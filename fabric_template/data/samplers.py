@@ -57,9 +57,10 @@ def prepare_loader(run: RunState, loader: Any, stage: str) -> Any:
 
 
 def replicas_and_rank(run: RunState) -> tuple[int, int]:
-    """Return num_replicas and rank for DistributedSampler. A tensor-parallel group has one rank."""
+    """Return num_replicas and rank for DistributedSampler."""
     if run.fabric.world_size == 1:
         return 1, 0
+    # The processes of a tensor-parallel group get the same rank, and so the same samples.
     kwargs = run.fabric.strategy.distributed_sampler_kwargs
     return kwargs["num_replicas"], kwargs["rank"]
 
@@ -93,7 +94,7 @@ def choose_sampler(run: RunState, loader: DataLoader, stage: str) -> Any:
     if isinstance(given, RandomSampler | SequentialSampler):
         return DistributedSampler(dataset, **options)
     wrapper: Any = DistributedSamplerWrapper(given, **options)
-    # Checkpoints save the state of a sampler's attribute generator.
+    # Checkpoints contain the state of sampler.generator, so copy this attribute to the wrapper.
     wrapper.generator = getattr(given, "generator", None)
     return wrapper
 

@@ -38,10 +38,10 @@ class RingData(SplitData):
 
 
 def judge(points: Tensor) -> dict[str, float]:
-    """Return the share of centers with enough points, and the share of points near a center.
+    """Return the fraction of centers that are covered, and the fraction of points near a center.
 
-    A point is near a center if their distance is below four standard deviations. A center has
-    enough points if at least a fifth of the expected number is near the center.
+    A point is near a center if their distance is below four standard deviations. A center is
+    covered if at least a fifth of the expected number of points is near the center.
     """
     distance, nearest = torch.cdist(points, CENTERS.to(points)).min(dim=1)
     is_good = distance < 4 * SPREAD

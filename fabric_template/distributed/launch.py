@@ -116,7 +116,7 @@ def open_store_of_attempt() -> TCPStore | None:
 
     After a restart, torchrun's own store may still contain addresses of dead processes. The process
     with rank 0 opens a new store, and writes the address of the new store to torchrun's store. All
-    processes read the address again until a connection to the new store succeeds.
+    processes read this address from torchrun's store until they are connected to the new store.
     """
     env = os.environ
     if env.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
@@ -130,8 +130,8 @@ def open_store_of_attempt() -> TCPStore | None:
         shared.set("fabric_template/address", f"{host} {store.port}")
     while True:
         host, port = shared.get("fabric_template/address").decode().split()
-        # Read the address again if the connection fails, because the address may be from before a
-        # restart. If the process with rank 0 fails, torchrun also kills this process.
+        # The connection fails if the address is from before the restart. Repeat without a limit,
+        # because torchrun kills this process if the process with rank 0 fails.
         with suppress(DistError):
             TCPStore(host, int(port), is_master=False, timeout=timedelta(seconds=2))
             break
@@ -153,7 +153,7 @@ def starts_processes(fabric: Fabric) -> bool:
 
 
 def launch_processes(run: RunState) -> Any:
-    """Run a call in new processes, return the result, and update the caller's objects."""
+    """Run fit, validate, test or predict in new processes. Copy the results to this process."""
     # Undo changes of the environment at the end, because the next call needs another MASTER_PORT.
     with tempfile.TemporaryDirectory(prefix="fabric_template_") as folder, patch.dict(os.environ):
         call = partial(_call_in_process, folder, run.loop, run.stage, arguments_of(run))

@@ -89,12 +89,12 @@ class SignalHandler:
     def check(self, run: RunState, is_due: bool = False) -> None:
         """Stop the run if any process has received a signal.
 
-        Several processes must stop at the same step. About once a second, the processes exchange
-        the numbers of received signals. The process with rank 0 chooses the batch of the next
-        exchange. Between two exchanges, ``check`` only compares two integers.
+        Several processes must stop at the same step, so ``check`` communicates about once a second.
+        The process with rank 0 chooses the batch of the next communication. At all other batches,
+        ``check`` only compares two integers.
 
         Args:
-            is_due: Exchange signals now.
+            is_due: Communicate now.
         """
         if run.fabric.world_size == 1:
             run.stop.signal = self.received

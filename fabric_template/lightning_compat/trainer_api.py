@@ -124,7 +124,7 @@ class TrainerAPI:
 
     @property
     def limits(self) -> StopCondition:
-        """The limits of the current or the next run, with Trainer's defaults filled in."""
+        """The conditions that end the current or the next run, including Trainer's defaults."""
         if self.run is not None:
             return self.run.stop
         return StopCondition(self.config, Progress(), bool(find_callbacks(self.callbacks, "Timer")))
@@ -227,7 +227,7 @@ class TrainerAPI:
 
     @property
     def callbacks(self) -> list[Any]:
-        """The callbacks in calling order. A changed list applies from the next hook on."""
+        """The callbacks in calling order. Changes of this list take effect at the next hook."""
         return self.run.hooks.callbacks if self.run else self._callbacks
 
     @callbacks.setter
@@ -315,7 +315,7 @@ class TrainerAPI:
 
     @property
     def ckpt_path(self) -> str | None:
-        """The checkpoint that this run started from. Set a path to change it for later runs."""
+        """The checkpoint that this run started from. An assigned path is used by the next run."""
         return self.next_ckpt_path or (self.run.checkpoint_path if self.run else None)
 
     @ckpt_path.setter

@@ -291,7 +291,7 @@ class NotebookScreen(Screen):
 
 
 def make_screen(table: EpochTable) -> Screen:
-    """Create a screen for a notebook cell, a terminal or a log file."""
+    """Return a Screen for the place of the output: a notebook cell, a terminal or a log file."""
     get_ipython = getattr(sys.modules.get("IPython"), "get_ipython", None)
     shell = get_ipython() if get_ipython is not None else None
     # A process that a notebook has started cannot write into the cell.

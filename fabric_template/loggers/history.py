@@ -43,7 +43,7 @@ class History:
         self.is_step_based = self.is_validated = False
         self.learning_rates: list[Any] = []
         self.step_values: dict[str, Any] = {}
-        # Count this process's samples and the seconds of validation from the newest row on.
+        # The number of samples and the seconds of validation in this process since the newest row.
         self._num_samples = 0
         self._eval_seconds = 0.0
         self._seconds_before_resume = 0.0
@@ -124,7 +124,7 @@ class History:
         return row
 
     def position(self) -> dict[str, Any]:
-        """Return the epoch and the global step. Between epochs, return the finished epoch."""
+        """Return the global step, and the index of the current or just finished epoch."""
         progress = self.run.progress
         epoch = max(0, progress.epochs_done - (not progress.is_in_epoch))
         return {"epoch": epoch, "step": progress.global_step}
@@ -169,7 +169,7 @@ class History:
         self._seconds_before_resume = state["seconds"]
         self._eval_seconds = state["eval_seconds"]
         self.start_clock()
-        # Remove the rows after the checkpoint. For a new logger, the checkpoint has no position.
+        # Remove rows that are newer than the checkpoint. An added logger has no saved position.
         for logger, position in zip_longest(self.csv_loggers, state["files"]):
             if logger is not None:
                 logger.rewind(position or {}, self.rows)

@@ -34,7 +34,7 @@ class LoggerConnector:
         self.log_metrics(values.logged, row={**run.history.step_row(), **values.row})
 
     def log_evaluation_step(self, run: RunState, dataloader_idx: int) -> None:
-        """Log an evaluation batch if its values were logged with on_step=True."""
+        """Send the values that an evaluation batch logged with on_step=True to the loggers."""
         if run.progress.stage == "sanity_check":
             return
         counts = run.progress.eval_batches_by_loader

@@ -33,9 +33,8 @@ from .log_arguments import (
 if TYPE_CHECKING:
     from ..training.run_state import RunState
 
-# LogArguments.hook is RETURNED for values that a step returned instead of logging the values.
+# The name in LogArguments.hook for values that a step returned instead of calling self.log().
 RETURNED = "returned"
-# For powers of two, torch.add(total, value, alpha=weight) rounds like total + value * weight.
 _POWERS_OF_TWO = frozenset(2**power for power in range(24))
 # Types of values that torch.load(weights_only=True) reads.
 _PLAIN_TYPES = (type(None), bool, int, float, complex, str, torch.dtype)
@@ -104,11 +103,12 @@ class Accumulator:
         self._result: Tensor | None = None
 
     def add(self, value: Tensor, weight: int) -> None:
-        """Add the mean of ``weight`` samples, as a 0-dimensional tensor of floats."""
+        """Add a 0-dimensional float tensor. Only a mean uses ``weight``, the number of samples."""
         self._result = None
         if self.is_mean:
             self.weight += weight
             if self.total is not None and weight in _POWERS_OF_TWO:
+                # If weight is a power of two, torch.add() rounds like total + value * weight.
                 self.total = torch.add(self.total, value, alpha=weight)
                 return
             value = value * weight
@@ -163,7 +163,7 @@ class LoggedMetric:
         self.epoch.reset()
 
     def update(self, value: Tensor, batch_size: int) -> None:
-        """Add the mean of ``batch_size`` samples, as a 0-dimensional tensor."""
+        """Add a 0-dimensional tensor. Only a mean uses ``batch_size``, as the tensor's weight."""
         self.has_value = True
         if self.arguments.on_step:
             # Clone the value, because the user may change it in place afterwards.
@@ -187,7 +187,7 @@ class LoggedMetric:
         """Register a logged torchmetrics object, which keeps its own sums."""
         default = torch.get_default_dtype()
         if metric is self.torchmetric and getattr(metric, "dtype", default) is not default:
-            # As in Trainer, call to() at each log, because to() resets the dtype to the default.
+            # As in Trainer, each log resets the dtype to torch's default, by a call of to().
             metric.to(metric.device)
         self.torchmetric, self.has_value = metric, True
         if self.arguments.on_step:
@@ -199,7 +199,7 @@ class LoggedMetric:
         return self._check_and_detach(self.step_value if of_step else self._reduce(self.epoch))
 
     def row_value(self) -> Tensor | None:
-        """Return the value since the newest row. Torchmetrics objects return the epoch's value."""
+        """Reduce the values since the newest row. A torchmetrics object returns the epoch's value."""
         return self._check_and_detach(self._reduce(self.row))
 
     def _reduce(self, accumulator: Accumulator) -> Any:
@@ -315,7 +315,7 @@ class ResultCollection:
         evaluated_metrics: The values that loggers receive from the newest evaluation.
     """
 
-    # In an unpickled ResultCollection, this default makes log() do nothing.
+    # An unpickled ResultCollection keeps this value, so its log() does nothing.
     is_enabled = False
 
     def __init__(self, run: RunState) -> None:
@@ -372,7 +372,7 @@ class ResultCollection:
         if metric is None or metric.call_arguments != arguments:
             metric = self._register(results, hook, name, arguments)
         if results.last_hook != hook:
-            # As in Trainer, a hook that logs in an epoch's first batch drops its earlier values.
+            # As in Trainer, reset the values of a hook that starts to log in an epoch's first batch.
             if not results.is_after_first_batch:
                 results.reset_hook(hook)
             results.last_hook = hook
@@ -405,7 +405,7 @@ class ResultCollection:
     def _register(
         self, results: LoopResults, hook: str | None, name: str, call_arguments: tuple
     ) -> LoggedMetric:
-        """Check new arguments of ``self.log``, and return the LoggedMetric of the name."""
+        """Check the arguments of a ``self.log`` call, and return the call's LoggedMetric."""
         prog_bar, logger, on_step, on_epoch, reduce_fx, *others = call_arguments
         on_step, on_epoch = find_step_and_epoch(hook, on_step, on_epoch)
         levels = (prog_bar, logger is not False, on_step, on_epoch)
@@ -436,7 +436,7 @@ class ResultCollection:
         return metric
 
     def add_returned(self, values: Mapping[str, Tensor]) -> None:
-        """Add 0-dimensional tensors that a step returned, except for names that the step logs."""
+        """Accumulate the 0-dimensional tensors that a step returned but did not log."""
         results = self.active
         assert results is not None
         for name, value in values.items():
@@ -501,7 +501,7 @@ class ResultCollection:
     def end_loader(self) -> None:
         """Store the values of an evaluation loader after its last batch."""
         self.end_batches()
-        # As in Trainer, a sanity check does not update callback_metrics after each loader.
+        # As in Trainer, a sanity check updates callback_metrics only after its last loader.
         if self.run.progress.stage != "sanity_check":
             self._loader_values.append(self.update_metrics())
         # Values that are logged after the last batch belong to no loader.
@@ -525,7 +525,7 @@ class ResultCollection:
         results = self.active
         if results is not None:
             for metric in results.values():
-                # take_row resets the values that training steps returned.
+                # Skip values that training steps returned, because take_row() resets these values.
                 if not results.is_training or not metric.is_returned:
                     metric.reset()
             results.dataloader_idx = results.last_hook = None
@@ -600,7 +600,7 @@ class ResultCollection:
         return row
 
     def latest_means(self) -> dict[str, Tensor]:
-        """Return the newest mean of each value that steps return, from this process only."""
+        """Return this process's newest mean of each value that a step returned, and train_loss."""
         means = dict(self.returned)
         for metric in self.train.values():
             row, name = metric.row, metric.arguments.name
@@ -678,7 +678,7 @@ def load_torchmetrics(module: Any, state: Mapping[str, Mapping[str, Any]]) -> No
     for name, attributes in state.items():
         tracker: Any = metrics.get(name.rpartition(".")[0])
         if name not in metrics and hasattr(tracker, "increment"):
-            # The saved MetricTracker has more metrics, so add a metric with increment().
+            # MetricTracker.increment() adds a metric. Repeat the calls of the saved run.
             tracker.increment()
             metrics = find_torchmetrics(module)
         if name in metrics:

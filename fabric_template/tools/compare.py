@@ -41,7 +41,7 @@ Finding = tuple[str, Any, Any, str, str]  # A difference: quantity, both values,
 
 @dataclass
 class Comparison:
-    """The first difference between two trainings. ``step`` is None if the trainings are equal."""
+    """The first difference between two trainings. Without a difference, ``step`` is None."""
 
     steps: int
     step: int | None = None
@@ -102,7 +102,7 @@ def compare_command(first: str, second: str, *, steps: int = 50) -> int:
 
 
 def find_changed(first: Record, second: Record, quantity: str) -> list[tuple[Record, Record]]:
-    """Pair the parameters of two steps. Return the pairs with different values of ``quantity``."""
+    """Pair each parameter with the other training's. Return the pairs that differ in ``quantity``."""
 
     def shape_and_weights(parameter: Record) -> tuple[list[int], str]:
         return parameter["shape"], parameter["weights"]["digest"]
@@ -164,11 +164,11 @@ def check_batch(first: Record, second: Record) -> Finding | None:
         reason = "the step accumulates gradients of a different number of batches"
         return "backward passes", *counts, reason, f"accumulate_grad_batches={counts[0]}"
     for a, b in zip(first["batch sizes"], second["batch sizes"], strict=True):
-        # The recorded size is 0 if no module with parameters has received the batch.
+        # A batch size of 0 means that no module with parameters has received the batch.
         if a != b and min(a, b) > 0:
             reason = "the loaders have different batch sizes, or one drops the last batch"
             return "batch size", a, b, reason, "the same batch_size= and drop_last= in both"
-    # If only one training has additional samples, its model may also receive the targets.
+    # Ignore samples that only one training adds, because its model may also receive the targets.
     only_first = set(first["samples"]) - set(second["samples"])
     only_second = set(second["samples"]) - set(first["samples"])
     if only_first and only_second:
@@ -308,7 +308,7 @@ class Recorder:
         data = [tensor for tensor in find_tensors(args) if not tensor.requires_grad]
         if data and next(module.parameters(recurse=False), None) is not None:
             rows = [list(torch.atleast_1d(tensor)) for tensor in data]
-            # Overwrite the inputs of an earlier forward pass, which may have no backward pass.
+            # Keep only the newest inputs. An earlier forward pass may have had no backward pass.
             self.inputs[id(module)] = [digest(row) for tensor in rows for row in tensor]
             self.batch_size = len(rows[0])
             self.random_state = digest_random_state()
@@ -345,7 +345,7 @@ class Recorder:
 
     def describe_parameters(self, optimizer: Any) -> list[Record]:
         named = [pair for module in self.modules.values() for pair in module.named_parameters()]
-        # Take the names from the first module called, because that module contains the others.
+        # The module that was called first contains the other modules. Use its parameter names.
         names = {id(parameter): name for name, parameter in reversed(named)}
         described: list[Record] = []
         groups = [group for group in optimizer.param_groups for _ in group["params"]]

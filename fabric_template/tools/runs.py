@@ -153,7 +153,7 @@ def is_locked(path: Path) -> bool:
         import fcntl
 
         with path.open("rb") as file:
-            # A shared lock fails only if the run still has its lock. Other readers share the lock.
+            # A shared lock is refused only while the run holds its exclusive lock.
             fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
     except BlockingIOError:
         return True
@@ -208,7 +208,7 @@ def to_cells(run: Run) -> tuple[str, ...]:
 
 
 def format_table(rows: Sequence[Sequence[str]]) -> str:
-    """Align the columns of a table. Replace the control characters of a terminal."""
+    """Align the columns of a table, and replace characters that cannot be printed."""
     cells = [["".join(c if c.isprintable() else "?" for c in cell) for cell in row] for row in rows]
     widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
     return "\n".join("  ".join(map(str.ljust, row, widths)).rstrip() for row in cells)

@@ -25,9 +25,9 @@ from ..data.tensor_loader import TensorLoader
 
 PARTS = ("data", "transfer", "forward", "backward", "optimizer", "rest")
 WARM_UP = 5
-# A copy of the loop keeps the options that change the time of a step.
-KEPT = ["accumulate_grad_batches", "gradient_clip_val", "gradient_clip_algorithm", "compile"]
-KEPT += ["log_every_n_steps", "deterministic", "benchmark", "detect_anomaly"]
+# The options of the loop that change the time of a step.
+OPTIONS = ["accumulate_grad_batches", "gradient_clip_val", "gradient_clip_algorithm", "compile"]
+OPTIONS += ["log_every_n_steps", "deterministic", "benchmark", "detect_anomaly"]
 OFF = ("enable_checkpointing", "enable_progress_bar", "enable_model_summary")
 Choice = dict[str, Any]  # The keys are names from tune.SETTINGS.
 
@@ -168,7 +168,7 @@ def time_steps(
 def copy_options(loop: Any) -> dict[str, Any]:
     """Return options for a copy of a loop that only trains, on one device and without output."""
     device = loop.fabric.device
-    options = {name: getattr(loop.config, name) for name in KEPT} | dict.fromkeys(OFF, False)
+    options = {name: getattr(loop.config, name) for name in OPTIONS} | dict.fromkeys(OFF, False)
     options |= {"accelerator": device.type, "devices": [device.index] if device.index else 1}
     options |= {"max_epochs": -1, "max_steps": 10**9, "limit_val_batches": 0}
     return options | {"precision": loop.fabric.strategy.precision.precision}

@@ -102,7 +102,7 @@ def measure(loop: Any, parts: dict[str, Any], seconds: float, choice: Choice) ->
 
 
 def choose_settings(trial: Callable[[Choice], float], names: Iterable[str]) -> tuple[Choice, float]:
-    """Try one setting after the other. Return the faster settings and their joint gain."""
+    """Try one setting after the other. Return the faster ones and their combined speed-up."""
     choice: Choice = {}
     for name in names:
         for value in SETTINGS[name][0]:

@@ -72,7 +72,7 @@ def check_step(run: RunState, step: str) -> None:
     method = overridden(run.module, step)
     if method is None:
         raise ConfigurationError(
-            f"No `{step}()` method defined. Define {step}(self, batch) in {name}, or call"
+            f"No `{step}()` method defined. Define {step}(self, batch) in the class {name}, or call"
             f" {run.stage}(..., {step}=fn) with a function fn(model, batch)."
         )
     if "optimizer_idx" in inspect.signature(method).parameters:
@@ -134,7 +134,7 @@ def check_optimization(run: RunState) -> None:
     """Raise an error for a missing optimizer, or an option that needs automatic optimization."""
     if run.given_optimizer is None and not run.hooks.is_overridden("configure_optimizers"):
         raise ConfigurationError(
-            f"No `configure_optimizers()` method defined. Define it in {type(run.model).__name__}, or call"
+            f"No `configure_optimizers()` method defined. Define it in the class {type(run.model).__name__}, or call"
             " fit(..., optimizer=torch.optim.Adam(model.parameters()))."
         )
     if run.module.automatic_optimization:
@@ -157,7 +157,7 @@ def check_loaders(run: RunState) -> None:
     call, stage = run.stage, LOADER_OF_STAGE[run.stage]
     argument = loader_argument(call, stage)
     if not run.data.has_loader(stage):
-        place = f"define {stage}_dataloader in {type(run.model).__name__}"
+        place = f"define {stage}_dataloader in the class {type(run.model).__name__}"
         if run.datamodule is not None:
             place = f"pass a datamodule with {stage}_dataloader"
         raise MissingDataError(

@@ -11,7 +11,7 @@ checkpoint, and the resumed run finishes this phase. The phases of an epoch are:
 - "epoch_end": the hooks after the last batch
 - None: between two batches or two epochs.
 
-In the phase "batch", the resumed run repeats all batches since the last optimizer step.
+A run that resumes in the phase "batch" repeats all batches since the last optimizer step.
 """
 
 from __future__ import annotations
@@ -48,8 +48,8 @@ def fit(run: RunState) -> None:
     if run.validation_schedule.is_in_this_epoch():
         run.data.setup_val_loaders()
     run.history.start_clock()
-    # If on_train_epoch_end saved the checkpoint, epochs_done does not include the current epoch.
-    # As in Trainer, include this epoch while on_train_start runs.
+    # A checkpoint from on_train_epoch_end does not count the finished epoch in epochs_done. As in
+    # Trainer, count this epoch while on_train_start runs.
     was_saved_at_end = run.progress.phase == "epoch_end" and run.progress.is_epoch_complete
     if was_saved_at_end:
         run.progress.epochs_done += 1

@@ -63,7 +63,7 @@ def run_stage(run: RunState, function: Callable[[RunState], Any]) -> Any:
                 # As in Trainer, all processes start with the same random numbers.
                 reset_seed()
             if not fabric.is_global_zero:
-                # A script that Fabric starts has no rank before join_processes.
+                # A process that Fabric has started knows its rank only after join_processes().
                 run.console.is_enabled = run.warn_once.is_enabled = False
             if run.is_distributed:
                 check_same_checkpoint(run)
@@ -87,7 +87,7 @@ def run_stage(run: RunState, function: Callable[[RunState], Any]) -> Any:
 
 
 def set_up(run: RunState, stack: ExitStack) -> None:
-    """Prepare a stage in Trainer's order. Closing ``stack`` undoes the set-up."""
+    """Set up a run, with the hooks in Trainer's order. Closing ``stack`` undoes the set-up."""
     is_training = run.stage == "fit"
     set_torch_flags(run.config)
     attach_run(run, stack)
@@ -226,7 +226,7 @@ def attach_run(run: RunState, stack: ExitStack) -> None:
 def attach_log(part: Any, run: RunState, stack: ExitStack) -> None:
     """Replace Lightning's ``log`` and ``log_dict`` with methods that are many times faster.
 
-    If a class overrides ``log``, keep this method. A call of super().log() logs the value.
+    Do not replace a user's own ``log`` method, which can log with super().log().
     """
     attributes = getattr(part, "__dict__", {})
     own_log = getattr(type(part), "log", None)

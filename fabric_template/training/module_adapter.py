@@ -1,8 +1,8 @@
 """Give a LightningModule's interface to functions and objects, and run their steps.
 
-On one device, plain Fabric calls ``model.training_step`` without autocast, so that ``bf16-mixed``
-trains in float32 silently. StepRunner applies the precision, the strategy and torch.compile to
-every step.
+On one device, plain Fabric calls ``model.training_step`` without autocast. With ``bf16-mixed``, the
+model then trains in float32 without a warning. StepRunner applies the precision, the strategy and
+torch.compile to every step.
 """
 
 from __future__ import annotations
@@ -78,7 +78,7 @@ class ModuleAdapter(LightningModule):
 
 
 def find_network(model: Any) -> nn.Module:
-    """Return an nn.Module unchanged. Collect the modules of another object in a new nn.Module."""
+    """Return the model if it is an nn.Module. Otherwise, return its modules as one nn.Module."""
     if isinstance(model, nn.Module):
         return model
     network = nn.Module()
@@ -218,8 +218,8 @@ class StepRunner:
         if is_training and has_parameters and not is_alone:
             self.wrapped = self.fabric.strategy.setup_module(_CallStep(self.network))
         for module in self.network.modules():
-            # A module's own to() also updates attributes, such as device. As in Trainer, call to()
-            # after the conversion, because to() resets the dtype of torchmetrics objects.
+            # Moving the network does not call a submodule's own to(). As in Trainer, call to() after
+            # the conversion, so that torchmetrics objects keep the default dtype.
             if type(module).to is not nn.Module.to:
                 if self.converts_dtype:
                     self.precision.convert_module(module)

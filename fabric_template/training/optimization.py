@@ -61,7 +61,7 @@ class Optimization:
         self.setup()
 
     def setup(self) -> None:
-        """Look up the methods that batches call. Call setup again if optimizers or options change."""
+        """Cache the methods that each batch uses. Call setup again if optimizers or options change."""
         run, hooks = self.run, self.run.hooks
         step = self.run.module.training_step
         self.call_step = run.make_step("training_step", step)
@@ -137,7 +137,7 @@ class Optimization:
     def accumulated_gradients(self) -> dict[str, Tensor]:
         """Return a copy of all gradients, for a checkpoint inside of an accumulation window."""
         if self.run.steps.is_model_parallel:
-            # Leave out gradients, because FSDP accumulates gradients in private tensors.
+            # FSDP accumulates gradients in private tensors, so a checkpoint cannot contain them.
             self.run.warn_once("A checkpoint in an accumulation window lacks sharded gradients.")
             return {}
         parameters = self.run.network.named_parameters()
@@ -304,7 +304,7 @@ class ManualOptimization(Optimization):
         self._reduces_gradients = self.run.steps.ddp is None or self.run.is_lightning_module
 
     def count_unwrapped_steps(self, stack: ExitStack) -> None:
-        """Count steps by hooks of torch, because step functions call unwrapped optimizers."""
+        """Register torch's hooks, to count the steps of optimizers without Fabric's wrapper."""
         for index, optimizer in enumerate(self.run.optimizers):
             handle = optimizer.register_step_post_hook(partial(self._count_step, index))
             stack.callback(handle.remove)
@@ -317,7 +317,7 @@ class ManualOptimization(Optimization):
             for index, optimizer in enumerate(run.loop.strategy.lightning_optimizers):
                 set_step_callback(optimizer, partial(self._count_step, index))
         else:
-            # Clear the set here, because a step function may call loss.backward() itself.
+            # Only loop.backward() clears this set, and a step function may call loss.backward().
             self._stepped.clear()
         output = self.call_step(batch, batch_idx)
         # Like Trainer, count batches here, although global_step counts optimizer steps.
@@ -456,8 +456,8 @@ def step_lr_schedulers(run: RunState, interval: str, follows_metric: bool) -> No
     """
     if not run.optimization.is_automatic or (interval == "step" and not is_window_end(run)):
         return
-    # As in Trainer, frequency counts batches or epochs, not optimizer steps. Add 1 to epochs_done,
-    # which does not include the current epoch.
+    # As in Trainer, frequency counts batches or epochs, not optimizer steps. The current batch and
+    # epoch count as finished.
     count = run.progress.batches_done if interval == "step" else run.progress.epochs_done + 1
     for config in run.lr_schedulers:
         is_due = config.interval == interval and count % config.frequency == 0

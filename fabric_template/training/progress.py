@@ -79,7 +79,7 @@ class Progress:
         return self.is_last_batch or self.batches_done >= self.num_train_batches
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the counters. During a batch, return the values after the last optimizer step."""
+        """Return the counters. During a batch, leave out batches since the last optimizer step."""
         without = ("stage", "num_train_batches")
         state = {f.name: getattr(self, f.name) for f in fields(self) if f.name not in without}
         if self.phase == "batch":
@@ -167,7 +167,6 @@ class ValidationSchedule:
         self.run = run
         self.every_n_batches: int | float = math.inf
         self._is_enabled = False
-        # A step with dataloader_iter may fetch several batches, so the last step always validates.
         self._fetches_itself = takes_iterator(run.module.training_step)
         self._seconds: float | None = None
         interval = run.config.val_check_interval
@@ -226,6 +225,7 @@ class ValidationSchedule:
             return time.monotonic() - self._restarted_at >= self._seconds
         if every_n_steps := self.run.config.validate_every_n_steps:
             return progress.global_step // every_n_steps > self._last_global_step // every_n_steps
+        # A step that fetches batches itself may jump over the due batch. Validate after the last batch.
         if self.every_n_batches == math.inf or (self._fetches_itself and progress.is_last_batch):
             return progress.is_last_batch
         count = progress.batches_done if self._counts_in_epoch else progress.total_batches

@@ -137,7 +137,7 @@ class RunState:
         self.exception: BaseException | None = None
 
     def _module_for(self, callback: Any) -> Any:
-        """Return the argument ``pl_module``. Lightning's callbacks require a LightningModule."""
+        """Return the ``pl_module`` of a callback. Lightning's callbacks need a LightningModule."""
         packages = ("lightning.pytorch.callbacks.", "pytorch_lightning.callbacks.")
         bases = [base for base in type(callback).__mro__ if base.__name__ != "Callback"]
         is_lightnings = any(base.__module__.startswith(packages) for base in bases)

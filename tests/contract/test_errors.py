@@ -65,7 +65,7 @@ def test_all_wrong_options_are_named_at_once(tmp_path, options, kind, message):
 
 
 def test_no_optimizer(tmp_path):
-    message = "No `configure_optimizers()` method defined. Define it in Linear, or call fit(...,"
+    message = "No `configure_optimizers()` method defined. Define it in the class Linear, or call fit(...,"
     call = fitting(tmp_path, nn.Linear(8, 3), make_loader(), training_step=lambda net, batch: net(batch[0]).sum())
     check_error(ValueError, message, call, tmp_path)
 
