@@ -82,11 +82,11 @@ def tune(
     def trial(choice: Choice) -> float:
         try:
             rate = measure(loop, parts, seconds, choice)
+            speed, reason = f"{rate:,.0f} samples/s", ""
         except Exception as error:
+            rate, speed = 0.0, "failed"
             reason = f"{type(error).__name__}: {error}".partition("\n")[0]
-            print(f"{'failed':>22}  {label(choice)}  {reason}", flush=True)
-            return 0.0
-        print(f"{f'{rate:,.0f} samples/s':>22}  {label(choice)}", flush=True)
+        print(f"{speed:>22}  {label(choice)}  {reason}".rstrip(), flush=True)
         return rate
 
     with isolate_rng():
