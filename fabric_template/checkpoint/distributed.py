@@ -62,7 +62,7 @@ def save_shards(run: RunState, checkpoint: dict[str, Any], path: Path) -> dict[s
     """Write the sharded tensors of a checkpoint into a new folder, on all processes.
 
     Returns:
-        The checkpoint with placeholders for the written tensors, and with the folder's name.
+        The checkpoint with placeholders for its sharded tensors, and the name of their folder.
     """
     if not run.steps.is_model_parallel:
         return checkpoint

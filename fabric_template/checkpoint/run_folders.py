@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 
 def open_folders(run: RunState, stack: ExitStack) -> None:
-    """Choose a fit's version and lock its folders. Remove old rows unless the fit resumes."""
+    """Choose and lock the folders of a fit. Unless the fit resumes, empty their CSV files."""
     loop, version = run.loop, run.config.version
     own = loop.own_logger
     if own is not None and version is None and loop.has_fitted and not run.resumes:

@@ -139,7 +139,7 @@ def run_settings(run: RunState) -> dict[str, Any]:
 
 
 def check_settings(run: RunState, saved: dict[str, Any]) -> None:
-    """Warn of changed settings. Within an epoch, another number of processes is an error."""
+    """Warn of changed settings. Raise an error for another number of processes in an epoch."""
     current = run_settings(run)
     is_in_epoch = run.progress.is_in_epoch and not run.progress.is_last_batch
     if is_in_epoch and saved["processes"] != current["processes"]:

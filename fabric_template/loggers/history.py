@@ -169,7 +169,7 @@ class History:
         self._seconds_before_resume = state["seconds"]
         self._eval_seconds = state["eval_seconds"]
         self.start_clock()
-        # Remove rows that are newer than the checkpoint. An added logger has no saved position.
+        # Remove rows newer than the checkpoint. A logger new to this run has no saved position.
         for logger, position in zip_longest(self.csv_loggers, state["files"]):
             if logger is not None:
                 logger.rewind(position or {}, self.rows)

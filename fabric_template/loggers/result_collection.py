@@ -187,7 +187,7 @@ class LoggedMetric:
         """Register a logged torchmetrics object, which keeps its own sums."""
         default = torch.get_default_dtype()
         if metric is self.torchmetric and getattr(metric, "dtype", default) is not default:
-            # As in Trainer, each log resets the dtype to torch's default, by a call of to().
+            # As in Trainer, each log resets the object's dtype to torch's default, by calling to().
             metric.to(metric.device)
         self.torchmetric, self.has_value = metric, True
         if self.arguments.on_step:
@@ -600,7 +600,7 @@ class ResultCollection:
         return row
 
     def latest_means(self) -> dict[str, Tensor]:
-        """Return this process's newest mean of each value that a step returned, and train_loss."""
+        """Return this process's newest means of returned values and of train_loss."""
         means = dict(self.returned)
         for metric in self.train.values():
             row, name = metric.row, metric.arguments.name

@@ -204,7 +204,7 @@ def run_command(name: str, argv: list[str]) -> int:
 
 
 def complete_arguments(command: str, argv: list[str]) -> list[str]:
-    """Replace --run or a demo's name with their options. Put --config, --model and --data first."""
+    """Replace --run or a demo's name with its options. Put --config, --model and --data first."""
     parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False, exit_on_error=False)
     parser.add_argument("--config", action="append", default=[])
     for option in ("model", "data", "run", "resume", "load"):
