@@ -274,7 +274,8 @@ class AutomaticOptimization(Optimization):
         self.run.hooks.call("on_before_zero_grad", self._optimizer)
         if self._module_zero_grad is not None:
             self._module_zero_grad(self.run.progress.epochs_done, batch_idx, self._optimizer)
-        elif type(self._optimizer).zero_grad is not Optimizer.zero_grad:
+        elif getattr(self._optimizer.zero_grad, "__func__", None) is not Optimizer.zero_grad:
+            # A class or a user has replaced the method.
             self._optimizer.zero_grad()
         else:
             # Optimizer.zero_grad does the same, and adds an entry to torch's profiler, which takes
