@@ -80,7 +80,6 @@ OPTIONS: dict[str, dict[str, dict[str, Any]]] = {  # by command
         "--steps": {"type": int, "default": 50, "help": "The number of optimizer steps."},
     },
     "profile": {
-        "--out": {"help": "Draw the table into this file."},
         "--steps": {"type": int, "default": 50, "help": "The number of timed batches."},
     },
     "tune": {

@@ -5,17 +5,13 @@ from __future__ import annotations
 import os
 import sys
 from dataclasses import dataclass
-from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from lightning.pytorch.utilities.seed import isolate_rng
 from torch.overrides import TorchFunctionMode
 
 from .step_benchmark import PARTS, time_steps
-
-if TYPE_CHECKING:
-    from matplotlib.figure import Figure
 
 # In these methods, the CPU waits until the GPU has computed the tensor's value.
 READS = (torch.Tensor.item, torch.Tensor.__float__, torch.Tensor.cpu, torch.Tensor.tolist)
@@ -44,17 +40,6 @@ class Profile:
             f"wait: {line} reads a value. The step waits there for the GPU." for line in self.reads
         ]
         return "\n".join(lines)
-
-    def plot(self) -> Figure:
-        from matplotlib import pyplot
-
-        figure, axes = pyplot.subplots(figsize=(7, 4), layout="constrained")
-        bars = axes.barh(list(self.parts), list(self.parts.values()))
-        shares = [ms / self.milliseconds for ms in self.parts.values()]
-        axes.bar_label(bars, [f"{share:.1%}" for share in shares], padding=4)
-        axes.invert_yaxis()
-        axes.set(xlabel="median, ms", title=f"{self.milliseconds:,.3f} ms a step on {self.device}")
-        return figure
 
 
 def profile(
@@ -95,13 +80,8 @@ def profile(
     return Profile(medians, str(loop.fabric.device), steps, sorted(reads.lines))
 
 
-def profile_command(loop: Any, model: Any, data: Any, *, out: str | None, steps: int) -> int:
-    found = profile(loop, model, data, steps=steps)
-    print(found)
-    if out is not None:
-        Path(out).parent.mkdir(parents=True, exist_ok=True)
-        found.plot().savefig(out, dpi=150)
-        print(f"picture: {out}")
+def profile_command(loop: Any, model: Any, data: Any, *, steps: int) -> int:
+    print(profile(loop, model, data, steps=steps))
     return 0
 
 
