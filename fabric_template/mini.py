@@ -146,7 +146,7 @@ class MiniLoop:
         resume: str | Path | None = None,  # A path, "last", "best" or "auto".
         load: str | Path | None = None,  # Start with these weights: a path, "last" or "best".
         optimizer: Any = None,  # An optimizer, or any value that configure_optimizers may return.
-        scheduler: Any = None,  # A learning rate scheduler, or Lightning's dict for one.
+        scheduler: Any = None,  # Steps after each epoch. Or Lightning's dict, with an interval.
         training_step: Callable[..., Any] | None = None,  # fn(model, batch[, batch_idx]): the loss
         validation_step: Callable[..., Any] | None = None,  # fn(model, batch): loss or (loss, acc)
     ) -> Any:
@@ -216,7 +216,8 @@ class MiniLoop:
         batch_idx, every = self.batches_done, self.log_every_n_steps
         self._is_row_due = every > 0 and (self.global_step + 1) % every == 0
         self._batch_size, self._step_values, self._logged_means = find_batch_size(batch), {}, set()
-        self._call("on_train_batch_start", batch, batch_idx)
+        if self._call("on_train_batch_start", batch, batch_idx) == -1:
+            raise TypeError("on_train_batch_start: got -1, which ends an epoch. Use FabricLoop.")
         is_window_end = self._is_window_end(batch)
         if is_window_end or self.fabric.world_size == 1 or self._train_length == -1:
             self._compute_gradients(batch, batch_idx)
@@ -404,7 +405,7 @@ class MiniLoop:
         """Write a row to steps.csv. Training waits for the device only here and in `_end_row`."""
         row: dict[str, Any] = {"step": self.global_step, "epoch": self.current_epoch}
         row.update(train_loss=self._loss.item(), lr=self._learning_rate)
-        row.update((name, value.item()) for name, value in values.items())
+        row.update((name, value.item()) for name, value in values.items() if name != "step")
         self._warn_of_nan(row)
         if self.fabric.is_global_zero:
             append_row(self.log_dir / "steps.csv", row)
@@ -420,7 +421,7 @@ class MiniLoop:
         values = {**self._validated, **self._compute_metrics(is_row_end=True)}
         row: dict[str, Any] = {"epoch": epoch, "step": self.global_step}
         for name in sorted(values, key=lambda name: not name.startswith("train")):
-            row[name] = values[name].item()
+            row.setdefault(name, values[name].item())
         row["lr"], row["time"] = self._learning_rate, time.monotonic() - self._row_started
         self._validated, self._row_started = {}, time.monotonic()
         self._warn_of_nan(row)
@@ -652,10 +653,9 @@ class MiniLoop:
             if is_lightning_module:
                 del self.model.log, self.model.log_dict
 
-    def _call(self, hook: str, *args: Any) -> None:
+    def _call(self, hook: str, *args: Any) -> Any:
         method = getattr(self.model, hook, None)
-        if method is not None:
-            method(*args)
+        return None if method is None else method(*args)
 
 
 class Mean:

@@ -423,10 +423,10 @@ class TrainerAPI:
             return self.state.stage == RunningStage[name.upper()]
         if "config" in vars(self) and name in vars(self.config):
             return getattr(self.config, name)
-        raise AttributeError(
-            f"FabricLoop has no attribute {name!r}: it offers what modules and callbacks read from a"
-            " Trainer (lightning_compat/trainer_api.py lists it), not all of Trainer."
-        )
+        instead = "lightning_compat/trainer_api.py lists the attributes of Trainer that it has."
+        if name != "fabric" and hasattr(self.fabric, name):
+            instead = f"Write loop.fabric.{name}."
+        raise AttributeError(f"FabricLoop has no attribute {name!r}. {instead}")
 
     def __dir__(self) -> list[str]:
         return [*super().__dir__(), *_ATTRIBUTES, *vars(self.config)]

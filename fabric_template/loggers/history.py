@@ -176,9 +176,9 @@ class History:
 
 
 def train_values_first(values: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the values as numbers, with the training values first."""
+    """Return the values as numbers, training values first. Omit values logged as epoch or step."""
     names = sorted(values, key=lambda name: not name.startswith("train"))
-    return to_numbers({name: values[name] for name in names})
+    return to_numbers({name: values[name] for name in names if name not in ("epoch", "step")})
 
 
 def name_outputs(output: Any, prefix: str) -> dict[str, Tensor]:

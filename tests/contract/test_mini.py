@@ -532,6 +532,36 @@ def test_errors_name_the_argument_and_the_fix(case):
         assert os.listdir(".") == []
 
 
+def test_a_hook_that_ends_the_epoch_is_refused():
+    class Ends(Classifier):
+        def on_train_batch_start(self, batch, batch_idx):
+            return -1 if batch_idx == 2 else None
+
+    with pytest.raises(TypeError, match=r"on_train_batch_start: got -1, which ends an epoch\. Use FabricLoop\."):
+        run_mini(Ends, max_epochs=1)
+
+
+@pytest.mark.parametrize("kind", LOOPS)
+def test_values_named_step_and_epoch_do_not_replace_the_columns(kind):
+    class LogsStep(Classifier):
+        def on_train_batch_end(self, outputs, batch, batch_idx):
+            # A usual way to have epochs on the x axis of TensorBoard.
+            self.log("step", float(self.trainer.current_epoch), on_step=True, on_epoch=True)
+
+        def on_train_epoch_end(self):
+            self.log("epoch", 0.5)
+
+    loop_class, options = LOOPS[kind]
+    options = {**options, "log_every_n_steps": 5, "loop_class": loop_class, "name": "steps"}
+    run_mini(LogsStep, max_epochs=1, **options)
+    loop, _ = run_mini(LogsStep, max_epochs=2, fit={"resume": "last"}, **options)
+    rows = pd.read_csv("logs/steps/version_0/metrics.csv")
+    per_epoch = loop.global_step // 2
+    assert rows[["epoch", "step"]].values.tolist() == [[0, per_epoch], [1, 2 * per_epoch]]
+    steps = pd.read_csv("logs/steps/version_0/steps.csv")["step"]
+    assert steps.tolist() == list(range(5, loop.global_step + 1, 5))
+
+
 def test_a_monitor_that_was_never_logged_costs_no_epoch():
     with pytest.raises(ValueError, match=r"monitor: got 'val_los', expected one of .*val_loss"):
         run_mini(monitor="val_los", make_val=val_loader, max_epochs=2)

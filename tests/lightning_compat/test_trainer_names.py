@@ -11,6 +11,8 @@ from modules import Classifier, by_step, make_loader, quiet
 from runs import val_loader
 from torch import nn
 
+from fabric_template import FabricLoop
+
 CALLS = {"fit", "validate", "test", "predict", "print", "save_checkpoint", "init_module"}
 NAMES = sorted(name for name in {*dir(pl.Trainer), *vars(pl.Trainer(**quiet()))} - CALLS if name[0] != "_")
 
@@ -150,3 +152,11 @@ def test_devices_before_the_launch(options):
     sides = [kind(**quiet(**options)) for kind in LOOPS.values()]
     first, second = ([getattr(side, name) for name in names] for side in sides)
     assert first == second
+
+
+def test_an_error_names_the_attribute_of_fabric():
+    loop = FabricLoop(accelerator="cpu")
+    with pytest.raises(AttributeError, match=r"FabricLoop has no attribute 'device'\. Write loop\.fabric\.device\."):
+        _ = loop.device
+    with pytest.raises(AttributeError, match=r"no attribute 'nonsense'\. lightning_compat/trainer_api\.py lists"):
+        _ = loop.nonsense
