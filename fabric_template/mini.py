@@ -29,9 +29,9 @@ import random
 import time
 import warnings
 import zipfile
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, is_dataclass
 from difflib import get_close_matches
 from functools import partial
 from operator import length_hint
@@ -215,7 +215,8 @@ class MiniLoop:
         """Compute the gradients of a batch, and step the optimizer after an accumulation window."""
         batch_idx, every = self.batches_done, self.log_every_n_steps
         self._is_row_due = every > 0 and (self.global_step + 1) % every == 0
-        self._batch_size, self._step_values, self._logged_means = find_batch_size(batch), {}, set()
+        self._batch_size = find_batch_size(batch) or 1
+        self._step_values, self._logged_means = {}, set()
         if self._call("on_train_batch_start", batch, batch_idx) == -1:
             raise TypeError("on_train_batch_start: got -1, which ends an epoch. Use FabricLoop.")
         is_window_end = self._is_window_end(batch)
@@ -334,7 +335,7 @@ class MiniLoop:
             with torch.no_grad():
                 self._call("on_validation_epoch_start")
                 for batch_idx, batch in enumerate(self.val_loader):
-                    self._batch_size, self._logged_means = find_batch_size(batch), set()
+                    self._batch_size, self._logged_means = find_batch_size(batch) or 1, set()
                     output = self._run_step("validation_step", self._move(batch), batch_idx)
                     self._log_output(output, "val_")
                 self._batch_size = 1
@@ -728,11 +729,18 @@ def find_loss(output: Any, batch_idx: int) -> Tensor:
     raise TypeError(f"{text} Return the loss without detach() and item().")
 
 
-def find_batch_size(batch: Any) -> int:
-    """Return the length of the first tensor in a batch, or 1 if the first value is not a tensor."""
-    while isinstance(batch, (dict, list, tuple)) and batch:
-        batch = next(iter(batch.values())) if isinstance(batch, dict) else batch[0]
-    return batch.size(0) if isinstance(batch, Tensor) and batch.dim() > 0 else 1
+def find_batch_size(batch: Any) -> int | None:
+    """Return the length of the first tensor in a batch, or None if a batch has no tensor."""
+    if isinstance(batch, Tensor):
+        return batch.size(0) if batch.dim() > 0 else 1
+    if not isinstance(batch, (list, tuple)):
+        named = vars(batch) if is_dataclass(batch) else batch
+        batch = named.values() if isinstance(named, Mapping) else ()
+    for part in batch:
+        size = find_batch_size(part)
+        if size is not None:
+            return size
+    return None
 
 
 def to_metric(value: Any) -> Tensor:

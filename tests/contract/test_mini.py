@@ -5,6 +5,8 @@ import signal
 import subprocess
 import sys
 import types
+from collections import UserDict
+from dataclasses import dataclass
 from pathlib import Path
 
 import lightning.pytorch as pl
@@ -560,6 +562,44 @@ def test_values_named_step_and_epoch_do_not_replace_the_columns(kind):
     assert rows[["epoch", "step"]].values.tolist() == [[0, per_epoch], [1, 2 * per_epoch]]
     steps = pd.read_csv("logs/steps/version_0/steps.csv")["step"]
     assert steps.tolist() == list(range(5, loop.global_step + 1, 5))
+
+
+@dataclass
+class Pair:
+    x: torch.Tensor
+    y: torch.Tensor
+
+
+BATCHES = {
+    "mapping": lambda x, y: UserDict(x=x, y=y),
+    "texts first": lambda x, y: {"texts": ["a"] * len(x), "x": x, "y": y},
+    "None first": lambda x, y: [None, {"x": x, "y": y}],
+    "dataclass": Pair,
+    "no tensor": lambda x, y: {"rows": [row.tolist() for row in x], "labels": y.tolist()},
+}
+
+
+@pytest.mark.parametrize("case", BATCHES)
+def test_means_of_batches_of_any_kind_are_those_of_fabric_loop(case):
+    data = make_data(20)
+
+    def collate(rows):
+        return BATCHES[case](*(torch.stack(column) for column in zip(*rows, strict=True)))
+
+    def step(net, batch):
+        parts = vars(batch) if isinstance(batch, Pair) else batch[1] if isinstance(batch, list) else batch
+        x, y = (parts["x"], parts["y"]) if "x" in parts else map(torch.tensor, (parts["rows"], parts["labels"]))
+        return nn.functional.cross_entropy(net(x), y)
+
+    losses = []
+    for loop_class, options in LOOPS.values():
+        torch.manual_seed(1)
+        net = make_net()
+        loader = DataLoader(data, batch_size=8, collate_fn=collate)
+        loop = loop_class(max_epochs=2, accelerator="cpu", **options)
+        history = loop.fit(net, loader, loader, optimizer=sgd(net), training_step=step, validation_step=step)
+        losses.append(history[["train_loss", "val_loss"]].values.tolist())
+    assert losses[0] == losses[1]
 
 
 def test_a_monitor_that_was_never_logged_costs_no_epoch():
