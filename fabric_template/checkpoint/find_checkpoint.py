@@ -244,9 +244,11 @@ def report_missing(run: RunState, argument: str, keyword: str, files: list[Path]
             " another path, or train again."
         )
     if (argument, keyword) != ("ckpt_path", "last"):
+        expected = f"a checkpoint under {run_folder(run)}, which has none. Train first"
+        if keyword == "last" and run.hooks.callbacks_of("ModelCheckpoint"):
+            expected = "the last.ckpt of a ModelCheckpoint. Write ModelCheckpoint(save_last=True)"
         raise MissingCheckpointError(
-            f"{argument}: got {keyword!r}, expected a checkpoint under {run_folder(run)}, which has none."
-            " Train first, or give a path."
+            f"{argument}: got {keyword!r}, expected {expected}, or give a path."
         )
     run.warn_once(
         f'.{run.stage}(ckpt_path="last") is set, but there is no last checkpoint available. No checkpoint'

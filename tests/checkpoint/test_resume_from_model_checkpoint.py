@@ -7,6 +7,8 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.loggers import CSVLogger, TensorBoardLogger
 from runs import assert_same_end, fit, logs_of, tree, val_loader
 
+from fabric_template.errors import MissingCheckpointError
+
 pytestmark = pytest.mark.filterwarnings("ignore:(Checkpoint directory|The dirpath has changed)")
 PLACES = {  # location of the files: (options of the callback, logger)
     "beside_our_logs": (lambda root: {}, lambda root: True),
@@ -66,3 +68,11 @@ def test_auto_continues_a_run_that_was_killed_before_its_first_last_ckpt(tmp_pat
     used = Path(run(2, "auto").ckpt_path)
     assert (used.parent, used.name[:8]) == (last.parent, "epoch=0-")
     assert place != "beside_our_logs" or list(last.parent.glob(".*.tmp")) == []
+
+
+def test_last_without_save_last_names_the_option(tmp_path):
+    fit(tmp_path, max_epochs=1, callbacks=[ModelCheckpoint()])
+    with pytest.raises(
+        MissingCheckpointError, match=r"got 'last'.*Write ModelCheckpoint\(save_last=True\), or give a path"
+    ):
+        fit(tmp_path, max_epochs=2, resume="last", callbacks=[ModelCheckpoint()])
