@@ -4,8 +4,8 @@
     python benchmarks/tuned.py --problem digits --rounds 3 --seconds 0.5
     python benchmarks/tuned.py --toy            # a quick check of the script
 
-`tune` runs first on the unchanged training. Then all settings and its choice take turns, measured in samples per second.
-The table has the median of the ratios of each round, and their range. A choice that equals a
+`tune` runs first on the unchanged training. Then all settings and its choice take turns, each in a new process, measured
+in samples per second. The table has the median of the ratios of each round, and their range. A choice that equals a
 setting of the table shares its row.
 """
 
@@ -14,6 +14,7 @@ from __future__ import annotations
 import argparse
 import statistics
 import sys
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +27,7 @@ from fabric_template import FabricLoop
 from fabric_template.demos.digits import DigitsClassifier, DigitsData
 from fabric_template.demos.mnist import MNISTNet
 from fabric_template.demos.tabular import TabularData, TabularNet
-from fabric_template.tools.tune import label, measure, tune
+from fabric_template.tools.tune import label, measure, run_in_process, tune
 
 LARGE = {"digits": 512, "mnist": 400, "tabular": 512}
 ONE, FAST = {"threads": 1}, {"threads": 1, "tensor_loader": True, "fused": True}
@@ -65,7 +66,11 @@ def rates(
     """Return samples per second of each choice in each round."""
     found: list[list[float]] = []
     for _ in range(rounds):
-        found.append([measure(*job, seconds, choice) for choice in choices])
+        answers = [run_in_process(partial(measure, *job, seconds, choice)) for choice in choices]
+        if failed := [failure for _, failure in answers if failure]:
+            print("left out a round:", "; ".join(failed))
+            continue
+        found.append([rate for rate, _ in answers])
     return found
 
 

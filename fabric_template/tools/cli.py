@@ -35,7 +35,7 @@ COMMANDS = {  # name: (module, help)
     "test": ("cli", "run a model's test_step over its data"),
     "predict": ("cli", "run a model's predict_step over its data"),
     "plot": ("plots", "draw the logs of one or several runs"),
-    "runs": ("runs", "list runs, with --metric the best first"),
+    "runs": ("runs", "list runs, compare two (diff RUN RUN), find the best one (best)"),
     "compare": ("compare", "find the first step in which two trainings differ"),
     "profile": ("profile", "show where the time of a training step goes"),
     "tune": ("tune", "find faster settings, or a learning rate with --lr"),
@@ -44,10 +44,7 @@ COMMANDS = {  # name: (module, help)
     "update": ("package_copy", "merge the installed version into a copy"),
     "verify": ("cli", "check that checkpoints are intact"),
 }
-# Commands that start a new version of a run, unless --resume is given.
-TRAINING_COMMANDS = ("fit", "profile", "tune")
-EVALUATION_COMMANDS = ("validate", "test", "predict")
-LOOP_COMMANDS = (*TRAINING_COMMANDS, *EVALUATION_COMMANDS)
+LOOP_COMMANDS = ("fit", "validate", "test", "predict", "profile", "tune")
 LOAD = {"--load": {"help": 'Read the weights from "last", "best" or a path.'}}
 COPY = {"path": {"help": "The folder of a copy, or a copied file."}}
 FLAG = {"action": "store_true"}
@@ -71,15 +68,17 @@ OPTIONS: dict[str, dict[str, dict[str, Any]]] = {  # by command
         "--out": {"help": "The picture. Default: history.png in the folder."},
     },
     "runs": {
-        "folder": {"nargs": "?", "default": "logs", "help": "A folder of runs."},
-        "--metric": {"help": "List the runs with this metric, the best first."},
+        "paths": {"nargs": "*", "default": [], "help": "A folder, diff RUN RUN, or best FOLDER."},
+        "--metric": {"help": "The metric that ranks the runs. Default: the run's monitor."},
+        "--html": {"help": "Write the table and the curves into this file, for a browser."},
     },
     "compare": {
-        "first": {"help": 'The correct script, such as "train.py --lr 0.1".'},
-        "second": {"help": "The script to compare with it."},
+        "first": {"help": 'The correct script, such as "train.py --lr 0.1", or its recording.'},
+        "second": {"help": "The script to compare with it, or a recording."},
         "--steps": {"type": int, "default": 50, "help": "The number of optimizer steps."},
     },
     "profile": {
+        "--out": {"help": "Draw the table into this file."},
         "--steps": {"type": int, "default": 50, "help": "The number of timed batches."},
     },
     "tune": {
@@ -125,10 +124,12 @@ CLASS_OPTIONS = {  # name: (type, help)
     "model": (AnyClass, "package.module:Class, or demos.NAME. --model.help=CLASS: its arguments."),
     "data": (AnyClass, "package.module:Class of an object with train_dataloader and the like."),
     "callbacks": (
-        list[AnyClass],
+        list[AnyClass] | None,
         "--callbacks+=EarlyStopping --callbacks.monitor=val_loss, or your own class.",
     ),
 }
+# Commands that start a new version of a run, unless --resume is given.
+TRAINING_COMMANDS = ("fit", "profile", "tune")
 SUFFIXES = (".ckpt", ".pt", ".pth")  # The suffixes of checkpoint files.
 
 
@@ -194,12 +195,7 @@ def run_command(name: str, argv: list[str]) -> int:
         parts = build(parser, settings)
     module = importlib.import_module(f".{COMMANDS[name][0]}", __package__)
     names = [option.lstrip("-").replace("-", "_") for option in OPTIONS[name]]
-    command = getattr(module, f"{name}_command")
-    exit_code: int = command(*parts, **{key: settings[key] for key in names})
-    if name in EVALUATION_COMMANDS and settings.load is None and parts[0].is_global_zero:
-        hint = "the weights were untrained; --load best reads the weights of the last fit"
-        print(f"{program()}: {hint}", file=sys.stderr)
-    return exit_code
+    return getattr(module, f"{name}_command")(*parts, **{key: settings[key] for key in names})
 
 
 def complete_arguments(command: str, argv: list[str]) -> list[str]:
@@ -295,8 +291,11 @@ def explain(parser: ArgumentParser, message: str) -> str:
         return f"{unknown[1]}: {parser.prog} has no such option. {hint}"
     keys = re.findall(r'Parser key "([\w.]+)": ', text)
     text = re.sub(r'Parser key "[\w.]+": ', "", text)
-    if union := re.search(r"Subtypes: \[(.*?)\] .* Given value type: .*: (.*)", text):
-        text = f"got {union[2]}, expected {' or '.join(sorted(union[1].split(', ')))}."
+    if union := re.search(r"Subtypes: \[(.*?)\] Errors: (.*) Given value type: .*: (.*)", text):
+        # Drop messages such as "Expected a bool", and keep the error of a class's constructor.
+        reasons = [reason for reason in union[2].split("- ") if "Expected a" not in reason]
+        expected = " or ".join(sorted(union[1].split(", ")))
+        text = " ".join(reasons) or f"got {union[3]}, expected {expected}."
     text = re.sub(r"<class '([\w.]+)'>", r"\1", text)
     return f"--{'.'.join(dict.fromkeys(keys))}: {text}" if keys else text
 
@@ -317,7 +316,7 @@ def build(parser: ArgumentParser, settings: Namespace) -> tuple[FabricLoop, Any,
     try:
         loop = FabricLoop(**plain, **instantiate("callbacks"))
     except (ValueError, TypeError, ImportError, MisconfigurationException) as error:
-        raise ValueError(str(error)) from error
+        raise ValueError(explain(parser, str(error))) from error
     loop.recipe = {**plain, **classes}
     # Create the model after the loop, because the loop seeds the random generators.
     made = instantiate("model", "data")
@@ -375,11 +374,13 @@ def run_folder(loop: FabricLoop) -> str | None:
 
 
 def validate_command(loop: FabricLoop, model: Any, data: Any, *, load: str | None) -> int:
+    warn_of_new_weights(loop, load)
     loop.validate(model, data, load=load)
     return 0
 
 
 def test_command(loop: FabricLoop, model: Any, data: Any, *, load: str | None) -> int:
+    warn_of_new_weights(loop, load)
     loop.test(model, data, load=load)
     return 0
 
@@ -391,6 +392,7 @@ def predict_command(
 
     if out is not None and Path(out).suffix not in (".csv", ".pt"):
         raise ValueError(f"--out: got {out}, expected a file name in .csv or .pt.")
+    warn_of_new_weights(loop, load)
     batches = loop.predict(model, data, load=load) or []
     if loop.fabric.is_global_zero:
         print(f"predicted   {len(batches)} batches; the first: {str(batches[:1])[1:200]}")
@@ -402,6 +404,13 @@ def predict_command(
                 torch.save(batches, out)
             print(f"saved       {out}")
     return 0
+
+
+def warn_of_new_weights(loop: FabricLoop, load: str | None) -> None:
+    """Warn that the weights are not trained if the user gave no checkpoint."""
+    if load is None and loop.fabric.is_global_zero:
+        hint = "the weights are untrained; --load best reads the weights of the last fit"
+        print(f"{program()}: {hint}", file=sys.stderr)
 
 
 def make_table(batches: list[Any]) -> Any:

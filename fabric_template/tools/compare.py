@@ -24,15 +24,13 @@ from torch.optim.optimizer import (
     register_optimizer_step_pre_hook,
 )
 
-from .step_benchmark import EnoughSteps
-
 CHILD_PROCESS = """
 import os, runpy, sys
 sys.path.append({root!r})
 from {module} import record_training
 recording, steps, *sys.argv = sys.argv[1:]
 sys.path[0] = os.path.dirname(os.path.abspath(sys.argv[0]))
-with record_training(recording, int(steps)):
+with record_training(recording, int(steps), stop=True):
     runpy.run_path(sys.argv[0], run_name="__main__")
 """
 Record = dict[str, Any]  # The recorded values of one optimizer step or one parameter.
@@ -65,16 +63,16 @@ class Comparison:
 def compare(first: Any, second: Any, steps: int = 50) -> Comparison:
     """Find the first optimizer step in which two trainings differ.
 
-    Give each training as a script with its arguments (``"train.py --lr 0.1"``) or as a function
-    without arguments. A script runs in its own process.
+    Give each training as a script with its arguments (``"train.py --lr 0.1"``), as a function
+    without arguments, or as a file written by `record_training`. A script runs in its own process.
 
     Args:
         first: The correct training.
         second: The training to compare with it.
-        steps: The number of optimizer steps to compare. Both trainings end after them.
+        steps: The number of optimizer steps to compare. Scripts and functions end after them.
 
     Raises:
-        ValueError: If a script fails or a training takes no optimizer step.
+        ValueError: If a file is missing, a script fails or a training takes no optimizer step.
     """
     recordings = record_steps(first, steps), record_steps(second, steps)
     lengths = tuple(len(recorded) for recorded in recordings)
@@ -217,11 +215,14 @@ def check_gradients(first: Record, second: Record) -> Finding | None:
     if not pairs:
         return None
     norms = [hypot(*(p["gradient"]["norm"] for p in run["parameters"])) for run in (first, second)]
+    is_close = all(
+        isclose(a["gradient"]["norm"], b["gradient"]["norm"], rel_tol=1e-3) for a, b in pairs
+    )
     if first["has old gradients"] != second["has old gradients"]:
         which = "first" if first["has old gradients"] else "second"
         reason = f"zero_grad() is missing in the {which}: it adds up the gradients of all steps"
         fix = "optimizer.zero_grad() before each backward"
-    elif isclose(*norms, rel_tol=1e-5):
+    elif is_close:
         reason = "rounding: sums (such as the norm for clipping) are added in a different order"
         fix = "nothing if the last bits may differ, else the same order of parameters"
     else:
@@ -231,16 +232,22 @@ def check_gradients(first: Record, second: Record) -> Finding | None:
     return "gradient norm", norms[0], norms[1], reason, fix
 
 
+class EnoughSteps(BaseException):
+    """Ends a training after the last recorded step."""
+
+
 def record_steps(training: Any, steps: int) -> list[Record]:
-    """Run a function or a script until it has taken the steps, and return these steps."""
+    """Run a function or a script, or read a recording, and return the recorded steps."""
     with tempfile.TemporaryDirectory() as folder:
         recording = Path(folder, "recording.json")
         if callable(training):
-            with record_training(recording, steps):
+            with record_training(recording, steps, stop=True):
                 training()
+        elif Path(training).is_file() and not str(training).endswith(".py"):
+            recording = Path(training)
         else:
             run_script(str(training), recording, steps)
-        recorded: list[Record] = json.loads(recording.read_text(encoding="utf-8"))
+        recorded: list[Record] = json.loads(recording.read_text(encoding="utf-8"))[:steps]
     if not recorded:
         expected = "expected a training in one process with an optimizer of torch.optim"
         raise ValueError(f"compare: got {training!r}, which takes no optimizer step, {expected}.")
@@ -258,9 +265,15 @@ def run_script(script: str, recording: Path, steps: int) -> None:
 
 
 @contextmanager
-def record_training(path: str | Path, steps: int) -> Iterator[None]:
-    """Write the optimizer steps inside this context to a JSON file. End the context after them."""
-    recorder = Recorder(steps)
+def record_training(path: str | Path, steps: int = 50, stop: bool = False) -> Iterator[None]:
+    """Record the training inside this context to a JSON file for `compare`.
+
+    Args:
+        path: The file to write.
+        steps: The number of optimizer steps to record.
+        stop: Leave the context after the last recorded step. By default the training continues.
+    """
+    recorder = Recorder(steps, stop)
     try:
         with recorder.hooks:
             yield
@@ -273,8 +286,8 @@ def record_training(path: str | Path, steps: int) -> Iterator[None]:
 class Recorder:
     """Record each optimizer step as a dict of plain values, with PyTorch's global hooks."""
 
-    def __init__(self, limit: int) -> None:
-        self.limit = limit
+    def __init__(self, limit: int, stop: bool) -> None:
+        self.limit, self.stop = limit, stop
         self.steps: list[Record] = []
         self.modules: dict[int, torch.nn.Module] = {}
         self.optimizers: list[Any] = []
@@ -333,6 +346,7 @@ class Recorder:
         self.weights = [fingerprint(p) for p in self.parameters]
 
     def after_step(self, optimizer: Any, args: Any, kwargs: Any) -> None:
+        """Record an optimizer step. Remove the hooks after the last step to record."""
         if optimizer not in self.optimizers:
             self.optimizers.append(optimizer)
         number = self.optimizers.index(optimizer) + 1
@@ -341,7 +355,9 @@ class Recorder:
         self.steps.append(self.step)
         self.start_step()
         if len(self.steps) == self.limit:
-            raise EnoughSteps
+            self.hooks.close()
+            if self.stop:
+                raise EnoughSteps
 
     def describe_parameters(self, optimizer: Any) -> list[Record]:
         named = [pair for module in self.modules.values() for pair in module.named_parameters()]

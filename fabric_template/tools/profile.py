@@ -1,17 +1,25 @@
-"""Measure the parts of a training step."""
+"""Measure the parts of a training step, and find settings that make the step faster."""
 
 from __future__ import annotations
 
 import os
 import sys
+from contextlib import suppress
 from dataclasses import dataclass
-from typing import Any
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 import torch
 from lightning.pytorch.utilities.seed import isolate_rng
 from torch.overrides import TorchFunctionMode
 
-from .step_benchmark import PARTS, time_steps
+from .step_benchmark import PARTS, Choice, time_steps
+from .tune import SETTINGS, compare
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+MIN_GAIN = 1.1  # A setting with a smaller gain is not suggested.
 
 # In these methods, the CPU waits until the GPU has computed the tensor's value.
 READS = (torch.Tensor.item, torch.Tensor.__float__, torch.Tensor.cpu, torch.Tensor.tolist)
@@ -20,11 +28,12 @@ LIBRARIES = (f"{__package__.rpartition('.')[0]}.", "torch.", "lightning.", "torc
 
 @dataclass(frozen=True)
 class Profile:
-    """The median milliseconds of each part of a step, and the lines that wait for the GPU."""
+    """The median milliseconds of each part of a step, and settings that made the step faster."""
 
     parts: dict[str, float]
     device: str
     steps: int
+    suggestions: list[str]
     reads: list[str]
 
     @property
@@ -36,10 +45,22 @@ class Profile:
         lines = [f"{'part':10}{'median':>14}{'share':>9}   of {self.steps} steps on {self.device}"]
         for part, ms in {**self.parts, "step": self.milliseconds}.items():
             lines.append(f"{part:10}{ms:11,.3f} ms{ms / self.milliseconds:9.1%}")
+        lines += [f"faster: {text}" for text in self.suggestions]
         lines += [
             f"wait: {line} reads a value. The step waits there for the GPU." for line in self.reads
         ]
         return "\n".join(lines)
+
+    def plot(self) -> Figure:
+        from matplotlib import pyplot
+
+        figure, axes = pyplot.subplots(figsize=(7, 4), layout="constrained")
+        bars = axes.barh(list(self.parts), list(self.parts.values()))
+        shares = [ms / self.milliseconds for ms in self.parts.values()]
+        axes.bar_label(bars, [f"{share:.1%}" for share in shares], padding=4)
+        axes.invert_yaxis()
+        axes.set(xlabel="median, ms", title=f"{self.milliseconds:,.3f} ms a step on {self.device}")
+        return figure
 
 
 def profile(
@@ -51,7 +72,7 @@ def profile(
     steps: int = 50,
     **arguments: Any,
 ) -> Profile:
-    """Train a copy of the model for a few steps, and time each part of a step.
+    """Train a copy of the model for a few steps, time each part, and try faster settings.
 
     Weights, optimizers, callbacks, random generators and loaders stay unchanged, and no files
     remain. Validation, callbacks and loggers except the CSV logger do not run.
@@ -75,13 +96,19 @@ def profile(
         timer = time_steps(loop, parts, {}, steps, synchronize=loop.fabric.device.type == "cuda")
         medians = {part: round(1e3 * timer.get_median(part), 3) for part in PARTS}
         medians = {part: ms for part, ms in medians.items() if ms}
+        suggestions = find_faster(loop, parts, sum(medians.values()))
         with ValueReadRecorder() as reads:
             time_steps(loop, parts, {}, steps=1)
-    return Profile(medians, str(loop.fabric.device), steps, sorted(reads.lines))
+    return Profile(medians, str(loop.fabric.device), steps, suggestions, sorted(reads.lines))
 
 
-def profile_command(loop: Any, model: Any, data: Any, *, steps: int) -> int:
-    print(profile(loop, model, data, steps=steps))
+def profile_command(loop: Any, model: Any, data: Any, *, out: str | None, steps: int) -> int:
+    found = profile(loop, model, data, steps=steps)
+    print(found)
+    if out is not None:
+        Path(out).parent.mkdir(parents=True, exist_ok=True)
+        found.plot().savefig(out, dpi=150)
+        print(f"picture: {out}")
     return 0
 
 
@@ -100,3 +127,21 @@ class ValueReadRecorder(TorchFunctionMode):
         if function in READS and not module.startswith(LIBRARIES):
             self.lines.add(f"{os.path.relpath(caller.f_code.co_filename)}:{caller.f_lineno}")
         return function(*args, **(kwargs or {}))
+
+
+def find_faster(loop: Any, parts: dict[str, Any], milliseconds: float) -> list[str]:
+    """Try settings that do not change the results, and describe the faster ones."""
+    steps = min(max(int(200 / milliseconds), 10), 200)
+
+    def trial(choice: Choice) -> float:
+        return 1 / max(time_steps(loop, parts, choice, steps).get_median(*PARTS), 1e-6)
+
+    settings = {"tensor_loader": True, "num_workers": min(os.cpu_count() or 1, 8), "threads": 1}
+    gains: dict[str, float] = {}
+    for name, value in settings.items():
+        # Do not suggest a setting that fails.
+        with suppress(Exception):
+            gain = compare(trial, {}, {name: value})
+            if gain >= MIN_GAIN:
+                gains[f"{gain:.1f}x by {SETTINGS[name][1].format(value)}"] = gain
+    return sorted(gains, key=gains.__getitem__, reverse=True)

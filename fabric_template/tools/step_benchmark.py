@@ -1,4 +1,4 @@
-"""Train a copy of the model with other settings, and time the parts of each step."""
+"""Train a copy of the model with changed settings, and time the parts of each step."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ Choice = dict[str, Any]  # The keys are names from tune.SETTINGS.
 
 
 class EnoughSteps(BaseException):
-    """Ends a training after the last timed or recorded step, in the middle of an epoch."""
+    """Ends `fit` after the last timed step, in the middle of an epoch."""
 
 
 class StepTimer:
@@ -148,9 +148,6 @@ def time_steps(
             parts["train_dataloaders"] = repeat(data)
         options = copy_options(loop) | {"logger": bool(loop.loggers)}
         options |= {name: choice[name] for name in choice if name in ("precision", "compile")}
-        if options["compile"]:
-            # Without a reset, many trials exceed torch's limit of recompilations.
-            stack.callback(torch.compiler.reset)
         options["default_root_dir"] = stack.enter_context(tempfile.TemporaryDirectory())
         stack.callback(register_optimizer_step_post_hook(timer.after_optimizer_step).remove)
         stack.callback(torch.set_num_threads, torch.get_num_threads())

@@ -2,19 +2,26 @@
 
 from __future__ import annotations
 
+import multiprocessing
+import os
+import signal
+import sys
 from collections.abc import Callable, Iterable
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import redirect_stderr, redirect_stdout, suppress
+from functools import partial
 from pathlib import Path
 from statistics import median
 from typing import Any, NamedTuple
 
 import torch
 from lightning.pytorch.utilities.data import extract_batch_size
-from lightning.pytorch.utilities.seed import isolate_rng
 
 from .step_benchmark import PARTS, Choice, copy_options, time_steps
 
 # Keep a setting if each of ROUNDS trials with the setting is faster by the factor MIN_GAIN.
 MIN_GAIN, ROUNDS = 1.03, 3
+TIME_LIMIT = 120.0  # Seconds after which a trial counts as hung.
 
 # For each setting, the values to try, and the code with which the user applies a value.
 SETTINGS: dict[str, tuple[tuple[Any, ...], str]] = {
@@ -59,7 +66,7 @@ def tune(
     seconds: float = 2.0,
     **fit_arguments: Any,
 ) -> Tuned:
-    """Find settings that make a training faster. Each trial trains a copy of the model.
+    """Find settings that make a training faster. Each trial runs in its own process.
 
     Args:
         loop: The loop with the options of the training. tune does not change this loop.
@@ -80,23 +87,17 @@ def tune(
     parts = {"model": model, "train_dataloaders": data, **fit_arguments}
 
     def trial(choice: Choice) -> float:
-        try:
-            rate = measure(loop, parts, seconds, choice)
-            speed, reason = f"{rate:,.0f} samples/s", ""
-        except Exception as error:
-            rate, speed = 0.0, "failed"
-            reason = f"{type(error).__name__}: {error}".partition("\n")[0]
-        print(f"{speed:>22}  {label(choice)}  {reason}".rstrip(), flush=True)
-        return rate
+        rate, failure = run_in_process(partial(measure, loop, parts, seconds, choice))
+        speed = "failed" if failure else f"{rate:,.0f} samples/s"
+        print(f"{speed:>22}  {label(choice)}  {failure}".rstrip(), flush=True)
+        return rate or 0.0
 
-    with isolate_rng():
-        if not trial({}):
-            raise ValueError("tune: got a training that fails, expected one that runs. Try fit.")
-        return Tuned(*choose_settings(trial, names))
+    if not trial({}):
+        raise ValueError("tune: got a training that fails, expected one that runs. Try fit first.")
+    return Tuned(*choose_settings(trial, names))
 
 
 def measure(loop: Any, parts: dict[str, Any], seconds: float, choice: Choice) -> float:
-    """Return the samples per second of a training with the chosen settings."""
     timer = time_steps(loop, parts, choice, seconds=seconds)
     return extract_batch_size(timer.first_batch) / timer.get_median(*PARTS)
 
@@ -125,6 +126,41 @@ def compare(trial: Callable[[Choice], float], before: Choice, after: Choice) -> 
         if min(fast) <= max(slow) * MIN_GAIN or not min(slow):
             return 0.0
     return median(fast) / median(slow)
+
+
+def run_in_process(function: Callable[[], Any]) -> Any:
+    """Call a function in a child process. Return (result, "") or (None, error message)."""
+    method = "fork" if sys.platform == "linux" and not torch.cuda.is_initialized() else "spawn"
+    context: Any = multiprocessing.get_context(method)
+    receiver, sender = context.Pipe(duplex=False)
+    child = context.Process(target=send_result, args=(function, sender, torch.get_num_threads()))
+    child.start()
+    sender.close()
+    try:
+        # recv() raises EOFError if the process ends without a result.
+        with suppress(EOFError):
+            if receiver.poll(TIME_LIMIT):
+                return receiver.recv()
+    finally:
+        # Let the child exit normally, because a normal exit also ends its DataLoader workers.
+        child.join(1)
+        child.kill()
+        child.join()
+    return None, f"no result within {TIME_LIMIT:g} seconds, exit code {child.exitcode}"
+
+
+def send_result(function: Callable[[], Any], sender: Any, threads: int) -> None:
+    """Call a function, discard what it prints, and send its result or error to the parent."""
+    if hasattr(signal, "SIGCHLD"):
+        # Remove torch's SIGCHLD handler for DataLoader workers, which would end this process.
+        signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+    with open(os.devnull, "w") as null, redirect_stdout(null), redirect_stderr(null):
+        # A fork ends OpenMP's threads. A new Python thread starts new OpenMP threads.
+        executor = ThreadPoolExecutor(1, initializer=torch.set_num_threads, initargs=(threads,))
+        future = executor.submit(function)
+        error = future.exception()
+    reason = f"{type(error).__name__}: {error}".partition("\n")[0]
+    sender.send((None, reason) if error else (future.result(), ""))
 
 
 class LearningRateRamp:

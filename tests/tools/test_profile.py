@@ -1,4 +1,4 @@
-"""The parts of a step add up, and a profile leaves no trace."""
+"""The parts of a step add up, suggestions help, and a profile leaves no trace."""
 
 import gc
 import multiprocessing
@@ -14,7 +14,7 @@ from clock import Clock
 from modules import Classifier, by_step, make_loader, quiet
 from runs import same
 from torch import nn
-from torch.utils.data import DataLoader, Dataset
+from torch.utils.data import DataLoader, Dataset, TensorDataset
 
 from fabric_template import FabricLoop, TensorLoader
 from fabric_template.tools import step_benchmark
@@ -84,7 +84,7 @@ def profile_net(loader=None, step=loss_of, optimizer=torch.optim.SGD, steps=6, *
     return FabricLoop(accelerator="cpu", **options).profile(net, loader, steps=steps, **arguments)
 
 
-# ---- the table
+# ---- the table and the picture
 
 
 @pytest.mark.parametrize(("part", "slow"), [
@@ -114,13 +114,57 @@ def test_manual_optimization_is_timed(fake_clock):
     assert found.parts == {"forward": 10, "backward": 10, "optimizer": 10}
 
 
-def test_the_rows_of_the_table_add_up():
+def test_table_and_picture_show_the_same_numbers_and_add_up():
     """Options that end a fit do not end a profile."""
     found = profile_net(steps=12, accumulate_grad_batches=2, max_steps=1, limit_train_batches=1)
     table = [line.split() for line in str(found).splitlines()[1 : len(found.parts) + 2]]
     assert [cells[0] for cells in table] == list(found.parts) + ["step"]
     numbers = [float(cells[1]) for cells in table]
     assert numbers[-1] == pytest.approx(sum(numbers[:-1]))
+    (axes,) = found.plot().axes
+    assert [label.get_text() for label in axes.get_yticklabels()] == list(found.parts)
+    assert [round(bar.get_width(), 3) for bar in axes.patches] == numbers[:-1]
+    assert axes.get_title() == f"{numbers[-1]:.3f} ms a step on cpu"
+
+
+# ---- suggestions
+
+
+def threaded_step(net, batch):
+    CLOCK.sleep(LONG * torch.get_num_threads())
+    return loss_of(net, batch)
+
+
+@pytest.fixture
+def slow_samples(monkeypatch):
+    """Collating tensors in memory takes time."""
+    sample = TensorDataset.__getitem__
+
+    def slow_sample(dataset, index):
+        CLOCK.sleep(LONG / 10)
+        return sample(dataset, index)
+
+    monkeypatch.setattr(TensorDataset, "__getitem__", slow_sample)
+
+
+IN_MEMORY = TensorDataset(torch.ones(64, 4), torch.zeros(64, 1))
+
+
+@pytest.mark.parametrize(("fault", "suggestion"), [
+    ({"loader": DataLoader(SlowDataset(), 4)}, r"5\.0x by DataLoader\(.*num_workers=[1-9]"),
+    ({"loader": DataLoader(IN_MEMORY, 8)}, r"1\.8x by TensorLoader\(x, y, \.\.\.\)"),
+    ({"step": threaded_step}, r"2\.0x by torch.set_num_threads\(1\)"),
+], ids=["no workers", "tensors in memory", "threads"])  # fmt: skip
+def test_each_fault_has_a_suggestion_that_helps(fault, suggestion, fake_clock, slow_samples, monkeypatch):
+    monkeypatch.setattr("os.cpu_count", lambda: 2)
+    threads = torch.get_num_threads()
+    torch.set_num_threads(2)
+    try:
+        found = profile_net(**{"step": slow_step, **fault})
+        assert torch.get_num_threads() == 2
+    finally:
+        torch.set_num_threads(threads)
+    assert re.search(rf"\nfaster: {suggestion}", str(found)), found.suggestions
 
 
 def reading_step(net, batch):
@@ -130,9 +174,10 @@ def reading_step(net, batch):
 
 
 def test_a_line_that_reads_a_value_is_named(fake_clock):
-    """A GPU waits at such a line. A healthy training has none."""
+    """A GPU waits at such a line. A healthy training has neither suggestions nor such lines."""
     assert re.search(r"\nwait: .*test_profile\.py:\d+ reads a value\.", str(profile_net(step=reading_step)))
-    assert profile_net(step=slow_step).reads == []
+    healthy = profile_net(step=slow_step)
+    assert (healthy.suggestions, healthy.reads) == ([], [])
 
 
 # ---- nothing changes
@@ -191,8 +236,9 @@ def test_errors(arguments, error, message):
         profile_net(**arguments)
 
 
-def test_no_worker_outlives_a_profile():
+def test_no_worker_outlives_a_profile(monkeypatch):
     """Abandoned workers would live until garbage collection, and keep the pipes of their parent open."""
+    monkeypatch.setattr("os.cpu_count", lambda: 2)
     running = len(multiprocessing.active_children())
     gc.disable()
     try:
@@ -205,6 +251,6 @@ def test_no_worker_outlives_a_profile():
 
 def test_the_command(tmp_path, capsys):
     loop = FabricLoop(accelerator="cpu")
-    assert profile_command(loop, Classifier(), Data(), steps=3) == 0
+    assert profile_command(loop, Classifier(), Data(), out="pictures/steps.png", steps=3) == 0
     assert capsys.readouterr().out.splitlines()[0].endswith("of 3 steps on cpu")
-    assert list(tmp_path.iterdir()) == []
+    assert [path.name for path in tmp_path.rglob("*.*")] == ["steps.png"]

@@ -1,6 +1,8 @@
-"""list_runs and the command `runs`."""
+"""list_runs and the command `runs`: list, diff, best and the page."""
 
 import contextlib
+import html
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -11,8 +13,9 @@ import yaml
 from fabric_template import CSVLogger, list_runs
 from fabric_template.checkpoint.run_folders import lock_folders
 from fabric_template.tools.cli import main
+from fabric_template.tools.runs import SORT_SCRIPT
 
-HOSTILE = "\x1b[2J"
+HOSTILE = "\x1b[2J</td><script>alert('x')<!--"
 
 
 def make_run(
@@ -162,7 +165,7 @@ def test_state_and_options_of_mini_loop(statement, state):
 # ---- the command
 
 
-def test_the_table_and_its_order(capsys):
+def test_list_and_best(capsys):
     make_run(hparams={"hidden": 8}, val_acc=[0.1, 0.6, 0.4])
     make_run(version=1, hparams={"hidden": 16}, rows=2, lock="17\nfailed\n", loss=2.0, val_acc=[0.1, 0.5])
     assert run_command(capsys) == (
@@ -172,19 +175,40 @@ def test_the_table_and_its_order(capsys):
         "digits/version_1  failed    2       val_loss  1        1      0:01:00  hidden=16\n",
         "",
     )
-    rows = run_command(capsys, "logs", "--metric", "val_loss")[1].splitlines()[1:]
-    assert [row.split()[0] for row in rows] == ["digits/version_0", "digits/version_1"]
-    make_run("other", hparams={"hidden": 8}, val_acc=[0.1, 0.7, 0.4])
-    make_run("without")
-    rows = run_command(capsys, "--metric", "val_acc")[1].splitlines()[1:]
-    found = [(row.split()[0], row.split()[4]) for row in rows]
-    assert found == [("other/version_0", "0.7"), ("digits/version_0", "0.6"), ("digits/version_1", "0.5")]
+    checkpoint = Path("checkpoints/digits/version_0/best.ckpt").absolute()
+    checkpoint.parent.mkdir(parents=True)
+    checkpoint.touch()
+    folder = Path("logs/digits/version_0").absolute()
+    assert run_command(capsys, "best", "--metric", "val_acc")[1] == (
+        f"best        val_acc 0.6 in epoch 1\nrun         {folder}\ncheckpoint  {checkpoint}\n"
+    )
+
+
+def test_diff(capsys):
+    make_run(hparams={"hidden": 8}, lr=[0.1] * 3, val_acc=[0.1, 0.5, 0.4])
+    make_run(version=1, rows=2, lock="17\nfailed\n", lr=[0.1] * 3, val_acc=[0.1, 0.7])
+    code, out, _ = run_command(capsys, "diff", "logs/digits/version_0", "logs/digits/version_1")
+    assert (code, out) == (
+        0,
+        "               digits/version_0    digits/version_1\n"
+        "hidden         8\n"
+        "state          finished            failed\n"
+        "epochs         3                   2\n"
+        "trained        0:01:30             0:01:00\n"
+        "best val_loss  0.33333 in epoch 2  0.5 in epoch 1\n"
+        "best lr        0.1 in epoch 0      0.1 in epoch 0\n"
+        "best val_acc   0.5 in epoch 1      0.7 in epoch 1\n",
+    )
 
 
 @pytest.mark.parametrize(
     ("arguments", "error"),
     [
         (["nowhere"], "runs: got 'nowhere', expected a folder."),
+        (["logs", "more"], "runs: got logs more, expected one folder."),
+        (["diff", "digits/version_0"], "runs: got diff digits/version_0, expected two runs."),
+        (["diff", "logs/digits/version_0", "b"], "runs: got b, expected a run."),
+        (["best"], "--metric: got no metric, expected val_loss."),
         (["--metric", "f1"], "--metric: got f1, expected val_loss."),
     ],
 )
@@ -197,15 +221,25 @@ def test_errors_are_one_line(capsys, arguments, error):
 
 def test_no_runs_and_no_heavy_imports():
     code = (
-        "import sys; from fabric_template.tools.runs import runs_command; runs_command('.');"
+        "import sys; from fabric_template.tools.runs import runs_command; runs_command(['.']);"
         "print({'torch', 'pandas', 'matplotlib'} & {*sys.modules})"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
     assert done.stdout.endswith("\nset()\n"), done.stderr
 
 
-def test_names_of_others_do_not_control_the_terminal(capsys):
+# ---- the page
+
+
+def test_names_of_others_control_neither_the_terminal_nor_the_page(capsys):
     make_run(hparams={HOSTILE: HOSTILE})
     make_run(version=1, rows=0)
-    code, out, _ = run_command(capsys)
-    assert (code, "?[2J=?[2J" in out, "\x1b" in out) == (0, True, False)
+    make_run("<b>")
+    assert "\x1b" not in run_command(capsys)[1]
+    assert run_command(capsys, "--html", "runs.html")[:2] == (0, "page        runs.html: 3 runs\n")
+    page = Path("runs.html").read_text()
+    assert page.endswith(SORT_SCRIPT)
+    page = page.removesuffix(SORT_SCRIPT)
+    assert (page.count("<script"), page.count("<tr"), page.count("data:image/png;base64,")) == (0, 4, 1)
+    assert html.escape(f"{HOSTILE}={HOSTILE}", quote=False) in page
+    assert re.findall(r"https?:|@import|<link|<b>|(?:src|href)=(?!\"data:)", page) == []

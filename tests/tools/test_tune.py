@@ -1,6 +1,7 @@
 """Test that tune keeps faster settings, lists failed trials, and changes nothing in this process."""
 
 import os
+import time
 
 import pytest
 import torch
@@ -17,6 +18,7 @@ from fabric_template.tools.step_benchmark import change_loader, copy_options
 from fabric_template.tools.tune import (
     LearningRateRamp,
     choose_settings,
+    run_in_process,
     save_curve,
     tune,
     tune_command,
@@ -49,6 +51,23 @@ def tuned(loader, step=slow_step, **options):
     optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
     loop = FabricLoop(accelerator="cpu")
     return tune(loop, net, loader, optimizer=optimizer, training_step=step, seconds=0.1, **options)
+
+
+def failure_of(function):
+    result, failure = run_in_process(function)
+    assert result is None
+    return failure
+
+
+# ---- processes
+
+
+def test_failures_of_a_process_are_reasons(monkeypatch):
+    assert run_in_process(lambda: os.getpid() != os.getppid()) == (True, "")
+    assert failure_of(lambda: os._exit(3)) == "no result within 120 seconds, exit code 3"
+    assert failure_of(lambda: {}["lost"]) == "KeyError: 'lost'"
+    monkeypatch.setattr(tune_module, "TIME_LIMIT", 1)
+    assert failure_of(lambda: time.sleep(600)) == "no result within 1 seconds, exit code -9"
 
 
 # ---- what is kept
