@@ -44,7 +44,10 @@ COMMANDS = {  # name: (module, help)
     "update": ("package_copy", "merge the installed version into a copy"),
     "verify": ("cli", "check that checkpoints are intact"),
 }
-LOOP_COMMANDS = ("fit", "validate", "test", "predict", "profile", "tune")
+# Commands that start a new version of a run, unless --resume is given.
+TRAINING_COMMANDS = ("fit", "profile", "tune")
+EVALUATION_COMMANDS = ("validate", "test", "predict")
+LOOP_COMMANDS = (*TRAINING_COMMANDS, *EVALUATION_COMMANDS)
 LOAD = {"--load": {"help": 'Read the weights from "last", "best" or a path.'}}
 COPY = {"path": {"help": "The folder of a copy, or a copied file."}}
 FLAG = {"action": "store_true"}
@@ -128,8 +131,6 @@ CLASS_OPTIONS = {  # name: (type, help)
         "--callbacks+=EarlyStopping --callbacks.monitor=val_loss, or your own class.",
     ),
 }
-# Commands that start a new version of a run, unless --resume is given.
-TRAINING_COMMANDS = ("fit", "profile", "tune")
 SUFFIXES = (".ckpt", ".pt", ".pth")  # The suffixes of checkpoint files.
 
 
@@ -195,6 +196,9 @@ def run_command(name: str, argv: list[str]) -> int:
         parts = build(parser, settings)
     module = importlib.import_module(f".{COMMANDS[name][0]}", __package__)
     names = [option.lstrip("-").replace("-", "_") for option in OPTIONS[name]]
+    if name in EVALUATION_COMMANDS and settings.load is None and parts[0].fabric.is_global_zero:
+        hint = "the weights are untrained; --load best reads the weights of the last fit"
+        print(f"{program()}: {hint}", file=sys.stderr)
     return getattr(module, f"{name}_command")(*parts, **{key: settings[key] for key in names})
 
 
@@ -374,13 +378,11 @@ def run_folder(loop: FabricLoop) -> str | None:
 
 
 def validate_command(loop: FabricLoop, model: Any, data: Any, *, load: str | None) -> int:
-    warn_of_new_weights(loop, load)
     loop.validate(model, data, load=load)
     return 0
 
 
 def test_command(loop: FabricLoop, model: Any, data: Any, *, load: str | None) -> int:
-    warn_of_new_weights(loop, load)
     loop.test(model, data, load=load)
     return 0
 
@@ -392,7 +394,6 @@ def predict_command(
 
     if out is not None and Path(out).suffix not in (".csv", ".pt"):
         raise ValueError(f"--out: got {out}, expected a file name in .csv or .pt.")
-    warn_of_new_weights(loop, load)
     batches = loop.predict(model, data, load=load) or []
     if loop.fabric.is_global_zero:
         print(f"predicted   {len(batches)} batches; the first: {str(batches[:1])[1:200]}")
@@ -404,13 +405,6 @@ def predict_command(
                 torch.save(batches, out)
             print(f"saved       {out}")
     return 0
-
-
-def warn_of_new_weights(loop: FabricLoop, load: str | None) -> None:
-    """Warn that the weights are not trained if the user gave no checkpoint."""
-    if load is None and loop.fabric.is_global_zero:
-        hint = "the weights are untrained; --load best reads the weights of the last fit"
-        print(f"{program()}: {hint}", file=sys.stderr)
 
 
 def make_table(batches: list[Any]) -> Any:

@@ -43,18 +43,12 @@ def test_a_callback_that_is_added_in_a_batch_gets_the_outputs_of_this_batch():
 
 @pytest.mark.parametrize("is_of_class", [True, False])
 def test_an_own_zero_grad_is_called_before_each_step(is_of_class, monkeypatch):
-    calls, zero_grad = [], torch.optim.SGD.zero_grad
-
-    def counted(*args, **kwargs):
-        calls.append(args)
-        zero_grad(optimizer, *args[int(is_of_class) :], **kwargs)
-
-    optimizer = None
+    calls = []
 
     def configure(module):
-        nonlocal optimizer
         optimizer = torch.optim.SGD(module.parameters(), lr=0.1)
-        monkeypatch.setattr(torch.optim.SGD if is_of_class else optimizer, "zero_grad", counted)
+        patched = torch.optim.SGD if is_of_class else optimizer
+        monkeypatch.setattr(patched, "zero_grad", lambda *args: calls.append(args))
         return optimizer
 
     run_loop(lambda: Classifier(configure), plain_loader, max_epochs=1)

@@ -84,9 +84,6 @@ def profile_net(loader=None, step=loss_of, optimizer=torch.optim.SGD, steps=6, *
     return FabricLoop(accelerator="cpu", **options).profile(net, loader, steps=steps, **arguments)
 
 
-# ---- the table and the picture
-
-
 @pytest.mark.parametrize(("part", "slow"), [
     ("data", {"loader": DataLoader(SlowDataset(), 1)}),
     ("forward", {"step": slow_step}),
@@ -125,9 +122,6 @@ def test_table_and_picture_show_the_same_numbers_and_add_up():
     assert [label.get_text() for label in axes.get_yticklabels()] == list(found.parts)
     assert [round(bar.get_width(), 3) for bar in axes.patches] == numbers[:-1]
     assert axes.get_title() == f"{numbers[-1]:.3f} ms a step on cpu"
-
-
-# ---- suggestions
 
 
 def threaded_step(net, batch):
@@ -180,9 +174,6 @@ def test_a_line_that_reads_a_value_is_named(fake_clock):
     assert (healthy.suggestions, healthy.reads) == ([], [])
 
 
-# ---- nothing changes
-
-
 class NoisyDataset(Dataset):
     def __len__(self):
         return 20
@@ -221,9 +212,6 @@ def test_a_fit_after_a_profile_is_the_fit_without_it(tmp_path):
     for root in roots:
         root.mkdir()
     assert same(fit_module(roots[0], True), fit_module(roots[1], False))
-
-
-# ---- errors and the command
 
 
 @pytest.mark.parametrize(("arguments", "error", "message"), [

@@ -1,6 +1,6 @@
 """Draw sentences at random, for a reader who has never seen the code.
 
-python tests/contract/draw_sentences.py [SEED] prints sixty of them, twelve of each kind, as a Markdown table.
+python soak/draw_sentences.py [SEED] prints sixty of them, twelve of each kind, as a Markdown table.
 A comment or a message counts as one, because a part of it has no context.
 """
 
@@ -12,7 +12,7 @@ import sys
 import tokenize
 from pathlib import Path
 
-REPOSITORY = Path(__file__).resolve().parents[2]
+REPOSITORY = Path(__file__).resolve().parents[1]
 PACKAGE = sorted((REPOSITORY / "fabric_template").rglob("*.py"))
 PER_KIND = 12
 
@@ -20,7 +20,11 @@ PER_KIND = 12
 def split_sentences(text):
     """Return the sentences that are long enough to judge."""
     text = " ".join(re.sub(r"(?m)^ *(>>>|\.\.\.).*$", "", text).split())
-    return [sentence for sentence in re.split(r"(?<=[.!?]) +(?=[A-Z`])", text) if len(sentence.split()) >= 4]
+    return [
+        sentence
+        for sentence in re.split(r"(?<=[.!?]) +(?=[A-Z`])", text)
+        if len(sentence.split()) >= 4
+    ]
 
 
 def docstrings(source):
@@ -35,7 +39,11 @@ def comments(source):
     """Yield each block of comment lines, and each comment beside code."""
     block, last = [], 0
     for token in tokenize.generate_tokens(io.StringIO(source).readline):
-        if token.type == tokenize.COMMENT and "noqa" not in token.string and "type:" not in token.string:
+        if (
+            token.type == tokenize.COMMENT
+            and "noqa" not in token.string
+            and "type:" not in token.string
+        ):
             is_beside_code = not token.line.lstrip().startswith("#")
             if token.start[0] != last + 1 or is_beside_code:
                 yield " ".join(block)
@@ -55,7 +63,9 @@ def prose(source):
     text = re.sub(r"(?ms)^```.*?^```$", "\n\n", source)
     text = re.sub(r"\]\([^)]*\)", "]", text)
     for block in re.split(r"\n\n|\n(?=[-|#\d])", text):
-        for cell in block.lstrip("- ").split(" | ") if block.startswith("|") else [block.lstrip("#- ")]:
+        for cell in (
+            block.lstrip("- ").split(" | ") if block.startswith("|") else [block.lstrip("#- ")]
+        ):
             yield from (text for text in split_sentences(cell.strip("| \n")) if text[-1] in ".:?!")
 
 
@@ -71,7 +81,11 @@ def draw(seed):
     }
     generator, drawn = random.Random(seed), []
     for kind, (files, find) in sources.items():
-        found = [(kind, path.name, text) for path in files for text in find(path.read_text(encoding="utf-8"))]
+        found = [
+            (kind, path.name, text)
+            for path in files
+            for text in find(path.read_text(encoding="utf-8"))
+        ]
         found = [unit for unit in found if len(unit[2].split()) >= 4]
         drawn += generator.sample(found, PER_KIND)
     return drawn
