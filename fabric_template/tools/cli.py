@@ -196,10 +196,12 @@ def run_command(name: str, argv: list[str]) -> int:
         parts = build(parser, settings)
     module = importlib.import_module(f".{COMMANDS[name][0]}", __package__)
     names = [option.lstrip("-").replace("-", "_") for option in OPTIONS[name]]
+    command = getattr(module, f"{name}_command")
+    exit_code: int = command(*parts, **{key: settings[key] for key in names})
     if name in EVALUATION_COMMANDS and settings.load is None and parts[0].fabric.is_global_zero:
-        hint = "the weights are untrained; --load best reads the weights of the last fit"
+        hint = "the weights were untrained; --load best reads the weights of the last fit"
         print(f"{program()}: {hint}", file=sys.stderr)
-    return getattr(module, f"{name}_command")(*parts, **{key: settings[key] for key in names})
+    return exit_code
 
 
 def complete_arguments(command: str, argv: list[str]) -> list[str]:

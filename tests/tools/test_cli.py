@@ -268,7 +268,7 @@ def test_every_command_works_in_the_run(capsys):
     assert float(re.search(r"val_loss +([\d.]+)", out)[1]) == pytest.approx(float(row.split(",")[3]), rel=1e-6)
     code, out, err = run(capsys, "test", *FOLDER)
     assert (code, "test_loss" in out) == (0, True)
-    assert err == "fabric-template: the weights are untrained; --load best reads the weights of the last fit\n"
+    assert err == "fabric-template: the weights were untrained; --load best reads the weights of the last fit\n"
     assert "predicted   4 batches" in run(capsys, "predict", *FOLDER, "--data.batch_size", 8, "--load", "best")[1]
     assert not Path("logs/run/version_2").exists()
 
