@@ -12,7 +12,7 @@ from pathlib import Path
 
 # Set before torch and matplotlib are imported. Processes that tests start inherit both.
 os.environ.setdefault("MPLBACKEND", "Agg")
-os.environ.setdefault("OMP_NUM_THREADS", "1")  # Two ranks with a thread pool each are slower.
+os.environ["OMP_NUM_THREADS"] = "1"  # Two ranks with a thread pool each are slower.
 
 import numpy as np
 import pytest

@@ -246,13 +246,12 @@ def test_the_state_of_a_run_is_listed(tmp_path, error, state):
         assert list_runs(tmp_path / "logs")["state"].tolist() == ["finished"]
 
 
-def test_an_interrupt_names_what_is_saved(tmp_path, capsys, monkeypatch):
+def test_an_interrupt_names_what_is_saved(capsys):
     class Interrupt(Callback):
         def on_train_batch_end(self, trainer, module, outputs, batch, batch_idx):
             if batch_idx == 1:
                 signal.raise_signal(signal.SIGINT)
 
-    monkeypatch.chdir(tmp_path)
     with pytest.raises(KeyboardInterrupt):
         fit(".", Plain, four, max_epochs=2, callbacks=[Interrupt()])
     assert capsys.readouterr().err.splitlines()[-1] == (

@@ -17,6 +17,7 @@ import torchmetrics
 from externally import externally
 from interpreter import ready
 from modules import Classifier, assert_same_weights, by_epoch, by_step, make_data, make_loader, run_trainer, sgd
+from runs import Plain, val_loader
 from test_parity_plain import CASES as PLAIN
 from test_parity_plain import EPOCHS, LEVELS, loss_of, make_net, plain
 from torch import nn
@@ -28,10 +29,6 @@ from fabric_template import FabricLoop, MiniLoop, TensorLoader, list_runs
 FILE = Path(fabric_template.mini.__file__)
 QUIET = {"enable_progress_bar": False, "enable_model_summary": False}
 LOOPS = {"MiniLoop": (MiniLoop, {}), "FabricLoop": (FabricLoop, QUIET)}
-
-
-def val_loader():
-    return make_loader(18, shuffle=False, seed=5)
 
 
 def run_mini(
@@ -170,27 +167,9 @@ def test_same_bits_and_metrics_as_trainer(case):
 
 
 def test_the_same_rows_as_fabric_loop():
-    for module in (Classifier, Hooked, PlainObject):
+    for module in (Classifier, Hooked, Plain):
         rows = [fit(kind, kind, 2, make_module=module)[2] for kind in LOOPS]
         pd.testing.assert_frame_equal(*rows, check_exact=True)
-
-
-class PlainObject:
-    """An object with step methods and without a base class, which returns a pair."""
-
-    def __init__(self):
-        self.net = nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 3))
-
-    def training_step(self, batch):
-        return nn.functional.cross_entropy(self.net(batch[0]), batch[1])
-
-    def validation_step(self, batch, batch_idx):
-        logits = self.net(batch[0])
-        accuracy = (logits.argmax(1) == batch[1]).float().mean()
-        return nn.functional.cross_entropy(logits, batch[1]), accuracy
-
-    def configure_optimizers(self):
-        return torch.optim.SGD(self.net.parameters(), lr=0.1, momentum=0.9)
 
 
 # Files and resume

@@ -19,12 +19,6 @@ pytestmark = pytest.mark.filterwarnings(
 )
 
 
-@pytest.fixture(autouse=True)
-def forked_ranks_are_quiet(monkeypatch):
-    """Set the number of threads that Lightning gives each process."""
-    monkeypatch.setenv("OMP_NUM_THREADS", "1")
-
-
 class Sees(pl.LightningModule):
     """Writes down the samples of each process, and logs their mean."""
 

@@ -21,12 +21,6 @@ FORK = {"strategy": "ddp_fork"}
 LAST = "checkpoints/run/version_0/last.ckpt"
 
 
-@pytest.fixture(autouse=True)
-def forked_ranks_are_quiet(monkeypatch):
-    """Set, so that Lightning gives each rank no more threads than this process has."""
-    monkeypatch.setenv("OMP_NUM_THREADS", "1")
-
-
 # ---- another number of processes
 
 

@@ -29,12 +29,6 @@ from fabric_template import FabricLoop, read_logs
 FORK = {"strategy": "ddp_fork", "devices": 2}
 
 
-@pytest.fixture(autouse=True)
-def forked_ranks_are_quiet(monkeypatch):
-    """Set the number of threads that Lightning gives each process."""
-    monkeypatch.setenv("OMP_NUM_THREADS", "1")
-
-
 class Synced(Classifier):
     """Logs with sync_dist and reduce_fx. It can be pickled."""
 

@@ -20,12 +20,6 @@ from fabric_template.distributed import signals
 LAST = Path("checkpoints/run/version_0/last.ckpt")
 
 
-@pytest.fixture(autouse=True)
-def here(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setenv("OMP_NUM_THREADS", "1")
-
-
 def shard(model, mesh):
     from torch.distributed.fsdp import fully_shard
 

@@ -24,7 +24,6 @@ SLURM = {"SLURM_NTASKS": "4", "SLURM_NTASKS_PER_NODE": "2", "SLURM_NNODES": "2",
 @pytest.mark.parametrize("variables", [TORCHRUN, SLURM], ids=["torchrun", "SLURM"])
 def test_the_launchers_numbers(variables, tmp_path, monkeypatch):
     """devices="auto" takes them; others are refused before anything is written."""
-    monkeypatch.chdir(tmp_path)
     for name, value in variables.items():
         monkeypatch.setenv(name, value)
     loop = FabricLoop(**quiet())
@@ -68,10 +67,8 @@ def agent():
     process.join()
 
 
-def test_restarted_processes_join_and_resume(tmp_path, monkeypatch, agent):
+def test_restarted_processes_join_and_resume(agent):
     """After a SIGKILL torchrun restarts both: the same bits and rows as of a run that was not killed."""
-    monkeypatch.setenv("OMP_NUM_THREADS", "1")
-    monkeypatch.chdir(tmp_path)
     codes, errors = externally(train, "killed", True, agent=agent)
     assert codes == [1, -signal.SIGKILL]
     assert "Connection closed by peer" in errors[0] or "reset by peer" in errors[0]

@@ -14,12 +14,6 @@ pytestmark = pytest.mark.skipif(sys.platform == "win32", reason="signals end pro
 CODES = {"SIGTERM": 143, "SIGINT": 130, "SIGUSR1": 138}
 
 
-@pytest.fixture(autouse=True)
-def forked_ranks_are_quiet(monkeypatch):
-    """Set, so that Lightning gives each rank no more threads than this process has."""
-    monkeypatch.setenv("OMP_NUM_THREADS", "1")
-
-
 class Hit(Classifier):
     """In one hook of one rank a process gets a signal: this one, or the one that has started it."""
 

@@ -26,12 +26,6 @@ from fabric_template.errors import CheckpointError, ConfigurationError
 TWO = {"accelerator": "cpu", "devices": 2}
 
 
-@pytest.fixture(autouse=True)
-def here(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setenv("OMP_NUM_THREADS", "1")
-
-
 def shard(model, mesh):
     from torch.distributed.fsdp import fully_shard
 

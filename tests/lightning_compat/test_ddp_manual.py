@@ -11,12 +11,6 @@ from torch import nn
 from torch.nn.functional import cross_entropy
 
 
-@pytest.fixture(autouse=True)
-def forked_ranks_are_quiet(monkeypatch):
-    """Set, so that Lightning gives each rank no more threads than this process has."""
-    monkeypatch.setenv("OMP_NUM_THREADS", "1")
-
-
 class Manual(pl.LightningModule):
     """Steps every second batch; returns a loss without a graph, or nothing."""
 

@@ -3,7 +3,6 @@
 from collections import UserList
 from pathlib import Path
 
-import pytest
 import yaml
 from lightning.pytorch.callbacks import Callback, ModelCheckpoint
 from lightning.pytorch.demos.boring_classes import BoringModel
@@ -14,11 +13,6 @@ SHORT = {
     "max_epochs": 1, "limit_train_batches": 2, "limit_val_batches": 1, "limit_test_batches": 1, "log_every_n_steps": 1,
     "enable_progress_bar": False, "enable_model_summary": False,
 }  # fmt: skip
-
-
-@pytest.fixture(autouse=True)
-def here(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
 
 
 def test_callbacks_in_a_list_of_any_kind():

@@ -273,12 +273,11 @@ def test_a_resumed_run_continues_the_table(tmp_path, capsys):
 # The end of a run
 
 
-def test_the_summary_of_a_loop(tmp_path, monkeypatch):
+def test_the_summary_of_a_loop():
     class Broken(Plain):
         def training_step(self, batch):
             return 1 / 0
 
-    monkeypatch.chdir(tmp_path)
     loop, _, _ = fit_quietly(".", max_epochs=1, name="short", monitor="train_loss")
     assert [re.sub(DURATION, "# s", line) for line in loop._repr_mimebundle_()["text/plain"].splitlines()][:2] == [
         "trained     Classifier: 1 epoch, 10 steps, # s",

@@ -1,5 +1,6 @@
 """Test help, options, files, runs, predictions and mistakes of the command line."""
 
+import os
 import re
 import shlex
 import subprocess
@@ -134,16 +135,23 @@ def test_help_lists_the_commands(capsys, argv):
     assert re.findall(r"^  (\w+) ", out, re.MULTILINE) == list(cli.COMMANDS)
 
 
-def test_no_help_imports_torch():
-    """Import torch takes seconds, which help must not wait for."""
+def test_help_runs_and_plot_do_not_import_torch():
+    """Importing torch takes seconds."""
     code = """
 import sys
 from fabric_template.tools import cli
-for name in cli.COMMANDS:
-    assert cli.main([name, "--help"]) == 0
-    assert not {"torch", "lightning", "pandas", "matplotlib"} & {*sys.modules}, name
+for argv in [*([name, "--help"] for name in cli.COMMANDS), ["runs", "empty"]]:
+    assert cli.main(argv) == 0
+    assert not {"torch", "lightning", "pandas", "matplotlib"} & {*sys.modules}, argv
+assert cli.main(["plot"]) == 0
+assert "matplotlib" in sys.modules
+assert not {"torch", "lightning", "pytorch_lightning"} & {*sys.modules}
 """
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=REPOSITORY)
+    Path("empty").mkdir()
+    Path("logs/run/version_0").mkdir(parents=True)
+    Path("logs/run/version_0/metrics.csv").write_text("epoch,step,val_loss\n0,1,0.5\n")
+    environment = {**os.environ, "PYTHONPATH": str(REPOSITORY)}
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=environment)
     assert done.returncode == 0, done.stderr
 
 

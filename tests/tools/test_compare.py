@@ -2,10 +2,9 @@
 
 import re
 
-import lightning.pytorch as pl
 import pytest
 import torch
-from modules import make_data
+from modules import Classifier, make_data
 from runs import loud
 from torch import nn
 from torch.nn.functional import cross_entropy
@@ -167,27 +166,12 @@ def test_a_correct_adoption_is_equal(tmp_path, kind, loop):
     assert str(result) == f"equal    no difference in {steps} steps"
 
 
-class Lit(pl.LightningModule):
-    """A module around the net, with another module beside it."""
-
-    def __init__(self, script, net, optimizer):
-        super().__init__()
-        self.script, self.net, self.optimizer, self.criterion = script, net, optimizer, nn.CrossEntropyLoss()
-
-    def forward(self, x):
-        return self.net(x)
-
-    def training_step(self, batch, batch_idx):
-        return self.script.loss(self, batch)
-
-    def configure_optimizers(self):
-        return self.optimizer
-
-
 def test_a_lightning_module_around_the_net_is_equal(tmp_path):
     def with_module():
-        net, optimizer, _, train, _ = Dropping().make()
-        FabricLoop(**loud(tmp_path, max_epochs=3)).fit(Lit(Dropping(), net, optimizer), train)
+        module = Classifier(lambda module: optimizer)
+        module.net, optimizer, _, train, _ = Dropping().make()
+        module.criterion = nn.CrossEntropyLoss()
+        FabricLoop(**loud(tmp_path, max_epochs=3)).fit(module, train)
 
     script = Dropping()
     script.validate = lambda net, val: None
@@ -345,8 +329,7 @@ while True:
 """
 
 
-def test_scripts_are_compared_with_their_arguments(tmp_path, monkeypatch, capsys):
-    monkeypatch.chdir(tmp_path)
+def test_scripts_are_compared_with_their_arguments(tmp_path, capsys):
     (tmp_path / "train.py").write_text(SCRIPT)
     with record_training("recording.json"):
         Script().by_hand()
@@ -368,8 +351,7 @@ def test_scripts_are_compared_with_their_arguments(tmp_path, monkeypatch, capsys
         (["missing.py", "empty.py"], "'missing.py', which fails (FileNotFoundError: "),
     ],
 )
-def test_errors_are_one_line(tmp_path, monkeypatch, capsys, arguments, message):
-    monkeypatch.chdir(tmp_path)
+def test_errors_are_one_line(tmp_path, capsys, arguments, message):
     (tmp_path / "fails.py").write_text("raise ValueError('mine')\n")
     (tmp_path / "empty.py").write_text("raise SystemExit(0)\n")
     assert main(["compare", *arguments]) == 2

@@ -202,7 +202,6 @@ def test_the_commands_of_the_page_with_the_real_package(tmp_path, monkeypatch, c
     page = (REPOSITORY / "docs/copying.md").read_text(encoding="utf-8")
     blocks = re.findall(r"^```bash\n(.*?)^```$", page, re.M | re.S)
     first, later = ([line.split("#")[0].split()[1:] for line in block.splitlines()] for block in blocks)
-    monkeypatch.chdir(tmp_path)
     git("init", "-q")
     assert [cli.main(words) for words in first] == [0, 0]
     mini = Path("my_project/train_loop.py")

@@ -1,9 +1,6 @@
 """plot_logs and `fabric-template plot`: what is drawn, what is refused, what is imported."""
 
 import math
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import numpy as np
@@ -30,8 +27,7 @@ HISTORY = pd.DataFrame(
 
 
 @pytest.fixture(autouse=True)
-def in_empty_folder(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
+def close_figures():
     yield
     pyplot.close("all")
 
@@ -231,13 +227,3 @@ def test_the_command_writes_a_picture(capsys):
         assert Path(path).read_bytes().startswith(b"\x89PNG")
     assert main(["plot", "--out", "no/x.png"]) == 2
     assert "out: got 'no/x.png', expected a .png, .pdf or .svg" in capsys.readouterr().err
-
-
-def test_the_command_imports_neither_torch_nor_lightning():
-    write_run("a", 0, [1.0])
-    code = "import sys; from fabric_template.tools.cli import main; main(['plot', 'logs']); print(*sys.modules)"
-    environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[2])}
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, env=environment)
-    modules = {name.partition(".")[0] for name in done.stdout.split()}
-    assert "matplotlib" in modules
-    assert not modules & {"torch", "lightning", "pytorch_lightning"}

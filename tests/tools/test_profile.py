@@ -4,7 +4,6 @@ import gc
 import multiprocessing
 import random
 import re
-import tempfile
 
 import lightning.pytorch as pl
 import numpy
@@ -22,12 +21,6 @@ from fabric_template.tools.profile import profile, profile_command
 
 LONG = 0.005
 CLOCK = Clock()
-
-
-@pytest.fixture(autouse=True)
-def in_a_folder(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
 
 
 @pytest.fixture

@@ -3,8 +3,6 @@
 import contextlib
 import html
 import re
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -217,15 +215,6 @@ def test_errors_are_one_line(capsys, arguments, error):
     code, out, err = run_command(capsys, *arguments)
     assert (code, out, err.count("\n")) == (2, "", 1)
     assert error in err
-
-
-def test_no_runs_and_no_heavy_imports():
-    code = (
-        "import sys; from fabric_template.tools.runs import runs_command; runs_command(['.']);"
-        "print({'torch', 'pandas', 'matplotlib'} & {*sys.modules})"
-    )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
-    assert done.stdout.endswith("\nset()\n"), done.stderr
 
 
 # ---- the page
