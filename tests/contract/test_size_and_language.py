@@ -13,10 +13,10 @@ import pytest
 REPOSITORY = Path(__file__).resolve().parents[2]
 
 SIZE_LIMITS = {
-    "package lines": 14_343,
+    "package lines": 14_342,
     "package files": 64,
-    "test lines": 17_367,
-    "docs lines": 1_498,
+    "test lines": 17_247,
+    "docs lines": 1_495,
 }
 
 # Expressions that have a plain replacement in the project's glossary.
