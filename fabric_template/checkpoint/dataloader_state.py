@@ -235,7 +235,7 @@ class ResumableLoader:
             order = iter(sampler)
             # Request at least one item, because a sampler shuffles when the first is requested.
             drawn = list(islice(order, max(done + ahead, 1)))
-        # Draw the remaining indices with the current random state, as an uninterrupted run does.
+        # An uninterrupted run also draws the indices of later batches in the current random state.
         yield from drawn[first:]
         yield from order
 

@@ -22,8 +22,8 @@ if TYPE_CHECKING:
 class CheckpointManager:
     """Saves checkpoints at the end of epochs, after validations, every N steps and after an exception.
 
-    If a file cannot be written, training continues with a warning. If a file is still missing at
-    the end of training, ``finish`` raises an error.
+    If a file cannot be written, training continues with a warning. At the end of
+    training, ``finish`` raises an error if a checkpoint could not be written at all.
 
     Args:
         folder: The folder of the checkpoints. None: nothing is saved.

@@ -264,7 +264,7 @@ class NotebookScreen(Screen):
         self._texts: list[str] = []
 
     def draw(self, meter: dict[str, Any]) -> None:
-        # A line with the bar and the values would be wider than a cell.
+        # One line with the bar and the values would be wider than a notebook.
         bar = tqdm.format_meter(**{**meter, "postfix": None})
         self._bar = f"{bar}\n{meter['postfix']}".rstrip()
         self._show(MAX_NOTEBOOK_ROWS)
@@ -390,7 +390,7 @@ def format_results(results: Sequence[Mapping[str, Any]], stage: str) -> str:
 
 
 def format_value(name: str, value: Any) -> str:
-    """Format a value for the tables, such as 0.2500 or 2.00e-07, or 0.0003 (learning rate)."""
+    """Format a value for the tables: 0.2500, 2.00e-07 if it is small, 0.0003 if it is a learning rate."""
     if isinstance(value, bool) or not isinstance(value, float):
         return " ".join(str(value).split())[:20]
     if name in ("time", "left"):

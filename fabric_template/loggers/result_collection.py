@@ -494,7 +494,7 @@ class ResultCollection:
             self.update_metrics()
         results.batch = results.batch_size = None
         results.is_in_batches = results.is_after_first_batch = False
-        # Reduce the means over all processes here, because a hook may read them in one process.
+        # All processes are here, so reduce the means. A hook may read them in a single process.
         for metric in results.current():
             metric.epoch.compute()
 
@@ -588,7 +588,7 @@ class ResultCollection:
         return values
 
     def take_row(self) -> dict[str, Tensor]:
-        """Return the values of a row, and start the next row."""
+        """Return the values of the next row of metrics.csv, and reset them."""
         row, self.row = self.row, {}
         for metric in self.train.values():
             name, value = metric.arguments.full_name(), metric.row_value()
@@ -662,9 +662,9 @@ def find_torchmetrics(module: Any) -> dict[str, Any]:
 
 
 def torchmetrics_state(metrics: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
-    """Return copies of the metrics' plain attributes, such as the states of add_state().
+    """Return copies of each torchmetrics object's tensors, numbers and texts.
 
-    By default, state_dict() of a torchmetrics object leaves out the states of add_state().
+    state_dict() of a torchmetrics object leaves out its states, unless they are persistent.
     """
     state = {}
     for name, metric in metrics.items():
