@@ -95,4 +95,4 @@ if __name__ == "__main__":
     seed = int(sys.argv[1]) if len(sys.argv) > 1 else 0
     print(f"| | kind | file | sentence (seed {seed}) | verdict |\n|---|---|---|---|---|")
     for number, (kind, file, text) in enumerate(draw(seed), 1):
-        print(f"| {number} | {kind} | {file} | {text.replace('|', '/')} | |")
+        print(f"| {number} | {kind} | {file} | {text.replace('|', chr(92) + '|')} | |")

@@ -610,7 +610,7 @@ class ResultCollection:
         return means
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the sums of the training epoch so far, including those of torchmetrics objects."""
+        """Return the sums of the metrics in this training epoch, also of torchmetrics objects."""
         train, metrics = self.train, find_torchmetrics(self.run.network)
         names = {id(metric): name for name, metric in metrics.items()}
         if self.active is self.evaluation:

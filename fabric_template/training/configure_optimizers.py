@@ -210,5 +210,5 @@ def check_parameters(optimizers: list[Optimizer], network: nn.Module) -> None:
     if theirs and set(theirs).isdisjoint(network.parameters()):
         raise ConfigurationError(
             f"optimizer: got {len(theirs)} parameters of another model, expected parameters of"
-            " the trained model. Write torch.optim.SGD(model.parameters(), lr=0.1)."
+            " the model that fit gets. Write torch.optim.SGD(model.parameters(), lr=0.1)."
         )
