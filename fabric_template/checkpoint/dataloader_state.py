@@ -338,7 +338,7 @@ class ResumableLoader:
     def _restore_between_passes(self, state: dict[str, Any]) -> None:
         if "state" in state:
             self._stateful_part.load_state_dict(deepcopy(state["state"]))
-            # The restored position is the end of an epoch. Create an iterator for that epoch, so that
+            # The loader has no batches left in the restored epoch. This iterator ends that epoch, so
             # the next iterator starts a new epoch.
             iter(self.loader)
             # A sampler of torchdata moves to its restored position when an index is requested.

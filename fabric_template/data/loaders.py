@@ -333,7 +333,6 @@ class TrainLoaders(StageLoaders):
             yield batch, self._following is _END
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the positions of the loaders."""
         progress, dropped = self.run.progress.state_dict(), 0
         if progress["is_in_epoch"]:
             # A resumed run reads the batches of an unfinished accumulation window again.

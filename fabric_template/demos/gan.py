@@ -105,7 +105,6 @@ class GAN(LightningModule):
 
 
 def make_mlp(inputs: int, hidden: int, outputs: int) -> nn.Sequential:
-    """Return a network with two hidden layers."""
     return nn.Sequential(
         nn.Linear(inputs, hidden),
         nn.LeakyReLU(0.2),

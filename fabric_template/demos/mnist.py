@@ -38,7 +38,6 @@ class MNISTData(SplitData):
         self.path = Path(path)
 
     def prepare_data(self) -> None:
-        """Download missing files."""
         for name in TRAIN + TEST:
             download(f"{MIRROR}{name}", self.path / name)
 

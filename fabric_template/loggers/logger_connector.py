@@ -29,7 +29,6 @@ class LoggerConnector:
         return self.run.loop.loggers
 
     def log_step(self, run: RunState) -> None:
-        """Log the values of an optimizer step."""
         values = run.results.current_values()
         self.log_metrics(values.logged, row={**run.history.step_row(), **values.row})
 
@@ -122,7 +121,6 @@ class LoggerConnector:
                 logger.log_metrics(in_row, step=progress.global_step)
 
     def log_hyperparameters(self, run: RunState) -> None:
-        """Log the hyperparameters of the module and the datamodule."""
         hparams = merge_hyperparameters(run.model, run.datamodule) if self.loggers else {}
         for logger in self.loggers:
             if not isinstance(logger, CSVLogger):

@@ -199,7 +199,7 @@ class LoggedMetric:
         return self._check_and_detach(self.step_value if of_step else self._reduce(self.epoch))
 
     def row_value(self) -> Tensor | None:
-        """Reduce the values since the newest row. A torchmetrics object returns the epoch's value."""
+        """Return the value since the newest row, or the epoch's value of a torchmetrics object."""
         return self._check_and_detach(self._reduce(self.row))
 
     def _reduce(self, accumulator: Accumulator) -> Any:
@@ -244,7 +244,7 @@ class LoopResults(dict):
         is_in_batches: Whether the batches of an epoch or of a loader have started and not ended.
         is_after_first_batch: Whether the second batch of the epoch or loader has started.
         last_hook: The hook that logged last.
-        has_new_values: Whether a batch has started since the last ``update_metrics``.
+        has_new_values: Whether a batch has ended since the last ``update_metrics``.
     """
 
     def __init__(self, is_training: bool) -> None:
@@ -482,9 +482,15 @@ class ResultCollection:
         results = self.active
         assert results is not None
         results.is_after_first_batch = results.is_in_batches
-        results.is_in_batches = results.has_new_values = True
+        results.is_in_batches = True
         results.batch, results.batch_size, results.logged_batch_size = batch, None, None
         results.dataloader_idx = dataloader_idx
+
+    def end_batch(self) -> None:
+        """Clear the current batch, and mark callback_metrics as outdated."""
+        assert self.active is not None
+        self.active.batch = self.active.batch_size = None
+        self.active.has_new_values = True
 
     def end_batches(self) -> None:
         """Switch from step values to epoch values after the last batch of an epoch or a loader."""
@@ -492,7 +498,6 @@ class ResultCollection:
         assert results is not None
         if results.has_new_values:
             self.update_metrics()
-        results.batch = results.batch_size = None
         results.is_in_batches = results.is_after_first_batch = False
         # All processes are here, so reduce the means. A hook may read them in a single process.
         for metric in results.current():
@@ -538,7 +543,6 @@ class ResultCollection:
         self.active = None
 
     def forget_sanity_check(self) -> None:
-        """Discard the values of the sanity check."""
         for metrics in (self.callback_metrics, self.logged_metrics, self.progress_bar_metrics):
             metrics.clear()
         self.row, self.returned, self.evaluated = {}, {}, set()
@@ -656,7 +660,6 @@ def is_torchmetric(value: Any) -> bool:
 
 
 def find_torchmetrics(module: Any) -> dict[str, Any]:
-    """Return the torchmetrics objects of a module by name."""
     named = module.named_modules() if hasattr(module, "named_modules") else ()
     return {name: part for name, part in named if name and is_torchmetric(part)}
 

@@ -379,7 +379,6 @@ class Recorder:
 
 
 def find_tensors(value: Any) -> list[torch.Tensor]:
-    """Return the tensors in nested lists, tuples and dicts."""
     tensors: list[torch.Tensor] = []
     apply_to_collection(value, torch.Tensor, tensors.append)
     return tensors

@@ -93,6 +93,7 @@ def evaluate_batches(run: RunState, name: str, max_batches: int | float) -> list
         if keeps_outputs:
             outputs[dataloader_idx].append(output)
         hooks.call(f"on_{name}_batch_end", output, batch, *place)
+        results.end_batch()
         run.loggers.log_evaluation_step(run, dataloader_idx)
         run.console.update(run)
     return outputs

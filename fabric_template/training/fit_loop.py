@@ -168,6 +168,7 @@ def end_train_batch(run: RunState, outputs: Any, batch: Any, batch_idx: int) -> 
     if run.lr_schedulers:
         step_schedulers_after_batch(run)
     run.hooks.call("on_train_batch_end", outputs, batch, batch_idx)
+    run.results.end_batch()
     end_batch(run)
 
 
