@@ -390,7 +390,7 @@ def format_results(results: Sequence[Mapping[str, Any]], stage: str) -> str:
 
 
 def format_value(name: str, value: Any) -> str:
-    """Format a value for the tables: 0.2500, 2.00e-07 if it is small, 0.0003 if it is a learning rate."""
+    """Format a value for the tables, as 0.2500, 2.00e-07 (small) or 0.0003 (learning rate)."""
     if isinstance(value, bool) or not isinstance(value, float):
         return " ".join(str(value).split())[:20]
     if name in ("time", "left"):

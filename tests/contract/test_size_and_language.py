@@ -13,7 +13,7 @@ import pytest
 REPOSITORY = Path(__file__).resolve().parents[2]
 
 SIZE_LIMITS = {
-    "package lines": 14_342,
+    "package lines": 14_341,
     "package files": 64,
     "test lines": 17_247,
     "docs lines": 1_495,
