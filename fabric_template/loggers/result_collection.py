@@ -639,7 +639,7 @@ class ResultCollection:
         load_torchmetrics(self.run.network, state["torchmetrics"])
         train, metrics = self.train, find_torchmetrics(self.run.network)
         for entry in state["train"]:
-            # Until the resumed run logs this metric, use the arguments of the saved self.log call.
+            # Until the resumed run logs this metric, use the self.log arguments in the checkpoint.
             metric = self._add_metric(train, LogArguments(**entry["arguments"]))
             metric.load_state_dict(entry)
             metric.torchmetric = metrics.get(entry["torchmetric"])
