@@ -69,7 +69,7 @@ class History:
         self._started = time.monotonic()
 
     def elapsed(self) -> float:
-        """Return the seconds since the newest row, including the time before a resume."""
+        """Return the seconds since the newest CSV row, also those before the run was resumed."""
         return self._seconds_before_resume + time.monotonic() - self._started
 
     @property

@@ -298,7 +298,7 @@ def explain(parser: ArgumentParser, message: str) -> str:
     keys = re.findall(r'Parser key "([\w.]+)": ', text)
     text = re.sub(r'Parser key "[\w.]+": ', "", text)
     if union := re.search(r"Subtypes: \[(.*?)\] Errors: (.*) Given value type: .*: (.*)", text):
-        # Drop messages such as "Expected a bool", and keep the error of a class's constructor.
+        # Show the error of a class's constructor without messages such as "Expected a bool".
         reasons = [reason for reason in union[2].split("- ") if "Expected a" not in reason]
         expected = " or ".join(sorted(union[1].split(", ")))
         text = " ".join(reasons) or f"got {union[3]}, expected {expected}."

@@ -321,7 +321,7 @@ class Recorder:
         data = [tensor for tensor in find_tensors(args) if not tensor.requires_grad]
         if data and next(module.parameters(recurse=False), None) is not None:
             rows = [list(torch.atleast_1d(tensor)) for tensor in data]
-            # Keep only the newest inputs. An earlier forward pass may have had no backward pass.
+            # Keep the inputs of the last forward pass only. Earlier ones may have no backward pass.
             self.inputs[id(module)] = [digest(row) for tensor in rows for row in tensor]
             self.batch_size = len(rows[0])
             self.random_state = digest_random_state()

@@ -205,7 +205,7 @@ def check_parameters(optimizers: list[Optimizer], network: nn.Module) -> None:
     """Raise an error if no optimizer has a parameter of the model."""
     groups = [group for optimizer in optimizers for group in optimizer.param_groups]
     parameters = [parameter for group in groups for parameter in group.get("params", ())]
-    # Ignore plain tensors, because a user may also train a tensor outside of the model.
+    # Only check nn.Parameters, because a user may also train a tensor outside of the model.
     theirs = [parameter for parameter in parameters if isinstance(parameter, nn.Parameter)]
     if theirs and set(theirs).isdisjoint(network.parameters()):
         raise ConfigurationError(

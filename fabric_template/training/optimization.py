@@ -286,7 +286,7 @@ class AutomaticOptimization(Optimization):
 
     def accumulated_gradients(self) -> dict[str, Tensor]:
         """Return the gradients of an unfinished accumulation window."""
-        # If a hook saves during a batch, a resume repeats all batches of the unfinished step.
+        # A checkpoint saved by a hook during a batch resumes before this accumulation window.
         keeps_gradients = not is_window_end(self.run) and self.run.progress.phase != "batch"
         return super().accumulated_gradients() if keeps_gradients else {}
 
