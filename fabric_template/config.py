@@ -66,7 +66,7 @@ class LoopConfig:
 
     # Validation and logging
     val_check_interval: int | float | Duration | None = None
-    """Validate every N batches (int), every fraction of an epoch (float) or every time interval."""
+    """Validate once per N batches (int), per fraction of an epoch (float) or per time interval."""
     check_val_every_n_epoch: int | None = 1
     """Validate every N epochs. With check_val_every_n_epoch=None, val_check_interval counts batches
     across epochs."""
@@ -344,7 +344,7 @@ class LoopArguments(LoopConfig):
     fabric: Any = field(default=None, kw_only=False)
     """A lightning.Fabric object, instead of the following arguments."""
     accelerator: Any = "auto"
-    """Run on "cpu", "gpu", "mps", "tpu", or "auto", which takes a GPU if there is one."""
+    """Run on "cpu", "gpu", "mps", or "auto", which takes a GPU if there is one."""
     strategy: Any = "auto"
     """Distribute the training with "ddp", "auto" or a strategy object of lightning.fabric."""
     devices: Any = "auto"

@@ -32,7 +32,7 @@ STEP_OF_STAGE = {"fit": "training_step", "validate": "validation_step", "test": 
 def check_call(run: RunState) -> None:
     """Raise an error for a model, functions or loaders that the call cannot use."""
     if run.stage == "fit":
-        # A single process of torchrun or SLURM may run an evaluation alone, but not a training.
+        # Under torchrun or SLURM, one of several processes may evaluate, but not train, alone.
         check_launched(run.fabric)
     check_strategy(run)
     if run.stage == "predict":

@@ -32,7 +32,7 @@ class Progress:
     """Batches of all epochs."""
     optimizer_steps_in_epoch: int = 0
     logging_step: int = 0
-    """The step that loggers receive: the number of batches that ended with an optimizer step."""
+    """The number of batches that ended with an optimizer step. Loggers receive it as the step."""
     is_last_batch: bool = False
     """Whether the current batch is the last one of its epoch."""
     is_in_epoch: bool = False
