@@ -86,8 +86,8 @@ def draw_once() -> None:
             super().__init__(*args, mininterval=1e9, **options)
 
     tqdm.tqdm = Still
-    for screen in (console.Screen, *console.Screen.__subclasses__()):
-        screen.seconds_between_draws = float("inf")
+    for place in console.SECONDS_BETWEEN_DRAWS:
+        console.SECONDS_BETWEEN_DRAWS[place] = float("inf")
 
 
 def run(train: Callable, problem: Problem, steps: int) -> None:

@@ -6,12 +6,14 @@ import html
 import math
 import multiprocessing
 import os
+import shutil
 import signal
 import sys
 import time
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
+from datetime import timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -25,27 +27,33 @@ if TYPE_CHECKING:
     from ..training.run_state import RunState
 
 # Draw no more often than a reader can see, because drawing slows training down.
-SECONDS_BETWEEN_DRAWS = 0.2
-SECONDS_BETWEEN_LINES = 60.0
+SECONDS_BETWEEN_DRAWS = {"terminal": 0.2, "notebook": 0.2, "log file": 60.0}
 LOG_FILE_BAR = "{desc}: {n_fmt}/{total_fmt} [{elapsed}<{remaining}, {rate_fmt}{postfix}]"
-# Limit the rows during a run, because a notebook receives the whole table at each draw.
-MAX_NOTEBOOK_ROWS = 20
+# Limit the lines during a run, because a notebook receives all lines at each draw.
+MAX_NOTEBOOK_LINES = 20
 NO_METRICS = ("epoch", "step", "samples_per_second", "time")
 
 
 class Console:
     """Show the progress bar and the table of a run on the main process.
 
-    If drawing fails, Console warns, turns the bar off and lets training continue.
+    A terminal has the bar in its last line, and a notebook has the bar below the table. A log file
+    gets a line for each row, and in a long epoch a line per minute. If drawing fails, Console
+    warns, turns the bar off and lets training continue.
     """
 
     def __init__(self, config: Any, is_enabled: bool) -> None:
         self.is_enabled = is_enabled
-        self._table = EpochTable(config.monitor, config.mode)
-        self._screen: Screen | None = None
+        self._monitor, self._mode = config.monitor or "", config.mode
+        self._rows: list[Mapping[str, Any]] = []
+        self._columns: list[str] = []
+        # A key of SECONDS_BETWEEN_DRAWS, or an empty string before the first bar.
+        self._place = ""
+        self._bar = ""
+        self._lines: list[str] = []
+        self._notebook_output: Any = None
         self._due = math.inf
-        self._started, self._first = 0.0, 0
-        self._total: int | float = 0
+        self._started, self._first_batch = 0.0, 0
         self._num_eval_batches: int | float = 0
 
     @contextmanager
@@ -59,17 +67,16 @@ class Console:
             self._guard(self._close, run, is_complete)
 
     def start_epoch(self, run: RunState) -> None:
-        self._guard(self._start, run, run.progress.num_train_batches, run.progress.batches_done)
+        self._guard(self._start, run, run.progress.batches_done)
 
     def start_evaluation(self, run: RunState, num_batches: int | float) -> None:
         """Show the progress of an evaluation. A validation in fit is shown in the epoch's bar."""
         self._num_eval_batches = num_batches
         if run.stage != "fit":
-            self._guard(self._start, run, num_batches, 0)
+            self._guard(self._start, run, 0)
 
     def add_row(self, row: Mapping[str, Any]) -> None:
-        if self._screen is not None:
-            self._guard(self._screen.add_row, row)
+        self._guard(self._add_row, row)
 
     def update(self, run: RunState) -> None:
         """Draw the bar if enough time has passed since the last draw."""
@@ -83,45 +90,56 @@ class Console:
             function(*args)
         except Exception as error:
             self.is_enabled, self._due = False, math.inf
-            if self._screen is not None:
-                with suppress(Exception):
-                    self._screen.close()
             warnings.warn(
                 f"The progress bar is off for the rest of this run: {type(error).__name__}: {error}",
                 stacklevel=3,
             )
 
-    def _start(self, run: RunState, total: int | float, first: int) -> None:
-        self._total, self._first, self._started = total, first, time.monotonic()
-        if self._screen is not None:
+    def _start(self, run: RunState, first_batch: int) -> None:
+        self._started, self._first_batch = time.monotonic(), first_batch
+        if self._place:
             return
-        self._screen = make_screen(self._table)
+        self._place = find_place()
+        self._due = self._started + SECONDS_BETWEEN_DRAWS[self._place]
         # In a resumed run, also compare new values with the best values before the resume.
-        self._table.earlier = list(run.history.rows)
-        self._due = self._started + self._screen.seconds_between_draws
-        if not self._screen.is_log_file:
+        self._rows = list(run.history.rows)
+        if self._place != "log file":
             self._draw(run)
 
     def _draw(self, run: RunState, is_complete: bool = False) -> None:
-        assert self._screen is not None
-        progress = run.progress
-        done = progress.batches_done if run.stage == "fit" else progress.eval_batches_done
-        if run.stage == "fit" and progress.phase == "batch":
+        values = ", ".join(f"{name}={value:.4g}" for name, value in bar_values(run).items())
+        meter = self._measure(run, is_complete)
+        if self._place == "log file":
+            print(tqdm.format_meter(**meter, postfix=values, bar_format=LOG_FILE_BAR), flush=True)
+        elif self._place == "notebook":
+            # One line with the bar and the values would be wider than a notebook.
+            self._bar = f"{tqdm.format_meter(**meter)}\n{values}".rstrip()
+            self._show_in_notebook([*self._lines[:1], *self._lines[1:][-MAX_NOTEBOOK_LINES:]])
+        else:
+            columns = shutil.get_terminal_size().columns - 1
+            is_ascii = "utf" not in (sys.stderr.encoding or "").lower()
+            bar = tqdm.format_meter(**meter, postfix=values, ncols=columns, ascii=is_ascii)
+            self._write(f"\r{bar[:columns]:<{len(self._bar)}}")
+            self._bar = bar[:columns]
+        self._due = time.monotonic() + SECONDS_BETWEEN_DRAWS[self._place]
+
+    def _measure(self, run: RunState, is_complete: bool) -> dict[str, Any]:
+        """Return the arguments of tqdm.format_meter."""
+        progress, total = run.progress, self._num_eval_batches
+        done = progress.eval_batches_done
+        if run.stage == "fit":
             # Do not count the current batch, which may have raised an error.
-            done -= 1
-        total: int | float | None = None if self._total == math.inf else self._total
-        values = [f"{name}={value:.4g}" for name, value in bar_values(run).items()]
-        # The keys are the names of tqdm.format_meter's arguments.
-        meter = {
+            done = progress.batches_done - (progress.phase == "batch")
+            total = progress.num_train_batches
+        if is_complete:
+            total = done
+        return {
             "n": done,
-            "total": done if is_complete else total,
+            "total": None if total == math.inf else total,
             "elapsed": time.monotonic() - self._started,
-            "initial": self._first,
+            "initial": self._first_batch,
             "prefix": self._describe(run, is_complete),
-            "postfix": ", ".join(values),
         }
-        self._screen.draw(meter)
-        self._due = time.monotonic() + self._screen.seconds_between_draws
 
     def _describe(self, run: RunState, is_complete: bool) -> str:
         """Return the text before the bar, such as "epoch 3/10, validating 2/5"."""
@@ -136,17 +154,74 @@ class Console:
             text += f", validating {run.progress.eval_batches_done}{total}"
         return text
 
-    def _close(self, run: RunState, is_complete: bool) -> None:
-        if self._screen is None:
+    def _add_row(self, row: Mapping[str, Any]) -> None:
+        """Print a row, after a header if the row has new columns. Mark a new best value."""
+        if not self._place:
             return
-        if not self._screen.is_log_file:
-            self._draw(run, is_complete)
-        self._due = math.inf
+        self._rows.append(row)
+        cells = {n: format_value(n, value) for n, value in row.items() if value is not None}
+        columns = dict.fromkeys([*cells, *self._columns])
+        if len(columns) > len(self._columns):
+            self._columns = sorted(columns, key=lambda name: name == "time")
+            self._print(align_cells({name: name for name in columns}, self._columns))
+        if self._monitor in cells:
+            is_best = best_row(self._rows, self._monitor, self._mode) is row
+            cells[self._monitor] += "*" if is_best else " "
+        self._print(align_cells(cells, self._columns))
+
+    def _print(self, text: str) -> None:
+        """Print a line above the bar. In a notebook, the next draw shows the line."""
+        if self._place == "notebook":
+            self._lines.append(text)
+            return
+        self._erase_bar()
+        print(text, flush=True)
+        self._write(self._bar)
+
+    def _erase_bar(self) -> None:
+        if self._bar:
+            self._write(f"\r{' ' * len(self._bar)}\r")
+
+    def _write(self, text: str) -> None:
+        if text:
+            print(text, end="", file=sys.stderr, flush=True)
+
+    def _show_in_notebook(self, lines: Sequence[str]) -> None:
+        """Show the lines and the bar as HTML below the cell, where a saved notebook keeps both."""
+        from IPython.display import display
+
+        text = "\n".join([*lines, self._bar])
+        page = f'<pre style="white-space: pre; font-family: monospace">{html.escape(text)}</pre>'
+        data = {"text/html": page, "text/plain": text}
+        if self._notebook_output is None:
+            self._notebook_output = display(data, raw=True, display_id=True)
+        else:
+            self._notebook_output.update(data, raw=True)
+
+    def _close(self, run: RunState, is_complete: bool) -> None:
+        if not self._place:
+            return
         reason = end_reason(run) if is_complete and run.stage == "fit" else ""
         if reason and not run.stop.has_max_epochs:
             epoch, step = run.progress.epochs_done - 1, run.progress.global_step
-            self._screen.print(f"ended in epoch {epoch}, after step {step}: {reason}")
-        self._screen.close()
+            self._print(f"ended in epoch {epoch}, after step {step}: {reason}")
+        if self._place != "log file":
+            self._draw(run, is_complete)
+        if self._place == "notebook":
+            self._show_in_notebook(self._lines)
+        elif self._bar:
+            self._write("\n")
+        self._due = math.inf
+
+
+def find_place() -> str:
+    """Return "notebook", "terminal" or "log file", where the output appears."""
+    get_ipython = getattr(sys.modules.get("IPython"), "get_ipython", None)
+    shell = get_ipython() if get_ipython is not None else None
+    # A process that a notebook has started cannot write into the cell.
+    if getattr(shell, "kernel", None) is not None and multiprocessing.parent_process() is None:
+        return "notebook"
+    return "terminal" if sys.stderr.isatty() else "log file"
 
 
 def bar_values(run: RunState) -> dict[str, float]:
@@ -159,145 +234,13 @@ def bar_values(run: RunState) -> dict[str, float]:
     return values
 
 
-class EpochTable:
-    """Format the rows of a run as aligned lines. An asterisk marks each new best value."""
-
-    def __init__(self, monitor: str | None, mode: str) -> None:
-        self.monitor, self.mode = monitor or "", mode
-        self.rows: list[dict[str, str]] = []
-        self.earlier: list[Mapping[str, Any]] = []
-        self._widths: dict[str, int] = {}
-
-    def add(self, row: Mapping[str, Any]) -> str:
-        """Add a row and return its line, after a header line if the row has new columns."""
-        cells = {n: format_value(n, value) for n, value in row.items() if value is not None}
-        self.earlier.append(row)
-        if self.monitor in cells:
-            is_best = best_row(self.earlier, self.monitor, self.mode) is row
-            cells[self.monitor] += "*" if is_best else " "
-        self.rows.append(cells)
-        has_new_columns = not cells.keys() <= self._widths.keys()
-        if has_new_columns:
-            # Put the columns of this row first, in the row's order, and the time last.
-            names = list(dict.fromkeys([*cells, *self._widths]))
-            names.sort(key=lambda name: name == "time")
-            self._widths = {name: self._widths.get(name, len(name)) for name in names}
-        for name, text in cells.items():
-            smallest = 8 if name.startswith("lr") else 5
-            self._widths[name] = max(self._widths[name], len(text), smallest)
-        return self.text(1) if has_new_columns else self._line(cells)
-
-    def text(self, num_rows: int) -> str:
-        """Return the header and the last num_rows rows."""
-        head = {name: name for name in self._widths}
-        return "\n".join(map(self._line, [head, *self.rows[-num_rows:]])) if self.rows else ""
-
-    def _line(self, cells: Mapping[str, str]) -> str:
-        padded = [f"{cells.get(name, ''):>{width}}" for name, width in self._widths.items()]
-        return "  ".join(padded).rstrip()
-
-
-class Screen:
-    """Write a line per epoch to a log file, and in a long epoch a line per minute."""
-
-    is_log_file = True
-    seconds_between_draws = SECONDS_BETWEEN_LINES
-
-    def __init__(self, table: EpochTable) -> None:
-        self.table = table
-
-    def draw(self, meter: dict[str, Any]) -> None:
-        """Draw the bar. The dict ``meter`` has the arguments of tqdm.format_meter."""
-        self.print(tqdm.format_meter(**meter, bar_format=LOG_FILE_BAR))
-
-    def add_row(self, row: Mapping[str, Any]) -> None:
-        self.print(self.table.add(row))
-
-    def print(self, text: str) -> None:
-        print(text, flush=True)
-
-    def close(self) -> None:
-        """End the output of the run."""
-
-
-class TerminalBar(tqdm):
-    """A tqdm bar without a thread, because forking a process with threads can deadlock."""
-
-    monitor_interval = 0
-
-
-class TerminalScreen(Screen):
-    """Keep the bar in the last line of a terminal, below the rows."""
-
-    is_log_file = False
-    seconds_between_draws = SECONDS_BETWEEN_DRAWS
-
-    def __init__(self, table: EpochTable) -> None:
-        super().__init__(table)
-        self._bar = TerminalBar(dynamic_ncols=True)
-
-    def draw(self, meter: dict[str, Any]) -> None:
-        bar = self._bar
-        bar.n, bar.total, bar.initial = meter["n"], meter["total"], meter["initial"]
-        bar.last_print_t = time.time()
-        bar.start_t = bar.last_print_t - meter["elapsed"]
-        bar.set_description(meter["prefix"], refresh=False)
-        bar.set_postfix_str(meter["postfix"])
-
-    def print(self, text: str) -> None:
-        self._bar.write(text)
-
-    def close(self) -> None:
-        self._bar.close()
-
-
-class NotebookScreen(Screen):
-    """Show the table and the bar as HTML below a cell, where a saved notebook keeps both."""
-
-    is_log_file = False
-    seconds_between_draws = SECONDS_BETWEEN_DRAWS
-
-    def __init__(self, table: EpochTable) -> None:
-        super().__init__(table)
-        self._handle: Any = None
-        self._bar = ""
-        self._texts: list[str] = []
-
-    def draw(self, meter: dict[str, Any]) -> None:
-        # One line with the bar and the values would be wider than a notebook.
-        bar = tqdm.format_meter(**{**meter, "postfix": None})
-        self._bar = f"{bar}\n{meter['postfix']}".rstrip()
-        self._show(MAX_NOTEBOOK_ROWS)
-
-    def add_row(self, row: Mapping[str, Any]) -> None:
-        self.table.add(row)
-
-    def print(self, text: str) -> None:
-        self._texts.append(text)
-
-    def close(self) -> None:
-        self._show(len(self.table.rows))
-
-    def _show(self, num_rows: int) -> None:
-        from IPython.display import display
-
-        text = "\n".join(filter(None, [self.table.text(num_rows), self._bar, *self._texts]))
-        page = f'<pre style="white-space: pre; font-family: monospace">{html.escape(text)}</pre>'
-        data = {"text/html": page, "text/plain": text}
-        if self._handle is None:
-            self._handle = display(data, raw=True, display_id=True)
-        else:
-            self._handle.update(data, raw=True)
-
-
-def make_screen(table: EpochTable) -> Screen:
-    """Return a Screen for the place of the output: a notebook cell, a terminal or a log file."""
-    get_ipython = getattr(sys.modules.get("IPython"), "get_ipython", None)
-    shell = get_ipython() if get_ipython is not None else None
-    # A process that a notebook has started cannot write into the cell.
-    if getattr(shell, "kernel", None) is not None and multiprocessing.parent_process() is None:
-        return NotebookScreen(table)
-    return TerminalScreen(table) if sys.stderr.isatty() else Screen(table)
+def align_cells(cells: Mapping[str, str], columns: Sequence[str]) -> str:
+    """Return a line of the table, in which every column has a fixed width."""
+    padded = []
+    for name in columns:
+        width = max(len(name), 5 if name in ("epoch", "step") else 8)
+        padded.append(f"{cells.get(name, ''):>{width}}")
+    return "  ".join(padded).rstrip()
 
 
 # Summary
@@ -305,38 +248,34 @@ def make_screen(table: EpochTable) -> Screen:
 
 def summarize_run(run: RunState, checkpoints: Sequence[Path]) -> dict[str, list[str]]:
     """Summarize a fit in lines of text, keyed by headings such as "trained" and "ended"."""
-    config, rows, progress = run.config, run.history.rows, run.progress
-    seconds = sum(row["time"] for row in rows)
+    rows, progress, monitor = run.history.rows, run.progress, run.config.monitor or ""
+    name = getattr(run.model, "__name__", type(run.model).__name__)
     data = "" if run.datamodule is None else f" on {type(run.datamodule).__name__}"
     done = f"{format_count(progress.epochs_done, 'epoch')}, {format_count(progress.global_step, 'step')}"
-    name = getattr(run.model, "__name__", type(run.model).__name__)
-    devices = f", {run.fabric.world_size} processes" if run.fabric.world_size > 1 else ""
-    logs = [Path(logger.log_dir, "metrics.csv") for logger in run.history.csv_loggers]
-    newest: dict[str, Any] = {}
-    for row in rows:
-        newest |= row
+    seconds = format_duration(sum(row["time"] for row in rows))
+    newest = {name: value for row in rows for name, value in row.items()}
     metrics = [
         f"{name} {format_value(name, value)}"
         for name, value in newest.items()
         if name not in NO_METRICS and not name.startswith("lr")
     ]
-    monitor = config.monitor or ""
-    best = best_row(rows, monitor, config.mode)
-    best_value = (
-        "" if best is None else f"{format_value('', best[monitor])} in epoch {best['epoch']}"
-    )
+    best, best_text = best_row(rows, monitor, run.config.mode), ""
+    if best is not None:
+        best_text = f"{monitor} {format_value('', best[monitor])} in epoch {best['epoch']}"
+    devices = f", {run.fabric.world_size} processes" if run.fabric.world_size > 1 else ""
+    logs = [Path(logger.log_dir, "metrics.csv") for logger in run.history.csv_loggers]
     lines = {
-        "trained": [f"{name}{data}: {done}, {format_duration(seconds)}"],
+        "trained": [f"{name}{data}: {done}, {seconds}"],
         "ended": [end_reason(run)],
         "at the end": [", ".join(metrics)],
-        "best": [f"{monitor} {best_value}" if best_value else ""],
+        "best": [best_text],
         "device": [f"{run.fabric.device}, {run.fabric.strategy.precision.precision}{devices}"],
         "log": [shorten_path(path) for path in logs if path.is_file()],
         "checkpoint": [shorten_path(path) for path in dict.fromkeys(checkpoints)],
     }
     if any(path.name == "last.ckpt" for path in checkpoints):
         lines["resume"] = ["fit(..., resume='last')"]
-    return {heading: texts for heading, texts in lines.items() if texts and texts[0]}
+    return {heading: texts for heading, texts in lines.items() if any(texts)}
 
 
 def format_summary(lines: Mapping[str, Sequence[str]]) -> str:
@@ -383,32 +322,29 @@ def format_results(results: Sequence[Mapping[str, Any]], stage: str) -> str:
         # Remove the loader's index from the name, because the column's header has the index.
         values = {name.split("/dataloader_idx_")[0]: value for name, value in result.items()}
         loaders[f"DataLoader {index}"] = values
-    table = (
-        pandas.DataFrame(loaders).sort_index().rename_axis(columns=f"{stage} metric".capitalize())
-    )
+    table = pandas.DataFrame(loaders).sort_index()
+    table = table.rename_axis(columns=f"{stage} metric".capitalize())
     return "" if table.empty else table.to_string(na_rep="", float_format=str)
 
 
 def format_value(name: str, value: Any) -> str:
-    """Format a value for the tables, as 0.2500, 2.00e-07 (small) or 0.0003 (learning rate)."""
-    if isinstance(value, bool) or not isinstance(value, float):
+    """Format a value in about eight characters, such as 0.2500 or 2.00e-07."""
+    if not isinstance(value, float):
         return " ".join(str(value).split())[:20]
-    if name in ("time", "left"):
+    if name == "time":
         return format_duration(value)
     if name == "samples_per_second":
         return f"{value:.0f}"
     if name == "lr" or name.startswith("lr_") or not math.isfinite(value):
         return f"{value:.3g}"
-    return f"{value:.4f}" if value == 0 or 1e-3 <= abs(value) < 1e6 else f"{value:.2e}"
+    if value == 0 or 1e-3 <= abs(value) < 1e3:
+        return f"{value:.4f}"
+    return f"{value:.1f}" if 1e3 <= abs(value) < 1e6 else f"{value:.2e}"
 
 
 def format_duration(seconds: float) -> str:
-    """Format a duration, such as "0.3 s", "1:15" or "25:00:00"."""
-    if seconds < 59.95:
-        return f"{seconds:.1f} s"
-    minutes, rest = divmod(round(seconds), 60)
-    hours, minutes = divmod(minutes, 60)
-    return f"{hours}:{minutes:02}:{rest:02}" if hours else f"{minutes}:{rest:02}"
+    """Format a duration, such as "0.3 s" or "0:01:15"."""
+    return f"{seconds:.1f} s" if seconds < 59.95 else str(timedelta(seconds=round(seconds)))
 
 
 def format_count(number: int, noun: str) -> str:

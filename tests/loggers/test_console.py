@@ -40,8 +40,7 @@ class Terminal(io.StringIO):
 @pytest.fixture
 def terminal(monkeypatch):
     """stdout and stderr are a terminal of 90 columns, in which each step is drawn."""
-    monkeypatch.setattr(console, "SECONDS_BETWEEN_DRAWS", 0.0)
-    monkeypatch.setattr(console.TerminalScreen, "seconds_between_draws", 0.0)
+    monkeypatch.setitem(console.SECONDS_BETWEEN_DRAWS, "terminal", 0.0)
     monkeypatch.setenv("COLUMNS", "90")
     return Terminal()
 
@@ -355,4 +354,4 @@ def test_a_notebook(tmp_path, monkeypatch):
     assert "ended       max_epochs=2 is reached" in summary
     limited = notebook.cells[3].outputs[0].data["text/html"]
     assert limited.count("\n") == 27
-    assert "ended in epoch 24, after step 100: max_steps=100 is reached</pre>" in limited
+    assert "\nended in epoch 24, after step 100: max_steps=100 is reached\n25 epochs: 100%" in limited
