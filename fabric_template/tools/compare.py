@@ -11,6 +11,7 @@ import tempfile
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
+from itertools import zip_longest
 from math import hypot, isclose
 from pathlib import Path
 from typing import Any
@@ -33,8 +34,43 @@ sys.path[0] = os.path.dirname(os.path.abspath(sys.argv[0]))
 with record_training(recording, int(steps), stop=True):
     runpy.run_path(sys.argv[0], run_name="__main__")
 """
-Record = dict[str, Any]  # The recorded values of one optimizer step or one parameter.
-Finding = tuple[str, Any, Any, str, str]  # A difference: quantity, both values, reason, fix.
+Record = dict[str, Any]  # The recorded values of one optimizer step.
+
+# The reason and the fix for the first difference in a quantity.
+EXPLANATIONS = {
+    "optimizer": (
+        "the optimizers have different classes, or step in a different order",
+        "the same optimizers in both, called in the same order",
+    ),
+    "shape of a parameter": (
+        "the models or the parameters of the optimizers differ",
+        "the same model and parameters in both",
+    ),
+    "norm of an initial weight": (
+        "one training initialized, loaded or trained {names} differently",
+        "torch.manual_seed(0) before the model is created, and the same checkpoint, in both",
+    ),
+    "norm of a weight": (
+        "only one training clamps, averages or loads {names}, or the state of the optimizer",
+        "the same changes of weights and optimizer in both",
+    ),
+    "backward passes": (
+        "the step accumulates gradients of a different number of batches",
+        "the same accumulate_grad_batches= in both",
+    ),
+    "batch size": (
+        "the loaders have different batch sizes, or one drops the last batch",
+        "the same batch_size= and drop_last= in both",
+    ),
+    "digest of a sample": (
+        "the loaders have other samples, transforms or another order",
+        "the same dataset, shuffle=, generator= and seed, and sampler.set_epoch(epoch)",
+    ),
+    "is trained": (
+        "only one training freezes or does not use {names}",
+        "requires_grad_() and the optimizer for the same parameters in both",
+    ),
+}
 
 
 @dataclass
@@ -77,16 +113,13 @@ def compare(first: Any, second: Any, steps: int = 50) -> Comparison:
     recordings = record_steps(first, steps), record_steps(second, steps)
     lengths = tuple(len(recorded) for recorded in recordings)
     for step, (a, b) in enumerate(zip(*recordings, strict=False)):
-        finding = (
-            check_optimizer(a, b, step)
-            or check_weights(a, b, step)
-            or check_batch(a, b)
-            or check_loss(a, b)
-            or check_gradients(a, b)
-        )
-        if finding is not None:
-            quantity, *values, reason, fix = finding
-            return Comparison(min(lengths), step, quantity, tuple(values), reason, fix)
+        for quantity in a["quantities"]:
+            pairs = find_differences(quantity, a, b)
+            if pairs:
+                # A tensor is recorded as its norm and its digest.
+                values = [value[0] if "norm" in quantity else value for value in pairs[0]]
+                reason, fix = explain(quantity, a, b, step)
+                return Comparison(min(lengths), step, quantity, tuple(values), reason, fix)
     if lengths[0] != lengths[1]:
         reason, fix = "one training ends earlier", "the same number of epochs and batches in both"
         return Comparison(min(lengths), min(lengths), "number of steps", lengths, reason, fix)
@@ -99,137 +132,69 @@ def compare_command(first: str, second: str, *, steps: int = 50) -> int:
     return int(not comparison.is_equal)
 
 
-def find_changed(first: Record, second: Record, quantity: str) -> list[tuple[Record, Record]]:
-    """Pair each parameter with the other training's. Return the pairs that differ in ``quantity``."""
-
-    def shape_and_weights(parameter: Record) -> tuple[list[int], str]:
-        return parameter["shape"], parameter["weights"]["digest"]
-
-    # Sort the parameters, because two optimizers may have them in a different order.
-    ordered = [sorted(record["parameters"], key=shape_and_weights) for record in (first, second)]
-    changed = [(a, b) for a, b in zip(*ordered, strict=False) if a[quantity] != b[quantity]]
-    return sorted(changed, key=lambda pair: first["parameters"].index(pair[0]))
-
-
-def join_names(pairs: list[tuple[Record, Record]]) -> str:
-    return ", ".join(a["name"] for a, _ in pairs[:3])
-
-
-def check_optimizer(first: Record, second: Record, step: int) -> Finding | None:
-    """Compare the class of the optimizer and the settings of its parameter groups."""
-    a, b = first["optimizer"], second["optimizer"]
-    if a != b:
-        reason = "the optimizers have different classes, or step in a different order"
-        return "optimizer", a, b, reason, f"{a} in both"
-    pairs = find_changed(first, second, "settings")
-    if not pairs:
-        return None
-    a, b = (parameter["settings"] for parameter in pairs[0])
-    name = next(name for name in a if a[name] != b[name])
-    pairs = [(p, q) for p, q in pairs if p["settings"][name] != q["settings"][name]]
-    if step > 0:
-        reason = "the schedulers have different values, or step at different times"
-        fix = 'the same scheduler, and "interval": "step" if it changes the rate after each step'
-    elif len(pairs) < len(first["parameters"]):
-        reason, fix = f"different groups: {join_names(pairs)}", "the same groups in both"
-    else:
-        reason, fix = "the optimizers are created with different values", f"{name}={a[name]}"
-    return "learning rate" if name == "lr" else name, a[name], b[name], reason, fix
-
-
-def check_weights(first: Record, second: Record, step: int) -> Finding | None:
-    """Compare the weights before the step."""
-    a, b = (sorted(p["shape"] for p in record["parameters"]) for record in (first, second))
-    if a != b:
-        reason = "the models or the parameters of the optimizers differ"
-        return "shapes of parameters", a, b, reason, "the same model and parameters in both"
-    pairs = find_changed(first, second, "weights")
-    if not pairs:
-        return None
-    a, b = (parameter["weights"]["norm"] for parameter in pairs[0])
-    names = join_names(pairs)
-    if step == 0:
-        reason = f"{names}: one training initialized, loaded or trained these weights differently"
-        fix = "torch.manual_seed(0) before the model is created, and the same checkpoint, in both"
-        return "norm of initial weights", a, b, reason, fix
-    reason = f"{names}: only one training clamps, averages or loads them, or its optimizer's state"
-    return "norm of weights", a, b, reason, "the same changes of weights and optimizer in both"
-
-
-def check_batch(first: Record, second: Record) -> Finding | None:
-    counts = len(first["losses"]), len(second["losses"])
-    if counts[0] != counts[1]:
-        reason = "the step accumulates gradients of a different number of batches"
-        return "backward passes", *counts, reason, f"accumulate_grad_batches={counts[0]}"
-    for a, b in zip(first["batch sizes"], second["batch sizes"], strict=True):
+def find_differences(quantity: str, first: Record, second: Record) -> list[tuple[Any, Any]]:
+    a, b = (record["quantities"].get(quantity, []) for record in (first, second))
+    if quantity == "digest of a sample" and ({*a} <= {*b} or {*b} <= {*a}):
+        # Ignore samples that only one training adds, because its model may also receive the targets.
+        return []
+    if quantity == "batch size" and 0 in (*a, *b):
         # A batch size of 0 means that no module with parameters has received the batch.
-        if a != b and min(a, b) > 0:
-            reason = "the loaders have different batch sizes, or one drops the last batch"
-            return "batch size", a, b, reason, "the same batch_size= and drop_last= in both"
-    # Ignore samples that only one training adds, because its model may also receive the targets.
-    only_first = set(first["samples"]) - set(second["samples"])
-    only_second = set(second["samples"]) - set(first["samples"])
-    if only_first and only_second:
-        reason = "the loaders have other samples, transforms or another order"
-        fix = "the same dataset, shuffle=, generator= and seed, and sampler.set_epoch(epoch)"
-        return "digest of a sample", min(only_first), min(only_second), reason, fix
-    return None
-
-
-def check_loss(first: Record, second: Record) -> Finding | None:
+        return []
     # Compare as strings, because NaN != NaN.
-    losses = zip(first["losses"], second["losses"], strict=True)
-    changed = [(a, b) for a, b in losses if str(a) != str(b)]
-    if not changed:
-        return None
-    a, b = changed[0]
-    passes = len(first["losses"])
-    modes = first["eval modules"], second["eval modules"]
-    states = first["random state"], second["random state"]
+    return [(x, y) for x, y in zip_longest(a, b) if str(x) != str(y)]
+
+
+def explain(quantity: str, first: Record, second: Record, step: int) -> tuple[str, str]:
+    """Return the likely reason for the first difference, and a fix."""
+    if quantity == "loss":
+        return explain_loss(first, second)
+    if quantity == "norm of a gradient":
+        return explain_gradients(first, second)
+    a, b = (record["quantities"][quantity] for record in (first, second))
+    changed = {name: x for name, x, y in zip(first["names"], a, b, strict=False) if x != y}
+    names = ", ".join([*changed][:3])
+    if quantity in EXPLANATIONS:
+        reason, fix = EXPLANATIONS[quantity]
+        return reason.format(names=names), fix
+    if step > 0:
+        fix = 'the same scheduler, and "interval": "step" if it changes the rate after each step'
+        return "the schedulers have different values, or step at different times", fix
+    value = next(iter(changed.values()))
+    return f"the optimizers have different values for {names}", f"{quantity}={value}"
+
+
+def explain_loss(first: Record, second: Record) -> tuple[str, str]:
+    # A step without a backward pass has no recorded modules.
+    modes = first.get("eval modules", []), second.get("eval modules", [])
     if len(modes[0]) != len(modes[1]):
         which = "first" if len(modes[0]) > len(modes[1]) else "second"
         names = ", ".join(sorted({*max(modes, key=len)}))
-        reason = f"more modules are in eval mode in the {which}: {names}"
         fix = "model.train() before training and after each validation"
-    elif all(states) and states[0] != states[1]:
-        reason = "the random state of torch differs before the forward pass, which draws numbers"
-        fix = "the same seed before both, and the same number of random draws"
-    elif passes > 1 and isclose(a, b * passes, rel_tol=1e-3):
+        return f"more modules are in eval mode in the {which}: {names}", fix
+    losses, others = first["quantities"]["loss"], second["quantities"]["loss"]
+    passes = len(losses)
+    if passes > 1 and isclose(losses[0], others[0] * passes, rel_tol=1e-3):
         reason = f"{passes} times smaller: fit divides by accumulate_grad_batches, like the step"
-        fix = "return the loss of the batch undivided"
-    else:
-        reason = "other targets, outputs, loss functions, precision or dropout"
-        fix = "the same model, the same loss of the same outputs, and the same precision="
-    return "loss", a, b, reason, fix
+        return reason, "return the loss of the batch undivided"
+    reason = "other targets, outputs, loss functions, precision or random numbers (dropout)"
+    return reason, "the same model, loss function, outputs, seed= and precision= in both"
 
 
-def check_gradients(first: Record, second: Record) -> Finding | None:
-    frozen = find_changed(first, second, "is trained")
-    if frozen:
-        trained = [sum(p["is trained"] for p in step["parameters"]) for step in (first, second)]
-        which = "first" if trained[0] < trained[1] else "second"
-        reason = f"frozen or unused in the {which}: {join_names(frozen)}"
-        fix = "requires_grad_() and the optimizer for the same parameters in both"
-        return "trained parameters", trained[0], trained[1], reason, fix
-    pairs = find_changed(first, second, "gradient")
-    if not pairs:
-        return None
-    norms = [hypot(*(p["gradient"]["norm"] for p in run["parameters"])) for run in (first, second)]
-    is_close = all(
-        isclose(a["gradient"]["norm"], b["gradient"]["norm"], rel_tol=1e-3) for a, b in pairs
-    )
-    if first["has old gradients"] != second["has old gradients"]:
-        which = "first" if first["has old gradients"] else "second"
+def explain_gradients(first: Record, second: Record) -> tuple[str, str]:
+    if first.get("has old gradients") != second.get("has old gradients"):
+        which = "first" if first.get("has old gradients") else "second"
         reason = f"zero_grad() is missing in the {which}: it adds up the gradients of all steps"
-        fix = "optimizer.zero_grad() before each backward"
-    elif is_close:
+        return reason, "optimizer.zero_grad() before each backward"
+    a, b = (
+        [norm for norm, _ in record["quantities"]["norm of a gradient"]]
+        for record in (first, second)
+    )
+    if all(isclose(x, y, rel_tol=1e-3) for x, y in zip(a, b, strict=True)):
         reason = "rounding: sums (such as the norm for clipping) are added in a different order"
-        fix = "nothing if the last bits may differ, else the same order of parameters"
-    else:
-        which = "first" if norms[0] < norms[1] else "second"
-        reason = f"only the {which} clips, scales or detaches gradients, or its limit is stricter"
-        fix = f"gradient_clip_val={norms[0]:.4g}" if which == "first" else "no clipping"
-    return "gradient norm", norms[0], norms[1], reason, fix
+        return reason, "nothing if the last bits may differ, else the same order of parameters"
+    which = "first" if hypot(*a) < hypot(*b) else "second"
+    fix = f"gradient_clip_val={hypot(*a):.4g}" if which == "first" else "no clipping"
+    return f"only the {which} clips, scales or detaches gradients, or its limit is stricter", fix
 
 
 class EnoughSteps(BaseException):
@@ -307,13 +272,16 @@ class Recorder:
         self.hooks.enter_context(mock.patch.object(torch.autograd, "backward", backward))
 
     def start_step(self) -> None:
-        self.step: Record = {"losses": [], "batch sizes": [], "samples": [], "random state": ""}
+        self.data: dict[str, list[Any]] = {"batch size": [], "digest of a sample": [], "loss": []}
+        self.step: Record = {}
+        self.start_forward()
+
+    def start_forward(self) -> None:
         self.inputs: dict[int, list[str]] = {}
         self.batch_size = 0
-        self.random_state = digest_random_state()
 
     def before_forward(self, module: torch.nn.Module, args: Any) -> None:
-        """Record the random state and the input data of modules with parameters."""
+        """Record the input data of modules with parameters."""
         if torch.compiler.is_compiling() or not torch.is_grad_enabled():
             return
         if id(module) not in self.modules:
@@ -324,22 +292,19 @@ class Recorder:
             # Keep the inputs of the last forward pass only. Earlier ones may have no backward pass.
             self.inputs[id(module)] = [digest(row) for tensor in rows for row in tensor]
             self.batch_size = len(rows[0])
-            self.random_state = digest_random_state()
 
     def before_backward(self, loss: Any) -> None:
         """Record the loss, and the forward pass that computed the loss."""
-        step = self.step
-        if not step["losses"]:
+        if not self.step:
             gradients = [p.grad for p in self.parameters if p.grad is not None]
-            step["has old gradients"] = any(bool(gradient.any()) for gradient in gradients)
-        if self.random_state != digest_random_state():
-            step["random state"] += self.random_state
+            self.step["has old gradients"] = any(bool(gradient.any()) for gradient in gradients)
         leaves = [module for module in self.modules.values() if not list(module.children())]
-        step["eval modules"] = [type(leaf).__name__ for leaf in leaves if not leaf.training]
-        step["losses"].append(sum(float(tensor.detach().sum()) for tensor in find_tensors(loss)))
-        step["samples"] += [sample for samples in self.inputs.values() for sample in samples]
-        step["batch sizes"].append(self.batch_size)
-        self.inputs, self.batch_size = {}, 0
+        self.step["eval modules"] = [type(leaf).__name__ for leaf in leaves if not leaf.training]
+        for samples in self.inputs.values():
+            self.data["digest of a sample"] += samples
+        self.data["batch size"].append(self.batch_size)
+        self.data["loss"].append(sum(float(x.detach().sum()) for x in find_tensors(loss)))
+        self.start_forward()
 
     def before_step(self, optimizer: Any, args: Any, kwargs: Any) -> None:
         self.parameters = [p for group in optimizer.param_groups for p in group["params"]]
@@ -349,33 +314,38 @@ class Recorder:
         """Record an optimizer step. Remove the hooks after the last step to record."""
         if optimizer not in self.optimizers:
             self.optimizers.append(optimizer)
-        number = self.optimizers.index(optimizer) + 1
-        self.step["optimizer"] = f"{type(optimizer).__name__} (number {number})"
-        self.step["parameters"] = self.describe_parameters(optimizer)
-        self.steps.append(self.step)
+        self.steps.append(self.describe_step(optimizer))
         self.start_step()
         if len(self.steps) == self.limit:
             self.hooks.close()
             if self.stop:
                 raise EnoughSteps
 
-    def describe_parameters(self, optimizer: Any) -> list[Record]:
+    def describe_step(self, optimizer: Any) -> Record:
         named = [pair for module in self.modules.values() for pair in module.named_parameters()]
         # The module that was called first contains the other modules. Use its parameter names.
         names = {id(parameter): name for name, parameter in reversed(named)}
-        described: list[Record] = []
         groups = [group for group in optimizer.param_groups for _ in group["params"]]
-        for group, p, weights in zip(groups, self.parameters, self.weights, strict=True):
-            parameter = {
-                "name": names.get(id(p), f"parameter {len(described)}"),
-                "shape": list(p.shape),
-                "settings": {name: group[name] for name in optimizer.defaults},
-                "weights": weights,
-                "is trained": p.requires_grad and p.grad is not None,
-                "gradient": fingerprint(torch.zeros(1) if p.grad is None else p.grad),
-            }
-            described.append(parameter)
-        return described
+        entries = list(zip(self.parameters, self.weights, groups, strict=True))
+        # Sort the parameters, because two optimizers may have them in a different order.
+        entries.sort(key=lambda entry: (tuple(entry[0].shape), entry[1]))
+        parameters = [parameter for parameter, *_ in entries]
+        number = self.optimizers.index(optimizer) + 1
+        # A difference in a quantity can cause differences in the quantities after it.
+        quantities = {
+            "optimizer": [f"{type(optimizer).__name__} (number {number})"],
+            "shape of a parameter": [list(p.shape) for p in parameters],
+            **{name: [group[name] for *_, group in entries] for name in optimizer.defaults},
+            f"norm of {'a' if self.steps else 'an initial'} weight": [w for _, w, _ in entries],
+            "backward passes": [len(self.data["loss"])],
+            **self.data,
+            "is trained": [p.requires_grad and p.grad is not None for p in parameters],
+            "norm of a gradient": [
+                fingerprint(torch.zeros(1) if p.grad is None else p.grad) for p in parameters
+            ],
+        }
+        names_of_parameters = [names.get(id(p), "a parameter") for p in parameters]
+        return {**self.step, "names": names_of_parameters, "quantities": quantities}
 
 
 def find_tensors(value: Any) -> list[torch.Tensor]:
@@ -389,15 +359,6 @@ def digest(tensor: torch.Tensor) -> str:
     return hashlib.blake2b(bits.numpy().tobytes(), digest_size=8).hexdigest()
 
 
-def fingerprint(tensor: torch.Tensor) -> dict[str, Any]:
+def fingerprint(tensor: torch.Tensor) -> list[Any]:
     """Describe a tensor by its norm and a digest of its bits."""
-    norm = tensor.detach().double().nan_to_num().norm()
-    return {"norm": float(norm), "digest": digest(tensor)}
-
-
-def digest_random_state() -> str:
-    """Return a digest of the generators that modules such as Dropout use."""
-    states = [torch.get_rng_state()]
-    if torch.cuda.is_initialized():
-        states.append(torch.cuda.get_rng_state())
-    return digest(torch.cat(states))
+    return [float(tensor.detach().double().nan_to_num().norm()), digest(tensor)]

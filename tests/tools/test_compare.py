@@ -245,21 +245,21 @@ MISTAKES = [
     # The eight mistakes that compare has to find: first, second, options of fit or None for a
     # second training by hand, step, quantity, part of the reason, and fix.
     (Dropping, InEvalMode, None, 0, "loss", "eval mode in the second: Dropout, Linear, ReLU", "model.train() before training"),
-    (Script, FrozenLater, {}, 7, "trained parameters", "in the second: 0.weight, 0.bias", "requires_grad_() and"),
+    (Script, FrozenLater, {}, 7, "is trained", "one training freezes", "requires_grad_() and"),
     (Accumulating, DividedTwice, {}, 0, "loss", "3 times smaller: fit divides", "return the loss of the batch undivided"),
-    (Script, NeverCleared, None, 1, "gradient norm", "zero_grad() is missing in the second", "optimizer.zero_grad()"),
-    (Clipping, Clipping, {"gradient_clip_val": 0.0}, 0, "gradient norm", "only the first clips", "gradient_clip_val=0.1"),
-    (TwoGroups, OneGroup, {}, 0, "learning rate", "groups: 0.weight, 0.bias", "the same groups in both"),
+    (Script, NeverCleared, None, 1, "norm of a gradient", "zero_grad() is missing in the second", "optimizer.zero_grad()"),
+    (Clipping, Clipping, {"gradient_clip_val": 0.0}, 0, "norm of a gradient", "only the first clips", "gradient_clip_val=0.1"),
+    (TwoGroups, OneGroup, {}, 0, "lr", "different values for 0.bias, 0.weight", "lr=0.01"),
     (Script, InOrder, {}, 0, "digest of a sample", "another order", "shuffle="),
-    (Clipping, ClippedInReverse, None, None, "gradient norm", "rounding", "nothing if the last bits may differ"),
+    (Clipping, ClippedInReverse, None, None, "norm of a gradient", "rounding", "nothing if the last bits may differ"),
     # Others.
-    (ScheduledByStep, ByEpoch, {}, 1, "learning rate", "step at different times", '"interval": "step"'),
-    (Script, Slower, {}, 0, "learning rate", "created with different values", "lr=0.1"),
-    (Script, WithAdamW, {}, 0, "optimizer", "different classes", "SGD"),
+    (ScheduledByStep, ByEpoch, {}, 1, "lr", "step at different times", '"interval": "step"'),
+    (Script, Slower, {}, 0, "lr", "have different values for 2.bias, 2.weight, 0.bias", "lr=0.1"),
+    (Script, WithAdamW, {}, 0, "optimizer", "different classes", "the same optimizers in both"),
     (Script, change(Script, batch_size=4), {}, 0, "batch size", "different batch sizes", "batch_size="),
-    (Script, Accumulating, {}, 0, "backward passes", "different number of batches", "accumulate_grad_batches=1"),
-    (Drawing, Dropping, {}, 3, "loss", "the random state of torch differs", "the same seed"),
-    (Script, HalfPrecision, {}, 0, "loss", "precision", "the same precision="),
+    (Script, Accumulating, {}, 0, "backward passes", "different number of batches", "accumulate_grad_batches="),
+    (Drawing, Dropping, {}, 3, "loss", "random numbers (dropout)", "seed="),
+    (Script, HalfPrecision, {}, 0, "loss", "precision", "precision="),
     (change(Script, epochs=4), Script, {}, 15, "number of steps", "ends earlier", "the same number of epochs"),
 ]  # fmt: skip
 
@@ -337,8 +337,8 @@ def test_scripts_are_compared_with_their_arguments(tmp_path, capsys):
     assert capsys.readouterr().out == "equal    no difference in 3 steps\n"
     assert main(["compare", "train.py", "train.py 0.2"]) == 1
     assert capsys.readouterr().out == (
-        "step 0   learning rate: 0.1 in the first, 0.2 in the second\n"
-        "reason   the optimizers are created with different values\n"
+        "step 0   lr: 0.1 in the first, 0.2 in the second\n"
+        "reason   the optimizers have different values for bias, weight\n"
         "fix      lr=0.1\n"
     )
 
