@@ -10,6 +10,7 @@ files has to kill the fork by its own process id, because the client may exit ea
 """
 
 import contextlib
+import functools
 import json
 import os
 import signal
@@ -27,13 +28,14 @@ IMPORTED = ("lightning.fabric", "matplotlib")  # Imported before a fork.
 _server = []  # The folder and the process of the server, after the first request.
 
 
+@functools.cache
 def has_means():
-    """Return whether this system has pidfd_open(), and allows it."""
+    """Return whether the server starts here: it needs pidfd_open(), and a torch that starts no threads."""
     try:
         os.close(os.pidfd_open(os.getpid()))
-    except (AttributeError, OSError):
+        return bool(_folder())
+    except (AttributeError, OSError, RuntimeError):
         return False
-    return True
 
 
 def ready(command):

@@ -8,6 +8,7 @@ from dataclasses import fields
 from typing import Any
 
 import torch
+from lightning.fabric.utilities import move_data_to_device
 from lightning.pytorch.utilities.types import LRSchedulerConfig
 from torch import nn
 from torch.optim import Optimizer
@@ -212,3 +213,17 @@ def check_parameters(optimizers: list[Optimizer], network: nn.Module) -> None:
             f"optimizer: got {len(theirs)} parameters of another model, expected parameters of"
             " the model that fit gets. Write torch.optim.SGD(model.parameters(), lr=0.1)."
         )
+
+
+def move_optimizer_states(optimizers: list[Optimizer]) -> None:
+    """Move the state of each parameter in an optimizer to the parameter's device."""
+    for optimizer in optimizers:
+        states = getattr(optimizer, "state", {})
+        for group in optimizer.param_groups:
+            # torch keeps Adam's step count on the CPU, except in fused and capturable optimizers.
+            is_step_moved = group.get("fused") or group.get("capturable")
+            for parameter in group.get("params", ()):
+                state = states.get(parameter, {})
+                for name in state:
+                    if name != "step" or is_step_moved:
+                        state[name] = move_data_to_device(state[name], parameter.device)

@@ -7,8 +7,8 @@ import math
 import os
 import sys
 import warnings
-from collections.abc import Callable
-from contextlib import ExitStack, suppress
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager, suppress
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -29,7 +29,7 @@ from ..lightning_compat.private import set_current_hook, set_device_mesh, set_pr
 from ..loggers.console import end_reason, shorten_path
 from ..loggers.run_config import write_run_config
 from .check_arguments import warn_of_eval_modules
-from .configure_optimizers import check_parameters, parse_optimizers
+from .configure_optimizers import check_parameters, move_optimizer_states, parse_optimizers
 from .evaluation_loop import evaluate, predict
 from .fit_loop import fit
 from .hooks import is_instance_of, overridden
@@ -68,6 +68,7 @@ def run_stage(run: RunState, function: Callable[[RunState], Any]) -> Any:
             if run.is_distributed:
                 check_same_checkpoint(run)
             with ExitStack() as stack:
+                stack.enter_context(network_returned(run))
                 stack.enter_context(torch.set_grad_enabled(True))
                 stack.enter_context(torch.autograd.set_detect_anomaly(run.config.detect_anomaly))
                 stack.enter_context(run.console.shown(run))
@@ -108,6 +109,19 @@ def set_up(run: RunState, stack: ExitStack) -> None:
         run.checkpoint = run.checkpoint if run.resumes else None
     if not run.steps.is_model_parallel:
         run.steps.setup(is_training)
+
+
+@contextmanager
+def network_returned(run: RunState) -> Iterator[None]:
+    """Move the network and the optimizer states back to the network's device before the run."""
+    given = next((p.device for p in run.network.parameters()), torch.device("cpu"))
+    try:
+        yield
+    finally:
+        is_elsewhere = given not in (run.fabric.device, torch.device("meta"))
+        if is_elsewhere and not run.steps.is_model_parallel:
+            run.network.to(given)
+            move_optimizer_states(run.optimizers)
 
 
 def tear_down(run: RunState) -> None:
@@ -290,6 +304,7 @@ def configure_optimizers(run: RunState) -> None:
         returned, is_automatic, has_own_step, where
     )
     check_parameters(run.optimizers, run.network)
+    move_optimizer_states(run.optimizers)
 
 
 # Signals and errors
