@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
+from lightning.fabric.utilities import move_data_to_device
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch.utilities.data import extract_batch_size
 from lightning_utilities.core.apply_func import apply_to_collection
@@ -541,6 +542,8 @@ class ResultCollection:
         if self.active is not None and self.active.has_new_values:
             self.update_metrics()
         self.active = None
+        for metrics in (self.callback_metrics, self.logged_metrics):
+            metrics.update(move_data_to_device(metrics, "cpu"))
 
     def forget_sanity_check(self) -> None:
         for metrics in (self.callback_metrics, self.logged_metrics, self.progress_bar_metrics):
