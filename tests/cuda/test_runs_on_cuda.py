@@ -156,7 +156,9 @@ fit({str(tmp_path / "ddp")!r}, Still, on_device, max_epochs=1, strategy="ddp", *
     done = subprocess.run(source_of(code, __file__), capture_output=True, text=True, timeout=120, cwd=tmp_path)
     assert done.returncode == 0, done.stderr
     _, module, _ = fit(tmp_path / "one", Still, on_device, max_epochs=1, **ON)
-    assert_same_weights(module, Still.load_from_checkpoint(next((tmp_path / "ddp").rglob("last.ckpt")), map_location="cpu"))
+    assert_same_weights(
+        module, Still.load_from_checkpoint(next((tmp_path / "ddp").rglob("last.ckpt")), map_location="cpu")
+    )
 
 
 class Reading(Classifier):
