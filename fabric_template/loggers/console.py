@@ -226,11 +226,12 @@ def find_place() -> str:
 
 def bar_values(run: RunState) -> dict[str, float]:
     """Read the values to show beside the bar. Reading a value waits for the device."""
-    logs_itself = run.is_lightning_module and (run.results.active or run.results.callback_metrics)
-    values = {} if logs_itself else train_values_first(run.results.latest_means())
-    values.update(run.results.progress_bar_metrics)
-    if run.progress.stage == "train" and run.results.active:
-        values.update(to_numbers(run.results.current_values().progress_bar))
+    results = run.results
+    logs_itself = run.is_lightning_module and (results.is_active or results.callback_metrics)
+    values = {} if logs_itself else train_values_first(results.latest_means())
+    values.update(results.progress_bar_metrics)
+    if run.progress.stage == "train" and results.is_active:
+        values.update(to_numbers(results.current_values().progress_bar))
     return values
 
 

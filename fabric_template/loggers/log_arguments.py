@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -10,7 +10,8 @@ from torch import Tensor
 
 from ..errors import ConfigurationError
 
-# The hooks that may call self.log, with the defaults of (on_step, on_epoch).
+# The hooks that may call self.log. Hooks of training steps log the step's value by default, and
+# hooks of evaluation steps the mean over the epoch. Other hooks allow only values of the epoch.
 _TRAIN_STEP_HOOKS = [
     "training_step",
     "on_train_batch_start",
@@ -30,63 +31,73 @@ _EVAL_STEP_HOOKS = [
     for stage in ("validation", "test")
     for name in ("{}_step", "on_{}_batch_start", "on_{}_batch_end")
 ]
-_STEP_HOOKS = {
-    **dict.fromkeys(_TRAIN_STEP_HOOKS, (True, False)),
-    **dict.fromkeys(_EVAL_STEP_HOOKS, (False, True)),
-}
-_EPOCH_HOOKS = {
+_EPOCH_HOOKS = [
     f"on_{stage}_{moment}"
     for stage in ("train", "validation", "test")
     for moment in ("start", "epoch_start", "epoch_end")
+]
+REDUCTIONS: dict[str, Any] = {
+    "mean": torch.add,
+    "sum": torch.add,
+    "max": torch.maximum,
+    "min": torch.minimum,
 }
-# For each reduction: the values of reduce_fx that select this reduction, and the operation.
-REDUCTIONS: dict[str, tuple[tuple[Any, ...], Callable[..., Tensor]]] = {
-    "mean": (("mean", "avg", torch.mean), torch.add),
-    "sum": (("sum", torch.sum, sum), torch.add),
-    "max": (("max", torch.max, max), torch.maximum),
-    "min": (("min", torch.min, min), torch.minimum),
-}
 
 
-def find_reduction(reduce_fx: Any) -> str:
-    """Return the key of REDUCTIONS for the argument ``reduce_fx``."""
-    reduce_fx = reduce_fx.lower() if isinstance(reduce_fx, str) else reduce_fx
-    for name, (accepted, _) in REDUCTIONS.items():
-        if reduce_fx in accepted:
-            return name
-    raise ConfigurationError(
-        f"Only `self.log(..., reduce_fx={{min,max,mean,sum}})` are supported. If you need a custom"
-        f" reduction, please log a `torchmetrics.Metric` instance instead. Found: {reduce_fx}"
-    )
+@dataclass
+class LogArguments:
+    """The arguments of a ``self.log`` call, with the defaults of its hook."""
+
+    hook: str | None
+    name: str
+    prog_bar: bool = False
+    logger: bool = True
+    on_step: bool = False
+    on_epoch: bool = True
+    reduction: str = "mean"
+    enable_graph: bool = False
+    sync_dist: bool = False
+    sync_dist_group: Any = None
+    add_dataloader_idx: bool = True
+    rank_zero_only: bool = False
+    dataloader_idx: int | None = None
 
 
-def check_name(name: str, add_dataloader_idx: bool) -> None:
-    if add_dataloader_idx and "/dataloader_idx_" in name:
+def check_arguments(hook: str | None, name: str, arguments: tuple) -> LogArguments:
+    """Return the arguments with their defaults. Raise an error if the hook does not allow them."""
+    prog_bar, logger, on_step, on_epoch, reduce_fx, *others = arguments
+    if hook in _EPOCH_HOOKS:
+        for option, value, allowed in (("on_step", on_step, False), ("on_epoch", on_epoch, True)):
+            if value not in (None, allowed):
+                raise ConfigurationError(
+                    f"You can't `self.log({option}={value})` inside `{hook}`, must be one of ({allowed},)."
+                )
+    elif hook not in _TRAIN_STEP_HOOKS and hook not in _EVAL_STEP_HOOKS:
+        raise hook_error(hook)
+    on_step = hook in _TRAIN_STEP_HOOKS if on_step is None else on_step
+    on_epoch = hook not in _TRAIN_STEP_HOOKS if on_epoch is None else on_epoch
+    if not on_step and not on_epoch:
+        raise ConfigurationError("`self.log(on_step=False, on_epoch=False)` is not useful.")
+    levels = (prog_bar, logger is not False, on_step, on_epoch)
+    checked = LogArguments(hook, name, *levels, find_reduction(reduce_fx), *others)
+    if checked.add_dataloader_idx and "/dataloader_idx_" in name:
         raise ConfigurationError(
             f"You called `self.log` with the key `{name}` but it should not contain information about"
             " `dataloader_idx` when `add_dataloader_idx=True`"
         )
+    return checked
 
 
-def find_step_and_epoch(
-    hook: str | None, on_step: bool | None, on_epoch: bool | None
-) -> tuple[bool, bool]:
-    """Return on_step and on_epoch, or raise an error if the hook does not allow them."""
-    if hook in _EPOCH_HOOKS:
-        for name, value, allowed in (("on_step", on_step, False), ("on_epoch", on_epoch, True)):
-            if value not in (None, allowed):
-                raise ConfigurationError(
-                    f"You can't `self.log({name}={value})` inside `{hook}`, must be one of ({allowed},)."
-                )
-        return False, True
-    if hook not in _STEP_HOOKS:
-        raise hook_error(hook)
-    of_step, of_epoch = _STEP_HOOKS[hook]
-    on_step = of_step if on_step is None else on_step
-    on_epoch = of_epoch if on_epoch is None else on_epoch
-    if not on_step and not on_epoch:
-        raise ConfigurationError("`self.log(on_step=False, on_epoch=False)` is not useful.")
-    return on_step, on_epoch
+def find_reduction(reduce_fx: Any) -> str:
+    """Return the key of REDUCTIONS for a name such as "avg" or a function such as torch.mean."""
+    reduction = str(getattr(reduce_fx, "__name__", reduce_fx)).lower()
+    reduction = "mean" if reduction == "avg" else reduction
+    if reduction not in REDUCTIONS:
+        raise ConfigurationError(
+            "Only `self.log(..., reduce_fx={min,max,mean,sum})` are supported. If you need a custom"
+            f" reduction, please log a `torchmetrics.Metric` instance instead. Found: {reduce_fx}"
+        )
+    return reduction
 
 
 def hook_error(hook: str | None) -> ConfigurationError:
@@ -100,18 +111,12 @@ def hook_error(hook: str | None) -> ConfigurationError:
 
 def value_error(name: str, value: Any) -> ConfigurationError:
     """Return the error for a value that is not a number, a tensor or a torchmetrics object."""
-    what = f"`{type(value).__name__}` values"
-    if isinstance(value, Mapping) and any(isinstance(part, Mapping) for part in value.values()):
-        what = "nested dictionaries"
-    return ConfigurationError(
-        f"`self.log({name}, {value})` was called, but {what} cannot be logged"
-    )
-
-
-def to_single_element(name: str, value: Tensor) -> Tensor:
-    if value.numel() != 1:
-        raise ConfigurationError(
-            f"`self.log({name}, {value})` was called, but the tensor must have a single element."
+    call = f"`self.log({name}, {value})` was called, but"
+    if isinstance(value, Tensor):
+        return ConfigurationError(
+            f"{call} the tensor must have a single element."
             f" You can try doing `self.log({name}, {value}.mean())`"
         )
-    return value.squeeze()
+    is_nested = isinstance(value, dict) and any(isinstance(part, dict) for part in value.values())
+    what = "nested dictionaries" if is_nested else f"`{type(value).__name__}` values"
+    return ConfigurationError(f"{call} {what} cannot be logged")

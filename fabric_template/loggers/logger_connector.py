@@ -134,7 +134,7 @@ class LoggerConnector:
     def monitored_metrics(self) -> dict[str, Any]:
         """Return all metrics that can be monitored, from logged values and from step outputs."""
         run = self.run
-        if run.results.active:
+        if run.results.is_active:
             run.results.update_metrics()
         return {**run.results.returned, **run.results.callback_metrics}
 

@@ -6,10 +6,8 @@ A step never synchronizes with the device.
 
 from __future__ import annotations
 
-import copyreg
-import dataclasses
 import numbers
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -21,15 +19,7 @@ from lightning_utilities.core.apply_func import apply_to_collection
 from torch import Tensor, nn
 
 from ..errors import ConfigurationError
-from .log_arguments import (
-    REDUCTIONS,
-    check_name,
-    find_reduction,
-    find_step_and_epoch,
-    hook_error,
-    to_single_element,
-    value_error,
-)
+from .log_arguments import REDUCTIONS, LogArguments, check_arguments, hook_error, value_error
 
 if TYPE_CHECKING:
     from ..training.run_state import RunState
@@ -40,99 +30,23 @@ _POWERS_OF_TWO = frozenset(2**power for power in range(24))
 # Types of values that torch.load(weights_only=True) reads.
 _PLAIN_TYPES = (type(None), bool, int, float, complex, str, torch.dtype)
 # The attributes of LoopResults that checkpoints contain.
-_SAVED_ATTRIBUTES = ("is_in_batches", "is_after_first_batch", "last_hook", "has_new_values")
+_SAVED_ATTRIBUTES = ("is_first_batch", "last_hook", "has_new_values")
 _ATTRIBUTES_OF_MODULES = frozenset(vars(nn.Module()))
 
 
 @dataclass
-class LogArguments:
-    """The arguments of one ``self.log`` call, with the defaults of its hook."""
+class Sums:
+    """The values of one name since the start of an epoch or of a row of metrics.csv.
 
-    hook: str
-    name: str
-    prog_bar: bool = False
-    logger: bool = True
-    on_step: bool = False
-    on_epoch: bool = True
-    reduction: str = "mean"
-    enable_graph: bool = False
-    sync_dist: bool = False
-    sync_dist_group: Any = None
-    add_dataloader_idx: bool = True
-    rank_zero_only: bool = False
-    dataloader_idx: int | None = None
-
-    @property
-    def key(self) -> tuple[str, str, int | None]:
-        """The key under which LoopResults stores the value."""
-        return self.hook, self.name, self.dataloader_idx if self.add_dataloader_idx else None
-
-    def full_name(self, suffix: str = "") -> str:
-        """Return the name, with the index of the loader if there are several evaluation loaders.
-
-        Args:
-            suffix: "_step" or "_epoch", which distinguishes the two values if both are logged.
-        """
-        name = self.name + suffix if self.on_step and self.on_epoch else self.name
-        if self.add_dataloader_idx and self.dataloader_idx is not None:
-            name += f"/dataloader_idx_{self.dataloader_idx}"
-        return name
-
-
-def float_type() -> torch.dtype:
-    """Return the default dtype, or float32 if the default is less precise."""
-    default = torch.get_default_dtype()
-    return default if default in (torch.float32, torch.float64) else torch.float32
-
-
-class Accumulator:
-    """Reduce the values of one name to their mean, sum, maximum or minimum.
-
-    Args:
-        reduction: A key of REDUCTIONS. A mean is weighted.
-        sync: Reduces a tensor over all processes, or returns it unchanged.
+    Attributes:
+        total: The sum of the values, or their maximum or minimum. A mean weights its values.
+        weight: The sum of the weights of a mean.
+        result: The reduced value of all processes. None before it is computed.
     """
 
-    def __init__(self, reduction: str, sync: Callable[[Tensor], Tensor]) -> None:
-        self.is_mean = reduction == "mean"
-        self._operation, self._sync = REDUCTIONS[reduction][1], sync
-        self.reset()
-
-    def reset(self) -> None:
-        self.total: Tensor | None = None
-        self.weight: int | Tensor = 0
-        self._result: Tensor | None = None
-
-    def add(self, value: Tensor, weight: int) -> None:
-        """Add a 0-dimensional float tensor. Only a mean uses ``weight``, the number of samples."""
-        self._result = None
-        if self.is_mean:
-            self.weight += weight
-            if self.total is not None and weight in _POWERS_OF_TWO:
-                # If weight is a power of two, torch.add() rounds like total + value * weight.
-                self.total = torch.add(self.total, value, alpha=weight)
-                return
-            value = value * weight
-        if self.total is None:
-            self.total = value.to(torch.promote_types(value.dtype, float_type()), copy=True)
-        else:
-            self.total = self._operation(self.total, value)
-
-    def compute(self) -> Tensor | None:
-        """Return the result, or None if nothing was added. All processes must call ``compute``."""
-        if self._result is None and self.total is not None:
-            self._result = self._sync(self.total.clone())
-            if self.is_mean:
-                total = self._result
-                weight = torch.as_tensor(self.weight, dtype=total.dtype, device=total.device)
-                self._result = total / self._sync(weight)
-        return self._result
-
-    def state_dict(self) -> dict[str, Any]:
-        return {"total": self.total, "weight": self.weight}
-
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        self.total, self.weight, self._result = state["total"], state["weight"], None
+    total: Tensor | None = None
+    weight: int = 0
+    result: Tensor | None = None
 
 
 class LoggedMetric:
@@ -140,43 +54,62 @@ class LoggedMetric:
 
     Attributes:
         call_arguments: The arguments of the last checked call. Equal arguments need no check.
-        is_returned: Whether a step returned the values. Such values are reset with each row.
-        row: Accumulates the values since the newest row of metrics.csv. In an epoch-based run,
-            ``row`` is the same object as ``epoch``.
+        is_returned: Whether a step returned the values instead of logging them.
         has_value: Whether the name was logged in this epoch.
+        row: The sums since the newest row of metrics.csv. None if each epoch has a row.
     """
 
-    def __init__(self, arguments: LogArguments, all_reduce: Callable[..., Any] | None) -> None:
+    def __init__(self, arguments: LogArguments, all_reduce: Any, has_own_row: bool) -> None:
         self.arguments, self._all_reduce = arguments, all_reduce
-        self.is_returned = arguments.hook == RETURNED
         self.call_arguments: tuple = ()
-        self.needs_batch_size = arguments.on_epoch and arguments.reduction == "mean"
+        self.is_returned = arguments.hook == RETURNED
+        self.is_mean = arguments.reduction == "mean"
+        self.needs_batch_size = arguments.on_epoch and self.is_mean
         self.torchmetric: Any = None
         self.step_value: Tensor | None = None
         self.has_value = False
-        self.epoch = self.row = Accumulator(arguments.reduction, self.sync)
+        self.epoch, self.row = Sums(), Sums() if has_own_row else None
 
-    def reset(self) -> None:
-        """Reset the sums for the next epoch."""
-        if self.torchmetric is not None:
-            self.torchmetric.reset()
-        self.has_value = False
-        self.epoch.reset()
+    def full_name(self, suffix: str = "") -> str:
+        """Return the name, with the index of the loader if there are several evaluation loaders.
+
+        Args:
+            suffix: "_step" or "_epoch", which distinguishes the two values if both are logged.
+        """
+        arguments = self.arguments
+        name = arguments.name
+        if arguments.on_step and arguments.on_epoch:
+            name += suffix
+        if arguments.add_dataloader_idx and arguments.dataloader_idx is not None:
+            name += f"/dataloader_idx_{arguments.dataloader_idx}"
+        return name
 
     def update(self, value: Tensor, batch_size: int) -> None:
         """Add a 0-dimensional tensor. Only a mean uses ``batch_size``, as the tensor's weight."""
         self.has_value = True
         if self.arguments.on_step:
             # Clone the value, because the user may change it in place afterwards.
-            self.step_value = value.clone()
-            if self.arguments.sync_dist:
-                self.step_value = self.sync(self.step_value)
+            self.step_value = self._sync(value.clone())
         if self.arguments.on_epoch:
-            self.epoch.add(value, batch_size)
-            if self.row is not self.epoch:
-                self.row.add(value.detach(), batch_size)
+            self._add(self.epoch, value, batch_size)
+            if self.row is not None:
+                self._add(self.row, value, batch_size)
 
-    def sync(self, value: Tensor) -> Tensor:
+    def _add(self, sums: Sums, value: Tensor, weight: int) -> None:
+        sums.result = None
+        if self.is_mean:
+            sums.weight += weight
+            if sums.total is not None and weight in _POWERS_OF_TWO:
+                # If weight is a power of two, torch.add() rounds like total + value * weight.
+                sums.total = torch.add(sums.total, value, alpha=weight)
+                return
+            value = value * weight
+        if sums.total is None:
+            sums.total = value.to(torch.promote_types(value.dtype, float_type()), copy=True)
+        else:
+            sums.total = REDUCTIONS[self.arguments.reduction](sums.total, value)
+
+    def _sync(self, value: Tensor) -> Tensor:
         """Reduce a value over all processes, if sync_dist=True was given."""
         arguments = self.arguments
         if self._all_reduce is None or not arguments.sync_dist or arguments.rank_zero_only:
@@ -195,83 +128,93 @@ class LoggedMetric:
             # Read a private name, because torchmetrics has no public name for this value.
             self.step_value = getattr(metric, "_forward_cache", None)
 
-    def value(self, of_step: bool) -> Tensor | None:
-        """Return the value of the step or of the epoch so far, or None if nothing was logged."""
-        return self._check_and_detach(self.step_value if of_step else self._reduce(self.epoch))
+    def compute(self, sums: Sums | None) -> Tensor | None:
+        """Return the reduced value of the sums, or the last logged value if ``sums`` is None.
 
-    def row_value(self) -> Tensor | None:
-        """Return the value since the newest row, or the epoch's value of a torchmetrics object."""
-        return self._check_and_detach(self._reduce(self.row))
-
-    def _reduce(self, accumulator: Accumulator) -> Any:
-        if self.torchmetric is None:
-            return accumulator.compute()
-        return self.torchmetric.compute() if self.has_value and self.arguments.on_epoch else None
-
-    def _check_and_detach(self, value: Any) -> Tensor | None:
-        if value is None:
-            return None
-        if not isinstance(value, Tensor):
+        Return None if nothing was logged. All processes must call ``compute``. A torchmetrics
+        object has only the value of the epoch.
+        """
+        if sums is None:
+            value: Any = self.step_value
+        elif self.torchmetric is not None:
+            is_logged = self.has_value and self.arguments.on_epoch
+            value = self.torchmetric.compute() if is_logged else None
+        else:
+            if sums.result is None and sums.total is not None:
+                sums.result = self._sync(sums.total.clone())
+                if self.is_mean:
+                    total = sums.result
+                    weight = torch.as_tensor(sums.weight, dtype=total.dtype, device=total.device)
+                    sums.result = total / self._sync(weight)
+            value = sums.result
+        if value is not None and not isinstance(value, Tensor):
             raise ConfigurationError(
                 f"The `.compute()` return of the metric logged as {self.arguments.name!r} must be a"
                 f" tensor. Found {value}. Log it with self.log_dict."
             )
-        return value if self.arguments.enable_graph else value.detach()
+        return value if value is None or self.arguments.enable_graph else value.detach()
+
+    def reset(self) -> None:
+        """Reset the sums for the next epoch."""
+        if self.torchmetric is not None:
+            self.torchmetric.reset()
+        self.has_value, self.epoch = False, Sums()
 
     def state_dict(self) -> dict[str, Any]:
-        arguments = dataclasses.replace(self.arguments, sync_dist_group=None)
         return {
-            "arguments": dataclasses.asdict(arguments),
+            "arguments": {**vars(self.arguments), "sync_dist_group": None},
             "step_value": self.step_value,
             "has_value": self.has_value,
-            "epoch": self.epoch.state_dict(),
-            "row": self.row.state_dict(),
+            "epoch": dict(vars(self.epoch)),
+            "row": dict(vars(self.row or self.epoch)),
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         self.step_value, self.has_value = state["step_value"], state["has_value"]
-        self.row.load_state_dict(state["row"])
-        self.epoch.load_state_dict(state["epoch"])
+        self.epoch = Sums(**state["epoch"])
+        if self.row is not None:
+            self.row = Sums(**state["row"])
 
 
-class LoopResults(dict):
-    """Map (hook, name, dataloader_idx) to the values logged in one loop: training or evaluation.
+class LoopResults:
+    """Contain the logged and returned values of either training or evaluation.
 
     Attributes:
-        batch: The current batch.
+        metrics: The logged values by hook, name and index of the loader.
+        logged_names: The names of the values that ``self.log`` adds to the rows of metrics.csv.
         batch_size: The size of the current batch. None until a mean needs it.
         logged_batch_size: The batch_size that the current step passed to ``self.log``.
-        row_metrics: The metrics whose values are in the rows of metrics.csv, by name.
-        is_in_batches: Whether the batches of an epoch or of a loader have started and not ended.
-        is_after_first_batch: Whether the second batch of the epoch or loader has started.
+        is_first_batch: Whether the current batch is the first one of the epoch or loader. None
+            before the first batch and after the last one.
         last_hook: The hook that logged last.
         has_new_values: Whether a batch has ended since the last ``update_metrics``.
     """
 
     def __init__(self, is_training: bool) -> None:
-        super().__init__()
         self.is_training = is_training
+        self.metrics: dict[tuple, LoggedMetric] = {}
+        self.logged_names: set[str] = set()
         self.batch: Any = None
         self.batch_size: int | None = None
         self.logged_batch_size: int | None = None
         self.dataloader_idx: int | None = None
-        self.row_metrics: dict[str, LoggedMetric] = {}
-        self.has_step_values = False
-        self.is_in_batches = self.is_after_first_batch = False
+        self.has_step_values = self.has_new_values = False
+        self.is_first_batch: bool | None = None
         self.last_hook: str | None = None
-        self.has_new_values = False
 
     def current(self) -> Iterator[LoggedMetric]:
         """Yield the metrics that were logged for the current loader since the last reset."""
-        for metric in self.values():
+        for metric in self.metrics.values():
             if metric.has_value and metric.arguments.dataloader_idx == self.dataloader_idx:
                 yield metric
 
-    def reset_hook(self, hook: str | None) -> None:
-        """Reset the values that were logged in a hook, except for torchmetrics objects."""
-        for metric in self.values():
-            if metric.arguments.hook == hook and metric.torchmetric is None:
-                metric.reset()
+    def start_hook(self, hook: str | None) -> None:
+        """Reset the values of a hook that starts to log in an epoch's first batch, as in Trainer."""
+        self.last_hook = hook
+        if self.is_first_batch is not False:
+            for metric in self.metrics.values():
+                if metric.arguments.hook == hook and metric.torchmetric is None:
+                    metric.reset()
 
     def current_batch_size(self) -> int:
         """Return the size of the current batch. Compute the batch size once per batch."""
@@ -280,35 +223,26 @@ class LoopResults(dict):
         return self.batch_size
 
 
-def find_batch_size(batch: Any) -> int:
-    """Return the batch size that Trainer would find, with a fast path for a tuple of tensors."""
-    if type(batch) in (tuple, list):
-        sizes = {p.size(0) if isinstance(p, Tensor) and p.dim() else -1 for p in batch}
-        if len(sizes) == 1 and -1 not in sizes:
-            return sizes.pop()
-    return extract_batch_size(batch)
-
-
 class CurrentValues(NamedTuple):
     """The values of the current step or epoch: for callbacks, loggers, progress bar and CSV rows.
 
     Attributes:
         row: The values for a row of a CSV file, without the suffix "_step" or "_epoch".
-        returned: The means of the values that the steps returned.
     """
 
     callback: dict[str, Any]
     logged: dict[str, Any]
     progress_bar: dict[str, Any]
     row: dict[str, Any]
-    returned: dict[str, Any]
 
 
 class ResultCollection:
     """Implement ``self.log``, and Trainer's dicts of logged values, such as callback_metrics.
 
     Attributes:
-        active: The LoopResults that receive logged values; None outside of the loops.
+        active: The LoopResults of the loop that runs. If training pauses for a validation, these
+            are the results of the validation.
+        is_active: Whether a loop runs.
         callback_metrics, logged_metrics, progress_bar_metrics: Trainer's attributes of these names.
         row: The evaluated values of the next row of metrics.csv.
         returned: The newest means of the values that steps returned.
@@ -324,24 +258,23 @@ class ResultCollection:
         self.is_enabled = not run.config.barebones
         self._all_reduce: Any = run.fabric.all_reduce if run.is_distributed else None
         self.train, self.evaluation = LoopResults(is_training=True), LoopResults(is_training=False)
-        self.active: LoopResults | None = None
+        self.active, self.is_active = self.train, False
         self.callback_metrics: dict[str, Any] = {}
         self.logged_metrics: dict[str, Any] = {}
         self.progress_bar_metrics: dict[str, float] = {}
         self.row: dict[str, Any] = {}
-        self.returned: dict[str, Tensor] = {}
+        self.returned: dict[str, Any] = {}
         self.evaluated: set[str] = set()
         self.evaluated_metrics: dict[str, Any] = {}
-        # The values of each finished loader of the current evaluation.
         self._loader_values: list[CurrentValues] = []
 
     def __deepcopy__(self, memo: dict) -> ResultCollection:
         """Return self, so that a module that is copied during a run logs to this run."""
         return self
 
-    def __reduce__(self) -> Any:
+    def __getstate__(self) -> dict:
         """Pickle an empty object, so that pickling a module does not pickle the run."""
-        return (copyreg.__newobj__, (ResultCollection,))  # type: ignore[attr-defined]
+        return {}
 
     def log(
         self,
@@ -364,21 +297,19 @@ class ResultCollection:
         if not self.is_enabled:
             return
         results, hook = self.active, self._hooks.current
-        if results is None:
+        if not self.is_active:
             raise hook_error(hook)
         index = results.dataloader_idx
         arguments: tuple = (prog_bar, logger, on_step, on_epoch, reduce_fx, enable_graph)
         arguments += (sync_dist, sync_dist_group, add_dataloader_idx, rank_zero_only, index)
-        metric = results.get((hook, name, index if add_dataloader_idx else None))
+        key = (hook, name, index if add_dataloader_idx else None)
+        metric = results.metrics.get(key)
         if metric is None or metric.call_arguments != arguments:
-            metric = self._register(results, hook, name, arguments)
+            metric = self._register(results, key, arguments)
         if results.last_hook != hook:
-            # As in Trainer, reset the values of a hook that starts to log in an epoch's first batch.
-            if not results.is_after_first_batch:
-                results.reset_hook(hook)
-            results.last_hook = hook
+            results.start_hook(hook)
         if isinstance(value, Tensor):
-            value = value.detach() if value.requires_grad and not enable_graph else value
+            value = value.detach() if value.requires_grad else value
         elif isinstance(value, numbers.Number):
             value = torch.tensor(value, dtype=float_type())
         elif is_torchmetric(value):
@@ -387,14 +318,14 @@ class ResultCollection:
         else:
             raise value_error(name, value)
         if value.dim():
-            value = to_single_element(name, value)
-        if value.dtype is not torch.float32 and value.dtype is not torch.float64:
-            value = value.to(float_type())
+            if value.numel() != 1:
+                raise value_error(name, value)
+            value = value.squeeze()
         if batch_size is not None:
             results.logged_batch_size = batch_size
         else:
             batch_size = results.current_batch_size() if metric.needs_batch_size else 1
-        metric.update(value, batch_size)
+        metric.update(to_float(value), batch_size)
 
     def log_dict(self, dictionary: Mapping[str, Any], **arguments: Any) -> None:
         """Log every item of a dict or of a torchmetrics MetricCollection."""
@@ -403,18 +334,13 @@ class ResultCollection:
         for name, value in dictionary.items(**options):
             self.log(name, value, **arguments)
 
-    def _register(
-        self, results: LoopResults, hook: str | None, name: str, call_arguments: tuple
-    ) -> LoggedMetric:
+    def _register(self, results: LoopResults, key: tuple, call_arguments: tuple) -> LoggedMetric:
         """Check the arguments of a ``self.log`` call, and return the call's LoggedMetric."""
-        prog_bar, logger, on_step, on_epoch, reduce_fx, *others = call_arguments
-        on_step, on_epoch = find_step_and_epoch(hook, on_step, on_epoch)
-        levels = (prog_bar, logger is not False, on_step, on_epoch)
-        arguments = LogArguments(str(hook), name, *levels, find_reduction(reduce_fx), *others)
-        check_name(name, arguments.add_dataloader_idx)
-        metric = results.get(arguments.key)
+        hook, name, _ = key
+        arguments = check_arguments(hook, name, call_arguments)
+        metric = results.metrics.get(key)
         if metric is None:
-            metric = self._add_metric(results, arguments)
+            metric = self._add_metric(results, key, arguments)
         elif metric.call_arguments and metric.arguments != arguments:
             raise ConfigurationError(
                 f"You called `self.log({name}, ...)` twice in `{hook}` with different arguments."
@@ -423,86 +349,70 @@ class ResultCollection:
         metric.arguments, metric.call_arguments = arguments, call_arguments
         return metric
 
-    def _add_metric(self, results: LoopResults, arguments: LogArguments) -> LoggedMetric:
-        metric = LoggedMetric(arguments, self._all_reduce)
-        results[arguments.key] = metric
-        if metric.is_returned:
-            results.row_metrics.setdefault(arguments.name, metric)
-        elif arguments.on_epoch and arguments.logger:
-            results.row_metrics[arguments.full_name()] = metric
-        is_step_based = self.run.history.is_step_based and results.is_training
-        if is_step_based and not metric.is_returned:
-            metric.row = Accumulator(arguments.reduction, metric.sync)
+    def _add_metric(
+        self, results: LoopResults, key: tuple, arguments: LogArguments
+    ) -> LoggedMetric:
+        has_own_row = self.run.history.is_step_based and results.is_training
+        metric = results.metrics[key] = LoggedMetric(arguments, self._all_reduce, has_own_row)
+        if arguments.on_epoch and arguments.logger and not metric.is_returned:
+            results.logged_names.add(metric.full_name())
         results.has_step_values |= arguments.on_step
         return metric
 
     def add_returned(self, values: Mapping[str, Tensor]) -> None:
         """Accumulate the 0-dimensional tensors that a step returned but did not log."""
         results = self.active
-        assert results is not None
         for name, value in values.items():
-            metric = results.row_metrics.get(name)
-            if metric is None or not (metric.is_returned or metric.has_value):
-                metric = self._returned_metric(results, name)
-            if metric.is_returned:
-                if value.dtype is not torch.float32 and value.dtype is not torch.float64:
-                    value = value.to(float_type())
-                metric.has_value = True
-                metric.epoch.add(value, self.returned_batch_size())
-
-    def _returned_metric(self, results: LoopResults, name: str) -> LoggedMetric:
-        metric = results.get((RETURNED, name, None))
-        if metric is None:
-            arguments = LogArguments(RETURNED, name, sync_dist=True, add_dataloader_idx=False)
-            arguments.dataloader_idx = results.dataloader_idx
-            metric = self._add_metric(results, arguments)
-        return metric
+            if name in results.logged_names:
+                continue
+            key = (RETURNED, name, None)
+            metric = results.metrics.get(key)
+            if metric is None:
+                arguments = LogArguments(RETURNED, name, sync_dist=True, add_dataloader_idx=False)
+                arguments.dataloader_idx = results.dataloader_idx
+                metric = self._add_metric(results, key, arguments)
+            metric.update(to_float(value), self.returned_batch_size())
 
     def returned_batch_size(self) -> int:
         """Return the batch_size that the step passed to ``self.log``, or the size of the batch."""
-        results = self.active
-        assert results is not None
-        if results.logged_batch_size is not None:
-            return results.logged_batch_size
+        if self.active.logged_batch_size is not None:
+            return self.active.logged_batch_size
         try:
-            return results.current_batch_size()
+            return self.active.current_batch_size()
         except MisconfigurationException:
             return 1
 
     def start_training(self) -> None:
         """Collect the values that are logged from now on as training results."""
-        self.active = self.train
+        self.active, self.is_active = self.train, True
 
     def start_evaluation(self) -> None:
         """Collect the values that are logged from now on as evaluation results."""
         self.update_metrics()
-        self.active = self.evaluation
+        self.active, self.is_active = self.evaluation, True
         self.evaluated, self.evaluated_metrics, self._loader_values = set(), {}, []
 
     def start_batch(self, batch: Any, dataloader_idx: int | None = None) -> None:
         results = self.active
-        assert results is not None
-        results.is_after_first_batch = results.is_in_batches
-        results.is_in_batches = True
+        results.is_first_batch = results.is_first_batch is None
         results.batch, results.batch_size, results.logged_batch_size = batch, None, None
         results.dataloader_idx = dataloader_idx
 
     def end_batch(self) -> None:
         """Clear the current batch, and mark callback_metrics as outdated."""
-        assert self.active is not None
         self.active.batch = self.active.batch_size = None
         self.active.has_new_values = True
 
     def end_batches(self) -> None:
         """Switch from step values to epoch values after the last batch of an epoch or a loader."""
-        results = self.active
-        assert results is not None
-        if results.has_new_values:
+        if self.active.has_new_values:
             self.update_metrics()
-        results.is_in_batches = results.is_after_first_batch = False
+        self.active.is_first_batch = None
         # All processes are here, so reduce the means. A hook may read them in a single process.
-        for metric in results.current():
-            metric.epoch.compute()
+        for metric in self.active.current():
+            value = metric.compute(metric.epoch)
+            if metric.is_returned:
+                self.returned[metric.arguments.name] = value
 
     def end_loader(self) -> None:
         """Store the values of an evaluation loader after its last batch."""
@@ -522,72 +432,62 @@ class ResultCollection:
         results = []
         for values in self._loader_values:
             # Like Trainer, return logged values. If nothing is logged, return step outputs.
-            first = values.logged or at_end.logged or values.returned
+            first = values.logged or at_end.logged or values.row
             results.append(to_numbers({**first, **at_end.logged}))
         return results
 
     def reset(self) -> None:
         """Reset the sums after the last hook of an epoch."""
         results = self.active
-        if results is not None:
-            for metric in results.values():
-                # Skip values that training steps returned, because take_row() resets these values.
-                if not results.is_training or not metric.is_returned:
-                    metric.reset()
-            results.dataloader_idx = results.last_hook = None
-            results.is_in_batches = results.is_after_first_batch = False
+        for metric in results.metrics.values():
+            metric.reset()
+        results.dataloader_idx = results.last_hook = results.is_first_batch = None
 
     def end(self) -> None:
         """Stop logging. callback_metrics keeps the values of the last batch."""
-        if self.active is not None and self.active.has_new_values:
+        if self.active.has_new_values:
             self.update_metrics()
-        self.active = None
+        self.is_active = False
         for metrics in (self.callback_metrics, self.logged_metrics):
             metrics.update(move_data_to_device(metrics, "cpu"))
 
-    def forget_sanity_check(self) -> None:
-        for metrics in (self.callback_metrics, self.logged_metrics, self.progress_bar_metrics):
-            metrics.clear()
-        self.row, self.returned, self.evaluated = {}, {}, set()
-        self.evaluation = LoopResults(is_training=False)
+    def clear(self) -> None:
+        """Forget all values, and stop logging."""
+        vars(self).update(vars(ResultCollection(self.run)))
 
     def update_metrics(self) -> CurrentValues:
         """Update callback_metrics, logged_metrics, progress_bar_metrics, and evaluated values."""
         values = self.current_values()
-        if self.active is None:
-            return values
         self.active.has_new_values = False
         self.callback_metrics.update(values.callback)
         self.logged_metrics.update(values.logged)
         self.progress_bar_metrics.update(to_numbers(values.progress_bar))
-        self.returned.update(values.returned)
-        if not self.active.is_training and not self.active.is_in_batches:
+        if not self.active.is_training and self.active.is_first_batch is None:
             self.row.update(values.row)
             self.evaluated.update(values.row, values.logged)
         return values
 
     def current_values(self) -> CurrentValues:
         """Return the current step's values. After the last batch, return the epoch's values."""
-        values = CurrentValues({}, {}, {}, {}, {})
+        values = CurrentValues({}, {}, {}, {})
         results = self.active
-        if results is None:
+        if not self.is_active:
             return values
-        of_step = results.is_in_batches
+        of_step = results.is_first_batch is not None
         for metric in results.current():
-            value = metric.value(of_step)
+            value = metric.compute(None if of_step else metric.epoch)
             if value is None:
                 continue
             arguments = metric.arguments
-            name = arguments.full_name()
-            full_name = arguments.full_name("_step" if of_step else "_epoch")
-            if metric.is_returned:
-                values.returned[name] = values.row[name] = value
+            name = metric.full_name()
+            full_name = metric.full_name("_step" if of_step else "_epoch")
+            if arguments.logger:
+                values.row[name] = value
+            if metric.is_returned and self.run.is_lightning_module:
                 # As in Trainer, do not log the values that a LightningModule's steps return.
-                if not self.run.is_lightning_module:
-                    values.logged[name] = values.callback[name] = value
                 continue
             if arguments.logger:
-                values.logged[full_name] = values.row[name] = value
+                values.logged[full_name] = value
             if arguments.prog_bar:
                 values.progress_bar[full_name] = value
             if results.is_training or not of_step:
@@ -597,23 +497,24 @@ class ResultCollection:
     def take_row(self) -> dict[str, Tensor]:
         """Return the values of the next row of metrics.csv, and reset them."""
         row, self.row = self.row, {}
-        for metric in self.train.values():
-            name, value = metric.arguments.full_name(), metric.row_value()
-            metric.row.reset()
+        for metric in self.train.metrics.values():
+            value = metric.compute(metric.row or metric.epoch)
+            if metric.row is not None:
+                metric.row = Sums()
             if value is not None and metric.arguments.logger:
-                row[name] = value
+                row[metric.full_name()] = value
                 if metric.is_returned:
-                    self.returned[name] = value
+                    self.returned[metric.arguments.name] = value
         return row
 
     def latest_means(self) -> dict[str, Tensor]:
         """Return this process's newest means of returned values and of train_loss."""
         means = dict(self.returned)
-        for metric in self.train.values():
-            row, name = metric.row, metric.arguments.name
-            is_shown = row.is_mean and (metric.is_returned or name == "train_loss")
-            if is_shown and row.total is not None:
-                means[name] = row.total / row.weight
+        for metric in self.train.metrics.values():
+            sums, name = metric.row or metric.epoch, metric.arguments.name
+            is_shown = metric.is_mean and (metric.is_returned or name == "train_loss")
+            if is_shown and sums.total is not None:
+                means[name] = sums.total / sums.weight
         return means
 
     def state_dict(self) -> dict[str, Any]:
@@ -622,15 +523,15 @@ class ResultCollection:
         names = {id(metric): name for name, metric in metrics.items()}
         if self.active is self.evaluation:
             # A resumed run repeats an unfinished evaluation, so leave out the evaluation's metrics.
-            evaluated = {id(metric.torchmetric) for metric in self.evaluation.values()}
+            evaluated = {id(metric.torchmetric) for metric in self.evaluation.metrics.values()}
             metrics = {n: m for n, m in metrics.items() if id(m) not in evaluated}
         entries = [
             {**metric.state_dict(), "torchmetric": names.get(id(metric.torchmetric))}
-            for metric in train.values()
+            for metric in train.metrics.values()
         ]
         return {
             "train": entries,
-            "torchmetrics": torchmetrics_state(metrics),
+            "torchmetrics": {name: plain_attributes(metric) for name, metric in metrics.items()},
             "callback_metrics": dict(self.callback_metrics),
             "returned": dict(self.returned),
             "evaluated": sorted(self.evaluated),
@@ -643,12 +544,35 @@ class ResultCollection:
         train, metrics = self.train, find_torchmetrics(self.run.network)
         for entry in state["train"]:
             # Until the resumed run logs this metric, use the self.log arguments in the checkpoint.
-            metric = self._add_metric(train, LogArguments(**entry["arguments"]))
+            arguments = LogArguments(**entry["arguments"])
+            metric = self._add_metric(train, (arguments.hook, arguments.name, None), arguments)
             metric.load_state_dict(entry)
             metric.torchmetric = metrics.get(entry["torchmetric"])
         self.callback_metrics, self.row = dict(state["callback_metrics"]), dict(state["row"])
         self.returned, self.evaluated = dict(state["returned"]), set(state["evaluated"])
         vars(train).update(state["position"])
+
+
+def find_batch_size(batch: Any) -> int:
+    """Return the batch size that Trainer would find, with a fast path for a tuple of tensors."""
+    if type(batch) in (tuple, list):
+        sizes = {p.size(0) if isinstance(p, Tensor) and p.dim() else -1 for p in batch}
+        if len(sizes) == 1 and -1 not in sizes:
+            return sizes.pop()
+    return extract_batch_size(batch)
+
+
+def float_type() -> torch.dtype:
+    """Return the default dtype, or float32 if the default is less precise."""
+    default = torch.get_default_dtype()
+    return default if default in (torch.float32, torch.float64) else torch.float32
+
+
+def to_float(value: Tensor) -> Tensor:
+    """Convert a tensor to float32 or float64, in which Trainer adds values."""
+    if value.dtype is torch.float32 or value.dtype is torch.float64:
+        return value
+    return value.to(float_type())
 
 
 def to_numbers(values: Mapping[str, Any]) -> dict[str, Any]:
@@ -658,8 +582,7 @@ def to_numbers(values: Mapping[str, Any]) -> dict[str, Any]:
 
 def is_torchmetric(value: Any) -> bool:
     """Return whether a value has the interface of a torchmetrics object."""
-    names = ("update", "compute", "reset")
-    return not isinstance(value, Mapping) and all(hasattr(value, name) for name in names)
+    return all(hasattr(value, name) for name in ("update", "compute", "reset"))
 
 
 def find_torchmetrics(module: Any) -> dict[str, Any]:
@@ -667,16 +590,14 @@ def find_torchmetrics(module: Any) -> dict[str, Any]:
     return {name: part for name, part in named if name and is_torchmetric(part)}
 
 
-def torchmetrics_state(metrics: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
-    """Return copies of each torchmetrics object's tensors, numbers and texts.
+def plain_attributes(metric: Any) -> dict[str, Any]:
+    """Return copies of a torchmetrics object's tensors, numbers and texts.
 
     state_dict() of a torchmetrics object leaves out its states, unless they are persistent.
     """
-    state = {}
-    for name, metric in metrics.items():
-        attributes = {k: v for k, v in vars(metric).items() if k not in _ATTRIBUTES_OF_MODULES}
-        state[name] = copy_plain({k: v for k, v in attributes.items() if _is_plain(v)})
-    return state
+    attributes = {k: v for k, v in vars(metric).items() if k not in _ATTRIBUTES_OF_MODULES}
+    plain = {k: v for k, v in attributes.items() if is_plain(v)}
+    return apply_to_collection(plain, Tensor, lambda tensor: tensor.detach().clone())
 
 
 def load_torchmetrics(module: Any, state: Mapping[str, Mapping[str, Any]]) -> None:
@@ -688,17 +609,13 @@ def load_torchmetrics(module: Any, state: Mapping[str, Mapping[str, Any]]) -> No
             tracker.increment()
             metrics = find_torchmetrics(module)
         if name in metrics:
-            vars(metrics[name]).update(copy_plain(attributes))
+            vars(metrics[name]).update(attributes)
 
 
-def copy_plain(values: Mapping[str, Any]) -> Any:
-    return apply_to_collection(values, Tensor, lambda tensor: tensor.detach().clone())
-
-
-def _is_plain(value: Any) -> bool:
+def is_plain(value: Any) -> bool:
     """Return whether torch.load(weights_only=True) can load a value."""
     if type(value) is dict:
-        return all(_is_plain(part) for part in [*value.keys(), *value.values()])
+        return all(is_plain(part) for part in [*value.keys(), *value.values()])
     if type(value) in (list, tuple):
-        return all(_is_plain(part) for part in value)
+        return all(is_plain(part) for part in value)
     return isinstance(value, Tensor) or type(value) in _PLAIN_TYPES

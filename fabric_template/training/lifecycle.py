@@ -195,7 +195,7 @@ def run_sanity_check(run: RunState) -> None:
         run.progress.stage = "sanity_check"
         run.hooks.call("on_sanity_check_start")
         evaluate(run, "sanity_check", math.inf if most in (-1, None) else most)
-        run.results.forget_sanity_check()
+        run.results.clear()
         run.hooks.call("on_sanity_check_end")
         run.progress.stage, run.progress.eval_batches_done = "train", 0
 
@@ -374,4 +374,4 @@ def handle_exception(run: RunState, error: BaseException) -> None:
     attempt("closing the loaders", run.data.teardown)
     attempt("closing the checkpoint files", run.loop.checkpoint_io.teardown)
     attempt("reading the last values", run.results.end)
-    run.progress.stage = run.results.active = None
+    run.progress.stage, run.results.is_active = None, False
