@@ -14,7 +14,6 @@ import re
 import warnings
 from argparse import Namespace
 from collections.abc import Iterable, Mapping, Sequence
-from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -45,6 +44,11 @@ class CSVLogger(Logger):
         0,10,0.5
     """
 
+    # These attributes replace properties of Lightning's Logger.
+    name: str = ""
+    root_dir: str = ""
+    save_dir: str = ""
+
     def __init__(
         self,
         root_dir: str | os.PathLike[str] = "logs",
@@ -53,21 +57,17 @@ class CSVLogger(Logger):
         checkpoint_dir: str | os.PathLike[str] | None = None,
     ) -> None:
         super().__init__()
-        self._root_dir = os.fspath(root_dir)
-        self._name, self._version = name or "", version
+        self.root_dir = self.save_dir = os.fspath(root_dir)
+        self.name, self._version = name or "", version
         self._checkpoint_dir = checkpoint_dir
         self._tables: dict[str, Table] = {}
         self._hparams: dict[str, Any] = {}
 
     @property
-    def name(self) -> str:
-        return self._name
-
-    @property
     def version(self) -> int | str:
         """The run's version, a number or a name. The first access chooses the version."""
         if self._version is None:
-            folders = [Path(self.root_dir, self._name)]
+            folders = [Path(self.root_dir, self.name)]
             if self._checkpoint_dir is not None:
                 folders.append(Path(self._checkpoint_dir))
             is_first_process = getattr(rank_zero_only, "rank", 0) == 0
@@ -84,16 +84,10 @@ class CSVLogger(Logger):
             self._hparams = {}
 
     @property
-    def root_dir(self) -> str:
-        return self._root_dir
-
-    save_dir = root_dir
-
-    @property
     def log_dir(self) -> str:
         version = self.version
         folder = f"version_{version}" if isinstance(version, int) else version
-        return os.path.join(self.root_dir, self._name, folder)
+        return os.path.join(self.root_dir, self.name, folder)
 
     @property
     def experiment(self) -> CSVLogger:
@@ -116,19 +110,14 @@ class CSVLogger(Logger):
         """Append a row to steps.csv. The default of step is metrics["step"] or the row number."""
         if metrics:
             table = self._table("steps.csv")
-            first = {"step": metrics.get("step", table.num_rows) if step is None else step}
-            table.append({**first, **metrics, **first})
+            row = {"step": table.num_rows, **metrics}
+            table.append(row if step is None else row | {"step": step})
 
     @rank_zero_only
     def log_hyperparams(self, params: Any = None, *args: Any, **kwargs: Any) -> None:
         """Add hyperparameters to hparams.yaml."""
         for given in (params or {}, *args):
-            values = to_plain(given)
-            if not isinstance(values, dict):
-                raise TypeError(
-                    f"log_hyperparams: got a {type(given).__name__}, expected a dict or a Namespace."
-                )
-            self._hparams.update(values)
+            self._hparams.update(to_plain(given))
         write_yaml(Path(self.log_dir, "hparams.yaml"), self._hparams)
 
     def position(self, max_step: int | None = None) -> dict[str, Any]:
@@ -165,11 +154,6 @@ class CSVLogger(Logger):
         for table in self._tables.values():
             table.sync()
 
-    @rank_zero_only
-    def finalize(self, status: str) -> None:
-        with suppress(OSError):
-            self.sync()
-
     def _table(self, name: str) -> Table:
         if name not in self._tables:
             self._tables[name] = Table(Path(os.path.abspath(self.log_dir), name))
@@ -197,7 +181,7 @@ class Table:
         return columns_of([dict.fromkeys(self.columns), *self.waiting])
 
     def _read(self) -> None:
-        """Read the columns and count the rows. Drop an unfinished last row."""
+        """Read the columns and count the rows. Drop an incomplete last row."""
         self._size = file_size(self.path)
         self.columns, rows, is_complete = read_table(self.path)
         self.num_rows = len(rows)
@@ -224,26 +208,21 @@ class Table:
             # Another program has changed the file, so read its columns again.
             self._read()
         columns = self.all_columns
-        if columns == self.columns:
-            self._append_lines(to_lines(columns, self.waiting))
-            self.num_rows += len(self.waiting)
-        else:
+        if columns != self.columns:
             # Rewrite the file, with empty cells for the new column in earlier rows.
             self.replace(columns, [*read_table(self.path)[1], *self.waiting])
-        self.waiting = []
-
-    def _append_lines(self, content: bytes) -> None:
-        # Do not buffer, because close() of a buffered file would retry a failed write.
-        with self.path.open("ab", buffering=0) as file:
-            try:
+        else:
+            content = to_lines(columns, self.waiting)
+            # Do not buffer, because close() of a buffered file would retry a failed write.
+            with self.path.open("ab", buffering=0) as file:
                 if file.write(content) < len(content):
+                    # Remove a partly written row, which a reader would take for a complete row.
+                    os.truncate(self.path, self._size)
                     raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-            except OSError:
-                # Remove a partly written row, which a reader would take for a complete row.
-                os.truncate(self.path, self._size)
-                raise
-        self._size += len(content)
-        self._is_synced = False
+            self._size += len(content)
+            self.num_rows += len(self.waiting)
+            self._is_synced = False
+        self.waiting = []
 
     def replace(self, columns: list[str], rows: Sequence[Mapping[str, Any]]) -> None:
         """Replace the rows of the file. Remove the file if there are no columns."""
