@@ -72,18 +72,6 @@ class History:
         """Return the seconds since the newest CSV row, also those before the run was resumed."""
         return self._seconds_before_resume + time.monotonic() - self._started
 
-    @property
-    def is_due_at_epoch_end(self) -> bool:
-        """Return whether to add a row at the end of the current epoch."""
-        is_due = self.is_validated or not self.run.should_validate
-        return not self.is_step_based or (is_due and self.run.progress.is_epoch_complete)
-
-    @property
-    def is_due_at_end(self) -> bool:
-        """Return whether a step-based run has taken steps since its newest row."""
-        last_step = self.rows[-1]["step"] if self.rows else 0
-        return self.is_step_based and self.run.progress.global_step > last_step
-
     def add_train_output(self, output: Any, loss: Tensor) -> None:
         """Add the output of training_step, or only the loss if the module logs values itself."""
         results = self.run.results

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass
 from typing import Any
 
@@ -26,16 +27,8 @@ _TRAIN_STEP_HOOKS = [
     "clip_gradients",
     "on_train_batch_end",
 ]
-_EVAL_STEP_HOOKS = [
-    name.format(stage)
-    for stage in ("validation", "test")
-    for name in ("{}_step", "on_{}_batch_start", "on_{}_batch_end")
-]
-_EPOCH_HOOKS = [
-    f"on_{stage}_{moment}"
-    for stage in ("train", "validation", "test")
-    for moment in ("start", "epoch_start", "epoch_end")
-]
+_EVAL_STEP_HOOK = re.compile(r"(validation|test)_step|on_(validation|test)_batch_(start|end)")
+_EPOCH_HOOK = re.compile(r"on_(train|validation|test)_(start|epoch_start|epoch_end)")
 REDUCTIONS: dict[str, Any] = {
     "mean": torch.add,
     "sum": torch.add,
@@ -66,16 +59,17 @@ class LogArguments:
 def check_arguments(hook: str | None, name: str, arguments: tuple) -> LogArguments:
     """Return the arguments with their defaults. Raise an error if the hook does not allow them."""
     prog_bar, logger, on_step, on_epoch, reduce_fx, *others = arguments
-    if hook in _EPOCH_HOOKS:
+    if _EPOCH_HOOK.fullmatch(str(hook)):
         for option, value, allowed in (("on_step", on_step, False), ("on_epoch", on_epoch, True)):
             if value not in (None, allowed):
                 raise ConfigurationError(
                     f"You can't `self.log({option}={value})` inside `{hook}`, must be one of ({allowed},)."
                 )
-    elif hook not in _TRAIN_STEP_HOOKS and hook not in _EVAL_STEP_HOOKS:
+    elif hook not in _TRAIN_STEP_HOOKS and not _EVAL_STEP_HOOK.fullmatch(str(hook)):
         raise hook_error(hook)
-    on_step = hook in _TRAIN_STEP_HOOKS if on_step is None else on_step
-    on_epoch = hook not in _TRAIN_STEP_HOOKS if on_epoch is None else on_epoch
+    is_train_step = hook in _TRAIN_STEP_HOOKS
+    on_step = is_train_step if on_step is None else on_step
+    on_epoch = not is_train_step if on_epoch is None else on_epoch
     if not on_step and not on_epoch:
         raise ConfigurationError("`self.log(on_step=False, on_epoch=False)` is not useful.")
     levels = (prog_bar, logger is not False, on_step, on_epoch)
@@ -90,7 +84,8 @@ def check_arguments(hook: str | None, name: str, arguments: tuple) -> LogArgumen
 
 def find_reduction(reduce_fx: Any) -> str:
     """Return the key of REDUCTIONS for a name such as "avg" or a function such as torch.mean."""
-    reduction = str(getattr(reduce_fx, "__name__", reduce_fx)).lower()
+    functions = (torch.mean, torch.sum, torch.max, torch.min, sum, max, min)
+    reduction = reduce_fx.__name__ if reduce_fx in functions else str(reduce_fx).lower()
     reduction = "mean" if reduction == "avg" else reduction
     if reduction not in REDUCTIONS:
         raise ConfigurationError(

@@ -43,51 +43,51 @@ class LoggerConnector:
             values = run.results.current_values()
             self.log_metrics(values.logged, step=count, row=values.row)
 
-    def log_evaluation(self, run: RunState) -> None:
+    def log_evaluation(self, run: RunState, metrics: Mapping[str, Any]) -> None:
         """Log an evaluation. Values without a row in metrics.csv are written to steps.csv."""
         if run.progress.stage == "sanity_check":
             return
         is_of_row = run.history.is_step_based or run.progress.is_epoch_complete
         row = None if run.stage == "fit" and is_of_row else run.results.row
-        self.log_metrics(run.results.evaluated_metrics, row=row)
+        self.log_metrics(metrics, row=row)
 
     def end_validation(self, run: RunState) -> None:
-        """Add a step-based run's row. After an epoch's last batch, log_train_epoch adds the row."""
+        """Show a validation inside an epoch as a row. Write the row if the run is step-based."""
         history = run.history
+        # After the last batch of an epoch, log_train_epoch adds the row.
         if run.progress.is_epoch_complete or not history.is_validated:
             return
-        if not history.is_step_based:
+        if history.is_step_based:
+            self._add_row(run, is_in_epoch=True)
+        else:
             values = train_values_first({**run.results.latest_means(), **run.results.row})
             run.console.add_row({**history.position(), **values, "time": history.elapsed()})
             history.is_validated = False
-        else:
-            self._add_row_in_epoch(run)
 
     def log_train_epoch(self, run: RunState) -> None:
         """Log the values of an epoch. Write a row of metrics.csv if one is due."""
         # Log the values of an epoch at its last step, as loggers expect.
         self.log_metrics(run.results.update_metrics().logged, step_offset=-1)
-        if run.history.is_due_at_epoch_end:
-            self._add_row(run)
+        is_validated = run.history.is_validated or not run.should_validate
+        if not run.history.is_step_based or (is_validated and run.progress.is_epoch_complete):
+            self._add_row(run, is_in_epoch=False)
 
     def end_training(self, run: RunState) -> None:
         """Write the last row of a step-based run. A resumed run replaces the last row."""
-        if run.history.is_due_at_end:
-            self._add_row_in_epoch(run)
+        rows = run.history.rows
+        last_step = rows[-1]["step"] if rows else 0
+        if run.history.is_step_based and run.progress.global_step > last_step:
+            self._add_row(run, is_in_epoch=True)
 
-    def _add_row_in_epoch(self, run: RunState) -> None:
-        row = self._add_row(run)
-        if not run.is_lightning_module:
-            # For a LightningModule, log_train_epoch logs the means at the end of the epoch.
-            means = {name: value for name, value in row.items() if name.startswith("train_")}
-            self.log_metrics(means, step_offset=-1)
-
-    def _add_row(self, run: RunState) -> dict[str, Any]:
+    def _add_row(self, run: RunState, is_in_epoch: bool) -> None:
         row = run.history.add_row()
         for logger in run.history.csv_loggers:
             logger.log_epoch(row)
         run.console.add_row(row)
-        return row
+        if is_in_epoch and not run.is_lightning_module:
+            # For a LightningModule, log_train_epoch logs the means at the end of the epoch.
+            means = {name: value for name, value in row.items() if name.startswith("train_")}
+            self.log_metrics(means, step_offset=-1)
 
     def log_metrics(
         self,

@@ -71,10 +71,9 @@ class LoggedMetric:
         self.epoch, self.row = Sums(), Sums() if has_own_row else None
 
     def full_name(self, suffix: str = "") -> str:
-        """Return the name, with the index of the loader if there are several evaluation loaders.
+        """Return the name with the index of one of several loaders.
 
-        Args:
-            suffix: "_step" or "_epoch", which distinguishes the two values if both are logged.
+        A name that is logged for steps and for epochs has a suffix, "_step" or "_epoch".
         """
         arguments = self.arguments
         name = arguments.name
@@ -247,7 +246,6 @@ class ResultCollection:
         row: The evaluated values of the next row of metrics.csv.
         returned: The newest means of the values that steps returned.
         evaluated: The names of the values in the newest evaluation.
-        evaluated_metrics: The values that loggers receive from the newest evaluation.
     """
 
     # An unpickled ResultCollection keeps this value, so its log() does nothing.
@@ -265,7 +263,6 @@ class ResultCollection:
         self.row: dict[str, Any] = {}
         self.returned: dict[str, Any] = {}
         self.evaluated: set[str] = set()
-        self.evaluated_metrics: dict[str, Any] = {}
         self._loader_values: list[CurrentValues] = []
 
     def __deepcopy__(self, memo: dict) -> ResultCollection:
@@ -390,7 +387,7 @@ class ResultCollection:
         """Collect the values that are logged from now on as evaluation results."""
         self.update_metrics()
         self.active, self.is_active = self.evaluation, True
-        self.evaluated, self.evaluated_metrics, self._loader_values = set(), {}, []
+        self.evaluated, self._loader_values = set(), []
 
     def start_batch(self, batch: Any, dataloader_idx: int | None = None) -> None:
         results = self.active
@@ -423,18 +420,17 @@ class ResultCollection:
         # Values that are logged after the last batch belong to no loader.
         self.evaluation.dataloader_idx = None
 
-    def end_evaluation(self) -> list[dict[str, Any]]:
-        """Return the evaluation's values as one dict for each loader."""
-        at_end = self.update_metrics()
+    def end_evaluation(self) -> tuple[list[dict[str, Any]], dict[str, Any]]:
+        """Return the evaluation's values as one dict for each loader, and the values to log."""
+        results, logged, at_end = [], {}, self.update_metrics()
         # As in Trainer, loggers receive the values of the last loader first.
         for values in (*reversed(self._loader_values), at_end):
-            self.evaluated_metrics.update(values.logged)
-        results = []
+            logged.update(values.logged)
         for values in self._loader_values:
             # Like Trainer, return logged values. If nothing is logged, return step outputs.
             first = values.logged or at_end.logged or values.row
             results.append(to_numbers({**first, **at_end.logged}))
-        return results
+        return results, logged
 
     def reset(self) -> None:
         """Reset the sums after the last hook of an epoch."""
@@ -586,8 +582,7 @@ def is_torchmetric(value: Any) -> bool:
 
 
 def find_torchmetrics(module: Any) -> dict[str, Any]:
-    named = module.named_modules() if hasattr(module, "named_modules") else ()
-    return {name: part for name, part in named if name and is_torchmetric(part)}
+    return {n: part for n, part in module.named_modules() if n and is_torchmetric(part)}
 
 
 def plain_attributes(metric: Any) -> dict[str, Any]:

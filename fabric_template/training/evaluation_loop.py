@@ -58,9 +58,9 @@ def evaluate(
         if find_epoch_end(run) is not None:
             call_epoch_end(run, outputs)
         run.hooks.call(f"on_{name}_epoch_end")
-        results = run.results.end_evaluation()
+        results, logged = run.results.end_evaluation()
         run.history.count_validation(time.monotonic() - started)
-        run.loggers.log_evaluation(run)
+        run.loggers.log_evaluation(run, logged)
         if run.progress.phase == "validation":
             run.progress.phase = "validation_end"
         run.hooks.call(f"on_{name}_end")
