@@ -1,4 +1,4 @@
-"""A training loop to copy, on Lightning Fabric, with the options and results of Trainer."""
+"""A training loop on Lightning Fabric that you copy and edit. It has the options of Trainer."""
 
 import typing as _typing
 from importlib import import_module as _import_module

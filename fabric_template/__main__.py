@@ -1,4 +1,4 @@
-"""Run the command line with ``python -m fabric_template``, or with the name of a copy."""
+"""Run the command line for ``python -m fabric_template``."""
 
 import sys
 

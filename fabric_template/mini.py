@@ -128,7 +128,7 @@ class MiniLoop:
         self.callback_metrics: dict[str, Tensor] = {}  # The newest value of each metric.
         self._batches_in_window = 0  # The number of batches since the last optimizer step.
         self._validated: dict[str, Tensor] = {}  # The validation metrics of the next row.
-        self._logged_means: set[str] = set()  # Metrics of log(). A step's output has others.
+        self._logged_means: set[str] = set()  # The names of the means that log() adds.
         self._batch_size = 1  # The weight of the current batch in the mean of a metric.
         self._has_warned = False
         # The values for steps.csv that the current training batch has logged. None between batches.
@@ -146,7 +146,7 @@ class MiniLoop:
         resume: str | Path | None = None,  # A path, "last", "best" or "auto".
         load: str | Path | None = None,  # Start with these weights: a path, "last" or "best".
         optimizer: Any = None,  # An optimizer, or any value that configure_optimizers may return.
-        scheduler: Any = None,  # Steps after each epoch. Or Lightning's dict, with an interval.
+        scheduler: Any = None,  # A scheduler to step once per epoch, or Lightning's dict.
         training_step: Callable[..., Any] | None = None,  # fn(model, batch[, batch_idx]): the loss
         validation_step: Callable[..., Any] | None = None,  # fn(model, batch): loss or (loss, acc)
     ) -> Any:
@@ -241,7 +241,7 @@ class MiniLoop:
         self._loss = find_loss(output, batch_idx)
         self._log_output(output, "train_")
         if self._batches_in_window == 0:
-            # Optimizer.zero_grad() does the same, and records an event for torch's profiler.
+            # Optimizer.zero_grad() does the same, but also calls record_function(), which is slow.
             for group in self.optimizer.param_groups:
                 for parameter in group["params"]:
                     parameter.grad = None
@@ -362,7 +362,7 @@ class MiniLoop:
         sync_dist: bool = False,
         batch_size: int | None = None,
     ) -> None:
-        """Log a value to steps.csv, or the mean value since the last row to metrics.csv."""
+        """Log a value. on_step writes the value to steps.csv, on_epoch its mean to metrics.csv."""
         if not isinstance(value, Tensor) and hasattr(value, "compute"):
             self._metrics[name] = value
             self._logged_means.add(name)
@@ -396,7 +396,7 @@ class MiniLoop:
         self._metrics[name].update(value, weight)
 
     def _compute_metrics(self, is_row_end: bool = False) -> dict[str, Tensor]:
-        """Return the metrics since the last row, and reset them at the end of a row."""
+        """Return the metrics since the last row. With is_row_end, also reset the metrics."""
         values = {name: metric.compute() for name, metric in self._metrics.items()}
         self.callback_metrics.update(values)
         if is_row_end:
@@ -539,7 +539,7 @@ class MiniLoop:
         if refused:
             kind, names = type(model).__name__, ", ".join(refused)
             raise TypeError(f"model: got {kind} with {names}. Use FabricLoop.")
-        # The network of an object without a base class consists of the modules in its attributes.
+        # If the model is not an nn.Module, train the modules in its attributes.
         parts = {name: part for name, part in vars(model).items() if isinstance(part, nn.Module)}
         self.model = model
         self.network = model if isinstance(model, nn.Module) else nn.ModuleDict(parts)
@@ -674,7 +674,7 @@ class Mean:
         if value.dtype != self.total.dtype:
             value = value.to(self.total.dtype)
         if weight.bit_count() == 1:
-            # If weight is a power of two, torch.add() rounds like total + value * weight.
+            # For a power of two, one torch.add() gives the same bits as total + value * weight.
             self.total = torch.add(self.total, value, alpha=weight)
         else:
             self.total = self.total + value * weight
@@ -747,7 +747,7 @@ def find_batch_size(batch: Any) -> int | None:
 
 
 def to_metric(value: Any) -> Tensor:
-    """Convert a number to float32 or float64, also where torch's default dtype is bfloat16."""
+    """Convert a number to a tensor of torch's default dtype, but at least to float32."""
     if isinstance(value, Tensor):
         return value.detach()
     dtype = torch.promote_types(torch.get_default_dtype(), torch.float32)

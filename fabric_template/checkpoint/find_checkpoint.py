@@ -75,7 +75,7 @@ def read_start_checkpoint(
 
 
 def check_checkpoint_argument(name: str, value: Any, keywords: tuple[str, ...]) -> None:
-    """Raise an error for a value that is neither a path nor a keyword of this argument."""
+    """Raise an error unless the value is None, a path or one of ``keywords``."""
     expected = f"a path, {', '.join(map(repr, keywords[:-1]))} or {keywords[-1]!r}"
     if value is not None and not isinstance(value, str | os.PathLike):
         hint = " Load weights in memory with model.load_state_dict(...)." if name == "load" else ""
@@ -195,7 +195,7 @@ def files_of_newest_version(folder: Path, version: int | str | None, pattern: st
 
 
 def versions_of(folder: Path) -> list[Path]:
-    """Return the version folders of a run: named versions from old to new, then numbers."""
+    """Return a run's folders: named versions from old to new, then version_0, version_1, ..."""
 
     def number(path: Path) -> tuple[int, float]:
         digits = path.name.removeprefix("version_")

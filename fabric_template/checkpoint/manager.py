@@ -22,15 +22,15 @@ if TYPE_CHECKING:
 class CheckpointManager:
     """Saves checkpoints at the end of epochs, after validations, every N steps and after an exception.
 
-    If a file cannot be written, training continues with a warning. At the end of
-    training, ``finish`` raises an error if a checkpoint could not be written at all.
+    If a file cannot be written, training continues with a warning. At the end of training,
+    ``finish`` raises an error for each file whose newest version is not written.
 
     Args:
         folder: The folder of the checkpoints. None: nothing is saved.
         config: The options monitor, mode, save_top_k, save_last and save_every_n_steps.
 
     Attributes:
-        last_model_path: The path of last.ckpt, under ModelCheckpoint's name for this attribute.
+        last_model_path: The path of last.ckpt. ModelCheckpoint has an attribute of this name, too.
         saved_step: The step of the newest checkpoint of this run.
     """
 
@@ -51,7 +51,7 @@ class CheckpointManager:
     def best_model_path(self) -> str:
         if self.config.monitor is None:
             return self.last_model_path
-        return min(self._kept, key=lambda path: self._rank(self._kept[path]), default="")
+        return min(self._kept, key=lambda path: self._sort_key(self._kept[path]), default="")
 
     @property
     def best_model_score(self) -> float | None:
@@ -112,11 +112,12 @@ class CheckpointManager:
                 remove_checkpoint(self._path("exception.ckpt"))
 
     def save_best(self, run: RunState) -> None:
-        """Save the run if its monitored value is new and among the best k."""
+        """Save a checkpoint if the monitored value is among the best k."""
         config = self.config
         if self.folder is None or config.monitor is None or config.save_top_k == 0:
             return
         is_validated, self._is_validated = self._is_validated, False
+        # Compare the value of each validation only once.
         is_repeated = config.monitor in run.results.evaluated and not is_validated
         if is_repeated or run.stop.is_diverging:
             return
@@ -132,8 +133,8 @@ class CheckpointManager:
         k, previous = self.config.save_top_k, self._kept
         path = replaced = str(self._best_path(run, value))
         if k != -1 and len(previous) >= k:
-            replaced = max(previous, key=lambda name: self._rank(previous[name]))
-            if self._rank(value) >= self._rank(previous[replaced]):
+            replaced = max(previous, key=lambda name: self._sort_key(previous[name]))
+            if self._sort_key(value) >= self._sort_key(previous[replaced]):
                 return
         kept = {name: score for name, score in previous.items() if name != replaced}
         self._kept = {**kept, path: value}
@@ -150,12 +151,11 @@ class CheckpointManager:
         return self._path(re.sub(r"[^\w.=+-]", "_", name) + ".ckpt")
 
     def _epoch(self, run: RunState) -> int:
-        """Return the number of the epoch for the names of checkpoints."""
+        """Return the index of the current epoch or, between two epochs, of the finished epoch."""
         progress = run.progress
         return max(0, progress.epochs_done - (not progress.is_in_epoch))
 
-    def _rank(self, value: float) -> float:
-        """Return the value as a number that is smaller if the value is better."""
+    def _sort_key(self, value: float) -> float:
         return value if self.config.mode == "min" else -value
 
     def save_exception(self, run: RunState) -> None:
@@ -224,7 +224,7 @@ class CheckpointManager:
 
     def state_dict(self) -> dict[str, Any]:
         # Put the best checkpoint first, because resume="best" uses the first name.
-        ranked = sorted(self._kept.items(), key=lambda item: self._rank(item[1]))
+        ranked = sorted(self._kept.items(), key=lambda item: self._sort_key(item[1]))
         return {
             "kept": {os.path.basename(path): value for path, value in ranked},
             "is_validated": self._is_validated,

@@ -1,6 +1,6 @@
 """Provide small complete models with their data, one file for each kind of task.
 
-DEMOS has the options of `fabric-template fit --model demos.NAME` for each demo.
+DEMOS maps each demo's name to the options that `fabric-template fit --model demos.NAME` uses.
 """
 
 from typing import Any

@@ -1,7 +1,7 @@
 """Train a small GPT on the bytes of a text, and generate text.
 
-The model is a LightningModule, trained by steps. The default text is a part of Python's help. Try
-also ``--compile true``, ``--precision bf16-mixed`` and ``--max_steps 5000``.
+The default text is a part of Python's help. Try also ``--compile true``,
+``--precision bf16-mixed`` and ``--max_steps 5000``.
 """
 
 from __future__ import annotations

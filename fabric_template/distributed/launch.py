@@ -1,4 +1,4 @@
-"""Start or join the processes of a run, with spawn, fork, scripts, torchrun or SLURM."""
+"""Start the processes of a run, or connect the processes that torchrun or SLURM started."""
 
 from __future__ import annotations
 
@@ -79,7 +79,7 @@ def gather_objects(run: RunState, item: Any) -> list[Any]:
 
 
 def launched_processes() -> tuple[int, int] | None:
-    """Return how many processes per machine, and how many machines, torchrun or SLURM started."""
+    """Return (processes per machine, machines) of torchrun or SLURM, or None for one process."""
     env = os.environ
     total, nodes = 1, 1
     if env.get("LT_CLI_USED") == "1":
@@ -101,7 +101,7 @@ def launched_devices(devices: Any, num_nodes: int) -> tuple[Any, int]:
 
 
 def check_launched(fabric: Fabric) -> None:
-    """Raise an error for a wrong number of launched processes, which would wait forever."""
+    """Raise an error if devices and num_nodes differ from the processes that were launched."""
     strategy, started = fabric.strategy, launched_processes()
     given = getattr(strategy, "num_processes", 1), getattr(strategy, "num_nodes", 1)
     if started is not None and (is_spawning(fabric) or given != started):
@@ -112,11 +112,10 @@ def check_launched(fabric: Fabric) -> None:
 
 
 def open_store_of_attempt() -> TCPStore | None:
-    """Open a new store with which processes find each other after a restart.
+    """Open a new TCPStore, because torchrun's store keeps the addresses of dead processes.
 
-    After a restart, torchrun's own store may still contain addresses of dead processes. The process
-    with rank 0 opens a new store, and writes the address of the new store to torchrun's store. All
-    processes read this address from torchrun's store until they are connected to the new store.
+    Rank 0 writes the address of the new store to torchrun's store. All processes read the address
+    there, and connect to the new store.
     """
     env = os.environ
     if env.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
@@ -130,8 +129,8 @@ def open_store_of_attempt() -> TCPStore | None:
         shared.set("fabric_template/address", f"{host} {store.port}")
     while True:
         host, port = shared.get("fabric_template/address").decode().split()
-        # The connection fails if the address is from before the restart. Repeat without a limit,
-        # because torchrun kills this process if the process with rank 0 fails.
+        # Until rank 0 writes the new address, torchrun's store may return the address of a closed
+        # store. Retry without a limit, because torchrun kills this process if rank 0 fails.
         with suppress(DistError):
             TCPStore(host, int(port), is_master=False, timeout=timedelta(seconds=2))
             break
@@ -267,7 +266,7 @@ def _apply_outcome(run: RunState, outcome: dict[str, Any]) -> None:
 
 
 def _write_error(error: BaseException, folder: str) -> None:
-    """Write the first error to a file for the caller, because later errors may follow from it."""
+    """Write the first error to a file. Later errors are often consequences of the first."""
     # If the error cannot be pickled, the launcher shows its message.
     with suppress(Exception):
         data = pickle.dumps(error)

@@ -90,7 +90,7 @@ class SignalHandler:
         """Stop the run if any process has received a signal.
 
         Several processes must stop at the same step, so ``check`` communicates about once a second.
-        The process with rank 0 chooses the batch of the next communication. At all other batches,
+        Rank 0 decides after how many batches the processes communicate again. In other calls,
         ``check`` only compares two integers.
 
         Args:

@@ -69,7 +69,7 @@ def _convert_object(strategy: Any) -> Any:
             " Use a strategy of lightning.fabric.strategies or a name, such as 'ddp', and the options"
             " precision and plugins."
         )
-    # This parallelize_fn changes nothing, because Trainer's modules are sharded in configure_model.
+    # Fabric requires a parallelize_fn. A LightningModule shards its layers in configure_model.
     arguments = [_return_model] if name == "ModelParallelStrategy" else []
     made = getattr(strategies, name)(*arguments)
     vars(made).update({key: value for key, value in vars(strategy).items() if key in vars(made)})
@@ -125,7 +125,7 @@ def is_sharded(network: nn.Module) -> bool:
 
 
 def shard_network(fabric: Fabric, network: nn.Module, name: str) -> None:
-    """Let ``parallelize_fn`` shard a network in place, with the weights of the first process.
+    """Broadcast the weights of rank 0, and shard the network in place with ``parallelize_fn``.
 
     A network that is already sharded is left unchanged.
 

@@ -90,7 +90,7 @@ def join_rows(table: pd.DataFrame) -> pd.DataFrame:
     is_complete = places.astype(bool).all(axis=None) and not places.duplicated().any()
     is_of_steps = any(name.endswith("_step") for name in table.columns)
     if (is_complete and not is_of_steps) or not any(places["epoch"]):
-        # Keep complete rows. Several complete rows of an epoch are from several validations.
+        # No row needs to be joined. An epoch with several validations has several complete rows.
         return table
     table = table.mask(table == "")
     # LearningRateMonitor's rows have no epoch. Use the epoch of the next or the previous row.

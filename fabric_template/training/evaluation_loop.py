@@ -100,7 +100,7 @@ def evaluate_batches(run: RunState, name: str, max_batches: int | float) -> list
 
 
 def name_step_values(run: RunState, output: Any, dataloader_idx: int) -> dict[str, torch.Tensor]:
-    """Return the values that a step returned, keyed by their names in the history.
+    """Return the values in the output of a step, keyed by their columns in metrics.csv.
 
     For a LightningModule, which logs values itself, return only the loss.
     """
@@ -182,7 +182,7 @@ class Predictions:
         self._has_several = has_several
 
     def as_returned(self) -> list[Any]:
-        """Return the list of the outputs of all batches, or a list for each of several loaders."""
+        """Return the outputs as one list, or as a list of lists for several loaders."""
         return self.outputs if self._has_several else self.outputs[0]
 
 
@@ -287,7 +287,7 @@ def switch_mode(run: RunState, hook: str, default: Callable[[], Any]) -> None:
 
 
 def check_dataloader_idx(run: RunState, name: str, has_several: bool) -> None:
-    """Raise an error if ``dataloader_idx`` is missing for several loaders, or given for one."""
+    """Raise an error if a step's or hook's argument ``dataloader_idx`` is missing or needless."""
     if not run.is_lightning_module:
         return
     loader = "val_dataloaders" if name == "validation" else f"{name}_dataloaders"

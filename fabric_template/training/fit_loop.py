@@ -48,8 +48,8 @@ def fit(run: RunState) -> None:
     if run.validation_schedule.is_in_this_epoch():
         run.data.setup_val_loaders()
     run.history.start_clock()
-    # A checkpoint from on_train_epoch_end does not count the finished epoch in epochs_done. As in
-    # Trainer, count this epoch while on_train_start runs.
+    # In a checkpoint saved by on_train_epoch_end, epochs_done does not count the finished epoch. As
+    # in Trainer, count the finished epoch, but only while on_train_start runs.
     was_saved_at_end = run.progress.phase == "epoch_end" and run.progress.is_epoch_complete
     if was_saved_at_end:
         run.progress.epochs_done += 1
@@ -68,7 +68,7 @@ def fit(run: RunState) -> None:
                 run.checkpoints.save_last(run)
             break
     run.hooks.call("on_train_end")
-    # Write the row after on_train_end, so that no checkpoint contains this unfinished row.
+    # Write the row of an unfinished epoch here, so that no checkpoint contains this row.
     run.loggers.end_training(run)
 
 
@@ -175,7 +175,7 @@ def end_train_batch(run: RunState, outputs: Any, batch: Any, batch_idx: int) -> 
 def end_batch(run: RunState) -> None:
     """Log, validate if a validation is due, check for signals, and save."""
     progress, is_stepping = run.progress, is_window_end(run)
-    # Do not log the batch again if the run resumes during the validation after the batch.
+    # If the run was resumed in a validation, the batch was already logged before this validation.
     was_in_validation = progress.phase in ("validation", "validation_end")
     is_logging = is_stepping or not run.optimization.is_automatic
     if is_logging and not was_in_validation and is_logging_due(run):
@@ -185,7 +185,7 @@ def end_batch(run: RunState) -> None:
     if was_in_validation or run.validation_schedule.is_due():
         validate(run)
     if run.lr_schedulers:
-        step_lr_schedulers(run, "step", follows_metric=True)
+        step_lr_schedulers(run, "step", reduce_on_plateau=True)
     progress.phase = None
     if is_stepping:
         progress.logging_step += 1
@@ -199,7 +199,7 @@ def end_batch(run: RunState) -> None:
 def validate(run: RunState) -> None:
     """Run a validation during training, and save a checkpoint after it."""
     if is_window_end(run):
-        # As in Trainer, free the gradients before a validation if the optimizer has used them.
+        # As in Trainer, free the gradients before a validation that follows an optimizer step.
         own_zero_grad = run.hooks.module_method("on_validation_model_zero_grad")
         (own_zero_grad or run.network.zero_grad)()
     if run.progress.phase != "validation_end":
@@ -220,7 +220,7 @@ def end_short_epoch(run: RunState) -> None:
     """End an epoch whose loader yielded fewer batches than its length or the limit."""
     run.progress.is_last_batch = True
     run.data.train.check_empty_pass()
-    step_lr_schedulers(run, "epoch", follows_metric=False)
+    step_lr_schedulers(run, "epoch", reduce_on_plateau=False)
     if run.validation_schedule.is_due_at_short_end():
         validate(run)
 
@@ -237,7 +237,7 @@ def end_epoch(run: RunState) -> None:
             run.checkpoints.save_in_epoch(run)
     run.results.update_metrics()
     if progress.is_epoch_complete:
-        step_lr_schedulers(run, "epoch", follows_metric=True)
+        step_lr_schedulers(run, "epoch", reduce_on_plateau=True)
     run.loggers.log_train_epoch(run)
     run.results.reset()
     run.data.train.end_epoch()

@@ -55,7 +55,7 @@ class Optimization:
 
     def __init__(self, run: RunState) -> None:
         self.run = run
-        # StochasticWeightAveraging sets this to update BatchNorm statistics by forward passes only.
+        # StochasticWeightAveraging sets skip_backward, to update only BatchNorm statistics.
         self.skip_backward = False
         self.kept_loss: Tensor | None = None
         self.setup()
@@ -107,11 +107,10 @@ class Optimization:
             clip_gradients(optimizer, value, algorithm)
 
     def optimizer_step(self, optimizer: Optimizer, closure: Callable, **kwargs: Any) -> Any:
-        """Run the closure, prepare the gradients and step the optimizer.
+        """Run the closure, unscale and clip the gradients, and step the optimizer.
 
-        In manual optimization, each step of an optimizer calls optimizer_step. A gradient scaler
-        unscales the gradients before hooks and clipping, unless the optimizer does so in its step.
-        The scaler skips a step whose gradients are not finite.
+        In manual optimization, the step() of Lightning's optimizers calls this method. The gradient
+        scaler skips a step if the gradients are not finite.
         """
         scaler = self._scaler
         if scaler is None:
@@ -243,7 +242,7 @@ class AutomaticOptimization(Optimization):
         """Run ``training_step`` and the backward pass. Returns the loss.
 
         If ``training_step`` returns None, there is no backward pass, and the result is None. As in
-        Trainer, a batch without a loss does not prevent the optimizer step.
+        Trainer, the optimizer still steps, except with a gradient scaler.
         """
         run = self.run
         output = self.call_step(batch, batch_idx)
@@ -275,18 +274,18 @@ class AutomaticOptimization(Optimization):
         if self._module_zero_grad is not None:
             self._module_zero_grad(self.run.progress.epochs_done, batch_idx, self._optimizer)
         elif getattr(self._optimizer.zero_grad, "__func__", None) is not Optimizer.zero_grad:
-            # A class or a user has replaced the method.
+            # A subclass of Optimizer, or the user, has overridden zero_grad().
             self._optimizer.zero_grad()
         else:
-            # Optimizer.zero_grad does the same, and adds an entry to torch's profiler, which takes
-            # 20 microseconds even without a profiler.
+            # Optimizer.zero_grad() does the same, but also calls record_function(), which takes 20
+            # microseconds even if no profiler runs.
             for group in self._optimizer.param_groups:
                 for parameter in group["params"]:
                     parameter.grad = None
 
     def accumulated_gradients(self) -> dict[str, Tensor]:
         """Return the gradients of an unfinished accumulation window."""
-        # A checkpoint saved by a hook during a batch resumes before this accumulation window.
+        # A run that resumes in the phase "batch" repeats its accumulation window from the start.
         keeps_gradients = not is_window_end(self.run) and self.run.progress.phase != "batch"
         return super().accumulated_gradients() if keeps_gradients else {}
 
@@ -300,8 +299,8 @@ class ManualOptimization(Optimization):
         super().setup()
         # The indices of the optimizers that have stepped since the last backward call.
         self._stepped: set[int] = set()
-        # Whether DDP reduces the gradients. This is False if a step function calls loss.backward()
-        # instead of loop.backward(loss), and _count_step then raises an error.
+        # Whether DDP reduces the gradients. False after a step function has called loss.backward()
+        # instead of loop.backward(loss). _count_step then raises an error.
         self._reduces_gradients = self.run.steps.ddp is None or self.run.is_lightning_module
 
     def count_unwrapped_steps(self, stack: ExitStack) -> None:
@@ -318,7 +317,7 @@ class ManualOptimization(Optimization):
             for index, optimizer in enumerate(run.loop.strategy.lightning_optimizers):
                 set_step_callback(optimizer, partial(self._count_step, index))
         else:
-            # Only loop.backward() clears this set, and a step function may call loss.backward().
+            # loop.backward() clears the set, but a step function may call loss.backward() instead.
             self._stepped.clear()
         output = self.call_step(batch, batch_idx)
         # Like Trainer, count batches here, although global_step counts optimizer steps.
@@ -437,23 +436,23 @@ def find_loss(run: RunState, output: Any) -> Tensor | None:
 
 
 def step_schedulers_after_batch(run: RunState) -> None:
-    """Step the schedulers that follow no metric, before ``on_train_batch_end`` as in Trainer.
+    """Step all schedulers except ReduceLROnPlateau, before ``on_train_batch_end`` as in Trainer.
 
-    After a validation, ``end_batch`` or ``end_epoch`` steps the schedulers that follow a metric.
+    ``end_batch`` or ``end_epoch`` steps ReduceLROnPlateau later, when its metric is known.
     """
     if is_window_end(run):
         run.history.learning_rates = learning_rates(run)
-    step_lr_schedulers(run, "step", follows_metric=False)
+    step_lr_schedulers(run, "step", reduce_on_plateau=False)
     if run.progress.is_epoch_complete:
-        step_lr_schedulers(run, "epoch", follows_metric=False)
+        step_lr_schedulers(run, "epoch", reduce_on_plateau=False)
 
 
-def step_lr_schedulers(run: RunState, interval: str, follows_metric: bool) -> None:
+def step_lr_schedulers(run: RunState, interval: str, reduce_on_plateau: bool) -> None:
     """Step the schedulers that are due.
 
     Args:
         interval: "step" or "epoch", as in the ``lr_scheduler`` dict of Lightning.
-        follows_metric: Whether to step the schedulers that follow a metric, or all others.
+        reduce_on_plateau: Step only ReduceLROnPlateau. False: step all other schedulers.
     """
     if not run.optimization.is_automatic or (interval == "step" and not is_window_end(run)):
         return
@@ -462,7 +461,7 @@ def step_lr_schedulers(run: RunState, interval: str, follows_metric: bool) -> No
     count = run.progress.batches_done if interval == "step" else run.progress.epochs_done + 1
     for config in run.lr_schedulers:
         is_due = config.interval == interval and count % config.frequency == 0
-        if is_due and config.reduce_on_plateau == follows_metric:
+        if is_due and config.reduce_on_plateau == reduce_on_plateau:
             step_scheduler(run, config)
 
 

@@ -79,7 +79,7 @@ class Progress:
         return self.is_last_batch or self.batches_done >= self.num_train_batches
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the counters. During a batch, leave out batches since the last optimizer step."""
+        """Return the counters, without the batches that a resumed run trains on again."""
         without = ("stage", "num_train_batches")
         state = {f.name: getattr(self, f.name) for f in fields(self) if f.name not in without}
         if self.phase == "batch":
