@@ -370,7 +370,7 @@ class MiniLoop:
         value = to_metric(value)
         if self._step_values is not None and on_step is not False:
             self.callback_metrics[name] = value
-            if self._is_row_due:
+            if self._is_row_due and name not in ("step", "epoch"):
                 self._step_values[name] = value.clone()
         if on_epoch or (on_epoch is None and self._step_values is None):
             self._add_to_mean(name, value, batch_size or self._batch_size, sync_dist)
@@ -409,7 +409,7 @@ class MiniLoop:
         """Write a row to steps.csv. Training waits for the device only here and in `_end_row`."""
         row: dict[str, Any] = {"step": self.global_step, "epoch": self.current_epoch}
         row.update(train_loss=self._loss.item(), lr=self._learning_rate)
-        row.update((name, value.item()) for name, value in values.items() if name != "step")
+        row.update((name, value.item()) for name, value in values.items())
         self._warn_of_nan(row)
         if self.fabric.is_global_zero:
             append_row(self.log_dir / "steps.csv", row)

@@ -117,7 +117,8 @@ class LoggerConnector:
                     logger.log_metrics(metrics=values, step=step)
                     logger.save()
             elif row:
-                in_row = {"epoch": progress.epochs_done, **to_numbers(row)}
+                in_row = {"epoch": 0, **to_numbers(row)}
+                in_row["epoch"] = progress.epochs_done
                 logger.log_metrics(in_row, step=progress.global_step)
 
     def log_hyperparameters(self, run: RunState) -> None:

@@ -528,9 +528,7 @@ def test_values_named_step_and_epoch_do_not_replace_the_columns(kind):
         def on_train_batch_end(self, outputs, batch, batch_idx):
             # A usual way to have epochs on the x axis of TensorBoard.
             self.log("step", float(self.trainer.current_epoch), on_step=True, on_epoch=True)
-
-        def on_train_epoch_end(self):
-            self.log("epoch", 0.5)
+            self.log("epoch", 0.5, on_step=True, on_epoch=True)
 
     loop_class, options = LOOPS[kind]
     options = {**options, "log_every_n_steps": 5, "loop_class": loop_class, "name": "steps"}
@@ -539,8 +537,9 @@ def test_values_named_step_and_epoch_do_not_replace_the_columns(kind):
     rows = pd.read_csv("logs/steps/version_0/metrics.csv")
     per_epoch = loop.global_step // 2
     assert rows[["epoch", "step"]].values.tolist() == [[0, per_epoch], [1, 2 * per_epoch]]
-    steps = pd.read_csv("logs/steps/version_0/steps.csv")["step"]
-    assert steps.tolist() == list(range(5, loop.global_step + 1, 5))
+    rows = pd.read_csv("logs/steps/version_0/steps.csv")
+    assert rows["step"].tolist() == list(range(5, loop.global_step + 1, 5))
+    assert rows["epoch"].tolist() == [0, 0, 1, 1]
 
 
 Batch = make_dataclass("Batch", ["x"])
