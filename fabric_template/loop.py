@@ -256,7 +256,10 @@ class FabricLoop(TrainerAPI):
             self.fabric.backward(loss)
 
     def no_backward_sync(self, model: Any, enabled: bool = True) -> Any:
-        """Return a context manager that skips gradient reduction, for all backward calls but the last."""
+        """Return a context in which backward does not reduce the gradients over processes.
+
+        Set ``enabled`` to False for the last batch of an accumulation window.
+        """
         if needs_no_strategy(self.fabric):
             return nullcontext()
         return self.fabric.no_backward_sync(model, enabled)

@@ -172,7 +172,7 @@ def is_users_mistake(error: Exception) -> bool:
 
 
 def program() -> str:
-    """Return the program's name, so that users can copy the commands in messages."""
+    """Return the program's name for the commands in messages, such as "fabric-template"."""
     name = Path(sys.argv[0]).stem
     return name if name == "fabric-template" else f"python -m {PACKAGE}"
 

@@ -135,7 +135,7 @@ def compare_command(first: str, second: str, *, steps: int = 50) -> int:
 def find_differences(quantity: str, first: Record, second: Record) -> list[tuple[Any, Any]]:
     a, b = (record["quantities"].get(quantity, []) for record in (first, second))
     if quantity == "digest of a sample" and ({*a} <= {*b} or {*b} <= {*a}):
-        # Ignore samples that only one training adds, because its model may also receive the targets.
+        # A model may also receive the targets. Ignore samples that only one training records.
         return []
     if quantity == "batch size" and 0 in (*a, *b):
         # A batch size of 0 means that no module with parameters has received the batch.
@@ -289,7 +289,7 @@ class Recorder:
         data = [tensor for tensor in find_tensors(args) if not tensor.requires_grad]
         if data and next(module.parameters(recurse=False), None) is not None:
             rows = [list(torch.atleast_1d(tensor)) for tensor in data]
-            # Keep the inputs of the last forward pass only. Earlier ones may have no backward pass.
+            # Keep only the last forward pass, because earlier passes may have no backward pass.
             self.inputs[id(module)] = [digest(row) for tensor in rows for row in tensor]
             self.batch_size = len(rows[0])
 

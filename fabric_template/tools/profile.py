@@ -75,7 +75,7 @@ def profile(
     """Train a copy of the model for a few steps, time each part, and try faster settings.
 
     Weights, optimizers, callbacks, random generators and loaders stay unchanged, and no files
-    remain. Validation, callbacks and loggers except the CSV logger do not run.
+    remain. Validation and callbacks do not run. The only logger is the CSV logger.
 
     Args:
         loop: The loop with the options of the training.

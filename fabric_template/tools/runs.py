@@ -116,7 +116,7 @@ def read_run(folder: Path, root: Path, metric: str | None = None) -> Run:
 
 
 def find_direction(metric: str, options: dict[str, Any]) -> str | None:
-    """Return "min" or "max" for the monitor or a metric with a known name, or None."""
+    """Return "min" if a metric's smallest value is the best, "max" if its largest is, or None."""
     if metric == options.get("monitor"):
         return "max" if options.get("mode") == "max" else "min"
     if LOW_IS_GOOD.search(metric):

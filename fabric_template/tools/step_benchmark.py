@@ -50,7 +50,8 @@ class StepTimer:
         self.since = self.begin = time.perf_counter()
 
     def get_median(self, *parts: str) -> float:
-        """Return the median time of a step over ten groups, because workers send batches in bursts."""
+        """Return the median of the mean step times of ten groups of steps."""
+        # Do not compare single steps, because workers send several batches at once.
         times = [sum(step[part] for part in parts) for step in self.steps]
         size = max(1, len(times) // 10)
         return median(fmean(times[i : i + size]) for i in range(0, len(times), size))
@@ -104,13 +105,13 @@ class StepTimer:
         self.switch("backward")
 
     def on_after_backward(self, *args: Any) -> None:
-        # After this hook, time clipping and the optimizer step.
+        # The part "optimizer" includes gradient clipping.
         self.switch("optimizer")
 
     on_before_zero_grad = on_after_backward
 
     def after_optimizer_step(self, *args: Any) -> None:
-        # Time the rest of training_step, which in manual optimization follows the optimizer step.
+        # In manual optimization, the rest of training_step follows the optimizer step.
         self.switch("forward")
 
     def on_train_batch_end(self, *args: Any) -> None:

@@ -32,7 +32,7 @@ STEP_OF_STAGE = {"fit": "training_step", "validate": "validation_step", "test": 
 def check_call(run: RunState) -> None:
     """Raise an error for a model, functions or loaders that the call cannot use."""
     if run.stage == "fit":
-        # Under torchrun or SLURM, one of several processes may evaluate, but not train, alone.
+        # Unlike fit, an evaluation may run in a single process of torchrun or SLURM.
         check_launched(run.fabric)
     check_strategy(run)
     if run.stage == "predict":

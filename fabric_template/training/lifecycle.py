@@ -78,7 +78,7 @@ def run_stage(run: RunState, function: Callable[[RunState], Any]) -> Any:
     except BaseException as error:
         handle_exception(run, error)
         if run.stop.signal is None:
-            # End the scripts that this process has started. Otherwise, the scripts keep waiting.
+            # The processes that the launcher started would wait forever for this process.
             for process in getattr(fabric.strategy.launcher, "procs", ()):
                 process.kill()
         raise
@@ -240,7 +240,7 @@ def attach_run(run: RunState, stack: ExitStack) -> None:
 def attach_log(part: Any, run: RunState, stack: ExitStack) -> None:
     """Replace Lightning's ``log`` and ``log_dict`` with methods that are many times faster.
 
-    Do not replace a user's own ``log`` method, which can log with super().log().
+    An overridden ``log`` method stays in use, and may call super().log().
     """
     attributes = getattr(part, "__dict__", {})
     own_log = getattr(type(part), "log", None)

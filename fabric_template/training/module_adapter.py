@@ -103,10 +103,7 @@ def unwrap(part: Any) -> Any:
 
 
 def adapt_model(model: Any, functions: Mapping[str, Callable | None]) -> tuple[Any, nn.Module]:
-    """Return the LightningModule to run, and the nn.Module that holds the parameters.
-
-    Any other model, or a LightningModule with step functions, gets a ModuleAdapter.
-    """
+    """Return the LightningModule or ModuleAdapter to run, and the nn.Module with the parameters."""
     check_object("model", model)
     given = {name: function for name, function in functions.items() if function is not None}
     for name, function in given.items():
@@ -218,8 +215,8 @@ class StepRunner:
         if is_training and has_parameters and not is_alone:
             self.wrapped = self.fabric.strategy.setup_module(_CallStep(self.network))
         for module in self.network.modules():
-            # Moving the network does not call a submodule's own to(). As in Trainer, call to() after
-            # the conversion, so that torchmetrics objects keep the default dtype.
+            # Moving the network does not call the to() that nested LightningModules override. Call
+            # to(device) last, because to(device) resets the dtype of torchmetrics objects.
             if type(module).to is not nn.Module.to:
                 if self.converts_dtype:
                     self.precision.convert_module(module)
@@ -246,7 +243,7 @@ class StepRunner:
         return step
 
     def _call_wrapped(self, method: Callable, is_training: bool) -> Callable:
-        """Return a step that the strategy's wrapper, such as DDP, calls in its forward method.
+        """Return a function that runs ``method`` in the forward method of DDP or another wrapper.
 
         In manual optimization, each backward call prepares DDP, so forward must not prepare DDP.
         """
