@@ -77,7 +77,7 @@ class FabricLoop(TrainerAPI):
         self.config: LoopConfig = given.resolve()
         set_torch_flags(self.config)
         self.fabric = make_fabric(of_fabric)
-        self._callbacks = parse_callbacks(of_fabric["callbacks"], self.config)
+        self.callbacks = parse_callbacks(of_fabric["callbacks"], self.config)
         self.default_root_dir = os.fspath(self.config.default_root_dir or os.getcwd())
         self.checkpoint_io = find_checkpoint_io(self.fabric)
         self.own_logger: CSVLogger | None = None
@@ -341,7 +341,7 @@ class FabricLoop(TrainerAPI):
 
     def ending(self) -> dict[str, list[str]]:
         """Return a summary of the last fit: lines of text, keyed by headings such as "ended"."""
-        run = self.runs.get("fit")
+        run = self.fit_run
         if run is None:
             return {}
         paths = [self.checkpoint_path("best"), self.checkpoint_path("last")]
@@ -361,15 +361,14 @@ class FabricLoop(TrainerAPI):
     @property
     def checkpoint_dir(self) -> Path | None:
         """The checkpoint folder of the last fit, or None if there is no such folder."""
-        return self.runs["fit"].checkpoints.folder if "fit" in self.runs else None
+        return self.fit_run.checkpoints.folder if self.fit_run else None
 
     def checkpoint_path(self, keyword: str = "last") -> Path | None:
         """Return the "last" or "best" checkpoint that this loop has saved, or None.
 
         With ModelCheckpoint callbacks, return only a file that one of these callbacks has saved.
         """
-        fit = self.runs.get("fit")
-        savers = self.checkpoint_callbacks or ([fit.checkpoints] if fit is not None else [])
+        savers = self.checkpoint_callbacks or ([self.fit_run.checkpoints] if self.fit_run else [])
         paths = [getattr(saver, f"{keyword}_model_path", "") for saver in savers]
         if keyword == "best":
             paths = paths[:1]
@@ -377,7 +376,7 @@ class FabricLoop(TrainerAPI):
         return max(found, key=os.path.getmtime) if found else None
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "_callbacks": list(self.callbacks), "run": None, "runs": {}}
+        return {**self.__dict__, "run": None, "runs": {}}
 
 
 def make_fabric(given: dict[str, Any]) -> Any:

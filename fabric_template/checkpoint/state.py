@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 
 OWN_KEY = "fabric_template"
 # The counters in each progress object of Trainer.
-COUNTS = ("ready", "started", "processed", "completed")
+_COUNTS = ("ready", "started", "processed", "completed")
 # Names of the attributes of RunState that have a state_dict. The first process saves PARTS, and
 # each process saves its own PARTS_OF_PROCESS.
 PARTS = ("progress", "stop", "history", "checkpoints")
@@ -179,8 +179,8 @@ def add_hyperparameters(checkpoint: dict[str, Any], part: Any) -> None:
 def loops_state(run: RunState) -> dict[str, Any]:
     """Return the counters of Trainer's loops, with which Trainer can resume this run."""
     progress, saved = run.progress, run.progress.state_dict()
-    epoch = _counts(progress.epochs_done, progress.epochs_done)
-    batches = _counts(saved["total_batches"], saved["batches_done"])
+    epoch = make_counts(progress.epochs_done, progress.epochs_done)
+    batches = make_counts(saved["total_batches"], saved["batches_done"])
     # Unlike the other counters, "ready" includes batches that a resumed run repeats.
     batches["total"]["ready"] = progress.total_batches
     batches["current"]["ready"] = progress.batches_done
@@ -193,8 +193,10 @@ def loops_state(run: RunState) -> dict[str, Any]:
             for counts in batches.values():
                 counts["completed"] -= 1
     is_automatic, steps = run.module.automatic_optimization, progress.global_step
-    automatic = _counts(steps, progress.optimizer_steps_in_epoch) if is_automatic else _counts(0, 0)
-    manual = _counts(0 if is_automatic else steps, 0)
+    automatic = (
+        make_counts(steps, progress.optimizer_steps_in_epoch) if is_automatic else make_counts(0, 0)
+    )
+    manual = make_counts(0 if is_automatic else steps, 0)
     loader_states = run.data.loader_states()
     fit_loop = {
         "state_dict": {"combined_loader": loader_states} if loader_states else {},
@@ -209,8 +211,8 @@ def loops_state(run: RunState) -> dict[str, Any]:
     return {"fit_loop": fit_loop, "validate_loop": {}, "test_loop": {}, "predict_loop": {}}
 
 
-def _counts(total: int, current: int) -> dict[str, Any]:
-    return {"total": dict.fromkeys(COUNTS, total), "current": dict.fromkeys(COUNTS, current)}
+def make_counts(total: int, current: int) -> dict[str, Any]:
+    return {"total": dict.fromkeys(_COUNTS, total), "current": dict.fromkeys(_COUNTS, current)}
 
 
 # Restore the model

@@ -7,6 +7,7 @@ import os
 import signal
 from collections.abc import Callable
 from copy import copy
+from operator import attrgetter
 from pathlib import Path
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
@@ -19,7 +20,7 @@ from lightning.pytorch.utilities import GradClipAlgorithmType
 
 from ..checkpoint.distributed import remove_shards, save_checkpoint
 from ..checkpoint.manager import CheckpointManager
-from ..checkpoint.state import COUNTS, build_checkpoint, loops_state
+from ..checkpoint.state import build_checkpoint, loops_state, make_counts
 from ..config import LoopConfig
 from ..distributed.launch import join_processes, starts_processes
 from ..errors import ConfigurationError
@@ -27,35 +28,54 @@ from ..training.hooks import overridden
 from ..training.optimization import clip_gradients, is_logging_due, is_window_end
 from ..training.progress import Progress, StopCondition
 from .callbacks import find_callbacks
-from .private import wrap_optimizer
 
 if TYPE_CHECKING:
     from ..training.run_state import RunState
 
-# Attributes that LoopAPI reads from the loop, and attributes that TrainerAPI reads from Fabric.
-_OF_TRAINER = ("max_epochs", "min_epochs", "max_steps", "min_steps", "global_step")
+
 _OF_FABRIC = ("is_global_zero", "global_rank", "local_rank", "node_rank", "world_size", "print")
-# Read-only attributes by name, with a function that computes the attribute from a loop.
+# Read-only attributes of Trainer, with functions that compute them from a FabricLoop.
 _ATTRIBUTES: dict[str, Callable[[Any], Any]] = {
     # The run
+    "global_step": lambda loop: loop.run.progress.global_step if loop.run else 0,
+    "current_epoch": lambda loop: loop.run.progress.epochs_done if loop.run else 0,
     "is_last_batch": lambda loop: bool(loop.run and loop.run.progress.is_last_batch),
     "enable_validation": lambda loop: bool(loop.run and loop.run.should_validate),
     "lightning_module": lambda loop: loop.run and loop.run.model,
+    # The wrapper is, for example, DistributedDataParallel.
+    "model": lambda loop: loop.run and (loop.run.steps.wrapped or loop.run.model),
     "datamodule": lambda loop: loop.run and loop.run.datamodule,
+    "lr_scheduler_configs": lambda loop: loop.fit_run.lr_schedulers if loop.fit_run else [],
     "interrupted": lambda loop: loop.status == TrainerStatus.INTERRUPTED,
     "evaluating": lambda loop: loop.validating or loop.testing or loop.sanity_checking,
     "callback_metrics": lambda loop: loop.metrics("callback_metrics"),
     "logged_metrics": lambda loop: loop.metrics("logged_metrics"),
     "progress_bar_metrics": lambda loop: loop.metrics("progress_bar_metrics"),
-    "lr_scheduler_configs": lambda loop: (
-        loop.runs["fit"].lr_schedulers if "fit" in loop.runs else []
-    ),
     # Limits
     "max_epochs": lambda loop: loop.limits.max_epochs,
     "min_epochs": lambda loop: loop.limits.min_epochs,
     "max_steps": lambda loop: loop.limits.max_steps,
-    "num_test_batches": lambda loop: loop.limits_of("test"),
-    "num_predict_batches": lambda loop: loop.limits_of("predict"),
+    "gradient_clip_algorithm": lambda loop: (
+        loop.config.gradient_clip_algorithm
+        and GradClipAlgorithmType(loop.config.gradient_clip_algorithm.lower())
+    ),
+    "num_training_batches": lambda loop: (
+        loop.fit_run.progress.num_train_batches if loop.fit_run else math.inf
+    ),
+    "num_val_batches": lambda loop: loop.eval_limits(
+        "validate" if loop.run and loop.run.stage == "validate" else "fit"
+    ),
+    "num_sanity_val_batches": lambda loop: [
+        limit
+        if loop.config.num_sanity_val_steps == -1
+        else min(limit, loop.config.num_sanity_val_steps)
+        for limit in loop.eval_limits("fit")
+    ],
+    "num_test_batches": lambda loop: loop.eval_limits("test"),
+    "num_predict_batches": lambda loop: loop.eval_limits("predict"),
+    "val_check_batch": lambda loop: (
+        loop.fit_run.validation_schedule.every_n_batches if loop.fit_run else None
+    ),
     # Loaders
     "val_dataloaders": lambda loop: loop.loaders_of("fit", "validate"),
     "test_dataloaders": lambda loop: loop.loaders_of("test"),
@@ -65,6 +85,7 @@ _ATTRIBUTES: dict[str, Callable[[Any], Any]] = {
     "early_stopping_callbacks": lambda loop: find_callbacks(loop.callbacks, "EarlyStopping"),
     "early_stopping_callback": lambda loop: next(iter(loop.early_stopping_callbacks), None),
     # Devices
+    **{name: attrgetter(f"fabric.{name}") for name in _OF_FABRIC},
     "precision": lambda loop: loop.fabric.strategy.precision.precision,
     "precision_plugin": lambda loop: loop.strategy.precision_plugin,
     "scaler": lambda loop: getattr(loop.fabric.strategy.precision, "scaler", None),
@@ -83,6 +104,32 @@ _ATTRIBUTES: dict[str, Callable[[Any], Any]] = {
     # ``LightningModule.log(sync_dist=True)`` reads ``is_distributed``.
     "_accelerator_connector": lambda loop: SimpleNamespace(is_distributed=loop.world_size > 1),
 }
+# Attributes of Trainer's loops, with functions that compute them from a LoopAPI.
+_LOOP_ATTRIBUTES: dict[str, Callable[[Any], Any]] = {
+    **dict.fromkeys(
+        ("epoch_loop", "automatic_optimization", "manual_optimization"), lambda api: api
+    ),
+    "val_loop": lambda api: LoopAPI(api.trainer, "validate_loop"),
+    "total_batch_idx": lambda api: api.progress.total_batches - 1,
+    "batch_idx": lambda api: api.progress.batches_done - 1,
+    # LearningRateMonitor and DeviceStatsMonitor pass this step to the loggers.
+    "_batches_that_stepped": lambda api: api.progress.logging_step,
+    # StochasticWeightAveraging sets ``_skip_backward`` to update BatchNorm without backward passes.
+    "_skip_backward": lambda api: api.current_run.optimization.skip_backward,
+    # A module that steps torch's optimizer, not Lightning's wrapper, increments ``completed``.
+    **dict.fromkeys(("optim_step_progress", "total"), lambda api: api),
+    "completed": lambda api: api.progress.global_step,
+    # ModelCheckpoint reads ``_has_run`` if the monitored metric is missing.
+    "_has_run": lambda api: api.progress.eval_batches_done > 0,
+    # Modules choose their monitor depending on whether there is a validation loader.
+    "_data_source": lambda api: SimpleNamespace(
+        is_defined=lambda: api.current_run.data.has_loader("val")
+    ),
+    # Prediction callbacks
+    "predictions": lambda api: api.current_run.predictions.as_returned(),
+    "epoch_batch_indices": lambda api: api.current_run.predictions.batch_indices,
+    "current_batch_indices": lambda api: api.current_run.predictions.current_indices,
+}
 
 
 class TrainerAPI:
@@ -90,6 +137,7 @@ class TrainerAPI:
 
     config: LoopConfig
     fabric: Any
+    callbacks: list[Any]
     loggers: list[Any]
     default_root_dir: str
     run: RunState | None
@@ -98,20 +146,22 @@ class TrainerAPI:
     strategy: StrategyAPI
     given_profiler: Any
     next_ckpt_path: Any
-    _callbacks: list[Any]
     enable_autolog_hparams = True
 
-    # Progress and limits
+    def require_run(self, name: str) -> RunState:
+        """Return the run. Raise an error that contains ``name`` before the first run."""
+        if self.run is None:
+            raise RuntimeError(
+                f"FabricLoop.{name}: nothing has run yet. Call fit, validate, test or predict first."
+            )
+        return self.run
 
     @property
-    def global_step(self) -> int:
-        """The number of optimizer steps so far."""
-        return self.run.progress.global_step if self.run else 0
+    def fit_run(self) -> RunState | None:
+        """The last fit, or None before the first fit."""
+        return self.runs.get("fit")
 
-    @property
-    def current_epoch(self) -> int:
-        """The current epoch, counted from 0."""
-        return self.run.progress.epochs_done if self.run else 0
+    # Attributes that can be set
 
     @property
     def should_stop(self) -> bool:
@@ -121,13 +171,6 @@ class TrainerAPI:
     @should_stop.setter
     def should_stop(self, value: bool) -> None:
         self.require_run("should_stop").stop.should_stop = value
-
-    @property
-    def limits(self) -> StopCondition:
-        """The conditions that end the current or the next run, including Trainer's defaults."""
-        if self.run is not None:
-            return self.run.stop
-        return StopCondition(self.config, Progress(), bool(find_callbacks(self.callbacks, "Timer")))
 
     @property
     def accumulate_grad_batches(self) -> int:
@@ -141,27 +184,91 @@ class TrainerAPI:
             self.run.accumulate_grad_batches = value
 
     @property
-    def gradient_clip_algorithm(self) -> GradClipAlgorithmType | None:
-        algorithm = self.config.gradient_clip_algorithm
-        return None if algorithm is None else GradClipAlgorithmType(algorithm.lower())
+    def optimizers(self) -> list[Any]:
+        """The optimizers of the last fit."""
+        run = self.fit_run
+        if run is None:
+            return []
+        # A LightningModule with manual optimization gets wrapped optimizers from self.optimizers().
+        is_plain = not run.is_lightning_module and not run.module.automatic_optimization
+        return run.lightning_optimizers if is_plain else run.optimizers
+
+    @optimizers.setter
+    def optimizers(self, optimizers: list[Any]) -> None:
+        run = self.require_run("optimizers")
+        run.set_optimizers(list(optimizers))
+        if run.optimization is not None:
+            run.optimization.setup()
 
     @property
-    def num_training_batches(self) -> int | float:
-        return self.runs["fit"].progress.num_train_batches if "fit" in self.runs else math.inf
+    def logger(self) -> Any:
+        """The first logger."""
+        return self.loggers[0] if self.loggers else None
+
+    @logger.setter
+    def logger(self, logger: Any) -> None:
+        self.loggers = [logger] if logger else []
 
     @property
-    def num_val_batches(self) -> list[int | float]:
-        is_validating = self.run is not None and self.run.stage == "validate"
-        return self.limits_of("validate" if is_validating else "fit")
+    def profiler(self) -> Any:
+        """The profiler, or a PassThroughProfiler, which measures nothing."""
+        return self.given_profiler or PassThroughProfiler()
+
+    @profiler.setter
+    def profiler(self, profiler: Any) -> None:
+        self.given_profiler = make_profiler(profiler)
 
     @property
-    def num_sanity_val_batches(self) -> list[int | float]:
-        most = self.config.num_sanity_val_steps or 0
-        return [limit if most == -1 else min(most, limit) for limit in self.limits_of("fit")]
+    def ckpt_path(self) -> str | None:
+        """The checkpoint that this run started from. An assigned path is used by the next run."""
+        return self.next_ckpt_path or (self.run.checkpoint_path if self.run else None)
 
-    def limits_of(self, stage: str) -> list[int | float]:
-        run = self.runs.get(stage)
-        return run.data.eval_loaders.limits if run and run.data.eval_loaders else []
+    @ckpt_path.setter
+    def ckpt_path(self, path: Any) -> None:
+        self.next_ckpt_path = path
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        """Set an option for the current and all later runs, or set any other attribute."""
+        is_option = "config" in vars(self) and name in vars(self.config)
+        if not is_option or name == "default_root_dir" or hasattr(type(self), name):
+            super().__setattr__(name, value)
+            return
+        # The constructor of LoopConfig checks the value.
+        LoopConfig(**{name: value})
+        self.config = self.config.changed(**{name: value})
+        run = self.run
+        if run is None:
+            return
+        run.config = self.config
+        if name in vars(run.stop):
+            vars(run.stop)[name] = value
+        if run.optimization is not None:
+            run.optimization.setup()
+
+    # Attributes that are only read
+
+    def __getattr__(self, name: str) -> Any:
+        if name in _ATTRIBUTES:
+            return _ATTRIBUTES[name](self)
+        # Return loop.training, validating, sanity_checking, testing or predicting as a bool.
+        if name.upper() in RunningStage.__members__:
+            return self.state.stage == RunningStage[name.upper()]
+        if "config" in vars(self) and name in vars(self.config):
+            return getattr(self.config, name)
+        instead = "lightning_compat/trainer_api.py lists the attributes of Trainer that it has."
+        if name != "fabric" and hasattr(self.fabric, name):
+            instead = f"Write loop.fabric.{name}."
+        raise AttributeError(f"FabricLoop has no attribute {name!r}. {instead}")
+
+    def __dir__(self) -> list[str]:
+        return [*super().__dir__(), *_ATTRIBUTES, *vars(self.config)]
+
+    @property
+    def limits(self) -> StopCondition:
+        """The conditions that end the current or the next run, including Trainer's defaults."""
+        if self.run is not None:
+            return self.run.stop
+        return StopCondition(self.config, Progress(), bool(find_callbacks(self.callbacks, "Timer")))
 
     @property
     def estimated_stepping_batches(self) -> int | float:
@@ -177,8 +284,20 @@ class TrainerAPI:
         return min(max_steps, steps * max(run.stop.max_epochs, 1))
 
     @property
-    def val_check_batch(self) -> int | float | None:
-        return self.runs["fit"].validation_schedule.every_n_batches if "fit" in self.runs else None
+    def train_dataloader(self) -> Any:
+        loaders = self.fit_run.data.train if self.fit_run else None
+        return loaders.as_given if loaders else None
+
+    def eval_limits(self, stage: str) -> list[int | float]:
+        run = self.runs.get(stage)
+        return run.data.eval_loaders.limits if run and run.data.eval_loaders else []
+
+    def loaders_of(self, *stages: str) -> Any:
+        """Return the evaluation loaders of the run if its stage is one of ``stages``."""
+        run = self.run
+        if run is None or run.stage not in stages or run.data.eval_loaders is None:
+            return None
+        return run.data.eval_loaders.as_given
 
     def metrics(self, view: str) -> dict[str, Any]:
         if self.run is None:
@@ -186,55 +305,6 @@ class TrainerAPI:
         if self.run.results.is_active:
             self.run.results.update_metrics()
         return getattr(self.run.results, view)
-
-    # Model, optimizers, loaders
-
-    @property
-    def model(self) -> Any:
-        """The model, or its wrapper such as DistributedDataParallel."""
-        return self.run and (self.run.steps.ddp or self.run.steps.wrapped or self.run.model)
-
-    @property
-    def optimizers(self) -> list[Any]:
-        """The optimizers of the last fit."""
-        run = self.runs.get("fit")
-        if run is None:
-            return []
-        # A LightningModule with manual optimization gets wrapped optimizers from self.optimizers().
-        is_plain = not run.is_lightning_module and not run.module.automatic_optimization
-        return self.strategy.lightning_optimizers if is_plain else run.optimizers
-
-    @optimizers.setter
-    def optimizers(self, optimizers: list[Any]) -> None:
-        run = self.require_run("optimizers")
-        run.optimizers = list(optimizers)
-        self.strategy.reset_lightning_optimizers()
-        if run.optimization is not None:
-            run.optimization.setup()
-
-    @property
-    def train_dataloader(self) -> Any:
-        run = self.runs.get("fit")
-        return run.data.train.as_given if run and run.data.train else None
-
-    def loaders_of(self, *stages: str) -> Any:
-        run = self.run
-        if run is None or run.stage not in stages or run.data.eval_loaders is None:
-            return None
-        return run.data.eval_loaders.as_given
-
-    # Callbacks, loggers, profiler
-
-    @property
-    def callbacks(self) -> list[Any]:
-        """The callbacks in calling order. Changes of this list take effect at the next hook."""
-        return self.run.hooks.callbacks if self.run else self._callbacks
-
-    @callbacks.setter
-    def callbacks(self, callbacks: list[Any]) -> None:
-        self._callbacks = list(callbacks)
-        if self.run is not None:
-            self.run.hooks.callbacks[:] = callbacks
 
     @property
     def checkpoint_callback(self) -> Any:
@@ -255,15 +325,6 @@ class TrainerAPI:
         return next(iter(bars), None)
 
     @property
-    def logger(self) -> Any:
-        """The first logger."""
-        return self.loggers[0] if self.loggers else None
-
-    @logger.setter
-    def logger(self, logger: Any) -> None:
-        self.loggers = [logger] if logger else []
-
-    @property
     def log_dir(self) -> str | None:
         """The folder of the first logger."""
         if not self.loggers:
@@ -271,17 +332,6 @@ class TrainerAPI:
         logger = self.loggers[0]
         folder = getattr(logger, "log_dir", None) or getattr(logger, "save_dir", None)
         return self.fabric.broadcast(folder) if self.fabric.world_size > 1 and self.run else folder
-
-    @property
-    def profiler(self) -> Any:
-        """The profiler, or a PassThroughProfiler, which measures nothing."""
-        return self.given_profiler or PassThroughProfiler()
-
-    @profiler.setter
-    def profiler(self, profiler: Any) -> None:
-        self.given_profiler = make_profiler(profiler)
-
-    # Devices
 
     @property
     def accelerator(self) -> Any:
@@ -292,8 +342,6 @@ class TrainerAPI:
     def device_ids(self) -> list[int]:
         devices = getattr(self.fabric.strategy, "parallel_devices", None) or [self.fabric.device]
         return [index if d.index is None else d.index for index, d in enumerate(devices)]
-
-    # Stages
 
     @property
     def state(self) -> TrainerState:
@@ -310,45 +358,6 @@ class TrainerAPI:
         if self.run is None or self.run.signals is None:
             return False
         return signal.SIGTERM in (self.run.signals.received, self.run.stop.signal)
-
-    # Actions
-
-    @property
-    def ckpt_path(self) -> str | None:
-        """The checkpoint that this run started from. An assigned path is used by the next run."""
-        return self.next_ckpt_path or (self.run.checkpoint_path if self.run else None)
-
-    @ckpt_path.setter
-    def ckpt_path(self, path: Any) -> None:
-        self.next_ckpt_path = path
-
-    def save_checkpoint(
-        self, filepath: str | Path, weights_only: bool | None = None, storage_options: Any = None
-    ) -> None:
-        """Write a checkpoint of the current state of the run."""
-        if self.run is None:
-            raise AttributeError(
-                "Saving a checkpoint is only possible if a model is attached to the Trainer. Did you call"
-                " `Trainer.save_checkpoint()` before calling `Trainer.{fit,validate,test,predict}`?"
-            )
-        fit = self.runs.get("fit")
-        # If validate, test or predict runs the model of the last fit, save the state of that fit.
-        run = fit if fit is not None and fit.model is self.run.model else self.run
-        if run.exception is not None and run.fabric.world_size > 1:
-            raise RuntimeError(
-                "save_checkpoint: an error has ended the run in this process, and a checkpoint needs all"
-                " processes. Resume from the previous checkpoint with resume='last'."
-            )
-        with run.hooks.profiled("save_checkpoint"):
-            checkpoint = build_checkpoint(run, bool(weights_only))
-            save_checkpoint(run, checkpoint, Path(filepath), storage_options)
-        self.fabric.barrier()
-
-    def init_module(self, empty_init: bool | None = None) -> Any:
-        """Return a context that creates modules on the device and in the precision of the loop."""
-        if not starts_processes(self.fabric):
-            join_processes(self.fabric)
-        return self.fabric.init_module(empty_init=empty_init)
 
     # Private attributes
 
@@ -386,105 +395,47 @@ class TrainerAPI:
 
         return SimpleNamespace(_datahook_selector=SimpleNamespace(get_instance=get_instance))
 
-    # Everything else
+    # Methods
 
-    def require_run(self, name: str) -> RunState:
+    def save_checkpoint(
+        self, filepath: str | Path, weights_only: bool | None = None, storage_options: Any = None
+    ) -> None:
+        """Write a checkpoint of the current state of the run."""
         if self.run is None:
-            raise RuntimeError(
-                f"FabricLoop.{name}: nothing has run yet. Call fit, validate, test or predict first."
+            raise AttributeError(
+                "Saving a checkpoint is only possible if a model is attached to the Trainer. Did you call"
+                " `Trainer.save_checkpoint()` before calling `Trainer.{fit,validate,test,predict}`?"
             )
-        return self.run
+        fit = self.fit_run
+        # If validate, test or predict runs the model of the last fit, save the state of that fit.
+        run = fit if fit is not None and fit.model is self.run.model else self.run
+        if run.exception is not None and run.fabric.world_size > 1:
+            raise RuntimeError(
+                "save_checkpoint: an error has ended the run in this process, and a checkpoint needs all"
+                " processes. Resume from the previous checkpoint with resume='last'."
+            )
+        with run.hooks.profiled("save_checkpoint"):
+            checkpoint = build_checkpoint(run, bool(weights_only))
+            save_checkpoint(run, checkpoint, Path(filepath), storage_options)
+        self.fabric.barrier()
 
-    def __setattr__(self, name: str, value: Any) -> None:
-        """Set an option for the current and all later runs, or set any other attribute."""
-        is_option = "config" in vars(self) and name in vars(self.config)
-        if not is_option or name == "default_root_dir" or hasattr(type(self), name):
-            super().__setattr__(name, value)
-            return
-        # The constructor of LoopConfig checks the value.
-        LoopConfig(**{name: value})
-        self.config = self.config.changed(**{name: value})
-        run = self.run
-        if run is None:
-            return
-        run.config = self.config
-        if name in vars(run.stop):
-            vars(run.stop)[name] = value
-        if run.optimization is not None:
-            run.optimization.setup()
-
-    def __getattr__(self, name: str) -> Any:
-        if name in _ATTRIBUTES:
-            return _ATTRIBUTES[name](self)
-        if name in _OF_FABRIC:
-            return getattr(self.fabric, name)
-        # Return loop.training, validating, sanity_checking, testing or predicting as a bool.
-        if name.upper() in RunningStage.__members__:
-            return self.state.stage == RunningStage[name.upper()]
-        if "config" in vars(self) and name in vars(self.config):
-            return getattr(self.config, name)
-        instead = "lightning_compat/trainer_api.py lists the attributes of Trainer that it has."
-        if name != "fabric" and hasattr(self.fabric, name):
-            instead = f"Write loop.fabric.{name}."
-        raise AttributeError(f"FabricLoop has no attribute {name!r}. {instead}")
-
-    def __dir__(self) -> list[str]:
-        return [*super().__dir__(), *_ATTRIBUTES, *vars(self.config)]
-
-
-# The attributes of Trainer's fit_loop, of its inner loops and of the counters in these loops. One
-# LoopAPI object takes the place of all these objects.
-_OF_FIT_LOOP: dict[str, Callable[[Any], Any]] = {
-    "epoch_loop": lambda loop: loop,
-    "val_loop": lambda loop: LoopAPI(loop.trainer, "validate_loop"),
-    "max_batches": lambda loop: loop.progress.num_train_batches,
-    "total_batch_idx": lambda loop: loop.progress.total_batches - 1,
-    "batch_idx": lambda loop: loop.progress.batches_done - 1,
-    # LearningRateMonitor and DeviceStatsMonitor pass this step to the loggers.
-    "_batches_that_stepped": lambda loop: (
-        loop.trainer.run.progress.logging_step if loop.trainer.run else 0
-    ),
-    # StochasticWeightAveraging sets ``_skip_backward`` to update BatchNorm without backward passes.
-    "_skip_backward": lambda loop: loop.current_run.optimization.skip_backward,
-    # A module that steps torch's optimizer, not Lightning's wrapper, increments these counters.
-    "manual_optimization": lambda loop: loop,
-    "optim_step_progress": lambda loop: loop,
-    "total": lambda loop: loop,
-    "completed": lambda loop: loop.progress.global_step,
-}
-_OF_EVALUATION_LOOPS: dict[str, Callable[[Any], Any]] = {
-    "max_batches": lambda loop: (
-        loop.trainer.num_sanity_val_batches
-        if loop.trainer.sanity_checking
-        else loop.trainer.limits_of(loop.current_run.stage)
-    ),
-    "batch_progress": lambda loop: as_namespace(
-        {
-            "current": dict.fromkeys(COUNTS, loop.progress.eval_batches_done),
-            "total": dict.fromkeys(COUNTS, loop.progress.total_eval_batches),
-        }
-    ),
-    # ModelCheckpoint reads ``_has_run`` if the monitored metric is missing.
-    "_has_run": lambda loop: loop.progress.eval_batches_done > 0,
-    # Modules choose their monitor depending on whether there is a validation loader.
-    "_data_source": lambda loop: SimpleNamespace(
-        is_defined=lambda: loop.current_run.data.has_loader("val")
-    ),
-    # Prediction callbacks
-    "predictions": lambda loop: loop.current_run.predictions.as_returned(),
-    "epoch_batch_indices": lambda loop: loop.current_run.predictions.batch_indices,
-    "current_batch_indices": lambda loop: loop.current_run.predictions.current_indices,
-}
+    def init_module(self, empty_init: bool | None = None) -> Any:
+        """Return a context that creates modules on the device and in the precision of the loop."""
+        if not starts_processes(self.fabric):
+            join_processes(self.fabric)
+        return self.fabric.init_module(empty_init=empty_init)
 
 
 class LoopAPI:
-    """Provide attributes of one of Trainer's loops, such as ``trainer.fit_loop``."""
+    """Provide the attributes of one of Trainer's loops, such as ``trainer.fit_loop``.
 
-    __slots__ = ("_attributes", "_key", "trainer")
+    One object takes the place of a loop, of its inner loops and of their counters.
+    """
+
+    __slots__ = ("_key", "trainer")
 
     def __init__(self, trainer: Any, key: str) -> None:
         self.trainer, self._key = trainer, key
-        self._attributes = _OF_FIT_LOOP if key == "fit_loop" else _OF_EVALUATION_LOOPS
 
     @property
     def current_run(self) -> RunState:
@@ -493,6 +444,21 @@ class LoopAPI:
     @property
     def progress(self) -> Progress:
         return self.current_run.progress
+
+    @property
+    def max_batches(self) -> Any:
+        if self._key == "fit_loop":
+            return self.progress.num_train_batches
+        if self.trainer.sanity_checking:
+            return self.trainer.num_sanity_val_batches
+        return self.trainer.eval_limits(self.current_run.stage)
+
+    @property
+    def batch_progress(self) -> Any:
+        if self._key == "fit_loop":
+            return as_namespace(self.state_dict()["epoch_loop.batch_progress"])
+        progress = self.progress
+        return as_namespace(make_counts(progress.total_eval_batches, progress.eval_batches_done))
 
     def state_dict(self) -> dict[str, Any]:
         return loops_state(self.current_run)[self._key]
@@ -510,23 +476,17 @@ class LoopAPI:
         return run.should_validate and run.validation_schedule.is_in_this_epoch()
 
     def __getattr__(self, name: str) -> Any:
-        """Return an attribute of Trainer's loop, or a counter such as ``epoch_progress``."""
+        """Return an attribute of Trainer's loop, or counters such as ``epoch_progress``."""
         if name.startswith("__"):
             raise AttributeError(name)
-        if name in self._attributes:
-            return self._attributes[name](self)
-        if name in _OF_TRAINER:
+        if name in ("max_epochs", "min_epochs", "max_steps", "min_steps", "global_step"):
             return getattr(self.trainer, name)
-        found = {}
+        if name in _LOOP_ATTRIBUTES:
+            return _LOOP_ATTRIBUTES[name](self)
         for key, value in self.state_dict().items():
-            place = key.removeprefix("epoch_loop.")
-            if place == name:
+            if key.rpartition(".")[2] == name:
                 return as_namespace(value)
-            if place.startswith(f"{name}."):
-                found[place.removeprefix(f"{name}.")] = value
-        if not found:
-            raise AttributeError(f"FabricLoop's {self._key} has no attribute {name!r}.")
-        return as_namespace(found)
+        raise AttributeError(f"FabricLoop's {self._key} has no attribute {name!r}.")
 
     def __setattr__(self, name: str, value: Any) -> None:
         if name in ("max_epochs", "max_steps"):
@@ -553,22 +513,12 @@ class StrategyAPI:
 
     def __init__(self, loop: TrainerAPI) -> None:
         self._loop = loop
-        self._wrapped: list[Any] | None = None
 
     @property
-    def lightning_optimizers(self) -> list[Any]:
-        """The wrapped optimizers, whose step() handles precision, hooks and counters."""
-        if self._wrapped is None:
-            fit = self._loop.runs.get("fit")
-            optimizers = fit.optimizers if fit else []
-            self._wrapped = [wrap_optimizer(optimizer, self) for optimizer in optimizers]
-        return self._wrapped
-
-    # LightningModule.optimizers() reads this private attribute.
-    _lightning_optimizers = lightning_optimizers
-
-    def reset_lightning_optimizers(self) -> None:
-        self._wrapped = None
+    def _lightning_optimizers(self) -> list[Any]:
+        """Used by ``LightningModule.optimizers()``."""
+        fit_run = self._loop.fit_run
+        return fit_run.lightning_optimizers if fit_run else []
 
     @property
     def optimizers(self) -> list[Any]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from contextlib import nullcontext
 from functools import partial
 from typing import Any
@@ -40,8 +40,7 @@ class Hooks:
     has changed.
 
     Args:
-        loop: The argument ``trainer`` of the callbacks' hooks.
-        callbacks: The callbacks, in the order of their calls.
+        loop: The loop of the callbacks, which is the argument ``trainer`` of their hooks.
         module: The LightningModule or ModuleAdapter of the run.
         module_for: A function that returns the argument ``pl_module`` for a callback.
         profiler: A profiler of Lightning, or None.
@@ -53,17 +52,20 @@ class Hooks:
     def __init__(
         self,
         loop: Any,
-        callbacks: Iterable[Any],
         module: Any,
         module_for: Callable[[Any], Any],
         profiler: Any = None,
     ) -> None:
         self.loop, self.module, self.profiler = loop, module, profiler
-        self.callbacks = list(callbacks)
         self.current: str | None = None
         self._module_for = module_for
         self._known_callbacks: list[Any] = []
         self._methods: dict[str, tuple[list[Callable], Callable | None]] = {}
+
+    @property
+    def callbacks(self) -> list[Any]:
+        """The loop's callbacks in calling order. The list may change during a run."""
+        return self.loop.callbacks
 
     def call(self, name: str, *args: Any) -> Any:
         """Call a hook of the callbacks, then of the module. Returns the module's result."""

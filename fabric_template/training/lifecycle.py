@@ -51,7 +51,6 @@ def run_stage(run: RunState, function: Callable[[RunState], Any]) -> Any:
     loop, fabric = run.loop, run.fabric
     loop.run = loop.runs[run.stage] = run
     loop.next_ckpt_path = None
-    loop.strategy.reset_lightning_optimizers()
     loop.status = TrainerStatus.RUNNING
     run.progress.stage = "train" if run.stage == "fit" else run.stage
     try:
@@ -300,9 +299,8 @@ def configure_optimizers(run: RunState) -> None:
         returned = returned(run.model)
     has_own_step = run.hooks.is_overridden("lr_scheduler_step")
     is_automatic = run.module.automatic_optimization
-    run.optimizers, run.lr_schedulers = parse_optimizers(
-        returned, is_automatic, has_own_step, where
-    )
+    optimizers, run.lr_schedulers = parse_optimizers(returned, is_automatic, has_own_step, where)
+    run.set_optimizers(optimizers)
     check_parameters(run.optimizers, run.network)
     move_optimizer_states(run.optimizers)
 

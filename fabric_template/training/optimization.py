@@ -229,7 +229,7 @@ class AutomaticOptimization(Optimization):
         if self._module_optimizer_step is None:
             self.optimizer_step(self._optimizer, closure)
         else:
-            wrapped = self.run.loop.strategy.lightning_optimizers[0]
+            wrapped = self.run.lightning_optimizers[0]
             self._module_optimizer_step(self.run.progress.epochs_done, batch_idx, wrapped, closure)
         if not was_called:
             raise ConfigurationError(
@@ -314,7 +314,7 @@ class ManualOptimization(Optimization):
         run = self.run
         if run.is_lightning_module:
             # Set the callbacks again, because the module may have replaced them in the last batch.
-            for index, optimizer in enumerate(run.loop.strategy.lightning_optimizers):
+            for index, optimizer in enumerate(run.lightning_optimizers):
                 set_step_callback(optimizer, partial(self._count_step, index))
         else:
             # loop.backward() clears the set, but a step function may call loss.backward() instead.

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 from ..checkpoint.manager import CheckpointManager
 from ..data.loaders import DataConnector
 from ..errors import WarnOnce
+from ..lightning_compat.private import wrap_optimizer
 from ..loggers.console import Console
 from ..loggers.history import History
 from ..loggers.logger_connector import LoggerConnector
@@ -98,7 +99,7 @@ class RunState:
     def _make_parts(self, last: RunState | None) -> None:
         """Create the parts of the run, such as hooks, counters and loggers."""
         loop, config, fabric = self.loop, self.config, self.fabric
-        self.hooks = Hooks(loop, loop.callbacks, self.module, self._module_for, loop.given_profiler)
+        self.hooks = Hooks(loop, self.module, self._module_for, loop.given_profiler)
         before: Progress = Progress() if last is None else last.progress
         # Give an evaluation the counters of the previous run.
         self.progress: Progress = Progress(
@@ -121,7 +122,7 @@ class RunState:
         self.checkpoints = CheckpointManager(None, config) if last is None else last.checkpoints
         self.warn_once = WarnOnce(fabric.is_global_zero)
         self.accumulate_grad_batches = config.accumulate_grad_batches
-        self.optimizers: list[Optimizer] = []
+        self.set_optimizers([])
         self.lr_schedulers: list[LRSchedulerConfig] = []
         self.optimization: AutomaticOptimization | ManualOptimization = None  # type: ignore[assignment]
         self.validation_schedule: ValidationSchedule = None  # type: ignore[assignment]
@@ -142,6 +143,12 @@ class RunState:
         bases = [base for base in type(callback).__mro__ if base.__name__ != "Callback"]
         is_lightnings = any(base.__module__.startswith(packages) for base in bases)
         return self.module if is_lightnings else self.model
+
+    def set_optimizers(self, optimizers: list[Optimizer]) -> None:
+        self.optimizers = optimizers
+        strategy = self.loop.strategy
+        # The step() of these wrappers handles precision, hooks and counters.
+        self.lightning_optimizers = [wrap_optimizer(item, strategy) for item in optimizers]
 
     @property
     def should_validate(self) -> bool:
