@@ -302,8 +302,7 @@ class TrainerAPI:
     def metrics(self, view: str) -> dict[str, Any]:
         if self.run is None:
             return {}
-        if self.run.results.is_active:
-            self.run.results.update_metrics()
+        self.run.results.update_metrics()
         return getattr(self.run.results, view)
 
     @property

@@ -227,10 +227,10 @@ def find_place() -> str:
 def bar_values(run: RunState) -> dict[str, float]:
     """Read the values to show beside the bar. Reading a value waits for the device."""
     results = run.results
-    logs_itself = run.is_lightning_module and (results.is_active or results.callback_metrics)
+    logs_itself = run.is_lightning_module and (results.active.metrics or results.callback_metrics)
     values = {} if logs_itself else train_values_first(results.latest_means())
     values.update(results.progress_bar_metrics)
-    if run.progress.stage == "train" and results.is_active:
+    if run.progress.stage == "train":
         values.update(to_numbers(results.current_values().progress_bar))
     return values
 

@@ -156,7 +156,6 @@ class History:
         self._num_samples = state["num_samples"] if self.counts_steps else 0
         self._seconds_before_resume = state["seconds"]
         self._eval_seconds = state["eval_seconds"]
-        self.start_clock()
         # Remove rows newer than the checkpoint. A logger new to this run has no saved position.
         for logger, position in zip_longest(self.csv_loggers, state["files"]):
             if logger is not None:

@@ -134,10 +134,9 @@ class LoggerConnector:
 
     def monitored_metrics(self) -> dict[str, Any]:
         """Return all metrics that can be monitored, from logged values and from step outputs."""
-        run = self.run
-        if run.results.is_active:
-            run.results.update_metrics()
-        return {**run.results.returned, **run.results.callback_metrics}
+        results = self.run.results
+        results.update_metrics()
+        return {**results.returned, **results.callback_metrics}
 
     def finalize(self, status: str) -> None:
         for logger in self.loggers:

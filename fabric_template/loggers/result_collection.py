@@ -7,8 +7,9 @@ A step never synchronizes with the device.
 from __future__ import annotations
 
 import numbers
+from collections import ChainMap
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
@@ -19,7 +20,7 @@ from lightning_utilities.core.apply_func import apply_to_collection
 from torch import Tensor, nn
 
 from ..errors import ConfigurationError
-from .log_arguments import REDUCTIONS, LogArguments, check_arguments, hook_error, value_error
+from .log_arguments import REDUCTIONS, LogArguments, check_arguments, value_error
 
 if TYPE_CHECKING:
     from ..training.run_state import RunState
@@ -175,6 +176,7 @@ class LoggedMetric:
             self.row = Sums(**state["row"])
 
 
+@dataclass
 class LoopResults:
     """Contain the logged and returned values of either training or evaluation.
 
@@ -189,17 +191,16 @@ class LoopResults:
         has_new_values: Whether a batch has ended since the last ``update_metrics``.
     """
 
-    def __init__(self, is_training: bool) -> None:
-        self.is_training = is_training
-        self.metrics: dict[tuple, LoggedMetric] = {}
-        self.logged_names: set[str] = set()
-        self.batch: Any = None
-        self.batch_size: int | None = None
-        self.logged_batch_size: int | None = None
-        self.dataloader_idx: int | None = None
-        self.has_step_values = self.has_new_values = False
-        self.is_first_batch: bool | None = None
-        self.last_hook: str | None = None
+    metrics: dict[tuple, LoggedMetric] = field(default_factory=dict)
+    logged_names: set[str] = field(default_factory=set)
+    batch: Any = None
+    batch_size: int | None = None
+    logged_batch_size: int | None = None
+    dataloader_idx: int | None = None
+    is_first_batch: bool | None = None
+    last_hook: str | None = None
+    has_step_values: bool = False
+    has_new_values: bool = False
 
     def current(self) -> Iterator[LoggedMetric]:
         """Yield the metrics that were logged for the current loader since the last reset."""
@@ -239,9 +240,7 @@ class ResultCollection:
     """Implement ``self.log``, and Trainer's dicts of logged values, such as callback_metrics.
 
     Attributes:
-        active: The LoopResults of the loop that runs. If training pauses for a validation, these
-            are the results of the validation.
-        is_active: Whether a loop runs.
+        active: The results of the loop that runs: ``train`` or ``evaluation``. Empty after the run.
         callback_metrics, logged_metrics, progress_bar_metrics: Trainer's attributes of these names.
         row: The evaluated values of the next row of metrics.csv.
         returned: The newest means of the values that steps returned.
@@ -255,8 +254,8 @@ class ResultCollection:
         self.run, self._hooks = run, run.hooks
         self.is_enabled = not run.config.barebones
         self._all_reduce: Any = run.fabric.all_reduce if run.is_distributed else None
-        self.train, self.evaluation = LoopResults(is_training=True), LoopResults(is_training=False)
-        self.active, self.is_active = self.train, False
+        self.train, self.evaluation = LoopResults(), LoopResults()
+        self.active = self.train
         self.callback_metrics: dict[str, Any] = {}
         self.logged_metrics: dict[str, Any] = {}
         self.progress_bar_metrics: dict[str, float] = {}
@@ -294,8 +293,6 @@ class ResultCollection:
         if not self.is_enabled:
             return
         results, hook = self.active, self._hooks.current
-        if not self.is_active:
-            raise hook_error(hook)
         index = results.dataloader_idx
         arguments: tuple = (prog_bar, logger, on_step, on_epoch, reduce_fx, enable_graph)
         arguments += (sync_dist, sync_dist_group, add_dataloader_idx, rank_zero_only, index)
@@ -349,7 +346,7 @@ class ResultCollection:
     def _add_metric(
         self, results: LoopResults, key: tuple, arguments: LogArguments
     ) -> LoggedMetric:
-        has_own_row = self.run.history.is_step_based and results.is_training
+        has_own_row = self.run.history.is_step_based and results is self.train
         metric = results.metrics[key] = LoggedMetric(arguments, self._all_reduce, has_own_row)
         if arguments.on_epoch and arguments.logger and not metric.is_returned:
             results.logged_names.add(metric.full_name())
@@ -381,13 +378,12 @@ class ResultCollection:
 
     def start_training(self) -> None:
         """Collect the values that are logged from now on as training results."""
-        self.active, self.is_active = self.train, True
+        self.active = self.train
 
     def start_evaluation(self) -> None:
         """Collect the values that are logged from now on as evaluation results."""
         self.update_metrics()
-        self.active, self.is_active = self.evaluation, True
-        self.evaluated, self._loader_values = set(), []
+        self.active, self._loader_values = self.evaluation, []
 
     def start_batch(self, batch: Any, dataloader_idx: int | None = None) -> None:
         results = self.active
@@ -422,15 +418,18 @@ class ResultCollection:
 
     def end_evaluation(self) -> tuple[list[dict[str, Any]], dict[str, Any]]:
         """Return the evaluation's values as one dict for each loader, and the values to log."""
-        results, logged, at_end = [], {}, self.update_metrics()
-        # As in Trainer, loggers receive the values of the last loader first.
-        for values in (*reversed(self._loader_values), at_end):
-            logged.update(values.logged)
+        at_end, results = self.update_metrics(), []
         for values in self._loader_values:
             # Like Trainer, return logged values. If nothing is logged, return step outputs.
             first = values.logged or at_end.logged or values.row
             results.append(to_numbers({**first, **at_end.logged}))
-        return results, logged
+        self.evaluated = set()
+        for values in (*self._loader_values, at_end):
+            self.row.update(values.row)
+            self.evaluated.update(values.row, values.logged)
+        # As in Trainer, loggers receive a name's value of the first loader that logged this name.
+        logged = ChainMap(at_end.logged, *[values.logged for values in self._loader_values])
+        return results, dict(logged)
 
     def reset(self) -> None:
         """Reset the sums after the last hook of an epoch."""
@@ -441,9 +440,11 @@ class ResultCollection:
 
     def end(self) -> None:
         """Stop logging. callback_metrics keeps the values of the last batch."""
-        if self.active.has_new_values:
-            self.update_metrics()
-        self.is_active = False
+        try:
+            if self.active.has_new_values:
+                self.update_metrics()
+        finally:
+            self.active = LoopResults()
         for metrics in (self.callback_metrics, self.logged_metrics):
             metrics.update(move_data_to_device(metrics, "cpu"))
 
@@ -452,23 +453,18 @@ class ResultCollection:
         vars(self).update(vars(ResultCollection(self.run)))
 
     def update_metrics(self) -> CurrentValues:
-        """Update callback_metrics, logged_metrics, progress_bar_metrics, and evaluated values."""
+        """Update callback_metrics, logged_metrics and progress_bar_metrics."""
         values = self.current_values()
         self.active.has_new_values = False
         self.callback_metrics.update(values.callback)
         self.logged_metrics.update(values.logged)
         self.progress_bar_metrics.update(to_numbers(values.progress_bar))
-        if not self.active.is_training and self.active.is_first_batch is None:
-            self.row.update(values.row)
-            self.evaluated.update(values.row, values.logged)
         return values
 
     def current_values(self) -> CurrentValues:
         """Return the current step's values. After the last batch, return the epoch's values."""
         values = CurrentValues({}, {}, {}, {})
         results = self.active
-        if not self.is_active:
-            return values
         of_step = results.is_first_batch is not None
         for metric in results.current():
             value = metric.compute(None if of_step else metric.epoch)
@@ -486,7 +482,7 @@ class ResultCollection:
                 values.logged[full_name] = value
             if arguments.prog_bar:
                 values.progress_bar[full_name] = value
-            if results.is_training or not of_step:
+            if results is self.train or not of_step:
                 values.callback[name] = values.callback[full_name] = value
         return values
 

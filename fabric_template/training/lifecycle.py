@@ -372,4 +372,4 @@ def handle_exception(run: RunState, error: BaseException) -> None:
     attempt("closing the loaders", run.data.teardown)
     attempt("closing the checkpoint files", run.loop.checkpoint_io.teardown)
     attempt("reading the last values", run.results.end)
-    run.progress.stage, run.results.is_active = None, False
+    run.progress.stage = None
