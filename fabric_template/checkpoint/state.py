@@ -1,8 +1,8 @@
 """Build a checkpoint in Lightning's layout, and restore a run from it.
 
-Lightning's keys come first, so that ``LitModel.load_from_checkpoint(path)`` and
-``Trainer.fit(ckpt_path=path)`` read the files. OWN_KEY holds the states that Trainer does not save:
-random generators, loaders, running metrics and the history.
+``LitModel.load_from_checkpoint(path)`` and ``Trainer.fit(ckpt_path=path)`` can read the files.
+OWN_KEY holds the states that Trainer does not save: random generators, loaders, running metrics and
+the history.
 """
 
 from __future__ import annotations
@@ -69,7 +69,7 @@ def build_checkpoint(
 def training_state(run: RunState) -> dict[str, Any]:
     """Return the states of callbacks, optimizers, schedulers and the precision, as Trainer saves them."""
     strategy = run.fabric.strategy
-    # Fabric returns the state only on the first process. A sharded model needs all states.
+    # Fabric returns an optimizer's state only in process 0, but each process saves its shards.
     get_state: Any = strategy.get_optimizer_state
     if run.steps.is_model_parallel:
         get_state = torch.optim.Optimizer.state_dict
@@ -139,7 +139,7 @@ def run_settings(run: RunState) -> dict[str, Any]:
 
 
 def check_settings(run: RunState, saved: dict[str, Any]) -> None:
-    """Warn of changed settings. Raise an error for another number of processes in an epoch."""
+    """Warn of changed settings. In mid-epoch, raise an error if the number of processes differs."""
     current = run_settings(run)
     is_in_epoch = run.progress.is_in_epoch and not run.progress.is_last_batch
     if is_in_epoch and saved["processes"] != current["processes"]:
@@ -306,14 +306,14 @@ def restore_training(run: RunState, checkpoint: dict[str, Any]) -> None:
         )
     load_states(run, ("progress",), own)
     if run.resume_keyword != "auto" and run.stop.can_stop_early:
-        # Drop a saved request to stop, so that the run continues after early stopping. Keep the
-        # request with resume="auto", or if the run has not reached min_epochs and min_steps.
+        # Ignore the saved should_stop, so that a run continues after EarlyStopping. With
+        # resume="auto", which restarts killed jobs, a stopped run stays stopped.
         own.pop("stop", None)
     load_states(run, PARTS[1:], own)
 
 
 def convert_trainer_state(run: RunState, checkpoint: dict[str, Any]) -> dict[str, Any]:
-    """Return the counters and loader states in a checkpoint of Trainer, as our own state."""
+    """Convert the counters and loader states of Trainer's checkpoint to the format of OWN_KEY."""
     progress: dict[str, Any] = {
         "global_step": checkpoint["global_step"],
         "epochs_done": checkpoint["epoch"],

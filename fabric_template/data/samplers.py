@@ -100,7 +100,7 @@ def choose_sampler(run: RunState, loader: DataLoader, stage: str) -> Any:
 
 
 def remake_batch_sampler(batch_sampler: Any, sampler: Any) -> Any:
-    """Return a batch sampler of the same class for another sampler. Return None for None."""
+    """Return a batch sampler of the same class with another sampler, or None if there was none."""
     if batch_sampler is None:
         return None
     kind = type(batch_sampler)

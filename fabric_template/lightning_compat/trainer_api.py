@@ -116,7 +116,7 @@ _LOOP_ATTRIBUTES: dict[str, Callable[[Any], Any]] = {
     "_batches_that_stepped": lambda api: api.progress.logging_step,
     # StochasticWeightAveraging sets ``_skip_backward`` to update BatchNorm without backward passes.
     "_skip_backward": lambda api: api.current_run.optimization.skip_backward,
-    # A module that steps torch's optimizer, not Lightning's wrapper, increments ``completed``.
+    # A module increments ``completed`` itself if it steps without Lightning's optimizer wrapper.
     **dict.fromkeys(("optim_step_progress", "total"), lambda api: api),
     "completed": lambda api: api.progress.global_step,
     # ModelCheckpoint reads ``_has_run`` if the monitored metric is missing.
@@ -265,7 +265,7 @@ class TrainerAPI:
 
     @property
     def limits(self) -> StopCondition:
-        """The conditions that end the current or the next run, including Trainer's defaults."""
+        """The limits of the current or next run, such as max_epochs, with Trainer's defaults."""
         if self.run is not None:
             return self.run.stop
         return StopCondition(self.config, Progress(), bool(find_callbacks(self.callbacks, "Timer")))
@@ -406,7 +406,7 @@ class TrainerAPI:
                 " `Trainer.save_checkpoint()` before calling `Trainer.{fit,validate,test,predict}`?"
             )
         fit = self.fit_run
-        # If validate, test or predict runs the model of the last fit, save the state of that fit.
+        # An evaluation has no optimizers. If the last fit trained the same model, save the fit.
         run = fit if fit is not None and fit.model is self.run.model else self.run
         if run.exception is not None and run.fabric.world_size > 1:
             raise RuntimeError(
@@ -470,7 +470,7 @@ class LoopAPI:
         return not is_window_end(self.current_run)
 
     def _should_check_val_epoch(self) -> bool:
-        """Return whether this epoch has a validation, whose batches a progress bar then counts."""
+        """Return whether this epoch has a validation. Lightning's progress bar calls this."""
         run = self.current_run
         return run.should_validate and run.validation_schedule.is_in_this_epoch()
 
@@ -566,7 +566,7 @@ class StrategyAPI:
 
 
 def make_profiler(given: Any) -> Any:
-    """Return the profiler for an object, None, "simple", "advanced" or "pytorch"."""
+    """Create the profiler for a name such as "simple". Return a profiler object unchanged."""
     if given is None or isinstance(given, PassThroughProfiler):
         return None
     if not isinstance(given, str):

@@ -187,7 +187,6 @@ class Console:
             print(text, end="", file=sys.stderr, flush=True)
 
     def _show_in_notebook(self, lines: Sequence[str]) -> None:
-        """Show the lines and the bar as HTML below the cell, where a saved notebook keeps both."""
         from IPython.display import display
 
         text = "\n".join([*lines, self._bar])

@@ -1,4 +1,4 @@
-"""Write metrics.csv with one complete row per epoch, steps.csv and hparams.yaml.
+"""Write the files metrics.csv, steps.csv and hparams.yaml of a run.
 
 Fabric's CSVLogger deletes the metrics.csv of an existing version, and keeps up to 100 rows in
 memory. The CSVLogger in this module appends to existing files, and writes each row immediately.

@@ -23,15 +23,15 @@ if TYPE_CHECKING:
 class History:
     """Collect the rows of a run, which ``fit`` returns and the CSV logger writes into metrics.csv.
 
-    A row contains training means, the newest validation, the learning rate and a duration. The
-    means and the duration start at the previous row. An epoch-based run has a row for each epoch. A
-    step-based run has a row for each validation (or for each epoch without validation), and a row
-    at the end. A run is step-based with max_steps, with validation by steps, or if the loader has
-    no length.
+    A row contains the training means since the previous row, the newest validation metrics, the
+    learning rate, and the seconds since the previous row. An epoch-based run has a row for each
+    epoch. A step-based run has a row for each validation and a row at the end. A step-based run
+    that never validates has a row for each epoch.
 
     Attributes:
         rows: All rows of the run so far.
-        is_step_based: Whether the run is step-based.
+        is_step_based: Whether max_steps is set, validations are independent of epochs, or the
+            training loader has no length.
         is_validated: Whether the run has validated since the newest row.
         learning_rates: The rates of the newest optimizer step, before schedulers changed them.
         step_values: The loss of the newest training batch, and a logged gradient norm.
@@ -43,7 +43,7 @@ class History:
         self.is_step_based = self.is_validated = False
         self.learning_rates: list[Any] = []
         self.step_values: dict[str, Any] = {}
-        # The number of samples and the seconds of validation in this process since the newest row.
+        # The training samples and the validation seconds of this process since the newest row.
         self._num_samples = 0
         self._eval_seconds = 0.0
         self._seconds_before_resume = 0.0
@@ -61,15 +61,15 @@ class History:
 
     @property
     def counts_steps(self) -> bool:
-        """Return whether the options count steps, not epochs."""
+        """Return whether max_steps is set, or validations are independent of epochs."""
         return self.run.stop.max_steps != -1 or self.run.config.check_val_every_n_epoch is None
 
     def start_clock(self) -> None:
-        """Start to measure the time of a row. The time of the first row excludes the setup."""
+        """Start the clock for the next row. The time of the first row excludes the setup."""
         self._started = time.monotonic()
 
     def elapsed(self) -> float:
-        """Return the seconds since the newest CSV row, also those before the run was resumed."""
+        """Return the seconds since the newest CSV row, including those before a resume."""
         return self._seconds_before_resume + time.monotonic() - self._started
 
     def add_train_output(self, output: Any, loss: Tensor) -> None:
@@ -147,7 +147,7 @@ class History:
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         self.rows = [dict(row) for row in state["rows"]]
         if not self.counts_steps:
-            # Only rows of a run that counts steps have the column samples_per_second.
+            # Unlike the saved run, the resumed run has no column samples_per_second.
             for row in self.rows:
                 row.pop("samples_per_second", None)
         self.step_values = dict(state["step_values"])
@@ -163,13 +163,13 @@ class History:
 
 
 def train_values_first(values: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the values as numbers, training values first. Omit values logged as epoch or step."""
+    """Return the values as numbers, training values first, without the names "epoch" and "step"."""
     names = sorted(values, key=lambda name: not name.startswith("train"))
     return to_numbers({name: values[name] for name in names if name not in ("epoch", "step")})
 
 
 def name_outputs(output: Any, prefix: str) -> dict[str, Tensor]:
-    """Return the numbers in a step's output, keyed by their names in the history.
+    """Return the numbers in a step's output, keyed by their columns in metrics.csv.
 
     A tensor becomes ``<prefix>_loss``. A dict gives ``<prefix>_<key>``. A pair (loss, accuracy)
     gives ``<prefix>_loss`` and ``<prefix>_acc``.

@@ -1,7 +1,7 @@
-"""Collect logged and returned values with Trainer's arithmetic, on the device of the values.
+"""Collect the values that steps log or return, and compute the same means as Trainer.
 
-A mean is sum(value * batch_size) / sum(batch_size), added in order in float32 or wider.
-A step never synchronizes with the device.
+A mean is sum(value * batch_size) / sum(batch_size), added in order in float32 or float64.
+The sums stay on the device, so a step never synchronizes with the device.
 """
 
 from __future__ import annotations
@@ -100,7 +100,7 @@ class LoggedMetric:
         if self.is_mean:
             sums.weight += weight
             if sums.total is not None and weight in _POWERS_OF_TWO:
-                # If weight is a power of two, torch.add() rounds like total + value * weight.
+                # For a power of two, one torch.add() gives the same bits as total + value * weight.
                 sums.total = torch.add(sums.total, value, alpha=weight)
                 return
             value = value * weight
@@ -121,7 +121,7 @@ class LoggedMetric:
         """Register a logged torchmetrics object, which keeps its own sums."""
         default = torch.get_default_dtype()
         if metric is self.torchmetric and getattr(metric, "dtype", default) is not default:
-            # As in Trainer, each log resets the object's dtype to torch's default, by calling to().
+            # As in Trainer, self.log calls to(device), which resets the metric's dtype attribute.
             metric.to(metric.device)
         self.torchmetric, self.has_value = metric, True
         if self.arguments.on_step:
@@ -209,7 +209,7 @@ class LoopResults:
                 yield metric
 
     def start_hook(self, hook: str | None) -> None:
-        """Reset the values of a hook that starts to log in an epoch's first batch, as in Trainer."""
+        """In the first batch of an epoch, reset the values that the hook logged before."""
         self.last_hook = hook
         if self.is_first_batch is not False:
             for metric in self.metrics.values():
@@ -247,7 +247,7 @@ class ResultCollection:
         evaluated: The names of the values in the newest evaluation.
     """
 
-    # An unpickled ResultCollection keeps this value, so its log() does nothing.
+    # An unpickled ResultCollection has only this class attribute, so log() does nothing.
     is_enabled = False
 
     def __init__(self, run: RunState) -> None:
@@ -401,7 +401,7 @@ class ResultCollection:
         if self.active.has_new_values:
             self.update_metrics()
         self.active.is_first_batch = None
-        # All processes are here, so reduce the means. A hook may read them in a single process.
+        # Reduce the means now, in all processes. Later, a hook may read the means in one process.
         for metric in self.active.current():
             value = metric.compute(metric.epoch)
             if metric.is_returned:
@@ -500,7 +500,7 @@ class ResultCollection:
         return row
 
     def latest_means(self) -> dict[str, Tensor]:
-        """Return this process's newest means of returned values and of train_loss."""
+        """Return the means of train_loss and of returned values, from this process only."""
         means = dict(self.returned)
         for metric in self.train.metrics.values():
             sums, name = metric.row or metric.epoch, metric.arguments.name
@@ -510,7 +510,7 @@ class ResultCollection:
         return means
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the sums of the metrics in this training epoch, also of torchmetrics objects."""
+        """Return the sums of this training epoch, and the attributes of torchmetrics objects."""
         train, metrics = self.train, find_torchmetrics(self.run.network)
         names = {id(metric): name for name, metric in metrics.items()}
         if self.active is self.evaluation:
@@ -582,9 +582,9 @@ def find_torchmetrics(module: Any) -> dict[str, Any]:
 
 
 def plain_attributes(metric: Any) -> dict[str, Any]:
-    """Return copies of a torchmetrics object's tensors, numbers and texts.
+    """Return copies of the attributes that torch.load(weights_only=True) can load.
 
-    state_dict() of a torchmetrics object leaves out its states, unless they are persistent.
+    state_dict() is not enough, because it contains only the persistent states of a metric.
     """
     attributes = {k: v for k, v in vars(metric).items() if k not in _ATTRIBUTES_OF_MODULES}
     plain = {k: v for k, v in attributes.items() if is_plain(v)}
