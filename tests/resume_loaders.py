@@ -119,6 +119,11 @@ def combined(mode, **options):
     return lambda: CombinedLoader([loader(**options), loader(Samples(10), generator=seeded())], mode)
 
 
+class ShufflesInIter(list):
+    def __iter__(self):
+        return iter(torch.randperm(24).view(6, 4).tolist())
+
+
 def seed_worker(worker):
     random.seed(torch.initial_seed() + 7)
 
@@ -138,6 +143,8 @@ LOADERS = {
     "here": loader,
     "sampler generator": with_sampler(lambda data: RandomSampler(data, generator=seeded())),
     "workers": lambda: loader(**WORKERS),
+    "batch sampler, workers": lambda: DataLoader(Samples(), batch_sampler=ShufflesInIter(range(6)), **WORKERS),
+    "batch sampler, persistent": lambda: DataLoader(Samples(), batch_sampler=ShufflesInIter(range(6)), **PERSISTENT),
     "three workers": lambda: loader(num_workers=3, prefetch_factor=1, generator=seeded()),
     "persistent": lambda: loader(**PERSISTENT),
     "TensorLoader": lambda: TensorLoader(*tensors(), batch_size=4, shuffle=True),
@@ -157,6 +164,7 @@ LOADERS = {
     "max_size_cycle": combined("max_size_cycle"),
     "min_size": combined("min_size"),
     "max_size": combined("max_size"),
+    "sequential": combined("sequential"),
     "combined, workers": combined("max_size_cycle", **WORKERS),
     "cycle of streams": lambda: [streams()(), streams(lambda: Stream(10))()],
     "max_size of streams": lambda: CombinedLoader([streams()(), streams(lambda: Stream(10))()], "max_size"),

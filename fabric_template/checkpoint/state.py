@@ -197,7 +197,7 @@ def loops_state(run: RunState) -> dict[str, Any]:
         make_counts(steps, progress.optimizer_steps_in_epoch) if is_automatic else make_counts(0, 0)
     )
     manual = make_counts(0 if is_automatic else steps, 0)
-    loader_states = run.data.loader_states()
+    loader_states = [loader.state_dict() for loader in run.data.stateful_loaders()]
     fit_loop = {
         "state_dict": {"combined_loader": loader_states} if loader_states else {},
         "epoch_progress": epoch,
@@ -294,7 +294,6 @@ def restore_training(run: RunState, checkpoint: dict[str, Any]) -> None:
     load_state(precision, checkpoint.get(type(precision).__qualname__))
     if run.own_state is None:
         run.own_state = convert_trainer_state(run, checkpoint)
-        run.data.keeps_first_iterator = True
     own = run.own_state
     if "settings" not in own and "history" in own:
         complete_mini_state(run, own)

@@ -6,6 +6,7 @@ import copy
 import math
 import warnings
 from collections.abc import Callable, Iterator, Mapping
+from itertools import count, islice, repeat
 from typing import TYPE_CHECKING, Any, Literal
 
 from lightning.fabric.utilities import move_data_to_device
@@ -15,7 +16,14 @@ from lightning.pytorch.utilities import CombinedLoader
 from torch import Tensor
 from torch.utils.data import DataLoader
 
-from ..checkpoint.dataloader_state import ResumableLoader, has_state, samplers_of
+from ..checkpoint.dataloader_state import (
+    ResumableLoader,
+    capture_rng_state,
+    has_state,
+    restore_rng_state,
+    samplers_of,
+    unchanged_rng_state,
+)
 from ..distributed.launch import gather_objects
 from ..errors import CheckpointError, ConfigurationError
 from ..lightning_compat.private import combined_mode
@@ -32,11 +40,13 @@ warnings.filterwarnings("ignore", ".*LeafSpec", FutureWarning)
 
 # This value marks the end of a loader's batches.
 _END = object()
-_TRANSFER_HOOKS = (
-    "on_before_batch_transfer",
-    "transfer_batch_to_device",
-    "on_after_batch_transfer",
-)
+# The names under which Lightning's profilers record the reading of a batch.
+_PROFILED_ACTIONS = {
+    "train": "[_TrainingEpochLoop].train_dataloader_next",
+    "val": "[_EvaluationLoop].val_next",
+    "test": "[_EvaluationLoop].test_next",
+    "predict": "[_PredictionLoop].predict_next",
+}
 
 
 class DataConnector:
@@ -49,18 +59,15 @@ class DataConnector:
     Attributes:
         sampler_seed: The seed with which all processes draw the same order of samples. A resumed
             run uses the seed in its checkpoint.
-        keeps_first_iterator: Whether the run resumes a checkpoint of Trainer. Trainer starts the
-            first iterator when the loader is created.
     """
 
     def __init__(self, loaders: Mapping[str, Any], source: Any) -> None:
         self.given = {stage: given for stage, given in loaders.items() if given is not None}
         self.source = source
         self.run: RunState = None  # type: ignore[assignment]
-        self.train: TrainLoaders = None  # type: ignore[assignment]
-        self.eval_loaders: EvalLoaders = None  # type: ignore[assignment]
+        self.train: StageLoaders = None  # type: ignore[assignment]
+        self.eval_loaders: StageLoaders = None  # type: ignore[assignment]
         self.sampler_seed: int | None = None
-        self.keeps_first_iterator = False
 
     def has_loader(self, stage: str) -> bool:
         """Return whether the user gave a loader for this stage or a method that creates one."""
@@ -81,7 +88,13 @@ class DataConnector:
             check_loader(loader, where)
         return source
 
-    def _prepare(self, stage: str, mode: Literal["max_size_cycle", "sequential"]) -> CombinedLoader:
+    def _is_load_due(self, loaders: StageLoaders | None) -> bool:
+        if loaders is None:
+            return True
+        every = self.run.config.reload_dataloaders_every_n_epochs
+        return every > 0 and self.run.progress.epochs_done - loaders.loaded_in_epoch >= every
+
+    def _load(self, stage: str, mode: Literal["max_size_cycle", "sequential"]) -> CombinedLoader:
         """Return the loaders of a stage, with the samplers that this run needs."""
         combined = combine_loaders(self.request(stage), mode)
         for loader in combined.flattened:
@@ -91,19 +104,12 @@ class DataConnector:
         loaders = [prepare_loader(self.run, loader, stage) for loader in combined.flattened]
         return with_loaders(combined, loaders)
 
-    def _needs_no_reload(self, loaders: StageLoaders | None) -> bool:
-        """Return whether the loaders exist and no reload is due."""
-        if loaders is None:
-            return False
-        every = self.run.config.reload_dataloaders_every_n_epochs
-        return not every or self.run.progress.epochs_done - loaders.loaded_in_epoch < every
-
     def setup_train_loader(self) -> None:
         """Create the training loader if there is none or a reload is due."""
         run = self.run
-        if run.config.limit_train_batches == 0 or self._needs_no_reload(self.train):
+        if run.config.limit_train_batches == 0 or not self._is_load_due(self.train):
             return
-        self.train = TrainLoaders(run, self._prepare("train", "max_size_cycle"))
+        self.train = StageLoaders(run, "train", self._load("train", "max_size_cycle"))
         run.progress.num_train_batches = self.train.num_batches
         every = run.config.log_every_n_steps or 0
         # Do not warn for CSV loggers. They write a row per epoch even if log_every_n_steps is large.
@@ -115,49 +121,31 @@ class DataConnector:
                 " you want to see logs for the training epoch.",
                 PossibleUserWarning,
             )
-        # As in Trainer, the first epoch's iterator starts as soon as the loader is created.
-        if run.checkpoint is None or (self.keeps_first_iterator and not run.progress.is_in_epoch):
+        if run.checkpoint is None:
+            # As in Trainer, the first epoch's iterator starts as soon as the loader is created.
             self.train.start()
 
     def start_train_batches(self) -> None:
         """Start the iterator of an epoch, unless setup_train_loader has started this iterator."""
-        is_later = self.run.progress.epochs_done > 0 and not self.keeps_first_iterator
-        self.keeps_first_iterator = False
-        if is_later or not self.train.is_started:
+        self.train.extra_batches = 0
+        if self.run.progress.epochs_done > 0 or self.train.iterator is None:
             self.train.start()
-
-    def resume_train_batches(self) -> None:
-        """Continue the epoch in which the checkpoint was saved."""
-        self.keeps_first_iterator = False
-        self.set_epoch("train", self.run.progress.epochs_done)
-        self.train.start()
 
     def setup_eval_loaders(self, stage: str) -> None:
         """Create the loaders of an evaluation if there are none or a reload is due."""
         run = self.run
-        if self._needs_no_reload(self.eval_loaders):
+        if not self._is_load_due(self.eval_loaders):
             return
         if self.eval_loaders is not None:
             # Count the batches of the new loaders from 0. Loggers use this count as the step.
             run.progress.eval_batches_by_loader = {}
-        self.eval_loaders = EvalLoaders(run, self._prepare(stage, "sequential"), stage)
-        if run.loop.sanity_checking and run.config.check_val_every_n_epoch not in (None, 1):
-            # With check_val_every_n_epoch > 1, Trainer reloads loaders after the sanity check.
-            self.eval_loaders.loaded_in_epoch = -math.inf
+        self.eval_loaders = StageLoaders(run, stage, self._load(stage, "sequential"))
 
     def setup_val_loaders(self) -> None:
         """Create the validation loaders early, because progress bars and a resume need them."""
         self.run.progress.stage = "validate"
         self.setup_eval_loaders("val")
         self.run.progress.stage = "train"
-
-    def set_epoch(self, stage: str, epoch: int) -> None:
-        """Set the epoch of every sampler, so that shuffled epochs differ."""
-        loaders = self.train.loaders if stage == "train" else self.eval_loaders.loaders
-        for loader in loaders:
-            for part in (loader, *samplers_of(loader)):
-                if callable(getattr(part, "set_epoch", None)):
-                    part.set_epoch(epoch)
 
     def teardown(self) -> None:
         """Shut down the workers of every loader."""
@@ -166,33 +154,24 @@ class DataConnector:
                 part.close()
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the positions of the training loaders, and the state of the validation loaders."""
-        val = self.eval_loaders
-        return {
-            "train": None if self.train is None else self.train.state_dict(),
-            "val": val.state_dict() if val is not None and val.is_used else None,
-        }
+        parts = {"train": self.train, "val": self.eval_loaders}
+        return {name: part.state_dict() for name, part in parts.items() if part is not None}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        if self.train is not None and state["train"] is not None:
+        if self.train is not None and "train" in state:
             self.train.load_state_dict(state["train"])
-        if state["val"] is not None and self.has_loader("val"):
+        if "val" in state and self.has_loader("val"):
             if self.eval_loaders is None:
                 self.setup_val_loaders()
             self.eval_loaders.load_state_dict(state["val"])
 
-    def loader_states(self) -> list[Any]:
-        """List the states of the training loaders that define ``state_dict``, as Trainer does."""
-        if self.train is None or not any(map(has_state, self.train.loaders)):
-            return []
-        positions = self.train.state_dict()["loaders"]
-        pairs = zip(self.train.loaders, positions, strict=True)
-        return [state["state"] for loader, state in pairs if has_state(loader) and "state" in state]
+    def stateful_loaders(self) -> list[Any]:
+        """List the training loaders whose states Trainer saves."""
+        return [] if self.train is None else list(filter(has_state, self.train.loaders))
 
     def load_loader_states(self, states: list[Any]) -> None:
         """Restore the loader states in a checkpoint of Trainer."""
-        loaders = [] if self.train is None else filter(has_state, self.train.loaders)
-        for loader, state in zip(loaders, states, strict=False):
+        for loader, state in zip(self.stateful_loaders(), states, strict=False):
             loader.load_state_dict(state)
             if not self.run.progress.is_in_epoch:
                 # End the iterator of the previous epoch, so that the next epoch starts a new one.
@@ -204,57 +183,135 @@ class StageLoaders:
 
     Attributes:
         loaders: The loaders with the samplers of this run. ``as_given`` keeps their shape.
-        resumable: A ResumableLoader around each loader. ``combined`` iterates over these.
+        resumable: A ResumableLoader around each loader. ``_combined`` iterates over these.
         limits: The number of batches to read from each loader.
+        num_batches: The number of batches of all loaders; infinite if it is unknown.
+        names: The keys of a dict of loaders; empty for loaders in another shape.
+        has_several: Whether evaluation steps and hooks get a ``dataloader_idx``.
+        extra_batches: Batches that steps with ``dataloader_iter`` fetched beyond one per step.
     """
 
-    def __init__(self, run: RunState, combined: CombinedLoader, stage: str) -> None:
-        self.run, self.stage = run, stage
-        self.mode = combined_mode(combined)
-        if stage == "train" and self.mode == "sequential":
-            raise ConfigurationError(
-                '`_FitLoop` does not support the `CombinedLoader(mode="sequential")` mode. The available'
-                " modes are: ['min_size', 'max_size_cycle', 'max_size']"
-            )
-        if stage == "predict" and self.mode != "sequential":
-            raise ConfigurationError(
-                '`trainer.predict()` only supports the `CombinedLoader(mode="sequential")` mode.'
-            )
-        self.loaders = combined.flattened
+    def __init__(self, run: RunState, stage: str, combined: CombinedLoader) -> None:
+        self.run, self.stage, self._mode = run, stage, combined_mode(combined)
+        self.loaders: list[Any] = combined.flattened
         self.as_given: Any = combined.iterables
         limit = getattr(run.config, f"limit_{stage}_batches")
         self.limits = [count_batches(loader, limit, stage) for loader in self.loaders]
+        self.num_batches = self.count_batches()
         check_lengths(run, self.limits, stage)
         previous: Any = run.data.train if stage == "train" else run.data.eval_loaders
-        workers = {id(part.loader): part.workers for part in previous.resumable} if previous else {}
-        self.resumable = [ResumableLoader(part, workers.get(id(part))) for part in self.loaders]
-        self.combined = with_loaders(combined, self.resumable)
-        self.loaded_in_epoch: int | float = run.progress.epochs_done
-        self.is_started = False
-        self._iterator: Iterator[Any] = iter(())
+        # The persistent workers of a loader continue if a reload returns the same loader.
+        known = {id(part.loader): part for part in previous.resumable} if previous else {}
+        self.resumable = [known.pop(id(x), None) or ResumableLoader(x) for x in self.loaders]
+        self._combined = with_loaders(combined, self.resumable)
+        is_flat = isinstance(self.as_given, Mapping) and len(self.as_given) == len(self.loaders)
+        self.names = [str(name) for name in self.as_given] if is_flat else []
+        self.has_several = len(self.loaders) > 1 and self._mode == "sequential"
+        self.loaded_in_epoch = run.progress.epochs_done
+        self.extra_batches = self._num_given = 0
+        self.iterator: Any = None
+        # A training loader without a length is read one batch ahead, to know which batch is the
+        # last. A checkpoint contains the positions and the random state from before this read.
+        self._is_read_ahead = stage == "train" and self.num_batches == math.inf
+        self._following: Any = _END
+        self._before_following: Any = None
+        self._restored_rng: dict[str, Any] | None = None
 
     @property
-    def is_used(self) -> bool:
-        """Return whether a batch of this epoch was read, before or after a resume."""
-        return any(loader.is_used for loader in self.resumable)
+    def is_last(self) -> bool:
+        """Return whether the newest training batch is the last one of the epoch."""
+        if self._is_read_ahead:
+            return self._following is _END
+        return self._num_given == self.num_batches
 
     def count_batches(self, max_batches: int | float = math.inf) -> int | float:
         """Return the number of batches of all loaders, with at most ``max_batches`` of each."""
         limits = [min(limit, max_batches) for limit in self.limits]
-        if self.mode == "sequential":
+        if self._mode == "sequential":
             return sum(limits)
-        return min(limits) if self.mode == "min_size" else max(limits)
+        return min(limits) if self._mode == "min_size" else max(limits)
+
+    def set_epoch(self) -> None:
+        """Set the epoch of every sampler, so that shuffled epochs differ."""
+        for loader in self.loaders:
+            for part in (loader, *samplers_of(loader)):
+                if callable(getattr(part, "set_epoch", None)):
+                    part.set_epoch(self.run.progress.epochs_done)
 
     def start(self, max_batches: int | float = math.inf) -> None:
         """Create the loaders' iterators, which start at the restored positions after a resume."""
-        self.is_started = True
+        is_training = self.stage == "train"
+        self._num_given = self.run.progress.batches_done + self.extra_batches if is_training else 0
+        self._following = _END
         for loader in self.resumable:
             loader.start_epoch()
-        self.combined.limits = [min(limit, max_batches) for limit in self.limits]
-        self._iterator = self.make_iterator()
+        if self.as_given is self.loaders[0]:
+            # Bypass CombinedLoader, which adds some microseconds to each batch.
+            self.iterator = zip(self.resumable[0], count(), repeat(0), strict=False)
+        else:
+            self._combined.limits = [min(limit, max_batches) for limit in self.limits]
+            self.iterator = (item for item in self._combined)
 
-    def make_iterator(self) -> Iterator[Any]:
-        return iter(self.combined)
+    def batches(self, max_batches: int | float = math.inf) -> Iterator[tuple[Any, int, int]]:
+        """Return an iterator of (batch on the device, batch_idx, dataloader_idx)."""
+        transfer, items = make_transfer(self.run), self.raw_batches(max_batches)
+        if transfer is None:
+            return items
+        return ((transfer(batch, loader), index, loader) for batch, index, loader in items)
+
+    def raw_batches(self, max_batches: int | float = math.inf) -> Iterator[tuple[Any, int, int]]:
+        """Yield (batch, batch_idx, dataloader_idx)."""
+        items, num_batches = self.iterator, self.count_batches(max_batches)
+        if self.run.hooks.profiler is not None:
+            items = self._profiled(items)
+        if self._is_read_ahead:
+            items = self._read_ahead(items)
+        # Stop at the limit, because CombinedLoader applies limits only in sequential mode.
+        most = None if num_batches == math.inf else int(num_batches) - self._num_given
+        for item in islice(items, most):
+            self._num_given += 1
+            yield item
+        self.end_pass()
+        self._check_empty_loaders()
+
+    def _profiled(self, items: Iterator[Any]) -> Iterator[Any]:
+        fetch = self.run.hooks.with_profiler(_PROFILED_ACTIONS[self.stage], next)
+        while (item := fetch(items, _END)) is not _END:
+            yield item
+
+    def _read_ahead(self, items: Iterator[Any]) -> Iterator[Any]:
+        self._read_following(items)
+        while self._following is not _END:
+            item = self._following
+            self._read_following(items)
+            yield item
+
+    def _read_following(self, items: Iterator[Any]) -> None:
+        """Read the next batch. The first read after a resume uses the saved random state."""
+        restored, self._restored_rng = self._restored_rng, None
+        positions = [loader.state_dict(is_in_pass=True) for loader in self.resumable]
+        self._before_following = positions, restored or capture_rng_state()
+        if restored is None:
+            self._following = next(items, _END)
+            return
+        with unchanged_rng_state():
+            restore_rng_state(restored)
+            self._following = next(items, _END)
+
+    def _check_empty_loaders(self) -> None:
+        """Warn of a loader without a batch. Raise an error if training would wait for one forever."""
+        for limit, loader in zip(self.limits, self.resumable, strict=True):
+            if loader.batches or not limit:
+                continue
+            message = (
+                f"The {self.stage} loader ({type(loader.loader).__name__}) gave no batch in this pass. An iterator"
+                " is used up after one pass: give an object that starts from its beginning with each"
+                " iter(), such as a DataLoader or a list."
+            )
+            if self.stage != "train":
+                self.run.warn_once(message)
+            elif isinstance(loader.loader, Iterator) or self.run.stop.max_epochs == -1:
+                raise ConfigurationError(message)
 
     def end_pass(self) -> None:
         for loader in self.resumable:
@@ -264,147 +321,38 @@ class StageLoaders:
         """Shut down the workers of every loader."""
         for loader in self.resumable:
             loader.close()
-        self.combined.flattened = self.loaders
-        self.combined.reset()
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        self.loaded_in_epoch = state["loaded_in_epoch"]
-        for loader, position in zip(self.resumable, state["loaders"], strict=False):
-            loader.load_state_dict(position)
-
-
-class TrainLoaders(StageLoaders):
-    """The training loader, or several loaders whose batches are combined into one.
-
-    Attributes:
-        num_batches: Batches of an epoch; infinite if the length is unknown.
-        extra_batches: Batches that steps with ``dataloader_iter`` fetched beyond one per step.
-    """
-
-    def __init__(self, run: RunState, combined: CombinedLoader) -> None:
-        super().__init__(run, combined, "train")
-        self.num_batches = self.count_batches()
-        self.extra_batches = 0
-        self._num_given = 0
-        # One batch is read early from a loader without a length, to know which batch is the last.
-        self._following: Any = _END
-        for loader in self.resumable:
-            loader.is_read_ahead = self.num_batches == math.inf
-
-    def start(self, max_batches: int | float = math.inf) -> None:
-        """Start the iterator of an epoch, or continue an epoch with its next batch."""
-        self._num_given, self._following = self.run.progress.batches_done + self.extra_batches, _END
-        super().start(max_batches)
-
-    def make_iterator(self) -> Iterator[Any]:
-        if self.as_given is self.loaders[0]:
-            # Bypass CombinedLoader, which adds some microseconds to each batch.
-            return iter(self.resumable[0])
-        return (batch for batch, _, _ in self.combined)
-
-    def batches(self) -> Iterator[tuple[Any, bool]]:
-        """Return an iterator of (batch on the device, whether this is the last batch)."""
-        transfer, batches = make_transfer(self.run), self.raw_batches()
-        if transfer is None:
-            return batches
-        return ((transfer(batch, 0), is_last) for batch, is_last in batches)
-
-    def raw_batches(self) -> Iterator[tuple[Any, bool]]:
-        """Yield each batch, and whether the batch is the last one of the epoch."""
-        if self.num_batches == math.inf:
-            yield from self._batches_of_unknown_length()
-            return
-        action = "[_TrainingEpochLoop].train_dataloader_next"
-        fetch = self.run.hooks.with_profiler(action, next)
-        for index in range(self._num_given, int(self.num_batches)):
-            try:
-                batch = fetch(self._iterator)
-            except StopIteration:
-                return
-            self._num_given = index + 1
-            yield batch, index + 1 == self.num_batches
-
-    def _batches_of_unknown_length(self) -> Iterator[tuple[Any, bool]]:
-        self._following = next(self._iterator, _END)
-        while self._following is not _END:
-            batch: Any = self._following
-            self._following = next(self._iterator, _END)
-            self._num_given += 1
-            yield batch, self._following is _END
+        self._combined.flattened = self.loaders
+        self._combined.reset()
 
     def state_dict(self) -> dict[str, Any]:
-        progress, dropped = self.run.progress.state_dict(), 0
-        if progress["is_in_epoch"]:
+        progress = self.run.progress.state_dict()
+        is_in_epoch = self.stage == "train" and progress["is_in_epoch"]
+        if is_in_epoch and self._following is not _END:
+            positions, rng_state = self._before_following
+        else:
+            positions = [loader.state_dict(is_in_epoch) for loader in self.resumable]
+            rng_state = self._restored_rng
+        if is_in_epoch:
             # A resumed run reads the batches of an unfinished accumulation window again.
             dropped = self._num_given - progress["batches_done"] - self.extra_batches
-            if self._following is not _END:
-                dropped += 1
-        # Also save the position of an iterator that was created but has not read a batch yet.
-        is_in_pass = progress["is_in_epoch"] or not self.is_used
-        positions = [loader.state_dict(is_in_pass, dropped) for loader in self.resumable]
+            positions = [step_back(position, dropped) for position in positions]
         return {
             "loaded_in_epoch": self.loaded_in_epoch,
             "extra_batches": self.extra_batches,
             "loaders": positions,
+            "rng_before_following": rng_state,
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        if len(state["loaders"]) != len(self.resumable):
+        if self.stage == "train" and len(state["loaders"]) != len(self.resumable):
             raise CheckpointError(
                 f"resume: got the positions of {len(state['loaders'])} training loaders, expected"
                 f" {len(self.resumable)}. Give the loaders that the run was started with, or use load=."
             )
-        super().load_state_dict(state)
-        self.extra_batches = state["extra_batches"]
-
-    def check_empty_pass(self) -> None:
-        """Raise an error if the loader yielded no batch, and cannot yield one in a later epoch."""
-        is_used_up = any(isinstance(loader, Iterator) for loader in self.loaders)
-        if not self._num_given and (is_used_up or self.run.stop.max_epochs == -1):
-            raise ConfigurationError(no_batch_message("train", self.loaders))
-
-    def end_epoch(self) -> None:
-        self.extra_batches = 0
-        self.end_pass()
-
-
-class EvalLoaders(StageLoaders):
-    """The loaders of an evaluation, one after the other."""
-
-    def __init__(self, run: RunState, combined: CombinedLoader, stage: str) -> None:
-        super().__init__(run, combined, stage)
-        is_flat = isinstance(self.as_given, Mapping) and len(self.as_given) == len(self.loaders)
-        self.names = [str(name) for name in self.as_given] if is_flat else []
-
-    @property
-    def has_several(self) -> bool:
-        """Return whether steps and hooks get a ``dataloader_idx``."""
-        return len(self.loaders) > 1 and self.mode == "sequential"
-
-    def batches(self, max_batches: int | float = math.inf) -> Iterator[tuple[Any, int, int]]:
-        """Return an iterator of (batch on the device, batch_idx, dataloader_idx)."""
-        transfer, batches = make_transfer(self.run), self.raw_batches(max_batches)
-        if transfer is None:
-            return batches
-        return ((transfer(item[0], item[2]), item[1], item[2]) for item in batches)
-
-    def raw_batches(self, max_batches: int | float = math.inf) -> Iterator[tuple[Any, int, int]]:
-        """Yield (batch, batch_idx, dataloader_idx)."""
-        loop = "_PredictionLoop" if self.stage == "predict" else "_EvaluationLoop"
-        fetch = self.run.hooks.with_profiler(f"[{loop}].{self.stage}_next", next)
-        num_left = self.count_batches(max_batches)
-        # Stop at the limit, because CombinedLoader applies limits only in sequential mode.
-        while num_left > 0:
-            try:
-                item = fetch(self._iterator)
-            except StopIteration:
-                break
-            num_left -= 1
-            yield item
-        self.end_pass()
-        for limit, loader in zip(self.limits, self.resumable, strict=True):
-            if limit and not loader.batches:
-                self.run.warn_once(no_batch_message(self.stage, [loader.loader]))
+        self.loaded_in_epoch, self.extra_batches = state["loaded_in_epoch"], state["extra_batches"]
+        self._restored_rng = state["rng_before_following"]
+        for loader, position in zip(self.resumable, state["loaders"], strict=False):
+            loader.load_state_dict(position)
 
     def batch_indices(self, dataloader_idx: int, batch_idx: int) -> list[int]:
         """Return the sample indices of a predicted batch; empty for loaders without indices."""
@@ -412,10 +360,13 @@ class EvalLoaders(StageLoaders):
         seen = sampler.seen if isinstance(sampler, TrackingBatchSampler) else []
         return seen[batch_idx] if batch_idx < len(seen) else []
 
-    def state_dict(self) -> dict[str, Any]:
-        """Return the state of the loaders between two epochs."""
-        positions = [loader.state_dict() for loader in self.resumable]
-        return {"loaded_in_epoch": self.loaded_in_epoch, "loaders": positions}
+
+def step_back(position: dict[str, Any], batches: int) -> dict[str, Any]:
+    """Return the position before the last batches were read."""
+    if batches == 0:
+        return position
+    done = max(0, position["batches"] - batches)
+    return {**position, "batches": done, "is_finished": False}
 
 
 # Shapes and lengths
@@ -439,14 +390,6 @@ def with_loaders(combined: CombinedLoader, loaders: list[Any]) -> CombinedLoader
     other = copy.copy(combined)
     other.flattened = loaders
     return other
-
-
-def no_batch_message(stage: str, loaders: list[Any]) -> str:
-    names = ", ".join(type(loader).__name__ for loader in loaders)
-    return (
-        f"The {stage} loader ({names}) gave no batch in this pass. An iterator is used up after one pass: give"
-        " an object that starts from its beginning with each iter(), such as a DataLoader or a list."
-    )
 
 
 def count_batches(loader: Any, limit: int | float, stage: str) -> int | float:
@@ -492,27 +435,31 @@ def check_lengths(run: RunState, lengths: list[int | float], stage: str) -> None
 
 def make_transfer(run: RunState) -> Callable[[Any, int], Any] | None:
     """Return a function that moves a batch to the device, or None if batches stay as they are."""
-    owners = [part for part in (run.datamodule, run.module) if part is not None]
-    hooks: dict[str, Any] = {}
-    for name in _TRANSFER_HOOKS:
-        methods = [method for part in owners if (method := overridden(part, name)) is not None]
-        hooks[name] = methods[0] if methods else None
-    device, precision = run.fabric.device, run.steps
-    is_needed = device.type != "cpu" or precision.converts_dtype
-    if not is_needed and not any(hooks.values()):
+
+    def find_hook(name: str) -> Callable | None:
+        return overridden(run.datamodule, name) or overridden(run.module, name)
+
+    before = find_hook("on_before_batch_transfer")
+    move = find_hook("transfer_batch_to_device")
+    after = find_hook("on_after_batch_transfer")
+    device, converts_dtype = run.fabric.device, run.steps.converts_dtype
+    if move is None and device.type != "cpu":
+        move = move_to_device
+    if not (converts_dtype or before or move or after):
         return None
-    before, move, after = (hooks[name] for name in _TRANSFER_HOOKS)
 
     def transfer(batch: Any, dataloader_idx: int) -> Any:
-        if precision.converts_dtype:
+        if converts_dtype:
             batch = run.fabric.strategy.precision.convert_input(batch)
         if before is not None:
             batch = before(batch, dataloader_idx)
         if move is not None:
             batch = move(batch, device, dataloader_idx)
-        elif device.type != "cpu":
-            batch = move_data_to_device(batch, device)
         return batch if after is None else after(batch, dataloader_idx)
 
     action = f"[Strategy]{type(run.fabric.strategy).__name__}.batch_to_device"
     return run.hooks.with_profiler(action, transfer)
+
+
+def move_to_device(batch: Any, device: Any, dataloader_idx: int) -> Any:
+    return move_data_to_device(batch, device)

@@ -47,7 +47,7 @@ def evaluate(
     run.progress.eval_batches_done = 0
     run.results.start_evaluation()
     started = time.monotonic()
-    run.data.set_epoch(stage, run.progress.epochs_done)
+    loaders.set_epoch()
     loaders.start(max_batches)
     with evaluation_mode(run, name):
         run.hooks.call(f"on_{name}_start")
@@ -202,7 +202,7 @@ def predict(run: RunState, keep: bool) -> list[Any] | None:
     check_dataloader_idx(run, "predict", loaders.has_several)
     run.progress.eval_batches_done = 0
     run.predictions = Predictions(len(loaders.loaders), loaders.has_several)
-    run.data.set_epoch("predict", run.progress.epochs_done)
+    loaders.set_epoch()
     loaders.start()
     with evaluation_mode(run, "predict"):
         run.hooks.call("on_predict_start")

@@ -95,7 +95,7 @@ def start_epoch(run: RunState) -> None:
     """Reload the dataloaders if a reload is due, and call the hooks."""
     run.data.setup_train_loader()
     run.validation_schedule.count_batches()
-    run.data.set_epoch("train", run.progress.epochs_done)
+    run.data.train.set_epoch()
     run.progress.start_epoch()
     run.hooks.call("on_train_epoch_start")
     run.data.start_train_batches()
@@ -104,17 +104,18 @@ def start_epoch(run: RunState) -> None:
 
 def resume_epoch(run: RunState) -> None:
     """Restart the loader at its saved position, and finish an interrupted batch."""
-    run.data.resume_train_batches()
+    run.data.train.set_epoch()
+    run.data.train.start()
     if run.progress.phase in ("batch_end", "validation", "validation_end"):
         end_batch(run)
 
 
 def train_batches(run: RunState) -> None:
     """Train on the batches of an epoch, and call ``end_train_batch`` after each."""
-    progress, hooks, results = run.progress, run.hooks, run.results
+    progress, hooks, results, loaders = run.progress, run.hooks, run.results, run.data.train
     train_batch = hooks.with_profiler("run_training_batch", run.optimization.train_batch)
-    for batch, is_last in run.data.train.batches():
-        batch_idx = progress.start_batch(is_last)
+    for batch, _, _ in loaders.batches():
+        batch_idx = progress.start_batch(loaders.is_last)
         results.start_batch(batch)
         outputs = None
         if batch is None:
@@ -142,7 +143,7 @@ def train_with_iterator(run: RunState) -> None:
     progress, loaders = run.progress, run.data.train
     first = progress.batches_done + loaders.extra_batches
     raw = loaders.raw_batches()
-    fetched = ((batch, index, 0) for index, (batch, _) in enumerate(raw, first))
+    fetched = ((batch, index, 0) for index, (batch, *_) in enumerate(raw, first))
     iterator = StepIterator(fetched, loaders.num_batches - first)
     while not iterator.is_done:
         progress.start_batch(is_last=False)
@@ -159,7 +160,6 @@ def train_with_iterator(run: RunState) -> None:
         if run.stop.is_due:
             return
     progress.is_last_batch, progress.phase = True, None
-    loaders.check_empty_pass()
 
 
 def end_train_batch(run: RunState, outputs: Any, batch: Any, batch_idx: int) -> None:
@@ -219,7 +219,6 @@ def validate(run: RunState) -> None:
 def end_short_epoch(run: RunState) -> None:
     """End an epoch whose loader yielded fewer batches than its length or the limit."""
     run.progress.is_last_batch = True
-    run.data.train.check_empty_pass()
     step_lr_schedulers(run, "epoch", reduce_on_plateau=False)
     if run.validation_schedule.is_due_at_short_end():
         validate(run)
@@ -240,7 +239,7 @@ def end_epoch(run: RunState) -> None:
         step_lr_schedulers(run, "epoch", reduce_on_plateau=True)
     run.loggers.log_train_epoch(run)
     run.results.reset()
-    run.data.train.end_epoch()
+    run.data.train.end_pass()
     progress.end_epoch()
     run.signals.check(run, is_due=True)
     run.checkpoints.save_after_epoch(run)

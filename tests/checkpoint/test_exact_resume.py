@@ -122,16 +122,11 @@ CASES = {name: {"make_train": make} for name, make in LOADERS.items()} | {
     "limit, persistent": {"make_train": LOADERS["persistent"], "limit_train_batches": 4},
     "reload": {"reload_dataloaders_every_n_epochs": 2},
     "reload, persistent": {"make_train": LOADERS["persistent"], "reload_dataloaders_every_n_epochs": 1},
-    "reload, persistent, no noise": {
-        "make_train": lambda: loader(TensorDataset(*tensors()), **PERSISTENT),
-        "reload_dataloaders_every_n_epochs": 1,
-    },
     "top-k": {"monitor": "val_loss", "save_top_k": 2, "val_check_interval": 1},
     "bf16": {"precision": "bf16-mixed", "gradient_clip_val": 0.1},
 }
 KILLS = {
     "reload, persistent": (7,),
-    "reload, persistent, no noise": (8, 12),
     "dataloader_iter": (1, 4, 7),
     "dataloader_iter, stream": (1, 5, 9),
     "min_size": (1, 5, 8),

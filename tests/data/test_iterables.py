@@ -5,6 +5,7 @@ import itertools
 import pytest
 import torch
 from modules import Classifier, assert_parity, make_loader
+from resume_loaders import ShufflesInIter
 from runs import Snapshots, assert_same_end, fit, logs_of
 
 BATCHES = list(make_loader(24, shuffle=False))
@@ -55,7 +56,11 @@ class OwnDataLoader(torch.utils.data.DataLoader):
         return next(self.batches)
 
 
-@pytest.mark.parametrize("make", [Own, OwnWithLength, Function, Items, OwnDataLoader])
+OWN_BATCHES = {"batch_sampler": ShufflesInIter(range(6)), "num_workers": 2}
+own_batches = lambda: torch.utils.data.DataLoader(make_loader(24).dataset, **OWN_BATCHES)  # noqa: E731
+
+
+@pytest.mark.parametrize("make", [Own, OwnWithLength, Function, Items, OwnDataLoader, own_batches])
 def test_parity(make):
     """In training, the sanity check and validation. Those with a length are limited."""
     limits = {"limit_train_batches": 4, "limit_val_batches": 3} if hasattr(make, "__len__") else {}
