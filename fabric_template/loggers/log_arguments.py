@@ -12,7 +12,7 @@ from torch import Tensor
 from ..errors import ConfigurationError
 
 # The hooks that may call self.log. Hooks of training steps log the step's value by default, and
-# hooks of evaluation steps the mean over the epoch. Other hooks allow only values of the epoch.
+# hooks of evaluation steps the mean over the epoch. Hooks of epochs allow only values of the epoch.
 _TRAIN_STEP_HOOKS = [
     "training_step",
     "on_train_batch_start",

@@ -37,12 +37,12 @@ _ATTRIBUTES_OF_MODULES = frozenset(vars(nn.Module()))
 
 @dataclass
 class Sums:
-    """The values of one name since the start of an epoch or of a row of metrics.csv.
+    """Accumulate the values of one name for an epoch, or for a row of metrics.csv.
 
     Attributes:
-        total: The sum of the values, or their maximum or minimum. A mean weights its values.
-        weight: The sum of the weights of a mean.
-        result: The reduced value of all processes. None before it is computed.
+        total: The sum, maximum or minimum of the values. A mean needs the sum of value * weight.
+        weight: The sum of the weights. Only a mean has weights.
+        result: The result over all processes. None until LoggedMetric.compute stores the result.
     """
 
     total: Tensor | None = None
@@ -131,8 +131,8 @@ class LoggedMetric:
     def compute(self, sums: Sums | None) -> Tensor | None:
         """Return the reduced value of the sums, or the last logged value if ``sums`` is None.
 
-        Return None if nothing was logged. All processes must call ``compute``. A torchmetrics
-        object has only the value of the epoch.
+        Return None if nothing was logged. For a torchmetrics object, return the value of the
+        epoch. All processes must call ``compute``.
         """
         if sums is None:
             value: Any = self.step_value
@@ -449,7 +449,7 @@ class ResultCollection:
             metrics.update(move_data_to_device(metrics, "cpu"))
 
     def clear(self) -> None:
-        """Forget all values, and stop logging."""
+        """Forget all values, as after a sanity check."""
         vars(self).update(vars(ResultCollection(self.run)))
 
     def update_metrics(self) -> CurrentValues:
