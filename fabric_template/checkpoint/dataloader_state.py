@@ -78,15 +78,15 @@ _END: Any = object()
 
 
 class ResumableLoader:
-    """Iterates over a loader, and can resume in the middle of a pass.
+    """Iterates over a loader. A resumed run continues with the next batch of the loader.
 
     When a loader's iterator is created, the random generators determine the order of the samples.
     A resume therefore restores the saved random states before it creates the iterator.
 
     Attributes:
-        passes: Number of passes in this epoch. CombinedLoader repeats a short loader.
-        batches: Number of batches read in this pass.
-        is_finished: Whether the pass has ended.
+        passes: How often the loader was started in this epoch. CombinedLoader restarts short loaders.
+        batches: Number of batches read since the loader was last started.
+        is_finished: Whether the loader has no batches left.
         workers: The random state of each worker after its last batch, or None before its first
             batch. Persistent workers keep their states between passes.
     """
@@ -101,7 +101,7 @@ class ResumableLoader:
         self._is_persistent = is_plain and loader.persistent_workers
         self.workers: list[Any] = [None] * (loader.num_workers if is_plain else 0)
         self._workers_at_start = self.workers
-        # The worker that gets the first batch. After a resume in a pass, this may be any worker.
+        # The worker that loads the first batch. After a resume in mid-epoch, it may be any worker.
         self._first_worker = 0
         # The random states before the iterator was created, and before the first batch was read.
         self._at_start: dict[str, Any] | None = None
@@ -120,7 +120,7 @@ class ResumableLoader:
         if state is None:
             return self._start_pass()
         if state["passes"] > 1:
-            # Return no batch, so that CombinedLoader repeats this loader, as in the saved run.
+            # End this iterator at once. CombinedLoader restarts the loader, as in the saved run.
             self._restored = {**state, "passes": 0}
             return iter(())
         if state["is_finished"]:
@@ -131,7 +131,7 @@ class ResumableLoader:
         self._restore(state)
         if state["passes"] > 0:
             return self._reader
-        # CombinedLoader reads a repeated loader at once, and expects a batch.
+        # CombinedLoader reads from a restarted loader at once, and expects a batch.
         batch = next(self._reader, _END)
         return self._start_pass() if batch is _END else chain([batch], self._reader)
 
@@ -140,7 +140,7 @@ class ResumableLoader:
             self.passes = 0
 
     def end_pass(self) -> None:
-        """Read the batches that persistent workers have prefetched, to get their random states."""
+        """Read the prefetched batches of persistent workers, because each has a random state."""
         if self._is_persistent and self._reader is not None and not self.is_finished:
             # Stop the prefetching with an empty sampler.
             self.loader._iterator._sampler_iter = iter(())
@@ -170,7 +170,7 @@ class ResumableLoader:
         if "state" in state:
             self._stateful_part.load_state_dict(deepcopy(state["state"]))
             return self._read(iter(self.loader))
-        # Only some of the workers have a state if the others had not returned a batch yet.
+        # Read all batches again if only some workers have returned a batch with a random state.
         if self._is_indexed and (all(self.workers) or not any(self.workers)):
             self.batches = done
         else:
@@ -227,14 +227,14 @@ class ResumableLoader:
         vars(clone)["sampler" if clone.batch_sampler is None else "batch_sampler"] = indices
         vars(clone).update(collate_fn=recorder.collate, worker_init_fn=recorder.start_worker)
         if clone._iterator is not None:
-            # Persistent workers would use the sampler of the first pass again.
+            # Otherwise, persistent workers would use the sampler of their first epoch again.
             clone._iterator._index_sampler = indices
         iterator = iter(clone)
         self.loader._iterator, clone._iterator = clone._iterator, None
         return iterator
 
     def _start_persistent_workers(self, first: int) -> None:
-        """Start the workers in their saved random states, and draw no random number for that."""
+        """Start the workers in their saved random states, without drawing a random number."""
         captured, self.loader._iterator = self._capture(), None
         self._iterate(first, ())
         self._restore(captured)
@@ -245,8 +245,8 @@ class ResumableLoader:
         """Return the position in the loader.
 
         Args:
-            is_in_pass: Whether a resumed run continues this pass. A pass without a batch is
-                continued in any case.
+            is_in_pass: Whether a resumed run reads only the remaining batches of the loader. If no
+                batch was read yet, the value counts as True.
         """
         if self._restored is not None:
             return self._restored
@@ -305,13 +305,13 @@ class ResumableLoader:
 def skip_indices(iterator: Any, done: int) -> None:
     """Draw the indices of finished batches from the sampler, and do not read their samples."""
     indices = iterator._sampler_iter
-    # Draw at least one item, because a sampler shuffles when the first is requested.
+    # Draw at least one item, because a sampler shuffles when its first item is requested.
     drawn = list(islice(indices, max(done, 1)))
     iterator._sampler_iter = chain(drawn[done:], indices)
 
 
 class SkippingSampler:
-    """Yields the indices of a sampler without the first ones."""
+    """Skips the first indices of a sampler."""
 
     def __init__(self, sampler: Iterable[Any], first: int) -> None:
         self._sampler, self._first = sampler, first

@@ -182,11 +182,11 @@ class StageLoaders:
     """The loaders of a stage, prepared for this run.
 
     Attributes:
-        loaders: The loaders with the samplers of this run. ``as_given`` keeps their shape.
+        loaders: The loaders with the samplers of this run. ``as_given`` is their list or dict.
         resumable: A ResumableLoader around each loader. ``_combined`` iterates over these.
         limits: The number of batches to read from each loader.
         num_batches: The number of batches of all loaders; infinite if it is unknown.
-        names: The keys of a dict of loaders; empty for loaders in another shape.
+        names: The keys of a dict of loaders. Empty if the loaders are not in a dict.
         has_several: Whether evaluation steps and hooks get a ``dataloader_idx``.
         extra_batches: Batches that steps with ``dataloader_iter`` fetched beyond one per step.
     """
@@ -369,7 +369,7 @@ def step_back(position: dict[str, Any], batches: int) -> dict[str, Any]:
     return {**position, "batches": done, "is_finished": False}
 
 
-# Shapes and lengths
+# Nested loaders and lengths
 
 
 def combine_loaders(source: Any, mode: Literal["max_size_cycle", "sequential"]) -> CombinedLoader:
@@ -386,7 +386,7 @@ def combine_loaders(source: Any, mode: Literal["max_size_cycle", "sequential"]) 
 
 
 def with_loaders(combined: CombinedLoader, loaders: list[Any]) -> CombinedLoader:
-    """Return a copy of a CombinedLoader with other loaders in the same shape."""
+    """Return a copy of a CombinedLoader in which each loader is replaced."""
     other = copy.copy(combined)
     other.flattened = loaders
     return other
