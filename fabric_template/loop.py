@@ -7,7 +7,6 @@ import os
 import pickle
 from collections.abc import Callable, Mapping
 from contextlib import nullcontext, suppress
-from functools import partial
 from importlib import import_module
 from pathlib import Path
 from typing import Any
@@ -35,7 +34,7 @@ from .loggers.csv_logger import CSVLogger, to_cell
 from .loggers.logger_connector import LoggerAdapter, make_logger
 from .training.configure_optimizers import add_scheduler
 from .training.hooks import is_instance_of
-from .training.lifecycle import evaluate_stage, fit_stage, predict_stage, run_stage, set_torch_flags
+from .training.lifecycle import run_stage, set_torch_flags
 from .training.module_adapter import needs_no_strategy
 from .training.optimization import ManualOptimization
 from .training.run_state import RunState
@@ -144,7 +143,7 @@ class FabricLoop(TrainerAPI):
         run = RunState(self, "fit", model, loaders, datamodule, functions, optimizer)
         given = {"resume": resume, "load": load, "ckpt_path": ckpt_path}
         read_start_checkpoint(run, given, weights_only)
-        run_stage(run, fit_stage)
+        run_stage(run)
         return run.history.frame()
 
     def validate(
@@ -185,7 +184,7 @@ class FabricLoop(TrainerAPI):
         self, run: RunState, load: Any, ckpt_path: Any, weights_only: bool | None, verbose: bool
     ) -> list[dict[str, float]]:
         read_start_checkpoint(run, {"load": load, "ckpt_path": ckpt_path}, weights_only)
-        results: list[dict[str, float]] = run_stage(run, evaluate_stage)
+        results: list[dict[str, float]] = run_stage(run)
         table = format_results(results, run.stage)
         if verbose and table and self.fabric.is_global_zero:
             print(table)
@@ -206,8 +205,8 @@ class FabricLoop(TrainerAPI):
         functions = {"predict_step": predict_step}
         run = RunState(self, "predict", model, {"predict": dataloaders}, datamodule, functions)
         read_start_checkpoint(run, {"load": load, "ckpt_path": ckpt_path}, weights_only)
-        keep = return_predictions is not False
-        outputs: list[Any] | None = run_stage(run, partial(predict_stage, keep=keep))
+        run.returns_predictions = return_predictions is not False
+        outputs: list[Any] | None = run_stage(run)
         return outputs
 
     # Your own loop
@@ -348,15 +347,8 @@ class FabricLoop(TrainerAPI):
         return summarize_run(run, [path for path in paths if path is not None])
 
     def __repr__(self) -> str:
-        summary = self.ending()
-        headings = ("trained", "ended", "log", "checkpoint")
-        parts = [f"{heading} {text}" for heading in headings for text in summary.get(heading, ())]
-        name = type(self).__name__
-        return f"<{name} {self.config.name!r}: {'; '.join(parts) or 'nothing is trained yet'}>"
-
-    def _repr_mimebundle_(self, **options: Any) -> dict[str, str]:
-        """Return the text that a notebook shows for a loop."""
-        return {"text/plain": format_summary(self.ending()) or repr(self)}
+        nothing = f"<{type(self).__name__} {self.config.name!r}: nothing is trained yet>"
+        return format_summary(self.ending()) or nothing
 
     @property
     def checkpoint_dir(self) -> Path | None:

@@ -186,19 +186,15 @@ class Predictions:
         return self.outputs if self._has_several else self.outputs[0]
 
 
-def predict(run: RunState, keep: bool) -> list[Any] | None:
-    """Run ``predict_step`` or ``forward`` over every batch of every loader.
-
-    Args:
-        keep: Return the predictions. False: only callbacks receive them.
-    """
+def predict(run: RunState) -> list[Any] | None:
+    """Run ``predict_step`` or ``forward`` over every batch of every loader."""
     if run.config.limit_predict_batches == 0:
         return None
     run.data.setup_eval_loaders("predict")
     loaders = run.data.eval_loaders
     num_batches = loaders.count_batches()
     if num_batches == 0:
-        return [] if keep else None
+        return [] if run.returns_predictions else None
     check_dataloader_idx(run, "predict", loaders.has_several)
     run.progress.eval_batches_done = 0
     run.predictions = Predictions(len(loaders.loaders), loaders.has_several)
@@ -208,14 +204,15 @@ def predict(run: RunState, keep: bool) -> list[Any] | None:
         run.hooks.call("on_predict_start")
         run.hooks.call("on_predict_epoch_start")
         run.console.start_evaluation(run, num_batches)
-        predict_batches(run, keep)
+        predict_batches(run)
         run.hooks.call("on_predict_epoch_end")
         run.hooks.call("on_predict_end")
-    return run.predictions.as_returned() if keep else None
+    return run.predictions.as_returned() if run.returns_predictions else None
 
 
-def predict_batches(run: RunState, keep: bool) -> None:
+def predict_batches(run: RunState) -> None:
     hooks, loaders, predictions = run.hooks, run.data.eval_loaders, run.predictions
+    keep = run.returns_predictions
     method = overridden(run.module, "predict_step") or run.model.forward
     if takes_iterator(method):
         outputs = predictions.outputs if keep else [[] for _ in predictions.outputs]

@@ -7,8 +7,8 @@ import math
 import os
 import sys
 import warnings
-from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager, suppress
+from collections.abc import Callable
+from contextlib import ExitStack, suppress
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -32,7 +32,7 @@ from .check_arguments import warn_of_eval_modules
 from .configure_optimizers import check_parameters, move_optimizer_states, parse_optimizers
 from .evaluation_loop import evaluate, predict
 from .fit_loop import fit
-from .hooks import is_instance_of, overridden
+from .hooks import is_instance_of
 from .optimization import AutomaticOptimization, ManualOptimization
 
 if TYPE_CHECKING:
@@ -42,57 +42,76 @@ if TYPE_CHECKING:
 _LIGHTNING_MODULES = ("lightning.pytorch.core.module", "pytorch_lightning.core.module")
 
 
-def run_stage(run: RunState, function: Callable[[RunState], Any]) -> Any:
-    """Run a call with its set-up and teardown, in new processes if the strategy launches them.
-
-    Args:
-        function: ``fit_stage``, ``evaluate_stage`` or ``predict_stage``.
-    """
-    loop, fabric = run.loop, run.fabric
+def run_stage(run: RunState) -> Any:
+    """Run a call with its set-up and teardown, in new processes if the strategy launches them."""
+    loop = run.loop
     loop.run = loop.runs[run.stage] = run
-    loop.next_ckpt_path = None
-    loop.status = TrainerStatus.RUNNING
+    loop.next_ckpt_path, loop.status = None, TrainerStatus.RUNNING
     run.progress.stage = "train" if run.stage == "fit" else run.stage
     try:
-        if starts_processes(fabric):
-            result = launch_processes(run)
-        else:
-            join_processes(fabric)
-            if isinstance(fabric.strategy, DDPStrategy):
-                # As in Trainer, all processes start with the same random numbers.
-                reset_seed()
-            if not fabric.is_global_zero:
-                # A process that Fabric has started knows its rank only after join_processes().
-                run.console.is_enabled = run.warn_once.is_enabled = False
-            if run.is_distributed:
-                check_same_checkpoint(run)
-            with ExitStack() as stack:
-                stack.enter_context(network_returned(run))
-                stack.enter_context(torch.set_grad_enabled(True))
-                stack.enter_context(torch.autograd.set_detect_anomaly(run.config.detect_anomaly))
-                stack.enter_context(run.console.shown(run))
-                set_up(run, stack)
-                result = function(run)
-                tear_down(run)
+        result = launch_processes(run) if starts_processes(run.fabric) else run_in_process(run)
     except BaseException as error:
         handle_exception(run, error)
-        if run.stop.signal is None:
-            # The processes that the launcher started would wait forever for this process.
-            for process in getattr(fabric.strategy.launcher, "procs", ()):
-                process.kill()
         raise
     is_interrupted = run.stop.signal is not None
     loop.status = TrainerStatus.INTERRUPTED if is_interrupted else TrainerStatus.FINISHED
     return result
 
 
-def set_up(run: RunState, stack: ExitStack) -> None:
-    """Set up a run, with the hooks in Trainer's order. Closing ``stack`` undoes the set-up."""
-    is_training = run.stage == "fit"
+def run_in_process(run: RunState) -> Any:
+    """Set up the process and the model, run the stage, and tear down."""
+    with ExitStack() as stack:
+        set_up_process(run, stack)
+        set_up_model(run, stack)
+        if run.stage == "fit":
+            result: Any = None
+            set_up_training(run)
+            train(run)
+        else:
+            run.loggers.log_hyperparameters(run)
+            run.network.zero_grad()
+            result = predict(run) if run.stage == "predict" else evaluate(run, run.stage)
+        tear_down(run)
+    return result
+
+
+def set_up_process(run: RunState, stack: ExitStack) -> None:
+    """Join the process group, and set PyTorch's flags. Closing ``stack`` restores the flags."""
+    join_processes(run.fabric)
+    if isinstance(run.fabric.strategy, DDPStrategy):
+        # As in Trainer, all processes start with the same random numbers.
+        reset_seed()
+    if not run.fabric.is_global_zero:
+        # A process that Fabric has started knows its rank only after join_processes().
+        run.console.is_enabled = run.warn_once.is_enabled = False
+    if run.is_distributed:
+        check_same_checkpoint(run)
+    device = next((p.device for p in run.network.parameters()), torch.device("cpu"))
+    is_elsewhere = device not in (run.fabric.device, torch.device("meta"))
+    if is_elsewhere and not run.steps.is_model_parallel:
+        stack.callback(return_network, run, device)
     set_torch_flags(run.config)
+    stack.enter_context(torch.set_grad_enabled(True))
+    stack.enter_context(torch.autograd.set_detect_anomaly(run.config.detect_anomaly))
+    stack.enter_context(run.console.shown(run))
+    if run.stage == "fit":
+        is_launched = run.is_distributed or "TORCHELASTIC_RUN_ID" in os.environ
+        run.signals = SignalHandler(not run.fabric.is_global_zero, is_launched)
+        if run.is_distributed:
+            # Handle signals in the set-up, so that no process ends while other processes wait.
+            stack.enter_context(run.signals)
+
+
+def return_network(run: RunState, device: torch.device) -> None:
+    """Move the network and the optimizer states to the network's device before the run."""
+    run.network.to(device)
+    move_optimizer_states(run.optimizers)
+
+
+def set_up_model(run: RunState, stack: ExitStack) -> None:
+    """Set up the model, with the hooks in Trainer's order, and load the weights of a checkpoint."""
+    is_training = run.stage == "fit"
     attach_run(run, stack)
-    if is_training:
-        set_up_signals(run, stack)
     prepare_data(run)
     run.hooks.call_with_stage("setup", run.stage, run.datamodule)
     if is_training:
@@ -110,35 +129,8 @@ def set_up(run: RunState, stack: ExitStack) -> None:
         run.steps.setup(is_training)
 
 
-@contextmanager
-def network_returned(run: RunState) -> Iterator[None]:
-    """Move the network and the optimizer states back to the network's device before the run."""
-    given = next((p.device for p in run.network.parameters()), torch.device("cpu"))
-    try:
-        yield
-    finally:
-        is_elsewhere = given not in (run.fabric.device, torch.device("meta"))
-        if is_elsewhere and not run.steps.is_model_parallel:
-            run.network.to(given)
-            move_optimizer_states(run.optimizers)
-
-
-def tear_down(run: RunState) -> None:
-    if run.stage == "fit":
-        run.hooks.call("on_fit_end")
-    run.hooks.call_with_stage("teardown", run.stage, run.datamodule)
-    if run.stage == "fit":
-        run.checkpoints.finish(run)
-    run.data.teardown()
-    run.loop.checkpoint_io.teardown()
-    run.loggers.finalize("success")
-    run.progress.stage = None
-    if run.loop.given_profiler is not None:
-        run.loop.given_profiler.describe()
-
-
-def fit_stage(run: RunState) -> None:
-    """Set up the optimizers, restore a checkpoint, run the sanity check, and train."""
+def set_up_training(run: RunState) -> None:
+    """Set up the optimizers, restore a checkpoint, and run the sanity check."""
     configure_optimizers(run)
     run.hooks.call("on_fit_start")
     run.network.zero_grad()
@@ -156,8 +148,12 @@ def fit_stage(run: RunState) -> None:
         run.network.train()
     run_sanity_check(run)
     run.results.start_training()
+
+
+def train(run: RunState) -> None:
+    """Train, count the optimizer steps, and handle signals."""
     with ExitStack() as stack:
-        if run.fabric.world_size == 1:
+        if not run.is_distributed:
             stack.enter_context(run.signals)
         if isinstance(run.optimization, ManualOptimization) and not run.is_lightning_module:
             run.optimization.count_unwrapped_steps(stack)
@@ -165,24 +161,24 @@ def fit_stage(run: RunState) -> None:
         run.signals.check(run, is_due=True)
         warn_of_eval_modules(run)
         fit(run)
-    run.results.end()
     # Free the memory of the last loss and its graph.
     run.optimization.kept_loss = None
     finish_signal(run)
 
 
-def evaluate_stage(run: RunState) -> list[dict[str, Any]]:
-    run.loggers.log_hyperparameters(run)
-    run.network.zero_grad()
-    results = evaluate(run, run.stage)
+def tear_down(run: RunState) -> None:
     run.results.end()
-    return results
-
-
-def predict_stage(run: RunState, keep: bool) -> list[Any] | None:
-    run.loggers.log_hyperparameters(run)
-    run.network.zero_grad()
-    return predict(run, keep)
+    if run.stage == "fit":
+        run.hooks.call("on_fit_end")
+    run.hooks.call_with_stage("teardown", run.stage, run.datamodule)
+    if run.stage == "fit":
+        run.checkpoints.finish(run)
+    run.data.teardown()
+    run.loop.checkpoint_io.teardown()
+    run.loggers.finalize("success")
+    run.progress.stage = None
+    if run.loop.given_profiler is not None:
+        run.loop.given_profiler.describe()
 
 
 def run_sanity_check(run: RunState) -> None:
@@ -199,7 +195,7 @@ def run_sanity_check(run: RunState) -> None:
         run.progress.stage, run.progress.eval_batches_done = "train", 0
 
 
-# Set-up
+# Parts of the set-up
 
 
 def set_torch_flags(config: LoopConfig) -> None:
@@ -266,26 +262,14 @@ def _call_own_log(part: Any, run: RunState, *args: Any, **kwargs: Any) -> None:
     type(part).log(part, *args, **kwargs)
 
 
-def set_up_signals(run: RunState, stack: ExitStack) -> None:
-    is_launched = run.is_distributed or "TORCHELASTIC_RUN_ID" in os.environ
-    run.signals = SignalHandler(not run.fabric.is_global_zero, is_launched)
-    if run.is_distributed:
-        # Handle signals in the set-up, so that no process ends while other processes wait.
-        stack.enter_context(run.signals)
-
-
 def prepare_data(run: RunState) -> None:
     """Call ``prepare_data`` on each machine's first process, while all other processes wait."""
-    for part in (run.datamodule, run.module):
-        method = overridden(part, "prepare_data")
-        if method is None:
-            continue
+    of_datamodule = partial(run.hooks.call_datamodule, run.datamodule)
+    for part, call in ((run.datamodule, of_datamodule), (run.module, run.hooks.call_module)):
         is_per_node = getattr(part, "prepare_data_per_node", True)
         rank = run.fabric.local_rank if is_per_node else run.fabric.global_rank
         if rank == 0:
-            kind = "LightningDataModule" if part is run.datamodule else "LightningModule"
-            with run.hooks.profiled(f"[{kind}]{type(part).__name__}.prepare_data"):
-                method()
+            call("prepare_data")
     run.fabric.barrier()
 
 
@@ -346,18 +330,15 @@ def handle_exception(run: RunState, error: BaseException) -> None:
     The error must reach the caller, so a failure in this function is only a warning.
     """
     run.loop.status = TrainerStatus.INTERRUPTED
-    run.exception = error
-    run.hooks.current = None
+    run.exception, run.hooks.current = error, None
 
     def attempt(what: str, function: Callable[..., Any], *args: Any) -> None:
         try:
             function(*args)
         except Exception as other:
+            text = f"after {type(error).__name__}, {what} failed: {type(other).__name__}: {other}"
             # Continue if a warning filter turns this warning into an error.
             with suppress(Warning):
-                text = (
-                    f"after {type(error).__name__}, {what} failed: {type(other).__name__}: {other}"
-                )
                 warnings.warn(text, stacklevel=4)
 
     was_signaled = run.signals is not None and run.signals.received is not None
@@ -373,3 +354,7 @@ def handle_exception(run: RunState, error: BaseException) -> None:
     attempt("closing the checkpoint files", run.loop.checkpoint_io.teardown)
     attempt("reading the last values", run.results.end)
     run.progress.stage = None
+    if run.stop.signal is None:
+        # The processes that the launcher started would wait forever for this process.
+        for process in getattr(run.fabric.strategy.launcher, "procs", ()):
+            process.kill()

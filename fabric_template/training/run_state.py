@@ -127,6 +127,7 @@ class RunState:
         self.optimization: AutomaticOptimization | ManualOptimization = None  # type: ignore[assignment]
         self.validation_schedule: ValidationSchedule = None  # type: ignore[assignment]
         self.signals: SignalHandler = None  # type: ignore[assignment]
+        self.returns_predictions = True
         self.predictions: Predictions = None  # type: ignore[assignment]
         self.requires_grad_at_start: dict[str, bool] = {}
         self.checkpoint: dict[str, Any] | None = None

@@ -278,7 +278,7 @@ def test_the_summary_of_a_loop():
             return 1 / 0
 
     loop, _, _ = fit_quietly(".", max_epochs=1, name="short", monitor="train_loss")
-    assert [re.sub(DURATION, "# s", line) for line in loop._repr_mimebundle_()["text/plain"].splitlines()][:2] == [
+    assert [re.sub(DURATION, "# s", line) for line in repr(loop).splitlines()][:2] == [
         "trained     Classifier: 1 epoch, 10 steps, # s",
         "ended       max_epochs=1 is reached",
     ]
@@ -287,10 +287,6 @@ def test_the_summary_of_a_loop():
     assert summary["device"] == ["cpu, 32-true"]
     assert summary["checkpoint"] == [f"checkpoints/short/version_0/{name}.ckpt" for name in ("best", "last")]
     assert summary["resume"] == ["fit(..., resume='last')"]
-    assert re.sub(DURATION, "# s", repr(loop)).startswith(
-        "<FabricLoop 'short': trained Classifier: 1 epoch, 10 steps, # s; ended max_epochs=1 is reached; log"
-        " logs/short/version_0/metrics.csv; checkpoint checkpoints/short/version_0/best.ckpt"
-    )
     assert repr(FabricLoop(name="new", accelerator="cpu")) == "<FabricLoop 'new': nothing is trained yet>"
     with pytest.raises(ZeroDivisionError):
         loop.fit(Broken(), make_loader())
