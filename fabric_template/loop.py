@@ -272,8 +272,7 @@ class FabricLoop(TrainerAPI):
     ) -> None:
         """Send values to the loggers. If ``metrics`` has the key "epoch", add a row to metrics.csv.
 
-        In a hook or a step of a run, the values join the row of the current epoch or a row of
-        steps.csv.
+        Inside a run, the values are added to the current epoch's row or to a row of steps.csv.
 
         Args:
             metrics: Numbers by name.

@@ -362,7 +362,7 @@ class MiniLoop:
         sync_dist: bool = False,
         batch_size: int | None = None,
     ) -> None:
-        """Log a value. on_step writes the value to steps.csv, on_epoch its mean to metrics.csv."""
+        """Log a value, to steps.csv with on_step, and as a mean to metrics.csv with on_epoch."""
         if not isinstance(value, Tensor) and hasattr(value, "compute"):
             self._metrics[name] = value
             self._logged_means.add(name)

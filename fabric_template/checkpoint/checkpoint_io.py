@@ -92,8 +92,7 @@ def find_checkpoint_io(fabric: Fabric) -> CheckpointIO:
 def replaced_file(path: Path) -> Iterator[IO[bytes]]:
     """Open a temporary file, which is synced and replaces the target at the end of the block.
 
-    After an error, a kill or a power cut, the target is either the old file or the complete new
-    file.
+    After an error, a kill or a power cut, the target is the old file or the complete new file.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
     temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")

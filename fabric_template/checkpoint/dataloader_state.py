@@ -84,7 +84,7 @@ class ResumableLoader:
     A resume therefore restores the saved random states before it creates the iterator.
 
     Attributes:
-        passes: How often the loader was started in this epoch. CombinedLoader restarts short loaders.
+        passes: How often the loader was started in this epoch. CombinedLoader restarts a short one.
         batches: Number of batches read since the loader was last started.
         is_finished: Whether the loader has no batches left.
         workers: The random state of each worker after its last batch, or None before its first

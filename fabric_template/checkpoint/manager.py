@@ -23,7 +23,7 @@ class CheckpointManager:
     """Saves checkpoints at the end of epochs, after validations, every N steps and after an exception.
 
     If a file cannot be written, training continues with a warning. At the end of training,
-    ``finish`` raises an error for each file whose newest version is not written.
+    ``finish`` raises an error if the newest version of a file could not be written.
 
     Args:
         folder: The folder of the checkpoints. None: nothing is saved.

@@ -23,10 +23,10 @@ if TYPE_CHECKING:
 class History:
     """Collect the rows of a run, which ``fit`` returns and the CSV logger writes into metrics.csv.
 
-    A row contains the training means since the previous row, the newest validation metrics, the
-    learning rate, and the seconds since the previous row. An epoch-based run has a row for each
+    A row contains the training means and the seconds since the previous row. A row also contains
+    the newest validation metrics and the learning rate. An epoch-based run has a row for each
     epoch. A step-based run has a row for each validation and a row at the end. A step-based run
-    that never validates has a row for each epoch.
+    that never validates has a row for each epoch and a row at the end.
 
     Attributes:
         rows: All rows of the run so far.

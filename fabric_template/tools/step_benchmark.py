@@ -50,7 +50,7 @@ class StepTimer:
         self.since = self.begin = time.perf_counter()
 
     def get_median(self, *parts: str) -> float:
-        """Return the median of the mean step times of ten groups of steps."""
+        """Average the step times in ten groups of steps, and return the median average."""
         # Do not compare single steps, because workers send several batches at once.
         times = [sum(step[part] for part in parts) for step in self.steps]
         size = max(1, len(times) // 10)

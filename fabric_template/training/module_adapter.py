@@ -38,8 +38,8 @@ _HOOKS += [
 class ModuleAdapter(LightningModule):
     """Adapts a network with step functions, or an object with step methods, to LightningModule.
 
-    The adapter has the network's parameters, buffers and submodules under their own names, so that
-    a checkpoint has the keys of ``network.state_dict()``.
+    The adapter has the network's parameters, buffers and submodules under their own names. A
+    checkpoint therefore has the keys of ``network.state_dict()``.
 
     Args:
         model: The model that was given to ``fit``.

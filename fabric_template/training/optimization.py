@@ -211,7 +211,7 @@ class AutomaticOptimization(Optimization):
         else:
             self.run.fabric.strategy.optimizer_step(self._optimizer)
         # Keep the loss until the next step. Otherwise, autograd frees and recreates a node for each
-        # parameter, which is slow. Do not keep the loss if the module overrides backward, because
+        # parameter, which is slow. Do not keep the loss if the module overrides backward. This
         # backward may retain the graph, and two graphs need twice the memory.
         self.kept_loss = loss if self._module_backward is None else None
 
