@@ -378,22 +378,20 @@ def parse_options(options: dict[str, Any]) -> tuple[LoopConfig, dict[str, Any]]:
     """
     from .errors import ConfigurationError, unknown_option
 
-    defaults = {field.name: field.default for field in fields(LoopArguments)}
+    arguments: dict[str, Any] = {field.name: field.default for field in fields(LoopArguments)}
     given = {n: v for n, v in options.items() if (n, v) not in _TRAINER_DEFAULTS.items()}
-    unknown = [name for name in given if name not in defaults]
+    unknown = [name for name in given if name not in arguments]
     if unknown:
-        raise TypeError(" ".join(unknown_option(name, defaults) for name in unknown))
-    known = {field.name for field in fields(LoopConfig)}
-    of_fabric = {name: value for name, value in defaults.items() if name not in known}
-    of_fabric.update((name, value) for name, value in given.items() if name not in known)
-    if of_fabric["loggers"] is not None:
-        if given.get("logger") is not None:
+        raise TypeError(" ".join(unknown_option(name, arguments) for name in unknown))
+    arguments |= given
+    if arguments["loggers"] is not None:
+        if arguments["logger"] is not None:
             raise ConfigurationError(
                 "FabricLoop: got logger and loggers, expected one of them. Both mean the same option."
             )
-        given["logger"] = of_fabric["loggers"]
-    config = LoopConfig(**{name: value for name, value in given.items() if name in known})
-    return config, of_fabric
+        arguments["logger"] = arguments["loggers"]
+    config = LoopConfig(**{field.name: arguments.pop(field.name) for field in fields(LoopConfig)})
+    return config, arguments
 
 
 def with_arguments_of(

@@ -82,7 +82,7 @@ class FabricLoop(TrainerAPI):
         self.own_logger: CSVLogger | None = None
         self.has_fitted = False
         self.loggers = self._make_loggers()
-        self.given_profiler = make_profiler(self.config.profiler)
+        self.profiler = make_profiler(self.config.profiler)
         self.run: RunState | None = None
         self.runs: dict[str, RunState] = {}
         self.status = TrainerStatus.INITIALIZING

@@ -144,7 +144,7 @@ class TrainerAPI:
     runs: dict[str, RunState]
     status: TrainerStatus
     strategy: StrategyAPI
-    given_profiler: Any
+    profiler: Any
     next_ckpt_path: Any
     enable_autolog_hparams = True
 
@@ -210,15 +210,6 @@ class TrainerAPI:
         self.loggers = [logger] if logger else []
 
     @property
-    def profiler(self) -> Any:
-        """The profiler, or a PassThroughProfiler, which measures nothing."""
-        return self.given_profiler or PassThroughProfiler()
-
-    @profiler.setter
-    def profiler(self, profiler: Any) -> None:
-        self.given_profiler = make_profiler(profiler)
-
-    @property
     def ckpt_path(self) -> str | None:
         """The checkpoint that this run started from. An assigned path is used by the next run."""
         return self.next_ckpt_path or (self.run.checkpoint_path if self.run else None)
@@ -230,7 +221,8 @@ class TrainerAPI:
     def __setattr__(self, name: str, value: Any) -> None:
         """Set an option for the current and all later runs, or set any other attribute."""
         is_option = "config" in vars(self) and name in vars(self.config)
-        if not is_option or name == "default_root_dir" or hasattr(type(self), name):
+        is_attribute = name in ("default_root_dir", "profiler") or hasattr(type(self), name)
+        if not is_option or is_attribute:
             super().__setattr__(name, value)
             return
         # The constructor of LoopConfig checks the value.
@@ -567,8 +559,8 @@ class StrategyAPI:
 
 def make_profiler(given: Any) -> Any:
     """Create the profiler for a name such as "simple". Return a profiler object unchanged."""
-    if given is None or isinstance(given, PassThroughProfiler):
-        return None
+    if given is None:
+        return PassThroughProfiler()
     if not isinstance(given, str):
         return given
     kinds = {

@@ -7,6 +7,8 @@ from contextlib import nullcontext
 from functools import partial
 from typing import Any
 
+from lightning.pytorch.profilers import PassThroughProfiler
+
 # Lightning's base classes define every hook with an empty body. A method that is defined in one of
 # these files of Lightning does not count as an override.
 _EMPTY_HOOKS = tuple(
@@ -43,20 +45,16 @@ class Hooks:
         loop: The loop of the callbacks, which is the argument ``trainer`` of their hooks.
         module: The LightningModule or ModuleAdapter of the run.
         module_for: A function that returns the argument ``pl_module`` for a callback.
-        profiler: A profiler of Lightning, or None.
 
     Attributes:
+        profiler: The loop's profiler, or None instead of a PassThroughProfiler.
         current: The name of the running hook or step. ``self.log`` needs this name.
     """
 
-    def __init__(
-        self,
-        loop: Any,
-        module: Any,
-        module_for: Callable[[Any], Any],
-        profiler: Any = None,
-    ) -> None:
-        self.loop, self.module, self.profiler = loop, module, profiler
+    def __init__(self, loop: Any, module: Any, module_for: Callable[[Any], Any]) -> None:
+        self.loop, self.module = loop, module
+        is_measuring = not isinstance(loop.profiler, PassThroughProfiler)
+        self.profiler: Any = loop.profiler if is_measuring else None
         self.current: str | None = None
         self._module_for = module_for
         self._known_callbacks: list[Any] = []

@@ -177,8 +177,8 @@ def tear_down(run: RunState) -> None:
     run.loop.checkpoint_io.teardown()
     run.loggers.finalize("success")
     run.progress.stage = None
-    if run.loop.given_profiler is not None:
-        run.loop.given_profiler.describe()
+    if run.hooks.profiler is not None:
+        run.hooks.profiler.describe()
 
 
 def run_sanity_check(run: RunState) -> None:
@@ -225,7 +225,7 @@ def attach_run(run: RunState, stack: ExitStack) -> None:
         run.loop.callbacks = add_model_callbacks(run.loop.callbacks, as_list(own_callbacks()))
     for callback in run.hooks.callbacks:
         attach_log(callback, run, stack)
-    if (profiler := run.loop.given_profiler) is not None:
+    if (profiler := run.hooks.profiler) is not None:
         set_profiled_module(profiler, run.module)
         # Pass the rank, which the profiler adds to the name of its file.
         local_rank = run.fabric.local_rank if run.fabric.world_size > 1 else None

@@ -99,7 +99,7 @@ class RunState:
     def _make_parts(self, last: RunState | None) -> None:
         """Create the parts of the run, such as hooks, counters and loggers."""
         loop, config, fabric = self.loop, self.config, self.fabric
-        self.hooks = Hooks(loop, self.module, self._module_for, loop.given_profiler)
+        self.hooks = Hooks(loop, self.module, self._module_for)
         before: Progress = Progress() if last is None else last.progress
         # Give an evaluation the counters of the previous run.
         self.progress: Progress = Progress(
