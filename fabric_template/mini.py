@@ -11,8 +11,10 @@ To change a part of the training, edit one of these methods:
 - `_is_window_end`: when the optimizer steps
 - `_is_done`: when training stops
 - `_end_row` and `_log_step`: the rows of metrics.csv and of steps.csv
+- `log` and `_log_output`: the values in these rows
 - `_save`: which checkpoints are written
 - `_build_checkpoint` and `_restore`: the content of a checkpoint
+- `_train_batches` and `_move`: the order of the batches, and their way to the device
 
 FabricLoop has more options. MiniLoop and FabricLoop resume each other's runs.
 """
@@ -199,7 +201,7 @@ class MiniLoop:
             # A loader without a length has ended in the middle of an accumulation window.
             self._step_optimizer()
             self._validate_if_due(epoch)
-        if self.validate_every_n_steps is None:
+        if self.validate_every_n_steps is None and is_complete:
             self._validate()
         self._compute_metrics()
         self._call("on_train_epoch_end")
@@ -287,10 +289,11 @@ class MiniLoop:
         rng_state = get_rng_state(self.train_loader)
         if self.batches_done == 0:
             self._epoch_start = rng_state
-        # A run that resumes within the epoch must draw the same order of samples again.
-        set_rng_state(self._epoch_start, self.train_loader)
-        batches = iter(self.train_loader)
-        if self.batches_done > 0:
+            batches = iter(self.train_loader)
+        else:
+            # Draw the same order of samples again, and skip the batches before the checkpoint.
+            set_rng_state(self._epoch_start, self.train_loader)
+            batches = iter(self.train_loader)
             for _ in range(self.batches_done):
                 next(batches)
             set_rng_state(rng_state, self.train_loader)
@@ -427,7 +430,7 @@ class MiniLoop:
         for name in sorted(values, key=lambda name: not name.startswith("train")):
             row.setdefault(name, values[name].item())
         row["lr"], row["time"] = self._learning_rate, time.monotonic() - self._row_started
-        self._validated, self._row_started = {}, time.monotonic()
+        self._row_started = time.monotonic()
         self._warn_of_nan(row)
         self.history.append(row)
         if self.fabric.is_global_zero:
@@ -435,6 +438,7 @@ class MiniLoop:
             numbers = [f"{name} {value:<7.4g}" for name, value in list(row.items())[2:]]
             print(f"epoch {epoch} step {self.global_step:<4}", *numbers, flush=True)
         self._save(row)
+        self._validated = {}
 
     def _warn_of_nan(self, row: dict[str, Any]) -> None:
         loss = row.get("train_loss", 0.0)
@@ -458,7 +462,8 @@ class MiniLoop:
             for name in names:
                 with replaced(self.checkpoint_dir / name, "wb") as file:
                     torch.save(checkpoint, file)
-        if self.monitor is not None and self.best_score is None:
+        is_due = bool(self._validated) or self.val_loader is None
+        if self.monitor is not None and self.best_score is None and is_due:
             check_is_logged(self.monitor, row)
 
     def _build_checkpoint(self) -> dict[str, Any]:
@@ -506,9 +511,11 @@ class MiniLoop:
         self.current_epoch, self.global_step = progress["epochs_done"], progress["global_step"]
         self.batches_done = progress["batches_done"] if progress["is_in_epoch"] else 0
         self.history = own["history"]["rows"]
-        self.best_score = next(iter(own["checkpoints"]["kept"].values()), None)
+        choose_best = min if self.mode == "min" else max
+        self.best_score = choose_best(own["checkpoints"]["kept"].values(), default=None)
         for row in self.history:
-            self.callback_metrics.update({name: to_metric(row[name]) for name in row})
+            names = row.keys() - {"epoch", "step", "lr", "time"}
+            self.callback_metrics.update({name: to_metric(row[name]) for name in names})
         set_rng_state(of_rank["rng"], self.train_loader)
         if self.fabric.is_global_zero:
             steps = read_rows(self.log_dir / "steps.csv")
@@ -564,10 +571,11 @@ class MiniLoop:
         """Launch the processes, and distribute the samples among them."""
         check_loader(train, "train_dataloaders")
         check_loader(val, "val_dataloaders")
-        is_ddp = isinstance(self.fabric.strategy, DDPStrategy)
-        if is_ddp and not torch.distributed.is_initialized():
-            self.fabric.launch()
-            # Reset the seed like Trainer, because the launch may have drawn random numbers.
+        if isinstance(self.fabric.strategy, DDPStrategy):
+            # The command `fabric run` sets this variable, and Fabric has launched by itself.
+            if "LT_CLI_USED" not in os.environ:
+                self.fabric.launch()
+            # Like Trainer, start each call on all processes with the same random numbers.
             reset_seed()
         self.train_loader, self.val_loader = self._share(train), self._share(val)
         self._train_length = length_hint(self.train_loader, -1)

@@ -232,6 +232,17 @@ def test_rows_by_validation_and_resume_in_mid_epoch():
     pd.testing.assert_frame_equal(again, rows)
 
 
+def test_max_steps_within_an_epoch_and_resume():
+    """The end of a run does not validate, because a DataLoader for validation draws random numbers."""
+    _, expected, _ = fit("MiniLoop", "whole", -1, max_steps=24)
+    fit("MiniLoop", "parts", -1, max_steps=14)
+    loop, module, rows = fit("MiniLoop", "parts", -1, max_steps=24, resume="last")
+    assert_same_weights(expected, module)
+    assert rows["step"].tolist() == [10, 14, 20, 24]
+    assert rows["val_loss"].isna().tolist() == [False, True, False, True]
+    assert "lr" not in loop.callback_metrics
+
+
 def test_load_takes_the_weights_and_validate_measures_them():
     _, module, rows = fit("MiniLoop", "run", 2)
     other = Classifier(by_epoch)
@@ -325,6 +336,7 @@ def train_ranked(rank, epochs, resume, file):
     loop, module = run_mini(Ranked, make_val=val_loader, max_epochs=epochs, fit=fit_options, name=file, **options)
     if rank == 0:
         torch.save(module.state_dict(), f"{file}.pt")
+    assert len(MiniLoop(accelerator="cpu", devices=2, strategy="ddp").validate(module, val_loader())) == 1
     # Each process reads its share of the samples with the options of the given loader.
     shared = loop._share(make_loader(num_workers=1, persistent_workers=True, prefetch_factor=3))
     assert (len(shared), shared.persistent_workers, shared.prefetch_factor) == (5, True, 3)
