@@ -495,10 +495,7 @@ ERRORS = {
     "log": (lambda: run_mini(Misspelled), "unexpected keyword argument 'on_epch'"),
     "no step": (lambda: fit_functions(training_step=None), "got no training_step"),
     "no optimizer": (lambda: fit_functions(optimizer=None), "got no optimizer. Pass optimizer="),
-    "other parameters": (
-        lambda: fit_functions(optimizer=sgd(nn.Linear(1, 1))),
-        "optimizer: got parameters of another model",
-    ),
+    "other parameters": (lambda: fit_functions(optimizer=sgd(nn.Linear(1, 1))), "got parameters of another model"),
     "optimizer": (lambda: fit_functions(optimizer="adam"), "optimizer: got str, expected an optimizer"),
     "None": (lambda: fit_functions(lambda net, batch: None), "training_step: got NoneType at batch 0"),
     "float": (lambda: fit_functions(lambda net, batch: 1.0), "training_step: got float at batch 0"),
@@ -556,7 +553,7 @@ def test_values_named_step_and_epoch_do_not_replace_the_columns(kind):
 Batch = make_dataclass("Batch", ["x"])
 BATCHES = {
     "mapping": (lambda x: UserDict(x=x), lambda batch: batch["x"]),
-    "texts first": (lambda x: [None, {"texts": ["a"] * len(x), "x": x}], lambda batch: batch[1]["x"]),
+    "texts first": (lambda x: [None, {"text": ["a"], "x": x}], lambda batch: batch[1]["x"]),
     "dataclass": (Batch, lambda batch: batch.x),
     "no tensor": (lambda x: {"rows": x.tolist()}, lambda batch: torch.tensor(batch["rows"])),
 }
