@@ -67,11 +67,12 @@ class Hooks:
 
     def call(self, name: str, *args: Any) -> Any:
         """Call a hook of the callbacks, then of the module. Returns the module's result."""
-        if self.callbacks != self._known_callbacks:
-            self._known_callbacks = list(self.callbacks)
+        callbacks = self.loop.callbacks
+        if callbacks != self._known_callbacks:
+            self._known_callbacks = list(callbacks)
             self._methods.clear()
         if name not in self._methods:
-            found = [self._callback_method(callback, name) for callback in self.callbacks]
+            found = [self._callback_method(callback, name) for callback in callbacks]
             of_callbacks = [method for method in found if method is not None]
             self._methods[name] = (of_callbacks, self.module_method(name))
         of_callbacks, of_module = self._methods[name]
