@@ -119,6 +119,7 @@ class ResumableLoader:
         state, self._restored = self._restored, None
         if state is None:
             return self._start_pass()
+        self.passes = max(self.passes, state["passes"])
         if state["passes"] > 1:
             # End this iterator at once. CombinedLoader restarts the loader, as in the saved run.
             self._restored = {**state, "passes": 0}
@@ -134,10 +135,6 @@ class ResumableLoader:
         # CombinedLoader reads from a restarted loader at once, and expects a batch.
         batch = next(self._reader, _END)
         return self._start_pass() if batch is _END else chain([batch], self._reader)
-
-    def start_epoch(self) -> None:
-        if self._restored is None:
-            self.passes = 0
 
     def end_pass(self) -> None:
         """Read the prefetched batches of persistent workers, because each has a random state."""
@@ -268,8 +265,7 @@ class ResumableLoader:
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Set the position at which the next iterator starts."""
-        self.passes, self.batches = state["passes"], state["batches"]
-        self.is_finished = state["is_finished"]
+        self.batches, self.is_finished = state["batches"], state["is_finished"]
         self._at_start, self._at_first_batch = state["at_start"], state["at_first_batch"]
         if len(state["workers"]) == len(self.workers):
             self.workers, self._workers_at_start = list(state["workers"]), state["workers_at_start"]

@@ -40,11 +40,9 @@ warnings.filterwarnings("ignore", ".*LeafSpec", FutureWarning)
 
 # This value marks the end of a loader's batches.
 _END = object()
-# The names under which Lightning's profilers record the reading of a batch.
-_PROFILED_ACTIONS = {
+# Lightning's profilers record the reading of a batch under these names.
+_ACTIONS = {
     "train": "[_TrainingEpochLoop].train_dataloader_next",
-    "val": "[_EvaluationLoop].val_next",
-    "test": "[_EvaluationLoop].test_next",
     "predict": "[_PredictionLoop].predict_next",
 }
 
@@ -244,7 +242,7 @@ class StageLoaders:
         self._num_given = self.run.progress.batches_done + self.extra_batches if is_training else 0
         self._following = _END
         for loader in self.resumable:
-            loader.start_epoch()
+            loader.passes = 0
         if self.as_given is self.loaders[0]:
             # Bypass CombinedLoader, which adds some microseconds to each batch.
             self.iterator = zip(self.resumable[0], count(), repeat(0), strict=False)
@@ -275,7 +273,8 @@ class StageLoaders:
         self._check_empty_loaders()
 
     def _profiled(self, items: Iterator[Any]) -> Iterator[Any]:
-        fetch = self.run.hooks.with_profiler(_PROFILED_ACTIONS[self.stage], next)
+        action = _ACTIONS.get(self.stage, f"[_EvaluationLoop].{self.stage}_next")
+        fetch = self.run.hooks.with_profiler(action, next)
         while (item := fetch(items, _END)) is not _END:
             yield item
 
