@@ -143,7 +143,6 @@ LOADERS = {
     "here": loader,
     "sampler generator": with_sampler(lambda data: RandomSampler(data, generator=seeded())),
     "workers": lambda: loader(**WORKERS),
-    "batch sampler, workers": lambda: DataLoader(Samples(), batch_sampler=ShufflesInIter(range(6)), **WORKERS),
     "batch sampler, persistent": lambda: DataLoader(Samples(), batch_sampler=ShufflesInIter(range(6)), **PERSISTENT),
     "three workers": lambda: loader(num_workers=3, prefetch_factor=1, generator=seeded()),
     "persistent": lambda: loader(**PERSISTENT),

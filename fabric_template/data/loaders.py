@@ -324,16 +324,17 @@ class StageLoaders:
         self._combined.reset()
 
     def state_dict(self) -> dict[str, Any]:
-        progress = self.run.progress.state_dict()
+        progress, dropped = self.run.progress.state_dict(), 0
         is_in_epoch = self.stage == "train" and progress["is_in_epoch"]
-        if is_in_epoch and self._following is not _END:
+        if is_in_epoch:
+            # A resumed run reads the batches of an unfinished accumulation window again.
+            dropped = self._num_given - progress["batches_done"] - self.extra_batches
+        if is_in_epoch and self._is_read_ahead and (dropped or self._following is not _END):
             positions, rng_state = self._before_following
         else:
             positions = [loader.state_dict(is_in_epoch) for loader in self.resumable]
             rng_state = self._restored_rng
-        if is_in_epoch:
-            # A resumed run reads the batches of an unfinished accumulation window again.
-            dropped = self._num_given - progress["batches_done"] - self.extra_batches
+        if dropped:
             positions = [step_back(position, dropped) for position in positions]
         return {
             "loaded_in_epoch": self.loaded_in_epoch,
@@ -360,12 +361,12 @@ class StageLoaders:
         return seen[batch_idx] if batch_idx < len(seen) else []
 
 
-def step_back(position: dict[str, Any], batches: int) -> dict[str, Any]:
-    """Return the position before the last batches were read."""
-    if batches == 0:
-        return position
-    done = max(0, position["batches"] - batches)
-    return {**position, "batches": done, "is_finished": False}
+def step_back(position: dict[str, Any], dropped: int) -> dict[str, Any]:
+    """Return a loader's position before the last combined batches were read."""
+    # A loader that has ended returned no batch in the last read.
+    done = max(0, position["batches"] + position["is_finished"] - dropped)
+    # A resume draws the order of the samples again, which sets the loader's generators.
+    return {**position, "batches": done, "is_finished": False, "generators": []}
 
 
 # Nested loaders and lengths

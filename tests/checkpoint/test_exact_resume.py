@@ -186,7 +186,17 @@ class Quiet(Net):
         self.net[2].p = 0.0
 
     def training_step(self, batch, batch_idx):
-        return nn.functional.cross_entropy(self.net(batch[0]), batch[1])
+        parts = [part for part in (batch if isinstance(batch[0], list | tuple) else [batch]) if part]
+        return sum(nn.functional.cross_entropy(self.net(x), y) for x, y in parts)
+
+
+@pytest.mark.filterwarnings("ignore:Trying to infer the `batch_size`")
+def test_loaders_after_an_exception(tmp_path):
+    train, raises = LOADERS["cycle of streams"], Raises("on_train_batch_start", 6)
+    with pytest.raises(RuntimeError, match="stop"):
+        fit(tmp_path, train, Quiet, callbacks=[raises])
+    resumed = fit(tmp_path, train, Quiet, resume="last")
+    assert_same_weights(fit(tmp_path / "whole", train, Quiet)[1], resumed[1])
 
 
 # The hook, the call in which it raises, and the error.
