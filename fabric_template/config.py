@@ -92,7 +92,7 @@ class LoopConfig:
     deterministic: bool | str | None = None
     """Use deterministic algorithms of PyTorch. "warn": warn if an operation has none."""
     benchmark: bool | None = None
-    """Set torch.backends.cudnn.benchmark. By default, only deterministic=True sets it, to False."""
+    """Set torch.backends.cudnn.benchmark. None: unchanged, or False with deterministic=True."""
     inference_mode: bool = True
     """Evaluate under torch.inference_mode. False: under torch.no_grad."""
     reload_dataloaders_every_n_epochs: int = 0
@@ -129,7 +129,7 @@ class LoopConfig:
     mode: str = "min"
     """Whether the best value of monitor is the smallest ("min") or the largest ("max")."""
     save_top_k: int = 1
-    """Keep the k best checkpoints. 1: best.ckpt. -1: all of them."""
+    """Keep the k best checkpoints. 1: one file, best.ckpt. -1: all files."""
     save_last: bool = True
     """Keep last.ckpt, and rewrite it at the end of each epoch and after each validation."""
     save_every_n_steps: int | None = None
@@ -137,8 +137,7 @@ class LoopConfig:
     seed: int | None = None
     """Seed Python, NumPy and PyTorch when the loop is created, and again when a run starts."""
     compile: bool | str | dict[str, Any] = False
-    """Compile the steps with torch.compile, in a mode such as "max-autotune" or with a dict of its
-    arguments."""
+    """Apply torch.compile to each step method. Give True, its mode, or a dict of its arguments."""
 
     def __post_init__(self) -> None:
         wrong_types = [name for name in vars(self) if not self._has_type(name)]
@@ -298,7 +297,8 @@ _RANGES: dict[str, tuple[str, Callable[[Any], bool]]] = {
     **dict.fromkeys((*_LIMITS, "overfit_batches"), _LIMIT),
     "fast_dev_run": ("True, False or a number of batches", _at_least(0)),
     "val_check_interval": (
-        f"a number of batches, a fraction of an epoch, or a duration: {_DURATION}",
+        "a number of batches (int >= 1), a fraction of an epoch (float from 0.0 to 1.0), or a"
+        f" duration: {_DURATION}",
         _is_interval,
     ),
     "check_val_every_n_epoch": ("a number of epochs >= 1, or None", _at_least(1)),
@@ -315,7 +315,7 @@ _RANGES: dict[str, tuple[str, Callable[[Any], bool]]] = {
         lambda value: value >= 1 if isinstance(value, int) else value in ("warn", "off"),
     ),
     "logger": (
-        f"True, False, {', '.join(map(repr, LOGGER_NAMES))}, an object with log_metrics, or a list of these",
+        f"True, False, {', '.join(map(repr, LOGGER_NAMES))}, an object with the method log_metrics, or a list of these",
         _is_logger,
     ),
     "default_root_dir": ("a local folder", lambda value: "://" not in os.fspath(value)),

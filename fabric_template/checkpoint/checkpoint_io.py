@@ -203,9 +203,8 @@ def verify_checkpoint(path: str | Path) -> None:
         # A pickle, which torch wrote before 1.6, has no checksums.
         return
     if start != b"PK\x03\x04":
-        raise DamagedCheckpointError(
-            f"{path}: got a file that starts with {start!r}, expected a file written by torch.save."
-        )
+        given = f"a file that starts with {start!r}" if start else "an empty file"
+        raise DamagedCheckpointError(f"{path}: got {given}, expected a file written by torch.save.")
     try:
         with zipfile.ZipFile(path) as archive:
             damaged = archive.testzip()

@@ -139,7 +139,7 @@ class ResumableLoader:
     def end_pass(self) -> None:
         """Read the prefetched batches of persistent workers, because each has a random state."""
         if self._is_persistent and self._reader is not None and not self.is_finished:
-            # Stop the prefetching with an empty sampler.
+            # Without further indices, the workers prefetch no more batches.
             self.loader._iterator._sampler_iter = iter(())
             with suppress(Exception):
                 deque(self._reader, maxlen=0)

@@ -78,11 +78,11 @@ def check_checkpoint_argument(name: str, value: Any, keywords: tuple[str, ...]) 
     """Raise an error unless the value is None, a path or one of ``keywords``."""
     expected = f"a path, {', '.join(map(repr, keywords[:-1]))} or {keywords[-1]!r}"
     if value is not None and not isinstance(value, str | os.PathLike):
-        hint = " Load weights in memory with model.load_state_dict(...)." if name == "load" else ""
+        hint = " Use model.load_state_dict(...) for weights in memory." if name == "load" else ""
         raise ConfigurationTypeError(f"{name}: got {describe(value)}, expected {expected}.{hint}")
     if value in KEYWORDS and value not in keywords:
         raise ConfigurationError(
-            f"{name}: got {value!r}, expected {expected}. Write fit(..., resume={value!r})."
+            f"{name}: got {value!r}, expected {expected}. Only resume= of fit accepts {value!r}."
         )
 
 
@@ -105,7 +105,7 @@ def default_keyword(run: RunState) -> str | None:
 def start_from(run: RunState, path: str, checkpoint: dict[str, Any], resumes: bool) -> None:
     """Start a run from a checkpoint. A resumed run writes into the checkpoint's version folder."""
     run.checkpoint_path, run.resumes, run.checkpoint = path, resumes, checkpoint
-    # Remove our key, because on_load_checkpoint gets only Lightning's keys in Trainer.
+    # Remove OWN_KEY, so that hooks on_load_checkpoint get only the keys of Trainer's checkpoints.
     own = checkpoint.pop(OWN_KEY, None)
     if not resumes:
         return

@@ -65,7 +65,7 @@ class CheckpointManager:
         """Save last.ckpt every save_every_n_steps optimizer steps."""
         every, step = self.config.save_every_n_steps, run.progress.global_step
         previous, self._last_step = self._last_step, step
-        # In manual optimization, a batch with several steps may skip a multiple of ``every``.
+        # A batch may take several steps in manual optimization, so do not test step % every == 0.
         is_due = step // every > previous // every
         if is_due and not (self.config.save_last and run.progress.is_epoch_complete):
             self.save_last(run)

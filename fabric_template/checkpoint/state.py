@@ -330,7 +330,7 @@ def convert_trainer_state(run: RunState, checkpoint: dict[str, Any]) -> dict[str
     progress["total_batches"] = batch["total"]["processed"]
     loop_state = fit_loop["epoch_loop.state_dict"]
     progress["logging_step"] = loop_state.get("_batches_that_stepped", 0)
-    # If the file was saved in on_train_epoch_start, ignore the batches of the previous epoch.
+    # A file saved in on_train_epoch_start still contains the batch counts of the previous epoch.
     if epoch["started"] == epoch["processed"]:
         return own
     num_accumulated = processed % run.accumulate_grad_batches

@@ -121,7 +121,8 @@ def check_tensors(tensors: tuple[Any, ...]) -> None:
         )
     lengths = [len(tensor) for tensor in tensors]
     if len(set(lengths)) != 1:
+        given = f"the lengths {lengths}" if lengths else "no tensors"
         raise ValueError(
-            f"TensorLoader: got the lengths {lengths}, expected tensors of the same length."
+            f"TensorLoader: got {given}, expected tensors of the same length."
             " Write TensorLoader(x, y)."
         )

@@ -88,7 +88,6 @@ class StepTimer:
                 group["foreach"], group["fused"] = False, True
 
     def on_train_batch_start(self, trainer: Any, pl_module: Any, batch: Any, *args: Any) -> None:
-        # End the timing of the previous step, which includes the time up to this hook.
         self.switch("forward")
         self.started += 1
         if self.started == 1:

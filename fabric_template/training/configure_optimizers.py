@@ -211,7 +211,7 @@ def check_parameters(optimizers: list[Optimizer], network: nn.Module) -> None:
     if theirs and set(theirs).isdisjoint(network.parameters()):
         raise ConfigurationError(
             f"optimizer: got {len(theirs)} parameters of another model, expected parameters of"
-            " the model that fit gets. Write torch.optim.SGD(model.parameters(), lr=0.1)."
+            " the model passed to fit. Write torch.optim.SGD(model.parameters(), lr=0.1)."
         )
 
 

@@ -147,7 +147,7 @@ CASES = {
     "version_float": options(version=1.5),
     "version_negative": options(version=-1),
     "logger_comet": options(logger="comet"),
-    "logger_object": options(logger=object()),
+    "logger_object": options(logger=Data()),
     "logger_class": options(logger=pd.DataFrame),
     "loggers_number": options(loggers=[1]),
     "logger_and_loggers": options(logger=True, loggers=[]),
