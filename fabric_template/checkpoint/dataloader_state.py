@@ -136,6 +136,11 @@ class ResumableLoader:
         batch = next(self._reader, _END)
         return self._start_pass() if batch is _END else chain([batch], self._reader)
 
+    @property
+    def is_used(self) -> bool:
+        """Return whether a batch of this pass was read, or the pass has ended."""
+        return self.batches > 0 or self.is_finished
+
     def end_pass(self) -> None:
         """Read the prefetched batches of persistent workers, because each has a random state."""
         if self._is_persistent and self._reader is not None and not self.is_finished:
@@ -247,9 +252,8 @@ class ResumableLoader:
         """
         if self._restored is not None:
             return self._restored
-        is_used = self.batches > 0 or self.is_finished
         state = {
-            "is_in_pass": (is_in_pass or not is_used) and self._at_start is not None,
+            "is_in_pass": (is_in_pass or not self.is_used) and self._at_start is not None,
             "passes": self.passes,
             "batches": self.batches,
             "is_finished": self.is_finished,
@@ -259,13 +263,14 @@ class ResumableLoader:
             "workers_at_start": self._workers_at_start,
             "generators": self._generator_states(),
         }
-        if self._stateful_part is not None and self._at_start is not None:
+        if self._stateful_part is not None:
             state["state"] = deepcopy(self._stateful_part.state_dict())
         return state
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Set the position at which the next iterator starts."""
-        self.batches, self.is_finished = state["batches"], state["is_finished"]
+        self.passes, self.batches = state["passes"], state["batches"]
+        self.is_finished = state["is_finished"]
         self._at_start, self._at_first_batch = state["at_start"], state["at_first_batch"]
         if len(state["workers"]) == len(self.workers):
             self.workers, self._workers_at_start = list(state["workers"]), state["workers_at_start"]

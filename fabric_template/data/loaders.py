@@ -152,8 +152,11 @@ class DataConnector:
                 part.close()
 
     def state_dict(self) -> dict[str, Any]:
-        parts = {"train": self.train, "val": self.eval_loaders}
-        return {name: part.state_dict() for name, part in parts.items() if part is not None}
+        state = {} if self.train is None else {"train": self.train.state_dict()}
+        val = self.eval_loaders
+        if val is not None and any(loader.is_used for loader in val.resumable):
+            state["val"] = val.state_dict()
+        return state
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         if self.train is not None and "train" in state:
