@@ -210,9 +210,9 @@ class AutomaticOptimization(Optimization):
             self._optimizer.step()
         else:
             self.run.fabric.strategy.optimizer_step(self._optimizer)
-        # Keep the loss until the next step. Otherwise, autograd frees and recreates a node for each
-        # parameter, which is slow. Do not keep the loss if the module overrides backward. This
-        # backward may retain the graph, and two graphs need twice the memory.
+        # Keep the loss until the next step. Otherwise, autograd recreates a node for each parameter,
+        # which is slow. If the module overrides backward, its graph may still be in memory. In this
+        # case, drop the loss, so that the next step does not need memory for two graphs.
         self.kept_loss = loss if self._module_backward is None else None
 
     def _step_with_closure(self, batch: Any, batch_idx: int) -> None:
@@ -285,7 +285,7 @@ class AutomaticOptimization(Optimization):
 
     def accumulated_gradients(self) -> dict[str, Tensor]:
         """Return the gradients of an unfinished accumulation window."""
-        # A run that resumes in the phase "batch" repeats its accumulation window from the start.
+        # During a batch, save no gradients. A resumed run repeats the whole accumulation window.
         keeps_gradients = not is_window_end(self.run) and self.run.progress.phase != "batch"
         return super().accumulated_gradients() if keeps_gradients else {}
 
