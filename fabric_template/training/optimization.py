@@ -210,8 +210,8 @@ class AutomaticOptimization(Optimization):
             self._optimizer.step()
         else:
             self.run.fabric.strategy.optimizer_step(self._optimizer)
-        # Keep the loss until the next step. Otherwise, autograd recreates a node for each parameter,
-        # which is slow. If the module overrides backward, its graph may still be in memory. In this
+        # Keep the loss until the next step. Otherwise, autograd slowly recreates a node for each
+        # parameter. If the module overrides backward, its graph may still be in memory. In this
         # case, drop the loss, so that the next step does not need memory for two graphs.
         self.kept_loss = loss if self._module_backward is None else None
 
