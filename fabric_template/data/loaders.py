@@ -138,6 +138,9 @@ class DataConnector:
             # Count the batches of the new loaders from 0. Loggers use this count as the step.
             run.progress.eval_batches_by_loader = {}
         self.eval_loaders = StageLoaders(run, stage, self._load(stage, "sequential"))
+        if run.loop.sanity_checking and run.config.check_val_every_n_epoch not in (None, 1):
+            # With check_val_every_n_epoch > 1, Trainer reloads loaders after the sanity check.
+            self.eval_loaders.loaded_in_epoch = -math.inf
 
     def setup_val_loaders(self) -> None:
         """Create the validation loaders early, because progress bars and a resume need them."""
@@ -208,7 +211,7 @@ class StageLoaders:
         is_flat = isinstance(self.as_given, Mapping) and len(self.as_given) == len(self.loaders)
         self.names = [str(name) for name in self.as_given] if is_flat else []
         self.has_several = len(self.loaders) > 1 and self._mode == "sequential"
-        self.loaded_in_epoch = run.progress.epochs_done
+        self.loaded_in_epoch: float = run.progress.epochs_done
         self.extra_batches = self._num_given = 0
         self.iterator: Any = None
         # A training loader without a length is read one batch ahead, to know which batch is the

@@ -240,8 +240,6 @@ def test_reload_dataloaders_every_n_epochs(sanity, every, reload):
             self.note("make val", self.current_epoch)
             return ones(2)
 
-    if (sanity, every, reload) == (2, 2, 3):
-        pytest.skip("Trainer also reloads the validation loaders after the sanity check")
     words = dict(num_sanity_val_steps=sanity, check_val_every_n_epoch=every, reload_dataloaders_every_n_epochs=reload)
     _, seen = assert_both_see(lambda loop, module: loop.fit(module), Makes, max_epochs=6, **words)
     assert ("make train", 1) not in seen or reload == 1
