@@ -36,7 +36,7 @@ COMMANDS = {  # name: (module, help)
     "predict": ("cli", "run a model's predict_step over its data"),
     "plot": ("plots", "draw the logs of one or several runs"),
     "runs": ("runs", "list runs, compare two (diff RUN RUN), find the best one (best)"),
-    "compare": ("compare", "find the first step in which two trainings differ"),
+    "compare": ("compare", "find the first step in which two training runs differ"),
     "profile": ("profile", "show where the time of a training step goes"),
     "tune": ("tune", "find faster settings, or a learning rate with --lr"),
     "copy": ("package_copy", "copy this package or its single file into a project"),
@@ -138,7 +138,7 @@ def main(argv: list[str] | None = None) -> int:
     """Run one command and return its exit code.
 
     Returns:
-        0; 1 if the command found differences or damage; 2 if it could not run; 130 after Ctrl-C.
+        0 for success; 1 for differences or damaged files; 2 for a usage error; 130 for Ctrl-C.
     """
     argv = list(sys.argv[1:] if argv is None else argv)
     try:
@@ -172,7 +172,7 @@ def is_users_mistake(error: Exception) -> bool:
 
 
 def program() -> str:
-    """Return the program's name for the commands in messages, such as "fabric-template"."""
+    """Return the command that starts this program, such as "fabric-template"."""
     name = Path(sys.argv[0]).stem
     return name if name == "fabric-template" else f"python -m {PACKAGE}"
 
@@ -205,7 +205,7 @@ def run_command(name: str, argv: list[str]) -> int:
 
 
 def complete_arguments(command: str, argv: list[str]) -> list[str]:
-    """Replace --run or a demo's name with its options. Put --config, --model and --data first."""
+    """Expand --run and demo names into options. Put --config, --model and --data first."""
     parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False, exit_on_error=False)
     parser.add_argument("--config", action="append", default=[])
     for option in ("model", "data", "run", "resume", "load"):
@@ -349,7 +349,7 @@ def fit_command(
 
 
 def summarize(loop: FabricLoop) -> dict[str, list[str]]:
-    """Return the results and files of a training, and the commands that use them."""
+    """Return the results and files of a run, and the commands that use these files."""
     from .plots import save_picture
 
     summary = loop.ending()
@@ -358,7 +358,7 @@ def summarize(loop: FabricLoop) -> dict[str, list[str]]:
     folder = run_folder(loop)
     if folder is None:
         return summary
-    # A failed picture must not make the command fail.
+    # The command succeeds even if the picture cannot be drawn.
     with contextlib.suppress(Exception):
         summary["picture"] = [str(save_picture([folder], Path(folder, "history.png")))]
     run = shlex.quote(folder)

@@ -1,4 +1,4 @@
-"""Record two trainings, and explain the first optimizer step in which they differ."""
+"""Record two training runs, and explain the first optimizer step in which the runs differ."""
 
 from __future__ import annotations
 
@@ -47,11 +47,11 @@ EXPLANATIONS = {
         "the same model and parameters in both",
     ),
     "norm of an initial weight": (
-        "one training initialized, loaded or trained {names} differently",
+        "one run initialized, loaded or trained {names} differently",
         "torch.manual_seed(0) before the model is created, and the same checkpoint, in both",
     ),
     "norm of a weight": (
-        "only one training clamps, averages or loads {names}, or the state of the optimizer",
+        "only one run clamps, averages or loads {names}, or the state of the optimizer",
         "the same changes of weights and optimizer in both",
     ),
     "backward passes": (
@@ -67,7 +67,7 @@ EXPLANATIONS = {
         "the same dataset, shuffle=, generator= and seed, and sampler.set_epoch(epoch)",
     ),
     "is trained": (
-        "only one training freezes or does not use {names}",
+        "only one run freezes or does not use {names}",
         "requires_grad_() and the optimizer for the same parameters in both",
     ),
 }
@@ -75,7 +75,7 @@ EXPLANATIONS = {
 
 @dataclass
 class Comparison:
-    """The first difference between two trainings. Without a difference, ``step`` is None."""
+    """The first difference between two training runs. Without a difference, ``step`` is None."""
 
     steps: int
     step: int | None = None
@@ -97,18 +97,18 @@ class Comparison:
 
 
 def compare(first: Any, second: Any, steps: int = 50) -> Comparison:
-    """Find the first optimizer step in which two trainings differ.
+    """Find the first optimizer step in which two training runs differ.
 
-    Give each training as a script with its arguments (``"train.py --lr 0.1"``), as a function
+    Give each run as a script with its arguments (``"train.py --lr 0.1"``), as a function
     without arguments, or as a file written by `record_training`. A script runs in its own process.
 
     Args:
-        first: The correct training.
-        second: The training to compare with it.
-        steps: The number of optimizer steps to compare. Scripts and functions end after them.
+        first: The correct run.
+        second: The run to compare with the first.
+        steps: The number of optimizer steps to compare. Scripts and functions then end.
 
     Raises:
-        ValueError: If a file is missing, a script fails or a training takes no optimizer step.
+        ValueError: If a file is missing, a script fails or a run takes no optimizer step.
     """
     recordings = record_steps(first, steps), record_steps(second, steps)
     lengths = tuple(len(recorded) for recorded in recordings)
@@ -121,7 +121,7 @@ def compare(first: Any, second: Any, steps: int = 50) -> Comparison:
                 reason, fix = explain(quantity, a, b, step)
                 return Comparison(min(lengths), step, quantity, tuple(values), reason, fix)
     if lengths[0] != lengths[1]:
-        reason, fix = "one training ends earlier", "the same number of epochs and batches in both"
+        reason, fix = "one run ends earlier", "the same number of epochs and batches in both"
         return Comparison(min(lengths), min(lengths), "number of steps", lengths, reason, fix)
     return Comparison(min(lengths))
 
@@ -135,7 +135,7 @@ def compare_command(first: str, second: str, *, steps: int = 50) -> int:
 def find_differences(quantity: str, first: Record, second: Record) -> list[tuple[Any, Any]]:
     a, b = (record["quantities"].get(quantity, []) for record in (first, second))
     if quantity == "digest of a sample" and ({*a} <= {*b} or {*b} <= {*a}):
-        # A model may also receive the targets. Ignore samples that only one training records.
+        # One model may receive only the inputs, and the other also the targets.
         return []
     if quantity == "batch size" and 0 in (*a, *b):
         # A batch size of 0 means that no module with parameters has received the batch.
@@ -198,7 +198,7 @@ def explain_gradients(first: Record, second: Record) -> tuple[str, str]:
 
 
 class EnoughSteps(BaseException):
-    """Ends a training after the last recorded step."""
+    """Raised to end a training run after the last recorded step."""
 
 
 def record_steps(training: Any, steps: int) -> list[Record]:
@@ -214,7 +214,7 @@ def record_steps(training: Any, steps: int) -> list[Record]:
             run_script(str(training), recording, steps)
         recorded: list[Record] = json.loads(recording.read_text(encoding="utf-8"))[:steps]
     if not recorded:
-        expected = "expected a training in one process with an optimizer of torch.optim"
+        expected = "expected a training run in one process with an optimizer of torch.optim"
         raise ValueError(f"compare: got {training!r}, which takes no optimizer step, {expected}.")
     return recorded
 

@@ -71,7 +71,7 @@ def copy_command(path: str, *, mini: bool = False) -> int:
 
 
 def diff_command(path: str, *, yours: bool = False, upstream: bool = False) -> int:
-    """Show your changes to a copy, and what the installed version has changed since the copy.
+    """Show how a copy and the installed version differ from the version that was copied.
 
     Returns:
         1 if something differs, else 0.
@@ -168,18 +168,19 @@ def find_copy(command: str, path: str) -> Copy:
 
 
 def run_git(folder: str | Path, *args: str) -> subprocess.CompletedProcess[bytes]:
-    """Run git in a folder. Raise an error if git fails, but not if git finds differences."""
+    """Run git in a folder. Raise an error if git fails."""
     try:
         done = subprocess.run(["git", *args], cwd=folder, capture_output=True, check=False)
     except FileNotFoundError as error:
         raise ValueError("got no git, expected it on the PATH. Install git.") from error
+    # Lower exit codes report differences (git diff) or conflicts (git merge-file).
     if done.returncode > 127:
         raise ValueError(f"git: {' '.join(done.stderr.decode(errors='replace').split())}")
     return done
 
 
 def read_files(folder: Path) -> Files:
-    """Read the Python files and the license of a folder, except hidden files. Lines end with LF."""
+    """Read the Python files and the license of a folder, except hidden files."""
     files = {}
     for path in sorted([*folder.rglob("*.py"), *folder.glob("LICENSE")]):
         name = path.relative_to(folder)
@@ -193,7 +194,6 @@ def read_file(path: Path) -> bytes:
 
 
 def write_file(path: Path, data: bytes | None) -> None:
-    """Write a file, or remove it if data is None."""
     if data is None:
         path.unlink(missing_ok=True)
         return

@@ -309,7 +309,7 @@ def add_legend(axes: list[Axes], title: str) -> None:
 
 
 def render_picture(logs: Any, file_format: str = "png", **options: Any) -> bytes:
-    """Return the picture of `plot_logs` as the bytes of an image file."""
+    """Call `plot_logs`, and return the figure as the bytes of an image file."""
     import numpy as np
     from matplotlib import pyplot
 

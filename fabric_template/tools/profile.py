@@ -78,7 +78,7 @@ def profile(
     remain. Validation and callbacks do not run. The only logger is the CSV logger.
 
     Args:
-        loop: The loop with the options of the training.
+        loop: The loop with the training options.
         model: The argument `model` of `fit`.
         train_dataloaders: One loader, such as a DataLoader.
         datamodule: A datamodule, in place of the loader.

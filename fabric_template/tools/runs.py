@@ -21,7 +21,7 @@ COLUMNS = ["name", "version", "state", "epochs", "metric", "best", "best_epoch",
 COLUMNS += ["changed", "folder"]
 HEADER = ("run", "state", "epochs", "metric", "best", "epoch", "trained", "changed")
 NOT_METRICS = ("epoch", "step", "samples_per_second", "time", "name", "version")
-# Ignore options that differ in every run or do not influence the training.
+# Ignore options that differ in every run or do not influence training.
 NOT_COMPARED = ("name", "version", "default_root_dir", "enable_progress_bar")
 LOW_IS_GOOD = re.compile(
     r"(?i)loss|error|perplexity|(^|[\W_])(nll|r?mse|mae|ppl|wer|cer|fid)([\W_]|$)"
@@ -125,7 +125,7 @@ def find_direction(metric: str, options: dict[str, Any]) -> str | None:
 
 
 def find_best(run: Run, metric: str | None) -> dict[str, Any]:
-    """Return the best value of a metric, or the largest value if the metric's name is unknown."""
+    """Return the best value of a metric and its epoch."""
     rows = run["rows"]
     rows = rows[rows[metric].abs() < float("inf")] if metric in rows else rows[:0]
     if not len(rows):
@@ -142,7 +142,7 @@ def read_rows(folder: Path) -> pd.DataFrame:
 
     try:
         with warnings.catch_warnings():
-            # The last line may be incomplete while a training runs.
+            # The last line may be incomplete while a run trains.
             warnings.simplefilter("ignore")
             return read_logs(folder / "metrics.csv").select_dtypes("number")
     except (OSError, ValueError, csv.Error):
@@ -152,8 +152,8 @@ def read_rows(folder: Path) -> pd.DataFrame:
 def read_state(path: Path) -> str:
     """Return the state of a run from its lock file.
 
-    The process of a run locks the file, and at the end of the run appends "finished", "interrupted"
-    or "failed". A killed run leaves an unlocked file with only the process id.
+    While a run trains, its process locks the file. At the end of the run, the process appends
+    "finished", "interrupted" or "failed". A killed run leaves an unlocked file without a state.
     """
     if not path.is_file():
         return "unknown"
@@ -173,7 +173,7 @@ def is_locked(path: Path) -> bool:
     except BlockingIOError:
         return True
     except (ImportError, OSError):
-        # Windows and some network drives do not support file locks.
+        # Windows and some network drives have no file locks, so an active run looks interrupted.
         return False
     return False
 

@@ -33,7 +33,7 @@ Choice = dict[str, Any]  # The keys are names from tune.SETTINGS.
 
 
 class EnoughSteps(BaseException):
-    """Ends `fit` after the last timed step, in the middle of an epoch."""
+    """Raised to end `fit` after the last timed step, in the middle of an epoch."""
 
 
 class StepTimer:
@@ -50,7 +50,7 @@ class StepTimer:
         self.since = self.begin = time.perf_counter()
 
     def get_median(self, *parts: str) -> float:
-        """Average the step times in ten groups of steps, and return the median average."""
+        """Average the step times in each of ten groups of steps. Return the averages' median."""
         # Do not compare single steps, because workers send several batches at once.
         times = [sum(step[part] for part in parts) for step in self.steps]
         size = max(1, len(times) // 10)
@@ -158,12 +158,12 @@ def time_steps(
         type(loop)(callbacks=[timer], **options).fit(**parts)
     if not timer.steps:
         expected = "expected a longer one. Give more batches, and remove what stops it"
-        raise ValueError(f"profile: got a training of {timer.started} batches, {expected}.")
+        raise ValueError(f"profile: got a training run of {timer.started} batches, {expected}.")
     return timer
 
 
 def copy_options(loop: Any) -> dict[str, Any]:
-    """Return options for a copy of a loop that only trains, on one device and without output."""
+    """Return the options for a copy of a loop. The copy trains on one device, without output."""
     device = loop.fabric.device
     options = {name: getattr(loop.config, name) for name in OPTIONS} | dict.fromkeys(OFF, False)
     options |= {"accelerator": device.type, "devices": [device.index] if device.index else 1}

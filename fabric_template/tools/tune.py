@@ -1,4 +1,4 @@
-"""Find settings that speed up a training on this machine, or find a learning rate."""
+"""Find settings that speed up training on this machine, or find a learning rate."""
 
 from __future__ import annotations
 
@@ -19,7 +19,8 @@ from lightning.pytorch.utilities.data import extract_batch_size
 
 from .step_benchmark import PARTS, Choice, copy_options, time_steps
 
-# Keep a setting if each of ROUNDS trials with the setting is faster by the factor MIN_GAIN.
+# Keep a setting if all ROUNDS trials with the setting are faster than all trials without the
+# setting, by the factor MIN_GAIN.
 MIN_GAIN, ROUNDS = 1.03, 3
 TIME_LIMIT = 120.0  # Seconds after which a trial counts as hung.
 
@@ -39,7 +40,7 @@ SETTINGS: dict[str, tuple[tuple[Any, ...], str]] = {
 
 
 class Tuned(NamedTuple):
-    """The faster settings and their gain."""
+    """The settings that make training faster, and their combined speed-up."""
 
     choice: Choice
     gain: float
@@ -66,10 +67,10 @@ def tune(
     seconds: float = 2.0,
     **fit_arguments: Any,
 ) -> Tuned:
-    """Find settings that make a training faster. Each trial runs in its own process.
+    """Find settings that make training faster. Each trial runs in its own process.
 
     Args:
-        loop: The loop with the options of the training. tune does not change this loop.
+        loop: The loop with the training options. tune does not change this loop.
         model: The argument `model` of `fit`.
         train_dataloaders: One loader, such as a DataLoader.
         datamodule: A datamodule, in place of the loader.
@@ -78,7 +79,7 @@ def tune(
         **fit_arguments: Other arguments of fit, such as optimizer and training_step.
 
     Raises:
-        ValueError: A setting is unknown, or the training fails without any of them.
+        ValueError: A setting is unknown, or training fails with the current settings.
     """
     names = tuple(SETTINGS) if only is None else tuple(only)
     if not set(names) <= set(SETTINGS):
@@ -93,7 +94,7 @@ def tune(
         return rate or 0.0
 
     if not trial({}):
-        raise ValueError("tune: got a training that fails, expected one that runs. Try fit first.")
+        raise ValueError("tune: got a run that fails, expected one that works. Try fit first.")
     return Tuned(*choose_settings(trial, names))
 
 
@@ -117,7 +118,7 @@ def choose_settings(trial: Callable[[Choice], float], names: Iterable[str]) -> t
 
 
 def compare(trial: Callable[[Choice], float], before: Choice, after: Choice) -> float:
-    """Time two sets of settings in turn. Return the speed-up, or 0.0 if it may be noise."""
+    """Time two sets of settings alternately. Return the speed-up, or 0.0 if it may be noise."""
     slow: list[float] = []
     fast: list[float] = []
     for _ in range(ROUNDS):
@@ -155,7 +156,7 @@ def send_result(function: Callable[[], Any], sender: Any, threads: int) -> None:
         # Remove torch's SIGCHLD handler for DataLoader workers, which would end this process.
         signal.signal(signal.SIGCHLD, signal.SIG_DFL)
     with open(os.devnull, "w") as null, redirect_stdout(null), redirect_stderr(null):
-        # Run in a new Python thread, because only a new thread starts OpenMP threads after a fork.
+        # The first thread of a forked process cannot start OpenMP threads, so use a new thread.
         executor = ThreadPoolExecutor(1, initializer=torch.set_num_threads, initargs=(threads,))
         future = executor.submit(function)
         error = future.exception()
@@ -187,7 +188,7 @@ class LearningRateRamp:
 
 
 def save_curve(rates: list[float], losses: list[float], path: Path) -> float | None:
-    """Draw the smoothed loss into a file. Return the learning rate with the steepest descent."""
+    """Plot the smoothed loss to a file. Return the learning rate with the steepest descent."""
     from pandas import DataFrame
 
     curve = DataFrame({"loss": losses}, index=rates).rolling(9, center=True, min_periods=1).mean()

@@ -32,7 +32,7 @@ STEP_OF_STAGE = {"fit": "training_step", "validate": "validation_step", "test": 
 def check_call(run: RunState) -> None:
     """Raise an error for a model, functions or loaders that the call cannot use."""
     if run.stage == "fit":
-        # Unlike fit, an evaluation may run in a single process of torchrun or SLURM.
+        # fit needs every process of torchrun or SLURM. An evaluation may run in only one of them.
         check_launched(run.fabric)
     check_strategy(run)
     if run.stage == "predict":
@@ -105,7 +105,7 @@ def check_prediction(run: RunState) -> None:
 def check_signature(run: RunState, name: str) -> None:
     """Raise an error for a step that accepts neither a batch nor a batch and its index."""
     method = overridden(run.module, name)
-    # A LightningModule is not checked. Calling its step raises Python's error, as in Trainer.
+    # As in Trainer, a LightningModule is not checked. Calling a wrong step raises a TypeError.
     if method is None or run.is_lightning_module or takes_iterator(method):
         return
     function = getattr(run.module, "functions", {}).get(name)
@@ -131,7 +131,7 @@ def check_signature(run: RunState, name: str) -> None:
 
 
 def check_optimization(run: RunState) -> None:
-    """Raise an error for a missing optimizer, or an option that needs automatic optimization."""
+    """Raise an error without an optimizer, or for options that manual optimization excludes."""
     if run.given_optimizer is None and not run.hooks.is_overridden("configure_optimizers"):
         raise ConfigurationError(
             f"No `configure_optimizers()` method defined. Define it in the class {type(run.model).__name__}, or call"

@@ -284,7 +284,7 @@ def switch_mode(run: RunState, hook: str, default: Callable[[], Any]) -> None:
 
 
 def check_dataloader_idx(run: RunState, name: str, has_several: bool) -> None:
-    """Raise an error if a step's or hook's argument ``dataloader_idx`` is missing or needless."""
+    """Raise an error if ``dataloader_idx`` is missing for several loaders, or required for one."""
     if not run.is_lightning_module:
         return
     loader = "val_dataloaders" if name == "validation" else f"{name}_dataloaders"

@@ -1,4 +1,4 @@
-"""Train in epochs and batches, validate, and stop. Read this module first.
+"""Run the training loop over epochs and batches, and validate. Read this module first.
 
 A hook may save a checkpoint in the middle of an epoch. ``run.progress.phase`` is part of the
 checkpoint, and the resumed run finishes this phase. The phases of an epoch are:
@@ -48,8 +48,8 @@ def fit(run: RunState) -> None:
     if run.validation_schedule.is_in_this_epoch():
         run.data.setup_val_loaders()
     run.history.start_clock()
-    # In a checkpoint saved by on_train_epoch_end, epochs_done does not count the finished epoch. As
-    # in Trainer, count the finished epoch, but only while on_train_start runs.
+    # A checkpoint saved in on_train_epoch_end does not count the finished epoch in epochs_done.
+    # Trainer's on_train_start sees the finished epoch counted, so add 1 while this hook runs.
     was_saved_at_end = run.progress.phase == "epoch_end" and run.progress.is_epoch_complete
     if was_saved_at_end:
         run.progress.epochs_done += 1
@@ -68,7 +68,7 @@ def fit(run: RunState) -> None:
                 run.checkpoints.save_last(run)
             break
     run.hooks.call("on_train_end")
-    # Write the row of an unfinished epoch here, so that no checkpoint contains this row.
+    # Write the CSV row of the last steps after the last checkpoint. A resume removes this row.
     run.loggers.end_training(run)
 
 
@@ -175,7 +175,7 @@ def end_train_batch(run: RunState, outputs: Any, batch: Any, batch_idx: int) -> 
 def end_batch(run: RunState) -> None:
     """Log, validate if a validation is due, check for signals, and save."""
     progress, is_stepping = run.progress, is_window_end(run)
-    # If the run was resumed in a validation, the batch was already logged before this validation.
+    # If a resumed run continues a validation, the batch before the validation was already logged.
     was_in_validation = progress.phase in ("validation", "validation_end")
     is_logging = is_stepping or not run.optimization.is_automatic
     if is_logging and not was_in_validation and is_logging_due(run):
@@ -225,7 +225,7 @@ def end_short_epoch(run: RunState) -> None:
 
 
 def end_epoch(run: RunState) -> None:
-    """Call the hooks, step the schedulers of interval "epoch", write the row, and save."""
+    """Call the hooks, step the schedulers with interval "epoch", log the epoch, and save."""
     progress = run.progress
     if progress.phase != "epoch_end":
         run.results.end_batches()

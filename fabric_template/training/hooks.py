@@ -10,7 +10,7 @@ from typing import Any
 from lightning.pytorch.profilers import PassThroughProfiler
 
 # Lightning's base classes define every hook with an empty body. A method that is defined in one of
-# these files of Lightning does not count as an override.
+# the modules below does not count as an override.
 _EMPTY_HOOKS = tuple(
     f"{package}.{module}"
     for package in ("lightning.pytorch", "pytorch_lightning")
@@ -84,7 +84,7 @@ class Hooks:
         return None if of_module is None else of_module(*args)
 
     def is_used(self, name: str) -> bool:
-        """Return whether a hook is overridden, or True if its overrides are not looked up yet."""
+        """Return whether a hook is overridden, or True if the hook was not called yet."""
         is_known = self.callbacks == self._known_callbacks and name in self._methods
         return not is_known or self._methods[name] != ([], None)
 

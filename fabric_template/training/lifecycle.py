@@ -59,7 +59,6 @@ def run_stage(run: RunState) -> Any:
 
 
 def run_in_process(run: RunState) -> Any:
-    """Set up the process and the model, run the stage, and tear down."""
     with ExitStack() as stack:
         set_up_process(run, stack)
         set_up_model(run, stack)
@@ -248,7 +247,7 @@ def attach_log(part: Any, run: RunState, stack: ExitStack) -> None:
         own = getattr(type(part), name, None)
         if name not in attributes and (own is None or _is_lightnings(own)):
             method = getattr(run.results, name)
-            # torch.compile would treat log's counters as constants, and recompile for each batch.
+            # self.log changes Python counters, so torch.compile would recompile it for each batch.
             attributes[name] = torch.compiler.disable(method) if run.config.compile else method
             stack.callback(attributes.pop, name, None)
 
@@ -355,6 +354,6 @@ def handle_exception(run: RunState, error: BaseException) -> None:
     attempt("reading the last values", run.results.end)
     run.progress.stage = None
     if run.stop.signal is None:
-        # The processes that the launcher started would wait forever for this process.
+        # End the launched processes. Otherwise, these processes wait forever for this process.
         for process in getattr(run.fabric.strategy.launcher, "procs", ()):
             process.kill()

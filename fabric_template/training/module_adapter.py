@@ -170,7 +170,7 @@ class _CallStep(nn.Module):
 
 
 def needs_no_strategy(fabric: Fabric) -> bool:
-    """Return whether the run uses one device and float32, so that Fabric changes nothing."""
+    """Return whether the run uses one device and float32. Fabric then changes nothing."""
     strategy = fabric.strategy
     return type(strategy) is SingleDeviceStrategy and type(strategy.precision) is Precision
 
@@ -204,7 +204,7 @@ class StepRunner:
             self.precision.convert_module(self.network)
 
     def setup(self, is_training: bool) -> None:
-        """Move the network to its device, and shard or wrap it for the strategy if it is trained."""
+        """Shard the network, or move it to its device. For training, wrap it for the strategy."""
         self.convert_network()
         if self.is_model_parallel:
             shard_network(self.fabric, self.network, type(self.module).__name__)
@@ -215,8 +215,8 @@ class StepRunner:
         if is_training and has_parameters and not is_alone:
             self.wrapped = self.fabric.strategy.setup_module(_CallStep(self.network))
         for module in self.network.modules():
-            # Moving the network does not call the to() that nested LightningModules override. Call
-            # to(device) last, because to(device) resets the dtype of torchmetrics objects.
+            # Moving a network does not call the overridden to() of a submodule, so call to() here.
+            # Call to(device) last, because to(device) resets the dtype of torchmetrics objects.
             if type(module).to is not nn.Module.to:
                 if self.converts_dtype:
                     self.precision.convert_module(module)
@@ -245,7 +245,7 @@ class StepRunner:
     def _call_wrapped(self, method: Callable, is_training: bool) -> Callable:
         """Return a function that runs ``method`` in the forward method of DDP or another wrapper.
 
-        In manual optimization, each backward call prepares DDP, so forward must not prepare DDP.
+        In manual optimization, each backward call prepares DDP's reducer, so forward must not.
         """
         ddp = self.ddp
         is_automatic = self.module.automatic_optimization

@@ -92,7 +92,7 @@ class Optimization:
         hooks.call("on_after_backward")
 
     def prepare_step(self, optimizer: Optimizer) -> None:
-        """Call ``on_before_optimizer_step``. Automatic optimization also clips the gradients."""
+        """Call ``on_before_optimizer_step``. In automatic optimization, also clip the gradients."""
         self.run.hooks.call("on_before_optimizer_step", optimizer)
         config = self.run.config
         if config.log_grad_norm and is_logging_due(self.run):
@@ -134,7 +134,7 @@ class Optimization:
         return step_output
 
     def accumulated_gradients(self) -> dict[str, Tensor]:
-        """Return a copy of all gradients, for a checkpoint inside of an accumulation window."""
+        """Return a copy of all gradients, for a checkpoint within an accumulation window."""
         if self.run.steps.is_model_parallel:
             # FSDP accumulates gradients in private tensors, so a checkpoint cannot contain them.
             self.run.warn_once("A checkpoint in an accumulation window lacks sharded gradients.")
@@ -166,7 +166,7 @@ class AutomaticOptimization(Optimization):
         is_lbfgs = isinstance(optimizer, LBFGS)
         needs_closure = self._module_optimizer_step is not None or self._scaler is not None
         # Except for LBFGS, torch's optimizers call the closure once at the start of step().
-        # Computing the gradients before step() is faster, and gives the same bits.
+        # Computing the gradients before step() is faster, and the results are bit-identical.
         calls_closure_first = type(optimizer).__module__.startswith("torch.optim.") and not is_lbfgs
         is_simple = calls_closure_first and not needs_closure
         step = self._step_without_closure if is_simple else self._step_with_closure
@@ -203,16 +203,16 @@ class AutomaticOptimization(Optimization):
         return self._outputs
 
     def _step_without_closure(self, batch: Any, batch_idx: int) -> None:
-        """Compute the gradients, clip them and step."""
         loss = self._forward_backward(batch, batch_idx)
         self.prepare_step(self._optimizer)
         if self._needs_no_strategy:
             self._optimizer.step()
         else:
             self.run.fabric.strategy.optimizer_step(self._optimizer)
-        # Keep the loss until the next step. Otherwise, autograd slowly recreates a node for each
-        # parameter. If the module overrides backward, its graph may still be in memory. In this
-        # case, drop the loss, so that the next step does not need memory for two graphs.
+        # Keep the loss until the next step. Otherwise, autograd must create a node for each
+        # parameter again, which is slow. If the module overrides backward, the graph of the loss
+        # may still be in memory. Drop such a loss, so that the next step does not need memory for
+        # two graphs.
         self.kept_loss = loss if self._module_backward is None else None
 
     def _step_with_closure(self, batch: Any, batch_idx: int) -> None:
@@ -313,7 +313,7 @@ class ManualOptimization(Optimization):
         """Run ``training_step``. Returns the argument ``outputs`` of ``on_train_batch_end``."""
         run = self.run
         if run.is_lightning_module:
-            # Set the callbacks again, because the module may have replaced them in the last batch.
+            # Set the step callbacks for each batch, because the module may have replaced them.
             for index, optimizer in enumerate(run.lightning_optimizers):
                 set_step_callback(optimizer, partial(self._count_step, index))
         else:
@@ -349,7 +349,7 @@ class ManualOptimization(Optimization):
             )
 
     def _count_step(self, index: int, *args: Any) -> None:
-        """Count an optimizer step that was taken inside ``training_step`` and not in a hook."""
+        """Count an optimizer step that ``training_step`` takes. Ignore steps that hooks take."""
         if not self._reduces_gradients:
             raise ConfigurationError(
                 "training_step: got loss.backward() in a run of several processes, expected"
@@ -384,7 +384,6 @@ def unscales_itself(optimizer: Optimizer) -> bool:
 
 
 def clip_gradients(optimizer: Optimizer, value: float, algorithm: str | None) -> None:
-    """Clip the gradients of an optimizer's parameters, by their total norm or by value."""
     if not value or value <= 0:
         return
     parameters = [p for group in optimizer.param_groups for p in group["params"]]

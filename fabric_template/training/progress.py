@@ -157,7 +157,7 @@ class StopCondition:
 
 
 class ValidationSchedule:
-    """Decides after which training batches a fit validates.
+    """Decides after which training batches the loop validates.
 
     Attributes:
         every_n_batches: The interval in batches; infinite for other intervals, such as a time.
@@ -225,7 +225,7 @@ class ValidationSchedule:
             return time.monotonic() - self._restarted_at >= self._seconds
         if every_n_steps := self.run.config.validate_every_n_steps:
             return progress.global_step // every_n_steps > self._last_global_step // every_n_steps
-        # With dataloader_iter, the count may skip multiples, so also validate after the last batch.
+        # With dataloader_iter, a step may fetch several batches, so also validate in the last step.
         if self.every_n_batches == math.inf or (self._fetches_itself and progress.is_last_batch):
             return progress.is_last_batch
         count = progress.batches_done if self._counts_in_epoch else progress.total_batches

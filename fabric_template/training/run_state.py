@@ -1,4 +1,4 @@
-"""The parts of one call of fit, validate, test or predict."""
+"""The state of one call of fit, validate, test or predict."""
 
 from __future__ import annotations
 
@@ -97,7 +97,6 @@ class RunState:
         check_call(self)
 
     def _make_parts(self, last: RunState | None) -> None:
-        """Create the parts of the run, such as hooks, counters and loggers."""
         loop, config, fabric = self.loop, self.config, self.fabric
         self.hooks = Hooks(loop, self.module, self._module_for)
         before: Progress = Progress() if last is None else last.progress
@@ -139,7 +138,8 @@ class RunState:
         self.exception: BaseException | None = None
 
     def _module_for(self, callback: Any) -> Any:
-        """Return the ``pl_module`` of a callback. Lightning's callbacks need a LightningModule."""
+        """Return the argument ``pl_module`` for a callback's hooks."""
+        # Lightning's callbacks need a LightningModule.
         packages = ("lightning.pytorch.callbacks.", "pytorch_lightning.callbacks.")
         bases = [base for base in type(callback).__mro__ if base.__name__ != "Callback"]
         is_lightnings = any(base.__module__.startswith(packages) for base in bases)
@@ -157,7 +157,7 @@ class RunState:
         return has_step and self.config.limit_val_batches != 0 and self.data.has_loader("val")
 
     def make_step(self, name: str, method: Callable) -> Callable:
-        """Wrap a step for precision, strategy and profiler, and set its name for ``self.log``."""
+        """Wrap a step for precision, strategy and profiler. ``self.log`` reads the step's name."""
         action = f"[Strategy]{type(self.fabric.strategy).__name__}.{name}"
         step = self.hooks.with_profiler(action, self.steps.get(name, method))
         return self.hooks.inside(name, step)

@@ -245,7 +245,7 @@ MISTAKES = [
     # The eight mistakes that compare has to find: first, second, options of fit or None for a
     # second training by hand, step, quantity, part of the reason, and fix.
     (Dropping, InEvalMode, None, 0, "loss", "eval mode in the second: Dropout, Linear, ReLU", "model.train() before training"),
-    (Script, FrozenLater, {}, 7, "is trained", "one training freezes", "requires_grad_() and"),
+    (Script, FrozenLater, {}, 7, "is trained", "one run freezes", "requires_grad_() and"),
     (Accumulating, DividedTwice, {}, 0, "loss", "3 times smaller: fit divides", "return the loss of the batch undivided"),
     (Script, NeverCleared, None, 1, "norm of a gradient", "zero_grad() is missing in the second", "optimizer.zero_grad()"),
     (Clipping, Clipping, {"gradient_clip_val": 0.0}, 0, "norm of a gradient", "only the first clips", "gradient_clip_val=0.1"),

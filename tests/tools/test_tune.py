@@ -155,7 +155,7 @@ def test_a_loader_that_cannot_be_changed_is_refused():
 
 
 def test_errors():
-    with pytest.raises(ValueError, match="tune: got a training that fails"):
+    with pytest.raises(ValueError, match="tune: got a run that fails"):
         tuned([torch.zeros(4, 2)], lambda net, batch: 1 / 0)
     with pytest.raises(ValueError, match="only: got warp, expected some of threads, tensor_loader"):
         tuned([], only=["warp"])
