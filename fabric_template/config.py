@@ -233,7 +233,6 @@ class LoopConfig:
 
 
 def parse_duration(value: Duration) -> timedelta:
-    """Convert a text, a timedelta or a dict of timedelta's arguments to a timedelta."""
     if isinstance(value, timedelta):
         return value
     if isinstance(value, dict):
@@ -286,7 +285,7 @@ def _one_of(*choices: str) -> Callable[[Any], bool]:
 _DURATION = '"DD:HH:MM:SS", a timedelta, or a dict such as {"minutes": 30}'
 _LIMIT = ("a number of batches (int >= 0) or a fraction (float from 0.0 to 1.0)", _is_limit)
 _COMPILE_MODES = ("default", "reduce-overhead", "max-autotune", "max-autotune-no-cudagraphs")
-# The expected values of each option, as a text for error messages and as a function that checks a
+# The expected values of each option, as text for error messages and as a function that checks a
 # value. An option without an entry must be True or False.
 _RANGES: dict[str, tuple[str, Callable[[Any], bool]]] = {
     "max_epochs": ("a whole number of epochs, or -1 for no limit", _at_least(-1)),

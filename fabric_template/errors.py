@@ -51,7 +51,7 @@ class OtherModelError(CheckpointError, RuntimeError):
 
 
 class WeightsOnlyError(CheckpointError, KeyError):
-    """Raised if the checkpoint of a resume contains no optimizer states."""
+    """Raised if ``resume=`` or ``ckpt_path=`` gets a checkpoint without optimizer states."""
 
     def __str__(self) -> str:
         # Without this method, KeyError shows the repr of its message.

@@ -272,7 +272,8 @@ class FabricLoop(TrainerAPI):
     ) -> None:
         """Send values to the loggers. If ``metrics`` has the key "epoch", add a row to metrics.csv.
 
-        Inside a run, the values are added to the current epoch's row or to a row of steps.csv.
+        Inside a run, the values are written to steps.csv. If "epoch" is the number of the current
+        epoch, the values are added to the row of this epoch in metrics.csv instead.
 
         Args:
             metrics: Numbers by name.
@@ -306,7 +307,7 @@ class FabricLoop(TrainerAPI):
             ) from error
 
     def load(self, path: str | Path, state: dict[str, Any]) -> dict[str, Any]:
-        """Restore ``state`` from a checkpoint. Returns the file's values that ``state`` lacks."""
+        """Restore ``state`` from a checkpoint. Returns the remaining values of the file."""
         expected = "a path and a dict. Write loop.load('mine.ckpt', state)"
         check_type("load", path, str | os.PathLike, expected)
         self._prepare_files()
@@ -409,7 +410,7 @@ def check_type(method: str, value: Any, kind: Any, expected: str) -> None:
 def log_in_run(
     run: RunState, scalars: dict[str, Any], measured: dict[str, Any], step: int | None
 ) -> None:
-    """Log values from a hook or a step, in the row of the current epoch or a row of steps.csv."""
+    """Log values to steps.csv, or to metrics.csv if "epoch" is the number of the current epoch."""
     is_of_row = run.stage == "fit" and run.progress.is_in_epoch
     if is_of_row and scalars.get("epoch") == run.progress.epochs_done:
         run.results.row.update(measured)

@@ -14,7 +14,7 @@ To change a part of the training, edit one of these methods:
 - `log` and `_log_output`: the values in these rows
 - `_save`: which checkpoints are written
 - `_build_checkpoint` and `_restore`: the content of a checkpoint
-- `_train_batches` and `_move`: the order of the batches, and their way to the device
+- `_train_batches` and `_move`: the order of the batches, and their transfer to the device
 
 FabricLoop has more options. MiniLoop and FabricLoop resume each other's runs.
 """
@@ -117,7 +117,7 @@ class MiniLoop:
         self._reset()
 
     def _reset(self) -> None:
-        """Seed the random generators, and set the state of a run before its first step."""
+        """Seed the random generators, and set the initial state of a run."""
         if self.seed is not None:
             Fabric.seed_everything(self.seed, workers=True, verbose=False)
         self.current_epoch = self.global_step = 0  # Numbers of finished epochs and steps.
@@ -365,7 +365,7 @@ class MiniLoop:
         sync_dist: bool = False,
         batch_size: int | None = None,
     ) -> None:
-        """Log a value, to steps.csv with on_step, and as a mean to metrics.csv with on_epoch."""
+        """Log a value to steps.csv (on_step) and its mean to metrics.csv (on_epoch)."""
         if not isinstance(value, Tensor) and hasattr(value, "compute"):
             self._metrics[name] = value
             self._logged_means.add(name)
@@ -497,7 +497,7 @@ class MiniLoop:
         }
 
     def _restore(self, checkpoint: dict[str, Any]) -> None:
-        """Restore everything except the weights, and remove later rows from the CSV files."""
+        """Restore everything except the weights. Remove CSV rows newer than the checkpoint."""
         own = checkpoint.get("fabric_template")
         if own is None or (own["progress"]["is_in_epoch"] and "epoch_start" not in own["ranks"][0]):
             raise ValueError("resume: got a checkpoint of another loop. Use FabricLoop, or load=.")
@@ -524,7 +524,7 @@ class MiniLoop:
             write_rows(self.log_dir / "metrics.csv", self.history)
 
     def _find(self, given: str | Path | None, argument: str) -> Path | None:
-        """Return the path of the checkpoint for "last", "best", "auto" or a path."""
+        """Return the checkpoint file that "last", "best", "auto" or a path refers to."""
         if given is None:
             return None
         paths = [Path(given).absolute()]
@@ -572,7 +572,7 @@ class MiniLoop:
         check_loader(train, "train_dataloaders")
         check_loader(val, "val_dataloaders")
         if isinstance(self.fabric.strategy, DDPStrategy):
-            # The command `fabric run` sets this variable, and Fabric has launched by itself.
+            # The command `fabric run` sets this variable, and launches the processes itself.
             if "LT_CLI_USED" not in os.environ:
                 self.fabric.launch()
             # Like Trainer, start each call on all processes with the same random numbers.
@@ -682,7 +682,7 @@ class Mean:
         if value.dtype != self.total.dtype:
             value = value.to(self.total.dtype)
         if weight.bit_count() == 1:
-            # For a power of two, one torch.add() gives the same bits as total + value * weight.
+            # If weight is a power of two, torch.add() equals total + value * weight bit for bit.
             self.total = torch.add(self.total, value, alpha=weight)
         else:
             self.total = self.total + value * weight

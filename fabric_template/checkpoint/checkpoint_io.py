@@ -183,7 +183,7 @@ def read_checkpoint(
 
 
 def unusual_classes(path: str | Path) -> list[str]:
-    """Return the names of the classes in a file, if torch.load(weights_only=True) refuses them."""
+    """List the classes that torch.load(weights_only=True) refuses to read from a file."""
     try:
         return sorted(torch.serialization.get_unsafe_globals_in_checkpoint(path))
     except Exception:

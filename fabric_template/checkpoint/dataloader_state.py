@@ -3,8 +3,8 @@
 The cost of a resume depends on the loader:
 
 - A loader with ``state_dict`` and ``load_state_dict`` (StatefulDataLoader) restores itself.
-- A map-style DataLoader draws the indices of the finished batches again, and reads no samples.
-- A map-style DataLoader with workers reads its batches again until each worker has returned one.
+- A map-style DataLoader draws the indices of the finished batches again, but reads no samples.
+- A DataLoader saved before each of its workers returned a batch also reads the samples again.
 - Any other loader, such as one of an IterableDataset, reads all finished batches again.
 
 In two cases, the position in the loader cannot be restored exactly:
@@ -84,7 +84,7 @@ class ResumableLoader:
     A resume therefore restores the saved random states before it creates the iterator.
 
     Attributes:
-        passes: How often the loader was started in this epoch. CombinedLoader restarts a short one.
+        passes: Number of starts in this epoch. CombinedLoader restarts short loaders.
         batches: Number of batches read since the loader was last started.
         is_finished: Whether the loader has no batches left.
         workers: The random state of each worker after its last batch, or None before its first
@@ -101,7 +101,7 @@ class ResumableLoader:
         self._is_persistent = is_plain and loader.persistent_workers
         self.workers: list[Any] = [None] * (loader.num_workers if is_plain else 0)
         self._workers_at_start = self.workers
-        # The worker that loads the first batch. After a resume in mid-epoch, it may be any worker.
+        # After a resume in the middle of an epoch, any worker may load the first batch.
         self._first_worker = 0
         # The random states before the iterator was created, and before the first batch was read.
         self._at_start: dict[str, Any] | None = None
@@ -121,7 +121,7 @@ class ResumableLoader:
             return self._start_pass()
         self.passes = max(self.passes, state["passes"])
         if state["passes"] > 1:
-            # End this iterator at once. CombinedLoader restarts the loader, as in the saved run.
+            # Return no batch, so that CombinedLoader restarts the loader, as in the saved run.
             self._restored = {**state, "passes": 0}
             return iter(())
         if state["is_finished"]:
@@ -132,17 +132,17 @@ class ResumableLoader:
         self._restore(state)
         if state["passes"] > 0:
             return self._reader
-        # CombinedLoader reads from a restarted loader at once, and expects a batch.
+        # CombinedLoader stops if a loader that it has restarted returns no batch.
         batch = next(self._reader, _END)
         return self._start_pass() if batch is _END else chain([batch], self._reader)
 
     @property
     def is_used(self) -> bool:
-        """Return whether a batch of this pass was read, or the pass has ended."""
+        """Return whether the current iterator has returned a batch, or has ended."""
         return self.batches > 0 or self.is_finished
 
     def end_pass(self) -> None:
-        """Read the prefetched batches of persistent workers, because each has a random state."""
+        """Read prefetched batches of persistent workers, to record the workers' random states."""
         if self._is_persistent and self._reader is not None and not self.is_finished:
             # Without further indices, the workers prefetch no more batches.
             self.loader._iterator._sampler_iter = iter(())
@@ -172,7 +172,7 @@ class ResumableLoader:
         if "state" in state:
             self._stateful_part.load_state_dict(deepcopy(state["state"]))
             return self._read(iter(self.loader))
-        # Read all batches again if only some workers have returned a batch with a random state.
+        # If only some workers have returned a batch, read all finished batches again.
         if self._is_indexed and (all(self.workers) or not any(self.workers)):
             self.batches = done
         else:
@@ -349,7 +349,7 @@ class WorkerRecorder:
             restore_rng_state(state)
 
     def collate(self, samples: Any) -> tuple[Any, int, dict[str, Any] | None]:
-        """Return the batch, its worker and the worker's random state, or None if unchanged."""
+        """Return (batch, worker number, random state). An unchanged random state is None."""
         batch = self._collate_fn(samples)
         previous, self._rng_state = self._rng_state, capture_rng_state()
         has_changed = self._rng_state != previous

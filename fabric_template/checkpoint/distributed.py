@@ -169,7 +169,7 @@ def verify_shards(path: str | Path, index: dict[str, Any]) -> None:
 def load_shards(run: RunState, checkpoint: dict[str, Any], key: str) -> None:
     """Load the sharded tensors of a checkpoint. All processes must call this function.
 
-    Each process reads only its own shards, also if another number of processes saved them.
+    Each process reads only its own shards. The number of processes may have changed.
     If the run's model is not sharded, each process reads whole tensors.
 
     Args:

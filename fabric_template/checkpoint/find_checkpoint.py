@@ -105,7 +105,7 @@ def default_keyword(run: RunState) -> str | None:
 def start_from(run: RunState, path: str, checkpoint: dict[str, Any], resumes: bool) -> None:
     """Start a run from a checkpoint. A resumed run writes into the checkpoint's version folder."""
     run.checkpoint_path, run.resumes, run.checkpoint = path, resumes, checkpoint
-    # Remove OWN_KEY, so that hooks on_load_checkpoint get only the keys of Trainer's checkpoints.
+    # Remove OWN_KEY, so that on_load_checkpoint hooks get only the keys of Trainer's checkpoints.
     own = checkpoint.pop(OWN_KEY, None)
     if not resumes:
         return
@@ -237,7 +237,7 @@ def sort_by_age(files: list[Path]) -> list[Path]:
 
 
 def report_missing(run: RunState, argument: str, keyword: str, files: list[Path]) -> None:
-    """Raise an error that no checkpoint was found. For ckpt_path="last", warn as Trainer does."""
+    """Raise an error for a missing checkpoint. For ckpt_path="last", only warn, as Trainer does."""
     if files and keyword == "last":
         raise DamagedCheckpointError(
             f"{argument}: got {keyword!r}, but every checkpoint in {files[0].parent} is damaged. Give"

@@ -110,7 +110,7 @@ def open_lock(folder: Path, stack: ExitStack) -> IO[str] | None:
             stacklevel=2,
         )
         return None
-    # Windows and some network drives cannot lock files. There, .lock only records the run's end.
+    # Windows and some network drives cannot lock files. The run continues without a lock.
     with suppress(ImportError, OSError):
         import fcntl
 

@@ -69,9 +69,10 @@ def build_checkpoint(
 def training_state(run: RunState) -> dict[str, Any]:
     """Return the states of callbacks, optimizers, schedulers and the precision, as Trainer saves them."""
     strategy = run.fabric.strategy
-    # Fabric returns an optimizer's state only in process 0, but each process saves its shards.
+    # Fabric gathers the state of a ZeroRedundancyOptimizer in process 0.
     get_state: Any = strategy.get_optimizer_state
     if run.steps.is_model_parallel:
+        # Each process returns its own shards of the optimizer states.
         get_state = torch.optim.Optimizer.state_dict
     callbacks = {key_of(callback): state_of(callback) for callback in run.hooks.callbacks}
     state = {
@@ -139,7 +140,7 @@ def run_settings(run: RunState) -> dict[str, Any]:
 
 
 def check_settings(run: RunState, saved: dict[str, Any]) -> None:
-    """Warn of changed settings. In mid-epoch, raise an error if the number of processes differs."""
+    """Warn about changed settings. Within an epoch, require the saved number of processes."""
     current = run_settings(run)
     is_in_epoch = run.progress.is_in_epoch and not run.progress.is_last_batch
     if is_in_epoch and saved["processes"] != current["processes"]:
@@ -181,7 +182,7 @@ def loops_state(run: RunState) -> dict[str, Any]:
     progress, saved = run.progress, run.progress.state_dict()
     epoch = make_counts(progress.epochs_done, progress.epochs_done)
     batches = make_counts(saved["total_batches"], saved["batches_done"])
-    # Unlike the other counters, "ready" includes batches that a resumed run repeats.
+    # Only "ready" counts the batches of an unfinished accumulation window.
     batches["total"]["ready"] = progress.total_batches
     batches["current"]["ready"] = progress.batches_done
     if progress.is_in_epoch:
@@ -305,8 +306,8 @@ def restore_training(run: RunState, checkpoint: dict[str, Any]) -> None:
         )
     load_states(run, ("progress",), own)
     if run.resume_keyword != "auto" and run.stop.can_stop_early:
-        # Ignore the saved should_stop, so that a run continues after EarlyStopping. With
-        # resume="auto", which restarts killed jobs, a stopped run stays stopped.
+        # Ignore the saved should_stop, so that resume="last" continues a run that EarlyStopping
+        # stopped. resume="auto" keeps should_stop, because job schedulers restart ended runs, too.
         own.pop("stop", None)
     load_states(run, PARTS[1:], own)
 
@@ -372,7 +373,7 @@ def restore_position(run: RunState) -> None:
         return
     ranks, rank = own["ranks"], run.fabric.global_rank
     of_process = ranks[rank % len(ranks)]
-    # A checkpoint of MiniLoop has no settings. Restore only the random states in this case.
+    # MiniLoop saves no "settings" and no loader states. Restore only the random states.
     if "settings" in own:
         check_settings(run, own["settings"])
         run.accumulate_grad_batches = own["accumulate_grad_batches"] or run.accumulate_grad_batches
@@ -403,7 +404,7 @@ def restore_optimizers(run: RunState, checkpoint: dict[str, Any]) -> None:
     if SHARDS_KEY in checkpoint or run.steps.is_model_parallel:
         load_shards(run, checkpoint, "optimizer_states")
     states = checkpoint["optimizer_states"]
-    # Accept an empty list, because a hook on_load_checkpoint may have removed the optimizer states.
+    # Accept an empty list, because on_load_checkpoint hooks may have removed the optimizer states.
     if states and len(states) != len(run.optimizers):
         raise CheckpointError(
             f"{run.checkpoint_path}: got the states of {len(states)} optimizers, expected"

@@ -304,7 +304,6 @@ class StageLoaders:
             self._following = next(items, _END)
 
     def _check_empty_loaders(self) -> None:
-        """Warn of a loader without a batch. Raise an error if training would wait for one forever."""
         for limit, loader in zip(self.limits, self.resumable, strict=True):
             if loader.batches or not limit:
                 continue
@@ -368,10 +367,10 @@ class StageLoaders:
 
 
 def step_back(position: dict[str, Any], dropped: int) -> dict[str, Any]:
-    """Return a loader's position before the last combined batches were read."""
-    # A loader that has ended returned no batch in the last read.
+    """Return the position that a loader had before its last ``dropped`` batches were read."""
+    # If the loader has ended, its last read returned no batch.
     done = max(0, position["batches"] + position["is_finished"] - dropped)
-    # A resume draws the order of the samples again, which sets the loader's generators.
+    # Save no generator states, because a resume advances the generators by drawing the order again.
     return {**position, "batches": done, "is_finished": False, "generators": []}
 
 

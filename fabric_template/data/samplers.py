@@ -100,7 +100,7 @@ def choose_sampler(run: RunState, loader: DataLoader, stage: str) -> Any:
 
 
 def remake_batch_sampler(batch_sampler: Any, sampler: Any) -> Any:
-    """Return a batch sampler of the same class with another sampler, or None if there was none."""
+    """Return a batch sampler of the same class for the given sampler. None stays None."""
     if batch_sampler is None:
         return None
     kind = type(batch_sampler)
@@ -114,7 +114,7 @@ def remake_batch_sampler(batch_sampler: Any, sampler: Any) -> Any:
 
 
 def warn_of_workers(run: RunState, loader: DataLoader, stage: str) -> None:
-    """Warn of an IterableDataset with a length, and of a loader with few workers."""
+    """Warn about an IterableDataset with a length, and about a loader with few workers."""
     if isinstance(loader.dataset, IterableDataset) and hasattr(loader.dataset, "__len__"):
         run.warn_once(
             "Your `IterableDataset` has `__len__` defined. In combination with multi-process data loading"

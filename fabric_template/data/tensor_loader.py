@@ -55,7 +55,7 @@ class TensorLoader:
         return other
 
     def for_rank(self, rank: int, world_size: int, seed: int = 0) -> TensorLoader:
-        """Return a loader for a process's share of the samples. A single process has all samples.
+        """Return a loader that yields only the samples of one process.
 
         Args:
             seed: The seed with which all processes draw the same order.

@@ -61,7 +61,7 @@ class Autoencoder(nn.Module):
     test_step = validation_step
 
     def predict_step(self, batch: Batch) -> dict[str, Tensor]:
-        """Return the codes ``(batch, code)``, and the labels to evaluate the codes."""
+        """Return the codes ``(batch, code)`` and the labels ``(batch,)`` of the images."""
         images, labels = batch
         return {"code": self.encoder(images), "label": labels}
 

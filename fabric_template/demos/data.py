@@ -43,7 +43,7 @@ class SplitData:
 
 
 def hold_out(train: Tensors, test: Tensors) -> dict[str, TensorDataset]:
-    """Return "train", "val" and "test", where "val" is the last tenth of the training samples."""
+    """Return a dict of three datasets. The last tenth of the training samples becomes "val"."""
     val_size = len(train[0]) // 10
     return {
         "train": TensorDataset(*(tensor[:-val_size] for tensor in train)),

@@ -1,6 +1,6 @@
 """Classify 1,797 images of handwritten digits with a small convolutional network.
 
-This is the default demo. The model is an nn.Module with step methods. scikit-learn has the images.
+This is the default demo, an nn.Module with step methods. The images come with scikit-learn.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Train a generator and a critic with one optimizer each.
 
-The model is a LightningModule with manual optimization. The data is points around eight centers.
-A good generator makes points near all eight centers.
+The model is a LightningModule with manual optimization. The data consists of points around eight
+centers. A good generator makes points near all eight centers.
 """
 
 from __future__ import annotations
@@ -96,7 +96,7 @@ class GAN(LightningModule):
         return self(torch.randn(len(points), self.hparams["noise"], generator=generator).to(points))
 
     def configure_optimizers(self) -> list[torch.optim.Optimizer]:
-        """Return two Adam optimizers with low momentum, because each network's task changes."""
+        """Return two Adam optimizers. Their low momentum stabilizes the training of a GAN."""
         options: dict[str, Any] = {"lr": self.hparams["lr"], "betas": (0.5, 0.99)}
         return [
             torch.optim.Adam(self.generator.parameters(), **options),

@@ -1,6 +1,6 @@
 """Train a small GPT on the bytes of a text, and generate text.
 
-The default text is a part of Python's help. Try also ``--compile true``,
+The default text comes from Python's help topics. Try also ``--compile true``,
 ``--precision bf16-mixed`` and ``--max_steps 5000``.
 """
 
@@ -26,7 +26,7 @@ class TextData(SplitData):
     """Cut a text into blocks of bytes. A batch is ``int64 (batch, block + 1)``.
 
     Args:
-        path: A text file. The default is a part of Python's help topics.
+        path: A text file. The default text comes from Python's help topics.
         block: Context length. A block has one more byte, the target of the last position.
     """
 
@@ -36,7 +36,7 @@ class TextData(SplitData):
         self.block = block
 
     def setup(self, stage: str | None = None) -> None:
-        """Cut the text into blocks. Each training block repeats half of the previous block."""
+        """Cut the text into blocks. Consecutive training blocks overlap by half."""
         text = "\n".join(topics.values())[:200_000].encode()
         if self.path is not None:
             text = Path(self.path).read_bytes()
@@ -44,7 +44,7 @@ class TextData(SplitData):
         cut = len(tokens) * 9 // 10
         train = tokens[:cut].unfold(0, self.block + 1, max(self.block // 2, 1))
         val = tokens[cut:].unfold(0, self.block + 1, self.block)
-        # The command predict generates a text after each block of the test split.
+        # The command predict generates text after each block of the test split.
         self.splits = {"train": train, "val": val, "test": val[:3]}
 
 

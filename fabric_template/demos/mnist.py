@@ -50,7 +50,7 @@ class MNISTData(SplitData):
         return images.float() / 255, labels.long()
 
     def make_loader(self, split: str, shuffle: bool = False) -> TensorLoader:
-        """Return a loader that slices tensors. A DataLoader would collate 55,000 single images."""
+        """Return a TensorLoader, which is faster than a DataLoader for data in memory."""
         tensors = self.splits[split].tensors
         return TensorLoader(*tensors, batch_size=self.batch_size, shuffle=shuffle)
 

@@ -115,7 +115,7 @@ class TabularNet(LightningModule):
         return loss
 
     def validation_step(self, batch: Batch, batch_idx: int) -> None:
-        """Log the loss and a torchmetrics object, which the loop computes at the epoch's end."""
+        """Log the loss and the R2 score. The loop computes the score at the end of the epoch."""
         features, target = batch
         predicted = self(features)
         self.val_r2(predicted, target)

@@ -24,7 +24,7 @@ _DEFAULTS = (signal.default_int_handler, signal.SIG_DFL)
 
 
 class SignalHandler:
-    """Records the first signal during a run. A second signal ends the program at once.
+    """Records the first signal during a run. A second signal ends the program immediately.
 
     SIGTERM and SIGUSR1 also call the handlers that the user has set for these signals. A user's
     handler for Ctrl-C is not replaced, and ignored signals stay ignored. After the run, the
@@ -90,8 +90,8 @@ class SignalHandler:
         """Stop the run if any process has received a signal.
 
         Several processes must stop at the same step, so ``check`` communicates about once a second.
-        Rank 0 decides after how many batches the processes communicate again. In other calls,
-        ``check`` only compares two integers.
+        Rank 0 decides after how many batches the processes communicate again. A call without
+        communication only compares two integers.
 
         Args:
             is_due: Communicate now.
@@ -121,7 +121,7 @@ class SignalHandler:
 
 
 class SignalForwarder(SignalHandler):
-    """Forwards the first signal to the child processes, in which the run saves and stops."""
+    """Forwards the first signal to the child processes, which then save the run and stop."""
 
     def __enter__(self) -> SignalForwarder:
         self._pid = os.getpid()

@@ -35,7 +35,7 @@ _CONVERTED = ("DDPStrategy", "SingleDeviceStrategy", "ModelParallelStrategy")
 
 
 def convert_strategy(strategy: Any) -> Any:
-    """Convert a strategy of Trainer to Fabric's strategy. Return any other value unchanged.
+    """Replace a strategy of Trainer with Fabric's, and leave other strategies unchanged.
 
     Example:
         >>> type(convert_strategy("ddp_fork_find_unused_parameters_false")).__name__
@@ -69,7 +69,7 @@ def _convert_object(strategy: Any) -> Any:
             " Use a strategy of lightning.fabric.strategies or a name, such as 'ddp', and the options"
             " precision and plugins."
         )
-    # Pass a parallelize_fn without effect. A LightningModule shards itself in configure_model.
+    # A LightningModule shards itself in configure_model, so parallelize_fn changes nothing.
     arguments = [_return_model] if name == "ModelParallelStrategy" else []
     made = getattr(strategies, name)(*arguments)
     vars(made).update({key: value for key, value in vars(strategy).items() if key in vars(made)})
@@ -81,7 +81,7 @@ def _return_model(model: nn.Module, mesh: Any) -> nn.Module:
 
 
 def convert_plugin(plugin: Any) -> Any:
-    """Replace a precision plugin of Trainer with Fabric's. Return any other plugin unchanged."""
+    """Replace Trainer's precision plugin with Fabric's, and leave other plugins unchanged."""
     if not (isinstance(plugin, precision.Precision) and _is_trainers(plugin)):
         return plugin
     name = type(plugin).__name__

@@ -1,4 +1,4 @@
-"""Collect the hyperparameters of a run. Write a config.yaml from which users repeat the run."""
+"""Collect the hyperparameters of a run, and write a config.yaml to repeat the run."""
 
 from __future__ import annotations
 
