@@ -60,7 +60,7 @@ class LoopConfig:
     limit_predict_batches: int | float | None = None
     """Predict this many batches (int) or this fraction (float) of each loader. None: all."""
     overfit_batches: int | float = 0.0
-    """Train and validate on the same first batches (int) or fraction (float), in order. 0: off."""
+    """Train and validate on the first N batches (int) or fraction (float), unshuffled. 0: off."""
     fast_dev_run: int | bool = False
     """Run this many batches (True: 1) of each loader, without loggers and checkpoints."""
 
@@ -90,9 +90,9 @@ class LoopConfig:
 
     # Execution
     deterministic: bool | str | None = None
-    """Use deterministic algorithms of PyTorch. "warn": warn if an operation has none."""
+    """Use only deterministic algorithms. "warn": only warn of nondeterministic operations."""
     benchmark: bool | None = None
-    """Set torch.backends.cudnn.benchmark. None: unchanged, or False with deterministic=True."""
+    """Set torch.backends.cudnn.benchmark. None: keep its value, or False if deterministic is on."""
     inference_mode: bool = True
     """Evaluate under torch.inference_mode. False: under torch.no_grad."""
     reload_dataloaders_every_n_epochs: int = 0
@@ -137,7 +137,7 @@ class LoopConfig:
     seed: int | None = None
     """Seed Python, NumPy and PyTorch when the loop is created, and again when a run starts."""
     compile: bool | str | dict[str, Any] = False
-    """Apply torch.compile to each step method. Give True, its mode, or a dict of its arguments."""
+    """Compile each step method. Give True, a mode, or a dict of arguments of torch.compile."""
 
     def __post_init__(self) -> None:
         wrong_types = [name for name in vars(self) if not self._has_type(name)]
@@ -185,12 +185,12 @@ class LoopConfig:
         if self.validate_every_n_steps and interval is not None:
             yield (
                 f"validate_every_n_steps: got {self.validate_every_n_steps} together with"
-                f" val_check_interval={interval!r}, expected one of them."
+                f" val_check_interval={interval!r}, expected only one of the two."
             )
         if self.save_top_k not in (0, 1) and self.monitor is None:
             yield (
-                f"save_top_k: got {self.save_top_k} without monitor, expected a metric to compare."
-                " Write monitor='val_loss'."
+                f"save_top_k: got {self.save_top_k} without monitor, expected a metric that ranks"
+                " the checkpoints. Write monitor='val_loss'."
             )
         for name in (*_DEFAULTS, "fast_dev_run", "detect_anomaly", "profiler"):
             value = getattr(self, name)
@@ -303,7 +303,7 @@ _RANGES: dict[str, tuple[str, Callable[[Any], bool]]] = {
     "check_val_every_n_epoch": ("a number of epochs >= 1, or None", _at_least(1)),
     "validate_every_n_steps": ("a number of optimizer steps >= 1", _at_least(1)),
     "num_sanity_val_steps": ("a number of batches, or -1 for all", _at_least(-1)),
-    "log_every_n_steps": ("a whole number of optimizer steps, or 0 to log no steps", _at_least(0)),
+    "log_every_n_steps": ("an int >= 1, or 0 to turn off step logging", _at_least(0)),
     "accumulate_grad_batches": ("a number of batches >= 1", _at_least(1)),
     "gradient_clip_val": ("a number >= 0", _at_least(0)),
     "gradient_clip_algorithm": ('"norm" or "value"', bool),
@@ -329,7 +329,7 @@ _RANGES: dict[str, tuple[str, Callable[[Any], bool]]] = {
     "save_every_n_steps": ("a number of optimizer steps >= 1", _at_least(1)),
     "seed": ("a number from 0 to 4294967295", lambda value: 0 <= value < 2**32),
     "compile": (
-        f"True, False, one of {', '.join(_COMPILE_MODES)}, or a dict of torch.compile's arguments",
+        f"True, False, a mode ({', '.join(map(repr, _COMPILE_MODES))}) or a dict of torch.compile's arguments",
         lambda value: isinstance(value, dict) or value in _COMPILE_MODES,
     ),
 }
@@ -386,7 +386,7 @@ def parse_options(options: dict[str, Any]) -> tuple[LoopConfig, dict[str, Any]]:
     if arguments["loggers"] is not None:
         if arguments["logger"] is not None:
             raise ConfigurationError(
-                "FabricLoop: got logger and loggers, expected one of them. Both mean the same option."
+                "FabricLoop: got logger and loggers, expected only one of the two. Both mean the same option."
             )
         arguments["logger"] = arguments["loggers"]
     config = LoopConfig(**{field.name: arguments.pop(field.name) for field in fields(LoopConfig)})

@@ -47,7 +47,7 @@ class DamagedCheckpointError(CheckpointError):
 
 
 class OtherModelError(CheckpointError, RuntimeError):
-    """Raised for a checkpoint of another model."""
+    """Raised if the weights in a checkpoint do not match the model."""
 
 
 class WeightsOnlyError(CheckpointError, KeyError):

@@ -388,15 +388,14 @@ def make_fabric(given: dict[str, Any]) -> Any:
             raise ConfigurationError(str(error)) from error
     if not is_instance_of(fabric, "Fabric"):
         raise ConfigurationTypeError(
-            f"fabric: got {describe(fabric)}, expected a lightning.Fabric object. Give every other"
-            " argument by name, as in FabricLoop(max_epochs=10, accelerator='cpu')."
+            f"fabric: got {describe(fabric)}, expected a lightning.Fabric object such as Fabric(accelerator='cpu')."
+            " Pass all options by name, as in FabricLoop(max_epochs=10, accelerator='cpu')."
         )
     defaults = inspect.signature(Fabric).parameters
     both = [name for name, value in arguments.items() if value != defaults[name].default]
     if both:
         raise ConfigurationError(
-            f"fabric: got a Fabric object together with {', '.join(both)}, expected one of them. Write"
-            f" Fabric({both[0]}=...)."
+            f"fabric: got a Fabric object and {', '.join(both)}, expected only the object. Write Fabric({both[0]}=...)."
         )
     return fabric
 

@@ -42,8 +42,8 @@ def read_start_checkpoint(
     if len(given) > 1:
         values = " and ".join(f"{name}={describe(value)}" for name, value in given.items())
         raise ConfigurationError(
-            f"{stage}: got {values}, expected one of them. resume= continues a run, and load="
-            " reads only its weights."
+            f"{stage}: got {values}, expected only one argument. resume= continues a run. load="
+            " reads only the weights of a checkpoint."
         )
     name, keyword = next(iter(given.items()), ("ckpt_path", None))
     resumes = stage == "fit" and name != "load"
@@ -82,7 +82,7 @@ def check_checkpoint_argument(name: str, value: Any, keywords: tuple[str, ...]) 
         raise ConfigurationTypeError(f"{name}: got {describe(value)}, expected {expected}.{hint}")
     if value in KEYWORDS and value not in keywords:
         raise ConfigurationError(
-            f"{name}: got {value!r}, expected {expected}. Only resume= of fit accepts {value!r}."
+            f"{name}: got {value!r}, expected {expected}. Only fit(..., resume={value!r}) accepts {value!r}."
         )
 
 
@@ -244,7 +244,7 @@ def report_missing(run: RunState, argument: str, keyword: str, files: list[Path]
             " another path, or train again."
         )
     if (argument, keyword) != ("ckpt_path", "last"):
-        expected = f"a checkpoint under {run_folder(run)}, which has none. Train first"
+        expected = f"a checkpoint, but there is none under {run_folder(run)}. Train first"
         if keyword == "last" and run.hooks.callbacks_of("ModelCheckpoint"):
             expected = "the last.ckpt of a ModelCheckpoint. Write ModelCheckpoint(save_last=True)"
         raise MissingCheckpointError(

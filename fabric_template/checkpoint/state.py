@@ -251,8 +251,8 @@ def load_weights(run: RunState, checkpoint: dict[str, Any]) -> None:
         # Shorten the error of load_state_dict, which has a line for each different parameter.
         differences = shorten(" ".join(str(error).split()), 400, placeholder=" ...")
         raise OtherModelError(
-            f"{differences} '{run.checkpoint_path}' is a checkpoint of another model. Create the"
-            " model with the arguments that the checkpoint was trained with."
+            f"{differences} The weights in '{run.checkpoint_path}' do not match the model."
+            " Create the model with the same arguments as the saved model."
         ) from error
 
 

@@ -111,13 +111,14 @@ def take_rows(tensor: Tensor, rows: Tensor) -> Tensor:
 
 def check_tensors(tensors: tuple[Any, ...]) -> None:
     """Raise an error for values that are not tensors of samples, or have different lengths."""
-    wrong = [type(part).__name__ for part in tensors if not isinstance(part, Tensor)]
+    wrong = [
+        f"a value of type {type(part).__name__}" for part in tensors if not isinstance(part, Tensor)
+    ]
     wrong = wrong or ["a tensor without dimensions" for part in tensors if part.dim() == 0]
     if wrong:
         raise TypeError(
-            f"TensorLoader: got {', '.join(wrong)}, expected tensors with the samples in their"
-            " first dimension. Write TensorLoader(x, y, batch_size=32). Convert other data with"
-            " torch.as_tensor(x)."
+            f"TensorLoader: got {' and '.join(wrong)}, expected tensors of shape (samples, ...)."
+            " Write TensorLoader(x, y, batch_size=32). Convert other data with torch.as_tensor(x)."
         )
     lengths = [len(tensor) for tensor in tensors]
     if len(set(lengths)) != 1:

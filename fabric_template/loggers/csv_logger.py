@@ -293,8 +293,8 @@ def claim_version(folder: Path, *others: Path) -> int:
             version += 1
         except OSError as error:
             raise ConfigurationError(
-                f"default_root_dir: got {str(folder)!r}, expected a writable folder"
-                f" ({error.strerror}). Choose another folder, or set logger=False and enable_checkpointing=False."
+                f"default_root_dir: got {str(folder)!r}, expected a writable folder. The system reported:"
+                f" {error.strerror}. Choose another folder, or set logger=False and enable_checkpointing=False."
             ) from error
 
 

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     import pandas as pd
 
-EXPECTED = "a metrics.csv, a version's folder, a run's folder or the root of all logs"
+EXPECTED = "a metrics.csv, or a folder such as logs, logs/digits or logs/digits/version_0"
 
 
 def read_logs(path: str | os.PathLike[str], steps: bool = False) -> pd.DataFrame:
@@ -23,7 +23,7 @@ def read_logs(path: str | os.PathLike[str], steps: bool = False) -> pd.DataFrame
     Lightning's CSVLogger writes half-empty rows, which are merged into one row per epoch.
 
     Args:
-        path: A metrics.csv, a version's folder, a run's folder or the root of all logs.
+        path: A metrics.csv, or a folder such as logs, logs/digits or logs/digits/version_0.
         steps: Read steps.csv, which has the values logged per step.
 
     Example:

@@ -221,7 +221,7 @@ def choose_metrics(runs: list[Run], x: str, wanted: Sequence[str] | None) -> lis
         found = [metric for metric in columns if metric.column == name]
         found = found or [metric for metric in metrics if name in (metric.quantity, metric.kind)]
         if wanted is not None and not found:
-            raise ValueError(f"metrics: got {name!r}, {known}. Only numeric columns can be drawn.")
+            raise ValueError(f"metrics: got {name!r}, {known}. Choose a numeric column.")
         chosen += found
     chosen = chosen or [metric for metric in metrics if metric.kind != "learning rate"]
     if not chosen:

@@ -199,8 +199,8 @@ def check_loader(loader: Any, where: str) -> None:
     elif isinstance(loader, Dataset) and not hasattr(loader, "__iter__"):
         problem = "It yields single samples, not batches. Write DataLoader(dataset, batch_size=32)."
     elif holds_arrays or _is_array(loader) or hasattr(loader, "iloc"):
-        problem = "It contains all samples, not batches. Import TensorLoader from the package of"
-        problem += " FabricLoop, and write TensorLoader(x, y, batch_size=32)."
+        problem = "It contains all samples, not batches. Write TensorLoader(x, y, batch_size=32)."
+        problem += " Import TensorLoader from the same package as FabricLoop."
     if problem:
         raise ConfigurationTypeError(
             f"An invalid dataloader was {where}. Found {describe(loader)}. {problem}"

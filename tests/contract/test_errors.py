@@ -122,7 +122,7 @@ def test_checkpoint_that_cannot_be_used(tmp_path, argument):
     with pytest.raises((ValueError, RuntimeError), match=re.escape(message)) as caught:
         call()
     assert str(caught.value).endswith(
-        f"'{path}' is a checkpoint of another model. Create the model with the arguments that the checkpoint was trained with."
+        f"The weights in '{path}' do not match the model. Create the model with the same arguments as the saved model."
     )
     path.write_bytes(path.read_bytes()[:2000])
     check_error(
