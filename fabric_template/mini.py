@@ -309,7 +309,7 @@ class MiniLoop:
         return self._precision.convert_input(self.fabric.to_device(batch))
 
     def _run_step(self, name: str, batch: Any, batch_idx: int) -> Any:
-        """Run a step in the precision of the loop, and through DDP if that is the strategy."""
+        """Run a step in the loop's precision. With the DDP strategy, run the step through DDP."""
         if self._is_one_cpu_in_32_bits:
             return self._steps[name](batch, batch_idx)
         with self._precision.forward_context():
@@ -624,7 +624,7 @@ class MiniLoop:
             self.schedulers.append(config)
 
     def _open_folders(self, resume_path: Path | None) -> None:
-        """Choose and create the folders of a run. A new run deletes the rows of an old one."""
+        """Choose and create the folders of a run. A new run deletes old CSV rows."""
         version = self.version
         if version is None and resume_path and resume_path.parents[1] == self._checkpoints:
             version = resume_path.parent.name
@@ -722,7 +722,7 @@ def with_batch_idx(step: Callable[..., Any], name: str) -> Callable[..., Any]:
     parameters = inspect.signature(step).parameters
     positional = [p for p in parameters.values() if p.kind < p.KEYWORD_ONLY]
     required = [p.name for p in positional if p.default is p.empty]
-    # A second argument with a default receives the index only if it is named batch_idx.
+    # A second argument with a default receives the index only if the argument is named batch_idx.
     if len(required) == 2 or "batch_idx" in parameters:
         return step
     if len(required) == 1:

@@ -200,7 +200,7 @@ def verify_checkpoint(path: str | Path) -> None:
     with open(path, "rb") as file:
         start = file.read(4)
     if start[:1] == b"\x80":
-        # A pickle, which torch wrote before 1.6, has no checksums.
+        # Versions of torch before 1.6 wrote pickles, which have no checksums.
         return
     if start != b"PK\x03\x04":
         given = f"a file that starts with {start!r}" if start else "an empty file"

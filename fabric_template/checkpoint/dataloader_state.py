@@ -229,7 +229,7 @@ class ResumableLoader:
         vars(clone)["sampler" if clone.batch_sampler is None else "batch_sampler"] = indices
         vars(clone).update(collate_fn=recorder.collate, worker_init_fn=recorder.start_worker)
         if clone._iterator is not None:
-            # Otherwise, persistent workers would use the sampler of their first epoch again.
+            # Without this line, persistent workers would keep the sampler of their first epoch.
             clone._iterator._index_sampler = indices
         iterator = iter(clone)
         self.loader._iterator, clone._iterator = clone._iterator, None
@@ -304,7 +304,7 @@ class ResumableLoader:
 
 
 def skip_indices(iterator: Any, done: int) -> None:
-    """Draw the indices of finished batches from the sampler, and do not read their samples."""
+    """Draw the indices of finished batches from the sampler, without reading samples."""
     indices = iterator._sampler_iter
     # Draw at least one item, because a sampler shuffles when its first item is requested.
     drawn = list(islice(indices, max(done, 1)))
@@ -330,7 +330,7 @@ class WorkerRecorder:
     the dataset has drawn random numbers for the batch.
 
     Args:
-        states: The random state in which each worker starts. None: its state after seeding.
+        states: The random state in which each worker starts. None: the state after seeding.
         first: The number of the saved worker that the first worker replaces.
     """
 

@@ -67,8 +67,8 @@ def _close_in_child() -> None:
 
 
 if hasattr(os, "register_at_fork"):
-    # Close lock files in forked processes. Otherwise DataLoader workers, which outlive a killed run
-    # by seconds, would keep its folders locked.
+    # Close lock files in forked processes. DataLoader workers outlive a killed run by seconds, and
+    # would keep the run's folders locked.
     os.register_at_fork(after_in_child=_close_in_child)
 
 

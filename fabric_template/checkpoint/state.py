@@ -248,7 +248,7 @@ def load_weights(run: RunState, checkpoint: dict[str, Any]) -> None:
     try:
         target.load_state_dict(weights, strict=is_strict)
     except RuntimeError as error:
-        # Shorten the error of load_state_dict, which has a line for each different parameter.
+        # Shorten load_state_dict's error, because every different parameter adds a line to it.
         differences = shorten(" ".join(str(error).split()), 400, placeholder=" ...")
         raise OtherModelError(
             f"{differences} The weights in '{run.checkpoint_path}' do not match the model."
@@ -418,7 +418,7 @@ def restore_optimizers(run: RunState, checkpoint: dict[str, Any]) -> None:
 
 
 def restore_dtypes(optimizer: Any, saved: dict[str, Any]) -> None:
-    """Restore the dtypes of optimizer states, which torch has cast to the parameters' dtypes."""
+    """Undo torch's cast of optimizer states to the dtypes of the parameters."""
     parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
     for index, values in saved.get("state", {}).items():
         if not isinstance(index, int) or not isinstance(values, dict):

@@ -48,7 +48,7 @@ _ACTIONS = {
 
 
 class DataConnector:
-    """Creates the loaders of a run, and creates them again when a reload is due.
+    """Creates the loaders of a run, and creates new loaders when a reload is due.
 
     Args:
         loaders: The given loaders, keyed by stage: "train", "val", "test", "predict".
@@ -439,7 +439,7 @@ def check_lengths(run: RunState, lengths: list[int | float], stage: str) -> None
 
 
 def make_transfer(run: RunState) -> Callable[[Any, int], Any] | None:
-    """Return a function that moves a batch to the device, or None if batches stay as they are."""
+    """Return a function that moves a batch to the device, or None if batches stay unchanged."""
 
     def find_hook(name: str) -> Callable | None:
         return overridden(run.datamodule, name) or overridden(run.module, name)

@@ -73,7 +73,7 @@ def common_seed(run: RunState) -> int:
 
 
 def choose_sampler(run: RunState, loader: DataLoader, stage: str) -> Any:
-    """Return the loader's sampler, or the sampler with which Trainer would replace it."""
+    """Return the loader's sampler, or the sampler that Trainer would use instead."""
     given: Any = loader.sampler
     dataset: Any = loader.dataset
     is_overfitting = bool(run.config.overfit_batches) and run.stage == "fit"

@@ -16,7 +16,7 @@ class TensorLoader:
     """Cuts batches from tensors on a device, without workers, collation or copies from the host.
 
     Args:
-        *tensors: Tensors of the same length. A batch is a tuple with a slice of each.
+        *tensors: Tensors of the same length. A batch is a tuple with a slice of each tensor.
         batch_size: Number of samples per batch.
         shuffle: Draw a new order in each pass, with ``generator`` or torch's default generator.
         drop_last: Drop the last batch if it is not full.

@@ -13,7 +13,7 @@ Batch = tuple[Tensor, Tensor]
 
 
 class Autoencoder(nn.Module):
-    """Encode 8x8 images as a few numbers and decode them again.
+    """Encode 8x8 images as a few numbers, and decode the numbers to images.
 
     Args:
         code: Size of the code of an image.

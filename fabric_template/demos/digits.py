@@ -50,7 +50,7 @@ class DigitsClassifier(nn.Module):
         hidden: Width of the first linear layer.
         dropout: Share of activations dropped before each linear layer.
         lr: Learning rate of Adam in the first epoch.
-        lr_decay: Factor of the learning rate after every epoch. 1 keeps it constant.
+        lr_decay: Factor of the learning rate after every epoch. 1: a constant learning rate.
     """
 
     def __init__(

@@ -52,7 +52,7 @@ class GPT(LightningModule):
     """Predict the next byte. Print a generated text at the end of training.
 
     Args:
-        block: Context length, at least the block of the data.
+        block: Context length, at least as large as the ``block`` of TextData.
         lr: Highest learning rate of AdamW.
         length: Number of bytes to generate.
     """

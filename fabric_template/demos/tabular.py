@@ -42,7 +42,7 @@ class TabularData(SplitData, LightningDataModule):
 
     Args:
         path: A CSV file with a header. The default is a generated table.
-        target: The column to predict. Rows without it are left out.
+        target: The column to predict. Rows without a target are left out.
     """
 
     def __init__(self, path: str | None = None, target: str = "rent", batch_size: int = 64) -> None:
