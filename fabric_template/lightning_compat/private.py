@@ -14,8 +14,7 @@ from lightning.pytorch.core.optimizer import LightningOptimizer
 def wrap_optimizer(optimizer: Any, strategy: Any) -> LightningOptimizer:
     """Return an optimizer whose ``step`` goes through ``strategy.optimizer_step``.
 
-    Trainer also wraps optimizers for manual optimization. LightningOptimizer has no public
-    setter for the strategy.
+    LightningOptimizer has no public setter for the strategy.
     """
     wrapped = LightningOptimizer(optimizer)
     wrapped._strategy = strategy

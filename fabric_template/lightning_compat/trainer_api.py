@@ -116,7 +116,7 @@ _LOOP_ATTRIBUTES: dict[str, Callable[[Any], Any]] = {
     "_batches_that_stepped": lambda api: api.progress.logging_step,
     # StochasticWeightAveraging sets ``_skip_backward`` to update BatchNorm without backward passes.
     "_skip_backward": lambda api: api.current_run.optimization.skip_backward,
-    # A module increments ``completed`` itself if it steps without Lightning's optimizer wrapper.
+    # A module that steps without Lightning's optimizer wrapper increments ``completed`` itself.
     **dict.fromkeys(("optim_step_progress", "total"), lambda api: api),
     "completed": lambda api: api.progress.global_step,
     # ModelCheckpoint reads ``_has_run`` if the monitored metric is missing.
@@ -149,7 +149,7 @@ class TrainerAPI:
     enable_autolog_hparams = True
 
     def require_run(self, name: str) -> RunState:
-        """Return the run. Raise an error that contains ``name`` before the first run."""
+        """Return the run, or raise an error that contains ``name`` if nothing has run yet."""
         if self.run is None:
             raise RuntimeError(
                 f"FabricLoop.{name}: nothing has run yet. Call fit, validate, test or predict first."
@@ -247,7 +247,7 @@ class TrainerAPI:
             return self.state.stage == RunningStage[name.upper()]
         if "config" in vars(self) and name in vars(self.config):
             return getattr(self.config, name)
-        instead = "lightning_compat/trainer_api.py lists the attributes of Trainer that it has."
+        instead = "lightning_compat/trainer_api.py lists the supported attributes of Trainer."
         if name != "fabric" and hasattr(self.fabric, name):
             instead = f"Write loop.fabric.{name}."
         raise AttributeError(f"FabricLoop has no attribute {name!r}. {instead}")
@@ -336,7 +336,6 @@ class TrainerAPI:
 
     @property
     def state(self) -> TrainerState:
-        """The current status, function and stage."""
         if self.run is None:
             return TrainerState(self.status)
         stage = self.run.progress.stage
@@ -398,7 +397,7 @@ class TrainerAPI:
                 " `Trainer.save_checkpoint()` before calling `Trainer.{fit,validate,test,predict}`?"
             )
         fit = self.fit_run
-        # An evaluation has no optimizers. If the last fit trained the same model, save the fit.
+        # An evaluation has no optimizers. Save the last fit's state if that fit trained this model.
         run = fit if fit is not None and fit.model is self.run.model else self.run
         if run.exception is not None and run.fabric.world_size > 1:
             raise RuntimeError(
@@ -420,7 +419,7 @@ class TrainerAPI:
 class LoopAPI:
     """Provide the attributes of one of Trainer's loops, such as ``trainer.fit_loop``.
 
-    One object takes the place of a loop, of its inner loops and of their counters.
+    One LoopAPI represents a Trainer loop, its inner loops and its progress counters.
     """
 
     __slots__ = ("_key", "trainer")
@@ -458,11 +457,11 @@ class LoopAPI:
         self.current_run.data.setup_train_loader()
 
     def _should_accumulate(self) -> bool:
-        """Return whether the batch ends without an optimizer step. ThroughputMonitor calls this."""
+        """Return whether the batch ends without an optimizer step, for ThroughputMonitor."""
         return not is_window_end(self.current_run)
 
     def _should_check_val_epoch(self) -> bool:
-        """Return whether this epoch has a validation. Lightning's progress bar calls this."""
+        """Return whether validation runs in this epoch, for Lightning's progress bar."""
         run = self.current_run
         return run.should_validate and run.validation_schedule.is_in_this_epoch()
 

@@ -155,7 +155,7 @@ class Console:
         return text
 
     def _add_row(self, row: Mapping[str, Any]) -> None:
-        """Print a row, after a header if the row has new columns. Mark a new best value."""
+        """Print a row. If the row has new columns, print a header first. Mark a new best value."""
         if not self._place:
             return
         self._rows.append(row)
@@ -214,7 +214,7 @@ class Console:
 
 
 def find_place() -> str:
-    """Return "notebook", "terminal" or "log file", where the output appears."""
+    """Return the place of the output, which is "notebook", "terminal" or "log file"."""
     get_ipython = getattr(sys.modules.get("IPython"), "get_ipython", None)
     shell = get_ipython() if get_ipython is not None else None
     # A process that a notebook has started cannot write into the cell.
@@ -307,7 +307,7 @@ def end_reason(run: RunState) -> str:
 def best_row(
     rows: Sequence[Mapping[str, Any]], monitor: str, mode: str
 ) -> Mapping[str, Any] | None:
-    """Return the first row with the best value of the monitored metric, or None without a value."""
+    """Return the first row with the best monitored value, or None if no row has a value."""
     found = [row for row in rows if not math.isnan(row.get(monitor, math.nan))]
     choose = max if mode == "max" else min
     return choose(found, key=lambda row: row[monitor], default=None)

@@ -33,7 +33,8 @@ class CSVLogger(Logger):
         root_dir: The folder of all runs.
         name: The name of the run, a folder in root_dir.
         version: A number or a name. None: the next free number.
-        checkpoint_dir: The folder of the run's checkpoints. The next number is also free here.
+        checkpoint_dir: The folder of the run's checkpoints. The next free number is also
+            unused in this folder.
 
     Example:
         >>> from tempfile import mkdtemp
@@ -312,10 +313,10 @@ def write_yaml(path: Path, values: dict[str, Any], head: str = "") -> None:
 
 
 def to_plain(value: Any, is_strict: bool = False) -> Any:
-    """Convert a value to types of YAML. Objects are converted with str().
+    """Convert a value to types that YAML supports. Objects of other types become strings.
 
     Raises:
-        TypeError: The value contains an object, and is_strict is set.
+        TypeError: The value contains an object of another type, and is_strict is set.
     """
     if value is None or isinstance(value, bool):
         return value
@@ -331,5 +332,5 @@ def to_plain(value: Any, is_strict: bool = False) -> Any:
     if hasattr(value, "item") and getattr(value, "shape", None) == ():
         return to_plain(value.item())
     if is_strict and not isinstance(value, Path):
-        raise TypeError(f"{type(value).__name__} is no type of YAML")
+        raise TypeError(f"{type(value).__name__} is not a type that YAML supports")
     return str(value)

@@ -1,4 +1,4 @@
-"""Collect the rows of a run from the values of its steps, learning rates and time."""
+"""Collect the rows of metrics.csv."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ class History:
         self.is_step_based = self.is_validated = False
         self.learning_rates: list[Any] = []
         self.step_values: dict[str, Any] = {}
-        # The training samples and the validation seconds of this process since the newest row.
+        # Since the newest row: the training samples of this process, and the seconds of validation.
         self._num_samples = 0
         self._eval_seconds = 0.0
         self._seconds_before_resume = 0.0
@@ -55,7 +55,7 @@ class History:
         return [logger for logger in self.run.loop.loggers if isinstance(logger, CSVLogger)]
 
     def choose_rows(self) -> None:
-        """Choose step-based or epoch-based rows, after the training loader was created."""
+        """Choose step-based or epoch-based rows. The training loader must exist before the call."""
         has_no_length = self.run.progress.num_train_batches == math.inf
         self.is_step_based = self.counts_steps or has_no_length
 
@@ -69,11 +69,11 @@ class History:
         self._started = time.monotonic()
 
     def elapsed(self) -> float:
-        """Return the seconds since the newest CSV row, including those before a resume."""
+        """Return the seconds since the newest CSV row, including seconds before a resume."""
         return self._seconds_before_resume + time.monotonic() - self._started
 
     def add_train_output(self, output: Any, loss: Tensor) -> None:
-        """Add the output of training_step, or only the loss if the module logs values itself."""
+        """Add the values that training_step returned. For a LightningModule, add only the loss."""
         results = self.run.results
         if not results.is_enabled:
             return

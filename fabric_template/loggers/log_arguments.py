@@ -11,8 +11,8 @@ from torch import Tensor
 
 from ..errors import ConfigurationError
 
-# The hooks that may call self.log. Hooks of training steps log the step's value by default, and
-# hooks of evaluation steps the mean over the epoch. Hooks of epochs allow only values of the epoch.
+# Hooks that may call self.log. By default, training-step hooks log the value of each step, and
+# evaluation-step hooks log the mean over the epoch. Epoch hooks can log only one value per epoch.
 _TRAIN_STEP_HOOKS = [
     "training_step",
     "on_train_batch_start",
@@ -39,7 +39,7 @@ REDUCTIONS: dict[str, Any] = {
 
 @dataclass
 class LogArguments:
-    """The arguments of a ``self.log`` call, with the defaults of its hook."""
+    """The arguments of a ``self.log`` call, with the defaults of the calling hook."""
 
     hook: str | None
     name: str
@@ -57,7 +57,7 @@ class LogArguments:
 
 
 def check_arguments(hook: str | None, name: str, arguments: tuple) -> LogArguments:
-    """Return the arguments with their defaults. Raise an error if the hook does not allow them."""
+    """Return the arguments with their defaults. Raise an error if the hook forbids an argument."""
     prog_bar, logger, on_step, on_epoch, reduce_fx, *others = arguments
     if _EPOCH_HOOK.fullmatch(str(hook)):
         for option, value, allowed in (("on_step", on_step, False), ("on_epoch", on_epoch, True)):

@@ -44,7 +44,7 @@ class LoggerConnector:
             self.log_metrics(values.logged, step=count, row=values.row)
 
     def log_evaluation(self, run: RunState, metrics: Mapping[str, Any]) -> None:
-        """Log an evaluation. Values that metrics.csv will not contain are written to steps.csv."""
+        """Log an evaluation. An evaluation without a row in metrics.csv is written to steps.csv."""
         if run.progress.stage == "sanity_check":
             return
         is_of_row = run.history.is_step_based or run.progress.is_epoch_complete
@@ -52,7 +52,7 @@ class LoggerConnector:
         self.log_metrics(metrics, row=row)
 
     def end_validation(self, run: RunState) -> None:
-        """Print a row for a validation in mid-epoch. A step-based run also writes the row."""
+        """Print a row for a validation within an epoch. Write the row if the run is step-based."""
         history = run.history
         # After the last batch of an epoch, log_train_epoch adds the row.
         if run.progress.is_epoch_complete or not history.is_validated:
@@ -73,7 +73,7 @@ class LoggerConnector:
             self._add_row(run, is_in_epoch=False)
 
     def end_training(self, run: RunState) -> None:
-        """Write a row for the last steps of a step-based run. A resume removes this row again."""
+        """Write a row for the last steps of a step-based run. Resuming the run removes this row."""
         rows = run.history.rows
         last_step = rows[-1]["step"] if rows else 0
         if run.history.is_step_based and run.progress.global_step > last_step:
@@ -144,7 +144,7 @@ class LoggerConnector:
 
 
 class RunTensorBoardLogger(TensorBoardLogger):
-    """Write TensorBoard's files into the folder of the CSV logger's version."""
+    """Write TensorBoard's files into the folder that contains metrics.csv."""
 
     def __init__(self, own: CSVLogger) -> None:
         super().__init__(own.root_dir, own.name)

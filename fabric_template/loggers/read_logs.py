@@ -85,12 +85,12 @@ def read_table(path: Path) -> tuple[list[str], list[dict[str, str]], bool]:
 
 
 def join_rows(table: pd.DataFrame) -> pd.DataFrame:
-    """Join half-empty rows to one row per epoch with the last value of each column."""
+    """Merge half-empty rows into one row per epoch. Keep the last value of each column."""
     places = table.reindex(columns=["epoch", "step"], fill_value="")
     is_complete = places.astype(bool).all(axis=None) and not places.duplicated().any()
     is_of_steps = any(name.endswith("_step") for name in table.columns)
     if (is_complete and not is_of_steps) or not any(places["epoch"]):
-        # No row needs to be joined. An epoch with several validations has several complete rows.
+        # Do not merge complete rows. An epoch with several validations has several complete rows.
         return table
     table = table.mask(table == "")
     # LearningRateMonitor's rows have no epoch. Use the epoch of the next or the previous row.

@@ -1,7 +1,7 @@
 """Collect the values that steps log or return, and compute the same means as Trainer.
 
-A mean is sum(value * batch_size) / sum(batch_size), added in order in float32 or float64.
-The sums stay on the device, so a step never synchronizes with the device.
+A mean is sum(value * batch_size) / sum(batch_size). The sums are float32 or float64, and add the
+batches in order. The sums stay on the device, so a step never synchronizes with the device.
 """
 
 from __future__ import annotations
@@ -27,6 +27,7 @@ if TYPE_CHECKING:
 
 # The name in LogArguments.hook for values that a step returned instead of calling self.log().
 RETURNED = "returned"
+# For these weights, torch.add(total, value, alpha=weight) equals total + value * weight exactly.
 _POWERS_OF_TWO = frozenset(2**power for power in range(24))
 # Types of values that torch.load(weights_only=True) reads.
 _PLAIN_TYPES = (type(None), bool, int, float, complex, str, torch.dtype)
@@ -40,7 +41,7 @@ class Sums:
     """Accumulate the values of one name for an epoch, or for a row of metrics.csv.
 
     Attributes:
-        total: The sum, maximum or minimum of the values. A mean needs the sum of value * weight.
+        total: The sum, maximum or minimum of the values. For a mean, the sum of value * weight.
         weight: The sum of the weights. Only a mean has weights.
         result: The result over all processes. None until LoggedMetric.compute stores the result.
     """
@@ -72,9 +73,9 @@ class LoggedMetric:
         self.epoch, self.row = Sums(), Sums() if has_own_row else None
 
     def full_name(self, suffix: str = "") -> str:
-        """Return the name with the index of one of several loaders.
+        """Return the name. If there are several loaders, append the loader's index.
 
-        A name that is logged for steps and for epochs has a suffix, "_step" or "_epoch".
+        If on_step and on_epoch are both set, add the suffix, which is "_step" or "_epoch".
         """
         arguments = self.arguments
         name = arguments.name
@@ -100,7 +101,6 @@ class LoggedMetric:
         if self.is_mean:
             sums.weight += weight
             if sums.total is not None and weight in _POWERS_OF_TWO:
-                # For a power of two, one torch.add() gives the same bits as total + value * weight.
                 sums.total = torch.add(sums.total, value, alpha=weight)
                 return
             value = value * weight
@@ -125,14 +125,14 @@ class LoggedMetric:
             metric.to(metric.device)
         self.torchmetric, self.has_value = metric, True
         if self.arguments.on_step:
-            # Read a private name, because torchmetrics has no public name for this value.
+            # torchmetrics has no public name for the value of the last step.
             self.step_value = getattr(metric, "_forward_cache", None)
 
     def compute(self, sums: Sums | None) -> Tensor | None:
-        """Return the reduced value of the sums, or the last logged value if ``sums`` is None.
+        """Reduce ``sums`` to one value. If ``sums`` is None, return the last logged value.
 
-        Return None if nothing was logged. For a torchmetrics object, return the value of the
-        epoch. All processes must call ``compute``.
+        Return None if nothing was logged. A torchmetrics object computes its epoch value itself.
+        All processes must call ``compute``.
         """
         if sums is None:
             value: Any = self.step_value
@@ -178,15 +178,15 @@ class LoggedMetric:
 
 @dataclass
 class LoopResults:
-    """Contain the logged and returned values of either training or evaluation.
+    """Hold the logged and returned values of either training or evaluation.
 
     Attributes:
         metrics: The logged values by hook, name and index of the loader.
         logged_names: The names of the values that ``self.log`` adds to the rows of metrics.csv.
-        batch_size: The size of the current batch. None until a mean needs it.
+        batch_size: The size of the current batch. None until a mean needs the size.
         logged_batch_size: The batch_size that the current step passed to ``self.log``.
-        is_first_batch: Whether the current batch is the first one of the epoch or loader. None
-            before the first batch and after the last one.
+        is_first_batch: Whether the current batch is the first batch of the epoch or loader. None
+            before the first batch and after the last batch.
         last_hook: The hook that logged last.
         has_new_values: Whether a batch has ended since the last ``update_metrics``.
     """
@@ -209,7 +209,7 @@ class LoopResults:
                 yield metric
 
     def start_hook(self, hook: str | None) -> None:
-        """In the first batch of an epoch, reset the values that the hook logged before."""
+        """In the first batch, reset the values that the hook logged in the previous epoch."""
         self.last_hook = hook
         if self.is_first_batch is not False:
             for metric in self.metrics.values():
@@ -224,7 +224,7 @@ class LoopResults:
 
 
 class CurrentValues(NamedTuple):
-    """The values of the current step or epoch: for callbacks, loggers, progress bar and CSV rows.
+    """The values of the current step or epoch, grouped by receiver, such as callbacks or loggers.
 
     Attributes:
         row: The values for a row of a CSV file, without the suffix "_step" or "_epoch".
@@ -242,7 +242,7 @@ class ResultCollection:
     Attributes:
         active: The results of the loop that runs: ``train`` or ``evaluation``. Empty after the run.
         callback_metrics, logged_metrics, progress_bar_metrics: Trainer's attributes of these names.
-        row: The evaluated values of the next row of metrics.csv.
+        row: The values of evaluations for the next row of metrics.csv.
         returned: The newest means of the values that steps returned.
         evaluated: The names of the values in the newest evaluation.
     """
@@ -427,7 +427,7 @@ class ResultCollection:
         for values in (*self._loader_values, at_end):
             self.row.update(values.row)
             self.evaluated.update(values.row, values.logged)
-        # As in Trainer, loggers receive a name's value of the first loader that logged this name.
+        # As in Trainer, if several loaders log one name, loggers receive the first loader's value.
         logged = ChainMap(at_end.logged, *[values.logged for values in self._loader_values])
         return results, dict(logged)
 
@@ -449,7 +449,7 @@ class ResultCollection:
             metrics.update(move_data_to_device(metrics, "cpu"))
 
     def clear(self) -> None:
-        """Forget all values, as after a sanity check."""
+        """Remove all values after the sanity check."""
         vars(self).update(vars(ResultCollection(self.run)))
 
     def update_metrics(self) -> CurrentValues:
@@ -561,7 +561,7 @@ def float_type() -> torch.dtype:
 
 
 def to_float(value: Tensor) -> Tensor:
-    """Convert a tensor to float32 or float64, in which Trainer adds values."""
+    """Convert a tensor to float32 or float64, because Trainer adds values in these types."""
     if value.dtype is torch.float32 or value.dtype is torch.float64:
         return value
     return value.to(float_type())
