@@ -173,7 +173,7 @@ def run_git(folder: str | Path, *args: str) -> subprocess.CompletedProcess[bytes
         done = subprocess.run(["git", *args], cwd=folder, capture_output=True, check=False)
     except FileNotFoundError as error:
         raise ValueError("got no git, expected it on the PATH. Install git.") from error
-    # Lower exit codes report differences (git diff) or conflicts (git merge-file).
+    # Exit codes up to 127 report differences (git diff) or conflicts (git merge-file).
     if done.returncode > 127:
         raise ValueError(f"git: {' '.join(done.stderr.decode(errors='replace').split())}")
     return done

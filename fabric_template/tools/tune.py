@@ -156,7 +156,7 @@ def send_result(function: Callable[[], Any], sender: Any, threads: int) -> None:
         # Remove torch's SIGCHLD handler for DataLoader workers, which would end this process.
         signal.signal(signal.SIGCHLD, signal.SIG_DFL)
     with open(os.devnull, "w") as null, redirect_stdout(null), redirect_stderr(null):
-        # The first thread of a forked process cannot start OpenMP threads, so use a new thread.
+        # OpenMP may hang in the first thread of a forked process, so use a new thread.
         executor = ThreadPoolExecutor(1, initializer=torch.set_num_threads, initargs=(threads,))
         future = executor.submit(function)
         error = future.exception()

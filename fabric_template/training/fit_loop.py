@@ -49,7 +49,7 @@ def fit(run: RunState) -> None:
         run.data.setup_val_loaders()
     run.history.start_clock()
     # A checkpoint saved in on_train_epoch_end does not count the finished epoch in epochs_done.
-    # Trainer's on_train_start sees the finished epoch counted, so add 1 while this hook runs.
+    # Trainer counts the finished epoch while on_train_start runs, so add 1 during this hook.
     was_saved_at_end = run.progress.phase == "epoch_end" and run.progress.is_epoch_complete
     if was_saved_at_end:
         run.progress.epochs_done += 1

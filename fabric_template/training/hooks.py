@@ -84,7 +84,7 @@ class Hooks:
         return None if of_module is None else of_module(*args)
 
     def is_used(self, name: str) -> bool:
-        """Return whether a hook is overridden, or True if the hook was not called yet."""
+        """Return whether a hook is overridden, or True if the hook has not been called yet."""
         is_known = self.callbacks == self._known_callbacks and name in self._methods
         return not is_known or self._methods[name] != ([], None)
 

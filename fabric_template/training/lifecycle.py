@@ -75,7 +75,7 @@ def run_in_process(run: RunState) -> Any:
 
 
 def set_up_process(run: RunState, stack: ExitStack) -> None:
-    """Join the process group, and set PyTorch's flags. Closing ``stack`` restores the flags."""
+    """Join the process group, set PyTorch's flags, and enter the run's contexts in ``stack``."""
     join_processes(run.fabric)
     if isinstance(run.fabric.strategy, DDPStrategy):
         # As in Trainer, all processes start with the same random numbers.
@@ -247,7 +247,7 @@ def attach_log(part: Any, run: RunState, stack: ExitStack) -> None:
         own = getattr(type(part), name, None)
         if name not in attributes and (own is None or _is_lightnings(own)):
             method = getattr(run.results, name)
-            # self.log changes Python counters, so torch.compile would recompile it for each batch.
+            # self.log changes Python counters, so torch.compile would recompile the step per batch.
             attributes[name] = torch.compiler.disable(method) if run.config.compile else method
             stack.callback(attributes.pop, name, None)
 

@@ -245,7 +245,7 @@ class StepRunner:
     def _call_wrapped(self, method: Callable, is_training: bool) -> Callable:
         """Return a function that runs ``method`` in the forward method of DDP or another wrapper.
 
-        In manual optimization, each backward call prepares DDP's reducer, so forward must not.
+        In manual optimization, forward must not prepare DDP's reducer, because backward does so.
         """
         ddp = self.ddp
         is_automatic = self.module.automatic_optimization

@@ -134,7 +134,7 @@ class StopCondition:
 
     @property
     def is_requested(self) -> bool:
-        """Return whether a stop was requested, and min_epochs and min_steps are reached."""
+        """Return whether a stop was requested. should_stop waits for min_epochs and min_steps."""
         if self.should_stop and self.can_stop_early:
             return True
         return self.signal is not None or bool(self.divergence)
