@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 
 class History:
-    """Collect the rows of a run, which ``fit`` returns and the CSV logger writes into metrics.csv.
+    """Collect the rows that ``fit`` returns and that the CSV logger writes into metrics.csv.
 
     A row contains the training means and the seconds since the previous row. A row also contains
     the newest validation metrics and the learning rate. An epoch-based run has a row for each
@@ -33,7 +33,7 @@ class History:
         is_step_based: Whether max_steps is set, validations are independent of epochs, or the
             training loader has no length.
         is_validated: Whether the run has validated since the newest row.
-        learning_rates: The rates of the newest optimizer step, before schedulers changed them.
+        learning_rates: The rates of the newest optimizer step, before a scheduler changed the rates.
         step_values: The loss of the newest training batch, and a logged gradient norm.
     """
 

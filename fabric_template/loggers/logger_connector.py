@@ -66,7 +66,7 @@ class LoggerConnector:
 
     def log_train_epoch(self, run: RunState) -> None:
         """Log the values of an epoch. Write a row of metrics.csv if one is due."""
-        # Log the values of an epoch at its last step, as loggers expect.
+        # Loggers expect the values of an epoch at the last step of this epoch.
         self.log_metrics(run.results.update_metrics().logged, step_offset=-1)
         is_validated = run.history.is_validated or not run.should_validate
         if not run.history.is_step_based or (is_validated and run.progress.is_epoch_complete):
@@ -100,7 +100,7 @@ class LoggerConnector:
 
         Args:
             step: The position on the x axis. None: the value logged as "step", or the logging step.
-                The file steps.csv contains the number of optimizer steps instead.
+                The column "step" of steps.csv always contains the number of optimizer steps.
             row: The row that the CSV logger writes into steps.csv. None: no row.
         """
         self.run.results.logged_metrics.update(metrics)

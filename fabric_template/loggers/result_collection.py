@@ -265,7 +265,7 @@ class ResultCollection:
         self._loader_values: list[CurrentValues] = []
 
     def __deepcopy__(self, memo: dict) -> ResultCollection:
-        """Return self, so that a module that is copied during a run logs to this run."""
+        """Return self, so that a copy of a module logs to the same run."""
         return self
 
     def __getstate__(self) -> dict:
@@ -546,7 +546,7 @@ class ResultCollection:
 
 
 def find_batch_size(batch: Any) -> int:
-    """Return the batch size that Trainer would find, with a fast path for a tuple of tensors."""
+    """Return the batch size that Trainer would find. A tuple of tensors has a fast path."""
     if type(batch) in (tuple, list):
         sizes = {p.size(0) if isinstance(p, Tensor) and p.dim() else -1 for p in batch}
         if len(sizes) == 1 and -1 not in sizes:
