@@ -174,7 +174,7 @@ class TrainerAPI:
 
     @property
     def accumulate_grad_batches(self) -> int:
-        """The number of batches per optimizer step. Callbacks may change the number between epochs."""
+        """The number of batches per optimizer step. Callbacks may change it between epochs."""
         return self.run.accumulate_grad_batches if self.run else self.config.accumulate_grad_batches
 
     @accumulate_grad_batches.setter

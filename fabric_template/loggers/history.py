@@ -33,7 +33,7 @@ class History:
         is_step_based: Whether max_steps is set, validations are independent of epochs, or the
             training loader has no length.
         is_validated: Whether the run has validated since the newest row.
-        learning_rates: The rates of the newest optimizer step, before a scheduler changed the rates.
+        learning_rates: The rates that the newest optimizer step used.
         step_values: The loss of the newest training batch, and a logged gradient norm.
     """
 

@@ -99,7 +99,7 @@ def join_rows(table: pd.DataFrame) -> pd.DataFrame:
 
 
 def to_values(cells: list[Any]) -> list[Any]:
-    """Convert cells to numbers if all cells are numbers. Unlike pandas.read_csv, float() is exact."""
+    """Convert cells to numbers if possible. Unlike pandas.read_csv, float() is exact."""
     with suppress(ValueError):
         return [int(cell) for cell in cells]
     with suppress(ValueError):
