@@ -211,7 +211,9 @@ class StageLoaders:
         is_flat = isinstance(self.as_given, Mapping) and len(self.as_given) == len(self.loaders)
         self.names = [str(name) for name in self.as_given] if is_flat else []
         self.has_several = len(self.loaders) > 1 and self._mode == "sequential"
-        self.loaded_in_epoch: float = run.progress.epochs_done
+        # Without reloads, a checkpoint must not depend on when the loaders were created.
+        has_reloads = run.config.reload_dataloaders_every_n_epochs > 0
+        self.loaded_in_epoch: float = run.progress.epochs_done if has_reloads else 0
         self.extra_batches = self._num_given = 0
         self.iterator: Any = None
         # A training loader without a length is read one batch ahead, to know which batch is the
