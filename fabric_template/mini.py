@@ -251,7 +251,7 @@ class MiniLoop:
         self._precision.backward(self._loss if count == 1 else self._loss / count, None)
 
     def _is_window_end(self, batch: Any) -> bool:
-        """Return whether all processes step the optimizer after this batch."""
+        """Return whether the optimizer steps after this batch. All processes return the same."""
         if self.accumulate_grad_batches == 1:
             return True
         is_last = self.batches_done + 1 == self._train_length

@@ -95,7 +95,7 @@ class ResumableLoader:
         self.loader = loader
         self.passes = self.batches = 0
         self.is_finished = False
-        # A subclass of DataLoader may ignore the sampler and the collate_fn that are replaced here.
+        # A subclass of DataLoader may ignore the sampler and the collate_fn that are set here.
         is_plain = isinstance(loader, DataLoader) and type(loader).__iter__ is DataLoader.__iter__
         self._is_indexed = is_plain and not isinstance(loader.dataset, IterableDataset)
         self._is_persistent = is_plain and loader.persistent_workers
@@ -318,7 +318,7 @@ class SkippingSampler:
         self._sampler, self._first = sampler, first
 
     def __iter__(self) -> Iterator[Any]:
-        # torch calls iter() twice, and some samplers draw their order in each call.
+        # torch calls iter(sampler) twice per epoch. Some samplers draw another order in each call.
         return islice(self._sampler, self._first, None)
 
 

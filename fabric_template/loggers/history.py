@@ -30,8 +30,8 @@ class History:
 
     Attributes:
         rows: All rows of the run so far.
-        is_step_based: Whether max_steps is set, validations are independent of epochs, or the
-            training loader has no length.
+        is_step_based: Whether max_steps is set, whether validation runs every N steps, or whether
+            the training loader has no length.
         is_validated: Whether the run has validated since the newest row.
         learning_rates: The rates that the newest optimizer step used.
         step_values: The loss of the newest training batch, and a logged gradient norm.
@@ -61,7 +61,7 @@ class History:
 
     @property
     def counts_steps(self) -> bool:
-        """Return whether max_steps is set, or validations are independent of epochs."""
+        """Return True if max_steps is set or if validation runs every N steps."""
         return self.run.stop.max_steps != -1 or self.run.config.check_val_every_n_epoch is None
 
     def start_clock(self) -> None:

@@ -159,7 +159,7 @@ def takes_iterator(step: Callable) -> bool:
 
 
 class _CallStep(nn.Module):
-    """The module that the strategy wraps. Calling this module calls a step of the network."""
+    """The module that the strategy wraps. Its forward() runs a step, such as training_step."""
 
     def __init__(self, network: nn.Module) -> None:
         super().__init__()
