@@ -25,6 +25,7 @@ def resume_at(make, done):
     loader = ResumableLoader(make())
     assert sum(1 for _ in itertools.islice(loader, done)) == done
     state, rng_state = loader.state_dict(is_in_pass=True), torch.get_rng_state()
+    loader.close()  # Otherwise, the workers of this loader may still read samples.
     resumed = ResumableLoader(make())
     resumed.load_state_dict(state)
     torch.set_rng_state(rng_state)
@@ -43,9 +44,7 @@ SAMPLERS = {
 
 
 class CountsReads:
-    """Counts in shared memory how many samples are read."""
-
-    def __init__(self):
+    def __init__(self):  # The count is in memory that all workers share.
         self.reads = torch.zeros(1, dtype=torch.int64).share_memory_()
 
     def __len__(self):

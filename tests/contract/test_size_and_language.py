@@ -15,7 +15,7 @@ REPOSITORY = Path(__file__).resolve().parents[2]
 SIZE_LIMITS = {
     "package lines": 13_978,
     "package files": 64,
-    "test lines": 17_245,
+    "test lines": 17_244,
     "docs lines": 1_495,
 }
 
