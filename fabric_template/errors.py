@@ -80,7 +80,7 @@ def describe(value: Any) -> str:
         return f"the class {value.__name__}"
     text, name = repr(value), type(value).__name__
     is_short = len(text) <= 60 and "\n" not in text and not text.startswith("<")
-    article = "an" if re.match("[aeiouAEIOU]|[FHLMNRSX][A-Z]", name) else "a"
+    article = "an" if re.match("[aeiouAEIOU]|nd|[FHLMNRSX][A-Z]", name) else "a"
     return text if is_short else f"{article} {name}"
 
 

@@ -462,8 +462,8 @@ class MiniLoop:
             for name in names:
                 with replaced(self.checkpoint_dir / name, "wb") as file:
                     torch.save(checkpoint, file)
-        is_due = bool(self._validated) or self.val_loader is None
-        if self.monitor is not None and self.best_score is None and is_due:
+        has_validated = bool(self._validated) or self.val_loader is None
+        if self.monitor is not None and self.best_score is None and has_validated:
             check_is_logged(self.monitor, row)
 
     def _build_checkpoint(self) -> dict[str, Any]:

@@ -29,7 +29,7 @@ _server = []  # The folder and the process of the server, after the first reques
 
 
 @functools.cache
-def has_means():
+def can_fork_server():
     """Return whether the server starts here: it needs pidfd_open(), and a torch that starts no threads."""
     try:
         os.close(os.pidfd_open(os.getpid()))
@@ -40,7 +40,7 @@ def has_means():
 
 def ready(command):
     """Return a command with the same effect that forks the server, or the command itself if that is not possible."""
-    if command[1][0] == "-" and command[1] not in ("-c", "-m", *OPTIONS) or not has_means():
+    if command[1][0] == "-" and command[1] not in ("-c", "-m", *OPTIONS) or not can_fork_server():
         return command
     assert command[0] == sys.executable, command
     return [sys.executable, "-I", "-S", __file__, "ask", _folder(), *map(str, command[1:])]
@@ -48,14 +48,13 @@ def ready(command):
 
 def ready_python():
     """Return an executable file that does the same, for code that starts `sys.executable`."""
-    path = os.path.join(_folder(), "python") if has_means() else sys.executable
+    path = os.path.join(_folder(), "python") if can_fork_server() else sys.executable
     return path if os.access(path, os.X_OK) else sys.executable  # Temporary folders may be mounted with noexec.
 
 
 def _folder():
     """Return the folder of the server's socket. Start the server if it does not run."""
     import shlex
-    import subprocess
     import tempfile
 
     if _server and _server[1].poll() is not None:

@@ -17,7 +17,6 @@ from __future__ import annotations
 
 import random
 import warnings
-from collections import deque
 from collections.abc import Generator, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from copy import copy, deepcopy
@@ -74,7 +73,7 @@ def unchanged_rng_state() -> Iterator[None]:
 # Loaders
 
 # This value marks the end of an iterator.
-_END: Any = object()
+END: Any = object()
 
 
 class ResumableLoader:
@@ -133,8 +132,8 @@ class ResumableLoader:
         if state["passes"] > 0:
             return self._reader
         # CombinedLoader stops if a loader that it has restarted returns no batch.
-        batch = next(self._reader, _END)
-        return self._start_pass() if batch is _END else chain([batch], self._reader)
+        batch = next(self._reader, END)
+        return self._start_pass() if batch is END else chain([batch], self._reader)
 
     @property
     def is_used(self) -> bool:
@@ -147,7 +146,8 @@ class ResumableLoader:
             # Without further indices, the workers prefetch no more batches.
             self.loader._iterator._sampler_iter = iter(())
             with suppress(Exception):
-                deque(self._reader, maxlen=0)
+                for _ in self._reader:
+                    pass
 
     def close(self) -> None:
         """Close the iterator. The loader's workers shut down, except for persistent workers."""
@@ -194,7 +194,8 @@ class ResumableLoader:
                 stacklevel=2,
             )
         reader = self._read(iterator)
-        deque(islice(reader, done - self.batches), maxlen=0)
+        for _ in islice(reader, done - self.batches):
+            pass
         return reader
 
     def _read(self, iterator: Any) -> Generator[Any]:
@@ -203,7 +204,7 @@ class ResumableLoader:
             self._at_first_batch = self._capture()
         try:
             # A for loop would call iter() again, which restarts some iterators.
-            while (batch := next(iterator, _END)) is not _END:
+            while (batch := next(iterator, END)) is not END:
                 self.batches += 1
                 if self.workers:
                     batch, worker, rng_state = batch

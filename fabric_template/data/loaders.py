@@ -17,6 +17,7 @@ from torch import Tensor
 from torch.utils.data import DataLoader
 
 from ..checkpoint.dataloader_state import (
+    END,
     ResumableLoader,
     capture_rng_state,
     has_state,
@@ -38,8 +39,6 @@ if TYPE_CHECKING:
 # Hide a warning of CombinedLoader about a deprecated class of torch.
 warnings.filterwarnings("ignore", ".*LeafSpec", FutureWarning)
 
-# This value marks the end of a loader's batches.
-_END = object()
 # Lightning's profilers record the reading of a batch under these names.
 _ACTIONS = {
     "train": "[_TrainingEpochLoop].train_dataloader_next",
@@ -219,7 +218,7 @@ class StageLoaders:
         # A training loader without a length is read one batch ahead, to know which batch is the
         # last. A checkpoint contains the positions and the random state from before this read.
         self._is_read_ahead = stage == "train" and self.num_batches == math.inf
-        self._following: Any = _END
+        self._following: Any = END
         self._before_following: Any = None
         self._restored_rng: dict[str, Any] | None = None
 
@@ -227,7 +226,7 @@ class StageLoaders:
     def is_last(self) -> bool:
         """Return whether the newest training batch is the last one of the epoch."""
         if self._is_read_ahead:
-            return self._following is _END
+            return self._following is END
         return self._num_given == self.num_batches
 
     def count_batches(self, max_batches: int | float = math.inf) -> int | float:
@@ -248,7 +247,7 @@ class StageLoaders:
         """Create the loaders' iterators, which start at the restored positions after a resume."""
         is_training = self.stage == "train"
         self._num_given = self.run.progress.batches_done + self.extra_batches if is_training else 0
-        self._following = _END
+        self._following = END
         for loader in self.resumable:
             loader.passes = 0
         if self.as_given is self.loaders[0]:
@@ -283,12 +282,12 @@ class StageLoaders:
     def _profiled(self, items: Iterator[Any]) -> Iterator[Any]:
         action = _ACTIONS.get(self.stage, f"[_EvaluationLoop].{self.stage}_next")
         fetch = self.run.hooks.with_profiler(action, next)
-        while (item := fetch(items, _END)) is not _END:
+        while (item := fetch(items, END)) is not END:
             yield item
 
     def _read_ahead(self, items: Iterator[Any]) -> Iterator[Any]:
         self._read_following(items)
-        while self._following is not _END:
+        while self._following is not END:
             item = self._following
             self._read_following(items)
             yield item
@@ -299,11 +298,11 @@ class StageLoaders:
         positions = [loader.state_dict(is_in_pass=True) for loader in self.resumable]
         self._before_following = positions, restored or capture_rng_state()
         if restored is None:
-            self._following = next(items, _END)
+            self._following = next(items, END)
             return
         with unchanged_rng_state():
             restore_rng_state(restored)
-            self._following = next(items, _END)
+            self._following = next(items, END)
 
     def _check_empty_loaders(self) -> None:
         for limit, loader in zip(self.limits, self.resumable, strict=True):
@@ -336,7 +335,7 @@ class StageLoaders:
         if is_in_epoch:
             # A resumed run reads the batches of an unfinished accumulation window again.
             dropped = self._num_given - progress["batches_done"] - self.extra_batches
-        if is_in_epoch and self._is_read_ahead and (dropped or self._following is not _END):
+        if is_in_epoch and self._is_read_ahead and (dropped or self._following is not END):
             positions, rng_state = self._before_following
         else:
             positions = [loader.state_dict(is_in_epoch) for loader in self.resumable]

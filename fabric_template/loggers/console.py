@@ -48,7 +48,7 @@ class Console:
         self._rows: list[Mapping[str, Any]] = []
         self._columns: list[str] = []
         # A key of SECONDS_BETWEEN_DRAWS, or an empty string before the first bar.
-        self._place = ""
+        self._output = ""
         self._bar = ""
         self._lines: list[str] = []
         self._notebook_output: Any = None
@@ -97,21 +97,21 @@ class Console:
 
     def _start(self, run: RunState, first_batch: int) -> None:
         self._started, self._first_batch = time.monotonic(), first_batch
-        if self._place:
+        if self._output:
             return
-        self._place = find_place()
-        self._due = self._started + SECONDS_BETWEEN_DRAWS[self._place]
+        self._output = detect_output()
+        self._due = self._started + SECONDS_BETWEEN_DRAWS[self._output]
         # In a resumed run, also compare new values with the best values before the resume.
         self._rows = list(run.history.rows)
-        if self._place != "log file":
+        if self._output != "log file":
             self._draw(run)
 
     def _draw(self, run: RunState, is_complete: bool = False) -> None:
         values = ", ".join(f"{name}={value:.4g}" for name, value in bar_values(run).items())
         meter = self._measure(run, is_complete)
-        if self._place == "log file":
+        if self._output == "log file":
             print(tqdm.format_meter(**meter, postfix=values, bar_format=LOG_FILE_BAR), flush=True)
-        elif self._place == "notebook":
+        elif self._output == "notebook":
             # One line with the bar and the values would be wider than a notebook.
             self._bar = f"{tqdm.format_meter(**meter)}\n{values}".rstrip()
             self._show_in_notebook([*self._lines[:1], *self._lines[1:][-MAX_NOTEBOOK_LINES:]])
@@ -121,7 +121,7 @@ class Console:
             bar = tqdm.format_meter(**meter, postfix=values, ncols=columns, ascii=is_ascii)
             self._write(f"\r{bar[:columns]:<{len(self._bar)}}")
             self._bar = bar[:columns]
-        self._due = time.monotonic() + SECONDS_BETWEEN_DRAWS[self._place]
+        self._due = time.monotonic() + SECONDS_BETWEEN_DRAWS[self._output]
 
     def _measure(self, run: RunState, is_complete: bool) -> dict[str, Any]:
         """Return the arguments of tqdm.format_meter."""
@@ -156,7 +156,7 @@ class Console:
 
     def _add_row(self, row: Mapping[str, Any]) -> None:
         """Print a row. If the row has new columns, print a header first. Mark a new best value."""
-        if not self._place:
+        if not self._output:
             return
         self._rows.append(row)
         cells = {n: format_value(n, value) for n, value in row.items() if value is not None}
@@ -171,7 +171,7 @@ class Console:
 
     def _print(self, text: str) -> None:
         """Print a line above the bar. In a notebook, the next draw shows the line."""
-        if self._place == "notebook":
+        if self._output == "notebook":
             self._lines.append(text)
             return
         self._erase_bar()
@@ -198,23 +198,23 @@ class Console:
             self._notebook_output.update(data, raw=True)
 
     def _close(self, run: RunState, is_complete: bool) -> None:
-        if not self._place:
+        if not self._output:
             return
         reason = end_reason(run) if is_complete and run.stage == "fit" else ""
         if reason and not run.stop.has_max_epochs:
             epoch, step = run.progress.epochs_done - 1, run.progress.global_step
             self._print(f"ended in epoch {epoch}, after step {step}: {reason}")
-        if self._place != "log file":
+        if self._output != "log file":
             self._draw(run, is_complete)
-        if self._place == "notebook":
+        if self._output == "notebook":
             self._show_in_notebook(self._lines)
         elif self._bar:
             self._write("\n")
         self._due = math.inf
 
 
-def find_place() -> str:
-    """Return the place of the output, which is "notebook", "terminal" or "log file"."""
+def detect_output() -> str:
+    """Return where the output is shown: "notebook", "terminal" or "log file"."""
     get_ipython = getattr(sys.modules.get("IPython"), "get_ipython", None)
     shell = get_ipython() if get_ipython is not None else None
     # A process that a notebook has started cannot write into the cell.

@@ -254,6 +254,10 @@ class ResultCollection:
         self.run, self._hooks = run, run.hooks
         self.is_enabled = not run.config.barebones
         self._all_reduce: Any = run.fabric.all_reduce if run.is_distributed else None
+        self.clear()
+
+    def clear(self) -> None:
+        """Remove all values, at the start and after the sanity check."""
         self.train, self.evaluation = LoopResults(), LoopResults()
         self.active = self.train
         self.callback_metrics: dict[str, Any] = {}
@@ -447,10 +451,6 @@ class ResultCollection:
             self.active = LoopResults()
         for metrics in (self.callback_metrics, self.logged_metrics):
             metrics.update(move_data_to_device(metrics, "cpu"))
-
-    def clear(self) -> None:
-        """Remove all values after the sanity check."""
-        vars(self).update(vars(ResultCollection(self.run)))
 
     def update_metrics(self) -> CurrentValues:
         """Update callback_metrics, logged_metrics and progress_bar_metrics."""

@@ -86,8 +86,8 @@ def set_up_process(run: RunState, stack: ExitStack) -> None:
     if run.is_distributed:
         check_same_checkpoint(run)
     device = next((p.device for p in run.network.parameters()), torch.device("cpu"))
-    is_elsewhere = device not in (run.fabric.device, torch.device("meta"))
-    if is_elsewhere and not run.steps.is_model_parallel:
+    is_moved = device not in (run.fabric.device, torch.device("meta"))
+    if is_moved and not run.steps.is_model_parallel:
         stack.callback(return_network, run, device)
     set_torch_flags(run.config)
     stack.enter_context(torch.set_grad_enabled(True))
@@ -102,7 +102,7 @@ def set_up_process(run: RunState, stack: ExitStack) -> None:
 
 
 def return_network(run: RunState, device: torch.device) -> None:
-    """Move the network and the optimizer states to the network's device before the run."""
+    """Move the network back to the device that it had before the run, with optimizer states."""
     run.network.to(device)
     move_optimizer_states(run.optimizers)
 

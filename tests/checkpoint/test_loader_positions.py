@@ -25,7 +25,8 @@ def resume_at(make, done):
     loader = ResumableLoader(make())
     assert sum(1 for _ in itertools.islice(loader, done)) == done
     state, rng_state = loader.state_dict(is_in_pass=True), torch.get_rng_state()
-    loader.close()  # Otherwise, the workers of this loader may still read samples.
+    # Otherwise, the workers of this loader may still read samples.
+    loader.close()
     resumed = ResumableLoader(make())
     resumed.load_state_dict(state)
     torch.set_rng_state(rng_state)
@@ -44,7 +45,7 @@ SAMPLERS = {
 
 
 class CountsReads:
-    def __init__(self):  # The count is in memory that all workers share.
+    def __init__(self):
         self.reads = torch.zeros(1, dtype=torch.int64).share_memory_()
 
     def __len__(self):

@@ -187,8 +187,7 @@ def fit(kind, name, epochs, resume=None, make_module=lambda: Classifier(by_epoch
 
 
 def csv_of(name, file):
-    table = pd.read_csv(f"logs/{name}/version_0/{file}")
-    return table.drop(columns="time", errors="ignore")
+    return pd.read_csv(f"logs/{name}/version_0/{file}").drop(columns="time", errors="ignore")
 
 
 def test_two_and_two_epochs_are_four():

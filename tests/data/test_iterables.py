@@ -1,6 +1,7 @@
 """Iterables of every kind give the batches that they give under Trainer, also after a resume."""
 
 import itertools
+from functools import partial
 
 import pytest
 import torch
@@ -57,7 +58,7 @@ class OwnDataLoader(torch.utils.data.DataLoader):
 
 
 OWN_BATCHES = {"batch_sampler": ShufflesInIter(range(6)), "num_workers": 2}
-own_batches = lambda: torch.utils.data.DataLoader(make_loader(24).dataset, **OWN_BATCHES)  # noqa: E731
+own_batches = partial(torch.utils.data.DataLoader, make_loader(24).dataset, **OWN_BATCHES)
 
 
 @pytest.mark.parametrize("make", [Own, OwnWithLength, Function, Items, OwnDataLoader, own_batches])
