@@ -19,7 +19,7 @@ from lightning.fabric.utilities.seed import seed_everything
 
 from fabric_template import FabricLoop
 from fabric_template.checkpoint.checkpoint_io import AtomicCheckpointIO, read_checkpoint
-from fabric_template.checkpoint.dataloader_state import capture_rng_state
+from fabric_template.rng_state import capture_rng_state
 
 ROUNDS = 7
 

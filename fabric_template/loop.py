@@ -27,13 +27,13 @@ from .data.tensor_loader import TensorLoader
 from .distributed.launch import join_processes, launched_devices
 from .distributed.strategies import convert_plugin, convert_strategy
 from .errors import ConfigurationError, ConfigurationTypeError, describe
-from .lightning_compat.callbacks import as_list, parse_callbacks
-from .lightning_compat.trainer_api import StrategyAPI, TrainerAPI, make_profiler
+from .lightning_compat.callbacks import parse_callbacks
+from .lightning_compat.overrides import as_list, is_instance_of
 from .loggers.console import format_results, format_summary, summarize_run
 from .loggers.csv_logger import CSVLogger, to_cell
 from .loggers.logger_connector import LoggerAdapter, make_logger
+from .trainer_api import StrategyAPI, TrainerAPI, make_profiler
 from .training.configure_optimizers import add_scheduler
-from .training.hooks import is_instance_of
 from .training.lifecycle import run_stage, set_torch_flags
 from .training.module_adapter import needs_no_strategy
 from .training.optimization import ManualOptimization

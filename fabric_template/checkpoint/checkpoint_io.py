@@ -2,21 +2,18 @@
 
 from __future__ import annotations
 
-import os
 import pickle
-import re
 import zipfile
-from collections.abc import Iterator
-from contextlib import contextmanager, suppress
 from pathlib import Path
 from pkgutil import resolve_name
 from textwrap import shorten
-from typing import IO, TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from lightning.fabric.plugins.io import CheckpointIO, TorchCheckpointIO
 
 from ..errors import CheckpointError, DamagedCheckpointError, MissingCheckpointError
+from ..files import local_path, replaced_file
 
 if TYPE_CHECKING:
     from lightning.fabric import Fabric
@@ -86,47 +83,6 @@ def find_checkpoint_io(fabric: Fabric) -> CheckpointIO:
         given = given.checkpoint_io
     is_default = given is None or type(given) is TorchCheckpointIO
     return AtomicCheckpointIO() if is_default else given
-
-
-@contextmanager
-def replaced_file(path: Path) -> Iterator[IO[bytes]]:
-    """Open a temporary file, which is synced and replaces the target at the end of the block.
-
-    After an error, a kill or a power cut, the target is the old file or the complete new file.
-    """
-    path.parent.mkdir(parents=True, exist_ok=True)
-    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
-    try:
-        with temporary.open("wb") as file:
-            yield file
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(temporary, path)
-    except BaseException:
-        with suppress(OSError):
-            temporary.unlink(missing_ok=True)
-        raise
-    sync_folder(path.parent)
-
-
-def local_path(path: str | Path) -> str:
-    """Return a local path as a string. Raise an error for a URL."""
-    text = os.fspath(path)
-    if re.match(r"[A-Za-z][A-Za-z0-9+.-]+://", text):
-        raise CheckpointError(
-            f"path: got {text!r}, expected a local file. Download it and give its path."
-        )
-    return text
-
-
-def sync_folder(folder: Path) -> None:
-    """Sync a folder to the disk if possible, so that renamed files survive a power cut."""
-    with suppress(OSError):
-        descriptor = os.open(folder, os.O_RDONLY)
-        try:
-            os.fsync(descriptor)
-        finally:
-            os.close(descriptor)
 
 
 def read_checkpoint(

@@ -22,8 +22,8 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 
 from ..distributed.strategies import gather_tensors
 from ..errors import CheckpointError, DamagedCheckpointError
+from ..files import sync_folder
 from ..lightning_compat.private import saves_shards
-from .checkpoint_io import sync_folder
 
 if TYPE_CHECKING:
     from ..training.run_state import RunState

@@ -18,6 +18,7 @@ from ..errors import (
     WeightsOnlyError,
     describe,
 )
+from ..files import version_folder
 from ..lightning_compat.private import last_checkpoints
 from .distributed import SHARDS_KEY, verify_shards
 from .state import OWN_KEY
@@ -202,10 +203,6 @@ def versions_of(folder: Path) -> list[Path]:
         return (int(digits), 0.0) if digits.isdigit() else (-1, path.stat().st_mtime)
 
     return sorted((p for p in folder.glob("*") if p.is_dir()), key=number)
-
-
-def version_folder(version: int | str) -> str:
-    return f"version_{version}" if isinstance(version, int) else version
 
 
 def run_folder(run: RunState, kind: str = "checkpoints") -> Path:

@@ -12,9 +12,8 @@ from typing import IO, TYPE_CHECKING, Any
 from lightning.pytorch.utilities.exceptions import SIGTERMException
 
 from ..errors import CheckpointError
-from ..loggers.csv_logger import claim_version
-from .checkpoint_io import sync_folder
-from .find_checkpoint import run_folder, version_folder, version_of_checkpoint
+from ..files import claim_version, sync_folder, version_folder
+from .find_checkpoint import run_folder, version_of_checkpoint
 from .manager import CheckpointManager
 
 if TYPE_CHECKING:

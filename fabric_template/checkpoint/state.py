@@ -21,7 +21,7 @@ from ..data.samplers import common_seed
 from ..distributed.launch import gather_objects
 from ..errors import CheckpointError, OtherModelError
 from ..lightning_compat.private import hyperparameters_name
-from .dataloader_state import capture_rng_state, restore_rng_state
+from ..rng_state import capture_rng_state, restore_rng_state
 from .distributed import SHARDS_KEY, load_shards
 
 if TYPE_CHECKING:

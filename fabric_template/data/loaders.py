@@ -16,20 +16,13 @@ from lightning.pytorch.utilities import CombinedLoader
 from torch import Tensor
 from torch.utils.data import DataLoader
 
-from ..checkpoint.dataloader_state import (
-    END,
-    ResumableLoader,
-    capture_rng_state,
-    has_state,
-    restore_rng_state,
-    samplers_of,
-    unchanged_rng_state,
-)
 from ..distributed.launch import gather_objects
 from ..errors import CheckpointError, ConfigurationError
+from ..lightning_compat.overrides import has_state, is_instance_of, overridden
 from ..lightning_compat.private import combined_mode
-from ..training.check_arguments import check_loader, loader_argument
-from ..training.hooks import is_instance_of, overridden
+from ..rng_state import capture_rng_state, restore_rng_state, unchanged_rng_state
+from .check_loader import check_loader, loader_argument
+from .loader_state import END, ResumableLoader, samplers_of
 from .samplers import TrackingBatchSampler, prepare_loader
 from .tensor_loader import TensorLoader
 

@@ -24,9 +24,8 @@ from lightning.fabric.utilities import move_data_to_device
 from torch.distributed import DistError, TCPStore
 from torch.multiprocessing.spawn import ProcessException
 
-from ..checkpoint.dataloader_state import has_state
 from ..errors import ConfigurationError, ConfigurationTypeError
-from ..training.hooks import is_instance_of, overridden
+from ..lightning_compat.overrides import has_state, is_instance_of, overridden
 from .signals import SignalForwarder, error_of_signal
 from .strategies import gather_tensors, has_mesh
 

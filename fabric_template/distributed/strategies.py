@@ -18,7 +18,6 @@ from torch.distributed.tensor import DTensor
 
 from ..errors import ConfigurationError
 from ..lightning_compat.private import has_communication_hook
-from ..training.configure_optimizers import is_optimizer
 
 try:
     from torch.distributed.fsdp import FSDPModule, register_fsdp_forward_method
@@ -28,7 +27,6 @@ except ImportError:  # torch 2.5
 if TYPE_CHECKING:
     from lightning.fabric import Fabric
 
-    from ..training.run_state import RunState
 
 _OF_TRAINER = ("lightning.pytorch.", "pytorch_lightning.")
 _CONVERTED = ("DDPStrategy", "SingleDeviceStrategy", "ModelParallelStrategy")
@@ -94,18 +92,6 @@ def convert_plugin(plugin: Any) -> Any:
     made = object.__new__(own)
     vars(made).update(vars(plugin))
     return made
-
-
-def check_strategy(run: RunState) -> None:
-    """Raise an error if the given optimizer trains parameters that the strategy will replace."""
-    given = run.given_optimizer
-    is_ready = given is not None and (is_optimizer(given) or not callable(given))
-    if is_ready and run.steps.is_model_parallel:
-        raise ConfigurationError(
-            "fit: got optimizer= with ModelParallelStrategy, which replaces the model's parameters, so that it"
-            " would train none of them. Write optimizer=lambda model: torch.optim.Adam(model.parameters()), or a"
-            " method configure_optimizers."
-        )
 
 
 # Sharded networks

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Mapping, Sequence, Set, ValuesView
+from collections.abc import Mapping
 from functools import cache
 from importlib.metadata import EntryPoint, entry_points
 from typing import TYPE_CHECKING, Any
@@ -12,7 +12,7 @@ import torch
 from lightning.pytorch.callbacks import Callback, ModelSummary, Timer
 
 from ..errors import ConfigurationError, ConfigurationTypeError, check_object, describe
-from ..training.hooks import is_instance_of, overridden
+from .overrides import as_list, is_instance_of, overridden
 
 if TYPE_CHECKING:
     from ..config import LoopConfig
@@ -42,13 +42,6 @@ def parse_callbacks(given: Any, config: LoopConfig) -> list[Any]:
 @cache
 def _entry_points(path: tuple[str, ...]) -> tuple[EntryPoint, ...]:
     return tuple(entry_points(group="lightning.pytorch.callbacks_factory"))
-
-
-def as_list(given: Any) -> list[Any]:
-    if given is None or given is False:
-        return []
-    is_many = isinstance(given, Sequence | Set | ValuesView) and not isinstance(given, str)
-    return list(given) if is_many else [given]
 
 
 def find_callbacks(callbacks: list[Any], kind: str) -> list[Any]:

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any
 
 from tqdm import tqdm
 
-from ..training.hooks import is_instance_of
+from ..lightning_compat.overrides import is_instance_of
 from .history import train_values_first
 from .result_collection import to_numbers
 

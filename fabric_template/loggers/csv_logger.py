@@ -10,19 +10,16 @@ import csv
 import errno
 import io
 import os
-import re
 import warnings
 from argparse import Namespace
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-import yaml
 from lightning.fabric.utilities.rank_zero import rank_zero_only
 from lightning.pytorch.loggers import Logger
 
-from ..checkpoint.checkpoint_io import replaced_file
-from ..errors import ConfigurationError
+from ..files import claim_version, next_version, write_file, write_yaml
 from .read_logs import read_table
 
 
@@ -274,42 +271,6 @@ def to_lines(columns: list[str], rows: Iterable[Mapping[str, Any]]) -> bytes:
     writer = csv.DictWriter(buffer, columns, restval="", extrasaction="ignore", lineterminator="\n")
     writer.writerows(rows)
     return buffer.getvalue().encode("utf-8", "backslashreplace")
-
-
-def next_version(*folders: Path) -> int:
-    """Return the highest version number in the given folders, plus one."""
-    paths = [path for folder in folders for path in folder.glob("version_*")]
-    found = [re.fullmatch(r"version_(\d+)", path.name) for path in paths]
-    return max((int(match[1]) for match in found if match), default=-1) + 1
-
-
-def claim_version(folder: Path, *others: Path) -> int:
-    """Create the next version's folder. Runs that start at the same time get different numbers."""
-    version = next_version(folder, *others)
-    while True:
-        try:
-            Path(folder, f"version_{version}").mkdir(parents=True)
-            return version
-        except FileExistsError:
-            version += 1
-        except OSError as error:
-            raise ConfigurationError(
-                f"default_root_dir: got {str(folder)!r}, expected a writable folder. The system reported:"
-                f" {error.strerror}. Choose another folder, or set logger=False and enable_checkpointing=False."
-            ) from error
-
-
-def write_file(path: Path, content: bytes) -> None:
-    """Write a file atomically."""
-    with replaced_file(path) as file:
-        file.write(content)
-
-
-def write_yaml(path: Path, values: dict[str, Any], head: str = "") -> None:
-    """Write plain values into a YAML file atomically."""
-    dumper = getattr(yaml, "CSafeDumper", yaml.SafeDumper)
-    text = head + yaml.dump(values, Dumper=dumper, sort_keys=False, allow_unicode=True)
-    write_file(path, text.encode("utf-8", "backslashreplace"))
 
 
 def to_plain(value: Any, is_strict: bool = False) -> Any:

@@ -12,7 +12,6 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from ..training.optimization import learning_rates
 from .csv_logger import CSVLogger
 from .result_collection import to_numbers
 
@@ -187,3 +186,9 @@ def name_outputs(output: Any, prefix: str) -> dict[str, Tensor]:
         elif isinstance(value, numbers.Number) and not isinstance(value, bool):
             found[name] = torch.tensor(float(value))  # type: ignore[arg-type]
     return found
+
+
+def learning_rates(run: RunState) -> list[Any]:
+    """Return the learning rate of each optimizer's first parameter group, without a device sync."""
+    rates = [group["lr"] for o in run.optimizers for group in o.param_groups[:1] if "lr" in group]
+    return [rate.clone() if isinstance(rate, Tensor) else rate for rate in rates]

@@ -14,8 +14,9 @@ import torch
 
 from .. import __version__
 from ..errors import describe
+from ..files import write_yaml
 from ..lightning_compat.private import logs_hyperparameters
-from .csv_logger import to_plain, write_yaml
+from .csv_logger import to_plain
 
 if TYPE_CHECKING:
     from ..training.run_state import RunState

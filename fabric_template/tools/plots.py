@@ -14,8 +14,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from ..loggers.metric_names import NOT_METRICS, find_direction
 from ..loggers.read_logs import read_logs
-from .runs import NOT_METRICS, find_direction, find_runs
+from .runs import find_runs
 
 if TYPE_CHECKING:
     import numpy as np

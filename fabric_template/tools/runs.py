@@ -5,13 +5,13 @@ from __future__ import annotations
 import base64
 import csv
 import os
-import re
 import warnings
 from collections.abc import Sequence
 from datetime import timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from ..loggers.metric_names import NOT_METRICS, find_direction
 from ..loggers.read_logs import read_logs
 
 if TYPE_CHECKING:
@@ -20,13 +20,8 @@ if TYPE_CHECKING:
 COLUMNS = ["name", "version", "state", "epochs", "metric", "best", "best_epoch", "seconds"]
 COLUMNS += ["changed", "folder"]
 HEADER = ("run", "state", "epochs", "metric", "best", "epoch", "trained", "changed")
-NOT_METRICS = ("epoch", "step", "samples_per_second", "time", "name", "version")
 # Ignore options that differ in every run or do not influence training.
 NOT_COMPARED = ("name", "version", "default_root_dir", "enable_progress_bar")
-LOW_IS_GOOD = re.compile(
-    r"(?i)loss|error|perplexity|(^|[\W_])(nll|r?mse|mae|ppl|wer|cer|fid)([\W_]|$)"
-)
-HIGH_IS_GOOD = re.compile(r"(?i)acc|score|precision|recall|auroc|(^|[\W_])(f1|auc|iou)(\W|_|$)")
 # A click on a header sorts the HTML table by the column. A second click reverses the order.
 SORT_SCRIPT = """<script>
 const body = document.querySelector("tbody");
@@ -113,15 +108,6 @@ def read_run(folder: Path, root: Path, metric: str | None = None) -> Run:
     # By default, use the run's monitor, or else a validation metric, or else the first column.
     metrics.sort(key=lambda name: (name != options.get("monitor"), "val" not in name))
     return run | find_best(run, metric or next(iter(metrics), None))
-
-
-def find_direction(metric: str, options: dict[str, Any]) -> str | None:
-    """Return "min" if a metric's smallest value is the best, "max" if its largest is, or None."""
-    if metric == options.get("monitor"):
-        return "max" if options.get("mode") == "max" else "min"
-    if LOW_IS_GOOD.search(metric):
-        return "min"
-    return "max" if HIGH_IS_GOOD.search(metric) else None
 
 
 def find_best(run: Run, metric: str | None) -> dict[str, Any]:

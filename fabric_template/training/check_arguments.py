@@ -3,23 +3,21 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 from lightning.fabric.utilities.warnings import PossibleUserWarning
-from torch import Tensor
-from torch.utils.data import Dataset
 
+from ..data.check_loader import loader_argument
 from ..distributed.launch import check_launched
-from ..distributed.strategies import check_strategy
 from ..errors import (
     ConfigurationError,
     ConfigurationTypeError,
     MissingDataError,
     check_object,
-    describe,
 )
-from .hooks import overridden
+from ..lightning_compat.overrides import overridden
+from .configure_optimizers import is_optimizer
 from .module_adapter import takes_batch_idx, takes_iterator
 
 if TYPE_CHECKING:
@@ -44,6 +42,18 @@ def check_call(run: RunState) -> None:
         check_optimization(run)
         warn_of_options(run)
     check_loaders(run)
+
+
+def check_strategy(run: RunState) -> None:
+    """Raise an error if the given optimizer trains parameters that the strategy will replace."""
+    given = run.given_optimizer
+    is_ready = given is not None and (is_optimizer(given) or not callable(given))
+    if is_ready and run.steps.is_model_parallel:
+        raise ConfigurationError(
+            "fit: got optimizer= with ModelParallelStrategy, which replaces the model's parameters, so that it"
+            " would train none of them. Write optimizer=lambda model: torch.optim.Adam(model.parameters()), or a"
+            " method configure_optimizers."
+        )
 
 
 def check_sources(stage: str, model: Any, loaders: Mapping[str, Any], datamodule: Any) -> None:
@@ -176,39 +186,6 @@ def check_loaders(run: RunState) -> None:
             "epoch_end: got no val_dataloaders, expected a loader. epoch_end(model, outputs) gets"
             " the values that validation_step returns for each batch."
         )
-
-
-def loader_argument(call: str, stage: str) -> str:
-    if call == "fit":
-        return "train_dataloaders" if stage == "train" else "val_dataloaders"
-    return "dataloaders"
-
-
-def check_loader(loader: Any, where: str) -> None:
-    """Raise an error for an object that does not yield batches.
-
-    Args:
-        where: The source of the loader for the message, such as "passed to `Trainer.fit(...)`".
-    """
-    parts = loader.values() if isinstance(loader, Mapping) else loader
-    holds_arrays = isinstance(loader, Mapping | tuple) and loader and all(map(_is_array, parts))
-    is_iterable = isinstance(loader, Iterable) or hasattr(loader, "__getitem__")
-    problem = ""
-    if isinstance(loader, type | str | bytes) or not is_iterable:
-        problem = "It does not yield batches. Write DataLoader(dataset, batch_size=32)."
-    elif isinstance(loader, Dataset) and not hasattr(loader, "__iter__"):
-        problem = "It yields single samples, not batches. Write DataLoader(dataset, batch_size=32)."
-    elif holds_arrays or _is_array(loader) or hasattr(loader, "iloc"):
-        problem = "It contains all samples, not batches. Write TensorLoader(x, y, batch_size=32)."
-        problem += " Import TensorLoader from the same package as FabricLoop."
-    if problem:
-        raise ConfigurationTypeError(
-            f"An invalid dataloader was {where}. Found {describe(loader)}. {problem}"
-        )
-
-
-def _is_array(value: Any) -> bool:
-    return isinstance(value, Tensor) or hasattr(value, "__array_interface__")
 
 
 def warn_of_options(run: RunState) -> None:

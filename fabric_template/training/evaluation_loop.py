@@ -13,8 +13,8 @@ import torch
 from lightning.fabric.utilities import move_data_to_device
 
 from ..errors import ConfigurationTypeError, describe
+from ..lightning_compat.overrides import overridden
 from ..loggers.history import name_outputs
-from .hooks import overridden
 from .module_adapter import StepIterator, takes_argument, takes_batch_idx, takes_iterator
 
 if TYPE_CHECKING:

@@ -18,16 +18,12 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from ..checkpoint.dataloader_state import capture_rng_state, restore_rng_state
 from ..checkpoint.state import restore_position
+from ..rng_state import capture_rng_state, restore_rng_state
 from .evaluation_loop import evaluate
+from .lr_schedulers import step_lr_schedulers, step_schedulers_after_batch
 from .module_adapter import StepIterator, takes_iterator
-from .optimization import (
-    is_logging_due,
-    is_window_end,
-    step_lr_schedulers,
-    step_schedulers_after_batch,
-)
+from .optimization import is_logging_due, is_window_end
 from .progress import ValidationSchedule
 
 if TYPE_CHECKING:

@@ -18,21 +18,21 @@ from lightning.fabric.strategies import DDPStrategy
 from lightning.fabric.utilities.seed import reset_seed
 from lightning.pytorch.trainer.states import TrainerStatus
 
-from ..checkpoint.dataloader_state import unchanged_rng_state
 from ..checkpoint.find_checkpoint import check_same_checkpoint
 from ..checkpoint.run_folders import open_folders
 from ..checkpoint.state import restore_model, restore_training
 from ..distributed.launch import join_processes, launch_processes, starts_processes
 from ..distributed.signals import SignalHandler, error_of_signal, is_notebook
-from ..lightning_compat.callbacks import add_model_callbacks, as_list
+from ..lightning_compat.callbacks import add_model_callbacks
+from ..lightning_compat.overrides import as_list, is_instance_of
 from ..lightning_compat.private import set_current_hook, set_device_mesh, set_profiled_module
 from ..loggers.console import end_reason, shorten_path
 from ..loggers.run_config import write_run_config
+from ..rng_state import unchanged_rng_state
 from .check_arguments import warn_of_eval_modules
 from .configure_optimizers import check_parameters, move_optimizer_states, parse_optimizers
 from .evaluation_loop import evaluate, predict
 from .fit_loop import fit
-from .hooks import is_instance_of
 from .optimization import AutomaticOptimization, ManualOptimization
 
 if TYPE_CHECKING:

@@ -23,7 +23,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from ..distributed.strategies import no_gradient_sync, shard_network, wrap_step
 from ..errors import ConfigurationTypeError, check_object, describe
-from .hooks import is_instance_of, overridden
+from ..lightning_compat.overrides import is_instance_of, overridden
 
 # The methods of a LightningModule that users override.
 _HOOKS = ["setup", "teardown", "prepare_data", "backward", "optimizer_zero_grad"]

@@ -18,8 +18,6 @@ from ..lightning_compat.private import set_step_callback
 from .module_adapter import takes_batch_idx, takes_iterator
 
 if TYPE_CHECKING:
-    from lightning.pytorch.utilities.types import LRSchedulerConfig
-
     from .run_state import RunState
 
 
@@ -429,65 +427,3 @@ def find_loss(run: RunState, output: Any) -> Tensor | None:
         )
     run.warn_once("`training_step` returned `None`. If this was on purpose, ignore this warning...")
     return None
-
-
-# Learning rate schedulers
-
-
-def step_schedulers_after_batch(run: RunState) -> None:
-    """Step all schedulers except ReduceLROnPlateau, before ``on_train_batch_end`` as in Trainer.
-
-    ``end_batch`` or ``end_epoch`` steps ReduceLROnPlateau later, when its metric is known.
-    """
-    if is_window_end(run):
-        run.history.learning_rates = learning_rates(run)
-    step_lr_schedulers(run, "step", reduce_on_plateau=False)
-    if run.progress.is_epoch_complete:
-        step_lr_schedulers(run, "epoch", reduce_on_plateau=False)
-
-
-def step_lr_schedulers(run: RunState, interval: str, reduce_on_plateau: bool) -> None:
-    """Step the schedulers that are due.
-
-    Args:
-        interval: "step" or "epoch", as in the ``lr_scheduler`` dict of Lightning.
-        reduce_on_plateau: Step only ReduceLROnPlateau. False: step all other schedulers.
-    """
-    if not run.optimization.is_automatic or (interval == "step" and not is_window_end(run)):
-        return
-    # As in Trainer, frequency counts batches or epochs, not optimizer steps. The current batch and
-    # epoch count as finished.
-    count = run.progress.batches_done if interval == "step" else run.progress.epochs_done + 1
-    for config in run.lr_schedulers:
-        is_due = config.interval == interval and count % config.frequency == 0
-        if is_due and config.reduce_on_plateau == reduce_on_plateau:
-            step_scheduler(run, config)
-
-
-def step_scheduler(run: RunState, config: LRSchedulerConfig) -> None:
-    scheduler: Any = config.scheduler
-    monitored = None
-    if config.reduce_on_plateau:
-        metrics = run.loggers.monitored_metrics()
-        monitored = metrics.get(str(config.monitor))
-        if monitored is None:
-            text = (
-                f"ReduceLROnPlateau conditioned on metric {config.monitor} which is not available"
-            )
-            if config.strict:
-                raise ConfigurationError(f"{text}. Available metrics are: {sorted(metrics)}.")
-            run.warn_once(f"{text} but strict is set to `False`.", RuntimeWarning)
-            return
-    module_step = run.hooks.module_method("lr_scheduler_step")
-    if module_step is not None:
-        module_step(scheduler, monitored)
-    elif monitored is None:
-        scheduler.step()
-    else:
-        scheduler.step(monitored)
-
-
-def learning_rates(run: RunState) -> list[Any]:
-    """Return the learning rate of each optimizer's first parameter group, without a device sync."""
-    rates = [group["lr"] for o in run.optimizers for group in o.param_groups[:1] if "lr" in group]
-    return [rate.clone() if isinstance(rate, Tensor) else rate for rate in rates]

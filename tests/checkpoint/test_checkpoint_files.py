@@ -11,11 +11,11 @@ import torch
 from modules import assert_same_weights
 from test_exact_resume import Net, fit
 
-from fabric_template.checkpoint import checkpoint_io
+from fabric_template import files
 from fabric_template.checkpoint.checkpoint_io import AtomicCheckpointIO, read_checkpoint
 from fabric_template.checkpoint.run_folders import lock_folders
 from fabric_template.errors import CheckpointError, DamagedCheckpointError, MissingCheckpointError
-from fabric_template.loggers.csv_logger import claim_version
+from fabric_template.files import claim_version
 
 FOLDER = "checkpoints/run/version_0"
 RUN = {"monitor": "val_loss", "save_top_k": -1, "max_epochs": 2}
@@ -65,7 +65,7 @@ class Disk:
 
     def __init__(self, monkeypatch, name, epochs):
         self.loop, self.epochs, self.sync = None, epochs, os.fsync
-        monkeypatch.setattr(checkpoint_io.os, "fsync", self)
+        monkeypatch.setattr(files.os, "fsync", self)
         self.name = name
 
     def __call__(self, descriptor):

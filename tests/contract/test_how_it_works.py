@@ -109,7 +109,7 @@ def traced(tmp_path_factory):
 def test_the_files_of_a_batch_are_named(traced):
     batch, log_call, resume = traced
     assert batch == named("A batch")
-    assert len(batch) <= 8
+    assert len(batch) <= 10
     assert log_call <= named("A call of self.log")
     assert len(log_call) <= 2
     assert resume <= named("A resume")

@@ -1,41 +1,59 @@
-"""Imports between the package's files point down: tools and demos may import the loop, the loop the engine, never back."""
+"""Imports between the package's folders and files point down, and no files import each other."""
 
 import ast
 from pathlib import Path
 
+import pytest
+
 PACKAGE = Path(__file__).resolve().parents[2] / "fabric_template"
-# A file may import files of its own level and of lower levels. mini.py imports nothing of the package.
-LEVELS = {"__main__": 3, "tools": 2, "demos": 2, "loop": 1}
+# A folder, or a file at the top of the package, may import those before it in this list.
+ORDER = [
+    "errors", "config", "files", "rng_state",
+    "lightning_compat", "distributed", "data", "loggers", "checkpoint", "training",
+    "trainer_api", "loop", "tools", "demos", "__main__",
+]  # fmt: skip
 
 
-def imported_areas(path):
-    """Yield the folder, or the file at the top, of each relative import that runs."""
+def runtime_imports(path):
+    """Yield each relative import of a file that runs, as the path of the imported file."""
     tree = ast.parse(path.read_text(encoding="utf-8"))
     for_types = set()
     for node in ast.walk(tree):
         if isinstance(node, ast.If) and "TYPE_CHECKING" in ast.unparse(node.test):
             for_types.update(id(inner) for statement in node.body for inner in ast.walk(statement))
-    depth = len(path.relative_to(PACKAGE).parts)
     for node in ast.walk(tree):
         if isinstance(node, ast.Import):
             assert "fabric_template" not in ast.unparse(node), f"{path}: write a relative import"
         if not isinstance(node, ast.ImportFrom) or id(node) in for_types or not node.level:
             continue
-        if node.level < depth:
-            yield path.parent.name
-        elif node.module:
-            yield node.module.split(".")[0]
+        folder = path.parents[node.level - 1]
+        target = folder.joinpath(*(node.module or "").split("."))
+        if target.with_suffix(".py").exists():
+            yield target.with_suffix(".py")
         else:
-            yield from (alias.name for alias in node.names)
+            yield from ((target / f"{alias.name}.py") for alias in node.names)
 
 
-def test_imports_point_down():
-    for path in PACKAGE.rglob("*.py"):
-        here = path.relative_to(PACKAGE).parts[0].removesuffix(".py")
-        if here == "__init__":
-            continue
-        areas = set(imported_areas(path))
-        assert here != "mini" or not areas - {"mini"}
-        upward = [area for area in areas if LEVELS.get(area, 0) > LEVELS.get(here, 0)]
-        assert not upward, f"{path}: imports {upward}"
-        assert here == "mini" or "mini" not in areas, path
+def area_of(path):
+    """Return a file's folder, or its own name if it is at the top of the package."""
+    return path.relative_to(PACKAGE).parts[0].removesuffix(".py")
+
+
+FILES = [path for path in PACKAGE.rglob("*.py") if path.name != "__init__.py"]
+
+
+@pytest.mark.parametrize("path", FILES, ids=lambda path: str(path.relative_to(PACKAGE)))
+def test_imports_point_down(path):
+    areas = {area_of(target) for target in runtime_imports(path) if target.exists()}
+    own = area_of(path)
+    if own == "mini":
+        assert areas == set()
+        return
+    assert "mini" not in areas
+    higher = [area for area in areas if ORDER.index(area) > ORDER.index(own)]
+    assert higher == [], f"{path}: imports from {higher}"
+
+
+def test_every_folder_has_its_place():
+    areas = {area_of(path) for path in FILES}
+    assert areas - {"mini"} == set(ORDER)

@@ -6,7 +6,8 @@ import re
 import power
 import pytest
 
-from fabric_template.checkpoint import checkpoint_io, run_folders, state
+from fabric_template import files
+from fabric_template.checkpoint import run_folders, state
 from fabric_template.loggers.csv_logger import CSVLogger
 
 OPTIONS = {"max_epochs": 2, "limit_train_batches": 6, "save_every_n_steps": 2}
@@ -45,13 +46,13 @@ class WithoutSync:
 
 
 def test_mutant_nothing_is_synced(tmp_path, monkeypatch):
-    monkeypatch.setattr(checkpoint_io, "os", WithoutSync())
+    monkeypatch.setattr(files, "os", WithoutSync())
     recorded = power.record(tmp_path / "run", **OPTIONS)
     assert re.search("was saved, that of step|damaged|empty", next(complaints(recorded, tmp_path, "nothing", "names")))
 
 
 def test_mutant_folders_are_not_synced(tmp_path, monkeypatch):
-    for module in (checkpoint_io, run_folders):
+    for module in (files, run_folders):
         monkeypatch.setattr(module, "sync_folder", lambda folder: None)
     recorded = power.record(tmp_path / "run", **OPTIONS)
     assert "was saved, that of step None is there" in next(complaints(recorded, tmp_path, "nothing"))

@@ -158,5 +158,5 @@ def test_an_error_names_the_attribute_of_fabric():
     loop = FabricLoop(accelerator="cpu")
     with pytest.raises(AttributeError, match=r"FabricLoop has no attribute 'device'\. Write loop\.fabric\.device\."):
         _ = loop.device
-    with pytest.raises(AttributeError, match=r"no attribute 'nonsense'\. lightning_compat/trainer_api\.py lists"):
+    with pytest.raises(AttributeError, match=r"no attribute 'nonsense'\. trainer_api\.py lists"):
         _ = loop.nonsense

@@ -12,8 +12,9 @@ import numpy as np
 import pytest
 import torch
 
+from fabric_template.files import claim_version
 from fabric_template.loggers import csv_logger
-from fabric_template.loggers.csv_logger import CSVLogger, claim_version
+from fabric_template.loggers.csv_logger import CSVLogger
 
 
 def files(folder):

@@ -11,7 +11,7 @@ from runs import Snapshots, assert_same_end, fit, same
 from test_exact_resume import Net
 from torch.utils.data import BatchSampler, DataLoader, DistributedSampler, RandomSampler
 
-from fabric_template.checkpoint.dataloader_state import ResumableLoader
+from fabric_template.data.loader_state import ResumableLoader
 
 pytestmark = pytest.mark.filterwarnings("ignore:The number of training batches")
 SIZE = 1000

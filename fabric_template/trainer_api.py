@@ -18,19 +18,19 @@ from lightning.pytorch.profilers import PassThroughProfiler
 from lightning.pytorch.trainer.states import RunningStage, TrainerFn, TrainerState, TrainerStatus
 from lightning.pytorch.utilities import GradClipAlgorithmType
 
-from ..checkpoint.distributed import remove_shards, save_checkpoint
-from ..checkpoint.manager import CheckpointManager
-from ..checkpoint.state import build_checkpoint, loops_state, make_counts
-from ..config import LoopConfig
-from ..distributed.launch import join_processes, starts_processes
-from ..errors import ConfigurationError
-from ..training.hooks import overridden
-from ..training.optimization import clip_gradients, is_logging_due, is_window_end
-from ..training.progress import Progress, StopCondition
-from .callbacks import find_callbacks
+from .checkpoint.distributed import remove_shards, save_checkpoint
+from .checkpoint.manager import CheckpointManager
+from .checkpoint.state import build_checkpoint, loops_state, make_counts
+from .config import LoopConfig
+from .distributed.launch import join_processes, starts_processes
+from .errors import ConfigurationError
+from .lightning_compat.callbacks import find_callbacks
+from .lightning_compat.overrides import overridden
+from .training.optimization import clip_gradients, is_logging_due, is_window_end
+from .training.progress import Progress, StopCondition
 
 if TYPE_CHECKING:
-    from ..training.run_state import RunState
+    from .training.run_state import RunState
 
 
 _OF_FABRIC = ("is_global_zero", "global_rank", "local_rank", "node_rank", "world_size", "print")
@@ -247,7 +247,7 @@ class TrainerAPI:
             return self.state.stage == RunningStage[name.upper()]
         if "config" in vars(self) and name in vars(self.config):
             return getattr(self.config, name)
-        instead = "lightning_compat/trainer_api.py lists the supported attributes of Trainer."
+        instead = "trainer_api.py lists the supported attributes of Trainer."
         if name != "fabric" and hasattr(self.fabric, name):
             instead = f"Write loop.fabric.{name}."
         raise AttributeError(f"FabricLoop has no attribute {name!r}. {instead}")

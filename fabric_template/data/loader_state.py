@@ -1,4 +1,4 @@
-"""Save and restore random generators and the position in a loader, to resume with the next batch.
+"""Save and restore the position in a loader, to resume with the next batch.
 
 The cost of a resume depends on the loader:
 
@@ -15,62 +15,20 @@ In two cases, the position in the loader cannot be restored exactly:
 
 from __future__ import annotations
 
-import random
 import warnings
 from collections.abc import Generator, Iterable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from copy import copy, deepcopy
 from itertools import chain, islice
 from typing import Any
 
-import numpy as np
 import torch
 from lightning.fabric.utilities.distributed import DistributedSamplerWrapper
 from torch.utils.data import DataLoader, IterableDataset
 
-from ..data.tensor_loader import TensorLoader
-
-# Random generators
-
-
-def capture_rng_state() -> dict[str, Any]:
-    """Return the states of this process's random generators, which can be compared with ==."""
-    numpy_state: Any = np.random.get_state()
-    name, keys, *position = numpy_state
-    state: dict[str, Any] = {
-        "torch": torch.get_rng_state().numpy().tobytes(),
-        "python": random.getstate(),
-        "numpy": (name, keys.tobytes(), *position),
-    }
-    if torch.cuda.is_initialized():
-        state["cuda"] = torch.cuda.get_rng_state_all()
-    return state
-
-
-def restore_rng_state(state: dict[str, Any]) -> None:
-    """Set every random generator to a captured state."""
-    torch.set_rng_state(torch.frombuffer(bytearray(state["torch"]), dtype=torch.uint8))
-    version, words, gauss = state["python"]
-    # DataLoader(pin_memory=True) has turned a worker's tuples into lists.
-    random.setstate((version, tuple(words), gauss))
-    name, keys, *position = state["numpy"]
-    np.random.set_state((name, np.frombuffer(keys, np.uint32), *position))
-    if "cuda" in state and torch.cuda.is_initialized():
-        count = torch.cuda.device_count()
-        torch.cuda.set_rng_state_all(state["cuda"][:count])
-
-
-@contextmanager
-def unchanged_rng_state() -> Iterator[None]:
-    """Restore every random generator at the end of a block."""
-    state = capture_rng_state()
-    try:
-        yield
-    finally:
-        restore_rng_state(state)
-
-
-# Loaders
+from ..lightning_compat.overrides import has_state
+from ..rng_state import capture_rng_state, restore_rng_state, unchanged_rng_state
+from .tensor_loader import TensorLoader
 
 # This value marks the end of an iterator.
 END: Any = object()
@@ -355,12 +313,6 @@ class WorkerRecorder:
         previous, self._rng_state = self._rng_state, capture_rng_state()
         has_changed = self._rng_state != previous
         return batch, self._worker, self._rng_state if has_changed else None
-
-
-def has_state(part: Any) -> bool:
-    """Return whether an object implements ``state_dict`` and ``load_state_dict``."""
-    names = ("state_dict", "load_state_dict")
-    return all(callable(getattr(part, name, None)) for name in names)
 
 
 def find_stateful_part(loader: Any) -> Any:

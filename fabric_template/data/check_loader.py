@@ -1,0 +1,44 @@
+"""Check that a given loader yields batches."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+from torch import Tensor
+from torch.utils.data import Dataset
+
+from ..errors import ConfigurationTypeError, describe
+
+
+def loader_argument(call: str, stage: str) -> str:
+    if call == "fit":
+        return "train_dataloaders" if stage == "train" else "val_dataloaders"
+    return "dataloaders"
+
+
+def check_loader(loader: Any, where: str) -> None:
+    """Raise an error for an object that does not yield batches.
+
+    Args:
+        where: The source of the loader for the message, such as "passed to `Trainer.fit(...)`".
+    """
+    parts = loader.values() if isinstance(loader, Mapping) else loader
+    holds_arrays = isinstance(loader, Mapping | tuple) and loader and all(map(_is_array, parts))
+    is_iterable = isinstance(loader, Iterable) or hasattr(loader, "__getitem__")
+    problem = ""
+    if isinstance(loader, type | str | bytes) or not is_iterable:
+        problem = "It does not yield batches. Write DataLoader(dataset, batch_size=32)."
+    elif isinstance(loader, Dataset) and not hasattr(loader, "__iter__"):
+        problem = "It yields single samples, not batches. Write DataLoader(dataset, batch_size=32)."
+    elif holds_arrays or _is_array(loader) or hasattr(loader, "iloc"):
+        problem = "It contains all samples, not batches. Write TensorLoader(x, y, batch_size=32)."
+        problem += " Import TensorLoader from the same package as FabricLoop."
+    if problem:
+        raise ConfigurationTypeError(
+            f"An invalid dataloader was {where}. Found {describe(loader)}. {problem}"
+        )
+
+
+def _is_array(value: Any) -> bool:
+    return isinstance(value, Tensor) or hasattr(value, "__array_interface__")

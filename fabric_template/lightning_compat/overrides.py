@@ -1,0 +1,44 @@
+"""Tell what an object overrides, which class of Lightning it has, and whether it has a state."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence, Set, ValuesView
+from typing import Any
+
+# Lightning's base classes define every hook with an empty body. A method that is defined in one of
+# the modules below does not count as an override.
+_EMPTY_HOOKS = tuple(
+    f"{package}.{module}"
+    for package in ("lightning.pytorch", "pytorch_lightning")
+    for module in ("callbacks.callback", "core.hooks", "core.module", "core.datamodule")
+)
+
+
+def overridden(part: Any, name: str) -> Callable | None:
+    """Return a method of an object, or None if the method is missing or Lightning's empty hook."""
+    method = getattr(part, name, None)
+    if not callable(method):
+        return None
+    is_inherited = getattr(method, "__module__", None) in _EMPTY_HOOKS
+    return None if is_inherited and name not in getattr(part, "__dict__", ()) else method
+
+
+def is_instance_of(part: Any, *class_names: str) -> bool:
+    """Return whether an object is an instance of a Lightning class with one of these names.
+
+    isinstance() is not used: Lightning's classes also exist in the package ``pytorch_lightning``.
+    """
+    return any(base.__name__ in class_names for base in type(part).__mro__)
+
+
+def has_state(part: Any) -> bool:
+    """Return whether an object implements ``state_dict`` and ``load_state_dict``."""
+    names = ("state_dict", "load_state_dict")
+    return all(callable(getattr(part, name, None)) for name in names)
+
+
+def as_list(given: Any) -> list[Any]:
+    if given is None or given is False:
+        return []
+    is_many = isinstance(given, Sequence | Set | ValuesView) and not isinstance(given, str)
+    return list(given) if is_many else [given]
