@@ -7,11 +7,12 @@ import re
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import IO, Any
+from typing import IO, TYPE_CHECKING, Any
 
 import yaml
 
-from .errors import CheckpointError, ConfigurationError
+if TYPE_CHECKING:
+    from .errors import ConfigurationError
 
 # Atomic files
 
@@ -24,8 +25,11 @@ def replaced_file(path: Path) -> Iterator[IO[bytes]]:
     """
     path.parent.mkdir(parents=True, exist_ok=True)
     temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    # Remove the file of a killed process with the same id. "xb" then creates a new file, and never
+    # writes through a link.
+    temporary.unlink(missing_ok=True)
     try:
-        with temporary.open("wb") as file:
+        with temporary.open("xb") as file:
             yield file
             file.flush()
             os.fsync(file.fileno())
@@ -41,6 +45,9 @@ def local_path(path: str | Path) -> str:
     """Return a local path as a string. Raise an error for a URL."""
     text = os.fspath(path)
     if re.match(r"[A-Za-z][A-Za-z0-9+.-]+://", text):
+        # Import here, because importing Lightning takes seconds, and plots do not need it.
+        from .errors import CheckpointError
+
         raise CheckpointError(
             f"path: got {text!r}, expected a local file. Download it and give its path."
         )
@@ -77,24 +84,66 @@ def version_folder(version: int | str) -> str:
     return f"version_{version}" if isinstance(version, int) else version
 
 
+def number_of(name: str) -> int | None:
+    """Return 3 for the folder name "version_3", or None for names that no number gives."""
+    match = re.fullmatch(r"version_(0|[1-9][0-9]*)", name)
+    return int(match[1]) if match else None
+
+
 def next_version(*folders: Path) -> int:
     """Return the highest version number in the given folders, plus one."""
-    paths = [path for folder in folders for path in folder.glob("version_*")]
-    found = [re.fullmatch(r"version_(\d+)", path.name) for path in paths]
-    return max((int(match[1]) for match in found if match), default=-1) + 1
+    names = [name for folder in folders for name in list_names(folder)]
+    numbers = [number_of(name) for name in names]
+    return max((number for number in numbers if number is not None), default=-1) + 1
+
+
+def list_names(folder: Path) -> list[str]:
+    """Return the names in a folder, or no names if there is no such folder."""
+    try:
+        return os.listdir(folder)
+    except (FileNotFoundError, NotADirectoryError):
+        return []
+    except OSError as error:
+        raise folder_error(folder, error) from error
 
 
 def claim_version(folder: Path, *others: Path) -> int:
     """Create the next version's folder. Runs that start at the same time get different numbers."""
+    make_folder(folder)
     version = next_version(folder, *others)
     while True:
         try:
-            Path(folder, f"version_{version}").mkdir(parents=True)
+            Path(folder, f"version_{version}").mkdir()
             return version
         except FileExistsError:
             version += 1
         except OSError as error:
-            raise ConfigurationError(
-                f"default_root_dir: got {str(folder)!r}, expected a writable folder. The system reported:"
-                f" {error.strerror}. Choose another folder, or set logger=False and enable_checkpointing=False."
-            ) from error
+            raise folder_error(folder, error) from error
+
+
+def make_folder(folder: Path) -> None:
+    """Create a folder with its parents, unless it exists.
+
+    Raises:
+        ConfigurationError: The folder cannot be created, for example because a parent is a file or
+            a link to a missing folder.
+    """
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise folder_error(folder, error) from error
+
+
+def folder_error(folder: Path, error: OSError) -> ConfigurationError:
+    """Return an error that names a folder, or the broken link on the way to it."""
+    from .errors import ConfigurationError
+
+    reason = f"The system reported: {error.strerror}."
+    for path in (folder, *folder.parents):
+        if path.is_symlink() and not path.exists():
+            reason = f"{str(path)!r} is a link to {os.readlink(path)!r}, which does not exist."
+            break
+    return ConfigurationError(
+        f"default_root_dir: got {str(folder)!r}, expected a writable folder. {reason}"
+        " Choose another folder, or set logger=False and enable_checkpointing=False."
+    )

@@ -7,6 +7,7 @@ old file after the shards are written, so a killed save leaves the previous chec
 
 from __future__ import annotations
 
+import glob
 import os
 import shutil
 import warnings
@@ -126,7 +127,7 @@ def remove_shards(path: Path, keep: dict[str, Any] | None = None) -> None:
     """
     kept = (keep or {}).get(SHARDS_KEY, {}).get("folder")
     with suppress(OSError):
-        for folder in path.parent.glob(f"{path.name}.step=*"):
+        for folder in path.parent.glob(f"{glob.escape(path.name)}.step=*"):
             if folder.name != kept:
                 shutil.rmtree(folder, ignore_errors=True)
 

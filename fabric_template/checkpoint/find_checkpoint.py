@@ -18,7 +18,7 @@ from ..errors import (
     WeightsOnlyError,
     describe,
 )
-from ..files import version_folder
+from ..files import number_of, version_folder
 from ..lightning_compat.private import last_checkpoints
 from .distributed import SHARDS_KEY, verify_shards
 from .state import OWN_KEY
@@ -198,11 +198,11 @@ def files_of_newest_version(folder: Path, version: int | str | None, pattern: st
 def versions_of(folder: Path) -> list[Path]:
     """Return a run's folders: named versions from old to new, then version_0, version_1, ..."""
 
-    def number(path: Path) -> tuple[int, float]:
-        digits = path.name.removeprefix("version_")
-        return (int(digits), 0.0) if digits.isdigit() else (-1, path.stat().st_mtime)
+    def age(path: Path) -> tuple[int, float]:
+        number = number_of(path.name)
+        return (-1, path.stat().st_mtime) if number is None else (number, 0.0)
 
-    return sorted((p for p in folder.glob("*") if p.is_dir()), key=number)
+    return sorted((p for p in folder.glob("*") if p.is_dir()), key=age)
 
 
 def run_folder(run: RunState, kind: str = "checkpoints") -> Path:
@@ -218,8 +218,8 @@ def version_of_checkpoint(run: RunState, path: str) -> int | str | None:
         folders = run_folder(run, kind).resolve()
         if folders in file.parents[1:]:
             folder = file.relative_to(folders).parts[0]
-            digits = folder.removeprefix("version_")
-            return int(digits) if digits.isdigit() else folder
+            number = number_of(folder)
+            return folder if number is None else number
     return None
 
 

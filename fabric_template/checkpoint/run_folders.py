@@ -12,7 +12,7 @@ from typing import IO, TYPE_CHECKING, Any
 from lightning.pytorch.utilities.exceptions import SIGTERMException
 
 from ..errors import CheckpointError
-from ..files import claim_version, sync_folder, version_folder
+from ..files import claim_version, folder_error, make_folder, sync_folder, version_folder
 from .find_checkpoint import run_folder, version_of_checkpoint
 from .manager import CheckpointManager
 
@@ -97,13 +97,16 @@ def lock_folders(folders: Iterable[Path]) -> Iterator[None]:
 
 def open_lock(folder: Path, stack: ExitStack) -> IO[str] | None:
     """Lock a folder and remove a killed run's temporary files. Returns the lock file or None."""
+    make_folder(folder)
+    for parent in folder.parents[:3]:
+        sync_folder(parent)
+    path = folder / ".lock"
     try:
-        folder.mkdir(parents=True, exist_ok=True)
-        for parent in folder.parents[:3]:
-            sync_folder(parent)
-        file = open(folder / ".lock", "a+", errors="replace")  # noqa: SIM115
+        file = open(path, "a+", errors="replace", opener=open_without_links)  # noqa: SIM115
         stack.enter_context(file)
     except OSError as error:
+        if not os.path.lexists(path):
+            raise folder_error(folder, error) from error
         warnings.warn(
             f"{folder}: the folder cannot be locked ({error}). Give each run its own folder.",
             stacklevel=2,
@@ -126,6 +129,11 @@ def open_lock(folder: Path, stack: ExitStack) -> IO[str] | None:
         for path in [*folder.glob(".*.tmp"), *folder.glob("checkpoints/.*.tmp")]:
             path.unlink(missing_ok=True)
     return file
+
+
+def open_without_links(path: str, flags: int) -> int:
+    """Open a file, but raise an OSError for a symbolic link, whose target could be any file."""
+    return os.open(path, flags | getattr(os, "O_NOFOLLOW", 0), 0o666)
 
 
 def add_line(files: Iterable[IO[str]], line: str) -> None:

@@ -5,11 +5,12 @@ from __future__ import annotations
 import csv
 import io
 import os
-import re
 import warnings
 from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
+
+from ..files import number_of
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -56,9 +57,9 @@ def read_logs(path: str | os.PathLike[str], steps: bool = False) -> pd.DataFrame
         if not is_complete:
             warnings.warn(f"{file}: the last line is incomplete and was left out.", stacklevel=2)
         table = pd.DataFrame(rows, columns=columns, dtype=object)
-        run, number = file.parent.parent, re.fullmatch(r"version_(\d+)", file.parent.name)
+        run, number = file.parent.parent, number_of(file.parent.name)
         name = run.relative_to(root).as_posix() if root in run.parents else run.name
-        version = int(number[1]) if number else file.parent.name
+        version = file.parent.name if number is None else number
         table = table if filename == "steps.csv" else join_rows(table)
         tables[name, isinstance(version, str), version] = table.assign(name=name, version=version)
     table = pd.concat([tables[key] for key in sorted(tables)], ignore_index=True).fillna("")

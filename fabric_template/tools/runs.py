@@ -11,6 +11,7 @@ from datetime import timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from ..files import number_of
 from ..loggers.metric_names import NOT_METRICS, find_direction
 from ..loggers.read_logs import read_logs
 
@@ -92,11 +93,11 @@ def differing_options(runs: Sequence[Run]) -> list[str]:
 def read_run(folder: Path, root: Path, metric: str | None = None) -> Run:
     """Read the run in a folder. A run's name is the path of its parent folder, relative to root."""
     is_below = root in folder.parent.parents
-    number = folder.name.removeprefix("version_")
+    number = number_of(folder.name)
     rows, options = read_rows(folder), read_options(folder)
     run: Run = {
         "name": folder.parent.relative_to(root).as_posix() if is_below else folder.parent.name,
-        "version": int(number) if number.isdigit() else folder.name,
+        "version": folder.name if number is None else number,
         "state": read_state(folder / ".lock"),
         "epochs": int(rows["epoch"].max()) + 1 if "epoch" in rows and len(rows) else 0,
         "seconds": float(rows["time"].sum()) if "time" in rows else 0.0,
