@@ -101,10 +101,10 @@ class LoopConfig:
     """A profiler of Lightning, or "simple" or "advanced"."""
     detect_anomaly: bool = False
     """Find the operation that produced a NaN, with the slow torch.autograd.set_detect_anomaly."""
-    on_nan: int | str = "warn"
-    """"warn": warn once if a training loss is NaN or infinite. "off": do not check. An int N: stop
-    after N consecutive NaN or infinite losses. With on_nan=N, the loop waits for the device after
-    each batch."""
+    on_nan: str = "warn"
+    """"warn": warn once if train_loss in metrics.csv is NaN or infinite. "stop": end training if
+    train_loss in metrics.csv or steps.csv is, and save no checkpoint from then on. "off": do not
+    check."""
     barebones: bool = False
     """Turn off everything except training, to measure the overhead of the loop."""
     logger: Any = None
@@ -191,6 +191,11 @@ class LoopConfig:
             yield (
                 f"save_top_k: got {self.save_top_k} without monitor, expected a metric that ranks"
                 " the checkpoints. Write monitor='val_loss'."
+            )
+        if self.barebones and self.on_nan == "stop":
+            yield (
+                "on_nan: got 'stop' together with barebones=True, expected only one of the two."
+                " With barebones=True, the loop reads no loss."
             )
         for name in (*_DEFAULTS, "fast_dev_run", "detect_anomaly", "profiler"):
             value = getattr(self, name)
@@ -310,8 +315,8 @@ _RANGES: dict[str, tuple[str, Callable[[Any], bool]]] = {
     "deterministic": ('True, False or "warn"', _one_of("warn")),
     "reload_dataloaders_every_n_epochs": ("a number of epochs >= 0", _at_least(0)),
     "on_nan": (
-        '"warn", "off" or a number of batches >= 1',
-        lambda value: value >= 1 if isinstance(value, int) else value in ("warn", "off"),
+        '"warn", "stop" or "off"',
+        _one_of("warn", "stop", "off"),
     ),
     "logger": (
         f"True, False, {', '.join(map(repr, LOGGER_NAMES))}, an object with the method log_metrics, or a list of these",

@@ -131,14 +131,12 @@ class FabricLoop(TrainerAPI):
         scheduler: Any = None,
         training_step: Callable[..., Any] | None = None,
         validation_step: Callable[..., Any] | None = None,
-        epoch_end: Callable[..., Any] | None = None,
         weights_only: bool | None = None,
     ) -> Any:
         """Train a model. Returns the rows of metrics.csv as a DataFrame."""
         if scheduler is not None:
             optimizer = add_scheduler(optimizer, scheduler)
         functions = {"training_step": training_step, "validation_step": validation_step}
-        functions["epoch_end"] = epoch_end
         loaders = {"train": train_dataloaders, "val": val_dataloaders}
         run = RunState(self, "fit", model, loaders, datamodule, functions, optimizer)
         given = {"resume": resume, "load": load, "ckpt_path": ckpt_path}
@@ -154,12 +152,11 @@ class FabricLoop(TrainerAPI):
         load: str | Path | None = None,
         verbose: bool = True,
         validation_step: Callable[..., Any] | None = None,
-        epoch_end: Callable[..., Any] | None = None,
         ckpt_path: Any = None,
         weights_only: bool | None = None,
     ) -> list[dict[str, float]]:
         """Run ``validation_step`` over the loaders. Returns a dict of values for each loader."""
-        functions = {"validation_step": validation_step, "epoch_end": epoch_end}
+        functions = {"validation_step": validation_step}
         run = RunState(self, "validate", model, {"val": dataloaders}, datamodule, functions)
         return self._evaluate(run, load, ckpt_path, weights_only, verbose)
 
@@ -171,12 +168,11 @@ class FabricLoop(TrainerAPI):
         load: str | Path | None = None,
         verbose: bool = True,
         test_step: Callable[..., Any] | None = None,
-        epoch_end: Callable[..., Any] | None = None,
         ckpt_path: Any = None,
         weights_only: bool | None = None,
     ) -> list[dict[str, float]]:
         """Run ``test_step`` over the loaders. Returns a dict of values for each loader."""
-        functions = {"test_step": test_step, "epoch_end": epoch_end}
+        functions = {"test_step": test_step}
         run = RunState(self, "test", model, {"test": dataloaders}, datamodule, functions)
         return self._evaluate(run, load, ckpt_path, weights_only, verbose)
 

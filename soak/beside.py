@@ -42,15 +42,9 @@ OURS = (
     "save_last",
     "seed",
 )  # options that Trainer does not have
-SHAPES = ("lightning", "handed", "gan", "manual")  # Trainer takes LightningModules only
+SHAPES = ("lightning", "gan", "manual")  # Trainer takes LightningModules only
 EXCLUDED = [  # (why, which)
     ("loaders of our own kinds", lambda w: {"tensors", "list"} & set(kinds_of(w))),
-    ("with dataloader_iter Trainer clears the gradients by the index of the batch before: in the middle of an accumulation window",
-     lambda w: w["shape"] == "handed" and ("accumulate_grad_batches" in w["loop"] or "accumulates" in w["callbacks"])),
-    ("a step of LBFGS takes several batches from dataloader_iter: Trainer sees the epoch's end too late to step its schedulers",
-     lambda w: w["shape"] == "handed" and w["optimizer"] == "LBFGS"),
-    ("with dataloader_iter Trainer does not step SWA's scheduler after the epoch that renews BatchNorm, the last one",
-     lambda w: w["shape"] == "handed" and "swa" in w["callbacks"] and "batchnorm" in w["parts"]),
     ("of several loaders Trainer asks those with a length how long the epoch is, and leaves out the end of a shorter one",
      lambda w: w["loader"] == "combined" and w["combined"][3] == "min_size" and {"function", "iterable"} & set(kinds_of(w))),
     ("from each reloaded loader without a length Trainer reads a batch that it drops, which draws random numbers",
@@ -70,19 +64,6 @@ def drawn(seed, number, workers=True):
             continue
         if not workers:
             plan |= {"workers": 0, "persistent": False}
-        if plan["shape"] == "handed":  # whose batch sizes Trainer does not look for
-            loop = {
-                name: value
-                for name, value in plan["loop"].items()
-                if name not in ("monitor", "save_top_k")
-            }
-            plan |= {"logs": "nothing", "metric": None, "loop": loop}
-            plan["callbacks"] = [
-                name for name in plan["callbacks"] if not name.startswith(("stops", "keeps_best"))
-            ]
-            plan["scheduler"] = (
-                "StepLR" if plan["scheduler"] == "ReduceLROnPlateau" else plan["scheduler"]
-            )
         if plan["logs"] == "nothing" and plan["scheduler"] == "ReduceLROnPlateau":
             plan["scheduler"] = "StepLR"  # ours follows what steps return, Trainer nothing
         if plan["loader"] == "function":

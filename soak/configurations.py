@@ -68,7 +68,6 @@ IGNORED = {
     "last_model_path": "of Lightning's ModelCheckpoint, ended between the best file and the last",
 }
 ASIDE = (
-    "exception.ckpt",  # what a run that was ended by an exception leaves beside
     ".lock",
     ".before",  # rows of a run that was killed before it saved
 )
@@ -103,10 +102,6 @@ EXCLUDED = [  # (why, which)
     (
         "SparseAdam refuses a module that has nothing sparse",
         lambda w: w["optimizer"] == "SparseAdam" and "sparse" not in w["parts"],
-    ),
-    (
-        "each of LBFGS's evaluations takes another batch from the iterator that a step is handed: its pass ends in one",
-        lambda w: w["shape"] == "handed" and w["optimizer"] == "LBFGS",
     ),
     (
         "torch's fused SGD: its first step reads a bfloat16 momentum that nobody has set, resumed or not",
@@ -201,9 +196,7 @@ def _draw(chance, number, ranks, steady):
 
     shape = chance.choice(("lightning",) * 5 + ("module", "object", "functions", "gan", "manual"))
     loader = chance.choice(LOADERS)
-    if loader == "handed":
-        shape = "handed"
-    is_lightning = shape in ("lightning", "handed", "gan", "manual")
+    is_lightning = shape in ("lightning", "gan", "manual")
     parts = some(("dropout", "batchnorm", "libraries"), 0.3)
     parts += some(("reduced", "hparams"), 0.15)
     if shape == "lightning":
@@ -261,7 +254,7 @@ def _draw(chance, number, ranks, steady):
         "loader": loader, "noise": chance.random() < 0.4,
         "workers": chance.choice((0, 0, 0, 1, 2)), "persistent": chance.random() < 0.5, 
         "drops": chance.random() < 0.3, "val": val, "given": chance.choice(("loaders", "loaders", "datamodule")),
-        "combined": [*chance.sample([kind for kind in LOADERS if kind not in ("list", "combined", "handed")], 2),
+        "combined": [*chance.sample([kind for kind in LOADERS if kind not in ("list", "combined")], 2),
                      chance.choice(("dict", "list")),
                      chance.choice(("min_size", "max_size", "max_size_cycle"))],
         "callbacks": callbacks, "logger": chance.choice(("ours",) * 7 + ("none", "lightning_csv", "tensorboard")),
@@ -494,10 +487,7 @@ def train(root, plan, rank=0):
 
 def saved_in(root):
     """Return whether there is a file from which a run continues by itself."""
-    return any(
-        path.name != "exception.ckpt" and path.parent.name != "aside"
-        for path in Path(root).rglob("*.ckpt")
-    )
+    return any(path.parent.name != "aside" for path in Path(root).rglob("*.ckpt"))
 
 
 def wait(pids, end=None, after=None):

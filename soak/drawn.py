@@ -233,8 +233,6 @@ def loader_of(plan, kind=None):
         return [(data.x[i : i + 4], data.y[i : i + 4]) for i in range(0, 24, 4)]
     if kind == "stateful":
         return StatefulDataLoader(data, shuffle=True, **sizes, **more)
-    if kind == "handed":  # the step takes its batches itself, see Handed
-        return DataLoader(data, shuffle=True, **sizes, **more)
     parts = {
         "a": loader_of(plan, plan["combined"][0]),
         "b": loader_of(plan, plan["combined"][1]),
@@ -246,7 +244,7 @@ def loader_of(plan, kind=None):
 
 LOADERS = (
     "shuffled", "generator", "sampler", "batch_sampler", "lazy", "weighted", "unbatched", "iterable", "tensors", "function",
-    "list", "stateful", "combined", "handed",
+    "list", "stateful", "combined",
 )  # fmt: skip
 
 
@@ -470,14 +468,6 @@ class Obj(Steps):
         self.build(plan)
 
 
-class Handed(Lit):
-    """Takes its batches itself."""
-
-    def training_step(self, dataloader_iter):
-        batch, batch_idx, _ = next(dataloader_iter)
-        return super().training_step(batch, batch_idx)
-
-
 class Gan(Lit):
     """Two networks, two optimizers, stepped by hand; schedulers, too."""
 
@@ -542,7 +532,6 @@ SHAPES = {
     "lightning": Lit,
     "module": Mod,
     "object": Obj,
-    "handed": Handed,
     "gan": Gan,
     "manual": Manual,
 }

@@ -21,7 +21,7 @@ from ..errors import (
 from ..files import number_of, version_folder
 from ..lightning_compat.private import last_checkpoints
 from .distributed import SHARDS_KEY, verify_shards
-from .state import OWN_KEY
+from .state import OWN_KEY, check_trainer_position
 
 if TYPE_CHECKING:
     from ..training.run_state import RunState
@@ -116,7 +116,9 @@ def start_from(run: RunState, path: str, checkpoint: dict[str, Any], resumes: bo
             " due to `ModelCheckpoint.save_weights_only` being set to `True`. To start a"
             f" new run from the weights, write load='{path}'."
         )
-    if own is not None:
+    if own is None:
+        check_trainer_position(path, checkpoint)
+    else:
         run.own_state, run.data.sampler_seed = own, own.get("sampler_seed")
     version = version_of_checkpoint(run, path)
     if run.config.version is None and version is not None:
@@ -165,9 +167,7 @@ def list_checkpoints(run: RunState, keyword: str) -> list[Path]:
     loop, version = run.loop, run.config.version
     savers = run.hooks.callbacks_of("Checkpoint")
     if not savers:
-        files = files_of_newest_version(run_folder(run), version, "*.ckpt")
-        # A resume from exception.ckpt may not be exact, so "auto" ignores this file.
-        return [file for file in files if keyword != "auto" or file.name != "exception.ckpt"]
+        return files_of_newest_version(run_folder(run), version, "*.ckpt")
     has_own_folder = all(getattr(saver, "dirpath", None) for saver in savers)
     if not has_own_folder and loop.loggers and loop.loggers[0].save_dir is not None:
         # ModelCheckpoint saves in the log folder. A killed run may have no last.ckpt, so "auto"
@@ -224,11 +224,10 @@ def version_of_checkpoint(run: RunState, path: str) -> int | str | None:
 
 
 def sort_by_age(files: list[Path]) -> list[Path]:
-    """Sort checkpoints, newest first. Put last.ckpt and exception.ckpt before other files."""
+    """Sort checkpoints, newest first. Put last.ckpt before other files."""
 
-    def age(path: Path) -> tuple[bool, int, bool]:
-        is_last = path.name.startswith(("last", "exception"))
-        return is_last, path.stat().st_mtime_ns, path.name == "exception.ckpt"
+    def age(path: Path) -> tuple[bool, int]:
+        return path.name.startswith("last"), path.stat().st_mtime_ns
 
     return sorted(files, key=age, reverse=True)
 

@@ -1,4 +1,4 @@
-"""Save last.ckpt, best.ckpt or the best k checkpoints, and exception.ckpt."""
+"""Save last.ckpt, and best.ckpt or the best k checkpoints."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 
 class CheckpointManager:
-    """Saves checkpoints at the end of epochs, after validations, every N steps and after an exception.
+    """Saves checkpoints at the end of epochs, after validations and every N steps.
 
     If a file cannot be written, training continues with a warning. At the end of training,
     ``finish`` raises an error if the newest version of a file could not be written.
@@ -31,7 +31,6 @@ class CheckpointManager:
 
     Attributes:
         last_model_path: The path of last.ckpt. ModelCheckpoint has an attribute of this name, too.
-        saved_step: The step of the newest checkpoint of this run.
     """
 
     def __init__(self, folder: Path | None, config: Any) -> None:
@@ -40,7 +39,7 @@ class CheckpointManager:
         # The monitored value of each of the best checkpoints, keyed by path.
         self._kept: dict[str, float] = {}
         self._is_validated = False
-        self.saved_step = self._last_step = 0
+        self._last_step = 0
         self._unsaved: dict[str, str] = {}
 
     @property
@@ -103,13 +102,14 @@ class CheckpointManager:
             )
 
     def save_last(self, run: RunState) -> None:
-        if self.folder is None or run.stop.is_diverging:
+        if self.folder is None:
+            return
+        run.history.check_loss(run.history.step_values)
+        if run.stop.divergence:
             return
         path = self._path("last.ckpt")
         if self.write(run, path):
-            self.last_model_path, self.saved_step = str(path), run.progress.global_step
-            if run.fabric.is_global_zero:
-                remove_checkpoint(self._path("exception.ckpt"))
+            self.last_model_path = str(path)
 
     def save_best(self, run: RunState) -> None:
         """Save a checkpoint if the monitored value is among the best k."""
@@ -119,7 +119,8 @@ class CheckpointManager:
         is_validated, self._is_validated = self._is_validated, False
         # Compare the value of each validation only once.
         is_repeated = config.monitor in run.results.evaluated and not is_validated
-        if is_repeated or run.stop.is_diverging:
+        run.history.check_loss(run.history.step_values)
+        if is_repeated or run.stop.divergence:
             return
         value = run.loggers.monitored_metrics().get(config.monitor)
         if run.fabric.world_size > 1:
@@ -157,24 +158,6 @@ class CheckpointManager:
 
     def _sort_key(self, value: float) -> float:
         return value if self.config.mode == "min" else -value
-
-    def save_exception(self, run: RunState) -> None:
-        """Save after an error, so that a resume continues after the last whole optimizer step.
-
-        exception.ckpt contains the random states and logged sums at the time of the error. A resume
-        from it is exact only if the failed step had drawn no random numbers and logged no values.
-        A run with several processes writes no exception.ckpt.
-        """
-        progress = run.progress
-        is_new = progress.global_step > self.saved_step
-        if self.folder is None or not is_new or run.optimization is None:
-            return
-        # Do not save the averaged weights that WeightAveraging sets during a validation.
-        averaging = run.hooks.callbacks_of("WeightAveraging")
-        if run.fabric.world_size > 1 or (averaging and progress.stage == "validate"):
-            return
-        if self.write(run, self._path("exception.ckpt")):
-            self.saved_step = progress.global_step
 
     def finish(self, run: RunState) -> None:
         """Write files that could not be written during training, such as last.ckpt and the logs.

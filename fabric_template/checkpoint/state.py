@@ -294,7 +294,7 @@ def restore_training(run: RunState, checkpoint: dict[str, Any]) -> None:
     precision = run.fabric.strategy.precision
     load_state(precision, checkpoint.get(type(precision).__qualname__))
     if run.own_state is None:
-        run.own_state = convert_trainer_state(run, checkpoint)
+        run.own_state = convert_trainer_state(checkpoint)
     own = run.own_state
     if "settings" not in own and "history" in own:
         complete_mini_state(run, own)
@@ -312,7 +312,7 @@ def restore_training(run: RunState, checkpoint: dict[str, Any]) -> None:
     load_states(run, PARTS[1:], own)
 
 
-def convert_trainer_state(run: RunState, checkpoint: dict[str, Any]) -> dict[str, Any]:
+def convert_trainer_state(checkpoint: dict[str, Any]) -> dict[str, Any]:
     """Convert the counters and loader states of Trainer's checkpoint to the format of OWN_KEY."""
     progress: dict[str, Any] = {
         "global_step": checkpoint["global_step"],
@@ -325,8 +325,6 @@ def convert_trainer_state(run: RunState, checkpoint: dict[str, Any]) -> dict[str
     own["loader_states"] = fit_loop.get("state_dict", {}).get("combined_loader", [])
     epoch = fit_loop["epoch_progress"]["current"]
     batch = fit_loop["epoch_loop.batch_progress"]
-    ready, processed = batch["current"]["ready"], batch["current"]["processed"]
-    is_between_batches = ready == processed
     progress["epochs_done"] = epoch["processed"]
     progress["total_batches"] = batch["total"]["processed"]
     loop_state = fit_loop["epoch_loop.state_dict"]
@@ -334,17 +332,29 @@ def convert_trainer_state(run: RunState, checkpoint: dict[str, Any]) -> dict[str
     # A file saved in on_train_epoch_start still contains the batch counts of the previous epoch.
     if epoch["started"] == epoch["processed"]:
         return own
-    num_accumulated = processed % run.accumulate_grad_batches
-    if batch["is_last_batch"] and is_between_batches:
-        # Like Trainer, start the next epoch. Skip the saved epoch's final validation and hooks.
-        progress["epochs_done"] += 1
-    else:
-        progress |= {"is_in_epoch": True, "batches_done": processed}
-        progress["batches_at_window_start"] = processed - num_accumulated
-    if is_between_batches and batch["total"]["ready"] > batch["total"]["completed"]:
-        # Trainer saved the file in on_train_batch_end, before increasing the step of the loggers.
-        progress["logging_step"] += batch["is_last_batch"] or num_accumulated == 0
+    # Like Trainer, start the next epoch. Skip the saved epoch's final validation and hooks.
+    progress["epochs_done"] += 1
+    # Trainer increases the step of the loggers after on_train_batch_end.
+    progress["logging_step"] += batch["total"]["ready"] > batch["total"]["completed"]
     return own
+
+
+def check_trainer_position(path: str, checkpoint: dict[str, Any]) -> None:
+    """Raise an error for a checkpoint that Trainer saved in the middle of an epoch."""
+    fit_loop = checkpoint.get("loops", {}).get("fit_loop")
+    if fit_loop is None:
+        return
+    epoch, batch = fit_loop["epoch_progress"]["current"], fit_loop["epoch_loop.batch_progress"]
+    is_between_batches = batch["current"]["ready"] == batch["current"]["processed"]
+    is_after_last_batch = batch["is_last_batch"] and is_between_batches
+    if epoch["started"] > epoch["processed"] and not is_after_last_batch:
+        raise CheckpointError(
+            f"resume: got '{path}', which Trainer saved in the middle of epoch"
+            f" {epoch['processed']}, expected the end of an epoch. Trainer saves no position in the"
+            " loader. Resume from a checkpoint that Trainer saved at the end of an epoch, as with"
+            f" ModelCheckpoint(every_n_epochs=1), or write load='{path}' to start a new run from"
+            " the weights."
+        )
 
 
 def complete_mini_state(run: RunState, own: dict[str, Any]) -> None:

@@ -117,7 +117,6 @@ class DataConnector:
 
     def start_train_batches(self) -> None:
         """Start the iterator of an epoch, unless setup_train_loader has started this iterator."""
-        self.train.extra_batches = 0
         if self.run.progress.epochs_done > 0 or self.train.iterator is None:
             self.train.start()
 
@@ -169,9 +168,8 @@ class DataConnector:
         """Restore the loader states in a checkpoint of Trainer."""
         for loader, state in zip(self.stateful_loaders(), states, strict=False):
             loader.load_state_dict(state)
-            if not self.run.progress.is_in_epoch:
-                # End the iterator of the previous epoch, so that the next epoch starts a new one.
-                iter(loader)
+            # End the iterator of the previous epoch, so that the next epoch starts a new one.
+            iter(loader)
 
 
 class StageLoaders:
@@ -184,7 +182,6 @@ class StageLoaders:
         num_batches: The number of batches of all loaders; infinite if it is unknown.
         names: The keys of a dict of loaders. Empty if the loaders are not in a dict.
         has_several: Whether evaluation steps and hooks get a ``dataloader_idx``.
-        extra_batches: Batches that steps with ``dataloader_iter`` fetched beyond one per step.
     """
 
     def __init__(self, run: RunState, stage: str, combined: CombinedLoader) -> None:
@@ -206,7 +203,7 @@ class StageLoaders:
         # Without reloads, a checkpoint must not depend on when the loaders were created.
         has_reloads = run.config.reload_dataloaders_every_n_epochs > 0
         self.loaded_in_epoch: float = run.progress.epochs_done if has_reloads else 0
-        self.extra_batches = self._num_given = 0
+        self._num_given = 0
         self.iterator: Any = None
         # A training loader without a length is read one batch ahead, to know which batch is the
         # last. A checkpoint contains the positions and the random state from before this read.
@@ -239,7 +236,7 @@ class StageLoaders:
     def start(self, max_batches: int | float = math.inf) -> None:
         """Create the loaders' iterators, which start at the restored positions after a resume."""
         is_training = self.stage == "train"
-        self._num_given = self.run.progress.batches_done + self.extra_batches if is_training else 0
+        self._num_given = self.run.progress.batches_done if is_training else 0
         self._following = END
         for loader in self.resumable:
             loader.passes = 0
@@ -327,7 +324,7 @@ class StageLoaders:
         is_in_epoch = self.stage == "train" and progress["is_in_epoch"]
         if is_in_epoch:
             # A resumed run reads the batches of an unfinished accumulation window again.
-            dropped = self._num_given - progress["batches_done"] - self.extra_batches
+            dropped = self._num_given - progress["batches_done"]
         if is_in_epoch and self._is_read_ahead and (dropped or self._following is not END):
             positions, rng_state = self._before_following
         else:
@@ -337,7 +334,6 @@ class StageLoaders:
             positions = [step_back(position, dropped) for position in positions]
         return {
             "loaded_in_epoch": self.loaded_in_epoch,
-            "extra_batches": self.extra_batches,
             "loaders": positions,
             "rng_before_following": rng_state,
         }
@@ -348,7 +344,7 @@ class StageLoaders:
                 f"resume: got the positions of {len(state['loaders'])} training loaders, expected"
                 f" {len(self.resumable)}. Give the loaders that the run was started with, or use load=."
             )
-        self.loaded_in_epoch, self.extra_batches = state["loaded_in_epoch"], state["extra_batches"]
+        self.loaded_in_epoch = state["loaded_in_epoch"]
         self._restored_rng = state["rng_before_following"]
         for loader, position in zip(self.resumable, state["loaders"], strict=False):
             loader.load_state_dict(position)

@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Mapping
 from functools import cache
 from importlib.metadata import EntryPoint, entry_points
 from typing import TYPE_CHECKING, Any
 
-import torch
 from lightning.pytorch.callbacks import Callback, ModelSummary, Timer
 
 from ..errors import ConfigurationError, ConfigurationTypeError, check_object, describe
@@ -31,8 +29,6 @@ def parse_callbacks(given: Any, config: LoopConfig) -> list[Any]:
         callbacks.append(Timer(duration=config.max_time, interval="step"))
     if config.enable_model_summary and not find_callbacks(callbacks, "ModelSummary"):
         callbacks.append(ModelSummary())
-    if isinstance(config.on_nan, int):
-        callbacks.append(StopOnNonFiniteLoss(config.on_nan))
     for entry in _entry_points(tuple(sys.path)):
         callbacks += as_list(entry.load()())
     check_callbacks(callbacks)
@@ -107,31 +103,3 @@ def add_model_callbacks(callbacks: list[Any], own: list[Any]) -> list[Any]:
     kept = [callback for callback in callbacks if type(callback) not in replaced]
     check_callbacks([*kept, *own])
     return sort_callbacks([*kept, *own])
-
-
-class StopOnNonFiniteLoss(Callback):
-    """Stop after N consecutive batches with a NaN or infinite loss, for the option ``on_nan=N``.
-
-    No checkpoint is saved after a batch with a NaN loss, so the last good checkpoint remains.
-    """
-
-    def __init__(self, patience: int) -> None:
-        self.patience = patience
-        self._count = 0
-
-    def on_train_batch_end(
-        self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int
-    ) -> None:
-        loss = outputs.get("loss", 0.0) if isinstance(outputs, Mapping) else 0.0
-        is_finite = torch.as_tensor(loss, device=trainer.fabric.device).isfinite().all().float()
-        is_finite = trainer.fabric.all_reduce(is_finite, reduce_op="min")
-        self._count = 0 if is_finite else self._count + 1
-        stop = trainer.run.stop
-        stop.is_diverging = self._count > 0
-        if self._count == self.patience:
-            first = trainer.run.progress.total_batches - self.patience
-            stop.divergence = (
-                f"the loss is not finite (NaN or inf) since batch {first} (on_nan={self.patience})"
-            )
-            text = f"on_nan: {stop.divergence}. Training stops. The last good checkpoint stays."
-            trainer.run.warn_once(text)

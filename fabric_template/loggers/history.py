@@ -104,11 +104,26 @@ class History:
                 "The training loss is not finite (NaN or inf). To find the operation:"
                 " FabricLoop(detect_anomaly=True). A smaller learning rate or gradient_clip_val=1.0 often helps."
             )
+        self.check_loss(row)
         self.rows.append(row)
         self._num_samples, self.is_validated = 0, False
         self._seconds_before_resume = self._eval_seconds = 0.0
         self.start_clock()
         return row
+
+    def check_loss(self, row: Mapping[str, Any]) -> None:
+        """With on_nan="stop", end training if ``train_loss`` in a row is NaN or infinite.
+
+        All processes must call this method, so that they stop together.
+        """
+        run = self.run
+        if run.config.on_nan != "stop" or run.stop.divergence:
+            return
+        loss = torch.as_tensor(row.get("train_loss", 0.0), device=run.fabric.device)
+        is_finite = loss.isfinite().all().float()
+        if not run.fabric.all_reduce(is_finite, reduce_op="min"):
+            run.stop.stop_diverged_run()
+            run.warn_once(f"on_nan: {run.stop.divergence}. Training stops. No checkpoint is saved.")
 
     def position(self) -> dict[str, Any]:
         """Return the global step, and the index of the current or just finished epoch."""

@@ -30,7 +30,9 @@ class LoggerConnector:
 
     def log_step(self, run: RunState) -> None:
         values = run.results.current_values()
-        self.log_metrics(values.logged, row={**run.history.step_row(), **values.row})
+        row = {**run.history.step_row(), **values.row}
+        self.log_metrics(values.logged, row=row)
+        run.history.check_loss(row)
 
     def log_evaluation_step(self, run: RunState, dataloader_idx: int) -> None:
         """Send the values that an evaluation batch logged with on_step=True to the loggers."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
 from lightning.fabric.utilities.warnings import PossibleUserWarning
@@ -18,7 +18,7 @@ from ..errors import (
 )
 from ..lightning_compat.overrides import overridden
 from .configure_optimizers import is_optimizer
-from .module_adapter import takes_batch_idx, takes_iterator
+from .module_adapter import parameters_of, takes_batch_idx
 
 if TYPE_CHECKING:
     from .run_state import RunState
@@ -115,12 +115,15 @@ def check_prediction(run: RunState) -> None:
 def check_signature(run: RunState, name: str) -> None:
     """Raise an error for a step that accepts neither a batch nor a batch and its index."""
     method = overridden(run.module, name)
-    # As in Trainer, a LightningModule is not checked. Calling a wrong step raises a TypeError.
-    if method is None or run.is_lightning_module or takes_iterator(method):
+    if method is None:
         return
     function = getattr(run.module, "functions", {}).get(name)
     # The first argument of a step function is the model, and that of a method is self.
     first, step = ("self", method) if function is None else ("model", function)
+    check_batch_argument(name, step, first)
+    # As in Trainer, a LightningModule is not checked. Calling a wrong step raises a TypeError.
+    if run.is_lightning_module:
+        return
     arguments = [None] * (1 + takes_batch_idx(method) + (function is not None))
     try:
         signature = inspect.signature(step)
@@ -138,6 +141,16 @@ def check_signature(run: RunState, name: str) -> None:
             f"{name}: got {name}{written}, expected {name}({first}, batch) or {name}({first}, batch,"
             " batch_idx)."
         ) from error
+
+
+def check_batch_argument(name: str, method: Callable, first: str) -> None:
+    """Raise an error for a step that fetches its batches from Lightning's ``dataloader_iter``."""
+    if "dataloader_iter" in parameters_of(method):
+        raise ConfigurationTypeError(
+            f"{name}: got the argument dataloader_iter, expected a batch. Write"
+            f" {name}({first}, batch, batch_idx). For several batches per step, give a list of"
+            " loaders, or a DataLoader with a larger batch_size."
+        )
 
 
 def check_optimization(run: RunState) -> None:
@@ -180,12 +193,6 @@ def check_loaders(run: RunState) -> None:
     given = run.data.given.get(stage)
     if call == "fit" and isinstance(given, list | tuple | dict) and not given:
         raise ConfigurationError(f"fit: got {argument}={given}, expected at least one batch.")
-    has_epoch_end = "epoch_end" in getattr(run.module, "functions", {})
-    if call == "fit" and has_epoch_end and not run.data.has_loader("val"):
-        raise ConfigurationError(
-            "epoch_end: got no val_dataloaders, expected a loader. epoch_end(model, outputs) gets"
-            " the values that validation_step returns for each batch."
-        )
 
 
 def warn_of_options(run: RunState) -> None:

@@ -5,17 +5,16 @@ from __future__ import annotations
 import inspect
 import math
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 import torch
 from lightning.fabric.utilities import move_data_to_device
 
-from ..errors import ConfigurationTypeError, describe
 from ..lightning_compat.overrides import overridden
 from ..loggers.history import name_outputs
-from .module_adapter import StepIterator, takes_argument, takes_batch_idx, takes_iterator
+from .module_adapter import takes_argument, takes_batch_idx
 
 if TYPE_CHECKING:
     from .run_state import RunState
@@ -53,10 +52,8 @@ def evaluate(
         run.hooks.call(f"on_{name}_start")
         run.hooks.call(f"on_{name}_epoch_start")
         run.console.start_evaluation(run, num_batches)
-        outputs = evaluate_batches(run, name, max_batches)
+        evaluate_batches(run, name, max_batches)
         run.results.end_loader()
-        if find_epoch_end(run) is not None:
-            call_epoch_end(run, outputs)
         run.hooks.call(f"on_{name}_epoch_end")
         results, logged = run.results.end_evaluation()
         run.history.count_validation(time.monotonic() - started)
@@ -69,16 +66,9 @@ def evaluate(
     return results
 
 
-def evaluate_batches(run: RunState, name: str, max_batches: int | float) -> list[list[Any]]:
-    """Evaluate every batch. Returns the outputs of each loader if ``epoch_end`` was given."""
+def evaluate_batches(run: RunState, name: str, max_batches: int | float) -> None:
     hooks, results, has_several = run.hooks, run.results, run.data.eval_loaders.has_several
-    outputs: list[list[Any]] = [[] for _ in run.data.eval_loaders.loaders]
-    keeps_outputs = find_epoch_end(run) is not None
-    method = getattr(run.module, f"{name}_step")
-    if takes_iterator(method):
-        evaluate_with_iterator(run, name, method, max_batches, outputs)
-        return outputs
-    step = evaluation_step(run, name, method, has_several)
+    step = evaluation_step(run, name, getattr(run.module, f"{name}_step"), has_several)
     current_loader = 0
     for batch, batch_idx, dataloader_idx in run.data.eval_loaders.batches(max_batches):
         if dataloader_idx != current_loader:
@@ -90,13 +80,10 @@ def evaluate_batches(run: RunState, name: str, max_batches: int | float) -> list
         hooks.call(f"on_{name}_batch_start", batch, *place)
         output = step(batch, batch_idx, dataloader_idx)
         results.add_returned(name_step_values(run, output, dataloader_idx))
-        if keeps_outputs:
-            outputs[dataloader_idx].append(output)
         hooks.call(f"on_{name}_batch_end", output, batch, *place)
         results.end_batch()
         run.loggers.log_evaluation_step(run, dataloader_idx)
         run.console.update(run)
-    return outputs
 
 
 def name_step_values(run: RunState, output: Any, dataloader_idx: int) -> dict[str, torch.Tensor]:
@@ -118,52 +105,6 @@ def name_step_values(run: RunState, output: Any, dataloader_idx: int) -> dict[st
 
 def prefix_of_stage(run: RunState) -> str:
     return "test" if run.progress.stage == "test" else "val"
-
-
-def find_epoch_end(run: RunState) -> Callable | None:
-    """Return the function ``epoch_end`` that was given to fit, validate or test, or None."""
-    return getattr(run.module, "functions", {}).get("epoch_end")
-
-
-def call_epoch_end(run: RunState, outputs: Any) -> None:
-    """Call the user's ``epoch_end`` with all outputs, and log the values that it returns."""
-    prefix, loaders = prefix_of_stage(run), run.data.eval_loaders
-    names = loaders.names or ()
-    if names:
-        outputs = dict(zip(names, outputs, strict=True))
-    elif not loaders.has_several:
-        outputs = outputs[0]
-    function: Any = find_epoch_end(run)
-    values = function(run.network, outputs) or {}
-    if not isinstance(values, Mapping):
-        raise ConfigurationTypeError(
-            f"epoch_end: got {describe(values)} from it, expected a dict of numbers. Write return"
-            " {'f1': f1}."
-        )
-    prefixes = tuple(f"{name}_" for name in (*names, prefix))
-    previous, run.hooks.current = run.hooks.current, "on_validation_epoch_end"
-    for name, value in values.items():
-        full_name = name if name.startswith(prefixes) else f"{prefix}_{name}"
-        run.results.log(full_name, value, sync_dist=True)
-    run.hooks.current = previous
-
-
-def evaluate_with_iterator(
-    run: RunState, name: str, method: Callable, max_batches: int | float, outputs: list[list[Any]]
-) -> None:
-    """Evaluate with a step that fetches its batches itself. Append the results to ``outputs``."""
-    loaders, step = run.data.eval_loaders, run.make_step(f"{name}_step", method)
-    iterator = StepIterator(loaders.raw_batches(max_batches), loaders.count_batches(max_batches))
-    num_places = 3 if loaders.has_several else 2
-    while not iterator.is_done:
-        run.progress.count_eval_batch()
-        run.hooks.call(f"on_{name}_batch_start", *iterator.current[:num_places])
-        try:
-            output = step(iterator)
-        except StopIteration:
-            break
-        outputs[iterator.current[2]].append(output)
-        run.hooks.call(f"on_{name}_batch_end", output, *iterator.current[:num_places])
 
 
 class Predictions:
@@ -214,10 +155,6 @@ def predict_batches(run: RunState) -> None:
     hooks, loaders, predictions = run.hooks, run.data.eval_loaders, run.predictions
     keep = run.returns_predictions
     method = overridden(run.module, "predict_step") or run.model.forward
-    if takes_iterator(method):
-        outputs = predictions.outputs if keep else [[] for _ in predictions.outputs]
-        evaluate_with_iterator(run, "predict", method, math.inf, outputs)
-        return
     step = evaluation_step(run, "predict", method, loaders.has_several)
     # Keep the predictions for BasePredictionWriter, even if predict does not return them.
     intervals = [getattr(callback, "interval", None) for callback in hooks.callbacks]
@@ -290,7 +227,7 @@ def check_dataloader_idx(run: RunState, name: str, has_several: bool) -> None:
     loader = "val_dataloaders" if name == "validation" else f"{name}_dataloaders"
     for hook in (f"{name}_step", f"on_{name}_batch_start", f"on_{name}_batch_end"):
         method = overridden(run.module, hook)
-        if method is None or takes_iterator(method):
+        if method is None:
             continue
         where = f"`{type(run.model).__name__}.{hook}()`"
         parameter = inspect.signature(method).parameters.get("dataloader_idx")

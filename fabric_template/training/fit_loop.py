@@ -22,7 +22,6 @@ from ..checkpoint.state import restore_position
 from ..rng_state import capture_rng_state, restore_rng_state
 from .evaluation_loop import evaluate
 from .lr_schedulers import step_lr_schedulers, step_schedulers_after_batch
-from .module_adapter import StepIterator, takes_iterator
 from .optimization import is_logging_due, is_window_end
 from .progress import ValidationSchedule
 
@@ -77,10 +76,7 @@ def train_epoch(run: RunState) -> None:
         start_epoch(run)
     run.console.start_epoch(run)
     if not run.stop.is_due and not progress.is_epoch_complete:
-        if takes_iterator(run.module.training_step):
-            train_with_iterator(run)
-        else:
-            train_batches(run)
+        train_batches(run)
     # As in Trainer, an epoch that max_steps ends early counts as finished. An epoch that a signal
     # ends is not finished, so that a resumed run continues this epoch.
     if run.stop.signal is None or progress.is_epoch_complete:
@@ -132,30 +128,6 @@ def train_batches(run: RunState) -> None:
     else:
         # The loader yielded fewer batches than its length or the limit.
         end_short_epoch(run)
-
-
-def train_with_iterator(run: RunState) -> None:
-    """Train an epoch with a ``training_step`` that fetches its batches from ``dataloader_iter``."""
-    progress, loaders = run.progress, run.data.train
-    first = progress.batches_done + loaders.extra_batches
-    raw = loaders.raw_batches()
-    fetched = ((batch, index, 0) for index, (batch, *_) in enumerate(raw, first))
-    iterator = StepIterator(fetched, loaders.num_batches - first)
-    while not iterator.is_done:
-        progress.start_batch(is_last=False)
-        run.results.start_batch(None)
-        if run.hooks.call("on_train_batch_start", *iterator.current[:2]) == -1:
-            break
-        try:
-            outputs = run.optimization.train_batch(iterator, iterator.current[1])
-        except StopIteration:
-            break
-        loaders.extra_batches = first + iterator.num_fetched - progress.batches_done
-        progress.is_last_batch = iterator.is_done
-        end_train_batch(run, outputs, *iterator.current[:2])
-        if run.stop.is_due:
-            return
-    progress.is_last_batch, progress.phase = True, None
 
 
 def end_train_batch(run: RunState, outputs: Any, batch: Any, batch_idx: int) -> None:

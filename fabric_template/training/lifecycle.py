@@ -324,7 +324,7 @@ def finish_signal(run: RunState) -> None:
 
 
 def handle_exception(run: RunState, error: BaseException) -> None:
-    """Save the run after an error, call ``on_exception``, and close loggers and loaders.
+    """Call ``on_exception``, and close loggers and loaders.
 
     The error must reach the caller, so a failure in this function is only a warning.
     """
@@ -340,9 +340,6 @@ def handle_exception(run: RunState, error: BaseException) -> None:
             with suppress(Warning):
                 warnings.warn(text, stacklevel=4)
 
-    was_signaled = run.signals is not None and run.signals.received is not None
-    if run.stage == "fit" and not was_signaled:
-        attempt("saving the state", run.checkpoints.save_exception, run)
     for callback in list(run.hooks.callbacks):
         call = partial(run.hooks.call_callbacks, callbacks=[callback])
         attempt(f"on_exception of {type(callback).__name__}", call, "on_exception", error)

@@ -8,7 +8,7 @@ torch.compile to every step.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from typing import Any
@@ -150,11 +150,6 @@ def takes_batch_idx(step: Callable) -> bool:
     return count >= 2
 
 
-def takes_iterator(step: Callable) -> bool:
-    """Return whether a step fetches its batches itself, from an argument ``dataloader_iter``."""
-    return "dataloader_iter" in parameters_of(step)
-
-
 # Running steps
 
 
@@ -278,32 +273,3 @@ class StepRunner:
         if self.is_model_parallel:
             return no_gradient_sync(self.network)
         return nullcontext() if self.ddp is None else self.ddp.no_sync()
-
-
-# Steps with an argument dataloader_iter fetch batches themselves. In Trainer, this is experimental.
-# Hooks get the last batch that was fetched.
-
-
-class StepIterator:
-    """An iterator over (batch, batch_idx, dataloader_idx), for a step with ``dataloader_iter``."""
-
-    def __init__(self, batches: Iterator[tuple[Any, int, int]], num_batches: int | float) -> None:
-        self._batches, self._num_batches = batches, num_batches
-        self.num_fetched = 0
-        self.current: tuple[Any, int, int] = (None, 0, 0)
-
-    @property
-    def is_done(self) -> bool:
-        return self.num_fetched >= self._num_batches
-
-    def __iter__(self) -> StepIterator:
-        return self
-
-    def __next__(self) -> tuple[Any, int, int]:
-        try:
-            self.current = next(self._batches)
-        except StopIteration:
-            self._num_batches = self.num_fetched
-            raise
-        self.num_fetched += 1
-        return self.current

@@ -15,7 +15,7 @@ from torch.optim import LBFGS, Optimizer
 
 from ..errors import ConfigurationError, ConfigurationTypeError
 from ..lightning_compat.private import set_step_callback
-from .module_adapter import takes_batch_idx, takes_iterator
+from .module_adapter import takes_batch_idx
 
 if TYPE_CHECKING:
     from .run_state import RunState
@@ -63,7 +63,7 @@ class Optimization:
         run, hooks = self.run, self.run.hooks
         step = self.run.module.training_step
         self.call_step = run.make_step("training_step", step)
-        if takes_iterator(step) or not takes_batch_idx(step):
+        if not takes_batch_idx(step):
             call_with_batch = self.call_step
             self.call_step = lambda batch, batch_idx: call_with_batch(batch)
         self._needs_no_strategy = run.steps.needs_no_strategy

@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING, Any
 
 from ..config import parse_duration
 from ..errors import ConfigurationError
-from .module_adapter import takes_iterator
 
 if TYPE_CHECKING:
     from ..config import LoopConfig
@@ -103,8 +102,7 @@ class StopCondition:
         has_other_limit: Whether max_time or a Timer ends the run, so that epochs need no limit.
 
     Attributes:
-        is_diverging: Set by StopOnNonFiniteLoss. Nothing is saved while the loss is not finite.
-        divergence: Why StopOnNonFiniteLoss ends training, despite min_epochs and min_steps.
+        divergence: Why on_nan="stop" ends training, despite min_epochs and min_steps.
     """
 
     def __init__(self, config: LoopConfig, progress: Progress, has_other_limit: bool) -> None:
@@ -116,7 +114,6 @@ class StopCondition:
         self.min_epochs = default_min if config.min_epochs is None else config.min_epochs
         self.should_stop = False
         self.signal: int | None = None
-        self.is_diverging = False
         self.divergence = ""
 
     @property
@@ -149,6 +146,10 @@ class StopCondition:
         """Return whether training ends instead of starting another epoch."""
         return self.is_due or self.has_max_epochs or self.progress.num_train_batches == 0
 
+    def stop_diverged_run(self) -> None:
+        step = self.progress.global_step
+        self.divergence = f"the loss is not finite (NaN or inf) at step {step} (on_nan='stop')"
+
     def state_dict(self) -> dict[str, Any]:
         return {"should_stop": self.should_stop, "divergence": self.divergence}
 
@@ -167,7 +168,6 @@ class ValidationSchedule:
         self.run = run
         self.every_n_batches: int | float = math.inf
         self._is_enabled = False
-        self._fetches_itself = takes_iterator(run.module.training_step)
         self._seconds: float | None = None
         interval = run.config.val_check_interval
         if interval is not None and not isinstance(interval, int | float):
@@ -225,8 +225,7 @@ class ValidationSchedule:
             return time.monotonic() - self._restarted_at >= self._seconds
         if every_n_steps := self.run.config.validate_every_n_steps:
             return progress.global_step // every_n_steps > self._last_global_step // every_n_steps
-        # With dataloader_iter, a step may fetch several batches, so also validate in the last step.
-        if self.every_n_batches == math.inf or (self._fetches_itself and progress.is_last_batch):
+        if self.every_n_batches == math.inf:
             return progress.is_last_batch
         count = progress.batches_done if self._counts_in_epoch else progress.total_batches
         return count % self.every_n_batches == 0

@@ -90,23 +90,6 @@ def test_where_all_are_damaged_auto_starts_a_new_run(tmp_path):
     assert (tmp_path / FOLDER / "last.ckpt").read_bytes() == content
 
 
-def test_last_takes_a_newer_exception_checkpoint_and_auto_does_not(tmp_path):
-    class Fails:
-        def on_train_batch_start(self, loop, module, batch, batch_idx):
-            if loop.global_step == 8:
-                raise RuntimeError("mine")
-
-    with pytest.raises(RuntimeError, match="mine"):
-        fit(tmp_path, callbacks=[Fails()], max_epochs=2)
-    names = sorted(path.name for path in (tmp_path / FOLDER).glob("*.ckpt"))
-    assert names == ["exception.ckpt", "last.ckpt"]
-    loop, *_ = fit(tmp_path, resume="auto", max_epochs=1)
-    assert loop.ckpt_path.endswith("last.ckpt")
-    loop, *_ = fit(tmp_path, resume="last", max_epochs=2)
-    assert loop.ckpt_path.endswith("exception.ckpt")
-    assert [path.name for path in (tmp_path / FOLDER).glob("*.ckpt")] == ["last.ckpt"]
-
-
 def test_a_link_is_replaced_and_its_target_is_not_written(tmp_path):
     folder, mine = tmp_path / FOLDER, tmp_path / "mine.ckpt"
     folder.mkdir(parents=True)

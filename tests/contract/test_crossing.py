@@ -15,6 +15,7 @@ from torch import nn
 from torch.optim.lr_scheduler import ReduceLROnPlateau, StepLR
 
 from fabric_template import FabricLoop
+from fabric_template.errors import CheckpointError
 
 WORD = {"trainer": "ckpt_path", "loop": "resume"}
 CKPT = {"enable_checkpointing": True}
@@ -198,54 +199,50 @@ EVERY_STEP = {"filename": "{step}", "every_n_train_steps": 1, "save_top_k": -1}
 @pytest.mark.parametrize("step", [4, 10, 12])
 @pytest.mark.parametrize("case", [case for case in CASES if case != "accumulate"])
 def test_in_the_middle_of_an_epoch(tmp_path, case, step):
-    """Epoch, step, learning rate and callbacks continue, whichever loop saves and whichever loop resumes.
+    """FabricLoop resumes its own files exactly, and refuses Trainer's files from the middle of an epoch.
 
-    Trainer starts a new pass of the loader, takes the number of batches that were left, and skips the work after the
-    last one. FabricLoop does so with Trainer's file, but it steps a scheduler that follows a metric. With its own file
-    it trains on exactly the batches that were left, like an uninterrupted run.
+    With FabricLoop's file, Trainer starts a new pass of the loader, takes the number of batches that were left, and
+    skips the work after the last one. FabricLoop trains on exactly the batches that were left.
     """
     words = {"stops": "val", "max_epochs": 4}
     for kind in LOOPS:
         run(kind, tmp_path / kind, case, lambda root: cb.ModelCheckpoint(root, **EVERY_STEP), stops="val", max_epochs=2)
-    ends = {}
-    for first in LOOPS:
-        for second in LOOPS:
-            path = tmp_path / first / f"step={step}.ckpt"
-            ends[first, second] = run(second, tmp_path / f"{first}_{second}", case, path=path, **words)
-    expected = ends["trainer", "trainer"]
-    places = [place[:3] for place in expected[2][0].seen]
-    for pair in (("trainer", "loop"), ("loop", "trainer")):
-        assert [place[:3] for place in ends[pair][2][0].seen] == places, pair
-        if case != "plateau":
-            assert ends[pair][2][0].seen == expected[2][0].seen, pair
-            assert_same_end(expected, ends[pair])
-    whole = run("trainer", tmp_path / "whole", case, **words)
-    assert ends["loop", "loop"][2][0].seen == whole[2][0].seen[-len(places) :]
-    assert_same_end(whole, ends["loop", "loop"])
-
-
-def fit_on(kind, make, root, path=None, epochs=2, **words):
-    """Train on these loaders. Return (the module, the first number of each batch)."""
-    pl.seed_everything(1, verbose=False)
-    module, seen = Classifier(dropout=0.0), []
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        loop = LOOPS[kind](**quiet(default_root_dir=str(root), max_epochs=epochs, **words))
-        module.on_train_batch_start = lambda batch, batch_idx: seen.append(batch[0][0, 0].item())
-        loop.fit(module, make(), **({WORD[kind]: path} if path else {}))
-    return module, seen
-
-
-@exact_trainer
-@pytest.mark.parametrize("workers", [0, 2])
-@pytest.mark.parametrize("step", [4, 12])
-def test_the_rest_of_a_shuffled_epoch(tmp_path, step, workers):
-    """Trainer's file has no random numbers. Both loops draw the same new ones."""
-    make = lambda: make_loader(num_workers=workers)  # noqa: E731
-    words = {"enable_checkpointing": True, "callbacks": [cb.ModelCheckpoint(tmp_path, **EVERY_STEP)]}
-    fit_on("trainer", make, tmp_path, **words)
-    (one, expected), (other, found) = (
-        fit_on(second, make, tmp_path / second, tmp_path / f"step={step}.ckpt") for second in ("trainer", "loop")
+    files = {kind: tmp_path / kind / f"step={step}.ckpt" for kind in LOOPS}
+    expected, crossed = (
+        run("trainer", tmp_path / f"{first}_trainer", case, path=files[first], **words) for first in LOOPS
     )
-    assert found == expected
-    assert same(dict(one.state_dict()), dict(other.state_dict()))
+    places = [place[:3] for place in expected[2][0].seen]
+    assert [place[:3] for place in crossed[2][0].seen] == places
+    if case != "plateau":
+        assert crossed[2][0].seen == expected[2][0].seen
+        assert_same_end(expected, crossed)
+    whole = run("trainer", tmp_path / "whole", case, **words)
+    own = run("loop", tmp_path / "loop_loop", case, path=files["loop"], **words)
+    assert own[2][0].seen == whole[2][0].seen[-len(places) :]
+    assert_same_end(whole, own)
+    saved = torch.load(files["trainer"], weights_only=True)
+    if saved["loops"]["fit_loop"]["epoch_loop.batch_progress"]["is_last_batch"]:
+        other = run("loop", tmp_path / "trainer_loop", case, path=files["trainer"], **words)
+        assert [place[:3] for place in other[2][0].seen] == places
+        return
+    root = tmp_path / "refused"
+    message = rf"step={step}.ckpt', which Trainer saved in the middle of epoch {saved['epoch']}, expected the end"
+    with pytest.raises(CheckpointError, match=message):
+        run("loop", root, case, path=files["trainer"], **words)
+    assert not list(root.iterdir())
+
+
+@pytest.mark.parametrize("keyword", ["resume", "ckpt_path"])
+def test_trainers_file_of_an_unfinished_epoch_is_refused(tmp_path, keyword):
+    """max_steps, an error, a validation within the epoch: only load= and validate take such a file."""
+    saver = cb.ModelCheckpoint(tmp_path, "{step}", save_top_k=-1, every_n_train_steps=2)
+    options = {"enable_checkpointing": True, "callbacks": [saver], "max_epochs": 1, "val_check_interval": 3}
+    pl.Trainer(**quiet(**options)).fit(Classifier(), in_order(), val_loader())
+    path, loop = tmp_path / "step=6.ckpt", FabricLoop(**quiet(default_root_dir=str(tmp_path), max_epochs=2))
+    with pytest.raises(CheckpointError, match=f"got '{path}', which Trainer saved in the middle of epoch 0"):
+        loop.fit(Classifier(), in_order(), **{keyword: path})
+    module = Classifier()
+    loop.validate(module, val_loader(), load=path, verbose=False)
+    assert same(dict(module.state_dict()), torch.load(path, weights_only=True)["state_dict"])
+    loop.fit(Classifier(), in_order(), load=path)
+    assert loop.global_step == 20

@@ -49,8 +49,9 @@ def fitting(root, *args, options=None, **given):
             'min_epochs: got 1.5, expected a number of epochs. mode: got \'least\', expected "min" or "max".',
         ),
         ({"accumulate_grad_batches": True}, TypeError, "accumulate_grad_batches: got True, expected"),
-        ({"on_nan": True}, TypeError, 'on_nan: got True, expected "warn", "off" or a number of batches >= 1.'),
-        ({"on_nan": 0}, ValueError, "on_nan: got 0, expected"),
+        ({"on_nan": 3}, TypeError, 'on_nan: got 3, expected "warn", "stop" or "off".'),
+        ({"on_nan": "raise"}, ValueError, "on_nan: got 'raise', expected"),
+        ({"on_nan": "stop", "barebones": True}, ValueError, "on_nan: got 'stop' together with barebones=True"),
         (
             {"max_epoch": 3, "zzz": 1},
             TypeError,
@@ -151,6 +152,49 @@ def test_monitor_that_is_never_logged(tmp_path):
     assert files == ["checkpoints/run/version_0/last.ckpt", "logs/run/version_0/metrics.csv"]
     _, _, history = fit(tmp_path, val=val_loader, max_epochs=2, resume="last", monitor="val_loss")
     assert len(history) == 2
+
+
+class FetchesBatches(Classifier):
+    """Has every step of Lightning with the argument ``dataloader_iter``."""
+
+    def training_step(self, dataloader_iter):
+        return super().training_step(*next(dataloader_iter)[:2])
+
+    def validation_step(self, dataloader_iter):
+        return super().validation_step(*next(dataloader_iter)[:2])
+
+    def test_step(self, dataloader_iter, more=None):
+        return super().validation_step(*next(dataloader_iter)[:2])
+
+    def predict_step(self, *, dataloader_iter):
+        return self(next(dataloader_iter)[0][0])
+
+
+class FetchesInObject(Plain):
+    training_step, validation_step = FetchesBatches.training_step, FetchesBatches.validation_step
+    test_step, predict_step = FetchesBatches.test_step, FetchesBatches.predict_step
+
+
+@pytest.mark.parametrize("make", [FetchesBatches, FetchesInObject])
+@pytest.mark.parametrize(
+    ("stage", "step"),
+    [("fit", "training"), ("validate", "validation"), ("test", "test"), ("predict", "predict")],
+)
+def test_step_with_dataloader_iter(tmp_path, make, stage, step):
+    loop, name = FabricLoop(**loud(tmp_path, max_epochs=1)), f"{step}_step"
+    message = f"{name}: got the argument dataloader_iter, expected a batch. Write {name}(self, batch, batch_idx)."
+    check_error(TypeError, message, lambda: getattr(loop, stage)(make(), make_loader()), tmp_path)
+
+
+def test_step_function_with_dataloader_iter(tmp_path):
+    net, functions = nn.Linear(8, 3), {}
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+    for name in ("training_step", "validation_step"):
+        given = {**functions, name: lambda net, dataloader_iter: None}
+        call = fitting(tmp_path, net, make_loader(), val_loader(), optimizer=optimizer, **given)
+        message = f"{name}: got the argument dataloader_iter, expected a batch. Write {name}(model, batch, batch_idx)."
+        check_error(TypeError, message, call, tmp_path)
+        functions = {"training_step": lambda net, batch: net(batch[0]).sum()}
 
 
 @pytest.mark.parametrize("where", [".", "logs", "logs/run"])

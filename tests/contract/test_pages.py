@@ -78,6 +78,7 @@ CHECKS = {
         " and wave_history['train_loss'].iloc[-1] < wave_history['train_loss'].iloc[0] / 2"
         " and 0 < folds['mean'] < 1"
         " and f1_history['val_f1'].iloc[-1] > f1_history['val_f1'].iloc[0] > 0"
+        " and sklearn_history['val_f1'].iloc[-1] > sklearn_history['val_f1'].iloc[0] > 0"
         " and stored_history['epoch'].tolist() == [0, 1, 2, 3] and not list(Path('checkpoints/stored').rglob('*.ckpt'))"
     ),
 }

@@ -5,7 +5,7 @@ from functools import partial
 
 import pytest
 import torch
-from modules import Classifier, make_data, make_loader, quiet, run_trainer
+from modules import Classifier, make_loader, quiet, run_trainer
 from runs import val_loader
 from torch import nn
 from torch.nn.functional import cross_entropy
@@ -34,10 +34,6 @@ def sgd(net, lr=0.1):
 def rows_of(loop, name="metrics.csv"):
     with open(f"{loop.log_dir}/{name}", newline="") as file:
         return [{key: value for key, value in row.items() if key != "time"} for row in csv.DictReader(file)]
-
-
-def share_right(net, outputs):
-    return {"right": torch.cat([output["right"] for output in outputs]).float().mean()}
 
 
 def logged(loop, log):
@@ -107,31 +103,6 @@ def test_loaders_have_names():
     assert (first, second) == ({"a_loss": history.val_loss[1]}, {"b_loss": alone["val_loss"]})
     one = loop.validate(net, {"only": val_loader()}, verbose=False)
     assert one == [{"only_loss": history.val_loss[1]}]
-
-
-def test_epoch_end():
-    """Its values are a column, a monitor, and a result of validate and test. Named loaders give outputs by name."""
-    net = make_net()
-    loop = FabricLoop(**quiet(max_epochs=2, enable_checkpointing=True, monitor="val_right", mode="max"))
-    history = loop.fit(
-        net, make_loader(), val_loader(), optimizer=sgd(net), training_step=training_step,
-        validation_step=validation_step, epoch_end=share_right,
-    )  # fmt: skip
-    x, y = make_data(18, seed=5).tensors  # as val_loader has them
-    right = (net(x).argmax(1) == y).float().mean().item()
-    assert list(history.columns)[-3:] == ["val_right", "lr", "time"]
-    assert history.val_right[1] == right == loop.callback_metrics["val_right"].item()
-    assert loop.checkpoint_callback.best_model_score == max(history.val_right)
-    assert loop.validate(net, val_loader(), verbose=False)[0]["val_right"] == right
-    assert loop.test(net, val_loader(), verbose=False)[0]["test_right"] == right
-    alone = {"validation_step": validation_step, "epoch_end": share_right, "verbose": False}
-    assert FabricLoop(**quiet()).validate(net, val_loader(), **alone)[0]["val_right"] == right
-
-    def by_loader(net, outputs):
-        return {f"{name}_right": share_right(net, found)["right"] for name, found in outputs.items()} | {"two": 2}
-
-    net, loop, history = named_fit(epoch_end=by_loader)
-    assert {"val_right", "train_again_right", "val_two"} <= set(history.columns)
 
 
 @pytest.mark.parametrize(("accumulated", "expected"), [(1, [5, 10, 15, 20, 25, 30]), (3, [5, 10])])

@@ -4,22 +4,23 @@ import warnings
 
 import pytest
 import torch
+from modules import Classifier, make_loader
 from runs import loud
 from torch import nn
 
 from fabric_template import FabricLoop, TensorLoader
 
 
-def fit(root, bad, spoils=True, **options):
-    """Train on 5 batches an epoch. Returns (loop, history, number of batches).
+def fit(root, bad, spoils=True, resume=None, **options):
+    """Train for 5 batches in each of 3 epochs. Return (loop, history, number of batches).
 
     Args:
         bad: The batches, counted over the fit, whose loss is not finite.
-        spoils: Whether such a loss makes the weights NaN, as it does in practice.
+        spoils: Whether such a loss makes the weights NaN, as a real one does.
     """
     torch.manual_seed(0)
     net, seen = nn.Linear(4, 1), []
-    loop = FabricLoop(**loud(root, max_epochs=3, **{key: options.pop(key) for key in [*options] if key != "resume"}))
+    loop = FabricLoop(**loud(root, max_epochs=3, **options))
 
     def training_step(net, batch):
         seen.append(len(seen))
@@ -30,7 +31,7 @@ def fit(root, bad, spoils=True, **options):
 
     optimizer = torch.optim.SGD(net.parameters(), lr=0.01)
     loader = TensorLoader(torch.ones(20, 4), batch_size=4)
-    history = loop.fit(net, loader, optimizer=optimizer, training_step=training_step, **options)
+    history = loop.fit(net, loader, optimizer=optimizer, training_step=training_step, resume=resume)
     return loop, history, len(seen)
 
 
@@ -38,33 +39,77 @@ def saved_step(loop):
     return torch.load(loop.checkpoint_path("last"), weights_only=True)["global_step"]
 
 
-def test_one_batch_and_resume(tmp_path):
-    """The epoch has its row, and the checkpoint of the epoch before stays. A resume continues there."""
-    reason = "the loss is not finite (NaN or inf) since batch 7 (on_nan=1)"
-    with pytest.warns(UserWarning, match=r"^on_nan: the loss is not finite"):
-        loop, history, batches = fit(tmp_path, {7}, on_nan=1)
-    assert (batches, loop.global_step, history["step"].tolist()) == (8, 8, [5, 8])
-    assert history["train_loss"].isna().tolist() == [False, True]
-    assert saved_step(loop) == 5
+@pytest.mark.parametrize(
+    ("options", "stops_at", "saved_at"),
+    [
+        ({}, 10, 5),
+        ({"log_every_n_steps": 4}, 8, 5),
+        ({"log_every_n_steps": 1}, 7, 5),
+        ({"log_every_n_steps": 0}, 10, 5),
+        ({"save_every_n_steps": 3}, 9, 6),
+        ({"save_every_n_steps": 1, "min_epochs": 3}, 7, 6),
+        ({"logger": False}, 10, 5),
+        ({"max_steps": 14, "log_every_n_steps": 2}, 8, 5),
+        ({"monitor": "train_loss", "save_top_k": 2}, 10, 5),
+        ({"accumulate_grad_batches": 2}, 6, 3),
+    ],
+    ids=str,
+)
+def test_stop(tmp_path, options, stops_at, saved_at):
+    """Training stops where the loss is read. The last good checkpoint stays, and resumes."""
+    reason = f"the loss is not finite (NaN or inf) at step {stops_at} (on_nan='stop')"
+    with pytest.warns(UserWarning, match="^on_nan: the loss is not finite"):
+        loop, history, _ = fit(tmp_path, {6}, on_nan="stop", **options)
+    assert (loop.global_step, saved_step(loop)) == (stops_at, saved_at)
     assert loop.ending()["ended"] == [reason]
     assert reason in repr(loop)
-    _, history, _ = fit(tmp_path, {}, on_nan=1, resume="last")
-    assert history["step"].tolist() == [5, 10, 15]
-    assert history["train_loss"].notna().all()
+    assert not torch.isfinite(torch.tensor(history["train_loss"].tolist()[-1]))
+    whole, rows, _ = fit(tmp_path / "whole", {}, **options)
+    resumed, again, _ = fit(tmp_path, {}, on_nan="stop", resume="last", **options)
+    assert resumed.global_step == whole.global_step
+    assert again["train_loss"].tolist() == rows["train_loss"].tolist()
 
 
-def test_several_batches_in_a_row(tmp_path):
-    loop, _, batches = fit(tmp_path / "alone", {2, 7, 12}, spoils=False, on_nan=2)
-    assert (batches, saved_step(loop)) == (15, 15)
-    with pytest.warns(UserWarning, match="since batch 6 "):
-        loop, _, batches = fit(tmp_path / "row", {6}, on_nan=3, save_every_n_steps=1)
-    assert (batches, saved_step(loop)) == (9, 6)
+@pytest.mark.parametrize(("every", "stops_at"), [(50, 10), (1, 7)])
+def test_stop_after_one_infinite_loss(tmp_path, every, stops_at):
+    """The weights and the next losses are finite, but the mean of the epoch is not."""
+    options = {"log_every_n_steps": every, "on_nan": "stop"}
+    with pytest.warns(UserWarning, match="^on_nan: the loss is not finite"):
+        loop, _, _ = fit(tmp_path, {6}, spoils=False, **options)
+    assert (loop.global_step, saved_step(loop)) == (stops_at, 5)
 
 
-def test_first_batch(tmp_path):
-    with pytest.warns(UserWarning, match="since batch 0 "):
-        loop, _, _ = fit(tmp_path, {0}, on_nan=1, min_epochs=2)
+def test_stop_before_the_first_checkpoint(tmp_path):
+    with pytest.warns(UserWarning, match="at step 5 "):
+        loop, _, _ = fit(tmp_path, {0}, on_nan="stop", min_epochs=2)
     assert loop.checkpoint_path("last") is None
+
+
+def test_finite_losses_train_to_the_end(tmp_path):
+    loop, _, batches = fit(tmp_path, {}, on_nan="stop", save_every_n_steps=1)
+    assert (batches, saved_step(loop)) == (15, 15)
+
+
+@pytest.mark.parametrize("manual", [False, True])
+def test_stop_of_a_lightning_module(tmp_path, manual):
+    class Diverges(Classifier):
+        def __init__(self):
+            super().__init__()
+            self.automatic_optimization = not manual
+
+        def training_step(self, batch, batch_idx):
+            loss = super().training_step(batch, batch_idx)
+            loss = loss * float("nan") if self.current_epoch else loss
+            if manual:
+                self.optimizers().zero_grad()
+                self.manual_backward(loss)
+                self.optimizers().step()
+            return loss
+
+    loop = FabricLoop(**loud(tmp_path, max_epochs=4, on_nan="stop"))
+    with pytest.warns(UserWarning, match="^on_nan: the loss is not finite"):
+        loop.fit(Diverges(), make_loader())
+    assert (loop.global_step, saved_step(loop)) == (20, 10)
 
 
 @pytest.mark.parametrize("on_nan", ["warn", "off"])
@@ -87,9 +132,11 @@ def test_two_processes_stop_together(tmp_path, monkeypatch):
 
     def training_step(net, batch):
         is_bad = torch.distributed.get_rank() == 1 and bool((batch[0] > 30).any())
-        return net(batch[0]).mean() * (float("nan") if is_bad else 1.0)
+        return net(batch[0]).mean() + (float("inf") if is_bad else 1.0)
 
-    loop = FabricLoop(**loud(tmp_path, strategy="ddp_fork", devices=2, max_epochs=2, on_nan=1))
-    loop.fit(net, loader, optimizer=torch.optim.SGD(net.parameters(), lr=1e-4), training_step=training_step)
-    assert 0 < loop.global_step < 10
-    assert loop.ending()["ended"][0].endswith("(on_nan=1)")
+    options = {"strategy": "ddp_fork", "devices": 2, "on_nan": "stop", "log_every_n_steps": 1}
+    loop = FabricLoop(**loud(tmp_path, max_epochs=2, **options))
+    optimizer = torch.optim.SGD(net.parameters(), lr=1e-4)
+    loop.fit(net, loader, optimizer=optimizer, training_step=training_step)
+    assert 0 < loop.global_step < 5
+    assert loop.ending()["ended"][0].endswith("(on_nan='stop')")
