@@ -29,9 +29,6 @@ from .tensor_loader import TensorLoader
 if TYPE_CHECKING:
     from ..training.run_state import RunState
 
-# Hide a warning of CombinedLoader about a deprecated class of torch.
-warnings.filterwarnings("ignore", ".*LeafSpec", FutureWarning)
-
 # Lightning's profilers record the reading of a batch under these names.
 _ACTIONS = {
     "train": "[_TrainingEpochLoop].train_dataloader_next",
@@ -374,7 +371,10 @@ def combine_loaders(source: Any, mode: Literal["max_size_cycle", "sequential"]) 
     """
     if is_instance_of(source, "CombinedLoader"):
         return source
-    combined = CombinedLoader(source, mode)
+    with warnings.catch_warnings():
+        # CombinedLoader uses a class of torch that is deprecated.
+        warnings.filterwarnings("ignore", ".*LeafSpec", FutureWarning)
+        combined = CombinedLoader(source, mode)
     if any(isinstance(part, Tensor) for part in combined.flattened):
         return with_loaders(CombinedLoader(None, mode), [source])
     return combined

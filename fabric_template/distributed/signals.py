@@ -107,17 +107,28 @@ class SignalHandler:
             seconds = max(time.monotonic() - self._checked_at, 1e-6)
             done = batches - self._checked_batch
             wait = max(1, int(done * SECONDS_BETWEEN_CHECKS / seconds))
-        # Communicate between CPUs, so that no step waits for a GPU.
-        if self._group is None:
-            is_gloo = torch.distributed.get_backend() == "gloo"
-            world = torch.distributed.group.WORLD
-            self._group = world if is_gloo else torch.distributed.new_group(backend="gloo")
         values = torch.tensor([self.received or 0, wait])
-        torch.distributed.all_reduce(values, torch.distributed.ReduceOp.MAX, group=self._group)
+        torch.distributed.all_reduce(
+            values, torch.distributed.ReduceOp.MAX, group=self._cpu_group()
+        )
         number, wait = values.tolist()
         run.stop.signal = run.stop.signal or number or None
         self._checked_at, self._checked_batch = time.monotonic(), batches
         self._next_batch = batches + wait
+
+    def broadcast(self, numbers: list[int]) -> list[int]:
+        """Return the numbers of the first process in every process."""
+        values = torch.tensor(numbers)
+        torch.distributed.broadcast(values, 0, group=self._cpu_group())
+        return values.tolist()
+
+    def _cpu_group(self) -> Any:
+        """Return a process group for communication between CPUs, so that no step waits for a GPU."""
+        if self._group is None:
+            is_gloo = torch.distributed.get_backend() == "gloo"
+            world = torch.distributed.group.WORLD
+            self._group = world if is_gloo else torch.distributed.new_group(backend="gloo")
+        return self._group
 
 
 class SignalForwarder(SignalHandler):

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field, fields
 from typing import TYPE_CHECKING, Any
 
 from ..config import parse_duration
+from ..distributed.signals import SECONDS_BETWEEN_CHECKS
 from ..errors import ConfigurationError
 
 if TYPE_CHECKING:
@@ -177,7 +178,9 @@ class ValidationSchedule:
 
     def restart(self) -> None:
         self._last_global_step = self.run.progress.global_step
-        self._restarted_at = time.monotonic()
+        self._restarted_at = self._checked_at = time.monotonic()
+        self._checked_batch = self._next_batch = self.run.progress.total_batches
+        self._is_time_up = False
 
     def count_batches(self) -> None:
         """Compute ``every_n_batches``. Call count_batches again if the training loader changes."""
@@ -222,13 +225,33 @@ class ValidationSchedule:
         """Return whether the options require a validation after the current batch."""
         progress = self.run.progress
         if self._seconds is not None:
-            return time.monotonic() - self._restarted_at >= self._seconds
+            self._check_time(self._seconds)
+            return self._is_time_up
         if every_n_steps := self.run.config.validate_every_n_steps:
             return progress.global_step // every_n_steps > self._last_global_step // every_n_steps
         if self.every_n_batches == math.inf:
             return progress.is_last_batch
         count = progress.batches_done if self._counts_in_epoch else progress.total_batches
         return count % self.every_n_batches == 0
+
+    def _check_time(self, interval: float) -> None:
+        """Set ``_is_time_up``. With several processes, the clock of the first process decides.
+
+        All processes must validate after the same batch, so they communicate: about once a second,
+        and after the batch in which the interval is expected to end.
+        """
+        now, batches = time.monotonic(), self.run.progress.total_batches
+        remaining = interval - (now - self._restarted_at)
+        if self.run.fabric.world_size == 1:
+            self._is_time_up = remaining <= 0
+            return
+        if self._is_time_up or batches < self._next_batch:
+            return
+        rate = (batches - self._checked_batch) / max(now - self._checked_at, 1e-6)
+        wait = max(1, int(rate * min(remaining, SECONDS_BETWEEN_CHECKS)))
+        values = self.run.signals.broadcast([int(remaining <= 0), wait])
+        self._is_time_up, self._next_batch = bool(values[0]), batches + values[1]
+        self._checked_at, self._checked_batch = now, batches
 
     def is_due_at_short_end(self) -> bool:
         """Return whether to validate after an epoch that had fewer batches than expected."""
@@ -242,5 +265,6 @@ class ValidationSchedule:
         return {"last_global_step": self._last_global_step, "seconds": seconds}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.restart()
         self._last_global_step = state["last_global_step"]
-        self._restarted_at = time.monotonic() - state["seconds"]
+        self._restarted_at -= state["seconds"]

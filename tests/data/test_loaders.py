@@ -1,5 +1,7 @@
 """Loaders of every shape and source give the batches that they give under Trainer."""
 
+import subprocess
+import sys
 import warnings
 
 import lightning.pytorch as pl
@@ -282,7 +284,7 @@ def warnings_of(call="validate", loader=None, **words):
         warnings.simplefilter("always")
         getattr(FabricLoop(**quiet(max_epochs=1, **words)), call)(Sees(), loader)
     texts = [str(warning.message) for warning in caught]
-    others = ("is multi-threaded, use of fork", "LeafSpec")  # Python's and torch's own
+    others = ("is multi-threaded, use of fork",)  # Python's own
     return [text for text in texts if not any(other in text for other in others)]
 
 
@@ -293,6 +295,16 @@ def test_workers(monkeypatch):
     assert few.startswith("The 'val_dataloader' does not have many workers which may be a bottleneck")
     assert "`num_workers=7`" in few
     assert warnings_of(loader=ones(4, num_workers=2)) == []
+
+
+def test_import_adds_no_filter_of_warnings():
+    """The user's filters stay as they are; the loop's dependencies are imported before."""
+    code = (
+        "import warnings, jsonargparse, pandas, torchmetrics, lightning.pytorch;"
+        " before = list(warnings.filters); import fabric_template.loop, fabric_template.mini;"
+        " import fabric_template.data.loaders; assert warnings.filters == before, warnings.filters"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True)
 
 
 def test_an_iterable_dataset_with_a_length():

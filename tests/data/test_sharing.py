@@ -14,9 +14,7 @@ from fabric_template import FabricLoop, TensorLoader
 FORK = {"strategy": "ddp_fork", "devices": 2}
 
 
-pytestmark = pytest.mark.filterwarnings(
-    r"ignore:`isinstance\(treespec, LeafSpec\)` is deprecated", "ignore:Using `DistributedSampler` with the dataloaders"
-)
+pytestmark = pytest.mark.filterwarnings("ignore:Using `DistributedSampler` with the dataloaders")
 
 
 class Sees(pl.LightningModule):

@@ -4,10 +4,12 @@ import copy
 import os
 import shutil
 import sys
+import time
 from pathlib import Path
 
 import pytest
 import torch
+from clock import Clock
 from externally import externally
 from modules import Classifier, by_step, make_data, quiet
 from runs import fit, same, val_loader
@@ -16,6 +18,7 @@ from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 from fabric_template import FabricLoop
 from fabric_template.checkpoint.checkpoint_io import read_checkpoint
 from fabric_template.errors import CheckpointError, ConfigurationError
+from fabric_template.training import progress
 
 FORK = {"strategy": "ddp_fork"}
 LAST = "checkpoints/run/version_0/last.ckpt"
@@ -141,3 +144,36 @@ def test_loaders_of_different_length_are_refused():
     with pytest.raises(ConfigurationError, match=r"train_dataloader: got \[5, 7\] batches by process"):
         FabricLoop(**quiet(**options)).fit(Sampled())
     FabricLoop(**quiet(**options, limit_train_batches=5)).fit(Sampled())
+
+
+# ---- a validation interval given as a time
+
+
+class Records(Classifier):
+    """Records after which batches each process validates. The clock of rank 1 is the faster one."""
+
+    def setup(self, stage):
+        self.clock = progress.time = Clock()
+        self.validated, self.batches = [], 0
+
+    def on_train_batch_end(self, outputs, batch, batch_idx):
+        self.batches += 1
+        self.clock.sleep(0.3 + self.global_rank)
+
+    def on_validation_start(self):
+        self.validated.append(self.batches)
+
+    def on_train_end(self):
+        progress.time = time
+        Path(f"validated{self.global_rank}").write_text(str(self.validated))
+
+
+@pytest.mark.timeout(120)
+@pytest.mark.parametrize("devices", [1, 2])
+def test_the_clock_of_the_first_process_decides_about_a_validation(devices):
+    options = {"max_epochs": 2, "val_check_interval": "00:00:00:01", "num_sanity_val_steps": 0}
+    fit(".", Records, val=val_loader, devices=devices, **options, **FORK)
+    found = [Path(f"validated{rank}").read_text() for rank in range(devices)]
+    assert len(set(found)) == 1
+    expected = [4, 8, 12, 16, 20] if devices == 1 else [4, 8]
+    assert found[0] == str(expected)
