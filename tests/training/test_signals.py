@@ -137,20 +137,6 @@ def test_second_ctrl_c_ends_at_once(tmp_path, notebook):
     assert signal.getsignal(signal.SIGINT) in DEFAULTS
 
 
-class InterruptedStep(Classifier):
-    def training_step(self, batch, batch_idx):
-        if self.trainer.global_step == 3:
-            raise KeyboardInterrupt
-        return super().training_step(batch, batch_idx)
-
-
-def test_keyboard_interrupt_inside_a_step_is_saved_in_the_first_epoch(tmp_path):
-    with pytest.raises(KeyboardInterrupt):
-        fit(tmp_path, InterruptedStep, train, max_epochs=2)
-    loop, _, _ = fit(tmp_path, Classifier, train, max_epochs=2, resume="last")
-    assert loop.global_step == 12
-
-
 SCRIPT = """
 import signal, sys
 from runs import fit
