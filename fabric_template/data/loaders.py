@@ -348,7 +348,10 @@ class StageLoaders:
 
     def batch_indices(self, dataloader_idx: int, batch_idx: int) -> list[int]:
         """Return the sample indices of a predicted batch; empty for loaders without indices."""
-        sampler = getattr(self.loaders[dataloader_idx], "batch_sampler", None)
+        loader = self.loaders[dataloader_idx]
+        if isinstance(loader, TensorLoader):
+            return loader.batch_indices(batch_idx)
+        sampler = getattr(loader, "batch_sampler", None)
         seen = sampler.seen if isinstance(sampler, TrackingBatchSampler) else []
         return seen[batch_idx] if batch_idx < len(seen) else []
 

@@ -23,6 +23,7 @@ from torch.utils.data import (
 )
 
 from ..errors import ConfigurationError
+from .tensor_loader import TensorLoader
 
 if TYPE_CHECKING:
     from ..training.run_state import RunState
@@ -30,6 +31,8 @@ if TYPE_CHECKING:
 
 def prepare_loader(run: RunState, loader: Any, stage: str) -> Any:
     """Return a loader with the sampler that this run needs."""
+    if isinstance(loader, TensorLoader):
+        return prepare_tensor_loader(run, loader, stage)
     if callable(getattr(loader, "for_rank", None)):
         num_replicas, rank = replicas_and_rank(run)
         return loader.for_rank(rank, num_replicas, common_seed(run))
@@ -56,6 +59,34 @@ def prepare_loader(run: RunState, loader: Any, stage: str) -> Any:
     return clone
 
 
+def prepare_tensor_loader(run: RunState, loader: TensorLoader, stage: str) -> TensorLoader:
+    """Return a TensorLoader with the order of samples that a DataLoader would have in this run."""
+    num_replicas, rank = replicas_and_rank(run)
+    shuffle, is_prediction = loader.shuffle, stage == "predict"
+    if shuffle and is_overfitting(run):
+        warn_of_overfitting(run, stage)
+        shuffle = False
+    if num_replicas > 1:
+        shuffle = (shuffle or stage == "train") and not run.config.overfit_batches
+    # Like Trainer, predict the samples of an incomplete last batch.
+    drop_last = loader.drop_last and not is_prediction
+    if (shuffle, drop_last) != (loader.shuffle, loader.drop_last):
+        loader = loader.with_options(shuffle=shuffle, drop_last=drop_last)
+    return loader.for_rank(rank, num_replicas, common_seed(run), is_padded=not is_prediction)
+
+
+def is_overfitting(run: RunState) -> bool:
+    """Return whether the option overfit_batches turns off shuffling in this run."""
+    return bool(run.config.overfit_batches) and run.stage == "fit"
+
+
+def warn_of_overfitting(run: RunState, stage: str) -> None:
+    run.warn_once(
+        f"You requested to overfit but enabled {stage} dataloader shuffling. We are turning off the"
+        f" {stage} dataloader shuffling for you."
+    )
+
+
 def replicas_and_rank(run: RunState) -> tuple[int, int]:
     """Return num_replicas and rank for DistributedSampler."""
     if run.fabric.world_size == 1:
@@ -76,19 +107,15 @@ def choose_sampler(run: RunState, loader: DataLoader, stage: str) -> Any:
     """Return the loader's sampler, or the sampler that Trainer would use instead."""
     given: Any = loader.sampler
     dataset: Any = loader.dataset
-    is_overfitting = bool(run.config.overfit_batches) and run.stage == "fit"
-    if is_overfitting and not isinstance(given, SequentialSampler):
-        run.warn_once(
-            f"You requested to overfit but enabled {stage} dataloader shuffling. We are turning off the"
-            f" {stage} dataloader shuffling for you."
-        )
+    if is_overfitting(run) and not isinstance(given, SequentialSampler):
+        warn_of_overfitting(run, stage)
         given = SequentialSampler(dataset)
     num_replicas, rank = replicas_and_rank(run)
     if num_replicas == 1 or isinstance(given, DistributedSampler):
         return given
     is_shuffled = stage == "train" or isinstance(given, RandomSampler)
     options: dict[str, Any] = {"num_replicas": num_replicas, "rank": rank, "seed": common_seed(run)}
-    options["shuffle"] = is_shuffled and not is_overfitting
+    options["shuffle"] = is_shuffled and not run.config.overfit_batches
     if stage == "predict":
         return UnrepeatedDistributedSamplerWrapper(given, **options)
     if isinstance(given, RandomSampler | SequentialSampler):

@@ -23,7 +23,8 @@ class TensorLoader:
         generator: A torch.Generator on the CPU.
         device: Move the tensors to this device once.
 
-    With several processes, each process gets its share of the samples, as with DistributedSampler.
+    FabricLoop treats a TensorLoader as a DataLoader: with several processes, each process gets its
+    share of the samples, and training shuffles them, as under Trainer.
 
     Example:
         >>> loader = TensorLoader(torch.arange(5), batch_size=2)
@@ -47,6 +48,8 @@ class TensorLoader:
         self.batch_size, self.shuffle, self.drop_last = batch_size, shuffle, drop_last
         self.generator = generator
         self._sampler: DistributedSampler[Any] | None = None
+        # The order of the samples in the current pass. None: the order of the tensors.
+        self._order: Tensor | None = None
 
     def to(self, device: torch.device | str) -> TensorLoader:
         """Return a copy of the loader with its tensors on another device."""
@@ -54,19 +57,34 @@ class TensorLoader:
         other.tensors = tuple(tensor.to(device) for tensor in self.tensors)
         return other
 
-    def for_rank(self, rank: int, world_size: int, seed: int = 0) -> TensorLoader:
+    def for_rank(
+        self, rank: int, world_size: int, seed: int = 0, is_padded: bool = True
+    ) -> TensorLoader:
         """Return a loader that yields only the samples of one process.
 
         Args:
             seed: The seed with which all processes draw the same order.
+            is_padded: Repeat some samples, so that each process gets the same number of samples.
         """
         if world_size == 1:
             return self
         other = copy.copy(self)
         samples: Any = range(len(self.tensors[0]))
-        shuffle = self.shuffle
-        other._sampler = DistributedSampler(samples, world_size, rank, shuffle=shuffle, seed=seed)
+        make = DistributedSampler if is_padded else UnpaddedSampler
+        other._sampler = make(samples, world_size, rank, shuffle=self.shuffle, seed=seed)
         return other
+
+    def with_options(self, **options: Any) -> TensorLoader:
+        """Return a copy of the loader with other options, such as ``shuffle=False``."""
+        other = copy.copy(self)
+        vars(other).update(options)
+        return other
+
+    def batch_indices(self, batch_idx: int) -> list[int]:
+        """Return the indices of the samples in a batch of the current pass."""
+        indices = range(self._num_samples) if self._order is None else self._order
+        part = indices[batch_idx * self.batch_size : (batch_idx + 1) * self.batch_size]
+        return [int(index) for index in part]
 
     def set_epoch(self, epoch: int) -> None:
         """Set the epoch, which determines the order of samples in all processes."""
@@ -87,6 +105,7 @@ class TensorLoader:
             order = torch.tensor(list(self._sampler))
         elif self.shuffle:
             order = torch.randperm(self._num_samples, generator=self.generator)
+        self._order = order
         return self._batches(order)
 
     def _batches(self, order: Tensor | None) -> Iterator[tuple[Tensor, ...]]:
@@ -99,6 +118,15 @@ class TensorLoader:
             else:
                 rows = order[cut]
                 yield tuple([take_rows(tensor, rows) for tensor in self.tensors])
+
+
+class UnpaddedSampler(DistributedSampler[Any]):
+    """Gives each process its samples without repeating any. Some processes get one sample more."""
+
+    def __init__(self, samples: Any, num_replicas: int, rank: int, **options: Any) -> None:
+        super().__init__(samples, num_replicas, rank, **options)
+        self.num_samples = len(range(rank, len(samples), num_replicas))
+        self.total_size = len(samples)
 
 
 def take_rows(tensor: Tensor, rows: Tensor) -> Tensor:

@@ -1,0 +1,189 @@
+"""Every rule for a DataLoader holds for a TensorLoader. Trainer with a DataLoader is the oracle."""
+
+import json
+import warnings
+
+import lightning.pytorch as pl
+import pytest
+import torch
+from modules import quiet
+from runs import Snapshots, assert_same_end, fit
+from torch.utils.data import DataLoader, TensorDataset
+
+from fabric_template import FabricLoop, TensorLoader
+
+pytestmark = pytest.mark.filterwarnings(
+    "ignore:Using `DistributedSampler` with the dataloaders", "ignore:You requested to overfit"
+)
+FORK = {"strategy": "ddp_fork", "devices": 2}
+STAGES = {"fit": "train", "validate": "val", "test": "test", "predict": "predict"}
+
+
+class Records(pl.LightningModule):
+    """Writes the samples of each batch to a file of the process."""
+
+    def __init__(self, folder, loaders=None):
+        super().__init__()
+        self.layer = torch.nn.Linear(1, 1)
+        self.folder, self.make = folder, loaders
+
+    def record(self, stage, batch, *place):
+        path = f"{self.folder}/{stage}{self.global_rank}.jsonl"
+        with open(path, "a") as file:
+            print(json.dumps([batch[0].flatten().tolist(), *place]), file=file)
+        return batch[0]
+
+    def training_step(self, batch, batch_idx):
+        return self.layer(self.record("fit", batch, batch_idx, self.current_epoch)).sum()
+
+    def validation_step(self, batch, batch_idx, dataloader_idx=0):
+        stage = "sanity" if self.trainer.sanity_checking else "validate"
+        self.record(stage, batch, batch_idx, dataloader_idx)
+
+    def test_step(self, batch, batch_idx, dataloader_idx=0):
+        self.record("test", batch, batch_idx, dataloader_idx)
+
+    def predict_step(self, batch, batch_idx, dataloader_idx=0):
+        return self.record("predict", batch, batch_idx, dataloader_idx)
+
+    def configure_optimizers(self):
+        return torch.optim.SGD(self.parameters(), lr=0.0)
+
+
+class Writer(pl.callbacks.BasePredictionWriter):
+    """Records the indices of the samples in a predicted batch."""
+
+    def __init__(self):
+        super().__init__("batch")
+
+    def write_on_batch_end(self, trainer, module, prediction, indices, batch, batch_idx, loader):
+        module.record("indices", [torch.tensor(indices)])
+
+
+def data_loader(num, **options):
+    return DataLoader(TensorDataset(torch.arange(float(num))[:, None]), **options)
+
+
+def tensor_loader(num, **options):
+    return TensorLoader(torch.arange(float(num))[:, None], **options)
+
+
+def two(make):
+    return lambda num, **options: {"a": make(num, **options), "b": make(num - 3, **options)}
+
+
+# The options of the loader, and those of the loop.
+RULES = {
+    "last batch": ({}, {}),
+    "drop_last": ({"drop_last": True}, {}),
+    "limit": ({}, {"limit_train_batches": 2, "limit_val_batches": 1, "limit_test_batches": 2}),
+    "fraction": ({}, {f"limit_{stage}_batches": 0.5 for stage in STAGES.values()}),
+    "overfit": ({"shuffle": True}, {"overfit_batches": 2}),
+    "overfit by fraction": ({"shuffle": True, "drop_last": True}, {"overfit_batches": 0.5}),
+    "fast_dev_run": ({}, {"fast_dev_run": 2}),
+    "reload": ({}, {"reload_dataloaders_every_n_epochs": 1}),
+    "sanity check": ({}, {"num_sanity_val_steps": 3}),
+    "shuffle": ({"shuffle": True}, {}),
+    "shuffle, drop_last": ({"shuffle": True, "drop_last": True}, {"max_epochs": 3}),
+}
+
+
+def run_stage(kind, make, folder, call, loader_options, options):
+    """Run a stage and return the lines of each file, in the order of the ranks."""
+    folder.mkdir()
+    pl.seed_everything(5, verbose=False)
+    loop = kind(**quiet(**{"max_epochs": 2, **options}, callbacks=[Writer()]))
+    loaders = [make(15, batch_size=3, **loader_options)]
+    if call == "fit":
+        loaders.append(make(18, batch_size=4, drop_last=loader_options.get("drop_last", False)))
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        getattr(loop, call)(Records(folder), *loaders)
+    return {path.name: path.read_text().splitlines() for path in sorted(folder.iterdir())}
+
+
+def assert_same_batches(tmp_path, call, name, options=None, several=False):
+    loader_options, loop_options = RULES[name]
+    loop_options = {**loop_options, **(options or {})}
+    kinds = [two(data_loader), two(tensor_loader)] if several else [data_loader, tensor_loader]
+    arguments = (call, loader_options, loop_options)
+    expected = run_stage(pl.Trainer, kinds[0], tmp_path / "trainer", *arguments)
+    found = run_stage(FabricLoop, kinds[1], tmp_path / "loop", *arguments)
+    assert expected == found
+    assert f"{call}0.jsonl" in found
+
+
+UNSHUFFLED = [name for name in RULES if "shuffle" not in name]
+
+
+@pytest.mark.parametrize("call", STAGES)
+@pytest.mark.parametrize("name", UNSHUFFLED)
+def test_one_process(tmp_path, call, name):
+    if not (name.startswith("overfit") and call != "fit"):
+        assert_same_batches(tmp_path, call, name)
+
+
+@pytest.mark.parametrize("call", ["validate", "test", "predict"])
+@pytest.mark.parametrize("name", ["last batch", "fraction"])
+def test_several_loaders(tmp_path, call, name):
+    assert_same_batches(tmp_path, call, name, several=True)
+
+
+# With a shuffled loader, Trainer's processes draw different orders, and predict samples twice.
+EVALUATED = {
+    "validate": ["last batch", "overfit", "shuffle, drop_last"],
+    "test": ["limit", "shuffle"],
+    "predict": ["drop_last", "fraction"],
+}
+WITH_TWO_PROCESSES = [("fit", name) for name in RULES]
+WITH_TWO_PROCESSES += [(call, name) for call, names in EVALUATED.items() for name in names]
+
+
+@pytest.mark.parametrize(("call", "name"), WITH_TWO_PROCESSES)
+def test_two_processes(tmp_path, call, name):
+    """Shuffled orders are equal, too, because all processes draw them with the common seed."""
+    assert_same_batches(tmp_path, call, name, FORK)
+
+
+def test_two_processes_predict_each_sample_once_in_a_shuffled_order(tmp_path):
+    options = {"shuffle": True, "drop_last": True}
+    found = run_stage(FabricLoop, tensor_loader, tmp_path / "loop", "predict", options, FORK)
+    predicted = [json.loads(line)[0] for rank in (0, 1) for line in found[f"predict{rank}.jsonl"]]
+    assert [len(batch) for batch in predicted] == [3, 3, 2, 3, 3, 1]
+    assert sorted(sum(predicted, [])) == list(range(15))
+    indices = [json.loads(line)[0] for rank in (0, 1) for line in found[f"indices{rank}.jsonl"]]
+    assert indices == predicted
+
+
+def labeled(**options):
+    x = torch.randn(26, 8, generator=torch.Generator().manual_seed(2))
+    return TensorLoader(x, torch.arange(26) % 3, batch_size=4, **options)
+
+
+def with_generator():
+    return labeled(shuffle=True, generator=torch.Generator().manual_seed(4))
+
+
+RESUMES = {
+    "in order": (labeled, {}),
+    "global random numbers": (lambda: labeled(shuffle=True), {}),
+    "own generator": (with_generator, {}),
+    "limit": (with_generator, {"limit_train_batches": 5}),
+    "reload": (with_generator, {"reload_dataloaders_every_n_epochs": 1}),
+    "overfit": (with_generator, {"overfit_batches": 3}),
+    "drop_last": (lambda: labeled(shuffle=True, drop_last=True), {"accumulate_grad_batches": 2}),
+}
+
+
+@pytest.mark.parametrize(("name", "devices"), [*[(name, 1) for name in RESUMES], ("own generator", 2), ("overfit", 2)])
+def test_resume_continues_the_epoch(tmp_path, name, devices):
+    make, options = RESUMES[name]
+    options = {"max_epochs": 3, "save_every_n_steps": 1, "train": make, **options}
+    if devices == 2:
+        options.update(FORK)
+    snapshots = Snapshots(tmp_path / "whole", tmp_path)
+    whole = fit(tmp_path / "whole", callbacks=[snapshots], **options)
+    for batch in (3, 5, 8):
+        root = tmp_path / str(batch)
+        assert list(root.rglob("last.ckpt"))
+        assert_same_end(whole, fit(root, seed=99, resume="auto", **options))
