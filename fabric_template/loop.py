@@ -142,7 +142,7 @@ class FabricLoop(TrainerAPI):
         given = {"resume": resume, "load": load, "ckpt_path": ckpt_path}
         read_start_checkpoint(run, given, weights_only)
         run_stage(run)
-        return run.history.frame()
+        return run.row.frame()
 
     def validate(
         self,
@@ -408,7 +408,7 @@ def log_in_run(
     """Log values to steps.csv, or to metrics.csv if "epoch" is the number of the current epoch."""
     is_of_row = run.stage == "fit" and run.progress.is_in_epoch
     if is_of_row and scalars.get("epoch") == run.progress.epochs_done:
-        run.results.row.update(measured)
+        run.row.collect(measured)
         run.loggers.log_metrics(measured, step)
     else:
         run.loggers.log_metrics(scalars, step, row=scalars)

@@ -15,7 +15,7 @@ from lightning.pytorch.callbacks import Callback
 from modules import Classifier, make_loader
 from torch import nn
 
-from fabric_template import FabricLoop
+from fabric_template import CSVLogger, FabricLoop
 
 logging.getLogger("lightning.fabric").setLevel(logging.ERROR)
 
@@ -115,6 +115,9 @@ def assert_same_end(one, other):
     metrics = [{name: float(value) for name, value in loop.callback_metrics.items()} for loop in (first, second)]
     assert metrics[0] == metrics[1], metrics
     assert (first.current_epoch, first.global_step) == (second.current_epoch, second.global_step)
+    if not any(isinstance(logger, CSVLogger) for logger in second.loggers):
+        # Without a CSV file, a resumed run returns only its own rows.
+        rows = rows.tail(len(other_rows)).reset_index(drop=True).dropna(axis="columns", how="all")
     texts = [table.drop(columns=TIMES, errors="ignore").to_csv() for table in (rows, other_rows)]
     assert texts[0] == texts[1]
 

@@ -122,7 +122,7 @@ def start_from(run: RunState, path: str, checkpoint: dict[str, Any], resumes: bo
         run.own_state, run.data.sampler_seed = own, own.get("sampler_seed")
     version = version_of_checkpoint(run, path)
     if run.config.version is None and version is not None:
-        for logger in run.history.csv_loggers:
+        for logger in run.loggers.csv_loggers:
             logger.version = version
 
 

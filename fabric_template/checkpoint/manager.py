@@ -91,7 +91,7 @@ class CheckpointManager:
 
     def _check_monitor(self, run: RunState) -> None:
         """Raise an error if the first epoch with a validation has not logged the monitor."""
-        monitor, metrics = self.config.monitor, run.loggers.monitored_metrics()
+        monitor, metrics = self.config.monitor, run.results.monitored_metrics()
         if self.folder is None or monitor is None or monitor in metrics or self._kept:
             return
         is_early = run.should_validate and not run.results.evaluated
@@ -122,7 +122,7 @@ class CheckpointManager:
         run.history.check_loss(run.history.step_values)
         if is_repeated or run.stop.divergence:
             return
-        value = run.loggers.monitored_metrics().get(config.monitor)
+        value = run.results.monitored_metrics().get(config.monitor)
         if run.fabric.world_size > 1:
             # All processes must make the same decision, even if their values differ.
             value = run.fabric.broadcast(value)
@@ -167,7 +167,7 @@ class CheckpointManager:
         """
         if "last.ckpt" in self._unsaved:
             self.save_last(run)
-        for logger in run.history.csv_loggers:
+        for logger in run.loggers.csv_loggers:
             try:
                 logger.sync()
             except OSError as error:
@@ -180,14 +180,14 @@ class CheckpointManager:
 
     def write(self, run: RunState, path: Path) -> bool:
         """Write the state of a run to a file. Returns whether the file was written."""
-        for logger in run.history.csv_loggers:
+        for logger in run.loggers.csv_loggers:
             # A checkpoint contains the number of CSV rows, so write these rows to the disk first.
             with suppress(OSError):
                 logger.sync()
         checkpoint = build_checkpoint(run, epoch=self._epoch(run))
         reason = None
         try:
-            with run.hooks.profiled("save_checkpoint"):
+            with run.hooks.profiled("save_checkpoint"), run.row.excluded():
                 save_checkpoint(run, checkpoint, path)
         except Exception as error:
             reason = getattr(error, "strerror", None) or f"{type(error).__name__}: {error}"

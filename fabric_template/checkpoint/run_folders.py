@@ -30,7 +30,7 @@ def open_folders(run: RunState, stack: ExitStack) -> None:
     run.checkpoints = make_checkpoint_manager(run)
     if not run.fabric.is_global_zero:
         return
-    folders = [Path(logger.log_dir) for logger in run.history.csv_loggers]
+    folders = [Path(logger.log_dir) for logger in run.loggers.csv_loggers]
     if run.checkpoints.folder is not None:
         folders.append(run.checkpoints.folder)
     stack.enter_context(lock_folders(folders))
@@ -40,7 +40,7 @@ def open_folders(run: RunState, stack: ExitStack) -> None:
 
 def make_checkpoint_manager(run: RunState) -> CheckpointManager:
     """Return a CheckpointManager, which saves nothing if the loop has a Checkpoint callback."""
-    config, loggers = run.config, run.history.csv_loggers
+    config, loggers = run.config, run.loggers.csv_loggers
     if not config.enable_checkpointing or run.loop.checkpoint_callbacks:
         return CheckpointManager(None, config)
     folder = run_folder(run)

@@ -2,13 +2,14 @@
 
 ``LitModel.load_from_checkpoint(path)`` and ``Trainer.fit(ckpt_path=path)`` can read the files.
 OWN_KEY holds the states that Trainer does not save: random generators, loaders, running metrics and
-the history.
+the number of CSV rows.
 """
 
 from __future__ import annotations
 
 import random
 from copy import deepcopy
+from pathlib import Path
 from textwrap import shorten
 from typing import TYPE_CHECKING, Any
 
@@ -21,6 +22,7 @@ from ..data.samplers import common_seed
 from ..distributed.launch import gather_objects
 from ..errors import CheckpointError, OtherModelError
 from ..lightning_compat.private import hyperparameters_name
+from ..loggers.read_logs import read_table
 from ..rng_state import capture_rng_state, restore_rng_state
 from .distributed import SHARDS_KEY, load_shards
 
@@ -32,7 +34,7 @@ OWN_KEY = "fabric_template"
 _COUNTS = ("ready", "started", "processed", "completed")
 # Names of the attributes of RunState that have a state_dict. The first process saves PARTS, and
 # each process saves its own PARTS_OF_PROCESS.
-PARTS = ("progress", "stop", "history", "checkpoints")
+PARTS = ("progress", "stop", "row", "checkpoints")
 PARTS_OF_PROCESS = ("data", "validation_schedule", "results")
 
 
@@ -110,6 +112,8 @@ def own_state(run: RunState) -> dict[str, Any]:
         "accumulate_grad_batches": run.accumulate_grad_batches if is_changed else None,
         "requires_grad": dict(sorted(changed_flags)),
         "settings": run_settings(run),
+        # MiniLoop reads the rows.
+        "history": {"rows": [dict(row) for row in run.row.rows]},
         # Save the seed even if no loader has used it, because a resumed run may use it.
         "sampler_seed": common_seed(run),
         "ranks": gather_objects(run, of_process),
@@ -289,14 +293,14 @@ def restore_callbacks(run: RunState, checkpoint: dict[str, Any]) -> None:
 
 
 def restore_training(run: RunState, checkpoint: dict[str, Any]) -> None:
-    """Restore optimizers, schedulers, counters, the history and the CSV files."""
+    """Restore optimizers, schedulers, counters and the CSV files."""
     restore_optimizers(run, checkpoint)
     precision = run.fabric.strategy.precision
     load_state(precision, checkpoint.get(type(precision).__qualname__))
     if run.own_state is None:
         run.own_state = convert_trainer_state(checkpoint)
     own = run.own_state
-    if "settings" not in own and "history" in own:
+    if "settings" not in own and "ranks" in own:
         complete_mini_state(run, own)
     epochs_done, max_epochs = own["progress"]["epochs_done"], run.stop.max_epochs
     if -1 < max_epochs < epochs_done:
@@ -367,8 +371,24 @@ def complete_mini_state(run: RunState, own: dict[str, Any]) -> None:
         )
     step = progress["logging_step"] = progress["global_step"]
     own["checkpoints"] = {**run.checkpoints.state_dict(), **own["checkpoints"], "last_step": step}
-    files = [logger.position(step) for logger in run.history.csv_loggers]
-    own["history"] = {**run.history.state_dict(), **own["history"], "files": files, "seconds": 0.0}
+    if "row" not in own:
+        own["row"] = count_mini_rows(run, own["history"]["rows"], step)
+    own["row"] = {**run.row.state_dict(), **own["row"], "seconds": 0.0}
+
+
+def count_mini_rows(run: RunState, rows: list[dict[str, Any]], step: int) -> dict[str, Any]:
+    """Return the positions in the CSV files of a run that MiniLoop has saved."""
+    checkpoint = Path(str(run.checkpoint_path)).absolute()
+    folder = Path(checkpoint.parents[3], "logs", checkpoint.parents[1].name, checkpoint.parent.name)
+    columns, step_rows, _ = read_table(folder / "steps.csv")
+    kept = [row for row in step_rows if int(row["step"]) <= step]
+    names = list(dict.fromkeys(name for row in rows for name in row))
+    files = {
+        "metrics.csv": {"rows": len(rows), "columns": names},
+        "steps.csv": {"rows": len(kept), "columns": columns},
+    }
+    name = f"{checkpoint.parents[1].name}/{checkpoint.parent.name}"
+    return {"files": [files], "folder": name, "last_row": rows[-1] if rows else None}
 
 
 def restore_position(run: RunState) -> None:

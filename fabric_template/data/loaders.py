@@ -100,7 +100,7 @@ class DataConnector:
         run.progress.num_train_batches = self.train.num_batches
         every = run.config.log_every_n_steps or 0
         # Do not warn for CSV loggers. They write a row per epoch even if log_every_n_steps is large.
-        has_other_logger = len(run.history.csv_loggers) < len(run.loop.loggers)
+        has_other_logger = len(run.loggers.csv_loggers) < len(run.loop.loggers)
         if self.train.num_batches < every and has_other_logger and not run.config.fast_dev_run:
             run.warn_once(
                 f"The number of training batches ({self.train.num_batches}) is smaller than the logging"

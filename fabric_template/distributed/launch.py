@@ -229,7 +229,7 @@ def _outcome_of(run: RunState) -> dict[str, Any]:
         "weights": gather_tensors(run.network.state_dict()),
         "metrics": {name: getattr(run.results, name) for name in _METRICS},
         "stop": run.stop,
-        "rows": run.history.rows,
+        "rows": run.row.rows,
         "callbacks": [part.state_dict() for part in run.hooks.callbacks if has_state(part)],
         "checkpoints": run.checkpoints,
         "paths": [{name: saver[name] for name in _PATHS if name in saver} for saver in savers],
@@ -249,7 +249,7 @@ def _apply_outcome(run: RunState, outcome: dict[str, Any]) -> None:
     run.network.load_state_dict(weights)
     vars(run.results).update(outcome["metrics"])
     run.stop, run.progress = outcome["stop"], outcome["stop"].progress
-    run.history.rows = outcome["rows"]
+    run.row.rows = outcome["rows"]
     with_state = filter(has_state, run.hooks.callbacks)
     for callback, state in zip(with_state, outcome["callbacks"], strict=False):
         # Ignore the error of Lightning's SpikeDetection, whose load_state_dict does not work.

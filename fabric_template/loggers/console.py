@@ -20,8 +20,8 @@ from typing import TYPE_CHECKING, Any
 from tqdm import tqdm
 
 from ..lightning_compat.overrides import is_instance_of
-from .history import train_values_first
 from .result_collection import to_numbers
+from .row import train_values_first
 
 if TYPE_CHECKING:
     from ..training.run_state import RunState
@@ -45,7 +45,8 @@ class Console:
     def __init__(self, config: Any, is_enabled: bool) -> None:
         self.is_enabled = is_enabled
         self._monitor, self._mode = config.monitor or "", config.mode
-        self._rows: list[Mapping[str, Any]] = []
+        # The best value of the monitor in the rows so far.
+        self._best = math.nan
         self._columns: list[str] = []
         # A key of SECONDS_BETWEEN_DRAWS, or an empty string before the first bar.
         self._output = ""
@@ -101,8 +102,9 @@ class Console:
             return
         self._output = detect_output()
         self._due = self._started + SECONDS_BETWEEN_DRAWS[self._output]
-        # In a resumed run, also compare new values with the best values before the resume.
-        self._rows = list(run.history.rows)
+        # In a resumed run, also compare new values with the best value before the resume.
+        best = best_row(run.row.rows, self._monitor, self._mode)
+        self._best = math.nan if best is None else best[self._monitor]
         if self._output != "log file":
             self._draw(run)
 
@@ -158,16 +160,22 @@ class Console:
         """Print a row. If the row has new columns, print a header first. Mark a new best value."""
         if not self._output:
             return
-        self._rows.append(row)
         cells = {n: format_value(n, value) for n, value in row.items() if value is not None}
         columns = dict.fromkeys([*cells, *self._columns])
         if len(columns) > len(self._columns):
             self._columns = sorted(columns, key=lambda name: name == "time")
             self._print(align_cells({name: name for name in columns}, self._columns))
         if self._monitor in cells:
-            is_best = best_row(self._rows, self._monitor, self._mode) is row
-            cells[self._monitor] += "*" if is_best else " "
+            cells[self._monitor] += "*" if self._is_best(row[self._monitor]) else " "
         self._print(align_cells(cells, self._columns))
+
+    def _is_best(self, value: float) -> bool:
+        """Return whether a monitored value is better than all earlier ones, and keep the best."""
+        is_better = value > self._best if self._mode == "max" else value < self._best
+        if math.isnan(value) or not (is_better or math.isnan(self._best)):
+            return False
+        self._best = value
+        return True
 
     def _print(self, text: str) -> None:
         """Print a line above the bar. In a notebook, the next draw shows the line."""
@@ -248,7 +256,7 @@ def align_cells(cells: Mapping[str, str], columns: Sequence[str]) -> str:
 
 def summarize_run(run: RunState, checkpoints: Sequence[Path]) -> dict[str, list[str]]:
     """Summarize a fit in lines of text, keyed by headings such as "trained" and "ended"."""
-    rows, progress, monitor = run.history.rows, run.progress, run.config.monitor or ""
+    rows, progress, monitor = run.row.rows, run.progress, run.config.monitor or ""
     name = getattr(run.model, "__name__", type(run.model).__name__)
     data = "" if run.datamodule is None else f" on {type(run.datamodule).__name__}"
     done = f"{format_count(progress.epochs_done, 'epoch')}, {format_count(progress.global_step, 'step')}"
@@ -263,7 +271,7 @@ def summarize_run(run: RunState, checkpoints: Sequence[Path]) -> dict[str, list[
     if best is not None:
         best_text = f"{monitor} {format_value('', best[monitor])} in epoch {best['epoch']}"
     devices = f", {run.fabric.world_size} processes" if run.fabric.world_size > 1 else ""
-    logs = [Path(logger.log_dir, "metrics.csv") for logger in run.history.csv_loggers]
+    logs = [Path(logger.log_dir, "metrics.csv") for logger in run.loggers.csv_loggers]
     lines = {
         "trained": [f"{name}{data}: {done}, {seconds}"],
         "ended": [end_reason(run)],

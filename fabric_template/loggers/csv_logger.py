@@ -22,6 +22,9 @@ from lightning.pytorch.loggers import Logger
 from ..files import claim_version, next_version, write_file, write_yaml
 from .read_logs import read_table
 
+# The CSV files of a run, of which a resume removes the rows that are newer than the checkpoint.
+FILES = ("metrics.csv", "steps.csv")
+
 
 class CSVLogger(Logger):
     """Write the rows of a run into CSV files.
@@ -118,33 +121,30 @@ class CSVLogger(Logger):
             self._hparams.update(to_plain(given))
         write_yaml(Path(self.log_dir, "hparams.yaml"), self._hparams)
 
-    def position(self, max_step: int | None = None) -> dict[str, Any]:
-        """Return the columns and number of rows of steps.csv, including rows not yet on disk.
-
-        Args:
-            max_step: Count the rows up to this step. None: all rows.
-        """
+    def position(self) -> dict[str, Any]:
+        """Return the columns and the number of rows of each file, including rows not yet on disk."""
         if getattr(rank_zero_only, "rank", 0) > 0:
             return {}
-        table = self._table("steps.csv")
-        num_rows = table.num_rows + len(table.waiting)
-        if max_step is not None:
-            num_rows = sum(int(row["step"]) <= max_step for row in read_table(table.path)[1])
-        return {"rows": num_rows, "columns": table.all_columns}
+        return {name: self._table(name).position() for name in FILES}
 
-    @rank_zero_only
-    def rewind(self, position: Mapping[str, Any], rows: Sequence[Mapping[str, Any]] = ()) -> None:
-        """Drop the rows that were written after a checkpoint.
+    def rewind(
+        self, position: Mapping[str, Any], folder: Path | None = None
+    ) -> list[dict[str, str]]:
+        """Drop the rows that were written after a checkpoint. Return the others of metrics.csv.
 
         Args:
-            position: The dict that `position` returned. If empty, drop all rows of steps.csv.
-            rows: All rows of metrics.csv up to the checkpoint.
+            position: The dict that `position` returned. If empty, drop all rows.
+            folder: The log folder with the rows. None: the run's own log folder.
         """
         self._tables = {}
-        steps = self._table("steps.csv")
-        kept = read_table(steps.path)[1][: position.get("rows", 0)]
-        steps.replace(position["columns"] if kept else [], kept)
-        self._table("metrics.csv").replace(columns_of(rows), rows)
+        is_first_process = getattr(rank_zero_only, "rank", 0) == 0
+        rows: dict[str, list[dict[str, str]]] = {}
+        for name in FILES:
+            of_file = position.get(name, {"rows": 0, "columns": []})
+            rows[name] = read_table(Path(folder or self.log_dir, name))[1][: of_file["rows"]]
+            if is_first_process:
+                self._table(name).replace(of_file["columns"] if rows[name] else [], rows[name])
+        return rows["metrics.csv"]
 
     @rank_zero_only
     def sync(self) -> None:
@@ -173,6 +173,10 @@ class Table:
         self.waiting: list[dict[str, Any]] = []
         self._is_synced = True
         self._read()
+
+    def position(self) -> dict[str, Any]:
+        """Return the columns and the number of rows, including rows that wait to be written."""
+        return {"rows": self.num_rows + len(self.waiting), "columns": self.all_columns}
 
     @property
     def all_columns(self) -> list[str]:

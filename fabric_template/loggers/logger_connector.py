@@ -10,7 +10,6 @@ from lightning.pytorch.loggers import Logger, MLFlowLogger, TensorBoardLogger, W
 
 from ..errors import ConfigurationError
 from .csv_logger import CSVLogger
-from .history import train_values_first
 from .result_collection import to_numbers
 from .run_config import merge_hyperparameters
 
@@ -28,11 +27,16 @@ class LoggerConnector:
     def loggers(self) -> list[Any]:
         return self.run.loop.loggers
 
+    @property
+    def csv_loggers(self) -> list[CSVLogger]:
+        """The loggers that write metrics.csv and steps.csv."""
+        return [logger for logger in self.loggers if isinstance(logger, CSVLogger)]
+
     def log_step(self, run: RunState) -> None:
         values = run.results.current_values()
-        row = {**run.history.step_row(), **values.row}
+        row = {**run.row.step_row(), **values.row}
         self.log_metrics(values.logged, row=row)
-        run.history.check_loss(row)
+        run.row.check_loss(row)
 
     def log_evaluation_step(self, run: RunState, dataloader_idx: int) -> None:
         """Send the values that an evaluation batch logged with on_step=True to the loggers."""
@@ -45,51 +49,18 @@ class LoggerConnector:
             values = run.results.current_values()
             self.log_metrics(values.logged, step=count, row=values.row)
 
-    def log_evaluation(self, run: RunState, metrics: Mapping[str, Any]) -> None:
+    def log_evaluation(
+        self, run: RunState, metrics: Mapping[str, Any], row: Mapping[str, Any]
+    ) -> None:
         """Log an evaluation. An evaluation without a row in metrics.csv is written to steps.csv."""
         if run.progress.stage == "sanity_check":
             return
-        is_of_row = run.history.is_step_based or run.progress.is_epoch_complete
-        row = None if run.stage == "fit" and is_of_row else run.results.row
-        self.log_metrics(metrics, row=row)
-
-    def end_validation(self, run: RunState) -> None:
-        """Print a row for a validation within an epoch. Write the row if the run is step-based."""
-        history = run.history
-        # After the last batch of an epoch, log_train_epoch adds the row.
-        if run.progress.is_epoch_complete or not history.is_validated:
-            return
-        if history.is_step_based:
-            self._add_row(run, is_in_epoch=True)
-        else:
-            values = train_values_first({**run.results.latest_means(), **run.results.row})
-            run.console.add_row({**history.position(), **values, "time": history.elapsed()})
-            history.is_validated = False
+        has_row = run.stage == "fit" and (run.row.is_step_based or run.progress.is_epoch_complete)
+        self.log_metrics(metrics, row=None if has_row else row)
 
     def log_train_epoch(self, run: RunState) -> None:
-        """Log the values of an epoch. Write a row of metrics.csv if one is due."""
         # Loggers expect the values of an epoch at the last step of this epoch.
         self.log_metrics(run.results.update_metrics().logged, step_offset=-1)
-        is_validated = run.history.is_validated or not run.should_validate
-        if not run.history.is_step_based or (is_validated and run.progress.is_epoch_complete):
-            self._add_row(run, is_in_epoch=False)
-
-    def end_training(self, run: RunState) -> None:
-        """Write a row for the last steps of a step-based run. Resuming the run removes this row."""
-        rows = run.history.rows
-        last_step = rows[-1]["step"] if rows else 0
-        if run.history.is_step_based and run.progress.global_step > last_step:
-            self._add_row(run, is_in_epoch=True)
-
-    def _add_row(self, run: RunState, is_in_epoch: bool) -> None:
-        row = run.history.add_row()
-        for logger in run.history.csv_loggers:
-            logger.log_epoch(row)
-        run.console.add_row(row)
-        if is_in_epoch and not run.is_lightning_module:
-            # For a LightningModule, log_train_epoch logs the means at the end of the epoch.
-            means = {name: value for name, value in row.items() if name.startswith("train_")}
-            self.log_metrics(means, step_offset=-1)
 
     def log_metrics(
         self,
@@ -133,12 +104,6 @@ class LoggerConnector:
                 logger.save()
             elif run.stage == "fit":
                 logger.log_hyperparams({"hparams": hparams, "config": vars(run.config)})
-
-    def monitored_metrics(self) -> dict[str, Any]:
-        """Return all metrics that can be monitored, from logged values and from step outputs."""
-        results = self.run.results
-        results.update_metrics()
-        return {**results.returned, **results.callback_metrics}
 
     def finalize(self, status: str) -> None:
         for logger in self.loggers:

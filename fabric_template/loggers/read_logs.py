@@ -99,6 +99,14 @@ def join_rows(table: pd.DataFrame) -> pd.DataFrame:
     return table.groupby("epoch", sort=False).last().reset_index()
 
 
+def parse_cell(cell: str) -> Any:
+    """Convert a cell to an int, a float or a bool if possible."""
+    for kind in (int, float):
+        with suppress(ValueError):
+            return kind(cell)
+    return {"True": True, "False": False}.get(cell, cell)
+
+
 def to_values(cells: list[Any]) -> list[Any]:
     """Convert cells to numbers if possible. Unlike pandas.read_csv, float() is exact."""
     with suppress(ValueError):

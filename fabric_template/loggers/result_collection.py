@@ -236,13 +236,26 @@ class CurrentValues(NamedTuple):
     row: dict[str, Any]
 
 
+class EvaluationValues(NamedTuple):
+    """The values of one evaluation.
+
+    Attributes:
+        results: A dict for each loader, which validate and test return.
+        logged: The values for the loggers.
+        row: The values for a row of a CSV file.
+    """
+
+    results: list[dict[str, Any]]
+    logged: dict[str, Any]
+    row: dict[str, Any]
+
+
 class ResultCollection:
     """Implement ``self.log``, and Trainer's dicts of logged values, such as callback_metrics.
 
     Attributes:
         active: The results of the loop that runs: ``train`` or ``evaluation``. Empty after the run.
         callback_metrics, logged_metrics, progress_bar_metrics: Trainer's attributes of these names.
-        row: The values of evaluations for the next row of metrics.csv.
         returned: The newest means of the values that steps returned.
         evaluated: The names of the values in the newest evaluation.
     """
@@ -263,7 +276,6 @@ class ResultCollection:
         self.callback_metrics: dict[str, Any] = {}
         self.logged_metrics: dict[str, Any] = {}
         self.progress_bar_metrics: dict[str, float] = {}
-        self.row: dict[str, Any] = {}
         self.returned: dict[str, Any] = {}
         self.evaluated: set[str] = set()
         self._loader_values: list[CurrentValues] = []
@@ -350,7 +362,7 @@ class ResultCollection:
     def _add_metric(
         self, results: LoopResults, key: tuple, arguments: LogArguments
     ) -> LoggedMetric:
-        has_own_row = self.run.history.is_step_based and results is self.train
+        has_own_row = self.run.row.is_step_based and results is self.train
         metric = results.metrics[key] = LoggedMetric(arguments, self._all_reduce, has_own_row)
         if arguments.on_epoch and arguments.logger and not metric.is_returned:
             results.logged_names.add(metric.full_name())
@@ -420,20 +432,21 @@ class ResultCollection:
         # Values that are logged after the last batch belong to no loader.
         self.evaluation.dataloader_idx = None
 
-    def end_evaluation(self) -> tuple[list[dict[str, Any]], dict[str, Any]]:
-        """Return the evaluation's values as one dict for each loader, and the values to log."""
+    def end_evaluation(self) -> EvaluationValues:
+        """Return the values of an evaluation after its last hook that logs."""
         at_end, results = self.update_metrics(), []
         for values in self._loader_values:
             # Like Trainer, return logged values. If nothing is logged, return step outputs.
             first = values.logged or at_end.logged or values.row
             results.append(to_numbers({**first, **at_end.logged}))
+        row: dict[str, Any] = {}
         self.evaluated = set()
         for values in (*self._loader_values, at_end):
-            self.row.update(values.row)
+            row.update(values.row)
             self.evaluated.update(values.row, values.logged)
         # As in Trainer, if several loaders log one name, loggers receive the first loader's value.
         logged = ChainMap(at_end.logged, *[values.logged for values in self._loader_values])
-        return results, dict(logged)
+        return EvaluationValues(results, dict(logged), row)
 
     def reset(self) -> None:
         """Reset the sums after the last hook of an epoch."""
@@ -461,6 +474,11 @@ class ResultCollection:
         self.progress_bar_metrics.update(to_numbers(values.progress_bar))
         return values
 
+    def monitored_metrics(self) -> dict[str, Any]:
+        """Return all metrics that can be monitored, from logged values and from step outputs."""
+        self.update_metrics()
+        return {**self.returned, **self.callback_metrics}
+
     def current_values(self) -> CurrentValues:
         """Return the current step's values. After the last batch, return the epoch's values."""
         values = CurrentValues({}, {}, {}, {})
@@ -486,9 +504,9 @@ class ResultCollection:
                 values.callback[name] = values.callback[full_name] = value
         return values
 
-    def take_row(self) -> dict[str, Tensor]:
-        """Return the values of the next row of metrics.csv, and reset them."""
-        row, self.row = self.row, {}
+    def take_means(self) -> dict[str, Tensor]:
+        """Return the training means since the newest row of metrics.csv, and reset them."""
+        row: dict[str, Tensor] = {}
         for metric in self.train.metrics.values():
             value = metric.compute(metric.row or metric.epoch)
             if metric.row is not None:
@@ -527,7 +545,6 @@ class ResultCollection:
             "callback_metrics": dict(self.callback_metrics),
             "returned": dict(self.returned),
             "evaluated": sorted(self.evaluated),
-            "row": dict(self.row),
             "position": {name: getattr(train, name) for name in _SAVED_ATTRIBUTES},
         }
 
@@ -540,7 +557,7 @@ class ResultCollection:
             metric = self._add_metric(train, (arguments.hook, arguments.name, None), arguments)
             metric.load_state_dict(entry)
             metric.torchmetric = metrics.get(entry["torchmetric"])
-        self.callback_metrics, self.row = dict(state["callback_metrics"]), dict(state["row"])
+        self.callback_metrics = dict(state["callback_metrics"])
         self.returned, self.evaluated = dict(state["returned"]), set(state["evaluated"])
         vars(train).update(state["position"])
 

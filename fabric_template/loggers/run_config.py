@@ -29,7 +29,7 @@ def write_run_config(run: RunState) -> None:
 
     Keep an existing config.yaml if the run is resumed, or if another program wrote the file.
     """
-    for logger in run.history.csv_loggers:
+    for logger in run.loggers.csv_loggers:
         path = Path(logger.log_dir, "config.yaml")
         try:
             is_own = path.exists() and path.read_text("utf-8", "replace").startswith(HEAD)

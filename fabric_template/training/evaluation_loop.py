@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import inspect
 import math
-import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
@@ -13,7 +12,7 @@ import torch
 from lightning.fabric.utilities import move_data_to_device
 
 from ..lightning_compat.overrides import overridden
-from ..loggers.history import name_outputs
+from ..loggers.row import name_outputs
 from .module_adapter import takes_argument, takes_batch_idx
 
 if TYPE_CHECKING:
@@ -45,7 +44,6 @@ def evaluate(
     check_dataloader_idx(run, name, loaders.has_several)
     run.progress.eval_batches_done = 0
     run.results.start_evaluation()
-    started = time.monotonic()
     loaders.set_epoch()
     loaders.start(max_batches)
     with evaluation_mode(run, name):
@@ -55,15 +53,16 @@ def evaluate(
         evaluate_batches(run, name, max_batches)
         run.results.end_loader()
         run.hooks.call(f"on_{name}_epoch_end")
-        results, logged = run.results.end_evaluation()
-        run.history.count_validation(time.monotonic() - started)
-        run.loggers.log_evaluation(run, logged)
+        values = run.results.end_evaluation()
+        if stage == "validate":
+            run.row.collect_validation(values.row)
+        run.loggers.log_evaluation(run, values.logged, values.row)
         if run.progress.phase == "validation":
             run.progress.phase = "validation_end"
         run.hooks.call(f"on_{name}_end")
         run.results.reset()
     run.progress.stage = stage_before
-    return results
+    return values.results
 
 
 def evaluate_batches(run: RunState, name: str, max_batches: int | float) -> None:

@@ -33,16 +33,16 @@ def fit(run: RunState) -> None:
     """Train until a limit is reached, or a callback or a signal requests a stop."""
     run.data.setup_train_loader()
     run.validation_schedule = ValidationSchedule(run)
-    run.history.choose_rows()
+    run.row.choose_interval()
     is_done = run.stop.is_due_between_epochs and not run.progress.is_in_epoch
     if is_done or run.config.limit_train_batches == 0:
         # As in Trainer, a fit without a batch calls neither on_train_start nor on_train_end.
         restore_position(run)
-        run.loggers.end_training(run)
+        run.row.write_after_training()
         return
     if run.validation_schedule.is_in_this_epoch():
         run.data.setup_val_loaders()
-    run.history.start_clock()
+    run.row.start_clock()
     # A checkpoint saved in on_train_epoch_end does not count the finished epoch in epochs_done.
     # Trainer counts the finished epoch while on_train_start runs, so add 1 during this hook.
     was_saved_at_end = run.progress.phase == "epoch_end" and run.progress.is_epoch_complete
@@ -64,7 +64,7 @@ def fit(run: RunState) -> None:
             break
     run.hooks.call("on_train_end")
     # Write the CSV row of the last steps after the last checkpoint. A resume removes this row.
-    run.loggers.end_training(run)
+    run.row.write_after_training()
 
 
 def train_epoch(run: RunState) -> None:
@@ -175,12 +175,13 @@ def validate(run: RunState) -> None:
         # validation, so restore the random state afterwards.
         rng_state = None if run.validation_schedule.is_planned() else capture_rng_state()
         run.progress.phase = "validation"
-        evaluate(run, "validate")
+        with run.row.excluded():
+            evaluate(run, "validate")
         run.results.start_training()
         if rng_state is not None and run.stop.is_requested:
             restore_rng_state(rng_state)
     run.validation_schedule.restart()
-    run.loggers.end_validation(run)
+    run.row.write_after_validation()
     run.checkpoints.save_after_validation(run)
 
 
@@ -206,6 +207,7 @@ def end_epoch(run: RunState) -> None:
     if progress.is_epoch_complete:
         step_lr_schedulers(run, "epoch", reduce_on_plateau=True)
     run.loggers.log_train_epoch(run)
+    run.row.write_after_epoch()
     run.results.reset()
     run.data.train.end_pass()
     progress.end_epoch()

@@ -5,7 +5,6 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from ..errors import ConfigurationError
-from ..loggers.history import learning_rates
 from .optimization import is_window_end
 
 if TYPE_CHECKING:
@@ -20,7 +19,7 @@ def step_schedulers_after_batch(run: RunState) -> None:
     ``end_batch`` or ``end_epoch`` steps ReduceLROnPlateau later, when its metric is known.
     """
     if is_window_end(run):
-        run.history.learning_rates = learning_rates(run)
+        run.row.record_learning_rates()
     step_lr_schedulers(run, "step", reduce_on_plateau=False)
     if run.progress.is_epoch_complete:
         step_lr_schedulers(run, "epoch", reduce_on_plateau=False)
@@ -48,7 +47,7 @@ def step_scheduler(run: RunState, config: LRSchedulerConfig) -> None:
     scheduler: Any = config.scheduler
     monitored = None
     if config.reduce_on_plateau:
-        metrics = run.loggers.monitored_metrics()
+        metrics = run.results.monitored_metrics()
         monitored = metrics.get(str(config.monitor))
         if monitored is None:
             text = (

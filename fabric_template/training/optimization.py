@@ -94,7 +94,7 @@ class Optimization:
         self.run.hooks.call("on_before_optimizer_step", optimizer)
         config = self.run.config
         if config.log_grad_norm and is_logging_due(self.run):
-            self.run.history.step_values["grad_norm"] = gradient_norm(optimizer)
+            self.run.row.add_step_value("grad_norm", gradient_norm(optimizer))
         if not self.is_automatic:
             return
         value, algorithm = config.gradient_clip_val, config.gradient_clip_algorithm
@@ -252,7 +252,7 @@ class AutomaticOptimization(Optimization):
                     " tensor computed from the model's parameters. Remove detach(), no_grad() or"
                     " requires_grad=False."
                 )
-            run.history.add_train_output(output, loss)
+            run.row.add_train_output(output, loss)
             if run.accumulate_grad_batches > 1:
                 loss = loss / run.accumulate_grad_batches
             if run.hooks.is_used("on_train_batch_end"):
@@ -333,7 +333,7 @@ class ManualOptimization(Optimization):
             if run.progress.batches_done == 1 and not run.is_lightning_module:
                 self._check_gradients(loss)
             outputs["loss"] = loss.detach()
-            run.history.add_train_output(output, outputs["loss"])
+            run.row.add_train_output(output, outputs["loss"])
         return outputs
 
     def _check_gradients(self, loss: Tensor) -> None:

@@ -10,9 +10,9 @@ from ..data.loaders import DataConnector
 from ..errors import WarnOnce
 from ..lightning_compat.private import wrap_optimizer
 from ..loggers.console import Console
-from ..loggers.history import History
 from ..loggers.logger_connector import LoggerConnector
 from ..loggers.result_collection import ResultCollection
+from ..loggers.row import RowWriter
 from .check_arguments import LOADER_OF_STAGE, check_call, check_sources
 from .configure_optimizers import has_several_optimizers
 from .hooks import Hooks
@@ -112,7 +112,7 @@ class RunState:
         shows_console = bool(config.enable_progress_bar) and not has_bar and fabric.is_global_zero
         self.is_distributed = fabric.world_size > 1
         self.results = ResultCollection(self)
-        self.history = History(self)
+        self.row = RowWriter(self)
         self.data.run = self
         self.stop = StopCondition(config, self.progress, has_timer or config.max_time is not None)
         self.steps = StepRunner(fabric, self.module, self.network, config.compile)

@@ -277,12 +277,12 @@ def test_state_of_callbacks_and_datamodules(tmp_path):
 
 def test_time_covers_the_whole_epoch_and_not_the_set_up(tmp_path, monkeypatch):
     clock = itertools.count()
-    monkeypatch.setattr("fabric_template.loggers.history.time.monotonic", lambda: 10.0 * next(clock))
+    monkeypatch.setattr("fabric_template.loggers.row.time.monotonic", lambda: 10.0 * next(clock))
     with pytest.raises(RuntimeError):
         fit(tmp_path, callbacks=[Raises("on_train_batch_start", 9)], save_every_n_steps=1)
-    saved = torch.load(next(tmp_path.rglob("last.ckpt")), weights_only=True)["fabric_template"]["history"]
+    saved = torch.load(next(tmp_path.rglob("last.ckpt")), weights_only=True)["fabric_template"]["row"]
     loop, *_ = fit(tmp_path, resume="last")
     with Path(loop.log_dir, "metrics.csv").open() as file:
         times = [float(row["time"]) for row in csv.DictReader(file)]
-    assert times[0] == saved["rows"][0]["time"]
+    assert times[0] == saved["last_row"]["time"]
     assert times[1] > saved["seconds"] > 0

@@ -13,7 +13,7 @@ import yaml
 from lightning.pytorch.callbacks import Callback, EarlyStopping
 from lightning.pytorch.loggers.logger import Logger, rank_zero_experiment
 from modules import Classifier, make_loader, quiet
-from runs import Plain, assert_same_end, fit, logs_of, loud, tree, val_loader, without_time
+from runs import Plain, assert_same_end, fit, logs_of, loud, same, tree, val_loader, weights_of, without_time
 from torch import nn
 
 from fabric_template import list_runs
@@ -139,27 +139,47 @@ def test_a_resumed_run_has_the_rows_of_an_uninterrupted_one(tmp_path, loggers):
     for epochs in (1, 2, 4):
         resume = None if epochs == 1 else "last"
         resumed = fit(tmp_path / "cut", Odd, two, max_epochs=epochs, resume=resume, **LOGGERS[loggers]())
-    pd.testing.assert_frame_equal(whole[2].drop(columns="time"), resumed[2].drop(columns="time"), check_exact=True)
+    has_file = loggers not in ("none", "foreign")
     assert logs_of(tmp_path / "cut") == logs_of(tmp_path / "whole")
-    assert (logs_of(tmp_path / "cut")[0] is None) == (loggers in ("none", "foreign"))
+    assert (logs_of(tmp_path / "cut")[0] is not None) == has_file
+    expected = whole[2] if has_file else whole[2].iloc[2:].reset_index(drop=True)
+    found = resumed[2].reindex(columns=expected.columns)
+    pd.testing.assert_frame_equal(expected.drop(columns="time"), found.drop(columns="time"), check_exact=True)
 
 
-@pytest.mark.parametrize("place", ["new version", "no logger before", "moved file", "other run"])
-def test_the_rows_come_from_the_checkpoint_where_the_file_lacks_them(tmp_path, place):
+@pytest.mark.parametrize("place", ["new version", "version of another run", "moved run"])
+def test_a_run_that_continues_in_another_folder_copies_its_rows(tmp_path, place):
     fit(tmp_path / "whole", Odd, two, max_epochs=3)
-    root, resume, version, options = tmp_path / "a", "last", 0, {}
-    fit(root, Odd, two, max_epochs=2, **({"logger": False} if place == "no logger before" else {}))
-    if place == "new version":
-        version, resume, options = 7, root / LAST, {"version": 7}
-    elif place == "moved file":
-        resume = shutil.move(root / LAST, tmp_path / "moved.ckpt")
-        root = tmp_path / "b"
-    elif place == "other run":
+    root, version = tmp_path / "a", {"new version": 7, "version of another run": 1}.get(place)
+    fit(root, Odd, two, max_epochs=2)
+    resume = root / LAST
+    if place == "version of another run":
         fit(root, Odd, lambda: make_loader(12), max_epochs=3)
-        version, resume, options = 1, root / LAST, {"version": 1}
-    _, _, history = fit(root, Odd, two, max_epochs=3, resume=resume, **options)
+    elif place == "moved run":
+        resume = shutil.move(root, tmp_path / "moved") / LAST
+        root = tmp_path / "b"
+    _, _, history = fit(root, Odd, two, max_epochs=3, resume=resume, version=version)
     assert history["epoch"].tolist() == [0, 1, 2]
-    assert logs_of(root, version)[0] == logs_of(tmp_path / "whole")[0]
+    assert logs_of(root, version or 0)[0] == logs_of(tmp_path / "whole")[0]
+
+
+@pytest.mark.parametrize("loss", ["removed", "shortened", "of another run", "never written"])
+def test_a_lost_metrics_csv_costs_its_rows_and_not_the_run(tmp_path, loss):
+    whole = fit(tmp_path / "whole", Odd, two, max_epochs=3)
+    fit(tmp_path, Odd, two, max_epochs=2, logger=loss != "never written")
+    path = tmp_path / "logs/run/version_0/metrics.csv"
+    if loss == "removed":
+        path.unlink()
+    elif loss == "shortened":
+        path.write_text("".join(path.read_text().splitlines(keepends=True)[:2]))
+    elif loss == "of another run":
+        fit(tmp_path / "other", Odd, lambda: make_loader(12), max_epochs=3)
+        shutil.copy(tmp_path / "other/logs/run/version_0/metrics.csv", path)
+    with pytest.warns(UserWarning, match=r"metrics\.csv: the rows before the checkpoint are missing"):
+        _, module, history = fit(tmp_path, Odd, two, max_epochs=3, resume="last")
+    assert same(weights_of(module), weights_of(whole[1]))
+    assert history["epoch"].tolist() == [2]
+    assert list(read_logs(tmp_path / "logs")["epoch"]) == [2]
 
 
 class Flat(Classifier):

@@ -10,7 +10,7 @@ from torch import nn
 from torch.utils.data import DataLoader
 
 from fabric_template import read_logs
-from fabric_template.loggers import history
+from fabric_template.loggers import row as rows
 
 
 class Half(Plain):
@@ -170,7 +170,7 @@ def test_the_batch_size_of_self_log_weights_what_the_step_returns(tmp_path, make
 
 def test_the_time_of_a_resumed_epoch_is_that_of_the_whole_epoch(tmp_path, monkeypatch):
     now = [100.0]
-    monkeypatch.setattr(history.time, "monotonic", lambda: now[0])
+    monkeypatch.setattr(rows.time, "monotonic", lambda: now[0])
 
     class Slow(Plain):
         def setup(self, stage):

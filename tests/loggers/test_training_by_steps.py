@@ -2,6 +2,7 @@
 
 import itertools
 import math
+import shutil
 
 import pandas as pd
 import pytest
@@ -128,7 +129,8 @@ def test_a_callback_that_saves_after_a_validation(tmp_path):
 
     options = {"val": val_loader, "max_steps": 25, "validate_every_n_steps": 7}
     _, module, _ = fit(tmp_path / "whole", Plain, callbacks=[Saves()], **options)
-    _, resumed, history = fit(tmp_path / "again", Plain, seed=9, resume=tmp_path / "14.ckpt", **options)
+    shutil.copytree(tmp_path / "whole", tmp_path / "again")
+    _, resumed, history = fit(tmp_path / "again", Plain, seed=9, version=0, resume=tmp_path / "14.ckpt", **options)
     assert same(weights_of(module), weights_of(resumed))
     assert history["step"].tolist() == [7, 14, 21, 25]
     assert logs_of(tmp_path / "again")[0] == logs_of(tmp_path / "whole")[0]

@@ -1,0 +1,332 @@
+"""Collect the rows of metrics.csv, decide when a row is due, and write it."""
+
+from __future__ import annotations
+
+import math
+import numbers
+import os
+import time
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from itertools import zip_longest
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from .read_logs import parse_cell, read_table
+from .result_collection import to_numbers
+
+if TYPE_CHECKING:
+    from ..training.run_state import RunState
+    from .csv_logger import CSVLogger
+
+
+class RowWriter:
+    """Collect the values of a row, decide when the row is due, and write it to metrics.csv.
+
+    A row contains the training means and the seconds since the previous row. A row also contains
+    the newest validation metrics and the learning rate. An epoch-based run has a row for each
+    epoch. A step-based run has a row for each validation and a row at the end. A step-based run
+    that never validates has a row for each epoch and a row at the end.
+
+    Attributes:
+        rows: All rows of the run so far, which ``fit`` returns.
+        is_step_based: Whether max_steps is set, whether validation runs every N steps, or whether
+            the training loader has no length.
+        learning_rates: The rates that the newest optimizer step used.
+        step_values: The loss of the newest training batch, and a logged gradient norm.
+    """
+
+    def __init__(self, run: RunState) -> None:
+        self.run = run
+        self.rows: list[dict[str, Any]] = []
+        self.is_step_based = False
+        self.learning_rates: list[Any] = []
+        self.step_values: dict[str, Any] = {}
+        # Values of evaluations and of loop.log_dict, for the next row.
+        self._collected: dict[str, Any] = {}
+        self._is_validated = False
+        # Training samples of this process since the newest row.
+        self._num_samples = 0
+        # Seconds of validations and saves since the newest row, which no training rate includes.
+        self._excluded_seconds = 0.0
+        self._is_excluded = False
+        self._seconds_before_resume = 0.0
+        self.start_clock()
+
+    def choose_interval(self) -> None:
+        """Choose step-based or epoch-based rows. The training loader must exist before the call."""
+        has_no_length = self.run.progress.num_train_batches == math.inf
+        self.is_step_based = self.counts_steps or has_no_length
+
+    @property
+    def counts_steps(self) -> bool:
+        """Return True if max_steps is set or if validation runs every N steps."""
+        return self.run.stop.max_steps != -1 or self.run.config.check_val_every_n_epoch is None
+
+    # The clock
+
+    def start_clock(self) -> None:
+        """Start the clock for the next row. The time of the first row excludes the setup."""
+        self._started, self._excluded_seconds = time.monotonic(), 0.0
+
+    def elapsed(self) -> float:
+        """Return the seconds since the newest row, including seconds before a resume."""
+        return self._seconds_before_resume + time.monotonic() - self._started
+
+    @contextmanager
+    def excluded(self) -> Iterator[None]:
+        """Leave the time of a validation or a save out of ``samples_per_second``."""
+        if self._is_excluded:
+            yield
+            return
+        started, self._is_excluded = time.monotonic(), True
+        try:
+            yield
+        finally:
+            self._is_excluded = False
+            self._excluded_seconds += time.monotonic() - started
+
+    # Values
+
+    def add_train_output(self, output: Any, loss: Tensor) -> None:
+        """Add the values that training_step returned. For a LightningModule, add only the loss."""
+        results = self.run.results
+        if not results.is_enabled:
+            return
+        loss = loss.detach()
+        self.step_values["train_loss"] = loss
+        if self.counts_steps:
+            self._num_samples += results.returned_batch_size()
+        if isinstance(output, Tensor) or self.run.is_lightning_module:
+            values = {"train_loss": loss.mean() if loss.dim() else loss}
+        else:
+            values = name_outputs(output, "train")
+        results.add_returned(values)
+
+    def add_step_value(self, name: str, value: Tensor) -> None:
+        """Add a value to the next row of steps.csv."""
+        self.step_values[name] = value
+
+    def record_learning_rates(self) -> None:
+        """Keep the rates of this optimizer step, before the schedulers change them."""
+        self.learning_rates = learning_rates(self.run)
+
+    def collect(self, values: Mapping[str, Any]) -> None:
+        """Add values to the next row of metrics.csv."""
+        self._collected.update(values)
+
+    def collect_validation(self, values: Mapping[str, Any]) -> None:
+        self.collect(values)
+        self._is_validated = True
+
+    def step_row(self) -> dict[str, Any]:
+        """Return the loss and the learning rates of the newest step, for steps.csv."""
+        return {**self.step_values, **self._named_rates()}
+
+    def _named_rates(self) -> dict[str, float]:
+        rates = self.learning_rates if self.run.lr_schedulers else learning_rates(self.run)
+        names = ["lr", *(f"lr_{index}" for index in range(1, len(rates)))]
+        return {name: float(rate) for name, rate in zip(names, rates, strict=False)}
+
+    def _coordinates(self) -> dict[str, Any]:
+        """Return the global step, and the index of the current or just finished epoch."""
+        progress = self.run.progress
+        epoch = max(0, progress.epochs_done - (not progress.is_in_epoch))
+        return {"epoch": epoch, "step": progress.global_step}
+
+    # When a row is due
+
+    def write_after_validation(self) -> None:
+        """Write a row after a validation within an epoch. An epoch-based run only prints it."""
+        run = self.run
+        # After the last batch of an epoch, write_after_epoch writes the row.
+        if run.progress.is_epoch_complete or not self._is_validated:
+            return
+        if self.is_step_based:
+            self._write(is_in_epoch=True)
+            return
+        values = train_values_first({**run.results.latest_means(), **self._collected})
+        run.console.add_row({**self._coordinates(), **values, "time": self.elapsed()})
+        self._is_validated = False
+
+    def write_after_epoch(self) -> None:
+        is_validated = self._is_validated or not self.run.should_validate
+        if not self.is_step_based or (is_validated and self.run.progress.is_epoch_complete):
+            self._write(is_in_epoch=False)
+
+    def write_after_training(self) -> None:
+        """Write a row for the last steps of a step-based run. Resuming the run removes this row."""
+        last_step = self.rows[-1]["step"] if self.rows else 0
+        if self.is_step_based and self.run.progress.global_step > last_step:
+            self._write(is_in_epoch=True)
+
+    def _write(self, is_in_epoch: bool) -> None:
+        """Write a row to the CSV loggers and the console."""
+        run, row = self.run, self._take()
+        self.rows.append(row)
+        for logger in run.loggers.csv_loggers:
+            logger.log_epoch(row)
+        run.console.add_row(row)
+        if is_in_epoch and not run.is_lightning_module:
+            # For a LightningModule, log_train_epoch logs the means at the end of the epoch.
+            means = {name: value for name, value in row.items() if name.startswith("train_")}
+            run.loggers.log_metrics(means, step_offset=-1)
+
+    def _take(self) -> dict[str, Any]:
+        """Return the row, and reset its values and the clock."""
+        values = train_values_first({**self._collected, **self.run.results.take_means()})
+        seconds = self.elapsed()
+        own = self._named_rates()
+        if self._num_samples:
+            samples = self._num_samples * self.run.fabric.world_size
+            training_seconds = max(seconds - self._excluded_seconds, 1e-9)
+            own["samples_per_second"] = round(samples / training_seconds, 1)
+        own["time"] = seconds
+        # A value that the user has logged under one of these names has precedence.
+        own = {name: value for name, value in own.items() if name not in values}
+        row = {**self._coordinates(), **values, **own}
+        if not math.isfinite(row.get("train_loss", 0.0)) and self.run.config.on_nan == "warn":
+            self.run.warn_once(
+                "The training loss is not finite (NaN or inf). To find the operation:"
+                " FabricLoop(detect_anomaly=True). A smaller learning rate or gradient_clip_val=1.0 often helps."
+            )
+        self.check_loss(row)
+        self._collected = {}
+        self._num_samples, self._is_validated = 0, False
+        self._seconds_before_resume = 0.0
+        self.start_clock()
+        return row
+
+    def check_loss(self, row: Mapping[str, Any]) -> None:
+        """With on_nan="stop", end training if ``train_loss`` in a row is NaN or infinite.
+
+        All processes must call this method, so that they stop together.
+        """
+        run = self.run
+        if run.config.on_nan != "stop" or run.stop.divergence:
+            return
+        loss = torch.as_tensor(row.get("train_loss", 0.0), device=run.fabric.device)
+        is_finite = loss.isfinite().all().float()
+        if not run.fabric.all_reduce(is_finite, reduce_op="min"):
+            run.stop.stop_diverged_run()
+            run.warn_once(f"on_nan: {run.stop.divergence}. Training stops. No checkpoint is saved.")
+
+    def frame(self) -> Any:
+        """Return the rows as a DataFrame."""
+        import pandas
+
+        return pandas.DataFrame(self.rows)
+
+    # State
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the values of the next row, and how many rows the CSV files have."""
+        loggers = self.run.loggers.csv_loggers
+        folders = [Path(logger.log_dir) for logger in loggers]
+        return {
+            "files": [logger.position() for logger in loggers],
+            "folder": f"{folders[0].parent.name}/{folders[0].name}" if folders else "",
+            "last_row": dict(self.rows[-1]) if self.rows else None,
+            "collected": to_numbers(self._collected),
+            "step_values": to_numbers(self.step_values),
+            "learning_rates": [float(rate) for rate in self.learning_rates],
+            "is_validated": self._is_validated,
+            "num_samples": self._num_samples,
+            "seconds": self.elapsed(),
+            "excluded_seconds": self._excluded_seconds,
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        self._collected = dict(state["collected"])
+        self.step_values = dict(state["step_values"])
+        self.learning_rates = list(state["learning_rates"])
+        self._is_validated = state["is_validated"]
+        self._num_samples = state["num_samples"] if self.counts_steps else 0
+        self._seconds_before_resume = state["seconds"]
+        self._excluded_seconds = state["excluded_seconds"]
+        self._rewind(state)
+
+    def _rewind(self, state: Mapping[str, Any]) -> None:
+        """Remove the rows that are newer than the checkpoint, and read the others."""
+        positions = state["files"]
+        for logger, position in zip_longest(self.run.loggers.csv_loggers, positions):
+            if logger is None:
+                continue
+            # A logger that is new to this run has no position in the checkpoint.
+            position = position or (positions[0] if positions else {})
+            folders = self._log_folders(logger, state["folder"])
+            folder = next((f for f in folders if has_row(f, position, state["last_row"])), None)
+            rows = logger.rewind({} if folder is None else position, folder)
+            self.rows = [parse_row(row) for row in rows] or self.rows
+            if folder is None and state["last_row"] is not None:
+                self.run.warn_once(
+                    f"{logger.log_dir}/metrics.csv: the rows before the checkpoint are missing. The run"
+                    " continues without them. Copy the run's log folder together with its checkpoints."
+                )
+
+    def _log_folders(self, logger: CSVLogger, saved: str) -> list[Path]:
+        """List the folders that may have the rows of the checkpoint, most likely first."""
+        folders = [Path(logger.log_dir)]
+        name, _, version = saved.rpartition("/")
+        if {name, version}.isdisjoint({"", ".", ".."}) and os.path.basename(name) == name:
+            # A run that continues in another version copies the rows of the first version.
+            folders.insert(0, Path(logger.root_dir, name, version))
+        checkpoint = Path(str(self.run.checkpoint_path)).absolute()
+        if checkpoint.parents[2].name == "checkpoints":
+            folders.append(
+                checkpoint.parents[3]
+                / "logs"
+                / checkpoint.parent.relative_to(checkpoint.parents[2])
+            )
+        # ModelCheckpoint saves in a folder of the log folder.
+        return [*folders, *checkpoint.parents[:2]]
+
+
+def has_row(folder: Path, position: Mapping[str, Any], row: Mapping[str, Any] | None) -> bool:
+    """Return whether the metrics.csv of a folder has the newest row of a checkpoint."""
+    if row is None:
+        return folder.is_dir()
+    rows = read_table(folder / "metrics.csv")[1][: position.get("metrics.csv", {}).get("rows", 0)]
+    found = parse_row(rows[-1]) if rows else {}
+    return all(found.get(name) == row.get(name) for name in ("epoch", "step", "time"))
+
+
+def parse_row(row: Mapping[str, str]) -> dict[str, Any]:
+    """Return a row of a CSV file with numbers, without its empty cells."""
+    return {name: parse_cell(cell) for name, cell in row.items() if cell != ""}
+
+
+def train_values_first(values: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the values as numbers, training values first, without the names "epoch" and "step"."""
+    names = sorted(values, key=lambda name: not name.startswith("train"))
+    return to_numbers({name: values[name] for name in names if name not in ("epoch", "step")})
+
+
+def name_outputs(output: Any, prefix: str) -> dict[str, Tensor]:
+    """Return the numbers in a step's output, keyed by their columns in metrics.csv.
+
+    A tensor becomes ``<prefix>_loss``. A dict gives ``<prefix>_<key>``. A pair (loss, accuracy)
+    gives ``<prefix>_loss`` and ``<prefix>_acc``.
+    """
+    named: Mapping[Any, Any] = output if isinstance(output, Mapping) else {}
+    if isinstance(output, Tensor | numbers.Number):
+        named = {"loss": output}
+    elif isinstance(output, tuple) and len(output) == 2:
+        named = {"loss": output[0], "acc": output[1]}
+    found = {}
+    for key, value in named.items():
+        name = str(key) if str(key).startswith(f"{prefix}_") else f"{prefix}_{key}"
+        if isinstance(value, Tensor) and value.numel() == 1:
+            found[name] = value.detach().reshape(())
+        elif isinstance(value, numbers.Number) and not isinstance(value, bool):
+            found[name] = torch.tensor(float(value))  # type: ignore[arg-type]
+    return found
+
+
+def learning_rates(run: RunState) -> list[Any]:
+    """Return the learning rate of each optimizer's first parameter group, without a device sync."""
+    rates = [group["lr"] for o in run.optimizers for group in o.param_groups[:1] if "lr" in group]
+    return [rate.clone() if isinstance(rate, Tensor) else rate for rate in rates]
