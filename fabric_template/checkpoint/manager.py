@@ -104,7 +104,7 @@ class CheckpointManager:
     def save_last(self, run: RunState) -> None:
         if self.folder is None:
             return
-        run.history.check_loss(run.history.step_values)
+        run.row.check_loss(run.row.step_values)
         if run.stop.divergence:
             return
         path = self._path("last.ckpt")
@@ -119,7 +119,7 @@ class CheckpointManager:
         is_validated, self._is_validated = self._is_validated, False
         # Compare the value of each validation only once.
         is_repeated = config.monitor in run.results.evaluated and not is_validated
-        run.history.check_loss(run.history.step_values)
+        run.row.check_loss(run.row.step_values)
         if is_repeated or run.stop.divergence:
             return
         value = run.results.monitored_metrics().get(config.monitor)

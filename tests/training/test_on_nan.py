@@ -67,7 +67,9 @@ def test_stop(tmp_path, options, stops_at, saved_at):
     whole, rows, _ = fit(tmp_path / "whole", {}, **options)
     resumed, again, _ = fit(tmp_path, {}, on_nan="stop", resume="last", **options)
     assert resumed.global_step == whole.global_step
-    assert again["train_loss"].tolist() == rows["train_loss"].tolist()
+    # Without a CSV file, a resumed run returns only its own rows.
+    assert again["train_loss"].tolist() == rows["train_loss"].tolist()[-len(again) :]
+    assert len(again) == len(rows) or "logger" in options
 
 
 @pytest.mark.parametrize(("every", "stops_at"), [(50, 10), (1, 7)])
