@@ -1,0 +1,446 @@
+"""Run a program in a forked process, by one of the loops or by its oracle, and compare the results.
+
+A program is source code with a function ``build()``, which returns a dict: model, train, val, options of the loop,
+and optionally callbacks and ``fit``, more arguments of fit. Each run is forked from a process that has imported
+everything. An event ends a run at the n-th visit of a point.
+"""
+
+import contextlib
+import csv
+import errno
+import io
+import math
+import os
+import pickle
+import random
+import re
+import signal
+import sys
+import time
+import traceback
+import types
+import warnings
+from collections import Counter
+from dataclasses import fields
+from pathlib import Path
+
+import lightning.pytorch as pl
+import numpy as np
+import search_path  # noqa: F401
+import torch
+import torch._dynamo
+import torchdata.stateful_dataloader  # noqa: F401
+from hand_loop import HandLoop, modules_of
+from layer import Fault
+from lightning.fabric.utilities.seed import seed_everything
+from ports import free_port
+from torch import nn
+from torch.optim.optimizer import register_optimizer_step_pre_hook
+from torch.utils.data.dataloader import _BaseDataLoaderIter
+
+from fabric_template import FabricLoop, MiniLoop
+
+LOOPS = ("FabricLoop", "MiniLoop", "Trainer", "HandLoop")
+# Options that Trainer does not have. Its checkpoints come from a ModelCheckpoint.
+OWN_OPTIONS = (
+    "name", "version", "monitor", "mode", "save_top_k", "save_last", "save_every_n_steps",
+    "validate_every_n_steps", "seed", "compile", "on_nan", "hparams", "log_grad_norm",
+)  # fmt: skip
+MINI_OPTIONS = {field.name for field in fields(MiniLoop)}
+QUIET = {"enable_progress_bar": False, "enable_model_summary": False}
+HOOKS = (
+    "on_train_start", "on_train_epoch_start", "on_train_batch_start", "on_before_zero_grad", "on_after_backward",
+    "on_train_batch_end", "on_validation_start", "on_validation_end", "on_train_epoch_end", "on_save_checkpoint",
+)  # fmt: skip
+SIGNALS = {"SIGKILL": signal.SIGKILL, "SIGTERM": signal.SIGTERM, "SIGINT": signal.SIGINT}
+SECONDS = 300  # A run that takes longer counts as hanging.
+
+
+class PlannedError(Exception):
+    """The error of an event."""
+
+
+class Points:
+    """Count visits of points in a run. The event ends the run at the n-th visit of its point."""
+
+    def __init__(self, event=None):
+        self.counts, self.event, self.pid = Counter(), event, os.getpid()
+
+    def visit(self, point):
+        if os.getpid() != self.pid:
+            return
+        self.counts[point] += 1
+        if self.event is None or (self.event["at"], self.event["n"]) != (point, self.counts[point]):
+            return
+        if self.event["kind"] == "error":
+            raise PlannedError(f"{point} {self.event['n']}")
+        os.kill(self.pid, SIGNALS[self.event["kind"]])
+
+    def install(self):
+        """Visit a point in each backward pass, optimizer step and batch of a DataLoader."""
+        backward, next_batch = torch.Tensor.backward, _BaseDataLoaderIter.__next__
+
+        def visit_backward(tensor, *args, **options):
+            self.visit("backward")
+            return backward(tensor, *args, **options)
+
+        def visit_batch(iterator):
+            self.visit("batch")
+            return next_batch(iterator)
+
+        torch.Tensor.backward = visit_backward
+        _BaseDataLoaderIter.__next__ = visit_batch
+        register_optimizer_step_pre_hook(lambda *args: self.visit("step"))
+
+    def callback(self):
+        """Return a callback that visits the point "hook" in each of its hooks."""
+
+        def make(name):
+            return lambda callback, *args: self.visit("hook")
+
+        return type("VisitsHooks", (pl.Callback,), {name: make(name) for name in HOOKS})()
+
+
+class FullDisk(Fault):
+    """A disk on which every write fails from the n-th operation until the run ends."""
+
+    def before(self, operation, path, size):
+        if self.count >= self.n and operation in ("write", "fsync", "mkdir"):
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), path)
+
+
+# ---- The runs
+
+
+def load_program(source):
+    """Return the program of a source, built in a module of its own, so that its classes can be pickled."""
+    module = sys.modules["program"] = types.ModuleType("program")
+    exec(compile(source, "program.py", "exec"), module.__dict__)
+    return module
+
+
+def run_fabric_loop(program, root, points, resume=None, ranks=1, rank=0):
+    callbacks = list(program.get("callbacks", ()))
+    if isinstance(program["model"], pl.LightningModule) and points.event is not None:
+        callbacks.append(points.callback())
+    options = {**QUIET, **program["options"], "callbacks": callbacks, **distributed(ranks)}
+    loop = FabricLoop(accelerator="cpu", default_root_dir=root, **options)
+    history = loop.fit(
+        program["model"], program["train"], program["val"], resume=resume, **program.get("fit", {})
+    )
+    schedulers = [config.scheduler for config in loop.lr_scheduler_configs]
+    return {
+        **state_of(program["model"], loop.optimizers, schedulers),
+        "metrics": dict(loop.callback_metrics),
+        "rows": history.to_dict("records"),
+        "counters": [loop.current_epoch, loop.global_step],
+    }
+
+
+def run_mini_loop(program, root, points, resume=None, ranks=1, rank=0):
+    if program.get("callbacks"):
+        raise TypeError("MiniLoop: got callbacks, expected none. Use FabricLoop.")
+    if lacking := sorted(program["options"].keys() - MINI_OPTIONS):
+        raise TypeError(f"MiniLoop: got {lacking[0]}. Use FabricLoop.")
+    options = {**program["options"], **distributed(ranks)}
+    loop = MiniLoop(accelerator="cpu", default_root_dir=root, **options)
+    history = loop.fit(
+        program["model"], program["train"], program["val"], resume=resume, **program.get("fit", {})
+    )
+    schedulers = [config["scheduler"] for config in loop.schedulers]
+    return {
+        **state_of(program["model"], [loop.optimizer], schedulers),
+        "metrics": dict(loop.callback_metrics),
+        "rows": history.to_dict("records"),
+        "counters": [loop.current_epoch, loop.global_step],
+    }
+
+
+def run_trainer(program, root, points, resume=None, ranks=1, rank=0):
+    options = {n: v for n, v in program["options"].items() if n not in OWN_OPTIONS}
+    callbacks = list(program.get("callbacks", ()))
+    is_saving = any(isinstance(callback, pl.callbacks.ModelCheckpoint) for callback in callbacks)
+    trainer = pl.Trainer(
+        accelerator="cpu", default_root_dir=root, logger=False, enable_checkpointing=is_saving,
+        callbacks=callbacks, **QUIET, **options, **distributed(ranks),
+    )  # fmt: skip
+    trainer.fit(program["model"], program["train"], program["val"], ckpt_path=resume)
+    schedulers = [config.scheduler for config in trainer.lr_scheduler_configs]
+    return {
+        **state_of(program["model"], trainer.optimizers, schedulers),
+        "metrics": dict(trainer.callback_metrics),
+        "counters": [trainer.current_epoch, trainer.global_step],
+    }
+
+
+def run_hand_loop(program, root, points, resume=None, ranks=1, rank=0):
+    loop = HandLoop(program, ranks, rank)
+    loop.fit()
+    schedulers = [config["scheduler"] for config in loop.schedulers]
+    return {
+        **state_of(program["model"], [loop.optimizer], schedulers),
+        "rows": loop.rows,
+        "counters": [loop.epoch, loop.global_step],
+    }
+
+
+RUNNERS = {
+    "FabricLoop": run_fabric_loop,
+    "MiniLoop": run_mini_loop,
+    "Trainer": run_trainer,
+    "HandLoop": run_hand_loop,
+}
+
+
+def distributed(ranks):
+    return {"strategy": "ddp", "devices": ranks} if ranks > 1 else {"devices": 1}
+
+
+def state_of(model, optimizers, schedulers):
+    """Return all state of a trained model."""
+    networks = list(modules_of(model))
+    modules = [module for network in networks for module in network.modules()]
+    names = ("hidden", "mean", "seen", "calls")
+    return {
+        "weights": [network.state_dict() for network in networks],
+        "buffers": [dict(network.named_buffers()) for network in networks],
+        "attributes": [{n: vars(m)[n] for n in names if n in vars(m)} for m in modules],
+        "modes": [module.training for module in modules],
+        "optimizers": [optimizer.state_dict() for optimizer in optimizers],
+        "schedulers": [scheduler.state_dict() for scheduler in schedulers],
+        "random": [torch.rand(()).item(), random.random(), np.random.rand()],
+    }
+
+
+# ---- Processes
+
+
+class Run:
+    """One run of a program in forked processes, one per rank."""
+
+    def __init__(self, source, loop, root, seed=1, event=None, resume=None, ranks=1, options=None):
+        self.source, self.loop, self.root, self.seed = source, loop, Path(root), seed
+        self.event, self.resume, self.ranks, self.options = event, resume, ranks, options or {}
+        self.end_path = self.root.with_name(f"{self.root.name}.end")
+        self.log_path = self.root.with_name(f"{self.root.name}.log")
+
+    def run(self):
+        """Run it, and return a dict: its end, or "error", or "code" if its process ended otherwise."""
+        self.root.mkdir(parents=True, exist_ok=True)
+        self.end_path.unlink(missing_ok=True)
+        port = str(free_port()) if self.ranks > 1 else None
+        pids = [self._fork(rank, port) for rank in range(self.ranks)]
+        codes = wait(pids, self.event is not None)
+        if self.end_path.exists():
+            with self.end_path.open("rb") as file:
+                return {**pickle.load(file), "codes": codes}
+        return {"codes": codes, "log": self.log_path.read_text(errors="replace")[-2000:]}
+
+    def run_here(self):
+        """Run it in this process."""
+        self.root.mkdir(parents=True)
+        with open(self.log_path, "w") as log, contextlib.redirect_stdout(log):
+            return self._train(Points(), 0)
+
+    def _fork(self, rank, port):
+        sys.stdout.flush()
+        sys.stderr.flush()
+        pid = os.fork()
+        if pid == 0:
+            try:
+                code = self._run_in_child(rank, port)
+            except BaseException:
+                traceback.print_exc()
+                code = 1
+            finally:
+                with contextlib.suppress(Exception):
+                    sys.stderr.flush()
+                os._exit(code)
+        return pid
+
+    def _run_in_child(self, rank, port):
+        os.setpgid(0, 0)
+        with open(self.log_path, "ab") as file:
+            os.dup2(file.fileno(), 1)
+            os.dup2(file.fileno(), 2)
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+        warnings.simplefilter("ignore")
+        os.chdir(self.root)
+        if port is not None:
+            variables = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "LOCAL_RANK": str(rank)}
+            os.environ.update(variables)
+        if self.loop == "HandLoop" and self.ranks > 1:
+            torch.distributed.init_process_group("gloo", rank=rank, world_size=self.ranks)
+        event = self.event if self.event and self.event.get("rank", 0) == rank else None
+        points, code = Points(event), 0
+        points.install()
+        try:
+            with self._disk(event) as disk:
+                end = self._train(points, rank)
+            end["counts"] = {**points.counts, "disk": disk.count}
+        except SystemExit as error:
+            return error.code if isinstance(error.code, int) else 1
+        except KeyboardInterrupt:
+            return 130
+        except Exception as error:
+            end, code = describe_error(error, points), 3
+        if rank == 0:
+            with self.end_path.open("wb") as file:
+                pickle.dump(end, file)
+        return code
+
+    def _disk(self, event):
+        if event is None or event["at"] != "disk":
+            return Fault(self.root, -1, "SIGKILL")
+        kind = FullDisk if event["kind"] == "disk_full" else Fault
+        return kind(self.root, event["n"], "SIGKILL")
+
+    def _train(self, points, rank):
+        module = load_program(self.source)
+        seed_everything(self.seed, verbose=False)
+        program = module.build()
+        program["options"] = {**program["options"], **self.options}
+        end = RUNNERS[self.loop](program, str(self.root), points, self.resume, self.ranks, rank)
+        return {**plain(end), "files": files_of(self.root)}
+
+
+def describe_error(error, points):
+    """Return what decides whether an error refuses a program by name."""
+    frames = traceback.extract_tb(error.__traceback__)
+    return {
+        "error": f"{type(error).__name__}: {error}",
+        "is_by_name": isinstance(error, TypeError | ValueError | FileNotFoundError)
+        and not points.counts["backward"]
+        and not is_foreign(frames),
+        "is_planned": isinstance(error, PlannedError),
+        "where": "".join(traceback.format_exception(error)[-6:]),
+    }
+
+
+def is_foreign(frames):
+    """Return whether an error was raised by torch or by the program, not by a loop or by Lightning."""
+    file = frames[-1].filename
+    return not any(part in file for part in ("fabric_template", "lightning", "soak"))
+
+
+def wait(pids, is_ended):
+    """Wait for all ranks. If an event has ended one, kill the others. Return the exit codes."""
+    codes, started = dict.fromkeys(pids), time.monotonic()
+    failed_at = None
+    while None in codes.values():
+        for pid in [pid for pid, code in codes.items() if code is None]:
+            done, status = os.waitpid(pid, os.WNOHANG)
+            if done:
+                codes[pid] = os.waitstatus_to_exitcode(status)
+        now = time.monotonic()
+        if failed_at is None and any(codes.values()):
+            failed_at = now
+        is_left = failed_at is not None and now - failed_at > (5 if not is_ended else 0.5)
+        if is_left or now - started > SECONDS:
+            for pid in [pid for pid, code in codes.items() if code is None]:
+                os.kill(pid, signal.SIGKILL)
+                os.waitpid(pid, 0)
+                codes[pid] = -signal.SIGKILL if is_left else "hang"
+        time.sleep(0.001)
+    for pid in pids:
+        # End the workers of a killed run.
+        with contextlib.suppress(ProcessLookupError, PermissionError):
+            os.killpg(pid, signal.SIGKILL)
+    return list(codes.values())
+
+
+# ---- Comparable values
+
+
+def plain(value):
+    """Return nested plain values. A tensor becomes its type, dtype, shape and numbers."""
+    if isinstance(value, dict):
+        return {plain_key(key): plain(part) for key, part in value.items()}
+    if isinstance(value, list | tuple):
+        return [plain(part) for part in value]
+    if isinstance(value, torch.Tensor):
+        if isinstance(value, nn.UninitializedParameter):
+            return "uninitialized"
+        return Numbers(str(value.dtype), value.detach().to_dense().tolist())
+    if isinstance(value, np.ndarray):
+        return Numbers(f"numpy {value.dtype}", value.tolist())
+    if isinstance(value, np.generic):
+        return value.item()
+    if value is None or isinstance(value, str | int | float | complex | bytes):
+        return value
+    return re.sub(r"0x[0-9a-f]+", "0x", repr(value))
+
+
+def plain_key(key):
+    return key if isinstance(key, str | int | float) else str(key)
+
+
+class Numbers:
+    """The numbers of a tensor."""
+
+    def __init__(self, dtype, values):
+        self.dtype, self.values = dtype, values
+
+    def __repr__(self):
+        return f"{self.dtype} {self.values}"[:80]
+
+
+# Values that depend on a clock or on the number of restarts.
+CLOCKS = {
+    "time", "seconds", "eval_seconds", "samples_per_second", "time_elapsed", "elapsed", "duration", "created",
+    "written",
+}  # fmt: skip
+
+
+def files_of(root):
+    """Return the contents of a run's files by name: CSV rows, and checkpoints as nested plain values."""
+    found = {}
+    for path in sorted(Path(root).rglob("*")):
+        name = re.sub(r"version_\d+/", "", path.relative_to(root).as_posix())
+        if path.suffix == ".csv":
+            columns, *rows = [*csv.reader(io.StringIO(path.read_text(), newline=""))] or [[]]
+            if rows:
+                found[name] = [dict(zip(columns, row, strict=True)) for row in rows]
+        elif path.suffix == ".ckpt" and path.is_file():
+            found[name] = plain(torch.load(path, weights_only=False))
+    return found
+
+
+def differences(expected, found, path="", tolerance=0.0, is_subset=False):
+    """Yield the path of each difference, with both values.
+
+    Args:
+        tolerance: The relative difference that is allowed for numbers.
+        is_subset: Ignore keys that only one of the two has.
+    """
+    if isinstance(expected, Numbers) and isinstance(found, Numbers):
+        if tolerance == 0 and expected.dtype != found.dtype:
+            yield f"{path}: {found.dtype} instead of {expected.dtype}"
+        expected, found = expected.values, found.values
+    if isinstance(expected, dict) and isinstance(found, dict):
+        for key in [*expected, *(key for key in found if key not in expected)]:
+            if key in CLOCKS:
+                continue
+            if key in expected and key in found:
+                yield from differences(
+                    expected[key], found[key], f"{path}/{key}", tolerance, is_subset
+                )
+            elif not is_subset:
+                yield f"{path}/{key}: {'more' if key in found else 'missing'}"
+    elif isinstance(expected, list) and isinstance(found, list):
+        if len(expected) != len(found):
+            yield f"{path}: {len(found)} items instead of {len(expected)}"
+        for i, (one, other) in enumerate(zip(expected, found, strict=False)):
+            yield from differences(one, other, f"{path}/{i}", tolerance, is_subset)
+    elif not is_equal(expected, found, tolerance):
+        yield f"{path}: {str(found)[:60]} instead of {str(expected)[:60]}"
+
+
+def is_equal(one, other, tolerance):
+    if isinstance(one, bool | str) or isinstance(other, bool | str) or one is None or other is None:
+        return type(one) is type(other) and one == other
+    if one == other or (one != one and other != other):
+        return type(one) is type(other) or tolerance > 0
+    if not isinstance(one, int | float) or not isinstance(other, int | float):
+        return False
+    return tolerance > 0 and math.isclose(one, other, rel_tol=tolerance, abs_tol=tolerance)

@@ -1,0 +1,82 @@
+"""A few programs of soak/random_runs.py, which compares both loops with Trainer or with a loop written by hand."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+SOAK = Path(__file__).resolve().parents[2] / "soak"
+# Programs with one shape that is not the simplest, and one with an event.
+CODE = """
+import json, sys, tempfile
+from pathlib import Path
+import random_runs as runs
+import hand_loop
+
+def check(name, event=None, **shapes):
+    description = {**runs.SIMPLEST, "options": {"max_epochs": 2}, "event": event, **shapes}
+    source, folder = runs.assemble(description), Path(tempfile.mkdtemp())
+    is_lightning = description["style"] == "lightning"
+    outcome = runs.check_source(source, folder, is_lightning, event=event)
+    found[name] = [outcome.compared, outcome.differences, outcome.refusals]
+
+found = {}
+runs.warm_up(Path(tempfile.mkdtemp()))
+check("functions", val="one")
+check("lightning", style="lightning", net="dropout", log="both", sampler="shuffle", val="one")
+check("stream", data="stream", scheduler="StepLR")
+check("killed", {"kind": "SIGKILL", "at": "batch", "part": 0.6, "rank": 0}, net="dropout")
+parse_optimizer = hand_loop.parse_optimizer
+
+def parse_wrongly(value):
+    optimizer, schedulers = parse_optimizer(value)
+    optimizer.param_groups[0]["lr"] *= 1.001
+    return optimizer, schedulers
+
+hand_loop.parse_optimizer = parse_wrongly
+check("fault", val="one")
+print(json.dumps(found))
+"""
+
+
+@pytest.fixture(scope="module")
+def found():
+    done = subprocess.run([sys.executable, "-c", CODE], cwd=SOAK, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr
+    return json.loads(done.stdout.splitlines()[-1])
+
+
+@pytest.mark.parametrize("name", ["functions", "lightning", "stream", "killed"])
+def test_loops_agree_with_their_oracle(found, name):
+    compared, differences, refusals = found[name]
+    assert differences == []
+    assert refusals == {}
+    assert len(compared) >= 2
+
+
+def test_a_planted_fault_is_found(found):
+    compared, differences, refusals = found["fault"]
+    assert [kind for kind, details in differences] == [
+        "FabricLoop differs from HandLoop",
+        "MiniLoop differs from HandLoop",
+    ]
+    assert all("weights" in details[0] for kind, details in differences)
+
+
+def test_programs_are_drawn_from_seed_and_number_and_each_shape_is_drawn():
+    code = """
+import random_runs as runs, program_pieces as pieces
+drawn = [runs.draw(0, number) for number in range(1500)]
+assert drawn[:20] == [runs.draw(0, number) for number in range(20)]
+sources = {runs.assemble(description) for description in drawn[:200]}
+assert len(sources) == 200
+[compile(source, "program.py", "exec") for source in sources]
+tables = {"net": pieces.NETS, "loader": pieces.LOADERS, "optimizer": pieces.OPTIMIZERS, "batch": pieces.BATCHES}
+tables |= {"scheduler": pieces.SCHEDULERS, "style": pieces.STYLES, "val": pieces.VAL_LOADERS}
+for dimension, table in tables.items():
+    assert {description[dimension] for description in drawn} == set(table), dimension
+"""
+    done = subprocess.run([sys.executable, "-c", code], cwd=SOAK, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr
