@@ -38,7 +38,7 @@ _OF_FABRIC = ("is_global_zero", "global_rank", "local_rank", "node_rank", "world
 _ATTRIBUTES: dict[str, Callable[[Any], Any]] = {
     # The run
     "global_step": lambda loop: loop.run.progress.global_step if loop.run else 0,
-    "current_epoch": lambda loop: loop.run.progress.epochs_done if loop.run else 0,
+    "current_epoch": lambda loop: loop.run.progress.trainer_epoch if loop.run else 0,
     "is_last_batch": lambda loop: bool(loop.run and loop.run.progress.is_last_batch),
     "enable_validation": lambda loop: bool(loop.run and loop.run.should_validate),
     "lightning_module": lambda loop: loop.run and loop.run.model,
@@ -484,7 +484,7 @@ class LoopAPI:
         elif name == "max_batches":
             self.progress.num_train_batches = value
         elif name == "completed":
-            self.progress.global_step = value
+            self.progress.count_steps(value - self.progress.global_step)
         elif name == "_skip_backward":
             self.current_run.optimization.skip_backward = value
         else:

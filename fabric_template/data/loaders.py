@@ -88,6 +88,9 @@ class DataConnector:
             # Call iter() like Trainer, because iter() may draw random numbers.
             if not isinstance(loader, DataLoader | TensorLoader):
                 iter(loader)
+        return self._prepare(combined, stage)
+
+    def _prepare(self, combined: CombinedLoader, stage: str) -> CombinedLoader:
         loaders = [prepare_loader(self.run, loader, stage) for loader in combined.flattened]
         return with_loaders(combined, loaders)
 
@@ -96,8 +99,10 @@ class DataConnector:
         run = self.run
         if run.config.limit_train_batches == 0 or not self._is_load_due(self.train):
             return
-        self.train = StageLoaders(run, "train", self._load("train", "max_size_cycle"))
-        run.progress.num_train_batches = self.train.num_batches
+        self.train = StageLoaders(
+            run, "train", self._load("train", "max_size_cycle"), previous=self.train
+        )
+        run.progress.count_train_batches(self.train.num_batches)
         every = run.config.log_every_n_steps or 0
         # Do not warn for CSV loggers. They write a row per epoch even if log_every_n_steps is large.
         has_other_logger = len(run.loggers.csv_loggers) < len(run.loop.loggers)
@@ -124,17 +129,25 @@ class DataConnector:
             return
         if self.eval_loaders is not None:
             # Count the batches of the new loaders from 0. Loggers use this count as the step.
-            run.progress.eval_batches_by_loader = {}
-        self.eval_loaders = StageLoaders(run, stage, self._load(stage, "sequential"))
+            run.progress.restart_eval_steps()
+        self.eval_loaders = StageLoaders(
+            run, stage, self._load(stage, "sequential"), previous=self.eval_loaders
+        )
         if run.loop.sanity_checking and run.config.check_val_every_n_epoch not in (None, 1):
             # With check_val_every_n_epoch > 1, Trainer reloads loaders after the sanity check.
             self.eval_loaders.loaded_in_epoch = -math.inf
 
     def setup_val_loaders(self) -> None:
         """Create the validation loaders early, because progress bars and a resume need them."""
-        self.run.progress.stage = "validate"
-        self.setup_eval_loaders("val")
-        self.run.progress.stage = "train"
+        with self.run.progress.in_stage("validate"):
+            self.setup_eval_loaders("val")
+
+    def prepare_apart(self, source: Any) -> StageLoaders:
+        """Return validation loaders for ``evaluate_apart``, with the samplers that this run needs."""
+        combined = combine_loaders(source, "sequential")
+        for loader in combined.flattened:
+            check_loader(loader, "passed to `prepare_apart(...)`")
+        return StageLoaders(self.run, "val", self._prepare(combined, "val"), previous=None)
 
     def teardown(self) -> None:
         """Shut down the workers of every loader."""
@@ -181,7 +194,9 @@ class StageLoaders:
         has_several: Whether evaluation steps and hooks get a ``dataloader_idx``.
     """
 
-    def __init__(self, run: RunState, stage: str, combined: CombinedLoader) -> None:
+    def __init__(
+        self, run: RunState, stage: str, combined: CombinedLoader, previous: StageLoaders | None
+    ) -> None:
         self.run, self.stage, self._mode = run, stage, combined_mode(combined)
         self.loaders: list[Any] = combined.flattened
         self.as_given: Any = combined.iterables
@@ -189,10 +204,13 @@ class StageLoaders:
         self.limits = [count_batches(loader, limit, stage) for loader in self.loaders]
         self.num_batches = self.count_batches()
         check_lengths(run, self.limits, stage)
-        previous: Any = run.data.train if stage == "train" else run.data.eval_loaders
         # The persistent workers of a loader continue if a reload returns the same loader.
-        known = {id(part.loader): part for part in previous.resumable} if previous else {}
-        self.resumable = [known.pop(id(x), None) or ResumableLoader(x) for x in self.loaders]
+        known: dict[int, Any] = {}
+        if previous is not None:
+            known = {id(part.loader): part for part in previous.resumable}
+        self.resumable: list[ResumableLoader] = [
+            known.pop(id(x), None) or ResumableLoader(x) for x in self.loaders
+        ]
         self._combined = with_loaders(combined, self.resumable)
         is_flat = isinstance(self.as_given, Mapping) and len(self.as_given) == len(self.loaders)
         self.names = [str(name) for name in self.as_given] if is_flat else []

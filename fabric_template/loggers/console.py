@@ -131,7 +131,7 @@ class Console:
         done = progress.eval_batches_done
         if run.stage == "fit":
             # Do not count the current batch, which may have raised an error.
-            done = progress.batches_done - (progress.phase == "batch")
+            done = progress.batches_done - (progress.phase == "train_batch")
             total = progress.num_train_batches
         if is_complete:
             total = done

@@ -42,9 +42,7 @@ class LoggerConnector:
         """Send the values that an evaluation batch logged with on_step=True to the loggers."""
         if run.progress.stage == "sanity_check":
             return
-        counts = run.progress.eval_batches_by_loader
-        count = counts.get(dataloader_idx, 0)
-        counts[dataloader_idx] = count + 1
+        count = run.progress.count_eval_step(dataloader_idx)
         if run.results.evaluation.has_step_values:
             values = run.results.current_values()
             self.log_metrics(values.logged, step=count, row=values.row)

@@ -9,6 +9,8 @@ from __future__ import annotations
 import numbers
 from collections import ChainMap
 from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from copy import copy
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -33,6 +35,11 @@ _POWERS_OF_TWO = frozenset(2**power for power in range(24))
 _PLAIN_TYPES = (type(None), bool, int, float, complex, str, torch.dtype)
 # The attributes of LoopResults that checkpoints contain.
 _SAVED_ATTRIBUTES = ("is_first_batch", "last_hook", "has_new_values")
+# The attributes of ResultCollection that an evaluation changes.
+_OWN_VALUES = {
+    *("evaluation", "active", "callback_metrics", "logged_metrics", "progress_bar_metrics"),
+    *("returned", "evaluated", "_loader_values"),
+}
 _ATTRIBUTES_OF_MODULES = frozenset(vars(nn.Module()))
 
 
@@ -400,6 +407,21 @@ class ResultCollection:
         """Collect the values that are logged from now on as evaluation results."""
         self.update_metrics()
         self.active, self._loader_values = self.evaluation, []
+
+    @contextmanager
+    def kept_apart(self) -> Iterator[None]:
+        """Collect the values of another evaluation, and restore the run's values at the end."""
+        own = {name: value for name, value in vars(self).items() if name in _OWN_VALUES}
+        vars(self).update({name: copy(value) for name, value in own.items()})
+        metrics = find_torchmetrics(self.run.network)
+        attributes = {name: plain_attributes(metric) for name, metric in metrics.items()}
+        self.evaluation = self.active = LoopResults()
+        self._loader_values = []
+        try:
+            yield
+        finally:
+            vars(self).update(own)
+            load_torchmetrics(self.run.network, attributes)
 
     def start_batch(self, batch: Any, dataloader_idx: int | None = None) -> None:
         results = self.active

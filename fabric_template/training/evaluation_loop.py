@@ -6,16 +6,21 @@ import inspect
 import math
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
 from lightning.fabric.utilities import move_data_to_device
+from torch import nn
 
 from ..lightning_compat.overrides import overridden
+from ..loggers.result_collection import to_numbers
 from ..loggers.row import name_outputs
+from ..rng_state import unchanged_rng_state
 from .module_adapter import takes_argument, takes_batch_idx
 
 if TYPE_CHECKING:
+    from ..data.loaders import StageLoaders
     from .run_state import RunState
 
 
@@ -34,63 +39,117 @@ def evaluate(
     name, loader_name = ("test", "test") if stage == "test" else ("validation", "val")
     if getattr(run.config, f"limit_{loader_name}_batches") == 0:
         return []
-    stage_before, run.progress.stage = run.progress.stage, stage
-    run.data.setup_eval_loaders(loader_name)
-    loaders = run.data.eval_loaders
-    num_batches = loaders.count_batches(max_batches)
-    if num_batches == 0:
-        run.progress.stage = stage_before
-        return []
-    check_dataloader_idx(run, name, loaders.has_several)
-    run.progress.eval_batches_done = 0
-    run.results.start_evaluation()
-    loaders.set_epoch()
-    loaders.start(max_batches)
-    with evaluation_mode(run, name):
-        run.hooks.call(f"on_{name}_start")
-        run.hooks.call(f"on_{name}_epoch_start")
-        run.console.start_evaluation(run, num_batches)
-        evaluate_batches(run, name, max_batches)
-        run.results.end_loader()
-        run.hooks.call(f"on_{name}_epoch_end")
-        values = run.results.end_evaluation()
-        if stage == "validate":
-            run.row.collect_validation(values.row)
-        run.loggers.log_evaluation(run, values.logged, values.row)
-        if run.progress.phase == "validation":
-            run.progress.phase = "validation_end"
-        run.hooks.call(f"on_{name}_end")
-        run.results.reset()
-    run.progress.stage = stage_before
+    with run.progress.in_stage(stage):
+        run.data.setup_eval_loaders(loader_name)
+        loaders = run.data.eval_loaders
+        num_batches = loaders.count_batches(max_batches)
+        if num_batches == 0:
+            return []
+        start_evaluation(run, name, loaders, max_batches)
+        run.results.start_evaluation()
+        with evaluation_mode(run, name):
+            run.hooks.call(f"on_{name}_start")
+            run.hooks.call(f"on_{name}_epoch_start")
+            run.console.start_evaluation(run, num_batches)
+            method = getattr(run.module, f"{name}_step")
+            for output, dataloader_idx in run_batches(run, name, method, loaders, max_batches):
+                run.results.add_returned(name_step_values(run, loaders, output, dataloader_idx))
+            run.results.end_loader()
+            run.hooks.call(f"on_{name}_epoch_end")
+            values = run.results.end_evaluation()
+            if stage == "validate":
+                run.row.collect_validation(values.row)
+            run.loggers.log_evaluation(run, values.logged, values.row)
+            run.progress.end_validation()
+            run.hooks.call(f"on_{name}_end")
+            run.results.reset()
     return values.results
 
 
-def evaluate_batches(run: RunState, name: str, max_batches: int | float) -> None:
-    hooks, results, has_several = run.hooks, run.results, run.data.eval_loaders.has_several
-    step = evaluation_step(run, name, getattr(run.module, f"{name}_step"), has_several)
+def start_evaluation(
+    run: RunState, name: str, loaders: StageLoaders, max_batches: int | float = math.inf
+) -> None:
+    check_dataloader_idx(run, name, loaders.has_several)
+    run.progress.start_evaluation()
+    loaders.set_epoch()
+    loaders.start(max_batches)
+
+
+def run_batches(
+    run: RunState,
+    name: str,
+    method: Callable,
+    loaders: StageLoaders,
+    max_batches: int | float = math.inf,
+    before_batch: Callable[[int, int], None] | None = None,
+) -> Iterator[tuple[Any, int]]:
+    """Run a step and its hooks on every batch. Yields (output, dataloader_idx) after each step.
+
+    Args:
+        name: "validation", "test" or "predict".
+        method: The method of the module that is the step.
+        before_batch: Called with (batch_idx, dataloader_idx) before the hooks of a batch.
+    """
+    hooks, results, has_several = run.hooks, run.results, loaders.has_several
+    step = evaluation_step(run, name, method, has_several)
     current_loader = 0
-    for batch, batch_idx, dataloader_idx in run.data.eval_loaders.batches(max_batches):
+    for batch, batch_idx, dataloader_idx in loaders.batches(max_batches):
         if dataloader_idx != current_loader:
             results.end_loader()
             current_loader = dataloader_idx
         run.progress.count_eval_batch()
         place = (batch_idx, dataloader_idx) if has_several else (batch_idx,)
         results.start_batch(batch, dataloader_idx if has_several else None)
+        if before_batch is not None:
+            before_batch(batch_idx, dataloader_idx)
         hooks.call(f"on_{name}_batch_start", batch, *place)
         output = step(batch, batch_idx, dataloader_idx)
-        results.add_returned(name_step_values(run, output, dataloader_idx))
+        yield output, dataloader_idx
         hooks.call(f"on_{name}_batch_end", output, batch, *place)
         results.end_batch()
         run.loggers.log_evaluation_step(run, dataloader_idx)
         run.console.update(run)
 
 
-def name_step_values(run: RunState, output: Any, dataloader_idx: int) -> dict[str, torch.Tensor]:
+def evaluate_apart(run: RunState, loaders: StageLoaders) -> dict[str, Any]:
+    """Validate on other loaders, and leave the run as it was.
+
+    The module's hooks on_validation_epoch_start and on_validation_epoch_end are called. No
+    callback and no logger is called. Logged values, torchmetrics objects and random states are
+    restored.
+
+    Args:
+        loaders: The loaders that ``run.data.prepare_apart`` returns.
+
+    Returns:
+        The means of the values that were logged or returned, by name.
+    """
+    step = evaluation_step(
+        run, "validation", run.module.validation_step, has_several=loaders.has_several
+    )
+    with run.progress.in_stage("validate"), run.results.kept_apart(), unchanged_rng_state():
+        loaders.start()
+        with eval_mode(run.network), torch.no_grad():
+            run.hooks.call_module("on_validation_epoch_start")
+            for batch, batch_idx, dataloader_idx in loaders.batches():
+                place = dataloader_idx if loaders.has_several else None
+                run.results.start_batch(batch, place)
+                output = step(batch, batch_idx, dataloader_idx)
+                run.results.add_returned(name_step_values(run, loaders, output, dataloader_idx))
+                run.results.end_batch()
+            run.results.end_loader()
+            run.hooks.call_module("on_validation_epoch_end")
+            return to_numbers(run.results.end_evaluation().row)
+
+
+def name_step_values(
+    run: RunState, loaders: StageLoaders, output: Any, dataloader_idx: int
+) -> dict[str, torch.Tensor]:
     """Return the values in the output of a step, keyed by their columns in metrics.csv.
 
     For a LightningModule, which logs values itself, return only the loss.
     """
-    prefix, loaders = prefix_of_stage(run), run.data.eval_loaders
+    prefix = "test" if run.progress.stage == "test" else "val"
     values = name_outputs(output, prefix)
     if run.is_lightning_module:
         values = {name: v for name, v in values.items() if name == f"{prefix}_loss"}
@@ -102,10 +161,6 @@ def name_step_values(run: RunState, output: Any, dataloader_idx: int) -> dict[st
     return values
 
 
-def prefix_of_stage(run: RunState) -> str:
-    return "test" if run.progress.stage == "test" else "val"
-
-
 class Predictions:
     """Collect predictions by loader and batch.
 
@@ -115,15 +170,29 @@ class Predictions:
         current_indices: The indices of the samples in the current batch.
     """
 
-    def __init__(self, num_loaders: int, has_several: bool) -> None:
-        self.outputs: list[list[Any]] = [[] for _ in range(num_loaders)]
-        self.batch_indices: list[list[list[int]]] = [[] for _ in range(num_loaders)]
+    def __init__(self) -> None:
+        self.outputs: list[list[Any]] = []
+        self.batch_indices: list[list[list[int]]] = []
         self.current_indices: list[int] = []
-        self._has_several = has_several
+        self._loaders: Any = None
+
+    def start(self, loaders: StageLoaders) -> None:
+        self._loaders = loaders
+        self.outputs = [[] for _ in loaders.loaders]
+        self.batch_indices = [[] for _ in loaders.loaders]
+
+    def start_batch(self, batch_idx: int, dataloader_idx: int) -> None:
+        self.current_indices = self._loaders.batch_indices(dataloader_idx, batch_idx)
+
+    def end_batch(self, output: Any, dataloader_idx: int, keeps_output: bool) -> None:
+        if self.current_indices:
+            self.batch_indices[dataloader_idx].append(self.current_indices)
+        if keeps_output:
+            self.outputs[dataloader_idx].append(move_data_to_device(output, "cpu"))
 
     def as_returned(self) -> list[Any]:
         """Return the outputs as one list, or as a list of lists for several loaders."""
-        return self.outputs if self._has_several else self.outputs[0]
+        return self.outputs if self._loaders.has_several else self.outputs[0]
 
 
 def predict(run: RunState) -> list[Any] | None:
@@ -135,43 +204,34 @@ def predict(run: RunState) -> list[Any] | None:
     num_batches = loaders.count_batches()
     if num_batches == 0:
         return [] if run.returns_predictions else None
-    check_dataloader_idx(run, "predict", loaders.has_several)
-    run.progress.eval_batches_done = 0
-    run.predictions = Predictions(len(loaders.loaders), loaders.has_several)
-    loaders.set_epoch()
-    loaders.start()
+    start_evaluation(run, "predict", loaders)
+    run.predictions.start(loaders)
     with evaluation_mode(run, "predict"):
         run.hooks.call("on_predict_start")
         run.hooks.call("on_predict_epoch_start")
         run.console.start_evaluation(run, num_batches)
-        predict_batches(run)
+        predict_batches(run, loaders)
         run.hooks.call("on_predict_epoch_end")
         run.hooks.call("on_predict_end")
     return run.predictions.as_returned() if run.returns_predictions else None
 
 
-def predict_batches(run: RunState) -> None:
-    hooks, loaders, predictions = run.hooks, run.data.eval_loaders, run.predictions
-    keep = run.returns_predictions
-    method = overridden(run.module, "predict_step") or run.model.forward
-    step = evaluation_step(run, "predict", method, loaders.has_several)
+def predict_batches(run: RunState, loaders: StageLoaders) -> None:
+    predictions, method = run.predictions, overridden(run.module, "predict_step")
     # Keep the predictions for BasePredictionWriter, even if predict does not return them.
-    intervals = [getattr(callback, "interval", None) for callback in hooks.callbacks]
-    keep = keep or any(getattr(interval, "on_epoch", False) for interval in intervals)
-    for batch, batch_idx, dataloader_idx in loaders.batches():
-        run.progress.count_eval_batch()
-        place = (batch_idx, dataloader_idx) if loaders.has_several else (batch_idx,)
-        predictions.current_indices = loaders.batch_indices(dataloader_idx, batch_idx)
-        hooks.call("on_predict_batch_start", batch, *place)
-        output = step(batch, batch_idx, dataloader_idx)
+    intervals = [getattr(callback, "interval", None) for callback in run.hooks.callbacks]
+    is_written = any(getattr(interval, "on_epoch", False) for interval in intervals)
+    batches = run_batches(
+        run,
+        "predict",
+        method or run.model.forward,
+        loaders,
+        before_batch=predictions.start_batch,
+    )
+    for output, dataloader_idx in batches:
         if output is None:
             run.warn_once("predict returned None if it was on purpose, ignore this warning...")
-        if predictions.current_indices:
-            predictions.batch_indices[dataloader_idx].append(predictions.current_indices)
-        hooks.call("on_predict_batch_end", output, batch, *place)
-        if keep:
-            predictions.outputs[dataloader_idx].append(move_data_to_device(output, "cpu"))
-        run.console.update(run)
+        predictions.end_batch(output, dataloader_idx, run.returns_predictions or is_written)
 
 
 def evaluation_step(run: RunState, name: str, method: Callable, has_several: bool) -> Callable:
@@ -197,20 +257,35 @@ def evaluation_step(run: RunState, name: str, method: Callable, has_several: boo
 def evaluation_mode(run: RunState, name: str) -> Iterator[None]:
     """Switch to eval mode without gradients, and restore each module's mode at the end."""
     is_inference = run.config.inference_mode and run.stage != "fit"
-    modes = [(module, module.training) for module in run.network.modules()]
-
-    def restore_modes() -> None:
-        for module, is_training in modes:
-            module.training = is_training
-
+    modes = modes_of(run.network)
     with torch.inference_mode() if is_inference else torch.no_grad():
         try:
             switch_mode(run, f"on_{name}_model_eval", run.network.eval)
             yield
-            switch_mode(run, f"on_{name}_model_train", restore_modes)
+            switch_mode(run, f"on_{name}_model_train", partial(restore_modes, modes))
         except BaseException:
-            restore_modes()
+            restore_modes(modes)
             raise
+
+
+@contextmanager
+def eval_mode(network: nn.Module) -> Iterator[None]:
+    """Switch a network to eval mode, and restore each module's mode at the end."""
+    modes = modes_of(network)
+    network.eval()
+    try:
+        yield
+    finally:
+        restore_modes(modes)
+
+
+def modes_of(network: nn.Module) -> list[tuple[nn.Module, bool]]:
+    return [(module, module.training) for module in network.modules()]
+
+
+def restore_modes(modes: list[tuple[nn.Module, bool]]) -> None:
+    for module, is_training in modes:
+        module.training = is_training
 
 
 def switch_mode(run: RunState, hook: str, default: Callable[[], Any]) -> None:

@@ -3,19 +3,18 @@
 A hook may save a checkpoint in the middle of an epoch. ``run.progress.phase`` is part of the
 checkpoint, and the resumed run finishes this phase. The phases of an epoch are:
 
-- "epoch_start": the hooks before the first batch
-- "batch": a batch, from on_train_batch_start to the optimizer step
-- "batch_end": the hooks and the logging after a batch
-- "validation": a validation after a batch
-- "validation_end": the last hooks of a validation
-- "epoch_end": the hooks after the last batch
+- "start_epoch": the hooks before the first batch
+- "train_batch": a batch, from on_train_batch_start to the optimizer step
+- "log_batch", "validate", "report_validation", "finish_batch": the functions in PHASES_AFTER_BATCH
+- "end_epoch": the hooks after the last batch
 - None: between two batches or two epochs.
 
-A run that resumes in the phase "batch" repeats all batches since the last optimizer step.
+A run that resumes in the phase "train_batch" repeats all batches since the last optimizer step.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from ..checkpoint.state import restore_position
@@ -43,14 +42,8 @@ def fit(run: RunState) -> None:
     if run.validation_schedule.is_in_this_epoch():
         run.data.setup_val_loaders()
     run.row.start_clock()
-    # A checkpoint saved in on_train_epoch_end does not count the finished epoch in epochs_done.
-    # Trainer counts the finished epoch while on_train_start runs, so add 1 during this hook.
-    was_saved_at_end = run.progress.phase == "epoch_end" and run.progress.is_epoch_complete
-    if was_saved_at_end:
-        run.progress.epochs_done += 1
     run.hooks.call("on_train_start")
-    if was_saved_at_end:
-        run.progress.epochs_done -= 1
+    run.progress.start_training()
     # Nothing may draw random numbers between this line and the first batch.
     restore_position(run)
     while run.progress.is_in_epoch or not run.stop.is_due_between_epochs:
@@ -91,15 +84,15 @@ def start_epoch(run: RunState) -> None:
     run.progress.start_epoch()
     run.hooks.call("on_train_epoch_start")
     run.data.start_train_batches()
-    run.progress.phase = None
+    run.progress.enter(None)
 
 
 def resume_epoch(run: RunState) -> None:
     """Restart the loader at its saved position, and finish an interrupted batch."""
     run.data.train.set_epoch()
     run.data.train.start()
-    if run.progress.phase in ("batch_end", "validation", "validation_end"):
-        end_batch(run)
+    if run.progress.phase in PHASES_AFTER_BATCH:
+        run_phases(run, run.progress.phase)
 
 
 def train_batches(run: RunState) -> None:
@@ -116,7 +109,8 @@ def train_batches(run: RunState) -> None:
             )
         elif hooks.call("on_train_batch_start", batch, batch_idx) == -1:
             # Like Trainer, call neither on_train_batch_end nor a validation if the hook returns -1.
-            progress.is_last_batch, progress.phase = True, None
+            progress.end_batches()
+            progress.enter(None)
             step_schedulers_after_batch(run)
             break
         else:
@@ -131,74 +125,99 @@ def train_batches(run: RunState) -> None:
 
 
 def end_train_batch(run: RunState, outputs: Any, batch: Any, batch_idx: int) -> None:
-    """Step the schedulers, call ``on_train_batch_end``, and end the batch."""
-    run.progress.phase = "batch_end"
+    """Step the schedulers, call ``on_train_batch_end``, and run the phases after a batch."""
+    run.progress.enter("log_batch")
     if run.lr_schedulers:
         step_schedulers_after_batch(run)
     run.hooks.call("on_train_batch_end", outputs, batch, batch_idx)
     run.results.end_batch()
-    end_batch(run)
+    run_phases(run, "log_batch")
 
 
-def end_batch(run: RunState) -> None:
-    """Log, validate if a validation is due, check for signals, and save."""
-    progress, is_stepping = run.progress, is_window_end(run)
-    # If a resumed run continues a validation, the batch before the validation was already logged.
-    was_in_validation = progress.phase in ("validation", "validation_end")
-    is_logging = is_stepping or not run.optimization.is_automatic
-    if is_logging and not was_in_validation and is_logging_due(run):
+def run_phases(run: RunState, phase: str | None) -> None:
+    """Run the phases after a batch. Each returns the next one. A resume starts in a later phase."""
+    while phase is not None:
+        run.progress.enter(phase)
+        phase = PHASES_AFTER_BATCH[phase](run)
+
+
+def log_batch(run: RunState) -> str:
+    """Send the values of the batch to the loggers and the console."""
+    is_logging = is_window_end(run) or not run.optimization.is_automatic
+    if is_logging and is_logging_due(run):
         run.loggers.log_step(run)
     if run.console.is_enabled:
         run.console.update(run)
-    if was_in_validation or run.validation_schedule.is_due():
-        validate(run)
+    return "validate" if run.validation_schedule.is_due() else "finish_batch"
+
+
+def validate(run: RunState) -> str:
+    """Run a validation during training."""
+    free_gradients(run)
+    # A request to stop causes an unplanned validation. A resumed run does not repeat this
+    # validation, so restore the random state afterwards.
+    rng_state = None if run.validation_schedule.is_planned() else capture_rng_state()
+    with run.row.excluded():
+        evaluate(run, "validate")
+    run.results.start_training()
+    if rng_state is not None and run.stop.is_requested:
+        restore_rng_state(rng_state)
+    return "report_validation"
+
+
+def free_gradients(run: RunState) -> None:
+    """As in Trainer, free the gradients before a validation that follows an optimizer step."""
+    if is_window_end(run):
+        own_zero_grad = run.hooks.module_method("on_validation_model_zero_grad")
+        (own_zero_grad or run.network.zero_grad)()
+
+
+def report_validation(run: RunState) -> str:
+    """Write the row of a validation, and save a checkpoint after it."""
+    run.validation_schedule.restart()
+    run.row.write_after_validation()
+    run.checkpoints.save_after_validation(run)
+    return "finish_batch"
+
+
+def finish_batch(run: RunState) -> None:
+    """Step ReduceLROnPlateau, check for signals, and save every N steps."""
     if run.lr_schedulers:
         step_lr_schedulers(run, "step", reduce_on_plateau=True)
-    progress.phase = None
+    is_stepping = is_window_end(run)
+    run.progress.finish_batch(is_stepping)
     if is_stepping:
-        progress.logging_step += 1
-        progress.batches_at_window_start = progress.batches_done
         if run.signals.received is not None or run.is_distributed:
             run.signals.check(run)
         if run.config.save_every_n_steps:
             run.checkpoints.save_after_step(run)
 
 
-def validate(run: RunState) -> None:
-    """Run a validation during training, and save a checkpoint after it."""
-    if is_window_end(run):
-        # As in Trainer, free the gradients before a validation that follows an optimizer step.
-        own_zero_grad = run.hooks.module_method("on_validation_model_zero_grad")
-        (own_zero_grad or run.network.zero_grad)()
-    if run.progress.phase != "validation_end":
-        # A request to stop causes an unplanned validation. A resumed run does not repeat this
-        # validation, so restore the random state afterwards.
-        rng_state = None if run.validation_schedule.is_planned() else capture_rng_state()
-        run.progress.phase = "validation"
-        with run.row.excluded():
-            evaluate(run, "validate")
-        run.results.start_training()
-        if rng_state is not None and run.stop.is_requested:
-            restore_rng_state(rng_state)
-    run.validation_schedule.restart()
-    run.row.write_after_validation()
-    run.checkpoints.save_after_validation(run)
+PHASES_AFTER_BATCH: dict[str, Callable[[RunState], str | None]] = {
+    "log_batch": log_batch,
+    "validate": validate,
+    "report_validation": report_validation,
+    "finish_batch": finish_batch,
+}
 
 
 def end_short_epoch(run: RunState) -> None:
     """End an epoch whose loader yielded fewer batches than its length or the limit."""
-    run.progress.is_last_batch = True
+    run.progress.end_batches()
     step_lr_schedulers(run, "epoch", reduce_on_plateau=False)
     if run.validation_schedule.is_due_at_short_end():
+        run.progress.enter("validate")
         validate(run)
+        run.progress.enter("report_validation")
+        report_validation(run)
 
 
 def end_epoch(run: RunState) -> None:
     """Call the hooks, step the schedulers with interval "epoch", log the epoch, and save."""
     progress = run.progress
-    if progress.phase != "epoch_end":
+    if progress.phase != "end_epoch":
         run.results.end_batches()
-        progress.phase = "epoch_end"
+        progress.enter("end_epoch")
         run.hooks.call_train_epoch_end()
         if not progress.is_epoch_complete:
             # A limit ended the epoch early. Save, so that a run with a higher limit can continue.

@@ -47,7 +47,6 @@ def run_stage(run: RunState) -> Any:
     loop = run.loop
     loop.run = loop.runs[run.stage] = run
     loop.next_ckpt_path, loop.status = None, TrainerStatus.RUNNING
-    run.progress.stage = "train" if run.stage == "fit" else run.stage
     try:
         result = launch_processes(run) if starts_processes(run.fabric) else run_in_process(run)
     except BaseException as error:
@@ -175,7 +174,7 @@ def tear_down(run: RunState) -> None:
     run.data.teardown()
     run.loop.checkpoint_io.teardown()
     run.loggers.finalize("success")
-    run.progress.stage = None
+    run.progress.end_run()
     if run.hooks.profiler is not None:
         run.hooks.profiler.describe()
 
@@ -185,13 +184,12 @@ def run_sanity_check(run: RunState) -> None:
     most = run.config.num_sanity_val_steps
     if not run.should_validate or most == 0 or run.checkpoint is not None:
         return
-    with unchanged_rng_state():
-        run.progress.stage = "sanity_check"
+    with unchanged_rng_state(), run.progress.in_stage("sanity_check"):
         run.hooks.call("on_sanity_check_start")
         evaluate(run, "sanity_check", math.inf if most in (-1, None) else most)
         run.results.clear()
         run.hooks.call("on_sanity_check_end")
-        run.progress.stage, run.progress.eval_batches_done = "train", 0
+    run.progress.start_evaluation()
 
 
 # Parts of the set-up
@@ -349,7 +347,7 @@ def handle_exception(run: RunState, error: BaseException) -> None:
     attempt("closing the loaders", run.data.teardown)
     attempt("closing the checkpoint files", run.loop.checkpoint_io.teardown)
     attempt("reading the last values", run.results.end)
-    run.progress.stage = None
+    run.progress.end_run()
     if run.stop.signal is None:
         # End the launched processes. Otherwise, these processes wait forever for this process.
         for process in getattr(run.fabric.strategy.launcher, "procs", ()):

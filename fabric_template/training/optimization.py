@@ -193,8 +193,7 @@ class AutomaticOptimization(Optimization):
         if is_window_end(run):
             self._take_step(batch, batch_idx)
             # As in Trainer, also count steps that a gradient scaler has skipped.
-            progress.global_step += 1
-            progress.optimizer_steps_in_epoch += 1
+            progress.count_steps()
         else:
             with run.steps.no_backward_sync():
                 self._forward_backward(batch, batch_idx)
@@ -284,7 +283,7 @@ class AutomaticOptimization(Optimization):
     def accumulated_gradients(self) -> dict[str, Tensor]:
         """Return the gradients of an unfinished accumulation window."""
         # During a batch, save no gradients. A resumed run repeats the whole accumulation window.
-        keeps_gradients = not is_window_end(self.run) and self.run.progress.phase != "batch"
+        keeps_gradients = not is_window_end(self.run) and self.run.progress.phase != "train_batch"
         return super().accumulated_gradients() if keeps_gradients else {}
 
 
@@ -319,7 +318,7 @@ class ManualOptimization(Optimization):
             self._stepped.clear()
         output = self.call_step(batch, batch_idx)
         # Like Trainer, count batches here, although global_step counts optimizer steps.
-        run.progress.optimizer_steps_in_epoch = run.progress.batches_done
+        run.progress.count_manual_batch()
         if output is None:
             return {}
         if not isinstance(output, Tensor | Mapping):
@@ -355,7 +354,7 @@ class ManualOptimization(Optimization):
             )
         self._stepped.add(index)
         if self.run.hooks.current == "training_step":
-            self.run.progress.global_step += 1
+            self.run.progress.count_steps()
 
     def backward(self, loss: Tensor, *args: Any, **kwargs: Any) -> None:
         """Compute the gradients for ``manual_backward``, and reduce them across processes."""

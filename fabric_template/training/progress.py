@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import math
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field, fields
 from typing import TYPE_CHECKING, Any
 
@@ -18,10 +20,10 @@ if TYPE_CHECKING:
 
 @dataclass
 class Progress:
-    """Counts batches, steps and epochs. Only the training and evaluation loops change the counters."""
+    """Counts batches, steps and epochs. Other files read the counters, and call methods to count."""
 
     stage: str | None = None
-    """"train", "validate", "sanity_check", "test" or "predict"; None between stages."""
+    """"train", "validate", "sanity_check", "test" or "predict"; None after the run."""
     global_step: int = 0
     """Optimizer steps taken."""
     epochs_done: int = 0
@@ -49,45 +51,122 @@ class Progress:
     """Batches of all validations in this epoch, or of one test or prediction."""
     eval_batches_by_loader: dict[int, int] = field(default_factory=dict)
     """Evaluated batches by dataloader_idx. Loggers receive the number of batches as the step."""
+    has_started: bool = False
+    """Whether on_train_start has run."""
+
+    # Stages
+
+    @contextmanager
+    def in_stage(self, stage: str) -> Iterator[None]:
+        """Run a block in another stage. As in Trainer, the stage stays after an error."""
+        before, self.stage = self.stage, stage
+        yield
+        self.stage = before
+
+    def end_run(self) -> None:
+        self.stage = None
+
+    # Training
+
+    def start_training(self) -> None:
+        """Count from now on as Trainer does after on_train_start."""
+        self.has_started = True
+
+    def count_train_batches(self, num_batches: int | float) -> None:
+        """Set the number of batches of each epoch, when the training loader is created."""
+        self.num_train_batches = num_batches
 
     def start_epoch(self) -> None:
         self.is_in_epoch, self.is_last_batch = True, False
         self.batches_done = self.optimizer_steps_in_epoch = self.batches_at_window_start = 0
         self.total_eval_batches = 0
-        self.phase = "epoch_start"
+        self.phase = "start_epoch"
+
+    def enter(self, phase: str | None) -> None:
+        """Enter a phase of an epoch, which a resumed run finishes."""
+        self.phase = phase
 
     def start_batch(self, is_last: bool) -> int:
         """Count a training batch. Returns the batch's index in the epoch."""
         batch_idx = self.batches_done
-        self.phase = "batch"
+        self.phase = "train_batch"
         self.is_last_batch = is_last
         self.batches_done = batch_idx + 1
         self.total_batches += 1
         return batch_idx
 
-    def count_eval_batch(self) -> None:
-        self.eval_batches_done += 1
-        self.total_eval_batches += self.stage != "sanity_check"
+    def count_steps(self, steps: int = 1) -> None:
+        """Count optimizer steps, which may be those of several optimizers in one batch."""
+        self.global_step += steps
+        self.optimizer_steps_in_epoch += steps
+
+    def count_manual_batch(self) -> None:
+        """Count a batch of manual optimization as one step of the epoch, as Trainer does."""
+        self.optimizer_steps_in_epoch = self.batches_done
+
+    def finish_batch(self, is_window_end: bool) -> None:
+        self.phase = None
+        if is_window_end:
+            self.logging_step += 1
+            self.batches_at_window_start = self.batches_done
+
+    def end_batches(self) -> None:
+        """Make the current batch the last one of its epoch."""
+        self.is_last_batch = True
 
     def end_epoch(self) -> None:
         self.epochs_done += 1
         self.is_in_epoch, self.phase = False, None
+
+    # Evaluation
+
+    def start_evaluation(self) -> None:
+        self.eval_batches_done = 0
+
+    def restart_eval_steps(self) -> None:
+        """Count the batches of new evaluation loaders from 0."""
+        self.eval_batches_by_loader = {}
+
+    def count_eval_batch(self) -> None:
+        self.eval_batches_done += 1
+        self.total_eval_batches += self.stage != "sanity_check"
+
+    def count_eval_step(self, dataloader_idx: int) -> int:
+        """Count a batch of a loader. Returns the number of its batches before this one."""
+        count = self.eval_batches_by_loader.get(dataloader_idx, 0)
+        self.eval_batches_by_loader[dataloader_idx] = count + 1
+        return count
+
+    def end_validation(self) -> None:
+        """Enter the phase after the last hook of a validation that logs values."""
+        if self.phase == "validate":
+            self.phase = "report_validation"
+
+    # Questions
 
     @property
     def is_epoch_complete(self) -> bool:
         """Return whether the current batch is the last one that this epoch trains on."""
         return self.is_last_batch or self.batches_done >= self.num_train_batches
 
+    @property
+    def trainer_epoch(self) -> int:
+        """The epoch that Trainer shows. It counts an epoch that a resumed run has to end."""
+        is_ending = self.phase == "end_epoch" and self.is_epoch_complete
+        return self.epochs_done + (is_ending and not self.has_started)
+
+    # State
+
     def state_dict(self) -> dict[str, Any]:
         """Return the counters, without the batches that a resumed run trains on again."""
-        without = ("stage", "num_train_batches")
+        without = ("stage", "num_train_batches", "has_started")
         state = {f.name: getattr(self, f.name) for f in fields(self) if f.name not in without}
-        if self.phase == "batch":
+        if self.phase == "train_batch":
             dropped = self.batches_done - self.batches_at_window_start
             state["batches_done"] -= dropped
             state["total_batches"] -= dropped
             state |= {"is_last_batch": False, "phase": None}
-        elif self.phase == "epoch_start":
+        elif self.phase == "start_epoch":
             state |= {"is_in_epoch": False, "phase": None}
         return state
 

@@ -15,6 +15,7 @@ from ..loggers.result_collection import ResultCollection
 from ..loggers.row import RowWriter
 from .check_arguments import LOADER_OF_STAGE, check_call, check_sources
 from .configure_optimizers import has_several_optimizers
+from .evaluation_loop import Predictions
 from .hooks import Hooks
 from .module_adapter import StepRunner, adapt_model, unwrap
 from .progress import Progress, StopCondition
@@ -26,7 +27,6 @@ if TYPE_CHECKING:
 
     from ..distributed.signals import SignalHandler
     from ..loop import FabricLoop
-    from .evaluation_loop import Predictions
     from .optimization import AutomaticOptimization, ManualOptimization
     from .progress import ValidationSchedule
 
@@ -102,6 +102,7 @@ class RunState:
         before: Progress = Progress() if last is None else last.progress
         # Give an evaluation the counters of the previous run.
         self.progress: Progress = Progress(
+            stage="train" if self.stage == "fit" else self.stage,
             global_step=before.global_step,
             epochs_done=before.epochs_done,
             total_batches=before.total_batches,
@@ -127,7 +128,7 @@ class RunState:
         self.validation_schedule: ValidationSchedule = None  # type: ignore[assignment]
         self.signals: SignalHandler = None  # type: ignore[assignment]
         self.returns_predictions = True
-        self.predictions: Predictions = None  # type: ignore[assignment]
+        self.predictions = Predictions()
         self.requires_grad_at_start: dict[str, bool] = {}
         self.checkpoint: dict[str, Any] | None = None
         self.own_state: dict[str, Any] | None = None

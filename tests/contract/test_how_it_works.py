@@ -145,6 +145,52 @@ def train(name, epochs=2, resume=None, **options):
 """
 CHECKS = {
     "Accumulate gradients by tokens": """
+SIZES = [8, 3, 5, 12, 2, 9, 16, 1, 7, 4]  # samples of 4 elements
+
+def uneven_batches():
+    torch.manual_seed(1)
+    return [(torch.randn(size, 4), torch.randn(size, 1)) for size in SIZES]
+
+def step(net, batch):
+    return torch.nn.functional.mse_loss(net(batch[0]), batch[1])
+
+def by_hand(world_size):
+    torch.manual_seed(0)
+    net, batches, window = torch.nn.Linear(4, 1), uneven_batches(), []
+    for index in range(0, len(batches), world_size):
+        window += batches[index : index + world_size]
+        tokens = sum(batch[0].numel() for batch in window)
+        if tokens >= 64 or index + world_size >= len(batches):
+            loss = sum(step(net, batch) * batch[0].numel() for batch in window) / tokens
+            net.zero_grad()
+            loss.backward()
+            torch.optim.SGD(net.parameters(), lr=0.1).step()
+            window = []
+    return net.weight.detach()
+
+def by_tokens(world_size):
+    torch.manual_seed(0)
+    net = torch.nn.Linear(4, 1)
+    strategy = "ddp_fork" if world_size == 2 else "auto"
+    loop = FabricLoop(accelerator="cpu", strategy=strategy, devices=world_size, max_epochs=1, logger=False,
+                      enable_checkpointing=False, enable_progress_bar=False, enable_model_summary=False)
+    loop.fit(net, Shared(world_size), optimizer=torch.optim.SGD(net.parameters(), lr=0.1), training_step=step)
+    return net.weight.detach()
+
+class Shared:
+    def __init__(self, world_size):
+        self.world_size = world_size
+
+    def __len__(self):
+        return len(SIZES) // self.world_size
+
+    def __iter__(self):
+        rank = torch.distributed.get_rank() if self.world_size == 2 else 0
+        return iter(uneven_batches()[rank :: self.world_size])
+
+for world_size in (1, 2):
+    found, expected = by_tokens(world_size), by_hand(world_size)
+    assert torch.allclose(found, expected, atol=1e-6), (world_size, found, expected)
 _, batches = train("batches", accumulate_grad_batches=2)
 loop, tokens = train("tokens")  # A batch has 32 elements.
 assert torch.allclose(tokens, batches, atol=1e-6) and loop.global_step == 4
@@ -153,11 +199,55 @@ train("cut", epochs=3, max_steps=3)
 assert torch.equal(train("cut", epochs=3, max_steps=5, resume="last")[1], whole)
 """,
     "A second validation set every N steps": """
+import lightning.pytorch as pl
+import torchmetrics
+
+class Lit(pl.LightningModule):
+    def __init__(self):
+        super().__init__()
+        self.net, self.error = torch.nn.Linear(4, 1), torchmetrics.MeanSquaredError()
+
+    def training_step(self, batch, batch_idx):
+        return torch.nn.functional.mse_loss(self.net(batch[0]), batch[1])
+
+    def validation_step(self, batch, batch_idx):
+        self.error.update(self.net(batch[0]), batch[1])
+        self.log("val_loss", torch.nn.functional.mse_loss(self.net(batch[0]), batch[1]))
+        self.log("val_error", self.error)
+
+    def configure_optimizers(self):
+        return torch.optim.SGD(self.parameters(), lr=0.1)
+
+    def second_val_dataloader(self):
+        return TensorLoader(torch.ones(6, 4), torch.full((6, 1), 5.0), batch_size=4)
+
+def train_lit(name, with_second=True, **options):
+    torch.manual_seed(0)
+    lit, data = Lit(), TensorLoader(torch.randn(32, 4), torch.randn(32, 1), batch_size=8, shuffle=True)
+    if not with_second:
+        lit.second_val_dataloader = lambda: data
+    loop = FabricLoop(accelerator="cpu", name=name, max_epochs=2, enable_progress_bar=False,
+                      enable_model_summary=False, **options)
+    loop.fit(lit, data, TensorLoader(torch.randn(8, 4), torch.randn(8, 1), batch_size=8))
+    return lit, read_logs(f"logs/{name}/version_0"), read_logs(f"logs/{name}/version_0/steps.csv")
+
+for options in ({}, {"strategy": "ddp_fork", "devices": 2}):
+    kind = str(len(options))
+    lit, rows, steps = train_lit("lit" + kind, **options)
+    plain = train_lit("plain" + kind, with_second=False, **options)[1]
+    assert rows["val_loss"].tolist() == plain["val_loss"].tolist()
+    assert rows["val_error"].tolist() == plain["val_error"].tolist()
+    expected = torch.nn.functional.mse_loss(lit.net(torch.ones(1, 4)), torch.full((1, 1), 5.0)).item()
+    last = steps["second_val_loss"].dropna().iloc[-1], steps["second_val_error"].dropna().iloc[-1]
+    assert all(abs(value - expected) < 1e-4 for value in last), (last, expected)
 train("second")
 rows = read_logs("logs/second/version_0/steps.csv")
 assert rows["step"].tolist() == [2, 4, 6, 8]
 last = read_logs("logs/second/version_0/metrics.csv")["val_loss"].iloc[-1]
-assert abs(rows["second_loss"].iloc[-1] - last) < 1e-6
+assert abs(rows["second_val_loss"].iloc[-1] - last) < 1e-6
+train("cut", epochs=1)
+train("cut", resume="last")
+assert read_logs("logs/cut/version_0/steps.csv").equals(rows.assign(name="cut"))
 """,
     "Another checkpoint policy": """
 import os
