@@ -14,6 +14,9 @@ import yaml
 if TYPE_CHECKING:
     from .errors import ConfigurationError
 
+_TIME_LINE = re.compile(rb"^(started|saved) ([0-9]+\.[0-9]+)$", re.MULTILINE)
+
+
 # Atomic files
 
 
@@ -119,6 +122,34 @@ def claim_version(folder: Path, *others: Path) -> int:
             version += 1
         except OSError as error:
             raise folder_error(folder, error) from error
+
+
+def read_times(folder: Path) -> tuple[float, float]:
+    """Return when the newest run of a version started, and when it last saved a checkpoint.
+
+    A new run appends the line "started 1764277654.5" to the file .lock in its version folders, and
+    each save the line "saved 1764277700.25". A time is 0.0 if there is no such line.
+    """
+    times = {b"started": 0.0, b"saved": 0.0}
+    for event, seconds in _TIME_LINE.findall(read_end(os.path.join(folder, ".lock"))):
+        times[event] = float(seconds)
+    return times[b"started"], times[b"saved"]
+
+
+def read_end(path: str) -> bytes:
+    """Return the last 4096 bytes of a file, or no bytes if the file cannot be read."""
+    # Use no file object, because resume="last" reads a file of each version.
+    try:
+        descriptor = os.open(path, os.O_RDONLY)
+    except OSError:
+        return b""
+    try:
+        os.lseek(descriptor, max(0, os.fstat(descriptor).st_size - 4096), os.SEEK_SET)
+        return os.read(descriptor, 4096)
+    except OSError:
+        return b""
+    finally:
+        os.close(descriptor)
 
 
 def make_folder(folder: Path) -> None:

@@ -29,6 +29,8 @@ from ..lightning_compat.private import saves_shards
 if TYPE_CHECKING:
     from ..training.run_state import RunState
 
+# The key of the state that only this package saves.
+OWN_KEY = "fabric_template"
 SHARDS_KEY = "fabric_template_shards"
 _PLACEHOLDER = "sharded"
 
@@ -50,6 +52,8 @@ def save_checkpoint(
             shutil.rmtree(shard_folder(content[SHARDS_KEY], path), ignore_errors=True)
         raise
     remove_shards(path, content)
+    if OWN_KEY in checkpoint:
+        run.folders.record_save(path, checkpoint[OWN_KEY]["saved_at"])
 
 
 def remove_checkpoint(path: Path) -> None:

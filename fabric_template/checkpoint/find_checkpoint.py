@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+import math
 import os
+import re
 import warnings
 from collections.abc import Callable
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
+
+import torch
 
 from ..distributed.launch import gather_objects
 from ..errors import (
@@ -18,10 +23,10 @@ from ..errors import (
     WeightsOnlyError,
     describe,
 )
-from ..files import number_of, version_folder
+from ..files import list_names, number_of, read_times, version_folder
 from ..lightning_compat.private import last_checkpoints
-from .distributed import SHARDS_KEY, verify_shards
-from .state import OWN_KEY, check_trainer_position
+from .distributed import OWN_KEY, SHARDS_KEY, verify_shards
+from .state import check_trainer_position
 
 if TYPE_CHECKING:
     from ..training.run_state import RunState
@@ -142,40 +147,110 @@ def find_checkpoint(
                 f'`.{run.stage}(ckpt_path="best")` is set but `ModelCheckpoint` is not configured to save'
                 " the best model. Give an exact path, as with `fast_dev_run=True`."
             )
-    files = sort_by_age(list_checkpoints(run, keyword))
-    for path in files:
+    groups = list_checkpoints(run, keyword)
+    for index, group in enumerate(groups):
+        path, checkpoint = read_newest(group, read)
+        if path is None and not group.damaged:
+            continue
+        if checkpoint is not None and keyword == "best":
+            path, checkpoint = read_best(path, checkpoint, read)
+        if checkpoint is None:
+            # Do not use an older run instead.
+            break
+        warn_of_newer_runs(run, argument, group, groups[:index])
+        return path, checkpoint
+    if keyword != "auto":
+        report_missing(run, argument, keyword, groups)
+    return None, None
+
+
+@dataclass
+class Group:
+    """Checkpoints among which a keyword selects, such as those of a version folder.
+
+    Attributes:
+        folder: The version folder, or None for files elsewhere.
+        started: The time at which the newest run of the version started, or 0.0.
+        saved: The time at which the run last saved a checkpoint, or 0.0.
+        pattern: The file names of the checkpoints in the folder.
+        given: The paths of files elsewhere.
+        damaged, replaced: The files that are damaged, and those of a run that a newer run of the
+            same version has replaced.
+    """
+
+    folder: Path | None = None
+    started: float = 0.0
+    saved: float = 0.0
+    pattern: str = "*.ckpt"
+    given: list[Path] = field(default_factory=list)
+    damaged: list[Path] = field(default_factory=list)
+    replaced: list[Path] = field(default_factory=list)
+
+    @property
+    def time(self) -> float:
+        return max(self.started, self.saved)
+
+    def files(self) -> list[Path]:
+        """Return the files, the newest one first."""
+        if self.folder is None:
+            return newest_first(self.given)
+        return newest_first([path for path in self.folder.glob(self.pattern) if path.is_file()])
+
+
+def read_newest(
+    group: Group, read: Callable[[str | Path], dict[str, Any]]
+) -> tuple[Path | None, dict[str, Any] | None]:
+    """Return the newest checkpoint of a group that is not damaged and not replaced, or None."""
+    for path in group.files():
         try:
             checkpoint = read(path)
         except DamagedCheckpointError as error:
             warnings.warn(f"{error} Using the previous checkpoint instead.", stacklevel=2)
+            group.damaged.append(path)
             continue
-        if keyword != "best":
+        if time_of(checkpoint, default=group.started) >= group.started:
             return path, checkpoint
-        # The newest checkpoint contains the name of the best checkpoint.
-        kept = checkpoint.get(OWN_KEY, {}).get("checkpoints", {}).get("kept", {})
-        best_path = path.with_name(os.path.basename(next(iter(kept), "best.ckpt")))
-        if best_path.exists():
-            return best_path, read(best_path)
-        break
-    if keyword != "auto":
-        report_missing(run, argument, keyword, files)
+        group.replaced.append(path)
     return None, None
 
 
-def list_checkpoints(run: RunState, keyword: str) -> list[Path]:
-    """Return the files that the keyword "last", "best" or "auto" may select."""
-    loop, version = run.loop, run.config.version
+def read_best(
+    path: Path | None, newest: dict[str, Any], read: Callable[[str | Path], dict[str, Any]]
+) -> tuple[Path | None, dict[str, Any] | None]:
+    """Return the best checkpoint. The newest checkpoint contains its name."""
+    kept = newest[OWN_KEY]["checkpoints"]["kept"] if OWN_KEY in newest else ["best.ckpt"]
+    for name in list(kept)[:1]:
+        best = Path(path or "").with_name(os.path.basename(name))
+        if best.exists():
+            return best, read(best)
+    return None, None
+
+
+def warn_of_newer_runs(run: RunState, argument: str, group: Group, skipped: list[Group]) -> None:
+    """Warn if a run without a checkpoint is newer than the run that is used."""
+    newer = [other.folder for other in skipped if other.folder and other.time > group.time]
+    if newer and group.folder is not None:
+        run.warn_once(
+            f"{argument}: {newer[0].name} was started later and has no checkpoint. Continuing"
+            f" {group.folder.name}. To continue another run, write version= or its path."
+        )
+
+
+def list_checkpoints(run: RunState, keyword: str) -> list[Group]:
+    """Return the files that the keyword "last", "best" or "auto" may select, newest run first."""
+    loop = run.loop
     savers = run.hooks.callbacks_of("Checkpoint")
     if not savers:
-        return files_of_newest_version(run_folder(run), version, "*.ckpt")
+        return list_versions(run, run_folder(run), "*.ckpt")
     has_own_folder = all(getattr(saver, "dirpath", None) for saver in savers)
     if not has_own_folder and loop.loggers and loop.loggers[0].save_dir is not None:
         # ModelCheckpoint saves in the log folder. A killed run may have no last.ckpt, so "auto"
         # accepts any checkpoint.
         folder = Path(loop.loggers[0].save_dir, str(loop.loggers[0].name))
         name = "*.ckpt" if keyword == "auto" else "last*.ckpt"
-        if files := files_of_newest_version(folder, version, f"checkpoints/{name}"):
-            return files
+        groups = list_versions(run, folder, f"checkpoints/{name}")
+        if any(group.files() for group in groups):
+            return groups
     exceptions = [saver.ckpt_path for saver in run.hooks.callbacks_of("OnExceptionCheckpoint")]
     savers = run.hooks.callbacks_of("ModelCheckpoint")
     paths = exceptions + [path for saver in savers for path in last_checkpoints(saver, loop)]
@@ -183,26 +258,56 @@ def list_checkpoints(run: RunState, keyword: str) -> list[Path]:
         default = [] if loop.loggers else [Path(loop.default_root_dir, "checkpoints")]
         for folder in [saver.dirpath for saver in savers if saver.dirpath] or default:
             paths += Path(folder).glob("*.ckpt")
-    return [Path(path) for path in paths if path and os.path.exists(path)]
+    return [Group(given=[Path(path) for path in paths if path and os.path.exists(path)])]
 
 
-def files_of_newest_version(folder: Path, version: int | str | None, pattern: str) -> list[Path]:
-    """Return the checkpoints of a version, or of the newest version that has checkpoints."""
-    versions = versions_of(folder) if version is None else [folder / version_folder(version)]
-    for path in reversed(versions):
-        if files := list(path.glob(pattern)):
-            return files
-    return []
+def list_versions(run: RunState, folder: Path, pattern: str) -> list[Group]:
+    """Return the versions in a folder. The run that started or saved last is the first one.
+
+    Each run records its times in its own folder. The times of files change when files are copied.
+    """
+    version = run.config.version
+    names = list_names(folder) if version is None else [version_folder(version)]
+    groups = [Group(folder / name, *read_times(folder / name), pattern) for name in names]
+    for group in groups:
+        if group.time == 0.0 and len(groups) > 1:
+            group.saved = max(map(read_saved_at, group.files()[:1]), default=0.0)
+
+    def age(group: Group) -> tuple[float, int, str]:
+        name = "" if group.folder is None else group.folder.name
+        number = number_of(name)
+        return group.time, -1 if number is None else number, name
+
+    return sorted(groups, key=age, reverse=True)
 
 
-def versions_of(folder: Path) -> list[Path]:
-    """Return a run's folders: named versions from old to new, then version_0, version_1, ..."""
+def read_saved_at(path: Path) -> float:
+    """Return the time inside a checkpoint, without reading its tensors. 0.0: it has no time."""
+    try:
+        return time_of(torch.load(path, map_location="cpu", mmap=True, weights_only=True), 0.0)
+    except Exception:
+        # The resume reports a damaged file.
+        return 0.0
 
-    def age(path: Path) -> tuple[int, float]:
-        number = number_of(path.name)
-        return (-1, path.stat().st_mtime) if number is None else (number, 0.0)
 
-    return sorted((p for p in folder.glob("*") if p.is_dir()), key=age)
+def time_of(checkpoint: dict[str, Any], default: float) -> float:
+    """Return the time that a checkpoint contains. Lightning's Trainer saves none."""
+    own = checkpoint.get(OWN_KEY)
+    time = own.get("saved_at") if isinstance(own, dict) else None
+    return time if isinstance(time, float) and math.isfinite(time) else default
+
+
+def newest_first(files: list[Path]) -> list[Path]:
+    """Sort the checkpoints of a version: first last.ckpt, then by the step in the file name."""
+    lasts = [path for path in files if path.name.startswith("last")]
+    times = {path: read_saved_at(path) for path in lasts} if len(lasts) > 1 else {}
+
+    def age(path: Path) -> tuple[bool, float, int, int]:
+        step = re.search(r"(?:^|-)step=([0-9]+)", path.stem)
+        number = int(step[1]) if step else -1
+        return path in lasts, times.get(path, 0.0), number, path.stat().st_mtime_ns
+
+    return sorted(files, key=age, reverse=True)
 
 
 def run_folder(run: RunState, kind: str = "checkpoints") -> Path:
@@ -223,21 +328,20 @@ def version_of_checkpoint(run: RunState, path: str) -> int | str | None:
     return None
 
 
-def sort_by_age(files: list[Path]) -> list[Path]:
-    """Sort checkpoints, newest first. Put last.ckpt before other files."""
-
-    def age(path: Path) -> tuple[bool, int]:
-        return path.name.startswith("last"), path.stat().st_mtime_ns
-
-    return sorted(files, key=age, reverse=True)
-
-
-def report_missing(run: RunState, argument: str, keyword: str, files: list[Path]) -> None:
+def report_missing(run: RunState, argument: str, keyword: str, groups: list[Group]) -> None:
     """Raise an error for a missing checkpoint. For ckpt_path="last", only warn, as Trainer does."""
-    if files and keyword == "last":
+    damaged = [path for group in groups for path in group.damaged]
+    replaced = [path for group in groups for path in group.replaced]
+    if damaged:
         raise DamagedCheckpointError(
-            f"{argument}: got {keyword!r}, but every checkpoint in {files[0].parent} is damaged. Give"
+            f"{argument}: got {keyword!r}, but every checkpoint in {damaged[0].parent} is damaged. Give"
             " another path, or train again."
+        )
+    if replaced:
+        raise MissingCheckpointError(
+            f"{argument}: got {keyword!r}, expected a checkpoint of the newest run in {replaced[0].parent},"
+            " which has none. Train again. To continue the run that it replaced, write"
+            f" {argument}={str(replaced[0])!r}."
         )
     if (argument, keyword) != ("ckpt_path", "last"):
         expected = f"a checkpoint, but there is none under {run_folder(run)}. Train first"

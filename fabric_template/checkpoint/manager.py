@@ -28,19 +28,25 @@ class CheckpointManager:
     Args:
         folder: The folder of the checkpoints. None: nothing is saved.
         config: The options monitor, mode, save_top_k, save_last and save_every_n_steps.
+        is_continued: Whether the run resumes from a checkpoint in the folder.
 
     Attributes:
         last_model_path: The path of last.ckpt. ModelCheckpoint has an attribute of this name, too.
     """
 
-    def __init__(self, folder: Path | None, config: Any) -> None:
+    def __init__(self, folder: Path | None, config: Any, is_continued: bool = False) -> None:
         self.folder, self.config = folder, config
+        self._is_continued = is_continued
         self.last_model_path = ""
         # The monitored value of each of the best checkpoints, keyed by path.
         self._kept: dict[str, float] = {}
         self._is_validated = False
         self._last_step = 0
         self._unsaved: dict[str, str] = {}
+
+    def set_options(self, config: Any) -> None:
+        """Use other options from now on."""
+        self.config = config
 
     @property
     def dirpath(self) -> str | None:
@@ -50,7 +56,7 @@ class CheckpointManager:
     def best_model_path(self) -> str:
         if self.config.monitor is None:
             return self.last_model_path
-        return min(self._kept, key=lambda path: self._sort_key(self._kept[path]), default="")
+        return min(self._kept, key=self._rank, default="")
 
     @property
     def best_model_score(self) -> float | None:
@@ -130,19 +136,21 @@ class CheckpointManager:
             self._save_among_best(run, float(value))
 
     def _save_among_best(self, run: RunState, value: float) -> None:
-        """Save a checkpoint if its value is good enough, and remove the file that it replaces."""
+        """Save a checkpoint if its value is good enough, and remove the files that it replaces."""
         k, previous = self.config.save_top_k, self._kept
-        path = replaced = str(self._best_path(run, value))
-        if k != -1 and len(previous) >= k:
-            replaced = max(previous, key=lambda name: self._sort_key(previous[name]))
-            if self._sort_key(value) >= self._sort_key(previous[replaced]):
-                return
-        kept = {name: score for name, score in previous.items() if name != replaced}
-        self._kept = {**kept, path: value}
+        path = str(self._best_path(run, value))
+        ranked = sorted(previous, key=self._rank)
+        if k != -1 and len(ranked) >= k and self._sort_key(value) >= self._rank(ranked[k - 1]):
+            return
+        # Keep k files, also if the resumed run has kept more.
+        others = [name for name in ranked if name != path]
+        kept = others if k == -1 else others[: k - 1]
+        self._kept = {**{name: previous[name] for name in kept}, path: value}
         if not self.write(run, Path(path)):
             self._kept = previous
-        elif replaced != path and run.fabric.is_global_zero:
-            remove_checkpoint(Path(replaced))
+        elif run.fabric.is_global_zero:
+            for name in others[len(kept) :]:
+                remove_checkpoint(Path(name))
 
     def _best_path(self, run: RunState, value: float) -> Path:
         if self.config.save_top_k == 1:
@@ -158,6 +166,9 @@ class CheckpointManager:
 
     def _sort_key(self, value: float) -> float:
         return value if self.config.mode == "min" else -value
+
+    def _rank(self, path: str) -> float:
+        return self._sort_key(self._kept[path])
 
     def finish(self, run: RunState) -> None:
         """Write files that could not be written during training, such as last.ckpt and the logs.
@@ -207,9 +218,11 @@ class CheckpointManager:
 
     def state_dict(self) -> dict[str, Any]:
         # Put the best checkpoint first, because resume="best" uses the first name.
-        ranked = sorted(self._kept.items(), key=lambda item: self._sort_key(item[1]))
+        ranked = sorted(self._kept, key=self._rank)
         return {
-            "kept": {os.path.basename(path): value for path, value in ranked},
+            "kept": {os.path.basename(path): self._kept[path] for path in ranked},
+            "monitor": self.config.monitor,
+            "mode": self.config.mode,
             "is_validated": self._is_validated,
             "last_step": self._last_step,
         }
@@ -217,7 +230,14 @@ class CheckpointManager:
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         if self.folder is None:
             return
+        self._is_validated, self._last_step = state["is_validated"], state["last_step"]
+        is_same_metric = (state["monitor"], state["mode"]) == (
+            self.config.monitor,
+            self.config.mode,
+        )
+        if not is_same_metric or not self._is_continued:
+            # Scores of another metric do not compete. Files in another folder are not this run's.
+            return
         # Ignore folders in the names, because an untrusted checkpoint may name any file.
         kept = {self._path(os.path.basename(name)): v for name, v in state["kept"].items()}
         self._kept = {str(path): value for path, value in kept.items() if path.exists()}
-        self._is_validated, self._last_step = state["is_validated"], state["last_step"]

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import math
 import os
+import re
+import time
 import warnings
 from collections.abc import Iterable, Iterator
 from contextlib import ExitStack, contextmanager, suppress
@@ -12,12 +15,78 @@ from typing import IO, TYPE_CHECKING, Any
 from lightning.pytorch.utilities.exceptions import SIGTERMException
 
 from ..errors import CheckpointError
-from ..files import claim_version, folder_error, make_folder, sync_folder, version_folder
+from ..files import (
+    claim_version,
+    folder_error,
+    list_names,
+    make_folder,
+    read_end,
+    read_times,
+    sync_folder,
+    version_folder,
+)
+from .distributed import remove_checkpoint
 from .find_checkpoint import run_folder, version_of_checkpoint
 from .manager import CheckpointManager
 
 if TYPE_CHECKING:
     from ..training.run_state import RunState
+
+# The names of the checkpoints that both loops write.
+_CHECKPOINT = re.compile(r"(last|best|epoch=[0-9]+-step=[0-9]+-.*)\.ckpt")
+
+
+class RunFolders:
+    """The version folders that a run writes, with the times that the run records in them.
+
+    A new run records in the files .lock when it starts, and each run when it saves. The times
+    decide which run resume="last" continues, and which checkpoints in the folder of a fixed version
+    a new run replaces.
+    """
+
+    def __init__(self) -> None:
+        self._files: dict[Path, IO[str]] = {}
+        self._newest = 0.0
+        self._replaced: list[Path] = []
+
+    def open(self, files: dict[Path, IO[str]]) -> None:
+        """Use folders, whose .lock files this process has locked."""
+        self._files = files
+        self._newest = max((max(read_times(folder)) for folder in files), default=0.0)
+
+    def close(self) -> None:
+        """Record nothing from now on, because the .lock files are closed."""
+        self._files = {}
+
+    def start_new_run(self, folder: Path | None) -> None:
+        """Record that a new run has started, which replaces the checkpoints in ``folder``."""
+        # The clock of another machine may have been ahead.
+        self._newest = max(time.time(), self._newest + 0.001)
+        self._record("started", self._newest, is_synced=True)
+        names = [] if folder is None else list_names(folder)
+        self._replaced = [Path(folder or "", name) for name in names if _CHECKPOINT.fullmatch(name)]
+
+    def restore_replaced_run(self) -> None:
+        """Record that the checkpoints in the folders are in use again."""
+        self._record("started", 0.0, is_synced=True)
+
+    def save_time(self) -> float:
+        """Return the time for a checkpoint, which is not before the times in the folders."""
+        return max(time.time(), self._newest)
+
+    def record_save(self, path: Path, saved_at: float) -> None:
+        """Record a complete checkpoint. The first one of a new run removes those it replaces."""
+        folders = {Path(os.path.abspath(folder)) for folder in self._files}
+        if folders.isdisjoint(Path(os.path.abspath(path)).parents):
+            return
+        self._record("saved", saved_at)
+        replaced, self._replaced = self._replaced, []
+        for old in replaced:
+            if old != path:
+                remove_checkpoint(old)
+
+    def _record(self, event: str, seconds: float, is_synced: bool = False) -> None:
+        add_line(self._files.values(), f"{event} {seconds!r}", is_synced)
 
 
 def open_folders(run: RunState, stack: ExitStack) -> None:
@@ -31,11 +100,33 @@ def open_folders(run: RunState, stack: ExitStack) -> None:
     if not run.fabric.is_global_zero:
         return
     folders = [Path(logger.log_dir) for logger in run.loggers.csv_loggers]
-    if run.checkpoints.folder is not None:
-        folders.append(run.checkpoints.folder)
-    stack.enter_context(lock_folders(folders))
+    checkpoint_folder = run.checkpoints.folder
+    if checkpoint_folder is None and folders and version is not None:
+        # A run that saves elsewhere, or nothing, replaces the run of the version, too.
+        checkpoint_folder = run_folder(run) / version_folder(version)
+    if checkpoint_folder is not None and (run.checkpoints.folder or checkpoint_folder.is_dir()):
+        folders.append(checkpoint_folder)
+    run.folders.open(stack.enter_context(lock_folders(folders)))
+    stack.callback(run.folders.close)
+    if any(continues_in(run, folder) for folder in folders):
+        saved_at = (run.own_state or {}).get("saved_at", math.inf)
+        if any(saved_at < read_times(folder)[0] for folder in folders):
+            run.folders.restore_replaced_run()
+    else:
+        run.folders.start_new_run(run.checkpoints.folder)
     if own is not None and version is not None and not run.resumes:
         own.rewind({})
+
+
+def continues_in(run: RunState, folder: Path) -> bool:
+    """Return whether the run resumes from a checkpoint that was saved in a folder."""
+    if not run.resumes:
+        return False
+    if folder.resolve() in Path(str(run.checkpoint_path)).resolve().parents:
+        return True
+    # The checkpoint may be a copy elsewhere.
+    saved_at = (run.own_state or {}).get("saved_at")
+    return f"saved {saved_at!r}".encode() in read_end(str(folder / ".lock")).splitlines()
 
 
 def make_checkpoint_manager(run: RunState) -> CheckpointManager:
@@ -52,7 +143,8 @@ def make_checkpoint_manager(run: RunState) -> CheckpointManager:
     version = run.fabric.broadcast(version)
     for logger in loggers:
         logger.version = version
-    return CheckpointManager(folder / version_folder(version), config)
+    folder = folder / version_folder(version)
+    return CheckpointManager(folder, config, continues_in(run, folder))
 
 
 # Locks
@@ -72,21 +164,25 @@ if hasattr(os, "register_at_fork"):
 
 
 @contextmanager
-def lock_folders(folders: Iterable[Path]) -> Iterator[None]:
+def lock_folders(folders: Iterable[Path]) -> Iterator[dict[Path, IO[str]]]:
     """Make this process the only writer of some folders, and record how the run ends.
 
     The system releases the lock of a killed process. Each .lock file contains the process id. At
     the end of a run, "finished", "interrupted" or "failed" is appended to the .lock file.
+
+    Yields:
+        The open .lock files by folder. A folder that cannot be locked has none.
     """
     with ExitStack() as stack:
-        opened = [open_lock(folder, stack) for folder in folders]
-        files = [file for file in opened if file is not None]
+        opened = {folder: open_lock(folder, stack) for folder in folders}
+        by_folder = {folder: file for folder, file in opened.items() if file is not None}
+        files = by_folder.values()
         _open_files.update(files)
         stack.callback(_open_files.difference_update, files)
         add_line(files, str(os.getpid()))
         end = "failed"
         try:
-            yield
+            yield by_folder
             end = "finished"
         except (KeyboardInterrupt, SystemExit, SIGTERMException):
             end = "interrupted"
@@ -136,9 +232,11 @@ def open_without_links(path: str, flags: int) -> int:
     return os.open(path, flags | getattr(os, "O_NOFOLLOW", 0), 0o666)
 
 
-def add_line(files: Iterable[IO[str]], line: str) -> None:
+def add_line(files: Iterable[IO[str]], line: str, is_synced: bool = False) -> None:
     for file in files:
-        # If the disk is full, continue without a record of how the run ends.
+        # If the disk is full, continue without this record.
         with suppress(OSError):
             file.write(f"{line}\n")
             file.flush()
+            if is_synced:
+                os.fsync(file.fileno())

@@ -24,12 +24,11 @@ from ..errors import CheckpointError, OtherModelError
 from ..lightning_compat.private import hyperparameters_name
 from ..loggers.read_logs import read_table
 from ..rng_state import capture_rng_state, restore_rng_state
-from .distributed import SHARDS_KEY, load_shards
+from .distributed import OWN_KEY, SHARDS_KEY, load_shards
 
 if TYPE_CHECKING:
     from ..training.run_state import RunState
 
-OWN_KEY = "fabric_template"
 # The counters in each progress object of Trainer.
 _COUNTS = ("ready", "started", "processed", "completed")
 # Names of the attributes of RunState that have a state_dict. The first process saves PARTS, and
@@ -109,6 +108,7 @@ def own_state(run: RunState) -> dict[str, Any]:
     changed_flags = requires_grad_flags(run).items() - run.requires_grad_at_start.items()
     return {
         **states_of(run, PARTS),
+        "saved_at": run.folders.save_time(),
         "accumulate_grad_batches": run.accumulate_grad_batches if is_changed else None,
         "requires_grad": dict(sorted(changed_flags)),
         "settings": run_settings(run),

@@ -186,15 +186,18 @@ class StopCondition:
     """
 
     def __init__(self, config: LoopConfig, progress: Progress, has_other_limit: bool) -> None:
-        self.progress = progress
-        self.max_steps, self.min_steps = config.max_steps, config.min_steps
-        has_limit = has_other_limit or config.max_steps != -1
-        default_max, default_min = -1 if has_limit else 1000, 0 if config.min_steps is None else 1
-        self.max_epochs = default_max if config.max_epochs is None else config.max_epochs
-        self.min_epochs = default_min if config.min_epochs is None else config.min_epochs
+        self.progress, self._has_other_limit = progress, has_other_limit
+        self.set_limits(config)
         self.should_stop = False
         self.signal: int | None = None
         self.divergence = ""
+
+    def set_limits(self, config: LoopConfig) -> None:
+        self.max_steps, self.min_steps = config.max_steps, config.min_steps
+        has_limit = self._has_other_limit or config.max_steps != -1
+        default_max, default_min = -1 if has_limit else 1000, 0 if config.min_steps is None else 1
+        self.max_epochs = default_max if config.max_epochs is None else config.max_epochs
+        self.min_epochs = default_min if config.min_epochs is None else config.min_epochs
 
     @property
     def has_max_steps(self) -> bool:

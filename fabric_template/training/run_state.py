@@ -6,6 +6,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from ..checkpoint.manager import CheckpointManager
+from ..checkpoint.run_folders import RunFolders
 from ..data.loaders import DataConnector
 from ..errors import WarnOnce
 from ..lightning_compat.private import wrap_optimizer
@@ -25,6 +26,7 @@ if TYPE_CHECKING:
     from torch import nn
     from torch.optim import Optimizer
 
+    from ..config import LoopConfig
     from ..distributed.signals import SignalHandler
     from ..loop import FabricLoop
     from .optimization import AutomaticOptimization, ManualOptimization
@@ -119,6 +121,7 @@ class RunState:
         self.steps = StepRunner(fabric, self.module, self.network, config.compile)
         self.loggers = LoggerConnector(self)
         self.console = Console(config, shows_console)
+        self.folders: RunFolders = RunFolders() if last is None else last.folders
         self.checkpoints = CheckpointManager(None, config) if last is None else last.checkpoints
         self.warn_once = WarnOnce(fabric.is_global_zero)
         self.accumulate_grad_batches = config.accumulate_grad_batches
@@ -145,6 +148,14 @@ class RunState:
         bases = [base for base in type(callback).__mro__ if base.__name__ != "Callback"]
         is_lightnings = any(base.__module__.startswith(packages) for base in bases)
         return self.module if is_lightnings else self.model
+
+    def set_options(self, config: LoopConfig) -> None:
+        """Use other options for the rest of the run."""
+        self.config = config
+        self.stop.set_limits(config)
+        self.checkpoints.set_options(config)
+        if self.optimization is not None:
+            self.optimization.setup()
 
     def set_optimizers(self, optimizers: list[Optimizer]) -> None:
         self.optimizers = optimizers

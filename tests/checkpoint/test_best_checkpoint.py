@@ -9,6 +9,7 @@ from modules import Classifier, make_loader, quiet, run_trainer
 from runs import Snapshots, assert_same_end, fit, logs_of, loud, same, tree, val_loader
 
 from fabric_template import FabricLoop
+from fabric_template.errors import MissingCheckpointError
 
 EPOCH = {"train": lambda: make_loader(32), "val": val_loader, "num_sanity_val_steps": 0}  # eight batches
 
@@ -92,3 +93,59 @@ def test_stopped_by_a_validation_inside_an_epoch(tmp_path):
     assert steps == {2: "epoch=0-step=2-score=5.ckpt", 4: "epoch=0-step=4-score=1.ckpt"}
     fit(tmp_path, scored(5, 1, 3, 4), resume="last", **words)
     assert sorted(files_of(tmp_path)) == [4, 6, 8]
+
+
+class Two(Classifier):
+    """Logs the n-th pair of scores in the n-th epoch."""
+
+    losses, accuracies = (5.0, 4.0, 3.0, 3.5), (0.125, 0.5, 0.375, 0.25)
+
+    def validation_step(self, batch, batch_idx):
+        self.log_dict({"loss": self.losses[self.current_epoch], "acc": self.accuracies[self.current_epoch]})
+
+
+LOSS, ACC = {"monitor": "loss"}, {"monitor": "acc", "mode": "max"}
+
+
+@pytest.mark.parametrize(
+    ("first", "second", "best"),
+    [
+        (LOSS, ACC, {3: 0.375}),
+        (ACC, LOSS, {3: 3.0}),
+        (LOSS, {"monitor": "loss", "mode": "max"}, {4: 3.5}),
+        (ACC, {"monitor": "acc", "mode": "min"}, {4: 0.25}),
+        ({}, ACC, {3: 0.375}),
+        (LOSS, {}, {}),
+        (LOSS, LOSS, {3: 3.0}),
+        (ACC, ACC, {2: 0.5}),
+    ],
+    ids=str,
+)
+def test_scores_of_another_metric_do_not_compete(tmp_path, first, second, best):
+    fit(tmp_path, Two, max_epochs=2, **EPOCH, **first)
+    loop, *_ = fit(tmp_path, Two, max_epochs=4, resume="last", **EPOCH, **second)
+    saver, path = loop.checkpoint_callback, loop.checkpoint_path("best")
+    if not second:
+        assert (saver.best_model_score, saver.best_model_path) == (None, saver.last_model_path)
+        with pytest.raises(MissingCheckpointError, match="load: got 'best'"):
+            fit(tmp_path, Two, max_epochs=1, load="best", version=0)
+        return
+    ((epoch, score),) = best.items()
+    assert (saver.best_model_score, saver.best_model_path) == (score, str(path))
+    assert torch.load(path, weights_only=True)["global_step"] == 8 * epoch
+    assert fit(tmp_path, Two, max_epochs=1, load="best", **EPOCH, **second)[0].ckpt_path == str(path)
+
+
+@pytest.mark.parametrize("second", [1, 2, 3, -1])
+@pytest.mark.parametrize("first", [1, 2, -1])
+def test_another_number_of_best_checkpoints(tmp_path, first, second):
+    """The best of all epochs are kept, but no file that the first run has removed."""
+    scores = [5, 3, 4, 2.5, 3.5, 1]
+    words = {**EPOCH, "monitor": "score"}
+    fit(tmp_path, scored(*scores, every=8), max_epochs=3, save_top_k=first, **words)
+    fit(tmp_path, scored(*scores, every=8), max_epochs=6, resume="last", save_top_k=second, **words)
+    kept = scores[:3] if first == -1 else sorted(scores[:3])[:first]
+    for score in scores[3:]:
+        if second == -1 or len(kept) < second or score < sorted(kept)[second - 1]:
+            kept = sorted([*kept, score])[: None if second == -1 else second]
+    assert sorted(files_of(tmp_path)) == sorted(8 * (scores.index(score) + 1) for score in kept)

@@ -1,0 +1,266 @@
+"""Test which run resume="last" and "auto" continue, and what a new run in a fixed version replaces."""
+
+import os
+import re
+import shutil
+import signal
+import time
+from pathlib import Path
+
+import pytest
+import torch
+from externally import externally
+from lightning.pytorch.callbacks import Callback, ModelCheckpoint
+from modules import Classifier
+from runs import Plain, assert_same_end, fit, logs_of, tree, val_loader
+
+from fabric_template.checkpoint.checkpoint_io import read_checkpoint
+from fabric_template.errors import MissingCheckpointError
+from fabric_template.files import read_times
+
+
+def folder(root, version):
+    name = f"version_{version}" if isinstance(version, int) else version
+    return Path(root, "checkpoints/run", name)
+
+
+class Stops(Callback):
+    """End the run with an error at a step."""
+
+    def __init__(self, step):
+        self.step = step
+
+    def on_train_batch_start(self, trainer, *_):
+        if trainer.global_step == self.step:
+            raise RuntimeError("stopped")
+
+
+def fail(root, step=1, **options):
+    with pytest.raises(RuntimeError, match="stopped"):
+        fit(root, Plain, max_epochs=2, callbacks=[Stops(step)], **options)
+
+
+# The newest run
+
+
+def touch(root):
+    for path in folder(root, 1).iterdir():
+        os.utime(path, (time.time() + 1000,) * 2)
+
+
+def copy(root):
+    shutil.copytree(folder(root, 1), folder(root, 7))
+
+
+def copy_older_files(root):
+    """Copy checkpoints without their .lock file."""
+    folder(root, 9).mkdir()
+    shutil.copy(folder(root, 1) / "last.ckpt", folder(root, 9) / "last.ckpt")
+
+
+def make_empty_folders(root):
+    for name in ("version_12", "zzz", "version_x"):
+        (folder(root, name)).mkdir()
+    (folder(root, 0).parent / "notes.txt").write_text("mine")
+
+
+@pytest.mark.parametrize("change", [touch, copy, copy_older_files, make_empty_folders])
+@pytest.mark.parametrize("keyword", ["last", "auto"])
+def test_the_run_that_saved_last_is_continued(tmp_path, change, keyword):
+    for _ in range(3):
+        fit(tmp_path, Plain, max_epochs=1)
+    fit(tmp_path, Plain, max_epochs=2, resume="last", version=0)
+    change(tmp_path)
+    loop, *_ = fit(tmp_path, Plain, max_epochs=3, resume=keyword)
+    assert (loop.ckpt_path, loop.current_epoch) == (str(folder(tmp_path, 0) / "last.ckpt"), 3)
+
+
+def test_a_moved_run_keeps_its_time(tmp_path):
+    """The time inside the checkpoints is used where the .lock file is missing."""
+    fit(tmp_path / "a", Plain, max_epochs=1)
+    fit(tmp_path / "b", Plain, max_epochs=2)
+    shutil.copytree(folder(tmp_path / "b", 0), folder(tmp_path / "a", "moved"))
+    for path in tmp_path.rglob(".lock"):
+        path.unlink()
+    for path in folder(tmp_path / "a", 0).iterdir():
+        os.utime(path)
+    loop, *_ = fit(tmp_path / "a", Plain, max_epochs=3, resume="last")
+    assert loop.ckpt_path == str(folder(tmp_path / "a", "moved") / "last.ckpt")
+
+
+def test_the_best_checkpoint_is_of_the_newest_run(tmp_path):
+    options = {"val": val_loader, "monitor": "val_loss"}
+    for version in ("b", "a"):
+        fit(tmp_path, Plain, max_epochs=1, version=version, **options)
+    fit(tmp_path, Plain, max_epochs=2, resume="last", version="b", **options)
+    loop, *_ = fit(tmp_path, Plain, max_epochs=1, load="best", **options)
+    assert loop.ckpt_path == str(folder(tmp_path, "b") / "best.ckpt")
+
+
+def test_files_of_other_programs_come_after_runs(tmp_path):
+    fit(tmp_path, Plain, max_epochs=2)
+    path = folder(tmp_path, 0) / "last.ckpt"
+    foreign = read_checkpoint(path)
+    del foreign["fabric_template"]
+    for version in (1, 5, "named"):
+        folder(tmp_path, version).mkdir()
+        torch.save(foreign, folder(tmp_path, version) / "last.ckpt")
+    assert fit(tmp_path, Plain, max_epochs=2, resume="last")[0].ckpt_path == str(path)
+    shutil.rmtree(path.parent)
+    loop, *_ = fit(tmp_path, Plain, max_epochs=2, load="last")
+    assert loop.ckpt_path == str(folder(tmp_path, 5) / "last.ckpt")
+
+
+@pytest.mark.parametrize("text", ["", "1\nstarted\nsaved nan\n", "saved 99999999999", "\0\n" * 99, "finished"])
+def test_a_lock_file_without_times_is_no_problem(tmp_path, text):
+    for epochs in (1, 2):
+        fit(tmp_path, Plain, max_epochs=epochs)
+    (folder(tmp_path, 0) / ".lock").write_text(text)
+    loop, *_ = fit(tmp_path, Plain, max_epochs=3, resume="last")
+    assert loop.checkpoint_dir.name == "version_1"
+
+
+def test_a_newer_run_without_a_checkpoint_is_named(tmp_path):
+    fit(tmp_path, Plain, max_epochs=1)
+    fail(tmp_path)
+    with pytest.warns(UserWarning, match="resume: version_1 was started later and has no checkpoint. Continuing ver"):
+        loop, *_ = fit(tmp_path, Plain, max_epochs=2, resume="last")
+    assert loop.checkpoint_dir.name == "version_0"
+    # Now version_0 is the newest run.
+    fit(tmp_path, Plain, max_epochs=3, resume="last")
+
+
+def test_times_of_a_run(tmp_path):
+    before = time.time()
+    fit(tmp_path, Plain, max_epochs=2)
+    started, saved = read_times(folder(tmp_path, 0))
+    assert before <= started <= saved <= time.time()
+    assert read_checkpoint(folder(tmp_path, 0) / "last.ckpt")["fabric_template"]["saved_at"] == saved
+    lines = (folder(tmp_path, 0) / ".lock").read_text().splitlines()
+    assert [line.split()[0] for line in lines[1:]] == ["started", "saved", "saved", "finished"]
+    assert (tmp_path / "logs/run/version_0/.lock").read_text().splitlines()[1:] == lines[1:]
+
+
+def test_a_clock_that_is_behind_changes_nothing(tmp_path, monkeypatch):
+    fit(tmp_path, Plain, max_epochs=1, version=0)
+    now = time.time
+    monkeypatch.setattr(time, "time", lambda: now() - 1000)
+    fail(tmp_path, version=0)
+    with pytest.raises(MissingCheckpointError):
+        fit(tmp_path, Plain, max_epochs=2, resume="last")
+    fit(tmp_path, Plain, max_epochs=2, version=0)
+    assert fit(tmp_path, Plain, max_epochs=3, resume="last")[0].current_epoch == 3
+
+
+# A new run in a fixed version
+
+BEST = {"val": val_loader, "monitor": "val_loss"}
+
+
+@pytest.mark.parametrize("version", [0, "tuned"])
+@pytest.mark.parametrize("first", [{}, BEST, {**BEST, "save_top_k": 2}, {**BEST, "save_last": False}], ids=str)
+def test_a_run_that_died_early_is_not_confused_with_the_one_before(tmp_path, first, version):
+    root = tmp_path / "runs"
+    fit(root, Plain, max_epochs=2, version=version, **first)
+    old = {path.name: path.read_bytes() for path in folder(root, version).glob("*.ckpt")}
+    fail(root, version=version)
+    assert {path.name: path.read_bytes() for path in folder(root, version).glob("*.ckpt")} == old
+    for given in (version, None):
+        with pytest.raises(MissingCheckpointError, match=r"resume: got 'last'.*newest run in .*, which has none") as e:
+            fit(root, Plain, max_epochs=3, version=given, resume="last")
+    # The error names a checkpoint of the older run, which a path continues.
+    path = re.search(r"write resume='(.*?)'", str(e.value))[1]
+    shutil.copytree(root, tmp_path / "again")
+    loop, *_ = fit(root, Plain, max_epochs=3, version=version, resume=path, **first)
+    assert (loop.current_epoch, loop.global_step) == (3, 30)
+    assert fit(root, Plain, max_epochs=4, resume="last", **first)[0].current_epoch == 4
+    # resume="auto" starts again.
+    root = tmp_path / "again"
+    loop, _, rows = fit(root, Plain, max_epochs=1, version=version, resume="auto", **first)
+    assert (loop.ckpt_path, len(rows)) == (None, 1)
+    names = [path.name for path in folder(root, version).glob("*.ckpt")]
+    assert {read_checkpoint(folder(root, version) / name)["global_step"] for name in names} == {10}
+
+
+def test_the_files_of_the_replaced_run_are_removed_by_the_first_checkpoint(tmp_path):
+    fit(tmp_path, Plain, max_epochs=4, version=0, **BEST, save_top_k=3)
+    (folder(tmp_path, 0) / "mine.ckpt").write_bytes(b"mine")
+    (folder(tmp_path, 0) / "notes.txt").write_text("mine")
+    old, seen = set(os.listdir(folder(tmp_path, 0))), []
+
+    class Look(Callback):
+        def on_train_batch_start(self, trainer, *_):
+            seen.append(set(os.listdir(folder(tmp_path, 0))))
+
+    fit(tmp_path, Plain, max_epochs=2, version=0, callbacks=[Look()])
+    assert seen[:10] == [old] * 10
+    assert seen[10:] == [{".lock", "last.ckpt", "mine.ckpt", "notes.txt"}] * 10
+
+
+@pytest.mark.parametrize("step", [3, 9, 10, 11])
+def test_killed_at_any_step_one_of_the_two_runs_can_be_continued(tmp_path, step):
+    fit(tmp_path, Plain, max_epochs=2, version=0, **BEST, save_top_k=2)
+    codes, errors = externally(kill_new_run, str(tmp_path), step, ranks=1, is_launched=False)
+    assert codes == [-signal.SIGKILL], errors
+    loop, *_ = fit(tmp_path, Plain, max_epochs=2, version=0, resume="auto", seed=7)
+    assert loop.global_step == 20
+    assert (loop.ckpt_path is None) == (step < 10)
+
+
+class Kills(Stops):
+    def on_train_batch_start(self, trainer, *_):
+        if trainer.global_step == self.step:
+            os.kill(os.getpid(), signal.SIGKILL)
+
+
+def kill_new_run(rank, root, step):
+    fit(root, Plain, max_epochs=2, version=0, callbacks=[Kills(step)])
+
+
+def test_a_run_that_resumes_from_another_version_replaces_its_own(tmp_path):
+    fit(tmp_path, Plain, max_epochs=1, version=0)
+    fit(tmp_path, Plain, max_epochs=4, version=1, **BEST)
+    path = folder(tmp_path, 0) / "last.ckpt"
+    fit(tmp_path, Plain, max_epochs=2, version=1, resume=path)
+    assert [path.name for path in folder(tmp_path, 1).glob("*.ckpt")] == ["last.ckpt"]
+    assert fit(tmp_path, Plain, max_epochs=3, version=1, resume="last")[0].global_step == 30
+
+
+def test_a_copy_of_a_checkpoint_continues_its_run(tmp_path):
+    whole = fit(tmp_path / "whole", Plain, max_epochs=3, version=0, **BEST)
+    fit(tmp_path / "cut", Plain, max_epochs=2, version=0, **BEST)
+    shutil.copy(folder(tmp_path / "cut", 0) / "last.ckpt", tmp_path / "copy.ckpt")
+    again = fit(tmp_path / "cut", Plain, max_epochs=3, version=0, resume=tmp_path / "copy.ckpt", **BEST)
+    assert_same_end(whole, again)
+    assert tree(tmp_path / "cut") == tree(tmp_path / "whole")
+    scores = [run[0].checkpoint_callback.best_model_score for run in (whole, again)]
+    assert scores[0] == scores[1]
+
+
+def test_a_run_without_checkpoints_of_its_own_replaces_the_older_run(tmp_path):
+    fit(tmp_path, Plain, max_epochs=1, version=0)
+    fit(tmp_path, Plain, max_epochs=1, version=0, enable_checkpointing=False)
+    with pytest.raises(MissingCheckpointError, match="newest run"):
+        fit(tmp_path, Plain, max_epochs=2, version=0, resume="last")
+    fit(tmp_path / "other", Plain, max_epochs=1, version=0)
+    fit(tmp_path / "other", Plain, max_epochs=1, version=0, fast_dev_run=True)
+    assert fit(tmp_path / "other", Plain, max_epochs=2, version=0, resume="last")[0].global_step == 20
+
+
+@pytest.mark.filterwarnings("ignore:Checkpoint directory .* exists and is not empty")
+def test_checkpoints_of_a_callback_follow_the_same_rule(tmp_path):
+    def run(resume=None, callbacks=(), **options):
+        callbacks = [ModelCheckpoint(save_last=True), *callbacks]
+        return fit(tmp_path, Classifier, resume=resume, callbacks=callbacks, **options)[0]
+
+    for _ in range(2):
+        run(max_epochs=1)
+    run("last", max_epochs=2, version=0)
+    loop = run("last", max_epochs=3)
+    assert Path(loop.ckpt_path) == tmp_path / "logs/run/version_0/checkpoints/last.ckpt"
+    with pytest.raises(RuntimeError, match="stopped"):
+        run(max_epochs=3, version=0, callbacks=[Stops(1)])
+    with pytest.raises(MissingCheckpointError, match="newest run"):
+        run("last", max_epochs=3, version=0)
+    run("auto", max_epochs=1, version=0)
+    assert logs_of(tmp_path)[0].count("\n") == 1
