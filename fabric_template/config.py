@@ -7,7 +7,7 @@ import copy
 import inspect
 import os
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field, fields, replace
 from datetime import timedelta
 from itertools import pairwise
 from pathlib import Path
@@ -17,7 +17,7 @@ P = ParamSpec("P")
 Duration = str | timedelta | dict[str, int]
 LOGGER_NAMES = ("csv", "tensorboard", "wandb", "mlflow")
 _LIMITS = [f"limit_{stage}_batches" for stage in ("train", "val", "test", "predict")]
-# Defaults for options that are None. barebones=True turns all of these options off, to save time.
+# Defaults for options that are None.
 _DEFAULTS: dict[str, Any] = {
     "logger": True,
     "enable_checkpointing": True,
@@ -26,6 +26,8 @@ _DEFAULTS: dict[str, Any] = {
     "log_every_n_steps": 50,
     "num_sanity_val_steps": 2,
 }
+# barebones=True turns the same options off, to save time.
+_OFF = {name: 0 if name.endswith("_steps") else False for name in _DEFAULTS}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -135,11 +137,13 @@ class LoopConfig:
     save_every_n_steps: int | None = None
     """Also rewrite last.ckpt every N optimizer steps."""
     seed: int | None = None
-    """Seed Python, NumPy and PyTorch when the loop is created, and again when a run starts."""
+    """Seed Python, NumPy and PyTorch when the loop is created, and again at the start of each fit."""
     compile: bool | str | dict[str, Any] = False
     """Compile each step method. Give True, a mode, or a dict of arguments of torch.compile."""
 
     def __post_init__(self) -> None:
+        for name, value in vars(self).items():
+            object.__setattr__(self, name, _to_plain(name, value))
         wrong_types = [name for name in vars(self) if not self._has_type(name)]
         wrong = [name for name in vars(self) if name in wrong_types or not self._is_in_range(name)]
         problems = [] if wrong else list(self._contradictions())
@@ -172,7 +176,8 @@ class LoopConfig:
     def _contradictions(self) -> Iterable[str]:
         """Yield a message for each contradiction between options."""
         interval, algorithm = self.val_check_interval, self.gradient_clip_algorithm
-        if self.check_val_every_n_epoch is None and isinstance(interval, float | None):
+        has_epochs = self.check_val_every_n_epoch is not None or self.validate_every_n_steps
+        if not has_epochs and isinstance(interval, float | None):
             yield (
                 "`val_check_interval` should be an integer or a time-based duration"
                 " (str 'DD:HH:MM:SS', datetime.timedelta, or dict kwargs for timedelta) when"
@@ -182,7 +187,9 @@ class LoopConfig:
             yield (
                 f"`gradient_clip_algorithm` {algorithm} is invalid. Allowed algorithms: ['value', 'norm']."
             )
-        if self.validate_every_n_steps and interval is not None:
+        # The float 1.0 means the end of an epoch, which is the default. The int 1 means each batch.
+        is_given = interval is not None and not (isinstance(interval, float) and interval == 1.0)
+        if self.validate_every_n_steps and is_given:
             yield (
                 f"validate_every_n_steps: got {self.validate_every_n_steps} together with"
                 f" val_check_interval={interval!r}, expected only one of the two."
@@ -206,17 +213,13 @@ class LoopConfig:
                 )
 
     def resolve(self) -> LoopConfig:
-        """Return a copy in which defaults replace None.
+        """Return a copy in which defaults replace None, and fast_dev_run sets other options.
 
         Example:
             >>> LoopConfig(fast_dev_run=2).resolve().limit_train_batches
             2
         """
-        defaults = dict.fromkeys(_DEFAULTS, False) if self.barebones else _DEFAULTS
-        defaults = {**defaults, **dict.fromkeys(["val_check_interval", *_LIMITS], 1.0)}
-        values = {name: value for name, value in defaults.items() if getattr(self, name) is None}
-        if self.validate_every_n_steps:
-            values["check_val_every_n_epoch"] = None
+        values: dict[str, Any] = {}
         if self.default_root_dir is not None:
             values["default_root_dir"] = os.path.expanduser(self.default_root_dir)
         if self.overfit_batches:
@@ -228,13 +231,46 @@ class LoopConfig:
             values |= {"max_steps": batches, "max_epochs": 1, "num_sanity_val_steps": 0}
             values |= {"val_check_interval": 1.0, "check_val_every_n_epoch": 1}
             values |= {"validate_every_n_steps": None, "enable_checkpointing": False}
+        return self.changed(**values).with_defaults()
+
+    def with_defaults(self) -> LoopConfig:
+        """Return a copy in which defaults replace None."""
+        defaults = {
+            **(_OFF if self.barebones else _DEFAULTS),
+            **dict.fromkeys(["val_check_interval", *_LIMITS], 1.0),
+        }
+        values = {name: value for name, value in defaults.items() if getattr(self, name) is None}
+        if self.validate_every_n_steps:
+            values["check_val_every_n_epoch"] = None
         return self.changed(**values)
+
+    def with_options(self, **values: Any) -> LoopConfig:
+        """Return a copy of resolved options with other values. All options are checked together."""
+        if self.validate_every_n_steps and "validate_every_n_steps" in values:
+            # Undo the None that validate_every_n_steps implies.
+            values = {"check_val_every_n_epoch": 1, **values}
+        return replace(self, **values).with_defaults()
 
     def changed(self, **values: Any) -> LoopConfig:
         """Return a copy with the given values, which are not checked."""
         changed = copy.copy(self)
         vars(changed).update(values)
         return changed
+
+
+def _to_plain(name: str, value: Any) -> Any:
+    """Convert NumPy's numbers, and a whole float such as 3.0 where it means 3 batches."""
+    if Any not in (_HINTS[name], *get_args(_HINTS[name])):
+        value = _to_python(value)
+    if name in _NUMBERS_OF_BATCHES and isinstance(value, float):
+        # As in Trainer, floats up to 1.0 are fractions.
+        return int(value) if value > 1 and value.is_integer() else value
+    return value
+
+
+def _to_python(value: Any) -> Any:
+    """Convert a number of NumPy or PyTorch to a number of Python."""
+    return value.item() if getattr(value, "shape", None) == () else value
 
 
 def parse_duration(value: Duration) -> timedelta:
@@ -338,6 +374,8 @@ _RANGES: dict[str, tuple[str, Callable[[Any], bool]]] = {
         lambda value: isinstance(value, dict) or value in _COMPILE_MODES,
     ),
 }
+# Trainer accepts overfit_batches=3.0, too, but then trains on all batches.
+_NUMBERS_OF_BATCHES = (*_LIMITS, "val_check_interval")
 _HINTS = get_type_hints(LoopConfig)
 
 
@@ -394,6 +432,10 @@ def parse_options(options: dict[str, Any]) -> tuple[LoopConfig, dict[str, Any]]:
                 "FabricLoop: got logger and loggers, expected only one of the two. Both mean the same option."
             )
         arguments["logger"] = arguments["loggers"]
+    if isinstance(arguments["devices"], list | tuple):
+        arguments["devices"] = [_to_python(device) for device in arguments["devices"]]
+    for name in ("devices", "num_nodes"):
+        arguments[name] = _to_python(arguments[name])
     config = LoopConfig(**{field.name: arguments.pop(field.name) for field in fields(LoopConfig)})
     return config, arguments
 

@@ -93,6 +93,9 @@ class FabricLoop(TrainerAPI):
         if fabric is None:
             recorded = {name: of_fabric[name] for name in (*FABRIC_ARGUMENTS, "callbacks")}
             self.recipe |= {name: value for name, value in recorded.items() if value is not None}
+        self._seed()
+
+    def _seed(self) -> None:
         if self.config.seed is not None:
             Fabric.seed_everything(self.config.seed, workers=True, verbose=False)
 
@@ -134,6 +137,7 @@ class FabricLoop(TrainerAPI):
         weights_only: bool | None = None,
     ) -> Any:
         """Train a model. Returns the rows of metrics.csv as a DataFrame."""
+        self._seed()
         if scheduler is not None:
             optimizer = add_scheduler(optimizer, scheduler)
         functions = {"training_step": training_step, "validation_step": validation_step}

@@ -23,7 +23,7 @@ from .checkpoint.manager import CheckpointManager
 from .checkpoint.state import build_checkpoint, loops_state, make_counts
 from .config import LoopConfig
 from .distributed.launch import join_processes, starts_processes
-from .errors import ConfigurationError
+from .errors import ConfigurationError, describe
 from .lightning_compat.callbacks import find_callbacks
 from .lightning_compat.overrides import overridden
 from .training.optimization import clip_gradients, is_logging_due, is_window_end
@@ -132,6 +132,10 @@ _LOOP_ATTRIBUTES: dict[str, Callable[[Any], Any]] = {
 }
 
 
+# Options that only the constructor uses.
+_OPTIONS_OF_CREATION = ("name", "version", "max_time")
+
+
 class TrainerAPI:
     """Implement Trainer's attributes and methods for FabricLoop."""
 
@@ -179,9 +183,9 @@ class TrainerAPI:
 
     @accumulate_grad_batches.setter
     def accumulate_grad_batches(self, value: int) -> None:
-        self.config = self.config.changed(accumulate_grad_batches=value)
+        self.config = self.config.with_options(accumulate_grad_batches=value)
         if self.run is not None:
-            self.run.accumulate_grad_batches = value
+            self.run.accumulate_grad_batches = self.config.accumulate_grad_batches
 
     @property
     def optimizers(self) -> list[Any]:
@@ -225,17 +229,14 @@ class TrainerAPI:
         if not is_option or is_attribute:
             super().__setattr__(name, value)
             return
-        # The constructor of LoopConfig checks the value.
-        LoopConfig(**{name: value})
-        self.config = self.config.changed(**{name: value})
-        run = self.run
-        if run is None:
-            return
-        run.config = self.config
-        if name in vars(run.stop):
-            vars(run.stop)[name] = value
-        if run.optimization is not None:
-            run.optimization.setup()
+        if name in _OPTIONS_OF_CREATION:
+            raise ConfigurationError(
+                f"{name}: got {describe(value)} for an existing loop, which has its files or callbacks"
+                f" already. Write FabricLoop({name}={value!r})."
+            )
+        self.config = self.config.with_options(**{name: value})
+        if self.run is not None:
+            self.run.set_options(self.config)
 
     # Attributes that are only read
 

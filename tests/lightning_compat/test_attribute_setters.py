@@ -78,3 +78,85 @@ def test_a_wrong_value_is_refused_as_in_the_constructor():
     with pytest.raises(ConfigurationError, match="limit_val_batches: got 1.5"):
         loop.limit_val_batches = 1.5
     assert loop.limit_val_batches == 1.0
+    with pytest.raises(ConfigurationError, match="accumulate_grad_batches: got 0"):
+        loop.accumulate_grad_batches = 0
+    assert loop.accumulate_grad_batches == 1
+
+
+@pytest.mark.parametrize(
+    ("given", "name", "value"),
+    [
+        ({"monitor": "val_loss"}, "save_top_k", 3),
+        ({"val_check_interval": 7}, "check_val_every_n_epoch", None),
+        ({"max_epochs": 5}, "max_epochs", None),
+        ({"validate_every_n_steps": 3}, "max_steps", 9),
+        ({"barebones": True}, "max_epochs", 2),
+        ({"fast_dev_run": True}, "limit_val_batches", 3),
+        ({}, "validate_every_n_steps", 4),
+    ],
+    ids=str,
+)
+def test_a_value_is_judged_together_with_the_other_options(given, name, value):
+    loop = FabricLoop(**quiet(**given))
+    setattr(loop, name, value)
+    assert getattr(loop.config, name) == value
+    assert FabricLoop(**quiet(**{**given, name: value})).config == loop.config or "fast_dev_run" in given
+
+
+@pytest.mark.parametrize(
+    ("given", "name", "value", "message"),
+    [
+        ({}, "save_top_k", 3, "save_top_k: got 3 without monitor"),
+        ({"monitor": "val_loss", "save_top_k": 2}, "monitor", None, "save_top_k: got 2 without monitor"),
+        ({"val_check_interval": 0.5}, "check_val_every_n_epoch", None, "should be an integer or a time-based"),
+        ({"val_check_interval": 3}, "validate_every_n_steps", 2, "expected only one of the two"),
+        ({"barebones": True}, "log_every_n_steps", 5, "barebones=True, log_every_n_steps=5"),
+        ({}, "name", "other", "name: got 'other' for an existing loop"),
+        ({}, "version", 3, r"Write FabricLoop\(version=3\)"),
+    ],
+    ids=str,
+)
+def test_a_contradiction_to_the_other_options_is_refused(given, name, value, message):
+    loop = FabricLoop(**quiet(**given))
+    before = loop.config
+    with pytest.raises(ConfigurationError, match=message):
+        setattr(loop, name, value)
+    assert loop.config == before
+
+
+def test_steps_between_validations_are_switched_on_and_off(tmp_path):
+    loop, module = made(FabricLoop, tmp_path, num_sanity_val_steps=0), Notes()
+    loop.validate_every_n_steps = 3
+    loop.fit(module)
+    assert module.seen == ["loader", 3, 6, 9, 12]
+    loop.validate_every_n_steps = None
+    loop.fit(again := Notes())
+    assert again.seen == ["loader", 4, 8, 12]
+
+
+def test_no_limit_of_epochs_is_the_default_in_a_hook(tmp_path):
+    """As max_epochs=None at creation, None means 1000 epochs, or no limit beside max_steps."""
+
+    class Sets(Callback):
+        def on_train_start(self, trainer, module):
+            trainer.max_epochs = None
+
+    loop = made(FabricLoop, tmp_path, callbacks=[Sets()], max_epochs=1, max_steps=7)
+    loop.fit(BoringModel())
+    assert (loop.global_step, loop.max_epochs) == (7, -1)
+
+
+def test_an_option_of_checkpoints_takes_effect_in_a_hook(tmp_path):
+    class Sets(Callback):
+        def on_train_epoch_start(self, trainer, module):
+            if trainer.current_epoch == 1:
+                trainer.save_top_k = -1
+
+    class Falls(BoringModel):
+        def on_validation_epoch_end(self):
+            self.log("x", 1.0 / (1 + self.trainer.global_step))
+
+    options = {"callbacks": [Sets()], "monitor": "x", "enable_checkpointing": True}
+    made(FabricLoop, tmp_path, **options).fit(Falls())
+    names = sorted(path.name for path in tmp_path.rglob("*.ckpt"))
+    assert names == ["best.ckpt", "epoch=1-step=8-x=0.1111.ckpt", "epoch=2-step=12-x=0.07692.ckpt", "last.ckpt"]

@@ -4,14 +4,15 @@ import inspect
 from pathlib import Path
 
 import lightning.pytorch as pl
+import numpy as np
 import pytest
 import torch
 from lightning.pytorch.plugins.io import AsyncCheckpointIO
 from modules import Classifier, make_loader
-from runs import fit, loud, val_loader
+from runs import fit, loud, tree, val_loader
 
 from fabric_template import FabricLoop
-from fabric_template.errors import CheckpointError
+from fabric_template.errors import CheckpointError, ConfigurationTypeError
 
 
 class WithTest(Classifier):
@@ -75,3 +76,67 @@ def test_every_option_of_trainer_at_its_default(tmp_path):
     for name, value in {"use_distributed_sampler": False, "sync_batchnorm": True, "model_registry": "lit:3"}.items():
         with pytest.raises(TypeError, match=f"^FabricLoop: got the unknown option {name}\\. "):
             FabricLoop(**defaults | {name: value})
+
+
+LIMITS = [f"limit_{stage}_batches" for stage in ("train", "val", "test", "predict")]
+
+
+@pytest.mark.parametrize("value", [0, 1, 2, 7, 0.0, 0.3, 1.0, 2.0, 5.0, 1.2, 2.5, -1, -0.5, float("inf"), float("nan")])
+@pytest.mark.parametrize("name", [*LIMITS, "val_check_interval", "overfit_batches"])
+def test_a_limit_means_the_same_as_for_trainer(name, value):
+    """Floats up to 1.0 are fractions, and larger whole floats are numbers of batches."""
+    results = []
+    for kind in (pl.Trainer, FabricLoop):
+        try:
+            found = getattr(kind(accelerator="cpu", logger=False, **{name: value}), name)
+            results.append((found, type(found)))
+        except ValueError:
+            results.append("refused")
+        except pl.utilities.exceptions.MisconfigurationException:
+            results.append("refused")
+    if name == "val_check_interval" and value in (0, 0.0):
+        # Trainer accepts an interval of no batches, and divides by it in fit.
+        results[0] = "refused" if isinstance(value, int) else results[0]
+    if name == "overfit_batches" and isinstance(value, float) and value > 1:
+        # Trainer reports 3, and trains on all batches.
+        results[0] = "refused"
+    assert results[1] == results[0]
+
+
+NUMPY = {
+    "max_epochs": np.int64(2),
+    "max_steps": np.int32(5),
+    "limit_train_batches": np.float64(0.5),
+    "limit_val_batches": np.float32(2),
+    "val_check_interval": np.uint8(1),
+    "accumulate_grad_batches": np.int16(2),
+    "gradient_clip_val": np.float16(0.5),
+    "log_grad_norm": np.True_,
+    "save_last": np.bool_(True),
+    "save_top_k": torch.tensor(2),
+    "monitor": np.str_("val_loss"),
+    "version": np.int64(3),
+    "seed": torch.tensor(1),
+    "devices": np.int64(1),
+    "num_nodes": np.int8(1),
+}
+
+
+def test_options_of_numpy_are_plain_numbers(tmp_path):
+    plain = {name: value.item() for name, value in NUMPY.items()}
+    loops = []
+    for folder, options in (("plain", plain), ("numpy", NUMPY)):
+        loops.append(fit(tmp_path / folder, val=val_loader, **options)[0])
+    assert [type(value) for value in vars(loops[1].config).values()] == [
+        type(value) for value in vars(loops[0].config).values()
+    ]
+    assert tree(tmp_path / "plain") == tree(tmp_path / "numpy")
+    # YAML has no form for NumPy's numbers.
+    texts = [(tmp_path / folder / "logs/run/version_3/hparams.yaml").read_text() for folder in ("plain", "numpy")]
+    assert texts[0].replace("/plain", "/numpy") == texts[1]
+
+
+@pytest.mark.parametrize("value", [np.float64(2.5), np.array([2, 3]), np.str_("3"), np.True_, np.datetime64("2020")])
+def test_other_values_of_numpy_are_refused_by_name(value):
+    with pytest.raises(ConfigurationTypeError, match="^max_epochs: got .*expected a whole number of epochs"):
+        FabricLoop(max_epochs=value)
