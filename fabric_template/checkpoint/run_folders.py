@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import os
 import re
+import shutil
 import time
 import warnings
 from collections.abc import Iterable, Iterator
@@ -25,6 +26,8 @@ from ..files import (
     sync_folder,
     version_folder,
 )
+from ..loggers.csv_logger import FILES
+from ..loggers.row import REPLACED_LOGS
 from .distributed import remove_checkpoint
 from .find_checkpoint import run_folder, version_of_checkpoint
 from .manager import CheckpointManager
@@ -48,6 +51,7 @@ class RunFolders:
         self._files: dict[Path, IO[str]] = {}
         self._newest = 0.0
         self._replaced: list[Path] = []
+        self._replaced_logs: Path | None = None
 
     def open(self, files: dict[Path, IO[str]]) -> None:
         """Use folders, whose .lock files this process has locked."""
@@ -58,17 +62,27 @@ class RunFolders:
         """Record nothing from now on, because the .lock files are closed."""
         self._files = {}
 
-    def start_new_run(self, folder: Path | None) -> None:
-        """Record that a new run has started, which replaces the checkpoints in ``folder``."""
+    def start_new_run(self, folder: Path | None, log_folder: Path | None) -> None:
+        """Record that a new run has started, which replaces the run in the folders.
+
+        Args:
+            folder: The folder of the checkpoints, or None.
+            log_folder: The folder of CSV files that are not continued, or None.
+        """
         # The clock of another machine may have been ahead.
         self._newest = max(time.time(), self._newest + 0.001)
         self._record("started", self._newest, is_synced=True)
         names = [] if folder is None else list_names(folder)
         self._replaced = [Path(folder or "", name) for name in names if _CHECKPOINT.fullmatch(name)]
+        if log_folder is not None:
+            self._replaced_logs = log_folder / REPLACED_LOGS
+            set_aside(log_folder, self._replaced_logs)
 
-    def restore_replaced_run(self) -> None:
+    def restore_replaced_run(self, log_folder: Path | None) -> None:
         """Record that the checkpoints in the folders are in use again."""
         self._record("started", 0.0, is_synced=True)
+        # The resume copies the rows, so remove these files after the next save.
+        self._replaced_logs = None if log_folder is None else log_folder / REPLACED_LOGS
 
     def save_time(self) -> float:
         """Return the time for a checkpoint, which is not before the times in the folders."""
@@ -84,6 +98,9 @@ class RunFolders:
         for old in replaced:
             if old != path:
                 remove_checkpoint(old)
+        if self._replaced_logs is not None:
+            shutil.rmtree(self._replaced_logs, ignore_errors=True)
+            self._replaced_logs = None
 
     def _record(self, event: str, seconds: float, is_synced: bool = False) -> None:
         add_line(self._files.values(), f"{event} {seconds!r}", is_synced)
@@ -108,14 +125,25 @@ def open_folders(run: RunState, stack: ExitStack) -> None:
         folders.append(checkpoint_folder)
     run.folders.open(stack.enter_context(lock_folders(folders)))
     stack.callback(run.folders.close)
+    log_folder = None if own is None or version is None else Path(own.log_dir)
     if any(continues_in(run, folder) for folder in folders):
         saved_at = (run.own_state or {}).get("saved_at", math.inf)
         if any(saved_at < read_times(folder)[0] for folder in folders):
-            run.folders.restore_replaced_run()
-    else:
-        run.folders.start_new_run(run.checkpoints.folder)
-    if own is not None and version is not None and not run.resumes:
+            run.folders.restore_replaced_run(log_folder)
+        return
+    run.folders.start_new_run(run.checkpoints.folder, log_folder)
+    if own is not None and log_folder is not None:
         own.rewind({})
+
+
+def set_aside(folder: Path, target: Path) -> None:
+    """Move CSV files away. If a run that saved nothing has moved files before, keep those."""
+    names = [name for name in FILES if (folder / name).exists()]
+    with suppress(OSError):
+        if names and not target.exists():
+            target.mkdir()
+            for name in names:
+                os.replace(folder / name, target / name)
 
 
 def continues_in(run: RunState, folder: Path) -> bool:

@@ -47,7 +47,7 @@ def read_logs(path: str | os.PathLike[str], steps: bool = False) -> pd.DataFrame
     if root.is_file():
         files = [root.with_name("steps.csv") if steps else root]
     else:
-        files = [root / filename] if (root / filename).is_file() else sorted(root.rglob(filename))
+        files = [root / filename] if (root / filename).is_file() else find_files(root, filename)
     if not files or not files[0].is_file():
         problem = f"The path has no {filename}" if root.exists() else "The path does not exist"
         raise ValueError(f"read_logs(path): got {str(root)!r}, expected {EXPECTED}. {problem}.")
@@ -66,6 +66,16 @@ def read_logs(path: str | os.PathLike[str], steps: bool = False) -> pd.DataFrame
     places = ["step", "epoch"] if filename == "steps.csv" else ["epoch", "step"]
     names = dict.fromkeys(["name", "version", *places, *table.columns])
     return pd.DataFrame({name: to_values(table[name].tolist()) for name in names if name in table})
+
+
+def find_files(root: Path, name: str) -> list[Path]:
+    """Return the files of a name below a folder, except in folders whose names start with a dot."""
+    found = []
+    for folder, subfolders, files in os.walk(root):
+        subfolders[:] = [subfolder for subfolder in subfolders if not subfolder.startswith(".")]
+        if name in files:
+            found.append(Path(folder, name))
+    return sorted(found)
 
 
 def read_table(path: Path) -> tuple[list[str], list[dict[str, str]], bool]:

@@ -23,6 +23,10 @@ if TYPE_CHECKING:
     from .csv_logger import CSVLogger
 
 
+# In a log folder, the CSV files of a run that a new run replaces, until the new run has saved.
+REPLACED_LOGS = ".replaced"
+
+
 class RowWriter:
     """Collect the values of a row, decide when the row is due, and write it to metrics.csv.
 
@@ -269,7 +273,7 @@ class RowWriter:
 
     def _log_folders(self, logger: CSVLogger, saved: str) -> list[Path]:
         """List the folders that may have the rows of the checkpoint, most likely first."""
-        folders = [Path(logger.log_dir)]
+        folders = [Path(logger.log_dir), Path(logger.log_dir, REPLACED_LOGS)]
         name, _, version = saved.rpartition("/")
         if {name, version}.isdisjoint({"", ".", ".."}) and os.path.basename(name) == name:
             # A run that continues in another version copies the rows of the first version.

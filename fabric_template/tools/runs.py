@@ -71,7 +71,7 @@ def find_runs(folder: str | os.PathLike[str], metric: str | None = None) -> list
         raise ValueError(f"runs: got {str(folder)!r}, expected a folder. Write logs, for example.")
     runs = []
     for path, subfolders, files in os.walk(root):
-        subfolders[:] = [name for name in subfolders if name != "checkpoints"]
+        subfolders[:] = [n for n in subfolders if n != "checkpoints" and not n.startswith(".")]
         if "metrics.csv" in files or "hparams.yaml" in files:
             runs.append(read_run(Path(path), root, metric))
     runs.sort(key=lambda run: (run["name"], isinstance(run["version"], str), run["version"]))

@@ -14,6 +14,7 @@ from lightning.pytorch.callbacks import Callback, ModelCheckpoint
 from modules import Classifier
 from runs import Plain, assert_same_end, fit, logs_of, tree, val_loader
 
+from fabric_template import list_runs, read_logs
 from fabric_template.checkpoint.checkpoint_io import read_checkpoint
 from fabric_template.errors import MissingCheckpointError
 from fabric_template.files import read_times
@@ -79,7 +80,8 @@ def test_a_moved_run_keeps_its_time(tmp_path):
     """The time inside the checkpoints is used where the .lock file is missing."""
     fit(tmp_path / "a", Plain, max_epochs=1)
     fit(tmp_path / "b", Plain, max_epochs=2)
-    shutil.copytree(folder(tmp_path / "b", 0), folder(tmp_path / "a", "moved"))
+    for kind in ("checkpoints", "logs"):
+        shutil.copytree(tmp_path / "b" / kind / "run/version_0", tmp_path / "a" / kind / "run/moved")
     for path in tmp_path.rglob(".lock"):
         path.unlink()
     for path in folder(tmp_path / "a", 0).iterdir():
@@ -164,6 +166,7 @@ def test_a_run_that_died_early_is_not_confused_with_the_one_before(tmp_path, fir
     fit(root, Plain, max_epochs=2, version=version, **first)
     old = {path.name: path.read_bytes() for path in folder(root, version).glob("*.ckpt")}
     fail(root, version=version)
+    fail(root, version=version, step=3)
     assert {path.name: path.read_bytes() for path in folder(root, version).glob("*.ckpt")} == old
     for given in (version, None):
         with pytest.raises(MissingCheckpointError, match=r"resume: got 'last'.*newest run in .*, which has none") as e:
@@ -171,8 +174,10 @@ def test_a_run_that_died_early_is_not_confused_with_the_one_before(tmp_path, fir
     # The error names a checkpoint of the older run, which a path continues.
     path = re.search(r"write resume='(.*?)'", str(e.value))[1]
     shutil.copytree(root, tmp_path / "again")
-    loop, *_ = fit(root, Plain, max_epochs=3, version=version, resume=path, **first)
+    loop, _, rows = fit(root, Plain, max_epochs=3, version=version, resume=path, **first)
     assert (loop.current_epoch, loop.global_step) == (3, 30)
+    assert rows["epoch"].tolist() == read_logs(root / "logs")["epoch"].tolist() == [0, 1, 2]
+    assert Path(loop.log_dir, ".replaced").exists() == (not first.get("save_last", True))
     assert fit(root, Plain, max_epochs=4, resume="last", **first)[0].current_epoch == 4
     # resume="auto" starts again.
     root = tmp_path / "again"
@@ -194,6 +199,7 @@ def test_the_files_of_the_replaced_run_are_removed_by_the_first_checkpoint(tmp_p
 
     fit(tmp_path, Plain, max_epochs=2, version=0, callbacks=[Look()])
     assert seen[:10] == [old] * 10
+    assert list_runs(tmp_path / "logs")["epochs"].tolist() == [2]
     assert seen[10:] == [{".lock", "last.ckpt", "mine.ckpt", "notes.txt"}] * 10
 
 
