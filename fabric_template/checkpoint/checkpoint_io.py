@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import pickle
-import zipfile
 from pathlib import Path
-from pkgutil import resolve_name
 from textwrap import shorten
 from typing import TYPE_CHECKING, Any
 
@@ -14,34 +11,16 @@ from lightning.fabric.plugins.io import CheckpointIO, TorchCheckpointIO
 
 from ..errors import CheckpointError, DamagedCheckpointError, MissingCheckpointError
 from ..files import local_path, replaced_file
+from .reader import Archive, Placeholder, read_archive
 
 if TYPE_CHECKING:
     from lightning.fabric import Fabric
-
-# Classes of hyperparameters, by module. weights_only=True may read them, because these classes
-# only hold values and run no code.
-_SAFE_NAMES = {
-    "argparse": "Namespace",
-    "builtins": "bool dict float int list str tuple",
-    "collections": "defaultdict deque",
-    "datetime": "timedelta",
-    "numpy": "dtype ndarray",
-    "numpy._core.multiarray": "scalar _reconstruct",
-    "numpy.dtypes": "Float32DType Float64DType Int32DType Int64DType BoolDType",
-    "omegaconf": "dictconfig.DictConfig listconfig.ListConfig",
-    "omegaconf.base": "ContainerMetadata Metadata",
-    "omegaconf.nodes": "AnyNode IntegerNode FloatNode StringNode BooleanNode PathNode",
-    "pathlib": "PosixPath WindowsPath",
-    "pathlib._local": "PosixPath",
-    "typing": "Any",
-}
-SAFE_CLASSES = {f"{m}.{name}" for m, names in _SAFE_NAMES.items() for name in names.split()}
 
 
 class AtomicCheckpointIO(CheckpointIO):
     """Writes a checkpoint to a temporary file, syncs it to the disk, and renames it.
 
-    Reading checks the CRC of every part, because ``torch.load`` does not notice a flipped bit.
+    Reading runs no code of the file, and checks the CRC of every entry.
 
     Example:
         >>> from tempfile import mkdtemp
@@ -91,24 +70,22 @@ def read_checkpoint(
     """Read a checkpoint.
 
     Args:
-        weights_only: Refuse classes that could run code. Plain values, tensors and SAFE_CLASSES are read.
+        weights_only: Run no code of the file. Reading a part of the checkpoint raises an error if the
+            part holds other objects than plain values and tensors. False: read with ``torch.load``.
 
     Raises:
         MissingCheckpointError: There is no such file.
         DamagedCheckpointError: The file is damaged, or was not written by torch.save.
-        CheckpointError: The file holds objects that weights_only refuses, or cannot be read.
+        CheckpointError: The file cannot be read, or is not a checkpoint.
     """
     path = Path(local_path(path))
     if path.is_dir():
         raise CheckpointError(f"path: got the folder {str(path)!r}, expected a checkpoint file.")
-    classes: list[str] = []
     try:
-        verify_checkpoint(path)
         if weights_only:
-            classes = unusual_classes(path)
-        safe: list[Any] = [(resolve_name(name), name) for name in classes if name in SAFE_CLASSES]
-        with torch.serialization.safe_globals(safe):
-            checkpoint = torch.load(path, map_location or "cpu", weights_only=weights_only)
+            checkpoint = read_archive(path, map_location)
+        else:
+            checkpoint = read_trusted(path, map_location)
     except FileNotFoundError as error:
         raise MissingCheckpointError(
             f"Checkpoint file not found: {path}. Check the path, or write 'last' or 'best'."
@@ -118,53 +95,45 @@ def read_checkpoint(
             f"{path}: the file could not be read: {error.strerror or error}. It may be undamaged."
             " Try again."
         ) from error
-    except pickle.UnpicklingError as error:
-        refused = ", ".join(name for name in classes if name not in SAFE_CLASSES)
-        raise CheckpointError(
-            f"{path}: the file holds objects that could run code ({refused or 'an old format'}). If you"
-            " trust its source, pass weights_only=False."
-        ) from error
-    except (MemoryError, CheckpointError):
-        raise
-    except Exception as error:
-        raise CheckpointError(
-            f"{path}: the file cannot be read. {shorten(str(error), 200)}"
-        ) from error
     if not isinstance(checkpoint, dict):
         raise CheckpointError(
-            f"{path}: got a {type(checkpoint).__name__}, expected a dict. Save"
+            f"{path}: got {describe_content(checkpoint)}, expected a dict. Save"
             " {'state_dict': model.state_dict()}."
         )
     return checkpoint
 
 
-def unusual_classes(path: str | Path) -> list[str]:
-    """List the classes that torch.load(weights_only=True) refuses to read from a file."""
+def read_trusted(path: Path, map_location: Any) -> Any:
+    """Read any object with ``torch.load``, which runs the code that the file names."""
     try:
-        return sorted(torch.serialization.get_unsafe_globals_in_checkpoint(path))
-    except Exception:
-        # The file has an old format or is damaged. torch.load reports the error.
-        return []
+        verify_checkpoint(path)
+    except DamagedCheckpointError:
+        raise
+    except CheckpointError:
+        # The file has the format of torch before 1.6, without checksums.
+        pass
+    try:
+        return torch.load(path, map_location or "cpu", weights_only=False)
+    except (MemoryError, OSError):
+        raise
+    except Exception as error:
+        is_damaged = "PytorchStreamReader" in str(error)
+        kind = DamagedCheckpointError if is_damaged else CheckpointError
+        raise kind(f"{path}: the file cannot be read. {shorten(str(error), 200)}") from error
+
+
+def describe_content(content: Any) -> str:
+    if isinstance(content, Placeholder):
+        return f"an object of {content.__qualname__}"
+    return f"a {type(content).__name__}"
 
 
 def verify_checkpoint(path: str | Path) -> None:
-    """Check the CRC of every part of a checkpoint file.
+    """Check the CRC of every entry of a checkpoint file.
 
     Raises:
         DamagedCheckpointError: The file is not from torch.save, or a CRC does not match.
+        CheckpointError: The file has the format of torch before 1.6.
     """
     with open(path, "rb") as file:
-        start = file.read(4)
-    if start[:1] == b"\x80":
-        # Versions of torch before 1.6 wrote pickles, which have no checksums.
-        return
-    if start != b"PK\x03\x04":
-        given = f"a file that starts with {start!r}" if start else "an empty file"
-        raise DamagedCheckpointError(f"{path}: got {given}, expected a file written by torch.save.")
-    try:
-        with zipfile.ZipFile(path) as archive:
-            damaged = archive.testzip()
-    except (zipfile.BadZipFile, ValueError, NotImplementedError, EOFError) as error:
-        raise DamagedCheckpointError(f"{path}: the file is damaged. {error}") from error
-    if damaged is not None:
-        raise DamagedCheckpointError(f"{path}: the file is damaged, in {damaged}.")
+        Archive(file, path).verify()

@@ -429,7 +429,7 @@ def make_table(batches: list[Any]) -> Any:
 def verify_command(path: str) -> int:
     """Read checkpoints from end to end and compare their checksums."""
     from ..checkpoint.checkpoint_io import verify_checkpoint
-    from ..errors import DamagedCheckpointError
+    from ..errors import CheckpointError, DamagedCheckpointError
 
     files = [Path(path)]
     if files[0].is_dir():
@@ -441,7 +441,8 @@ def verify_command(path: str) -> int:
         try:
             verify_checkpoint(file)
             print(f"whole       {file}")
-        except DamagedCheckpointError as error:
-            print(f"damaged     {error}")
+        except CheckpointError as error:
+            is_damaged = isinstance(error, DamagedCheckpointError)
+            print(f"{'damaged' if is_damaged else 'unreadable':<11} {error}")
             exit_code = 1
     return exit_code

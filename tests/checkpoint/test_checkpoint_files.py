@@ -1,7 +1,6 @@
 """Test damaged checkpoint files, a disk that fails, one writer per version, and exchange with Trainer."""
 
 import errno
-import functools
 import os
 import threading
 from pathlib import Path
@@ -199,11 +198,3 @@ def test_hyperparameters_of_every_plain_kind_are_read_with_weights_only(tmp_path
     found = read_checkpoint(loop.checkpoint_path())
     assert found["hyper_parameters"] == values
     assert Saved.load_from_checkpoint(loop.checkpoint_path(), weights_only=False).hparams["rate"] == 0.1
-
-
-def test_objects_that_could_run_code_are_refused(tmp_path):
-    path = tmp_path / "evil.ckpt"
-    AtomicCheckpointIO().save_checkpoint({"state_dict": {}, "mine": functools.partial}, path)
-    with pytest.raises(CheckpointError, match=r"functools\.partial.*weights_only=False"):
-        read_checkpoint(path)
-    assert read_checkpoint(path, weights_only=False)["mine"] is functools.partial

@@ -60,7 +60,7 @@ OF_LIGHTNING = {
     "_save_distributed_checkpoint": lambda: ModelParallelStrategy(print),
 }
 
-# Names of torch, torchmetrics and argparse that other files use, and what for.
+# Names of Python, torch and torchmetrics that other files use, and what for.
 NAMES_OF_OTHERS = {
     "_forward_cache": "A metric's value for the current batch.",
     "_step_supports_amp_scaling": "Fused optimizers unscale the gradients themselves.",
@@ -72,6 +72,7 @@ NAMES_OF_OTHERS = {
     "_parameters": "Share a network's parts by name.",
     "_buffers": "Share a network's parts by name.",
     "_modules": "Share a network's parts by name.",
+    "_Unpickler": "Python's own unpickler, whose opcodes can be overridden.",
     "_actions": "The options that a mistyped one may mean.",
 }
 

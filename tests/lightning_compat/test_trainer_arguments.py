@@ -53,7 +53,7 @@ def test_ckpt_path_last_starts_where_there_is_none(tmp_path, kind):
 
 def test_weights_only(tmp_path, trained):
     path = tmp_path / "old.ckpt"
-    torch.save({"state_dict": WithTest().state_dict(), "note": Path}, path)
+    torch.save({"state_dict": WithTest().state_dict(), "callbacks": {"Mine": {"kind": Path}}}, path)
     with pytest.raises(CheckpointError, match="pass weights_only=False"):
         results_of(trained, "validate", ckpt_path=path)
     assert results_of(trained, "validate", ckpt_path=path, weights_only=False)
