@@ -249,8 +249,11 @@ class FabricLoop(TrainerAPI):
         """Compute the gradients in the loop's precision, as ``fabric.backward`` does."""
         expected = "the loss as a tensor. Write loop.backward(loss)"
         check_type("backward", loss, torch.Tensor, expected)
-        if self.run is not None and isinstance(self.run.optimization, ManualOptimization):
-            self.run.optimization.backward(loss)
+        run = self.run
+        # After a run, loop.backward belongs to the user's own loop.
+        optimization = None if run is None or run.progress.stage is None else run.optimization
+        if isinstance(optimization, ManualOptimization):
+            optimization.backward(loss)
         else:
             self.fabric.backward(loss)
 

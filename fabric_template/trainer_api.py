@@ -400,7 +400,7 @@ class TrainerAPI:
         fit = self.fit_run
         # An evaluation has no optimizers. Save the last fit's state if that fit trained this model.
         run = fit if fit is not None and fit.model is self.run.model else self.run
-        if run.exception is not None and run.fabric.world_size > 1:
+        if run.failure is not None and run.fabric.world_size > 1:
             raise RuntimeError(
                 "save_checkpoint: an error has ended the run in this process, and a checkpoint needs all"
                 " processes. Resume from the previous checkpoint with resume='last'."

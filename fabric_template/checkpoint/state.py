@@ -111,6 +111,7 @@ def own_state(run: RunState) -> dict[str, Any]:
         "saved_at": run.folders.save_time(),
         "accumulate_grad_batches": run.accumulate_grad_batches if is_changed else None,
         "requires_grad": dict(sorted(changed_flags)),
+        "outside_parameters": {n: p.detach() for n, p in run.outside_parameters().items()},
         "settings": run_settings(run),
         # MiniLoop reads the rows.
         "history": {"rows": [dict(row) for row in run.row.rows]},
@@ -164,7 +165,7 @@ def check_settings(run: RunState, saved: dict[str, Any]) -> None:
 
 
 def requires_grad_flags(run: RunState) -> dict[str, bool]:
-    return {name: part.requires_grad for name, part in run.network.named_parameters()}
+    return {name: part.requires_grad for name, part in run.named_parameters().items()}
 
 
 def add_hyperparameters(checkpoint: dict[str, Any], part: Any) -> None:
@@ -308,6 +309,7 @@ def restore_training(run: RunState, checkpoint: dict[str, Any]) -> None:
             f"You restored a checkpoint with current_epoch={epochs_done}, but you have set"
             f" Trainer(max_epochs={max_epochs}). Please set a different max_epochs value."
         )
+    restore_outside_parameters(run, own.get("outside_parameters", {}))
     load_states(run, ("progress",), own)
     if run.resume_keyword != "auto" and run.stop.can_stop_early:
         # Ignore the saved should_stop, so that resume="last" continues a run that EarlyStopping
@@ -424,7 +426,7 @@ def restore_parameters(
     run: RunState, requires_grad: dict[str, bool], gradients: dict[str, torch.Tensor]
 ) -> None:
     """Restore changed requires_grad flags, and the gradients of an unfinished optimizer step."""
-    for name, parameter in run.network.named_parameters():
+    for name, parameter in run.named_parameters().items():
         parameter.requires_grad = requires_grad.get(name, parameter.requires_grad)
         if name in gradients:
             parameter.grad = gradients[name].to(parameter.device, copy=True)
@@ -441,10 +443,35 @@ def restore_optimizers(run: RunState, checkpoint: dict[str, Any]) -> None:
             f" {len(run.optimizers)}. Give the optimizers that the run was started with, or use load=."
         )
     for optimizer, state in zip(run.optimizers, states, strict=False):
-        optimizer.load_state_dict(state)
+        load_optimizer_state(run, optimizer, state)
         restore_dtypes(optimizer, state)
     for config, state in zip(run.lr_schedulers, checkpoint.get("lr_schedulers", ()), strict=False):
         config.scheduler.load_state_dict(state)
+
+
+def load_optimizer_state(run: RunState, optimizer: Any, state: dict[str, Any]) -> None:
+    try:
+        optimizer.load_state_dict(state)
+    except ValueError as error:
+        sizes = [
+            [len(group["params"]) for group in groups]
+            for groups in (state.get("param_groups", ()), optimizer.param_groups)
+        ]
+        if sizes[0] == sizes[1]:
+            raise
+        raise CheckpointError(
+            f"{run.checkpoint_path}: got an optimizer with groups of {sizes[0]} parameters, expected"
+            f" {sizes[1]}. Add the same groups before the run resumes, in configure_optimizers or"
+            " on_fit_start, or use load=."
+        ) from error
+
+
+def restore_outside_parameters(run: RunState, saved: dict[str, torch.Tensor]) -> None:
+    """Restore the parameters that only optimizers have, because state_dict lacks them."""
+    with torch.no_grad():
+        for name, parameter in run.outside_parameters().items():
+            if name in saved:
+                parameter.copy_(saved[name])
 
 
 def restore_dtypes(optimizer: Any, saved: dict[str, Any]) -> None:

@@ -328,7 +328,8 @@ class StageLoaders:
             loader.end_pass()
 
     def close(self) -> None:
-        """Shut down the workers of every loader."""
+        """Shut down the workers of every loader, and free the last batch."""
+        self.iterator = None
         for loader in self.resumable:
             loader.close()
         self._combined.flattened = self.loaders

@@ -200,6 +200,9 @@ def _call_in_process(
     larger than the pipe buffer, and transfers only the message of an exception.
     """
     loop.fabric = fabric
+    if loop.run is not None:
+        # A forked process inherits the caller's run, which only waits for this process.
+        loop.run.progress.end_run()
     if isinstance(multiprocessing.current_process(), SpawnProcess):
         # The tensors of a spawned process are in shared memory, so copy them.
         names = {"model", "optimizer"} & set(arguments)

@@ -296,8 +296,8 @@ def end_reason(run: RunState) -> str:
     stop = run.stop
     if stop.signal is not None:
         return signal.Signals(stop.signal).name
-    if run.exception is not None:
-        return f"{type(run.exception).__name__}: {run.exception}"
+    if run.failure is not None:
+        return run.failure
     if stop.divergence:
         return stop.divergence
     if stop.has_max_steps:

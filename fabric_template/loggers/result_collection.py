@@ -483,6 +483,7 @@ class ResultCollection:
             if self.active.has_new_values:
                 self.update_metrics()
         finally:
+            self.train.batch = self.evaluation.batch = None
             self.active = LoopResults()
         for metrics in (self.callback_metrics, self.logged_metrics):
             metrics.update(move_data_to_device(metrics, "cpu"))

@@ -21,6 +21,7 @@ from .configure_optimizers import is_optimizer
 from .module_adapter import parameters_of, takes_batch_idx
 
 if TYPE_CHECKING:
+    from ..loop import FabricLoop
     from .run_state import RunState
 
 LOADER_OF_STAGE = {"fit": "train", "validate": "val", "test": "test", "predict": "predict"}
@@ -53,6 +54,16 @@ def check_strategy(run: RunState) -> None:
             "fit: got optimizer= with ModelParallelStrategy, which replaces the model's parameters, so that it"
             " would train none of them. Write optimizer=lambda model: torch.optim.Adam(model.parameters()), or a"
             " method configure_optimizers."
+        )
+
+
+def check_idle(loop: FabricLoop, stage: str) -> None:
+    """Raise an error for a call inside of another call of the same loop, such as in a hook."""
+    run = loop.run
+    if run is not None and run.progress.stage is not None:
+        raise ConfigurationError(
+            f"{stage}: got a call inside of {run.stage}, expected a call after {run.stage} has ended."
+            f" Inside of a hook, use another loop: FabricLoop(logger=False).{stage}(model, loader)."
         )
 
 

@@ -2,19 +2,23 @@
 
 from __future__ import annotations
 
+import inspect
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import fields
+from functools import partial
 from typing import Any
 
 import torch
 from lightning.fabric.utilities import move_data_to_device
 from lightning.pytorch.utilities.types import LRSchedulerConfig
 from torch import nn
+from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler, OneCycleLR, ReduceLROnPlateau
 
 from ..errors import ConfigurationError, ConfigurationTypeError, describe
+from ..lightning_compat.overrides import is_instance_of
 
 _SHAPES = (
     "an optimizer, a list of them, ([optimizers], [schedulers]),"
@@ -60,6 +64,16 @@ def add_scheduler(optimizer: Any, scheduler: Any) -> Any:
     return [optimizer], scheduler if isinstance(scheduler, list) else [scheduler]
 
 
+def make_optimizers(given: Any, model: Any, network: nn.Module) -> Any:
+    """Return the value of ``optimizer=``. If a function was given, call the function.
+
+    A function gets the model. ``partial(torch.optim.SGD, lr=0.1)`` gets the model's parameters.
+    """
+    if isinstance(given, partial) and isinstance(given.func, type):
+        return given(network.parameters())
+    return given(model) if inspect.isroutine(given) or isinstance(given, partial) else given
+
+
 def parse_optimizers(
     returned: Any,
     is_automatic: bool,
@@ -85,6 +99,11 @@ def parse_optimizers(
     for config in configs:
         owner = getattr(config.scheduler, "optimizer", None)
         if all(owner is not optimizer for optimizer in optimizers):
+            if where == "optimizer":
+                raise ConfigurationError(
+                    f"scheduler: got {describe(config.scheduler)} of another optimizer, expected a"
+                    " scheduler of the optimizer passed to fit. Write StepLR(optimizer, step_size=1)."
+                )
             raise ConfigurationError(
                 "Some schedulers are attached with an optimizer that wasn't returned from `configure_optimizers`."
             )
@@ -151,6 +170,7 @@ def _parse_scheduler(item: Any, is_automatic: bool) -> LRSchedulerConfig:
         raise ConfigurationError(
             'The lr scheduler dict must have the key "scheduler" with its item'
         )
+    check_scheduler(item["scheduler"])
     known = {field.name for field in fields(LRSchedulerConfig)}
     config = LRSchedulerConfig(**{name: item[name] for name in item if name in known})
     is_plateau = isinstance(config.scheduler, ReduceLROnPlateau)
@@ -186,6 +206,15 @@ def _parse_scheduler(item: Any, is_automatic: bool) -> LRSchedulerConfig:
     return config
 
 
+def check_scheduler(scheduler: Any) -> None:
+    """Raise an error for a class or a function that creates a scheduler."""
+    if isinstance(scheduler, type | partial) or inspect.isroutine(scheduler):
+        raise ConfigurationTypeError(
+            f"scheduler: got {describe(scheduler)}, expected a scheduler. Write"
+            " torch.optim.lr_scheduler.StepLR(optimizer, step_size=1)."
+        )
+
+
 def _check_interface(scheduler: Any) -> None:
     if isinstance(scheduler, LRScheduler | ReduceLROnPlateau):
         return
@@ -202,17 +231,60 @@ def _check_interface(scheduler: Any) -> None:
     )
 
 
-def check_parameters(optimizers: list[Optimizer], network: nn.Module) -> None:
-    """Raise an error if no optimizer has a parameter of the model."""
+def outside_parameters(optimizers: list[Optimizer], network: nn.Module) -> dict[str, torch.Tensor]:
+    """Return the parameters that optimizers train and the network lacks, such as a loss's weights.
+
+    The names have the index of the optimizer and of the parameter, as in "optimizer.0.3".
+    """
+    found = {}
+    known = {id(parameter) for parameter in network.parameters()}
+    for index, optimizer in enumerate(optimizers):
+        if isinstance(optimizer, NoOptimizer):
+            continue
+        parameters = [p for group in optimizer.param_groups for p in group.get("params", ())]
+        for position, parameter in enumerate(parameters):
+            if id(parameter) not in known:
+                known.add(id(parameter))
+                found[f"optimizer.{index}.{position}"] = parameter
+    return found
+
+
+def check_parameters(
+    optimizers: list[Optimizer], network: nn.Module, model: Any, is_distributed: bool
+) -> None:
+    """Raise an error for parameters that are not in the model. Warn for a LightningModule."""
     groups = [group for optimizer in optimizers for group in optimizer.param_groups]
-    parameters = [parameter for group in groups for parameter in group.get("params", ())]
-    # Only check nn.Parameters, because a user may also train a tensor outside of the model.
-    theirs = [parameter for parameter in parameters if isinstance(parameter, nn.Parameter)]
-    if theirs and set(theirs).isdisjoint(network.parameters()):
+    count = len({id(parameter) for group in groups for parameter in group.get("params", ())})
+    outside = outside_parameters(optimizers, network)
+    if not outside:
+        return
+    if len(outside) == count and all(isinstance(p, nn.Parameter) for p in outside.values()):
         raise ConfigurationError(
-            f"optimizer: got {len(theirs)} parameters of another model, expected parameters of"
+            f"optimizer: got {count} parameters of another model, expected parameters of"
             " the model passed to fit. Write torch.optim.SGD(model.parameters(), lr=0.1)."
         )
+    shapes = ["unknown" if is_lazy(p) else str(tuple(p.shape)) for p in outside.values()]
+    more = f" and {len(shapes) - 3} more" if len(shapes) > 3 else ""
+    shape_text = f"{', '.join(shapes[:3])}{more}"
+    text = f"optimizer: got parameters that are not in the model, of the shapes {shape_text}"
+    if is_instance_of(model, "LightningModule") and not is_distributed:
+        # Trainer accepts these parameters.
+        warnings.warn(
+            f"{text}. FabricLoop's resume restores them, but state_dict() and other loops do not."
+            " Assign them to an attribute of the LightningModule, as an nn.Module or nn.Parameter.",
+            stacklevel=4,
+        )
+        return
+    if isinstance(model, nn.Module):
+        advice = (
+            "Put them into one module with the model, as nn.ModuleDict({'net': net, 'loss': loss})."
+        )
+    else:
+        advice = f"Assign them to attributes of {type(model).__name__}, or to lists or dicts there."
+    raise ConfigurationError(
+        f"{text}, expected parameters of the model. They would be neither saved, nor moved to the"
+        f" device, nor synchronized between processes. {advice}"
+    )
 
 
 def move_optimizer_states(optimizers: list[Optimizer]) -> None:

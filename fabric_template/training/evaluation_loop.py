@@ -256,8 +256,10 @@ def evaluation_step(run: RunState, name: str, method: Callable, has_several: boo
 @contextmanager
 def evaluation_mode(run: RunState, name: str) -> Iterator[None]:
     """Switch to eval mode without gradients, and restore each module's mode at the end."""
-    is_inference = run.config.inference_mode and run.stage != "fit"
     modes = modes_of(run.network)
+    # TorchScript cannot run in inference mode after a backward pass.
+    is_scripted = any(isinstance(module, torch.jit.ScriptModule) for module, _ in modes)
+    is_inference = run.config.inference_mode and run.stage != "fit" and not is_scripted
     with torch.inference_mode() if is_inference else torch.no_grad():
         try:
             switch_mode(run, f"on_{name}_model_eval", run.network.eval)

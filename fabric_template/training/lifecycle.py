@@ -27,12 +27,19 @@ from ..lightning_compat.callbacks import add_model_callbacks
 from ..lightning_compat.overrides import as_list, is_instance_of
 from ..lightning_compat.private import set_current_hook, set_device_mesh, set_profiled_module
 from ..loggers.console import end_reason, shorten_path
+from ..loggers.result_collection import ResultCollection
 from ..loggers.run_config import write_run_config
 from ..rng_state import unchanged_rng_state
 from .check_arguments import warn_of_eval_modules
-from .configure_optimizers import check_parameters, move_optimizer_states, parse_optimizers
+from .configure_optimizers import (
+    check_parameters,
+    make_optimizers,
+    move_optimizer_states,
+    parse_optimizers,
+)
 from .evaluation_loop import evaluate, predict
 from .fit_loop import fit
+from .module_adapter import find_new_modules, is_in_eval_mode
 from .optimization import AutomaticOptimization, ManualOptimization
 
 if TYPE_CHECKING:
@@ -116,6 +123,7 @@ def set_up_model(run: RunState, stack: ExitStack) -> None:
         open_folders(run, stack)
     with run.fabric.strategy.module_init_context():
         run.hooks.call_module("configure_model")
+    find_new_modules(run.model, run.network)
     run.steps.convert_network()
     if run.steps.is_model_parallel:
         # Shard the network first, because a sharded checkpoint is loaded into the shards.
@@ -141,8 +149,8 @@ def set_up_training(run: RunState) -> None:
         restore_training(run, run.checkpoint)
         print_if_finished(run)
     run.results.start_training()
-    if not run.is_lightning_module and not run.network.training:
-        # Do not call train() on a network in train mode, because submodules may be in eval mode.
+    if not run.is_lightning_module and is_in_eval_mode(run.network):
+        # A network of which only some modules are in eval mode stays unchanged.
         run.network.train()
     run_sanity_check(run)
     run.results.start_training()
@@ -159,8 +167,7 @@ def train(run: RunState) -> None:
         run.signals.check(run, is_due=True)
         warn_of_eval_modules(run)
         fit(run)
-    # Free the memory of the last loss and its graph.
-    run.optimization.kept_loss = None
+    run.optimization.release()
     finish_signal(run)
 
 
@@ -211,12 +218,12 @@ def attach_run(run: RunState, stack: ExitStack) -> None:
     """Set ``trainer`` and ``log`` of module, datamodule and callbacks, and set up the profiler."""
     for part in {id(part): part for part in (run.module, run.model)}.values():
         if isinstance(getattr(type(part), "trainer", None), property):
-            part.trainer = run.loop
+            attach_trainer(part, run, stack)
         if run.steps.is_model_parallel and run.is_lightning_module:
             set_device_mesh(part, run.fabric.strategy.device_mesh)
         attach_log(part, run, stack)
     if run.datamodule is not None:
-        run.datamodule.trainer = run.loop
+        attach_trainer(run.datamodule, run, stack)
     own_callbacks = run.hooks.module_method("configure_callbacks")
     if own_callbacks is not None:
         run.loop.callbacks = add_model_callbacks(run.loop.callbacks, as_list(own_callbacks()))
@@ -227,6 +234,17 @@ def attach_run(run: RunState, stack: ExitStack) -> None:
         # Pass the rank, which the profiler adds to the name of its file.
         local_rank = run.fabric.local_rank if run.fabric.world_size > 1 else None
         profiler.setup(stage=run.stage, local_rank=local_rank, log_dir=run.loop.log_dir)
+
+
+def attach_trainer(part: Any, run: RunState, stack: ExitStack) -> None:
+    """Set ``trainer``. After a run inside of another loop's run, restore the other loop."""
+    with suppress(RuntimeError):
+        # Lightning raises a RuntimeError if there is no trainer.
+        outer = getattr(part, "trainer", None)
+        outer_run = getattr(outer, "run", None)
+        if outer_run is not None and outer_run.progress.stage is not None:
+            stack.callback(setattr, part, "trainer", outer)
+    part.trainer = run.loop
 
 
 def attach_log(part: Any, run: RunState, stack: ExitStack) -> None:
@@ -242,12 +260,22 @@ def attach_log(part: Any, run: RunState, stack: ExitStack) -> None:
             stack.callback(attributes.pop, "log", None)
         return
     for name in ("log", "log_dict"):
-        own = getattr(type(part), name, None)
-        if name not in attributes and (own is None or _is_lightnings(own)):
-            method = getattr(run.results, name)
-            # self.log changes Python counters, so torch.compile would recompile the step per batch.
-            attributes[name] = torch.compiler.disable(method) if run.config.compile else method
+        own, previous = getattr(type(part), name, None), attributes.get(name)
+        if not _is_of_run(previous) or not (own is None or _is_lightnings(own)):
+            continue
+        method = getattr(run.results, name)
+        # self.log changes Python counters, so torch.compile would recompile the step per batch.
+        attributes[name] = torch.compiler.disable(method) if run.steps.compile else method
+        if previous is None:
             stack.callback(attributes.pop, name, None)
+        else:
+            stack.callback(attributes.update, {name: previous})
+
+
+def _is_of_run(method: Any) -> bool:
+    """Return whether a run has set this ``log`` method, or whether there is none."""
+    owner = getattr(inspect.unwrap(method), "__self__", None) if callable(method) else method
+    return method is None or isinstance(owner, ResultCollection)
 
 
 def _is_lightnings(method: Any) -> bool:
@@ -272,17 +300,16 @@ def prepare_data(run: RunState) -> None:
 
 def configure_optimizers(run: RunState) -> None:
     """Use the given optimizers, or the optimizers that ``configure_optimizers`` returns."""
-    returned, where = run.given_optimizer, "optimizer"
-    if returned is None:
+    where = "configure_optimizers" if run.given_optimizer is None else "optimizer"
+    if run.given_optimizer is None:
         returned = run.hooks.call_module("configure_optimizers")
-        where = "configure_optimizers"
-    elif inspect.isroutine(returned):
-        returned = returned(run.model)
+    else:
+        returned = make_optimizers(run.given_optimizer, run.model, run.network)
     has_own_step = run.hooks.is_overridden("lr_scheduler_step")
     is_automatic = run.module.automatic_optimization
     optimizers, run.lr_schedulers = parse_optimizers(returned, is_automatic, has_own_step, where)
     run.set_optimizers(optimizers)
-    check_parameters(run.optimizers, run.network)
+    check_parameters(run.optimizers, run.network, run.model, run.is_distributed)
     move_optimizer_states(run.optimizers)
 
 
@@ -327,7 +354,7 @@ def handle_exception(run: RunState, error: BaseException) -> None:
     The error must reach the caller, so a failure in this function is only a warning.
     """
     run.loop.status = TrainerStatus.INTERRUPTED
-    run.exception, run.hooks.current = error, None
+    run.failure, run.hooks.current = f"{type(error).__name__}: {error}", None
 
     def attempt(what: str, function: Callable[..., Any], *args: Any) -> None:
         try:
@@ -347,6 +374,8 @@ def handle_exception(run: RunState, error: BaseException) -> None:
     attempt("closing the loaders", run.data.teardown)
     attempt("closing the checkpoint files", run.loop.checkpoint_io.teardown)
     attempt("reading the last values", run.results.end)
+    if run.optimization is not None:
+        run.optimization.release()
     run.progress.end_run()
     if run.stop.signal is None:
         # End the launched processes. Otherwise, these processes wait forever for this process.

@@ -8,6 +8,7 @@ torch.compile to every step.
 from __future__ import annotations
 
 import inspect
+from collections import deque
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
@@ -22,9 +23,11 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from ..distributed.strategies import no_gradient_sync, shard_network, wrap_step
-from ..errors import ConfigurationTypeError, check_object, describe
+from ..errors import ConfigurationError, ConfigurationTypeError, check_object, describe
 from ..lightning_compat.overrides import is_instance_of, overridden
 
+# The containers in the attributes of an object that may contain modules.
+_CONTAINERS = (dict, list, tuple, set, frozenset, deque)
 # The methods of a LightningModule that users override.
 _HOOKS = ["setup", "teardown", "prepare_data", "backward", "optimizer_zero_grad"]
 _HOOKS += [
@@ -77,22 +80,95 @@ class ModuleAdapter(LightningModule):
         return (ModuleAdapter, (self.model, self.network, self.functions))
 
 
+class ObjectNetwork(nn.Module):
+    """The modules and parameters in the attributes of an object that is no nn.Module.
+
+    A list, tuple or dict of modules becomes a child with the names of nn.ModuleList or
+    nn.ModuleDict: ``self.nets = [a, {"b": b}]`` gives ``nets.0`` and ``nets.1.b``.
+    """
+
+    def collect(self, model: Any) -> None:
+        """Add the modules of a model. Call collect again after hooks that create modules."""
+        for name, value in list(getattr(model, "__dict__", {}).items()):
+            self._add(name, value, name, set())
+
+    def _add(self, name: str, value: Any, path: str, containers: set[int]) -> None:
+        """Add a value that is, or contains, modules or parameters.
+
+        Args:
+            path: The place of the value in error messages, such as "nets[0]".
+            containers: The ids of the containers around the value.
+        """
+        # Assign to torch's dicts, because add_module() refuses names such as "forward".
+        if isinstance(value, nn.Parameter):
+            self._parameters[name] = value
+        elif isinstance(value, nn.Module):
+            self._modules[name] = value
+        elif isinstance(value, _CONTAINERS) and id(value) not in containers:
+            items = value.items() if isinstance(value, dict) else enumerate(value)
+            parts, containers = ObjectNetwork(), containers | {id(value)}
+            for key, part in items:
+                if isinstance(part, (nn.Parameter, nn.Module, *_CONTAINERS)):
+                    parts._add(str(key), part, f"{path}[{key!r}]", containers)
+            if not parts.is_empty():
+                check_container(value, path)
+                self._modules[name] = parts
+
+    def is_empty(self) -> bool:
+        return not self._modules and not self._parameters
+
+
+def check_container(value: Any, path: str) -> None:
+    """Raise an error for a container whose modules have no fixed names."""
+    if isinstance(value, set | frozenset):
+        raise ConfigurationTypeError(
+            f"model: got a set of modules in the attribute {path}, expected a list or a dict. The"
+            " modules of a set have no fixed names in a checkpoint."
+        )
+    keys = [str(key) for key in value] if isinstance(value, dict) else []
+    if any("." in key or not key for key in keys) or len(set(keys)) < len(keys):
+        raise ConfigurationError(
+            f"model: got a dict of modules with the keys {sorted(keys)} in the attribute {path},"
+            " expected different keys without dots, as in nn.ModuleDict."
+        )
+
+
 def find_network(model: Any) -> nn.Module:
     """Return the model if it is an nn.Module. Otherwise, return its modules as one nn.Module."""
     if isinstance(model, nn.Module):
         return model
-    network = nn.Module()
-    for name, value in getattr(model, "__dict__", {}).items():
-        if isinstance(value, nn.Parameter):
-            network.register_parameter(name, value)
-        elif isinstance(value, nn.Module):
-            network.add_module(name, value)
-    if not list(network.children()) and not list(network.parameters()):
+    network = ObjectNetwork()
+    network.collect(model)
+    if not creates_modules(model):
+        check_network(model, network)
+    return network
+
+
+def creates_modules(model: Any) -> bool:
+    """Return whether the model has a hook that creates modules, as in Trainer."""
+    return any(overridden(model, name) is not None for name in ("setup", "configure_model"))
+
+
+def check_network(model: Any, network: nn.Module) -> None:
+    """Raise an error for an object without modules."""
+    if isinstance(network, ObjectNetwork) and network.is_empty():
         raise ConfigurationTypeError(
             f"model: got {describe(model)}, expected a torch.nn.Module, or an object with a"
             " torch.nn.Module as an attribute, such as self.net."
         )
-    return network
+
+
+def find_new_modules(model: Any, network: nn.Module) -> None:
+    """Add the modules that the hooks of an object have created. An nn.Module registers its own."""
+    if isinstance(network, ObjectNetwork) and creates_modules(model):
+        network.collect(model)
+        check_network(model, network)
+
+
+def is_in_eval_mode(network: nn.Module) -> bool:
+    """Return whether all modules are in eval mode, as after ``net.eval()``."""
+    modules = [module for module in network.modules() if not isinstance(module, ObjectNetwork)]
+    return not any(module.training for module in modules)
 
 
 def unwrap(part: Any) -> Any:
@@ -100,6 +176,20 @@ def unwrap(part: Any) -> Any:
     if not is_wrapped(part):
         return part
     return part.module if isinstance(part, nn.Module) else getattr(part, "optimizer", part)
+
+
+def unwrap_compiled(model: Any, functions: Mapping[str, Any]) -> tuple[Any, Any]:
+    """Return the module inside the wrapper of ``torch.compile``, and the wrapper's compiler.
+
+    As in Trainer, each step of a compiled LightningModule is compiled. Step functions get the
+    wrapper of another network, so that they call its compiled ``forward``.
+    """
+    if not is_instance_of(model, "OptimizedModule"):
+        return model, None
+    inner: Any = model._orig_mod
+    if any(functions.values()) and not is_instance_of(inner, "LightningModule"):
+        return model, None
+    return inner, model.dynamo_ctx
 
 
 def adapt_model(model: Any, functions: Mapping[str, Callable | None]) -> tuple[Any, nn.Module]:
@@ -176,6 +266,7 @@ class StepRunner:
     Args:
         module: The LightningModule or adapter whose methods are the steps.
         network: The module that holds the parameters.
+        compile: The option compile, or the compiler of a model that torch.compile has wrapped.
     """
 
     def __init__(
@@ -219,7 +310,9 @@ class StepRunner:
 
     def get(self, name: str, method: Callable) -> Callable:
         """Wrap a step for the compilation, the strategy and the precision of this run."""
-        if self.compile is not False:
+        if callable(self.compile):
+            method = self.compile(method)
+        elif self.compile is not False:
             mode = None if self.compile is True else self.compile
             options = self.compile if isinstance(self.compile, dict) else {"mode": mode}
             method = torch.compile(method, **options)

@@ -13,9 +13,10 @@ from lightning.pytorch.utilities import GradClipAlgorithmType
 from torch import Tensor
 from torch.optim import LBFGS, Optimizer
 
-from ..errors import ConfigurationError, ConfigurationTypeError
+from ..distributed.strategies import gather_tensors
+from ..errors import ConfigurationError, ConfigurationTypeError, describe
 from ..lightning_compat.private import set_step_callback
-from .module_adapter import takes_batch_idx
+from .module_adapter import parameters_of, takes_batch_idx
 
 if TYPE_CHECKING:
     from .run_state import RunState
@@ -56,7 +57,12 @@ class Optimization:
         # StochasticWeightAveraging sets skip_backward, to update only BatchNorm statistics.
         self.skip_backward = False
         self.kept_loss: Tensor | None = None
+        self._outputs: dict[str, Any] = {}
         self.setup()
+
+    def release(self) -> None:
+        """Free the memory of the last loss, its graph and the outputs of the last step."""
+        self.kept_loss, self._outputs = None, {}
 
     def setup(self) -> None:
         """Cache the methods that each batch uses. Call setup again if optimizers or options change."""
@@ -137,8 +143,8 @@ class Optimization:
             # FSDP accumulates gradients in private tensors, so a checkpoint cannot contain them.
             self.run.warn_once("A checkpoint in an accumulation window lacks sharded gradients.")
             return {}
-        parameters = self.run.network.named_parameters()
-        return {name: p.grad.clone() for name, p in parameters if p.grad is not None}
+        parameters = self.run.named_parameters()
+        return {name: p.grad.clone() for name, p in parameters.items() if p.grad is not None}
 
 
 class AutomaticOptimization(Optimization):
@@ -166,7 +172,7 @@ class AutomaticOptimization(Optimization):
         # Except for LBFGS, torch's optimizers call the closure once at the start of step().
         # Computing the gradients before step() is faster, and the results are bit-identical.
         calls_closure_first = type(optimizer).__module__.startswith("torch.optim.") and not is_lbfgs
-        is_simple = calls_closure_first and not needs_closure
+        is_simple = (calls_closure_first or not takes_closure(optimizer)) and not needs_closure
         step = self._step_without_closure if is_simple else self._step_with_closure
         action = f"[LightningModule]{type(self.run.module).__name__}.optimizer_step"
         self._take_step = hooks.with_profiler(action, step)
@@ -189,7 +195,7 @@ class AutomaticOptimization(Optimization):
         """Train on one batch. Returns the argument ``outputs`` of ``on_train_batch_end``."""
         run, progress = self.run, self.run.progress
         # A closure can return only the loss, so _forward_backward stores the outputs here.
-        self._outputs: dict[str, Any] = {}
+        self._outputs = {}
         if is_window_end(run):
             self._take_step(batch, batch_idx)
             # As in Trainer, also count steps that a gradient scaler has skipped.
@@ -232,7 +238,8 @@ class AutomaticOptimization(Optimization):
             raise ConfigurationError(
                 "The closure hasn't been executed. HINT: did you call `optimizer_closure()` in your"
                 " `optimizer_step` hook? It could also happen because the"
-                " `optimizer.step(optimizer_closure)` call did not execute it internally."
+                " `optimizer.step(optimizer_closure)` call did not execute it internally. Call the argument"
+                f" closure in {type(self._optimizer).__name__}.step, or define step(self) without it."
             )
 
     def _forward_backward(self, batch: Any, batch_idx: int) -> Tensor | None:
@@ -303,6 +310,11 @@ class ManualOptimization(Optimization):
     def count_unwrapped_steps(self, stack: ExitStack) -> None:
         """Register torch's hooks, to count the steps of optimizers without Fabric's wrapper."""
         for index, optimizer in enumerate(self.run.optimizers):
+            if not isinstance(optimizer, Optimizer):
+                raise ConfigurationTypeError(
+                    f"optimizer: got {describe(optimizer)} in manual optimization, expected a class"
+                    " derived from torch.optim.Optimizer, whose hooks count the optimizer steps."
+                )
             handle = optimizer.register_step_post_hook(partial(self._count_step, index))
             stack.callback(handle.remove)
 
@@ -367,7 +379,7 @@ class ManualOptimization(Optimization):
     def accumulated_gradients(self) -> dict[str, Tensor]:
         """Return the gradients that no optimizer has used yet."""
         gradients = super().accumulated_gradients()
-        names = {parameter: name for name, parameter in self.run.network.named_parameters()}
+        names = {parameter: name for name, parameter in self.run.named_parameters().items()}
         for index in self._stepped:
             for group in self.run.optimizers[index].param_groups:
                 for parameter in group["params"]:
@@ -390,11 +402,33 @@ def clip_gradients(optimizer: Optimizer, value: float, algorithm: str | None) ->
         torch.nn.utils.clip_grad_norm_(parameters, value)
 
 
+def takes_closure(optimizer: Optimizer) -> bool:
+    """Return whether ``optimizer.step`` has the argument ``closure``, as torch's optimizers do."""
+    parameters = parameters_of(optimizer.step)
+    takes_any = any(p.kind is p.VAR_KEYWORD for p in parameters.values())
+    return takes_any or "closure" in parameters
+
+
 def gradient_norm(optimizer: Optimizer) -> Tensor:
-    """Return the total norm of the gradients of an optimizer's parameters."""
+    """Return the total norm of the gradients of an optimizer's parameters.
+
+    All processes must call this function, because a sharded gradient needs all of them.
+    """
     parameters = [p for group in optimizer.param_groups for p in group["params"]]
-    norms = [torch.linalg.vector_norm(p.grad) for p in parameters if p.grad is not None]
-    return torch.linalg.vector_norm(torch.stack(norms)) if norms else torch.zeros(())
+    norms = [norm_of(p.grad) for p in parameters if p.grad is not None]
+    if not norms:
+        return torch.zeros(())
+    return torch.linalg.vector_norm(torch.stack([norm.to(norms[0].device) for norm in norms]))
+
+
+def norm_of(gradient: Tensor) -> Tensor:
+    """Return the norm of a gradient, which may be sparse, complex or sharded."""
+    if gradient.layout is torch.sparse_coo:
+        # Repeated indices must be added before the norm.
+        gradient = gradient.coalesce().values()
+    elif gradient.layout is not torch.strided:
+        gradient = gradient.values()
+    return gather_tensors(torch.linalg.vector_norm(gradient)).float()
 
 
 def find_loss(run: RunState, output: Any) -> Tensor | None:

@@ -14,14 +14,15 @@ from ..loggers.console import Console
 from ..loggers.logger_connector import LoggerConnector
 from ..loggers.result_collection import ResultCollection
 from ..loggers.row import RowWriter
-from .check_arguments import LOADER_OF_STAGE, check_call, check_sources
-from .configure_optimizers import has_several_optimizers
+from .check_arguments import LOADER_OF_STAGE, check_call, check_idle, check_sources
+from .configure_optimizers import has_several_optimizers, outside_parameters
 from .evaluation_loop import Predictions
 from .hooks import Hooks
-from .module_adapter import StepRunner, adapt_model, unwrap
+from .module_adapter import StepRunner, adapt_model, unwrap, unwrap_compiled
 from .progress import Progress, StopCondition
 
 if TYPE_CHECKING:
+    import torch
     from lightning.pytorch.utilities.types import LRSchedulerConfig
     from torch import nn
     from torch.optim import Optimizer
@@ -69,6 +70,7 @@ class RunState:
         functions: dict[str, Any],
         optimizer: Any = None,
     ) -> None:
+        check_idle(loop, stage)
         self.loop, self.stage, self.config, self.fabric = loop, stage, loop.config, loop.fabric
         last = loop.run if stage != "fit" else None
         first = LOADER_OF_STAGE[stage]
@@ -77,7 +79,7 @@ class RunState:
         check_sources(stage, model if last is None else last.model, loaders, datamodule)
         self.is_last_model = model is None
         # Remove the wrapper that FabricLoop.setup() may have added. The run adds its own wrapper.
-        self.model = unwrap(model)
+        self.model, compiler = unwrap_compiled(unwrap(model), functions)
         if last is not None and (self.model is None or self.model is last.model):
             self.model = last.model
             given = {name: function for name, function in functions.items() if function}
@@ -95,10 +97,10 @@ class RunState:
             self.datamodule = last.datamodule
             if not self.data.has_loader(first):
                 self.data.source = self.datamodule
-        self._make_parts(last)
+        self._make_parts(last, compiler or self.config.compile)
         check_call(self)
 
-    def _make_parts(self, last: RunState | None) -> None:
+    def _make_parts(self, last: RunState | None, compiler: Any) -> None:
         loop, config, fabric = self.loop, self.config, self.fabric
         self.hooks = Hooks(loop, self.module, self._module_for)
         before: Progress = Progress() if last is None else last.progress
@@ -118,7 +120,7 @@ class RunState:
         self.row = RowWriter(self)
         self.data.run = self
         self.stop = StopCondition(config, self.progress, has_timer or config.max_time is not None)
-        self.steps = StepRunner(fabric, self.module, self.network, config.compile)
+        self.steps = StepRunner(fabric, self.module, self.network, compiler)
         self.loggers = LoggerConnector(self)
         self.console = Console(config, shows_console)
         self.folders: RunFolders = RunFolders() if last is None else last.folders
@@ -139,7 +141,9 @@ class RunState:
         self.checkpoint_error: Exception | None = None
         self.resumes = False
         self.resume_keyword: str | None = None
-        self.exception: BaseException | None = None
+        # The class and message of an error that ended the run. The error itself is not kept,
+        # because its traceback holds the last batch and the graph of the last loss in memory.
+        self.failure: str | None = None
 
     def _module_for(self, callback: Any) -> Any:
         """Return the argument ``pl_module`` for a callback's hooks."""
@@ -162,6 +166,14 @@ class RunState:
         strategy = self.loop.strategy
         # The step() of these wrappers handles precision, hooks and counters.
         self.lightning_optimizers = [wrap_optimizer(item, strategy) for item in optimizers]
+
+    def outside_parameters(self) -> dict[str, torch.Tensor]:
+        """Return the parameters that optimizers train and the network lacks."""
+        return outside_parameters(self.optimizers, self.network)
+
+    def named_parameters(self) -> dict[str, torch.Tensor]:
+        """Return all parameters of the network and of the optimizers."""
+        return {**dict(self.network.named_parameters()), **self.outside_parameters()}
 
     @property
     def should_validate(self) -> bool:

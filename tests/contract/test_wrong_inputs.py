@@ -56,6 +56,12 @@ def fit_functions(**given):
     return call
 
 
+def partly_of_another(net, other=None):
+    """Return an optimizer of the network's parameters and of another parameter."""
+    others = nn.Linear(4, 2).parameters() if other is None else [other]
+    return SGD([*net.parameters(), *others], lr=0.1)
+
+
 def with_method(**methods):
     """A fit of an object with a wrong method."""
 
@@ -243,7 +249,12 @@ CASES = {
     # ---- optimizers
     "optimizer_class": fit_functions(optimizer=SGD),
     "optimizer_text": fit_functions(optimizer="adam"),
-    "optimizer_partial": fit_functions(optimizer=functools.partial(SGD, lr=0.1)),
+    "optimizer_partly_of_another_model": fit_functions(optimizer=lambda net: partly_of_another(net)),
+    "optimizer_tensor": fit_functions(optimizer=lambda net: partly_of_another(net, torch.zeros(2, requires_grad=True))),
+    "scheduler_class": fit_functions(scheduler=StepLR),
+    "scheduler_partial": fit_functions(scheduler=functools.partial(StepLR, step_size=1)),
+    "scheduler_of_another_optimizer": fit_functions(scheduler=StepLR(SGD(nn.Linear(8, 3).parameters(), lr=0.1), 1)),
+    "configure_partly_of_another_model": with_method(configure_optimizers=lambda self: partly_of_another(self.net)),
     "optimizer_rate": fit_functions(optimizer=0.1),
     "optimizer_of_another_model": fit_functions(optimizer=SGD(nn.Linear(8, 3).parameters(), lr=0.1)),
     "optimizer_scheduler": fit_functions(optimizer=StepLR(SGD(nn.Linear(8, 3).parameters(), lr=0.1), 1)),

@@ -1,0 +1,546 @@
+"""Test that every shape of model trains like a hand-written loop or Trainer, saves, resumes, loads and crosses."""
+
+import contextlib
+import io
+import warnings
+from collections import deque
+from pathlib import Path
+
+import lightning.pytorch as pl
+import pytest
+import torch
+from modules import make_data, quiet
+from runs import same
+from torch import nn
+from torch.nn.functional import cross_entropy
+from torch.nn.utils import parametrizations
+from torch.utils.data import DataLoader
+
+from fabric_template import FabricLoop, MiniLoop
+
+pytestmark = [
+    pytest.mark.filterwarnings("ignore:Lazy modules are a new feature"),
+    pytest.mark.filterwarnings("ignore:.*torch.jit.script"),
+    pytest.mark.filterwarnings("ignore:.*weight_norm.* is deprecated"),
+    # torch.compile reads this attribute.
+    pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor"),
+    pytest.mark.filterwarnings("ignore:Found .* in eval mode"),
+    pytest.mark.filterwarnings("ignore:optimizer. got parameters that are not in the model"),
+]
+
+LOOPS = {"FabricLoop": FabricLoop, "MiniLoop": MiniLoop}
+
+
+# Networks
+
+
+def mlp():
+    return nn.Sequential(nn.Linear(8, 6), nn.Dropout(0.2), nn.Linear(6, 3))
+
+
+class Around(nn.Module):
+    """Has a network in one attribute, which gives all parameters one prefix."""
+
+    def __init__(self, net, name="module"):
+        super().__init__()
+        setattr(self, name, net)
+        self.name = name
+
+    def forward(self, x):
+        return getattr(self, self.name)(x)
+
+
+class Tied(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.first, self.second, self.head = nn.Linear(8, 8), nn.Linear(8, 8), nn.Linear(8, 3)
+        self.second.weight = self.first.weight
+
+    def forward(self, x):
+        return self.head(self.second(torch.tanh(self.first(x))))
+
+
+class CountsCalls(nn.Module):
+    """Has an extra state that is no tensor."""
+
+    def __init__(self):
+        super().__init__()
+        self.net, self.calls = mlp(), 0
+
+    def forward(self, x):
+        self.calls += self.training
+        return self.net(x)
+
+    def get_extra_state(self):
+        return {"calls": self.calls}
+
+    def set_extra_state(self, state):
+        self.calls = state["calls"]
+
+
+class Complex(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(8, 3, dtype=torch.complex64))
+
+    def forward(self, x):
+        return (x.to(torch.complex64) @ self.weight).abs()
+
+
+class Cast(nn.Module):
+    """Computes in another dtype."""
+
+    def __init__(self, dtype):
+        super().__init__()
+        self.net, self.dtype = mlp().to(dtype), dtype
+
+    def forward(self, x):
+        return self.net(x.to(self.dtype)).float()
+
+
+class Unused(nn.Module):
+    """Has a layer and a parameter without gradients."""
+
+    def __init__(self):
+        super().__init__()
+        self.net, self.spare, self.scale = mlp(), nn.Linear(2, 2), nn.Parameter(torch.ones(3))
+
+    def forward(self, x):
+        return self.net(x)
+
+
+class BuffersAndHead(nn.Module):
+    """Has random features in buffers."""
+
+    def __init__(self):
+        super().__init__()
+        self.register_buffer("features", torch.randn(8, 6))
+        self.head = nn.Linear(6, 3)
+
+    def forward(self, x):
+        return self.head(torch.tanh(x @ self.features))
+
+
+def normed():
+    return nn.Sequential(nn.Linear(8, 6), nn.BatchNorm1d(6), nn.Dropout(0.2), nn.Linear(6, 3))
+
+
+def in_eval_mode():
+    return normed().eval()
+
+
+def frozen_norm():
+    net = normed()
+    net[1].eval().requires_grad_(False)
+    return net
+
+
+def frozen_backbone():
+    """Only the head is in train mode."""
+    net = normed().eval()
+    net[0].requires_grad_(False)
+    net[3].train()
+    return net
+
+
+def reparametrized(change):
+    def make():
+        net = mlp()
+        change(net[0])
+        return net
+
+    return make
+
+
+def compiled():
+    return torch.compile(mlp(), backend="eager")
+
+
+def compiled_in_place():
+    net = mlp()
+    net.compile(backend="eager")
+    return net
+
+
+NETWORKS = {
+    "plain": mlp,
+    "one child": lambda: Around(mlp()),
+    "compiled": compiled,
+    "compiled in place": compiled_in_place,
+    "compiled child": lambda: Around(compiled(), "inner"),
+    "data parallel": lambda: nn.DataParallel(mlp()),
+    "averaged": lambda: torch.optim.swa_utils.AveragedModel(mlp()),
+    "scripted": lambda: torch.jit.script(mlp()),
+    "lazy": lambda: nn.Sequential(nn.LazyLinear(6), nn.Dropout(0.2), nn.LazyLinear(3)),
+    "tied": Tied,
+    "weight norm": reparametrized(parametrizations.weight_norm),
+    "old weight norm": reparametrized(nn.utils.weight_norm),
+    "spectral norm": reparametrized(parametrizations.spectral_norm),
+    "orthogonal": reparametrized(parametrizations.orthogonal),
+    "extra state": CountsCalls,
+    "complex": Complex,
+    "double": lambda: Cast(torch.float64),
+    "bf16": lambda: Cast(torch.bfloat16),
+    "unused": Unused,
+    "buffers": BuffersAndHead,
+    "batch norm": normed,
+    "eval mode": in_eval_mode,
+    "frozen norm": frozen_norm,
+    "frozen backbone": frozen_backbone,
+}
+
+
+# Models: a network with step functions, an object, or a LightningModule
+
+
+def step(net, batch):
+    return cross_entropy(net(batch[0]), batch[1])
+
+
+def sgd(parameters):
+    trained = [p for p in parameters if p.requires_grad]
+    return torch.optim.SGD(trained, lr=0.1, momentum=0.9)
+
+
+def with_functions(make):
+    net = make()
+    given = {"training_step": step, "validation_step": step}
+    return net, {**given, "optimizer": sgd(net.parameters())}
+
+
+class Object:
+    """Has its network in the attribute net."""
+
+    def __init__(self, make=mlp):
+        self.net = make()
+
+    def forward(self, x):
+        return self.net(x)
+
+    def parameters(self):
+        return self.net.parameters()
+
+    def training_step(self, batch):
+        return step(self.forward, batch)
+
+    def validation_step(self, batch):
+        return step(self.forward, batch)
+
+    def configure_optimizers(self):
+        return sgd(self.parameters())
+
+
+class Lit(pl.LightningModule):
+    def __init__(self, make=mlp):
+        super().__init__()
+        self.net = make()
+
+    def forward(self, x):
+        return self.net(x)
+
+    def training_step(self, batch, batch_idx):
+        loss = step(self, batch)
+        self.log("train_loss", loss, on_step=False, on_epoch=True)
+        return loss
+
+    def validation_step(self, batch, batch_idx):
+        self.log("val_loss", step(self, batch))
+
+    def configure_optimizers(self):
+        return sgd(self.parameters())
+
+
+class InList(Object):
+    """Has its modules in a list, a dict, a tuple and a nested container."""
+
+    def __init__(self):
+        self.layers = [nn.Linear(8, 6), nn.Dropout(0.2)]
+        self.heads = {"first": nn.Linear(6, 3), 1: {"deep": (nn.Linear(6, 3), "a text")}}
+        self.scales = (nn.Parameter(torch.ones(3)), 2.0)
+        self.queue = deque([None, nn.BatchNorm1d(6)])
+        self.again, self.nothing = self.layers, [[], {}, 3]
+        self.nothing.append(self.nothing)
+
+    def modules(self):
+        return [*self.layers, self.heads["first"], self.heads[1]["deep"][0], self.queue[1]]
+
+    def forward(self, x):
+        x = self.queue[1](self.layers[1](self.layers[0](x)))
+        return (self.heads["first"](x) + self.heads[1]["deep"][0](x)) * self.scales[0]
+
+    def parameters(self):
+        return [*(p for m in self.modules() for p in m.parameters()), self.scales[0]]
+
+
+class InEvalMode(InList):
+    def __init__(self):
+        super().__init__()
+        for module in self.modules():
+            module.eval()
+
+
+class WithParameters(Object):
+    """Has parameters beside its network."""
+
+    def __init__(self):
+        super().__init__()
+        self.scale, self.log_var = nn.Parameter(torch.ones(3)), nn.Parameter(torch.zeros(()))
+
+    def forward(self, x):
+        return self.net(x) * self.scale * torch.exp(self.log_var)
+
+    def parameters(self):
+        return [*self.net.parameters(), self.scale, self.log_var]
+
+
+class MadeInHook(Object):
+    """Creates its modules in a hook."""
+
+    def __init__(self, hook):
+        setattr(self, hook, self.create)
+
+    def create(self, stage=None):
+        if not hasattr(self, "nets"):
+            torch.manual_seed(4)
+            self.nets = [mlp()]
+
+    def forward(self, x):
+        return self.nets[0](x)
+
+    def parameters(self):
+        return self.nets[0].parameters()
+
+
+class LowRank(Lit):
+    """Freezes its network, and adds a parameter of low rank in a hook."""
+
+    def __init__(self, hook):
+        super().__init__()
+        setattr(self, hook, self.add)
+
+    def add(self, stage=None):
+        if not hasattr(self, "low"):
+            torch.manual_seed(4)
+            self.net.requires_grad_(False)
+            self.low = nn.ParameterList([nn.Parameter(torch.randn(8, 1)), nn.Parameter(torch.zeros(1, 3))])
+
+    def forward(self, x):
+        return self.net(x) + x @ self.low[0] @ self.low[1]
+
+
+class Outside(Lit):
+    """Trains parameters that are not in the module, which Trainer accepts."""
+
+    def __init__(self):
+        super().__init__()
+        self.helpers = [nn.Linear(3, 3)]
+
+    def forward(self, x):
+        return self.helpers[0](self.net(x))
+
+    def configure_optimizers(self):
+        return sgd([*self.parameters(), *self.helpers[0].parameters()])
+
+
+MODELS = {f"functions, {name}": lambda make=make: with_functions(make) for name, make in NETWORKS.items()}
+IN_LIGHTNING = ("plain", "compiled child", "scripted", "lazy", "tied", "weight norm", "extra state", "unused", "double")
+IN_LIGHTNING += ("batch norm", "eval mode", "frozen norm", "frozen backbone")
+MODELS |= {f"Lightning, {name}": lambda make=NETWORKS[name]: (Lit(make), {}) for name in IN_LIGHTNING}
+MODELS |= {
+    "object": lambda: (Object(), {}),
+    "object, compiled": lambda: (Object(compiled), {}),
+    "object, eval mode": lambda: (Object(in_eval_mode), {}),
+    "object, frozen norm": lambda: (Object(frozen_norm), {}),
+    "object, one child": lambda: (Object(lambda: Around(mlp())), {}),
+    "object, lists": lambda: (InList(), {}),
+    "object, lists in eval mode": lambda: (InEvalMode(), {}),
+    "object, parameters": lambda: (WithParameters(), {}),
+    "object, setup": lambda: (MadeInHook("setup"), {}),
+    "object, configure_model": lambda: (MadeInHook("configure_model"), {}),
+    "Lightning, setup": lambda: (LowRank("setup"), {}),
+    "Lightning, configure_model": lambda: (LowRank("configure_model"), {}),
+    "Lightning, parameters outside": lambda: (Outside(), {}),
+    "Lightning, compiled module": lambda: (torch.compile(Lit(), backend="eager"), {}),
+}
+
+
+# Runs
+
+
+def make_loaders():
+    return DataLoader(make_data(24), batch_size=4, shuffle=True), DataLoader(make_data(16, seed=5), batch_size=8)
+
+
+def make_model(name):
+    torch.manual_seed(3)
+    return MODELS[name]()
+
+
+def train(name, loop, root, seed=5, resume=None, **options):
+    """Train a new model. Return (loop, model)."""
+    if loop == "FabricLoop":
+        options |= {"enable_progress_bar": False, "enable_model_summary": False, "num_sanity_val_steps": 0}
+    model, given = make_model(name)
+    loaders = make_loaders()
+    torch.manual_seed(seed)
+    with contextlib.redirect_stdout(io.StringIO()):
+        made = LOOPS[loop](accelerator="cpu", default_root_dir=str(root), **options)
+        made.fit(model, *loaders, resume=resume, **given)
+    return made, model
+
+
+def train_by_hand(name, epochs=2):
+    """Train a new model with Trainer, or with a loop written by hand."""
+    model, given = make_model(name)
+    model = getattr(model, "_orig_mod", model) if "compiled module" in name else model
+    loaders = make_loaders()
+    torch.manual_seed(5)
+    if isinstance(model, pl.LightningModule):
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            pl.Trainer(**quiet(max_epochs=epochs, num_sanity_val_steps=0)).fit(model, *loaders)
+        return model
+    if isinstance(model, MadeInHook):
+        model.create()
+    training_step = given.get("training_step", lambda net, batch: model.training_step(batch))
+    optimizer = given["optimizer"] if given else model.configure_optimizers()
+    modules = modules_of(model)
+    if not any(module.training for module in modules):
+        switch_modes(modules, [True] * len(modules))
+    for _ in range(epochs):
+        for batch in loaders[0]:
+            loss = training_step(model, batch)
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+        modes = [module.training for module in modules]
+        switch_modes(modules, [False] * len(modules))
+        with torch.no_grad():
+            for batch in loaders[1]:
+                training_step(model, batch)
+        switch_modes(modules, modes)
+    return model
+
+
+def switch_modes(modules, modes):
+    for module, is_training in zip(modules, modes, strict=True):
+        module.training = is_training
+
+
+def parts_of(value, known=()):
+    """Return the modules and parameters in an object, also in its lists and dicts."""
+    if isinstance(value, nn.Module | nn.Parameter):
+        return [value]
+    if id(value) in known or not hasattr(value, "__dict__") and not isinstance(value, dict | list | tuple | deque):
+        return []
+    values = value.values() if isinstance(value, dict) else value
+    values = vars(value).values() if hasattr(value, "__dict__") else values
+    return [part for item in values for part in parts_of(item, (*known, id(value)))]
+
+
+def modules_of(model):
+    return [module for part in parts_of(model) if isinstance(part, nn.Module) for module in part.modules()]
+
+
+def state_of(model):
+    """Return the weights, extra states and modes of a model."""
+    inner = getattr(model, "_orig_mod", model)
+    model = inner if isinstance(inner, pl.LightningModule) else model
+    parts = parts_of(model) + getattr(model, "helpers", [])
+    states = [dict(part.state_dict()) if isinstance(part, nn.Module) else part.detach() for part in parts]
+    return states, [module.training for module in modules_of(model)]
+
+
+def optimizer_state(loop):
+    return (loop.optimizers[0] if isinstance(loop, FabricLoop) else loop.optimizer).state_dict()
+
+
+# MiniLoop refuses these models by name.
+REFUSED_BY_MINI_LOOP = {
+    "object, setup": "with setup. Use FabricLoop",
+    "object, configure_model": "with configure_model. Use FabricLoop",
+    "Lightning, setup": "with setup. Use FabricLoop",
+    "Lightning, configure_model": "with configure_model. Use FabricLoop",
+}
+# What MiniLoop still does wrong.
+EVAL_MODE = "MiniLoop trains a network in eval mode"
+NOT_FOUND = "MiniLoop does not find the parameters"
+OF_MINI_LOOP = {
+    "functions, eval mode": EVAL_MODE,
+    "object, eval mode": EVAL_MODE,
+    "object, lists": NOT_FOUND,
+    "object, lists in eval mode": NOT_FOUND,
+    "object, parameters": NOT_FOUND,
+    "Lightning, parameters outside": "MiniLoop does not save these parameters",
+    "Lightning, compiled module": "MiniLoop does not set trainer",
+}
+# What FabricLoop still does wrong.
+PREFIX = "find_weights removes a prefix that the model has"
+OF_FABRIC_LOOP = {
+    "functions, one child": PREFIX,
+    "functions, compiled": PREFIX,
+    "functions, data parallel": PREFIX,
+    "functions, extra state": "find_weights expects tensors",
+    "Lightning, extra state": "find_weights expects tensors",
+}
+
+
+def cases():
+    for loop in LOOPS:
+        for name in MODELS:
+            reason = (OF_MINI_LOOP if loop == "MiniLoop" else OF_FABRIC_LOOP).get(name)
+            mark = [pytest.mark.xfail(strict=True, reason=reason)] if reason else []
+            yield pytest.param(loop, name, marks=mark)
+
+
+def crossings():
+    for first in LOOPS:
+        for name in (name for name in MODELS if name not in REFUSED_BY_MINI_LOOP):
+            reason = OF_MINI_LOOP.get(name)
+            if first == "MiniLoop":
+                reason = reason or OF_FABRIC_LOOP.get(name)
+            mark = [pytest.mark.xfail(strict=True, reason=reason)] if reason else []
+            yield pytest.param(first, name, marks=mark)
+
+
+def check_refused(name, loop, root):
+    """MiniLoop refuses the model before it writes a file."""
+    with pytest.raises(TypeError, match=REFUSED_BY_MINI_LOOP[name]):
+        train(name, loop, root, max_epochs=1)
+    assert not root.exists()
+
+
+@pytest.mark.parametrize(("loop", "name"), cases())
+def test_trains_saves_resumes_and_loads(tmp_path, loop, name):
+    """Train 2 epochs; stop in the middle of an epoch; resume a new model; load the weights; compare."""
+    if loop == "MiniLoop" and name in REFUSED_BY_MINI_LOOP:
+        check_refused(name, loop, tmp_path / "refused")
+        return
+    expected = state_of(train_by_hand(name))
+    whole, model = train(name, loop, tmp_path / "whole", max_epochs=2)
+    assert same(state_of(model), expected)
+    train(name, loop, tmp_path / "cut", max_epochs=2, max_steps=4)
+    resumed, again = train(name, loop, tmp_path / "cut", seed=9, max_epochs=2, resume="last")
+    assert same(state_of(again), expected)
+    assert same(optimizer_state(resumed), optimizer_state(whole))
+    if "outside" not in name:
+        check_load(name, whole, model, next(Path(tmp_path, "whole").rglob("last.ckpt")))
+
+
+def check_load(name, loop, model, path):
+    """A new model that loads the weights is validated with the same result."""
+    other, given = make_model(name)
+    functions = {"validation_step": step} if given else {}
+    expected = loop.validate(model, make_loaders()[1], **functions)
+    assert same(loop.validate(other, make_loaders()[1], load=path, **functions), expected)
+    assert expected[0]["val_loss"] > 0
+
+
+@pytest.mark.parametrize(("first", "name"), crossings())
+def test_crosses(tmp_path, first, name):
+    """The other loop continues after an epoch, with the same result."""
+    second = next(loop for loop in LOOPS if loop != first)
+    _, expected = train(name, "FabricLoop", tmp_path / "whole", max_epochs=2)
+    train(name, first, tmp_path / "cut", max_epochs=1)
+    _, model = train(name, second, tmp_path / "cut", seed=9, max_epochs=2, resume="last")
+    assert same(state_of(model), state_of(expected))

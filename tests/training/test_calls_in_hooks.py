@@ -1,0 +1,79 @@
+"""Test calls of a loop in a hook of a run, and calls of loop.backward after a run."""
+
+import pytest
+import torch
+from modules import Classifier, Gan, make_loader
+from runs import fit, logs_of, loud, val_loader
+from torch import nn
+
+from fabric_template import FabricLoop
+
+
+class Calls(Classifier):
+    """Calls a method of a loop in a hook. The loop is that of the run, or another one."""
+
+    def __init__(self, hook=None, method=None, loop=None):
+        super().__init__(dropout=0.0)
+        self.other, self.method, self.results = loop, method, []
+        if hook is not None:
+            setattr(self, hook, self.call)
+
+    def test_step(self, batch, batch_idx):
+        self.validation_step(batch, batch_idx)
+
+    def predict_step(self, batch, batch_idx):
+        return self(batch[0])
+
+    def call(self, *_):
+        loop = self.other or self.trainer
+        given = {"verbose": False} if self.method in ("validate", "test") else {}
+        self.results.append(getattr(loop, self.method)(self, val_loader(), **given))
+
+
+@pytest.mark.parametrize("hook", ["on_fit_start", "on_train_batch_end", "on_validation_epoch_end", "on_train_end"])
+@pytest.mark.parametrize("method", ["fit", "validate", "test", "predict"])
+def test_call_of_the_same_loop_is_refused(tmp_path, hook, method):
+    options = {"val": val_loader, "max_epochs": 1, "num_sanity_val_steps": 0}
+    with pytest.raises(ValueError, match=f"^{method}: got a call inside of fit, expected a call after fit has ended"):
+        fit(tmp_path, lambda: Calls(hook, method), **options)
+    loop, _, _ = fit(tmp_path, Calls, **options)
+    assert loop.validate(Calls(), val_loader(), verbose=False)[0]["val_loss"] > 0
+
+
+@pytest.mark.parametrize("method", ["validate", "test"])
+def test_call_of_another_loop_changes_nothing(tmp_path, method):
+    """The outer run keeps its trainer, its log method and its numbers."""
+    train = lambda: make_loader(24, shuffle=False)  # noqa: E731
+    options = {"train": train, "val": val_loader, "max_epochs": 2, "log_every_n_steps": 1}
+    expected = fit(tmp_path / "alone", Calls, **options)
+    other = FabricLoop(**loud(tmp_path, logger=False, enable_checkpointing=False))
+    found = fit(tmp_path / "outer", lambda: Calls("on_train_epoch_end", method, other), **options)
+    assert logs_of(tmp_path / "alone") == logs_of(tmp_path / "outer")
+    assert all(map(torch.equal, expected[1].parameters(), found[1].parameters()))
+    assert found[1].trainer is found[0]
+    assert "log" not in vars(found[1])
+    values = [row[0]["val_loss"] for row in found[1].results]
+    assert values == expected[2]["val_loss"].tolist()
+
+
+@pytest.mark.parametrize("make", [Gan, Classifier])
+def test_backward_after_a_run_belongs_to_the_users_loop(tmp_path, make):
+    """The hooks of the trained module are not called again."""
+    called = []
+
+    class Counts(make):
+        def on_before_backward(self, loss):
+            called.append("before")
+
+        def on_after_backward(self):
+            called.append("after")
+
+    loop = FabricLoop(**loud(tmp_path, max_epochs=1))
+    train = make_loader() if make is Classifier else torch.utils.data.DataLoader([(torch.ones(8),)] * 4, batch_size=2)
+    loop.fit(Counts(), train)
+    count = len(called)
+    assert count > 0
+    net = nn.Linear(2, 1)
+    loop.backward(net(torch.ones(1, 2)).sum())
+    assert net.weight.grad.tolist() == [[1.0, 1.0]]
+    assert len(called) == count

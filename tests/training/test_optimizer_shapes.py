@@ -1,0 +1,294 @@
+"""Test optimizers of every shape: equal to a hand-written loop or to Trainer, also resumed, or refused by name."""
+
+import functools
+import warnings
+
+import lightning.pytorch as pl
+import pytest
+import torch
+from modules import make_data, quiet
+from runs import fit, loud, same, tree
+from torch import nn
+from torch.nn.functional import cross_entropy
+from torch.utils.data import DataLoader
+
+from fabric_template import FabricLoop
+from fabric_template.errors import CheckpointError
+
+
+class WithoutClosure(torch.optim.Optimizer):
+    """Has a step without the argument closure."""
+
+    def __init__(self, parameters, lr=0.1):
+        super().__init__(parameters, {"lr": lr})
+
+    @torch.no_grad()
+    def step(self):
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                if parameter.grad is not None:
+                    parameter.add_(parameter.grad, alpha=-group["lr"])
+
+
+class IgnoresClosure(WithoutClosure):
+    def step(self, closure=None):
+        super().step()
+
+
+class SharpnessAware(torch.optim.SGD):
+    """Calls its closure at the weights, and again at weights near them."""
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        closure = torch.enable_grad()(closure)
+        loss = closure()
+        parameters = [p for group in self.param_groups for p in group["params"]]
+        steps = [0.05 * p.grad for p in parameters]
+        for parameter, step in zip(parameters, steps, strict=True):
+            parameter.add_(step)
+        closure()
+        for parameter, step in zip(parameters, steps, strict=True):
+            parameter.sub_(step)
+        super().step()
+        return loss
+
+
+class KeepsGradients(torch.optim.SGD):
+    """Sets gradients to zero instead of None, which matters with momentum."""
+
+    def zero_grad(self, set_to_none=True):
+        super().zero_grad(set_to_none=False)
+
+
+class NoSubclass:
+    """Has an optimizer's methods without its base class."""
+
+    def __init__(self, parameters):
+        self.inner = torch.optim.SGD(parameters, lr=0.1)
+        self.param_groups = self.inner.param_groups
+
+    def step(self, closure=None):
+        return self.inner.step(closure)
+
+    def zero_grad(self):
+        self.inner.zero_grad()
+
+    def state_dict(self):
+        return self.inner.state_dict()
+
+    def load_state_dict(self, state):
+        self.inner.load_state_dict(state)
+
+
+def in_groups(parameters):
+    first, *others = parameters
+    groups = [{"params": [first], "lr": 0.3}, {"params": others, "weight_decay": 0.1}]
+    return torch.optim.SGD(groups, lr=0.1, momentum=0.9)
+
+
+OPTIMIZERS = {
+    "without closure": WithoutClosure,
+    "sharpness-aware": lambda parameters: SharpnessAware(parameters, lr=0.1, momentum=0.9),
+    "LBFGS": lambda parameters: torch.optim.LBFGS(parameters, lr=0.1, max_iter=3),
+    "zero_grad": lambda parameters: KeepsGradients(parameters, lr=0.1, momentum=0.9),
+    "groups": in_groups,
+    "no subclass": NoSubclass,
+}
+NEEDS_CLOSURE = ("sharpness-aware", "LBFGS")
+NOT_OF_TRAINER = ("without closure", "no subclass")
+
+
+def make_net():
+    torch.manual_seed(3)
+    return nn.Sequential(nn.Linear(8, 6), nn.Tanh(), nn.Linear(6, 3))
+
+
+def make_loader():
+    return DataLoader(make_data(24), batch_size=4, shuffle=True)
+
+
+def step(net, batch):
+    return cross_entropy(net(batch[0]), batch[1])
+
+
+def train(make, root, seed=5, resume=None, **options):
+    net = make_net()
+    optimizer, loader = make(net.parameters()), make_loader()
+    torch.manual_seed(seed)
+    loop = FabricLoop(**loud(root, max_epochs=2, **options))
+    loop.fit(net, loader, optimizer=optimizer, training_step=step, resume=resume)
+    return loop, net
+
+
+def train_by_hand(make, needs_closure):
+    net = make_net()
+    optimizer, loader = make(net.parameters()), make_loader()
+    torch.manual_seed(5)
+    for batch in [batch for _ in range(2) for batch in loader]:
+
+        def closure(batch=batch):
+            optimizer.zero_grad()
+            loss = step(net, batch)
+            loss.backward()
+            return loss
+
+        if needs_closure:
+            optimizer.step(closure)
+        else:
+            closure()
+            optimizer.step()
+    return net
+
+
+class Lit(pl.LightningModule):
+    def __init__(self, make):
+        super().__init__()
+        self.net, self.make = make_net(), make
+
+    def training_step(self, batch, batch_idx):
+        loss = step(self.net, batch)
+        self.log("train_loss", loss, on_epoch=True)
+        return loss
+
+    def configure_optimizers(self):
+        return self.make(self.parameters())
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_equals_a_loop_by_hand_and_resumes(tmp_path, name):
+    make = OPTIMIZERS[name]
+    expected = train_by_hand(make, name in NEEDS_CLOSURE).state_dict()
+    whole, net = train(make, tmp_path / "whole")
+    assert same(dict(net.state_dict()), dict(expected))
+    train(make, tmp_path / "cut", max_steps=8)
+    resumed, net = train(make, tmp_path / "cut", seed=9, resume="last")
+    assert same(dict(net.state_dict()), dict(expected))
+    states = [loop.optimizers[0].state_dict() for loop in (whole, resumed)]
+    assert same(*states)
+
+
+@pytest.mark.parametrize("accumulated", [1, 4])
+@pytest.mark.parametrize("name", [name for name in OPTIMIZERS if name not in NOT_OF_TRAINER])
+def test_equals_trainer(tmp_path, name, accumulated):
+    ends = []
+    for loop_class in (pl.Trainer, FabricLoop):
+        module, loader = Lit(OPTIMIZERS[name]), make_loader()
+        torch.manual_seed(5)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            loop = loop_class(**quiet(max_epochs=2, accumulate_grad_batches=accumulated, gradient_clip_val=0.5))
+            loop.fit(module, loader)
+        metrics = {name: value.item() for name, value in loop.callback_metrics.items()}
+        ends.append((dict(module.state_dict()), metrics, loop.global_step))
+    assert same(*ends)
+
+
+def test_optimizer_that_ignores_its_closure_is_refused(tmp_path):
+    with pytest.raises(ValueError, match=r"Call the argument closure in IgnoresClosure.step, or define step\(self\)"):
+        train(IgnoresClosure, tmp_path)
+
+
+def test_optimizer_without_hooks_in_manual_optimization_is_refused(tmp_path):
+    net = make_net()
+    optimizers = [NoSubclass(net[0].parameters()), NoSubclass(net[2].parameters())]
+    loop = FabricLoop(**loud(tmp_path, max_epochs=1))
+    with pytest.raises(TypeError, match="optimizer: got a NoSubclass in manual optimization, expected a class"):
+        loop.fit(net, make_loader(), optimizer=optimizers, training_step=step)
+
+
+def make_sgd(net, lr):
+    return torch.optim.SGD(net.parameters(), lr=lr)
+
+
+@pytest.mark.parametrize(
+    "given",
+    [
+        functools.partial(torch.optim.SGD, lr=0.2),
+        functools.partial(make_sgd, lr=0.2),
+        lambda net: make_sgd(net, 0.2),
+    ],
+    ids=["partial of a class", "partial of a function", "function"],
+)
+def test_optimizer_that_a_function_makes(tmp_path, given):
+    net, loop = make_net(), FabricLoop(**loud(tmp_path, max_epochs=2))
+    loader = make_loader()
+    torch.manual_seed(5)
+    loop.fit(net, loader, optimizer=given, training_step=step)
+    expected = train_by_hand(lambda parameters: torch.optim.SGD(parameters, lr=0.2), needs_closure=False)
+    assert same(dict(net.state_dict()), dict(expected.state_dict()))
+
+
+class AddsGroup(Lit):
+    """Adds a parameter group in a hook."""
+
+    def __init__(self, hook="on_train_epoch_start"):
+        super().__init__(lambda parameters: torch.optim.SGD(self.net[0].parameters(), lr=0.1, momentum=0.9))
+        setattr(self, hook, self.add_group)
+
+    def add_group(self):
+        optimizer = self.optimizers()
+        if len(optimizer.param_groups) == 1:
+            optimizer.add_param_group({"params": self.net[2].parameters(), "lr": 0.05})
+
+
+def test_group_that_a_hook_adds_before_the_resume(tmp_path):
+    make = functools.partial(AddsGroup, "on_fit_start")
+    whole = fit(tmp_path / "whole", make, make_loader, max_epochs=3)
+    fit(tmp_path / "cut", make, make_loader, max_epochs=2)
+    resumed = fit(tmp_path / "cut", make, make_loader, seed=9, max_epochs=3, resume="last")
+    assert same(dict(whole[1].state_dict()), dict(resumed[1].state_dict()))
+
+
+def test_group_that_a_hook_adds_after_the_resume_is_refused(tmp_path):
+    fit(tmp_path, AddsGroup, make_loader, max_epochs=2)
+    before = tree(tmp_path)
+    message = r"last.ckpt: got an optimizer with groups of \[2, 2\] parameters, expected \[2\]. Add the same groups"
+    with pytest.raises(CheckpointError, match=message):
+        fit(tmp_path, AddsGroup, make_loader, max_epochs=3, resume="last")
+    assert tree(tmp_path) == before
+
+
+# Gradient norms
+
+
+class Sparse(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.embedding = nn.Embedding(10, 3, sparse=True)
+
+    def forward(self, x):
+        return self.embedding(x).sum(1)
+
+
+class ComplexAndHalf(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(3, 3, dtype=torch.complex64))
+        self.linear = nn.Linear(2, 3).bfloat16()
+
+    def forward(self, x):
+        return (x.float() @ self.linear.weight.t().float() @ self.weight.real) + self.weight.imag.sum()
+
+
+@pytest.mark.parametrize("make", [Sparse, ComplexAndHalf, lambda: nn.Sequential(Sparse(), nn.Linear(3, 3))])
+def test_log_grad_norm(tmp_path, make):
+    """The norm is that of all gradients as one dense vector."""
+    torch.manual_seed(3)
+    net, expected = make(), []
+    ids = torch.tensor([[1, 1], [1, 2], [0, 9], [3, 3]])
+    loader = DataLoader([(row, row.sum().float()) for row in ids], batch_size=2)
+
+    class Norm:
+        def on_before_optimizer_step(self, loop, net, optimizer):
+            gradients = [p.grad.to_dense().flatten() for p in net.parameters() if p.grad is not None]
+            expected.append(sum(g.abs().double().square().sum() for g in gradients).sqrt().item())
+
+    def training_step(net, batch):
+        return (net(batch[0]).sum(1) - batch[1]).square().mean()
+
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.01)
+    loop = FabricLoop(**loud(tmp_path, max_epochs=2, log_grad_norm=True, log_every_n_steps=1, callbacks=[Norm()]))
+    loop.fit(net, loader, optimizer=optimizer, training_step=training_step)
+    lines = (tmp_path / "logs/run/version_0/steps.csv").read_text().splitlines()
+    column = lines[0].split(",").index("grad_norm")
+    assert [float(line.split(",")[column]) for line in lines[1:]] == pytest.approx(expected, rel=1e-3)
