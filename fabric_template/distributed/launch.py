@@ -140,6 +140,28 @@ def open_store_of_attempt() -> TCPStore | None:
 # Spawned processes
 
 
+def check_new_parameters(run: RunState, before: list[str], hook: str) -> None:
+    """Raise an error for parameters that a hook has created, and that processes would not share.
+
+    Args:
+        before: The names of the parameters before the hook.
+    """
+    if not run.is_distributed:
+        return
+    created = [name for name, _ in run.network.named_parameters() if name not in set(before)]
+    advice = "Create it in __init__ or configure_model."
+    if created and hook == "on_fit_start":
+        raise ConfigurationError(
+            f"{hook}: got the new parameter {created[0]!r} in a run of several processes, which would"
+            f" not synchronize it. {advice}"
+        )
+    if created and is_spawning(run.fabric):
+        raise ConfigurationError(
+            f"{hook}: got the new parameter {created[0]!r} in a process that the strategy spawns. The"
+            f" caller's model would lack it. {advice}"
+        )
+
+
 def is_spawning(fabric: Fabric) -> bool:
     """Return whether the strategy spawns or forks processes for each call."""
     return is_instance_of(fabric.strategy.launcher, "_MultiProcessingLauncher")
@@ -246,6 +268,7 @@ def _apply_outcome(run: RunState, outcome: dict[str, Any]) -> None:
     weights = outcome["weights"]
     if configure_model := overridden(run.module, "configure_model"):
         configure_model()
+        run.find_new_modules()
     for name, tensor in run.network.state_dict(keep_vars=True).items():
         if isinstance(tensor, torch.Tensor) and name in weights:
             tensor.data = tensor.data.to(weights[name].dtype)

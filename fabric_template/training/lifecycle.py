@@ -21,7 +21,12 @@ from lightning.pytorch.trainer.states import TrainerStatus
 from ..checkpoint.find_checkpoint import check_same_checkpoint
 from ..checkpoint.run_folders import open_folders
 from ..checkpoint.state import restore_model, restore_training
-from ..distributed.launch import join_processes, launch_processes, starts_processes
+from ..distributed.launch import (
+    check_new_parameters,
+    join_processes,
+    launch_processes,
+    starts_processes,
+)
 from ..distributed.signals import SignalHandler, error_of_signal, is_notebook
 from ..lightning_compat.callbacks import add_model_callbacks
 from ..lightning_compat.overrides import as_list, is_instance_of
@@ -39,7 +44,7 @@ from .configure_optimizers import (
 )
 from .evaluation_loop import evaluate, predict
 from .fit_loop import fit
-from .module_adapter import find_new_modules, is_in_eval_mode
+from .module_adapter import check_network, is_in_eval_mode
 from .optimization import AutomaticOptimization, ManualOptimization
 
 if TYPE_CHECKING:
@@ -118,12 +123,16 @@ def set_up_model(run: RunState, stack: ExitStack) -> None:
     is_training = run.stage == "fit"
     attach_run(run, stack)
     prepare_data(run)
+    names = [name for name, _ in run.network.named_parameters()]
     run.hooks.call_with_stage("setup", run.stage, run.datamodule)
+    run.find_new_modules()
+    check_new_parameters(run, names, "setup")
     if is_training:
         open_folders(run, stack)
     with run.fabric.strategy.module_init_context():
         run.hooks.call_module("configure_model")
-    find_new_modules(run.model, run.network)
+    run.find_new_modules()
+    check_network(run.model, run.network)
     run.steps.convert_network()
     if run.steps.is_model_parallel:
         # Shard the network first, because a sharded checkpoint is loaded into the shards.
@@ -138,7 +147,9 @@ def set_up_model(run: RunState, stack: ExitStack) -> None:
 def set_up_training(run: RunState) -> None:
     """Set up the optimizers, restore a checkpoint, and run the sanity check."""
     configure_optimizers(run)
+    names = [name for name, _ in run.network.named_parameters()]
     run.hooks.call("on_fit_start")
+    check_new_parameters(run, names, "on_fit_start")
     run.network.zero_grad()
     run.loggers.log_hyperparameters(run)
     if run.fabric.is_global_zero:

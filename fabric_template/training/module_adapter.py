@@ -162,7 +162,6 @@ def find_new_modules(model: Any, network: nn.Module) -> None:
     """Add the modules that the hooks of an object have created. An nn.Module registers its own."""
     if isinstance(network, ObjectNetwork) and creates_modules(model):
         network.collect(model)
-        check_network(model, network)
 
 
 def is_in_eval_mode(network: nn.Module) -> bool:

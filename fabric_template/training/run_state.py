@@ -18,7 +18,13 @@ from .check_arguments import LOADER_OF_STAGE, check_call, check_idle, check_sour
 from .configure_optimizers import has_several_optimizers, outside_parameters
 from .evaluation_loop import Predictions
 from .hooks import Hooks
-from .module_adapter import StepRunner, adapt_model, unwrap, unwrap_compiled
+from .module_adapter import (
+    StepRunner,
+    adapt_model,
+    find_new_modules,
+    unwrap,
+    unwrap_compiled,
+)
 from .progress import Progress, StopCondition
 
 if TYPE_CHECKING:
@@ -166,6 +172,10 @@ class RunState:
         strategy = self.loop.strategy
         # The step() of these wrappers handles precision, hooks and counters.
         self.lightning_optimizers = [wrap_optimizer(item, strategy) for item in optimizers]
+
+    def find_new_modules(self) -> None:
+        """Add the modules that the hooks of an object have created to its network."""
+        find_new_modules(self.model, self.network)
 
     def outside_parameters(self) -> dict[str, torch.Tensor]:
         """Return the parameters that optimizers train and the network lacks."""

@@ -10,7 +10,7 @@ import lightning.pytorch as pl
 import pytest
 import torch
 from modules import make_data, quiet
-from runs import same
+from runs import loud, same
 from torch import nn
 from torch.nn.functional import cross_entropy
 from torch.nn.utils import parametrizations
@@ -544,3 +544,61 @@ def test_crosses(tmp_path, first, name):
     train(name, first, tmp_path / "cut", max_epochs=1)
     _, model = train(name, second, tmp_path / "cut", seed=9, max_epochs=2, resume="last")
     assert same(state_of(model), state_of(expected))
+
+
+# Two processes
+
+
+def train_in_two_processes(name, root):
+    model, given = make_model(name)
+    options = {"devices": 2, "strategy": "ddp_fork", "max_epochs": 2, "num_sanity_val_steps": 0}
+    FabricLoop(**loud(root, **options)).fit(model, *make_loaders(), **given)
+    return model
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "functions, tied",
+        "functions, weight norm",
+        "functions, scripted",
+        "object, lists",
+        "object, parameters",
+        "object, configure_model",
+        "Lightning, configure_model",
+    ],
+)
+def test_two_processes(tmp_path, monkeypatch, name):
+    """The checkpoint has the weights that the caller's model has. They are not those at the start."""
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+    model = train_in_two_processes(name, tmp_path)
+    saved = torch.load(next(tmp_path.rglob("last.ckpt")), weights_only=True)["state_dict"]
+    other, given = make_model(name)
+    loaded = FabricLoop(**loud(tmp_path / "validate"))
+    path, functions = next(tmp_path.rglob("last.ckpt")), {"validation_step": step} if given else {}
+    loaded.validate(other, make_loaders()[1], load=path, verbose=False, **functions)
+    assert len(saved) > 3
+    assert same(state_of(other)[0], state_of(model)[0])
+    start, _ = make_model(name)
+    if hasattr(start, "create"):
+        start.create()
+    assert not same(state_of(start)[0], state_of(model)[0])
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("object, setup", "setup: got the new parameter 'nets.0.0.weight' in a process that the strategy spawns"),
+        ("Lightning, setup", "setup: got the new parameter 'low.0' in a process that the strategy spawns"),
+        ("Lightning, on_fit_start", "on_fit_start: got the new parameter 'low.0' in a run of several processes"),
+        ("Lightning, parameters outside", r"optimizer: got parameters that are not in the model, of the shapes \(3, 3"),
+        ("functions, lazy", "Modules with uninitialized parameters can't be used"),
+    ],
+)
+def test_two_processes_refuse(tmp_path, monkeypatch, name, message):
+    """Parameters that the processes would not share are an error before training."""
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+    monkeypatch.setitem(MODELS, "Lightning, on_fit_start", lambda: (LowRank("on_fit_start"), {}))
+    with pytest.raises(Exception, match=message):
+        train_in_two_processes(name, tmp_path)
+    assert not list(tmp_path.rglob("*.ckpt"))

@@ -241,6 +241,32 @@ def test_tensor_parallelism():
     assert one["kinds"] == ["DTensor"] * 4
 
 
+# ---- gradient norms
+
+
+def log_gradient_norms(rank):
+    words = {"log_grad_norm": True, "log_every_n_steps": 1, "max_epochs": 1}
+    tensor_parallel = ModelParallelStrategy(split, data_parallel_size=1, tensor_parallel_size=2)
+    for name, strategy in {"ddp": "ddp", "fsdp": fsdp(), "tensor": tensor_parallel}.items():
+        trained(strategy, Seeing, root=name, **words)
+
+
+def test_gradient_norms():
+    """A norm is that of all shards together."""
+    codes, errors = externally(log_gradient_norms)
+    assert codes == [0, 0], errors
+    trained("auto", Seeing, root="alone", devices=1, log_grad_norm=True, log_every_n_steps=1, max_epochs=1)
+    norms = {}
+    for name in ("ddp", "fsdp", "tensor", "alone"):
+        lines = Path(name, "logs/run/version_0/steps.csv").read_text().splitlines()
+        column = lines[0].split(",").index("grad_norm")
+        norms[name] = [float(line.split(",")[column]) for line in lines[1:]]
+    assert len(norms["fsdp"]) == 5
+    assert len(norms["tensor"]) == 10
+    assert norms["fsdp"] == pytest.approx(norms["ddp"], rel=1e-4)
+    assert norms["tensor"] == pytest.approx(norms["alone"], rel=1e-4)
+
+
 # ---- errors
 
 
