@@ -105,12 +105,14 @@ def own_state(run: RunState) -> dict[str, Any]:
     }
     # Save only the values that hooks have changed. The resumed run computes the other values.
     is_changed = run.accumulate_grad_batches != run.config.accumulate_grad_batches
-    changed_flags = requires_grad_flags(run).items() - run.requires_grad_at_start.items()
+    flags = flags_of_network(run)
+    at_start = run.flags_at_start or dict.fromkeys(flags, {})
+    changed_flags = {name: flags[name].items() - at_start[name].items() for name in flags}
     return {
         **states_of(run, PARTS),
         "saved_at": run.folders.save_time(),
         "accumulate_grad_batches": run.accumulate_grad_batches if is_changed else None,
-        "requires_grad": dict(sorted(changed_flags)),
+        "flags": {name: dict(sorted(changed)) for name, changed in changed_flags.items()},
         "outside_parameters": {n: p.detach() for n, p in run.outside_parameters().items()},
         "settings": run_settings(run),
         # MiniLoop reads the rows.
@@ -164,8 +166,13 @@ def check_settings(run: RunState, saved: dict[str, Any]) -> None:
         )
 
 
-def requires_grad_flags(run: RunState) -> dict[str, bool]:
-    return {name: part.requires_grad for name, part in run.named_parameters().items()}
+def flags_of_network(run: RunState) -> dict[str, dict[str, bool]]:
+    """Return the flags that hooks may change, and that ``state_dict()`` does not cover."""
+    parameters = run.named_parameters().items()
+    return {
+        "requires_grad": {name: part.requires_grad for name, part in parameters},
+        "training": run.steps.training_modes(),
+    }
 
 
 def add_hyperparameters(checkpoint: dict[str, Any], part: Any) -> None:
@@ -300,6 +307,7 @@ def restore_training(run: RunState, checkpoint: dict[str, Any]) -> None:
     load_state(precision, checkpoint.get(type(precision).__qualname__))
     if run.own_state is None:
         run.own_state = convert_trainer_state(checkpoint)
+        run.data.restarts_epoch = restarts_epoch(run, checkpoint)
     own = run.own_state
     if "settings" not in own and "ranks" in own:
         complete_mini_state(run, own)
@@ -343,6 +351,18 @@ def convert_trainer_state(checkpoint: dict[str, Any]) -> dict[str, Any]:
     # Trainer increases the step of the loggers after on_train_batch_end.
     progress["logging_step"] += batch["total"]["ready"] > batch["total"]["completed"]
     return own
+
+
+def restarts_epoch(run: RunState, checkpoint: dict[str, Any]) -> bool:
+    """Return whether Trainer would first finish the saved epoch, if it continued its checkpoint.
+
+    Otherwise, Trainer makes a sanity check and starts the next epoch. Both draw random numbers.
+    """
+    fit_loop = checkpoint.get("loops", {}).get("fit_loop")
+    if fit_loop is None or run.stop.max_steps != -1:
+        return True
+    epoch = fit_loop["epoch_progress"]["current"]
+    return not epoch["ready"] == epoch["started"] == epoch["processed"]
 
 
 def check_trainer_position(path: str, checkpoint: dict[str, Any]) -> None:
@@ -395,7 +415,6 @@ def count_mini_rows(run: RunState, rows: list[dict[str, Any]], step: int) -> dic
 
 def restore_position(run: RunState) -> None:
     """Restore random generators, loaders and running sums right before training continues."""
-    run.requires_grad_at_start = requires_grad_flags(run)
     own, run.own_state, run.checkpoint = run.own_state, None, None
     if own is None:
         return
@@ -409,7 +428,7 @@ def restore_position(run: RunState) -> None:
     if "settings" in own:
         check_settings(run, own["settings"])
         run.accumulate_grad_batches = own["accumulate_grad_batches"] or run.accumulate_grad_batches
-        restore_parameters(run, own["requires_grad"], of_process["gradients"])
+        restore_network(run, own["flags"], of_process["gradients"])
         for name in PARTS_OF_PROCESS[1:]:
             of_process[name] = move_data_to_device(of_process[name], run.fabric.device)
         load_states(run, PARTS_OF_PROCESS, of_process)
@@ -422,10 +441,12 @@ def restore_position(run: RunState) -> None:
         random.seed(seed)
 
 
-def restore_parameters(
-    run: RunState, requires_grad: dict[str, bool], gradients: dict[str, torch.Tensor]
+def restore_network(
+    run: RunState, flags: dict[str, dict[str, bool]], gradients: dict[str, torch.Tensor]
 ) -> None:
-    """Restore changed requires_grad flags, and the gradients of an unfinished optimizer step."""
+    """Restore changed flags, and the gradients of an unfinished optimizer step."""
+    run.steps.set_training_modes(flags["training"])
+    requires_grad = flags["requires_grad"]
     for name, parameter in run.named_parameters().items():
         parameter.requires_grad = requires_grad.get(name, parameter.requires_grad)
         if name in gradients:

@@ -46,6 +46,8 @@ class DataConnector:
     Attributes:
         sampler_seed: The seed with which all processes draw the same order of samples. A resumed
             run uses the seed in its checkpoint.
+        restarts_epoch: Whether Trainer would first finish the saved epoch, if it continued the
+            checkpoint of this run. None if the checkpoint is not from Trainer.
     """
 
     def __init__(self, loaders: Mapping[str, Any], source: Any) -> None:
@@ -55,6 +57,8 @@ class DataConnector:
         self.train: StageLoaders = None  # type: ignore[assignment]
         self.eval_loaders: StageLoaders = None  # type: ignore[assignment]
         self.sampler_seed: int | None = None
+        self.restarts_epoch: bool | None = None
+        self._is_train_started = False
 
     def has_loader(self, stage: str) -> bool:
         """Return whether the user gave a loader for this stage or a method that creates one."""
@@ -113,14 +117,19 @@ class DataConnector:
                 " you want to see logs for the training epoch.",
                 PossibleUserWarning,
             )
-        if run.checkpoint is None:
+        is_resumed = run.checkpoint is not None
+        if not is_resumed or (self.restarts_epoch is not None and not self.stateful_loaders()):
             # As in Trainer, the first epoch's iterator starts as soon as the loader is created.
             self.train.start()
+            # If Trainer restarts an epoch, this iterator belongs to that epoch's last batches.
+            is_first = run.progress.epochs_done == 0 or is_resumed
+            self._is_train_started = is_first and not self.restarts_epoch
 
     def start_train_batches(self) -> None:
         """Start the iterator of an epoch, unless setup_train_loader has started this iterator."""
-        if self.run.progress.epochs_done > 0 or self.train.iterator is None:
+        if not self._is_train_started:
             self.train.start()
+        self._is_train_started = False
 
     def setup_eval_loaders(self, stage: str) -> None:
         """Create the loaders of an evaluation if there are none or a reload is due."""

@@ -260,7 +260,8 @@ def evaluation_mode(run: RunState, name: str) -> Iterator[None]:
     # TorchScript cannot run in inference mode after a backward pass.
     is_scripted = any(isinstance(module, torch.jit.ScriptModule) for module, _ in modes)
     is_inference = run.config.inference_mode and run.stage != "fit" and not is_scripted
-    with torch.inference_mode() if is_inference else torch.no_grad():
+    gradients_off = torch.inference_mode if is_inference else torch.no_grad
+    with gradients_off(), run.steps.captured_modes():
         try:
             switch_mode(run, f"on_{name}_model_eval", run.network.eval)
             yield

@@ -20,7 +20,7 @@ from lightning.pytorch.trainer.states import TrainerStatus
 
 from ..checkpoint.find_checkpoint import check_same_checkpoint
 from ..checkpoint.run_folders import open_folders
-from ..checkpoint.state import restore_model, restore_training
+from ..checkpoint.state import flags_of_network, restore_model, restore_training
 from ..distributed.launch import (
     check_new_parameters,
     join_processes,
@@ -163,6 +163,8 @@ def set_up_training(run: RunState) -> None:
     if not run.is_lightning_module and is_in_eval_mode(run.network):
         # A network of which only some modules are in eval mode stays unchanged.
         run.network.train()
+    # A resumed run makes no sanity check, so compare with the flags before it.
+    run.flags_at_start = flags_of_network(run)
     run_sanity_check(run)
     run.results.start_training()
 
@@ -200,7 +202,9 @@ def tear_down(run: RunState) -> None:
 def run_sanity_check(run: RunState) -> None:
     """Validate a few batches before training, so that a broken validation fails early."""
     most = run.config.num_sanity_val_steps
-    if not run.should_validate or most == 0 or run.checkpoint is not None:
+    # As Trainer, make a sanity check if the run starts at the end of an epoch of Trainer.
+    is_resumed = run.checkpoint is not None and run.data.restarts_epoch is not False
+    if not run.should_validate or most == 0 or is_resumed:
         return
     with unchanged_rng_state(), run.progress.in_stage("sanity_check"):
         run.hooks.call("on_sanity_check_start")

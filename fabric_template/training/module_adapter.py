@@ -9,8 +9,8 @@ from __future__ import annotations
 
 import inspect
 from collections import deque
-from collections.abc import Callable, Mapping
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
 from typing import Any
 
@@ -278,11 +278,32 @@ class StepRunner:
         self.needs_no_strategy = needs_no_strategy(fabric)
         self.is_model_parallel = isinstance(fabric.strategy, ModelParallelStrategy)
         self.wrapped: Any = None
+        self._modes: dict[str, bool] | None = None
 
     @property
     def ddp(self) -> DistributedDataParallel | None:
         """The DDP wrapper, which reduces gradients across processes, or None."""
         return self.wrapped if isinstance(self.wrapped, DistributedDataParallel) else None
+
+    def training_modes(self) -> dict[str, bool]:
+        """Return which modules are in train mode. Within an evaluation, return the modes before it."""
+        if self._modes is not None:
+            return self._modes
+        return {name: module.training for name, module in self.network.named_modules()}
+
+    def set_training_modes(self, modes: dict[str, bool]) -> None:
+        for name, module in self.network.named_modules():
+            if name in modes:
+                module.training = modes[name]
+
+    @contextmanager
+    def captured_modes(self) -> Iterator[None]:
+        """Keep the modes of training, because an evaluation switches the network to eval mode."""
+        outer, self._modes = self._modes, self.training_modes()
+        try:
+            yield
+        finally:
+            self._modes = outer
 
     def convert_network(self) -> None:
         if self.converts_dtype:

@@ -57,7 +57,7 @@ class RunState:
         checkpoint: The checkpoint that this run starts from, until it is restored.
         own_state: The part of the checkpoint that only FabricLoop saves, and that hooks do not get.
         resumes: Whether the run also restores the optimizers and counters of the checkpoint.
-        requires_grad_at_start: The requires_grad of each parameter right before training.
+        flags_at_start: The flags of parameters and modules before the sanity check.
     """
 
     model: Any
@@ -140,7 +140,7 @@ class RunState:
         self.signals: SignalHandler = None  # type: ignore[assignment]
         self.returns_predictions = True
         self.predictions = Predictions()
-        self.requires_grad_at_start: dict[str, bool] = {}
+        self.flags_at_start: dict[str, dict[str, bool]] = {}
         self.checkpoint: dict[str, Any] | None = None
         self.own_state: dict[str, Any] | None = None
         self.checkpoint_path: str | None = None

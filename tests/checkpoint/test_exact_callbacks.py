@@ -125,3 +125,54 @@ def test_layers_that_the_user_has_frozen_since(tmp_path):
     assert flags == [[True, True], [False, False]]
     watched = fit(tmp_path, Frozen, load=tmp_path / "checkpoints/run/version_0/last.ckpt", max_steps=1)[1]
     assert not watched.net[0].weight.requires_grad
+
+
+class EvalBackbone(Backbone):
+    """Switches its backbone to eval mode at the start of an epoch, as linear probes do."""
+
+    def on_train_epoch_start(self):
+        if self.current_epoch > 0:
+            self.backbone.eval()
+
+
+class EvalInStep(Backbone):
+    """Switches modes in a step, and back again later."""
+
+    def training_step(self, batch, batch_idx):
+        self.backbone.train(self.global_step % 4 < 2)
+        return super().training_step(batch, batch_idx)
+
+
+class EvalFromOwnHook(EvalBackbone):
+    """Restores the modes after a validation by its own hook."""
+
+    def on_validation_model_train(self):
+        self.net.train()
+
+
+def saver():
+    """Save at the end of each validation, when the network is in eval mode."""
+    return cb.ModelCheckpoint(save_last=True, save_on_train_epoch_end=False)
+
+
+@pytest.mark.parametrize("make", [EvalBackbone, EvalInStep, EvalFromOwnHook])
+def test_resume_restores_the_modes_of_modules(tmp_path, make):
+    options = {"max_epochs": 3, "val": val_loader, "save_every_n_steps": 1}
+    train = lambda: make_loader(12)  # noqa: E731
+    snapshots = Snapshots(tmp_path / "whole", tmp_path / "killed")
+    whole = fit(tmp_path / "whole", make, train, callbacks=[snapshots], **options)
+    for batch in (1, 4, 5, 7, 8):
+        root = tmp_path / "killed" / str(batch)
+        assert_same_end(whole, fit(root, make, train, seed=99, resume="auto", **options))
+
+
+@pytest.mark.filterwarnings("ignore:Checkpoint directory", "ignore:The dirpath has changed")
+@pytest.mark.parametrize("make", [EvalBackbone, EvalInStep, EvalFromOwnHook])
+def test_checkpoint_saved_in_a_validation_has_the_modes_of_training(tmp_path, make):
+    options = {"max_epochs": 2, "val": val_loader, "val_check_interval": 2}
+    train = lambda: make_loader(18)  # noqa: E731
+    snapshots = Snapshots(tmp_path / "whole", tmp_path / "killed")
+    whole = fit(tmp_path / "whole", make, train, callbacks=[saver(), snapshots], **options)
+    for batch in (3, 7):
+        root = tmp_path / "killed" / str(batch)
+        assert_same_end(whole, fit(root, make, train, seed=99, resume="auto", callbacks=[saver()], **options))

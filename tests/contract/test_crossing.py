@@ -232,6 +232,49 @@ def test_in_the_middle_of_an_epoch(tmp_path, case, step):
     assert not list(root.iterdir())
 
 
+class EagerLoader:
+    """Draws its order from the global generator when its iterator is created."""
+
+    def __len__(self):
+        return 4
+
+    def __iter__(self):
+        order = torch.randperm(16)
+        x = torch.linspace(-1.0, 1.0, 128).reshape(16, 8)
+        return iter([(x[part], part % 3) for part in order.split(4)])
+
+
+class SanityCounter(cb.Callback):
+    checks = 0
+
+    def on_sanity_check_start(self, *args):
+        self.checks += 1
+
+
+@pytest.mark.filterwarnings("ignore:Be aware that when using `ckpt_path`")
+@pytest.mark.parametrize("where", SAVERS)
+@pytest.mark.parametrize("limit", [{}, {"max_steps": 14}])
+def test_trainers_file_is_continued_with_trainers_sanity_check(tmp_path, where, limit):
+    """Trainer makes a sanity check after a finished epoch, without max_steps. It draws numbers."""
+    options = {**limit, "num_sanity_val_steps": 2}
+    saver = SAVERS[where](tmp_path)
+    trainer = pl.Trainer(**quiet(callbacks=[saver], max_epochs=2, **options, **CKPT))
+    trainer.fit(Classifier(), EagerLoader(), EagerLoader())
+    ends = []
+    for kind in LOOPS:
+        root = tmp_path / kind
+        counter = SanityCounter()
+        # With max_steps, Trainer counts the epoch of the file twice.
+        epochs = {"max_epochs": -1 if limit else 4}
+        loop = LOOPS[kind](**quiet(default_root_dir=root, callbacks=[counter], **epochs, **options))
+        pl.seed_everything(3, verbose=False)
+        module = Classifier()
+        loop.fit(module, EagerLoader(), EagerLoader(), **{WORD[kind]: saver.best_model_path})
+        ends.append((counter.checks, end(loop, module, [])))
+    assert same(*ends), ends
+    assert ends[0][0] == (where == "train_epoch_end" and not limit)
+
+
 @pytest.mark.parametrize("keyword", ["resume", "ckpt_path"])
 def test_trainers_file_of_an_unfinished_epoch_is_refused(tmp_path, keyword):
     """max_steps, an error, a validation within the epoch: only load= and validate take such a file."""
