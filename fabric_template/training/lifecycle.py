@@ -64,6 +64,9 @@ def run_stage(run: RunState) -> Any:
     except BaseException as error:
         handle_exception(run, error)
         raise
+    finally:
+        # A second Ctrl-C may have interrupted handle_exception.
+        run.progress.end_run()
     is_interrupted = run.stop.signal is not None
     loop.status = TrainerStatus.INTERRUPTED if is_interrupted else TrainerStatus.FINISHED
     return result

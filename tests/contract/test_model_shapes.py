@@ -208,6 +208,12 @@ def with_functions(make):
     return net, {**given, "optimizer": sgd(net.parameters())}
 
 
+def with_optimizer_of_head():
+    """Return a network of which the optimizer has only the last layer."""
+    net, given = with_functions(mlp)
+    return net, {**given, "optimizer": sgd(net[2].parameters())}
+
+
 class Object:
     """Has its network in the attribute net."""
 
@@ -347,6 +353,7 @@ IN_LIGHTNING = ("plain", "compiled child", "scripted", "lazy", "tied", "weight n
 IN_LIGHTNING += ("batch norm", "eval mode", "frozen norm", "frozen backbone")
 MODELS |= {f"Lightning, {name}": lambda make=NETWORKS[name]: (Lit(make), {}) for name in IN_LIGHTNING}
 MODELS |= {
+    "functions, partly optimized": with_optimizer_of_head,
     "object": lambda: (Object(), {}),
     "object, compiled": lambda: (Object(compiled), {}),
     "object, eval mode": lambda: (Object(in_eval_mode), {}),

@@ -77,3 +77,17 @@ def test_backward_after_a_run_belongs_to_the_users_loop(tmp_path, make):
     loop.backward(net(torch.ones(1, 2)).sum())
     assert net.weight.grad.tolist() == [[1.0, 1.0]]
     assert len(called) == count
+
+
+def test_loop_runs_again_after_an_interrupted_end(tmp_path):
+    """A second Ctrl-C may interrupt what a loop does after an error."""
+
+    class Interrupts:
+        def on_exception(self, loop, module, error):
+            raise KeyboardInterrupt
+
+    loop = FabricLoop(**loud(tmp_path, max_epochs=1, callbacks=[Interrupts()]))
+    with pytest.raises(KeyboardInterrupt):
+        loop.fit(Calls("on_train_epoch_end", "no_such_method"), make_loader())
+    loop.fit(Calls(), make_loader())
+    assert loop.global_step == 10
