@@ -22,6 +22,7 @@ from ..data.samplers import common_seed
 from ..distributed.launch import gather_objects
 from ..errors import CheckpointError, OtherModelError
 from ..lightning_compat.private import hyperparameters_name
+from ..loggers.csv_logger import FILES, is_before, without_empty
 from ..loggers.read_logs import read_table
 from ..rng_state import capture_rng_state, restore_rng_state
 from .distributed import OWN_KEY, SHARDS_KEY, load_shards
@@ -402,13 +403,12 @@ def count_mini_rows(run: RunState, rows: list[dict[str, Any]], step: int) -> dic
     """Return the positions in the CSV files of a run that MiniLoop has saved."""
     checkpoint = Path(str(run.checkpoint_path)).absolute()
     folder = Path(checkpoint.parents[3], "logs", checkpoint.parents[1].name, checkpoint.parent.name)
-    columns, step_rows, _ = read_table(folder / "steps.csv")
-    kept = [row for row in step_rows if int(row["step"]) <= step]
-    names = list(dict.fromkeys(name for row in rows for name in row))
-    files = {
-        "metrics.csv": {"rows": len(rows), "columns": names},
-        "steps.csv": {"rows": len(kept), "columns": columns},
-    }
+    files = {}
+    for name in FILES:
+        table = read_table(folder / name)
+        kept = [row for row in table.rows if is_before(row, step)]
+        last = without_empty(kept[-1]) if kept else None
+        files[name] = {"rows": len(kept), "columns": table.columns, "last": last}
     name = f"{checkpoint.parents[1].name}/{checkpoint.parent.name}"
     return {"files": [files], "folder": name, "last_row": rows[-1] if rows else None}
 

@@ -13,6 +13,7 @@ import os
 import warnings
 from argparse import Namespace
 from collections.abc import Iterable, Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -128,22 +129,31 @@ class CSVLogger(Logger):
         return {name: self._table(name).position() for name in FILES}
 
     def rewind(
-        self, position: Mapping[str, Any], folder: Path | None = None
+        self, position: Mapping[str, Any], folder: Path | None = None, step: int = 0
     ) -> list[dict[str, str]]:
         """Drop the rows that were written after a checkpoint. Return the others of metrics.csv.
 
         Args:
             position: The dict that `position` returned. If empty, drop all rows.
             folder: The log folder with the rows. None: the run's own log folder.
+            step: The number of optimizer steps before the checkpoint.
         """
         self._tables = {}
         is_first_process = getattr(rank_zero_only, "rank", 0) == 0
         rows: dict[str, list[dict[str, str]]] = {}
         for name in FILES:
-            of_file = position.get(name, {"rows": 0, "columns": []})
-            rows[name] = read_table(Path(folder or self.log_dir, name))[1][: of_file["rows"]]
-            if is_first_process:
-                self._table(name).replace(of_file["columns"] if rows[name] else [], rows[name])
+            source = Path(folder or self.log_dir, name)
+            table = read_table(source)
+            of_file = position.get(name, {"rows": 0, "columns": [], "last": None})
+            rows[name], is_edited = rows_before(table.rows, of_file, step)
+            if not is_first_process:
+                continue
+            columns = of_file["columns"]
+            if is_edited:
+                columns = list(dict.fromkeys([*columns, *table.columns]))
+            if position and (is_edited or table.damaged):
+                keep_copy(source, table.damaged)
+            self._table(name).replace(columns if rows[name] else [], rows[name])
         return rows["metrics.csv"]
 
     @rank_zero_only
@@ -171,12 +181,22 @@ class Table:
     def __init__(self, path: Path) -> None:
         self.path = path
         self.waiting: list[dict[str, Any]] = []
+        self.columns: list[str] = []
+        self.num_rows = 0
+        self._last: Mapping[str, Any] | None = None
+        self._size = 0
         self._is_synced = True
-        self._read()
+        # A file that cannot be read does not stop the run. The next row tries again.
+        with suppress(OSError):
+            self._read()
 
     def position(self) -> dict[str, Any]:
-        """Return the columns and the number of rows, including rows that wait to be written."""
-        return {"rows": self.num_rows + len(self.waiting), "columns": self.all_columns}
+        """Return the columns, the number of rows and the last row, including waiting rows."""
+        return {
+            "rows": self.num_rows + len(self.waiting),
+            "columns": self.all_columns,
+            "last": None if self._last is None else as_read(self._last),
+        }
 
     @property
     def all_columns(self) -> list[str]:
@@ -185,13 +205,16 @@ class Table:
     def _read(self) -> None:
         """Read the columns and count the rows. Drop an incomplete last row."""
         self._size = file_size(self.path)
-        self.columns, rows, is_complete = read_table(self.path)
-        self.num_rows = len(rows)
-        if not is_complete:
-            self.replace(self.columns, rows)
+        table = read_table(self.path)
+        self.columns, self.num_rows = table.columns, len(table.rows)
+        if table.rows and not self.waiting:
+            self._last = table.rows[-1]
+        if not table.is_complete:
+            self.replace(table.columns, table.rows)
 
     def append(self, row: Mapping[str, Any]) -> None:
         self.waiting.append({name: to_cell(name, value) for name, value in row.items()})
+        self._last = self.waiting[-1]
         try:
             self.write_waiting()
         except OSError as error:
@@ -212,7 +235,10 @@ class Table:
         columns = self.all_columns
         if columns != self.columns:
             # Rewrite the file, with empty cells for the new column in earlier rows.
-            self.replace(columns, [*read_table(self.path)[1], *self.waiting])
+            table = read_table(self.path)
+            if table.damaged:
+                keep_copy(self.path, table.damaged)
+            self.replace(columns, [*table.rows, *self.waiting])
         else:
             content = to_lines(columns, self.waiting)
             # Do not buffer, because close() of a buffered file would retry a failed write.
@@ -235,6 +261,8 @@ class Table:
         elif not self.path.exists() or self.path.read_bytes() != content:
             write_file(self.path, content)
         self.columns, self.num_rows, self._size = columns, len(rows), len(content)
+        if not self.waiting:
+            self._last = rows[-1] if rows else None
 
     def sync(self) -> None:
         """Write the rows in self.waiting, and flush the file to the disk."""
@@ -263,6 +291,59 @@ def to_cell(name: str, value: Any) -> Any:
         raise ValueError(
             f"log {name!r}: got a tensor of shape {shape}, expected one number. Log {name}.mean()."
         ) from None
+
+
+def as_read(row: Mapping[str, Any]) -> dict[str, str]:
+    """Return the cells that a reader of the CSV file gets for a row."""
+    cells = {name: "" if value is None else str(value) for name, value in row.items()}
+    return without_empty(cells)
+
+
+def without_empty(cells: Mapping[str, str]) -> dict[str, str]:
+    return {name: cell for name, cell in cells.items() if cell != ""}
+
+
+def rows_before(
+    rows: list[dict[str, str]], position: Mapping[str, Any], step: int
+) -> tuple[list[dict[str, str]], bool]:
+    """Return the rows up to a checkpoint, and whether another program has changed the rows.
+
+    Args:
+        position: The number of rows at the checkpoint, and the last one of them if it is known.
+        step: The number of optimizer steps before the checkpoint.
+    """
+    count, last = position["rows"], position.get("last")
+    if count == 0:
+        return [], False
+    if count <= len(rows) and last in (None, without_empty(rows[count - 1])):
+        return rows[:count], False
+    for index in range(len(rows), 0, -1):
+        if without_empty(rows[index - 1]) == last:
+            return rows[:index], True
+    return [row for row in rows if is_before(row, step)], True
+
+
+def is_before(row: Mapping[str, str], step: int) -> bool:
+    """Return whether a row was written in or before a step, or has no step."""
+    try:
+        return float(row.get("step", "")) <= step
+    except ValueError:
+        return True
+
+
+def keep_copy(path: Path, damaged: Sequence[int]) -> None:
+    """Copy a CSV file that another program has changed, before the file is written again."""
+    target, number = path.with_name(f"{path.name}.changed"), 1
+    while target.exists():
+        target, number = path.with_name(f"{path.name}.changed-{number}"), number + 1
+    with suppress(OSError):
+        write_file(target, path.read_bytes())
+    lines = f" in lines {', '.join(map(str, damaged[:5]))}" if damaged else ""
+    warnings.warn(
+        f"{path}: another program has changed the file{lines}. The run continues with its rows. A"
+        f" copy of the changed file is {target.name}.",
+        stacklevel=2,
+    )
 
 
 def columns_of(rows: Iterable[Mapping[str, Any]]) -> list[str]:

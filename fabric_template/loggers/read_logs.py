@@ -2,19 +2,22 @@
 
 from __future__ import annotations
 
-import csv
-import io
 import os
+import re
 import warnings
 from contextlib import suppress
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from ..files import number_of
 
 if TYPE_CHECKING:
     import pandas as pd
 
+# A quoted cell or a plain cell, and a line of cells.
+_CELL = r'(?:"[^"]*(?:""[^"]*)*"|[^",\n]*)'
+_RECORD = re.compile(f"{_CELL}(?:,{_CELL})*")
+_CELLS = re.compile(f"(?:^|,)({_CELL})")
 EXPECTED = "a metrics.csv, or a folder such as logs, logs/digits or logs/digits/version_0"
 
 
@@ -53,10 +56,10 @@ def read_logs(path: str | os.PathLike[str], steps: bool = False) -> pd.DataFrame
         raise ValueError(f"read_logs(path): got {str(root)!r}, expected {EXPECTED}. {problem}.")
     tables = {}
     for file in files:
-        columns, rows, is_complete = read_table(file)
-        if not is_complete:
+        content = read_table(file)
+        if not content.is_complete:
             warnings.warn(f"{file}: the last line is incomplete and was left out.", stacklevel=2)
-        table = pd.DataFrame(rows, columns=columns, dtype=object)
+        table = pd.DataFrame(content.rows, columns=content.columns, dtype=object)
         run, number = file.parent.parent, number_of(file.parent.name)
         name = run.relative_to(root).as_posix() if root in run.parents else run.name
         version = file.parent.name if number is None else number
@@ -78,21 +81,84 @@ def find_files(root: Path, name: str) -> list[Path]:
     return sorted(found)
 
 
-def read_table(path: Path) -> tuple[list[str], list[dict[str, str]], bool]:
-    """Return the columns and rows of a CSV file, and whether its last row is complete.
+class CSVTable(NamedTuple):
+    """The content of a CSV file.
 
-    A missing file has no rows.
+    Attributes:
+        rows: The cells of each row as text, keyed by column.
+        is_complete: Whether the last row is complete.
+        damaged: The numbers of lines that do not have the form of a row. These lines count as rows.
+    """
+
+    columns: list[str]
+    rows: list[dict[str, str]]
+    is_complete: bool
+    damaged: list[int]
+
+
+def read_table(path: Path) -> CSVTable:
+    """Read a CSV file, whatever it contains. A missing file has no rows.
+
+    The csv module is not used, because a stray quotation mark would hide all lines after it, and
+    because it refuses long cells.
     """
     content = path.read_bytes() if path.exists() else b""
-    text = content.decode("utf-8-sig", "replace")
-    end = text.rfind("\n") + 1
-    # With universal newlines, a carriage return in a cell would split the cell.
-    lines = [line for line in csv.reader(io.StringIO(text[:end], newline="")) if line]
-    columns = lines[0] if lines else []
-    is_complete = end == len(text)
-    if lines and len(lines[-1]) != len(columns):
-        lines, is_complete = lines[:-1], False
-    return columns, [dict(zip(columns, line, strict=False)) for line in lines[1:]], is_complete
+    text = content.decode("utf-8-sig", "replace").replace("\0", "")
+    *lines, rest = text.split("\n")
+    records, damaged = read_records(lines)
+    columns = records[0] if records else []
+    is_complete = not rest and (not content or content.endswith(b"\n"))
+    if len(records) > 1 and len(records[-1]) < len(columns):
+        records, is_complete = records[:-1], False
+    rows = [dict(zip(columns, cells, strict=False)) for cells in records[1:]]
+    return CSVTable(columns, rows, is_complete, damaged)
+
+
+def read_records(lines: list[str]) -> tuple[list[list[str]], list[int]]:
+    """Split lines into the cells of records. Also return the numbers of damaged lines."""
+    records: list[list[str]] = []
+    damaged = []
+    index = 0
+    while index < len(lines):
+        number, line = index + 1, lines[index].removesuffix("\r")
+        cells, count = line.split(","), 1
+        if '"' in line:
+            num_columns = len(records[0]) if records else None
+            quoted, count = read_quoted(lines[index : index + 1000], num_columns)
+            # Without quotation marks, a damaged line may still have a number in each cell.
+            cells = quoted or [cell.strip('"') for cell in cells]
+            count = count if quoted else 1
+            damaged += [] if quoted else [number]
+        index += count
+        if not line:
+            continue
+        if records and len(cells) != len(records[0]) and number not in damaged:
+            damaged.append(number)
+        records.append(cells)
+    return records, damaged
+
+
+def read_quoted(lines: list[str], num_columns: int | None) -> tuple[list[str] | None, int]:
+    """Read a record with quoted cells, which may contain line breaks.
+
+    Returns:
+        The cells, or None if the lines have no valid record, and the number of its lines.
+    """
+    quotes = 0
+    for index, line in enumerate(lines):
+        quotes += line.count('"')
+        if quotes % 2 == 0:
+            record = "\n".join(lines[: index + 1]).removesuffix("\r")
+            if not _RECORD.fullmatch(record):
+                break
+            cells = [
+                cell[1:-1].replace('""', '"') if cell.startswith('"') else cell
+                for cell in _CELLS.findall(record)
+            ]
+            if num_columns in (None, len(cells)):
+                return cells, index + 1
+            break
+    return None, 1
 
 
 def join_rows(table: pd.DataFrame) -> pd.DataFrame:

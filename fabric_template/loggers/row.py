@@ -262,8 +262,9 @@ class RowWriter:
             # A logger that is new to this run has no position in the checkpoint.
             position = position or (positions[0] if positions else {})
             folders = self._log_folders(logger, state["folder"])
-            folder = next((f for f in folders if has_row(f, position, state["last_row"])), None)
-            rows = logger.rewind({} if folder is None else position, folder)
+            folder = next((f for f in folders if has_row(f, state["last_row"])), None)
+            step = self.run.progress.global_step
+            rows = logger.rewind({} if folder is None else position, folder, step)
             self.rows = [parse_row(row) for row in rows] or self.rows
             if folder is None and state["last_row"] is not None:
                 self.run.warn_once(
@@ -289,13 +290,13 @@ class RowWriter:
         return [*folders, *checkpoint.parents[:2]]
 
 
-def has_row(folder: Path, position: Mapping[str, Any], row: Mapping[str, Any] | None) -> bool:
+def has_row(folder: Path, row: Mapping[str, Any] | None) -> bool:
     """Return whether the metrics.csv of a folder has the newest row of a checkpoint."""
     if row is None:
         return folder.is_dir()
-    rows = read_table(folder / "metrics.csv")[1][: position.get("metrics.csv", {}).get("rows", 0)]
-    found = parse_row(rows[-1]) if rows else {}
-    return all(found.get(name) == row.get(name) for name in ("epoch", "step", "time"))
+    found = map(parse_row, read_table(folder / "metrics.csv").rows)
+    names = ("epoch", "step", "time")
+    return any(all(other.get(name) == row.get(name) for name in names) for other in found)
 
 
 def parse_row(row: Mapping[str, str]) -> dict[str, Any]:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import base64
-import csv
 import os
 import warnings
 from collections.abc import Sequence
@@ -132,7 +131,7 @@ def read_rows(folder: Path) -> pd.DataFrame:
             # The last line may be incomplete while a run trains.
             warnings.simplefilter("ignore")
             return read_logs(folder / "metrics.csv").select_dtypes("number")
-    except (OSError, ValueError, csv.Error):
+    except (OSError, ValueError):
         return pd.DataFrame()
 
 

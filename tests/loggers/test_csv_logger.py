@@ -15,6 +15,7 @@ import torch
 from fabric_template.files import claim_version
 from fabric_template.loggers import csv_logger
 from fabric_template.loggers.csv_logger import CSVLogger
+from fabric_template.loggers.read_logs import read_table
 
 
 def files(folder):
@@ -144,12 +145,98 @@ def test_rewound_and_continued_is_the_uninterrupted_run_byte_for_byte(tmp_path, 
         path.write_bytes(path.read_bytes() + tail)
     if not same_logger:
         broken = CSVLogger(tmp_path / "broken", version=0)
-    broken.rewind(position, rows)
+    broken.rewind(position)
     assert broken.position() == position
     log_everything(broken, range(saved_after + 1, 5), [], rows)
     assert files(tmp_path / "broken") == files(tmp_path / "complete")
     broken.rewind({})
     assert files(tmp_path / "broken") == {}
+
+
+CELLS = ["1", "", "0.5", 'a "quoted" cell', "a,b", "two\nlines", '"', '""', "\n\n", " x ", "ü", "'", ";", "x" * 200_000]
+
+
+def test_every_name_and_text_is_read_back(metrics_csv, logger):
+    names = [cell for cell in CELLS if cell]
+    for shift in range(len(CELLS)):
+        logger.log_epoch({name: CELLS[(shift + i) % len(CELLS)] for i, name in enumerate(names)})
+    found = read_table(metrics_csv)
+    assert (found.columns, found.is_complete, found.damaged) == (names, True, [])
+    expected = [[CELLS[(shift + i) % len(CELLS)] for i in range(len(names))] for shift in range(len(CELLS))]
+    assert [list(row.values()) for row in found.rows] == expected
+
+
+def lines_of(count):
+    return ["epoch,step,loss,note", *(f"{i},{10 * i},{0.5**i},n{i}" for i in range(count))]
+
+
+# What editors, spreadsheets and broken copies make of a line, and the cells that are found in it.
+LINES = {
+    "quote at the start": ('"3,30,0.125,n3', ["3", "30", "0.125", "n3"]),
+    "quote at the end": ('3,30,0.125,n3"', ["3", "30", "0.125", "n3"]),
+    "quote inside": ('3,30,0.1"25,n3', ["3", "30", '0.1"25', "n3"]),
+    "two quotes": ('3,"30,0.125",n3', ["3", "30", "0.125", "n3"]),
+    "three quotes": ('"3","30,0.125,n3', ["3", "30", "0.125", "n3"]),
+    "long line": ('"' + "9" * 140_000 + ",30,0.125,n3", ["9" * 140_000, "30", "0.125", "n3"]),
+    "missing cell": ("3,30,0.125", ["3", "30", "0.125"]),
+    "more cells": ("3,30,0.125,n3,5,6", ["3", "30", "0.125", "n3"]),
+    "zero bytes": ("3,3\0\0\0000,0.125,n3", ["3", "30", "0.125", "n3"]),
+    "text": ("look here!", ["look here!"]),
+}
+
+
+@pytest.mark.parametrize("name", LINES)
+@pytest.mark.parametrize("end", ["\n", "\r\n"])
+@pytest.mark.parametrize("start", ["", "\ufeff"])
+def test_a_changed_line_hides_no_other_line(tmp_path, name, end, start):
+    text, cells = LINES[name]
+    lines = lines_of(8)
+    lines[4] = text
+    path = tmp_path / "steps.csv"
+    path.write_bytes((start + "".join(line + end for line in lines)).encode())
+    found = read_table(path)
+    assert found.columns == ["epoch", "step", "loss", "note"]
+    assert list(found.rows[3].values()) == cells
+    assert [list(row.values()) for i, row in enumerate(found.rows) if i != 3] == [
+        line.split(",") for i, line in enumerate(lines[1:]) if i != 3
+    ]
+    assert found.is_complete
+    assert found.damaged == ([] if name == "zero bytes" else [5])
+
+
+def test_a_quote_in_the_header(tmp_path):
+    path = tmp_path / "steps.csv"
+    path.write_text("\n".join(['"epoch,step,loss,note', *lines_of(3)[1:], ""]))
+    found = read_table(path)
+    assert (found.columns, len(found.rows), found.damaged) == (["epoch", "step", "loss", "note"], 3, [1])
+
+
+def test_a_changed_file_is_kept_before_a_new_column_replaces_it(logger, metrics_csv):
+    logger.log_epoch(epoch(0, loss=1.0))
+    content = metrics_csv.read_bytes() + b'"1,20,0.5\n'
+    metrics_csv.write_bytes(content)
+    logger.log_epoch(epoch(2, loss=0.25))
+    content += b"2,30,0.25\n"
+    assert metrics_csv.read_bytes() == content
+    with pytest.warns(UserWarning, match=r"metrics\.csv: another program has changed the file in lines 3"):
+        logger.log_epoch(epoch(3, acc=0.5))
+    assert metrics_csv.with_name("metrics.csv.changed").read_bytes() == content
+    assert metrics_csv.read_bytes() == b"epoch,step,loss,acc\n0,10,1.0,\n1,20,0.5,\n2,30,0.25,\n3,40,,0.5\n"
+
+
+def test_a_file_that_cannot_be_read_stops_nothing(tmp_path, metrics_csv):
+    """The rows are written when the path is free again."""
+    logger = CSVLogger(tmp_path / "logs", name="digits", version=0)
+    metrics_csv.mkdir(parents=True)
+    with pytest.warns(UserWarning, match=r"metrics\.csv: rows could not be written: Is a directory"):
+        logger.log_epoch(epoch(0))
+    logger.log_epoch(epoch(1))
+    assert logger.position()["metrics.csv"] == {
+        "rows": 2, "columns": ["epoch", "step"], "last": {"epoch": "1", "step": "20"}
+    }  # fmt: skip
+    metrics_csv.rmdir()
+    logger.log_epoch(epoch(2))
+    assert metrics_csv.read_bytes() == b"epoch,step\n0,10\n1,20\n2,30\n"
 
 
 def test_versions(tmp_path):

@@ -1,0 +1,140 @@
+"""Test resumes of runs whose CSV files another program has changed."""
+
+from pathlib import Path
+
+import pytest
+from runs import Plain, fit, logs_of, val_loader
+
+from fabric_template import read_logs
+from fabric_template.loggers.read_logs import read_table
+
+OPTIONS = {"val": val_loader, "log_every_n_steps": 2}
+
+
+def run(root, **options):
+    return fit(root, Plain, **{**OPTIONS, **options})
+
+
+@pytest.fixture
+def cut(tmp_path):
+    """Return the folder of a run of three epochs whose last epoch was not saved."""
+    run(tmp_path, max_epochs=2)
+    checkpoint = tmp_path / "checkpoints/run/version_0/last.ckpt"
+    content = checkpoint.read_bytes()
+    run(tmp_path, max_epochs=3, resume="last")
+    checkpoint.write_bytes(content)
+    return tmp_path
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory):
+    root = tmp_path_factory.mktemp("whole")
+    run(root, max_epochs=4)
+    return root
+
+
+def with_carriage_returns(lines):
+    lines[:] = [line + "\r" for line in lines[:-1]] + lines[-1:]
+
+
+def with_mark(lines):
+    lines[0] = "\ufeff" + lines[0]
+
+
+def with_blank_lines(lines):
+    lines[2:2] = ["", ""]
+
+
+def with_quotes(lines):
+    lines[1] = ",".join(f'"{cell}"' for cell in lines[1].split(","))
+
+
+@pytest.mark.parametrize("change", [with_carriage_returns, with_mark, with_blank_lines, with_quotes])
+def test_another_form_of_the_same_rows_changes_nothing(cut, whole, change):
+    for path in (cut / "logs").rglob("*.csv"):
+        lines = path.read_text().split("\n")
+        change(lines)
+        path.write_bytes("\n".join(lines).encode())
+    run(cut, max_epochs=4, resume="last")
+    assert logs_of(cut) == logs_of(whole)
+    assert list((cut / "logs").rglob("*.changed*")) == []
+
+
+def with_stray_quote(lines):
+    lines[1] = '"' + lines[1]
+
+
+def with_long_cell(lines):
+    lines[1] += '"' + "9" * 140_000
+
+
+def with_comment(lines):
+    lines[1] += ", look here"
+
+
+@pytest.mark.parametrize("change", [with_stray_quote, with_long_cell, with_comment])
+def test_a_damaged_row_loses_no_other_row(cut, whole, change):
+    for path in (cut / "logs").rglob("*.csv"):
+        lines = path.read_text().split("\n")
+        change(lines)
+        path.write_text("\n".join(lines))
+    texts = {path.name: path.read_text() for path in (cut / "logs").rglob("*.csv")}
+    with pytest.warns(UserWarning, match=r"\.csv: another program has changed the file"):
+        _, _, rows = run(cut, max_epochs=4, resume="last")
+    assert rows["epoch"].tolist() == [0, 1, 2, 3]
+    for name, text in texts.items():
+        path = cut / "logs/run/version_0" / name
+        assert path.with_name(f"{name}.changed").read_text() == text
+        found, expected = (read_table(root / "logs/run/version_0" / name) for root in (cut, whole))
+        assert found.columns == expected.columns
+        for row, other in zip(found.rows[1:], expected.rows[1:], strict=True):
+            assert row | {"time": ""} == other | {"time": ""}
+
+
+def test_deleted_and_added_rows_do_not_move_the_cut(cut, whole):
+    """The rows end with the checkpoint's last row, not with the number of rows at the checkpoint."""
+    folder = cut / "logs/run/version_0"
+    for name in ("metrics.csv", "steps.csv"):
+        lines = (folder / name).read_text().split("\n")
+        if name == "metrics.csv":
+            del lines[1]
+        else:
+            lines[2:2] = lines[2:4]
+        (folder / name).write_text("\n".join(lines))
+    with pytest.warns(UserWarning, match=r"\.csv: another program has changed the file\. The run continues with its"):
+        _, _, rows = run(cut, max_epochs=4, resume="last")
+    assert rows["epoch"].tolist() == [1, 2, 3]
+    steps = read_logs(cut / "logs", steps=True)["step"].tolist()
+    assert steps == [2, 4, 6, 4, 6, *range(8, 41, 2)]
+    assert logs_of(cut)[0].split("\n")[1:] == logs_of(whole)[0].split("\n")[2:]
+
+
+def test_a_last_row_with_other_digits_is_found_by_its_step(cut):
+    """A spreadsheet has rounded the numbers."""
+    path = cut / "logs/run/version_0/steps.csv"
+    header, *lines = path.read_text().splitlines()
+    rounded = [",".join(f"{float(cell):.4g}" for cell in line.split(",")) for line in lines]
+    path.write_text("\n".join([header, *rounded, ""]))
+    with pytest.warns(UserWarning, match=r"steps\.csv: another program has changed the file"):
+        run(cut, max_epochs=4, resume="last")
+    assert read_logs(cut / "logs", steps=True)["step"].tolist() == list(range(2, 41, 2))
+
+
+def test_a_missing_file_is_named(cut):
+    Path(cut, "logs/run/version_0/metrics.csv").unlink()
+    with pytest.warns(UserWarning, match=r"metrics\.csv: the rows before the checkpoint are missing"):
+        _, _, rows = run(cut, max_epochs=4, resume="last")
+    assert rows["epoch"].tolist() == [2, 3]
+
+
+def test_a_file_that_changes_during_training(tmp_path, whole):
+    class Edits:
+        def on_train_epoch_start(self, trainer, module):
+            if trainer.current_epoch == 2:
+                for path in tmp_path.rglob("*.csv"):
+                    path.write_bytes(path.read_bytes() + b'"9,9,9\n' + b"8" * 150_000 + b"\n")
+
+    run(tmp_path, max_epochs=4, callbacks=[Edits()])
+    for found, expected in zip(logs_of(tmp_path), logs_of(whole), strict=True):
+        lines = [line for line in found.split("\n") if not line.startswith(("9", "8" * 9))]
+        assert lines == expected.split("\n")
