@@ -10,7 +10,6 @@ from __future__ import annotations
 import random
 from copy import deepcopy
 from pathlib import Path
-from textwrap import shorten
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -26,6 +25,7 @@ from ..loggers.csv_logger import FILES, is_before, without_empty
 from ..loggers.read_logs import read_table
 from ..rng_state import capture_rng_state, restore_rng_state
 from .distributed import OWN_KEY, SHARDS_KEY, load_shards
+from .weights import load_weights
 
 if TYPE_CHECKING:
     from ..training.run_state import RunState
@@ -232,53 +232,32 @@ def make_counts(total: int, current: int) -> dict[str, Any]:
 # Restore the model
 
 
-def restore_model(run: RunState, checkpoint: dict[str, Any]) -> None:
+def restore_model(run: RunState, checkpoint: dict[str, Any]) -> bool:
+    """Restore the weights, the datamodule and the callbacks. Return whether the weights were loaded.
+
+    In fit, weights that do not match are loaded after on_fit_start, which may add modules.
+    """
     is_weights_only = run.stage == "fit" and not run.resumes
     if not is_weights_only:
         load_state(run.datamodule, checkpoint.get(type(run.datamodule).__qualname__))
     if SHARDS_KEY in checkpoint or run.steps.is_model_parallel:
         load_shards(run, checkpoint, "state_dict")
     run.hooks.call_module("on_load_checkpoint", checkpoint)
-    load_weights(run, checkpoint)
+    is_loaded = True
+    try:
+        load_weights(run, checkpoint)
+    except OtherModelError:
+        if run.stage != "fit":
+            raise
+        is_loaded = False
     if not is_weights_only and "callbacks" in checkpoint:
         restore_callbacks(run, checkpoint)
+    return is_loaded
 
 
 def load_state(part: Any, state: Any) -> None:
     if state is not None and callable(getattr(part, "load_state_dict", None)):
         part.load_state_dict(state)
-
-
-def load_weights(run: RunState, checkpoint: dict[str, Any]) -> None:
-    weights = find_weights(checkpoint)
-    if weights is None:
-        keys = sorted(map(str, checkpoint))[:5]
-        raise CheckpointError(
-            f"{run.checkpoint_path}: got the keys {keys}, expected a checkpoint with state_dict."
-        )
-    is_strict = getattr(run.model, "strict_loading", True)
-    target = run.module if run.is_lightning_module else run.network
-    try:
-        target.load_state_dict(weights, strict=is_strict)
-    except RuntimeError as error:
-        # Shorten load_state_dict's error, because every different parameter adds a line to it.
-        differences = shorten(" ".join(str(error).split()), 400, placeholder=" ...")
-        raise OtherModelError(
-            f"{differences} The weights in '{run.checkpoint_path}' do not match the model."
-            " Create the model with the same arguments as the saved model."
-        ) from error
-
-
-def find_weights(checkpoint: dict[str, Any]) -> dict[str, Any] | None:
-    """Return the weights from a checkpoint of Lightning or Fabric, or from a plain state_dict."""
-    weights = checkpoint.get("state_dict", checkpoint.get("model", checkpoint))
-    if not all(torch.is_tensor(value) for value in weights.values()):
-        return None
-    # Remove the prefix that DistributedDataParallel or torch.compile adds to each key.
-    for prefix in ("module.", "_orig_mod."):
-        if weights and all(key.startswith(prefix) for key in weights):
-            weights = {key.removeprefix(prefix): value for key, value in weights.items()}
-    return weights
 
 
 def restore_callbacks(run: RunState, checkpoint: dict[str, Any]) -> None:

@@ -21,6 +21,7 @@ from lightning.pytorch.trainer.states import TrainerStatus
 from ..checkpoint.find_checkpoint import check_same_checkpoint
 from ..checkpoint.run_folders import open_folders
 from ..checkpoint.state import flags_of_network, restore_model, restore_training
+from ..checkpoint.weights import load_weights
 from ..distributed.launch import (
     check_new_parameters,
     join_processes,
@@ -75,10 +76,10 @@ def run_stage(run: RunState) -> Any:
 def run_in_process(run: RunState) -> Any:
     with ExitStack() as stack:
         set_up_process(run, stack)
-        set_up_model(run, stack)
+        has_weights = set_up_model(run, stack)
         if run.stage == "fit":
             result: Any = None
-            set_up_training(run)
+            set_up_training(run, has_weights)
             train(run)
         else:
             run.loggers.log_hyperparameters(run)
@@ -121,8 +122,12 @@ def return_network(run: RunState, device: torch.device) -> None:
     move_optimizer_states(run.optimizers)
 
 
-def set_up_model(run: RunState, stack: ExitStack) -> None:
-    """Set up the model, with the hooks in Trainer's order, and load the weights of a checkpoint."""
+def set_up_model(run: RunState, stack: ExitStack) -> bool:
+    """Set up the model, with the hooks in Trainer's order, and load the weights of a checkpoint.
+
+    Returns:
+        Whether the weights were loaded. If not, on_fit_start may still add the modules they need.
+    """
     is_training = run.stage == "fit"
     attach_run(run, stack)
     prepare_data(run)
@@ -140,19 +145,23 @@ def set_up_model(run: RunState, stack: ExitStack) -> None:
     if run.steps.is_model_parallel:
         # Shard the network first, because a sharded checkpoint is loaded into the shards.
         run.steps.setup(is_training)
-    if run.checkpoint is not None:
-        restore_model(run, run.checkpoint)
-        run.checkpoint = run.checkpoint if run.resumes else None
+    has_weights = run.checkpoint is None or restore_model(run, run.checkpoint)
+    if has_weights and not run.resumes:
+        run.checkpoint = None
     if not run.steps.is_model_parallel:
         run.steps.setup(is_training)
+    return has_weights
 
 
-def set_up_training(run: RunState) -> None:
+def set_up_training(run: RunState, has_weights: bool) -> None:
     """Set up the optimizers, restore a checkpoint, and run the sanity check."""
     configure_optimizers(run)
     names = [name for name, _ in run.network.named_parameters()]
     run.hooks.call("on_fit_start")
     check_new_parameters(run, names, "on_fit_start")
+    if not has_weights and run.checkpoint is not None:
+        load_weights(run, run.checkpoint)
+        run.checkpoint = run.checkpoint if run.resumes else None
     run.network.zero_grad()
     run.loggers.log_hyperparameters(run)
     if run.fabric.is_global_zero:

@@ -72,6 +72,7 @@ NAMES_OF_OTHERS = {
     "_parameters": "Share a network's parts by name.",
     "_buffers": "Share a network's parts by name.",
     "_modules": "Share a network's parts by name.",
+    "_metadata": "The versions of the modules of a state_dict.",
     "_Unpickler": "Python's own unpickler, whose opcodes can be overridden.",
     "_actions": "The options that a mistyped one may mean.",
 }

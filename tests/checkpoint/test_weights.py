@@ -1,0 +1,248 @@
+"""Test that weights find their model, whatever wraps the model in either run."""
+
+import pytest
+import torch
+from lightning.pytorch.callbacks import Callback
+from modules import Classifier, assert_same_weights
+from runs import fit, loud, same
+from torch import nn
+from torch.optim.swa_utils import AveragedModel
+
+from fabric_template import FabricLoop, TensorLoader
+from fabric_template.checkpoint.weights import plain_name
+from fabric_template.errors import CheckpointError, OtherModelError
+
+
+def make_net():
+    torch.manual_seed(3)
+    return nn.Sequential(nn.Linear(8, 5), nn.BatchNorm1d(5), nn.Linear(5, 3))
+
+
+class Inner(nn.Module):
+    """A network whose only child has the name that wrappers use."""
+
+    def __init__(self, name="module"):
+        super().__init__()
+        setattr(self, name, make_net())
+        self.name = name
+
+    def forward(self, x):
+        return getattr(self, self.name)(x)
+
+
+class CompiledPart(nn.Module):
+    def __init__(self, compiled):
+        super().__init__()
+        body = make_net()
+        self.body = torch.compile(body, backend="eager") if compiled else body
+
+    def forward(self, x):
+        return self.body(x)
+
+
+def compiled(net):
+    return torch.compile(net, backend="eager")
+
+
+SHAPES = {
+    "plain": make_net,
+    "compiled": lambda: compiled(make_net()),
+    "parallel": lambda: nn.DataParallel(make_net()),
+    "compiled parallel": lambda: compiled(nn.DataParallel(make_net())),
+    "parallel compiled": lambda: nn.DataParallel(compiled(make_net())),
+    "child called module": Inner,
+    "child called _orig_mod": lambda: Inner("_orig_mod"),
+    "child called module, parallel": lambda: nn.DataParallel(Inner()),
+}
+OTHERS = {
+    "averaged": lambda: AveragedModel(make_net()),
+    "compiled part": lambda: CompiledPart(True),
+    "part": lambda: CompiledPart(False),
+}
+ALL = {**SHAPES, **OTHERS}
+
+
+def step(net, batch):
+    return nn.functional.cross_entropy(net(batch[0]), batch[1])
+
+
+def data():
+    generator = torch.Generator().manual_seed(1)
+    x = torch.randn(24, 8, generator=generator)
+    return TensorLoader(x, x.argmax(1) % 3, batch_size=8)
+
+
+def train(root, make, max_epochs, **start):
+    net = make()
+    loop = FabricLoop(**loud(root, max_epochs=max_epochs))
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.1, momentum=0.9)
+    loop.fit(net, data(), optimizer=optimizer, training_step=step, validation_step=step, **start)
+    return net
+
+
+def values(net):
+    return {plain_name(name): value for name, value in net.state_dict().items()}
+
+
+@pytest.mark.parametrize("shape", ALL)
+def test_a_model_of_any_shape_resumes_exactly(tmp_path, shape):
+    whole = train(tmp_path / "whole", ALL[shape], 3)
+    train(tmp_path / "parts", ALL[shape], 1)
+    resumed = train(tmp_path / "parts", ALL[shape], 3, resume="last")
+    assert same(dict(resumed.state_dict()), dict(whole.state_dict()))
+
+
+@pytest.mark.parametrize("after", SHAPES)
+@pytest.mark.parametrize("before", ["plain", "compiled", "parallel compiled", "child called module"])
+def test_the_wrapper_of_a_model_may_change(tmp_path, before, after):
+    """A run continues with the same model in another wrapper."""
+    whole = train(tmp_path / "whole", make_net, 2)
+    train(tmp_path / "parts", SHAPES[before], 1)
+    resumed = train(tmp_path / "parts", SHAPES[after], 2, resume="last")
+    assert same(values(resumed), values(whole))
+    loop = FabricLoop(**loud(tmp_path / "other"))
+    path = tmp_path / "parts/checkpoints/run/version_0/last.ckpt"
+    net = SHAPES[after]()
+    loop.validate(net, data(), load=path, validation_step=step)
+    assert same(values(net), values(resumed))
+
+
+@pytest.mark.parametrize(("before", "after"), [("part", "compiled part"), ("compiled part", "part")])
+def test_a_compiled_part_may_change(tmp_path, before, after):
+    whole = train(tmp_path / "whole", OTHERS[before], 2)
+    train(tmp_path / "parts", OTHERS[before], 1)
+    resumed = train(tmp_path / "parts", OTHERS[after], 2, resume="last")
+    assert same(values(resumed), values(whole))
+
+
+class TwoNames(nn.Module):
+    """A network in which two names differ only in a part that wrappers insert."""
+
+    def __init__(self):
+        super().__init__()
+        self.body = make_net()
+        self.module = nn.ModuleDict({"body": nn.Linear(8, 3)})
+
+    def forward(self, x):
+        return self.body(x) + self.module["body"](x)
+
+
+def test_names_that_are_not_unique_without_wrappers_are_kept(tmp_path):
+    whole = train(tmp_path / "whole", TwoNames, 2)
+    train(tmp_path / "parts", TwoNames, 1)
+    resumed = train(tmp_path / "parts", TwoNames, 2, resume="last")
+    assert same(dict(resumed.state_dict()), dict(whole.state_dict()))
+
+
+class Counts(nn.Linear):
+    """Has a state of another type than a tensor."""
+
+    def __init__(self, make_state=dict):
+        super().__init__(8, 3)
+        self.calls, self.make_state = 0, make_state
+
+    def forward(self, x):
+        self.calls += 1
+        return super().forward(x)
+
+    def get_extra_state(self):
+        return self.make_state(calls=self.calls) if self.make_state is dict else self.calls
+
+    def set_extra_state(self, state):
+        self.calls = state["calls"] if self.make_state is dict else state
+
+
+@pytest.mark.parametrize("make_state", [dict, int])
+@pytest.mark.parametrize("wrap", [lambda net: net, compiled, nn.DataParallel])
+def test_an_extra_state_of_any_type_is_restored(tmp_path, make_state, wrap):
+    train(tmp_path, lambda: Counts(make_state), 1)
+    found = train(tmp_path, lambda: wrap(Counts(make_state)), 3, resume="last")
+    assert next(m for m in found.modules() if isinstance(m, Counts)).calls == 9
+    net = Counts(make_state)
+    torch.save(net.state_dict(), tmp_path / "weights.pt")
+    assert train(tmp_path, lambda: Counts(make_state), 1, load=tmp_path / "weights.pt").calls == 3
+
+
+@pytest.mark.parametrize("key", ["state_dict", "model", "model_state_dict", None])
+def test_load_takes_each_usual_layout(tmp_path, key):
+    weights = make_net().state_dict()
+    torch.save({key: weights, "epoch": 3} if key else weights, tmp_path / "w.pt")
+    net = nn.DataParallel(make_net())
+    nn.init.zeros_(net.module[0].weight)
+    FabricLoop(**loud(tmp_path)).validate(net, data(), load=tmp_path / "w.pt", validation_step=step)
+    assert same(values(net), dict(weights))
+
+
+WRONG = {
+    "a module": ({"model": nn.Linear(8, 3)}, r"Linear in the part 'model'.*weights_only=False"),
+    "a number as name": ({"state_dict": {0: torch.ones(1)}}, "got the key 0 in a state_dict"),
+    "other keys": ({"net": {"weight": torch.ones(1)}}, r"got the keys \['net'\], expected"),
+    "other names": ({"state_dict": {"module.other": torch.ones(1)}}, "Unexpected key"),
+    "no tensor": ({"state_dict": {**make_net().state_dict(), "0.bias": "a"}}, 'named "0.bias"'),
+    "extra state": ({"state_dict": {**make_net().state_dict(), "_extra_state": 3}}, "Unexpected key"),
+}
+
+
+@pytest.mark.parametrize("kind", WRONG)
+def test_wrong_weights_are_named(tmp_path, kind):
+    content, message = WRONG[kind]
+    torch.save(content, tmp_path / "w.pt")
+    with pytest.raises(CheckpointError, match=message):
+        train(tmp_path, make_net, 1, load=tmp_path / "w.pt")
+
+
+def test_a_pickled_module_is_loaded_from_a_trusted_file(tmp_path):
+    saved = make_net()
+    torch.save({"model": saved}, tmp_path / "w.pt")
+    net = train(tmp_path, make_net, 0, load=tmp_path / "w.pt", weights_only=False)
+    assert_same_weights(net, saved)
+
+
+# Modules that exist only after a hook
+
+
+class BuildsAverage(Classifier):
+    """Builds the model of averaged weights in one of the hooks before training."""
+
+    def __init__(self, hook="setup"):
+        super().__init__()
+        self.hook = hook
+
+    def build(self, hook):
+        if hook == self.hook:
+            self.average = AveragedModel(self.net)
+
+    def setup(self, stage):
+        self.build("setup")
+
+    def configure_model(self):
+        self.build("configure_model")
+
+    def on_fit_start(self):
+        self.build("on_fit_start")
+
+    def on_train_batch_end(self, *args):
+        self.average.update_parameters(self.net)
+
+
+class BuildsInCallback(Callback):
+    def on_fit_start(self, trainer, module):
+        module.build("callback")
+
+
+@pytest.mark.parametrize("hook", ["setup", "configure_model", "on_fit_start", "callback"])
+def test_modules_that_a_hook_builds_are_restored(tmp_path, hook):
+    def run(name, max_epochs, resume=None):
+        make = lambda: BuildsAverage(hook)  # noqa: E731
+        options = {"max_epochs": max_epochs, "resume": resume, "callbacks": [BuildsInCallback()]}
+        return fit(tmp_path / name, make, seed=max_epochs if resume else 1, **options)[1]
+
+    whole = run("whole", 3)
+    run("parts", 1)
+    assert_same_weights(run("parts", 3, resume="last"), whole)
+
+
+def test_modules_that_no_hook_builds_are_an_error(tmp_path):
+    fit(tmp_path, BuildsAverage, max_epochs=1)
+    with pytest.raises(OtherModelError, match=r"Unexpected key.*average"):
+        fit(tmp_path, Classifier, max_epochs=2, resume="last")
