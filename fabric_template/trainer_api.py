@@ -467,7 +467,9 @@ class LoopAPI:
         """Return the loaders of this loop, or None before they are created."""
         data = self.current_run.data
         loaders = data.train if self._key == "fit_loop" else data.eval_loaders
-        return loaders and Loaders(loaders.as_given, tuple(loaders.loaders))
+        if loaders is None:
+            return None
+        return Loaders(loaders.as_given, tuple(loaders.loaders))
 
     def setup_data(self) -> None:
         self.current_run.data.setup_train_loader()
