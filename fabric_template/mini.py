@@ -21,38 +21,46 @@ FabricLoop has more options. MiniLoop and FabricLoop resume each other's runs.
 
 from __future__ import annotations
 
+import copy
 import csv
 import inspect
-import itertools
+import io
 import json
 import math
 import os
 import random
+import shutil
+import sys
 import time
 import warnings
 import zipfile
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, fields, is_dataclass
 from difflib import get_close_matches
 from functools import partial
-from operator import length_hint
+from itertools import islice
+from numbers import Real
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 import numpy as np
 import torch
 import yaml
 from lightning.fabric import Fabric
 from lightning.fabric import __version__ as lightning_version
+from lightning.fabric.plugins.environments import SLURMEnvironment
+from lightning.fabric.plugins.precision import MixedPrecision
 from lightning.fabric.strategies import DDPStrategy, SingleDeviceStrategy
-from lightning.fabric.utilities.seed import reset_seed
+from lightning.fabric.utilities.data import sized_len
+from lightning.fabric.utilities.distributed import DistributedSamplerWrapper
+from lightning.fabric.utilities.seed import pl_worker_init_function, reset_seed
+from lightning_utilities.core.apply_func import apply_to_collection
 from torch import Tensor, nn
-from torch.optim.lr_scheduler import ReduceLROnPlateau
-from torch.utils.data import DataLoader, DistributedSampler, RandomSampler, SequentialSampler
+from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
+from torch.utils import data as torch_data
 from tqdm import tqdm
 
-STATE_FILE = ".lock"  # Records how the run ended. FabricLoop also locks this file, hence its name.
 REFUSED_HOOKS = """
     backward optimizer_step optimizer_zero_grad lr_scheduler_step configure_gradient_clipping
     configure_callbacks configure_model setup teardown prepare_data on_fit_start on_fit_end
@@ -60,8 +68,16 @@ REFUSED_HOOKS = """
     on_validation_start on_validation_end on_validation_batch_start on_validation_batch_end
     on_validation_model_eval on_validation_model_train on_validation_model_zero_grad
     on_before_batch_transfer transfer_batch_to_device on_after_batch_transfer
-    on_save_checkpoint on_load_checkpoint
+    on_save_checkpoint on_load_checkpoint training_epoch_end validation_epoch_end
 """
+# The smallest value of each option that is a number.
+SMALLEST = {"max_epochs": -1, "max_steps": -1, "accumulate_grad_batches": 1, "seed": 0}
+SMALLEST |= {"validate_every_n_steps": 1, "log_every_n_steps": 0, "gradient_clip_val": 0}
+# The values that log() accepts for the other arguments of Trainer's self.log.
+LOG_ARGUMENTS = {"reduce_fx": "mean", "enable_graph": False, "sync_dist_group": None}
+LOG_ARGUMENTS |= {"rank_zero_only": False, "add_dataloader_idx": True, "logger": True}
+END: Any = object()  # Marks the end of a loader.
+OPEN_LOCKS: list[IO[str]] = []
 
 
 @dataclass(kw_only=True, eq=False)
@@ -82,10 +98,11 @@ class MiniLoop:
     default_root_dir: str | os.PathLike[str] = "."  # The folder of logs/ and checkpoints/.
     accelerator: Any = "auto"  # An argument of lightning.Fabric, like strategy, devices, precision.
     strategy: Any = "auto"
-    devices: Any = "auto"
+    devices: Any = "auto"  # "auto" also joins the processes that torchrun or srun has started.
     precision: Any = None
     fabric: Any = None  # A lightning.Fabric object to use instead of the four options above.
-    sanity_checking = False  # Modules read trainer.sanity_checking. MiniLoop has no sanity check.
+    # Modules read these attributes of Trainer. MiniLoop has no sanity check and no loggers.
+    sanity_checking, logger, loggers = False, None, ()
 
     def __new__(cls, **options: Any) -> MiniLoop:
         known = [field.name for field in fields(cls)]
@@ -95,10 +112,7 @@ class MiniLoop:
         return super().__new__(cls)
 
     def __post_init__(self) -> None:
-        if self.mode not in ("min", "max"):
-            raise ValueError(f'mode: got {self.mode!r}, expected "min" or "max".')
-        if self.name in ("", ".", "..") or "/" in self.name or "\\" in self.name:
-            raise ValueError(f"name: got {self.name!r}, expected the name of a folder.")
+        self._check_options()
         if isinstance(self.version, int):
             self.version = f"version_{self.version}"
         root = Path(self.default_root_dir).expanduser().absolute()
@@ -107,14 +121,41 @@ class MiniLoop:
             self.max_epochs = 1000 if self.max_steps == -1 else -1
         if self.fabric is None:
             names = ("accelerator", "strategy", "devices", "precision")
-            self.fabric = Fabric(**{name: getattr(self, name) for name in names})
-        is_one_device = isinstance(self.fabric.strategy, SingleDeviceStrategy)
-        if not is_one_device and not isinstance(self.fabric.strategy, DDPStrategy):
-            raise ValueError("strategy: expected one device or DDP. Use FabricLoop for others.")
-        self._precision = self.fabric.strategy.precision
+            options = {name: getattr(self, name) for name in names}
+            processes, machines = started_processes()
+            if self.devices == "auto" and processes * machines > 1:
+                options.update(devices=processes, num_nodes=machines)
+            self.fabric = Fabric(**options)
+        strategy = self.fabric.strategy
+        is_one_device = type(strategy) is SingleDeviceStrategy
+        is_script = "MultiProcessing" not in type(strategy.launcher).__name__
+        text = f"strategy: got {self.strategy!r} ({type(strategy).__name__}), expected one device"
+        is_known = is_one_device or (type(strategy) is DDPStrategy and is_script)
+        check(is_known, f'{text} or "ddp" in a script. Use FabricLoop for others.')
+        self._precision = strategy.precision
+        precision = str(self._precision.precision)
+        self._converts_dtype = precision.endswith("-true") and precision != "32-true"
         is_one_cpu = is_one_device and self.fabric.device.type == "cpu"
-        self._is_one_cpu_in_32_bits = is_one_cpu and self._precision.precision == "32-true"
+        self._is_one_cpu_in_32_bits = is_one_cpu and precision == "32-true"
         self._reset()
+
+    def __getattr__(self, name: str) -> Any:
+        # Modules may read any attribute of Trainer.
+        raise AttributeError(f"MiniLoop: has no attribute {name!r}. Use FabricLoop.")
+
+    def _check_options(self) -> None:
+        check(self.mode in ("min", "max"), f'mode: got {self.mode!r}, expected "min" or "max".')
+        for option in ("name", "version"):
+            value = getattr(self, option)
+            is_name = isinstance(value, str) and value.strip(".") and not {*value} & {*'/\\:*?"<>|'}
+            is_number = option == "version" and isinstance(value, int | None)
+            text = f"{option}: got {value!r}, expected the name of a folder."
+            check(is_name or is_number, text)
+        for option, least in SMALLEST.items():
+            value = getattr(self, option)
+            is_number = isinstance(value, int) or (isinstance(value, Real) and "clip" in option)
+            text = f"{option}: got {value!r}, expected a number of at least {least}."
+            check(value is None or (is_number and value >= least), text)
 
     def _reset(self) -> None:
         """Seed the random generators, and set the initial state of a run."""
@@ -125,16 +166,29 @@ class MiniLoop:
         self.should_stop = False  # Set True on all processes to stop after the current step.
         self.history: list[dict[str, Any]] = []  # The rows of metrics.csv.
         self.best_score: float | None = None
-        # Collects each metric of the next row of metrics.csv, in a Mean or a torchmetrics object.
-        self._metrics: dict[str, Any] = {}
-        self.callback_metrics: dict[str, Tensor] = {}  # The newest value of each metric.
-        self._batches_in_window = 0  # The number of batches since the last optimizer step.
+        # The sums of the epoch and, if rows are written every N steps, of the next row. A sum is
+        # [total, weight, is_synced]. The key is the hook that has logged the value, and the name.
+        self._sums: list[dict[tuple[str, str], Any]] = [{}]
+        self._torchmetrics: dict[tuple[str, str], Any] = {}  # The logged objects of torchmetrics.
+        self.callback_metrics: dict[str, Tensor] = {}  # The newest value of each logged metric.
+        self._returned: dict[str, Tensor] = {}  # The newest means that a module has not logged.
         self._validated: dict[str, Tensor] = {}  # The validation metrics of the next row.
+        self._validation_names: set[str] = set()  # The names of the newest validation metrics.
         self._logged_means: set[str] = set()  # The names of the means that log() adds.
-        self._batch_size = 1  # The weight of the current batch in the mean of a metric.
-        self._has_warned = False
         # The values for steps.csv that the current training batch has logged. None between batches.
-        self._step_values: dict[str, Tensor] | None = None
+        self._step_values: Any = None
+        self._hook = ""  # The hook or step that runs.
+        self._batch_size = 1  # The weight of the current batch in the mean of a metric.
+        self._logged_batch_size: int | None = None  # The batch_size that a step passes to log().
+        self._batches_in_window = 0  # The number of batches since the last optimizer step.
+        self._batches: Any = None  # The iterator of the training loader in this epoch.
+        self._epoch_start: Any = None  # The random state at the start of this epoch.
+        self._resumed_state: Any = None  # The random state of the resumed checkpoint.
+        self._saved_batches: int | None = None  # batches_done in last.ckpt. None: nothing is saved.
+        # The number of rows and the columns of each CSV file.
+        self._tables: dict[str, Any] = {"metrics.csv": (0, []), "steps.csv": (0, [])}
+        self._columns: list[str] = []  # The columns of the printed rows.
+        self._replaced: set[Path] = set()  # The checkpoints that the first save replaces.
         self._row_started = time.monotonic()
 
     # Training
@@ -156,27 +210,43 @@ class MiniLoop:
         self._reset()
         self._set_up_steps(model, training_step, validation_step)
         self._check_fit(val_dataloaders, validation_step, optimizer)
-        resume_path, load_path = self._find(resume, "resume"), self._find(load, "load")
-        self._set_up_loaders(train_dataloaders, val_dataloaders)
-        with self._prepared_model(resume_path or load_path) as checkpoint:
-            self._set_up_optimizer(optimizer, scheduler)
-            self._open_folders(resume_path)
-            if resume_path is not None:
-                self._restore(checkpoint)
-            state = "failed"
+        path, checkpoint = self._find_start(resume, load)
+        resumed = {} if resume is None else checkpoint
+        self._set_up_loaders(train_dataloaders, val_dataloaders, path, resumed)
+        with self._prepared_model(path, checkpoint):
+            self._set_up_optimizer(optimizer, scheduler, resumed)
             try:
-                self._call("on_train_start")
-                while not self._is_done():
-                    self._train_epoch()
-                self._call("on_train_end")
-                state = "finished"
+                with self._opened_folders(path, resumed):
+                    if resumed:
+                        self._restore(resumed, is_automatic=resume == "auto")
+                    self._train()
             except KeyboardInterrupt:
-                state = "interrupted"
-                saved = "resume='last' continues" if self.history else "nothing is saved"
-                print(f"Ctrl-C in epoch {self.current_epoch}: {saved}.")
-            finally:
-                (self.log_dir / STATE_FILE).write_text(state)
+                saved = "resume='last' continues after the last validation"
+                if not self._saved_batches:
+                    saved = "resume='last' repeats the epoch from its start"
+                saved = "nothing is saved" if self._saved_batches is None else saved
+                print(f"Ctrl-C in epoch {self.current_epoch}, step {self.global_step}: {saved}.")
         return to_table(self.history)
+
+    def _train(self) -> None:
+        """Train until a limit is reached. As in Trainer, call no hooks without a batch."""
+        if self._is_done():
+            return
+        if self._resumed_state is None:
+            # As in Trainer, create the first iterator before the hooks.
+            self._start_batches()
+        self._call("on_train_start")
+        if self._resumed_state is not None:
+            # Draw no random numbers between this line and the first batch.
+            set_rng_state(self._resumed_state, self._generators)
+        while not self._is_done():
+            self._train_epoch()
+        self._call("on_train_end")
+        # As in Trainer, an epoch that a limit has ended early counts as finished.
+        self.current_epoch += self.batches_done > 0
+        if not self.history or self.history[-1]["step"] < self.global_step:
+            # A resumed run replaces this row, because the row may not be complete.
+            self._end_row(self.current_epoch - 1)
 
     def _is_done(self) -> bool:
         if 0 <= self.max_steps <= self.global_step:
@@ -186,43 +256,44 @@ class MiniLoop:
         return self.should_stop
 
     def _train_epoch(self) -> None:
-        epoch = self.current_epoch
+        epoch, is_validated = self.current_epoch, False
         if self.batches_done == 0:
             self._call("on_train_epoch_start")
         for batch in self._train_batches():
             self._train_batch(batch)
             # A checkpoint contains no gradients, so save and stop only after an optimizer step.
-            if self._batches_in_window == 0:
-                self._validate_if_due(epoch)
-                if self._is_done():
-                    break
-        is_complete = self.batches_done == self._train_length or not self._is_done()
-        if self._batches_in_window > 0:
-            # A loader without a length has ended in the middle of an accumulation window.
-            self._step_optimizer()
-            self._validate_if_due(epoch)
-        if self.validate_every_n_steps is None and is_complete:
-            self._validate()
-        self._compute_metrics()
+            if self._batches_in_window > 0:
+                continue
+            is_validated = self._validate_if_due()
+            self._step_schedulers("step", is_plateau=True)
+            if is_validated and self._every is not None and not self._is_last:
+                self._end_row(epoch)
+                self._save(is_validated)
+            if self._is_done():
+                break
+        self._update_metrics()
+        if not self._is_last:
+            self._save(is_validated)
         self._call("on_train_epoch_end")
-        self._compute_metrics()
-        if is_complete:
-            self._step_schedulers("epoch", epoch + 1)
-            self.current_epoch, self.batches_done = epoch + 1, 0
-        has_row = bool(self.history) and self.history[-1]["step"] == self.global_step
-        if self.validate_every_n_steps is None or (self._is_done() and not has_row):
-            self._end_row(epoch)
+        self._update_metrics()
+        if self._is_last:
+            self._step_schedulers("epoch", is_plateau=True)
+            if self._every is None or is_validated:
+                self._end_row(epoch)
+            self._reset_metrics()
+            self.current_epoch, self.batches_done, self._batches = epoch + 1, 0, None
+            self._save(is_validated)
 
     def _train_batch(self, batch: Any) -> None:
         """Compute the gradients of a batch, and step the optimizer after an accumulation window."""
         batch_idx, every = self.batches_done, self.log_every_n_steps
-        self._is_row_due = every > 0 and (self.global_step + 1) % every == 0
-        self._batch_size = find_batch_size(batch) or 1
+        self._is_row_due = bool(every) and (self.global_step + 1) % every == 0
+        self._batch_size, self._logged_batch_size = find_batch_size(batch), None
         self._step_values = {}
         if self._call("on_train_batch_start", batch, batch_idx) == -1:
             raise TypeError("on_train_batch_start: got -1, which ends an epoch. Use FabricLoop.")
         is_window_end = self._is_window_end(batch)
-        if is_window_end or self.fabric.world_size == 1 or self._train_length == -1:
+        if is_window_end or self.fabric.world_size == 1:
             self._compute_gradients(batch, batch_idx)
         else:
             # DDP reduces gradients only in the last batch before an optimizer step.
@@ -232,7 +303,10 @@ class MiniLoop:
         self._batches_in_window += 1
         if is_window_end:
             self._step_optimizer()
-        self._call("on_train_batch_end", {"loss": self._loss.detach()}, batch, batch_idx)
+            self._step_schedulers("step", is_plateau=False)
+            if self._is_last:
+                self._step_schedulers("epoch", is_plateau=False)
+        self._call("on_train_batch_end", self._outputs, batch, batch_idx)
         if is_window_end and self._is_row_due:
             self._log_step(self._step_values)
         self._batch_size, self._step_values = 1, None
@@ -247,6 +321,9 @@ class MiniLoop:
             for group in self.optimizer.param_groups:
                 for parameter in group["params"]:
                     parameter.grad = None
+        # As in Trainer, on_train_batch_end gets the divided loss.
+        loss = self._loss.detach() / self.accumulate_grad_batches
+        self._outputs = {**(output if isinstance(output, Mapping) else {}), "loss": loss}
         count = self.accumulate_grad_batches
         self._precision.backward(self._loss if count == 1 else self._loss / count, None)
 
@@ -254,7 +331,7 @@ class MiniLoop:
         """Return whether the optimizer steps after this batch. All processes return the same."""
         if self.accumulate_grad_batches == 1:
             return True
-        is_last = self.batches_done + 1 == self._train_length
+        is_last = self._is_last
         is_end = is_last or self._batches_in_window + 1 == self.accumulate_grad_batches
         if self.fabric.world_size == 1:
             return is_end
@@ -268,51 +345,72 @@ class MiniLoop:
         self._precision.optimizer_step(self.optimizer)
         self.global_step += 1
         self._batches_in_window = 0
-        self._learning_rate = self.optimizer.param_groups[0]["lr"]
-        self._step_schedulers("step", self.batches_done)
+        self._learning_rate = copy.deepcopy(self.optimizer.param_groups[0].get("lr", math.nan))
 
-    def _step_schedulers(self, interval: str, count: int) -> None:
+    def _step_schedulers(self, interval: str, is_plateau: bool) -> None:
+        """Step the schedulers that are due. As in Trainer, plateau schedulers step later."""
+        count = self.batches_done if interval == "step" else self.current_epoch + 1
         for config in self.schedulers:
-            if config["interval"] != interval or count % config["frequency"] != 0:
+            scheduler, monitor = config["scheduler"], config["monitor"]
+            is_of_kind = isinstance(scheduler, ReduceLROnPlateau) == is_plateau
+            if config["interval"] != interval or not is_of_kind or count % config["frequency"] != 0:
                 continue
-            if isinstance(config["scheduler"], ReduceLROnPlateau):
-                check_is_logged(config["monitor"], self.callback_metrics)
-                config["scheduler"].step(self.callback_metrics[config["monitor"]])
+            if is_plateau:
+                check_is_logged(monitor, self._monitored())
+                scheduler.step(self._monitored()[monitor])
             else:
-                config["scheduler"].step()
+                scheduler.step()
+
+    def _start_batches(self) -> None:
+        """Create the iterator of the epoch. After a resume, skip the finished batches."""
+        set_epoch(self.train_loader, self.current_epoch)
+        state = get_rng_state(self._generators)
+        if self.batches_done == 0:
+            self._epoch_start = state
+        # After a resume, draw the same order of samples again.
+        set_rng_state(self._epoch_start, self._generators)
+        self._batches = mark_last(iter(self.train_loader), self.num_training_batches)
+        if self.batches_done > 0:
+            for _ in range(self.batches_done):
+                next(self._batches)
+            set_rng_state(state, self._generators)
 
     def _train_batches(self) -> Iterator[Any]:
-        """Yield the remaining batches of the epoch."""
-        sampler = getattr(self.train_loader, "sampler", self.train_loader)
-        if hasattr(sampler, "set_epoch"):
-            sampler.set_epoch(self.current_epoch)
-        rng_state = get_rng_state(self.train_loader)
-        if self.batches_done == 0:
-            self._epoch_start = rng_state
-            batches = iter(self.train_loader)
-        else:
-            # Draw the same order of samples again, and skip the batches before the checkpoint.
-            set_rng_state(self._epoch_start, self.train_loader)
-            batches = iter(self.train_loader)
-            for _ in range(self.batches_done):
-                next(batches)
-            set_rng_state(rng_state, self.train_loader)
-        for batch in tqdm(batches, f"epoch {self.current_epoch}", leave=False, disable=None):
+        """Yield the remaining batches of the epoch. Set _is_last before the last batch."""
+        self._is_last, length = False, self.num_training_batches
+        if self._batches is None:
+            self._start_batches()
+        get_shell = getattr(sys.modules.get("IPython"), "get_ipython", lambda: None)
+        is_watched = sys.stderr.isatty() or hasattr(get_shell(), "kernel")
+        seconds = 0.2 if is_watched else 60.0  # A log file gets a line per minute.
+        bar: dict[str, Any] = {"mininterval": seconds, "delay": seconds, "leave": False}
+        bar.update(initial=self.batches_done, total=None if length == math.inf else length)
+        bar.update(desc=f"epoch {self.current_epoch}", disable=not self.fabric.is_global_zero)
+        for is_last, batch in tqdm(self._batches, **bar):
+            self._is_last = is_last
             yield self._move(batch)
-        if self.batches_done == 0:
-            raise ValueError("train_dataloaders: got no batch in this epoch. Pass a DataLoader.")
+        text = "train_dataloaders: got no batch in this epoch. Pass a DataLoader."
+        check(self.batches_done > 0, text)
+        text = f"train_dataloaders: got {self.batches_done} batches, expected its length {length}."
+        check(self._is_last, text)
 
     def _move(self, batch: Any) -> Any:
         """Move a batch to the device, and convert its dtype for a precision like "bf16-true"."""
         if self._is_one_cpu_in_32_bits:
             return batch
-        return self._precision.convert_input(self.fabric.to_device(batch))
+        if self._converts_dtype:
+            batch = self._precision.convert_input(batch)
+        return self.fabric.to_device(batch)
 
     def _run_step(self, name: str, batch: Any, batch_idx: int) -> Any:
         """Run a step in the loop's precision. With the DDP strategy, run the step through DDP."""
+        self._hook = name
         if self._is_one_cpu_in_32_bits:
             return self._steps[name](batch, batch_idx)
         with self._precision.forward_context():
+            if isinstance(self._precision, MixedPrecision):
+                # As in Trainer, cast a weight again each time it is used.
+                torch.set_autocast_cache_enabled(False)
             return self._step_module(self._steps[name], batch, batch_idx)
 
     # Validation
@@ -324,233 +422,406 @@ class MiniLoop:
         self._set_up_steps(model, None, validation_step)
         if "validation_step" not in self._steps:
             raise TypeError("validate: got no validation_step. Pass it or write the method.")
-        load_path = self._find(load, "load")
-        self._set_up_loaders(None, dataloaders)
-        with self._prepared_model(load_path):
+        path, checkpoint = self._find_start(None, load)
+        self._set_up_loaders(None, dataloaders, path, {})
+        with self._prepared_model(path, checkpoint):
             self._validate()
         return [{name: value.item() for name, value in self._validated.items()}]
 
+    def _validate_if_due(self) -> bool:
+        """Validate every N steps or at the end of an epoch, and if should_stop was set."""
+        is_due = self._is_last if self._every is None else self.global_step % self._every == 0
+        if self.val_loader is None or not (is_due or self.should_stop):
+            return False
+        state = get_rng_state(self._generators)
+        self._validate()
+        if not is_due:
+            # A resumed run does not repeat a validation that should_stop has caused.
+            set_rng_state(state, self._generators)
+        return True
+
     def _validate(self) -> None:
         """Validate in eval mode without gradients, and keep the metrics for the next row."""
-        if self.val_loader is None:
-            return
-        train_metrics, self._metrics, self._step_values = self._metrics, {}, None
+        training = self._sums, self._torchmetrics
+        self._sums, self._torchmetrics, self._step_values = [{}], {}, None
         modes = [(module, module.training) for module in self.network.modules()]
         self.network.eval()
+        self.network.zero_grad()
         try:
             with torch.no_grad():
+                set_epoch(self.val_loader, self.current_epoch)
+                batches = islice(self.val_loader, sized_len(self.val_loader))
                 self._call("on_validation_epoch_start")
-                for batch_idx, batch in enumerate(self.val_loader):
-                    self._batch_size = find_batch_size(batch) or 1
+                for batch_idx, batch in enumerate(batches):
+                    self._batch_size, self._logged_batch_size = find_batch_size(batch), None
                     output = self._run_step("validation_step", self._move(batch), batch_idx)
                     self._log_output(output, "val_")
                 self._batch_size = 1
-                self._compute_metrics()
+                self._update_metrics()
                 self._call("on_validation_epoch_end")
         finally:
             for module, is_training in modes:
                 module.training = is_training
-        self._validated, self._metrics = self._compute_metrics(is_row_end=True), train_metrics
+        self._validated = self._update_metrics()
+        self._reset_metrics()
+        self._sums, self._torchmetrics = training
+        self._validation_names = set(self._validated)
 
     # Logging
 
-    def log(
-        self,
-        name: str,
-        value: Any,
-        prog_bar: bool = False,
-        logger: bool | None = None,
-        on_step: bool | None = None,
-        on_epoch: bool | None = None,
-        sync_dist: bool = False,
-        batch_size: int | None = None,
-    ) -> None:
+    def log(self, name: str, value: Any, prog_bar: bool = False, **options: Any) -> None:
         """Log a value to steps.csv (on_step) and its mean to metrics.csv (on_epoch)."""
+        on_step, on_epoch = options.pop("on_step", None), options.pop("on_epoch", None)
+        is_synced, batch_size = options.pop("sync_dist", False), options.pop("batch_size", None)
+        for key, given in options.items():
+            if key not in LOG_ARGUMENTS:
+                raise TypeError(f"log() got an unexpected keyword argument {key!r}.")
+            expected = LOG_ARGUMENTS[key]
+            text = f"log: got {key}={given!r}, expected {expected!r}. Use FabricLoop."
+            check(given in (expected, None), text)
+        is_in_batch = self._step_values is not None
+        on_step = is_in_batch if on_step is None else on_step
+        on_epoch = not is_in_batch if on_epoch is None else on_epoch
+        self._logged_batch_size = batch_size or self._logged_batch_size
+        if on_epoch:
+            self._logged_means.add(name)
         if not isinstance(value, Tensor) and hasattr(value, "compute"):
-            self._metrics[name] = value
-            self._logged_means.add(name)
-            return
-        value = to_metric(value)
-        if self._step_values is not None and on_step is not False:
-            self.callback_metrics[name] = value
+            self._torchmetrics[self._hook, name] = value
+            for sums in self._sums if on_epoch else ():
+                sums.setdefault((self._hook, name), [None, 0, False])
+            # torchmetrics has no public name for the value of the current batch.
+            value = getattr(value, "_forward_cache", None)
+        elif on_epoch:
+            weight = batch_size or self._batch_size
+            self._add_to_mean((self._hook, name), value, weight, is_synced)
+        if on_step and is_in_batch and value is not None:
+            # Clone the value, because the step may change it.
+            value = to_metric(name, value).clone()
+            self.callback_metrics[name] = self.fabric.all_reduce(value) if is_synced else value
             if self._is_row_due and name not in ("step", "epoch"):
-                self._step_values[name] = value.clone()
-        if on_epoch or (on_epoch is None and self._step_values is None):
-            self._add_to_mean(name, value, batch_size or self._batch_size, sync_dist)
-            self._logged_means.add(name)
+                self._step_values[name] = self.callback_metrics[name]
 
-    def log_dict(self, metrics: Any, **options: Any) -> None:
-        for name, value in metrics.items():
+    def _log_dict(self, dictionary: Mapping[str, Any], **options: Any) -> None:
+        for name, value in dictionary.items():
             self.log(name, value, **options)
 
     def _log_output(self, output: Any, prefix: str) -> None:
         """Add the output of a step to the next row: a loss, a pair (loss, acc) or a dict."""
         if isinstance(output, tuple) and len(output) == 2:
             output = {"loss": output[0], "acc": output[1]}
-        for key, value in (output if isinstance(output, dict) else {"loss": output}).items():
-            name = key if key.startswith(prefix) else prefix + key
-            is_scalar = isinstance(value, Tensor) and value.numel() == 1
-            if name not in self._logged_means and (is_scalar or isinstance(value, int | float)):
-                self._add_to_mean(name, to_metric(value), self._batch_size, is_synced=True)
+        for key, value in (output if isinstance(output, Mapping) else {"loss": output}).items():
+            name = key if str(key).startswith(prefix) else f"{prefix}{key}"
+            is_number = isinstance(value, Tensor) and value.numel() == 1
+            is_number = is_number or (isinstance(value, Real) and not isinstance(value, bool))
+            # A LightningModule logs its values itself, except for the loss.
+            is_read = name == f"{prefix}loss" or not self._is_lightning_module
+            if is_number and is_read and name not in self._logged_means:
+                weight = self._logged_batch_size or self._batch_size or 1
+                self._add_to_mean(("returned", name), value, weight, True)
 
-    def _add_to_mean(self, name: str, value: Tensor, weight: int, is_synced: bool) -> None:
-        if name not in self._metrics:
-            self._metrics[name] = Mean(self.fabric if is_synced else None)
-        self._metrics[name].update(value, weight)
+    def _add_to_mean(self, key: tuple[str, str], value: Any, weight: Any, is_synced: bool) -> None:
+        """Add a value to the sums, which stay on the device."""
+        check(weight, f"log: got {key[1]!r} for a batch without tensors. Pass batch_size=.")
+        value = to_metric(key[1], value)
+        for sums in self._sums:
+            if key not in sums:
+                dtype = torch.promote_types(value.dtype, torch.get_default_dtype())
+                sums[key] = [(value * weight).to(dtype), weight, is_synced]
+                continue
+            total = sums[key][0]
+            # If weight is a power of two, torch.add() equals total + value * weight bit for bit.
+            is_power = weight.bit_count() == 1
+            total = torch.add(total, value, alpha=weight) if is_power else total + value * weight
+            sums[key] = [total, sums[key][1] + weight, is_synced]
 
-    def _compute_metrics(self, is_row_end: bool = False) -> dict[str, Tensor]:
-        """Return the metrics since the last row. With is_row_end, also reset the metrics."""
-        values = {name: metric.compute() for name, metric in self._metrics.items()}
-        self.callback_metrics.update(values)
-        if is_row_end:
-            for metric in self._metrics.values():
-                metric.reset()
-            self._metrics = {}
+    def _compute(self, sums: dict[tuple[str, str], Any]) -> dict[tuple[str, str], Tensor]:
+        """Return the means, and the values of torchmetrics objects, over all processes."""
+        values = {}
+        for key, (total, weight, is_synced) in sums.items():
+            if total is None:
+                values[key] = to_metric(key[1], self._torchmetrics[key].compute())
+                continue
+            pair = torch.stack([total, total.new_tensor(weight)])
+            if is_synced:
+                pair = self.fabric.all_reduce(self.fabric.to_device(pair), reduce_op="sum")
+            values[key] = pair[0] / pair[1]
         return values
+
+    def _update_metrics(self) -> dict[str, Tensor]:
+        """Update callback_metrics. Return the metrics of the epoch so far."""
+        values = self._compute(self._sums[0])
+        for (hook, name), value in values.items():
+            # As in Trainer, callback_metrics has only what a LightningModule logs.
+            is_logged = hook != "returned" or not self._is_lightning_module
+            (self.callback_metrics if is_logged else self._returned)[name] = value
+        return {name: value for (_, name), value in values.items()}
+
+    def _reset_metrics(self) -> None:
+        for metric in self._torchmetrics.values():
+            metric.reset()
+        self._torchmetrics, self._sums[0] = {}, {}
+
+    def _monitored(self) -> dict[Any, Tensor]:
+        return {**self._returned, **self.callback_metrics}
 
     def _log_step(self, values: dict[str, Tensor]) -> None:
         """Write a row to steps.csv. Training waits for the device only here and in `_end_row`."""
         row: dict[str, Any] = {"step": self.global_step, "epoch": self.current_epoch}
-        row.update(train_loss=self._loss.item(), lr=self._learning_rate)
+        row.update(train_loss=self._loss.item(), lr=float(self._learning_rate))
         row.update((name, value.item()) for name, value in values.items())
-        self._warn_of_nan(row)
-        if self.fabric.is_global_zero:
-            append_row(self.log_dir / "steps.csv", row)
-
-    def _validate_if_due(self, epoch: int) -> None:
-        every = self.validate_every_n_steps
-        if every is not None and self.global_step % every == 0:
-            self._validate()
-            self._end_row(epoch)
+        self._append_row("steps.csv", row)
 
     def _end_row(self, epoch: int) -> None:
-        """Write a row to metrics.csv, and save the checkpoints."""
-        values = {**self._validated, **self._compute_metrics(is_row_end=True)}
+        """Write a row to metrics.csv, and print it."""
+        values = dict(self._validated)
+        for (_, name), value in self._compute(self._sums[-1]).items():
+            values[name] = value
         row: dict[str, Any] = {"epoch": epoch, "step": self.global_step}
         for name in sorted(values, key=lambda name: not name.startswith("train")):
             row.setdefault(name, values[name].item())
-        row["lr"], row["time"] = self._learning_rate, time.monotonic() - self._row_started
-        self._row_started = time.monotonic()
-        self._warn_of_nan(row)
+        # A value that the user has logged as "lr" or "time" has precedence.
+        row.setdefault("lr", float(self._learning_rate))
+        row.setdefault("time", time.monotonic() - self._row_started)
+        self._row_started, self._validated = time.monotonic(), {}
+        for sums in self._sums[1:]:
+            sums.clear()
+        if not math.isfinite(row.get("train_loss", 0.0)):
+            text = f"train_loss: got {row['train_loss']} in epoch {epoch}, step {self.global_step}."
+            warnings.warn(f"{text} Try a smaller lr.", stacklevel=3)
         self.history.append(row)
-        if self.fabric.is_global_zero:
-            write_rows(self.log_dir / "metrics.csv", self.history)
-            numbers = [f"{name} {value:<7.4g}" for name, value in list(row.items())[2:]]
-            print(f"epoch {epoch} step {self.global_step:<4}", *numbers, flush=True)
-        self._save(row)
-        self._validated = {}
+        self._append_row("metrics.csv", row)
+        self._print_row(row)
 
-    def _warn_of_nan(self, row: dict[str, Any]) -> None:
-        loss = row.get("train_loss", 0.0)
-        if not self._has_warned and not math.isfinite(loss):
-            self._has_warned = True
-            place = f"epoch {row['epoch']}, step {row['step']}"
-            warnings.warn(f"train_loss: got {loss} in {place}. Try a smaller lr.", stacklevel=3)
+    def _append_row(self, name: str, row: dict[str, Any]) -> None:
+        """Append a row to a CSV file. If the row has a new column, rewrite the file."""
+        count, columns = self._tables[name]
+        if self.fabric.is_global_zero and set(row) <= set(columns):
+            with (self.log_dir / name).open("a") as file:
+                csv.DictWriter(file, columns, lineterminator="\n").writerow(row)
+        elif self.fabric.is_global_zero:
+            columns = list(dict.fromkeys([*columns, *row]))
+            write_rows(self.log_dir / name, columns, [*read_rows(self.log_dir / name), row])
+        self._tables[name] = count + 1, columns
+
+    def _print_row(self, row: dict[str, Any]) -> None:
+        """Print a row in aligned columns. Print a header before the first row."""
+        names = dict.fromkeys([*row, *self._columns])
+        if len(names) > len(self._columns):
+            self._columns = sorted(names, key=lambda name: name == "time")
+            self._print_row({name: name for name in names})
+        cells = []
+        for name in self._columns:
+            value = row.get(name, "")
+            if isinstance(value, float) and name == "time":
+                value = f"{value:.2f}"
+            elif isinstance(value, float):
+                is_plain = value == 0 or 1e-3 <= abs(value) < 1e3
+                value = f"{value:.4f}" if is_plain else f"{value:.2e}"
+            cells.append(f"{value:>{max(len(name), 5 if name in ('epoch', 'step') else 8)}}")
+        if self.fabric.is_global_zero:
+            tqdm.write("  ".join(cells), file=sys.stdout)
 
     # Checkpoints
 
-    def _save(self, row: dict[str, Any]) -> None:
+    def _save(self, is_validated: bool) -> None:
         """Save last.ckpt, and best.ckpt if the monitored value is the best one so far."""
-        names = ["last.ckpt"]
-        score, best = row.get(self.monitor or "", math.nan), self.best_score
-        is_better = best is None or (score < best if self.mode == "min" else score > best)
-        if is_better and not math.isnan(score):
-            names.insert(0, "best.ckpt")
-            self.best_score = score
-        checkpoint = self._build_checkpoint()
+        names, is_in_epoch, metrics = ["last.ckpt"], self.batches_done > 0, self._monitored()
+        # Compare the value of each validation once, and a mean of training batches per epoch.
+        is_of_validation = self.monitor in self._validation_names
+        is_new = is_validated if is_of_validation else not is_in_epoch or self._is_done()
+        score = float(metrics[self.monitor]) if is_new and self.monitor in metrics else math.nan
+        best, sign = self.best_score, 1 if self.mode == "min" else -1
+        if not math.isnan(score) and (best is None or sign * score < sign * best):
+            names, self.best_score = ["best.ckpt", "last.ckpt"], score
+        checkpoint, self._saved_batches = self._build_checkpoint(), self.batches_done
         if self.fabric.is_global_zero:
             for name in names:
-                with replaced(self.checkpoint_dir / name, "wb") as file:
+                with replaced(self.checkpoint_dir / name) as file:
                     torch.save(checkpoint, file)
-        has_validated = bool(self._validated) or self.val_loader is None
-        if self.monitor is not None and self.best_score is None and has_validated:
-            check_is_logged(self.monitor, row)
+            self._record(f"saved {checkpoint['fabric_template']['saved_at']!r}")
+            for path in self._replaced - {self.checkpoint_dir / name for name in names}:
+                path.unlink(missing_ok=True)
+            self._replaced = set()
+            shutil.rmtree(self.log_dir / ".replaced", ignore_errors=True)
+        if self.monitor is not None and not is_in_epoch and (is_validated or not self.val_loader):
+            check_is_logged(self.monitor, metrics)
 
     def _build_checkpoint(self) -> dict[str, Any]:
         """Return a checkpoint in Lightning's format, with MiniLoop's own state under one key."""
-        of_rank = {"rng": get_rng_state(self.train_loader), "epoch_start": self._epoch_start}
-        ranks = [of_rank] * self.fabric.world_size
-        if self.fabric.world_size > 1:
-            torch.distributed.all_gather_object(ranks, of_rank)
         is_in_epoch = self.batches_done > 0
+        of_process = {"rng": get_rng_state(self._generators), "epoch_start": self._epoch_start}
+        of_process |= {"sums": self._sums, "callback_metrics": self.callback_metrics}
         kept = {} if self.best_score is None else {"best.ckpt": self.best_score}
-        return {
+        counts = {name: {"rows": n, "columns": c} for name, (n, c) in self._tables.items()}
+        own = {
+            "saved_at": max(time.time(), self._started_at),
+            "progress": {
+                "epochs_done": self.current_epoch,
+                "batches_done": self.batches_done,
+                "is_in_epoch": is_in_epoch,
+                "global_step": self.global_step,
+                "num_batches": self.num_training_batches,
+            },
+            "stop": {"should_stop": self.should_stop, "divergence": ""},
+            "row": {
+                "files": [counts],
+                "folder": f"{self.name}/{self.log_dir.name}",
+                "last_row": self.history[-1] if self.history else None,
+            },
+            "checkpoints": {"kept": kept, "monitor": self.monitor, "mode": self.mode},
+            "sampler_seed": self._sampler_seed,
+            "ranks": self._gather(of_process),
+        }
+        checkpoint = {
             "epoch": self.current_epoch if is_in_epoch else self.current_epoch - 1,
             "global_step": self.global_step,
             "pytorch-lightning_version": lightning_version,
             "state_dict": self.network.state_dict(),
-            "optimizer_states": [self.optimizer.state_dict()],
+            # Fabric gathers the state of a ZeroRedundancyOptimizer.
+            "optimizer_states": [self.fabric.strategy.get_optimizer_state(self.optimizer)],
             "lr_schedulers": [config["scheduler"].state_dict() for config in self.schedulers],
-            "hyper_parameters": to_plain(getattr(self.model, "hparams", {})),
             type(self._precision).__qualname__: self._precision.state_dict(),
-            "fabric_template": {
-                "progress": {
-                    "epochs_done": self.current_epoch,
-                    "batches_done": self.batches_done,
-                    "is_in_epoch": is_in_epoch,
-                    "global_step": self.global_step,
-                },
-                "history": {"rows": self.history},
-                "checkpoints": {"kept": kept},
-                "ranks": ranks,
-            },
         }
+        # Reading a checkpoint builds no numbers of NumPy.
+        checkpoint = apply_to_collection(checkpoint, np.generic, np.generic.item)
+        return {**checkpoint, **self._hparams, "fabric_template": own}
 
-    def _restore(self, checkpoint: dict[str, Any]) -> None:
+    def _restore(self, checkpoint: dict[str, Any], is_automatic: bool) -> None:
         """Restore everything except the weights. Remove CSV rows newer than the checkpoint."""
-        own = checkpoint.get("fabric_template")
-        if own is None or (own["progress"]["is_in_epoch"] and "epoch_start" not in own["ranks"][0]):
-            raise ValueError("resume: got a checkpoint of another loop. Use FabricLoop, or load=.")
-        progress, ranks = own["progress"], own["ranks"]
-        of_rank = ranks[self.fabric.global_rank % len(ranks)]
-        self._epoch_start = of_rank.get("epoch_start")
-        self.optimizer.load_state_dict(checkpoint["optimizer_states"][0])
+        own, name = checkpoint["fabric_template"], type(self._precision).__qualname__
+        progress, best, row = own["progress"], own["checkpoints"], own["row"]
+        of_process = own["ranks"][self.fabric.global_rank % len(own["ranks"])]
+        load_optimizer(self.optimizer, checkpoint["optimizer_states"][0])
         for config, state in zip(self.schedulers, checkpoint["lr_schedulers"], strict=True):
             config["scheduler"].load_state_dict(state)
-        self._precision.load_state_dict(checkpoint.get(type(self._precision).__qualname__, {}))
+        self._precision.load_state_dict(checkpoint.get(name, {}))
         self.current_epoch, self.global_step = progress["epochs_done"], progress["global_step"]
         self.batches_done = progress["batches_done"] if progress["is_in_epoch"] else 0
-        self.history = own["history"]["rows"]
-        choose_best = min if self.mode == "min" else max
-        self.best_score = choose_best(own["checkpoints"]["kept"].values(), default=None)
-        for row in self.history:
-            names = row.keys() - {"epoch", "step", "lr", "time"}
-            self.callback_metrics.update({name: to_metric(row[name]) for name in names})
-        set_rng_state(of_rank["rng"], self.train_loader)
-        if self.fabric.is_global_zero:
-            steps = read_rows(self.log_dir / "steps.csv")
-            steps = [row for row in steps if int(row["step"]) <= self.global_step]
-            write_rows(self.log_dir / "steps.csv", steps)
-            write_rows(self.log_dir / "metrics.csv", self.history)
+        # Job schedulers restart finished runs, too.
+        self.should_stop = is_automatic and own["stop"]["should_stop"]
+        self._resumed_state, self._epoch_start = of_process["rng"], of_process.get("epoch_start")
+        self._sums, self._saved_batches = of_process.get("sums", self._sums), self.batches_done
+        self.callback_metrics.update(of_process.get("callback_metrics", {}))
+        if (best.get("monitor"), best.get("mode")) == (self.monitor, self.mode):
+            choose_best = min if self.mode == "min" else max
+            self.best_score = choose_best(best["kept"].values(), default=None)
+        for name, table in (row["files"] or [{}])[0].items():
+            old = [self.log_dir / ".replaced" / name, self._logs.parent / row["folder"] / name]
+            rows = read_rows(next((path for path in old if path.exists()), old[1]))[: table["rows"]]
+            if len(rows) < table["rows"]:
+                text = f"{name}: got {len(rows)} rows, expected {table['rows']}"
+                warnings.warn(f"{text}. The run continues without the lost rows.", stacklevel=3)
+            if self.fabric.is_global_zero:
+                write_rows(self.log_dir / name, table["columns"], rows)
+            self._tables[name] = len(rows), table["columns"]
+            self.history = rows if name == "metrics.csv" else self.history
 
-    def _find(self, given: str | Path | None, argument: str) -> Path | None:
-        """Return the checkpoint file that "last", "best", "auto" or a path refers to."""
+    def _find_start(self, resume: Any, load: Any) -> tuple[Path | None, dict[str, Any]]:
+        """Read the checkpoint that "last", "best", "auto" or a path refers to."""
+        argument, given = ("load", load) if resume is None else ("resume", resume)
+        check(resume is None or load is None, "fit: got resume= and load=, expected one of them.")
         if given is None:
-            return None
-        paths = [Path(given).absolute()]
-        if given in ("last", "best", "auto"):
-            name = "best.ckpt" if given == "best" else "last.ckpt"
-            paths = list(self._checkpoints.glob(f"{self.version or '*'}/{name}"))
-        paths = [path for path in paths if path.is_file()]
-        if not paths and given != "auto":
-            raise FileNotFoundError(f"{argument}: got {str(given)!r}, expected a checkpoint.")
-        return max(paths, key=os.path.getmtime, default=None)
+            return None, {}
+        expected = f"{argument}: got {str(given)!r}, expected a checkpoint"
+        if given not in ("last", "best") and (argument, given) != ("resume", "auto"):
+            path = Path(given).absolute()
+            if not path.is_file():
+                raise FileNotFoundError(f"{expected}.")
+            return path, read_checkpoint(path)
+        skipped: list[Path] = []
+        name = "best.ckpt" if given == "best" else "last.ckpt"
+        folders = self._checkpoints.glob(str(self.version or "*"))
+        for folder in sorted(folders, key=age_of, reverse=True):
+            path = folder / name
+            checkpoint = read_checkpoint(path) if path.is_file() else {}
+            own, (started, _) = checkpoint.get("fabric_template", {}), read_times(folder)
+            # A newer run in the version has replaced an older checkpoint.
+            if checkpoint and own.get("saved_at", started) >= started:
+                for newer in skipped:
+                    text = f"resume: {newer} was started later and has no checkpoint"
+                    warnings.warn(f"{text}. Continuing {folder}.", stacklevel=3)
+                return path, checkpoint
+            skipped.append(folder)
+        if given != "auto":
+            raise FileNotFoundError(f"{expected} in {self._checkpoints}. Pass a path for others.")
+        return None, {}
+
+    @contextmanager
+    def _opened_folders(self, path: Path | None, resumed: dict[str, Any]) -> Iterator[None]:
+        """Choose, create and lock the folders of a run. Record how the run ends."""
+        source = path.resolve().parent if path is not None and resumed else Path()
+        is_own = source.parent == self._checkpoints.resolve()
+        version = self.version or (source.name if is_own else None)
+        if version is None and self.fabric.is_global_zero:
+            version = claim_version(self._logs, self._checkpoints)
+        version = self.fabric.broadcast(version)
+        self.log_dir, self.checkpoint_dir = self._logs / version, self._checkpoints / version
+        self._locks: list[IO[str]] = []
+        self._started_at, state = 0.0, "failed"
+        try:
+            if self.fabric.is_global_zero:
+                self._locks = [open_lock(self.checkpoint_dir), open_lock(self.log_dir)]
+                self._start_version(resumed if is_own and source.name == version else {})
+            yield
+            state = "finished"
+        except KeyboardInterrupt:
+            state = "interrupted"
+            raise
+        finally:
+            self._record(state)
+            for file in self._locks:
+                file.close()
+
+    def _start_version(self, resumed: dict[str, Any]) -> None:
+        """Record the start of a new run, and move away the CSV files of the run that it replaces."""
+        started, saved = read_times(self.checkpoint_dir)
+        self._started_at = max(time.time(), started, saved)
+        if not resumed:
+            self._started_at = max(time.time(), max(started, saved) + 0.001)
+            self._record(f"started {self._started_at!r}")
+            for name in ("last.ckpt", "best.ckpt", "epoch=*-step=*.ckpt"):
+                self._replaced.update(self.checkpoint_dir.glob(name))
+            old = [self.log_dir / name for name in self._tables if (self.log_dir / name).exists()]
+            with suppress(FileExistsError):
+                # Keep the rows of the first of several runs that have saved nothing.
+                if old:
+                    (self.log_dir / ".replaced").mkdir()
+                for path in old:
+                    path.rename(self.log_dir / ".replaced" / path.name)
+            for path in old:
+                path.unlink(missing_ok=True)
+        elif resumed["fabric_template"].get("saved_at", started) < started:
+            self._record("started 0.0")  # The run that was replaced counts again.
+        config = {field.name: getattr(self, field.name) for field in fields(self)} | {
+            "fabric": None
+        }
+        content = {"hparams": getattr(self.model, "hparams", {}), "config": config}
+        plain = json.loads(json.dumps(content, default=str, skipkeys=True))
+        with replaced(self.log_dir / "hparams.yaml") as file:
+            file.write(yaml.safe_dump(plain).encode())
+
+    def _record(self, line: str) -> None:
+        for file in self._locks:
+            file.write(f"{line}\n")
+            file.flush()
 
     # Set-up
 
     def _set_up_steps(self, model: Any, training_step: Any, validation_step: Any) -> None:
         """Find the network and the steps of a model. Refuse hooks that MiniLoop never calls."""
+        self._is_lightning_module = isinstance(getattr(type(model), "trainer", None), property)
+        kind, has_functions = type(model).__name__, bool(training_step or validation_step)
         refused = [name for name in REFUSED_HOOKS.split() if find_method(model, name)]
         if not getattr(model, "automatic_optimization", True):
             refused.append("manual optimization")
+        if self._is_lightning_module and find_method(model, "log"):
+            refused.append("its own log()")
+        if kind == "OptimizedModule" and not has_functions:
+            refused.append("torch.compile()")
         if refused:
-            kind, names = type(model).__name__, ", ".join(refused)
-            raise TypeError(f"model: got {kind} with {names}. Use FabricLoop.")
-        # If the model is not an nn.Module, train the modules in its attributes.
-        parts = {name: part for name, part in vars(model).items() if isinstance(part, nn.Module)}
-        self.model = model
-        self.network = model if isinstance(model, nn.Module) else nn.ModuleDict(parts)
-        self._steps = {}
+            raise TypeError(f"model: got {kind} with {', '.join(refused)}. Use FabricLoop.")
+        self.model, self._steps = model, {}
+        self.network = model if isinstance(model, nn.Module) else collect_modules(vars(model))
         given = {"training_step": training_step, "validation_step": validation_step}
         for name, function in given.items():
             step = find_method(model, name) if function is None else partial(function, model)
@@ -566,8 +837,11 @@ class MiniLoop:
             raise TypeError("fit: got validation_step without val_dataloaders. Pass both or none.")
         if optimizer is None and find_method(self.model, "configure_optimizers") is None:
             raise TypeError("fit: got no optimizer. Pass optimizer=, as torch.optim.Adam(...).")
+        started, given = math.prod(started_processes()), self.fabric.world_size
+        text = f"devices: got {given}, but {started} processes were started. Leave devices out."
+        check(started in (1, given), text)
 
-    def _set_up_loaders(self, train: Any, val: Any) -> None:
+    def _set_up_loaders(self, train: Any, val: Any, path: Any, resumed: dict[str, Any]) -> None:
         """Launch the processes, and distribute the samples among them."""
         check_loader(train, "train_dataloaders")
         check_loader(val, "val_dataloaders")
@@ -577,125 +851,167 @@ class MiniLoop:
                 self.fabric.launch()
             # Like Trainer, start each call on all processes with the same random numbers.
             reset_seed()
-        self.train_loader, self.val_loader = self._share(train), self._share(val)
-        self._train_length = length_hint(self.train_loader, -1)
-
-    def _share(self, loader: Any) -> Any:
-        """Return a loader of this process's samples. A loader with its own sampler is unchanged."""
-        if self.fabric.world_size == 1:
-            return loader
-        if hasattr(loader, "for_rank"):
-            return loader.for_rank(self.fabric.global_rank, self.fabric.world_size)
-        sampler = getattr(loader, "sampler", None)
-        has_own_batches = getattr(loader, "batch_size", None) is None
-        if not isinstance(sampler, RandomSampler | SequentialSampler) or has_own_batches:
-            return loader
         seed = int(os.environ.get("PL_GLOBAL_SEED", 0))
-        shuffle = isinstance(sampler, RandomSampler)
-        shared: Any = DistributedSampler(loader.dataset, shuffle=shuffle, seed=seed)
-        names = inspect.signature(DataLoader).parameters.keys() - {"shuffle", "batch_sampler"}
-        options = {name: getattr(loader, name) for name in names if hasattr(loader, name)}
-        return DataLoader(**{**options, "sampler": shared})
+        self._sampler_seed = resumed.get("fabric_template", {}).get("sampler_seed", seed)
+        self._generators = find_generators([self.model, *parts_of(train), *parts_of(val)])
+        self.train_loader, self.val_loader = self._share(train, True), self._share(val, False)
+        self._every = None if val is None else self.validate_every_n_steps
+        self._sums = [{}] if self._every is None else [{}, {}]
+        length, val_length = sized_len(self.train_loader), sized_len(self.val_loader)
+        self.num_training_batches = math.inf if length is None else length
+        found = self._gather([length, val_length, str(path)])
+        expected = "the same lengths of loaders and the same checkpoint"
+        check(
+            found.count(found[0]) == len(found),
+            f"fit: got {found} by process, expected {expected}.",
+        )
 
-    def _set_up_optimizer(self, optimizer: Any, scheduler: Any) -> None:
+    def _share(self, loader: Any, is_train: bool = True) -> Any:
+        """Return a loader of this process's samples, with the sampler that Trainer would use."""
+        rank, size, seed = self.fabric.global_rank, self.fabric.world_size, self._sampler_seed
+        if size > 1 and hasattr(loader, "for_rank"):
+            return loader.for_rank(rank, size, seed)
+        if not isinstance(loader, torch_data.DataLoader):
+            return loader
+        if os.environ.get("PL_SEED_WORKERS") == "1" and loader.worker_init_fn is None:
+            loader.worker_init_fn = partial(pl_worker_init_function, rank=rank)
+        given, dataset = loader.sampler, loader.dataset
+        batches: Any = loader.batch_sampler
+        is_stream = isinstance(dataset, torch_data.IterableDataset)
+        if size == 1 or is_stream or isinstance(given, torch_data.DistributedSampler):
+            return loader
+        is_random = isinstance(given, torch_data.RandomSampler)
+        options: dict[str, Any] = {"shuffle": is_train or is_random, "seed": seed}
+        sampler: Any = torch_data.DistributedSampler(dataset, **options)
+        if not is_random and not isinstance(given, torch_data.SequentialSampler):
+            sampler = DistributedSamplerWrapper(given, **options)
+        if batches is not None:
+            expected = "the arguments of torch's BatchSampler, or a DistributedSampler"
+            text = f"batch_sampler: got {type(batches).__name__}, expected {expected}."
+            check(hasattr(batches, "batch_size") and hasattr(batches, "drop_last"), text)
+            batches = type(batches)(sampler, batches.batch_size, batches.drop_last)
+        shared = copy.copy(loader)
+        # DataLoader does not allow a change of its samplers.
+        vars(shared).update(sampler=sampler, batch_sampler=batches)
+        return shared
+
+    def _gather(self, item: Any) -> list[Any]:
+        """Return the items of all processes."""
+        items = [item] * self.fabric.world_size
+        if self.fabric.world_size > 1:
+            torch.distributed.all_gather_object(items, item)
+        return items
+
+    @property
+    def estimated_stepping_batches(self) -> int | float:
+        """Return the number of optimizer steps of the run, as Trainer does."""
+        length, epochs = self.num_training_batches, self.max_epochs or 1
+        if epochs == -1 or length == math.inf:
+            return math.inf if epochs == self.max_steps == -1 else self.max_steps
+        steps = math.ceil(length / self.accumulate_grad_batches) * epochs
+        return steps if self.max_steps == -1 else min(steps, self.max_steps)
+
+    def _set_up_optimizer(self, optimizer: Any, scheduler: Any, resumed: dict[str, Any]) -> None:
         """Find the optimizer and the schedulers in the output of configure_optimizers."""
-        schedulers, monitor = None, "val_loss"
         if optimizer is None:
             optimizer = self.model.configure_optimizers()
-        if isinstance(optimizer, dict):
-            schedulers, monitor = optimizer.get("lr_scheduler"), optimizer.get("monitor", monitor)
-            optimizer = optimizer.get("optimizer")
-        elif isinstance(optimizer, tuple) and len(optimizer) == 2:
-            optimizer, schedulers = optimizer
-        if isinstance(optimizer, list | tuple) and len(optimizer) == 1:
-            optimizer = optimizer[0]
-        if not isinstance(optimizer, torch.optim.Optimizer):
-            kind = type(optimizer).__name__
-            raise TypeError(f"optimizer: got {kind}, expected an optimizer. Or use FabricLoop.")
+        elif inspect.isroutine(optimizer):
+            optimizer = optimizer(self.model)
+        optimizers, schedulers = split_optimizers(optimizer)
+        if scheduler is not None:
+            schedulers = scheduler if isinstance(scheduler, list) else [scheduler]
+        kinds = " and ".join(type(item).__name__ for item in optimizers)
+        if len(optimizers) != 1 or not isinstance(optimizers[0], torch.optim.Optimizer):
+            raise TypeError(f"optimizer: got {kinds}, expected an optimizer. Or use FabricLoop.")
+        self.optimizer, self.schedulers, self._learning_rate = optimizers[0], [], math.nan
+        needs_closure = isinstance(self.optimizer, torch.optim.LBFGS)
+        needs_closure = needs_closure or hasattr(self.optimizer, "first_step")
+        check(not needs_closure, f"optimizer: got {kinds}, which needs a closure. Use FabricLoop.")
         own = set(self.network.parameters())
-        if own.isdisjoint(p for group in optimizer.param_groups for p in group["params"]):
-            raise ValueError("optimizer: got parameters of another model. Pass model.parameters().")
-        self.optimizer, self.schedulers = optimizer, []
-        self._learning_rate = optimizer.param_groups[0]["lr"]
-        schedulers = scheduler or schedulers or []
-        for given in schedulers if isinstance(schedulers, list | tuple) else [schedulers]:
-            config: dict[str, Any] = {"interval": "epoch", "frequency": 1, "monitor": monitor}
-            config.update(given if isinstance(given, dict) else {"scheduler": given})
+        given = [p for group in self.optimizer.param_groups for p in group["params"]]
+        outside = sum(parameter not in own for parameter in given)
+        text = "optimizer: got parameters of another model. Pass model.parameters()."
+        check(outside < len(given), text)
+        text = f"optimizer: got {outside} of {len(given)} parameters that are not in the model"
+        check(
+            outside == 0, f"{text}, so no checkpoint has them. Make them attributes of the model."
+        )
+        for item in schedulers:
+            config: dict[str, Any] = {"interval": "epoch", "frequency": 1, "monitor": None}
+            config.update(item if isinstance(item, Mapping) else {"scheduler": item})
+            check_scheduler(config, self.optimizer)
             self.schedulers.append(config)
+        self._hparams = find_hparams(self.model)
+        if resumed:
+            self._check_resume(resumed)
+        if not self._is_lightning_module and not self.network.training:
+            self.network.train()
+        count = sum(not module.training for module in self.network.modules())
+        if count:
+            text = f"Found {count} module(s) in eval mode at the start of training."
+            warnings.warn(
+                f"{text} If this is intentional, you can ignore this warning.", stacklevel=3
+            )
 
-    def _open_folders(self, resume_path: Path | None) -> None:
-        """Choose and create the folders of a run. A new run deletes old CSV rows."""
-        version = self.version
-        if version is None and resume_path and resume_path.parents[1] == self._checkpoints:
-            version = resume_path.parent.name
-        elif version is None:
-            names = (f"version_{number}" for number in itertools.count())
-            version = next(name for name in names if not (self._logs / name).exists())
-        version = self.fabric.broadcast(version)
-        self.log_dir, self.checkpoint_dir = self._logs / version, self._checkpoints / version
-        self.log_dir.mkdir(parents=True, exist_ok=True)
-        self.checkpoint_dir.mkdir(parents=True, exist_ok=True)
-        if self.fabric.is_global_zero:
-            old_files = [self.log_dir / STATE_FILE]
-            if resume_path is None:
-                old_files += [self.log_dir / name for name in ("metrics.csv", "steps.csv")]
-            for path in old_files:
-                path.unlink(missing_ok=True)
-            config = {field.name: getattr(self, field.name) for field in fields(self)}
-            content = {"hparams": getattr(self.model, "hparams", {}), "config": config}
-            (self.log_dir / "hparams.yaml").write_text(yaml.safe_dump(to_plain(content)))
+    def _check_resume(self, checkpoint: dict[str, Any]) -> None:
+        """Raise an error for a checkpoint that this run cannot continue."""
+        own = checkpoint.get("fabric_template", {})
+        progress, ranks = own.get("progress", {}), own.get("ranks", [])
+        is_in_epoch, epochs = progress.get("is_in_epoch"), progress.get("epochs_done")
+        is_own = bool(ranks) and not (is_in_epoch and "epoch_start" not in ranks[0])
+        check(is_own, "resume: got a checkpoint of another loop. Use FabricLoop, or load=.")
+        text = f"resume: got max_epochs={self.max_epochs} and a checkpoint of epoch {epochs}."
+        check(not -1 < (self.max_epochs or 0) < epochs, f"{text} Write a larger max_epochs.")
+        given: Any = len(self._generators)
+        saved: Any = len(ranks[0]["rng"].get("generators", []))
+        text = f"resume: got {given} random generators in loaders and model, expected {saved}"
+        check(given == saved, f"{text} as in the saved run. Use the loop that has saved it.")
+        given = self.num_training_batches, self.fabric.world_size
+        saved = progress.get("num_batches"), len(ranks)
+        text = f"resume: got (batches, processes) {given}, expected {saved} as in the saved epoch."
+        check(not is_in_epoch or given == saved, f"{text} Use the same batch size, or load=.")
+        given, saved = len(self.schedulers), len(checkpoint["lr_schedulers"])
+        check(given == saved, f"scheduler: got {given}, expected {saved} as in the saved run.")
+        given, saved = self.optimizer.state_dict(), checkpoint["optimizer_states"][0]
+        sizes = [[len(group["params"]) for group in s["param_groups"]] for s in (given, saved)]
+        text = f"optimizer: got groups of {sizes[0]} parameters, expected {sizes[1]} as in the"
+        check(sizes[0] == sizes[1], f"{text} saved run. Pass an optimizer that has all groups.")
 
     @contextmanager
-    def _prepared_model(self, path: Path | None) -> Iterator[dict[str, Any]]:
+    def _prepared_model(self, path: Path | None, checkpoint: dict[str, Any]) -> Iterator[None]:
         """Set the model's weights, device, precision and trainer. Restore the device at the end."""
-        checkpoint = {} if path is None else read_checkpoint(path)
-        device = next((p.device for p in self.network.parameters()), self.fabric.device)
-        self._precision.convert_module(self.network)
-        self.fabric.strategy.module_to_device(self.network)
-        if path is not None:
-            self.network.load_state_dict(checkpoint["state_dict"])
-        self._step_module = self.fabric.strategy.setup_module(StepModule(self.network))
-        is_lightning_module = hasattr(type(self.model), "trainer")
-        if is_lightning_module:
-            self.model.trainer, self.model.log, self.model.log_dict = self, self.log, self.log_dict
+        network, strategy = self.network, self.fabric.strategy
+        device = next((p.device for p in network.parameters()), self.fabric.device)
+        if self._converts_dtype:
+            self._precision.convert_module(network)
+        strategy.module_to_device(network)
+        if checkpoint:
+            weights = find_weights(checkpoint, network.state_dict())
+            try:
+                network.load_state_dict(weights, getattr(self.model, "strict_loading", True))
+            except RuntimeError as error:
+                text = " ".join(str(error).split())[:300]
+                raise ValueError(f"{path}: got weights of another model. {text}") from error
+        self._step_module: Any = StepModule(network)
+        if any(parameter.requires_grad for parameter in network.parameters()):
+            self._step_module = strategy.setup_module(self._step_module)
+        if self._is_lightning_module:
+            self.model.trainer = self
+        parts = [m for m in network.modules() if hasattr(type(m), "trainer")] + [self.model]
+        logging = {id(part): part for part in parts if not find_method(part, "log")}
+        for part in logging.values():
+            vars(part).update(log=self.log, log_dict=self._log_dict)
         try:
-            yield checkpoint
+            yield
         finally:
-            self.network.to(device)
-            if is_lightning_module:
-                del self.model.log, self.model.log_dict
+            network.to(device)
+            for part in logging.values():
+                del vars(part)["log"], vars(part)["log_dict"]
 
     def _call(self, hook: str, *args: Any) -> Any:
+        self._hook = hook
         method = getattr(self.model, hook, None)
         return None if method is None else method(*args)
-
-
-class Mean:
-    """A mean weighted by batch size, with the methods of a torchmetrics metric."""
-
-    def __init__(self, fabric: Fabric | None) -> None:
-        self.fabric: Any = fabric  # None: compute() uses only this process's values.
-        self.total, self.weight = to_metric(0), 0
-
-    def update(self, value: Tensor, weight: int) -> None:
-        """Add a value. The sum stays on the device."""
-        if value.dtype != self.total.dtype:
-            value = value.to(self.total.dtype)
-        if weight.bit_count() == 1:
-            # If weight is a power of two, torch.add() equals total + value * weight bit for bit.
-            self.total = torch.add(self.total, value, alpha=weight)
-        else:
-            self.total = self.total + value * weight
-        self.weight += weight
-
-    def compute(self) -> Tensor:
-        pair = torch.cat([self.total.reshape(1), self.total.new_tensor([self.weight])])
-        if self.fabric is not None:
-            pair = self.fabric.all_reduce(self.fabric.to_device(pair), reduce_op="sum")
-        return pair[0] / pair[1]
-
-    def reset(self) -> None:
-        self.total, self.weight = to_metric(0), 0
 
 
 class StepModule(nn.Module):
@@ -709,6 +1025,18 @@ class StepModule(nn.Module):
         return step(batch, batch_idx)
 
 
+def check(is_right: bool, text: str) -> None:
+    if not is_right:
+        raise ValueError(text)
+
+
+def check_is_logged(monitor: str, metrics: Mapping[Any, Any]) -> None:
+    check(monitor in metrics, f"monitor: got {monitor!r}, expected one of {', '.join(metrics)}.")
+
+
+# Models and batches
+
+
 def find_method(model: Any, name: str) -> Callable[..., Any] | None:
     """Return a method of a model, or None for the empty methods of LightningModule."""
     method = getattr(model, name, None)
@@ -717,36 +1045,65 @@ def find_method(model: Any, name: str) -> Callable[..., Any] | None:
     return method if callable(method) and not is_empty else None
 
 
+def collect_modules(parts: Mapping[Any, Any]) -> nn.Module:
+    """Return the modules and parameters in an object's attributes, also in lists and dicts."""
+    network = nn.Module()
+    for key, part in parts.items():
+        if isinstance(part, Mapping | list | tuple):
+            part = collect_modules(part if isinstance(part, Mapping) else dict(enumerate(part)))
+            if not any(True for _ in part.parameters()) and not any(part.children()):
+                continue
+        is_module = isinstance(part, set) and any(isinstance(item, nn.Module) for item in part)
+        check(not is_module, f"model: got a set of modules in {key}, expected a list.")
+        if isinstance(part, nn.Parameter):
+            network.register_parameter(str(key), part)
+        elif isinstance(part, nn.Module):
+            network.add_module(str(key), part)
+    return network
+
+
 def with_batch_idx(step: Callable[..., Any], name: str) -> Callable[..., Any]:
     """Return a step that takes (batch, batch_idx), even if the given step takes only the batch."""
     parameters = inspect.signature(step).parameters
-    positional = [p for p in parameters.values() if p.kind < p.KEYWORD_ONLY]
-    required = [p.name for p in positional if p.default is p.empty]
-    # A second argument with a default receives the index only if the argument is named batch_idx.
-    if len(required) == 2 or "batch_idx" in parameters:
-        return step
-    if len(required) == 1:
-        return lambda batch, batch_idx: step(batch)
+    places = [p for p in parameters.values() if p.kind < p.KEYWORD_ONLY]
+    required = [p.name for p in places if p.default is p.empty and p.kind != p.VAR_POSITIONAL]
     expected = "batch and optionally batch_idx, in a step function after the model"
-    raise TypeError(f"{name}: got the arguments {required}, expected {expected}.")
+    if len(required) > 2 or not places or "dataloader_iter" in parameters:
+        raise TypeError(f"{name}: got the arguments {required}, expected {expected}.")
+    # A second argument with a default value receives the index in a method, not in a function.
+    given = required if isinstance(step, partial) else [p.name for p in places]
+    has_any = any(p.kind is p.VAR_POSITIONAL for p in places)
+    if has_any or "batch_idx" in parameters or len({*given} - {"dataloader_idx"}) > 1:
+        return step
+    return lambda batch, batch_idx: step(batch)
 
 
 def find_loss(output: Any, batch_idx: int) -> Tensor:
-    loss = output.get("loss") if isinstance(output, dict) else output
-    if isinstance(loss, Tensor) and loss.requires_grad:
+    """Return the loss in the output of a training step."""
+    loss: Any = output.get("loss") if isinstance(output, Mapping) else output
+    if isinstance(output, tuple) and len(output) == 2:
+        loss = output[0]
+    if isinstance(loss, Tensor) and loss.requires_grad and loss.numel() == 1:
         return loss
-    kind = "a detached loss" if isinstance(loss, Tensor) else type(loss).__name__
+    kind = type(loss).__name__
+    if isinstance(loss, Tensor):
+        kind = "several losses" if loss.requires_grad else "a detached loss"
+    elif isinstance(output, Mapping):
+        kind = f"a dict with the keys {list(output)}, without 'loss',"
     text = f"training_step: got {kind} at batch {batch_idx}, expected a loss with a gradient."
     raise TypeError(f"{text} Return the loss without detach() and item().")
 
 
-def find_batch_size(batch: Any) -> int | None:
+def find_batch_size(batch: Any) -> Any:
     """Return the length of the first tensor in a batch, or None if a batch has no tensor."""
     if isinstance(batch, Tensor):
         return batch.size(0) if batch.dim() > 0 else 1
-    if not isinstance(batch, (list, tuple)):
-        named = vars(batch) if is_dataclass(batch) else batch
-        batch = named.values() if isinstance(named, Mapping) else ()
+    if isinstance(batch, Mapping):
+        batch = batch.values()
+    elif is_dataclass(batch) and not isinstance(batch, Iterable):
+        batch = vars(batch).values()
+    elif isinstance(batch, str | bytes | np.ndarray) or not isinstance(batch, Iterable):
+        return None
     for part in batch:
         size = find_batch_size(part)
         if size is not None:
@@ -754,29 +1111,140 @@ def find_batch_size(batch: Any) -> int | None:
     return None
 
 
-def to_metric(value: Any) -> Tensor:
-    """Convert a number to a tensor of torch's default dtype, but at least to float32."""
-    if isinstance(value, Tensor):
-        return value.detach()
+def to_metric(name: str, value: Any) -> Tensor:
+    """Convert a number to a tensor, in torch's default dtype, but at least in float32."""
+    is_number = value.numel() == 1 if isinstance(value, Tensor) else isinstance(value, Real)
+    text = f"log: got a {type(value).__name__} for {name!r}, expected one number."
+    check(is_number, f"{text} Log the items of a dict with log_dict.")
     dtype = torch.promote_types(torch.get_default_dtype(), torch.float32)
-    return torch.tensor(float(value), dtype=dtype)
+    if not isinstance(value, Tensor):
+        return torch.tensor(float(value), dtype=dtype)
+    tensor: Tensor = value.detach() if value.dim() == 0 else value.detach().reshape(())
+    return tensor if tensor.dtype in (torch.float32, torch.float64) else tensor.to(dtype)
 
 
-def check_is_logged(monitor: str, metrics: dict[str, Any]) -> None:
-    if monitor not in metrics:
-        raise ValueError(f"monitor: got {monitor!r}, expected one of {', '.join(metrics)}.")
+# Processes and loaders
+
+
+def started_processes() -> tuple[int, int]:
+    """Return how many processes per machine, and machines, a launcher has started."""
+    env, group = os.environ, torch.distributed
+    if "LT_CLI_USED" in env:
+        return 1, 1
+    if SLURMEnvironment.detect():
+        total, machines = int(env["SLURM_NTASKS"]), int(env.get("SLURM_NNODES", 1))
+        return total // machines, machines
+    total = int(env.get("OMPI_COMM_WORLD_SIZE", env.get("PMI_SIZE", 1)))
+    if "RANK" in env:
+        total = int(env.get("WORLD_SIZE", 1))
+    if group.is_available() and group.is_initialized():
+        total = group.get_world_size()
+    text = f"devices: got {total} processes without the environment variable LOCAL_RANK."
+    check(total == 1 or "LOCAL_RANK" in env, f"{text} Start them with torchrun.")
+    local = int(env.get("LOCAL_WORLD_SIZE", total))
+    return local, total // local
 
 
 def check_loader(loader: Any, argument: str) -> None:
-    kind = type(loader).__name__
-    if not isinstance(loader, Iterable | None):
+    """Raise an error for an object that does not yield batches."""
+    kind, given = type(loader).__name__, loader if isinstance(loader, list | tuple) else []
+    has_several = isinstance(loader, Mapping) or hasattr(loader, "iterables")
+    is_loader = [isinstance(p, torch_data.DataLoader) or hasattr(p, "for_rank") for p in given]
+    text = f"{argument}: got a {kind}, expected one loader. Use FabricLoop for several."
+    check(not has_several and not any(is_loader), text)
+    arrays = Tensor | np.ndarray | str | bytes
+    is_array = isinstance(loader, arrays) or hasattr(loader, "iloc")
+    is_array = is_array or (isinstance(loader, tuple) and all(isinstance(p, arrays) for p in given))
+    if is_array or not isinstance(loader, Iterable | None):
         raise TypeError(f"{argument}: got a {kind}, expected batches, as of a DataLoader.")
-    if length_hint(loader, 1) == 0:
-        raise ValueError(f"{argument}: got an empty {kind}, expected at least one batch.")
+    text = f"{argument}: got an empty {kind}, expected at least one batch."
+    check(loader is None or sized_len(loader) != 0, text)
+    text = f"{argument}: got persistent_workers=True, whose random states no checkpoint has."
+    check(not getattr(loader, "persistent_workers", False), f"{text} Remove it, or use FabricLoop.")
 
 
-def get_rng_state(loader: Any) -> dict[str, Any]:
-    """Return the states of the random generators of this process and of a loader."""
+def parts_of(loader: Any) -> list[Any]:
+    """Return a loader, its samplers, its data set and its collate function."""
+    names = ("batch_sampler", "sampler", "dataset", "collate_fn")
+    batch_sampler, *others = (getattr(loader, name, None) for name in names)
+    return [loader, batch_sampler, getattr(batch_sampler, "sampler", None), *others]
+
+
+def set_epoch(loader: Any, epoch: int) -> None:
+    for part in {id(part): part for part in parts_of(loader)[:4]}.values():
+        if hasattr(part, "set_epoch"):
+            part.set_epoch(epoch)
+
+
+def mark_last(batches: Iterator[Any], length: int | float) -> Iterator[tuple[bool, Any]]:
+    """Yield (is_last, batch). As in Trainer, read a loader without a length one batch ahead."""
+    if length < math.inf:
+        yield from zip((n == length for n in range(1, int(length) + 1)), batches, strict=False)
+        return
+    batch = next(batches, END)
+    while batch is not END:
+        following = next(batches, END)
+        yield following is END, batch
+        batch = following
+
+
+# Optimizers
+
+
+def split_optimizers(given: Any) -> tuple[list[Any], list[Any]]:
+    """Return the optimizers and the schedulers in a value of configure_optimizers."""
+    given, schedulers = list(given) if isinstance(given, list | tuple) else [given], []
+    if given and all(isinstance(item, Mapping) for item in given):
+        for item in given:
+            scheduler = item.get("lr_scheduler")
+            config = scheduler if isinstance(scheduler, Mapping) else {"scheduler": scheduler}
+            if scheduler is not None:
+                schedulers.append({"monitor": item.get("monitor"), **config})
+        return [item.get("optimizer") for item in given], schedulers
+    if len(given) == 2 and not isinstance(given[1], torch.optim.Optimizer):
+        given, schedulers = [list(p) if isinstance(p, list | tuple) else [p] for p in given]
+    return given, schedulers
+
+
+def check_scheduler(config: dict[str, Any], optimizer: Any) -> None:
+    scheduler, interval = config.get("scheduler"), config["interval"]
+    if not isinstance(scheduler, LRScheduler | ReduceLROnPlateau):
+        kind = type(scheduler).__name__
+        raise TypeError(f"scheduler: got {kind}, expected a scheduler of torch. Or use FabricLoop.")
+    is_own = getattr(scheduler, "optimizer", optimizer) is optimizer
+    check(is_own, "scheduler: got one of another optimizer, expected one of this optimizer.")
+    text = f'scheduler: got interval={interval!r}, expected "step" or "epoch".'
+    check(interval in ("step", "epoch"), text)
+    text = 'Write scheduler={"scheduler": scheduler, "monitor": "val_loss"}.'
+    has_monitor = config["monitor"] is not None or not isinstance(scheduler, ReduceLROnPlateau)
+    check(has_monitor, f"scheduler: got ReduceLROnPlateau without a monitor. {text}")
+    is_usual = config.get("strict", True) and not config.get("reduce_on_plateau")
+    check(is_usual, "scheduler: got strict=False or reduce_on_plateau=True. Use FabricLoop.")
+
+
+def load_optimizer(optimizer: Any, saved: dict[str, Any]) -> None:
+    """Load the state of an optimizer without torch's conversion to the dtypes of the parameters."""
+    optimizer.load_state_dict(saved)
+    parameters = [p for group in optimizer.param_groups for p in group["params"]]
+    for index, values in saved["state"].items():
+        current = optimizer.state[parameters[index]]
+        for name, value in values.items():
+            if isinstance(value, Tensor):
+                current[name] = value.to(current[name].device)
+
+
+# Random generators
+
+
+def find_generators(parts: list[Any]) -> list[Any]:
+    """Return the random generators in the attributes of objects."""
+    kinds = torch.Generator | random.Random | np.random.Generator | np.random.RandomState
+    values = [value for part in parts for value in getattr(part, "__dict__", {}).values()]
+    return list({id(value): value for value in values if isinstance(value, kinds)}.values())
+
+
+def get_rng_state(generators: list[Any]) -> dict[str, Any]:
+    """Return the states of this process's random generators, and of the given ones."""
     numpy_state: Any = np.random.get_state()
     name, keys, *position = numpy_state
     state: dict[str, Any] = {
@@ -786,68 +1254,185 @@ def get_rng_state(loader: Any) -> dict[str, Any]:
     }
     if torch.cuda.is_initialized():
         state["cuda"] = torch.cuda.get_rng_state_all()
-    if getattr(loader, "generator", None) is not None:
-        state["loader"] = loader.generator.get_state()
-    return state
+    found: list[Any] = []
+    for generator in generators:
+        if isinstance(generator, np.random.Generator):
+            found.append(generator.bit_generator.state)
+        else:
+            is_python = isinstance(generator, random.Random)
+            found.append(generator.getstate() if is_python else generator.get_state())
+    # Reading a checkpoint builds no arrays of NumPy.
+    return {**state, "generators": apply_to_collection(found, np.ndarray, np.ndarray.tolist)}
 
 
-def set_rng_state(state: dict[str, Any], loader: Any) -> None:
+def set_rng_state(state: dict[str, Any], generators: list[Any]) -> None:
     torch.set_rng_state(torch.frombuffer(bytearray(state["torch"]), dtype=torch.uint8))
     random.setstate(state["python"])
     name, keys, *position = state["numpy"]
     np.random.set_state((name, np.frombuffer(keys, np.uint32), *position))
     if "cuda" in state and torch.cuda.is_initialized():
         torch.cuda.set_rng_state_all(state["cuda"])
-    if "loader" in state:
-        loader.generator.set_state(state["loader"])
+    for generator, saved in zip(generators, state.get("generators", []), strict=True):
+        if isinstance(generator, np.random.Generator):
+            generator.bit_generator.state = saved
+        elif isinstance(generator, random.Random):
+            generator.setstate(saved)
+        else:
+            generator.set_state(saved)
+
+
+# Files
 
 
 @contextmanager
-def replaced(path: Path, mode: str) -> Iterator[Any]:
+def replaced(path: Path) -> Iterator[IO[bytes]]:
     """Write a file atomically through a temporary file, which is renamed at the end."""
     temporary = path.with_name(f".{path.name}.tmp")
-    with temporary.open(mode) as file:
+    temporary.unlink(missing_ok=True)
+    # Mode "x" creates a new file, and never writes through a link.
+    with temporary.open("xb") as file:
         yield file
         file.flush()
         os.fsync(file.fileno())
     os.replace(temporary, path)
 
 
-def read_checkpoint(path: Path) -> Any:
+class Placeholder:
+    """Stands for an object of a checkpoint, because reading a checkpoint runs no code."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        pass
+
+    __setstate__ = __setitem__ = append = extend = __init__
+
+
+def read_checkpoint(path: Path) -> dict[str, Any]:
+    """Read a checkpoint. Only hyperparameters may be objects that torch.load refuses."""
     # torch.load would load wrong weights from a damaged file without an error.
-    if not zipfile.is_zipfile(path) or zipfile.ZipFile(path).testzip() is not None:
-        raise ValueError(f"{path}: the file is damaged. Use another checkpoint.")
-    return torch.load(path, map_location="cpu", weights_only=True)
+    is_intact = False
+    with suppress(zipfile.BadZipFile, ValueError, EOFError, NotImplementedError):
+        is_intact = zipfile.ZipFile(path).testzip() is None
+    check(is_intact, f"{path}: the file is damaged. Use another checkpoint.")
+    find_names = getattr(torch.serialization, "get_unsafe_globals_in_checkpoint", None)
+    names = find_names(path) if find_names else []
+    kinds: Any = [(type(name, (Placeholder,), {}), name) for name in names]
+    with torch.serialization.safe_globals(kinds):
+        checkpoint: dict[str, Any] = torch.load(path, map_location="cpu", weights_only=True)
+
+    def refuse(value: Any) -> None:
+        check(False, f"{path}: got {value!r}, expected plain values. Use FabricLoop.")
+
+    for name in ("state_dict", "optimizer_states", "lr_schedulers", "fabric_template"):
+        apply_to_collection(checkpoint.get(name), (Placeholder, type), refuse)
+    return checkpoint
 
 
-def append_row(path: Path, row: dict[str, Any]) -> None:
-    """Append a row to a CSV file. If the row has a new column, rewrite the file."""
-    with path.open("a+") as file:
-        file.seek(0)
-        columns = next(csv.reader(file), [])
-        if set(row) <= set(columns):
-            csv.DictWriter(file, columns, lineterminator="\n").writerow(row)
-            return
-    write_rows(path, [*read_rows(path), row])
+def find_weights(checkpoint: dict[str, Any], own: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the weights of a checkpoint, with the prefixes of the model's own names."""
+    weights: dict[str, Any] = checkpoint.get("state_dict", checkpoint.get("model", checkpoint))
+    for prefix in ("module.", "_orig_mod."):
+        is_saved = all(name.startswith(prefix) for name in weights)
+        is_own = all(name.startswith(prefix) for name in own)
+        if is_saved and not is_own:
+            weights = {name.removeprefix(prefix): value for name, value in weights.items()}
+        elif is_own and not is_saved:
+            weights = {prefix + name: value for name, value in weights.items()}
+    return weights
+
+
+def find_hparams(model: Any) -> dict[str, Any]:
+    """Return the hyperparameters to save, under Lightning's keys, without those that cannot be."""
+    kept, lost = {}, []
+    for name, value in dict(getattr(model, "hparams", {})).items():
+        try:
+            torch.save(value, io.BytesIO())
+            kept[name] = value
+        except Exception:
+            lost.append(name)
+    if lost:
+        warnings.warn(f"hparams: got {lost}, which no checkpoint can contain.", stacklevel=4)
+    name = vars(model).get("_hparams_name")
+    return {"hyper_parameters": kept, **({"hparams_name": name} if name else {})}
+
+
+def read_times(folder: Path) -> tuple[float, float]:
+    """Return when the newest run in a version started and saved, from the end of its .lock file."""
+    times, lines = {"started": 0.0, "saved": 0.0}, []
+    with suppress(OSError), (folder / ".lock").open("rb") as file:
+        file.seek(max(0, os.fstat(file.fileno()).st_size - 4096))
+        lines = file.read().decode("utf-8", "replace").splitlines()
+    for line in lines:
+        name, _, number = line.partition(" ")
+        with suppress(ValueError):
+            times[name] = float(number)
+    return times["started"], times["saved"]
+
+
+def age_of(folder: Path) -> tuple[float, int]:
+    """Return the time of a version's newest start or save, and its number."""
+    number = folder.name.removeprefix("version_")
+    return max(read_times(folder)), int(number) if number.isdigit() else -1
+
+
+def claim_version(*folders: Path) -> str:
+    """Create the folder of the next version. Runs that start together get different numbers."""
+    names = [path.name[8:] for folder in folders for path in folder.glob("version_*")]
+    version = max((int(name) for name in names if name.isdigit()), default=-1) + 1
+    folders[0].mkdir(parents=True, exist_ok=True)
+    while True:
+        with suppress(FileExistsError):
+            (folders[0] / f"version_{version}").mkdir()
+            return f"version_{version}"
+        version += 1
+
+
+def open_lock(folder: Path) -> IO[str]:
+    """Open and lock the .lock file of a folder. The system unlocks it when this process ends."""
+    folder.mkdir(parents=True, exist_ok=True)
+    file = open(folder / ".lock", "a")  # noqa: SIM115
+    # Windows and some network drives cannot lock files.
+    with suppress(ImportError, OSError):
+        import fcntl
+
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            text = f"{folder}: another run writes to this folder. Write another name or version."
+            raise ValueError(text) from None
+    OPEN_LOCKS.append(file)
+    return file
+
+
+def close_locks() -> None:
+    for file in OPEN_LOCKS:
+        file.close()
+
+
+if hasattr(os, "register_at_fork"):
+    # The workers of a killed run live for seconds, and would keep its folders locked.
+    os.register_at_fork(after_in_child=close_locks)
 
 
 def read_rows(path: Path) -> list[dict[str, Any]]:
-    """Return the rows of a CSV file without an incomplete last line."""
-    text = path.read_text() if path.exists() else ""
-    return list(csv.DictReader(text[: text.rfind("\n") + 1].splitlines()))
+    """Return the rows of a CSV file as numbers, without an incomplete last line."""
+    text = path.read_text("utf-8", "replace") if path.exists() else ""
+    columns, *lines = [next(csv.reader([line]), []) for line in text.split("\n")[:-1]] or [[]]
+    rows: list[dict[str, Any]] = []
+    for line in lines:
+        rows.append({})
+        for name, cell in zip(columns, line, strict=False):
+            with suppress(ValueError):
+                rows[-1][name] = (int if name in ("epoch", "step") else float)(cell)
+    return rows
 
 
-def write_rows(path: Path, rows: list[dict[str, Any]]) -> None:
-    with replaced(path, "w") as file:
-        columns = dict.fromkeys(name for row in rows for name in row)
-        writer = csv.DictWriter(file, columns, lineterminator="\n")
-        writer.writeheader()
-        writer.writerows(rows)
-
-
-def to_plain(values: Any) -> Any:
-    """Convert values to types that YAML and checkpoints support, or else to text."""
-    return json.loads(json.dumps(dict(values), default=str))
+def write_rows(path: Path, columns: list[str], rows: list[dict[str, Any]]) -> None:
+    text = io.StringIO()
+    writer = csv.DictWriter(text, columns, lineterminator="\n")
+    writer.writeheader()
+    writer.writerows(rows)
+    with replaced(path) as file:
+        file.write(text.getvalue().encode())
 
 
 def to_table(rows: list[dict[str, Any]]) -> Any:

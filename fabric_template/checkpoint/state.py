@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import random
 from copy import deepcopy
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -21,8 +20,6 @@ from ..data.samplers import common_seed
 from ..distributed.launch import gather_objects
 from ..errors import CheckpointError, OtherModelError
 from ..lightning_compat.private import hyperparameters_name
-from ..loggers.csv_logger import FILES, is_before, without_empty
-from ..loggers.read_logs import read_table
 from ..rng_state import capture_rng_state, restore_rng_state
 from .distributed import OWN_KEY, SHARDS_KEY, load_shards
 from .weights import load_weights
@@ -116,8 +113,6 @@ def own_state(run: RunState) -> dict[str, Any]:
         "flags": {name: dict(sorted(changed)) for name, changed in changed_flags.items()},
         "outside_parameters": {n: p.detach() for n, p in run.outside_parameters().items()},
         "settings": run_settings(run),
-        # MiniLoop reads the rows.
-        "history": {"rows": [dict(row) for row in run.row.rows]},
         # Save the seed even if no loader has used it, because a resumed run may use it.
         "sampler_seed": common_seed(run),
         "ranks": gather_objects(run, of_process),
@@ -371,25 +366,15 @@ def complete_mini_state(run: RunState, own: dict[str, Any]) -> None:
             f"resume: got {run.checkpoint_path}, which MiniLoop saved in the middle of an epoch,"
             " expected the end of one. Continue it with MiniLoop, or use load=."
         )
+    if any(of_process["rng"]["generators"] for of_process in own["ranks"]):
+        raise CheckpointError(
+            f"resume: got {run.checkpoint_path}, in which MiniLoop saved the random generators of a"
+            " loader, a sampler, a dataset or the model, expected none. Continue it with MiniLoop, or"
+            " use load=."
+        )
     step = progress["logging_step"] = progress["global_step"]
     own["checkpoints"] = {**run.checkpoints.state_dict(), **own["checkpoints"], "last_step": step}
-    if "row" not in own:
-        own["row"] = count_mini_rows(run, own["history"]["rows"], step)
     own["row"] = {**run.row.state_dict(), **own["row"], "seconds": 0.0}
-
-
-def count_mini_rows(run: RunState, rows: list[dict[str, Any]], step: int) -> dict[str, Any]:
-    """Return the positions in the CSV files of a run that MiniLoop has saved."""
-    checkpoint = Path(str(run.checkpoint_path)).absolute()
-    folder = Path(checkpoint.parents[3], "logs", checkpoint.parents[1].name, checkpoint.parent.name)
-    files = {}
-    for name in FILES:
-        table = read_table(folder / name)
-        kept = [row for row in table.rows if is_before(row, step)]
-        last = without_empty(kept[-1]) if kept else None
-        files[name] = {"rows": len(kept), "columns": table.columns, "last": last}
-    name = f"{checkpoint.parents[1].name}/{checkpoint.parent.name}"
-    return {"files": [files], "folder": name, "last_row": rows[-1] if rows else None}
 
 
 def restore_position(run: RunState) -> None:

@@ -88,9 +88,7 @@ class ObjectNetwork(nn.Module):
     """
 
     def collect(self, model: Any) -> None:
-        """Take the modules of a model. Call collect again after hooks that create modules."""
-        self._parameters.clear()
-        self._modules.clear()
+        """Add the modules of a model. Call collect again after hooks that create modules."""
         for name, value in list(getattr(model, "__dict__", {}).items()):
             self._add(name, value, name, set())
 

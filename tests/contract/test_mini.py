@@ -202,7 +202,7 @@ def test_two_and_two_epochs_are_four():
     best = torch.load("checkpoints/parts/version_0/best.ckpt", weights_only=True)
     assert best["epoch"] == rows["val_loss"].idxmin()
     files = sorted(path.name for path in Path().rglob("*.*") if "parts" in path.parts)
-    assert files == [".lock", "best.ckpt", "hparams.yaml", "last.ckpt", "metrics.csv", "steps.csv"]
+    assert files == [".lock", ".lock", "best.ckpt", "hparams.yaml", "last.ckpt", "metrics.csv", "steps.csv"]
     assert list_runs("logs")["state"].tolist() == ["finished", "finished"]
 
 
@@ -232,12 +232,15 @@ def test_rows_by_validation_and_resume_in_mid_epoch():
 
 
 def test_max_steps_within_an_epoch_and_resume():
-    _, expected, _ = fit("MiniLoop", "whole", -1, max_steps=24)
-    fit("MiniLoop", "parts", -1, max_steps=14)
-    _, module, rows = fit("MiniLoop", "parts", -1, max_steps=24, resume="last")
+    _, expected, whole = fit("MiniLoop", "whole", -1, max_steps=24)
+    _, _, rows = fit("MiniLoop", "parts", -1, max_steps=14)
+    assert rows["step"].tolist() == [10, 14]
+    _, module, again = fit("MiniLoop", "parts", -1, max_steps=24, resume="last")
     assert_same_weights(expected, module)
-    assert rows["step"].tolist() == [10, 14, 20, 24]
-    assert rows["val_loss"].isna().tolist() == [False, True, False, True]
+    # The row of step 14 is part of the row of step 20.
+    pd.testing.assert_frame_equal(again, whole)
+    assert again["step"].tolist() == [10, 20, 24]
+    assert again["val_loss"].isna().tolist() == [False, False, True]
 
 
 def test_load_takes_the_weights_and_validate_measures_them():
@@ -252,11 +255,32 @@ def test_load_takes_the_weights_and_validate_measures_them():
     assert (again.current_epoch, len(again.history), again.log_dir.name) == (1, 1, "version_1")
 
 
-def test_a_new_run_of_a_version_keeps_its_checkpoints():
-    fit("MiniLoop", "run", 1)
-    MiniLoop(name="run", version=0, max_epochs=0, accelerator="cpu").fit(Classifier(), make_loader(), load="last")
-    files = sorted(os.listdir("checkpoints/run/version_0") + os.listdir("logs/run/version_0"))
-    assert files == [".lock", "best.ckpt", "hparams.yaml", "last.ckpt"]
+@pytest.mark.parametrize("after", LOOPS)
+@pytest.mark.parametrize("before", LOOPS)
+def test_a_new_run_replaces_a_version_when_it_saves(before, after):
+    fit(before, "run", 3)
+    # This run ends before its first checkpoint.
+    loop_class, options = LOOPS[after]
+    broken = loop_class(name="run", version=0, max_epochs=1, accelerator="cpu", **options)
+    with pytest.raises(ValueError, match="broken"):
+        broken.fit(Broken(), make_loader())
+    for kind in LOOPS:
+        with pytest.raises((ValueError, FileNotFoundError)):
+            fit(kind, "run", 3, resume="last", version=0)
+    path = Path("checkpoints/run/version_0/last.ckpt")
+    assert torch.load(path, weights_only=True)["epoch"] == 2
+    _, _, rows = fit("MiniLoop", "run", 4, resume=path, version=0)
+    assert rows["epoch"].tolist() == [0, 1, 2, 3]
+    fit(after, "run", 1, version=0, monitor=None)
+    files = sorted(os.listdir("checkpoints/run/version_0"))
+    assert files == [".lock", "last.ckpt"]
+    assert csv_of("run", "metrics.csv")["epoch"].tolist() == [0]
+    assert not Path("logs/run/version_0/.replaced").exists()
+
+
+class Broken(Classifier):
+    def training_step(self, batch, batch_idx):
+        raise ValueError("broken")
 
 
 class LogsInTurn(Classifier):
@@ -306,10 +330,10 @@ def test_ctrl_c_returns_the_history_and_resumes(capsys):
 
     loop, module, rows = fit("MiniLoop", "run", 4, make_module=lambda: Interrupted(by_epoch))
     assert len(rows) == 2
-    printed = capsys.readouterr().out.splitlines()
-    assert printed[0].startswith("epoch 0 step 10   train_loss ")
-    assert max(map(len, printed)) <= 120
-    assert "resume='last'" in printed[-1]
+    header, *printed, message = capsys.readouterr().out.splitlines()
+    assert header == "epoch   step  train_loss  train_acc  val_loss   val_acc        lr      time"
+    assert [len(line) for line in printed] == [len(header)] * 2
+    assert message == "Ctrl-C in epoch 2, step 23: resume='last' repeats the epoch from its start."
     assert module.training
     assert torch.is_grad_enabled()
     assert list(loop.validate(module, val_loader())[0]) == ["val_loss", "val_acc"]
