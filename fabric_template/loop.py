@@ -28,7 +28,7 @@ from .distributed.launch import join_processes, launched_devices
 from .distributed.strategies import convert_plugin, convert_strategy
 from .errors import ConfigurationError, ConfigurationTypeError, describe
 from .lightning_compat.callbacks import parse_callbacks
-from .lightning_compat.overrides import as_list, is_instance_of
+from .lightning_compat.overrides import as_list, has_state, is_instance_of
 from .loggers.console import format_results, format_summary, summarize_run
 from .loggers.csv_logger import CSVLogger, to_cell
 from .loggers.logger_connector import LoggerAdapter, make_logger
@@ -301,6 +301,7 @@ class FabricLoop(TrainerAPI):
         """Write a checkpoint of modules, optimizers and values atomically."""
         expected = "a path and a dict. Write loop.save('mine.ckpt', state)"
         check_type("save", path, str | os.PathLike, expected)
+        check_state("save", state)
         self._prepare_files()
         try:
             self.fabric.save(path, state)
@@ -313,6 +314,7 @@ class FabricLoop(TrainerAPI):
         """Restore ``state`` from a checkpoint. Returns the remaining values of the file."""
         expected = "a path and a dict. Write loop.load('mine.ckpt', state)"
         check_type("load", path, str | os.PathLike, expected)
+        check_state("load", state)
         self._prepare_files()
         values: dict[str, Any] = self.fabric.load(path, state)
         return values
@@ -407,6 +409,21 @@ def check_type(method: str, value: Any, kind: Any, expected: str) -> None:
     """Raise an error that shows the right call if an argument has the wrong type."""
     if not isinstance(value, kind):
         raise ConfigurationTypeError(f"loop.{method}: got {describe(value)}, expected {expected}.")
+
+
+def check_state(method: str, state: Mapping[str, Any]) -> None:
+    """Raise an error for modules and optimizers in containers, which Fabric cannot restore."""
+    waiting = [(str(key), value, False) for key, value in state.items()]
+    while waiting:
+        place, value, is_nested = waiting.pop()
+        if is_nested and has_state(value):
+            raise ConfigurationTypeError(
+                f"loop.{method}: got {describe(value)} in {place}, expected modules and optimizers as values of"
+                " the dict. Give each its own key, or write nn.ModuleList(nets) or nn.ModuleDict(nets)."
+            )
+        if isinstance(value, dict | list | tuple):
+            items = value.items() if isinstance(value, dict) else enumerate(value)
+            waiting += [(f"{place}[{key!r}]", part, True) for key, part in items]
 
 
 def log_in_run(

@@ -10,7 +10,7 @@ from copy import copy
 from operator import attrgetter
 from pathlib import Path
 from types import SimpleNamespace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from lightning.pytorch import accelerators, profilers
 from lightning.pytorch.callbacks import TQDMProgressBar
@@ -125,6 +125,8 @@ _LOOP_ATTRIBUTES: dict[str, Callable[[Any], Any]] = {
     "_data_source": lambda api: SimpleNamespace(
         is_defined=lambda: api.current_run.data.has_loader("val")
     ),
+    # Modules call ``set_epoch`` of the datasets of ``_combined_loader.flattened``.
+    "_combined_loader": lambda api: api.find_loaders(),
     # Prediction callbacks
     "predictions": lambda api: api.current_run.predictions.as_returned(),
     "epoch_batch_indices": lambda api: api.current_run.predictions.batch_indices,
@@ -417,6 +419,13 @@ class TrainerAPI:
         return self.fabric.init_module(empty_init=empty_init)
 
 
+class Loaders(NamedTuple):
+    """The attributes of Trainer's CombinedLoader that modules read. They cannot be assigned."""
+
+    iterables: Any
+    flattened: tuple[Any, ...]
+
+
 class LoopAPI:
     """Provide the attributes of one of Trainer's loops, such as ``trainer.fit_loop``.
 
@@ -453,6 +462,14 @@ class LoopAPI:
 
     def state_dict(self) -> dict[str, Any]:
         return loops_state(self.current_run)[self._key]
+
+    def find_loaders(self) -> Loaders | None:
+        """Return the loaders of this loop, or None before they are created."""
+        data = self.current_run.data
+        loaders = data.train if self._key == "fit_loop" else data.eval_loaders
+        if loaders is None:
+            return None
+        return Loaders(loaders.as_given, tuple(loaders.loaders))
 
     def setup_data(self) -> None:
         self.current_run.data.setup_train_loader()

@@ -97,6 +97,7 @@ def parse_optimizers(
             " with `opt1, opt2, ... = self.optimizers()`."
         )
     for config in configs:
+        check_scheduler(config.scheduler)
         owner = getattr(config.scheduler, "optimizer", None)
         if all(owner is not optimizer for optimizer in optimizers):
             if where == "optimizer":
@@ -170,7 +171,6 @@ def _parse_scheduler(item: Any, is_automatic: bool) -> LRSchedulerConfig:
         raise ConfigurationError(
             'The lr scheduler dict must have the key "scheduler" with its item'
         )
-    check_scheduler(item["scheduler"])
     known = {field.name for field in fields(LRSchedulerConfig)}
     config = LRSchedulerConfig(**{name: item[name] for name in item if name in known})
     is_plateau = isinstance(config.scheduler, ReduceLROnPlateau)

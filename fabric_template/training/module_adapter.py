@@ -88,7 +88,9 @@ class ObjectNetwork(nn.Module):
     """
 
     def collect(self, model: Any) -> None:
-        """Add the modules of a model. Call collect again after hooks that create modules."""
+        """Take the modules of a model. Call collect again after hooks that create modules."""
+        self._parameters.clear()
+        self._modules.clear()
         for name, value in list(getattr(model, "__dict__", {}).items()):
             self._add(name, value, name, set())
 

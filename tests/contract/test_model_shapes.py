@@ -609,3 +609,34 @@ def test_two_processes_refuse(tmp_path, monkeypatch, name, message):
     with pytest.raises(Exception, match=message):
         train_in_two_processes(name, tmp_path)
     assert not list(tmp_path.rglob("*.ckpt"))
+
+
+# loop.save and loop.load
+
+
+@pytest.mark.parametrize("method", ["save", "load"])
+@pytest.mark.parametrize(
+    ("state", "place"),
+    [
+        ({"nets": [mlp(), mlp()]}, r"a Sequential in nets\[1\]"),
+        ({"a": {"b": (3, mlp())}, "epoch": 1}, r"a Sequential in a\['b'\]\[1\]"),
+        ({"optimizers": {"net": sgd(mlp().parameters())}}, r"an SGD in optimizers\['net'\]"),
+    ],
+    ids=["list", "nested", "optimizer"],
+)
+def test_modules_in_containers_of_a_state_are_refused(tmp_path, method, state, place):
+    loop, path = FabricLoop(**loud(tmp_path)), tmp_path / "mine.ckpt"
+    with pytest.raises(TypeError, match=f"^loop.{method}: got {place}, expected modules and optimizers as values"):
+        getattr(loop, method)(path, state)
+    assert not path.exists()
+
+
+@pytest.mark.parametrize("make", [mlp, compiled, Tied, Complex, lambda: nn.ModuleList([mlp(), mlp()])])
+def test_state_of_a_module_is_saved_and_loaded(tmp_path, make):
+    loop, path = FabricLoop(**loud(tmp_path)), tmp_path / "mine.ckpt"
+    torch.manual_seed(1)
+    net, other = make(), make()
+    values = {"epoch": 3, "numbers": [1, {"a": (2.0, "b")}]}
+    loop.save(path, {"net": net, "optimizer": sgd(net.parameters()), **values})
+    assert loop.load(path, {"net": other, "optimizer": sgd(other.parameters())}) == values
+    assert same(dict(net.state_dict()), dict(other.state_dict()))

@@ -211,3 +211,62 @@ class OtherOptimizer(pl.Callback):
 def test_a_callback_brings_another_optimizer_by_the_strategy():
     _, _, loop, _ = both(Classifier, callbacks=[OtherOptimizer()])
     assert [type(optimizer) for optimizer in loop.optimizers] == [torch.optim.Adam]
+
+
+class ShuffledByEpoch(torch.utils.data.IterableDataset):
+    """Shuffles by the number of the epoch, which the user sets."""
+
+    epoch = 0
+
+    def set_epoch(self, epoch):
+        self.epoch = epoch
+
+    def __iter__(self):
+        order = torch.randperm(20, generator=torch.Generator().manual_seed(self.epoch))
+        x = torch.linspace(-1.0, 1.0, 160).reshape(20, 8)
+        return iter([(x[index], index % 3) for index in order])
+
+
+class SetsEpoch(Classifier):
+    """Sets the epoch of each dataset, which it finds in the loops' loaders."""
+
+    def on_train_epoch_start(self):
+        loaders = [self.trainer.fit_loop._combined_loader]
+        loaders.append(self.trainer.fit_loop.epoch_loop.val_loop._combined_loader)
+        for loader in loaders:
+            for part in loader.flattened:
+                part.dataset.set_epoch(self.current_epoch)
+
+
+@pytest.mark.parametrize("count", [1, 2])
+def test_module_finds_the_datasets_in_the_loops(count):
+    def make_loaders():
+        loaders = [DataLoader(ShuffledByEpoch(), batch_size=5) for _ in range(count)]
+        return loaders[0] if count == 1 else {str(index): part for index, part in enumerate(loaders)}
+
+    class Sum(SetsEpoch):
+        def training_step(self, batch, batch_idx):
+            parts = batch.values() if isinstance(batch, dict) else [batch]
+            return sum(super(Sum, self).training_step(part, batch_idx) for part in parts)
+
+    trainer, expected = run_trainer(Sum, make_loaders, lambda: DataLoader(ShuffledByEpoch(), 5), max_epochs=3)
+    loop, module = run_loop(Sum, make_loaders, lambda: DataLoader(ShuffledByEpoch(), 5), max_epochs=3)
+    assert_same_weights(expected, module)
+    assert_same_metrics(trainer, loop)
+    assert len(loop.fit_loop._combined_loader.flattened) == count
+    with pytest.raises(AttributeError, match="_combined_loader"):
+        loop.fit_loop._combined_loader = None
+    with pytest.raises(AttributeError):
+        loop.fit_loop._combined_loader.flattened = []
+
+
+def test_loops_have_no_loaders_before_they_are_created():
+    seen = []
+
+    class Looks(Classifier):
+        def setup(self, stage):
+            seen.append(self.trainer.fit_loop._combined_loader)
+
+    run_trainer(Looks, make_loader, max_epochs=1)
+    run_loop(Looks, make_loader, max_epochs=1)
+    assert seen == [None, None]

@@ -73,6 +73,7 @@ NAMES_OF_OTHERS = {
     "_buffers": "Share a network's parts by name.",
     "_modules": "Share a network's parts by name.",
     "_metadata": "The versions of the modules of a state_dict.",
+    "_orig_mod": "The module that torch.compile has wrapped.",
     "_Unpickler": "Python's own unpickler, whose opcodes can be overridden.",
     "_actions": "The options that a mistyped one may mean.",
 }
