@@ -292,3 +292,15 @@ def test_log_grad_norm(tmp_path, make):
     lines = (tmp_path / "logs/run/version_0/steps.csv").read_text().splitlines()
     column = lines[0].split(",").index("grad_norm")
     assert [float(line.split(",")[column]) for line in lines[1:]] == pytest.approx(expected, rel=1e-3)
+
+
+def test_rate_of_groups(tmp_path):
+    """The column lr has the rate of the first group, which a scheduler changes by its own factor."""
+    net = make_net()
+    optimizer = in_groups(net.parameters())
+    factors = [lambda epoch: 0.5**epoch, lambda epoch: 0.1**epoch]
+    scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, factors)
+    loop = FabricLoop(**loud(tmp_path, max_epochs=3))
+    history = loop.fit(net, make_loader(), optimizer=optimizer, scheduler=scheduler, training_step=step)
+    assert history["lr"].tolist() == [0.3, 0.15, 0.075]
+    assert optimizer.param_groups[1]["lr"] == pytest.approx(0.1 * 0.1**3)
