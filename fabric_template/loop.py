@@ -24,7 +24,8 @@ from .checkpoint.checkpoint_io import find_checkpoint_io
 from .checkpoint.find_checkpoint import read_start_checkpoint
 from .config import LoopArguments, LoopConfig, parse_options, with_arguments_of
 from .data.tensor_loader import TensorLoader
-from .distributed.launch import join_processes, launched_devices
+from .distributed.launch import join_processes
+from .distributed.process_group import join_by_default
 from .distributed.strategies import convert_plugin, convert_strategy
 from .errors import ConfigurationError, ConfigurationTypeError, describe
 from .lightning_compat.callbacks import parse_callbacks
@@ -382,11 +383,8 @@ def make_fabric(given: dict[str, Any]) -> Any:
     if fabric is None:
         arguments["plugins"] = [convert_plugin(plugin) for plugin in as_list(arguments["plugins"])]
         arguments["strategy"] = convert_strategy(arguments["strategy"])
-        arguments["devices"], arguments["num_nodes"] = launched_devices(
-            arguments["devices"], arguments["num_nodes"]
-        )
         try:
-            return Fabric(**arguments)
+            return Fabric(**join_by_default(arguments))
         except TypeError as error:
             raise ConfigurationTypeError(str(error)) from error
         except ValueError as error:

@@ -1,4 +1,4 @@
-"""Start the processes of a run, or connect the processes that torchrun or SLURM started."""
+"""Start the processes of a run, or connect the processes that a launcher has started."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ from typing import TYPE_CHECKING, Any
 from unittest.mock import patch
 
 import torch
-from lightning.fabric.plugins.environments import SLURMEnvironment, TorchElasticEnvironment
 from lightning.fabric.strategies import ParallelStrategy
 from lightning.fabric.utilities import move_data_to_device
 from torch.distributed import DistError, TCPStore
 from torch.multiprocessing.spawn import ProcessException
 
 from ..errors import ConfigurationError, ConfigurationTypeError
-from ..lightning_compat.overrides import has_state, is_instance_of, overridden
+from ..lightning_compat.overrides import has_state, overridden
+from .process_group import is_joined, is_spawning, remember_group
 from .signals import SignalForwarder, error_of_signal
 from .strategies import gather_tensors, has_mesh
 
@@ -41,11 +41,6 @@ _PATHS = ("best_model_path", "last_model_path", "best_model_score")
 # Launched processes
 
 
-def is_joined() -> bool:
-    """Return whether this process has joined a process group."""
-    return torch.distributed.is_available() and torch.distributed.is_initialized()
-
-
 def join_processes(fabric: Fabric) -> None:
     """Join the process group of the run, unless an earlier call has joined it."""
     strategy: Any = fabric.strategy
@@ -54,6 +49,7 @@ def join_processes(fabric: Fabric) -> None:
         return
     store = None
     if not is_joined():
+        remember_group(strategy)
         atexit.register(_leave_group)
         # The store has to stay open until all processes have joined.
         store = open_store_of_attempt()
@@ -75,39 +71,6 @@ def gather_objects(run: RunState, item: Any) -> list[Any]:
     gathered: list[Any] = [None] * run.fabric.world_size
     torch.distributed.all_gather_object(gathered, item)
     return gathered
-
-
-def launched_processes() -> tuple[int, int] | None:
-    """Return (processes per machine, machines) of torchrun or SLURM, or None for one process."""
-    env = os.environ
-    total, nodes = 1, 1
-    if env.get("LT_CLI_USED") == "1":
-        return None
-    if TorchElasticEnvironment.detect():
-        total = int(env["WORLD_SIZE"])
-        nodes = total // int(env["LOCAL_WORLD_SIZE"])
-    elif SLURMEnvironment.detect():
-        total, nodes = int(env.get("SLURM_NTASKS", 1)), int(env.get("SLURM_NNODES", 1))
-    return (total // nodes, nodes) if total > 1 else None
-
-
-def launched_devices(devices: Any, num_nodes: int) -> tuple[Any, int]:
-    """Return devices and num_nodes. The value "auto" becomes the number of launched processes."""
-    started = launched_processes()
-    if devices != "auto" or started is None:
-        return devices, num_nodes
-    return started[0], started[1] if num_nodes == 1 else num_nodes
-
-
-def check_launched(fabric: Fabric) -> None:
-    """Raise an error if devices and num_nodes differ from the processes that were launched."""
-    strategy, started = fabric.strategy, launched_processes()
-    given = getattr(strategy, "num_processes", 1), getattr(strategy, "num_nodes", 1)
-    if started is not None and (is_spawning(fabric) or given != started):
-        raise ConfigurationError(
-            f"devices, num_nodes: got {given[0]} and {given[1]}, but {started[0]} processes were started on each"
-            f" of {started[1]} machines. Leave both out, and use strategy='ddp' or none."
-        )
 
 
 def open_store_of_attempt() -> TCPStore | None:
@@ -160,11 +123,6 @@ def check_new_parameters(run: RunState, before: list[str], hook: str) -> None:
             f"{hook}: got the new parameter {created[0]!r} in a process that the strategy spawns. The"
             f" caller's model would lack it. {advice}"
         )
-
-
-def is_spawning(fabric: Fabric) -> bool:
-    """Return whether the strategy spawns or forks processes for each call."""
-    return is_instance_of(fabric.strategy.launcher, "_MultiProcessingLauncher")
 
 
 def starts_processes(fabric: Fabric) -> bool:
@@ -222,6 +180,7 @@ def _call_in_process(
     larger than the pipe buffer, and transfers only the message of an exception.
     """
     loop.fabric = fabric
+    remember_group(fabric.strategy, is_spawned=True)
     if loop.run is not None:
         # A forked process inherits the caller's run, which only waits for this process.
         loop.run.progress.end_run()

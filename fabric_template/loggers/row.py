@@ -275,17 +275,16 @@ class RowWriter:
     def _log_folders(self, logger: CSVLogger, saved: str) -> list[Path]:
         """List the folders that may have the rows of the checkpoint, most likely first."""
         folders = [Path(logger.log_dir), Path(logger.log_dir, REPLACED_LOGS)]
+        checkpoint = Path(str(self.run.checkpoint_path)).absolute()
         name, _, version = saved.rpartition("/")
         if {name, version}.isdisjoint({"", ".", ".."}) and os.path.basename(name) == name:
             # A run that continues in another version copies the rows of the first version.
             folders.insert(0, Path(logger.root_dir, name, version))
-        checkpoint = Path(str(self.run.checkpoint_path)).absolute()
-        if checkpoint.parents[2].name == "checkpoints":
-            folders.append(
-                checkpoint.parents[3]
-                / "logs"
-                / checkpoint.parent.relative_to(checkpoint.parents[2])
-            )
+            # The folder logs is beside the folder checkpoints, or beside a file of the user.
+            folders += [parent / "logs" / name / version for parent in checkpoint.parents[:4]]
+        if len(checkpoint.parts) > 4 and checkpoint.parts[-4] == "checkpoints":
+            # The folder of the run has another name now.
+            folders.append(checkpoint.parents[3].joinpath("logs", *checkpoint.parts[-3:-1]))
         # ModelCheckpoint saves in a folder of the log folder.
         return [*folders, *checkpoint.parents[:2]]
 

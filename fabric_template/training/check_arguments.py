@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 from lightning.fabric.utilities.warnings import PossibleUserWarning
 
 from ..data.check_loader import loader_argument
-from ..distributed.launch import check_launched
+from ..distributed.process_group import check_launched
 from ..errors import (
     ConfigurationError,
     ConfigurationTypeError,
@@ -31,7 +31,7 @@ STEP_OF_STAGE = {"fit": "training_step", "validate": "validation_step", "test": 
 def check_call(run: RunState) -> None:
     """Raise an error for a model, functions or loaders that the call cannot use."""
     if run.stage == "fit":
-        # fit needs every process of torchrun or SLURM. An evaluation may run in only one of them.
+        # fit needs every process of a group. An evaluation may run in only one of them.
         check_launched(run.fabric)
     check_strategy(run)
     if run.stage == "predict":

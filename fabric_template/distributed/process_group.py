@@ -1,0 +1,197 @@
+"""Find the process group that a launcher or the user has started, and join it by default."""
+
+from __future__ import annotations
+
+import math
+import os
+import zlib
+from typing import TYPE_CHECKING, Any
+
+import torch
+from lightning.fabric.plugins.environments import (
+    ClusterEnvironment,
+    MPIEnvironment,
+    SLURMEnvironment,
+    TorchElasticEnvironment,
+)
+from lightning.fabric.strategies import Strategy
+
+from ..errors import ConfigurationError
+from ..lightning_compat.overrides import is_instance_of
+
+if TYPE_CHECKING:
+    from lightning.fabric import Fabric
+
+# The variables that describe a process, in the order of preference: those of torch.distributed, of
+# Open MPI, and of MPICH and Intel MPI.
+_VARIABLES = {
+    "world_size": ("WORLD_SIZE", "OMPI_COMM_WORLD_SIZE", "PMI_SIZE"),
+    "rank": ("RANK", "OMPI_COMM_WORLD_RANK", "PMI_RANK"),
+    "local_size": ("LOCAL_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_SIZE", "MPI_LOCALNRANKS"),
+    "local_rank": ("LOCAL_RANK", "OMPI_COMM_WORLD_LOCAL_RANK", "MPI_LOCALRANKID"),
+}
+# Processes per machine and machines of the group that a loop of this process has created.
+_own_group = (1, 1)
+# Whether a loop has spawned or forked this process for a call.
+_is_spawned = False
+
+
+def is_joined() -> bool:
+    """Return whether this process has joined a process group."""
+    return torch.distributed.is_available() and torch.distributed.is_initialized()
+
+
+def is_spawning(fabric: Fabric) -> bool:
+    """Return whether the strategy spawns or forks processes for each call."""
+    return is_instance_of(fabric.strategy.launcher, "_MultiProcessingLauncher")
+
+
+def remember_group(strategy: Any, is_spawned: bool = False) -> None:
+    """Remember the size of a group that a loop creates, for later loops of this process."""
+    global _own_group, _is_spawned
+    _own_group = strategy.num_processes, getattr(strategy, "num_nodes", 1)
+    _is_spawned = is_spawned
+
+
+def launched_processes() -> tuple[int, int] | None:
+    """Return (processes per machine, machines) of an existing group, or None for one process."""
+    if os.environ.get("LT_CLI_USED") == "1":
+        return None
+    total, local_size = _read_sizes()
+    if is_joined() and total == math.prod(_own_group):
+        local_size = _own_group[0]
+    if total == 1:
+        return None
+    if total % local_size:
+        raise ConfigurationError(
+            f"LOCAL_WORLD_SIZE: got {local_size} for a group of {total} processes, expected the same number"
+            " of processes on each machine."
+        )
+    return local_size, total // local_size
+
+
+def _read_sizes() -> tuple[int, int]:
+    """Return the number of processes, and the number on this machine."""
+    if is_joined():
+        total = torch.distributed.get_world_size()
+        return total, read_variable("local_size", total)
+    if TorchElasticEnvironment.detect():
+        return int(os.environ["WORLD_SIZE"]), int(os.environ["LOCAL_WORLD_SIZE"])
+    if SLURMEnvironment.detect():
+        total = int(os.environ.get("SLURM_NTASKS", 1))
+        return total, total // int(os.environ.get("SLURM_NNODES", 1))
+    total = describes_group() or 1
+    return total, read_variable("local_size", total)
+
+
+def describes_group() -> int | None:
+    """Return the number of processes in the variables of a launcher, or None without a rank."""
+    # Lightning's own launcher sets WORLD_SIZE, but not RANK.
+    for size, rank in zip(_VARIABLES["world_size"], _VARIABLES["rank"], strict=True):
+        if size in os.environ and rank in os.environ:
+            return int(os.environ[size])
+    return None
+
+
+def read_variable(name: str, default: int) -> int:
+    values = [os.environ[variable] for variable in _VARIABLES[name] if variable in os.environ]
+    return int(values[0]) if values else default
+
+
+def join_by_default(arguments: dict[str, Any]) -> dict[str, Any]:
+    """Return Fabric's arguments with which devices="auto" joins an existing group."""
+    started = launched_processes()
+    if arguments["devices"] != "auto" or started is None:
+        return arguments
+    num_nodes = started[1] if arguments["num_nodes"] == 1 else arguments["num_nodes"]
+    plugins = arguments["plugins"]
+    if needs_environment(arguments["strategy"], plugins):
+        plugins = [*plugins, GroupEnvironment(*started)]
+    return {**arguments, "devices": started[0], "num_nodes": num_nodes, "plugins": plugins}
+
+
+def needs_environment(strategy: Any, plugins: list[Any]) -> bool:
+    """Return whether neither the user nor Lightning provides an environment of the group."""
+    if isinstance(strategy, Strategy) and getattr(strategy, "cluster_environment", None):
+        return False
+    if any(isinstance(plugin, ClusterEnvironment) for plugin in plugins):
+        return False
+    if is_joined():
+        # The variables of SLURM may describe other processes, such as the driver of Ray.
+        return not TorchElasticEnvironment.detect()
+    kinds = (TorchElasticEnvironment, SLURMEnvironment, MPIEnvironment)
+    return not any(kind.detect() for kind in kinds)
+
+
+def check_launched(fabric: Fabric) -> None:
+    """Raise an error if devices and num_nodes differ from the processes that were launched."""
+    strategy, started = fabric.strategy, launched_processes()
+    given = getattr(strategy, "num_processes", 1), getattr(strategy, "num_nodes", 1)
+    would_spawn = is_spawning(fabric) and not _is_spawned
+    if started is not None and (given != started or would_spawn):
+        raise ConfigurationError(
+            f"devices, num_nodes: got {given[0]} and {given[1]}, but {started[0]} processes were started on each"
+            f" of {started[1]} machines. Leave both out, and use strategy='ddp' or none."
+        )
+
+
+class GroupEnvironment(ClusterEnvironment):
+    """Describes a group that exists, or that RANK and WORLD_SIZE or the variables of MPI describe.
+
+    Args:
+        local_size: The number of processes on each machine.
+        num_nodes: The number of machines.
+    """
+
+    def __init__(self, local_size: int, num_nodes: int) -> None:
+        super().__init__()
+        self._local_size, self._num_nodes = local_size, num_nodes
+        if not is_joined() and ("MASTER_ADDR" not in os.environ or "MASTER_PORT" not in os.environ):
+            self._choose_address()
+
+    def _choose_address(self) -> None:
+        """Choose the same address in all processes of a job of MPI on one machine."""
+        names = ("PMIX_NAMESPACE", "OMPI_MCA_ess_base_jobid", "PMI_JOBID")
+        job = next((os.environ[name] for name in names if name in os.environ), None)
+        if job is None or self._num_nodes > 1:
+            raise ConfigurationError(
+                f"MASTER_ADDR, MASTER_PORT: got none for a group of {self._local_size * self._num_nodes}"
+                " processes, expected the address of the first process in both variables. Set them, or start"
+                " the script with torchrun."
+            )
+        os.environ["MASTER_ADDR"] = "127.0.0.1"
+        os.environ["MASTER_PORT"] = str(20000 + zlib.crc32(job.encode()) % 20000)
+
+    @property
+    def creates_processes_externally(self) -> bool:
+        return True
+
+    @property
+    def main_address(self) -> str:
+        return os.environ["MASTER_ADDR"]
+
+    @property
+    def main_port(self) -> int:
+        return int(os.environ["MASTER_PORT"])
+
+    @staticmethod
+    def detect() -> bool:
+        return launched_processes() is not None
+
+    def world_size(self) -> int:
+        return self._local_size * self._num_nodes
+
+    def set_world_size(self, size: int) -> None:
+        """Keep the size of the group."""
+
+    def global_rank(self) -> int:
+        return torch.distributed.get_rank() if is_joined() else read_variable("rank", 0)
+
+    def set_global_rank(self, rank: int) -> None:
+        """Keep the rank in the group."""
+
+    def local_rank(self) -> int:
+        return read_variable("local_rank", self.global_rank() % self._local_size)
+
+    def node_rank(self) -> int:
+        return self.global_rank() // self._local_size
