@@ -11,7 +11,7 @@ from lightning.fabric.plugins.io import CheckpointIO, TorchCheckpointIO
 
 from ..errors import CheckpointError, DamagedCheckpointError, MissingCheckpointError
 from ..files import local_path, replaced_file
-from .reader import Archive, Placeholder, read_archive
+from .reader import Placeholder, read_archive, verify_archive
 
 if TYPE_CHECKING:
     from lightning.fabric import Fabric
@@ -135,5 +135,4 @@ def verify_checkpoint(path: str | Path) -> None:
         DamagedCheckpointError: The file is not from torch.save, or a CRC does not match.
         CheckpointError: The file has the format of torch before 1.6.
     """
-    with open(path, "rb") as file:
-        Archive(file, path).verify()
+    verify_archive(path)
