@@ -75,6 +75,9 @@ NAMES_OF_OTHERS = {
     "_metadata": "The versions of the modules of a state_dict.",
     "_orig_mod": "The module that torch.compile has wrapped.",
     "_Unpickler": "Python's own unpickler, whose opcodes can be overridden.",
+    "_utils": "torch.save names functions of torch._utils in its files.",
+    "_rebuild_tensor_v2": "torch.save names this function for a tensor.",
+    "_rebuild_tensor_v3": "torch.save names this function for a tensor such as float8.",
     "_actions": "The options that a mistyped one may mean.",
 }
 
