@@ -1,0 +1,103 @@
+"""Test that both loops continue the same run, whichever of them has written the runs."""
+
+import itertools
+import os
+import shutil
+from pathlib import Path
+
+import pytest
+from modules import Classifier, make_loader
+from runs import loud, val_loader
+
+from fabric_template import FabricLoop, MiniLoop
+from fabric_template.checkpoint.checkpoint_io import read_checkpoint
+
+LOOPS = {"FabricLoop": FabricLoop, "MiniLoop": MiniLoop}
+PAIRS = list(itertools.product(LOOPS, repeat=2))
+
+
+def train(kind, epochs, resume=None, model=Classifier, load=None, **options):
+    options = loud(max_epochs=epochs, **options)
+    if kind == "MiniLoop":
+        del options["enable_progress_bar"], options["enable_model_summary"]
+    loop = LOOPS[kind](**options)
+    loop.fit(model(), make_loader(24), val_loader(), resume=resume, load=load)
+    return loop
+
+
+def steps_in(version):
+    folder = Path("checkpoints/run", version)
+    return {path.name: read_checkpoint(path)["global_step"] for path in sorted(folder.glob("*.ckpt"))}
+
+
+@pytest.mark.parametrize(("first", "second"), PAIRS)
+@pytest.mark.parametrize("keyword", ["last", "auto"])
+def test_the_run_that_saved_last_is_continued(first, second, keyword):
+    train(first, 1)
+    train(second, 1)
+    train(first, 2, resume="last", version=0)
+    for path in Path("checkpoints/run/version_1").iterdir():
+        os.utime(path)
+    shutil.copytree("checkpoints/run/version_1", "checkpoints/run/version_8")
+    train(second, 3, resume=keyword)
+    assert [steps_in(f"version_{number}")["last.ckpt"] for number in (0, 1, 8)] == [18, 6, 6]
+
+
+class Dies(Classifier):
+    def training_step(self, batch, batch_idx):
+        if self.trainer.global_step == 2:
+            raise RuntimeError("stopped")
+        return super().training_step(batch, batch_idx)
+
+
+@pytest.mark.parametrize(("first", "second", "third"), itertools.product(LOOPS, repeat=3))
+@pytest.mark.parametrize("version", [0, "tuned"])
+def test_a_run_that_died_early_is_not_confused_with_the_one_before(first, second, third, version):
+    folder = "version_0" if version == 0 else version
+    train(first, 2, version=version, monitor="val_loss")
+    with pytest.raises(RuntimeError, match="stopped"):
+        train(second, 2, version=version, model=Dies)
+    assert set(steps_in(folder)) == {"best.ckpt", "last.ckpt"}
+    for keyword in ("resume", "load"):
+        with pytest.raises((ValueError, OSError), match=f"{keyword}: got 'last'"):
+            train(third, 3, version=version, **{keyword: "last"})
+    # resume="auto" starts again, and removes the checkpoints of the first run.
+    train(third, 1, resume="auto", version=version)
+    assert steps_in(folder) == {"last.ckpt": 6}
+
+
+@pytest.mark.parametrize(("first", "second", "third"), itertools.product(LOOPS, repeat=3))
+def test_a_path_continues_the_replaced_run(first, second, third):
+    train(first, 2, version=0, monitor="val_loss")
+    with pytest.raises(RuntimeError, match="stopped"):
+        train(second, 2, version=0, model=Dies)
+    loop = train(third, 3, version=0, monitor="val_loss", resume="checkpoints/run/version_0/last.ckpt")
+    assert (loop.global_step, steps_in("version_0")["last.ckpt"]) == (18, 18)
+    text = Path("logs/run/version_0/metrics.csv").read_text()
+    assert [line.split(",")[0] for line in text.splitlines()] == ["epoch", "0", "1", "2"]
+
+
+class Scored(Classifier):
+    """Logs falling losses and falling accuracies."""
+
+    def validation_step(self, batch, batch_idx):
+        self.log("loss", 4.0 - self.trainer.current_epoch)
+        self.log("acc", 0.5 - 0.125 * self.trainer.current_epoch)
+
+
+@pytest.mark.parametrize(("first", "second"), PAIRS)
+@pytest.mark.parametrize(
+    ("before", "after", "best"),
+    [
+        ({"monitor": "loss"}, {"monitor": "acc", "mode": "max"}, 18),
+        ({"monitor": "acc", "mode": "max"}, {"monitor": "loss"}, 24),
+        ({"monitor": "loss"}, {"monitor": "loss", "mode": "max"}, 18),
+        ({"monitor": "acc", "mode": "max"}, {"monitor": "acc", "mode": "max"}, 6),
+        ({}, {"monitor": "acc", "mode": "max"}, 18),
+    ],
+    ids=str,
+)
+def test_scores_of_another_metric_do_not_compete(first, second, before, after, best):
+    train(first, 2, model=Scored, **before)
+    train(second, 4, model=Scored, resume="last", **after)
+    assert steps_in("version_0") == {"best.ckpt": best, "last.ckpt": 24}
