@@ -134,10 +134,14 @@ def test_variables_without_a_group(variables, monkeypatch):
     assert FabricLoop(**quiet()).world_size == 1
 
 
-def test_several_machines(monkeypatch):
-    variables = {"RANK": "5", "WORLD_SIZE": "8", "LOCAL_WORLD_SIZE": "4", "LOCAL_RANK": "1"}
-    for name, value in {**variables, "MASTER_ADDR": "10.0.0.1", "MASTER_PORT": "29500"}.items():
-        monkeypatch.setenv(name, value)
+def make_loop_of_rank_5(rank):
+    os.environ |= {"RANK": "5", "WORLD_SIZE": "8", "LOCAL_WORLD_SIZE": "4", "LOCAL_RANK": "1"}
+    os.environ |= {"MASTER_ADDR": "10.0.0.1", "MASTER_PORT": "29500"}
     loop = FabricLoop(**quiet())
     assert (loop.world_size, loop.num_devices, loop.num_nodes) == (8, 4, 2)
     assert (loop.global_rank, loop.local_rank, loop.node_rank) == (5, 1, 1)
+
+
+def test_several_machines():
+    codes, errors = externally(make_loop_of_rank_5, ranks=1, is_launched=False)
+    assert codes == [0], errors
