@@ -1,7 +1,7 @@
 """A training loop written by hand, which random_runs.py compares with FabricLoop and MiniLoop.
 
-It trains an nn.Module with step functions, or an object with step methods, as an experienced engineer would write it
-for one case. It knows nothing of the package.
+It trains an nn.Module with step functions, or an object with step methods, as an engineer would write it for one case.
+Of the package it knows TensorLoader only.
 """
 
 import contextlib
@@ -10,13 +10,26 @@ import itertools
 import os
 
 import torch
+from lightning.fabric.utilities.distributed import DistributedSamplerWrapper
 from lightning.fabric.utilities.exceptions import MisconfigurationException
+from lightning.fabric.utilities.seed import reset_seed, seed_everything
 from lightning.pytorch.utilities import CombinedLoader
 from lightning.pytorch.utilities.data import extract_batch_size
 from lightning_utilities.core.apply_func import apply_to_collection
 from torch import nn
+from torch.nn.parallel import DistributedDataParallel
 from torch.optim.lr_scheduler import ReduceLROnPlateau
-from torch.utils.data import DataLoader, DistributedSampler, RandomSampler, SequentialSampler
+from torch.utils.data import (
+    DataLoader,
+    DistributedSampler,
+    IterableDataset,
+    RandomSampler,
+    Sampler,
+    SequentialSampler,
+    TensorDataset,
+)
+
+from fabric_template import TensorLoader
 
 DTYPES = {"64-true": torch.float64, "bf16-true": torch.bfloat16}
 
@@ -76,6 +89,18 @@ def length_of(loader):
         return float("inf")
 
 
+def set_epoch(loader, epoch):
+    """Set the epoch of a loader, and of its sampler and batch sampler."""
+    if isinstance(loader, CombinedLoader):
+        for part in loader.flattened:
+            set_epoch(part, epoch)
+        return
+    samplers = [getattr(loader, name, None) for name in ("sampler", "batch_sampler")]
+    for part in (loader, *samplers):
+        if hasattr(part, "set_epoch"):
+            part.set_epoch(epoch)
+
+
 def batches_of(loader):
     """Yield the batches of a loader, or of several loaders together."""
     if isinstance(loader, CombinedLoader):
@@ -97,11 +122,27 @@ class Loss:
             size = extract_batch_size(batch)
         except MisconfigurationException:
             size = 1
-        self.total = self.total + value.detach().to(self.total.dtype) * size
+        dtype = torch.promote_types(value.dtype, torch.float32)
+        self.total = self.total.to(dtype) + value.detach().to(dtype) * size
         self.weight += size
 
     def mean(self):
+        if torch.distributed.is_initialized():
+            pair = torch.stack([self.total, self.total.new_tensor(self.weight)])
+            torch.distributed.all_reduce(pair)
+            return (pair[0] / pair[1]).item()
         return (self.total / self.weight).item() if self.weight else float("nan")
+
+
+class Steps(nn.Module):
+    """Run a step in forward(), so that DDP sees it."""
+
+    def __init__(self, networks):
+        super().__init__()
+        self.networks = nn.ModuleList(networks)
+
+    def forward(self, step, *args):
+        return step(*args)
 
 
 class HandLoop:
@@ -110,12 +151,16 @@ class HandLoop:
     def __init__(self, program, ranks=1, rank=0):
         self.options = program.get("options", {})
         self.ranks, self.rank = ranks, rank
+        if "seed" in self.options:
+            seed_everything(self.options["seed"], verbose=False)
+        if ranks > 1:
+            # Like Lightning, start all processes with the same random numbers.
+            reset_seed()
         self.precision = self.options.get("precision", "32-true")
         self.accumulate = self.options.get("accumulate_grad_batches", 1)
         self.model = program["model"]
         self.networks = list(modules_of(self.model))
-        for network in self.networks:
-            self._prepare(network)
+        self._prepare()
         self.training_step = find_step(program, "training_step")
         self.validation_step = find_step(program, "validation_step")
         given = program.get("fit", {}).get("optimizer")
@@ -124,40 +169,72 @@ class HandLoop:
         self.train_loader = self._share(program["train"], shuffle=True)
         self.val_loader = self._share(program["val"], shuffle=False)
         self.metrics, self.rows, self.loss = {}, [], Loss()
+        self.steps = Steps(self.networks)
+        if ranks > 1:
+            self.steps = DistributedDataParallel(self.steps)
         self.epoch = self.global_step = 0
+        # The learning rate of the last step, and whether a validation belongs to the next row.
+        self.rate, self.is_validated = float(self.optimizer.param_groups[0]["lr"]), False
 
-    def _prepare(self, network):
-        if self.precision in DTYPES:
-            network.to(DTYPES[self.precision])
-        if all(not module.training for module in network.modules()):
-            network.train()
+    def _prepare(self):
+        """Convert the dtype. Train a model in train mode if all of it is in eval mode."""
+        modules = [module for network in self.networks for module in network.modules()]
+        is_in_eval_mode = not any(module.training for module in modules)
+        for network in self.networks:
+            if self.precision in DTYPES:
+                network.to(DTYPES[self.precision])
+            if is_in_eval_mode:
+                network.train()
 
     def _share(self, loader, shuffle):
-        """Combine loaders. Distribute the samples of a loader among the processes."""
-        is_several = isinstance(loader, dict | list) and any(
-            isinstance(part, DataLoader)
-            for part in (loader.values() if isinstance(loader, dict) else loader)
-        )
-        if is_several:
+        """Combine several loaders, and distribute the samples of each among the processes."""
+        parts = loader.values() if isinstance(loader, dict) else loader
+        if isinstance(loader, dict | list) and any(isinstance(p, DataLoader) for p in parts):
             loader = CombinedLoader(loader, "max_size_cycle")
-        if self.ranks == 1 or not isinstance(loader, DataLoader):
+        if self.ranks == 1:
             return loader
-        if not isinstance(loader.sampler, RandomSampler | SequentialSampler):
+        if isinstance(loader, CombinedLoader):
+            loader.flattened = [self._share(part, shuffle) for part in loader.flattened]
+        if isinstance(loader, TensorLoader):
+            dataset = TensorDataset(*loader.tensors)
+            options = {"batch_size": loader.batch_size, "drop_last": loader.drop_last}
+            return DataLoader(dataset, sampler=self._sampler(dataset, shuffle), **options)
+        if not isinstance(loader, DataLoader) or isinstance(loader.dataset, IterableDataset):
             return loader
-        seed = int(os.environ.get("PL_GLOBAL_SEED", 0))
-        sampler = DistributedSampler(
-            loader.dataset, self.ranks, self.rank, shuffle=shuffle, seed=seed
-        )
-        names = ("batch_size", "num_workers", "collate_fn", "drop_last", "generator")
-        options = {name: getattr(loader, name) for name in names}
-        return DataLoader(loader.dataset, sampler=sampler, **options)
+        return self._share_data_loader(loader, shuffle)
 
-    def fit(self):
+    def _sampler(self, samples, shuffle):
+        seed = int(os.environ.get("PL_GLOBAL_SEED", 0))
+        is_order = isinstance(samples, Sampler) or not hasattr(samples, "__getitem__")
+        kind = DistributedSamplerWrapper if is_order else DistributedSampler
+        return kind(samples, num_replicas=self.ranks, rank=self.rank, shuffle=shuffle, seed=seed)
+
+    def _share_data_loader(self, loader, shuffle):
+        """Return a loader of this process's samples, as Lightning makes it."""
+        order = loader.sampler if loader.batch_size else loader.batch_sampler.sampler
+        if isinstance(order, DistributedSampler):
+            return loader
+        is_plain = isinstance(order, RandomSampler | SequentialSampler)
+        sampler = self._sampler(loader.dataset if is_plain else order, shuffle)
+        names = ("num_workers", "persistent_workers", "collate_fn", "generator")
+        options = {name: getattr(loader, name) for name in names}
+        if loader.batch_size:
+            options |= {"batch_size": loader.batch_size, "drop_last": loader.drop_last}
+            return type(loader)(loader.dataset, sampler=sampler, **options)
+        own = loader.batch_sampler
+        batches = type(own)(sampler, own.batch_size, own.drop_last)
+        return type(loader)(loader.dataset, batch_sampler=batches, **options)
+
+    def fit(self, other_loader=None, from_epoch=None):
+        """Train, from a given epoch on with another loader."""
         while self.epoch < self.options.get("max_epochs", 1000) and not self.is_done():
+            if self.epoch == from_epoch:
+                self.train_loader = self._share(other_loader, shuffle=True)
             self.train_epoch()
+            is_last = self.epoch + 1 == self.options.get("max_epochs", 1000) or self.is_done()
+            if is_last and self.loss.weight:
+                self.end_row()
             self.epoch += 1
-        if self.loss.weight:
-            self.end_row()
 
     def is_done(self):
         return 0 <= self.options.get("max_steps", -1) <= self.global_step
@@ -168,45 +245,64 @@ class HandLoop:
             is_step = is_last or in_window + 1 == self.accumulate
             self.train_batch(batch, batch_idx, in_window == 0, is_step)
             in_window = 0 if is_step else in_window + 1
-            if is_step and self.is_validation_due(batch_idx):
+            if self.is_validation_due(batch_idx + 1, is_last, is_step):
                 self.validate()
-                self.end_row()
+                if self.options.get("validate_every_n_steps"):
+                    self.end_row()
             if is_step:
                 self.step_schedulers("step", batch_idx + 1, is_plateau=True)
             if self.is_done():
                 break
-        if self.is_validation_due(None):
+        # An epoch that max_steps ends early is not complete.
+        if is_last and self.is_validation_due_at_end():
             self.validate()
-        self.step_schedulers("epoch", self.epoch + 1)
+        if is_last:
+            self.step_schedulers("epoch", self.epoch + 1)
         if not self.options.get("validate_every_n_steps"):
             self.end_row()
 
     def end_row(self):
         self.metrics["train_loss"] = self.loss.mean()
         self.loss = Loss()
-        self.rows.append({"epoch": self.epoch, "step": self.global_step, **self.metrics})
+        row = {"epoch": self.epoch, "step": self.global_step, **self.metrics, "lr": self.rate}
+        if not self.is_validated:
+            row.pop("val_loss", None)
+        self.rows.append(row)
+        self.is_validated = False
 
-    def is_validation_due(self, batch_idx):
-        """Return whether to validate after a batch, or with None at the end of an epoch."""
+    def is_validation_due(self, batches, is_last, is_step):
+        """Return whether to validate after this number of batches of the epoch."""
         every = self.options.get("validate_every_n_steps")
         if every is not None:
-            return batch_idx is not None and self.global_step % every == 0
-        return batch_idx is None
+            return is_step and self.global_step % every == 0
+        if (self.epoch + 1) % self.options.get("check_val_every_n_epoch", 1):
+            return False
+        interval = self.options.get("val_check_interval")
+        if isinstance(interval, dict):
+            return True
+        if isinstance(interval, float):
+            interval = max(1, int(interval * self.limit_of(self.train_loader)))
+        return interval is not None and batches % interval == 0
+
+    def is_validation_due_at_end(self):
+        """Return whether to validate at the end of the epoch."""
+        if {"validate_every_n_steps", "val_check_interval"} & self.options.keys():
+            return False
+        return (self.epoch + 1) % self.options.get("check_val_every_n_epoch", 1) == 0
+
+    def limit_of(self, loader):
+        """Return the number of batches of a training epoch."""
+        length = length_of(loader)
+        wanted = self.options.get("limit_train_batches")
+        if wanted is None:
+            return length
+        return min(length, int(wanted * length) if isinstance(wanted, float) else wanted)
 
     def batches(self, loader):
         """Yield (index, batch, whether it is the last one) up to limit_train_batches."""
-        for part in (
-            loader,
-            getattr(loader, "sampler", None),
-            getattr(loader, "batch_sampler", None),
-        ):
-            if hasattr(part, "set_epoch"):
-                part.set_epoch(self.epoch)
+        set_epoch(loader, self.epoch)
         iterator = batches_of(loader)
-        length = limit = length_of(loader)
-        if "limit_train_batches" in self.options:
-            wanted = self.options["limit_train_batches"]
-            limit = min(length, int(wanted * length) if isinstance(wanted, float) else wanted)
+        length, limit = length_of(loader), self.limit_of(loader)
         if length < float("inf"):
             for batch_idx, batch in enumerate(itertools.islice(iterator, limit)):
                 yield batch_idx, batch, batch_idx + 1 == limit
@@ -222,7 +318,8 @@ class HandLoop:
     def precision_context(self):
         """Run a step under autocast, or with another default dtype."""
         if self.precision == "bf16-mixed":
-            with torch.autocast("cpu", torch.bfloat16):
+            # Like Lightning, cast a weight again at each use.
+            with torch.autocast("cpu", torch.bfloat16, cache_enabled=False):
                 yield
             return
         default = torch.get_default_dtype()
@@ -248,7 +345,7 @@ class HandLoop:
 
         def closure():
             with self.precision_context():
-                output = self.training_step(batch, batch_idx)
+                output = self.steps(self.training_step, batch, batch_idx)
             if is_first:
                 self.optimizer.zero_grad()
             loss = output["loss"] if isinstance(output, dict) else output
@@ -259,8 +356,11 @@ class HandLoop:
             return loss
 
         if not is_step:
-            closure()
+            # DDP averages the gradients in the last batch before an optimizer step.
+            with self.steps.no_sync() if self.ranks > 1 else contextlib.nullcontext():
+                closure()
             return
+        self.rate = float(self.optimizer.param_groups[0]["lr"])
         self.optimizer.step(closure)
         self.global_step += 1
         self.step_schedulers("step", batch_idx + 1, is_plateau=False)
@@ -296,10 +396,13 @@ class HandLoop:
             network.eval()
         loss = Loss()
         with torch.no_grad():
-            for batch_idx, batch in enumerate(self.val_loader):
+            limit = self.options.get("limit_val_batches")
+            if isinstance(limit, float):
+                limit = int(limit * len(self.val_loader))
+            for batch_idx, batch in enumerate(itertools.islice(self.val_loader, limit)):
                 batch = self.convert(batch)
                 with self.precision_context():
-                    loss.add(self.validation_step(batch, batch_idx), batch)
-        self.metrics["val_loss"] = loss.mean()
+                    loss.add(self.steps(self.validation_step, batch, batch_idx), batch)
+        self.metrics["val_loss"], self.is_validated = loss.mean(), True
         for module, mode in zip(modules, modes, strict=True):
             module.training = mode

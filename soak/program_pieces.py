@@ -11,6 +11,7 @@ import random
 import lightning.pytorch as pl
 import numpy as np
 import torch
+import torchmetrics
 from torch import nn
 from torch.nn import functional as F
 from torch.optim import lr_scheduler as lrs
@@ -529,6 +530,26 @@ NETS = {
     "eval_mode": net_of(
         "net = nn.Sequential(nn.Linear(8, 6), nn.Dropout(0.3), nn.Linear(6, 3))\nreturn net.eval()"
     ),
+    "orthogonal": net_of(
+        "orthogonal = nn.utils.parametrizations.orthogonal\n"
+        "return nn.Sequential(orthogonal(nn.Linear(8, 6)), nn.ReLU(), nn.Linear(6, 3))"
+    ),
+    "added_lora": net_of(
+        "net = nn.Linear(8, 3).requires_grad_(False)\n"
+        "net.register_parameter('down', nn.Parameter(torch.randn(2, 8) * 0.1))\n"
+        "net.register_parameter('up', nn.Parameter(torch.zeros(3, 2)))\n"
+        "net.forward = lambda x: F.linear(x, net.weight + net.up @ net.down, net.bias)\nreturn net"
+    ),
+    "module_list": net_class(
+        "self.nets = nn.ModuleList([nn.Linear(8, 8), nn.Linear(8, 3)])",
+        "return self.nets[1](self.nets[0](x).relu())",
+    ),
+    "recurrent": net_class(
+        "self.rnn, self.head = nn.GRU(2, 6, batch_first=True), nn.Linear(6, 3)",
+        "return self.head(self.rnn(x.view(len(x), 4, 2))[0][:, -1])",
+    ),
+    "outside_parameters": "OUTSIDE = nn.Parameter(torch.ones(3))\n"
+    + net_class("self.net = nn.Linear(8, 3)", "return self.net(x) * OUTSIDE"),
     "sparse_embedding": net_class(
         "self.table = nn.Embedding(8, 3, sparse=True)", "return self.table(x.argmax(1))"
     ),
@@ -604,6 +625,61 @@ def build():
                 options=dict($options))
 """,
 }
+_LIGHTNING = STYLES["lightning"]
+_STEP = "        $log\n        return $returned\n"
+STYLES["lightning_manual"] = _LIGHTNING.replace(
+    "        self.net = ", "        self.automatic_optimization = False\n        self.net = "
+).replace(
+    _STEP,
+    """        optimizer = self.optimizers()
+        self.manual_backward(loss / 2)
+        $log
+        if batch_idx % 2:
+            optimizer.step()
+            optimizer.zero_grad()
+""",
+)
+STYLES["lightning_two_optimizers"] = (
+    _LIGHTNING.replace(
+        "        self.net = ",
+        "        self.automatic_optimization, self.other = False, nn.Linear(8, 3)\n        self.net = ",
+    )
+    .replace(
+        "        loss = loss_of(self.net, batch)\n" + _STEP,
+        """        for optimizer, net in zip(self.optimizers(), (self.net, self.other)):
+            self.toggle_optimizer(optimizer)
+            loss = loss_of(net, batch)
+            optimizer.zero_grad()
+            self.manual_backward(loss)
+            optimizer.step()
+            self.untoggle_optimizer(optimizer)
+        $log
+    def on_train_epoch_end(self):
+        self.lr_schedulers().step()
+""",
+    )
+    .replace(
+        "return make_optimizer(self)",
+        """first, second = make_optimizer(self.net), torch.optim.Adam(self.other.parameters(), 0.02)
+        return [first, second], [lrs.ExponentialLR(second, 0.9)]""",
+    )
+)
+STYLES["lightning_buffers"] = """
+class Model(pl.LightningModule):
+    def __init__(self):
+        super().__init__()
+        self.automatic_optimization = False
+        self.register_buffer("counts", torch.zeros(3))
+    def training_step(self, batch, batch_idx):
+        x, y = get_xy(batch)
+        self.counts += torch.bincount(y, minlength=3) * x.mean()
+        self.log("size", self.counts.sum())
+    def configure_optimizers(self):
+        return None
+def build():
+    return dict(model=Model(), train=make_train(), val=None, callbacks=[$callbacks],
+                options=dict($options))
+"""
 STYLES["object"] = (
     STYLES["module"]
     .replace("(nn.Module)", "")
@@ -625,12 +701,169 @@ for _kind, _nets, _first, _second, _all in (
         )
     )
 
-RETURNED = {"loss": "loss", "dict": '{"loss": loss, "size": 2.0}'}
+# Hooks of a LightningModule: (code in __init__, methods).
+HOOKS = {
+    "freezes": (
+        "",
+        """
+    def on_train_epoch_start(self):
+        for q in next(m for m in self.net.modules() if isinstance(m, nn.Linear)).parameters():
+            q.requires_grad = self.current_epoch > 0
+""",
+    ),
+    "adds_group": (
+        "self.extra = nn.Parameter(torch.ones(3))",
+        """
+    def on_train_epoch_start(self):
+        if self.current_epoch == 1 and len(self.trainer.optimizers[0].param_groups) == 1:
+            self.trainer.optimizers[0].add_param_group({"params": [self.extra], "lr": 0.01})
+""",
+    ),
+    "ends_epoch": (
+        "",
+        """
+    def on_train_batch_start(self, batch, batch_idx):
+        return -1 if batch_idx == 4 else None
+""",
+    ),
+    "clips": (
+        "",
+        """
+    def configure_gradient_clipping(self, optimizer, gradient_clip_val, gradient_clip_algorithm):
+        self.clip_gradients(optimizer, 0.2, "norm")
+""",
+    ),
+    "warms_up": (
+        "",
+        """
+    def optimizer_step(self, epoch, batch_idx, optimizer, optimizer_closure=None):
+        for group in optimizer.param_groups:
+            group["lr"] = 0.05 * min(1, (self.global_step + 1) / 5)
+        optimizer.step(closure=optimizer_closure)
+""",
+    ),
+    "clears_gradients": (
+        "",
+        """
+    def optimizer_zero_grad(self, epoch, batch_idx, optimizer):
+        optimizer.zero_grad(set_to_none=False)
+""",
+    ),
+    "averages": (
+        "",
+        """
+    def setup(self, stage):
+        self.average = torch.optim.swa_utils.AveragedModel(self.net)
+        self.average.requires_grad_(False)
+    def on_train_batch_end(self, outputs, batch, batch_idx):
+        self.average.update_parameters(self.net)
+""",
+    ),
+    "averages_late": (
+        "",
+        """
+    def on_fit_start(self):
+        self.average = torch.optim.swa_utils.AveragedModel(self.net)
+        self.average.requires_grad_(False)
+    def on_train_batch_end(self, outputs, batch, batch_idx):
+        self.average.update_parameters(self.net)
+""",
+    ),
+    "saves_own": (
+        "self.calls = 0",
+        """
+    def on_train_batch_start(self, batch, batch_idx):
+        self.calls += 1
+        self.net.requires_grad_(self.calls % 3 != 0)
+        next(self.net.parameters()).requires_grad_(True)
+    def on_save_checkpoint(self, checkpoint):
+        checkpoint["calls"] = self.calls
+    def on_load_checkpoint(self, checkpoint):
+        self.calls = checkpoint["calls"]
+""",
+    ),
+    "plain_state": (
+        "self.calls, self.hidden, self.seen = 0, torch.zeros(3), []",
+        """
+    def on_train_batch_end(self, outputs, batch, batch_idx):
+        self.calls, self.seen = self.calls + 1, [*self.seen, self.calls][-3:]
+        self.hidden = 0.5 * self.hidden + self.calls
+        with torch.no_grad():
+            next(q for q in self.parameters() if q.requires_grad).add_(0.001 * self.hidden.mean() / sum(self.seen))
+""",
+    ),
+    "own_generators": (
+        "self.rng, self.generator = np.random.default_rng(3), torch.Generator().manual_seed(3)",
+        """
+    def on_train_batch_end(self, outputs, batch, batch_idx):
+        with torch.no_grad():
+            noise = self.rng.random() + torch.rand((), generator=self.generator)
+            next(q for q in self.parameters() if q.requires_grad).add_(0.001 * noise)
+""",
+    ),
+    "own_loader": (
+        "",
+        """
+    def train_dataloader(self):
+        return make_train()
+""",
+    ),
+}
+
+RETURNED = {
+    "loss": "loss",
+    "dict": '{"loss": loss, "size": 2.0}',
+    "skips": "None if batch_idx % 4 == 3 else loss",
+}
 LOGS = {
     "nothing": "pass",
     "step": 'self.log("train_loss", loss.detach(), on_step=True, on_epoch=False)',
     "epoch": 'self.log("train_loss", loss.detach(), on_step=False, on_epoch=True)',
     "both": 'self.log("train_loss", loss.detach(), on_step=True, on_epoch=True)',
+}
+LOGS["reduced"] = 'self.log("worst", loss.detach(), on_step=False, on_epoch=True, reduce_fx="max")'
+LOGS["dict"] = (
+    'self.log_dict({"a": loss.detach(), "b": 2.0}, prog_bar=True, on_epoch=True, batch_size=3)'
+)
+_ACCURACY = 'torchmetrics.Accuracy("multiclass", num_classes=3)'
+_GUESS = "torch.arange(12).view(4, 3).sin().softmax(1) * (batch_idx + 1), torch.arange(4) % 3"
+_LOG_OBJECT = '; self.log("metric", self.metric, on_step=False, on_epoch=True)'
+_LOG_VALUE = 'self.log("metric", self.metric($values), on_step=False, on_epoch=True)'
+_LOG_DICT = "self.log_dict(self.metric($values), on_step=False, on_epoch=True)"
+_SQUARES = "torch.arange(4.0) * (batch_idx + 1), torch.arange(4.0).sin()"
+_NUMBER = "torch.tensor(1.0 + batch_idx).sin()"
+# Metrics of torchmetrics: (constructor, line in the training step).
+METRICS = {
+    "accuracy": (_ACCURACY, f"self.metric({_GUESS}){_LOG_OBJECT}"),
+    "accuracy_value": (_ACCURACY, fill(_LOG_VALUE, values=_GUESS)),
+    "auroc": (
+        'torchmetrics.AUROC("multiclass", num_classes=3)',
+        f"self.metric.update({_GUESS}){_LOG_OBJECT}",
+    ),
+    "mean": ("torchmetrics.MeanMetric()", f"self.metric.update({_NUMBER}){_LOG_OBJECT}"),
+    "max": ("torchmetrics.MaxMetric()", fill(_LOG_VALUE, values=_NUMBER)),
+    "running": (
+        "torchmetrics.RunningMean(3)",
+        f"self.metric.update({_NUMBER}){_LOG_OBJECT}",
+    ),
+    "squared_error": ("torchmetrics.MeanSquaredError()", f"self.metric({_SQUARES}){_LOG_OBJECT}"),
+    "pearson": ("torchmetrics.PearsonCorrCoef()", f"self.metric.update({_SQUARES}){_LOG_OBJECT}"),
+    "spearman": ("torchmetrics.SpearmanCorrCoef()", f"self.metric.update({_SQUARES}){_LOG_OBJECT}"),
+    "sum_of_metrics": (f"{_ACCURACY} + 1", f"self.metric.update({_GUESS}){_LOG_OBJECT}"),
+    "collection": (
+        f'torchmetrics.MetricCollection({{"a": {_ACCURACY}, "b": {_ACCURACY}}})',
+        f"self.metric.update({_GUESS}); self.log_dict(self.metric, on_step=False, on_epoch=True)",
+    ),
+    "classwise": (
+        f"torchmetrics.wrappers.ClasswiseWrapper({_ACCURACY[:-1]}, average=None))",
+        fill(_LOG_DICT, values=_GUESS),
+    ),
+    "min_max": (f"torchmetrics.wrappers.MinMaxMetric({_ACCURACY})", fill(_LOG_DICT, values=_GUESS)),
+    "bootstrap": (
+        f"torchmetrics.wrappers.BootStrapper({_ACCURACY}, num_bootstraps=3)",
+        fill(_LOG_DICT, values=_GUESS),
+    ),
+    "silent": (_ACCURACY, f"self.metric.update({_GUESS})"),
 }
 HYPERPARAMETERS = {
     "plain": "lr=0.1, name='a', sizes=[8, 6], flag=True, nothing=None",
@@ -645,6 +878,9 @@ HYPERPARAMETERS = {
     "int_keys": "names={1: 'a', 2: {3: 'b'}}",
     "module": "backbone=nn.Linear(2, 2)",
     "tensor": "weights=torch.ones(3)",
+    "method": "act=nn.Linear(2, 2).forward",
+    "set": "names={1, 2}, frozen=frozenset({'a'})",
+    "generator": "rng=np.random.default_rng(1), chance=random.Random(1)",
 }
 
 # ---- Optimizers of the parameters p, and schedulers of the optimizer
@@ -675,9 +911,25 @@ OPTIMIZERS = {
     "RMSprop": "torch.optim.RMSprop(p, lr=0.01, momentum=0.5, centered=True)",
     "Rprop": "torch.optim.Rprop(p, lr=0.01)",
     "SparseAdam": "torch.optim.SparseAdam(p, lr=0.02)",
+    "own": "Own(p, lr=0.05)",
     "SAM": "SAM(p, torch.optim.SGD(p, lr=0.05))",
 }
 OPTIMIZER_CLASSES = {
+    "own": """
+class Own(torch.optim.Optimizer):
+    def __init__(self, p, lr):
+        super().__init__(p, {"lr": lr})
+    @torch.no_grad()
+    def step(self, closure=None):
+        loss = None if closure is None else torch.enable_grad()(closure)()
+        for group in self.param_groups:
+            for q in group["params"]:
+                if q.grad is not None:
+                    state = self.state[q]
+                    state["calls"] = state.get("calls", 0) + 1
+                    q.add_(q.grad.sign(), alpha=-group["lr"] / state["calls"])
+        return loss
+""",
     "SAM": """
 class SAM(torch.optim.SGD):
     def __init__(self, p, base):
@@ -722,7 +974,7 @@ SCHEDULERS = {
 }
 MAKE_OPTIMIZER = """
 def make_optimizer(*nets):
-    p = [q for net in nets for q in net.parameters() if q.requires_grad]
+    p = [q for net in nets for q in net.parameters() if q.requires_grad]$outside
     optimizer = $optimizer
     $result
 """
@@ -736,9 +988,32 @@ CALLBACKS = {
     "model_checkpoint": "pl.callbacks.ModelCheckpoint(save_last=True, every_n_train_steps=3)",
     "best_checkpoint": 'pl.callbacks.ModelCheckpoint(monitor="$monitor", save_top_k=2)',
     "timer": 'pl.callbacks.Timer({"hours": 2})',
+    "plain_state": "Moves()",
     "counter": "Counter()",
+    "unfreezes": "Unfreezes()",
+    "early_stopping_in_training": (
+        'pl.callbacks.EarlyStopping("$monitor", patience=0, min_delta=0.2, check_on_train_epoch_end=True,'
+        " strict=False)"
+    ),
 }
 CALLBACK_CLASSES = {
+    "unfreezes": """
+class Unfreezes(pl.callbacks.BaseFinetuning):
+    def freeze_before_training(self, module):
+        self.freeze(next(m for m in module.net.modules() if isinstance(m, nn.Linear)))
+    def finetune_function(self, module, epoch, optimizer):
+        if epoch == 1:
+            layer = next(m for m in module.net.modules() if isinstance(m, nn.Linear))
+            self.unfreeze_and_add_param_group(layer, optimizer, lr=0.01)
+""",
+    "plain_state": """
+class Moves(pl.Callback):
+    moves = 0
+    def on_train_batch_end(self, trainer, module, *args):
+        self.moves += 1
+        with torch.no_grad():
+            next(q for q in module.parameters() if q.requires_grad).add_(0.001 * self.moves)
+""",
     "counter": """
 class Counter(pl.Callback):
     calls = 0

@@ -33,6 +33,7 @@ import torchdata.stateful_dataloader  # noqa: F401
 from hand_loop import HandLoop, modules_of
 from layer import Fault
 from lightning.fabric.utilities.seed import seed_everything
+from lightning.pytorch.loggers.logger import Logger
 from ports import free_port
 from torch import nn
 from torch.optim.optimizer import register_optimizer_step_pre_hook
@@ -46,6 +47,8 @@ OWN_OPTIONS = (
     "name", "version", "monitor", "mode", "save_top_k", "save_last", "save_every_n_steps",
     "validate_every_n_steps", "seed", "compile", "on_nan", "hparams", "log_grad_norm",
 )  # fmt: skip
+# Options without an effect on the results, which MiniLoop does not have.
+NEUTRAL_OPTIONS = ("num_sanity_val_steps", "inference_mode", "deterministic", "detect_anomaly")
 MINI_OPTIONS = {field.name for field in fields(MiniLoop)}
 QUIET = {"enable_progress_bar": False, "enable_model_summary": False}
 HOOKS = (
@@ -124,25 +127,33 @@ def run_fabric_loop(program, root, points, resume=None, ranks=1, rank=0):
     if isinstance(program["model"], pl.LightningModule) and points.event is not None:
         callbacks.append(points.callback())
     options = {**QUIET, **program["options"], "callbacks": callbacks, **distributed(ranks)}
+    logger = RowLogger()
+    if program["changes"].get("is_logged"):
+        options["logger"] = ["csv", logger]
     loop = FabricLoop(accelerator="cpu", default_root_dir=root, **options)
-    history = loop.fit(
-        program["model"], program["train"], program["val"], resume=resume, **program.get("fit", {})
-    )
+    loaders = {"datamodule": program.get("datamodule"), **program.get("fit", {})}
+    history = loop.fit(program["model"], program["train"], program["val"], resume=resume, **loaders)
     schedulers = [config.scheduler for config in loop.lr_scheduler_configs]
     return {
         **state_of(program["model"], loop.optimizers, schedulers),
+        "logged": logger.rows,
         "metrics": dict(loop.callback_metrics),
         "rows": history.to_dict("records"),
         "counters": [loop.current_epoch, loop.global_step],
+        "options": program["options"],
+        # A validation after the run writes a row into steps.csv.
+        "files": files_of(root),
+        "validated": validate(loop, program) if program["changes"].get("is_logged") else None,
     }
 
 
 def run_mini_loop(program, root, points, resume=None, ranks=1, rank=0):
     if program.get("callbacks"):
         raise TypeError("MiniLoop: got callbacks, expected none. Use FabricLoop.")
-    if lacking := sorted(program["options"].keys() - MINI_OPTIONS):
-        raise TypeError(f"MiniLoop: got {lacking[0]}. Use FabricLoop.")
-    options = {**program["options"], **distributed(ranks)}
+    if program.get("datamodule") is not None or program["train"] is None:
+        raise TypeError("MiniLoop: got no loaders, expected train_dataloaders. Use FabricLoop.")
+    options = {n: v for n, v in program["options"].items() if n not in NEUTRAL_OPTIONS}
+    options |= distributed(ranks)
     loop = MiniLoop(accelerator="cpu", default_root_dir=root, **options)
     history = loop.fit(
         program["model"], program["train"], program["val"], resume=resume, **program.get("fit", {})
@@ -153,6 +164,7 @@ def run_mini_loop(program, root, points, resume=None, ranks=1, rank=0):
         "metrics": dict(loop.callback_metrics),
         "rows": history.to_dict("records"),
         "counters": [loop.current_epoch, loop.global_step],
+        "options": program["options"],
     }
 
 
@@ -160,28 +172,60 @@ def run_trainer(program, root, points, resume=None, ranks=1, rank=0):
     options = {n: v for n, v in program["options"].items() if n not in OWN_OPTIONS}
     callbacks = list(program.get("callbacks", ()))
     is_saving = any(isinstance(callback, pl.callbacks.ModelCheckpoint) for callback in callbacks)
+    logger = RowLogger()
     trainer = pl.Trainer(
-        accelerator="cpu", default_root_dir=root, logger=False, enable_checkpointing=is_saving,
+        accelerator="cpu", default_root_dir=root, logger=logger, enable_checkpointing=is_saving,
         callbacks=callbacks, **QUIET, **options, **distributed(ranks),
     )  # fmt: skip
-    trainer.fit(program["model"], program["train"], program["val"], ckpt_path=resume)
+    loaders = program["train"], program["val"], program.get("datamodule")
+    trainer.fit(program["model"], *loaders, ckpt_path=resume)
+    if program["changes"].get("save"):
+        trainer.save_checkpoint(Path(root, "saved.ckpt"))
     schedulers = [config.scheduler for config in trainer.lr_scheduler_configs]
     return {
         **state_of(program["model"], trainer.optimizers, schedulers),
+        "logged": logger.rows,
         "metrics": dict(trainer.callback_metrics),
         "counters": [trainer.current_epoch, trainer.global_step],
+        "options": program["options"],
+        "validated": validate(trainer, program),
     }
 
 
 def run_hand_loop(program, root, points, resume=None, ranks=1, rank=0):
     loop = HandLoop(program, ranks, rank)
-    loop.fit()
+    loop.fit(program["other_loader"], program["changes"].get("from_epoch"))
     schedulers = [config["scheduler"] for config in loop.schedulers]
     return {
         **state_of(program["model"], [loop.optimizer], schedulers),
         "rows": loop.rows,
         "counters": [loop.epoch, loop.global_step],
+        "options": program["options"],
     }
+
+
+class RowLogger(Logger):
+    """A logger that keeps each row."""
+
+    name, version, save_dir = "rows", 0, None
+
+    def __init__(self):
+        super().__init__()
+        self.rows = []
+
+    def log_hyperparams(self, params, *args, **kwargs):
+        pass
+
+    def log_metrics(self, metrics, step=None):
+        self.rows.append([step, dict(metrics)])
+
+
+def validate(trainer, program):
+    """Return the metrics of a validation after the run."""
+    make_val = program["make_val"]
+    if make_val is None:
+        return None
+    return trainer.validate(program["model"], make_val(), verbose=False)
 
 
 RUNNERS = {
@@ -218,22 +262,28 @@ def state_of(model, optimizers, schedulers):
 class Run:
     """One run of a program in forked processes, one per rank."""
 
-    def __init__(self, source, loop, root, seed=1, event=None, resume=None, ranks=1, options=None):
-        self.source, self.loop, self.root, self.seed = source, loop, Path(root), seed
-        self.event, self.resume, self.ranks, self.options = event, resume, ranks, options or {}
+    def __init__(self, source, loop, root, ranks=1, seed=1, event=None, resume=None, **changes):
+        self.source, self.loop, self.root, self.ranks = source, loop, Path(root), ranks
+        self.seed, self.event, self.resume = seed, event, resume
+        # Other options, and other values of the program.
+        self.options, self.changes = changes.get("options", {}), changes.get("changes", {})
         self.end_path = self.root.with_name(f"{self.root.name}.end")
         self.log_path = self.root.with_name(f"{self.root.name}.log")
 
     def run(self):
         """Run it, and return a dict: its end, or "error", or "code" if its process ended otherwise."""
         self.root.mkdir(parents=True, exist_ok=True)
-        self.end_path.unlink(missing_ok=True)
+        for path in self.root.parent.glob(f"{self.end_path.name}*"):
+            path.unlink()
         port = str(free_port()) if self.ranks > 1 else None
         pids = [self._fork(rank, port) for rank in range(self.ranks)]
         codes = wait(pids, self.event is not None)
         if self.end_path.exists():
-            with self.end_path.open("rb") as file:
-                return {**pickle.load(file), "codes": codes}
+            end = {**read_pickle(self.end_path), "codes": codes}
+            if self.ranks > 1 and "weights" in end:
+                others = read_pickle(Path(f"{self.end_path}1"))
+                end["is_in_sync"] = not [*differences(end["weights"], others)]
+            return end
         return {"codes": codes, "log": self.log_path.read_text(errors="replace")[-2000:]}
 
     def run_here(self):
@@ -284,9 +334,8 @@ class Run:
             return 130
         except Exception as error:
             end, code = describe_error(error, points), 3
-        if rank == 0:
-            with self.end_path.open("wb") as file:
-                pickle.dump(end, file)
+        with open(f"{self.end_path}{rank or ''}", "wb") as file:
+            pickle.dump(end if rank == 0 else end.get("weights"), file)
         return code
 
     def _disk(self, event):
@@ -300,8 +349,21 @@ class Run:
         seed_everything(self.seed, verbose=False)
         program = module.build()
         program["options"] = {**program["options"], **self.options}
+        program["changes"], program["other_loader"] = self.changes, None
+        program["make_val"] = getattr(module, "make_val", None)
+        if "batch_size" in self.changes:
+            program["other_loader"] = module.make_train(self.changes["batch_size"])
+            if "from_epoch" not in self.changes:
+                program["train"] = program["other_loader"]
         end = RUNNERS[self.loop](program, str(self.root), points, self.resume, self.ranks, rank)
-        return {**plain(end), "files": files_of(self.root)}
+        return {"files": files_of(self.root), **plain(end)}
+
+
+def read_pickle(path):
+    if not path.exists():
+        return None
+    with path.open("rb") as file:
+        return pickle.load(file)
 
 
 def describe_error(error, points):
@@ -309,12 +371,18 @@ def describe_error(error, points):
     frames = traceback.extract_tb(error.__traceback__)
     return {
         "error": f"{type(error).__name__}: {error}",
-        "is_by_name": isinstance(error, TypeError | ValueError | FileNotFoundError)
-        and not points.counts["backward"]
-        and not is_foreign(frames),
+        "is_by_name": is_refusal(error, points) and not is_foreign(frames),
         "is_planned": isinstance(error, PlannedError),
         "where": "".join(traceback.format_exception(error)[-6:]),
     }
+
+
+def is_refusal(error, points):
+    """Return whether an error comes before the first batch, or names a hook's value that was not known before."""
+    if not isinstance(error, TypeError | ValueError | FileNotFoundError):
+        return False
+    late = ("on_train_batch_start: got -1", "training_step: got NoneType")
+    return not points.counts["backward"] or str(error).startswith(late)
 
 
 def is_foreign(frames):
@@ -366,13 +434,20 @@ def plain(value):
         return Numbers(f"numpy {value.dtype}", value.tolist())
     if isinstance(value, np.generic):
         return value.item()
-    if value is None or isinstance(value, str | int | float | complex | bytes):
+    if isinstance(value, str):
+        return plain_text(value)
+    if value is None or isinstance(value, int | float | complex | bytes | Numbers):
         return value
     return re.sub(r"0x[0-9a-f]+", "0x", repr(value))
 
 
 def plain_key(key):
-    return key if isinstance(key, str | int | float) else str(key)
+    return key if isinstance(key, int | float) else plain_text(str(key))
+
+
+def plain_text(text):
+    """Return a text without the folder of the run. A run that is killed early starts in the next version."""
+    return re.sub(r"version_\d+", "version_N", text.replace(os.getcwd(), "ROOT"))
 
 
 class Numbers:
@@ -388,7 +463,7 @@ class Numbers:
 # Values that depend on a clock or on the number of restarts.
 CLOCKS = {
     "time", "seconds", "eval_seconds", "samples_per_second", "time_elapsed", "elapsed", "duration", "created",
-    "written",
+    "written", "excluded_seconds", "saved_at",
 }  # fmt: skip
 
 

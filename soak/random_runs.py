@@ -28,325 +28,28 @@ from functools import partial
 from pathlib import Path
 from selectors import EVENT_READ, DefaultSelector
 
-import program_pieces as pieces
 import search_path  # noqa: F401
 import torch
 from program_runs import LOOPS, Run, differences
+from random_programs import (
+    SIMPLEST,
+    assemble,
+    draw,
+    is_lightning,
+    reduce_program,
+    script_of,
+    shapes_of,
+)
 from tqdm import tqdm
 from victim import quiet
 
-ORDERS = {**pieces.SAMPLERS, **pieces.BATCH_SAMPLERS}
-
-# ---- Drawing a description
-
-
-def draw(seed, number, ranks=1, killed=False, only=()):
-    """Draw the description of a program: the name of a shape for each dimension.
-
-    Args:
-        seed: The seed of all programs.
-        number: The number of this program.
-        ranks: The number of processes.
-        killed: Draw an event that ends the first run.
-        only: Pairs (dimension, shape) that the description must have.
-    """
-    generator = random.Random(f"{seed}/{number}/{ranks}/{killed}")
-    while True:
-        description = draw_once(generator, ranks, killed)
-        description["number"] = number
-        is_wanted = all(has_shape(description, *pair) for pair in only)
-        if is_wanted and is_possible(description):
-            return description
-
-
-def has_shape(description, dimension, shape):
-    value = description.get(dimension)
-    return shape in value if isinstance(value, list | dict) else str(value) == shape
-
-
-def draw_once(generator, ranks, killed):
-    def choose(names, odds=1.0, default=None):
-        return generator.choice(list(names)) if generator.random() < odds else default
-
-    style = choose(
-        ["functions", "module", "object", "object_list", "object_dict"], 0.6, "lightning"
-    )
-    loader = choose(pieces.LOADERS, 0.4, "dataloader")
-    is_stream = loader == "dataloader" and generator.random() < 0.15
-    data = choose(pieces.STREAMS if is_stream else pieces.DATASETS)
-    net = "sparse_embedding" if generator.random() < 0.03 else choose(pieces.NETS)
-    optimizer = choose(pieces.OPTIMIZERS, 0.8, "SGD")
-    description = {
-        "style": style,
-        "net": net,
-        "loader": loader,
-        "data": data,
-        "sampler": "none" if is_stream else choose(ORDERS),
-        "batch": choose(pieces.BATCHES, 0.5, "default"),
-        "workers": choose([2], 0.1, 0),
-        "persistent": choose([True], 0.5, False),
-        "drop_last": choose([True], 0.2, False),
-        "val": choose(pieces.VAL_LOADERS, 0.8, "one"),
-        "optimizer": "SparseAdam" if net == "sparse_embedding" else optimizer,
-        "scheduler": choose(pieces.SCHEDULERS, 0.6, "none"),
-        "interval": choose(["step", "epoch"]),
-        "frequency": choose([1, 1, 2, 3]),
-        "returned": choose(pieces.RETURNED),
-        "log": choose(pieces.LOGS) if style == "lightning" else "nothing",
-        "hyperparameters": choose(pieces.HYPERPARAMETERS, 0.4 * (style == "lightning"), "none"),
-        "callbacks": [],
-        "ranks": ranks,
-    }
-    if loader in pieces.OWN_LOADERS:
-        names = ("data", "sampler", "batch", "workers", "persistent", "drop_last")
-        description |= {name: SIMPLEST[name] for name in names}
-    if style == "lightning":
-        description["callbacks"] = [name for name in pieces.CALLBACKS if generator.random() < 0.05]
-    description["options"] = draw_options(generator, description)
-    description["event"] = draw_event(generator, ranks) if killed else None
-    return description
-
-
-def draw_options(generator, description):
-    options = {
-        "max_epochs": generator.choice([2, 3]),
-        "log_every_n_steps": generator.choice([1, 1, 3]),
-    }
-    rare = {
-        "accumulate_grad_batches": [2, 3],
-        "gradient_clip_val": [0.1, 1.0],
-        "gradient_clip_algorithm": ["value"],
-        "limit_train_batches": [4, 0.5],
-        "precision": ["64-true", "bf16-true", "bf16-mixed"],
-        "monitor": ["val_loss", "train_loss"],
-        "max_steps": [5, 9],
-        "validate_every_n_steps": [3],
-        "save_every_n_steps": [1, 2, 3],
-    }
-    for name, values in rare.items():
-        if generator.random() < 0.12:
-            options[name] = generator.choice(values)
-    return options
-
-
-def draw_event(generator, ranks):
-    kind = generator.choice(["SIGKILL"] * 4 + ["SIGTERM", "SIGINT", "error", "disk_full"])
-    points = {"disk_full": ["disk"], "SIGKILL": ["backward", "step", "batch", "disk", "disk"]}
-    return {
-        "kind": kind,
-        "at": generator.choice(points.get(kind, ["backward", "step", "batch"])),
-        "part": round(generator.random(), 4),
-        "rank": generator.randrange(ranks),
-    }
-
-
-def is_lightning(description):
-    return description["style"] == "lightning"
-
-
-# Programs that make no sense: (reason, condition).
-INVALID = [
-    ("a loader of its own takes no other data, sampler and batch",
-     lambda d: d["loader"] in pieces.OWN_LOADERS
-     and (d["data"], d["sampler"], d["batch"], d["workers"], d["drop_last"])
-     != ("tensors", "in_order", "default", 0, False)),
-    ("persistent workers need workers", lambda d: d["persistent"] and not d["workers"]),
-    ("SparseAdam and sparse gradients need each other",
-     lambda d: (d["optimizer"] == "SparseAdam") != (d["net"] == "sparse_embedding")),
-    ("torch does not clip sparse gradients",
-     lambda d: d["net"] == "sparse_embedding" and "gradient_clip_val" in d["options"]),
-    ("a batch sampler has its own batch size",
-     lambda d: d["sampler"] in pieces.BATCH_SAMPLERS and d["drop_last"]),
-    ("a clip algorithm needs a clip value",
-     lambda d: "gradient_clip_algorithm" in d["options"] and "gradient_clip_val" not in d["options"]),
-    ("a plateau scheduler needs a metric",
-     lambda d: d["scheduler"] == "ReduceLROnPlateau" and (d["val"] == "none" or d["interval"] == "step")),
-    ("val_loss needs a validation",
-     lambda d: d["options"].get("monitor") == "val_loss" and d["val"] == "none"),
-    ("several validation loaders have several losses",
-     lambda d: d["val"] == "two" and (not is_lightning(d) or "monitor" in d["options"]
-                                      or d["scheduler"] == "ReduceLROnPlateau")),
-    ("train_loss of a LightningModule needs a log",
-     lambda d: d["options"].get("monitor") == "train_loss" and d["log"] in ("nothing", "step")),
-    ("a fraction needs a length",
-     lambda d: d["options"].get("limit_train_batches") == 0.5
-     and (d["data"] in pieces.STREAMS or d["loader"] == "own_iterable")),
-    ("Lightning refuses to accumulate twice",
-     lambda d: "accumulation" in d["callbacks"] and "accumulate_grad_batches" in d["options"]),
-    ("callbacks that average weights exclude each other",
-     lambda d: len({"swa", "ema", "averages"} & set(d["callbacks"])) > 1),
-    ("rates need a scheduler and a logger", lambda d: "rates" in d["callbacks"]),
-    ("a ModelCheckpoint excludes the own options",
-     lambda d: {"model_checkpoint", "best_checkpoint"} & set(d["callbacks"])
-     and {"monitor", "save_every_n_steps"} & set(d["options"])),
-    ("Trainer has no validate_every_n_steps",
-     lambda d: is_lightning(d) and "validate_every_n_steps" in d["options"]),
-]  # fmt: skip
-
-# Programs in which torch or Lightning is inexact: (reason, condition).
-EXCLUDED = [
-    ("torch's fused SGD: its first step reads a bfloat16 momentum that nobody has set",
-     lambda d: d["optimizer"] == "SGD_fused" and d["options"].get("precision") == "bf16-true"),
-]  # fmt: skip
-
-
-# ---- Assembling a script
-
-
-def assemble(description):
-    """Return the source code of a program."""
-    d = description
-    samples = 26 if d["ranks"] == 1 else 28
-    # The steps log val_loss. If there is no validation, callbacks follow train_loss.
-    monitor = "val_loss" if d["val"] != "none" else "train_loss"
-    sampler_code, sampler = {"none": ("", "")}.get(d["sampler"]) or ORDERS[d["sampler"]]
-    is_own_loader = d["loader"] in pieces.OWN_LOADERS
-    is_several = d["loader"] in pieces.SEVERAL_LOADERS
-    parts = [
-        pieces.fill(pieces.HEADER, samples=samples),
-        "" if is_own_loader else {**pieces.DATASETS, **pieces.STREAMS}[d["data"]],
-        pieces.BATCHES[d["batch"]],
-        sampler_code,
-        pieces.fill(pieces.LOADERS[d["loader"]], arguments=loader_arguments(d, sampler)),
-        pieces.VAL_LOADERS[d["val"]],
-        pieces.LOSS_OF_SEVERAL if is_several else pieces.LOSS,
-        pieces.EVAL_LOSS if d["val"] != "none" else "",
-        pieces.NETS[d["net"]],
-        pieces.OPTIMIZER_CLASSES.get(d["optimizer"], ""),
-        make_optimizer(d),
-        *(pieces.CALLBACK_CLASSES.get(name, "") for name in d["callbacks"]),
-        without_unused_steps(d, pieces.STYLES[d["style"]]),
-    ]
-    values = {
-        "log": pieces.LOGS[d["log"]],
-        "returned": pieces.RETURNED[d["returned"]],
-        "validation": "" if d["val"] == "none" else ", validation_step=validation_step",
-        "val": "None" if d["val"] == "none" else "make_val()",
-        "hyperparameters": pieces.HYPERPARAMETERS.get(d["hyperparameters"], ""),
-        "callbacks": ", ".join(pieces.CALLBACKS[name] for name in d["callbacks"]),
-        "options": ", ".join(f"{name}={value!r}" for name, value in d["options"].items()),
-        "monitor": monitor,
-        "collate": "" if d["batch"] == "default" else ", collate_fn=collate",
-    }
-    source = join_source([pieces.fill(part, **values) for part in parts])
-    if d["batch"] == "default":
-        source = re.sub(r"get_xy\((batch|part)\)", r"\1", source)
-    return source
-
-
-def without_unused_steps(d, code):
-    """Remove the lines of a style that have no effect in this program."""
-    if d["val"] == "none":
-        code = re.sub(r"( *)def validation_step.*\n(?:\1    .*\n)*", "", code)
-    if d["hyperparameters"] == "none":
-        code = code.replace(", **hparams", "").replace("        self.save_hyperparameters()\n", "")
-    if d["log"] == "nothing":
-        code = code.replace("        $log\n", "")
-    return code if d["callbacks"] else code.replace(" callbacks=[$callbacks],\n               ", "")
-
-
-def loader_arguments(d, sampler):
-    arguments = [sampler] if sampler and sampler != "shuffle=False" else []
-    if not sampler.startswith("batch_sampler"):
-        arguments.append("batch_size=batch_size")
-        if d["drop_last"]:
-            arguments.append("drop_last=True")
-    if d["batch"] != "default":
-        arguments.append("collate_fn=collate")
-    if d["workers"]:
-        arguments.append(f"num_workers={d['workers']}, persistent_workers={d['persistent']}")
-    return ", ".join(arguments)
-
-
-def make_optimizer(d):
-    scheduler = pieces.SCHEDULERS[d["scheduler"]]
-    result = "return optimizer"
-    if scheduler is not None:
-        config = f'"scheduler": {scheduler}, "interval": "{d["interval"]}", "frequency": {d["frequency"]}'
-        if d["scheduler"] == "ReduceLROnPlateau":
-            config += ', "monitor": "val_loss"'
-        result = (
-            f'config = {{{config}}}\n    return {{"optimizer": optimizer, "lr_scheduler": config}}'
-        )
-    optimizer = pieces.OPTIMIZERS[d["optimizer"]]
-    return pieces.fill(pieces.MAKE_OPTIMIZER, optimizer=optimizer, result=result)
-
-
-def join_source(parts):
-    """Join pieces. Imports move to the top, and names that nothing uses are dropped."""
-    lines = [line for part in parts for line in part.splitlines() if line.strip()]
-    imports = dict.fromkeys(line for line in lines if re.match(r"(from|import) ", line))
-    body = [line for line in lines if line not in imports]
-    text = "\n".join(body)
-    kept = [line for line in imports if any(is_used(name, text) for name in imported_names(line))]
-    return "\n".join([*kept, *body]) + "\n"
-
-
-def imported_names(line):
-    names = line.split(" import ")[1] if line.startswith("from") else line.removeprefix("import ")
-    return [name.split(" as ")[-1].strip() for name in names.split(",")]
-
-
-def is_used(name, text):
-    return re.search(rf"\b{name}\b", text) is not None
-
-
-def script_of(description, source):
-    """Return a program as a script that compares its runs."""
-    event = description["event"]
-    call = f"check(__file__, ranks={description['ranks']}, event={event!r})"
-    return (
-        f'"""Number {description["number"]}: {", ".join(shapes_of(description))}."""\n{source}'
-        f'if __name__ == "__main__":\n    from random_runs import check\n    {call}\n'
-    )
-
-
-# ---- Reducing a program
-
-SIMPLEST = {
-    "workers": 0, "persistent": False, "callbacks": [], "hyperparameters": "none", "log": "nothing",
-    "returned": "loss", "frequency": 1, "interval": "epoch", "scheduler": "none", "optimizer": "SGD",
-    "batch": "default", "drop_last": False, "loader": "dataloader", "data": "tensors", "sampler": "in_order",
-    "val": "none", "net": "linear", "style": "functions", "ranks": 1,
-}  # fmt: skip
-# Options that each program has.
-FREE = ("max_epochs", "log_every_n_steps")
-
-
-def reduce_program(description, is_same):
-    """Return a description with fewer shapes, for which is_same is still True."""
-    changes = [(name, SIMPLEST[name]) for name in SIMPLEST if description[name] != SIMPLEST[name]]
-    changes += [("callbacks", name) for name in description["callbacks"][1:]]
-    changes += [("options", name) for name in description["options"] if name != "max_epochs"]
-    return apply_changes(description, [c for c in changes if c[0] != "ranks"], is_same)
-
-
-def apply_changes(description, changes, is_same):
-    """Apply all changes, or else try each half of them."""
-    if not changes:
-        return description
-    changed = dict(description)
-    for dimension, shape in changes:
-        if dimension == "options":
-            options = changed["options"].items()
-            shape = {name: value for name, value in options if name != shape}
-        elif dimension == "callbacks" and shape:
-            shape = [name for name in changed["callbacks"] if name != shape]
-        changed[dimension] = shape
-    if is_possible(changed) and is_same(changed):
-        return changed
-    if len(changes) == 1:
-        return description
-    half = len(changes) // 2
-    description = apply_changes(description, changes[:half], is_same)
-    return apply_changes(description, changes[half:], is_same)
-
-
-def is_possible(description):
-    return not any(is_in(description) for _, is_in in (*INVALID, *EXCLUDED))
-
-
 # ---- Checking a program
+
+ENDS = ("weights", "buffers", "attributes", "optimizers", "schedulers", "counters")
+# The results of a resumed run that equal those of the whole run, by the kind of event.
+ALL_ENDS = (*ENDS, "metrics", "rows", "modes", "random", "files")
+OWN_LOOPS = ("FabricLoop", "MiniLoop")
+OTHER = {"FabricLoop": "MiniLoop", "MiniLoop": "FabricLoop"}
 
 
 class Outcome:
@@ -361,113 +64,233 @@ class Outcome:
         if details:
             self.differences.append((kind, details[:6]))
 
+    def add_failure(self, kind, end):
+        problem = end.get("error", f"exit codes {end['codes']}")
+        self.differences.append((kind, [problem, end.get("where", end.get("log"))]))
 
-def check_source(source, folder, is_lightning, ranks=1, event=None):
-    """Run a program by its oracle and by both loops. Return the outcome."""
-    outcome = Outcome()
-    shutil.rmtree(folder, ignore_errors=True)
-    oracle_name = "Trainer" if is_lightning else "HandLoop"
-    oracle = (
-        Run(source, oracle_name, folder / oracle_name, ranks=ranks).run() if not event else None
-    )
-    ends = {}
-    for loop in ("FabricLoop", "MiniLoop"):
-        end = Run(source, loop, folder / loop, ranks=ranks).run()
-        if end.get("is_by_name"):
-            outcome.refusals[loop] = end["error"]
+
+class Check:
+    """Run a program by its oracle and by both loops, or with an event and without. Compare the results."""
+
+    def __init__(self, source, folder, is_lightning, ranks=1, event=None, loops=OWN_LOOPS):
+        self.source, self.folder, self.ranks, self.event = source, Path(folder), ranks, event
+        self.loops = loops
+        self.oracle = "Trainer" if is_lightning else "HandLoop"
+        self.outcome, self.ends = Outcome(), {}
+        shutil.rmtree(folder, ignore_errors=True)
+
+    def run(self, loop, name=None, **options):
+        return Run(
+            self.source, loop, self.folder / (name or loop), ranks=self.ranks, **options
+        ).run()
+
+    def check(self):
+        """Return the outcome."""
+        kind = self.event["kind"] if self.event else None
+        needs_oracle = kind in (None, "to_Trainer")
+        oracle = self.run(self.oracle) if needs_oracle else None
+        is_logged = kind is None and self.oracle == "Trainer"
+        for loop in self.loops:
+            self.add_end(loop, self.run(loop, changes={"is_logged": is_logged}), oracle)
+        if oracle is not None:
+            self.compare_with_oracle(oracle)
+        for loop, end in self.ends.items():
+            self.outcome.add(f"{loop} keeps another best file", best_differences(end))
+            if end.get("is_in_sync") is False:
+                self.outcome.add(f"{loop}: the processes have other weights", ["weights"])
+            if kind is not None:
+                self.check_event(loop, end, oracle)
+        if kind is None and len(self.ends) == 2:
+            self.outcome.add("MiniLoop differs from FabricLoop", loop_differences(self.ends))
+            self.outcome.compared.append("both loops")
+        return self.outcome
+
+    def add_end(self, loop, end, oracle):
+        """Keep the end of a run, or the reason why there is none."""
+        if "error" in end and not end["is_by_name"] and oracle is None:
+            oracle = self.run(self.oracle)
+        if "weights" in end:
+            self.ends[loop] = end
+        elif end.get("is_by_name"):
+            self.outcome.refusals[loop] = end["error"]
+        elif "MisconfigurationException" in end.get("error", ""):
+            # Lightning refuses the program, too.
+            self.outcome.is_invalid = True
         elif "error" in end and oracle is not None and "error" in oracle:
-            outcome.is_invalid = True
-        elif "weights" not in end:
-            outcome.add(
-                f"{loop} failed",
-                [end.get("error", str(end["codes"])), end.get("where", end.get("log"))],
-            )
+            self.outcome.is_invalid = True
         else:
-            ends[loop] = end
-    if oracle is not None:
-        compare_with_oracle(outcome, oracle_name, oracle, ends)
-    if event is None and len(ends) == 2:
-        outcome.add("MiniLoop differs from FabricLoop", compare_loops(ends))
-        outcome.compared.append("both loops")
-    if event is not None:
-        for loop, end in ends.items():
-            check_event(outcome, source, loop, folder, end, event, ranks)
-    return outcome
+            self.outcome.add_failure(f"{loop} failed", end)
+
+    def compare_with_oracle(self, oracle):
+        if "weights" not in oracle:
+            self.outcome.is_invalid = True
+            if "MisconfigurationException" in oracle.get("error", ""):
+                self.outcome.refusals[self.oracle] = oracle["error"]
+            elif self.ends:
+                self.outcome.add_failure(f"only {self.oracle} failed", oracle)
+            return
+        for loop, end in self.ends.items():
+            found = part_differences(ENDS, oracle, end)
+            if self.oracle == "Trainer" and loop == "FabricLoop":
+                found += differences(oracle["metrics"], end["metrics"], "metrics", is_subset=True)
+                names = ["logged", "validated", "random"] if self.event is None else ["random"]
+                found += part_differences(names, oracle, end)
+            # A run by steps has a row per validation.
+            if self.oracle == "HandLoop" and len(oracle["rows"]) == len(end["rows"]):
+                found += differences(oracle["rows"], end["rows"], "rows", 1e-4, is_subset=True)
+            self.outcome.add(f"{loop} differs from {self.oracle}", found)
+            self.outcome.compared.append(f"{loop} and {self.oracle}")
+
+    # Events
+
+    def check_event(self, loop, whole, oracle):
+        """Compare a run that was interrupted with the whole run."""
+        kind = self.event["kind"]
+        name = f"{loop}_{kind}"
+        finish = getattr(self, f"finish_{kind}", self.finish_interrupted)
+        result = finish(loop, name, whole, oracle)
+        if result is None:
+            return
+        expected, end, parts = result
+        where = f" at {self.event['at']}" if finish == self.finish_interrupted else ""
+        what = f"{loop} after {kind}{where}"
+        if self.crosses(loop):
+            what += f", continued by {OTHER[loop]}"
+        if "weights" in end:
+            found = part_differences(parts, expected, end)
+            if expected["options"].get("save_last") is False:
+                # The file of an interrupted run stays.
+                found = [line for line in found if line != "files/checkpoints/run/last.ckpt: more"]
+            self.outcome.add(what, found)
+            self.outcome.compared.append(f"{loop} after {kind}")
+        elif end.get("is_by_name") and (self.crosses(loop) or "Trainer" in kind):
+            self.outcome.refusals[f"{loop} after {kind}"] = end["error"]
+        else:
+            self.outcome.add_failure(f"{what}: failed", end)
+
+    def finish_interrupted(self, loop, name, whole, oracle):
+        """End a run at a point, once or twice, and resume it by a fresh model."""
+        visits = whole["counts"].get(self.event["at"], 0)
+        n = 1 + int(self.event["part"] * visits)
+        numbers = (
+            [n, 1 + int(self.event["part"] * (visits - n))] if self.event["is_repeated"] else [n]
+        )
+        if not visits:
+            return None
+        for n in numbers:
+            end = self.run(
+                loop, name, event={**self.event, "n": n}, resume="auto", seed=self.seed_of(name)
+            )
+            if self.event["kind"] == "error" and "error" in end and not end["is_planned"]:
+                self.outcome.add_failure(f"{loop} raised another error than the program", end)
+            if "hang" in end["codes"]:
+                self.outcome.add_failure(f"{loop} hangs after {self.event['kind']}", end)
+        return whole, *self.resume(loop, name)
+
+    def crosses(self, loop):
+        """Return whether the other loop continues, which it does only if it accepts the program."""
+        return self.event["crosses"] and OTHER[loop] in self.ends
+
+    def seed_of(self, name):
+        """Return another seed for a resumed run, because it takes no random number from its seed."""
+        return 99 if any((self.folder / name).rglob("*.ckpt")) else 1
+
+    def resume(self, loop, name, **options):
+        """Resume a run by a fresh model. Return its end, and the parts to compare."""
+        finisher = OTHER[loop] if self.crosses(loop) else loop
+        end = self.run(finisher, name, seed=self.seed_of(name), resume="auto", **options)
+        return end, ALL_ENDS if finisher == loop else ENDS
+
+    def fewer_epochs(self):
+        module_options = build_options(self.source)
+        return {"max_epochs": module_options["max_epochs"] - 1}
+
+    def finish_more_epochs(self, loop, name, whole, oracle):
+        self.run(loop, name, options=self.fewer_epochs())
+        return whole, *self.resume(loop, name)
+
+    def finish_new_monitor(self, loop, name, whole, oracle):
+        """Follow another metric after the resume. The best file is then of the last epoch."""
+        self.run(loop, name, options={**self.fewer_epochs(), "monitor": "train_loss"})
+        end, parts = self.resume(loop, name, options={"monitor": "val_loss"})
+        if "files" in end:
+            best = end["files"].get("checkpoints/run/best.ckpt", {}).get("global_step")
+            if best != end["counters"][1]:
+                self.outcome.add(f"{loop} keeps a file of the old monitor", [f"step {best}"])
+        return whole, end, [part for part in parts if part != "files"]
+
+    def finish_other_batch_size(self, loop, name, whole, oracle):
+        changes = {"batch_size": 6, "from_epoch": self.fewer_epochs()["max_epochs"]}
+        expected = self.run("HandLoop", f"{name}_by_hand", changes=changes)
+        self.run(loop, name, options=self.fewer_epochs())
+        end, _ = self.resume(loop, name, changes={"batch_size": 6})
+        return expected, end, ENDS
+
+    def finish_to_Trainer(self, loop, name, whole, oracle):
+        self.run(loop, name, options=self.fewer_epochs())
+        paths = list((self.folder / name).rglob("last.ckpt"))
+        if not paths or "weights" not in oracle:
+            return None
+        return oracle, self.run("Trainer", f"{name}_2", resume=str(paths[0]), seed=99), ENDS
+
+    def finish_from_Trainer(self, loop, name, whole, oracle):
+        end = self.run("Trainer", name, options=self.fewer_epochs(), changes={"save": True})
+        if "weights" not in end:
+            return None
+        path = self.folder / name / "saved.ckpt"
+        return whole, self.run(loop, f"{name}_2", resume=str(path), seed=99), ENDS
 
 
-def compare_with_oracle(outcome, name, oracle, ends):
-    if "weights" not in oracle:
-        if ends:
-            problem = oracle.get("error", str(oracle["codes"]))
-            outcome.add(f"only {name} failed", [problem, oracle.get("where", oracle.get("log"))])
-        outcome.is_invalid = True
-        return
-    for loop, end in ends.items():
-        found = []
-        for part in ("weights", "optimizers", "schedulers", "counters", "attributes", "buffers"):
-            found += differences(oracle[part], end[part], part)
-        if name == "Trainer" and loop == "FabricLoop":
-            found += differences(oracle["metrics"], end["metrics"], "metrics", is_subset=True)
-            found += differences(oracle["random"], end["random"], "random")
-        if name == "HandLoop":
-            found += differences(oracle["rows"], end["rows"], "rows", 1e-4, is_subset=True)
-        outcome.add(f"{loop} differs from {name}", found)
-        outcome.compared.append(f"{loop} and {name}")
+def check_description(description, folder, loops=OWN_LOOPS):
+    """Check the program of a description. Return the outcome."""
+    source, ranks, event = assemble(description), description["ranks"], description["event"]
+    return Check(source, folder, is_lightning(description), ranks, event, loops).check()
 
 
-def compare_loops(ends):
-    """Yield the differences between FabricLoop and MiniLoop."""
+def build_options(source):
+    """Return the options in a source, without building its model."""
+    text = source[source.rindex("options=dict(") :]
+    return eval(text[len("options=") : text.index("\n")].removesuffix(")"))
+
+
+def part_differences(parts, expected, found):
+    """List the differences of two ends in these parts."""
+    return [line for part in parts for line in differences(expected[part], found[part], part)]
+
+
+def loop_differences(ends):
+    """List the differences between FabricLoop and MiniLoop."""
     first, second = ends["FabricLoop"], ends["MiniLoop"]
-    for part in (
-        "weights",
-        "optimizers",
-        "schedulers",
-        "counters",
-        "rows",
-        "attributes",
-        "buffers",
-    ):
-        yield from differences(first[part], second[part], part)
     names = ("state_dict", "optimizer_states", "lr_schedulers", "epoch", "global_step")
-    files = [
-        {
-            name: {key: part for key, part in content.items() if key in names}
-            if name.endswith("ckpt")
-            else content
-            for name, content in end["files"].items()
-        }
-        for end in (first, second)
-    ]
-    yield from differences(*files, "files")
+
+    def shared_files(end):
+        files = {}
+        for name, content in end["files"].items():
+            if name.endswith("ckpt"):
+                content = {key: part for key, part in content.items() if key in names}
+            files[name] = content
+        return files
+
+    found = part_differences((*ENDS, "rows"), first, second)
+    return found + list(differences(shared_files(first), shared_files(second), "files"))
 
 
-def check_event(outcome, source, loop, folder, whole, event, ranks):
-    """End a run by an event, resume it by a fresh model, and compare it with the whole run."""
-    visits = whole["counts"].get(event["at"], 0)
-    if not visits:
-        return
-    event = {**event, "n": 1 + int(event["part"] * visits)}
-    root = folder / f"{loop}_{event['kind']}"
-    Run(source, loop, root, ranks=ranks, event=event).run()
-    is_saved = any(root.rglob("*.ckpt"))
-    # A resumed run takes no random number from its own seed.
-    end = Run(source, loop, root, seed=99 if is_saved else 1, resume="auto", ranks=ranks).run()
-    outcome.compared.append(f"{loop} after {event['kind']}")
-    if "weights" not in end:
-        if not end.get("is_by_name"):
-            problem = end.get("error", str(end["codes"]))
-            outcome.add(
-                f"{loop} resumed after {event['kind']} failed",
-                [problem, end.get("where", end.get("log"))],
-            )
-        else:
-            outcome.refusals[f"{loop} resumed"] = end["error"]
-        return
-    found = []
-    for part in ("weights", "optimizers", "schedulers", "counters", "metrics", "rows", "attributes",
-                 "buffers", "modes", "random", "files"):  # fmt: skip
-        found += differences(whole[part], end[part], part)
-    outcome.add(f"{loop} resumed after {event['kind']} at {event['at']}", found)
+def best_differences(end):
+    """Compare best.ckpt with the row that has the best value of the monitor."""
+    best = end["files"].get("checkpoints/run/best.ckpt")
+    monitor, rows = end["options"].get("monitor"), end["rows"]
+    is_validated_more_often = "val_check_interval" in end["options"]
+    if (
+        best is None
+        or monitor is None
+        or is_validated_more_often
+        or not all(monitor in row for row in rows)
+    ):
+        return []
+    scores = [row[monitor] for row in rows]
+    expected = rows[scores.index(min(scores))]["step"]
+    found = best["global_step"]
+    return [] if found == expected else [f"step {found} instead of {expected}"]
 
 
 def check(path, ranks=1, event=None):
@@ -475,7 +298,7 @@ def check(path, ranks=1, event=None):
     source = Path(path).read_text().split("\nif __name__ ==")[0] + "\n"
     folder = Path(tempfile.mkdtemp())
     quiet()
-    outcome = check_source(source, folder, "pl.LightningModule" in source, ranks, event)
+    outcome = Check(source, folder, "pl.LightningModule" in source, ranks, event).check()
     for loop, message in outcome.refusals.items():
         print(f"{loop} refuses: {message}")
     for kind, details in outcome.differences:
@@ -546,27 +369,19 @@ def count_text(counts):
 
 
 def run_numbers(numbers, options, folder, pipe):
-    """Check the programs with these numbers, and write (description, outcome, script path) to a pipe."""
+    """Check the programs with these numbers, and write each result to a pipe."""
     warm_up(folder / "warm")
     # The causes found, each with the shapes of its reduced program.
     causes = []
     for number in numbers:
         description = draw(options.seed, number, options.ranks, options.killed, options.only)
-        source = assemble(description)
-        script_path = None
-        outcome = check_source(
-            source, folder / "runs", is_lightning(description), options.ranks, description["event"]
-        )
-        reduced = description
+        outcome = check_description(description, folder / "runs", options.loops)
+        # Reduce a program for a cause in FabricLoop first.
+        outcome.differences.sort(key=lambda item: "FabricLoop" not in item[0].split()[0])
+        reduced, script_path = description, None
         if outcome.differences:
-            cause = cause_of(outcome)
-            shapes = set(shapes_of(description))
-            is_known = any(cause == other and known <= shapes for other, known in causes)
-            if options.reduce and not is_known:
-                reduced = reduce_program(
-                    description, partial(has_difference, cause, folder / "runs")
-                )
-                causes.append((cause, set(shapes_of(reduced))))
+            if options.reduce:
+                reduced = reduce_new_causes(description, outcome, causes, folder / "runs")
             script_path = options.scripts / f"run_{options.seed}_{number}.py"
             script_path.write_text(script_of(reduced, assemble(reduced)))
         pickle.dump((description, outcome, str(script_path), shapes_of(reduced)), pipe)
@@ -574,35 +389,31 @@ def run_numbers(numbers, options, folder, pipe):
         shutil.rmtree(folder / "runs", ignore_errors=True)
 
 
-def cause_of(outcome):
-    """Return the kind of the first difference, and the part that differs."""
-    kind, details = outcome.differences[0]
+def reduce_new_causes(description, outcome, causes, folder):
+    """Reduce a program for each cause that is not known. Return the first reduced description."""
+    reduced = None
+    for cause in dict.fromkeys(map(cause_of, outcome.differences)):
+        shapes = set(shapes_of(description))
+        if not any(cause == other and known <= shapes for other, known in causes):
+            found = reduce_program(description, partial(has_difference, cause, folder))
+            causes.append((cause, set(shapes_of(found))))
+            reduced = reduced or found
+    return reduced or description
+
+
+def cause_of(difference):
+    """Return the kind of a difference, and the part that differs."""
+    kind, details = difference
     return kind, re.split(r"[/:\d]", first_line(details))[0]
 
 
 def has_difference(cause, folder, description):
     """Return whether a program differs for this cause."""
-    outcome = check_source(
-        assemble(description),
-        folder,
-        is_lightning(description),
-        description["ranks"],
-        description["event"],
-    )
-    return bool(outcome.differences) and cause_of(outcome) == cause
-
-
-def shapes_of(description):
-    """Return the shapes that are not the simplest ones."""
-    shapes = []
-    for dimension, shape in description.items():
-        if dimension == "options":
-            shapes += [f"{name}={value!r}" for name, value in shape.items() if name not in FREE]
-        elif dimension == "callbacks":
-            shapes += [f"callback={name}" for name in shape]
-        elif dimension not in ("event", "number") and shape != SIMPLEST.get(dimension):
-            shapes.append(f"{dimension}={shape}")
-    return shapes
+    loops = [loop for loop in OWN_LOOPS if loop in cause[0]]
+    if description["event"] and description["event"]["crosses"]:
+        loops = OWN_LOOPS
+    outcome = check_description(description, folder, loops or OWN_LOOPS)
+    return cause in map(cause_of, outcome.differences)
 
 
 def warm_up(folder):
@@ -687,6 +498,13 @@ def parse_options(arguments=None):
     parser.add_argument("--ranks", type=int, default=1, help="processes of a run, through gloo (1)")
     parser.add_argument(
         "--killed", action="store_true", help="end each run by an event, and resume it"
+    )
+    parser.add_argument(
+        "--loops",
+        nargs="+",
+        choices=OWN_LOOPS,
+        default=OWN_LOOPS,
+        help="the loops to compare (both)",
     )
     parser.add_argument(
         "--only", action="append", default=[], metavar="DIMENSION=SHAPE", help="may be repeated"

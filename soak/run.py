@@ -7,10 +7,11 @@
 Parts: `workers` is soak/elastic.py (a worker killed under torchrun), `workers_sharded` with a sharded model,
 `launchers` is soak/launchers.py (launchers x strategies x methods, and signals to torchrun),
 `kills` and `ranks` are tests/faults/kills.py with one process and with two, `sharded` with a sharded model on two,
-`configurations` is soak/configurations.py (one in twenty with two processes), `beside` is soak/beside.py
-(random configurations by Trainer and here), `sweep` is tests/faults/sweep.py (every operation on the disk fails once in each
-way), `reads` is soak/reads.py (every look at it), `raised` is tests/training/test_raised_anywhere.py (an exception at
-every hook and call), `syscalls` is soak/syscalls.py (real system calls fail, below Python; needs a C compiler).
+`programs` is soak/random_runs.py (random programs by both loops and by an oracle), `programs2` with two processes,
+`killed` and `killed2` end them by an event and resume them, `sweep` is tests/faults/sweep.py (every operation on the
+disk fails once in each way), `reads` is soak/reads.py (every look at it), `raised` is
+tests/training/test_raised_anywhere.py (an exception at every hook and call), `syscalls` is soak/syscalls.py (real
+system calls fail, below Python; needs a C compiler).
 A seed is printed, and gives the same instants and inputs again, as far as clocks allow. Ends with 1 if anything was lost.
 """
 
@@ -28,9 +29,10 @@ ROOT = Path(__file__).parents[1]
 FAULTS = ROOT / "tests" / "faults"
 SOAK = ROOT / "soak"
 PARTS = (
-    "configurations",
-    "configurations2",
-    "beside",
+    "programs",
+    "killed",
+    "programs2",
+    "killed2",
     "kills",
     "syscalls",
     "ranks",
@@ -48,7 +50,7 @@ SKIPPED = 77  # the exit code of a part that this machine cannot run
 def command_of(part, options, seed):
     """Return the command of one part."""
     python = [sys.executable]
-    drawn = [*python, SOAK / "configurations.py", "--seed", seed]
+    programs = [*python, SOAK / "random_runs.py", "--seed", seed]
     if part.startswith("workers"):
         more = ["--sharded"] if part == "workers_sharded" else []
         return [
@@ -82,9 +84,10 @@ def command_of(part, options, seed):
             seed,
         ],
         "launchers": [*python, SOAK / "launchers.py"],
-        "configurations": [*drawn, "--count", options.configurations],
-        "configurations2": [*drawn, "--count", options.configurations // 20, "--ranks", 2],
-        "beside": [*python, SOAK / "beside.py", "--seed", seed, "--count", options.beside],
+        "programs": [*programs, "--count", options.programs],
+        "programs2": [*programs, "--count", options.programs // 10, "--ranks", 2],
+        "killed": [*programs, "--count", options.killed, "--killed"],
+        "killed2": [*programs, "--count", options.killed // 10, "--killed", "--ranks", 2],
         "sweep": [*python, FAULTS / "sweep.py", "--buffer", options.buffer],
         "reads": [*python, SOAK / "reads.py", "--every", "1"],
         "raised": [*python, ROOT / "tests" / "training" / "test_raised_anywhere.py"],
@@ -169,23 +172,12 @@ def rows_of(part, seconds, figures):
         return [
             ("failing system calls", figures["faults"], len(figures["losses"]), seconds, remark)
         ]
-    if part.startswith("configurations"):
-        what = f"random configurations, {figures['ranks']} process{'es' * (figures['ranks'] > 1)}"
-        ends = ", ".join(f"{kind} {count}" for kind, count in figures["ends"].items())
-        lost = len(figures["losses"]) + len(figures["refused"])
-        return [
-            (
-                what,
-                figures["configurations"],
-                lost,
-                seconds,
-                f"{ends}; {figures['resumed']} resumed from a file",
-            )
-        ]
-    if part == "beside":
-        what, lost = "random configurations, beside Trainer", len(figures["losses"])
-        remark = f"the same bits; {figures['refused']} refused by both; seed {figures['seed']}"
-        return [(what, figures["configurations"], lost, seconds, remark)]
+    if part.startswith(("programs", "killed")):
+        kind = "random programs, killed and resumed" if figures["killed"] else "random programs"
+        what = f"{kind}, {figures['ranks']} process{'es' * (figures['ranks'] > 1)}"
+        refused = ", ".join(f"{loop} {count}" for loop, count in figures["refused"].items())
+        remark = f"refused by name: {refused}; seed {figures['seed']}"
+        return [(what, figures["programs"], len(figures["losses"]), seconds, remark)]
     if part == "sweep":
         kinds = ", ".join(f"{kind} {count}" for kind, count in figures["faults"].items())
         remark = f"{kinds}; {figures['operations']} operations in a run"
@@ -224,11 +216,9 @@ def main():
         "--worker-kills", type=int, default=100, help="SIGKILLs of a worker under torchrun (100)"
     )
     parser.add_argument("--faults", type=int, default=1000, help="system calls that fail (1000)")
+    parser.add_argument("--programs", type=int, default=2000, help="random programs (2000)")
     parser.add_argument(
-        "--configurations", type=int, default=3000, help="random configurations (3000)"
-    )
-    parser.add_argument(
-        "--beside", type=int, default=1000, help="random configurations beside Trainer (1000)"
+        "--killed", type=int, default=500, help="random programs that are killed (500)"
     )
     parser.add_argument(
         "--buffer", type=int, default=1, help="bytes that a save of the sweep writes at a time (1)"

@@ -17,9 +17,7 @@ import hand_loop
 
 def check(name, event=None, **shapes):
     description = {**runs.SIMPLEST, "options": {"max_epochs": 2}, "event": event, **shapes}
-    source, folder = runs.assemble(description), Path(tempfile.mkdtemp())
-    is_lightning = description["style"] == "lightning"
-    outcome = runs.check_source(source, folder, is_lightning, event=event)
+    outcome = runs.check_description(description, Path(tempfile.mkdtemp()))
     found[name] = [outcome.compared, outcome.differences, outcome.refusals]
 
 found = {}
@@ -27,7 +25,8 @@ runs.warm_up(Path(tempfile.mkdtemp()))
 check("functions", val="one")
 check("lightning", style="lightning", net="dropout", log="both", sampler="shuffle", val="one")
 check("stream", data="stream", scheduler="StepLR")
-check("killed", {"kind": "SIGKILL", "at": "batch", "part": 0.6, "rank": 0}, net="dropout")
+event = {"kind": "SIGKILL", "at": "batch", "part": 0.6, "rank": 0, "is_repeated": True, "crosses": False}
+check("killed", event, net="dropout")
 parse_optimizer = hand_loop.parse_optimizer
 
 def parse_wrongly(value):
