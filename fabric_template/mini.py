@@ -77,6 +77,9 @@ SMALLEST |= {"validate_every_n_steps": 1, "log_every_n_steps": 0, "gradient_clip
 LOG_ARGUMENTS = {"reduce_fx": "mean", "enable_graph": False, "sync_dist_group": None}
 LOG_ARGUMENTS |= {"rank_zero_only": False, "add_dataloader_idx": True, "logger": True}
 END: Any = object()  # Marks the end of a loader.
+# The attributes of each nn.Module, and the classes of random generators.
+MODULE_ATTRIBUTES = vars(nn.Module()).keys()
+GENERATORS = (torch.Generator, random.Random, np.random.Generator, np.random.RandomState)
 OPEN_LOCKS: list[IO[str]] = []
 
 
@@ -238,7 +241,7 @@ class MiniLoop:
         self._call("on_train_start")
         if self._resumed_state is not None:
             # Draw no random numbers between this line and the first batch.
-            set_rng_state(self._resumed_state, self._generators)
+            self._load_state(self._resumed_state)
         while not self._is_done():
             self._train_epoch()
         self._call("on_train_end")
@@ -364,16 +367,33 @@ class MiniLoop:
     def _start_batches(self) -> None:
         """Create the iterator of the epoch. After a resume, skip the finished batches."""
         set_epoch(self.train_loader, self.current_epoch)
-        state = get_rng_state(self._generators)
+        state = self._state()
         if self.batches_done == 0:
             self._epoch_start = state
         # After a resume, draw the same order of samples again.
-        set_rng_state(self._epoch_start, self._generators)
+        self._load_state(self._epoch_start)
         self._batches = mark_last(iter(self.train_loader), self.num_training_batches)
         if self.batches_done > 0:
             for _ in range(self.batches_done):
                 next(self._batches)
-            set_rng_state(state, self._generators)
+            self._load_state(state)
+
+    def _state(self) -> dict[str, Any]:
+        """Return the random states, and what has changed in the attributes of model and loaders."""
+        changed = {}
+        for place, part in self._parts.items():
+            state, start = plain_state(part), self._start_states.get(place, {})
+            state = {k: v for k, v in state.items() if k not in start or not is_same(v, start[k])}
+            if state:
+                changed[place] = state
+        return {**get_rng_state(), "parts": changed}
+
+    def _load_state(self, state: dict[str, Any]) -> None:
+        set_rng_state(state)
+        for place, changed in state.get("parts", {}).items():
+            is_of_loader = place.startswith(("train ", "val "))
+            changed = changed if is_of_loader else self.fabric.to_device(changed)
+            load_plain_state(self._parts.get(place), changed)
 
     def _train_batches(self) -> Iterator[Any]:
         """Yield the remaining batches of the epoch. Set _is_last before the last batch."""
@@ -433,11 +453,11 @@ class MiniLoop:
         is_due = self._is_last if self._every is None else self.global_step % self._every == 0
         if self.val_loader is None or not (is_due or self.should_stop):
             return False
-        state = get_rng_state(self._generators)
+        state = get_rng_state()
         self._validate()
         if not is_due:
             # A resumed run does not repeat a validation that should_stop has caused.
-            set_rng_state(state, self._generators)
+            set_rng_state(state)
         return True
 
     def _validate(self) -> None:
@@ -649,7 +669,7 @@ class MiniLoop:
     def _build_checkpoint(self) -> dict[str, Any]:
         """Return a checkpoint in Lightning's format, with MiniLoop's own state under one key."""
         is_in_epoch = self.batches_done > 0
-        of_process = {"rng": get_rng_state(self._generators), "epoch_start": self._epoch_start}
+        of_process = {"rng": self._state(), "epoch_start": self._epoch_start}
         of_process |= {"sums": self._sums, "callback_metrics": self.callback_metrics}
         kept = {} if self.best_score is None else {"best.ckpt": self.best_score}
         counts = {name: {"rows": n, "columns": c} for name, (n, c) in self._tables.items()}
@@ -853,7 +873,11 @@ class MiniLoop:
             reset_seed()
         seed = int(os.environ.get("PL_GLOBAL_SEED", 0))
         self._sampler_seed = resumed.get("fabric_template", {}).get("sampler_seed", seed)
-        self._generators = find_generators([self.model, *parts_of(train), *parts_of(val)])
+        parts = {**dict(self.network.named_modules()), "": self.model}
+        parts.update((f"train {name}", part) for name, part in parts_of(train).items())
+        parts.update((f"val {name}", part) for name, part in parts_of(val).items())
+        places = {id(part): place for place, part in parts.items()}
+        self._parts = {place: parts[place] for place in places.values()}
         self.train_loader, self.val_loader = self._share(train, True), self._share(val, False)
         self._every = None if val is None else self.validate_every_n_steps
         self._sums = [{}] if self._every is None else [{}, {}]
@@ -926,6 +950,9 @@ class MiniLoop:
         self.optimizer, self.schedulers, self._learning_rate = optimizers[0], [], math.nan
         needs_closure = isinstance(self.optimizer, torch.optim.LBFGS)
         needs_closure = needs_closure or hasattr(self.optimizer, "first_step")
+        with suppress(OSError, TypeError):
+            source = inspect.getsource(type(self.optimizer).step)
+            needs_closure = needs_closure or ("closure()" in source and "if closure" not in source)
         check(not needs_closure, f"optimizer: got {kinds}, which needs a closure. Use FabricLoop.")
         own = set(self.network.parameters())
         given = [p for group in self.optimizer.param_groups for p in group["params"]]
@@ -942,6 +969,15 @@ class MiniLoop:
             check_scheduler(config, self.optimizer)
             self.schedulers.append(config)
         self._hparams = find_hparams(self.model)
+        # Save the attributes that have changed since the start, and all random states.
+        self._start_states = {
+            place: {
+                name: value
+                for name, value in plain_state(part).items()
+                if not isinstance(getattr(part, name), GENERATORS)
+            }
+            for place, part in self._parts.items()
+        }
         if resumed:
             self._check_resume(resumed)
         if not self._is_lightning_module and not self.network.training:
@@ -962,12 +998,16 @@ class MiniLoop:
         check(is_own, "resume: got a checkpoint of another loop. Use FabricLoop, or load=.")
         text = f"resume: got max_epochs={self.max_epochs} and a checkpoint of epoch {epochs}."
         check(not -1 < (self.max_epochs or 0) < epochs, f"{text} Write a larger max_epochs.")
-        given: Any = len(self._generators)
-        saved: Any = len(ranks[0]["rng"].get("generators", []))
-        text = f"resume: got {given} random generators in loaders and model, expected {saved}"
-        check(given == saved, f"{text} as in the saved run. Use the loop that has saved it.")
-        given = self.num_training_batches, self.fabric.world_size
-        saved = progress.get("num_batches"), len(ranks)
+        has_generators = any(
+            isinstance(value, GENERATORS)
+            for part in self._parts.values()
+            for value in getattr(part, "__dict__", {}).values()
+        )
+        text = "resume: got random generators in loaders or model, and a checkpoint without their"
+        is_complete = "parts" in ranks[0]["rng"] or not has_generators
+        check(is_complete, f"{text} states. Use FabricLoop, which has saved it.")
+        given: Any = self.num_training_batches, self.fabric.world_size
+        saved: Any = progress.get("num_batches"), len(ranks)
         text = f"resume: got (batches, processes) {given}, expected {saved} as in the saved epoch."
         check(not is_in_epoch or given == saved, f"{text} Use the same batch size, or load=.")
         given, saved = len(self.schedulers), len(checkpoint["lr_schedulers"])
@@ -1163,16 +1203,17 @@ def check_loader(loader: Any, argument: str) -> None:
     check(not getattr(loader, "persistent_workers", False), f"{text} Remove it, or use FabricLoop.")
 
 
-def parts_of(loader: Any) -> list[Any]:
+def parts_of(loader: Any) -> dict[str, Any]:
     """Return a loader, its samplers, its data set and its collate function."""
-    names = ("batch_sampler", "sampler", "dataset", "collate_fn")
-    batch_sampler, *others = (getattr(loader, name, None) for name in names)
-    return [loader, batch_sampler, getattr(batch_sampler, "sampler", None), *others]
+    names = ("sampler", "batch_sampler", "dataset", "collate_fn")
+    parts = {name: getattr(loader, name, None) for name in names}
+    parts["inner sampler"] = getattr(parts["batch_sampler"], "sampler", None)
+    return {"loader": loader, **parts}
 
 
 def set_epoch(loader: Any, epoch: int) -> None:
-    for part in {id(part): part for part in parts_of(loader)[:4]}.values():
-        if hasattr(part, "set_epoch"):
+    for part in {id(part): part for part in parts_of(loader).values()}.values():
+        if hasattr(part, "set_epoch") and part is not getattr(loader, "dataset", None):
             part.set_epoch(epoch)
 
 
@@ -1233,18 +1274,70 @@ def load_optimizer(optimizer: Any, saved: dict[str, Any]) -> None:
                 current[name] = value.to(current[name].device)
 
 
-# Random generators
+# State that no state_dict() has
 
 
-def find_generators(parts: list[Any]) -> list[Any]:
-    """Return the random generators in the attributes of objects."""
-    kinds = torch.Generator | random.Random | np.random.Generator | np.random.RandomState
-    values = [value for part in parts for value in getattr(part, "__dict__", {}).values()]
-    return list({id(value): value for value in values if isinstance(value, kinds)}.values())
+def plain_state(part: Any) -> dict[str, Any]:
+    """Return copies of the numbers, text and tensors, and of the random states, of an object."""
+    values, is_module = {**getattr(part, "__dict__", {})}, isinstance(part, nn.Module)
+    if is_module:
+        values = {name: values[name] for name in values if name not in MODULE_ATTRIBUTES}
+        values.update((name, part._buffers[name]) for name in part._non_persistent_buffers_set)
+    found = {}
+    for name, value in values.items():
+        if isinstance(value, GENERATORS):
+            found[name] = random_state(value)
+        elif is_plain(value, None if is_module else 10_000):
+            # Large containers and a data set's large tensors are data, which nothing changes.
+            found[name] = apply_to_collection(value, Tensor, lambda t: t.detach().clone())
+    return found
 
 
-def get_rng_state(generators: list[Any]) -> dict[str, Any]:
-    """Return the states of this process's random generators, and of the given ones."""
+def load_plain_state(part: Any, state: dict[str, Any]) -> None:
+    for name, value in state.items() if part is not None else ():
+        places = [vars(part), part._buffers if isinstance(part, nn.Module) else {}]
+        current = getattr(part, name, None)
+        if isinstance(current, np.random.Generator):
+            current.bit_generator.state = value
+        elif isinstance(current, random.Random):
+            current.setstate(value)
+        elif isinstance(current, torch.Generator | np.random.RandomState):
+            current.set_state(value)
+        else:
+            places[name in places[1]][name] = value
+
+
+def random_state(generator: Any) -> Any:
+    state = getattr(generator, "getstate", getattr(generator, "get_state", None))
+    found = generator.bit_generator.state if state is None else state()
+    # Reading a checkpoint builds no arrays of NumPy.
+    return apply_to_collection(found, np.ndarray, np.ndarray.tolist)
+
+
+def is_plain(value: Any, most: int | None) -> bool:
+    """Return whether a value is a number, text, a tensor, or a small container of these."""
+    if isinstance(value, Tensor):
+        return type(value) is Tensor and (most is None or value.numel() <= most)
+    if type(value) in (list, tuple, dict) and len(value) <= 10_000:
+        parts = [*value, *value.values()] if isinstance(value, dict) else value
+        return all(is_plain(part, most) for part in parts)
+    return value is None or type(value) in (bool, int, float, complex, str, bytes)
+
+
+def is_same(one: Any, other: Any) -> bool:
+    if type(one) is not type(other):
+        return False
+    if isinstance(one, Tensor):
+        return one.dtype == other.dtype and torch.equal(one, other)
+    if isinstance(one, list | tuple):
+        return len(one) == len(other) and all(map(is_same, one, other))
+    if isinstance(one, dict):
+        return list(one) == list(other) and all(is_same(one[key], other[key]) for key in one)
+    return bool(one == other)
+
+
+def get_rng_state() -> dict[str, Any]:
+    """Return the states of the random generators of this process."""
     numpy_state: Any = np.random.get_state()
     name, keys, *position = numpy_state
     state: dict[str, Any] = {
@@ -1254,31 +1347,16 @@ def get_rng_state(generators: list[Any]) -> dict[str, Any]:
     }
     if torch.cuda.is_initialized():
         state["cuda"] = torch.cuda.get_rng_state_all()
-    found: list[Any] = []
-    for generator in generators:
-        if isinstance(generator, np.random.Generator):
-            found.append(generator.bit_generator.state)
-        else:
-            is_python = isinstance(generator, random.Random)
-            found.append(generator.getstate() if is_python else generator.get_state())
-    # Reading a checkpoint builds no arrays of NumPy.
-    return {**state, "generators": apply_to_collection(found, np.ndarray, np.ndarray.tolist)}
+    return state
 
 
-def set_rng_state(state: dict[str, Any], generators: list[Any]) -> None:
+def set_rng_state(state: dict[str, Any]) -> None:
     torch.set_rng_state(torch.frombuffer(bytearray(state["torch"]), dtype=torch.uint8))
     random.setstate(state["python"])
     name, keys, *position = state["numpy"]
     np.random.set_state((name, np.frombuffer(keys, np.uint32), *position))
     if "cuda" in state and torch.cuda.is_initialized():
         torch.cuda.set_rng_state_all(state["cuda"])
-    for generator, saved in zip(generators, state.get("generators", []), strict=True):
-        if isinstance(generator, np.random.Generator):
-            generator.bit_generator.state = saved
-        elif isinstance(generator, random.Random):
-            generator.setstate(saved)
-        else:
-            generator.set_state(saved)
 
 
 # Files

@@ -366,11 +366,12 @@ def complete_mini_state(run: RunState, own: dict[str, Any]) -> None:
             f"resume: got {run.checkpoint_path}, which MiniLoop saved in the middle of an epoch,"
             " expected the end of one. Continue it with MiniLoop, or use load=."
         )
-    if any(of_process["rng"]["generators"] for of_process in own["ranks"]):
+    places = sorted({place for of_process in own["ranks"] for place in of_process["rng"]["parts"]})
+    if places:
         raise CheckpointError(
-            f"resume: got {run.checkpoint_path}, in which MiniLoop saved the random generators of a"
-            " loader, a sampler, a dataset or the model, expected none. Continue it with MiniLoop, or"
-            " use load=."
+            f"resume: got {run.checkpoint_path}, in which MiniLoop saved random generators or changed"
+            f" attributes of the parts {places}, expected none. Continue it with MiniLoop, or use"
+            " load=."
         )
     step = progress["logging_step"] = progress["global_step"]
     own["checkpoints"] = {**run.checkpoints.state_dict(), **own["checkpoints"], "last_step": step}
