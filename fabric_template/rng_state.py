@@ -46,3 +46,75 @@ def unchanged_rng_state() -> Iterator[None]:
         yield
     finally:
         restore_rng_state(state)
+
+
+# Generators in attributes
+
+# The generators that capture_rng_state() covers.
+_GLOBAL_GENERATORS = (
+    torch.default_generator,
+    getattr(random.random, "__self__", None),
+    getattr(np.random.get_state, "__self__", None),
+)
+_MOST_ITEMS = 64
+
+
+def is_generator(value: Any) -> bool:
+    """Return whether a value is a random generator with a state of its own."""
+    kinds = (torch.Generator, np.random.Generator, np.random.RandomState, random.Random)
+    is_known = isinstance(value, kinds) and not isinstance(value, random.SystemRandom)
+    return is_known and not any(value is part for part in _GLOBAL_GENERATORS)
+
+
+def find_generators(attributes: dict[str, Any]) -> dict[str, Any]:
+    """Return the random generators among an object's attributes, keyed by the attribute's name.
+
+    Generators in a list, tuple or dict are found, too.
+    """
+    found = {}
+    for name, value in attributes.items():
+        if is_generator(value):
+            found[name] = value
+        elif type(value) in (list, tuple, dict) and 0 < len(value) <= _MOST_ITEMS:
+            items = value if type(value) is dict else dict(enumerate(value))
+            found.update({f"{name}.{key}": v for key, v in items.items() if is_generator(v)})
+    return found
+
+
+def get_generator_state(generator: Any) -> Any:
+    """Return the state of a generator as plain values, which can be compared with ==."""
+    if isinstance(generator, torch.Generator):
+        return generator.get_state().numpy().tobytes()
+    if isinstance(generator, random.Random):
+        return generator.getstate()
+    if isinstance(generator, np.random.RandomState):
+        return _without_arrays(generator.get_state(legacy=False))
+    return _without_arrays(generator.bit_generator.state)
+
+
+def set_generator_state(generator: Any, state: Any) -> None:
+    """Set a generator to a state from ``get_generator_state``."""
+    if isinstance(generator, torch.Generator):
+        generator.set_state(torch.frombuffer(bytearray(state), dtype=torch.uint8))
+    elif isinstance(generator, random.Random):
+        version, values, gauss = state
+        # DataLoader(pin_memory=True) has turned a worker's tuples into lists.
+        generator.setstate((version, tuple(values), gauss))
+    elif isinstance(generator, np.random.RandomState):
+        generator.set_state(_with_arrays(state))
+    else:
+        generator.bit_generator.state = _with_arrays(state)
+
+
+def _without_arrays(state: Any) -> Any:
+    """Replace the NumPy arrays in a nested dict with (dtype, bytes)."""
+    if isinstance(state, dict):
+        return {name: _without_arrays(value) for name, value in state.items()}
+    return (state.dtype.str, state.tobytes()) if isinstance(state, np.ndarray) else state
+
+
+def _with_arrays(state: Any) -> Any:
+    if isinstance(state, dict):
+        return {name: _with_arrays(value) for name, value in state.items()}
+    is_array = isinstance(state, tuple | list)
+    return np.frombuffer(state[1], state[0]) if is_array else state

@@ -48,6 +48,14 @@ def val_loader():
     return make_loader(18, shuffle=False, seed=5)
 
 
+class Record(list):
+    """A list that a test fills. A resumed run does not restore it, because its type is not plain."""
+
+
+class RecordByKey(dict):
+    """A dict that a test fills. A resumed run does not restore it, because its type is not plain."""
+
+
 class Plain:
     """An object with step methods and no base class. Its steps return the values for the history."""
 

@@ -32,7 +32,7 @@ _COUNTS = ("ready", "started", "processed", "completed")
 # Names of the attributes of RunState that have a state_dict. The first process saves PARTS, and
 # each process saves its own PARTS_OF_PROCESS.
 PARTS = ("progress", "stop", "row", "checkpoints")
-PARTS_OF_PROCESS = ("data", "validation_schedule", "results")
+PARTS_OF_PROCESS = ("data", "validation_schedule", "results", "plain_state")
 
 
 def build_checkpoint(
@@ -394,8 +394,7 @@ def restore_position(run: RunState) -> None:
         check_settings(run, own["settings"])
         run.accumulate_grad_batches = own["accumulate_grad_batches"] or run.accumulate_grad_batches
         restore_network(run, own["flags"], of_process["gradients"])
-        for name in PARTS_OF_PROCESS[1:]:
-            of_process[name] = move_data_to_device(of_process[name], run.fabric.device)
+        of_process["results"] = move_data_to_device(of_process["results"], run.fabric.device)
         load_states(run, PARTS_OF_PROCESS, of_process)
     restore_rng_state(of_process["rng"])
     if rank >= len(ranks):

@@ -18,16 +18,22 @@ from __future__ import annotations
 import warnings
 from collections.abc import Generator, Iterable, Iterator, Sequence
 from contextlib import suppress
-from copy import copy, deepcopy
+from copy import copy
 from itertools import chain, islice
 from typing import Any
 
-import torch
-from lightning.fabric.utilities.distributed import DistributedSamplerWrapper
-from torch.utils.data import DataLoader, IterableDataset
+from torch.utils.data import DataLoader, IterableDataset, get_worker_info
 
-from ..lightning_compat.overrides import has_state
+from ..plain_state import PlainState
 from ..rng_state import capture_rng_state, restore_rng_state, unchanged_rng_state
+from .loader_parts import (
+    find_stateful_part,
+    generators_of_samples,
+    parts_of_order,
+    parts_of_samples,
+    samplers_of,
+)
+from .stream_state import StreamState
 from .tensor_loader import TensorLoader
 
 # This value marks the end of an iterator.
@@ -65,14 +71,24 @@ class ResumableLoader:
         self._at_first_batch: dict[str, Any] | None = None
         self._restored: dict[str, Any] | None = None
         self._reader: Generator[Any] | None = None
-        self._stateful_part = find_stateful_part(loader)
-        parts = (loader, *samplers_of(loader))
-        generators = [getattr(part, "generator", None) for part in parts]
-        self._generators = [part for part in generators if isinstance(part, torch.Generator)]
+        stream = find_stateful_part(loader)
+        self._stream = None if stream is None else StreamState(stream)
+        # The first batch that a resumed pass reads. Then the numbers of all its batches, and of
+        # those that the resumed run read.
+        self._resumed_at: int | None = None
+        self._resumed: tuple[int, int] | None = None
+        # Whether this pass has only the batches that the resumed pass read after the resume.
+        self.is_sticky = False
+        self._plain_states = {
+            "order": PlainState(parts_of_order(loader)),
+            "samples": PlainState(parts_of_samples(loader)),
+        }
 
     def __iter__(self) -> Iterator[Any]:
         self.end_pass()
         self.close()
+        if self._stream is not None:
+            self._stream.end_pass()
         state, self._restored = self._restored, None
         if state is None:
             return self._start_pass()
@@ -127,9 +143,11 @@ class ResumableLoader:
 
     def _resume_pass(self, state: dict[str, Any]) -> Generator[Any]:
         done = state["batches"]
-        if "state" in state:
-            self._stateful_part.load_state_dict(deepcopy(state["state"]))
-            return self._read(iter(self.loader))
+        if "stream" in state and self._stream is not None:
+            with self._stream.loaded(state["stream"]):
+                iterator = iter(self.loader)
+            self._resumed_at = done
+            return self._read(iterator)
         # If only some workers have returned a batch, read all finished batches again.
         if self._is_indexed and (all(self.workers) or not any(self.workers)):
             self.batches = done
@@ -160,6 +178,8 @@ class ResumableLoader:
         if self._at_first_batch is None and not self.workers:
             # Without workers, some loaders shuffle only when the first batch is requested.
             self._at_first_batch = self._capture()
+        if self._stream is not None:
+            self._stream.start_reading()
         try:
             # A for loop would call iter() again, which restarts some iterators.
             while (batch := next(iterator, END)) is not END:
@@ -175,6 +195,24 @@ class ResumableLoader:
                 iterator._shutdown_workers()
             raise
         self.is_finished = True
+        if self._stream is not None:
+            self._check_length()
+
+    def _check_length(self) -> None:
+        """Warn if the pass after a resumed pass has only the batches after the resume."""
+        if self._resumed_at is not None:
+            self._resumed = (self.batches, self.batches - self._resumed_at)
+            self._resumed_at = None
+            return
+        resumed, self._resumed = self._resumed, None
+        self.is_sticky = resumed is not None and self.batches == resumed[1] < resumed[0]
+        if resumed is not None and self.is_sticky and self.batches > 0:
+            warnings.warn(
+                f"resume: {type(self.loader).__name__} gave {resumed[0]} batches in the resumed epoch, and"
+                f" only {self.batches} in the next one. Its load_state_dict() seems to set where each"
+                " later pass starts. Reset that position at the end of __iter__.",
+                stacklevel=2,
+            )
 
     def _iterate(self, first: int, sampler: Iterable[Any] | None = None) -> Any:
         """Create the loader's iterator. Workers start with batch number ``first``."""
@@ -202,12 +240,13 @@ class ResumableLoader:
 
     # State
 
-    def state_dict(self, is_in_pass: bool) -> dict[str, Any]:
+    def state_dict(self, is_in_pass: bool, is_per_batch: bool = False) -> dict[str, Any]:
         """Return the position in the loader.
 
         Args:
             is_in_pass: Whether a resumed run reads only the remaining batches of the loader. If no
                 batch was read yet, the value counts as True.
+            is_per_batch: Leave out attributes that a resumed run sets by reading batches again.
         """
         if self._restored is not None:
             return self._restored
@@ -220,11 +259,18 @@ class ResumableLoader:
             "at_first_batch": self._at_first_batch,
             "workers": list(self.workers),
             "workers_at_start": self._workers_at_start,
-            "generators": self._generator_states(),
+            "is_indexed": self._is_indexed,
+            **self._plain(only_generators=is_per_batch and not self._reads_by_index),
         }
-        if self._stateful_part is not None:
-            state["state"] = deepcopy(self._stateful_part.state_dict())
-        return state
+        if self._stream is not None:
+            state["stream"] = {"state": self._stream.state(), "attributes": {}}
+        return state if is_per_batch else self.with_attributes(state)
+
+    def with_attributes(self, state: dict[str, Any]) -> dict[str, Any]:
+        """Add the attributes of a stream to a position, which may be that of an earlier batch."""
+        if self._stream is None or "stream" not in state:
+            return state
+        return {**state, "stream": {**state["stream"], "attributes": self._stream.attributes()}}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Set the position at which the next iterator starts."""
@@ -239,27 +285,41 @@ class ResumableLoader:
             self._restore_between_passes(state)
 
     def _restore_between_passes(self, state: dict[str, Any]) -> None:
-        if "state" in state:
-            self._stateful_part.load_state_dict(deepcopy(state["state"]))
-            # The loader has no batches left in the restored epoch. This iterator ends that epoch, so
-            # the next iterator starts a new epoch.
-            iter(self.loader)
-            # A sampler of torchdata moves to its restored position when an index is requested.
-            for sampler in samplers_of(self.loader):
-                next(iter(sampler), None)
+        if "stream" in state and self._stream is not None:
+            with self._stream.loaded(state["stream"]):
+                # The loader has no batches left in the restored epoch. This iterator ends that
+                # epoch, so the next iterator starts a new epoch.
+                iter(self.loader)
+                # A sampler of torchdata moves to its restored position when an index is requested.
+                for sampler in samplers_of(self.loader):
+                    next(iter(sampler), None)
+            self._stream.end_pass()
+            self._resumed = (state["batches"], 0) if state["is_finished"] else None
         self._restore(state)
 
-    def _generator_states(self) -> list[torch.Tensor]:
-        return [generator.get_state() for generator in self._generators]
+    @property
+    def _reads_by_index(self) -> bool:
+        """Return whether a resumed run reads no finished batch in this process."""
+        return self._is_indexed and not self.workers
+
+    def _plain(self, only_generators: bool = False) -> dict[str, Any]:
+        """Return the plain states of the samplers ("order") and of the dataset ("samples")."""
+        states = self._plain_states.items()
+        if only_generators:
+            return {
+                n: {"generators": part.generator_states(), "attributes": {}} for n, part in states
+            }
+        return {name: part.state_dict() for name, part in states}
 
     def _capture(self) -> dict[str, Any]:
-        return {"rng": capture_rng_state(), "generators": self._generator_states()}
+        return {"rng": capture_rng_state(), **self._plain()}
 
     def _restore(self, captured: Any) -> None:
         if "rng" in captured:
             restore_rng_state(captured["rng"])
-        for generator, state in zip(self._generators, captured["generators"], strict=False):
-            generator.set_state(state)
+        for name, part in self._plain_states.items():
+            if name in captured:
+                part.load_state_dict(captured[name])
 
 
 def skip_indices(iterator: Any, done: int) -> None:
@@ -284,6 +344,7 @@ class SkippingSampler:
 class WorkerRecorder:
     """Replaces collate_fn and worker_init_fn, to send a worker's random state with each batch.
 
+    A random state is that of the global generators, and of those of the dataset and the collate_fn.
     A worker prefetches batches, so the worker's current state belongs to a later batch.
     Recording the state costs 80 microseconds per batch. A worker sends the state (10 kB) only if
     the dataset has drawn random numbers for the batch.
@@ -298,37 +359,23 @@ class WorkerRecorder:
         self._states, self._first = states, first
         self._worker = 0
         self._rng_state: dict[str, Any] = {}
+        self._plain_state = PlainState({})
 
     def start_worker(self, worker: int) -> None:
         if self._worker_init_fn is not None:
             self._worker_init_fn(worker)
         self._worker = (worker + self._first) % len(self._states)
+        dataset: Any = get_worker_info().dataset  # type: ignore[union-attr]
+        self._plain_state = PlainState(generators_of_samples(dataset, self._collate_fn))
         state = self._states[self._worker]
         if state is not None:
             restore_rng_state(state)
+            self._plain_state.load_generator_states(state["own"])
 
     def collate(self, samples: Any) -> tuple[Any, int, dict[str, Any] | None]:
         """Return (batch, worker number, random state). An unchanged random state is None."""
         batch = self._collate_fn(samples)
-        previous, self._rng_state = self._rng_state, capture_rng_state()
+        own = self._plain_state.generator_states()
+        previous, self._rng_state = self._rng_state, {**capture_rng_state(), "own": own}
         has_changed = self._rng_state != previous
         return batch, self._worker, self._rng_state if has_changed else None
-
-
-def find_stateful_part(loader: Any) -> Any:
-    """Return the object that saves the position: the loader, or an iterable dataset, or None."""
-    if isinstance(getattr(loader, "sampler", None), DistributedSamplerWrapper):
-        # The state of a loader does not contain the order that DistributedSamplerWrapper has drawn.
-        return None
-    dataset = getattr(loader, "dataset", None)
-    is_stream = isinstance(dataset, IterableDataset) and not getattr(loader, "num_workers", 0)
-    parts = [loader, dataset] if is_stream else [loader]
-    return next(filter(has_state, parts), None)
-
-
-def samplers_of(loader: Any) -> list[Any]:
-    """Return a loader's samplers without duplicates."""
-    batch_sampler = getattr(loader, "batch_sampler", None)
-    inner = getattr(batch_sampler, "sampler", None)
-    found = (getattr(loader, "sampler", None), batch_sampler, inner)
-    return list({id(sampler): sampler for sampler in found if sampler is not None}.values())

@@ -6,6 +6,7 @@ import copy
 import math
 import warnings
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from itertools import count, islice, repeat
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -22,7 +23,8 @@ from ..lightning_compat.overrides import has_state, is_instance_of, overridden
 from ..lightning_compat.private import combined_mode
 from ..rng_state import capture_rng_state, restore_rng_state, unchanged_rng_state
 from .check_loader import check_loader, loader_argument
-from .loader_state import END, ResumableLoader, samplers_of
+from .loader_parts import samplers_of
+from .loader_state import END, ResumableLoader
 from .samplers import TrackingBatchSampler, prepare_loader
 from .tensor_loader import TensorLoader
 
@@ -59,6 +61,9 @@ class DataConnector:
         self.sampler_seed: int | None = None
         self.restarts_epoch: bool | None = None
         self._is_train_started = False
+        # The random states and attributes before the newest load of each stage.
+        self._loads: dict[str, Any] = {}
+        self._restored_loads: dict[str, Any] = {}
 
     def has_loader(self, stage: str) -> bool:
         """Return whether the user gave a loader for this stage or a method that creates one."""
@@ -87,16 +92,43 @@ class DataConnector:
 
     def _load(self, stage: str, mode: Literal["max_size_cycle", "sequential"]) -> CombinedLoader:
         """Return the loaders of a stage, with the samplers that this run needs."""
-        combined = combine_loaders(self.request(stage), mode)
-        for loader in combined.flattened:
-            # Call iter() like Trainer, because iter() may draw random numbers.
-            if not isinstance(loader, DataLoader | TensorLoader):
-                iter(loader)
+        with self._state_of_load(stage):
+            combined = combine_loaders(self.request(stage), mode)
+            for loader in combined.flattened:
+                # Call iter() like Trainer, because iter() may draw random numbers.
+                if not isinstance(loader, DataLoader | TensorLoader):
+                    iter(loader)
         return self._prepare(combined, stage)
 
     def _prepare(self, combined: CombinedLoader, stage: str) -> CombinedLoader:
         loaders = [prepare_loader(self.run, loader, stage) for loader in combined.flattened]
         return with_loaders(combined, loaders)
+
+    @contextmanager
+    def _state_of_load(self, stage: str) -> Iterator[None]:
+        """Save the random states and attributes before a load, because the loaders may depend on them.
+
+        A resumed run loads in the saved state, so that it gets the loaders of the saved run.
+        """
+        plain_state: Any = self.run.plain_state
+        if plain_state is None or stage in self.given:
+            yield
+            return
+        saved = self._saved_loads().get(stage) if stage not in self._loads else None
+        if saved is None:
+            self._loads[stage] = {"rng": capture_rng_state(), "plain": plain_state.state_dict()}
+            yield
+            return
+        self._loads[stage] = saved
+        with unchanged_rng_state(), plain_state.replaced(saved["plain"]):
+            restore_rng_state(saved["rng"])
+            yield
+
+    def _saved_loads(self) -> dict[str, Any]:
+        """Return the states of the loads in the checkpoint of this process."""
+        ranks = (self.run.own_state or {}).get("ranks")
+        state = ranks[self.run.fabric.global_rank % len(ranks)] if ranks else {}
+        return self._restored_loads or state.get("data", {}).get("loads", {})
 
     def setup_train_loader(self) -> None:
         """Create the training loader if there is none or a reload is due."""
@@ -165,13 +197,16 @@ class DataConnector:
                 part.close()
 
     def state_dict(self) -> dict[str, Any]:
-        state = {} if self.train is None else {"train": self.train.state_dict()}
+        state: dict[str, Any] = {"loads": dict(self._loads)}
+        if self.train is not None:
+            state["train"] = self.train.state_dict()
         val = self.eval_loaders
         if val is not None and any(loader.is_used for loader in val.resumable):
             state["val"] = val.state_dict()
         return state
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
+        self._restored_loads = state["loads"]
         if self.train is not None and "train" in state:
             self.train.load_state_dict(state["train"])
         if "val" in state and self.has_loader("val"):
@@ -309,7 +344,7 @@ class StageLoaders:
     def _read_following(self, items: Iterator[Any]) -> None:
         """Read the next batch. The first read after a resume uses the saved random state."""
         restored, self._restored_rng = self._restored_rng, None
-        positions = [loader.state_dict(is_in_pass=True) for loader in self.resumable]
+        positions = [loader.state_dict(True, is_per_batch=True) for loader in self.resumable]
         self._before_following = positions, restored or capture_rng_state()
         if restored is None:
             self._following = next(items, END)
@@ -322,15 +357,21 @@ class StageLoaders:
         for limit, loader in zip(self.limits, self.resumable, strict=True):
             if loader.batches or not limit:
                 continue
-            message = (
-                f"The {self.stage} loader ({type(loader.loader).__name__}) gave no batch in this pass. An iterator"
-                " is used up after one pass: give an object that starts from its beginning with each"
-                " iter(), such as a DataLoader or a list."
-            )
-            if self.stage != "train":
-                self.run.warn_once(message)
-            elif isinstance(loader.loader, Iterator) or self.run.stop.max_epochs == -1:
+            message = f"The {self.stage} loader ({type(loader.loader).__name__}) gave no batch in this pass."
+            if loader.is_sticky:
+                message += (
+                    " Its load_state_dict() seems to set where each later pass starts. Reset that position"
+                    " at the end of __iter__."
+                )
+            else:
+                message += (
+                    " An iterator is used up after one pass: give an object that starts from its beginning"
+                    " with each iter(), such as a DataLoader or a list."
+                )
+            is_used_up = isinstance(loader.loader, Iterator) or loader.is_sticky
+            if self.stage == "train" and (is_used_up or self.run.stop.max_epochs == -1):
                 raise ConfigurationError(message)
+            self.run.warn_once(message)
 
     def end_pass(self) -> None:
         for loader in self.resumable:
@@ -352,6 +393,8 @@ class StageLoaders:
             dropped = self._num_given - progress["batches_done"]
         if is_in_epoch and self._is_read_ahead and (dropped or self._following is not END):
             positions, rng_state = self._before_following
+            pairs = zip(self.resumable, positions, strict=True)
+            positions = [loader.with_attributes(position) for loader, position in pairs]
         else:
             positions = [loader.state_dict(is_in_epoch) for loader in self.resumable]
             rng_state = self._restored_rng
@@ -388,8 +431,11 @@ def step_back(position: dict[str, Any], dropped: int) -> dict[str, Any]:
     """Return the position that a loader had before its last ``dropped`` batches were read."""
     # If the loader has ended, its last read returned no batch.
     done = max(0, position["batches"] + position["is_finished"] - dropped)
-    # Save no generator states, because a resume advances the generators by drawing the order again.
-    return {**position, "batches": done, "is_finished": False, "generators": []}
+    # A resume draws the order again, which sets the samplers' state. The dataset's state is set by
+    # reading the samples again.
+    repeated = ("order",) if position["is_indexed"] else ("order", "samples")
+    kept = {name: value for name, value in position.items() if name not in repeated}
+    return {**kept, "batches": done, "is_finished": False}
 
 
 # Nested loaders and lengths

@@ -121,8 +121,8 @@ def choose_sampler(run: RunState, loader: DataLoader, stage: str) -> Any:
     if isinstance(given, RandomSampler | SequentialSampler):
         return DistributedSampler(dataset, **options)
     wrapper: Any = DistributedSamplerWrapper(given, **options)
-    # Checkpoints contain the state of sampler.generator, so copy this attribute to the wrapper.
-    wrapper.generator = getattr(given, "generator", None)
+    # Checkpoints also contain the state of the given sampler.
+    wrapper.given_sampler = given
     return wrapper
 
 

@@ -18,6 +18,7 @@ from lightning.fabric.strategies import DDPStrategy
 from lightning.fabric.utilities.seed import reset_seed
 from lightning.pytorch.trainer.states import TrainerStatus
 
+from ..checkpoint.attributes import make_plain_state
 from ..checkpoint.find_checkpoint import check_same_checkpoint
 from ..checkpoint.run_folders import open_folders
 from ..checkpoint.state import flags_of_network, restore_model, restore_training
@@ -155,6 +156,8 @@ def set_up_model(run: RunState, stack: ExitStack) -> bool:
 
 def set_up_training(run: RunState, has_weights: bool) -> None:
     """Set up the optimizers, restore a checkpoint, and run the sanity check."""
+    # Attributes that change from here on are saved, also those that the sanity check changes.
+    run.plain_state = make_plain_state(run)
     configure_optimizers(run)
     names = [name for name, _ in run.network.named_parameters()]
     run.hooks.call("on_fit_start")

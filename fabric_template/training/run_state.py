@@ -36,6 +36,7 @@ if TYPE_CHECKING:
     from ..config import LoopConfig
     from ..distributed.signals import SignalHandler
     from ..loop import FabricLoop
+    from ..plain_state import PlainState
     from .optimization import AutomaticOptimization, ManualOptimization
     from .progress import ValidationSchedule
 
@@ -58,6 +59,7 @@ class RunState:
         own_state: The part of the checkpoint that only FabricLoop saves, and that hooks do not get.
         resumes: Whether the run also restores the optimizers and counters of the checkpoint.
         flags_at_start: The flags of parameters and modules before the sanity check.
+        plain_state: The attributes of the model, the datamodule and the callbacks.
     """
 
     model: Any
@@ -138,6 +140,7 @@ class RunState:
         self.optimization: AutomaticOptimization | ManualOptimization = None  # type: ignore[assignment]
         self.validation_schedule: ValidationSchedule = None  # type: ignore[assignment]
         self.signals: SignalHandler = None  # type: ignore[assignment]
+        self.plain_state: PlainState = None  # type: ignore[assignment]
         self.returns_predictions = True
         self.predictions = Predictions()
         self.flags_at_start: dict[str, dict[str, bool]] = {}

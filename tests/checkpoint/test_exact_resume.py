@@ -156,12 +156,12 @@ class Raises(Callback):
     """Raises in one hook at one batch of the run."""
 
     def __init__(self, hook, batch, error=RuntimeError):
-        self.batches = 0
+        # A number would be restored when a run is resumed.
+        self.batches = itertools.count(1)
         setattr(self, hook, lambda trainer, module, *arguments: self.count(batch, error))
 
     def count(self, batch, error):
-        self.batches += 1
-        if self.batches == batch:
+        if next(self.batches) == batch:
             raise error("stop")
 
 
@@ -220,8 +220,7 @@ def test_files_of_a_model_checkpoint(tmp_path, when):
 
 class Kills(Raises):
     def count(self, batch, error):
-        self.batches += 1
-        if self.batches == batch:
+        if next(self.batches) == batch:
             os.kill(os.getpid(), signal.SIGKILL)
 
 

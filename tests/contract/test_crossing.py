@@ -10,7 +10,7 @@ from lightning.fabric.plugins.precision import MixedPrecision as FabricMixedPrec
 from lightning.pytorch import callbacks as cb
 from lightning.pytorch.plugins.precision import MixedPrecision
 from modules import Classifier, make_loader, quiet
-from runs import same, val_loader
+from runs import Record, same, val_loader
 from torch import nn
 from torch.optim.lr_scheduler import ReduceLROnPlateau, StepLR
 
@@ -93,7 +93,7 @@ class Watch(pl.Callback):
     """Records the progress and the learning rates at each batch."""
 
     def __init__(self):
-        self.seen = []
+        self.seen = Record()
 
     def on_train_batch_start(self, trainer, module, batch, batch_idx):
         rates = [optimizer.param_groups[0]["lr"] for optimizer in trainer.optimizers]

@@ -6,7 +6,7 @@ import lightning.pytorch as pl
 import pytest
 from both import LOOPS
 from modules import Classifier, assert_same_weights, by_step, make_loader, quiet
-from runs import same, val_loader
+from runs import Record, same, val_loader
 
 from fabric_template import FabricLoop
 from fabric_template.errors import CheckpointError
@@ -18,7 +18,8 @@ class Saves(pl.Callback):
     """Saves once, in one hook, when `batches` batches have started. Records the progress at each batch."""
 
     def __init__(self, hook=None, batches=None, path=None):
-        self.batches, self.path, self.seen, self.logged_at = batches, path, [], []
+        self.batches, self.path = batches, path
+        self.seen, self.logged_at = Record(), Record()
         if hook is not None:
             setattr(self, hook, self.save)
 

@@ -53,7 +53,8 @@ def run_page(rank, page, sources, check):
     warnings.resetwarnings()
     warnings.simplefilter("error")
     warnings.filterwarnings("ignore", "`isinstance.treespec, LeafSpec.` is deprecated", FutureWarning)
-    of_trainer = "does not have many workers|smaller than the logging interval|GPU available|args parameter is"
+    of_trainer = "does not have many workers|smaller than the logging interval|GPU available"
+    of_trainer += "|args parameter is|requested to overfit"
     warnings.filterwarnings("ignore", f"(?s).*({of_trainer}|not supported by the model summary)")
     torch.manual_seed(torch.initial_seed())
     names = {"__name__": "__main__"}
@@ -71,7 +72,7 @@ def same(net, other):
 CHECKS = {
     "README.md": "history['epoch'].tolist() == list(range(10))",
     "docs/callbacks.md": "history['noisy_norm'].iloc[0] > 0",
-    "docs/checkpoints.md": "counted.images > 0 and state['global_step'] > 0",
+    "docs/checkpoints.md": "counted.meter.images > 0 and state['global_step'] > 0",
     "docs/levels.md": "same(plain_net, net_by_fit) and rest['epoch'] == 2",
     "docs/recipes.md": (
         "gan_history['step'].tolist() == [16, 32, 48] and lbfgs_history['train_loss'].iloc[-1] < 1e-3"

@@ -6,7 +6,7 @@ import pytest
 import torch
 from modules import Classifier, make_loader
 from resume_loaders import Stream, loader, streams
-from runs import Snapshots, fit, same
+from runs import Record, Snapshots, fit, same
 from torch.utils.data import BatchSampler, DataLoader, DistributedSampler, RandomSampler
 
 from fabric_template.data.loader_state import ResumableLoader
@@ -44,13 +44,14 @@ SAMPLERS = {
 
 class CountsReads:
     def __init__(self):
-        self.reads = torch.zeros(1, dtype=torch.int64).share_memory_()
+        # Not a tensor, which a resumed run would restore.
+        self.reads = Record([torch.zeros(1, dtype=torch.int64).share_memory_()])
 
     def __len__(self):
         return SIZE
 
     def __getitem__(self, index):
-        self.reads += 1
+        self.reads[0] += 1
         return index
 
 
@@ -62,10 +63,10 @@ def test_data_loader_reads_no_sample_that_is_done(name):
         return DataLoader(data, **SAMPLERS[name](data), generator=torch.Generator().manual_seed(5))
 
     expected, resumed = resume_at(make, len(make()) - 10)
-    data.reads.zero_()
+    data.reads[0].zero_()
     found = list(resumed)
     assert [torch.as_tensor(b).tolist() for b in found] == [torch.as_tensor(b).tolist() for b in expected]
-    assert data.reads.item() == sum(torch.as_tensor(batch).numel() for batch in found)
+    assert data.reads[0].item() == sum(torch.as_tensor(batch).numel() for batch in found)
 
 
 @pytest.mark.parametrize(("before", "after"), [(0, 2), (2, 0), (2, 3)])

@@ -3,7 +3,7 @@
 import pytest
 import torch
 import torchmetrics
-from runs import loud, same
+from runs import RecordByKey, loud, same
 from torch import nn
 from torchmetrics import aggregation, classification, regression, wrappers
 
@@ -69,7 +69,7 @@ class Measures(nn.Module):
 
     def __init__(self, table):
         super().__init__()
-        self.net, self.table, self.answers = nn.Linear(1, 1), table, {}
+        self.net, self.table, self.answers = nn.Linear(1, 1), table, RecordByKey()
         self.metrics = nn.ModuleDict({str(number): make() for number, (make, _) in enumerate(table.values())})
 
     def named(self):

@@ -1,0 +1,462 @@
+"""Save the state that objects keep outside of state_dict(): generators and plain attributes.
+
+A value is plain if it is None, a number, text, a tensor, a NumPy array, or a container of plain
+values. Only attributes that have changed since the start are saved. They are saved as tuples of
+a kind and its contents, which torch.load(weights_only=True) reads. Values of other types are left
+out. An error never reaches the caller: it becomes a warning, and the attribute is left out.
+"""
+
+from __future__ import annotations
+
+import warnings
+import zlib
+from collections import Counter, OrderedDict, defaultdict, deque
+from collections.abc import Callable, Collection, Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from .rng_state import find_generators, get_generator_state, set_generator_state
+
+_ATOMS = frozenset((type(None), bool, int, float, complex, str, bytes))
+_SEQUENCES: dict[str, type] = {
+    kind.__name__: kind for kind in (list, tuple, set, frozenset, range, torch.Size, deque)
+}
+_DICTS: dict[str, type] = {
+    kind.__name__: kind for kind in (dict, OrderedDict, Counter, defaultdict)
+}
+_CONTAINERS = frozenset((*_SEQUENCES.values(), *_DICTS.values()))
+_FACTORIES = {kind.__name__: kind for kind in (int, float, str, bool, list, dict, set)}
+# Limits, so that the cost of a save is bounded: bytes and items of an attribute that is saved, bytes
+# of an array that is compared as a whole, and items of a container that are compared.
+_MOST_BYTES = 256 * 2**20
+_MOST_ITEMS = 1_000_000
+_COMPARED_BYTES = 2**20
+_COMPARED_ITEMS = 50_000
+_DEEPEST = 12
+
+
+class NotPlainError(Exception):
+    """Raised for a value that is not plain."""
+
+
+class TooLargeError(Exception):
+    """Raised for a value that is too large to be saved."""
+
+
+# Comparing values
+
+
+def digest(value: Any, most: int = _COMPARED_ITEMS) -> Any:
+    """Return something that compares as different after a plain value has changed.
+
+    Of a large tensor, the identity, the version and a sample of the numbers are compared, and of a
+    large array or container only a sample.
+
+    Args:
+        most: Compare about this many items of a container.
+    """
+    kind = type(value)
+    if kind in _ATOMS:
+        return kind, value
+    if kind is Tensor:
+        return _digest_tensor(value)
+    if kind is np.ndarray or isinstance(value, np.generic):
+        return _digest_array(np.asarray(value))
+    if kind not in _CONTAINERS or most == 0:
+        raise NotPlainError
+    items = _items_of(value)
+    if set(map(type, items)) <= _ATOMS:
+        return kind, len(items), _sample(items, most)
+    found = _sample(items, -(-most // 8))
+    # A container in itself ends with an error, because ``most`` becomes 0.
+    most_inside = min(most - 1, max(most // len(found), 8))
+    return kind, len(items), [digest(item, most_inside) for item in found]
+
+
+def _items_of(container: Any) -> list[Any]:
+    if type(container) in _DICTS.values():
+        return [part for pair in container.items() for part in pair]
+    return list(container)
+
+
+def _sample(items: list[Any], most: int) -> list[Any]:
+    return items if len(items) <= most else [*items[:: -(-len(items) // most)], items[-1]]
+
+
+def _digest_tensor(tensor: Tensor) -> Any:
+    if not is_plain_tensor(tensor):
+        raise NotPlainError
+    place = (tensor.shape, tensor.dtype, tensor.device, tensor.requires_grad)
+    values = tensor.detach().reshape(-1)
+    if values.numel() * values.element_size() <= _COMPARED_BYTES:
+        return place, _checksum(values)
+    version = None if tensor.is_inference() else tensor._version
+    return place, id(tensor), version, _checksum(values[:: values.numel() // _COMPARED_ITEMS])
+
+
+def is_plain_tensor(tensor: Tensor) -> bool:
+    """Return whether a tensor has values in memory that can be copied."""
+    is_dense = tensor.layout is torch.strided and not tensor.is_nested and not tensor.is_quantized
+    return is_dense and tensor.device.type != "meta"
+
+
+def address_of(tensor: Tensor) -> int:
+    """Return the address of the memory that a tensor shares with its views."""
+    return tensor.untyped_storage().data_ptr()
+
+
+def _checksum(values: Tensor) -> int:
+    return zlib.crc32(values.cpu().contiguous().view(torch.uint8).numpy().data)
+
+
+def _digest_array(array: np.ndarray) -> Any:
+    if not is_plain_dtype(array.dtype):
+        raise NotPlainError
+    place = (array.shape, array.dtype.str)
+    if array.nbytes <= 32 * _COMPARED_BYTES:
+        return place, zlib.crc32(np.ascontiguousarray(array).reshape(-1).view(np.uint8).data)
+    return place, array.reshape(-1)[:: array.size // _COMPARED_ITEMS].tobytes()
+
+
+def is_plain_dtype(dtype: np.dtype) -> bool:
+    return not dtype.hasobject and dtype.names is None
+
+
+# Encoding values
+
+
+class Encoder:
+    """Encodes plain values. A value that is in several places is encoded once.
+
+    Args:
+        device: The device of the run. A value on it is restored to the device of the resumed run.
+        covered: The addresses of memory that is saved anyway, such as that of parameters.
+        most_bytes: The largest size of an attribute.
+    """
+
+    def __init__(
+        self,
+        device: torch.device,
+        covered: Collection[int] = (),
+        most_bytes: int = _MOST_BYTES,
+    ) -> None:
+        self._device, self._covered, self._most_bytes = device, covered, most_bytes
+        # Keep each value, so that no other value gets its id.
+        self._known: dict[int, tuple[Any, Any]] = {}
+        self._bytes = self._items = 0
+
+    def encode_attribute(self, value: Any) -> Any:
+        self._bytes = self._items = 0
+        return self._encode(value, 0)
+
+    def _encode(self, value: Any, depth: int) -> Any:
+        kind = type(value)
+        if kind in _ATOMS:
+            return value
+        if id(value) in self._known:
+            return self._known[id(value)][1]
+        if kind is Tensor:
+            encoded: Any = self._encode_tensor(value)
+        elif kind is np.ndarray or isinstance(value, np.generic):
+            encoded = self._encode_array(value)
+        elif kind in _CONTAINERS and depth <= _DEEPEST:
+            encoded = self._encode_container(value, kind, depth)
+        else:
+            raise NotPlainError
+        self._known[id(value)] = (value, encoded)
+        return encoded
+
+    def _encode_container(self, value: Any, kind: type, depth: int) -> Any:
+        self._count(items=len(value))
+        if kind is range:
+            return "range", [value.start, value.stop, value.step]
+        items = _items_of(value)
+        if not set(map(type, items)) <= _ATOMS:
+            items = [self._encode(item, depth + 1) for item in items]
+        if kind is deque:
+            return "deque", items, value.maxlen
+        if kind is defaultdict:
+            return "defaultdict", items, getattr(value.default_factory, "__name__", None)
+        return kind.__name__, items
+
+    def _encode_tensor(self, tensor: Tensor) -> Any:
+        if not is_plain_tensor(tensor) or address_of(tensor) in self._covered:
+            raise NotPlainError
+        self._count(size=tensor.numel() * tensor.element_size())
+        copied = tensor.detach().to("cpu", copy=True)
+        has_gradient = tensor.requires_grad and tensor.is_leaf
+        return "tensor", copied, has_gradient, tensor.device == self._device
+
+    def _encode_array(self, value: Any) -> Any:
+        array = np.asarray(value)
+        if not is_plain_dtype(array.dtype):
+            raise NotPlainError
+        self._count(size=array.nbytes)
+        kind = "array" if isinstance(value, np.ndarray) else "scalar"
+        data = (
+            torch.frombuffer(bytearray(array.tobytes()), dtype=torch.uint8) if array.size else None
+        )
+        return kind, data, array.dtype.str, list(array.shape)
+
+    def _count(self, size: int = 0, items: int = 0) -> None:
+        self._bytes += size
+        self._items += items
+        if self._bytes > self._most_bytes or self._items > _MOST_ITEMS:
+            raise TooLargeError
+
+
+class Decoder:
+    """Decodes what an Encoder has encoded. A value that was in several places is decoded once."""
+
+    def __init__(self, device: torch.device | str = "cpu") -> None:
+        self._device = device
+        self._known: dict[int, Any] = {}
+
+    def decode(self, encoded: Any) -> Any:
+        if not isinstance(encoded, tuple | list):
+            return encoded
+        if id(encoded) not in self._known:
+            self._known[id(encoded)] = self._decode(*encoded)
+        return self._known[id(encoded)]
+
+    def _decode(self, kind: str, content: Any, *options: Any) -> Any:
+        if kind == "tensor":
+            has_gradient, is_on_device = options
+            value = content.to(self._device if is_on_device else "cpu", copy=True)
+            return value.requires_grad_(has_gradient)
+        if kind in ("array", "scalar"):
+            dtype, shape = options
+            data = b"" if content is None else content.numpy().tobytes()
+            array = np.frombuffer(data, dtype).reshape(shape).copy()
+            return array if kind == "array" else array[()]
+        items = [self.decode(item) for item in content]
+        if kind == "deque":
+            return deque(items, *options)
+        if kind == "range":
+            return range(*items)
+        if kind in _SEQUENCES:
+            return _SEQUENCES[kind](items)
+        pairs = dict(zip(items[::2], items[1::2], strict=True))
+        if kind == "defaultdict":
+            # The attribute keeps its own factory, if it has one.
+            return defaultdict(_FACTORIES.get(*options), pairs)
+        return _DICTS[kind](pairs)
+
+
+def replace_content(current: Any, value: Any) -> bool:
+    """Give an object the content of another one. Return False if this is impossible."""
+    kind = type(current)
+    if kind is not type(value):
+        return False
+    if kind is Tensor:
+        is_same_kind = (current.shape, current.dtype) == (value.shape, value.dtype)
+        if not is_same_kind or current.is_inference() or not current.is_leaf:
+            return False
+        current.detach().copy_(value)
+        current.requires_grad_(value.requires_grad)
+    elif kind is np.ndarray:
+        if (current.shape, current.dtype) != (
+            value.shape,
+            value.dtype,
+        ) or not current.flags.writeable:
+            return False
+        current[...] = value
+    elif kind is list:
+        current[:] = value
+    elif kind in (set, dict, OrderedDict, Counter, defaultdict):
+        current.clear()
+        current.update(value)
+    elif kind is deque and current.maxlen == value.maxlen:
+        current.clear()
+        current.extend(value)
+    else:
+        return False
+    return True
+
+
+# Objects
+
+
+@dataclass(frozen=True)
+class Part:
+    """An object whose state is saved.
+
+    Args:
+        instance: The object.
+        ignored: The names of attributes that are not saved.
+        has_attributes: Whether attributes are saved. Generators are saved in any case.
+        has_buffers: Save the buffers of a module instead of its attributes.
+    """
+
+    instance: Any
+    ignored: Collection[str] = ()
+    has_attributes: bool = True
+    has_buffers: bool = False
+
+    def namespace(self) -> dict[str, Any]:
+        """Return the dict that holds the attributes, so that it can be read and changed."""
+        if isinstance(self.instance, type):
+            return {}
+        attributes = getattr(self.instance, "__dict__", {})
+        return attributes["_buffers"] if self.has_buffers else attributes
+
+    def attributes(self) -> dict[str, Any]:
+        if not self.has_attributes:
+            return {}
+        return {n: value for n, value in self.namespace().items() if n not in self.ignored}
+
+
+class PlainState:
+    """The generators and the plain attributes of some objects.
+
+    Args:
+        parts: The objects by name. Attributes that change from now on are saved.
+        device: The device of the run.
+        find_covered: Return the addresses of memory that is saved anyway.
+    """
+
+    def __init__(
+        self,
+        parts: dict[str, Part],
+        device: torch.device | None = None,
+        find_covered: Callable[[], Collection[int]] = frozenset,
+    ) -> None:
+        self._parts, self._find_covered = parts, find_covered
+        self._device = torch.device("cpu") if device is None else device
+        self._warned: set[str] = set()
+        self._at_start = self.digests()
+
+    def generators(self) -> dict[str, Any]:
+        """Return each generator once, keyed by the names of its object and attribute."""
+        found: dict[int, tuple[str, Any]] = {}
+        for name, part in self._parts.items():
+            for attribute, generator in find_generators(part.namespace()).items():
+                found.setdefault(id(generator), (f"{name}.{attribute}", generator))
+        return dict(found.values())
+
+    def generator_states(self) -> dict[str, Any]:
+        return {name: get_generator_state(part) for name, part in self.generators().items()}
+
+    def load_generator_states(self, states: dict[str, Any]) -> None:
+        generators = self.generators()
+        for name, state in states.items():
+            if name in generators:
+                with self._guarded(f"the generator {name}"):
+                    set_generator_state(generators[name], state)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the states of the generators, and the attributes that have changed."""
+        return {"generators": self.generator_states(), "attributes": self.changed_attributes()}
+
+    def changed_attributes(self) -> dict[str, dict[str, Any]]:
+        """Return the encoded attributes of each object that have changed since the start."""
+        encoder = Encoder(self._device, self._find_covered())
+        changed: dict[str, dict[str, Any]] = {}
+        for name, part in self._parts.items():
+            for attribute, value in part.attributes().items():
+                with self._guarded(f"the attribute {name}.{attribute}"):
+                    if digest(value) != self._at_start[name].get(attribute, self):
+                        encoded = encoder.encode_attribute(value)
+                        changed.setdefault(name, {})[attribute] = encoded
+        return changed
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.load_generator_states(state["generators"])
+        self.load_attributes(state["attributes"])
+
+    def load_attributes(self, saved: dict[str, dict[str, Any]]) -> None:
+        """Set the saved attributes. Objects that share a list or a tensor keep sharing it."""
+        decoder, targets = Decoder(self._device), self._targets(saved)
+        placed: dict[int, Any] = {}
+        for name, attributes in saved.items():
+            if name not in self._parts:
+                continue
+            namespace = self._parts[name].namespace()
+            for attribute, encoded in attributes.items():
+                with self._guarded(f"the attribute {name}.{attribute}"):
+                    if id(encoded) not in placed:
+                        current, value = namespace.get(attribute), decoder.decode(encoded)
+                        is_alone = len(targets.get(id(current), ())) <= 1
+                        is_replaced = is_alone and replace_content(current, value)
+                        placed[id(encoded)] = current if is_replaced else value
+                    namespace[attribute] = placed[id(encoded)]
+
+    @contextmanager
+    def replaced(self, state: dict[str, Any]) -> Iterator[None]:
+        """Set the generators and attributes of a state in a block, and undo this at its end."""
+        encoder, generators = Encoder(self._device), self.generator_states()
+        previous: dict[str, dict[str, Any]] = {}
+        missing = []
+        for name, attributes in state["attributes"].items():
+            namespace = self._parts[name].namespace() if name in self._parts else {}
+            for attribute in attributes:
+                if attribute not in namespace:
+                    missing.append((namespace, attribute))
+                    continue
+                with self._guarded(f"the attribute {name}.{attribute}"):
+                    encoded = encoder.encode_attribute(namespace[attribute])
+                    previous.setdefault(name, {})[attribute] = encoded
+        self.load_state_dict(state)
+        try:
+            yield
+        finally:
+            self.load_state_dict({"generators": generators, "attributes": previous})
+            for namespace, attribute in missing:
+                namespace.pop(attribute, None)
+
+    def _targets(self, saved: dict[str, dict[str, Any]]) -> dict[int, set[int]]:
+        """Return the ids of the saved values that each current value would get."""
+        found: dict[int, set[int]] = defaultdict(set)
+        for name, part in self._parts.items():
+            for attribute, value in part.attributes().items():
+                if type(value) not in _ATOMS:
+                    found[id(value)].add(id(saved.get(name, {}).get(attribute)))
+        return found
+
+    def digests(self) -> dict[str, dict[str, Any]]:
+        """Return a digest of each plain attribute, by the names of its object and attribute."""
+        return {name: self._digests(part) for name, part in self._parts.items()}
+
+    def _digests(self, part: Part) -> dict[str, Any]:
+        found = {}
+        for attribute, value in part.attributes().items():
+            with suppress(Exception):
+                found[attribute] = digest(value)
+        return found
+
+    def small_attributes(self) -> dict[str, dict[str, Any]]:
+        """Return the encoded attributes of each object that are small, also if they are unchanged."""
+        encoder = Encoder(self._device, most_bytes=_COMPARED_BYTES)
+        found: dict[str, dict[str, Any]] = {}
+        for name, part in self._parts.items():
+            for attribute, value in part.attributes().items():
+                with suppress(Exception):
+                    found.setdefault(name, {})[attribute] = encoder.encode_attribute(value)
+        return found
+
+    @contextmanager
+    def _guarded(self, what: str) -> Iterator[None]:
+        """Turn an error into a warning, which is shown once for each attribute."""
+        try:
+            yield
+        except NotPlainError:
+            pass
+        except Exception as error:
+            if what in self._warned:
+                return
+            self._warned.add(what)
+            reason = f"{type(error).__name__}: {error}"
+            if isinstance(error, TooLargeError):
+                reason = f"it has more than {_MOST_BYTES >> 20} MB or {_MOST_ITEMS:,} items"
+            # A filter may turn the warning into an error.
+            with suppress(Warning):
+                warnings.warn(
+                    f"checkpoint: {what} is neither saved nor restored, because {reason}. A resumed"
+                    " run may differ. Save it in on_save_checkpoint, or as a buffer of a module.",
+                    stacklevel=4,
+                )

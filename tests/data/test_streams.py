@@ -1,0 +1,260 @@
+"""Streams and loaders with load_state_dict. After a resume, each later pass is that of the saved run."""
+
+import pytest
+import torch
+from lightning.pytorch.utilities import CombinedLoader
+from modules import Classifier
+from runs import Snapshots, assert_same_end, fit
+from torch.utils.data import DataLoader, IterableDataset
+from torchdata.stateful_dataloader import StatefulDataLoader
+
+pytestmark = [
+    pytest.mark.filterwarnings("ignore:resume. .* are read again"),
+    pytest.mark.filterwarnings("ignore:Trying to infer the `batch_size`"),
+    pytest.mark.filterwarnings("ignore:.set_vital. is deprecated"),
+]
+X = torch.randn(24, 8, generator=torch.Generator().manual_seed(3))
+Y = torch.arange(24) % 3
+
+
+class StreamOfIndices(IterableDataset):
+    """Gives the samples of ``indices()``. Subclasses decide which state lasts."""
+
+    def __init__(self, size=24):
+        self.size, self.start, self.position = size, 0, 0
+
+    def indices(self):
+        yield from range(self.start, self.size)
+
+    def __iter__(self):
+        for index in self.indices():
+            self.position = index + 1
+            yield X[index % 24], Y[index % 24]
+
+    def state_dict(self):
+        return {"position": self.position}
+
+    def load_state_dict(self, state):
+        self.start = state["position"]
+
+
+class Sticky(StreamOfIndices):
+    """Applies the loaded position to each later pass."""
+
+
+class StickyWithPosition(StreamOfIndices):
+    """Knows its position before it gives the first sample after a resume."""
+
+    def load_state_dict(self, state):
+        self.start = self.position = state["position"]
+
+
+class SetsNewAttribute(StreamOfIndices):
+    """load_state_dict sets an attribute that did not exist."""
+
+    def indices(self):
+        yield from range(getattr(self, "first", 0), self.size)
+
+    def load_state_dict(self, state):
+        self.first = state["position"]
+
+
+class KeepsState(StreamOfIndices):
+    """Keeps the loaded dict, like a well-known library."""
+
+    def __init__(self):
+        super().__init__()
+        self.starting_state = None
+
+    def indices(self):
+        start = self.starting_state["position"] if self.starting_state else 0
+        yield from range(start, self.size)
+
+    def load_state_dict(self, state):
+        self.starting_state = state
+
+
+class Resets(StreamOfIndices):
+    """Starts a pass after a resume from the beginning."""
+
+    def indices(self):
+        start, self.start = self.start, 0
+        yield from range(start, self.size)
+
+
+class Cursor(StreamOfIndices):
+    """Continues in the next pass where the previous pass has ended."""
+
+    def indices(self):
+        end = (self.position // 20 + 1) * 20
+        while self.position < end:
+            yield self.position
+
+    def load_state_dict(self, state):
+        self.position = state["position"]
+
+
+class Epochs(StreamOfIndices):
+    """The number of the pass lasts, the position in it does not. The order depends on both."""
+
+    def __init__(self):
+        super().__init__()
+        self.epoch, self.skipped = 0, 0
+
+    def __iter__(self):
+        generator = torch.Generator().manual_seed(self.epoch)
+        order = torch.randperm(24, generator=generator).tolist()
+        for index in order[self.skipped :]:
+            self.position = order.index(index) + 1
+            yield X[index] * (1 + self.epoch), Y[index]
+        self.epoch += 1
+        self.position = 0
+
+    def state_dict(self):
+        return {"epoch": self.epoch, "position": self.position}
+
+    def load_state_dict(self, state):
+        self.epoch, self.skipped = state["epoch"], state["position"]
+
+
+class Buffered(StreamOfIndices):
+    """Shuffles with a buffer and a generator, which are in its state."""
+
+    def __init__(self):
+        super().__init__()
+        self.taken, self.buffer, self.generator = 0, [], torch.Generator().manual_seed(2)
+
+    def indices(self):
+        for index in range(self.start, self.size):
+            self.taken = index + 1
+            self.buffer.append(index)
+            if len(self.buffer) > 5:
+                yield self.buffer.pop(int(torch.randint(5, (), generator=self.generator)))
+        while self.buffer:
+            yield self.buffer.pop()
+
+    def state_dict(self):
+        state = {"position": self.taken, "buffer": list(self.buffer)}
+        return {**state, "rng": self.generator.get_state()}
+
+    def load_state_dict(self, state):
+        self.start, self.buffer = state["position"], state["buffer"]
+        self.generator.set_state(state["rng"])
+
+
+class Source:
+    """An object inside a loader, which keeps the position."""
+
+    def __init__(self):
+        self.offset = self.taken = 0
+
+    def read(self):
+        for index in range(self.offset, 24):
+            self.taken = index + 1
+            yield index
+
+
+class OwnLoader:
+    """A loader without length. The position is in an object of an object."""
+
+    def __init__(self):
+        self.parts = {"source": Source()}
+
+    def __iter__(self):
+        rows = []
+        for index in self.parts["source"].read():
+            rows.append(index)
+            if len(rows) == 4:
+                yield X[rows], Y[rows]
+                rows = []
+
+    def state_dict(self):
+        return {"taken": self.parts["source"].taken}
+
+    def load_state_dict(self, state):
+        self.parts["source"].offset = state["taken"]
+
+
+class OwnLoaderWithLength(OwnLoader):
+    def __len__(self):
+        return 6
+
+
+STREAMS = [Sticky, StickyWithPosition, SetsNewAttribute, KeepsState, Resets, Cursor, Epochs, Buffered]
+LOADERS = {kind.__name__: lambda kind=kind: DataLoader(kind(), 4) for kind in STREAMS}
+LOADERS |= {f"torchdata {kind.__name__}": lambda kind=kind: StatefulDataLoader(kind(), 4) for kind in STREAMS}
+LOADERS |= {
+    "own loader": OwnLoader,
+    "own loader with a length": OwnLoaderWithLength,
+    "workers": lambda: DataLoader(Sticky(), 4, num_workers=2),
+    "torchdata, workers": lambda: StatefulDataLoader(StickyWithPosition(), 4, num_workers=2),
+    "combined": lambda: CombinedLoader([DataLoader(Sticky(), 4), OwnLoader()], "max_size"),
+    "cycle": lambda: [DataLoader(Sticky(16), 4), OwnLoaderWithLength()],
+}
+
+
+class TakesAll(Classifier):
+    def training_step(self, batch, batch_idx):
+        while isinstance(batch[0], list | tuple) or batch[0] is None:
+            batch = next(part for part in batch if part is not None)
+        return super().training_step(batch, batch_idx)
+
+
+@pytest.mark.parametrize("name", LOADERS)
+def test_killed(tmp_path, name):
+    """Kill at several batches, resume, kill the resumed run, and resume it."""
+    options = {"max_epochs": 4, "save_every_n_steps": 1, "train": LOADERS[name]}
+    snapshots = Snapshots(tmp_path / "whole", tmp_path)
+    whole = fit(tmp_path / "whole", TakesAll, callbacks=[snapshots], **options)
+    batches = whole[0].global_step // 4
+    for batch in (2, batches, batches + 2):
+        root = tmp_path / str(batch)
+        again = [Snapshots(root, tmp_path / f"{batch} again")]
+        assert_same_end(whole, fit(root, TakesAll, resume="auto", seed=9, callbacks=again, **options))
+    for later in (1, batches):
+        root = tmp_path / "2 again" / str(later)
+        assert_same_end(whole, fit(root, TakesAll, resume="auto", seed=8, **options))
+
+
+def test_a_stream_whose_state_cannot_be_set_back_is_named(tmp_path):
+    """Its position is in a worker, which lives on, or is no attribute."""
+    positions = {"start": 0, "position": 0}
+
+    class Hidden(StreamOfIndices):
+        def indices(self):
+            for index in range(positions["start"], 24):
+                positions["position"] = index + 1
+                yield index
+
+        def state_dict(self):
+            return {"position": positions["position"]}
+
+        def load_state_dict(self, state):
+            positions["start"] = state["position"]
+
+    for make in (
+        lambda: DataLoader(Hidden(), 4),
+        lambda: StatefulDataLoader(StickyWithPosition(), 4, num_workers=2, persistent_workers=True),
+    ):
+        root = tmp_path / str(len(list(tmp_path.iterdir())))
+        fit(root, train=make, max_steps=3)
+        positions["start"] = 0
+        with pytest.warns(UserWarning, match=r"DataLoader gave \d+ batches in the resumed epoch, and only \d+ in the"):
+            fit(root, train=make, max_epochs=3, max_steps=-1, resume="last")
+
+
+def test_a_stream_that_ends_at_once_is_refused(tmp_path):
+    """Nothing would be trained any more."""
+    positions = {"start": 0}
+
+    class Empty(StreamOfIndices):
+        def indices(self):
+            yield from range(positions["start"], 24)
+
+        def load_state_dict(self, state):
+            positions["start"] = state["position"]
+
+    make = lambda: DataLoader(Empty(), 4)  # noqa: E731
+    fit(tmp_path, train=make, max_epochs=1)
+    with pytest.raises(ValueError, match=r"The train loader \(DataLoader\) gave no batch .* load_state_dict"):
+        fit(tmp_path, train=make, max_epochs=3, resume="last")
