@@ -160,7 +160,11 @@ BEST = {"val": val_loader, "monitor": "val_loss"}
 
 
 @pytest.mark.parametrize("version", [0, "tuned"])
-@pytest.mark.parametrize("first", [{}, BEST, {**BEST, "save_top_k": 2}, {**BEST, "save_last": False}], ids=str)
+@pytest.mark.parametrize(
+    "first",
+    [{}, BEST, {**BEST, "save_top_k": 2}, {**BEST, "save_last": False}],
+    ids=["last", "best", "best 2", "best only"],
+)
 def test_a_run_that_died_early_is_not_confused_with_the_one_before(tmp_path, first, version):
     root = tmp_path / "runs"
     fit(root, Plain, max_epochs=2, version=version, **first)
