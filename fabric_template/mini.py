@@ -23,6 +23,7 @@ from __future__ import annotations
 
 import copy
 import csv
+import glob
 import inspect
 import io
 import json
@@ -750,7 +751,9 @@ class MiniLoop:
             return path, read_checkpoint(path)
         skipped: list[Path] = []
         name = "best.ckpt" if given == "best" else "last.ckpt"
-        folders = self._checkpoints.glob(str(self.version or "*"))
+        # A version may contain the characters of a pattern.
+        version = glob.escape(str(self.version)) if self.version else "*"
+        folders = self._checkpoints.glob(version)
         for folder in sorted(folders, key=age_of, reverse=True):
             path = folder / name
             checkpoint = read_checkpoint(path) if path.is_file() else {}

@@ -7,6 +7,7 @@ import os
 import re
 import warnings
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -25,6 +26,7 @@ from ..errors import (
 )
 from ..files import list_names, number_of, read_times, version_folder
 from ..lightning_compat.private import last_checkpoints
+from .checkpoint_io import read_checkpoint
 from .distributed import OWN_KEY, SHARDS_KEY, verify_shards
 from .state import check_trainer_position
 
@@ -283,11 +285,13 @@ def list_versions(run: RunState, folder: Path, pattern: str) -> list[Group]:
 
 def read_saved_at(path: Path) -> float:
     """Return the time inside a checkpoint, without reading its tensors. 0.0: it has no time."""
-    try:
+    # The resume reports a damaged file.
+    with suppress(Exception):
         return time_of(torch.load(path, map_location="cpu", mmap=True, weights_only=True), 0.0)
-    except Exception:
-        # The resume reports a damaged file.
-        return 0.0
+    # torch refuses files with classes among their hyperparameters.
+    with suppress(Exception):
+        return time_of(read_checkpoint(path), 0.0)
+    return 0.0
 
 
 def time_of(checkpoint: dict[str, Any], default: float) -> float:

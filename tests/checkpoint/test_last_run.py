@@ -90,6 +90,22 @@ def test_a_moved_run_keeps_its_time(tmp_path):
     assert loop.ckpt_path == str(folder(tmp_path / "a", "moved") / "last.ckpt")
 
 
+class WithClass(Classifier):
+    def __init__(self):
+        super().__init__()
+        self.save_hyperparameters({"activation": torch.nn.ReLU})
+
+
+def test_the_time_is_found_beside_classes_among_hyperparameters(tmp_path):
+    for _ in range(2):
+        fit(tmp_path, WithClass, max_epochs=1)
+    fit(tmp_path, WithClass, max_epochs=2, resume="last", version=0)
+    for path in tmp_path.rglob(".lock"):
+        path.unlink()
+    loop, *_ = fit(tmp_path, WithClass, max_epochs=3, resume="last")
+    assert loop.checkpoint_dir.name == "version_0"
+
+
 def test_the_best_checkpoint_is_of_the_newest_run(tmp_path):
     options = {"val": val_loader, "monitor": "val_loss"}
     for version in ("b", "a"):

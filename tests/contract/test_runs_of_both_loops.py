@@ -43,6 +43,14 @@ def test_the_run_that_saved_last_is_continued(first, second, keyword):
     assert [steps_in(f"version_{number}")["last.ckpt"] for number in (0, 1, 8)] == [18, 6, 6]
 
 
+@pytest.mark.parametrize("kind", LOOPS)
+def test_a_version_may_look_like_a_pattern(kind):
+    train(kind, 1, version="a1")
+    train(kind, 1, version="a[1]")
+    train(kind, 2, version="a[1]", resume="last")
+    assert [steps_in(version)["last.ckpt"] for version in ("a1", "a[1]")] == [6, 12]
+
+
 class Dies(Classifier):
     def training_step(self, batch, batch_idx):
         if self.trainer.global_step == 2:
