@@ -11,6 +11,7 @@ from lightning.fabric.plugins.io import CheckpointIO, TorchCheckpointIO
 
 from ..errors import CheckpointError, DamagedCheckpointError, MissingCheckpointError
 from ..files import local_path, replaced_file
+from .numpy_values import replace_numpy, restore_numpy
 from .reader import Placeholder, read_archive, verify_archive
 
 if TYPE_CHECKING:
@@ -39,7 +40,7 @@ class AtomicCheckpointIO(CheckpointIO):
                 f" supported for `{type(self).__name__}`."
             )
         with replaced_file(Path(local_path(path))) as file:
-            torch.save(checkpoint, file)
+            torch.save(replace_numpy(checkpoint), file)
 
     def load_checkpoint(
         self, path: str | Path, map_location: Any = None, weights_only: bool | None = None
@@ -100,7 +101,7 @@ def read_checkpoint(
             f"{path}: got {describe_content(checkpoint)}, expected a dict. Save"
             " {'state_dict': model.state_dict()}."
         )
-    return checkpoint
+    return restore_numpy(checkpoint)
 
 
 def read_trusted(path: Path, map_location: Any) -> Any:

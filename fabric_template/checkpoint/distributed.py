@@ -25,6 +25,7 @@ from ..distributed.strategies import gather_tensors
 from ..errors import CheckpointError, DamagedCheckpointError
 from ..files import sync_folder
 from ..lightning_compat.private import saves_shards
+from .numpy_values import replace_numpy
 
 if TYPE_CHECKING:
     from ..training.run_state import RunState
@@ -45,6 +46,8 @@ def save_checkpoint(
     content = save_shards(run, checkpoint, path)
     if not run.fabric.is_global_zero:
         return
+    # A CheckpointIO of the user may not replace these values itself.
+    content = replace_numpy(content)
     try:
         run.loop.checkpoint_io.save_checkpoint(content, path, storage_options=storage_options)
     except BaseException:

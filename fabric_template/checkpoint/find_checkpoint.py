@@ -28,6 +28,7 @@ from ..files import list_names, number_of, read_times, version_folder
 from ..lightning_compat.private import last_checkpoints
 from .checkpoint_io import read_checkpoint
 from .distributed import OWN_KEY, SHARDS_KEY, verify_shards
+from .numpy_values import restore_numpy
 from .state import check_trainer_position
 
 if TYPE_CHECKING:
@@ -64,6 +65,7 @@ def read_start_checkpoint(
     def read(path: str | Path) -> dict[str, Any]:
         io = loop.checkpoint_io
         checkpoint = io.load_checkpoint(path, weights_only=weights_only is not False)
+        checkpoint = restore_numpy(checkpoint)
         if SHARDS_KEY in checkpoint:
             verify_shards(path, checkpoint[SHARDS_KEY])
         return checkpoint

@@ -91,7 +91,10 @@ def key_of(callback: Any) -> str:
 def state_of(part: Any) -> Any:
     """Return the state of a callback or a datamodule, or None if it has no ``state_dict``."""
     state_dict = getattr(part, "state_dict", None)
-    return state_dict() if callable(state_dict) else None
+    state: Any = state_dict() if callable(state_dict) else None
+    # A state_dict() that returns vars(self) contains the methods that attach_log() has set.
+    methods = [n for n in ("log", "log_dict") if isinstance(state, dict) and callable(state.get(n))]
+    return {n: value for n, value in state.items() if n not in methods} if methods else state
 
 
 def own_state(run: RunState) -> dict[str, Any]:

@@ -113,7 +113,7 @@ def test_the_files_of_a_batch_are_named(traced):
     assert log_call <= named("A call of self.log")
     assert len(log_call) <= 2
     assert resume <= named("A resume")
-    assert len(resume) <= 20, sorted(resume)
+    assert len(resume) <= 24, sorted(resume)
 
 
 def test_the_files_that_are_named_exist():
