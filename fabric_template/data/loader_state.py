@@ -7,10 +7,11 @@ The cost of a resume depends on the loader:
 - A DataLoader saved before each of its workers returned a batch also reads the samples again.
 - Any other loader, such as one of an IterableDataset, reads all finished batches again.
 
-In two cases, the position in the loader cannot be restored exactly:
+A loader that holds an iterator, which continues in the next epoch, reads the batches of all epochs
+again.
 
-- The iterator of the loader continues in the next epoch instead of starting over.
-- The loader has workers, and its sampler draws each batch from the global random generator.
+The position cannot be restored exactly if the loader has workers, and its sampler draws each batch
+from the global random generator.
 """
 
 from __future__ import annotations
@@ -33,6 +34,7 @@ from .loader_parts import (
     parts_of_samples,
     samplers_of,
 )
+from .pass_history import PassHistory
 from .stream_state import StreamState
 from .tensor_loader import TensorLoader
 
@@ -83,6 +85,7 @@ class ResumableLoader:
             "order": PlainState(parts_of_order(loader)),
             "samples": PlainState(parts_of_samples(loader)),
         }
+        self._history = PassHistory(None if stream is not None else loader)
 
     def __iter__(self) -> Iterator[Any]:
         self.end_pass()
@@ -131,6 +134,7 @@ class ResumableLoader:
 
     def _start_pass(self) -> Generator[Any]:
         self.passes += 1
+        self._history.add(self.batches, self.is_finished)
         self.batches, self.is_finished = 0, False
         if not self._is_persistent:
             self.workers = [None] * len(self.workers)
@@ -155,6 +159,7 @@ class ResumableLoader:
             self.batches, self.workers = 0, list(self._workers_at_start)
         if self._is_persistent and any(self._workers_at_start):
             self._start_persistent_workers(self.batches)
+        done_before = self._read_finished_passes()
         self._restore(self._at_start)
         iterator = self._iterate(self.batches)
         if not self.workers and (done or self._at_first_batch):
@@ -163,21 +168,36 @@ class ResumableLoader:
             if self._is_indexed:
                 skip_indices(iterator, done)
         if done and not (self._is_indexed or isinstance(self.loader, Sequence | TensorLoader)):
-            warnings.warn(
-                f"resume: {done} batches of {type(self.loader).__name__} are read again and dropped, because it"
-                " cannot start in the middle. A loader with state_dict() and load_state_dict(), such as"
-                " torchdata's StatefulDataLoader, continues without that.",
-                stacklevel=2,
-            )
+            self._warn_of_rereading(done + done_before)
         reader = self._read(iterator)
         for _ in islice(reader, done - self.batches):
             pass
         return reader
 
+    def _read_finished_passes(self) -> int:
+        """Advance a loader that holds an iterator by its finished passes. Return their batches."""
+        if not self._history.is_needed or self._history.at_first_batch is None:
+            return 0
+        self._restore(self._history.at_first_batch)
+        return self._history.read_again()
+
+    def _warn_of_rereading(self, batches: int) -> None:
+        reason = "it cannot start in the middle"
+        if self._history.is_needed:
+            reason = "its iterator continues in each epoch"
+        warnings.warn(
+            f"resume: {batches} batches of {type(self.loader).__name__} are read again and dropped, because"
+            f" {reason}. A loader with state_dict() and load_state_dict(), such as torchdata's"
+            " StatefulDataLoader, continues without that.",
+            stacklevel=2,
+        )
+
     def _read(self, iterator: Any) -> Generator[Any]:
         if self._at_first_batch is None and not self.workers:
             # Without workers, some loaders shuffle only when the first batch is requested.
             self._at_first_batch = self._capture()
+            if self._history.is_needed and self._history.at_first_batch is None:
+                self._history.at_first_batch = self._at_first_batch
         if self._stream is not None:
             self._stream.start_reading()
         try:
@@ -261,6 +281,7 @@ class ResumableLoader:
             "workers_at_start": self._workers_at_start,
             "is_indexed": self._is_indexed,
             **self._plain(only_generators=is_per_batch and not self._reads_by_index),
+            "history": self._history.state_dict(),
         }
         if self._stream is not None:
             state["stream"] = {"state": self._stream.state(), "attributes": {}}
@@ -276,6 +297,7 @@ class ResumableLoader:
         """Set the position at which the next iterator starts."""
         self.passes, self.batches = state["passes"], state["batches"]
         self.is_finished = state["is_finished"]
+        self._history.load_state_dict(state["history"])
         self._at_start, self._at_first_batch = state["at_start"], state["at_first_batch"]
         if len(state["workers"]) == len(self.workers):
             self.workers, self._workers_at_start = list(state["workers"]), state["workers_at_start"]
@@ -295,7 +317,17 @@ class ResumableLoader:
                     next(iter(sampler), None)
             self._stream.end_pass()
             self._resumed = (state["batches"], 0) if state["is_finished"] else None
+        if self._history.is_needed and self.is_used:
+            self._read_last_pass(state)
         self._restore(state)
+
+    def _read_last_pass(self, state: dict[str, Any]) -> None:
+        """Advance a loader that holds an iterator by the pass that the checkpoint follows, too."""
+        with unchanged_rng_state():
+            batches = self._read_finished_passes()
+            self._restore(state["at_first_batch"])
+            self._history.read_pass(self.batches, self.is_finished)
+        self._warn_of_rereading(batches + self.batches)
 
     @property
     def _reads_by_index(self) -> bool:

@@ -3,6 +3,7 @@
 import itertools
 from functools import partial
 
+import numpy as np
 import pytest
 import torch
 from modules import Classifier, assert_parity, make_loader
@@ -94,3 +95,88 @@ def test_used_up(tmp_path):
         fit(tmp_path, train=once, max_epochs=2)
     with pytest.warns(UserWarning, match=f"The val {hint}"):
         fit(tmp_path, val=once, max_epochs=2)
+
+
+class Slices:
+    """Gives the next batches of an endless stream in each epoch. The stream draws numbers."""
+
+    def __init__(self):
+        self.stream = self.read()
+
+    def read(self):
+        while True:
+            if np.random.random() < 0.7:
+                yield BATCHES[np.random.randint(6)]
+
+    def __iter__(self):
+        yield from itertools.islice(self.stream, 5)
+
+
+class Nested:
+    """Applies a function to such slices, and has a length."""
+
+    def __init__(self):
+        self.parts = {"inner": [Slices()]}
+
+    def __len__(self):
+        return 5
+
+    def __iter__(self):
+        return ((x + 0.1, y) for x, y in self.parts["inner"][0])
+
+
+class Queue:
+    """Is its own iterator, which continues in the next epoch."""
+
+    def __init__(self):
+        self.position = 0
+
+    def __iter__(self):
+        return self
+
+    def __next__(self):
+        self.position += 1
+        return BATCHES[self.position * 5 % 6 - 1]
+
+
+class Cycle(torch.utils.data.IterableDataset):
+    def __init__(self):
+        x, y = make_loader(24).dataset.tensors
+        self.samples = itertools.cycle(list(zip(x, y, strict=True)))
+
+    def __iter__(self):
+        return itertools.islice(self.samples, 18)
+
+
+def cycle():
+    return torch.utils.data.DataLoader(Cycle(), batch_size=4)
+
+
+CONTINUED = {Slices: {}, Nested: {}, cycle: {}, Queue: {"limit_train_batches": 5, "limit_val_batches": 2}}
+
+
+@pytest.mark.filterwarnings("ignore:resume. .* are read again")
+@pytest.mark.parametrize("batch", [2, 5, 7, 11])
+@pytest.mark.parametrize("make", CONTINUED)
+def test_resume_of_a_stream_that_continues_in_each_epoch(tmp_path, make, batch):
+    """A resumed run advances the new stream by the batches of all epochs."""
+    options = {"train": make, "max_epochs": 3, "save_every_n_steps": 1, **CONTINUED[make]}
+    options["val"] = make
+    whole = fit(tmp_path / "whole", callbacks=[Snapshots(tmp_path / "whole", tmp_path / "killed")], **options)
+    root = tmp_path / "killed" / str(batch)
+    assert_same_end(whole, fit(root, seed=9, resume="last", **options))
+    assert logs_of(root) == logs_of(tmp_path / "whole")
+
+
+@pytest.mark.parametrize(("make", "batches"), [(Own, 3), (Slices, 8)])
+def test_resume_reads_only_a_continued_stream_from_the_start(tmp_path, make, batches):
+    options = {"train": make, "max_epochs": 2, "save_every_n_steps": 1}
+    fit(tmp_path / "whole", callbacks=[Snapshots(tmp_path / "whole", tmp_path / "killed")], **options)
+    root = tmp_path / "killed" / str(9 if make is Own else 8)
+    with pytest.warns(UserWarning, match=f"resume: {batches} batches of {make.__name__} are read again"):
+        fit(root, resume="last", **options)
+
+
+@pytest.mark.parametrize("make", [Slices, Nested, cycle])
+def test_parity_of_a_stream_that_continues(make):
+    assert_parity(Classifier, make, make, max_epochs=3)
