@@ -473,29 +473,19 @@ REFUSED_BY_MINI_LOOP = {
 EVAL_MODE = "MiniLoop trains a network in eval mode"
 NOT_FOUND = "MiniLoop does not find the parameters"
 OF_MINI_LOOP = {
-    "functions, eval mode": EVAL_MODE,
+    "functions, frozen backbone": "MiniLoop switches a frozen backbone to train mode",
     "object, eval mode": EVAL_MODE,
     "object, lists": NOT_FOUND,
     "object, lists in eval mode": NOT_FOUND,
-    "object, parameters": NOT_FOUND,
     "Lightning, parameters outside": "MiniLoop does not save these parameters",
     "Lightning, compiled module": "MiniLoop does not set trainer",
-}
-# What FabricLoop still does wrong.
-PREFIX = "find_weights removes a prefix that the model has"
-OF_FABRIC_LOOP = {
-    "functions, one child": PREFIX,
-    "functions, compiled": PREFIX,
-    "functions, data parallel": PREFIX,
-    "functions, extra state": "find_weights expects tensors",
-    "Lightning, extra state": "find_weights expects tensors",
 }
 
 
 def cases():
     for loop in LOOPS:
         for name in MODELS:
-            reason = (OF_MINI_LOOP if loop == "MiniLoop" else OF_FABRIC_LOOP).get(name)
+            reason = OF_MINI_LOOP.get(name) if loop == "MiniLoop" else None
             mark = [pytest.mark.xfail(strict=True, reason=reason)] if reason else []
             yield pytest.param(loop, name, marks=mark)
 
@@ -504,8 +494,6 @@ def crossings():
     for first in LOOPS:
         for name in (name for name in MODELS if name not in REFUSED_BY_MINI_LOOP):
             reason = OF_MINI_LOOP.get(name)
-            if first == "MiniLoop":
-                reason = reason or OF_FABRIC_LOOP.get(name)
             mark = [pytest.mark.xfail(strict=True, reason=reason)] if reason else []
             yield pytest.param(first, name, marks=mark)
 
