@@ -50,7 +50,9 @@ def parts_of_model(run: RunState) -> Iterator[tuple[str, Part]]:
         if name or run.model is run.network:
             yield path, Part(module, _OF_MODULE)
         prefix = f"{name}." if name else ""
-        persistent = [buffer for buffer in module._buffers if prefix + buffer in saved]
+        # A scripted module has no plain dict of buffers.
+        buffers = [buffer for buffer, _ in module.named_buffers(recurse=False)]
+        persistent = [buffer for buffer in buffers if prefix + buffer in saved]
         yield f"{path}.buffers", Part(module, persistent, has_buffers=True)
 
 

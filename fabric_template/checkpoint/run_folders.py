@@ -90,6 +90,8 @@ class RunFolders:
 
     def record_save(self, path: Path, saved_at: float) -> None:
         """Record a complete checkpoint. The first one of a new run removes those it replaces."""
+        # Also after a save in another folder, such as that of a ModelCheckpoint.
+        self.remove_replaced_logs()
         folders = {Path(os.path.abspath(folder)) for folder in self._files}
         if folders.isdisjoint(Path(os.path.abspath(path)).parents):
             return
@@ -98,6 +100,9 @@ class RunFolders:
         for old in replaced:
             if old != path:
                 remove_checkpoint(old)
+
+    def remove_replaced_logs(self) -> None:
+        """Remove the CSV files of the replaced run, after a save or at the end of training."""
         if self._replaced_logs is not None:
             shutil.rmtree(self._replaced_logs, ignore_errors=True)
             self._replaced_logs = None

@@ -262,7 +262,7 @@ class RowWriter:
             # A logger that is new to this run has no position in the checkpoint.
             position = position or (positions[0] if positions else {})
             folders = self._log_folders(logger, state["folder"])
-            folder = next((f for f in folders if has_row(f, state["last_row"])), None)
+            folder = next((f for f in folders if has_rows(f, state["last_row"], position)), None)
             step = self.run.progress.global_step
             rows = logger.rewind({} if folder is None else position, folder, step)
             self.rows = [parse_row(row) for row in rows] or self.rows
@@ -274,7 +274,7 @@ class RowWriter:
 
     def _log_folders(self, logger: CSVLogger, saved: str) -> list[Path]:
         """List the folders that may have the rows of the checkpoint, most likely first."""
-        folders = [Path(logger.log_dir), Path(logger.log_dir, REPLACED_LOGS)]
+        folders = [Path(logger.log_dir, REPLACED_LOGS), Path(logger.log_dir)]
         checkpoint = Path(str(self.run.checkpoint_path)).absolute()
         name, _, version = saved.rpartition("/")
         if {name, version}.isdisjoint({"", ".", ".."}) and os.path.basename(name) == name:
@@ -289,8 +289,12 @@ class RowWriter:
         return [*folders, *checkpoint.parents[:2]]
 
 
-def has_row(folder: Path, row: Mapping[str, Any] | None) -> bool:
-    """Return whether the metrics.csv of a folder has the newest row of a checkpoint."""
+def has_rows(folder: Path, row: Mapping[str, Any] | None, position: Mapping[str, Any]) -> bool:
+    """Return whether the CSV files of a folder have the newest row of a checkpoint."""
+    last = position.get("steps.csv", {}).get("last")
+    if row is None and last is not None:
+        rows = read_table(folder / "steps.csv").rows
+        return any({n: cell for n, cell in r.items() if cell != ""} == last for r in rows)
     if row is None:
         return folder.is_dir()
     found = map(parse_row, read_table(folder / "metrics.csv").rows)

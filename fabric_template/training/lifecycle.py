@@ -206,6 +206,7 @@ def tear_down(run: RunState) -> None:
     run.hooks.call_with_stage("teardown", run.stage, run.datamodule)
     if run.stage == "fit":
         run.checkpoints.finish(run)
+        run.folders.remove_replaced_logs()
     run.data.teardown()
     run.loop.checkpoint_io.teardown()
     run.loggers.finalize("success")

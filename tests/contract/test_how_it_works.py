@@ -156,16 +156,16 @@ def step(net, batch):
 
 def by_hand(world_size):
     torch.manual_seed(0)
-    net, batches, window = torch.nn.Linear(4, 1), uneven_batches(), []
+    net, batches, pending = torch.nn.Linear(4, 1), uneven_batches(), []
     for index in range(0, len(batches), world_size):
-        window += batches[index : index + world_size]
-        tokens = sum(batch[0].numel() for batch in window)
+        pending += batches[index : index + world_size]
+        tokens = sum(batch[0].numel() for batch in pending)
         if tokens >= 64 or index + world_size >= len(batches):
-            loss = sum(step(net, batch) * batch[0].numel() for batch in window) / tokens
+            loss = sum(step(net, batch) * batch[0].numel() for batch in pending) / tokens
             net.zero_grad()
             loss.backward()
             torch.optim.SGD(net.parameters(), lr=0.1).step()
-            window = []
+            pending = []
     return net.weight.detach()
 
 def by_tokens(world_size):

@@ -72,6 +72,7 @@ NAMES_OF_OTHERS = {
     "_parameters": "Share a network's parts by name.",
     "_buffers": "Share a network's parts by name.",
     "_modules": "Share a network's parts by name.",
+    "_non_persistent_buffers_set": "The buffers that a state_dict leaves out.",
     "_metadata": "The versions of the modules of a state_dict.",
     "_orig_mod": "The module that torch.compile has wrapped.",
     "_Unpickler": "Python's own unpickler, whose opcodes can be overridden.",

@@ -1,4 +1,4 @@
-"""Test optimizers of every shape: equal to a hand-written loop or to Trainer, also resumed, or refused by name."""
+"""Test that optimizers of every shape equal a hand-written loop or Trainer, or are refused by name."""
 
 import functools
 import warnings
