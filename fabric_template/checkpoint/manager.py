@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from ..errors import CheckpointError, ConfigurationError
 from .distributed import remove_checkpoint, save_checkpoint
+from .hyperparameters import find_unpicklable
 from .state import build_checkpoint
 
 if TYPE_CHECKING:
@@ -40,6 +41,7 @@ class CheckpointManager:
         self.last_model_path = ""
         # The monitored value of each of the best checkpoints, keyed by path.
         self._kept: dict[str, float] = {}
+        self._has_saved = False
         self._is_validated = False
         self._last_step = 0
         self._unsaved: dict[str, str] = {}
@@ -196,16 +198,24 @@ class CheckpointManager:
             with suppress(OSError):
                 logger.sync()
         checkpoint = build_checkpoint(run, epoch=self._epoch(run))
-        reason = None
+        reason = part = None
         try:
             with run.hooks.profiled("save_checkpoint"), run.row.excluded():
                 save_checkpoint(run, checkpoint, path)
         except Exception as error:
             reason = getattr(error, "strerror", None) or f"{type(error).__name__}: {error}"
+            part = None if isinstance(error, OSError) else find_unpicklable(checkpoint)
         if run.fabric.world_size > 1:
-            reason = run.fabric.broadcast(reason)
+            reason, part = run.fabric.broadcast((reason, part))
+        if part is not None and not self._has_saved:
+            # Every later save would fail, too.
+            raise CheckpointError(
+                f"{path}: the part {part!r} of the checkpoint cannot be pickled. Save numbers, text,"
+                f" tensors and containers of them in its place. {reason}"
+            )
         if reason is None:
             self._unsaved.pop(path.name, None)
+            self._has_saved = True
             return True
         self._unsaved[path.name] = f"{path}: {reason}."
         if run.fabric.is_global_zero:

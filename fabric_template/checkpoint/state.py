@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import random
 from copy import deepcopy
+from textwrap import shorten
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -19,9 +20,9 @@ from lightning.fabric.utilities import move_data_to_device
 from ..data.samplers import common_seed
 from ..distributed.launch import gather_objects
 from ..errors import CheckpointError, OtherModelError
-from ..lightning_compat.private import hyperparameters_name
 from ..rng_state import capture_rng_state, restore_rng_state
 from .distributed import OWN_KEY, SHARDS_KEY, load_shards
+from .hyperparameters import add_hyperparameters
 from .weights import load_weights
 
 if TYPE_CHECKING:
@@ -55,7 +56,7 @@ def build_checkpoint(
     if not weights_only:
         checkpoint |= training_state(run)
     for part in (run.model, run.datamodule):
-        add_hyperparameters(checkpoint, part)
+        add_hyperparameters(run, checkpoint, part)
     if state := state_of(run.datamodule):
         checkpoint[type(run.datamodule).__qualname__] = state
     if not weights_only:
@@ -174,20 +175,6 @@ def flags_of_network(run: RunState) -> dict[str, dict[str, bool]]:
     }
 
 
-def add_hyperparameters(checkpoint: dict[str, Any], part: Any) -> None:
-    """Add the arguments that ``save_hyperparameters()`` has stored, under Lightning's keys."""
-    hparams = getattr(part, "hparams", None)
-    if not hparams or not hasattr(part, "save_hyperparameters"):
-        return
-    if (name := hyperparameters_name(part)) is not None:
-        checkpoint[part.CHECKPOINT_HYPER_PARAMS_NAME] = name
-    if type(hparams).__module__.startswith("omegaconf."):
-        checkpoint[part.CHECKPOINT_HYPER_PARAMS_TYPE] = type(hparams)
-    else:
-        hparams = dict(hparams)
-    checkpoint[part.CHECKPOINT_HYPER_PARAMS_KEY] = hparams
-
-
 def loops_state(run: RunState) -> dict[str, Any]:
     """Return the counters of Trainer's loops, with which Trainer can resume this run."""
     progress, saved = run.progress, run.progress.state_dict()
@@ -289,6 +276,7 @@ def restore_training(run: RunState, checkpoint: dict[str, Any]) -> None:
     own = run.own_state
     if "settings" not in own and "ranks" in own:
         complete_mini_state(run, own)
+    check_counters(run, own["progress"])
     epochs_done, max_epochs = own["progress"]["epochs_done"], run.stop.max_epochs
     if -1 < max_epochs < epochs_done:
         raise CheckpointError(
@@ -302,6 +290,18 @@ def restore_training(run: RunState, checkpoint: dict[str, Any]) -> None:
         # stopped. resume="auto" keeps should_stop, because job schedulers restart ended runs, too.
         own.pop("stop", None)
     load_states(run, PARTS[1:], own)
+
+
+def check_counters(run: RunState, counters: dict[str, Any]) -> None:
+    """Raise an error for counters that no run can have, such as negative numbers."""
+    for name, value in counters.items():
+        kind = type(getattr(run.progress, name, None))
+        is_wrong = kind in (int, bool) and type(value) is not kind
+        if is_wrong or (type(value) is int and not 0 <= value < 2**62):
+            raise CheckpointError(
+                f"{run.checkpoint_path}: got the counter {name}={shorten(repr(value), 40)}, expected a number"
+                f" of type {kind.__name__} that a run can reach. Use another checkpoint, or load=."
+            )
 
 
 def convert_trainer_state(checkpoint: dict[str, Any]) -> dict[str, Any]:
@@ -433,7 +433,13 @@ def restore_optimizers(run: RunState, checkpoint: dict[str, Any]) -> None:
     for optimizer, state in zip(run.optimizers, states, strict=False):
         load_optimizer_state(run, optimizer, state)
         restore_dtypes(optimizer, state)
-    for config, state in zip(run.lr_schedulers, checkpoint.get("lr_schedulers", ()), strict=False):
+    saved = checkpoint.get("lr_schedulers", ())
+    if saved and len(saved) != len(run.lr_schedulers):
+        run.warn_once(
+            f"resume: {len(saved)} lr_schedulers were saved, now {len(run.lr_schedulers)}. The states are"
+            " restored in this order, and a scheduler without a state starts again."
+        )
+    for config, state in zip(run.lr_schedulers, saved, strict=False):
         config.scheduler.load_state_dict(state)
 
 

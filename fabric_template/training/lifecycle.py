@@ -20,6 +20,7 @@ from lightning.pytorch.trainer.states import TrainerStatus
 
 from ..checkpoint.attributes import make_plain_state
 from ..checkpoint.find_checkpoint import check_same_checkpoint
+from ..checkpoint.hyperparameters import check_saved_state
 from ..checkpoint.run_folders import open_folders
 from ..checkpoint.state import flags_of_network, restore_model, restore_training
 from ..checkpoint.weights import load_weights
@@ -166,6 +167,7 @@ def set_up_training(run: RunState, has_weights: bool) -> None:
         load_weights(run, run.checkpoint)
         run.checkpoint = run.checkpoint if run.resumes else None
     run.network.zero_grad()
+    check_saved_state(run)
     run.loggers.log_hyperparameters(run)
     if run.fabric.is_global_zero:
         write_run_config(run)
