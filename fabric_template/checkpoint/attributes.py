@@ -18,6 +18,8 @@ if TYPE_CHECKING:
 # Lightning sets these attributes itself.
 _OF_MODULE = frozenset(vars(LightningModule()))
 _OF_DATAMODULE = frozenset(vars(LightningDataModule()))
+# StochasticWeightAveraging sets the momentum of BatchNorm, and sets it back at the end of training.
+_OF_AVERAGING = _OF_MODULE | {"momentum"}
 _LIGHTNINGS_CALLBACKS = ("lightning.pytorch.callbacks.", "pytorch_lightning.callbacks.")
 
 
@@ -40,6 +42,7 @@ def parts_of_model(run: RunState) -> Iterator[tuple[str, Part]]:
     """Yield the attributes of the model and its submodules, and the buffers that are not saved."""
     metrics = tuple(find_torchmetrics(run.network))
     saved = run.network.state_dict(keep_vars=True)
+    is_averaging = bool(run.hooks.callbacks_of("StochasticWeightAveraging"))
     if run.model is not run.network:
         yield "model", Part(run.model)
     for name, module in run.network.named_modules():
@@ -48,7 +51,7 @@ def parts_of_model(run: RunState) -> Iterator[tuple[str, Part]]:
             continue
         path = f"model.{name}" if name else "model"
         if name or run.model is run.network:
-            yield path, Part(module, _OF_MODULE)
+            yield path, Part(module, _OF_AVERAGING if is_averaging else _OF_MODULE)
         prefix = f"{name}." if name else ""
         # A scripted module has no plain dict of buffers.
         buffers = [buffer for buffer, _ in module.named_buffers(recurse=False)]

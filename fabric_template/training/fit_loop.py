@@ -23,6 +23,7 @@ from .evaluation_loop import evaluate
 from .lr_schedulers import step_lr_schedulers, step_schedulers_after_batch
 from .optimization import is_logging_due, is_window_end
 from .progress import ValidationSchedule
+from .weight_averaging import finish_averaging, resume_averaging
 
 if TYPE_CHECKING:
     from .run_state import RunState
@@ -37,6 +38,7 @@ def fit(run: RunState) -> None:
     if is_done or run.config.limit_train_batches == 0:
         # As in Trainer, a fit without a batch calls neither on_train_start nor on_train_end.
         restore_position(run)
+        finish_averaging(run)
         run.row.write_after_training()
         return
     if run.validation_schedule.is_in_this_epoch():
@@ -44,6 +46,7 @@ def fit(run: RunState) -> None:
     run.row.start_clock()
     run.hooks.call("on_train_start")
     run.progress.start_training()
+    resume_averaging(run)
     # Nothing may draw random numbers between this line and the first batch.
     restore_position(run)
     while run.progress.is_in_epoch or not run.stop.is_due_between_epochs:
