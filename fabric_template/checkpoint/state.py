@@ -434,7 +434,9 @@ def restore_optimizers(run: RunState, checkpoint: dict[str, Any]) -> None:
         load_optimizer_state(run, optimizer, state)
         restore_dtypes(optimizer, state)
     saved = checkpoint.get("lr_schedulers", ())
-    if saved and len(saved) != len(run.lr_schedulers):
+    # StochasticWeightAveraging exchanges the schedulers during training.
+    is_averaging = bool(run.hooks.callbacks_of("StochasticWeightAveraging"))
+    if saved and len(saved) != len(run.lr_schedulers) and not is_averaging:
         run.warn_once(
             f"resume: {len(saved)} lr_schedulers were saved, now {len(run.lr_schedulers)}. The states are"
             " restored in this order, and a scheduler without a state starts again."
