@@ -1,4 +1,4 @@
-"""The language of the project: expressions with a plain replacement in its glossary are not used again."""
+"""Test that expressions with a plain replacement in the glossary are not used again."""
 
 import ast
 import io
