@@ -350,7 +350,8 @@ class HandLoop:
                 self.optimizer.zero_grad()
             loss = output["loss"] if isinstance(output, dict) else output
             self.loss.add(output, batch)
-            (loss / self.accumulate).backward()
+            loss = loss / self.accumulate
+            loss.backward()
             if is_step:
                 self.clip()
             return loss
