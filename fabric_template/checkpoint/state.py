@@ -147,7 +147,7 @@ def run_settings(run: RunState) -> dict[str, Any]:
 
 
 def check_settings(run: RunState, saved: dict[str, Any]) -> None:
-    """Warn about changed settings. Within an epoch, require the saved number of processes."""
+    """Warn about changed settings. Within an epoch, require the processes and batch sizes saved."""
     current = run_settings(run)
     is_in_epoch = run.progress.is_in_epoch and not run.progress.is_last_batch
     if is_in_epoch and saved["processes"] != current["processes"]:
@@ -155,6 +155,13 @@ def check_settings(run: RunState, saved: dict[str, Any]) -> None:
             f"{run.checkpoint_path}: it is from the middle of an epoch of a run with {saved['processes']}"
             f" processes, and this run has {current['processes']}. Use {saved['processes']} processes, a"
             " checkpoint from the end of an epoch, or load= to start a new run from the weights."
+        )
+    sizes, saved_sizes = current["batch size"], saved["batch size"]
+    if is_in_epoch and len(sizes) == len(saved_sizes) and sizes != saved_sizes:
+        raise CheckpointError(
+            f"{run.checkpoint_path}: it is from the middle of an epoch with the batch sizes {saved_sizes},"
+            f" and the loaders now have {sizes}. The position is counted in batches. Use the saved batch"
+            " size, a checkpoint from the end of an epoch, or load= to start a new run from the weights."
         )
     differences = [
         f"{n} {saved[n]} was saved, now {current[n]}" for n in saved if saved[n] != current[n]

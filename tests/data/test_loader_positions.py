@@ -10,6 +10,7 @@ from runs import Record, Snapshots, fit, same
 from torch.utils.data import BatchSampler, DataLoader, DistributedSampler, RandomSampler
 
 from fabric_template.data.loader_state import ResumableLoader
+from fabric_template.errors import CheckpointError
 
 pytestmark = pytest.mark.filterwarnings("ignore:The number of training batches")
 SIZE = 1000
@@ -109,6 +110,19 @@ def test_another_number_of_loaders(tmp_path):
         pytest.raises(ValueError, match="got the positions of 2 training loaders, expected 1. .* or use load="),
     ):
         fit(tmp_path, TakesSeveral, loader, resume="last", max_epochs=2)
+
+
+def test_another_batch_size(tmp_path):
+    """In the middle of an epoch it is refused, at the end of an epoch it is a warning."""
+    other = lambda: make_loader(24, batch_size=6)  # noqa: E731
+    fit(tmp_path, train=lambda: make_loader(24), max_steps=4)
+    message = r"middle of an epoch with the batch sizes \[4\], and the loaders now have \[6\].* or load="
+    with pytest.raises(CheckpointError, match=message):
+        fit(tmp_path, train=other, max_steps=8, resume="last")
+    fit(tmp_path / "whole", train=lambda: make_loader(24), max_epochs=1)
+    with pytest.warns(UserWarning, match=r"batch size \[4\] was saved, now \[6\]"):
+        loop, *_ = fit(tmp_path / "whole", train=other, max_epochs=2, resume="last")
+    assert loop.global_step == 10
 
 
 def test_a_loader_without_state_is_read_again():
