@@ -1,0 +1,757 @@
+"""Build small LightningModules of public packages, with data, for public_modules.py.
+
+Each builder returns a dict of cases. A case is a function without arguments that returns a fresh
+module and the arguments of ``fit``. Some packages have estimators that create the module and call
+``Trainer.fit`` themselves. ``capture_fit`` returns what these estimators pass to ``Trainer.fit``.
+"""
+
+import contextlib
+import importlib
+from functools import partial
+
+import numpy as np
+import torch
+from torch import nn
+from torch.utils.data import DataLoader, Dataset, TensorDataset
+
+QUIET = {"logger": False, "enable_checkpointing": False, "enable_progress_bar": False}
+QUIET |= {"enable_model_summary": False, "accelerator": "cpu", "devices": 1, "max_epochs": 3}
+
+
+class FitCalledError(BaseException):
+    """Ends the call of an estimator when the estimator calls ``Trainer.fit``."""
+
+
+def capture_fit(call):
+    """Return the module and the arguments that ``call`` passes to ``Trainer.fit``."""
+    captured = {}
+
+    def fit(trainer, model, train=None, val=None, datamodule=None, **options):
+        train = options.pop("train_dataloaders", train)
+        val = options.pop("val_dataloaders", val)
+        if train is not None and hasattr(train, "train_dataloader"):
+            train, datamodule = None, train
+        captured.update(model=model, train=train, val=val, datamodule=datamodule)
+        raise FitCalledError
+
+    trainers = []
+    for name in ("lightning.pytorch", "pytorch_lightning"):
+        with contextlib.suppress(ImportError):
+            trainers.append(importlib.import_module(name).Trainer)
+    originals = [trainer.fit for trainer in trainers]
+    for trainer in trainers:
+        trainer.fit = fit
+    try:
+        call()
+    except FitCalledError:
+        pass
+    finally:
+        for trainer, original in zip(trainers, originals, strict=True):
+            trainer.fit = original
+    arguments = {"train_dataloaders": captured["train"], "val_dataloaders": captured["val"]}
+    if captured["datamodule"] is not None:
+        arguments = {"datamodule": captured["datamodule"]}
+    return captured["model"], arguments
+
+
+def random_numbers(*shape, seed=0):
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
+
+
+def random_classes(count, classes, seed=1):
+    return torch.randint(classes, (count,), generator=torch.Generator().manual_seed(seed))
+
+
+def loaders_of(dataset, val_dataset=None, batch_size=4, **options):
+    """Return fit's arguments, with a shuffled training loader."""
+    val_dataset = dataset if val_dataset is None else val_dataset
+    return {
+        "train_dataloaders": DataLoader(dataset, batch_size, shuffle=True, **options),
+        "val_dataloaders": DataLoader(val_dataset, batch_size, **options),
+    }
+
+
+class Samples(Dataset):
+    """A dataset of dicts."""
+
+    def __init__(self, **columns):
+        self.columns = columns
+
+    def __len__(self):
+        return len(next(iter(self.columns.values())))
+
+    def __getitem__(self, index):
+        return {name: column[index] for name, column in self.columns.items()}
+
+
+# mlcolvar
+
+
+def build_mlcolvar():
+    from mlcolvar import cvs
+    from mlcolvar.core.loss import TDALoss
+    from mlcolvar.data import DictDataset, DictModule
+
+    def data(labels=None, lagged=False, weights=False, count=40):
+        columns = {"data": random_numbers(count, 6)}
+        if labels:
+            columns["labels"] = (torch.arange(count) % labels).float()
+        if lagged:
+            columns |= {"data_lag": random_numbers(count, 6, seed=2)}
+            columns |= {"weights": torch.ones(count), "weights_lag": torch.ones(count)}
+        if weights:
+            columns["weights"] = torch.ones(count)
+        return DictDataset(columns)
+
+    def module(dataset, batch_size=8):
+        generator = torch.Generator().manual_seed(3)
+        return {"datamodule": DictModule(dataset, batch_size=batch_size, generator=generator)}
+
+    def regression():
+        columns = {"data": random_numbers(40, 6), "target": random_numbers(40, 1, seed=4)}
+        return cvs.RegressionCV([6, 8, 1]), module(DictDataset(columns))
+
+    def lda():
+        return cvs.DeepLDA([6, 8, 2], 2), module(data(labels=2), 16)
+
+    def tda():
+        model = cvs.DeepTDA(2, 1, [-7.0, 7.0], [0.2, 0.2], [6, 8, 1])
+        return model, module(data(labels=2), 16)
+
+    def tica():
+        return cvs.DeepTICA([6, 8, 3], 2), module(data(lagged=True), 16)
+
+    def autoencoder():
+        return cvs.AutoEncoderCV([6, 5, 2]), module(data())
+
+    def vae():
+        return cvs.VariationalAutoEncoderCV(2, [6, 5]), module(data())
+
+    def multitask():
+        main = cvs.AutoEncoderCV([6, 5, 1])
+        main.norm_in.is_initialized = True
+        loss = TDALoss(n_states=2, target_centers=[-7.0, 7.0], target_sigmas=[0.2, 0.2])
+        datasets = [data(), data(labels=2)]
+        generator = torch.Generator().manual_seed(3)
+        datamodule = DictModule(datasets, batch_size=8, generator=generator, random_split=False)
+        return cvs.MultiTaskCV(main, [loss], [0.1]), {"datamodule": datamodule}
+
+    def committor():
+        columns = {"data": random_numbers(40, 6), "weights": torch.ones(40)}
+        columns["labels"] = (torch.arange(40) % 3).float()
+        masses = torch.ones(2)
+        model = cvs.Committor([6, 8, 1], masses, alpha=1.0)
+        return model, module(DictDataset(columns), 16)
+
+    cases = (regression, lda, tda, tica, autoencoder, vae, multitask, committor)
+    return {case.__name__: case for case in cases}
+
+
+# chemprop
+
+
+def build_chemprop():
+    from chemprop import data
+    from chemprop import nn as chemprop_nn
+    from chemprop.models import MPNN, MulticomponentMPNN
+
+    smiles = ["C" * n + tail for n in range(1, 7) for tail in ("", "O", "N", "Cl")]
+    targets = random_numbers(24, 1).numpy()
+
+    def dataset():
+        points = [
+            data.MoleculeDatapoint.from_smi(s, y) for s, y in zip(smiles, targets, strict=True)
+        ]
+        return data.MoleculeDataset(points)
+
+    def loaders(dataset):
+        train = data.build_dataloader(dataset, batch_size=6, num_workers=0)
+        val = data.build_dataloader(dataset, batch_size=6, num_workers=0, shuffle=False)
+        return {"train_dataloaders": train, "val_dataloaders": val}
+
+    def passing():
+        return chemprop_nn.BondMessagePassing(d_h=16, depth=2, dropout=0.1)
+
+    def regression():
+        model = MPNN(
+            passing(),
+            chemprop_nn.MeanAggregation(),
+            chemprop_nn.RegressionFFN(input_dim=16, hidden_dim=8),
+            batch_norm=True,
+        )
+        return model, loaders(dataset())
+
+    def evidential():
+        predictor = chemprop_nn.EvidentialFFN(input_dim=16, hidden_dim=8)
+        model = MPNN(passing(), chemprop_nn.SumAggregation(), predictor, warmup_epochs=1)
+        return model, loaders(dataset())
+
+    def atoms():
+        passing = chemprop_nn.AtomMessagePassing(d_h=16, depth=2)
+        predictor = chemprop_nn.MveFFN(input_dim=16, hidden_dim=8)
+        return MPNN(passing, chemprop_nn.NormAggregation(), predictor), loaders(dataset())
+
+    def multicomponent():
+        blocks = chemprop_nn.MulticomponentMessagePassing([passing(), passing()], 2)
+        predictor = chemprop_nn.RegressionFFN(input_dim=32, hidden_dim=8)
+        model = MulticomponentMPNN(blocks, chemprop_nn.MeanAggregation(), predictor)
+        return model, loaders(data.MulticomponentDataset([dataset(), dataset()]))
+
+    return {case.__name__: case for case in (regression, evidential, atoms, multicomponent)}
+
+
+# disent
+
+
+class Observations(Dataset):
+    """Images in the dicts that the frameworks expect, with several observations per sample."""
+
+    def __init__(self, count):
+        self.images, self.count = random_numbers(24, 3, 8, 8).sigmoid(), count
+
+    def __len__(self):
+        return len(self.images)
+
+    def __getitem__(self, index):
+        images = tuple(self.images[(index + k) % 24] for k in range(self.count))
+        return {"x_targ": images}
+
+
+def build_disent():
+    from disent.frameworks import ae, vae
+    from disent.model import AutoEncoder
+    from disent.model.ae import DecoderLinear, EncoderLinear
+
+    observations = {"TripletVae": 3, "AdaNegTripletVae": 3, "TripletAe": 3, "AdaNegTripletAe": 3}
+    observations |= {"AdaVae": 2, "AdaGVaeMinimal": 2, "AdaAe": 2}
+    observations |= {"DataOverlapTripletVae": 3, "DataOverlapTripletAe": 3}
+
+    def case(package, name):
+        framework = getattr(package, name)
+        z_size = 4
+        encoder = EncoderLinear((3, 8, 8), z_size, z_multiplier=2 if package is vae else 1)
+        model = AutoEncoder(encoder, DecoderLinear((3, 8, 8), z_size))
+        dataset = Observations(observations.get(name, 1))
+        arguments = loaders_of(dataset)
+        del arguments["val_dataloaders"]
+        return framework(model=model, cfg=framework.cfg()), arguments
+
+    names = [(vae, n) for n in ("Vae", "BetaVae", "BetaTcVae", "DipVae", "InfoVae", "TripletVae")]
+    names += [(vae, "AdaVae"), (vae, "AdaGVaeMinimal"), (vae, "AdaNegTripletVae")]
+    names += [(ae, n) for n in ("Ae", "TripletAe", "AdaAe", "AdaNegTripletAe")]
+    return {name: partial(case, package, name) for package, name in names}
+
+
+# neuralforecast
+
+
+def build_neuralforecast():
+    import pandas as pd
+    from neuralforecast import models
+    from neuralforecast.tsdataset import TimeSeriesDataset
+
+    def dataset():
+        values = random_numbers(3, 60).numpy()
+        dates = pd.date_range("2020-01-01", periods=60)
+        parts = [pd.DataFrame({"unique_id": i, "ds": dates, "y": values[i]}) for i in range(3)]
+        return TimeSeriesDataset.from_df(pd.concat(parts))[0]
+
+    small = {"h": 4, "input_size": 12, "max_steps": 12, "val_check_steps": 4}
+    small |= {"batch_size": 2, "windows_batch_size": 8, "random_seed": 1, **QUIET}
+    small.pop("max_epochs")
+    hidden = {"encoder_hidden_size": 8, "decoder_hidden_size": 8}
+    transformer = {"hidden_size": 8, "n_head": 2}
+    options = {
+        "MLP": {"hidden_size": 8},
+        "NBEATS": {"mlp_units": [[8, 8]] * 3},
+        "NBEATSx": {"mlp_units": [[8, 8]] * 3},
+        "NHITS": {"mlp_units": [[8, 8]] * 3},
+        "LSTM": hidden,
+        "GRU": hidden,
+        "RNN": hidden,
+        "TCN": hidden,
+        "DilatedRNN": hidden,
+        "DeepAR": {"lstm_hidden_size": 8, "decoder_hidden_size": 8},
+        "DeepNPTS": {"hidden_size": 8},
+        "BiTCN": {"hidden_size": 8},
+        "TFT": transformer,
+        "VanillaTransformer": {**transformer, "conv_hidden_size": 8},
+        "Informer": {**transformer, "conv_hidden_size": 8},
+        "Autoformer": {**transformer, "conv_hidden_size": 8},
+        "FEDformer": {"hidden_size": 8, "n_head": 8, "conv_hidden_size": 8, "modes": 4},
+        "PatchTST": {"hidden_size": 8, "n_heads": 2, "linear_hidden_size": 8, "patch_len": 4},
+        "iTransformer": {"n_series": 3, "hidden_size": 8, "n_heads": 2, "d_ff": 8},
+        "TimesNet": {"hidden_size": 8, "conv_hidden_size": 8},
+        "TSMixer": {"n_series": 3, "ff_dim": 8},
+        "TSMixerx": {"n_series": 3, "ff_dim": 8},
+        "TiDE": {"hidden_size": 8, "decoder_output_dim": 4},
+        "DLinear": {},
+        "NLinear": {},
+        "KAN": {"hidden_size": 8},
+        "RMoK": {"n_series": 3},
+        "SOFTS": {"n_series": 3, "hidden_size": 8, "d_core": 8, "d_ff": 8},
+        "StemGNN": {"n_series": 3},
+        "TimeMixer": {"n_series": 3, "d_model": 8, "d_ff": 8},
+        "MLPMultivariate": {"n_series": 3, "hidden_size": 8},
+        "TimeXer": {"n_series": 3, "hidden_size": 8, "n_heads": 2, "d_ff": 8, "patch_len": 4},
+    }
+
+    def case(name):
+        model = getattr(models, name)(**{**small, **options[name]})
+        return capture_fit(lambda: model.fit(dataset(), val_size=8))
+
+    return {name: partial(case, name) for name in options}
+
+
+# pytorch-forecasting
+
+
+def build_pytorch_forecasting():
+    import pandas as pd
+    import pytorch_forecasting as pf
+    from pytorch_forecasting.data import GroupNormalizer
+
+    def frame():
+        values = random_numbers(3, 30).abs().numpy() + 1
+        steps = np.arange(30)
+        parts = [pd.DataFrame({"group": str(i), "time": steps, "y": values[i]}) for i in range(3)]
+        return pd.concat(parts, ignore_index=True).astype({"y": "float32"})
+
+    def dataset(**options):
+        lengths = {"max_encoder_length": 8, "max_prediction_length": 4}
+        lengths |= {"min_encoder_length": 8, "min_prediction_length": 4}
+        normalizer = GroupNormalizer(groups=["group"])
+        return pf.TimeSeriesDataSet(
+            frame(), "time", "y", ["group"], time_varying_unknown_reals=["y"],
+            target_normalizer=normalizer, **lengths, **options,
+        )  # fmt: skip
+
+    only_target = {"add_relative_time_idx": False}
+    reals = {"time_varying_known_reals": ["time"], "static_categoricals": ["group"]}
+    options = {
+        "NBeats": (only_target, {"widths": [8, 8], "backcast_loss_ratio": 0.1}),
+        "NHiTS": (only_target, {"hidden_size": 8}),
+        "DeepAR": (reals, {"hidden_size": 8, "rnn_layers": 2, "dropout": 0.1}),
+        "RecurrentNetwork": (reals, {"hidden_size": 8}),
+        "TemporalFusionTransformer": (reals, {"hidden_size": 8, "attention_head_size": 2}),
+        "DecoderMLP": (reals, {"hidden_size": 8}),
+        "TiDEModel": (reals, {"hidden_size": 8}),
+    }
+
+    def case(name):
+        of_data, of_model = options[name]
+        data = dataset(**of_data)
+        model = getattr(pf, name).from_dataset(data, learning_rate=0.01, **of_model)
+        return model, {
+            "train_dataloaders": data.to_dataloader(True, batch_size=12, num_workers=0),
+            "val_dataloaders": data.to_dataloader(False, batch_size=12, num_workers=0),
+        }
+
+    return {name: partial(case, name) for name in options}
+
+
+# darts
+
+
+def build_darts():
+    from darts import TimeSeries, models
+
+    def series(seed):
+        return TimeSeries.from_values(random_numbers(48, 1, seed=seed).numpy())
+
+    chunks = {"input_chunk_length": 8, "output_chunk_length": 4}
+    options = {
+        "RNNModel": {"input_chunk_length": 8, "hidden_dim": 8, "training_length": 12},
+        "BlockRNNModel": {**chunks, "hidden_dim": 8, "dropout": 0.1},
+        "TCNModel": {**chunks, "num_filters": 4, "dropout": 0.1},
+        "TransformerModel": {**chunks, "d_model": 8, "nhead": 2, "dim_feedforward": 8},
+        "NBEATSModel": {**chunks, "num_stacks": 2, "layer_widths": 8},
+        "NHiTSModel": {**chunks, "num_stacks": 2, "layer_widths": 8},
+        "TFTModel": {**chunks, "hidden_size": 8, "add_relative_index": True},
+        "DLinearModel": chunks,
+        "NLinearModel": {**chunks, "use_reversible_instance_norm": True},
+        "TiDEModel": {**chunks, "hidden_size": 8, "dropout": 0.1},
+        "TSMixerModel": {**chunks, "hidden_size": 8, "ff_size": 8},
+    }
+
+    def case(name):
+        trainer = {"accelerator": "cpu", "enable_progress_bar": False}
+        model = getattr(models, name)(
+            batch_size=8, n_epochs=3, random_state=1, pl_trainer_kwargs=trainer, **options[name]
+        )
+        return capture_fit(lambda: model.fit(series(0), val_series=series(1)))
+
+    return {name: partial(case, name) for name in options}
+
+
+# gluonts
+
+
+def build_gluonts():
+    import pandas as pd
+    from gluonts.dataset.multivariate_grouper import MultivariateGrouper
+    from gluonts.dataset.pandas import PandasDataset
+    from gluonts.torch import model as models
+
+    def data(seed):
+        index = pd.period_range("2020-01-01", periods=80, freq="D")
+        values = random_numbers(4, 80, seed=seed).abs().numpy() + 1
+        return PandasDataset({str(i): pd.Series(values[i], index=index) for i in range(4)})
+
+    common = {"prediction_length": 4, "batch_size": 4, "num_batches_per_epoch": 5}
+    with_frequency = {"freq": "D", **common}
+    small = {"context_length": 8}
+    options = {
+        "deepar:DeepAREstimator": {**with_frequency, **small, "hidden_size": 8, "num_layers": 1},
+        "tft:TemporalFusionTransformerEstimator": {**with_frequency, **small, "hidden_dim": 8},
+        "wavenet:WaveNetEstimator": {**with_frequency, "num_residual_channels": 4},
+        "simple_feedforward:SimpleFeedForwardEstimator": {**common, "hidden_dimensions": [8]},
+        "d_linear:DLinearEstimator": {**common, **small, "hidden_dimension": 8},
+        "patch_tst:PatchTSTEstimator": {**common, "context_length": 16, "patch_len": 4},
+        "lag_tst:LagTSTEstimator": {**common, "freq": "D", "context_length": 8},
+        "tide:TiDEEstimator": {**with_frequency, **small},
+        "i_transformer:ITransformerEstimator": {**common, **small},
+    }
+    options["patch_tst:PatchTSTEstimator"] |= {"d_model": 8, "nhead": 2, "dim_feedforward": 8}
+    options["lag_tst:LagTSTEstimator"] |= {"d_model": 8, "nhead": 2, "dim_feedforward": 8}
+
+    def case(path):
+        package, name = path.split(":")
+        module = importlib.import_module(f"{models.__name__}.{package}")
+        trainer = {**QUIET, "enable_checkpointing": True}
+        estimator = getattr(module, name)(trainer_kwargs=trainer, **options[path])
+        sets = [data(0), data(1)]
+        if name == "ITransformerEstimator":
+            sets = [MultivariateGrouper()(part) for part in sets]
+        return capture_fit(lambda: estimator.train(*sets))
+
+    return {path.split(":")[1]: partial(case, path) for path in options}
+
+
+# scvi-tools
+
+
+def build_scvi():
+    import anndata
+    import scvi
+
+    scvi.settings.seed = 1
+
+    def cells(protein=False, count=66):
+        generator = np.random.default_rng(0)
+        table = anndata.AnnData(generator.poisson(2.0, (count, 20)).astype(np.float32))
+        table.obs["batch"] = [str(i % 2) for i in range(count)]
+        table.obs["label"] = [["a", "b", "unknown"][i % 3] for i in range(count)]
+        if protein:
+            table.obsm["protein"] = generator.poisson(3.0, (count, 4)).astype(np.float32)
+        return table
+
+    # SCANVI divides the cells that have a label and those that have none.
+    train = {"max_epochs": 3, "batch_size": 10, "accelerator": "cpu", "train_size": 0.75}
+    train |= {"enable_progress_bar": False, "check_val_every_n_epoch": 1}
+
+    def case(name):
+        table = cells(protein=name == "TOTALVI")
+        kind = getattr(scvi.model, name)
+        columns = {"batch_key": "batch"}
+        model_options = {"n_latent": 4, "n_hidden": 8}
+        if name == "SCANVI":
+            columns |= {"labels_key": "label", "unlabeled_category": "unknown"}
+        if name == "TOTALVI":
+            columns |= {"protein_expression_obsm_key": "protein"}
+        if name == "CondSCVI":
+            columns = {"labels_key": "label"}
+        if name == "AmortizedLDA":
+            columns = {}
+        if name == "PEAKVI":
+            table.X = (table.X > 1).astype(np.float32)
+        kind.setup_anndata(table, **columns)
+        if name == "AmortizedLDA":
+            model_options = {"n_topics": 4, "n_hidden": 8}
+        model = kind(table, **model_options)
+        return capture_fit(lambda: model.train(**train))
+
+    names = ("SCVI", "LinearSCVI", "AUTOZI", "SCANVI", "TOTALVI", "PEAKVI", "CondSCVI")
+    return {name: partial(case, name) for name in (*names, "AmortizedLDA")}
+
+
+# deeptab
+
+
+def build_deeptab():
+    import pandas as pd
+    from deeptab import models
+
+    def table():
+        values = random_numbers(64, 3).numpy()
+        frame = pd.DataFrame(values, columns=["a", "b", "c"])
+        frame["d"] = [["x", "y", "z"][i % 3] for i in range(64)]
+        return frame
+
+    names = ("MLP", "ResNet", "FTTransformer", "TabM", "Mambular", "TabTransformer", "SAINT")
+    names += ("NODE", "NDTF", "MambaTab", "AutoInt", "TabulaRNN", "ENODE")
+
+    def case(name, task):
+        estimator = getattr(models, name + task)(trainer_config=None)
+        target = random_numbers(64, seed=5).numpy()
+        if task == "Classifier":
+            target = random_classes(64, 3).numpy()
+        train = {"max_epochs": 3, "batch_size": 16, "accelerator": "cpu"}
+        return capture_fit(lambda: estimator.fit(table(), target, **train))
+
+    cases = {f"{name}Regressor": partial(case, name, "Regressor") for name in names}
+    return cases | {f"{n}Classifier": partial(case, n, "Classifier") for n in ("MLP", "TabM")}
+
+
+# lightly
+
+
+def build_lightly():
+    from lightly.utils import benchmarking
+
+    def images():
+        return TensorDataset(random_numbers(24, 3, 8, 8), random_classes(24, 3))
+
+    class Named(Dataset):
+        """Adds a file name to each sample, as the package's own dataset does."""
+
+        def __init__(self):
+            self.samples = images()
+
+        def __len__(self):
+            return len(self.samples)
+
+        def __getitem__(self, index):
+            image, label = self.samples[index]
+            return image, label, str(index)
+
+    class Features(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.layers = nn.Sequential(nn.Flatten(), nn.Linear(192, 8), nn.BatchNorm1d(8))
+
+        def forward(self, images):
+            return self.layers(images)
+
+    def linear():
+        model = benchmarking.LinearClassifier(Features(), 4, 0.1, 8, 3, topk=(1, 2))
+        return model, loaders_of(images())
+
+    def knn():
+        model = benchmarking.KNNClassifier(Features(), 3, 5, 0.1, topk=(1, 2))
+        train = DataLoader(images(), 4, shuffle=True)
+        return model, {"train_dataloaders": train, "val_dataloaders": [train, train]}
+
+    def online():
+        return OnlineProbe(), loaders_of(images())
+
+    class OnlineProbe(importlib.import_module("lightning.pytorch").LightningModule):
+        """Uses the package's online classifier, as its documentation does."""
+
+        def __init__(self):
+            super().__init__()
+            self.backbone = Features()
+            self.probe = benchmarking.OnlineLinearClassifier(8, 3, topk=(1, 2))
+
+        def training_step(self, batch, batch_idx):
+            features = self.backbone(batch[0])
+            loss, log = self.probe.training_step((features.detach(), batch[1]), batch_idx)
+            self.log_dict(log, sync_dist=True)
+            return loss + features.pow(2).mean()
+
+        def validation_step(self, batch, batch_idx):
+            features = self.backbone(batch[0])
+            loss, log = self.probe.validation_step((features, batch[1]), batch_idx)
+            self.log_dict(log)
+            return loss
+
+        def configure_optimizers(self):
+            return torch.optim.SGD(self.parameters(), lr=0.1, momentum=0.9)
+
+    class Contrastive(benchmarking.BenchmarkModule):
+        """A subclass of the package's module with feature bank, as its documentation has it."""
+
+        def __init__(self):
+            super().__init__(DataLoader(Named(), 8), num_classes=3, knn_k=5)
+            self.backbone = Features()
+            self.head = nn.Linear(8, 4)
+
+        def training_step(self, batch, batch_idx):
+            images, _, _ = batch
+            noise = torch.randn_like(images)
+            first = self.head(self.backbone(images))
+            second = self.head(self.backbone(images + 0.1 * noise))
+            return -nn.functional.cosine_similarity(first, second.detach()).mean()
+
+        def configure_optimizers(self):
+            return [torch.optim.SGD(self.parameters(), lr=0.06, momentum=0.9)]
+
+    def benchmark():
+        return Contrastive(), loaders_of(Named())
+
+    return {case.__name__: case for case in (linear, online, benchmark)}
+
+
+# lightning-uq-box
+
+
+def build_lightning_uq_box():
+    from lightning.pytorch import LightningDataModule
+    from lightning_uq_box import uq_methods
+    from lightning_uq_box.models import MLP, ConditionalGuidedLinearModel
+    from lightning_uq_box.uq_methods import NLL
+
+    class Data(LightningDataModule):
+        """A datamodule, because several modules read ``trainer.datamodule``."""
+
+        def __init__(self, **columns):
+            super().__init__()
+            self.dataset = Samples(**columns)
+
+        def train_dataloader(self):
+            return DataLoader(self.dataset, 8, shuffle=True)
+
+        def val_dataloader(self):
+            return DataLoader(self.dataset, 8)
+
+        def on_after_batch_transfer(self, batch, dataloader_idx):
+            return batch
+
+    def table(name):
+        target = random_numbers(40, 1, seed=6)
+        if "Classification" in name:
+            target = random_classes(40, 3)
+        return Data(input=random_numbers(40, 4), target=target)
+
+    def images(name):
+        target = random_numbers(40, 1, 8, 8, seed=6)
+        if "Segmentation" in name or "UNet" in name:
+            target = random_classes(40 * 64, 2).reshape(40, 8, 8)
+        return Data(input=random_numbers(40, 3, 8, 8), target=target)
+
+    def mlp(outputs, inputs=4):
+        return MLP(dropout_p=0.2, n_inputs=inputs, n_hidden=[8, 8], n_outputs=outputs)
+
+    def convolution(outputs):
+        layers = nn.Conv2d(3, 8, 3, padding=1), nn.ReLU(), nn.Dropout(0.2)
+        return nn.Sequential(*layers, nn.Conv2d(8, outputs, 1))
+
+    def card(kind):
+        guidance = ConditionalGuidedLinearModel(n_steps=10, cat_x=True, x_dim=4, y_dim=1)
+        mean = uq_methods.DeterministicRegression(mlp(1), mse)
+        return kind(mean, guidance, n_steps=10, n_z_samples=2, guidance_optim=adam)
+
+    adam = partial(torch.optim.Adam, lr=0.01)
+    mse, entropy = nn.MSELoss(), nn.CrossEntropyLoss()
+    sampled = {"n_mc_samples_train": 2, "optimizer": adam}
+    makers = {
+        "DeterministicRegression": lambda c: c(mlp(1), mse, optimizer=adam),
+        "DeterministicClassification": lambda c: c(mlp(3), entropy, optimizer=adam),
+        "MCDropoutRegression": lambda c: c(mlp(1), 5, mse, optimizer=adam),
+        "MCDropoutClassification": lambda c: c(mlp(3), 5, entropy, optimizer=adam),
+        "MVERegression": lambda c: c(mlp(2), 1, optimizer=adam),
+        "QuantileRegression": lambda c: c(mlp(3), optimizer=adam),
+        "MDNRegression": lambda c: c(mlp(1), 3, optimizer=adam),
+        "DER": lambda c: c(mlp(4), optimizer=adam),
+        "BNN_VI_ELBO_Regression": lambda c: c(mlp(1), mse, 1, optimizer=adam),
+        "BNN_VI_ELBO_Classification": lambda c: c(mlp(3), entropy, optimizer=adam),
+        "BNN_VI_Regression": lambda c: c(mlp(1), **sampled),
+        "BNN_VI_BatchedRegression": lambda c: c(mlp(1), **sampled),
+        "BNN_LV_VI_Regression": lambda c: c(mlp(1), mlp(2, 5), 40, **sampled),
+        "DensityLayerModelRegression": lambda c: c(mlp(1), mse, optimizer=adam),
+        "MasksemblesRegression": lambda c: c(mlp(1), mse, 4, 2.0, optimizer=adam),
+        "DKLRegression": lambda c: c(mlp(4), 8, optimizer=adam),
+        "DKLClassification": lambda c: c(mlp(4), 8, 3, optimizer=adam),
+        "DUERegression": lambda c: c(mlp(4), 8, 4, optimizer=adam),
+        "DUEClassification": lambda c: c(mlp(4), 8, 4, 3, optimizer=adam),
+        "SNGPRegression": lambda c: c(mlp(8), mse, optimizer=adam, input_size=8),
+        "SNGPClassification": lambda c: c(mlp(8), entropy, 3, optimizer=adam, input_size=8),
+        "SGLDRegression": lambda c: c(mlp(2), NLL(), 0.01, 0.0, 0.1, 1, 2),
+        "SWAGRegression": lambda c: c(mlp(1), 5, 1, 3, 0.01, mse),
+        "ZigZagRegression": lambda c: c(mlp(1, 5), mse, optimizer=adam),
+        "CARDRegression": card,
+        "DeterministicSegmentation": lambda c: c(convolution(2), entropy, optimizer=adam),
+        "DeterministicPixelRegression": lambda c: c(convolution(1), mse, optimizer=adam),
+        "MCDropoutSegmentation": lambda c: c(convolution(2), 3, entropy, optimizer=adam),
+        "ProbUNet": lambda c: c(convolution(2), num_filters=[4, 4], optimizer=adam),
+        "HierarchicalProbUNet": lambda c: c((1, 1), (4, 4, 4), optimizer=adam),
+    }
+
+    def case(name):
+        model = makers[name](getattr(uq_methods, name))
+        is_image = name.endswith(("Segmentation", "PixelRegression", "UNet"))
+        return model, {"datamodule": images(name) if is_image else table(name)}
+
+    return {name: partial(case, name) for name in makers}
+
+
+# torch-uncertainty
+
+
+def build_torch_uncertainty():
+    from torch_uncertainty import routines
+
+    def optimizer(model):
+        return torch.optim.Adam(model.parameters(), lr=0.01)
+
+    def classification():
+        model = nn.Sequential(nn.Flatten(), nn.Linear(192, 8), nn.Dropout(0.2), nn.Linear(8, 3))
+        routine = routines.ClassificationRoutine(
+            model, 3, nn.CrossEntropyLoss(), optim_recipe=optimizer(model)
+        )
+        dataset = TensorDataset(random_numbers(24, 3, 8, 8), random_classes(24, 3))
+        return routine, loaders_of(dataset)
+
+    def mixup():
+        model = nn.Sequential(nn.Flatten(), nn.Linear(192, 8), nn.Linear(8, 3))
+        routine = routines.ClassificationRoutine(
+            model,
+            3,
+            nn.CrossEntropyLoss(),
+            optim_recipe=optimizer(model),
+            mixup_params={"mixtype": "mixup", "mixup_alpha": 0.5},
+        )
+        dataset = TensorDataset(random_numbers(24, 3, 8, 8), random_classes(24, 3))
+        return routine, loaders_of(dataset)
+
+    def regression():
+        model = nn.Sequential(nn.Linear(4, 8), nn.Dropout(0.2), nn.Linear(8, 1))
+        routine = routines.RegressionRoutine(model, 1, nn.MSELoss(), optim_recipe=optimizer(model))
+        dataset = TensorDataset(random_numbers(24, 4), random_numbers(24, seed=6))
+        return routine, loaders_of(dataset)
+
+    def segmentation():
+        model = nn.Sequential(nn.Conv2d(3, 8, 3, padding=1), nn.Conv2d(8, 3, 1))
+        routine = routines.SegmentationRoutine(
+            model, 3, nn.CrossEntropyLoss(), optim_recipe=optimizer(model),
+            metric_subsampling_rate=0.5,
+        )  # fmt: skip
+        labels = random_classes(24 * 64, 3).reshape(24, 8, 8)
+        return routine, loaders_of(TensorDataset(random_numbers(24, 3, 8, 8), labels))
+
+    def pixel_regression():
+        model = nn.Conv2d(3, 1, 3, padding=1)
+        routine = routines.PixelRegressionRoutine(
+            model, 1, nn.MSELoss(), optim_recipe=optimizer(model)
+        )
+        images, depths = random_numbers(24, 3, 8, 8), random_numbers(24, 8, 8, seed=6).abs()
+        return routine, loaders_of(TensorDataset(images, depths))
+
+    cases = (classification, mixup, regression, segmentation, pixel_regression)
+    return {case.__name__: case for case in cases}
+
+
+BUILDERS = {
+    "chemprop": build_chemprop,
+    "darts": build_darts,
+    "deeptab": build_deeptab,
+    "disent": build_disent,
+    "gluonts": build_gluonts,
+    "lightly": build_lightly,
+    "lightning-uq-box": build_lightning_uq_box,
+    "mlcolvar": build_mlcolvar,
+    "neuralforecast": build_neuralforecast,
+    "pytorch-forecasting": build_pytorch_forecasting,
+    "scvi-tools": build_scvi,
+    "torch-uncertainty": build_torch_uncertainty,
+}

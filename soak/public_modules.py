@@ -1,0 +1,436 @@
+"""Kill and resume LightningModules of public packages, and continue checkpoints of both engines.
+
+    python soak/public_modules.py --package mlcolvar            # all modules of one package
+    python soak/public_modules.py --package darts --only TCNModel --keep /tmp/tcn
+
+The packages are not installed with this one, and packages that are missing are skipped. Each run is
+a process that is forked from one that has imported the package. For each module:
+
+- parity: an undisturbed run of FabricLoop has the numbers of Trainer.
+- killed: a run is killed by SIGKILL, three times at random places, and resumed by a fresh model
+  with ``resume="auto"``. Two of the places are inside an epoch. The numbers are those of the
+  undisturbed run: weights, buffers, optimizers, schedulers, metrics, random states and CSV files.
+- crossing: a fresh model continues a checkpoint from the end of the first epoch. Trainer continues
+  a file of FabricLoop, and FabricLoop continues a file of Trainer. The numbers are those of Trainer
+  that continues its own file.
+"""
+
+import argparse
+import contextlib
+import csv
+import json
+import logging
+import os
+import random
+import shutil
+import signal
+import sys
+import tempfile
+import traceback
+import warnings
+from pathlib import Path
+
+import search_path  # noqa: F401
+
+# isort: split
+import numpy as np
+import torch
+from lightning.fabric.utilities.seed import seed_everything
+from lightning.pytorch import Callback, Trainer
+from lightning.pytorch.callbacks import ModelCheckpoint
+from public_builders import BUILDERS
+
+from fabric_template import FabricLoop
+
+EPOCHS = 3
+SECONDS_PER_RUN = 180
+# Columns that depend on the clock.
+CLOCK_COLUMNS = ("time", "samples_per_second")
+OPTIONS = {"accelerator": "cpu", "devices": 1, "max_epochs": EPOCHS, "log_every_n_steps": 1}
+OPTIONS |= {"enable_progress_bar": False, "enable_model_summary": False}
+HOOKS = [name for name in dir(Callback) if name.startswith("on_")]
+HOOKS = [name for name in HOOKS if not name.endswith(("_checkpoint", "_exception"))]
+
+
+class PlaceCounter(Callback):
+    """Counts the calls of hooks, and kills the process at one of them."""
+
+    def __init__(self, kill_at=None):
+        self.names, self.kill_at = [], kill_at
+
+    def count(self, name):
+        self.names.append(name)
+        if len(self.names) - 1 == self.kill_at:
+            os.kill(os.getpid(), signal.SIGKILL)
+
+
+def make_hook(name):
+    def hook(places, *args, **options):
+        places.count(name)
+
+    return hook
+
+
+Places = type("Places", (PlaceCounter,), {name: make_hook(name) for name in HOOKS})
+
+
+# Runs
+
+
+def set_random_states(seed):
+    random.seed(seed)
+    np.random.seed(seed)
+    torch.manual_seed(seed)
+
+
+def trainer_class(model):
+    """Return the Trainer of the package that the module's base class is from."""
+    if any(base.__module__.startswith("pytorch_lightning.") for base in type(model).__mro__):
+        import pytorch_lightning
+
+        return pytorch_lightning.Trainer
+    return Trainer
+
+
+def train_with_trainer(case, folder, ckpt_path=None, seed=None):
+    """Train with Trainer, and save a checkpoint at the end of each epoch."""
+    seed_everything(1, verbose=False)
+    model, arguments = case()
+    kind = trainer_class(model)
+    saver = ModelCheckpoint(folder / "trainer", "{epoch}", save_top_k=-1, monitor=None)
+    if kind is not Trainer:
+        import pytorch_lightning
+
+        saver = pytorch_lightning.callbacks.ModelCheckpoint(
+            folder / "trainer", "{epoch}", save_top_k=-1, monitor=None
+        )
+    trainer = kind(logger=False, callbacks=[saver], default_root_dir=folder, **OPTIONS)
+    if seed is not None:
+        set_random_states(seed)
+    trainer.fit(model, ckpt_path=ckpt_path, weights_only=False, **arguments)
+    return numbers_of(model, trainer)
+
+
+def train_with_loop(case, folder, every=1, kill_at=None, resume=None, seed=None, weights_only=None):
+    """Train with FabricLoop. ``seed`` sets the random states between the model and the fit."""
+    seed_everything(1, verbose=False)
+    model, arguments = case()
+    places = Places(kill_at)
+    loop = FabricLoop(
+        name="run",
+        version=0,
+        default_root_dir=folder,
+        save_every_n_steps=every,
+        callbacks=[places],
+        **OPTIONS,
+    )
+    if seed is not None:
+        set_random_states(seed)
+    loop.fit(model, resume=resume, weights_only=weights_only, **arguments)
+    numbers = numbers_of(model, loop)
+    if resume is None:
+        (folder / "places.json").write_text(json.dumps(places.names))
+    numbers["csv"] = [read_rows(path) for path in sorted(folder.glob("logs/run/*/*.csv"))]
+    return numbers
+
+
+def numbers_of(model, trainer):
+    """Return what two runs are compared by."""
+    numbers = {
+        "weights": model.state_dict(),
+        "parameters": dict(model.named_parameters()),
+        "buffers": dict(model.named_buffers()),
+        "optimizers": [optimizer.state_dict() for optimizer in trainer.optimizers],
+        "schedulers": [config.scheduler.state_dict() for config in trainer.lr_scheduler_configs],
+        "metrics": dict(trainer.callback_metrics),
+        "progress": {"epoch": trainer.current_epoch, "step": trainer.global_step},
+        "random": {"torch": torch.get_rng_state(), "numpy": repr(np.random.get_state())},
+    }
+    return as_plain(numbers)
+
+
+def as_plain(value):
+    """Return nested values with tensors, numbers and strings. Name the class of any other value."""
+    if isinstance(value, torch.Tensor):
+        return value.detach().clone()
+    if isinstance(value, dict):
+        return {str(key): as_plain(part) for key, part in value.items()}
+    if isinstance(value, list | tuple):
+        return [as_plain(part) for part in value]
+    is_plain = value is None or isinstance(value, bool | int | float | str | np.number)
+    return value if is_plain else type(value).__qualname__
+
+
+def read_rows(path):
+    with open(path, newline="") as file:
+        rows = list(csv.DictReader(file))
+    return [{k: v for k, v in row.items() if k not in CLOCK_COLUMNS} for row in rows]
+
+
+# Processes
+
+
+def run_process(folder, function, *args, **options):
+    """Run ``function`` in a forked process. Return its numbers, or the text of its error."""
+    folder.mkdir(parents=True, exist_ok=True)
+    result, sys_output = folder / "result", folder / "output.txt"
+    result.unlink(missing_ok=True)
+    sys.stdout.flush()
+    pid = os.fork()
+    if pid == 0:
+        run_child(folder, result, sys_output, function, args, options)
+    _, status = os.waitpid(pid, 0)
+    if result.exists():
+        return torch.load(result, weights_only=False)
+    code = os.waitstatus_to_exitcode(status)
+    return "killed" if code == -signal.SIGKILL else f"the process ended with {code}"
+
+
+def run_child(folder, result, output, function, args, options):
+    code = 1
+    try:
+        signal.alarm(SECONDS_PER_RUN)
+        os.chdir(folder)
+        with open(output, "a") as file:
+            os.dup2(file.fileno(), 1)
+            os.dup2(file.fileno(), 2)
+        try:
+            numbers = function(*args, **options)
+        except BaseException as error:
+            traceback.print_exc()
+            place = traceback.extract_tb(error.__traceback__)[-1]
+            where = f"{Path(place.filename).name}:{place.lineno}"
+            text = " ".join(str(error).split())
+            numbers = f"{type(error).__name__}: {text[:400]} ({where})"
+        torch.save(numbers, folder / "result.part")
+        os.replace(folder / "result.part", result)
+        code = 0
+    except BaseException:
+        traceback.print_exc()
+    finally:
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(code)
+
+
+# Comparison
+
+
+def first_difference(expected, actual, name=""):
+    """Return the name of the first value that differs, or None."""
+    if isinstance(expected, str) and isinstance(actual, str) and name == "":
+        return None if expected == actual else actual
+    if isinstance(expected, torch.Tensor) and isinstance(actual, torch.Tensor):
+        return compare_tensors(expected, actual, name)
+    if isinstance(expected, dict) and isinstance(actual, dict):
+        if set(expected) != set(actual):
+            return f"{name}: keys {sorted(map(str, set(expected) ^ set(actual)))[:4]}"
+        pairs = [(key, expected[key], actual[key]) for key in expected]
+    elif isinstance(expected, list | tuple) and isinstance(actual, list | tuple):
+        if len(expected) != len(actual):
+            return f"{name}: length {len(expected)} and {len(actual)}"
+        pairs = [(i, *both) for i, both in enumerate(zip(expected, actual, strict=True))]
+    else:
+        return compare_values(expected, actual, name)
+    for key, one, other in pairs:
+        difference = first_difference(one, other, f"{name}.{key}" if name else str(key))
+        if difference is not None:
+            return difference
+    return None
+
+
+def compare_tensors(expected, actual, name):
+    if expected.dtype != actual.dtype or expected.shape != actual.shape:
+        return f"{name}: {expected.dtype} {tuple(expected.shape)}, {actual.dtype} {actual.shape}"
+    if expected.layout != torch.strided or torch.equal(expected, actual):
+        return None
+    is_nan = expected.is_floating_point() and torch.equal(expected.isnan(), actual.isnan())
+    if is_nan and torch.equal(expected.nan_to_num(), actual.nan_to_num()):
+        return None
+    if expected.is_floating_point():
+        distance = (expected.double() - actual.double()).abs().max().item()
+        return f"{name}: by up to {distance:.2g}"
+    return name
+
+
+def compare_values(expected, actual, name):
+    if expected is actual or isinstance(expected, float) and repr(expected) == repr(actual):
+        return None
+    try:
+        is_equal = bool(np.all(expected == actual))
+    except Exception:
+        is_equal = type(expected) is type(actual)
+    if is_equal or type(expected).__eq__ is object.__eq__ and type(expected) is type(actual):
+        return None
+    return f"{name}: {str(expected)[:60]} and {str(actual)[:60]}"
+
+
+def describe(expected, actual, ignored=()):
+    """Return "same", or what differs, or the error of one of the runs."""
+    for numbers in (expected, actual):
+        if isinstance(numbers, str):
+            return numbers
+    expected, actual = (
+        {k: v for k, v in n.items() if k not in ignored} for n in (expected, actual)
+    )
+    return first_difference(expected, actual) or "same"
+
+
+# The campaign
+
+
+def choose_places(names, generator):
+    """Return two places inside a later epoch, and one anywhere after the first step."""
+    starts = [i for i, name in enumerate(names) if name == "on_train_epoch_start"]
+    first = names.index("on_train_batch_end") if "on_train_batch_end" in names else 0
+    inside, last = [], names.index("on_train_end") if "on_train_end" in names else len(names)
+    is_inside = False
+    for i, name in enumerate(names):
+        if name in ("on_train_batch_end", "on_train_epoch_end"):
+            is_inside = name == "on_train_batch_end"
+        if is_inside and i > first and (len(starts) < 2 or i > starts[1]):
+            inside.append(i)
+    inside = inside or [first + 1]
+    return [generator.choice(inside), generator.choice(inside), generator.randrange(first, last)]
+
+
+def try_module(case, folder, generator, options):
+    """Run a module in all ways. Return what was found, keyed by the way."""
+    found = {}
+    trainer = run_process(folder / "a", train_with_trainer, case, folder / "a")
+    every = generator.choice([1, 1, 2, 3])
+    whole = run_process(folder / "b", train_with_loop, case, folder / "b", every)
+    # Trainer writes other CSV files.
+    found["parity"] = describe(trainer, whole, ignored=("csv",))
+    if isinstance(whole, str):
+        return found
+    names = json.loads((folder / "b" / "places.json").read_text())
+    for number, place in enumerate(choose_places(names, generator)):
+        where = folder / f"killed{number}"
+        killed = run_process(where, train_with_loop, case, where, every, place)
+        if killed != "killed":
+            found[f"killed {number + 1}"] = f"not killed at {names[place]}: {killed}"
+            continue
+        again = {"resume": "auto", "seed": options.other_seed}
+        resumed = run_process(where, train_with_loop, case, where, every, **again)
+        difference = describe(whole, resumed)
+        if "was not built" in difference:
+            # The module's on_load_checkpoint reads objects from the file.
+            again["weights_only"] = False
+            resumed = run_process(where, train_with_loop, case, where, every, **again)
+            difference = f"refused by name; trusted: {describe(whole, resumed)}"
+        elif difference != "same":
+            epoch = names[:place].count("on_train_epoch_start")
+            batch = names[:place].count("on_train_batch_start")
+            difference += f" [{names[place]}, epoch {epoch}, batch {batch}, every {every}]"
+        found[f"killed {number + 1}"] = difference
+    found |= try_crossing(case, folder, names, trainer)
+    return found
+
+
+def try_crossing(case, folder, names, trainer):
+    """Continue checkpoints from the end of the first epoch."""
+    if isinstance(trainer, str):
+        return {}
+    (file,) = (folder / "a" / "trainer").glob("epoch=0.ckpt")
+    starts = [i for i, name in enumerate(names) if name == "on_train_epoch_start"]
+    where = folder / "first_epoch"
+    run_process(where, train_with_loop, case, where, None, starts[1])
+    own = where / "checkpoints" / "run" / "version_0" / "last.ckpt"
+    ways = {
+        "expected": (train_with_trainer, {"ckpt_path": file}),
+        "Trainer continues ours": (train_with_trainer, {"ckpt_path": own}),
+        "FabricLoop continues Trainer's": (train_with_loop, {"resume": file}),
+    }
+    results = {}
+    for number, (way, (function, options)) in enumerate(ways.items()):
+        where = folder / f"crossing{number}"
+        result = run_process(where, function, case, where, seed=7, **options)
+        if isinstance(result, str) and "was not built" in result:
+            options["weights_only"] = False
+            result = run_process(where, function, case, where, seed=7, **options)
+        results[way] = result
+    expected = results.pop("expected")
+    if isinstance(expected, str):
+        expected = f"Trainer cannot continue its own file: {expected}"
+        return {way: expected if isinstance(r, str) else "works" for way, r in results.items()}
+    return {way: describe_crossing(expected, result) for way, result in results.items()}
+
+
+def describe_crossing(expected, actual):
+    """Describe a difference, but for a scheduler's step that only Trainer's own file lacks.
+
+    Trainer saves before the step of a scheduler that follows a metric, and skips it on resume.
+    """
+    difference = describe(expected, actual, ("csv",))
+    if not difference.startswith("schedulers."):
+        return difference
+    rest = describe(expected, actual, ("csv", "schedulers"))
+    return "same but a step that Trainer skips" if rest == "same" else difference
+
+
+def try_package(package, root, options):
+    """Try each module of a package. Return a dict of what was found, keyed by module."""
+    try:
+        cases = BUILDERS[package]()
+    except ImportError as error:
+        print(f"{package}: skipped, because it cannot be imported: {error}")
+        return {}
+    found = {}
+    for name, case in cases.items():
+        if options.only and name not in options.only:
+            continue
+        folder = root / package / name
+        shutil.rmtree(folder, ignore_errors=True)
+        folder.mkdir(parents=True)
+        generator = random.Random(f"{options.seed} {package} {name}")
+        found[name] = try_module(case, folder, generator, options)
+        print(f"{package} {name}: {json.dumps(found[name])}", flush=True)
+        if options.keep is None:
+            shutil.rmtree(folder, ignore_errors=True)
+    return found
+
+
+def print_summary(found):
+    """Print how many modules are the same in each way."""
+    for title, prefix in (("parity", "parity"), ("killed and resumed", "killed")):
+        results = [[v for k, v in way.items() if k.startswith(prefix)] for way in found.values()]
+        same = sum(bool(values) and set(values) == {"same"} for values in results)
+        print(f"{title}: {same} of {len(results)} the same")
+        refused = sum(any(value.startswith("refused") for value in values) for values in results)
+        if refused:
+            print(f"    {refused} of the others are refused by name")
+    for way in ("Trainer continues ours", "FabricLoop continues Trainer's"):
+        results = [ways[way] for ways in found.values() if way in ways]
+        same = sum(result.startswith("same") for result in results)
+        print(f"{way}: {same} of {len(results)} the same")
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--package", nargs="*", default=sorted(BUILDERS))
+    parser.add_argument("--only", nargs="*", help="names of modules")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--other-seed", type=int, help="the random state of a resumed run")
+    parser.add_argument("--keep", type=Path, help="keep the files of all runs in this folder")
+    options = parser.parse_args()
+    warnings.simplefilter("ignore")
+    logging.disable(logging.ERROR)
+    torch.set_num_threads(1)
+    with contextlib.ExitStack() as stack:
+        root = options.keep or Path(stack.enter_context(tempfile.TemporaryDirectory()))
+        found = {}
+        for package in options.package:
+            results = try_package(package, root.resolve(), options)
+            found |= {f"{package} {name}": result for name, result in results.items()}
+        print_summary(found)
+    is_same = all(
+        way.startswith(("same", "refused by name; trusted: same"))
+        for ways in found.values()
+        for way in ways.values()
+    )
+    raise SystemExit(0 if is_same else 1)
+
+
+if __name__ == "__main__":
+    main()
