@@ -218,7 +218,8 @@ class MiniLoop:
         resumed = {} if resume is None else checkpoint
         self._set_up_loaders(train_dataloaders, val_dataloaders, path, resumed)
         with self._prepared_model(path, checkpoint):
-            self._set_up_optimizer(optimizer, scheduler, resumed)
+            self._set_up_optimizer(optimizer, scheduler)
+            self._prepare_training(resumed)
             try:
                 with self._opened_folders(path, resumed):
                     if resumed:
@@ -384,7 +385,12 @@ class MiniLoop:
         changed = {}
         for place, part in self._parts.items():
             state, start = plain_state(part), self._start_states.get(place, {})
-            state = {k: v for k, v in state.items() if k not in start or not is_same(v, start[k])}
+            is_random = {name: isinstance(getattr(part, name), GENERATORS) for name in state}
+            state = {
+                name: value
+                for name, value in state.items()
+                if is_random[name] or name not in start or not is_same(value, start[name])
+            }
             if state:
                 changed[place] = state
         return {**get_rng_state(), "parts": changed}
@@ -783,7 +789,8 @@ class MiniLoop:
         self._started_at, state = 0.0, "failed"
         try:
             if self.fabric.is_global_zero:
-                self._locks = [open_lock(self.checkpoint_dir), open_lock(self.log_dir)]
+                for locked in (self.checkpoint_dir, self.log_dir):
+                    self._locks.append(open_lock(locked))
                 self._start_version(resumed if is_own and source.name == version else {})
             yield
             state = "finished"
@@ -793,6 +800,7 @@ class MiniLoop:
         finally:
             self._record(state)
             for file in self._locks:
+                OPEN_LOCKS.remove(file)
                 file.close()
 
     def _start_version(self, resumed: dict[str, Any]) -> None:
@@ -938,7 +946,7 @@ class MiniLoop:
         steps = math.ceil(length / self.accumulate_grad_batches) * epochs
         return steps if self.max_steps == -1 else min(steps, self.max_steps)
 
-    def _set_up_optimizer(self, optimizer: Any, scheduler: Any, resumed: dict[str, Any]) -> None:
+    def _set_up_optimizer(self, optimizer: Any, scheduler: Any) -> None:
         """Find the optimizer and the schedulers in the output of configure_optimizers."""
         if optimizer is None:
             optimizer = self.model.configure_optimizers()
@@ -971,26 +979,21 @@ class MiniLoop:
             config.update(item if isinstance(item, Mapping) else {"scheduler": item})
             check_scheduler(config, self.optimizer)
             self.schedulers.append(config)
+
+    def _prepare_training(self, resumed: dict[str, Any]) -> None:
+        """Find what checkpoints contain, and check the resumed checkpoint and the modules' modes."""
         self._hparams = find_hparams(self.model)
-        # Save the attributes that have changed since the start, and all random states.
-        self._start_states = {
-            place: {
-                name: value
-                for name, value in plain_state(part).items()
-                if not isinstance(getattr(part, name), GENERATORS)
-            }
-            for place, part in self._parts.items()
-        }
+        self._start_states = {place: plain_state(part) for place, part in self._parts.items()}
         if resumed:
             self._check_resume(resumed)
-        if not self._is_lightning_module and not self.network.training:
+        modes = [module.training for module in self.network.modules()]
+        if not self._is_lightning_module and not any(modes):
+            # A network of which only some modules are in eval mode stays unchanged.
             self.network.train()
         count = sum(not module.training for module in self.network.modules())
         if count:
-            text = f"Found {count} module(s) in eval mode at the start of training."
-            warnings.warn(
-                f"{text} If this is intentional, you can ignore this warning.", stacklevel=3
-            )
+            text = f"Found {count} module(s) in eval mode at the start of training. If this is"
+            warnings.warn(f"{text} intentional, you can ignore this warning.", stacklevel=3)
 
     def _check_resume(self, checkpoint: dict[str, Any]) -> None:
         """Raise an error for a checkpoint that this run cannot continue."""
@@ -1001,11 +1004,8 @@ class MiniLoop:
         check(is_own, "resume: got a checkpoint of another loop. Use FabricLoop, or load=.")
         text = f"resume: got max_epochs={self.max_epochs} and a checkpoint of epoch {epochs}."
         check(not -1 < (self.max_epochs or 0) < epochs, f"{text} Write a larger max_epochs.")
-        has_generators = any(
-            isinstance(value, GENERATORS)
-            for part in self._parts.values()
-            for value in getattr(part, "__dict__", {}).values()
-        )
+        attributes = [getattr(part, "__dict__", {}).values() for part in self._parts.values()]
+        has_generators = any(isinstance(v, GENERATORS) for values in attributes for v in values)
         text = "resume: got random generators in loaders or model, and a checkpoint without their"
         is_complete = "parts" in ranks[0]["rng"] or not has_generators
         check(is_complete, f"{text} states. Use FabricLoop, which has saved it.")
@@ -1088,20 +1088,23 @@ def find_method(model: Any, name: str) -> Callable[..., Any] | None:
     return method if callable(method) and not is_empty else None
 
 
-def collect_modules(parts: Mapping[Any, Any]) -> nn.Module:
+def collect_modules(parts: Mapping[Any, Any], depth: int = 0) -> nn.Module:
     """Return the modules and parameters in an object's attributes, also in lists and dicts."""
     network = nn.Module()
     for key, part in parts.items():
-        if isinstance(part, Mapping | list | tuple):
-            part = collect_modules(part if isinstance(part, Mapping) else dict(enumerate(part)))
-            if not any(True for _ in part.parameters()) and not any(part.children()):
+        has_set = isinstance(part, set) and any(isinstance(item, nn.Module) for item in part)
+        check(not has_set, f"model: got a set of modules in {key}, expected a list.")
+        if isinstance(part, Mapping | list | tuple) and depth < 5:
+            items = part if isinstance(part, Mapping) else dict(enumerate(part))
+            part = collect_modules(items, depth + 1)
+            if not part._modules and not part._parameters:
                 continue
-        is_module = isinstance(part, set) and any(isinstance(item, nn.Module) for item in part)
-        check(not is_module, f"model: got a set of modules in {key}, expected a list.")
+        # Assign to the dicts, because add_module() refuses names such as "forward".
         if isinstance(part, nn.Parameter):
-            network.register_parameter(str(key), part)
+            network._parameters[str(key)] = part
         elif isinstance(part, nn.Module):
-            network.add_module(str(key), part)
+            network._modules[str(key)] = part
+    network.training = any(child.training for child in network.children())
     return network
 
 

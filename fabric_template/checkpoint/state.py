@@ -376,16 +376,23 @@ def complete_mini_state(run: RunState, own: dict[str, Any]) -> None:
             f"resume: got {run.checkpoint_path}, which MiniLoop saved in the middle of an epoch,"
             " expected the end of one. Continue it with MiniLoop, or use load=."
         )
-    places = sorted({place for of_process in own["ranks"] for place in of_process["rng"]["parts"]})
-    if places:
-        raise CheckpointError(
-            f"resume: got {run.checkpoint_path}, in which MiniLoop saved random generators or changed"
-            f" attributes of the parts {places}, expected none. Continue it with MiniLoop, or use"
-            " load=."
-        )
+    restore_mini_attributes(run, own["ranks"])
     step = progress["logging_step"] = progress["global_step"]
     own["checkpoints"] = {**run.checkpoints.state_dict(), **own["checkpoints"], "last_step": step}
     own["row"] = {**run.row.state_dict(), **own["row"], "seconds": 0.0}
+
+
+def restore_mini_attributes(run: RunState, ranks: list[dict[str, Any]]) -> None:
+    """Restore the attributes of modules that MiniLoop has saved."""
+    parts = ranks[run.fabric.global_rank % len(ranks)]["rng"].get("parts", {})
+    modules = {**dict(run.network.named_modules()), "": run.model}
+    for place, attributes in parts.items():
+        if place not in modules or any(name not in vars(modules[place]) for name in attributes):
+            raise CheckpointError(
+                f"resume: got {run.checkpoint_path}, in which MiniLoop saved the state of {place!r},"
+                " expected only attributes of modules. Continue it with MiniLoop, or use load=."
+            )
+        vars(modules[place]).update(move_data_to_device(attributes, run.fabric.device))
 
 
 def restore_position(run: RunState) -> None:
