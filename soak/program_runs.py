@@ -438,7 +438,7 @@ def plain(value):
         return plain_text(value)
     if value is None or isinstance(value, int | float | complex | bytes | Numbers):
         return value
-    return re.sub(r"0x[0-9a-f]+", "0x", repr(value))
+    return re.sub(r"0x[0-9a-fA-F]+", "0x", repr(value))
 
 
 def plain_key(key):
