@@ -278,17 +278,16 @@ def loop_differences(ends):
 def best_differences(end):
     """Compare best.ckpt with the row that has the best value of the monitor."""
     best = end["files"].get("checkpoints/run/best.ckpt")
-    monitor, rows = end["options"].get("monitor"), end["rows"]
-    is_validated_more_often = "val_check_interval" in end["options"]
-    if (
-        best is None
-        or monitor is None
-        or is_validated_more_often
-        or not all(monitor in row for row in rows)
-    ):
+    monitor, rows, options = end["options"].get("monitor"), end["rows"], end["options"]
+    is_by_steps = "validate_every_n_steps" in options or "max_steps" in options
+    # An epoch-based run writes one row for several validations. The monitored training loss is
+    # that of an epoch, and a row by steps has the loss since the previous row.
+    has_other_values = "val_check_interval" in options or (is_by_steps and monitor == "train_loss")
+    if best is None or has_other_values or not all(monitor in row for row in rows):
         return []
-    scores = [row[monitor] for row in rows]
-    expected = rows[scores.index(min(scores))]["step"]
+    # An epoch without a validation has no score.
+    scores = {row["step"]: row[monitor] for row in rows if row[monitor] == row[monitor]}
+    expected = min(scores, key=scores.get)
     found = best["global_step"]
     return [] if found == expected else [f"step {found} instead of {expected}"]
 
