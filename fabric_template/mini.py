@@ -35,6 +35,7 @@ import sys
 import time
 import warnings
 import zipfile
+from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, fields, is_dataclass
@@ -852,7 +853,7 @@ class MiniLoop:
         if refused:
             raise TypeError(f"model: got {kind} with {', '.join(refused)}. Use FabricLoop.")
         self.model, self._steps = model, {}
-        self.network = model if isinstance(model, nn.Module) else collect_modules(vars(model))
+        self.network = model if isinstance(model, nn.Module) else collect_modules(model)
         given = {"training_step": training_step, "validation_step": validation_step}
         for name, function in given.items():
             step = find_method(model, name) if function is None else partial(function, model)
@@ -1088,24 +1089,28 @@ def find_method(model: Any, name: str) -> Callable[..., Any] | None:
     return method if callable(method) and not is_empty else None
 
 
-def collect_modules(parts: Mapping[Any, Any], depth: int = 0) -> nn.Module:
-    """Return the modules and parameters in an object's attributes, also in lists and dicts."""
+def collect_modules(model: Any) -> nn.Module:
+    """Return the modules and parameters in the attributes of an object that is no nn.Module."""
     network = nn.Module()
-    for key, part in parts.items():
-        has_set = isinstance(part, set) and any(isinstance(item, nn.Module) for item in part)
-        check(not has_set, f"model: got a set of modules in {key}, expected a list.")
-        if isinstance(part, Mapping | list | tuple) and depth < 5:
-            items = part if isinstance(part, Mapping) else dict(enumerate(part))
-            part = collect_modules(items, depth + 1)
-            if not part._modules and not part._parameters:
-                continue
+    for name, value in getattr(model, "__dict__", {}).items():
         # Assign to the dicts, because add_module() refuses names such as "forward".
-        if isinstance(part, nn.Parameter):
-            network._parameters[str(key)] = part
-        elif isinstance(part, nn.Module):
-            network._modules[str(key)] = part
+        if isinstance(value, nn.Parameter):
+            network._parameters[name] = value
+        elif isinstance(value, nn.Module):
+            network._modules[name] = value
+        text = f"model: got a {type(value).__name__} of modules in the attribute {name}, expected"
+        check(not has_modules(value), f"{text} nn.ModuleList or nn.ModuleDict. Or use FabricLoop.")
     network.training = any(child.training for child in network.children())
     return network
+
+
+def has_modules(value: Any, depth: int = 0) -> bool:
+    """Return whether a container has modules or parameters, which no checkpoint would have."""
+    if not isinstance(value, dict | list | tuple | set | frozenset | deque) or depth > 5:
+        return False
+    items = value.values() if isinstance(value, dict) else value
+    kinds = nn.Module | nn.Parameter
+    return any(isinstance(item, kinds) or has_modules(item, depth + 1) for item in items)
 
 
 def with_batch_idx(step: Callable[..., Any], name: str) -> Callable[..., Any]:
@@ -1320,13 +1325,13 @@ def random_state(generator: Any) -> Any:
     return apply_to_collection(found, np.ndarray, np.ndarray.tolist)
 
 
-def is_plain(value: Any, most: int | None) -> bool:
+def is_plain(value: Any, most: int | None, depth: int = 0) -> bool:
     """Return whether a value is a number, text, a tensor, or a small container of these."""
     if isinstance(value, Tensor):
         return type(value) is Tensor and (most is None or value.numel() <= most)
-    if type(value) in (list, tuple, dict) and len(value) <= 10_000:
+    if type(value) in (list, tuple, dict) and len(value) <= 10_000 and depth < 10:
         parts = [*value, *value.values()] if isinstance(value, dict) else value
-        return all(is_plain(part, most) for part in parts)
+        return all(is_plain(part, most, depth + 1) for part in parts)
     return value is None or type(value) in (bool, int, float, complex, str, bytes)
 
 

@@ -468,7 +468,9 @@ REFUSED_BY_MINI_LOOP = {
     "object, configure_model": "with configure_model. Use FabricLoop",
     "Lightning, setup": "with setup. Use FabricLoop",
     "Lightning, configure_model": "with configure_model. Use FabricLoop",
-    "Lightning, parameters outside": "optimizer: got 1 of .* parameters that are not in the model",
+    "object, lists": "model: got a list of modules in the attribute layers, expected nn.ModuleList",
+    "object, lists in eval mode": "model: got a list of modules in the attribute layers, expected nn.ModuleList",
+    "Lightning, parameters outside": "optimizer: got 2 of .* parameters that are not in the model",
     "Lightning, compiled module": r"with torch\.compile\(\)\. Use FabricLoop",
 }
 
@@ -507,6 +509,16 @@ def check_load(name, loop, model, path):
     expected = loop.validate(model, make_loaders()[1], **functions)
     assert same(loop.validate(other, make_loaders()[1], load=path, **functions), expected)
     assert expected[0]["val_loss"] > 0
+
+
+@pytest.mark.parametrize("kind", ["dict", "deque", "set"])
+def test_mini_loop_refuses_containers_of_modules(tmp_path, kind):
+    containers = {"dict": {"a": [mlp()]}, "deque": deque([mlp()]), "set": {mlp()}}
+    model = Object()
+    model.others = containers[kind]
+    with pytest.raises(ValueError, match=f"got a {kind} of modules in the attribute others"):
+        MiniLoop(default_root_dir=tmp_path / "refused").fit(model, make_loaders()[0])
+    assert not (tmp_path / "refused").exists()
 
 
 @pytest.mark.parametrize("name", CROSSING)
