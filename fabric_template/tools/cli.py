@@ -35,7 +35,7 @@ COMMANDS = {  # name: (module, help)
     "test": ("cli", "run a model's test_step over its data"),
     "predict": ("cli", "run a model's predict_step over its data"),
     "plot": ("plots", "draw the logs of one or several runs"),
-    "runs": ("runs", "list runs, compare two (diff RUN RUN), find the best one (best)"),
+    "runs": ("runs_command", "list runs, compare two (diff RUN RUN), find the best one (best)"),
     "compare": ("compare", "find the first step in which two training runs differ"),
     "profile": ("profile", "show where the time of a training step goes"),
     "tune": ("tune", "find faster settings, or a learning rate with --lr"),

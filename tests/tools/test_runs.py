@@ -11,7 +11,7 @@ import yaml
 from fabric_template import CSVLogger, list_runs
 from fabric_template.checkpoint.run_folders import lock_folders
 from fabric_template.tools.cli import main
-from fabric_template.tools.runs import SORT_SCRIPT
+from fabric_template.tools.runs_command import SORT_SCRIPT
 
 HOSTILE = "\x1b[2J</td><script>alert('x')<!--"
 
