@@ -300,7 +300,9 @@ INVALID = [
     ),
     (
         "Trainer has neither validate_every_n_steps nor seed",
-        lambda d: is_lightning(d) and not d["event"] and {"validate_every_n_steps", "seed"} & set(d["options"]),
+        lambda d: is_lightning(d)
+        and (not d["event"] or event_kind(d) in ("to_Trainer", "from_Trainer"))
+        and {"validate_every_n_steps", "seed"} & set(d["options"]),
     ),
     (
         "a batch that is overfitted has its own order and limit",
@@ -407,6 +409,16 @@ EXCLUDED = [
             and isinstance(d["options"].get("val_check_interval"), dict)
             and (not d["event"] or event_kind(d) in ("to_Trainer", "from_Trainer"))
         ),
+    ),
+    (
+        "ModelCheckpoint saves before the module's on_train_batch_end",
+        lambda d: (
+            "averages_late" in d["hooks"] and "model_checkpoint" in d["callbacks"] and d["event"]
+        ),
+    ),
+    (
+        "attributes of a dataset in a worker are not saved",
+        lambda d: d["data"] == "counts_reads" and d["workers"] and d["event"],
     ),
     (
         "torch's fused SGD: its first step reads a bfloat16 momentum that nobody has set",

@@ -215,11 +215,11 @@ class Check:
 
     def finish_new_monitor(self, loop, name, whole, oracle):
         """Follow another metric after the resume. The best file is then of the last epoch."""
-        self.run(loop, name, options={**self.fewer_epochs(), "monitor": "train_loss"})
+        first = self.run(loop, name, options={**self.fewer_epochs(), "monitor": "train_loss"})
         end, parts = self.resume(loop, name, options={"monitor": "val_loss"})
         if "files" in end:
             best = end["files"].get("checkpoints/run/best.ckpt", {}).get("global_step")
-            if best != end["counters"][1]:
+            if best is None or best <= first["counters"][1]:
                 self.outcome.add(f"{loop} keeps a file of the old monitor", [f"step {best}"])
         return whole, end, [part for part in parts if part != "files"]
 

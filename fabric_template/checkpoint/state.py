@@ -116,6 +116,7 @@ def own_state(run: RunState) -> dict[str, Any]:
         "accumulate_grad_batches": run.accumulate_grad_batches if is_changed else None,
         "flags": {name: dict(sorted(changed)) for name, changed in changed_flags.items()},
         "outside_parameters": {n: p.detach() for n, p in run.outside_parameters().items()},
+        "parameter_groups": names_of_groups(run),
         "settings": run_settings(run),
         # Save the seed even if no loader has used it, because a resumed run may use it.
         "sampler_seed": common_seed(run),
@@ -438,6 +439,7 @@ def restore_optimizers(run: RunState, checkpoint: dict[str, Any]) -> None:
     if SHARDS_KEY in checkpoint or run.steps.is_model_parallel:
         load_shards(run, checkpoint, "optimizer_states")
     states = checkpoint["optimizer_states"]
+    add_missing_groups(run, states)
     # Accept an empty list, because on_load_checkpoint hooks may have removed the optimizer states.
     if states and len(states) != len(run.optimizers):
         raise CheckpointError(
@@ -457,6 +459,28 @@ def restore_optimizers(run: RunState, checkpoint: dict[str, Any]) -> None:
         )
     for config, state in zip(run.lr_schedulers, saved, strict=False):
         config.scheduler.load_state_dict(state)
+
+
+def names_of_groups(run: RunState) -> list[list[list[str | None]]]:
+    """Return the names of the parameters in each group of each optimizer."""
+    names = {id(parameter): name for name, parameter in run.named_parameters().items()}
+    return [
+        [[names.get(id(parameter)) for parameter in group["params"]] for group in item.param_groups]
+        for item in run.optimizers
+    ]
+
+
+def add_missing_groups(run: RunState, states: list[dict[str, Any]]) -> None:
+    """Add the parameter groups that the saved run has added to its optimizers during training."""
+    parameters = run.named_parameters()
+    saved = (run.own_state or {}).get("parameter_groups", ())
+    for optimizer, state, names in zip(run.optimizers, states, saved, strict=False):
+        known = len(optimizer.param_groups)
+        added = zip(state["param_groups"][known:], names[known:], strict=True)
+        for group, group_names in added:
+            if all(name in parameters for name in group_names):
+                group = {**group, "params": [parameters[name] for name in group_names]}
+                optimizer.add_param_group(group)
 
 
 def load_optimizer_state(run: RunState, optimizer: Any, state: dict[str, Any]) -> None:

@@ -149,6 +149,8 @@ class ResumableLoader:
         done = state["batches"]
         if "stream" in state and self._stream is not None:
             with self._stream.loaded(state["stream"]):
+                # StatefulDataLoader draws the finished indices of a sampler without state again.
+                self._restore(self._at_start)
                 iterator = iter(self.loader)
             self._resumed_at = done
             return self._read(iterator)

@@ -225,26 +225,48 @@ class AddsGroup(Lit):
         super().__init__(lambda parameters: torch.optim.SGD(self.net[0].parameters(), lr=0.1, momentum=0.9))
         setattr(self, hook, self.add_group)
 
-    def add_group(self):
+    def add_group(self, *args):
         optimizer = self.optimizers()
         if len(optimizer.param_groups) == 1:
             optimizer.add_param_group({"params": self.net[2].parameters(), "lr": 0.05})
 
 
-def test_group_that_a_hook_adds_before_the_resume(tmp_path):
-    make = functools.partial(AddsGroup, "on_fit_start")
+@pytest.mark.parametrize("hook", ["on_fit_start", "on_train_epoch_start", "on_train_batch_end"])
+@pytest.mark.parametrize("limit", [{"max_epochs": 2}, {"max_steps": 7}], ids=["epochs", "steps"])
+def test_group_that_a_hook_adds(tmp_path, hook, limit):
+    """A resume adds the group again before it restores the optimizer."""
+
+    def make():
+        return AddsGroup(hook)
+
     whole = fit(tmp_path / "whole", make, make_loader, max_epochs=3)
-    fit(tmp_path / "cut", make, make_loader, max_epochs=2)
+    fit(tmp_path / "cut", make, make_loader, **limit)
     resumed = fit(tmp_path / "cut", make, make_loader, seed=9, max_epochs=3, resume="last")
     assert same(dict(whole[1].state_dict()), dict(resumed[1].state_dict()))
+    assert [group["lr"] for group in resumed[0].optimizers[0].param_groups] == [0.1, 0.05]
 
 
-def test_group_that_a_hook_adds_after_the_resume_is_refused(tmp_path):
-    fit(tmp_path, AddsGroup, make_loader, max_epochs=2)
+def test_group_of_unknown_parameters_is_refused(tmp_path):
+    """The resumed module does not have the parameters that the group had."""
+
+    class Grows(AddsGroup):
+        def add_group(self, *args):
+            self.grown = nn.Linear(3, 3)
+            self.optimizers().add_param_group({"params": self.grown.parameters()})
+
+        def training_step(self, batch, batch_idx):
+            if not hasattr(self, "grown"):
+                self.add_group()
+            return super().training_step(batch, batch_idx)
+
+    def make():
+        return Grows("on_test_start")
+
+    fit(tmp_path, make, make_loader, max_epochs=1)
     before = tree(tmp_path)
-    message = r"last.ckpt: got an optimizer with groups of \[2, 2\] parameters, expected \[2\]. Add the same groups"
+    message = r'Unexpected key\(s\) in state_dict: "grown.weight"'
     with pytest.raises(CheckpointError, match=message):
-        fit(tmp_path, AddsGroup, make_loader, max_epochs=3, resume="last")
+        fit(tmp_path, make, make_loader, max_epochs=2, resume="last")
     assert tree(tmp_path) == before
 
 
