@@ -12,7 +12,7 @@ from lightning.fabric.plugins.io import CheckpointIO, TorchCheckpointIO
 from ..errors import CheckpointError, DamagedCheckpointError, MissingCheckpointError
 from ..files import local_path, replaced_file
 from .numpy_values import replace_numpy, restore_numpy
-from .reader import Placeholder, read_archive, verify_archive
+from .reader import is_placeholder, kind_of, read_archive, verify_archive
 
 if TYPE_CHECKING:
     from lightning.fabric import Fabric
@@ -124,8 +124,8 @@ def read_trusted(path: Path, map_location: Any) -> Any:
 
 
 def describe_content(content: Any) -> str:
-    if isinstance(content, Placeholder):
-        return f"an object of {content.__qualname__}"
+    if is_placeholder(content):
+        return f"an object of {kind_of(content).__name__}"
     return f"a {type(content).__name__}"
 
 

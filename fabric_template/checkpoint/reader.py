@@ -1,9 +1,9 @@
 """Read checkpoint files without running code from them.
 
 A file of ``torch.save`` is a zip archive with a pickle and an entry per storage. A pickle may name
-any class or function. The unpickler below builds tensors and plain values only, and replaces all
-other objects by a Placeholder. It builds no class of NumPy, because NumPy trusts the content of
-pickles.
+any class or function. The unpickler below returns plain classes, functions that build tensors, and
+a new Placeholder class for every other name. It builds no class of NumPy, because NumPy trusts the
+content of pickles.
 """
 
 from __future__ import annotations
@@ -15,12 +15,12 @@ import pickle
 import zipfile
 from collections import Counter, OrderedDict, defaultdict, deque
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import IO, Any, ClassVar
 
 import torch
-from torch import Tensor
 
 from ..errors import CheckpointError, DamagedCheckpointError
 
@@ -31,38 +31,40 @@ _HYPERPARAMETERS = (
 )
 # The bit of a zip entry that makes it a folder. torch reads such an entry as an empty file.
 _FOLDER = 0x10
-_MAX_KEY_SIZE = 1000
 
 
 class Placeholder:
     """Stands for an object of a checkpoint that was not built, because building it could run code.
 
-    A placeholder can be stored and copied. Any other use raises an error that names the object.
-
-    Attributes:
-        __qualname__: The full name of a class or a function, or of an object's class.
+    The unpickler makes a subclass for each name in the file. A class or function of the file is such
+    a subclass, and an object is an instance of it. The methods below are those that an unpickler
+    calls, and they do nothing.
     """
 
-    def __init__(self, name: str) -> None:
-        self.__qualname__ = name
+    def __new__(cls, *args: Any, **kwargs: Any) -> Any:
+        # These functions get the object's class, or the object of a method, as their first argument.
+        is_named_by_argument = cls.__name__.startswith(("copyreg.", "builtins.getattr"))
+        return object.__new__(kind_of(args[0]) if is_named_by_argument and args else cls)
 
-    def _refuse(self, *args: Any, **kwargs: Any) -> Any:
-        raise CheckpointError(
-            f"checkpoint: got an object of {self.__qualname__}, expected a plain value. Reading a"
-            " checkpoint runs no code, so this object was not built."
-        )
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        pass
 
-    def __getattr__(self, name: str) -> Any:
-        if name.startswith("__"):
-            raise AttributeError(name)
-        return self._refuse()
+    __setstate__ = __setitem__ = append = extend = add = __init__
 
     def __repr__(self) -> str:
-        return f"<not built: {self.__qualname__}>"
+        return f"<not built: {type(self).__name__}>"
 
-    __call__ = __iter__ = __len__ = __getitem__ = __contains__ = __bool__ = __eq__ = _refuse
-    __int__ = __float__ = __index__ = _refuse
-    __hash__ = object.__hash__
+
+def kind_of(value: Any) -> type[Placeholder]:
+    """Return the Placeholder class of a class, a function or an object that was not built."""
+    if isinstance(value, Placeholder):
+        return type(value)
+    return value if is_placeholder(value) else Placeholder
+
+
+def is_placeholder(value: Any) -> bool:
+    is_class = isinstance(value, type) and issubclass(value, Placeholder)
+    return is_class or isinstance(value, Placeholder)
 
 
 class PartialCheckpoint(dict[Any, Any]):
@@ -110,11 +112,14 @@ def read_archive(path: str | Path, map_location: Any = None) -> Any:
     sizes = verify_archive(path)
     # torch.load asks a module for the class Unpickler.
     unpickler = type("Unpickler", (PlainUnpickler,), {"sizes": sizes})
-    options: dict[str, Any] = {
-        "pickle_module": SimpleNamespace(__name__="pickle", Unpickler=unpickler)
-    }
+    module: Any = SimpleNamespace(__name__="pickle", Unpickler=unpickler)
+    # The indices of a sparse tensor must be inside of its size.
+    checks = torch.sparse.check_sparse_tensor_invariants()
     try:
-        value = torch.load(path, map_location or "cpu", weights_only=False, **options)
+        with checks:
+            value = torch.load(
+                path, map_location or "cpu", pickle_module=module, weights_only=False
+            )
     except (CheckpointError, MemoryError, OSError):
         raise
     except Exception as error:
@@ -141,8 +146,8 @@ def placeholders_in(value: Any, name: str) -> Iterator[tuple[str, str]]:
     waiting, seen = [(name, value)], set()
     while waiting:
         place, item = waiting.pop()
-        if isinstance(item, Placeholder):
-            yield place, item.__qualname__
+        if is_placeholder(item):
+            yield place, kind_of(item).__name__
         elif isinstance(item, dict | list | tuple | set | frozenset | deque):
             if id(item) in seen:
                 continue
@@ -210,262 +215,108 @@ def check_entries(infos: list[zipfile.ZipInfo], size: int) -> None:
 # The pickle
 
 
-def refuse_opcode(unpickler: Any) -> None:
-    raise pickle.UnpicklingError("the pickle has an opcode that torch.save does not write")
+class PlainUnpickler(pickle.Unpickler):
+    """Builds plain values and tensors, and placeholders for all other objects.
 
-
-class PlainUnpickler(pickle._Unpickler):
-    """Builds plain values and tensors, and a Placeholder for every other object.
-
-    The unpickler in C would call methods of the built objects, such as ``__setstate__``. Therefore
-    this class extends the one in Python, and replaces each opcode that calls or changes an object.
+    A pickle runs code through the classes and functions that ``find_class`` returns, and it can
+    change them. Therefore ``find_class`` returns nothing that another part of the program uses,
+    except for classes in C, which cannot be changed.
 
     Attributes:
         sizes: The number of bytes of each storage in the archive. torch does not compare it with
             the size that the pickle names.
     """
 
-    dispatch: ClassVar[dict[int, Any]] = dict(pickle._Unpickler.dispatch)
     sizes: ClassVar[dict[str, int]] = {}
-    stack: list[Any]
-    append: Any
-    pop_mark: Any
-    read: Any
-    persistent_load: Any
 
     def find_class(self, module: str, name: str) -> Any:
-        """Return a plain class, or a Placeholder for any other class or function."""
+        """Return a plain class, a Builder, or a new Placeholder class for any other name."""
         full_name = f"{_MODULES.get(module, module)}.{name}"
-        return VALUES[full_name] if full_name in VALUES else Placeholder(full_name)
+        if full_name == "torch.storage.UntypedStorage":
+            # torch.load reads the dtype of a storage from this attribute.
+            return SimpleNamespace(dtype=torch.uint8)
+        if full_name in BUILDERS:
+            return Builder(BUILDERS[full_name])
+        return VALUES[full_name] if full_name in VALUES else type(full_name, (Placeholder,), {})
 
-    def load_binpersid(self) -> None:
-        """Read the storage of a tensor, if the archive has as many bytes as the pickle names."""
-        _, kind, key, _, count = saved = check_type(self.stack.pop(), tuple)
-        if isinstance(kind, Placeholder):
-            self.append(kind)
-            return
-        item_size = 1 if kind is torch.UntypedStorage else kind.dtype.itemsize
-        if self.sizes[check_type(key, str)] != check_type(count, int) * item_size:
+    def __setattr__(self, name: str, value: Any) -> None:
+        # torch.load sets a function that reads the storage of a tensor.
+        is_reader = name == "persistent_load"
+        super().__setattr__(name, partial(self._read_storage, value) if is_reader else value)
+
+    def _read_storage(self, read: Callable[[Any], Any], saved: Any) -> Any:
+        """Read a storage if the archive has as many bytes as the pickle names."""
+        _, kind, key, _, count = saved
+        if is_placeholder(kind):
+            return kind()
+        if self.sizes[key] != count * kind.dtype.itemsize:
             raise pickle.UnpicklingError(f"storage {key} has another size")
-        self.append(self.persistent_load(saved))
-
-    def load_reduce(self) -> None:
-        args, function = check_type(self.stack.pop(), tuple), self.stack.pop()
-        self.append(build_object(function, args))
-
-    def load_newobj(self) -> None:
-        _, kind = self.stack.pop(), self.stack.pop()
-        self.append(Placeholder(name_of(kind)))
-
-    def load_newobj_ex(self) -> None:
-        self.stack.pop()
-        self.load_newobj()
-
-    def load_build(self) -> None:
-        """Ignore the state of an object, unless it is the metadata of a state_dict."""
-        state, target = self.stack.pop(), self.stack[-1]
-        if not isinstance(target, Placeholder):
-            check_type(target, OrderedDict)
-            vars(target)["_metadata"] = check_type(state, dict).get("_metadata")
-
-    def load_append(self) -> None:
-        self.add_items([self.stack.pop()])
-
-    def load_appends(self) -> None:
-        self.add_items(self.pop_mark())
-
-    def add_items(self, items: list[Any]) -> None:
-        target = self.stack[-1]
-        if type(target) is set:
-            target.update(check_keys(items))
-        elif not isinstance(target, Placeholder):
-            check_type(target, list, deque).extend(items)
-
-    def load_setitem(self) -> None:
-        value, key = self.stack.pop(), self.stack.pop()
-        self.set_items([key, value])
-
-    def load_setitems(self) -> None:
-        self.set_items(self.pop_mark())
-
-    def set_items(self, items: list[Any]) -> None:
-        target = self.stack[-1]
-        if not isinstance(target, Placeholder):
-            check_type(target, dict, OrderedDict, defaultdict, Counter)
-            for key, value in zip(check_keys(items[::2]), items[1::2], strict=True):
-                target[key] = value
-
-    def load_frozenset(self) -> None:
-        # pop_mark() replaces self.append, so call pop_mark() first.
-        items = self.pop_mark()
-        self.append(frozenset(check_keys(items)))
-
-    def load_bytearray8(self) -> None:
-        # The original allocates a bytearray of any size before it reads.
-        size = int.from_bytes(self.read(8), "little")
-        self.append(bytearray(self.read(size)))
-
-    dispatch |= {
-        pickle.BINPERSID[0]: load_binpersid,
-        pickle.REDUCE[0]: load_reduce,
-        pickle.NEWOBJ[0]: load_newobj,
-        pickle.NEWOBJ_EX[0]: load_newobj_ex,
-        pickle.BUILD[0]: load_build,
-        pickle.APPEND[0]: load_append,
-        pickle.APPENDS[0]: load_appends,
-        pickle.ADDITEMS[0]: load_appends,
-        pickle.SETITEM[0]: load_setitem,
-        pickle.SETITEMS[0]: load_setitems,
-        pickle.FROZENSET[0]: load_frozenset,
-        pickle.BYTEARRAY8[0]: load_bytearray8,
-    }
-    _REFUSED = b"".join(
-        (pickle.DICT, pickle.INST, pickle.OBJ, pickle.PERSID, pickle.EXT1, pickle.EXT2, pickle.EXT4)
-    )
-    dispatch |= dict.fromkeys(
-        (*_REFUSED, pickle.NEXT_BUFFER[0], pickle.READONLY_BUFFER[0]), refuse_opcode
-    )
+        return read(saved)
 
 
-def build_object(function: Any, args: tuple[Any, ...]) -> Any:
-    """Return what a function of BUILDERS returns, or a Placeholder."""
-    name = name_of(function)
-    if name == "torch._tensor._rebuild_from_type_v2":
-        # A tensor with attributes of the user, which are dropped.
-        inner, kind, inner_args, _ = args
-        is_tensor = kind is Tensor
-        return build_object(inner, inner_args) if is_tensor else Placeholder(name_of(kind))
-    unbuilt = [arg for arg in args if isinstance(arg, Placeholder)]
-    if name == "builtins.getattr" and unbuilt:
-        # The pickle has named a method of a class or of an object.
-        return Placeholder(f"{name_of(unbuilt[0])}.{args[-1]}")
-    if name in BUILDERS and not unbuilt:
-        return BUILDERS[name](*args)
-    # The functions of copyreg get the object's class as their first argument.
-    is_named_by_argument = unbuilt and (name in BUILDERS or name.startswith("copyreg."))
-    return Placeholder(name_of(unbuilt[0]) if is_named_by_argument else name)
+class Builder:
+    """Calls a function that builds a value. The result is a Placeholder if one of the arguments is."""
+
+    __slots__ = ("_function",)
+
+    def __init__(self, function: Callable[..., Any]) -> None:
+        self._function = function
+
+    def __call__(self, *args: Any) -> Any:
+        unbuilt = next(filter(is_placeholder, args), None)
+        if unbuilt is None or self._function is build_tensor_of_type:
+            return self._function(*args)
+        return kind_of(unbuilt)()
 
 
-def name_of(kind: Any) -> str:
-    """Return the full name of a class or a function that the pickle has named."""
-    if isinstance(kind, type):
-        return f"{kind.__module__}.{kind.__qualname__}"
-    return check_type(kind, Placeholder).__qualname__
+def build_tensor_of_type(function: Builder, kind: Any, args: Any, state: Any) -> Any:
+    """Build a tensor with attributes of the user, which are dropped."""
+    return function(*args) if kind_of(kind).__name__ == "torch.Tensor" else kind_of(kind)()
 
 
-def check_type(value: Any, *types: type) -> Any:
-    if type(value) not in types:
-        names = " or ".join(kind.__name__ for kind in types)
-        raise pickle.UnpicklingError(f"got a {type(value).__name__}, expected a {names}")
-    return value
-
-
-def check_keys(keys: Any) -> Any:
-    """Raise an error for deeply nested tuples, because Python cannot compute their hash."""
-    for key in keys:
-        waiting, count = [key], 0
-        while waiting:
-            item, count = waiting.pop(), count + 1
-            if count > _MAX_KEY_SIZE:
-                raise pickle.UnpicklingError("a key of a dict is too large")
-            if isinstance(item, tuple | frozenset):
-                waiting += item
-    return keys
-
-
-# Tensors and plain values
-
-
-def build_tensor(storage: Any, offset: int, size: Any, stride: Any, *more: Any) -> Tensor:
-    """Build a tensor with torch, which checks that the storage is large enough."""
-    check_type(storage, torch.storage.TypedStorage)
-    requires_grad, _, *metadata = more
-    return torch._utils._rebuild_tensor_v2(
-        storage, offset, size, stride, requires_grad, OrderedDict(), *metadata
-    )
-
-
-def build_typed_tensor(storage: Any, offset: int, size: Any, stride: Any, *more: Any) -> Tensor:
-    """Build a tensor of a dtype without a storage class, such as float8."""
-    check_type(storage, torch.storage.TypedStorage)
-    requires_grad, _, dtype, *metadata = more
-    return torch._utils._rebuild_tensor_v3(
-        storage, offset, size, stride, requires_grad, OrderedDict(), dtype, *metadata
-    )
-
-
-def build_sparse_tensor(layout: torch.layout, data: tuple[Any, ...]) -> Tensor:
-    """Build a sparse tensor, and check that its indices are inside of its size."""
-    if layout is not torch.sparse_coo:
-        first, second, values, size = data
-        options: dict[str, Any] = {"layout": layout, "check_invariants": True}
-        return torch.sparse_compressed_tensor(first, second, values, size, **options)
-    indices, values, size, *is_coalesced = data
-    tensor = torch.sparse_coo_tensor(indices, values, size, check_invariants=True)
-    return tensor.coalesce() if any(is_coalesced) else tensor
-
-
-def build_parameter(data: Tensor, requires_grad: bool, *state: Any) -> torch.nn.Parameter:
-    return torch.nn.Parameter(check_type(data, Tensor), requires_grad)
+def build_parameter(data: Any, requires_grad: bool, *state: Any) -> torch.nn.Parameter:
+    return torch.nn.Parameter(data, requires_grad)
 
 
 def build_counter(counts: Any = None) -> Counter[Any]:
     counter: Counter[Any] = Counter()
-    dict.update(counter, check_type(counts or {}, dict))
+    dict.update(counter, counts or {})
     return counter
 
 
 def encode_text(text: str, encoding: str) -> bytes:
     """Return bytes, which pickles of protocol 2 contain as a string."""
-    return check_type(text, str).encode("latin-1")
-
-
-def container_of(kind: Callable[..., Any]) -> Callable[..., Any]:
-    """Return a function that builds a container from a list or a tuple."""
-
-    def build(items: Any = (), *more: Any) -> Any:
-        items = check_type(items, tuple, list, bytes)
-        if kind in (set, frozenset, OrderedDict):
-            check_keys(items)
-        return kind(items, *more)
-
-    return build
+    return text.encode("latin-1")
 
 
 # Pickles of protocol 2 contain names of Python 2.
 _MODULES = {"__builtin__": "builtins", "copy_reg": "copyreg", "pathlib._local": "pathlib"}
-# The class of Path() on this system.
-_PATH = f"pathlib.{type(Path()).__name__}"
-_CLASSES = (
-    *(bool, bytearray, bytes, complex, dict, float, frozenset, int, list, set, slice, str, tuple),
-    *(Counter, OrderedDict, defaultdict, deque, type(Path())),
-    *(datetime.date, datetime.datetime, datetime.time, datetime.timedelta, datetime.timezone),
-    *(torch.Size, torch.device, Tensor, torch.nn.Parameter, torch.UntypedStorage),
-)
 # The values that the reader returns for the name of a class or of a constant.
-VALUES: dict[str, Any] = {name_of(kind): kind for kind in _CLASSES}
+VALUES: dict[str, Any] = {
+    f"builtins.{kind.__name__}": kind for kind in (bool, dict, float, int, list, str, tuple)
+}
 VALUES |= {f"torch.{n}": v for n, v in vars(torch).items() if isinstance(v, torch.dtype)}
 VALUES |= {"builtins.long": int, "builtins.unicode": str}
+_BUILTINS = (bytearray, bytes, complex, frozenset, range, set, slice)
+_OF_DATETIME = ("date", "datetime", "time", "timedelta", "timezone")
 _LAYOUTS = {str(v): v for v in vars(torch).values() if isinstance(v, torch.layout)}
 # The functions that build objects, by the name of the class or function in the pickle.
 BUILDERS: dict[str, Callable[..., Any]] = {
-    "_codecs.encode": encode_text,
-    **{f"builtins.{kind.__name__}": kind for kind in (complex, range, slice)},
+    **{f"builtins.{kind.__name__}": kind for kind in _BUILTINS},
+    **{f"datetime.{name}": getattr(datetime, name) for name in _OF_DATETIME},
+    **{f"collections.{kind.__name__}": kind for kind in (OrderedDict, defaultdict, deque)},
     "builtins.xrange": range,
-    **{f"builtins.{kind.__name__}": container_of(kind) for kind in (set, frozenset, bytearray)},
-    "builtins.bytes": container_of(bytes),
     "collections.Counter": build_counter,
-    "collections.OrderedDict": container_of(OrderedDict),
-    "collections.defaultdict": defaultdict,
-    "collections.deque": container_of(deque),
-    **{name_of(kind): kind for kind in _CLASSES if kind.__module__ == "datetime"},
-    _PATH: Path,
-    "torch.Size": container_of(torch.Size),
+    "_codecs.encode": encode_text,
+    # The class of Path() on this system.
+    f"pathlib.{type(Path()).__name__}": Path,
+    "torch.Size": torch.Size,
     "torch.device": torch.device,
     "torch.serialization._get_layout": _LAYOUTS.__getitem__,
+    "torch._tensor._rebuild_from_type_v2": build_tensor_of_type,
     "torch._utils._rebuild_parameter": build_parameter,
     "torch._utils._rebuild_parameter_with_state": build_parameter,
-    "torch._utils._rebuild_sparse_tensor": build_sparse_tensor,
-    "torch._utils._rebuild_tensor_v2": build_tensor,
-    "torch._utils._rebuild_tensor_v3": build_typed_tensor,
+    "torch._utils._rebuild_sparse_tensor": torch._utils._rebuild_sparse_tensor,
+    "torch._utils._rebuild_tensor_v2": torch._utils._rebuild_tensor_v2,
+    "torch._utils._rebuild_tensor_v3": torch._utils._rebuild_tensor_v3,
 }
