@@ -21,7 +21,7 @@ from torch.optim import Optimizer
 from torch.utils.data import DataLoader
 
 from .checkpoint.checkpoint_io import find_checkpoint_io
-from .checkpoint.find_checkpoint import read_start_checkpoint
+from .checkpoint.find_checkpoint import find_start_point
 from .config import LoopArguments, LoopConfig, parse_options, with_arguments_of
 from .data.tensor_loader import TensorLoader
 from .distributed.launch import join_processes
@@ -145,7 +145,7 @@ class FabricLoop(TrainerAPI):
         loaders = {"train": train_dataloaders, "val": val_dataloaders}
         run = RunState(self, "fit", model, loaders, datamodule, functions, optimizer)
         given = {"resume": resume, "load": load, "ckpt_path": ckpt_path}
-        read_start_checkpoint(run, given, weights_only)
+        run.start = find_start_point(run, given, weights_only)
         run_stage(run)
         return run.row.frame()
 
@@ -184,7 +184,7 @@ class FabricLoop(TrainerAPI):
     def _evaluate(
         self, run: RunState, load: Any, ckpt_path: Any, weights_only: bool | None, verbose: bool
     ) -> list[dict[str, float]]:
-        read_start_checkpoint(run, {"load": load, "ckpt_path": ckpt_path}, weights_only)
+        run.start = find_start_point(run, {"load": load, "ckpt_path": ckpt_path}, weights_only)
         results: list[dict[str, float]] = run_stage(run)
         table = format_results(results, run.stage)
         if verbose and table and self.fabric.is_global_zero:
@@ -205,7 +205,7 @@ class FabricLoop(TrainerAPI):
         """Run ``predict_step`` or ``forward`` over the loaders. Returns the batches' outputs."""
         functions = {"predict_step": predict_step}
         run = RunState(self, "predict", model, {"predict": dataloaders}, datamodule, functions)
-        read_start_checkpoint(run, {"load": load, "ckpt_path": ckpt_path}, weights_only)
+        run.start = find_start_point(run, {"load": load, "ckpt_path": ckpt_path}, weights_only)
         run.returns_predictions = return_predictions is not False
         outputs: list[Any] | None = run_stage(run)
         return outputs

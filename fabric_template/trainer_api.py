@@ -45,7 +45,9 @@ _ATTRIBUTES: dict[str, Callable[[Any], Any]] = {
     # The wrapper is, for example, DistributedDataParallel.
     "model": lambda loop: loop.run and (loop.run.steps.wrapped or loop.run.model),
     "datamodule": lambda loop: loop.run and loop.run.datamodule,
-    "lr_scheduler_configs": lambda loop: loop.fit_run.lr_schedulers if loop.fit_run else [],
+    "lr_scheduler_configs": lambda loop: (
+        loop.fit_run.optimization.lr_schedulers if loop.fit_run else []
+    ),
     "interrupted": lambda loop: loop.status == TrainerStatus.INTERRUPTED,
     "evaluating": lambda loop: loop.validating or loop.testing or loop.sanity_checking,
     "callback_metrics": lambda loop: loop.metrics("callback_metrics"),
@@ -197,14 +199,12 @@ class TrainerAPI:
             return []
         # A LightningModule with manual optimization gets wrapped optimizers from self.optimizers().
         is_plain = not run.is_lightning_module and not run.module.automatic_optimization
-        return run.lightning_optimizers if is_plain else run.optimizers
+        optimization = run.optimization
+        return optimization.lightning_optimizers if is_plain else optimization.optimizers
 
     @optimizers.setter
     def optimizers(self, optimizers: list[Any]) -> None:
-        run = self.require_run("optimizers")
-        run.set_optimizers(list(optimizers))
-        if run.optimization is not None:
-            run.optimization.setup()
+        self.require_run("optimizers").optimization.replace_optimizers(list(optimizers))
 
     @property
     def logger(self) -> Any:
@@ -218,7 +218,7 @@ class TrainerAPI:
     @property
     def ckpt_path(self) -> str | None:
         """The checkpoint that this run started from. An assigned path is used by the next run."""
-        return self.next_ckpt_path or (self.run.checkpoint_path if self.run else None)
+        return self.next_ckpt_path or (self.run.start.path if self.run else None)
 
     @ckpt_path.setter
     def ckpt_path(self, path: Any) -> None:
@@ -526,7 +526,7 @@ class StrategyAPI:
     def _lightning_optimizers(self) -> list[Any]:
         """Used by ``LightningModule.optimizers()``."""
         fit_run = self._loop.fit_run
-        return fit_run.lightning_optimizers if fit_run else []
+        return fit_run.optimization.lightning_optimizers if fit_run else []
 
     @property
     def optimizers(self) -> list[Any]:

@@ -187,7 +187,7 @@ def load_shards(run: RunState, checkpoint: dict[str, Any], key: str) -> None:
         return
     own = collect_tensors(run, key)
     if (index := checkpoint.get(SHARDS_KEY)) is not None:
-        reader = dcp.FileSystemReader(shard_folder(index, str(run.checkpoint_path)))
+        reader = dcp.FileSystemReader(shard_folder(index, str(run.start.path)))
         saved: dict[str, Any] = reader.read_metadata().state_dict_metadata
         tensors: dict[str, torch.Tensor] = {}
 
@@ -223,7 +223,7 @@ def collect_tensors(run: RunState, key: str) -> dict[str, Any]:
         source = run.module if run.is_lightning_module else run.network
         return {f"{key}/{name}": tensor for name, tensor in source.state_dict().items()}
     found: dict[str, Any] = {}
-    for index, optimizer in enumerate(run.optimizers):
+    for index, optimizer in enumerate(run.optimization.optimizers):
         parameters = [p.detach() for group in optimizer.param_groups for p in group["params"]]
         found |= {f"{key}/{index}/state/{number}": p for number, p in enumerate(parameters)}
     return found

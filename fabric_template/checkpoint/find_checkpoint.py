@@ -21,7 +21,6 @@ from ..errors import (
     ConfigurationTypeError,
     DamagedCheckpointError,
     MissingCheckpointError,
-    WeightsOnlyError,
     describe,
 )
 from ..files import list_names, number_of, read_times, version_folder
@@ -29,7 +28,7 @@ from ..lightning_compat.private import last_checkpoints
 from .checkpoint_io import read_checkpoint
 from .distributed import OWN_KEY, SHARDS_KEY, verify_shards
 from .numpy_values import restore_numpy
-from .state import check_trainer_position
+from .start_point import StartPoint
 
 if TYPE_CHECKING:
     from ..training.run_state import RunState
@@ -37,9 +36,9 @@ if TYPE_CHECKING:
 KEYWORDS = ("last", "best", "auto")
 
 
-def read_start_checkpoint(
+def find_start_point(
     run: RunState, given: dict[str, Any], weights_only: bool | None = None
-) -> None:
+) -> StartPoint:
     """Read the checkpoint that fit, validate, test or predict starts from, if there is one.
 
     Args:
@@ -60,7 +59,7 @@ def read_start_checkpoint(
     if keyword is None:
         keyword = loop.next_ckpt_path or default_keyword(run)
     if keyword is None:
-        return
+        return StartPoint()
 
     def read(path: str | Path) -> dict[str, Any]:
         io = loop.checkpoint_io
@@ -72,16 +71,26 @@ def read_start_checkpoint(
 
     try:
         path, checkpoint = find_checkpoint(run, name, os.fspath(keyword), read)
-        if checkpoint is not None:
-            start_from(run, str(path), checkpoint, resumes)
-            run.resume_keyword = keyword
     except FileNotFoundError as error:
         environment = getattr(run.fabric.strategy, "cluster_environment", None)
         if not getattr(environment, "creates_processes_externally", False):
             raise
         # Do not raise the error yet, because processes that have the file would wait for this
         # process. check_same_checkpoint raises the error in all processes.
-        run.checkpoint_error = error
+        return StartPoint(error=error)
+    if checkpoint is None:
+        return StartPoint()
+    start = StartPoint(str(path), checkpoint, keyword, resumes)
+    if resumes and run.config.version is None:
+        continue_version(run, start.path)
+    return start
+
+
+def continue_version(run: RunState, path: Any) -> None:
+    """Make a resumed run write into the version folder of its checkpoint."""
+    version = version_of_checkpoint(run, path)
+    for logger in run.loggers.csv_loggers if version is not None else ():
+        logger.version = version
 
 
 def check_checkpoint_argument(name: str, value: Any, keywords: tuple[str, ...]) -> None:
@@ -110,29 +119,6 @@ def default_keyword(run: RunState) -> str | None:
         " call will be used."
     )
     return "best"
-
-
-def start_from(run: RunState, path: str, checkpoint: dict[str, Any], resumes: bool) -> None:
-    """Start a run from a checkpoint. A resumed run writes into the checkpoint's version folder."""
-    run.checkpoint_path, run.resumes, run.checkpoint = path, resumes, checkpoint
-    # Remove OWN_KEY, so that on_load_checkpoint hooks get only the keys of Trainer's checkpoints.
-    own = checkpoint.pop(OWN_KEY, None)
-    if not resumes:
-        return
-    if "optimizer_states" not in checkpoint:
-        raise WeightsOnlyError(
-            "Trying to restore optimizer state but checkpoint contains only the model. This is probably"
-            " due to `ModelCheckpoint.save_weights_only` being set to `True`. To start a"
-            f" new run from the weights, write load='{path}'."
-        )
-    if own is None:
-        check_trainer_position(path, checkpoint)
-    else:
-        run.own_state, run.data.sampler_seed = own, own.get("sampler_seed")
-    version = version_of_checkpoint(run, path)
-    if run.config.version is None and version is not None:
-        for logger in run.loggers.csv_loggers:
-            logger.version = version
 
 
 def find_checkpoint(
@@ -364,13 +350,14 @@ def report_missing(run: RunState, argument: str, keyword: str, groups: list[Grou
 
 def check_same_checkpoint(run: RunState) -> None:
     """Raise an error if the processes have found different checkpoints."""
-    step = run.checkpoint.get("global_step") if run.checkpoint is not None else None
-    found = gather_objects(run, f"{run.checkpoint_error or run.checkpoint_path}, step {step}")
+    start = run.start
+    step = start.checkpoint.get("global_step") if start.checkpoint is not None else None
+    found = gather_objects(run, f"{start.error or start.path}, step {step}")
     for rank, text in enumerate(found):
         if text != found[0]:
             raise CheckpointError(
                 f"resume: the processes have found different checkpoints. Process 0: {found[0]}. Process"
                 f" {rank}: {text}. Write default_root_dir= with a folder that all machines share."
             )
-    if run.checkpoint_error is not None:
-        raise run.checkpoint_error
+    if start.error is not None:
+        raise start.error

@@ -89,8 +89,10 @@ def check_saved_state(run: RunState) -> None:
     for part in (run.model, run.datamodule):
         add_hyperparameters(run, {}, part)
     states = {
-        "optimizers": [optimizer.param_groups for optimizer in run.optimizers],
-        "lr_schedulers": [config.scheduler.state_dict() for config in run.lr_schedulers],
+        "optimizers": [optimizer.param_groups for optimizer in run.optimization.optimizers],
+        "lr_schedulers": [
+            config.scheduler.state_dict() for config in run.optimization.lr_schedulers
+        ],
     }
     if (place := find_unpicklable(states)) is not None:
         raise CheckpointError(

@@ -115,7 +115,7 @@ def open_folders(run: RunState, stack: ExitStack) -> None:
     """Choose and lock the folders of a fit. Unless the fit resumes, empty their CSV files."""
     loop, version = run.loop, run.config.version
     own = loop.own_logger
-    if own is not None and version is None and loop.has_fitted and not run.resumes:
+    if own is not None and version is None and loop.has_fitted and not run.start.resumes:
         own.version = None
     loop.has_fitted = True
     run.checkpoints = make_checkpoint_manager(run)
@@ -132,7 +132,7 @@ def open_folders(run: RunState, stack: ExitStack) -> None:
     stack.callback(run.folders.close)
     log_folder = None if own is None or version is None else Path(own.log_dir)
     if any(continues_in(run, folder) for folder in folders):
-        saved_at = (run.own_state or {}).get("saved_at", math.inf)
+        saved_at = math.inf if run.start.saved_at is None else run.start.saved_at
         if any(saved_at < read_times(folder)[0] for folder in folders):
             run.folders.restore_replaced_run(log_folder)
         return
@@ -153,13 +153,12 @@ def set_aside(folder: Path, target: Path) -> None:
 
 def continues_in(run: RunState, folder: Path) -> bool:
     """Return whether the run resumes from a checkpoint that was saved in a folder."""
-    if not run.resumes:
+    if not run.start.resumes:
         return False
-    if folder.resolve() in Path(str(run.checkpoint_path)).resolve().parents:
+    if folder.resolve() in Path(str(run.start.path)).resolve().parents:
         return True
     # The checkpoint may be a copy elsewhere.
-    saved_at = (run.own_state or {}).get("saved_at")
-    return f"saved {saved_at!r}".encode() in read_end(str(folder / ".lock")).splitlines()
+    return f"saved {run.start.saved_at!r}".encode() in read_end(str(folder / ".lock")).splitlines()
 
 
 def make_checkpoint_manager(run: RunState) -> CheckpointManager:
@@ -169,8 +168,8 @@ def make_checkpoint_manager(run: RunState) -> CheckpointManager:
         return CheckpointManager(None, config)
     folder = run_folder(run)
     version: Any = loggers[0].version if loggers else config.version
-    if version is None and run.resumes:
-        version = version_of_checkpoint(run, str(run.checkpoint_path))
+    if version is None and run.start.resumes:
+        version = version_of_checkpoint(run, str(run.start.path))
     if version is None and run.fabric.is_global_zero:
         version = claim_version(folder)
     version = run.fabric.broadcast(version)

@@ -17,7 +17,6 @@ import torch
 from lightning.fabric import __version__ as lightning_version
 from lightning.fabric.utilities import move_data_to_device
 
-from ..data.samplers import common_seed
 from ..distributed.launch import gather_objects
 from ..errors import CheckpointError, OtherModelError
 from ..rng_state import capture_rng_state, restore_rng_state
@@ -77,8 +76,10 @@ def training_state(run: RunState) -> dict[str, Any]:
     callbacks = {key_of(callback): state_of(callback) for callback in run.hooks.callbacks}
     state = {
         "callbacks": {key: state for key, state in callbacks.items() if state},
-        "optimizer_states": [get_state(optimizer) for optimizer in run.optimizers],
-        "lr_schedulers": [config.scheduler.state_dict() for config in run.lr_schedulers],
+        "optimizer_states": [get_state(optimizer) for optimizer in run.optimization.optimizers],
+        "lr_schedulers": [
+            config.scheduler.state_dict() for config in run.optimization.lr_schedulers
+        ],
     }
     if scaler_state := strategy.precision.state_dict():
         state[type(strategy.precision).__qualname__] = scaler_state
@@ -102,7 +103,7 @@ def own_state(run: RunState) -> dict[str, Any]:
     """Return the states that Trainer does not save. The list "ranks" has one entry per process."""
     of_process = {
         "rng": capture_rng_state(),
-        "gradients": run.optimization.accumulated_gradients() if run.optimization else {},
+        "gradients": run.optimization.accumulated_gradients(),
         **states_of(run, PARTS_OF_PROCESS),
     }
     # Save only the values that hooks have changed. The resumed run computes the other values.
@@ -115,11 +116,13 @@ def own_state(run: RunState) -> dict[str, Any]:
         "saved_at": run.folders.save_time(),
         "accumulate_grad_batches": run.accumulate_grad_batches if is_changed else None,
         "flags": {name: dict(sorted(changed)) for name, changed in changed_flags.items()},
-        "outside_parameters": {n: p.detach() for n, p in run.outside_parameters().items()},
+        "outside_parameters": {
+            n: p.detach() for n, p in run.optimization.outside_parameters().items()
+        },
         "parameter_groups": names_of_groups(run),
         "settings": run_settings(run),
         # Save the seed even if no loader has used it, because a resumed run may use it.
-        "sampler_seed": common_seed(run),
+        "sampler_seed": run.data.common_seed(),
         "ranks": gather_objects(run, of_process),
     }
 
@@ -143,7 +146,7 @@ def run_settings(run: RunState) -> dict[str, Any]:
         "processes": run.fabric.world_size,
         "batch size": [getattr(loader, "batch_size", None) for loader in loaders],
         "num_workers": [getattr(loader, "num_workers", None) for loader in loaders],
-        "optimizers": [type(optimizer).__name__ for optimizer in run.optimizers],
+        "optimizers": [type(optimizer).__name__ for optimizer in run.optimization.optimizers],
     }
 
 
@@ -153,14 +156,14 @@ def check_settings(run: RunState, saved: dict[str, Any]) -> None:
     is_in_epoch = run.progress.is_in_epoch and not run.progress.is_last_batch
     if is_in_epoch and saved["processes"] != current["processes"]:
         raise CheckpointError(
-            f"{run.checkpoint_path}: it is from the middle of an epoch of a run with {saved['processes']}"
+            f"{run.start.path}: it is from the middle of an epoch of a run with {saved['processes']}"
             f" processes, and this run has {current['processes']}. Use {saved['processes']} processes, a"
             " checkpoint from the end of an epoch, or load= to start a new run from the weights."
         )
     sizes, saved_sizes = current["batch size"], saved["batch size"]
     if is_in_epoch and len(sizes) == len(saved_sizes) and sizes != saved_sizes:
         raise CheckpointError(
-            f"{run.checkpoint_path}: it is from the middle of an epoch with the batch sizes {saved_sizes},"
+            f"{run.start.path}: it is from the middle of an epoch with the batch sizes {saved_sizes},"
             f" and the loaders now have {sizes}. The position is counted in batches. Use the saved batch"
             " size, a checkpoint from the end of an epoch, or load= to start a new run from the weights."
         )
@@ -176,7 +179,7 @@ def check_settings(run: RunState, saved: dict[str, Any]) -> None:
 
 def flags_of_network(run: RunState) -> dict[str, dict[str, bool]]:
     """Return the flags that hooks may change, and that ``state_dict()`` does not cover."""
-    parameters = run.named_parameters().items()
+    parameters = run.optimization.named_parameters().items()
     return {
         "requires_grad": {name: part.requires_grad for name, part in parameters},
         "training": run.steps.training_modes(),
@@ -230,7 +233,7 @@ def restore_model(run: RunState, checkpoint: dict[str, Any]) -> bool:
 
     In fit, weights that do not match are loaded after on_fit_start, which may add modules.
     """
-    is_weights_only = run.stage == "fit" and not run.resumes
+    is_weights_only = run.stage == "fit" and not run.start.resumes
     if not is_weights_only:
         load_state(run.datamodule, checkpoint.get(type(run.datamodule).__qualname__))
     if SHARDS_KEY in checkpoint or run.steps.is_model_parallel:
@@ -260,7 +263,7 @@ def restore_callbacks(run: RunState, checkpoint: dict[str, Any]) -> None:
     # if FabricLoop saves the checkpoints itself.
     may_miss = ("Timer",) if run.hooks.callbacks_of("Checkpoint") else ("Timer", "ModelCheckpoint")
     missing = [key for key in states if key not in keys and not key.startswith(may_miss)]
-    if missing and run.resumes:
+    if missing and run.start.resumes:
         run.warn_once(
             "Be aware that when using `ckpt_path`, callbacks used to create the checkpoint need to be"
             f" provided during `Trainer` instantiation. Please add the following callbacks: {missing}."
@@ -278,10 +281,7 @@ def restore_training(run: RunState, checkpoint: dict[str, Any]) -> None:
     restore_optimizers(run, checkpoint)
     precision = run.fabric.strategy.precision
     load_state(precision, checkpoint.get(type(precision).__qualname__))
-    if run.own_state is None:
-        run.own_state = convert_trainer_state(checkpoint)
-        run.data.restarts_epoch = restarts_epoch(run, checkpoint)
-    own = run.own_state
+    own = run.start.training_state(run.stop.max_steps != -1)
     if "settings" not in own and "ranks" in own:
         complete_mini_state(run, own)
     check_counters(run, own["progress"])
@@ -293,7 +293,7 @@ def restore_training(run: RunState, checkpoint: dict[str, Any]) -> None:
         )
     restore_outside_parameters(run, own.get("outside_parameters", {}))
     load_states(run, ("progress",), own)
-    if run.resume_keyword != "auto" and run.stop.can_stop_early:
+    if run.start.keyword != "auto" and run.stop.can_stop_early:
         # Ignore the saved should_stop, so that resume="last" continues a run that EarlyStopping
         # stopped. resume="auto" keeps should_stop, because job schedulers restart ended runs, too.
         own.pop("stop", None)
@@ -307,66 +307,9 @@ def check_counters(run: RunState, counters: dict[str, Any]) -> None:
         is_wrong = kind in (int, bool) and type(value) is not kind
         if is_wrong or (type(value) is int and not 0 <= value < 2**62):
             raise CheckpointError(
-                f"{run.checkpoint_path}: got the counter {name}={shorten(repr(value), 40)}, expected a number"
+                f"{run.start.path}: got the counter {name}={shorten(repr(value), 40)}, expected a number"
                 f" of type {kind.__name__} that a run can reach. Use another checkpoint, or load=."
             )
-
-
-def convert_trainer_state(checkpoint: dict[str, Any]) -> dict[str, Any]:
-    """Convert the counters and loader states of Trainer's checkpoint to the format of OWN_KEY."""
-    progress: dict[str, Any] = {
-        "global_step": checkpoint["global_step"],
-        "epochs_done": checkpoint["epoch"],
-    }
-    own: dict[str, Any] = {"progress": progress, "loader_states": []}
-    fit_loop = checkpoint.get("loops", {}).get("fit_loop")
-    if fit_loop is None:
-        return own
-    own["loader_states"] = fit_loop.get("state_dict", {}).get("combined_loader", [])
-    epoch = fit_loop["epoch_progress"]["current"]
-    batch = fit_loop["epoch_loop.batch_progress"]
-    progress["epochs_done"] = epoch["processed"]
-    progress["total_batches"] = batch["total"]["processed"]
-    loop_state = fit_loop["epoch_loop.state_dict"]
-    progress["logging_step"] = loop_state.get("_batches_that_stepped", 0)
-    # A file saved in on_train_epoch_start still contains the batch counts of the previous epoch.
-    if epoch["started"] == epoch["processed"]:
-        return own
-    # Like Trainer, start the next epoch. Skip the saved epoch's final validation and hooks.
-    progress["epochs_done"] += 1
-    # Trainer increases the step of the loggers after on_train_batch_end.
-    progress["logging_step"] += batch["total"]["ready"] > batch["total"]["completed"]
-    return own
-
-
-def restarts_epoch(run: RunState, checkpoint: dict[str, Any]) -> bool:
-    """Return whether Trainer would first finish the saved epoch, if it continued its checkpoint.
-
-    Otherwise, Trainer makes a sanity check and starts the next epoch. Both draw random numbers.
-    """
-    fit_loop = checkpoint.get("loops", {}).get("fit_loop")
-    if fit_loop is None or run.stop.max_steps != -1:
-        return True
-    epoch = fit_loop["epoch_progress"]["current"]
-    return not epoch["ready"] == epoch["started"] == epoch["processed"]
-
-
-def check_trainer_position(path: str, checkpoint: dict[str, Any]) -> None:
-    """Raise an error for a checkpoint that Trainer saved in the middle of an epoch."""
-    fit_loop = checkpoint.get("loops", {}).get("fit_loop")
-    if fit_loop is None:
-        return
-    epoch, batch = fit_loop["epoch_progress"]["current"], fit_loop["epoch_loop.batch_progress"]
-    is_between_batches = batch["current"]["ready"] == batch["current"]["processed"]
-    is_after_last_batch = batch["is_last_batch"] and is_between_batches
-    if epoch["started"] > epoch["processed"] and not is_after_last_batch:
-        raise CheckpointError(
-            f"resume: got '{path}', which Trainer saved in the middle of epoch"
-            f" {epoch['processed']}, expected the end of an epoch. Trainer saves no position in the"
-            " loader. Resume from a checkpoint that Trainer saved at the end of an epoch, as with"
-            f" ModelCheckpoint(every_n_epochs=1), or write load='{path}' to start a new run from"
-            " the weights."
-        )
 
 
 def complete_mini_state(run: RunState, own: dict[str, Any]) -> None:
@@ -374,7 +317,7 @@ def complete_mini_state(run: RunState, own: dict[str, Any]) -> None:
     progress = own["progress"]
     if progress["is_in_epoch"]:
         raise CheckpointError(
-            f"resume: got {run.checkpoint_path}, which MiniLoop saved in the middle of an epoch,"
+            f"resume: got {run.start.path}, which MiniLoop saved in the middle of an epoch,"
             " expected the end of one. Continue it with MiniLoop, or use load=."
         )
     restore_mini_attributes(run, own["ranks"])
@@ -390,7 +333,7 @@ def restore_mini_attributes(run: RunState, ranks: list[dict[str, Any]]) -> None:
     for place, attributes in parts.items():
         if place not in modules or any(name not in vars(modules[place]) for name in attributes):
             raise CheckpointError(
-                f"resume: got {run.checkpoint_path}, in which MiniLoop saved the state of {place!r},"
+                f"resume: got {run.start.path}, in which MiniLoop saved the state of {place!r},"
                 " expected only attributes of modules. Continue it with MiniLoop, or use load=."
             )
         vars(modules[place]).update(move_data_to_device(attributes, run.fabric.device))
@@ -398,7 +341,7 @@ def restore_mini_attributes(run: RunState, ranks: list[dict[str, Any]]) -> None:
 
 def restore_position(run: RunState) -> None:
     """Restore random generators, loaders and running sums right before training continues."""
-    own, run.own_state, run.checkpoint = run.own_state, None, None
+    own = run.start.take()
     if own is None:
         return
     if "ranks" not in own:
@@ -429,7 +372,7 @@ def restore_network(
     """Restore changed flags, and the gradients of an unfinished optimizer step."""
     run.steps.set_training_modes(flags["training"])
     requires_grad = flags["requires_grad"]
-    for name, parameter in run.named_parameters().items():
+    for name, parameter in run.optimization.named_parameters().items():
         parameter.requires_grad = requires_grad.get(name, parameter.requires_grad)
         if name in gradients:
             parameter.grad = gradients[name].to(parameter.device, copy=True)
@@ -441,40 +384,40 @@ def restore_optimizers(run: RunState, checkpoint: dict[str, Any]) -> None:
     states = checkpoint["optimizer_states"]
     add_missing_groups(run, states)
     # Accept an empty list, because on_load_checkpoint hooks may have removed the optimizer states.
-    if states and len(states) != len(run.optimizers):
+    if states and len(states) != len(run.optimization.optimizers):
         raise CheckpointError(
-            f"{run.checkpoint_path}: got the states of {len(states)} optimizers, expected"
-            f" {len(run.optimizers)}. Give the optimizers that the run was started with, or use load=."
+            f"{run.start.path}: got the states of {len(states)} optimizers, expected"
+            f" {len(run.optimization.optimizers)}. Give the optimizers that the run was started with, or use load=."
         )
-    for optimizer, state in zip(run.optimizers, states, strict=False):
+    for optimizer, state in zip(run.optimization.optimizers, states, strict=False):
         load_optimizer_state(run, optimizer, state)
         restore_dtypes(optimizer, state)
     saved = checkpoint.get("lr_schedulers", ())
     # StochasticWeightAveraging exchanges the schedulers during training.
     is_averaging = bool(run.hooks.callbacks_of("StochasticWeightAveraging"))
-    if saved and len(saved) != len(run.lr_schedulers) and not is_averaging:
+    if saved and len(saved) != len(run.optimization.lr_schedulers) and not is_averaging:
         run.warn_once(
-            f"resume: {len(saved)} lr_schedulers were saved, now {len(run.lr_schedulers)}. The states are"
+            f"resume: {len(saved)} lr_schedulers were saved, now {len(run.optimization.lr_schedulers)}. The states are"
             " restored in this order, and a scheduler without a state starts again."
         )
-    for config, state in zip(run.lr_schedulers, saved, strict=False):
+    for config, state in zip(run.optimization.lr_schedulers, saved, strict=False):
         config.scheduler.load_state_dict(state)
 
 
 def names_of_groups(run: RunState) -> list[list[list[str | None]]]:
     """Return the names of the parameters in each group of each optimizer."""
-    names = {id(parameter): name for name, parameter in run.named_parameters().items()}
+    names = {id(parameter): name for name, parameter in run.optimization.named_parameters().items()}
     return [
         [[names.get(id(parameter)) for parameter in group["params"]] for group in item.param_groups]
-        for item in run.optimizers
+        for item in run.optimization.optimizers
     ]
 
 
 def add_missing_groups(run: RunState, states: list[dict[str, Any]]) -> None:
     """Add the parameter groups that the saved run has added to its optimizers during training."""
-    parameters = run.named_parameters()
-    saved = (run.own_state or {}).get("parameter_groups", ())
-    for optimizer, state, names in zip(run.optimizers, states, saved, strict=False):
+    parameters = run.optimization.named_parameters()
+    saved = (run.start.own or {}).get("parameter_groups", ())
+    for optimizer, state, names in zip(run.optimization.optimizers, states, saved, strict=False):
         known = len(optimizer.param_groups)
         added = zip(state["param_groups"][known:], names[known:], strict=True)
         for group, group_names in added:
@@ -494,7 +437,7 @@ def load_optimizer_state(run: RunState, optimizer: Any, state: dict[str, Any]) -
         if sizes[0] == sizes[1]:
             raise
         raise CheckpointError(
-            f"{run.checkpoint_path}: got an optimizer with groups of {sizes[0]} parameters, expected"
+            f"{run.start.path}: got an optimizer with groups of {sizes[0]} parameters, expected"
             f" {sizes[1]}. Add the same groups before the run resumes, in configure_optimizers or"
             " on_fit_start, or use load=."
         ) from error
@@ -503,7 +446,7 @@ def load_optimizer_state(run: RunState, optimizer: Any, state: dict[str, Any]) -
 def restore_outside_parameters(run: RunState, saved: dict[str, torch.Tensor]) -> None:
     """Restore the parameters that only optimizers have, because state_dict lacks them."""
     with torch.no_grad():
-        for name, parameter in run.outside_parameters().items():
+        for name, parameter in run.optimization.outside_parameters().items():
             if name in saved:
                 parameter.copy_(saved[name])
 

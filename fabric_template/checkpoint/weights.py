@@ -26,7 +26,7 @@ def load_weights(run: RunState, checkpoint: dict[str, Any]) -> None:
     Raises:
         OtherModelError: The weights do not match the model.
     """
-    path = run.checkpoint_path
+    path = run.start.path
     target = run.module if run.is_lightning_module else run.network
     weights = rename_weights(find_weights(checkpoint, path), target)
     is_strict = getattr(run.model, "strict_loading", True)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import math
+import os
 import warnings
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -46,10 +47,7 @@ class DataConnector:
         source: The datamodule or module with methods such as ``train_dataloader()``.
 
     Attributes:
-        sampler_seed: The seed with which all processes draw the same order of samples. A resumed
-            run uses the seed in its checkpoint.
-        restarts_epoch: Whether Trainer would first finish the saved epoch, if it continued the
-            checkpoint of this run. None if the checkpoint is not from Trainer.
+        train, eval_loaders: The loaders of the training and of the evaluations.
     """
 
     def __init__(self, loaders: Mapping[str, Any], source: Any) -> None:
@@ -58,8 +56,7 @@ class DataConnector:
         self.run: RunState = None  # type: ignore[assignment]
         self.train: StageLoaders = None  # type: ignore[assignment]
         self.eval_loaders: StageLoaders = None  # type: ignore[assignment]
-        self.sampler_seed: int | None = None
-        self.restarts_epoch: bool | None = None
+        self._common_seed: int | None = None
         self._is_train_started = False
         # The random states and attributes before the newest load of each stage.
         self._loads: dict[str, Any] = {}
@@ -68,6 +65,13 @@ class DataConnector:
     def has_loader(self, stage: str) -> bool:
         """Return whether the user gave a loader for this stage or a method that creates one."""
         return stage in self.given or overridden(self.source, f"{stage}_dataloader") is not None
+
+    def common_seed(self) -> int:
+        """Return the seed with which all processes shuffle. A resumed run uses the saved seed."""
+        if self._common_seed is None:
+            saved = self.run.start.sampler_seed
+            self._common_seed = int(os.environ.get("PL_GLOBAL_SEED", 0)) if saved is None else saved
+        return self._common_seed
 
     def request(self, stage: str) -> Any:
         """Return the given loaders, or call the method that creates them."""
@@ -126,7 +130,7 @@ class DataConnector:
 
     def _saved_loads(self) -> dict[str, Any]:
         """Return the states of the loads in the checkpoint of this process."""
-        ranks = (self.run.own_state or {}).get("ranks")
+        ranks = (self.run.start.own or {}).get("ranks")
         state = ranks[self.run.fabric.global_rank % len(ranks)] if ranks else {}
         return self._restored_loads or state.get("data", {}).get("loads", {})
 
@@ -149,13 +153,13 @@ class DataConnector:
                 " you want to see logs for the training epoch.",
                 PossibleUserWarning,
             )
-        is_resumed = run.checkpoint is not None
-        if not is_resumed or (self.restarts_epoch is not None and not self.stateful_loaders()):
+        is_resumed, restarts_epoch = run.start.is_pending, run.start.restarts_epoch
+        if not is_resumed or (restarts_epoch is not None and not self.stateful_loaders()):
             # As in Trainer, the first epoch's iterator starts as soon as the loader is created.
             self.train.start()
             # If Trainer restarts an epoch, this iterator belongs to that epoch's last batches.
             is_first = run.progress.epochs_done == 0 or is_resumed
-            self._is_train_started = is_first and not self.restarts_epoch
+            self._is_train_started = is_first and not restarts_epoch
 
     def start_train_batches(self) -> None:
         """Start the iterator of an epoch, unless setup_train_loader has started this iterator."""

@@ -35,7 +35,7 @@ def prepare_loader(run: RunState, loader: Any, stage: str) -> Any:
         return prepare_tensor_loader(run, loader, stage)
     if callable(getattr(loader, "for_rank", None)):
         num_replicas, rank = replicas_and_rank(run)
-        return loader.for_rank(rank, num_replicas, common_seed(run))
+        return loader.for_rank(rank, num_replicas, run.data.common_seed())
     if not isinstance(loader, DataLoader):
         return loader
     if os.environ.get("PL_SEED_WORKERS") == "1" and loader.worker_init_fn is None:
@@ -72,7 +72,7 @@ def prepare_tensor_loader(run: RunState, loader: TensorLoader, stage: str) -> Te
     drop_last = loader.drop_last and not is_prediction
     if (shuffle, drop_last) != (loader.shuffle, loader.drop_last):
         loader = loader.with_options(shuffle=shuffle, drop_last=drop_last)
-    return loader.for_rank(rank, num_replicas, common_seed(run), is_padded=not is_prediction)
+    return loader.for_rank(rank, num_replicas, run.data.common_seed(), is_padded=not is_prediction)
 
 
 def is_overfitting(run: RunState) -> bool:
@@ -96,13 +96,6 @@ def replicas_and_rank(run: RunState) -> tuple[int, int]:
     return kwargs["num_replicas"], kwargs["rank"]
 
 
-def common_seed(run: RunState) -> int:
-    """Return the seed with which all processes shuffle. Checkpoints contain this seed."""
-    if run.data.sampler_seed is None:
-        run.data.sampler_seed = int(os.environ.get("PL_GLOBAL_SEED", 0))
-    return run.data.sampler_seed
-
-
 def choose_sampler(run: RunState, loader: DataLoader, stage: str) -> Any:
     """Return the loader's sampler, or the sampler that Trainer would use instead."""
     given: Any = loader.sampler
@@ -114,7 +107,11 @@ def choose_sampler(run: RunState, loader: DataLoader, stage: str) -> Any:
     if num_replicas == 1 or isinstance(given, DistributedSampler):
         return given
     is_shuffled = stage == "train" or isinstance(given, RandomSampler)
-    options: dict[str, Any] = {"num_replicas": num_replicas, "rank": rank, "seed": common_seed(run)}
+    options: dict[str, Any] = {
+        "num_replicas": num_replicas,
+        "rank": rank,
+        "seed": run.data.common_seed(),
+    }
     options["shuffle"] = is_shuffled and not run.config.overfit_batches
     if stage == "predict":
         return UnrepeatedDistributedSamplerWrapper(given, **options)

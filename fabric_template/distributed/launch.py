@@ -157,9 +157,9 @@ def launch_processes(run: RunState) -> Any:
 
 def arguments_of(run: RunState) -> dict[str, Any]:
     """Return the arguments for fit, validate, test or predict in a launched process."""
-    is_load = run.stage == "fit" and not run.resumes
+    is_load = run.stage == "fit" and not run.start.resumes
     given = {"model": run.model, "datamodule": run.datamodule}
-    given["load" if is_load else "ckpt_path"] = run.checkpoint_path
+    given["load" if is_load else "ckpt_path"] = run.start.path
     given |= getattr(run.module, "functions", {})
     for stage, loaders in run.data.given.items():
         given[f"{stage}_dataloaders" if run.stage == "fit" else "dataloaders"] = loaders

@@ -131,7 +131,9 @@ class RowWriter:
         return {**self.step_values, **self._named_rates()}
 
     def _named_rates(self) -> dict[str, float]:
-        rates = self.learning_rates if self.run.lr_schedulers else learning_rates(self.run)
+        rates = (
+            self.learning_rates if self.run.optimization.lr_schedulers else learning_rates(self.run)
+        )
         names = ["lr", *(f"lr_{index}" for index in range(1, len(rates)))]
         return {name: float(rate) for name, rate in zip(names, rates, strict=False)}
 
@@ -275,7 +277,7 @@ class RowWriter:
     def _log_folders(self, logger: CSVLogger, saved: str) -> list[Path]:
         """List the folders that may have the rows of the checkpoint, most likely first."""
         folders = [Path(logger.log_dir, REPLACED_LOGS), Path(logger.log_dir)]
-        checkpoint = Path(str(self.run.checkpoint_path)).absolute()
+        checkpoint = Path(str(self.run.start.path)).absolute()
         name, _, version = saved.rpartition("/")
         if {name, version}.isdisjoint({"", ".", ".."}) and os.path.basename(name) == name:
             # A run that continues in another version copies the rows of the first version.
@@ -336,5 +338,10 @@ def name_outputs(output: Any, prefix: str) -> dict[str, Tensor]:
 
 def learning_rates(run: RunState) -> list[Any]:
     """Return the learning rate of each optimizer's first parameter group, without a device sync."""
-    rates = [group["lr"] for o in run.optimizers for group in o.param_groups[:1] if "lr" in group]
+    rates = [
+        group["lr"]
+        for o in run.optimization.optimizers
+        for group in o.param_groups[:1]
+        if "lr" in group
+    ]
     return [rate.clone() if isinstance(rate, Tensor) else rate for rate in rates]

@@ -33,7 +33,7 @@ def write_run_config(run: RunState) -> None:
         path = Path(logger.log_dir, "config.yaml")
         try:
             is_own = path.exists() and path.read_text("utf-8", "replace").startswith(HEAD)
-            if not path.exists() or (is_own and not run.resumes):
+            if not path.exists() or (is_own and not run.start.resumes):
                 write_yaml(path, collect_run_config(run), HEAD)
         except Exception as error:
             warnings.warn(
@@ -61,8 +61,8 @@ def collect_run_config(run: RunState) -> dict[str, Any]:
     config |= keep_plain(options, unknown)
     # Leave out the version, so that a repeated run overwrites nothing.
     config["version"] = None
-    if run.checkpoint_path is not None:
-        config["resume" if run.resumes else "load"] = str(run.checkpoint_path)
+    if run.start.path is not None:
+        config["resume" if run.start.resumes else "load"] = str(run.start.path)
     versions = {
         "fabric_template": __version__,
         "torch": str(torch.__version__),

@@ -231,31 +231,19 @@ def _check_interface(scheduler: Any) -> None:
     )
 
 
-def outside_parameters(optimizers: list[Optimizer], network: nn.Module) -> dict[str, torch.Tensor]:
-    """Return the parameters that optimizers train and the network lacks, such as a loss's weights.
-
-    The names have the index of the optimizer and of the parameter, as in "optimizer.0.3".
-    """
-    found = {}
-    known = {id(parameter) for parameter in network.parameters()}
-    for index, optimizer in enumerate(optimizers):
-        if isinstance(optimizer, NoOptimizer):
-            continue
-        parameters = [p for group in optimizer.param_groups for p in group.get("params", ())]
-        for position, parameter in enumerate(parameters):
-            if id(parameter) not in known:
-                known.add(id(parameter))
-                found[f"optimizer.{index}.{position}"] = parameter
-    return found
-
-
 def check_parameters(
-    optimizers: list[Optimizer], network: nn.Module, model: Any, is_distributed: bool
+    optimizers: list[Optimizer],
+    outside: Mapping[str, torch.Tensor],
+    model: Any,
+    is_distributed: bool,
 ) -> None:
-    """Raise an error for parameters that are not in the model. Warn for a LightningModule."""
+    """Raise an error for parameters that are not in the model. Warn for a LightningModule.
+
+    Args:
+        outside: The parameters of the optimizers that are not in the model.
+    """
     groups = [group for optimizer in optimizers for group in optimizer.param_groups]
     count = len({id(parameter) for group in groups for parameter in group.get("params", ())})
-    outside = outside_parameters(optimizers, network)
     if not outside:
         return
     if len(outside) == count and all(isinstance(p, nn.Parameter) for p in outside.values()):

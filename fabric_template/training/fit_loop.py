@@ -130,7 +130,7 @@ def train_batches(run: RunState) -> None:
 def end_train_batch(run: RunState, outputs: Any, batch: Any, batch_idx: int) -> None:
     """Step the schedulers, call ``on_train_batch_end``, and run the phases after a batch."""
     run.progress.enter("log_batch")
-    if run.lr_schedulers:
+    if run.optimization.lr_schedulers:
         step_schedulers_after_batch(run)
     run.hooks.call("on_train_batch_end", outputs, batch, batch_idx)
     run.results.end_batch()
@@ -185,7 +185,7 @@ def report_validation(run: RunState) -> str:
 
 def finish_batch(run: RunState) -> None:
     """Step ReduceLROnPlateau, check for signals, and save every N steps."""
-    if run.lr_schedulers:
+    if run.optimization.lr_schedulers:
         step_lr_schedulers(run, "step", reduce_on_plateau=True)
     is_stepping = is_window_end(run)
     run.progress.finish_batch(is_stepping)

@@ -39,16 +39,11 @@ from ..loggers.result_collection import ResultCollection
 from ..loggers.run_config import write_run_config
 from ..rng_state import unchanged_rng_state
 from .check_arguments import warn_of_eval_modules
-from .configure_optimizers import (
-    check_parameters,
-    make_optimizers,
-    move_optimizer_states,
-    parse_optimizers,
-)
+from .configure_optimizers import move_optimizer_states
 from .evaluation_loop import evaluate, predict
 from .fit_loop import fit
 from .module_adapter import check_network, is_in_eval_mode
-from .optimization import AutomaticOptimization, ManualOptimization
+from .optimization import ManualOptimization
 
 if TYPE_CHECKING:
     from ..config import LoopConfig
@@ -121,7 +116,7 @@ def set_up_process(run: RunState, stack: ExitStack) -> None:
 def return_network(run: RunState, device: torch.device) -> None:
     """Move the network back to the device that it had before the run, with optimizer states."""
     run.network.to(device)
-    move_optimizer_states(run.optimizers)
+    move_optimizer_states(run.optimization.optimizers)
 
 
 def set_up_model(run: RunState, stack: ExitStack) -> bool:
@@ -147,9 +142,10 @@ def set_up_model(run: RunState, stack: ExitStack) -> bool:
     if run.steps.is_model_parallel:
         # Shard the network first, because a sharded checkpoint is loaded into the shards.
         run.steps.setup(is_training)
-    has_weights = run.checkpoint is None or restore_model(run, run.checkpoint)
-    if has_weights and not run.resumes:
-        run.checkpoint = None
+    checkpoint = run.start.checkpoint
+    has_weights = checkpoint is None or restore_model(run, checkpoint)
+    if has_weights:
+        run.start.finish_loading()
     if not run.steps.is_model_parallel:
         run.steps.setup(is_training)
     return has_weights
@@ -159,22 +155,22 @@ def set_up_training(run: RunState, has_weights: bool) -> None:
     """Set up the optimizers, restore a checkpoint, and run the sanity check."""
     # Attributes that change from here on are saved, also those that the sanity check changes.
     run.plain_state = make_plain_state(run)
-    configure_optimizers(run)
+    run.optimization.configure()
     names = [name for name, _ in run.network.named_parameters()]
     run.hooks.call("on_fit_start")
     check_new_parameters(run, names, "on_fit_start")
-    if not has_weights and run.checkpoint is not None:
-        load_weights(run, run.checkpoint)
-        run.checkpoint = run.checkpoint if run.resumes else None
+    checkpoint = run.start.checkpoint
+    if not has_weights and checkpoint is not None:
+        load_weights(run, checkpoint)
+        run.start.finish_loading()
     run.network.zero_grad()
     check_saved_state(run)
     run.loggers.log_hyperparameters(run)
     if run.fabric.is_global_zero:
         write_run_config(run)
-    is_automatic = run.module.automatic_optimization
-    run.optimization = AutomaticOptimization(run) if is_automatic else ManualOptimization(run)
-    if run.checkpoint is not None:
-        restore_training(run, run.checkpoint)
+    run.start_optimization()
+    if run.start.resumes and checkpoint is not None:
+        restore_training(run, checkpoint)
         print_if_finished(run)
     run.results.start_training()
     if not run.is_lightning_module and is_in_eval_mode(run.network):
@@ -221,7 +217,7 @@ def run_sanity_check(run: RunState) -> None:
     """Validate a few batches before training, so that a broken validation fails early."""
     most = run.config.num_sanity_val_steps
     # As Trainer, make a sanity check if the run starts at the end of an epoch of Trainer.
-    is_resumed = run.checkpoint is not None and run.data.restarts_epoch is not False
+    is_resumed = run.start.is_pending and run.start.restarts_epoch is not False
     if not run.should_validate or most == 0 or is_resumed:
         return
     with unchanged_rng_state(), run.progress.in_stage("sanity_check"):
@@ -331,21 +327,6 @@ def prepare_data(run: RunState) -> None:
     run.fabric.barrier()
 
 
-def configure_optimizers(run: RunState) -> None:
-    """Use the given optimizers, or the optimizers that ``configure_optimizers`` returns."""
-    where = "configure_optimizers" if run.given_optimizer is None else "optimizer"
-    if run.given_optimizer is None:
-        returned = run.hooks.call_module("configure_optimizers")
-    else:
-        returned = make_optimizers(run.given_optimizer, run.model, run.network)
-    has_own_step = run.hooks.is_overridden("lr_scheduler_step")
-    is_automatic = run.module.automatic_optimization
-    optimizers, run.lr_schedulers = parse_optimizers(returned, is_automatic, has_own_step, where)
-    run.set_optimizers(optimizers)
-    check_parameters(run.optimizers, run.network, run.model, run.is_distributed)
-    move_optimizer_states(run.optimizers)
-
-
 # Signals and errors
 
 
@@ -354,7 +335,7 @@ def print_if_finished(run: RunState) -> None:
     progress = run.progress
     if run.stop.is_due_between_epochs and not progress.is_in_epoch and run.fabric.is_global_zero:
         print(
-            f"resume: {run.checkpoint_path} is from a finished run (epoch {progress.epochs_done}, step"
+            f"resume: {run.start.path} is from a finished run (epoch {progress.epochs_done}, step"
             f" {progress.global_step}); it trains no further: {end_reason(run)}.",
             file=sys.stderr,
         )
@@ -407,8 +388,7 @@ def handle_exception(run: RunState, error: BaseException) -> None:
     attempt("closing the loaders", run.data.teardown)
     attempt("closing the checkpoint files", run.loop.checkpoint_io.teardown)
     attempt("reading the last values", run.results.end)
-    if run.optimization is not None:
-        run.optimization.release()
+    run.optimization.release()
     run.progress.end_run()
     if run.stop.signal is None:
         # End the launched processes. Otherwise, these processes wait forever for this process.

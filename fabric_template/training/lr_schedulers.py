@@ -37,7 +37,7 @@ def step_lr_schedulers(run: RunState, interval: str, reduce_on_plateau: bool) ->
     # As in Trainer, frequency counts batches or epochs, not optimizer steps. The current batch and
     # epoch count as finished.
     count = run.progress.batches_done if interval == "step" else run.progress.epochs_done + 1
-    for config in run.lr_schedulers:
+    for config in run.optimization.lr_schedulers:
         is_due = config.interval == interval and count % config.frequency == 0
         if is_due and config.reduce_on_plateau == reduce_on_plateau:
             step_scheduler(run, config)

@@ -8,17 +8,27 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
+from lightning.pytorch.core.optimizer import LightningOptimizer
 from lightning.pytorch.overrides.distributed import prepare_for_backward
 from lightning.pytorch.utilities import GradClipAlgorithmType
-from torch import Tensor
+from torch import Tensor, nn
 from torch.optim import LBFGS, Optimizer
 
 from ..distributed.strategies import gather_tensors
 from ..errors import ConfigurationError, ConfigurationTypeError, describe
-from ..lightning_compat.private import set_step_callback
+from ..lightning_compat.private import set_step_callback, wrap_optimizer
+from .configure_optimizers import (
+    NoOptimizer,
+    check_parameters,
+    make_optimizers,
+    move_optimizer_states,
+    parse_optimizers,
+)
 from .module_adapter import parameters_of, takes_batch_idx
 
 if TYPE_CHECKING:
+    from lightning.pytorch.utilities.types import LRSchedulerConfig
+
     from .run_state import RunState
 
 
@@ -48,17 +58,71 @@ def starts_window(run: RunState) -> bool:
 
 
 class Optimization:
-    """Base class of automatic and manual optimization, with backward, clipping and steps."""
+    """The optimizers and schedulers of a run, with backward, clipping and steps.
 
-    is_automatic: bool
+    AutomaticOptimization and ManualOptimization train. This base class has the optimizers until
+    on_fit_start, and none in an evaluation.
+
+    Attributes:
+        lightning_optimizers: A wrapper of each optimizer, whose step() handles precision, hooks and
+            counters.
+    """
+
+    is_automatic = True
+    train_batch: Callable[[Any, int], Any]
 
     def __init__(self, run: RunState) -> None:
         self.run = run
+        self.optimizers: list[Optimizer] = []
+        self.lightning_optimizers: list[LightningOptimizer] = []
+        self.lr_schedulers: list[LRSchedulerConfig] = []
         # StochasticWeightAveraging sets skip_backward, to update only BatchNorm statistics.
         self.skip_backward = False
         self.kept_loss: Tensor | None = None
         self._outputs: dict[str, Any] = {}
+
+    def configure(self) -> None:
+        """Use the given optimizers, or the optimizers that ``configure_optimizers`` returns."""
+        run, given = self.run, self.run.given_optimizer
+        where = "configure_optimizers" if given is None else "optimizer"
+        if given is None:
+            returned = run.hooks.call_module("configure_optimizers")
+        else:
+            returned = make_optimizers(given, run.model, run.network)
+        has_own_step = run.hooks.is_overridden("lr_scheduler_step")
+        is_automatic = run.module.automatic_optimization
+        optimizers, self.lr_schedulers = parse_optimizers(
+            returned, is_automatic, has_own_step, where
+        )
+        self._wrap(optimizers)
+        check_parameters(optimizers, self.outside_parameters(), run.model, run.is_distributed)
+        move_optimizer_states(optimizers)
+
+    def _wrap(self, optimizers: list[Optimizer]) -> None:
+        strategy = self.run.loop.strategy
+        self.optimizers = optimizers
+        self.lightning_optimizers = [wrap_optimizer(item, strategy) for item in optimizers]
+
+    def replace_optimizers(self, optimizers: list[Optimizer]) -> None:
+        """Train with other optimizers from now on."""
+        self._wrap(optimizers)
         self.setup()
+
+    def start(self) -> AutomaticOptimization | ManualOptimization:
+        """Return the optimization that trains with these optimizers."""
+        is_automatic = self.run.module.automatic_optimization
+        optimization = (AutomaticOptimization if is_automatic else ManualOptimization)(self.run)
+        optimization.lr_schedulers = self.lr_schedulers
+        optimization.replace_optimizers(self.optimizers)
+        return optimization
+
+    def outside_parameters(self) -> dict[str, Tensor]:
+        """Return the parameters that optimizers train and the network lacks."""
+        return outside_parameters(self.optimizers, self.run.network)
+
+    def named_parameters(self) -> dict[str, Tensor]:
+        """Return all parameters of the network and of the optimizers."""
+        return {**dict(self.run.network.named_parameters()), **self.outside_parameters()}
 
     def release(self) -> None:
         """Free the memory of the last loss, its graph and the outputs of the last step."""
@@ -138,12 +202,15 @@ class Optimization:
         return step_output
 
     def accumulated_gradients(self) -> dict[str, Tensor]:
-        """Return a copy of all gradients, for a checkpoint within an accumulation window."""
+        """Return the gradients that a checkpoint needs."""
+        return {}
+
+    def _copy_gradients(self) -> dict[str, Tensor]:
         if self.run.steps.is_model_parallel:
             # FSDP accumulates gradients in private tensors, so a checkpoint cannot contain them.
             self.run.warn_once("A checkpoint in an accumulation window lacks sharded gradients.")
             return {}
-        parameters = self.run.named_parameters()
+        parameters = self.named_parameters()
         return {name: p.grad.clone() for name, p in parameters.items() if p.grad is not None}
 
 
@@ -158,12 +225,10 @@ class AutomaticOptimization(Optimization):
         on_before_optimizer_step, clipping, step    # last batch of an accumulation window
     """
 
-    is_automatic = True
-
     def setup(self) -> None:
         super().setup()
         hooks = self.run.hooks
-        self._optimizer = optimizer = self.run.optimizers[0]
+        self._optimizer = optimizer = self.optimizers[0]
         self._module_zero_grad = hooks.module_method("optimizer_zero_grad")
         # Do not profile this hook, because _take_step is profiled and calls this hook.
         self._module_optimizer_step = hooks.module_method("optimizer_step", is_profiled=False)
@@ -232,7 +297,7 @@ class AutomaticOptimization(Optimization):
         if self._module_optimizer_step is None:
             self.optimizer_step(self._optimizer, closure)
         else:
-            wrapped = self.run.lightning_optimizers[0]
+            wrapped = self.lightning_optimizers[0]
             self._module_optimizer_step(self.run.progress.epochs_done, batch_idx, wrapped, closure)
         if not was_called:
             raise ConfigurationError(
@@ -291,7 +356,7 @@ class AutomaticOptimization(Optimization):
         """Return the gradients of an unfinished accumulation window."""
         # During a batch, save no gradients. A resumed run repeats the whole accumulation window.
         keeps_gradients = not is_window_end(self.run) and self.run.progress.phase != "train_batch"
-        return super().accumulated_gradients() if keeps_gradients else {}
+        return self._copy_gradients() if keeps_gradients else {}
 
 
 class ManualOptimization(Optimization):
@@ -309,7 +374,7 @@ class ManualOptimization(Optimization):
 
     def count_unwrapped_steps(self, stack: ExitStack) -> None:
         """Register torch's hooks, to count the steps of optimizers without Fabric's wrapper."""
-        for index, optimizer in enumerate(self.run.optimizers):
+        for index, optimizer in enumerate(self.optimizers):
             if not isinstance(optimizer, Optimizer):
                 raise ConfigurationTypeError(
                     f"optimizer: got {describe(optimizer)} in manual optimization, expected a class"
@@ -323,7 +388,7 @@ class ManualOptimization(Optimization):
         run = self.run
         if run.is_lightning_module:
             # Set the step callbacks for each batch, because the module may have replaced them.
-            for index, optimizer in enumerate(run.lightning_optimizers):
+            for index, optimizer in enumerate(self.lightning_optimizers):
                 set_step_callback(optimizer, partial(self._count_step, index))
         else:
             # loop.backward() clears the set, but a step function may call loss.backward() instead.
@@ -378,13 +443,31 @@ class ManualOptimization(Optimization):
 
     def accumulated_gradients(self) -> dict[str, Tensor]:
         """Return the gradients that no optimizer has used yet."""
-        gradients = super().accumulated_gradients()
-        names = {parameter: name for name, parameter in self.run.named_parameters().items()}
+        gradients = self._copy_gradients()
+        names = {parameter: name for name, parameter in self.named_parameters().items()}
         for index in self._stepped:
-            for group in self.run.optimizers[index].param_groups:
+            for group in self.optimizers[index].param_groups:
                 for parameter in group["params"]:
                     gradients.pop(names.get(parameter, ""), None)
         return gradients
+
+
+def outside_parameters(optimizers: list[Optimizer], network: nn.Module) -> dict[str, Tensor]:
+    """Return the parameters that optimizers train and the network lacks, such as a loss's weights.
+
+    The names have the index of the optimizer and of the parameter, as in "optimizer.0.3".
+    """
+    found: dict[str, Tensor] = {}
+    known = {id(parameter) for parameter in network.parameters()}
+    for index, optimizer in enumerate(optimizers):
+        if isinstance(optimizer, NoOptimizer):
+            continue
+        parameters = [p for group in optimizer.param_groups for p in group.get("params", ())]
+        for position, parameter in enumerate(parameters):
+            if id(parameter) not in known:
+                known.add(id(parameter))
+                found[f"optimizer.{index}.{position}"] = parameter
+    return found
 
 
 def unscales_itself(optimizer: Optimizer) -> bool:

@@ -7,15 +7,15 @@ from typing import TYPE_CHECKING, Any
 
 from ..checkpoint.manager import CheckpointManager
 from ..checkpoint.run_folders import RunFolders
+from ..checkpoint.start_point import StartPoint
 from ..data.loaders import DataConnector
 from ..errors import WarnOnce
-from ..lightning_compat.private import wrap_optimizer
 from ..loggers.console import Console
 from ..loggers.logger_connector import LoggerConnector
 from ..loggers.result_collection import ResultCollection
 from ..loggers.row import RowWriter
 from .check_arguments import LOADER_OF_STAGE, check_call, check_idle, check_sources
-from .configure_optimizers import has_several_optimizers, outside_parameters
+from .configure_optimizers import has_several_optimizers
 from .evaluation_loop import Predictions
 from .hooks import Hooks
 from .module_adapter import (
@@ -25,19 +25,16 @@ from .module_adapter import (
     unwrap,
     unwrap_compiled,
 )
+from .optimization import Optimization
 from .progress import Progress, StopCondition
 
 if TYPE_CHECKING:
-    import torch
-    from lightning.pytorch.utilities.types import LRSchedulerConfig
     from torch import nn
-    from torch.optim import Optimizer
 
     from ..config import LoopConfig
     from ..distributed.signals import SignalHandler
     from ..loop import FabricLoop
     from ..plain_state import PlainState
-    from .optimization import AutomaticOptimization, ManualOptimization
     from .progress import ValidationSchedule
 
 
@@ -55,9 +52,7 @@ class RunState:
         module: A LightningModule: the model itself, or an adapter around the model.
         network: The nn.Module that holds the parameters.
         steps: Wraps the steps for the precision, the strategy and the compilation.
-        checkpoint: The checkpoint that this run starts from, until it is restored.
-        own_state: The part of the checkpoint that only FabricLoop saves, and that hooks do not get.
-        resumes: Whether the run also restores the optimizers and counters of the checkpoint.
+        start: The checkpoint that this run starts from.
         flags_at_start: The flags of parameters and modules before the sanity check.
         plain_state: The attributes of the model, the datamodule and the callbacks.
     """
@@ -135,21 +130,14 @@ class RunState:
         self.checkpoints = CheckpointManager(None, config) if last is None else last.checkpoints
         self.warn_once = WarnOnce(fabric.is_global_zero)
         self.accumulate_grad_batches = config.accumulate_grad_batches
-        self.set_optimizers([])
-        self.lr_schedulers: list[LRSchedulerConfig] = []
-        self.optimization: AutomaticOptimization | ManualOptimization = None  # type: ignore[assignment]
+        self.optimization = Optimization(self)
         self.validation_schedule: ValidationSchedule = None  # type: ignore[assignment]
         self.signals: SignalHandler = None  # type: ignore[assignment]
         self.plain_state: PlainState = None  # type: ignore[assignment]
         self.returns_predictions = True
         self.predictions = Predictions()
         self.flags_at_start: dict[str, dict[str, bool]] = {}
-        self.checkpoint: dict[str, Any] | None = None
-        self.own_state: dict[str, Any] | None = None
-        self.checkpoint_path: str | None = None
-        self.checkpoint_error: Exception | None = None
-        self.resumes = False
-        self.resume_keyword: str | None = None
+        self.start = StartPoint()
         # The class and message of an error that ended the run. The error itself is not kept,
         # because its traceback holds the last batch and the graph of the last loss in memory.
         self.failure: str | None = None
@@ -167,26 +155,14 @@ class RunState:
         self.config = config
         self.stop.set_limits(config)
         self.checkpoints.set_options(config)
-        if self.optimization is not None:
-            self.optimization.setup()
 
-    def set_optimizers(self, optimizers: list[Optimizer]) -> None:
-        self.optimizers = optimizers
-        strategy = self.loop.strategy
-        # The step() of these wrappers handles precision, hooks and counters.
-        self.lightning_optimizers = [wrap_optimizer(item, strategy) for item in optimizers]
+    def start_optimization(self) -> None:
+        """Train with automatic or manual optimization, which hooks may choose until on_fit_start."""
+        self.optimization = self.optimization.start()
 
     def find_new_modules(self) -> None:
         """Add the modules that the hooks of an object have created to its network."""
         find_new_modules(self.model, self.network)
-
-    def outside_parameters(self) -> dict[str, torch.Tensor]:
-        """Return the parameters that optimizers train and the network lacks."""
-        return outside_parameters(self.optimizers, self.network)
-
-    def named_parameters(self) -> dict[str, torch.Tensor]:
-        """Return all parameters of the network and of the optimizers."""
-        return {**dict(self.network.named_parameters()), **self.outside_parameters()}
 
     @property
     def should_validate(self) -> bool:

@@ -21,14 +21,18 @@ def resume_averaging(run: RunState) -> None:
     The hook also sets learning rates and resets statistics of BatchNorm. Here, these are restored.
     """
     callbacks = run.hooks.callbacks_of("StochasticWeightAveraging")
-    if not (callbacks and run.resumes and run.progress.is_in_epoch):
+    if not (callbacks and run.start.resumes and run.progress.is_in_epoch):
         return
     options = [
-        options_of(group) for optimizer in run.optimizers for group in optimizer.param_groups
+        options_of(group)
+        for optimizer in run.optimization.optimizers
+        for group in optimizer.param_groups
     ]
     buffers = {name: buffer.clone() for name, buffer in run.network.named_buffers()}
     run.hooks.call_callbacks("on_train_epoch_start", callbacks=callbacks)
-    groups = [group for optimizer in run.optimizers for group in optimizer.param_groups]
+    groups = [
+        group for optimizer in run.optimization.optimizers for group in optimizer.param_groups
+    ]
     for group, saved in zip(groups, options, strict=True):
         group.update(saved)
     with torch.no_grad():
@@ -43,7 +47,7 @@ def options_of(group: dict[str, Any]) -> dict[str, Any]:
 
 def finish_averaging(run: RunState) -> None:
     """Give the model of a finished run that was resumed the averaged weights, as at the run's end."""
-    if not run.resumes:
+    if not run.start.resumes:
         return
     callbacks = run.hooks.callbacks_of("WeightAveraging")
     for callback in run.hooks.callbacks_of("StochasticWeightAveraging"):

@@ -62,7 +62,7 @@ class Logs(DigitsClassifier):
 
 
 RESUME = [
-    (loop, "read_start_checkpoint"),
+    (loop, "find_start_point"),
     (lifecycle, "restore_model"),
     (lifecycle, "restore_training"),
     (fit_loop, "restore_position"),

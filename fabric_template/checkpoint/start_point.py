@@ -1,0 +1,142 @@
+"""The checkpoint that a run starts from. Convert what Lightning's Trainer has saved."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from ..errors import CheckpointError, WeightsOnlyError
+from .distributed import OWN_KEY
+
+
+class StartPoint:
+    """The checkpoint that a run starts from. Without a path, the run starts from scratch.
+
+    Args:
+        path: The path of the checkpoint.
+        checkpoint: The content of the file.
+        keyword: The argument of the call, such as "last" or a path.
+        resumes: Whether the run also restores the optimizers and the counters.
+        error: The error of this process, which has found no checkpoint.
+
+    Attributes:
+        checkpoint: The content in Trainer's layout, until the run has restored it.
+        own: The state in the checkpoint that only this package saves, and that hooks do not get.
+        sampler_seed: The seed with which the processes of the saved run shuffled, or None.
+        restarts_epoch: Whether Trainer would first finish the saved epoch, if it continued the
+            checkpoint. None if the checkpoint is not from Trainer.
+    """
+
+    def __init__(
+        self,
+        path: str | None = None,
+        checkpoint: dict[str, Any] | None = None,
+        keyword: str | None = None,
+        resumes: bool = False,
+        error: Exception | None = None,
+    ) -> None:
+        self.path, self.keyword, self.resumes, self.error = path, keyword, resumes, error
+        self.checkpoint = checkpoint
+        # Remove OWN_KEY, so that on_load_checkpoint hooks get only the keys of Trainer's checkpoints.
+        own = None if checkpoint is None else checkpoint.pop(OWN_KEY, None)
+        self.own: dict[str, Any] | None = own if resumes else None
+        self.sampler_seed = None if self.own is None else self.own.get("sampler_seed")
+        self.restarts_epoch: bool | None = None
+        if checkpoint is not None and resumes:
+            check_training_state(path, checkpoint, is_trainers=own is None)
+
+    @property
+    def is_pending(self) -> bool:
+        """Return whether the run still has to restore the checkpoint, or a part of it."""
+        return self.checkpoint is not None
+
+    @property
+    def saved_at(self) -> float | None:
+        """The time at which the saved run wrote the checkpoint, until the run is restored."""
+        return None if self.own is None else self.own.get("saved_at")
+
+    def finish_loading(self) -> None:
+        """Free the checkpoint after its weights are loaded, unless the run resumes."""
+        if not self.resumes:
+            self.checkpoint = None
+
+    def training_state(self, has_max_steps: bool) -> dict[str, Any]:
+        """Return the state of the training. Convert the counters that Trainer has saved."""
+        if self.own is None:
+            assert self.checkpoint is not None
+            self.own = convert_trainer_state(self.checkpoint)
+            self.restarts_epoch = restarts_epoch(self.checkpoint, has_max_steps)
+        return self.own
+
+    def take(self) -> dict[str, Any] | None:
+        """Return the state of the training, and free the checkpoint. None: there is none."""
+        own, self.own, self.checkpoint = self.own, None, None
+        return own
+
+
+def check_training_state(path: Any, checkpoint: dict[str, Any], is_trainers: bool) -> None:
+    """Raise an error for a checkpoint from which no training can continue."""
+    if "optimizer_states" not in checkpoint:
+        raise WeightsOnlyError(
+            "Trying to restore optimizer state but checkpoint contains only the model. This is probably"
+            " due to `ModelCheckpoint.save_weights_only` being set to `True`. To start a"
+            f" new run from the weights, write load='{path}'."
+        )
+    if is_trainers:
+        check_trainer_position(path, checkpoint)
+
+
+def check_trainer_position(path: str, checkpoint: dict[str, Any]) -> None:
+    """Raise an error for a checkpoint that Trainer saved in the middle of an epoch."""
+    fit_loop = checkpoint.get("loops", {}).get("fit_loop")
+    if fit_loop is None:
+        return
+    epoch, batch = fit_loop["epoch_progress"]["current"], fit_loop["epoch_loop.batch_progress"]
+    is_between_batches = batch["current"]["ready"] == batch["current"]["processed"]
+    is_after_last_batch = batch["is_last_batch"] and is_between_batches
+    if epoch["started"] > epoch["processed"] and not is_after_last_batch:
+        raise CheckpointError(
+            f"resume: got '{path}', which Trainer saved in the middle of epoch"
+            f" {epoch['processed']}, expected the end of an epoch. Trainer saves no position in the"
+            " loader. Resume from a checkpoint that Trainer saved at the end of an epoch, as with"
+            f" ModelCheckpoint(every_n_epochs=1), or write load='{path}' to start a new run from"
+            " the weights."
+        )
+
+
+def convert_trainer_state(checkpoint: dict[str, Any]) -> dict[str, Any]:
+    """Convert the counters and loader states of Trainer's checkpoint to the format of OWN_KEY."""
+    progress: dict[str, Any] = {
+        "global_step": checkpoint["global_step"],
+        "epochs_done": checkpoint["epoch"],
+    }
+    own: dict[str, Any] = {"progress": progress, "loader_states": []}
+    fit_loop = checkpoint.get("loops", {}).get("fit_loop")
+    if fit_loop is None:
+        return own
+    own["loader_states"] = fit_loop.get("state_dict", {}).get("combined_loader", [])
+    epoch = fit_loop["epoch_progress"]["current"]
+    batch = fit_loop["epoch_loop.batch_progress"]
+    progress["epochs_done"] = epoch["processed"]
+    progress["total_batches"] = batch["total"]["processed"]
+    loop_state = fit_loop["epoch_loop.state_dict"]
+    progress["logging_step"] = loop_state.get("_batches_that_stepped", 0)
+    # A file saved in on_train_epoch_start still contains the batch counts of the previous epoch.
+    if epoch["started"] == epoch["processed"]:
+        return own
+    # Like Trainer, start the next epoch. Skip the saved epoch's final validation and hooks.
+    progress["epochs_done"] += 1
+    # Trainer increases the step of the loggers after on_train_batch_end.
+    progress["logging_step"] += batch["total"]["ready"] > batch["total"]["completed"]
+    return own
+
+
+def restarts_epoch(checkpoint: dict[str, Any], has_max_steps: bool) -> bool:
+    """Return whether Trainer would first finish the saved epoch, if it continued its checkpoint.
+
+    Otherwise, Trainer makes a sanity check and starts the next epoch. Both draw random numbers.
+    """
+    fit_loop = checkpoint.get("loops", {}).get("fit_loop")
+    if fit_loop is None or has_max_steps:
+        return True
+    epoch = fit_loop["epoch_progress"]["current"]
+    return not epoch["ready"] == epoch["started"] == epoch["processed"]
