@@ -95,8 +95,13 @@ def set_epoch(loader, epoch):
         for part in loader.flattened:
             set_epoch(part, epoch)
         return
-    samplers = [getattr(loader, name, None) for name in ("sampler", "batch_sampler")]
-    for part in (loader, *samplers):
+    batch_sampler = getattr(loader, "batch_sampler", None)
+    samplers = [
+        getattr(loader, "sampler", None),
+        batch_sampler,
+        getattr(batch_sampler, "sampler", None),
+    ]
+    for part in {id(part): part for part in (loader, *samplers)}.values():
         if hasattr(part, "set_epoch"):
             part.set_epoch(epoch)
 
@@ -198,6 +203,9 @@ class HandLoop:
         if isinstance(loader, TensorLoader):
             dataset = TensorDataset(*loader.tensors)
             options = {"batch_size": loader.batch_size, "drop_last": loader.drop_last}
+            # Unlike a DataLoader, a TensorLoader draws no random number for its workers.
+            options["generator"] = torch.Generator()
+            shuffle = shuffle or loader.shuffle
             return DataLoader(dataset, sampler=self._sampler(dataset, shuffle), **options)
         if not isinstance(loader, DataLoader) or isinstance(loader.dataset, IterableDataset):
             return loader
@@ -214,6 +222,7 @@ class HandLoop:
         order = loader.sampler if loader.batch_size else loader.batch_sampler.sampler
         if isinstance(order, DistributedSampler):
             return loader
+        shuffle = shuffle or isinstance(order, RandomSampler)
         is_plain = isinstance(order, RandomSampler | SequentialSampler)
         sampler = self._sampler(loader.dataset if is_plain else order, shuffle)
         names = ("num_workers", "persistent_workers", "collate_fn", "generator")
@@ -391,6 +400,7 @@ class HandLoop:
     def validate(self):
         if self.val_loader is None:
             return
+        set_epoch(self.val_loader, self.epoch)
         modules = [module for network in self.networks for module in network.modules()]
         modes = [module.training for module in modules]
         for network in self.networks:

@@ -417,6 +417,15 @@ EXCLUDED = [
         ),
     ),
     (
+        "Trainer shares a batch sampler without its batch size",
+        lambda d: (
+            d["ranks"] > 1
+            and "batches" in d["sampler"]
+            and is_lightning(d)
+            and (not d["event"] or event_kind(d) in ("to_Trainer", "from_Trainer"))
+        ),
+    ),
+    (
         "attributes of a dataset in a worker are not saved",
         lambda d: d["data"] == "counts_reads" and d["workers"] and d["event"],
     ),

@@ -320,7 +320,13 @@ class StepRunner:
         has_parameters = any(parameter.requires_grad for parameter in self.network.parameters())
         self.fabric.to_device(self.network)
         is_alone = isinstance(self.fabric.strategy, SingleDeviceStrategy)
-        if is_training and has_parameters and not is_alone:
+        if is_training and not is_alone:
+            if not has_parameters:
+                raise ConfigurationError(
+                    f"strategy: got {type(self.fabric.strategy).__name__} for a model without parameters"
+                    " that require a gradient, expected at least one. Each process would change its own"
+                    " buffers. Train with devices=1."
+                )
             self.wrapped = self.fabric.strategy.setup_module(_CallStep(self.network))
         for module in self.network.modules():
             # Moving a network does not call the overridden to() of a submodule, so call to() here.
