@@ -30,14 +30,13 @@ import json
 import math
 import os
 import random
-import shutil
 import sys
 import time
 import warnings
 import zipfile
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, fields, is_dataclass
 from difflib import get_close_matches
 from functools import partial
@@ -51,11 +50,9 @@ import torch
 import yaml
 from lightning.fabric import Fabric
 from lightning.fabric import __version__ as lightning_version
-from lightning.fabric.plugins.environments import SLURMEnvironment
 from lightning.fabric.plugins.precision import MixedPrecision
 from lightning.fabric.strategies import DDPStrategy, SingleDeviceStrategy
 from lightning.fabric.utilities.data import sized_len
-from lightning.fabric.utilities.distributed import DistributedSamplerWrapper
 from lightning.fabric.utilities.seed import pl_worker_init_function, reset_seed
 from lightning_utilities.core.apply_func import apply_to_collection
 from torch import Tensor, nn
@@ -78,7 +75,9 @@ SMALLEST |= {"validate_every_n_steps": 1, "log_every_n_steps": 0, "gradient_clip
 # The values that log() accepts for the other arguments of Trainer's self.log.
 LOG_ARGUMENTS = {"reduce_fx": "mean", "enable_graph": False, "sync_dist_group": None}
 LOG_ARGUMENTS |= {"rank_zero_only": False, "add_dataloader_idx": True, "logger": True}
+NEEDS_CLOSURE = "optimizer: got one whose step needs a closure, expected another. Use FabricLoop."
 END: Any = object()  # Marks the end of a loader.
+CHECKPOINTS = ("last.ckpt", "best.ckpt", "epoch=*-step=*.ckpt")
 # The attributes of each nn.Module, and the classes of random generators.
 MODULE_ATTRIBUTES = vars(nn.Module()).keys()
 GENERATORS = (torch.Generator, random.Random, np.random.Generator, np.random.RandomState)
@@ -103,7 +102,7 @@ class MiniLoop:
     default_root_dir: str | os.PathLike[str] = "."  # The folder of logs/ and checkpoints/.
     accelerator: Any = "auto"  # An argument of lightning.Fabric, like strategy, devices, precision.
     strategy: Any = "auto"
-    devices: Any = "auto"  # "auto" also joins the processes that torchrun or srun has started.
+    devices: Any = "auto"  # "auto" also joins the processes that torchrun has started.
     precision: Any = None
     fabric: Any = None  # A lightning.Fabric object to use instead of the four options above.
     # Modules read these attributes of Trainer. MiniLoop has no sanity check and no loggers.
@@ -124,14 +123,16 @@ class MiniLoop:
         self._logs, self._checkpoints = root / "logs" / self.name, root / "checkpoints" / self.name
         if self.max_epochs is None:
             self.max_epochs = 1000 if self.max_steps == -1 else -1
+        started, machines = started_processes()
         if self.fabric is None:
             names = ("accelerator", "strategy", "devices", "precision")
             options = {name: getattr(self, name) for name in names}
-            processes, machines = started_processes()
-            if self.devices == "auto" and processes * machines > 1:
-                options.update(devices=processes, num_nodes=machines)
+            if self.devices == "auto" and started > 1:
+                options.update(devices=started // machines, num_nodes=machines)
             self.fabric = Fabric(**options)
-        strategy = self.fabric.strategy
+        given, strategy = self.fabric.world_size, self.fabric.strategy
+        text = f"devices: got {given}, but {started} processes were started. Leave devices out."
+        check(started in (1, given), text)
         is_one_device = type(strategy) is SingleDeviceStrategy
         is_script = "MultiProcessing" not in type(strategy.launcher).__name__
         text = f"strategy: got {self.strategy!r} ({type(strategy).__name__}), expected one device"
@@ -154,8 +155,7 @@ class MiniLoop:
             value = getattr(self, option)
             is_name = isinstance(value, str) and value.strip(".") and not {*value} & {*'/\\:*?"<>|'}
             is_number = option == "version" and isinstance(value, int | None)
-            text = f"{option}: got {value!r}, expected the name of a folder."
-            check(is_name or is_number, text)
+            check(is_name or is_number, f"{option}: got {value!r}, expected the name of a folder.")
         for option, least in SMALLEST.items():
             value = getattr(self, option)
             is_number = isinstance(value, int) or (isinstance(value, Real) and "clip" in option)
@@ -176,7 +176,6 @@ class MiniLoop:
         self._sums: list[dict[tuple[str, str], Any]] = [{}]
         self._torchmetrics: dict[tuple[str, str], Any] = {}  # The logged objects of torchmetrics.
         self.callback_metrics: dict[str, Tensor] = {}  # The newest value of each logged metric.
-        self._returned: dict[str, Tensor] = {}  # The newest means that a module has not logged.
         self._validated: dict[str, Tensor] = {}  # The validation metrics of the next row.
         self._validation_names: set[str] = set()  # The names of the newest validation metrics.
         self._logged_means: set[str] = set()  # The names of the means that log() adds.
@@ -189,11 +188,10 @@ class MiniLoop:
         self._batches: Any = None  # The iterator of the training loader in this epoch.
         self._epoch_start: Any = None  # The random state at the start of this epoch.
         self._resumed_state: Any = None  # The random state of the resumed checkpoint.
-        self._saved_batches: int | None = None  # batches_done in last.ckpt. None: nothing is saved.
+        self._saved_step: int | None = None  # The step of last.ckpt. None: nothing is saved.
         # The number of rows and the columns of each CSV file.
         self._tables: dict[str, Any] = {"metrics.csv": (0, []), "steps.csv": (0, [])}
         self._columns: list[str] = []  # The columns of the printed rows.
-        self._replaced: set[Path] = set()  # The checkpoints that the first save replaces.
         self._row_started = time.monotonic()
 
     # Training
@@ -217,34 +215,34 @@ class MiniLoop:
         self._check_fit(val_dataloaders, validation_step, optimizer)
         path, checkpoint = self._find_start(resume, load)
         resumed = {} if resume is None else checkpoint
+        version = self._choose_version(path, resumed)
         self._set_up_loaders(train_dataloaders, val_dataloaders, path, resumed)
         with self._prepared_model(path, checkpoint):
             self._set_up_optimizer(optimizer, scheduler)
             self._prepare_training(resumed)
             try:
-                with self._opened_folders(path, resumed):
+                with self._opened_folders(version):
                     if resumed:
                         self._restore(resumed, is_automatic=resume == "auto")
                     self._train()
             except KeyboardInterrupt:
-                saved = "resume='last' continues after the last validation"
-                if not self._saved_batches:
-                    saved = "resume='last' repeats the epoch from its start"
-                saved = "nothing is saved" if self._saved_batches is None else saved
+                saved = f"resume='last' repeats the training from step {self._saved_step}"
+                saved = "nothing is saved" if self._saved_step is None else saved
                 print(f"Ctrl-C in epoch {self.current_epoch}, step {self.global_step}: {saved}.")
         return to_table(self.history)
 
     def _train(self) -> None:
         """Train until a limit is reached. As in Trainer, call no hooks without a batch."""
-        if self._is_done():
-            return
-        if self._resumed_state is None:
+        if self._resumed_state is None and not self._is_done():
             # As in Trainer, create the first iterator before the hooks.
             self._start_batches()
-        self._call("on_train_start")
+        if not self._is_done():
+            self._call("on_train_start")
         if self._resumed_state is not None:
             # Draw no random numbers between this line and the first batch.
             self._load_state(self._resumed_state)
+        if self._is_done():
+            return
         while not self._is_done():
             self._train_epoch()
         self._call("on_train_end")
@@ -323,10 +321,7 @@ class MiniLoop:
         self._loss = find_loss(output, batch_idx)
         self._log_output(output, "train_")
         if self._batches_in_window == 0:
-            # Optimizer.zero_grad() does the same, but also calls record_function(), which is slow.
-            for group in self.optimizer.param_groups:
-                for parameter in group["params"]:
-                    parameter.grad = None
+            self.optimizer.zero_grad()
         # As in Trainer, on_train_batch_end gets the divided loss.
         loss = self._loss.detach() / self.accumulate_grad_batches
         self._outputs = {**(output if isinstance(output, Mapping) else {}), "loss": loss}
@@ -348,7 +343,11 @@ class MiniLoop:
         if self.gradient_clip_val:
             options = {"max_norm": self.gradient_clip_val, "error_if_nonfinite": False}
             self.fabric.clip_gradients(self.network, self.optimizer, **options)
-        self._precision.optimizer_step(self.optimizer)
+        try:
+            self._precision.optimizer_step(self.optimizer)
+        except TypeError as error:
+            check("'NoneType' object is not callable" not in str(error), NEEDS_CLOSURE)
+            raise
         self.global_step += 1
         self._batches_in_window = 0
         self._learning_rate = copy.deepcopy(self.optimizer.param_groups[0].get("lr", math.nan))
@@ -362,8 +361,8 @@ class MiniLoop:
             if config["interval"] != interval or not is_of_kind or count % config["frequency"] != 0:
                 continue
             if is_plateau:
-                check_is_logged(monitor, self._monitored())
-                scheduler.step(self._monitored()[monitor])
+                self._check_is_logged(monitor)
+                scheduler.step(self.callback_metrics[monitor])
             else:
                 scheduler.step()
 
@@ -385,13 +384,11 @@ class MiniLoop:
         """Return the random states, and what has changed in the attributes of model and loaders."""
         changed = {}
         for place, part in self._parts.items():
-            state, start = plain_state(part), self._start_states.get(place, {})
-            is_random = {name: isinstance(getattr(part, name), GENERATORS) for name in state}
-            state = {
-                name: value
-                for name, value in state.items()
-                if is_random[name] or name not in start or not is_same(value, start[name])
-            }
+            start, state = self._start_states.get(place, {}), {}
+            for name, value in plain_state(part).items():
+                is_random = isinstance(getattr(part, name), GENERATORS)
+                if is_random or name not in start or not is_same(value, start[name]):
+                    state[name] = value
             if state:
                 changed[place] = state
         return {**get_rng_state(), "parts": changed}
@@ -408,18 +405,15 @@ class MiniLoop:
         self._is_last, length = False, self.num_training_batches
         if self._batches is None:
             self._start_batches()
-        get_shell = getattr(sys.modules.get("IPython"), "get_ipython", lambda: None)
-        is_watched = sys.stderr.isatty() or hasattr(get_shell(), "kernel")
-        seconds = 0.2 if is_watched else 60.0  # A log file gets a line per minute.
+        # A log file gets a line per minute.
+        seconds = 0.2 if sys.stderr.isatty() or "ipykernel" in sys.modules else 60.0
         bar: dict[str, Any] = {"mininterval": seconds, "delay": seconds, "leave": False}
         bar.update(initial=self.batches_done, total=None if length == math.inf else length)
         bar.update(desc=f"epoch {self.current_epoch}", disable=not self.fabric.is_global_zero)
         for is_last, batch in tqdm(self._batches, **bar):
             self._is_last = is_last
             yield self._move(batch)
-        text = "train_dataloaders: got no batch in this epoch. Pass a DataLoader."
-        check(self.batches_done > 0, text)
-        text = f"train_dataloaders: got {self.batches_done} batches, expected its length {length}."
+        text = f"train_dataloaders: got {self.batches_done} batches, expected {length}."
         check(self._is_last, text)
 
     def _move(self, batch: Any) -> Any:
@@ -504,9 +498,8 @@ class MiniLoop:
         for key, given in options.items():
             if key not in LOG_ARGUMENTS:
                 raise TypeError(f"log() got an unexpected keyword argument {key!r}.")
-            expected = LOG_ARGUMENTS[key]
-            text = f"log: got {key}={given!r}, expected {expected!r}. Use FabricLoop."
-            check(given in (expected, None), text)
+            text = f"log: got {key}={given!r}, expected {LOG_ARGUMENTS[key]!r}. Use FabricLoop."
+            check(given in (LOG_ARGUMENTS[key], None), text)
         is_in_batch = self._step_values is not None
         on_step = is_in_batch if on_step is None else on_step
         on_epoch = not is_in_batch if on_epoch is None else on_epoch
@@ -556,11 +549,8 @@ class MiniLoop:
                 dtype = torch.promote_types(value.dtype, torch.get_default_dtype())
                 sums[key] = [(value * weight).to(dtype), weight, is_synced]
                 continue
-            total = sums[key][0]
-            # If weight is a power of two, torch.add() equals total + value * weight bit for bit.
-            is_power = weight.bit_count() == 1
-            total = torch.add(total, value, alpha=weight) if is_power else total + value * weight
-            sums[key] = [total, sums[key][1] + weight, is_synced]
+            total, count, _ = sums[key]
+            sums[key] = [total + value * weight, count + weight, is_synced]
 
     def _compute(self, sums: dict[tuple[str, str], Any]) -> dict[tuple[str, str], Tensor]:
         """Return the means, and the values of torchmetrics objects, over all processes."""
@@ -580,8 +570,8 @@ class MiniLoop:
         values = self._compute(self._sums[0])
         for (hook, name), value in values.items():
             # As in Trainer, callback_metrics has only what a LightningModule logs.
-            is_logged = hook != "returned" or not self._is_lightning_module
-            (self.callback_metrics if is_logged else self._returned)[name] = value
+            if hook != "returned" or not self._is_lightning_module:
+                self.callback_metrics[name] = value
         return {name: value for (_, name), value in values.items()}
 
     def _reset_metrics(self) -> None:
@@ -589,8 +579,9 @@ class MiniLoop:
             metric.reset()
         self._torchmetrics, self._sums[0] = {}, {}
 
-    def _monitored(self) -> dict[Any, Tensor]:
-        return {**self._returned, **self.callback_metrics}
+    def _check_is_logged(self, name: str) -> None:
+        names = ", ".join(self.callback_metrics)
+        check(name in self.callback_metrics, f"monitor: got {name!r}, expected one of {names}.")
 
     def _log_step(self, values: dict[str, Tensor]) -> None:
         """Write a row to steps.csv. Training waits for the device only here and in `_end_row`."""
@@ -602,8 +593,7 @@ class MiniLoop:
     def _end_row(self, epoch: int) -> None:
         """Write a row to metrics.csv, and print it."""
         values = dict(self._validated)
-        for (_, name), value in self._compute(self._sums[-1]).items():
-            values[name] = value
+        values.update((name, v) for (_, name), v in self._compute(self._sums[-1]).items())
         row: dict[str, Any] = {"epoch": epoch, "step": self.global_step}
         for name in sorted(values, key=lambda name: not name.startswith("train")):
             row.setdefault(name, values[name].item())
@@ -640,11 +630,9 @@ class MiniLoop:
         cells = []
         for name in self._columns:
             value = row.get(name, "")
-            if isinstance(value, float) and name == "time":
-                value = f"{value:.2f}"
-            elif isinstance(value, float):
-                is_plain = value == 0 or 1e-3 <= abs(value) < 1e3
-                value = f"{value:.4f}" if is_plain else f"{value:.2e}"
+            if isinstance(value, float):
+                is_plain = name == "time" or value == 0 or 1e-3 <= abs(value) < 1e3
+                value = f"{value:.{2 if name == 'time' else 4}f}" if is_plain else f"{value:.2e}"
             cells.append(f"{value:>{max(len(name), 5 if name in ('epoch', 'step') else 8)}}")
         if self.fabric.is_global_zero:
             tqdm.write("  ".join(cells), file=sys.stdout)
@@ -653,7 +641,7 @@ class MiniLoop:
 
     def _save(self, is_validated: bool) -> None:
         """Save last.ckpt, and best.ckpt if the monitored value is the best one so far."""
-        names, is_in_epoch, metrics = ["last.ckpt"], self.batches_done > 0, self._monitored()
+        names, is_in_epoch, metrics = ["last.ckpt"], self.batches_done > 0, self.callback_metrics
         # Compare the value of each validation once, and a mean of training batches per epoch.
         is_of_validation = self.monitor in self._validation_names
         is_new = is_validated if is_of_validation else not is_in_epoch or self._is_done()
@@ -661,18 +649,14 @@ class MiniLoop:
         best, sign = self.best_score, 1 if self.mode == "min" else -1
         if not math.isnan(score) and (best is None or sign * score < sign * best):
             names, self.best_score = ["best.ckpt", "last.ckpt"], score
-        checkpoint, self._saved_batches = self._build_checkpoint(), self.batches_done
+        checkpoint, self._saved_step = self._build_checkpoint(), self.global_step
         if self.fabric.is_global_zero:
             for name in names:
                 with replaced(self.checkpoint_dir / name) as file:
                     torch.save(checkpoint, file)
             self._record(f"saved {checkpoint['fabric_template']['saved_at']!r}")
-            for path in self._replaced - {self.checkpoint_dir / name for name in names}:
-                path.unlink(missing_ok=True)
-            self._replaced = set()
-            shutil.rmtree(self.log_dir / ".replaced", ignore_errors=True)
         if self.monitor is not None and not is_in_epoch and (is_validated or not self.val_loader):
-            check_is_logged(self.monitor, metrics)
+            self._check_is_logged(self.monitor)
 
     def _build_checkpoint(self) -> dict[str, Any]:
         """Return a checkpoint in Lightning's format, with MiniLoop's own state under one key."""
@@ -704,7 +688,7 @@ class MiniLoop:
             "epoch": self.current_epoch if is_in_epoch else self.current_epoch - 1,
             "global_step": self.global_step,
             "pytorch-lightning_version": lightning_version,
-            "state_dict": self.network.state_dict(),
+            "state_dict": self._unwrapped.state_dict(),
             # Fabric gathers the state of a ZeroRedundancyOptimizer.
             "optimizer_states": [self.fabric.strategy.get_optimizer_state(self.optimizer)],
             "lr_schedulers": [config["scheduler"].state_dict() for config in self.schedulers],
@@ -728,14 +712,13 @@ class MiniLoop:
         # Job schedulers restart finished runs, too.
         self.should_stop = is_automatic and own["stop"]["should_stop"]
         self._resumed_state, self._epoch_start = of_process["rng"], of_process.get("epoch_start")
-        self._sums, self._saved_batches = of_process.get("sums", self._sums), self.batches_done
+        self._sums, self._saved_step = of_process.get("sums", self._sums), self.global_step
         self.callback_metrics.update(of_process.get("callback_metrics", {}))
         if (best.get("monitor"), best.get("mode")) == (self.monitor, self.mode):
             choose_best = min if self.mode == "min" else max
             self.best_score = choose_best(best["kept"].values(), default=None)
         for name, table in (row["files"] or [{}])[0].items():
-            old = [self.log_dir / ".replaced" / name, self._logs.parent / row["folder"] / name]
-            rows = read_rows(next((path for path in old if path.exists()), old[1]))[: table["rows"]]
+            rows = read_rows(self._logs.parent / row["folder"] / name)[: table["rows"]]
             if len(rows) < table["rows"]:
                 text = f"{name}: got {len(rows)} rows, expected {table['rows']}"
                 warnings.warn(f"{text}. The run continues without the lost rows.", stacklevel=3)
@@ -757,16 +740,12 @@ class MiniLoop:
                 raise FileNotFoundError(f"{expected}.")
             return path, read_checkpoint(path)
         skipped: list[Path] = []
-        name = "best.ckpt" if given == "best" else "last.ckpt"
         # A version may contain the characters of a pattern.
-        version = glob.escape(str(self.version)) if self.version else "*"
-        folders = self._checkpoints.glob(version)
+        folders = self._checkpoints.glob(glob.escape(str(self.version)) if self.version else "*")
         for folder in sorted(folders, key=age_of, reverse=True):
-            path = folder / name
+            path = folder / ("best.ckpt" if given == "best" else "last.ckpt")
             checkpoint = read_checkpoint(path) if path.is_file() else {}
-            own, (started, _) = checkpoint.get("fabric_template", {}), read_times(folder)
-            # A newer run in the version has replaced an older checkpoint.
-            if checkpoint and own.get("saved_at", started) >= started:
+            if checkpoint and not is_replaced(checkpoint, folder):
                 for newer in skipped:
                     text = f"resume: {newer} was started later and has no checkpoint"
                     warnings.warn(f"{text}. Continuing {folder}.", stacklevel=3)
@@ -776,57 +755,57 @@ class MiniLoop:
             raise FileNotFoundError(f"{expected} in {self._checkpoints}. Pass a path for others.")
         return None, {}
 
-    @contextmanager
-    def _opened_folders(self, path: Path | None, resumed: dict[str, Any]) -> Iterator[None]:
-        """Choose, create and lock the folders of a run. Record how the run ends."""
+    def _choose_version(self, path: Path | None, resumed: dict[str, Any]) -> Any:
+        """Return the version of the resumed run, or a free version. None: the next free number."""
         source = path.resolve().parent if path is not None and resumed else Path()
         is_own = source.parent == self._checkpoints.resolve()
-        version = self.version or (source.name if is_own else None)
+        version: Any = self.version or (source.name if is_own else None)
+        self._is_new = not is_own or version != source.name
+        if not self._is_new:
+            text = f"resume: got {path}, which a newer run has replaced. Use FabricLoop, or load=."
+            check(not is_replaced(resumed, source), text)
+        elif version is not None:
+            folder = self._checkpoints / version
+            text = f"version: got {self.version!r}, expected a version without a run. Continue the"
+            has_run = any(next(folder.glob(pattern), None) for pattern in CHECKPOINTS)
+            check(not has_run, f"{text} run with resume=, or remove {folder}.")
+        return version
+
+    @contextmanager
+    def _opened_folders(self, version: Any) -> Iterator[None]:
+        """Create and lock the folders of a run. Record how the run ends."""
         if version is None and self.fabric.is_global_zero:
             version = claim_version(self._logs, self._checkpoints)
         version = self.fabric.broadcast(version)
         self.log_dir, self.checkpoint_dir = self._logs / version, self._checkpoints / version
         self._locks: list[IO[str]] = []
         self._started_at, state = 0.0, "failed"
-        try:
+        with ExitStack() as stack:
             if self.fabric.is_global_zero:
-                for locked in (self.checkpoint_dir, self.log_dir):
-                    self._locks.append(open_lock(locked))
-                self._start_version(resumed if is_own and source.name == version else {})
-            yield
-            state = "finished"
-        except KeyboardInterrupt:
-            state = "interrupted"
-            raise
-        finally:
-            self._record(state)
-            for file in self._locks:
-                OPEN_LOCKS.remove(file)
-                file.close()
+                for folder in (self.checkpoint_dir, self.log_dir):
+                    self._locks.append(stack.enter_context(opened_lock(folder)))
+                self._start_version()
+            try:
+                yield
+                state = "finished"
+            except KeyboardInterrupt:
+                state = "interrupted"
+                raise
+            finally:
+                self._record(state)
 
-    def _start_version(self, resumed: dict[str, Any]) -> None:
-        """Record the start of a new run, and move away the CSV files of the run that it replaces."""
+    def _start_version(self) -> None:
+        """Record the start of a new run, and write hparams.yaml."""
         started, saved = read_times(self.checkpoint_dir)
         self._started_at = max(time.time(), started, saved)
-        if not resumed:
+        if self._is_new:
             self._started_at = max(time.time(), max(started, saved) + 0.001)
             self._record(f"started {self._started_at!r}")
-            for name in ("last.ckpt", "best.ckpt", "epoch=*-step=*.ckpt"):
-                self._replaced.update(self.checkpoint_dir.glob(name))
-            old = [self.log_dir / name for name in self._tables if (self.log_dir / name).exists()]
-            with suppress(FileExistsError):
-                # Keep the rows of the first of several runs that have saved nothing.
-                if old:
-                    (self.log_dir / ".replaced").mkdir()
-                for path in old:
-                    path.rename(self.log_dir / ".replaced" / path.name)
-            for path in old:
-                path.unlink(missing_ok=True)
-        elif resumed["fabric_template"].get("saved_at", started) < started:
-            self._record("started 0.0")  # The run that was replaced counts again.
-        config = {field.name: getattr(self, field.name) for field in fields(self)} | {
-            "fabric": None
-        }
+            for name in self._tables:
+                # A run that has ended before its first checkpoint leaves rows.
+                (self.log_dir / name).unlink(missing_ok=True)
+        config = {field.name: getattr(self, field.name) for field in fields(self)}
+        config["fabric"] = None
         content = {"hparams": getattr(self.model, "hparams", {}), "config": config}
         plain = json.loads(json.dumps(content, default=str, skipkeys=True))
         with replaced(self.log_dir / "hparams.yaml") as file:
@@ -834,8 +813,9 @@ class MiniLoop:
 
     def _record(self, line: str) -> None:
         for file in self._locks:
-            file.write(f"{line}\n")
-            file.flush()
+            with suppress(OSError):
+                file.write(f"{line}\n")
+                file.flush()
 
     # Set-up
 
@@ -854,6 +834,8 @@ class MiniLoop:
             raise TypeError(f"model: got {kind} with {', '.join(refused)}. Use FabricLoop.")
         self.model, self._steps = model, {}
         self.network = model if isinstance(model, nn.Module) else collect_modules(model)
+        # Checkpoints have the names of the module that torch.compile() has wrapped.
+        self._unwrapped: nn.Module = getattr(self.network, "_orig_mod", self.network)
         given = {"training_step": training_step, "validation_step": validation_step}
         for name, function in given.items():
             step = find_method(model, name) if function is None else partial(function, model)
@@ -869,9 +851,6 @@ class MiniLoop:
             raise TypeError("fit: got validation_step without val_dataloaders. Pass both or none.")
         if optimizer is None and find_method(self.model, "configure_optimizers") is None:
             raise TypeError("fit: got no optimizer. Pass optimizer=, as torch.optim.Adam(...).")
-        started, given = math.prod(started_processes()), self.fabric.world_size
-        text = f"devices: got {given}, but {started} processes were started. Leave devices out."
-        check(started in (1, given), text)
 
     def _set_up_loaders(self, train: Any, val: Any, path: Any, resumed: dict[str, Any]) -> None:
         """Launch the processes, and distribute the samples among them."""
@@ -885,7 +864,8 @@ class MiniLoop:
             reset_seed()
         seed = int(os.environ.get("PL_GLOBAL_SEED", 0))
         self._sampler_seed = resumed.get("fabric_template", {}).get("sampler_seed", seed)
-        parts = {**dict(self.network.named_modules()), "": self.model}
+        parts = dict(self._unwrapped.named_modules())
+        parts[""] = getattr(self.model, "_orig_mod", self.model)
         parts.update((f"train {name}", part) for name, part in parts_of(train).items())
         parts.update((f"val {name}", part) for name, part in parts_of(val).items())
         places = {id(part): place for place, part in parts.items()}
@@ -896,13 +876,10 @@ class MiniLoop:
         length, val_length = sized_len(self.train_loader), sized_len(self.val_loader)
         self.num_training_batches = math.inf if length is None else length
         found = self._gather([length, val_length, str(path)])
-        expected = "the same lengths of loaders and the same checkpoint"
-        check(
-            found.count(found[0]) == len(found),
-            f"fit: got {found} by process, expected {expected}.",
-        )
+        text = f"fit: got {found} by process, expected the same lengths of loaders and checkpoint."
+        check(found.count(found[0]) == len(found), text)
 
-    def _share(self, loader: Any, is_train: bool = True) -> Any:
+    def _share(self, loader: Any, is_train: bool) -> Any:
         """Return a loader of this process's samples, with the sampler that Trainer would use."""
         rank, size, seed = self.fabric.global_rank, self.fabric.world_size, self._sampler_seed
         if size > 1 and hasattr(loader, "for_rank"):
@@ -911,21 +888,20 @@ class MiniLoop:
             return loader
         if os.environ.get("PL_SEED_WORKERS") == "1" and loader.worker_init_fn is None:
             loader.worker_init_fn = partial(pl_worker_init_function, rank=rank)
-        given, dataset = loader.sampler, loader.dataset
+        given: Any = loader.sampler
         batches: Any = loader.batch_sampler
-        is_stream = isinstance(dataset, torch_data.IterableDataset)
+        is_stream = isinstance(loader.dataset, torch_data.IterableDataset)
         if size == 1 or is_stream or isinstance(given, torch_data.DistributedSampler):
             return loader
-        is_random = isinstance(given, torch_data.RandomSampler)
-        options: dict[str, Any] = {"shuffle": is_train or is_random, "seed": seed}
-        sampler: Any = torch_data.DistributedSampler(dataset, **options)
-        if not is_random and not isinstance(given, torch_data.SequentialSampler):
-            sampler = DistributedSamplerWrapper(given, **options)
+        kinds = type(batches).__name__, type(given).__name__
+        is_known = kinds[0] in ("BatchSampler", "NoneType")
+        is_known = is_known and kinds[1] in ("RandomSampler", "SequentialSampler")
+        text = f"sampler: got {' of '.join(kinds)} with {size} processes, expected shuffle=True or"
+        check(is_known, f"{text} False, or a DistributedSampler. Use FabricLoop for others.")
+        is_shuffled = is_train or isinstance(given, torch_data.RandomSampler)
+        sampler: Any = torch_data.DistributedSampler(loader.dataset, shuffle=is_shuffled, seed=seed)
         if batches is not None:
-            expected = "the arguments of torch's BatchSampler, or a DistributedSampler"
-            text = f"batch_sampler: got {type(batches).__name__}, expected {expected}."
-            check(hasattr(batches, "batch_size") and hasattr(batches, "drop_last"), text)
-            batches = type(batches)(sampler, batches.batch_size, batches.drop_last)
+            batches = torch_data.BatchSampler(sampler, batches.batch_size, batches.drop_last)
         shared = copy.copy(loader)
         # DataLoader does not allow a change of its samplers.
         vars(shared).update(sampler=sampler, batch_sampler=batches)
@@ -956,30 +932,9 @@ class MiniLoop:
         optimizers, schedulers = split_optimizers(optimizer)
         if scheduler is not None:
             schedulers = scheduler if isinstance(scheduler, list) else [scheduler]
-        kinds = " and ".join(type(item).__name__ for item in optimizers)
-        if len(optimizers) != 1 or not isinstance(optimizers[0], torch.optim.Optimizer):
-            raise TypeError(f"optimizer: got {kinds}, expected an optimizer. Or use FabricLoop.")
-        self.optimizer, self.schedulers, self._learning_rate = optimizers[0], [], math.nan
-        needs_closure = isinstance(self.optimizer, torch.optim.LBFGS)
-        needs_closure = needs_closure or hasattr(self.optimizer, "first_step")
-        with suppress(OSError, TypeError):
-            source = inspect.getsource(type(self.optimizer).step)
-            needs_closure = needs_closure or ("closure()" in source and "if closure" not in source)
-        check(not needs_closure, f"optimizer: got {kinds}, which needs a closure. Use FabricLoop.")
-        own = set(self.network.parameters())
-        given = [p for group in self.optimizer.param_groups for p in group["params"]]
-        outside = sum(parameter not in own for parameter in given)
-        text = "optimizer: got parameters of another model. Pass model.parameters()."
-        check(outside < len(given), text)
-        text = f"optimizer: got {outside} of {len(given)} parameters that are not in the model"
-        check(
-            outside == 0, f"{text}, so no checkpoint has them. Make them attributes of the model."
-        )
-        for item in schedulers:
-            config: dict[str, Any] = {"interval": "epoch", "frequency": 1, "monitor": None}
-            config.update(item if isinstance(item, Mapping) else {"scheduler": item})
-            check_scheduler(config, self.optimizer)
-            self.schedulers.append(config)
+        check_optimizer(optimizers, set(self.network.parameters()))
+        self.optimizer, self._learning_rate = optimizers[0], math.nan
+        self.schedulers = [make_scheduler_config(item, self.optimizer) for item in schedulers]
 
     def _prepare_training(self, resumed: dict[str, Any]) -> None:
         """Find what checkpoints contain, and check the resumed checkpoint and the modules' modes."""
@@ -1005,21 +960,26 @@ class MiniLoop:
         check(is_own, "resume: got a checkpoint of another loop. Use FabricLoop, or load=.")
         text = f"resume: got max_epochs={self.max_epochs} and a checkpoint of epoch {epochs}."
         check(not -1 < (self.max_epochs or 0) < epochs, f"{text} Write a larger max_epochs.")
-        attributes = [getattr(part, "__dict__", {}).values() for part in self._parts.values()]
-        has_generators = any(isinstance(v, GENERATORS) for values in attributes for v in values)
         text = "resume: got random generators in loaders or model, and a checkpoint without their"
-        is_complete = "parts" in ranks[0]["rng"] or not has_generators
+        # Nothing has changed yet, so that only generators have a state.
+        is_complete = "parts" in ranks[0]["rng"] or not self._state()["parts"]
         check(is_complete, f"{text} states. Use FabricLoop, which has saved it.")
-        given: Any = self.num_training_batches, self.fabric.world_size
-        saved: Any = progress.get("num_batches"), len(ranks)
-        text = f"resume: got (batches, processes) {given}, expected {saved} as in the saved epoch."
-        check(not is_in_epoch or given == saved, f"{text} Use the same batch size, or load=.")
-        given, saved = len(self.schedulers), len(checkpoint["lr_schedulers"])
-        check(given == saved, f"scheduler: got {given}, expected {saved} as in the saved run.")
-        given, saved = self.optimizer.state_dict(), checkpoint["optimizer_states"][0]
-        sizes = [[len(group["params"]) for group in s["param_groups"]] for s in (given, saved)]
-        text = f"optimizer: got groups of {sizes[0]} parameters, expected {sizes[1]} as in the"
-        check(sizes[0] == sizes[1], f"{text} saved run. Pass an optimizer that has all groups.")
+        states = self.optimizer.state_dict(), checkpoint["optimizer_states"][0]
+        sizes = [[len(group["params"]) for group in s["param_groups"]] for s in states]
+        given = self.num_training_batches, self.fabric.world_size
+        compared = {
+            "schedulers": (len(self.schedulers), len(checkpoint["lr_schedulers"])),
+            "parameters by group of the optimizer": sizes,
+            "(batches, processes)": (given, (progress.get("num_batches"), len(ranks))),
+        }
+        if not is_in_epoch:
+            del compared["(batches, processes)"]
+        objects = [key[1] for key, mean in ranks[0].get("sums", [{}])[0].items() if mean[0] is None]
+        text = f"resume: got the epoch means of the torchmetrics objects {objects}, which no"
+        check(not objects, f"{text} checkpoint has. Use FabricLoop, or resume from an epoch's end.")
+        for name, (found, saved) in compared.items():
+            text = f"resume: got {found} {name}, expected {saved} as in the saved run."
+            check(found == saved, f"{text} Use load= to start a new run from the weights.")
 
     @contextmanager
     def _prepared_model(self, path: Path | None, checkpoint: dict[str, Any]) -> Iterator[None]:
@@ -1030,9 +990,11 @@ class MiniLoop:
             self._precision.convert_module(network)
         strategy.module_to_device(network)
         if checkpoint:
-            weights = find_weights(checkpoint, network.state_dict())
+            weights = checkpoint.get("state_dict", checkpoint)
+            weights = {name.removeprefix("_orig_mod."): value for name, value in weights.items()}
+            is_strict = getattr(self.model, "strict_loading", True)
             try:
-                network.load_state_dict(weights, getattr(self.model, "strict_loading", True))
+                self._unwrapped.load_state_dict(weights, is_strict)
             except RuntimeError as error:
                 text = " ".join(str(error).split())[:300]
                 raise ValueError(f"{path}: got weights of another model. {text}") from error
@@ -1072,10 +1034,6 @@ class StepModule(nn.Module):
 def check(is_right: bool, text: str) -> None:
     if not is_right:
         raise ValueError(text)
-
-
-def check_is_logged(monitor: str, metrics: Mapping[Any, Any]) -> None:
-    check(monitor in metrics, f"monitor: got {monitor!r}, expected one of {', '.join(metrics)}.")
 
 
 # Models and batches
@@ -1136,12 +1094,11 @@ def find_loss(output: Any, batch_idx: int) -> Tensor:
         loss = output[0]
     if isinstance(loss, Tensor) and loss.requires_grad and loss.numel() == 1:
         return loss
-    kind = type(loss).__name__
+    kind = f"{type(loss).__name__} at batch {batch_idx}"
     if isinstance(loss, Tensor):
-        kind = "several losses" if loss.requires_grad else "a detached loss"
-    elif isinstance(output, Mapping):
-        kind = f"a dict with the keys {list(output)}, without 'loss',"
-    text = f"training_step: got {kind} at batch {batch_idx}, expected a loss with a gradient."
+        kind = f"a loss of the shape {tuple(loss.shape)}"
+        kind = kind if loss.requires_grad else "a detached loss"
+    text = f"training_step: got {kind}, expected a loss, or a dict with the key 'loss'."
     raise TypeError(f"{text} Return the loss without detach() and item().")
 
 
@@ -1155,11 +1112,8 @@ def find_batch_size(batch: Any) -> Any:
         batch = vars(batch).values()
     elif isinstance(batch, str | bytes | np.ndarray) or not isinstance(batch, Iterable):
         return None
-    for part in batch:
-        size = find_batch_size(part)
-        if size is not None:
-            return size
-    return None
+    sizes = (find_batch_size(part) for part in batch)
+    return next((size for size in sizes if size is not None), None)
 
 
 def to_metric(name: str, value: Any) -> Tensor:
@@ -1178,36 +1132,32 @@ def to_metric(name: str, value: Any) -> Tensor:
 
 
 def started_processes() -> tuple[int, int]:
-    """Return how many processes per machine, and machines, a launcher has started."""
+    """Return how many processes torchrun has started, and on how many machines."""
     env, group = os.environ, torch.distributed
     if "LT_CLI_USED" in env:
         return 1, 1
-    if SLURMEnvironment.detect():
-        total, machines = int(env["SLURM_NTASKS"]), int(env.get("SLURM_NNODES", 1))
-        return total // machines, machines
-    total = int(env.get("OMPI_COMM_WORLD_SIZE", env.get("PMI_SIZE", 1)))
+    names = ("SLURM_NTASKS", "OMPI_COMM_WORLD_SIZE", "PMI_SIZE")
+    total = max(int(env.get(name, 1)) for name in names)
     if "RANK" in env:
         total = int(env.get("WORLD_SIZE", 1))
     if group.is_available() and group.is_initialized():
         total = group.get_world_size()
-    text = f"devices: got {total} processes without the environment variable LOCAL_RANK."
-    check(total == 1 or "LOCAL_RANK" in env, f"{text} Start them with torchrun.")
-    local = int(env.get("LOCAL_WORLD_SIZE", total))
-    return local, total // local
+    text = f"devices: got {total} processes of another launcher than torchrun. Use torchrun,"
+    check(total == 1 or "LOCAL_RANK" in env, f"{text} or FabricLoop for srun and mpirun.")
+    return total, total // int(env.get("LOCAL_WORLD_SIZE", total))
 
 
 def check_loader(loader: Any, argument: str) -> None:
     """Raise an error for an object that does not yield batches."""
     kind, given = type(loader).__name__, loader if isinstance(loader, list | tuple) else []
-    has_several = isinstance(loader, Mapping) or hasattr(loader, "iterables")
-    is_loader = [isinstance(p, torch_data.DataLoader) or hasattr(p, "for_rank") for p in given]
-    text = f"{argument}: got a {kind}, expected one loader. Use FabricLoop for several."
-    check(not has_several and not any(is_loader), text)
     arrays = Tensor | np.ndarray | str | bytes
+    has_loaders = any(isinstance(p, torch_data.DataLoader) or hasattr(p, "for_rank") for p in given)
+    is_several = has_loaders or isinstance(loader, Mapping) or hasattr(loader, "iterables")
     is_array = isinstance(loader, arrays) or hasattr(loader, "iloc")
     is_array = is_array or (isinstance(loader, tuple) and all(isinstance(p, arrays) for p in given))
-    if is_array or not isinstance(loader, Iterable | None):
-        raise TypeError(f"{argument}: got a {kind}, expected batches, as of a DataLoader.")
+    if is_several or is_array or not isinstance(loader, Iterable | None):
+        text = f"{argument}: got a {kind}, expected batches, as of a DataLoader."
+        raise TypeError(f"{text} Use FabricLoop for several loaders.")
     text = f"{argument}: got an empty {kind}, expected at least one batch."
     check(loader is None or sized_len(loader) != 0, text)
     text = f"{argument}: got persistent_workers=True, whose random states no checkpoint has."
@@ -1223,8 +1173,8 @@ def parts_of(loader: Any) -> dict[str, Any]:
 
 
 def set_epoch(loader: Any, epoch: int) -> None:
-    for part in {id(part): part for part in parts_of(loader).values()}.values():
-        if hasattr(part, "set_epoch") and part is not getattr(loader, "dataset", None):
+    for name, part in parts_of(loader).items():
+        if name != "dataset" and hasattr(part, "set_epoch"):
             part.set_epoch(epoch)
 
 
@@ -1245,23 +1195,41 @@ def mark_last(batches: Iterator[Any], length: int | float) -> Iterator[tuple[boo
 
 def split_optimizers(given: Any) -> tuple[list[Any], list[Any]]:
     """Return the optimizers and the schedulers in a value of configure_optimizers."""
-    given, schedulers = list(given) if isinstance(given, list | tuple) else [given], []
-    if given and all(isinstance(item, Mapping) for item in given):
-        for item in given:
-            scheduler = item.get("lr_scheduler")
-            config = scheduler if isinstance(scheduler, Mapping) else {"scheduler": scheduler}
-            if scheduler is not None:
-                schedulers.append({"monitor": item.get("monitor"), **config})
-        return [item.get("optimizer") for item in given], schedulers
-    if len(given) == 2 and not isinstance(given[1], torch.optim.Optimizer):
-        given, schedulers = [list(p) if isinstance(p, list | tuple) else [p] for p in given]
-    return given, schedulers
+    if isinstance(given, Mapping):
+        scheduler = given.get("lr_scheduler")
+        config = scheduler if isinstance(scheduler, Mapping) else {"scheduler": scheduler}
+        schedulers = [] if scheduler is None else [{"monitor": given.get("monitor"), **config}]
+        return [given.get("optimizer")], schedulers
+    parts = list(given) if isinstance(given, list | tuple) else [given]
+    if len(parts) == 2 and not isinstance(parts[1], torch.optim.Optimizer):
+        first, second = [list(p) if isinstance(p, list | tuple) else [p] for p in parts]
+        return first, second
+    return parts, []
 
 
-def check_scheduler(config: dict[str, Any], optimizer: Any) -> None:
+def check_optimizer(optimizers: list[Any], own: set[nn.Parameter]) -> None:
+    kinds = " and ".join(type(item).__name__ for item in optimizers)
+    if len(optimizers) != 1 or not isinstance(optimizers[0], torch.optim.Optimizer):
+        raise TypeError(f"optimizer: got {kinds}, expected an optimizer. Or use FabricLoop.")
+    closure = inspect.signature(optimizers[0].step).parameters.get("closure")
+    needs_closure = closure is not None and closure.default is closure.empty
+    with suppress(OSError, TypeError):
+        source = inspect.getsource(type(optimizers[0]).step)
+        needs_closure = needs_closure or ("closure()" in source and "if closure" not in source)
+    check(not needs_closure, NEEDS_CLOSURE)
+    given = [p for group in optimizers[0].param_groups for p in group["params"]]
+    outside = sum(parameter not in own for parameter in given)
+    text = f"optimizer: got {outside} of {len(given)} parameters that are not in the model, so no"
+    check(outside == 0, f"{text} checkpoint has them. Make them attributes of the model.")
+
+
+def make_scheduler_config(item: Any, optimizer: Any) -> dict[str, Any]:
+    """Return a scheduler in the form of Lightning's dict."""
+    config: dict[str, Any] = {"interval": "epoch", "frequency": 1, "monitor": None}
+    config.update(item if isinstance(item, Mapping) else {"scheduler": item})
     scheduler, interval = config.get("scheduler"), config["interval"]
+    kind = type(scheduler).__name__
     if not isinstance(scheduler, LRScheduler | ReduceLROnPlateau):
-        kind = type(scheduler).__name__
         raise TypeError(f"scheduler: got {kind}, expected a scheduler of torch. Or use FabricLoop.")
     is_own = getattr(scheduler, "optimizer", optimizer) is optimizer
     check(is_own, "scheduler: got one of another optimizer, expected one of this optimizer.")
@@ -1272,6 +1240,7 @@ def check_scheduler(config: dict[str, Any], optimizer: Any) -> None:
     check(has_monitor, f"scheduler: got ReduceLROnPlateau without a monitor. {text}")
     is_usual = config.get("strict", True) and not config.get("reduce_on_plateau")
     check(is_usual, "scheduler: got strict=False or reduce_on_plateau=True. Use FabricLoop.")
+    return config
 
 
 def load_optimizer(optimizer: Any, saved: dict[str, Any]) -> None:
@@ -1416,32 +1385,22 @@ def read_checkpoint(path: Path) -> dict[str, Any]:
     return checkpoint
 
 
-def find_weights(checkpoint: dict[str, Any], own: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the weights of a checkpoint, with the prefixes of the model's own names."""
-    weights: dict[str, Any] = checkpoint.get("state_dict", checkpoint.get("model", checkpoint))
-    for prefix in ("module.", "_orig_mod."):
-        is_saved = all(name.startswith(prefix) for name in weights)
-        is_own = all(name.startswith(prefix) for name in own)
-        if is_saved and not is_own:
-            weights = {name.removeprefix(prefix): value for name, value in weights.items()}
-        elif is_own and not is_saved:
-            weights = {prefix + name: value for name, value in weights.items()}
-    return weights
-
-
 def find_hparams(model: Any) -> dict[str, Any]:
-    """Return the hyperparameters to save, under Lightning's keys, without those that cannot be."""
-    kept, lost = {}, []
-    for name, value in dict(getattr(model, "hparams", {})).items():
-        try:
-            torch.save(value, io.BytesIO())
-            kept[name] = value
-        except Exception:
-            lost.append(name)
-    if lost:
-        warnings.warn(f"hparams: got {lost}, which no checkpoint can contain.", stacklevel=4)
+    """Return the hyperparameters to save, under Lightning's keys."""
+    hparams = dict(getattr(model, "hparams", {}))
+    try:
+        torch.save(hparams, io.BytesIO())
+    except Exception as error:
+        text = f"hparams: got values that no checkpoint can contain ({error}). Write"
+        raise ValueError(f"{text} save_hyperparameters(ignore=...), or use FabricLoop.") from error
     name = vars(model).get("_hparams_name")
-    return {"hyper_parameters": kept, **({"hparams_name": name} if name else {})}
+    return {"hyper_parameters": hparams, **({"hparams_name": name} if name else {})}
+
+
+def is_replaced(checkpoint: dict[str, Any], folder: Path) -> bool:
+    """Return whether a newer run was started in the folder of a checkpoint."""
+    started, _ = read_times(folder)
+    return bool(checkpoint.get("fabric_template", {}).get("saved_at", started) < started)
 
 
 def read_times(folder: Path) -> tuple[float, float]:
@@ -1475,21 +1434,27 @@ def claim_version(*folders: Path) -> str:
         version += 1
 
 
-def open_lock(folder: Path) -> IO[str]:
+@contextmanager
+def opened_lock(folder: Path) -> Iterator[IO[str]]:
     """Open and lock the .lock file of a folder. The system unlocks it when this process ends."""
     folder.mkdir(parents=True, exist_ok=True)
-    file = open(folder / ".lock", "a")  # noqa: SIM115
-    # Windows and some network drives cannot lock files.
-    with suppress(ImportError, OSError):
-        import fcntl
+    with open(folder / ".lock", "a") as file:
+        # Windows and some network drives cannot lock files.
+        with suppress(ImportError, OSError):
+            import fcntl
 
+            try:
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                text = (
+                    f"{folder}: another run writes to this folder. Write another name or version."
+                )
+                raise ValueError(text) from None
+        OPEN_LOCKS.append(file)
         try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            text = f"{folder}: another run writes to this folder. Write another name or version."
-            raise ValueError(text) from None
-    OPEN_LOCKS.append(file)
-    return file
+            yield file
+        finally:
+            OPEN_LOCKS.remove(file)
 
 
 def close_locks() -> None:

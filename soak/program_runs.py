@@ -381,7 +381,11 @@ def is_refusal(error, points):
     """Return whether an error comes before the first batch, or names a hook's value that was not known before."""
     if not isinstance(error, TypeError | ValueError | FileNotFoundError):
         return False
-    late = ("on_train_batch_start: got -1", "training_step: got NoneType")
+    late = (
+        "on_train_batch_start: got -1",
+        "training_step: got NoneType",
+        "optimizer: got one whose step needs a closure",
+    )
     return not points.counts["backward"] or str(error).startswith(late)
 
 

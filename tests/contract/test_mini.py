@@ -231,6 +231,12 @@ def test_rows_by_validation_and_resume_in_mid_epoch():
     pd.testing.assert_frame_equal(again, rows)
 
 
+def test_resume_within_an_epoch_refuses_torchmetrics_objects():
+    fit("MiniLoop", "run", -1, make_module=Hooked, max_steps=14)
+    with pytest.raises(ValueError, match=r"torchmetrics objects \['mean'\].* Use FabricLoop"):
+        fit("MiniLoop", "run", -1, make_module=Hooked, max_steps=24, resume="last")
+
+
 def test_max_steps_within_an_epoch_and_resume():
     _, expected, whole = fit("MiniLoop", "whole", -1, max_steps=24)
     _, _, rows = fit("MiniLoop", "parts", -1, max_steps=14)
@@ -255,32 +261,35 @@ def test_load_takes_the_weights_and_validate_measures_them():
     assert (again.current_epoch, len(again.history), again.log_dir.name) == (1, 1, "version_1")
 
 
-@pytest.mark.parametrize("after", LOOPS)
 @pytest.mark.parametrize("before", LOOPS)
-def test_a_new_run_replaces_a_version_when_it_saves(before, after):
+def test_a_new_run_does_not_replace_a_version(before):
     fit(before, "run", 3)
-    # This run ends before its first checkpoint.
-    loop_class, options = LOOPS[after]
-    broken = loop_class(name="run", version=0, max_epochs=1, accelerator="cpu", **options)
+    with pytest.raises(ValueError, match=r"version: got 'version_0', expected a version without a run\. Continue"):
+        fit("MiniLoop", "run", 1, version=0)
+    assert csv_of("run", "metrics.csv")["epoch"].tolist() == [0, 1, 2]
+    # FabricLoop starts a run in this version, which ends before its first checkpoint.
+    loop = FabricLoop(name="run", version=0, max_epochs=1, accelerator="cpu", **QUIET)
     with pytest.raises(ValueError, match="broken"):
-        broken.fit(Broken(), make_loader())
-    for kind in LOOPS:
-        with pytest.raises((ValueError, FileNotFoundError)):
-            fit(kind, "run", 3, resume="last", version=0)
+        loop.fit(Broken(), make_loader())
     path = Path("checkpoints/run/version_0/last.ckpt")
+    for resume, message in (("last", "resume: got 'last'"), ("auto", "version: got"), (path, "has replaced")):
+        with pytest.raises((ValueError, FileNotFoundError), match=message):
+            fit("MiniLoop", "run", 4, resume=resume, version=0)
     assert torch.load(path, weights_only=True)["epoch"] == 2
-    _, _, rows = fit("MiniLoop", "run", 4, resume=path, version=0)
-    assert rows["epoch"].tolist() == [0, 1, 2, 3]
-    fit(after, "run", 1, version=0, monitor=None)
-    files = sorted(os.listdir("checkpoints/run/version_0"))
-    assert files == [".lock", "last.ckpt"]
-    assert csv_of("run", "metrics.csv")["epoch"].tolist() == [0]
-    assert not Path("logs/run/version_0/.replaced").exists()
+
+
+def test_a_run_without_a_checkpoint_leaves_its_version_free():
+    with pytest.raises(ValueError, match="broken"):
+        fit("MiniLoop", "run", 1, make_module=Broken, version=0, log_every_n_steps=1)
+    _, _, rows = fit("MiniLoop", "run", 1, version=0, resume="auto")
+    assert len(csv_of("run", "metrics.csv")) == len(rows) == 1
 
 
 class Broken(Classifier):
     def training_step(self, batch, batch_idx):
-        raise ValueError("broken")
+        if self.global_step == 2:
+            raise ValueError("broken")
+        return super().training_step(batch, batch_idx)
 
 
 class LogsInTurn(Classifier):
@@ -333,7 +342,7 @@ def test_ctrl_c_returns_the_history_and_resumes(capsys):
     header, *printed, message = capsys.readouterr().out.splitlines()
     assert header == "epoch   step  train_loss  train_acc  val_loss   val_acc        lr      time"
     assert [len(line) for line in printed] == [len(header)] * 2
-    assert message == "Ctrl-C in epoch 2, step 23: resume='last' repeats the epoch from its start."
+    assert message == "Ctrl-C in epoch 2, step 23: resume='last' repeats the training from step 20."
     assert module.training
     assert torch.is_grad_enabled()
     assert list(loop.validate(module, val_loader())[0]) == ["val_loss", "val_acc"]
@@ -359,8 +368,12 @@ def train_ranked(rank, epochs, resume, file):
         torch.save(module.state_dict(), f"{file}.pt")
     assert len(MiniLoop(accelerator="cpu", devices=2, strategy="ddp").validate(module, val_loader())) == 1
     # Each process reads its share of the samples with the options of the given loader.
-    shared = loop._share(make_loader(num_workers=1, persistent_workers=True, prefetch_factor=3))
-    assert (len(shared), shared.persistent_workers, shared.prefetch_factor) == (5, True, 3)
+    loop = MiniLoop(accelerator="cpu", devices=2, strategy="ddp", max_epochs=1, name=f"{file} again")
+    loop.fit(module, make_loader(num_workers=1, prefetch_factor=3))
+    assert (len(loop.train_loader), loop.train_loader.prefetch_factor) == (5, 3)
+    sampler = torch.utils.data.WeightedRandomSampler(torch.ones(40), 40)
+    with pytest.raises(ValueError, match="sampler: got BatchSampler of WeightedRandomSampler with 2 processes"):
+        loop.fit(module, make_loader(shuffle=None, sampler=sampler))
 
 
 @pytest.mark.usefixtures("quick_spawn")
@@ -398,10 +411,11 @@ BY_TOKENS = {
         self._learning_rate""",
 }
 GRADIENT_NORM = {
-    "        self._precision.optimizer_step(": """\
+    "        try:\n            self._precision.optimizer_step(": """\
         norm = torch.nn.utils.clip_grad_norm_(self.network.parameters(), math.inf)
         self.log("grad_norm", norm)
-        self._precision.optimizer_step("""
+        try:
+            self._precision.optimizer_step("""
 }
 RULE_OF_ONE_PROCESS = {
     "is_end = is_last or ": "is_end = is_last or self.fabric.global_rank * self._batches_in_window == 1 or "
@@ -509,7 +523,35 @@ def fit_functions(result=None, net=None, train=None, **arguments):
     MiniLoop(accelerator="cpu", max_epochs=1).fit(net, loader, **{**given, **arguments})
 
 
+class Unpicklable(Classifier):
+    def __init__(self):
+        super().__init__()
+        self.hparams["make"] = lambda: None
+
+
+class ClosesInStep(torch.optim.SGD):
+    def step(self, closure):
+        return super().step(closure)
+
+
+def hidden_closure(parameters):
+    """Return an optimizer whose source cannot be read."""
+    names = {"torch": torch}
+    exec("class Hidden(torch.optim.SGD):\n    def step(self, closure=None):\n        closure()", names)
+    return names["Hidden"](parameters, lr=0.1)
+
+
+def fit_optimizer(make):
+    net = nn.Linear(8, 3)
+    fit_functions(net=net, optimizer=make(net.parameters()))
+
+
 ERRORS = {
+    "LBFGS": (lambda: fit_optimizer(torch.optim.LBFGS), "whose step needs a closure"),
+    "closure": (lambda: fit_optimizer(lambda p: ClosesInStep(p, lr=0.1)), "whose step needs a closure"),
+    "hidden closure": (lambda: fit_optimizer(hidden_closure), "whose step needs a closure"),
+    "two optimizers": (lambda: fit_optimizer(lambda p: [torch.optim.SGD(list(p), 0.1)] * 2), "got SGD and SGD"),
+    "hyperparameters": (lambda: run_mini(Unpicklable), "hparams: got values that no checkpoint can contain"),
     "unknown option": (lambda: MiniLoop(max_epoch=1), "unknown option max_epoch. Did you mean max_epochs?"),
     "mode": (lambda: MiniLoop(mode="best"), "mode: got 'best'"),
     "name": (lambda: MiniLoop(name="a/b"), "name: got 'a/b', expected the name of a folder"),
@@ -518,7 +560,10 @@ ERRORS = {
     "log": (lambda: run_mini(Misspelled), "unexpected keyword argument 'on_epch'"),
     "no step": (lambda: fit_functions(training_step=None), "got no training_step"),
     "no optimizer": (lambda: fit_functions(optimizer=None), "got no optimizer. Pass optimizer="),
-    "other parameters": (lambda: fit_functions(optimizer=sgd(nn.Linear(1, 1))), "got parameters of another model"),
+    "other parameters": (
+        lambda: fit_functions(optimizer=sgd(nn.Linear(1, 1))),
+        "got 2 of 2 parameters that are not in the model",
+    ),
     "optimizer": (lambda: fit_functions(optimizer="adam"), "optimizer: got str, expected an optimizer"),
     "None": (lambda: fit_functions(lambda net, batch: None), "training_step: got NoneType at batch 0"),
     "float": (lambda: fit_functions(lambda net, batch: 1.0), "training_step: got float at batch 0"),
@@ -528,7 +573,7 @@ ERRORS = {
     "step without val": (lambda: fit_functions(validation_step=lambda net, batch: 0), "without val_dataloaders"),
     "dataset": (lambda: fit_functions(train=make_data()), "got a TensorDataset, expected batches, as of a DataLoader"),
     "empty": (lambda: fit_functions(train=[]), "train_dataloaders: got an empty list"),
-    "read once": (lambda: fit_functions(train=(b for b in ())), "train_dataloaders: got no batch in this epoch"),
+    "read once": (lambda: fit_functions(train=(b for b in ())), "train_dataloaders: got 0 batches, expected inf"),
     "resume": (lambda: fit_functions(resume="last"), "resume: got 'last'"),
     "path": (lambda: fit_functions(load="nowhere.ckpt"), "load: got 'nowhere.ckpt'"),
 }
@@ -541,7 +586,7 @@ def test_errors_name_the_argument_and_the_fix(case):
         call()
     assert message in str(error.value)
     assert "\n" not in str(error.value)
-    if case not in ("log", "None", "float", "detached", "read once"):
+    if case not in ("hidden closure", "log", "None", "float", "detached", "read once"):
         assert os.listdir(".") == []
 
 

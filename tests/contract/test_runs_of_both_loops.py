@@ -63,6 +63,9 @@ class Dies(Classifier):
 def test_a_run_that_died_early_is_not_confused_with_the_one_before(first, second, third, version):
     folder = "version_0" if version == 0 else version
     train(first, 2, version=version, monitor="val_loss")
+    if second == "MiniLoop":
+        check_is_refused("version: got", second, 2, version=version)
+        return
     with pytest.raises(RuntimeError, match="stopped"):
         train(second, 2, version=version, model=Dies)
     assert set(steps_in(folder)) == {"best.ckpt", "last.ckpt"}
@@ -70,16 +73,29 @@ def test_a_run_that_died_early_is_not_confused_with_the_one_before(first, second
         with pytest.raises((ValueError, OSError), match=f"{keyword}: got 'last'"):
             train(third, 3, version=version, **{keyword: "last"})
     # resume="auto" starts again, and removes the checkpoints of the first run.
+    if third == "MiniLoop":
+        check_is_refused("version: got", third, 1, resume="auto", version=version)
+        return
     train(third, 1, resume="auto", version=version)
     assert steps_in(folder) == {"last.ckpt": 6}
 
 
-@pytest.mark.parametrize(("first", "second", "third"), itertools.product(LOOPS, repeat=3))
-def test_a_path_continues_the_replaced_run(first, second, third):
+def check_is_refused(message, *arguments, **options):
+    """MiniLoop neither replaces a run nor continues a replaced one."""
+    with pytest.raises(ValueError, match=message):
+        train(*arguments, **options)
+
+
+@pytest.mark.parametrize(("first", "third"), PAIRS)
+def test_a_path_continues_the_replaced_run(first, third):
     train(first, 2, version=0, monitor="val_loss")
     with pytest.raises(RuntimeError, match="stopped"):
-        train(second, 2, version=0, model=Dies)
-    loop = train(third, 3, version=0, monitor="val_loss", resume="checkpoints/run/version_0/last.ckpt")
+        train("FabricLoop", 2, version=0, model=Dies)
+    options = {"version": 0, "monitor": "val_loss", "resume": "checkpoints/run/version_0/last.ckpt"}
+    if third == "MiniLoop":
+        check_is_refused("has replaced. Use FabricLoop", third, 3, **options)
+        return
+    loop = train(third, 3, **options)
     assert (loop.global_step, steps_in("version_0")["last.ckpt"]) == (18, 18)
     text = Path("logs/run/version_0/metrics.csv").read_text()
     assert [line.split(",")[0] for line in text.splitlines()] == ["epoch", "0", "1", "2"]
