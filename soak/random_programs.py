@@ -426,6 +426,14 @@ EXCLUDED = [
         ),
     ),
     (
+        "StochasticWeightAveraging ends with the last epoch, so a run with fewer epochs is another run",
+        lambda d: (
+            "swa" in d["callbacks"]
+            and event_kind(d)
+            in ("more_epochs", "new_monitor", "other_batch_size", "to_Trainer", "from_Trainer")
+        ),
+    ),
+    (
         "attributes of a dataset in a worker are not saved",
         lambda d: d["data"] == "counts_reads" and d["workers"] and d["event"],
     ),
