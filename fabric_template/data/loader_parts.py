@@ -2,18 +2,28 @@
 
 from __future__ import annotations
 
+import io
 from collections.abc import Iterator
 from functools import partial
-from types import ModuleType
+from types import FunctionType, MethodType, ModuleType
 from typing import Any
 
+import numpy as np
+import torch
 from lightning.fabric.utilities.distributed import DistributedSamplerWrapper
+from torch import nn
 from torch.utils.data import DataLoader, IterableDataset
 
 from ..lightning_compat.overrides import has_state
 from ..plain_state import Part
 from .tensor_loader import TensorLoader
 
+# Values that hold no iterator, or too many values to look at.
+_LEAVES = (
+    *(str, bytes, int, float, type, FunctionType, MethodType, ModuleType, io.IOBase),
+    *(torch.Tensor, torch.Generator, nn.Module, np.ndarray, np.generic),
+)
+_MOST_VALUES = 500
 _LIBRARIES = ("torch.", "torchdata.", "lightning.", "pytorch_lightning.")
 # DataLoader sets these attributes itself.
 _OF_LOADER = frozenset(vars(DataLoader([])))  # type: ignore[arg-type]
@@ -92,3 +102,33 @@ def samplers_of(loader: Any) -> list[Any]:
     inner = getattr(batch_sampler, "sampler", None)
     found = (getattr(loader, "sampler", None), batch_sampler, inner)
     return list({id(sampler): sampler for sampler in found if sampler is not None}.values())
+
+
+def holds_iterator(loader: Any) -> bool:
+    """Return whether a loader, or the stream that it reads in this process, holds an iterator."""
+    if isinstance(loader, DataLoader):
+        if loader.num_workers or not isinstance(loader.dataset, IterableDataset):
+            return False
+        loader = loader.dataset
+    waiting: list[Any] = [loader]
+    seen: set[int] = set()
+    while waiting and len(seen) < _MOST_VALUES:
+        value = waiting.pop()
+        if value is None or isinstance(value, _LEAVES) or id(value) in seen:
+            continue
+        seen.add(id(value))
+        if isinstance(value, Iterator):
+            if not starts_over(value):
+                return True
+            # Its __iter__ has created the iterators among its attributes.
+            continue
+        items = value if isinstance(value, list | tuple) else getattr(value, "__dict__", {})
+        items = value if isinstance(value, dict) else items
+        waiting += items.values() if isinstance(items, dict) else items
+    return False
+
+
+def starts_over(iterator: Iterator[Any]) -> bool:
+    """Return whether ``__iter__`` of an iterator does more than return the iterator."""
+    code = getattr(type(iterator).__iter__, "__code__", None)
+    return code is not None and bool(code.co_names)

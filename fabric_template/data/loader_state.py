@@ -7,8 +7,8 @@ The cost of a resume depends on the loader:
 - A DataLoader saved before each of its workers returned a batch also reads the samples again.
 - Any other loader, such as one of an IterableDataset, reads all finished batches again.
 
-A loader that holds an iterator, which continues in the next epoch, reads the batches of all epochs
-again.
+A loader that holds an iterator, which continues in the next epoch, cannot resume after the first
+epoch without ``state_dict``.
 
 The position cannot be restored exactly if the loader has workers, and its sampler draws each batch
 from the global random generator.
@@ -25,16 +25,17 @@ from typing import Any
 
 from torch.utils.data import DataLoader, IterableDataset, get_worker_info
 
+from ..errors import CheckpointError
 from ..plain_state import PlainState
 from ..rng_state import capture_rng_state, restore_rng_state, unchanged_rng_state
 from .loader_parts import (
     find_stateful_part,
     generators_of_samples,
+    holds_iterator,
     parts_of_order,
     parts_of_samples,
     samplers_of,
 )
-from .pass_history import PassHistory
 from .stream_state import StreamState
 from .tensor_loader import TensorLoader
 
@@ -85,7 +86,9 @@ class ResumableLoader:
             "order": PlainState(parts_of_order(loader)),
             "samples": PlainState(parts_of_samples(loader)),
         }
-        self._history = PassHistory(None if stream is not None else loader)
+        # Whether a pass has ended that a resumed run would have to read again.
+        self._continues = stream is None and holds_iterator(loader)
+        self._has_continued = False
 
     def __iter__(self) -> Iterator[Any]:
         self.end_pass()
@@ -134,7 +137,7 @@ class ResumableLoader:
 
     def _start_pass(self) -> Generator[Any]:
         self.passes += 1
-        self._history.add(self.batches, self.is_finished)
+        self._has_continued = self._continues and (self._has_continued or self.is_used)
         self.batches, self.is_finished = 0, False
         if not self._is_persistent:
             self.workers = [None] * len(self.workers)
@@ -161,7 +164,6 @@ class ResumableLoader:
             self.batches, self.workers = 0, list(self._workers_at_start)
         if self._is_persistent and any(self._workers_at_start):
             self._start_persistent_workers(self.batches)
-        done_before = self._read_finished_passes()
         self._restore(self._at_start)
         iterator = self._iterate(self.batches)
         if not self.workers and (done or self._at_first_batch):
@@ -170,36 +172,21 @@ class ResumableLoader:
             if self._is_indexed:
                 skip_indices(iterator, done)
         if done and not (self._is_indexed or isinstance(self.loader, Sequence | TensorLoader)):
-            self._warn_of_rereading(done + done_before)
+            warnings.warn(
+                f"resume: {done} batches of {type(self.loader).__name__} are read again and dropped, because"
+                " it cannot start in the middle. A loader with state_dict() and load_state_dict(), such as"
+                " torchdata's StatefulDataLoader, continues without that.",
+                stacklevel=2,
+            )
         reader = self._read(iterator)
         for _ in islice(reader, done - self.batches):
             pass
         return reader
 
-    def _read_finished_passes(self) -> int:
-        """Advance a loader that holds an iterator by its finished passes. Return their batches."""
-        if not self._history.is_needed or self._history.at_first_batch is None:
-            return 0
-        self._restore(self._history.at_first_batch)
-        return self._history.read_again()
-
-    def _warn_of_rereading(self, batches: int) -> None:
-        reason = "it cannot start in the middle"
-        if self._history.is_needed:
-            reason = "its iterator continues in each epoch"
-        warnings.warn(
-            f"resume: {batches} batches of {type(self.loader).__name__} are read again and dropped, because"
-            f" {reason}. A loader with state_dict() and load_state_dict(), such as torchdata's"
-            " StatefulDataLoader, continues without that.",
-            stacklevel=2,
-        )
-
     def _read(self, iterator: Any) -> Generator[Any]:
         if self._at_first_batch is None and not self.workers:
             # Without workers, some loaders shuffle only when the first batch is requested.
             self._at_first_batch = self._capture()
-            if self._history.is_needed and self._history.at_first_batch is None:
-                self._history.at_first_batch = self._at_first_batch
         if self._stream is not None:
             self._stream.start_reading()
         try:
@@ -272,6 +259,7 @@ class ResumableLoader:
         """
         if self._restored is not None:
             return self._restored
+        is_over = self.is_finished or (self.is_used and not is_in_pass)
         state = {
             "is_in_pass": (is_in_pass or not self.is_used) and self._at_start is not None,
             "passes": self.passes,
@@ -283,7 +271,7 @@ class ResumableLoader:
             "workers_at_start": self._workers_at_start,
             "is_indexed": self._is_indexed,
             **self._plain(only_generators=is_per_batch and not self._reads_by_index),
-            "history": self._history.state_dict(),
+            "has_continued": self._has_continued or (self._continues and is_over),
         }
         if self._stream is not None:
             state["stream"] = {"state": self._stream.state(), "attributes": {}}
@@ -299,7 +287,12 @@ class ResumableLoader:
         """Set the position at which the next iterator starts."""
         self.passes, self.batches = state["passes"], state["batches"]
         self.is_finished = state["is_finished"]
-        self._history.load_state_dict(state["history"])
+        if self._continues and state["has_continued"]:
+            raise CheckpointError(
+                f"resume: {type(self.loader).__name__} holds an iterator that continues in each epoch, so"
+                " its position cannot be restored. Give the loader or its dataset state_dict() and"
+                " load_state_dict(), or use load= to start a new run from the weights."
+            )
         self._at_start, self._at_first_batch = state["at_start"], state["at_first_batch"]
         if len(state["workers"]) == len(self.workers):
             self.workers, self._workers_at_start = list(state["workers"]), state["workers_at_start"]
@@ -319,17 +312,7 @@ class ResumableLoader:
                     next(iter(sampler), None)
             self._stream.end_pass()
             self._resumed = (state["batches"], 0) if state["is_finished"] else None
-        if self._history.is_needed and self.is_used:
-            self._read_last_pass(state)
         self._restore(state)
-
-    def _read_last_pass(self, state: dict[str, Any]) -> None:
-        """Advance a loader that holds an iterator by the pass that the checkpoint follows, too."""
-        with unchanged_rng_state():
-            batches = self._read_finished_passes()
-            self._restore(state["at_first_batch"])
-            self._history.read_pass(self.batches, self.is_finished)
-        self._warn_of_rereading(batches + self.batches)
 
     @property
     def _reads_by_index(self) -> bool:
