@@ -3,16 +3,15 @@
 from __future__ import annotations
 
 from pathlib import Path
-from textwrap import shorten
 from typing import TYPE_CHECKING, Any
 
 import torch
 from lightning.fabric.plugins.io import CheckpointIO, TorchCheckpointIO
 
-from ..errors import CheckpointError, DamagedCheckpointError, MissingCheckpointError
+from ..errors import CheckpointError, MissingCheckpointError
 from ..files import local_path, replaced_file
 from .numpy_values import replace_numpy, restore_numpy
-from .reader import is_placeholder, kind_of, read_archive, verify_archive
+from .reader import is_placeholder, kind_of, read_archive
 
 if TYPE_CHECKING:
     from lightning.fabric import Fabric
@@ -83,10 +82,7 @@ def read_checkpoint(
     if path.is_dir():
         raise CheckpointError(f"path: got the folder {str(path)!r}, expected a checkpoint file.")
     try:
-        if weights_only:
-            checkpoint = read_archive(path, map_location)
-        else:
-            checkpoint = read_trusted(path, map_location)
+        checkpoint = read_archive(path, map_location, is_trusted=not weights_only)
     except FileNotFoundError as error:
         raise MissingCheckpointError(
             f"Checkpoint file not found: {path}. Check the path, or write 'last' or 'best'."
@@ -104,36 +100,7 @@ def read_checkpoint(
     return restore_numpy(checkpoint)
 
 
-def read_trusted(path: Path, map_location: Any) -> Any:
-    """Read any object with ``torch.load``, which runs the code that the file names."""
-    try:
-        verify_checkpoint(path)
-    except DamagedCheckpointError:
-        raise
-    except CheckpointError:
-        # The file has the format of torch before 1.6, without checksums.
-        pass
-    try:
-        return torch.load(path, map_location or "cpu", weights_only=False)
-    except (MemoryError, OSError):
-        raise
-    except Exception as error:
-        is_damaged = "PytorchStreamReader" in str(error)
-        kind = DamagedCheckpointError if is_damaged else CheckpointError
-        raise kind(f"{path}: the file cannot be read. {shorten(str(error), 200)}") from error
-
-
 def describe_content(content: Any) -> str:
     if is_placeholder(content):
         return f"an object of {kind_of(content).__name__}"
     return f"a {type(content).__name__}"
-
-
-def verify_checkpoint(path: str | Path) -> None:
-    """Check the CRC of every entry of a checkpoint file.
-
-    Raises:
-        DamagedCheckpointError: The file is not from torch.save, or a CRC does not match.
-        CheckpointError: The file has the format of torch before 1.6.
-    """
-    verify_archive(path)

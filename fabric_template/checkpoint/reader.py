@@ -14,7 +14,7 @@ import io
 import pickle
 import zipfile
 from collections import Counter, OrderedDict, defaultdict, deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
@@ -101,25 +101,33 @@ class PartialCheckpoint(dict[Any, Any]):
         return super().pop(key, *default)
 
 
-def read_archive(path: str | Path, map_location: Any = None) -> Any:
+def read_archive(path: str | Path, map_location: Any = None, is_trusted: bool = False) -> Any:
     """Return the content of a file of ``torch.save``, after a check of every entry's CRC.
+
+    Args:
+        is_trusted: Build any object, which runs the code that the file names.
 
     Raises:
         DamagedCheckpointError: The file is damaged, or was not written by torch.save.
         CheckpointError: The file has wrong content.
         OSError: The file cannot be read.
     """
-    sizes = verify_archive(path)
-    # torch.load asks a module for the class Unpickler.
-    unpickler = type("Unpickler", (PlainUnpickler,), {"sizes": sizes})
-    module: Any = SimpleNamespace(__name__="pickle", Unpickler=unpickler)
+    options: dict[str, Any] = {"weights_only": False}
+    try:
+        sizes = verify_archive(path)
+        if not is_trusted:
+            # torch.load asks a module for the class Unpickler.
+            unpickler = type("Unpickler", (PlainUnpickler,), {"sizes": sizes})
+            options["pickle_module"] = SimpleNamespace(__name__="pickle", Unpickler=unpickler)
+    except CheckpointError as error:
+        # Only torch.load reads the format of torch before 1.6.
+        if isinstance(error, DamagedCheckpointError) or not is_trusted:
+            raise
     # The indices of a sparse tensor must be inside of its size.
     checks = torch.sparse.check_sparse_tensor_invariants()
     try:
         with checks:
-            value = torch.load(
-                path, map_location or "cpu", pickle_module=module, weights_only=False
-            )
+            value = torch.load(path, map_location or "cpu", **options)
     except (CheckpointError, MemoryError, OSError):
         raise
     except Exception as error:
@@ -132,30 +140,25 @@ def read_archive(path: str | Path, map_location: Any = None) -> Any:
 
 
 def find_unbuilt_parts(checkpoint: dict[Any, Any]) -> dict[Any, str]:
-    """Describe the first placeholder in each part of a checkpoint, except in hyperparameters."""
-    unbuilt = {}
-    for key, value in checkpoint.items():
-        found = next(placeholders_in(value, str(key)), None)
-        if found is not None and key not in _HYPERPARAMETERS:
-            unbuilt[key] = f"an object of {found[1]} in the part {found[0]!r}"
-    return unbuilt
+    """Describe a placeholder in each part of a checkpoint, except in hyperparameters."""
+    parts = {key: part for key, part in checkpoint.items() if key not in _HYPERPARAMETERS}
+    found = {key: find_placeholder(part, str(key)) for key, part in parts.items()}
+    return {key: text for key, text in found.items() if text is not None}
 
 
-def placeholders_in(value: Any, name: str) -> Iterator[tuple[str, str]]:
-    """Yield the place and the name of each placeholder in nested containers."""
+def find_placeholder(value: Any, name: str) -> str | None:
+    """Describe a placeholder in nested containers, or return None if there is none."""
     waiting, seen = [(name, value)], set()
     while waiting:
         place, item = waiting.pop()
         if is_placeholder(item):
-            yield place, kind_of(item).__name__
-        elif isinstance(item, dict | list | tuple | set | frozenset | deque):
-            if id(item) in seen:
-                continue
+            return f"an object of {kind_of(item).__name__} in the part {place!r}"
+        if isinstance(item, dict | list | tuple | set | frozenset | deque) and id(item) not in seen:
             seen.add(id(item))
             pairs = item.items() if isinstance(item, dict) else enumerate(item)
             waiting += [(f"{place}/{key}", part) for key, part in pairs]
-            if isinstance(item, dict):
-                waiting += [(place, key) for key in item]
+            waiting += [(place, key) for key in item if isinstance(item, dict)]
+    return None
 
 
 # The archive

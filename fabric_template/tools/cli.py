@@ -428,7 +428,7 @@ def make_table(batches: list[Any]) -> Any:
 
 def verify_command(path: str) -> int:
     """Read checkpoints from end to end and compare their checksums."""
-    from ..checkpoint.checkpoint_io import verify_checkpoint
+    from ..checkpoint.reader import verify_archive
     from ..errors import CheckpointError, DamagedCheckpointError
 
     files = [Path(path)]
@@ -439,7 +439,7 @@ def verify_command(path: str) -> int:
     exit_code = 0
     for file in files:
         try:
-            verify_checkpoint(file)
+            verify_archive(file)
             print(f"whole       {file}")
         except CheckpointError as error:
             is_damaged = isinstance(error, DamagedCheckpointError)
