@@ -36,7 +36,7 @@ import warnings
 import zipfile
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import ExitStack, contextmanager, nullcontext, suppress
 from dataclasses import dataclass, fields, is_dataclass
 from difflib import get_close_matches
 from functools import partial
@@ -145,10 +145,6 @@ class MiniLoop:
         self._is_one_cpu_in_32_bits = is_one_cpu and precision == "32-true"
         self._reset()
 
-    def __getattr__(self, name: str) -> Any:
-        # Modules may read any attribute of Trainer.
-        raise AttributeError(f"MiniLoop: has no attribute {name!r}. Use FabricLoop.")
-
     def _check_options(self) -> None:
         check(self.mode in ("min", "max"), f'mode: got {self.mode!r}, expected "min" or "max".')
         for option in ("name", "version"):
@@ -221,7 +217,7 @@ class MiniLoop:
             self._set_up_optimizer(optimizer, scheduler)
             self._prepare_training(resumed)
             try:
-                with self._opened_folders(version):
+                with self._opened_folders(version, is_new=not resumed):
                     if resumed:
                         self._restore(resumed, is_automatic=resume == "auto")
                     self._train()
@@ -297,12 +293,10 @@ class MiniLoop:
         if self._call("on_train_batch_start", batch, batch_idx) == -1:
             raise TypeError("on_train_batch_start: got -1, which ends an epoch. Use FabricLoop.")
         is_window_end = self._is_window_end(batch)
-        if is_window_end or self.fabric.world_size == 1:
+        is_reduced = is_window_end or self.fabric.world_size == 1
+        # DDP reduces gradients only in the last batch before an optimizer step.
+        with nullcontext() if is_reduced else self._step_module.no_sync():
             self._compute_gradients(batch, batch_idx)
-        else:
-            # DDP reduces gradients only in the last batch before an optimizer step.
-            with self._step_module.no_sync():
-                self._compute_gradients(batch, batch_idx)
         self.batches_done += 1
         self._batches_in_window += 1
         if is_window_end:
@@ -661,7 +655,8 @@ class MiniLoop:
     def _build_checkpoint(self) -> dict[str, Any]:
         """Return a checkpoint in Lightning's format, with MiniLoop's own state under one key."""
         is_in_epoch = self.batches_done > 0
-        of_process = {"rng": self._state(), "epoch_start": self._epoch_start}
+        epoch_start = self._epoch_start if is_in_epoch else None
+        of_process = {"rng": self._state(), "epoch_start": epoch_start}
         of_process |= {"sums": self._sums, "callback_metrics": self.callback_metrics}
         kept = {} if self.best_score is None else {"best.ckpt": self.best_score}
         counts = {name: {"rows": n, "columns": c} for name, (n, c) in self._tables.items()}
@@ -718,7 +713,7 @@ class MiniLoop:
             choose_best = min if self.mode == "min" else max
             self.best_score = choose_best(best["kept"].values(), default=None)
         for name, table in (row["files"] or [{}])[0].items():
-            rows = read_rows(self._logs.parent / row["folder"] / name)[: table["rows"]]
+            rows = read_rows(self.log_dir / name)[: table["rows"]]
             if len(rows) < table["rows"]:
                 text = f"{name}: got {len(rows)} rows, expected {table['rows']}"
                 warnings.warn(f"{text}. The run continues without the lost rows.", stacklevel=3)
@@ -757,22 +752,22 @@ class MiniLoop:
 
     def _choose_version(self, path: Path | None, resumed: dict[str, Any]) -> Any:
         """Return the version of the resumed run, or a free version. None: the next free number."""
-        source = path.resolve().parent if path is not None and resumed else Path()
-        is_own = source.parent == self._checkpoints.resolve()
-        version: Any = self.version or (source.name if is_own else None)
-        self._is_new = not is_own or version != source.name
-        if not self._is_new:
-            text = f"resume: got {path}, which a newer run has replaced. Use FabricLoop, or load=."
-            check(not is_replaced(resumed, source), text)
-        elif version is not None:
-            folder = self._checkpoints / version
+        if path is None or not resumed:
+            folder = self._checkpoints / str(self.version)
             text = f"version: got {self.version!r}, expected a version without a run. Continue the"
             has_run = any(next(folder.glob(pattern), None) for pattern in CHECKPOINTS)
             check(not has_run, f"{text} run with resume=, or remove {folder}.")
-        return version
+            return self.version
+        folder = path.resolve().parent
+        is_own = folder.parent == self._checkpoints.resolve()
+        text = f"resume: got {path}, expected a checkpoint of this name and version. Use FabricLoop"
+        check(is_own and self.version in (None, folder.name), f"{text} to copy a run, or load=.")
+        text = f"resume: got {path}, which a newer run has replaced. Use FabricLoop, or load=."
+        check(not is_replaced(resumed, folder), text)
+        return folder.name
 
     @contextmanager
-    def _opened_folders(self, version: Any) -> Iterator[None]:
+    def _opened_folders(self, version: Any, is_new: bool) -> Iterator[None]:
         """Create and lock the folders of a run. Record how the run ends."""
         if version is None and self.fabric.is_global_zero:
             version = claim_version(self._logs, self._checkpoints)
@@ -784,7 +779,7 @@ class MiniLoop:
             if self.fabric.is_global_zero:
                 for folder in (self.checkpoint_dir, self.log_dir):
                     self._locks.append(stack.enter_context(opened_lock(folder)))
-                self._start_version()
+                self._start_version(is_new)
             try:
                 yield
                 state = "finished"
@@ -794,11 +789,11 @@ class MiniLoop:
             finally:
                 self._record(state)
 
-    def _start_version(self) -> None:
+    def _start_version(self, is_new: bool) -> None:
         """Record the start of a new run, and write hparams.yaml."""
         started, saved = read_times(self.checkpoint_dir)
         self._started_at = max(time.time(), started, saved)
-        if self._is_new:
+        if is_new:
             self._started_at = max(time.time(), max(started, saved) + 0.001)
             self._record(f"started {self._started_at!r}")
             for name in self._tables:
@@ -933,6 +928,7 @@ class MiniLoop:
         if scheduler is not None:
             schedulers = scheduler if isinstance(scheduler, list) else [scheduler]
         check_optimizer(optimizers, set(self.network.parameters()))
+        self.optimizers = optimizers  # Modules read this attribute of Trainer.
         self.optimizer, self._learning_rate = optimizers[0], math.nan
         self.schedulers = [make_scheduler_config(item, self.optimizer) for item in schedulers]
 
@@ -1056,19 +1052,19 @@ def collect_modules(model: Any) -> nn.Module:
             network._parameters[name] = value
         elif isinstance(value, nn.Module):
             network._modules[name] = value
-        text = f"model: got a {type(value).__name__} of modules in the attribute {name}, expected"
-        check(not has_modules(value), f"{text} nn.ModuleList or nn.ModuleDict. Or use FabricLoop.")
+        elif has_modules(value):
+            text = f"model: got a {type(value).__name__} of modules in the attribute {name}"
+            raise ValueError(f"{text}, expected nn.ModuleList or nn.ModuleDict. Or use FabricLoop.")
     network.training = any(child.training for child in network.children())
     return network
 
 
 def has_modules(value: Any, depth: int = 0) -> bool:
-    """Return whether a container has modules or parameters, which no checkpoint would have."""
-    if not isinstance(value, dict | list | tuple | set | frozenset | deque) or depth > 5:
-        return False
+    """Return whether a value is or contains a module or a parameter."""
     items = value.values() if isinstance(value, dict) else value
-    kinds = nn.Module | nn.Parameter
-    return any(isinstance(item, kinds) or has_modules(item, depth + 1) for item in items)
+    if isinstance(value, dict | list | tuple | set | frozenset | deque) and depth < 6:
+        return any(has_modules(item, depth + 1) for item in items)
+    return isinstance(value, nn.Module | nn.Parameter)
 
 
 def with_batch_idx(step: Callable[..., Any], name: str) -> Callable[..., Any]:
@@ -1094,12 +1090,11 @@ def find_loss(output: Any, batch_idx: int) -> Tensor:
         loss = output[0]
     if isinstance(loss, Tensor) and loss.requires_grad and loss.numel() == 1:
         return loss
-    kind = f"{type(loss).__name__} at batch {batch_idx}"
+    kind = type(loss).__name__
     if isinstance(loss, Tensor):
-        kind = f"a loss of the shape {tuple(loss.shape)}"
-        kind = kind if loss.requires_grad else "a detached loss"
-    text = f"training_step: got {kind}, expected a loss, or a dict with the key 'loss'."
-    raise TypeError(f"{text} Return the loss without detach() and item().")
+        kind = "several losses" if loss.requires_grad else "a detached loss"
+    text = f"training_step: got {kind} at batch {batch_idx}, expected a loss with a gradient, or a"
+    raise TypeError(f"{text} dict with the key 'loss'. Return it without detach() and item().")
 
 
 def find_batch_size(batch: Any) -> Any:
@@ -1227,19 +1222,18 @@ def make_scheduler_config(item: Any, optimizer: Any) -> dict[str, Any]:
     """Return a scheduler in the form of Lightning's dict."""
     config: dict[str, Any] = {"interval": "epoch", "frequency": 1, "monitor": None}
     config.update(item if isinstance(item, Mapping) else {"scheduler": item})
-    scheduler, interval = config.get("scheduler"), config["interval"]
-    kind = type(scheduler).__name__
+    scheduler, is_strict = config.get("scheduler"), config.get("strict", True)
     if not isinstance(scheduler, LRScheduler | ReduceLROnPlateau):
+        kind = type(scheduler).__name__
         raise TypeError(f"scheduler: got {kind}, expected a scheduler of torch. Or use FabricLoop.")
     is_own = getattr(scheduler, "optimizer", optimizer) is optimizer
     check(is_own, "scheduler: got one of another optimizer, expected one of this optimizer.")
-    text = f'scheduler: got interval={interval!r}, expected "step" or "epoch".'
-    check(interval in ("step", "epoch"), text)
-    text = 'Write scheduler={"scheduler": scheduler, "monitor": "val_loss"}.'
+    is_usual = config["interval"] in ("step", "epoch") and is_strict
+    text = f'scheduler: got {config}, expected interval="step" or "epoch", and strict=True.'
+    check(is_usual and not config.get("reduce_on_plateau"), f"{text} Use FabricLoop for others.")
     has_monitor = config["monitor"] is not None or not isinstance(scheduler, ReduceLROnPlateau)
-    check(has_monitor, f"scheduler: got ReduceLROnPlateau without a monitor. {text}")
-    is_usual = config.get("strict", True) and not config.get("reduce_on_plateau")
-    check(is_usual, "scheduler: got strict=False or reduce_on_plateau=True. Use FabricLoop.")
+    text = "scheduler: got ReduceLROnPlateau without a monitor. Write"
+    check(has_monitor, f'{text} scheduler={{"scheduler": scheduler, "monitor": "val_loss"}}.')
     return config
 
 
@@ -1248,10 +1242,10 @@ def load_optimizer(optimizer: Any, saved: dict[str, Any]) -> None:
     optimizer.load_state_dict(saved)
     parameters = [p for group in optimizer.param_groups for p in group["params"]]
     for index, values in saved["state"].items():
-        current = optimizer.state[parameters[index]]
+        state = optimizer.state[parameters[index]]
         for name, value in values.items():
             if isinstance(value, Tensor):
-                current[name] = value.to(current[name].device)
+                state[name] = value.to(state[name].device)
 
 
 # State that no state_dict() has

@@ -278,6 +278,26 @@ def test_a_new_run_does_not_replace_a_version(before):
     assert torch.load(path, weights_only=True)["epoch"] == 2
 
 
+def test_a_checkpoint_of_another_name_is_refused():
+    fit("MiniLoop", "run", 1)
+    path = "checkpoints/run/version_0/last.ckpt"
+    for options in ({"name": "other"}, {"name": "run", "version": "own"}):
+        with pytest.raises(ValueError, match="expected a checkpoint of this name and version"):
+            fit("MiniLoop", epochs=2, resume=path, **options)
+    assert os.listdir("logs") == ["run"]
+
+
+def test_a_hook_may_add_a_parameter_group():
+    class Grows(Classifier):
+        def on_train_epoch_start(self):
+            if self.current_epoch == 1:
+                self.extra = nn.Parameter(torch.ones(1))
+                self.trainer.optimizers[0].add_param_group({"params": [self.extra]})
+
+    loop, _, _ = fit("MiniLoop", "run", 2, make_module=Grows)
+    assert len(loop.optimizer.param_groups) == 2
+
+
 def test_a_run_without_a_checkpoint_leaves_its_version_free():
     with pytest.raises(ValueError, match="broken"):
         fit("MiniLoop", "run", 1, make_module=Broken, version=0, log_every_n_steps=1)
