@@ -311,7 +311,9 @@ def try_module(case, folder, generator, options):
         if killed != "killed":
             found[f"killed {number + 1}"] = f"not killed at {names[place]}: {killed}"
             continue
-        again = {"resume": "auto", "seed": options.other_seed}
+        # A run that was killed before its first save starts again, with the first seed.
+        has_saved = any(where.rglob("*.ckpt"))
+        again = {"resume": "auto", "seed": options.other_seed if has_saved else None}
         resumed = run_process(where, train_with_loop, case, where, every, **again)
         difference = describe(whole, resumed)
         if "was not built" in difference:

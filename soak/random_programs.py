@@ -181,10 +181,10 @@ def is_lightning(description):
     return description["style"].startswith("lightning")
 
 
-def is_deterministic(d):
-    """Return whether a program draws no random numbers after it was built."""
+def is_complete_in_trainer(d):
+    """Return whether Trainer's checkpoints have all that changes during a run."""
     return (
-        d["net"] not in RANDOM_NETS
+        d["net"] not in (*RANDOM_NETS, "memory_bank", "hidden_state", "running_mean")
         and d["data"] in ("tensors", "points", "stream", "sized_stream")
         and d["sampler"] in ("none", *PLAIN_ORDERS)
         and d["loader"] == "dataloader"
@@ -373,9 +373,13 @@ INVALID = [
     ),
     ("loaders come from one place", lambda d: "own_loader" in d["hooks"] and d["given"] == "datamodule"),
     (
+        "rows by steps are those of validations",
+        lambda d: "validate_every_n_steps" in d["options"] and d["val"] == "none",
+    ),
+    (
         "a run crosses to Trainer as a LightningModule without randomness",
         lambda d: event_kind(d) in ("to_Trainer", "from_Trainer")
-        and not (d["style"] == "lightning" and is_deterministic(d)),
+        and not (d["style"] == "lightning" and is_complete_in_trainer(d)),
     ),
     (
         "another batch size needs a loader with one",
