@@ -5,8 +5,8 @@ from __future__ import annotations
 import inspect
 import os
 import pickle
-from collections.abc import Callable, Mapping
-from contextlib import nullcontext, suppress
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, nullcontext, suppress
 from importlib import import_module
 from pathlib import Path
 from typing import Any
@@ -21,24 +21,24 @@ from torch.optim import Optimizer
 from torch.utils.data import DataLoader
 
 from .checkpoint.checkpoint_io import find_checkpoint_io
-from .checkpoint.find_checkpoint import find_start_point
 from .config import LoopArguments, LoopConfig, parse_options, with_arguments_of
 from .data.tensor_loader import TensorLoader
 from .distributed.launch import join_processes
 from .distributed.process_group import join_by_default
 from .distributed.strategies import convert_plugin, convert_strategy
 from .errors import ConfigurationError, ConfigurationTypeError, describe
-from .lightning_compat.callbacks import parse_callbacks
+from .lightning_compat.callbacks import add_model_callbacks, parse_callbacks
 from .lightning_compat.overrides import as_list, has_state, is_instance_of
 from .loggers.console import format_results, format_summary, summarize_run
 from .loggers.csv_logger import CSVLogger, to_cell
 from .loggers.logger_connector import LoggerAdapter, make_logger
 from .trainer_api import StrategyAPI, TrainerAPI, make_profiler
 from .training.configure_optimizers import add_scheduler
-from .training.lifecycle import run_stage, set_torch_flags
+from .training.lifecycle import run_plan, set_torch_flags
 from .training.module_adapter import needs_no_strategy
 from .training.optimization import ManualOptimization
-from .training.run_state import RunState
+from .training.plan import Plan, make_plan
+from .training.run import Run
 
 FABRIC_ARGUMENTS = ("accelerator", "strategy", "devices", "num_nodes", "precision", "plugins")
 
@@ -84,8 +84,8 @@ class FabricLoop(TrainerAPI):
         self.has_fitted = False
         self.loggers = self._make_loggers()
         self.profiler = make_profiler(self.config.profiler)
-        self.run: RunState | None = None
-        self.runs: dict[str, RunState] = {}
+        self.run: Run | None = None
+        self.runs: dict[str, Run] = {}
         self.status = TrainerStatus.INITIALIZING
         self.strategy = StrategyAPI(self)
         self.next_ckpt_path: Any = None
@@ -94,9 +94,10 @@ class FabricLoop(TrainerAPI):
         if fabric is None:
             recorded = {name: of_fabric[name] for name in (*FABRIC_ARGUMENTS, "callbacks")}
             self.recipe |= {name: value for name, value in recorded.items() if value is not None}
-        self._seed()
+        self.seed()
 
-    def _seed(self) -> None:
+    def seed(self) -> None:
+        """Seed the random generators with the option ``seed``, as at the start of each fit."""
         if self.config.seed is not None:
             Fabric.seed_everything(self.config.seed, workers=True, verbose=False)
 
@@ -137,17 +138,46 @@ class FabricLoop(TrainerAPI):
         validation_step: Callable[..., Any] | None = None,
         weights_only: bool | None = None,
     ) -> Any:
-        """Train a model. Returns the rows of metrics.csv as a DataFrame."""
-        self._seed()
+        """Train a model, and validate it.
+
+        ``training/fit_loop.py`` contains the loop. In short::
+
+            for epoch in range(max_epochs):
+                for batch in train_dataloaders:
+                    loss = training_step(model, batch)
+                    optimizer.zero_grad()
+                    loss.backward()
+                    optimizer.step()
+                    # Step the schedulers, log, validate and save, if they are due.
+                # Validate, write the row of the epoch, and save last.ckpt and best.ckpt.
+
+        Args:
+            model: A LightningModule, an object with the same methods, or an nn.Module.
+            train_dataloaders: A loader, or a list or dict of loaders.
+            val_dataloaders: A loader, or a list or dict of loaders.
+            datamodule: A LightningDataModule, instead of loaders.
+            resume: The checkpoint of a run to continue: a path, "last", "best" or "auto".
+            load: A checkpoint of which only the weights are read: a path, "last" or "best".
+            ckpt_path: Trainer's name of ``resume``.
+            optimizer: An optimizer, or a function that makes one from the model. Default: the
+                module's ``configure_optimizers``.
+            scheduler: A scheduler of the optimizer, or a list of schedulers.
+            training_step: A function of (model, batch) or (model, batch, batch_idx) that returns the
+                loss. Default: the model's method.
+            validation_step: A function with the same arguments that returns values to log.
+            weights_only: False reads a checkpoint with torch's own reader, which may run its code.
+
+        Returns:
+            The rows of metrics.csv as a DataFrame.
+        """
         if scheduler is not None:
             optimizer = add_scheduler(optimizer, scheduler)
         functions = {"training_step": training_step, "validation_step": validation_step}
         loaders = {"train": train_dataloaders, "val": val_dataloaders}
-        run = RunState(self, "fit", model, loaders, datamodule, functions, optimizer)
-        given = {"resume": resume, "load": load, "ckpt_path": ckpt_path}
-        run.start = find_start_point(run, given, weights_only)
-        run_stage(run)
-        return run.row.frame()
+        start = {"resume": resume, "load": load, "ckpt_path": ckpt_path}
+        given = (model, loaders, datamodule, functions, start, weights_only)
+        run_plan(make_plan(self, "fit", *given, optimizer))
+        return self.require_run("fit").row.frame()
 
     def validate(
         self,
@@ -162,8 +192,9 @@ class FabricLoop(TrainerAPI):
     ) -> list[dict[str, float]]:
         """Run ``validation_step`` over the loaders. Returns a dict of values for each loader."""
         functions = {"validation_step": validation_step}
-        run = RunState(self, "validate", model, {"val": dataloaders}, datamodule, functions)
-        return self._evaluate(run, load, ckpt_path, weights_only, verbose)
+        start = {"load": load, "ckpt_path": ckpt_path}
+        given = (model, {"val": dataloaders}, datamodule, functions, start, weights_only)
+        return self._evaluate(make_plan(self, "validate", *given), verbose)
 
     def test(
         self,
@@ -178,15 +209,13 @@ class FabricLoop(TrainerAPI):
     ) -> list[dict[str, float]]:
         """Run ``test_step`` over the loaders. Returns a dict of values for each loader."""
         functions = {"test_step": test_step}
-        run = RunState(self, "test", model, {"test": dataloaders}, datamodule, functions)
-        return self._evaluate(run, load, ckpt_path, weights_only, verbose)
+        start = {"load": load, "ckpt_path": ckpt_path}
+        given = (model, {"test": dataloaders}, datamodule, functions, start, weights_only)
+        return self._evaluate(make_plan(self, "test", *given), verbose)
 
-    def _evaluate(
-        self, run: RunState, load: Any, ckpt_path: Any, weights_only: bool | None, verbose: bool
-    ) -> list[dict[str, float]]:
-        run.start = find_start_point(run, {"load": load, "ckpt_path": ckpt_path}, weights_only)
-        results: list[dict[str, float]] = run_stage(run)
-        table = format_results(results, run.stage)
+    def _evaluate(self, plan: Plan, verbose: bool) -> list[dict[str, float]]:
+        results: list[dict[str, float]] = run_plan(plan)
+        table = format_results(results, plan.stage)
         if verbose and table and self.fabric.is_global_zero:
             print(table)
         return results
@@ -204,11 +233,31 @@ class FabricLoop(TrainerAPI):
     ) -> list[Any] | None:
         """Run ``predict_step`` or ``forward`` over the loaders. Returns the batches' outputs."""
         functions = {"predict_step": predict_step}
-        run = RunState(self, "predict", model, {"predict": dataloaders}, datamodule, functions)
-        run.start = find_start_point(run, {"load": load, "ckpt_path": ckpt_path}, weights_only)
-        run.returns_predictions = return_predictions is not False
-        outputs: list[Any] | None = run_stage(run)
+        start = {"load": load, "ckpt_path": ckpt_path}
+        given = (model, {"predict": dataloaders}, datamodule, functions, start, weights_only)
+        returns_predictions = return_predictions is not False
+        plan = make_plan(self, "predict", *given, returns_predictions=returns_predictions)
+        outputs: list[Any] | None = run_plan(plan)
         return outputs
+
+    @contextmanager
+    def running(self, run: Run) -> Iterator[None]:
+        """Make ``run`` the loop's current run, which module and callbacks see as their trainer's."""
+        self.run = self.runs[run.stage] = run
+        self.next_ckpt_path, self.status = None, TrainerStatus.RUNNING
+        try:
+            yield
+        except BaseException:
+            self.status = TrainerStatus.INTERRUPTED
+            raise
+        finally:
+            self.has_fitted = self.has_fitted or run.stage == "fit"
+        is_interrupted = run.stop.signal is not None
+        self.status = TrainerStatus.INTERRUPTED if is_interrupted else TrainerStatus.FINISHED
+
+    def add_callbacks_of_model(self, callbacks: list[Any]) -> None:
+        """Add the module's callbacks, which replace given callbacks of the same class."""
+        self.callbacks = add_model_callbacks(self.callbacks, callbacks)
 
     # Your own loop
 
@@ -425,7 +474,7 @@ def check_state(method: str, state: Mapping[str, Any]) -> None:
 
 
 def log_in_run(
-    run: RunState, scalars: dict[str, Any], measured: dict[str, Any], step: int | None
+    run: Run, scalars: dict[str, Any], measured: dict[str, Any], step: int | None
 ) -> None:
     """Log values to steps.csv, or to metrics.csv if "epoch" is the number of the current epoch."""
     is_of_row = run.stage == "fit" and run.progress.is_in_epoch

@@ -30,7 +30,7 @@ from .training.optimization import clip_gradients, is_logging_due, is_window_end
 from .training.progress import Progress, StopCondition
 
 if TYPE_CHECKING:
-    from .training.run_state import RunState
+    from .training.run import Run
 
 
 _OF_FABRIC = ("is_global_zero", "global_rank", "local_rank", "node_rank", "world_size", "print")
@@ -130,9 +130,9 @@ _LOOP_ATTRIBUTES: dict[str, Callable[[Any], Any]] = {
     # Modules call ``set_epoch`` of the datasets of ``_combined_loader.flattened``.
     "_combined_loader": lambda api: api.find_loaders(),
     # Prediction callbacks
-    "predictions": lambda api: api.current_run.predictions.as_returned(),
-    "epoch_batch_indices": lambda api: api.current_run.predictions.batch_indices,
-    "current_batch_indices": lambda api: api.current_run.predictions.current_indices,
+    "predictions": lambda api: api.current_run.data.predictions.as_returned(),
+    "epoch_batch_indices": lambda api: api.current_run.data.predictions.batch_indices,
+    "current_batch_indices": lambda api: api.current_run.data.predictions.current_indices,
 }
 
 
@@ -148,15 +148,15 @@ class TrainerAPI:
     callbacks: list[Any]
     loggers: list[Any]
     default_root_dir: str
-    run: RunState | None
-    runs: dict[str, RunState]
+    run: Run | None
+    runs: dict[str, Run]
     status: TrainerStatus
     strategy: StrategyAPI
     profiler: Any
     next_ckpt_path: Any
     enable_autolog_hparams = True
 
-    def require_run(self, name: str) -> RunState:
+    def require_run(self, name: str) -> Run:
         """Return the run, or raise an error that contains ``name`` if nothing has run yet."""
         if self.run is None:
             raise RuntimeError(
@@ -165,7 +165,7 @@ class TrainerAPI:
         return self.run
 
     @property
-    def fit_run(self) -> RunState | None:
+    def fit_run(self) -> Run | None:
         """The last fit, or None before the first fit."""
         return self.runs.get("fit")
 
@@ -179,17 +179,6 @@ class TrainerAPI:
     @should_stop.setter
     def should_stop(self, value: bool) -> None:
         self.require_run("should_stop").stop.should_stop = value
-
-    @property
-    def accumulate_grad_batches(self) -> int:
-        """The number of batches per optimizer step. Callbacks may change it between epochs."""
-        return self.run.accumulate_grad_batches if self.run else self.config.accumulate_grad_batches
-
-    @accumulate_grad_batches.setter
-    def accumulate_grad_batches(self, value: int) -> None:
-        self.config = self.config.with_options(accumulate_grad_batches=value)
-        if self.run is not None:
-            self.run.accumulate_grad_batches = self.config.accumulate_grad_batches
 
     @property
     def optimizers(self) -> list[Any]:
@@ -218,7 +207,7 @@ class TrainerAPI:
     @property
     def ckpt_path(self) -> str | None:
         """The checkpoint that this run started from. An assigned path is used by the next run."""
-        return self.next_ckpt_path or (self.run.start.path if self.run else None)
+        return self.next_ckpt_path or (self.run.plan.start.path if self.run else None)
 
     @ckpt_path.setter
     def ckpt_path(self, path: Any) -> None:
@@ -275,7 +264,7 @@ class TrainerAPI:
         run.data.setup_train_loader()
         if run.progress.num_train_batches == math.inf:
             return max_steps
-        steps = math.ceil(run.progress.num_train_batches / run.accumulate_grad_batches)
+        steps = math.ceil(run.progress.num_train_batches / run.progress.accumulate_grad_batches)
         return min(max_steps, steps * max(run.stop.max_epochs, 1))
 
     @property
@@ -307,7 +296,7 @@ class TrainerAPI:
             return self.checkpoint_callbacks[0]
         if not self.config.enable_checkpointing:
             return None
-        return self.run.checkpoints if self.run else CheckpointManager(None, self.config)
+        return self.run.checkpoints if self.run else CheckpointManager(self.config)
 
     @property
     def progress_bar_callback(self) -> Any:
@@ -348,7 +337,7 @@ class TrainerAPI:
 
     @property
     def received_sigterm(self) -> bool:
-        if self.run is None or self.run.signals is None:
+        if self.run is None:
             return False
         return signal.SIGTERM in (self.run.signals.received, self.run.stop.signal)
 
@@ -402,7 +391,7 @@ class TrainerAPI:
         fit = self.fit_run
         # An evaluation has no optimizers. Save the last fit's state if that fit trained this model.
         run = fit if fit is not None and fit.model is self.run.model else self.run
-        if run.failure is not None and run.fabric.world_size > 1:
+        if run.stop.failure is not None and run.fabric.world_size > 1:
             raise RuntimeError(
                 "save_checkpoint: an error has ended the run in this process, and a checkpoint needs all"
                 " processes. Resume from the previous checkpoint with resume='last'."
@@ -438,7 +427,7 @@ class LoopAPI:
         self.trainer, self._key = trainer, key
 
     @property
-    def current_run(self) -> RunState:
+    def current_run(self) -> Run:
         return self.trainer.require_run(self._key)
 
     @property
@@ -500,7 +489,7 @@ class LoopAPI:
         if name in ("max_epochs", "max_steps"):
             setattr(self.trainer, name, -1 if value is None else value)
         elif name == "max_batches":
-            self.progress.num_train_batches = value
+            self.progress.count_train_batches(value)
         elif name == "completed":
             self.progress.count_steps(value - self.progress.global_step)
         elif name == "_skip_backward":

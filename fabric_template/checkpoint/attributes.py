@@ -13,7 +13,7 @@ from ..loggers.result_collection import find_torchmetrics
 from ..plain_state import Part, PlainState, address_of
 
 if TYPE_CHECKING:
-    from ..training.run_state import RunState
+    from ..training.run import Run
 
 # Lightning sets these attributes itself.
 _OF_MODULE = frozenset(vars(LightningModule()))
@@ -23,7 +23,7 @@ _OF_AVERAGING = _OF_MODULE | {"momentum"}
 _LIGHTNINGS_CALLBACKS = ("lightning.pytorch.callbacks.", "pytorch_lightning.callbacks.")
 
 
-def make_plain_state(run: RunState) -> PlainState:
+def make_plain_state(run: Run) -> PlainState:
     """Return the plain state of the model, the datamodule and the callbacks."""
     parts = dict([*parts_of_model(run), *parts_of_callbacks(run)])
     if run.datamodule is not None:
@@ -38,7 +38,7 @@ def make_plain_state(run: RunState) -> PlainState:
     return PlainState(parts, run.fabric.device, find_covered)
 
 
-def parts_of_model(run: RunState) -> Iterator[tuple[str, Part]]:
+def parts_of_model(run: Run) -> Iterator[tuple[str, Part]]:
     """Yield the attributes of the model and its submodules, and the buffers that are not saved."""
     metrics = tuple(find_torchmetrics(run.network))
     saved = run.network.state_dict(keep_vars=True)
@@ -59,7 +59,7 @@ def parts_of_model(run: RunState) -> Iterator[tuple[str, Part]]:
         yield f"{path}.buffers", Part(module, persistent, has_buffers=True)
 
 
-def parts_of_callbacks(run: RunState) -> Iterator[tuple[str, Part]]:
+def parts_of_callbacks(run: Run) -> Iterator[tuple[str, Part]]:
     counts: dict[str, int] = {}
     for callback in run.hooks.callbacks:
         name = type(callback).__qualname__

@@ -28,7 +28,7 @@ from ..lightning_compat.private import saves_shards
 from .numpy_values import replace_numpy
 
 if TYPE_CHECKING:
-    from ..training.run_state import RunState
+    from ..training.run import Run
 
 # The key of the state that only this package saves.
 OWN_KEY = "fabric_template"
@@ -40,7 +40,7 @@ _PLACEHOLDER = "sharded"
 
 
 def save_checkpoint(
-    run: RunState, checkpoint: dict[str, Any], path: Path, storage_options: Any = None
+    run: Run, checkpoint: dict[str, Any], path: Path, storage_options: Any = None
 ) -> None:
     """Write shards and the checkpoint file. All processes must call this function."""
     content = save_shards(run, checkpoint, path)
@@ -56,7 +56,7 @@ def save_checkpoint(
         raise
     remove_shards(path, content)
     if OWN_KEY in checkpoint:
-        run.folders.record_save(path, checkpoint[OWN_KEY]["saved_at"])
+        run.checkpoints.folders.record_save(path, checkpoint[OWN_KEY]["saved_at"])
 
 
 def remove_checkpoint(path: Path) -> None:
@@ -66,7 +66,7 @@ def remove_checkpoint(path: Path) -> None:
     remove_shards(path)
 
 
-def save_shards(run: RunState, checkpoint: dict[str, Any], path: Path) -> dict[str, Any]:
+def save_shards(run: Run, checkpoint: dict[str, Any], path: Path) -> dict[str, Any]:
     """Write the sharded tensors of a checkpoint into a new folder, on all processes.
 
     Returns:
@@ -174,7 +174,7 @@ def verify_shards(path: str | Path, index: dict[str, Any]) -> None:
 # Loading
 
 
-def load_shards(run: RunState, checkpoint: dict[str, Any], key: str) -> None:
+def load_shards(run: Run, checkpoint: dict[str, Any], key: str) -> None:
     """Load the sharded tensors of a checkpoint. All processes must call this function.
 
     Each process reads only its own shards. The number of processes may have changed.
@@ -187,7 +187,7 @@ def load_shards(run: RunState, checkpoint: dict[str, Any], key: str) -> None:
         return
     own = collect_tensors(run, key)
     if (index := checkpoint.get(SHARDS_KEY)) is not None:
-        reader = dcp.FileSystemReader(shard_folder(index, str(run.start.path)))
+        reader = dcp.FileSystemReader(shard_folder(index, str(run.plan.start.path)))
         saved: dict[str, Any] = reader.read_metadata().state_dict_metadata
         tensors: dict[str, torch.Tensor] = {}
 
@@ -217,7 +217,7 @@ def load_shards(run: RunState, checkpoint: dict[str, Any], key: str) -> None:
     checkpoint[key] = map_items(shard, checkpoint[key], key)
 
 
-def collect_tensors(run: RunState, key: str) -> dict[str, Any]:
+def collect_tensors(run: Run, key: str) -> dict[str, Any]:
     """Return the tensors of the model or the optimizers, keyed by their names in a checkpoint."""
     if key == "state_dict":
         source = run.module if run.is_lightning_module else run.network

@@ -9,6 +9,7 @@ import warnings
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -24,6 +25,7 @@ from ..errors import (
     describe,
 )
 from ..files import list_names, number_of, read_times, version_folder
+from ..lightning_compat.overrides import is_instance_of
 from ..lightning_compat.private import last_checkpoints
 from .checkpoint_io import read_checkpoint
 from .distributed import OWN_KEY, SHARDS_KEY, verify_shards
@@ -31,13 +33,16 @@ from .numpy_values import restore_numpy
 from .start_point import StartPoint
 
 if TYPE_CHECKING:
-    from ..training.run_state import RunState
+    from lightning.fabric.plugins.io import CheckpointIO
+
+    from ..training.plan import Plan
+    from ..training.run import Run
 
 KEYWORDS = ("last", "best", "auto")
 
 
 def find_start_point(
-    run: RunState, given: dict[str, Any], weights_only: bool | None = None
+    plan: Plan, given: dict[str, Any], weights_only: bool | None = None
 ) -> StartPoint:
     """Read the checkpoint that fit, validate, test or predict starts from, if there is one.
 
@@ -45,7 +50,7 @@ def find_start_point(
         given: The values of ``resume`` (continue with optimizers and counters), ``load`` (read only
             the weights) and ``ckpt_path`` (resume in fit, load in other calls), or None.
     """
-    loop, stage = run.loop, run.stage
+    loop, stage = plan.loop, plan.stage
     given = {name: value for name, value in given.items() if value is not None}
     if len(given) > 1:
         values = " and ".join(f"{name}={describe(value)}" for name, value in given.items())
@@ -57,22 +62,16 @@ def find_start_point(
     resumes = stage == "fit" and name != "load"
     check_checkpoint_argument(name, keyword, KEYWORDS if resumes else ("last", "best"))
     if keyword is None:
-        keyword = loop.next_ckpt_path or default_keyword(run)
+        keyword = loop.next_ckpt_path or default_keyword(plan)
     if keyword is None:
         return StartPoint()
 
-    def read(path: str | Path) -> dict[str, Any]:
-        io = loop.checkpoint_io
-        checkpoint = io.load_checkpoint(path, weights_only=weights_only is not False)
-        checkpoint = restore_numpy(checkpoint)
-        if SHARDS_KEY in checkpoint:
-            verify_shards(path, checkpoint[SHARDS_KEY])
-        return checkpoint
-
+    is_safe = weights_only is not False
+    read = partial(read_file, loop.checkpoint_io, is_safe)
     try:
-        path, checkpoint = find_checkpoint(run, name, os.fspath(keyword), read)
+        path, checkpoint = find_checkpoint(plan, name, os.fspath(keyword), read)
     except FileNotFoundError as error:
-        environment = getattr(run.fabric.strategy, "cluster_environment", None)
+        environment = getattr(loop.fabric.strategy, "cluster_environment", None)
         if not getattr(environment, "creates_processes_externally", False):
             raise
         # Do not raise the error yet, because processes that have the file would wait for this
@@ -80,17 +79,22 @@ def find_start_point(
         return StartPoint(error=error)
     if checkpoint is None:
         return StartPoint()
-    start = StartPoint(str(path), checkpoint, keyword, resumes)
-    if resumes and run.config.version is None:
-        continue_version(run, start.path)
-    return start
+    return StartPoint(str(path), checkpoint, keyword, resumes, is_safe)
 
 
-def continue_version(run: RunState, path: Any) -> None:
-    """Make a resumed run write into the version folder of its checkpoint."""
-    version = version_of_checkpoint(run, path)
-    for logger in run.loggers.csv_loggers if version is not None else ():
-        logger.version = version
+def read_file(io: CheckpointIO, is_safe: bool, path: str | Path) -> dict[str, Any]:
+    """Read a checkpoint. A safe read runs no code of the file."""
+    checkpoint = restore_numpy(io.load_checkpoint(path, weights_only=is_safe))
+    if SHARDS_KEY in checkpoint:
+        verify_shards(path, checkpoint[SHARDS_KEY])
+    return checkpoint
+
+
+def read_again(plan: Plan) -> None:
+    """Read the checkpoint in a spawned process, which gets only its path."""
+    start = plan.start
+    if start.path is not None and not start.is_pending:
+        start.load(read_file(plan.loop.checkpoint_io, start.is_safe, start.path))
 
 
 def check_checkpoint_argument(name: str, value: Any, keywords: tuple[str, ...]) -> None:
@@ -105,39 +109,43 @@ def check_checkpoint_argument(name: str, value: Any, keywords: tuple[str, ...]) 
         )
 
 
-def default_keyword(run: RunState) -> str | None:
+def callbacks_of(plan: Plan, kind: str) -> list[Any]:
+    return [callback for callback in plan.loop.callbacks if is_instance_of(callback, kind)]
+
+
+def default_keyword(plan: Plan) -> str | None:
     """Return the keyword that Trainer uses if no checkpoint is given, or None."""
-    loop = run.loop
-    if run.stage == "fit":
-        return "last" if run.hooks.callbacks_of("OnExceptionCheckpoint") else None
-    has_monitor = run.hooks.callbacks_of("Checkpoint") or loop.config.monitor
+    loop = plan.loop
+    if plan.stage == "fit":
+        return "last" if callbacks_of(plan, "OnExceptionCheckpoint") else None
+    has_monitor = callbacks_of(plan, "Checkpoint") or loop.config.monitor
     best = getattr(loop.checkpoint_callback, "best_model_path", None)
-    if not (run.is_last_model and has_monitor and best):
+    if plan.is_model_given or not has_monitor or not best:
         return None
-    run.warn_once(
-        f"`.{run.stage}(ckpt_path=None)` was called without a model. The best model of the previous `fit`"
+    plan.warn(
+        f"`.{plan.stage}(ckpt_path=None)` was called without a model. The best model of the previous `fit`"
         " call will be used."
     )
     return "best"
 
 
 def find_checkpoint(
-    run: RunState, argument: str, keyword: str, read: Callable[[str | Path], dict[str, Any]]
+    plan: Plan, argument: str, keyword: str, read: Callable[[str | Path], dict[str, Any]]
 ) -> tuple[str | Path | None, dict[str, Any] | None]:
     """Return the path and the content of the checkpoint for a keyword or a path."""
     if keyword not in KEYWORDS:
         return keyword, read(keyword)
     if keyword == "best":
-        saver = run.loop.checkpoint_callback
+        saver = plan.loop.checkpoint_callback
         best = getattr(saver, "best_model_path", None)
         if best:
             return best, read(best)
-        if saver is None or run.hooks.callbacks_of("Checkpoint"):
+        if saver is None or callbacks_of(plan, "Checkpoint"):
             raise ValueError(
-                f'`.{run.stage}(ckpt_path="best")` is set but `ModelCheckpoint` is not configured to save'
+                f'`.{plan.stage}(ckpt_path="best")` is set but `ModelCheckpoint` is not configured to save'
                 " the best model. Give an exact path, as with `fast_dev_run=True`."
             )
-    groups = list_checkpoints(run, keyword)
+    groups = list_checkpoints(plan, keyword)
     for index, group in enumerate(groups):
         path, checkpoint = read_newest(group, read)
         if path is None and not group.damaged:
@@ -147,10 +155,10 @@ def find_checkpoint(
         if checkpoint is None:
             # Do not use an older run instead.
             break
-        warn_of_newer_runs(run, argument, group, groups[:index])
+        warn_of_newer_runs(plan, argument, group, groups[:index])
         return path, checkpoint
     if keyword != "auto":
-        report_missing(run, argument, keyword, groups)
+        report_missing(plan, argument, keyword, groups)
     return None, None
 
 
@@ -216,33 +224,33 @@ def read_best(
     return None, None
 
 
-def warn_of_newer_runs(run: RunState, argument: str, group: Group, skipped: list[Group]) -> None:
+def warn_of_newer_runs(plan: Plan, argument: str, group: Group, skipped: list[Group]) -> None:
     """Warn if a run without a checkpoint is newer than the run that is used."""
     newer = [other.folder for other in skipped if other.folder and other.time > group.time]
     if newer and group.folder is not None:
-        run.warn_once(
+        plan.warn(
             f"{argument}: {newer[0].name} was started later and has no checkpoint. Continuing"
             f" {group.folder.name}. To continue another run, write version= or its path."
         )
 
 
-def list_checkpoints(run: RunState, keyword: str) -> list[Group]:
+def list_checkpoints(plan: Plan, keyword: str) -> list[Group]:
     """Return the files that the keyword "last", "best" or "auto" may select, newest run first."""
-    loop = run.loop
-    savers = run.hooks.callbacks_of("Checkpoint")
+    loop = plan.loop
+    savers = callbacks_of(plan, "Checkpoint")
     if not savers:
-        return list_versions(run, run_folder(run), "*.ckpt")
+        return list_versions(plan, run_folder(plan), "*.ckpt")
     has_own_folder = all(getattr(saver, "dirpath", None) for saver in savers)
     if not has_own_folder and loop.loggers and loop.loggers[0].save_dir is not None:
         # ModelCheckpoint saves in the log folder. A killed run may have no last.ckpt, so "auto"
         # accepts any checkpoint.
         folder = Path(loop.loggers[0].save_dir, str(loop.loggers[0].name))
         name = "*.ckpt" if keyword == "auto" else "last*.ckpt"
-        groups = list_versions(run, folder, f"checkpoints/{name}")
+        groups = list_versions(plan, folder, f"checkpoints/{name}")
         if any(group.files() for group in groups):
             return groups
-    exceptions = [saver.ckpt_path for saver in run.hooks.callbacks_of("OnExceptionCheckpoint")]
-    savers = run.hooks.callbacks_of("ModelCheckpoint")
+    exceptions = [saver.ckpt_path for saver in callbacks_of(plan, "OnExceptionCheckpoint")]
+    savers = callbacks_of(plan, "ModelCheckpoint")
     paths = exceptions + [path for saver in savers for path in last_checkpoints(saver, loop)]
     if keyword == "auto":
         default = [] if loop.loggers else [Path(loop.default_root_dir, "checkpoints")]
@@ -251,12 +259,12 @@ def list_checkpoints(run: RunState, keyword: str) -> list[Group]:
     return [Group(given=[Path(path) for path in paths if path and os.path.exists(path)])]
 
 
-def list_versions(run: RunState, folder: Path, pattern: str) -> list[Group]:
+def list_versions(plan: Plan, folder: Path, pattern: str) -> list[Group]:
     """Return the versions in a folder. The run that started or saved last is the first one.
 
     Each run records its times in its own folder. The times of files change when files are copied.
     """
-    version = run.config.version
+    version = plan.config.version
     names = list_names(folder) if version is None else [version_folder(version)]
     groups = [Group(folder / name, *read_times(folder / name), pattern) for name in names]
     for group in groups:
@@ -302,17 +310,17 @@ def newest_first(files: list[Path]) -> list[Path]:
     return sorted(files, key=age, reverse=True)
 
 
-def run_folder(run: RunState, kind: str = "checkpoints") -> Path:
+def run_folder(plan: Plan, kind: str = "checkpoints") -> Path:
     """Return the folder with all versions of a run, under "checkpoints" or "logs"."""
-    return Path(run.loop.default_root_dir, kind, run.config.name)
+    return Path(plan.loop.default_root_dir, kind, plan.config.name)
 
 
-def version_of_checkpoint(run: RunState, path: str) -> int | str | None:
+def version_of_checkpoint(plan: Plan, path: str) -> int | str | None:
     """Return the version of a checkpoint, or None if its path is outside of the run's folders."""
     file = Path(path).resolve()
     for kind in ("checkpoints", "logs"):
         # Look in the log folder, too, because Lightning's ModelCheckpoint saves there.
-        folders = run_folder(run, kind).resolve()
+        folders = run_folder(plan, kind).resolve()
         if folders in file.parents[1:]:
             folder = file.relative_to(folders).parts[0]
             number = number_of(folder)
@@ -320,7 +328,7 @@ def version_of_checkpoint(run: RunState, path: str) -> int | str | None:
     return None
 
 
-def report_missing(run: RunState, argument: str, keyword: str, groups: list[Group]) -> None:
+def report_missing(plan: Plan, argument: str, keyword: str, groups: list[Group]) -> None:
     """Raise an error for a missing checkpoint. For ckpt_path="last", only warn, as Trainer does."""
     damaged = [path for group in groups for path in group.damaged]
     replaced = [path for group in groups for path in group.replaced]
@@ -336,21 +344,21 @@ def report_missing(run: RunState, argument: str, keyword: str, groups: list[Grou
             f" {argument}={str(replaced[0])!r}."
         )
     if (argument, keyword) != ("ckpt_path", "last"):
-        expected = f"a checkpoint, but there is none under {run_folder(run)}. Train first"
-        if keyword == "last" and run.hooks.callbacks_of("ModelCheckpoint"):
+        expected = f"a checkpoint, but there is none under {run_folder(plan)}. Train first"
+        if keyword == "last" and callbacks_of(plan, "ModelCheckpoint"):
             expected = "the last.ckpt of a ModelCheckpoint. Write ModelCheckpoint(save_last=True)"
         raise MissingCheckpointError(
             f"{argument}: got {keyword!r}, expected {expected}, or give a path."
         )
-    run.warn_once(
-        f'.{run.stage}(ckpt_path="last") is set, but there is no last checkpoint available. No checkpoint'
+    plan.warn(
+        f'.{plan.stage}(ckpt_path="last") is set, but there is no last checkpoint available. No checkpoint'
         " will be loaded. HINT: Set `ModelCheckpoint(..., save_last=True)`."
     )
 
 
-def check_same_checkpoint(run: RunState) -> None:
+def check_same_checkpoint(run: Run) -> None:
     """Raise an error if the processes have found different checkpoints."""
-    start = run.start
+    start = run.plan.start
     step = start.checkpoint.get("global_step") if start.checkpoint is not None else None
     found = gather_objects(run, f"{start.error or start.path}, step {step}")
     for rank, text in enumerate(found):

@@ -11,7 +11,7 @@ from ..errors import CheckpointError
 from ..lightning_compat.private import hyperparameters_name
 
 if TYPE_CHECKING:
-    from ..training.run_state import RunState
+    from ..training.run import Run
 
 
 class _NoFile:
@@ -58,7 +58,7 @@ def picklable_part(value: Any, name: str, dropped: list[str]) -> Any:
     return kept
 
 
-def add_hyperparameters(run: RunState, checkpoint: dict[str, Any], part: Any) -> None:
+def add_hyperparameters(run: Run, checkpoint: dict[str, Any], part: Any) -> None:
     """Add the arguments that ``save_hyperparameters()`` has stored, under Lightning's keys."""
     hparams = getattr(part, "hparams", None)
     if not hparams or not hasattr(part, "save_hyperparameters"):
@@ -78,7 +78,7 @@ def add_hyperparameters(run: RunState, checkpoint: dict[str, Any], part: Any) ->
     checkpoint[part.CHECKPOINT_HYPER_PARAMS_KEY] = hparams
 
 
-def check_saved_state(run: RunState) -> None:
+def check_saved_state(run: Run) -> None:
     """Warn or raise an error before training, if checkpoints could not be saved.
 
     Raises:

@@ -14,10 +14,11 @@ from typing import TYPE_CHECKING, Any
 from ..errors import CheckpointError, ConfigurationError
 from .distributed import remove_checkpoint, save_checkpoint
 from .hyperparameters import find_unpicklable
+from .run_folders import RunFolders
 from .state import build_checkpoint
 
 if TYPE_CHECKING:
-    from ..training.run_state import RunState
+    from ..training.run import Run
 
 
 class CheckpointManager:
@@ -27,17 +28,19 @@ class CheckpointManager:
     ``finish`` raises an error if the newest version of a file could not be written.
 
     Args:
-        folder: The folder of the checkpoints. None: nothing is saved.
         config: The options monitor, mode, save_top_k, save_last and save_every_n_steps.
-        is_continued: Whether the run resumes from a checkpoint in the folder.
 
     Attributes:
+        folder: The folder of the checkpoints. None: nothing is saved.
+        folders: The folders of checkpoints and CSV files, with the times of the run.
         last_model_path: The path of last.ckpt. ModelCheckpoint has an attribute of this name, too.
     """
 
-    def __init__(self, folder: Path | None, config: Any, is_continued: bool = False) -> None:
-        self.folder, self.config = folder, config
-        self._is_continued = is_continued
+    def __init__(self, config: Any) -> None:
+        self.config = config
+        self.folder: Path | None = None
+        self.folders = RunFolders()
+        self._is_continued = False
         self.last_model_path = ""
         # The monitored value of each of the best checkpoints, keyed by path.
         self._kept: dict[str, float] = {}
@@ -45,6 +48,10 @@ class CheckpointManager:
         self._is_validated = False
         self._last_step = 0
         self._unsaved: dict[str, str] = {}
+
+    def use_folder(self, folder: Path | None, is_continued: bool) -> None:
+        """Save in a folder, or nothing. The run continues the checkpoints there if it resumes them."""
+        self.folder, self._is_continued = folder, is_continued
 
     def set_options(self, config: Any) -> None:
         """Use other options from now on."""
@@ -68,16 +75,14 @@ class CheckpointManager:
         assert self.folder is not None
         return self.folder / name
 
-    def save_after_step(self, run: RunState) -> None:
+    def save_after_step(self, run: Run) -> None:
         """Save last.ckpt every save_every_n_steps optimizer steps."""
-        every, step = self.config.save_every_n_steps, run.progress.global_step
-        previous, self._last_step = self._last_step, step
-        # A batch may take several steps in manual optimization, so do not test step % every == 0.
-        is_due = step // every > previous // every
+        previous, self._last_step = self._last_step, run.progress.global_step
+        is_due = run.progress.crosses(self.config.save_every_n_steps, previous)
         if is_due and not (self.config.save_last and run.progress.is_epoch_complete):
             self.save_last(run)
 
-    def save_after_validation(self, run: RunState) -> None:
+    def save_after_validation(self, run: Run) -> None:
         """Save after a validation, except at the end of an epoch, where save_after_epoch saves."""
         self._is_validated = self.folder is not None
         if run.progress.is_epoch_complete:
@@ -87,17 +92,17 @@ class CheckpointManager:
             self.save_best(run)
         self.save_in_epoch(run)
 
-    def save_in_epoch(self, run: RunState) -> None:
+    def save_in_epoch(self, run: Run) -> None:
         if self.config.save_last:
             self.save_last(run)
 
-    def save_after_epoch(self, run: RunState) -> None:
+    def save_after_epoch(self, run: Run) -> None:
         self.save_best(run)
         if self.config.save_last and run.progress.is_epoch_complete:
             self.save_last(run)
         self._check_monitor(run)
 
-    def _check_monitor(self, run: RunState) -> None:
+    def _check_monitor(self, run: Run) -> None:
         """Raise an error if the first epoch with a validation has not logged the monitor."""
         monitor, metrics = self.config.monitor, run.results.monitored_metrics()
         if self.folder is None or monitor is None or monitor in metrics or self._kept:
@@ -109,7 +114,7 @@ class CheckpointManager:
                 " with one of these, and resume='last' to continue."
             )
 
-    def save_last(self, run: RunState) -> None:
+    def save_last(self, run: Run) -> None:
         if self.folder is None:
             return
         run.row.check_loss(run.row.step_values)
@@ -119,7 +124,7 @@ class CheckpointManager:
         if self.write(run, path):
             self.last_model_path = str(path)
 
-    def save_best(self, run: RunState) -> None:
+    def save_best(self, run: Run) -> None:
         """Save a checkpoint if the monitored value is among the best k."""
         config = self.config
         if self.folder is None or config.monitor is None or config.save_top_k == 0:
@@ -137,7 +142,7 @@ class CheckpointManager:
         if value is not None and not math.isnan(float(value)):
             self._save_among_best(run, float(value))
 
-    def _save_among_best(self, run: RunState, value: float) -> None:
+    def _save_among_best(self, run: Run, value: float) -> None:
         """Save a checkpoint if its value is good enough, and remove the files that it replaces."""
         k, previous = self.config.save_top_k, self._kept
         path = str(self._best_path(run, value))
@@ -154,14 +159,14 @@ class CheckpointManager:
             for name in others[len(kept) :]:
                 remove_checkpoint(Path(name))
 
-    def _best_path(self, run: RunState, value: float) -> Path:
+    def _best_path(self, run: Run, value: float) -> Path:
         if self.config.save_top_k == 1:
             return self._path("best.ckpt")
         step, monitor = run.progress.global_step, self.config.monitor
         name = f"epoch={self._epoch(run)}-step={step}-{monitor}={value:.4g}"
         return self._path(re.sub(r"[^\w.=+-]", "_", name) + ".ckpt")
 
-    def _epoch(self, run: RunState) -> int:
+    def _epoch(self, run: Run) -> int:
         """Return the index of the current epoch or, between two epochs, of the finished epoch."""
         progress = run.progress
         return max(0, progress.epochs_done - (not progress.is_in_epoch))
@@ -172,7 +177,7 @@ class CheckpointManager:
     def _rank(self, path: str) -> float:
         return self._sort_key(self._kept[path])
 
-    def finish(self, run: RunState) -> None:
+    def finish(self, run: Run) -> None:
         """Write files that could not be written during training, such as last.ckpt and the logs.
 
         Raises:
@@ -191,7 +196,7 @@ class CheckpointManager:
                 + " ".join(self._unsaved.values())
             )
 
-    def write(self, run: RunState, path: Path) -> bool:
+    def write(self, run: Run, path: Path) -> bool:
         """Write the state of a run to a file. Returns whether the file was written."""
         for logger in run.loggers.csv_loggers:
             # A checkpoint contains the number of CSV rows, so write these rows to the disk first.

@@ -30,10 +30,9 @@ from ..loggers.csv_logger import FILES
 from ..loggers.row import REPLACED_LOGS
 from .distributed import remove_checkpoint
 from .find_checkpoint import run_folder, version_of_checkpoint
-from .manager import CheckpointManager
 
 if TYPE_CHECKING:
-    from ..training.run_state import RunState
+    from ..training.run import Run
 
 # The names of the checkpoints that both loops write.
 _CHECKPOINT = re.compile(r"(last|best|epoch=[0-9]+-step=[0-9]+-.*)\.ckpt")
@@ -111,32 +110,30 @@ class RunFolders:
         add_line(self._files.values(), f"{event} {seconds!r}", is_synced)
 
 
-def open_folders(run: RunState, stack: ExitStack) -> None:
+def open_folders(run: Run, stack: ExitStack) -> None:
     """Choose and lock the folders of a fit. Unless the fit resumes, empty their CSV files."""
-    loop, version = run.loop, run.config.version
-    own = loop.own_logger
-    if own is not None and version is None and loop.has_fitted and not run.start.resumes:
-        own.version = None
-    loop.has_fitted = True
-    run.checkpoints = make_checkpoint_manager(run)
+    own, version = run.loop.own_logger, run.config.version
+    folder = choose_checkpoint_folder(run)
+    run.checkpoints.use_folder(folder, folder is not None and continues_in(run, folder))
     if not run.fabric.is_global_zero:
         return
     folders = [Path(logger.log_dir) for logger in run.loggers.csv_loggers]
-    checkpoint_folder = run.checkpoints.folder
+    checkpoint_folder = folder
     if checkpoint_folder is None and folders and version is not None:
         # A run that saves elsewhere, or nothing, replaces the run of the version, too.
-        checkpoint_folder = run_folder(run) / version_folder(version)
-    if checkpoint_folder is not None and (run.checkpoints.folder or checkpoint_folder.is_dir()):
+        checkpoint_folder = run_folder(run.plan) / version_folder(version)
+    if checkpoint_folder is not None and (folder or checkpoint_folder.is_dir()):
         folders.append(checkpoint_folder)
-    run.folders.open(stack.enter_context(lock_folders(folders)))
-    stack.callback(run.folders.close)
+    locked = run.checkpoints.folders
+    locked.open(stack.enter_context(lock_folders(folders)))
+    stack.callback(locked.close)
     log_folder = None if own is None or version is None else Path(own.log_dir)
     if any(continues_in(run, folder) for folder in folders):
-        saved_at = math.inf if run.start.saved_at is None else run.start.saved_at
+        saved_at = math.inf if run.plan.start.saved_at is None else run.plan.start.saved_at
         if any(saved_at < read_times(folder)[0] for folder in folders):
-            run.folders.restore_replaced_run(log_folder)
+            locked.restore_replaced_run(log_folder)
         return
-    run.folders.start_new_run(run.checkpoints.folder, log_folder)
+    locked.start_new_run(folder, log_folder)
     if own is not None and log_folder is not None:
         own.rewind({})
 
@@ -151,32 +148,46 @@ def set_aside(folder: Path, target: Path) -> None:
                 os.replace(folder / name, target / name)
 
 
-def continues_in(run: RunState, folder: Path) -> bool:
+def continues_in(run: Run, folder: Path) -> bool:
     """Return whether the run resumes from a checkpoint that was saved in a folder."""
-    if not run.start.resumes:
+    if not run.plan.start.resumes:
         return False
-    if folder.resolve() in Path(str(run.start.path)).resolve().parents:
+    if folder.resolve() in Path(str(run.plan.start.path)).resolve().parents:
         return True
     # The checkpoint may be a copy elsewhere.
-    return f"saved {run.start.saved_at!r}".encode() in read_end(str(folder / ".lock")).splitlines()
+    return (
+        f"saved {run.plan.start.saved_at!r}".encode()
+        in read_end(str(folder / ".lock")).splitlines()
+    )
 
 
-def make_checkpoint_manager(run: RunState) -> CheckpointManager:
-    """Return a CheckpointManager, which saves nothing if the loop has a Checkpoint callback."""
+def choose_version(run: Run) -> None:
+    """Continue the version of a resumed checkpoint, or let a second fit of the loop take a new one."""
+    loop, start = run.loop, run.plan.start
+    if run.config.version is not None:
+        return
+    if start.resumes:
+        version = version_of_checkpoint(run.plan, str(start.path))
+        if version is not None:
+            run.loggers.use_version(version)
+    elif loop.has_fitted and loop.own_logger is not None:
+        loop.own_logger.version = None
+
+
+def choose_checkpoint_folder(run: Run) -> Path | None:
+    """Return the folder of the checkpoints, or None if a Checkpoint callback saves them."""
     config, loggers = run.config, run.loggers.csv_loggers
     if not config.enable_checkpointing or run.loop.checkpoint_callbacks:
-        return CheckpointManager(None, config)
-    folder = run_folder(run)
+        return None
+    folder = run_folder(run.plan)
     version: Any = loggers[0].version if loggers else config.version
-    if version is None and run.start.resumes:
-        version = version_of_checkpoint(run, str(run.start.path))
+    if version is None and run.plan.start.resumes:
+        version = version_of_checkpoint(run.plan, str(run.plan.start.path))
     if version is None and run.fabric.is_global_zero:
         version = claim_version(folder)
     version = run.fabric.broadcast(version)
-    for logger in loggers:
-        logger.version = version
-    folder = folder / version_folder(version)
-    return CheckpointManager(folder, config, continues_in(run, folder))
+    run.loggers.use_version(version)
+    return folder / version_folder(version)
 
 
 # Locks

@@ -16,6 +16,7 @@ class StartPoint:
         checkpoint: The content of the file.
         keyword: The argument of the call, such as "last" or a path.
         resumes: Whether the run also restores the optimizers and the counters.
+        is_safe: Whether the file was read without running code of the file.
         error: The error of this process, which has found no checkpoint.
 
     Attributes:
@@ -32,17 +33,31 @@ class StartPoint:
         checkpoint: dict[str, Any] | None = None,
         keyword: str | None = None,
         resumes: bool = False,
+        is_safe: bool = True,
         error: Exception | None = None,
     ) -> None:
-        self.path, self.keyword, self.resumes, self.error = path, keyword, resumes, error
+        self.path, self.keyword, self.resumes = path, keyword, resumes
+        self.is_safe, self.error = is_safe, error
+        self.checkpoint: dict[str, Any] | None = None
+        self.own: dict[str, Any] | None = None
+        self.sampler_seed: int | None = None
+        self.restarts_epoch: bool | None = None
+        if checkpoint is not None:
+            self.load(checkpoint)
+
+    def load(self, checkpoint: dict[str, Any]) -> None:
+        """Keep the content of the file until the run has restored it."""
         self.checkpoint = checkpoint
         # Remove OWN_KEY, so that on_load_checkpoint hooks get only the keys of Trainer's checkpoints.
-        own = None if checkpoint is None else checkpoint.pop(OWN_KEY, None)
-        self.own: dict[str, Any] | None = own if resumes else None
-        self.sampler_seed = None if self.own is None else self.own.get("sampler_seed")
-        self.restarts_epoch: bool | None = None
-        if checkpoint is not None and resumes:
-            check_training_state(path, checkpoint, is_trainers=own is None)
+        own = checkpoint.pop(OWN_KEY, None)
+        if self.resumes:
+            check_training_state(self.path, checkpoint, is_trainers=own is None)
+            self.own = own
+            self.sampler_seed = None if own is None else own.get("sampler_seed")
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Pickle no content, because a spawned process reads the file itself."""
+        return {**vars(self), "checkpoint": None, "own": None}
 
     @property
     def is_pending(self) -> bool:

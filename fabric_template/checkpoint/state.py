@@ -25,18 +25,18 @@ from .hyperparameters import add_hyperparameters
 from .weights import load_weights
 
 if TYPE_CHECKING:
-    from ..training.run_state import RunState
+    from ..training.run import Run
 
 # The counters in each progress object of Trainer.
 _COUNTS = ("ready", "started", "processed", "completed")
-# Names of the attributes of RunState that have a state_dict. The first process saves PARTS, and
+# Names of the attributes of Run that have a state_dict. The first process saves PARTS, and
 # each process saves its own PARTS_OF_PROCESS.
 PARTS = ("progress", "stop", "row", "checkpoints")
 PARTS_OF_PROCESS = ("data", "validation_schedule", "results", "plain_state")
 
 
 def build_checkpoint(
-    run: RunState, weights_only: bool = False, epoch: int | None = None
+    run: Run, weights_only: bool = False, epoch: int | None = None
 ) -> dict[str, Any]:
     """Return a checkpoint of a run. All processes must call this function.
 
@@ -65,7 +65,7 @@ def build_checkpoint(
     return checkpoint if weights_only else {**checkpoint, OWN_KEY: own_state(run)}
 
 
-def training_state(run: RunState) -> dict[str, Any]:
+def training_state(run: Run) -> dict[str, Any]:
     """Return the states of callbacks, optimizers, schedulers and the precision, as Trainer saves them."""
     strategy = run.fabric.strategy
     # Fabric gathers the state of a ZeroRedundancyOptimizer in process 0.
@@ -99,7 +99,7 @@ def state_of(part: Any) -> Any:
     return {n: value for n, value in state.items() if n not in methods} if methods else state
 
 
-def own_state(run: RunState) -> dict[str, Any]:
+def own_state(run: Run) -> dict[str, Any]:
     """Return the states that Trainer does not save. The list "ranks" has one entry per process."""
     of_process = {
         "rng": capture_rng_state(),
@@ -107,15 +107,13 @@ def own_state(run: RunState) -> dict[str, Any]:
         **states_of(run, PARTS_OF_PROCESS),
     }
     # Save only the values that hooks have changed. The resumed run computes the other values.
-    is_changed = run.accumulate_grad_batches != run.config.accumulate_grad_batches
-    flags = flags_of_network(run)
-    at_start = run.flags_at_start or dict.fromkeys(flags, {})
-    changed_flags = {name: flags[name].items() - at_start[name].items() for name in flags}
+    window = run.progress.accumulate_grad_batches
+    is_changed = window != run.plan.config.accumulate_grad_batches
     return {
         **states_of(run, PARTS),
-        "saved_at": run.folders.save_time(),
-        "accumulate_grad_batches": run.accumulate_grad_batches if is_changed else None,
-        "flags": {name: dict(sorted(changed)) for name, changed in changed_flags.items()},
+        "saved_at": run.checkpoints.folders.save_time(),
+        "accumulate_grad_batches": window if is_changed else None,
+        "flags": run.steps.changed_flags(run.optimization.named_parameters()),
         "outside_parameters": {
             n: p.detach() for n, p in run.optimization.outside_parameters().items()
         },
@@ -127,19 +125,19 @@ def own_state(run: RunState) -> dict[str, Any]:
     }
 
 
-def states_of(run: RunState, names: tuple[str, ...]) -> dict[str, Any]:
+def states_of(run: Run, names: tuple[str, ...]) -> dict[str, Any]:
     """Return the states of the given parts of a run, keyed by the part's name."""
     parts = {name: getattr(run, name) for name in names}
-    return {name: part.state_dict() for name, part in parts.items() if part is not None}
+    return {name: part.state_dict() for name, part in parts.items()}
 
 
-def load_states(run: RunState, names: tuple[str, ...], states: dict[str, Any]) -> None:
+def load_states(run: Run, names: tuple[str, ...], states: dict[str, Any]) -> None:
     for name in names:
         if name in states:
             getattr(run, name).load_state_dict(states[name])
 
 
-def run_settings(run: RunState) -> dict[str, Any]:
+def run_settings(run: Run) -> dict[str, Any]:
     """Return the settings that a resumed run should share with the saved run."""
     loaders = run.data.train.loaders if run.data.train is not None else []
     return {
@@ -150,20 +148,20 @@ def run_settings(run: RunState) -> dict[str, Any]:
     }
 
 
-def check_settings(run: RunState, saved: dict[str, Any]) -> None:
+def check_settings(run: Run, saved: dict[str, Any]) -> None:
     """Warn about changed settings. Within an epoch, require the processes and batch sizes saved."""
     current = run_settings(run)
     is_in_epoch = run.progress.is_in_epoch and not run.progress.is_last_batch
     if is_in_epoch and saved["processes"] != current["processes"]:
         raise CheckpointError(
-            f"{run.start.path}: it is from the middle of an epoch of a run with {saved['processes']}"
+            f"{run.plan.start.path}: it is from the middle of an epoch of a run with {saved['processes']}"
             f" processes, and this run has {current['processes']}. Use {saved['processes']} processes, a"
             " checkpoint from the end of an epoch, or load= to start a new run from the weights."
         )
     sizes, saved_sizes = current["batch size"], saved["batch size"]
     if is_in_epoch and len(sizes) == len(saved_sizes) and sizes != saved_sizes:
         raise CheckpointError(
-            f"{run.start.path}: it is from the middle of an epoch with the batch sizes {saved_sizes},"
+            f"{run.plan.start.path}: it is from the middle of an epoch with the batch sizes {saved_sizes},"
             f" and the loaders now have {sizes}. The position is counted in batches. Use the saved batch"
             " size, a checkpoint from the end of an epoch, or load= to start a new run from the weights."
         )
@@ -177,16 +175,7 @@ def check_settings(run: RunState, saved: dict[str, Any]) -> None:
         )
 
 
-def flags_of_network(run: RunState) -> dict[str, dict[str, bool]]:
-    """Return the flags that hooks may change, and that ``state_dict()`` does not cover."""
-    parameters = run.optimization.named_parameters().items()
-    return {
-        "requires_grad": {name: part.requires_grad for name, part in parameters},
-        "training": run.steps.training_modes(),
-    }
-
-
-def loops_state(run: RunState) -> dict[str, Any]:
+def loops_state(run: Run) -> dict[str, Any]:
     """Return the counters of Trainer's loops, with which Trainer can resume this run."""
     progress, saved = run.progress, run.progress.state_dict()
     epoch = make_counts(progress.epochs_done, progress.epochs_done)
@@ -228,12 +217,12 @@ def make_counts(total: int, current: int) -> dict[str, Any]:
 # Restore the model
 
 
-def restore_model(run: RunState, checkpoint: dict[str, Any]) -> bool:
+def restore_model(run: Run, checkpoint: dict[str, Any]) -> bool:
     """Restore the weights, the datamodule and the callbacks. Return whether the weights were loaded.
 
     In fit, weights that do not match are loaded after on_fit_start, which may add modules.
     """
-    is_weights_only = run.stage == "fit" and not run.start.resumes
+    is_weights_only = run.stage == "fit" and not run.plan.start.resumes
     if not is_weights_only:
         load_state(run.datamodule, checkpoint.get(type(run.datamodule).__qualname__))
     if SHARDS_KEY in checkpoint or run.steps.is_model_parallel:
@@ -256,14 +245,14 @@ def load_state(part: Any, state: Any) -> None:
         part.load_state_dict(state)
 
 
-def restore_callbacks(run: RunState, checkpoint: dict[str, Any]) -> None:
+def restore_callbacks(run: Run, checkpoint: dict[str, Any]) -> None:
     states = checkpoint["callbacks"]
     keys = {key_of(callback) for callback in run.hooks.callbacks}
     # Do not warn about a Timer, which max_time= may have added. Do not warn about a ModelCheckpoint
     # if FabricLoop saves the checkpoints itself.
     may_miss = ("Timer",) if run.hooks.callbacks_of("Checkpoint") else ("Timer", "ModelCheckpoint")
     missing = [key for key in states if key not in keys and not key.startswith(may_miss)]
-    if missing and run.start.resumes:
+    if missing and run.plan.start.resumes:
         run.warn_once(
             "Be aware that when using `ckpt_path`, callbacks used to create the checkpoint need to be"
             f" provided during `Trainer` instantiation. Please add the following callbacks: {missing}."
@@ -276,12 +265,12 @@ def restore_callbacks(run: RunState, checkpoint: dict[str, Any]) -> None:
 # Restore the training
 
 
-def restore_training(run: RunState, checkpoint: dict[str, Any]) -> None:
+def restore_training(run: Run, checkpoint: dict[str, Any]) -> None:
     """Restore optimizers, schedulers, counters and the CSV files."""
     restore_optimizers(run, checkpoint)
     precision = run.fabric.strategy.precision
     load_state(precision, checkpoint.get(type(precision).__qualname__))
-    own = run.start.training_state(run.stop.max_steps != -1)
+    own = run.plan.start.training_state(run.stop.max_steps != -1)
     if "settings" not in own and "ranks" in own:
         complete_mini_state(run, own)
     check_counters(run, own["progress"])
@@ -293,31 +282,31 @@ def restore_training(run: RunState, checkpoint: dict[str, Any]) -> None:
         )
     restore_outside_parameters(run, own.get("outside_parameters", {}))
     load_states(run, ("progress",), own)
-    if run.start.keyword != "auto" and run.stop.can_stop_early:
+    if run.plan.start.keyword != "auto" and run.stop.can_stop_early:
         # Ignore the saved should_stop, so that resume="last" continues a run that EarlyStopping
         # stopped. resume="auto" keeps should_stop, because job schedulers restart ended runs, too.
         own.pop("stop", None)
     load_states(run, PARTS[1:], own)
 
 
-def check_counters(run: RunState, counters: dict[str, Any]) -> None:
+def check_counters(run: Run, counters: dict[str, Any]) -> None:
     """Raise an error for counters that no run can have, such as negative numbers."""
     for name, value in counters.items():
         kind = type(getattr(run.progress, name, None))
         is_wrong = kind in (int, bool) and type(value) is not kind
         if is_wrong or (type(value) is int and not 0 <= value < 2**62):
             raise CheckpointError(
-                f"{run.start.path}: got the counter {name}={shorten(repr(value), 40)}, expected a number"
+                f"{run.plan.start.path}: got the counter {name}={shorten(repr(value), 40)}, expected a number"
                 f" of type {kind.__name__} that a run can reach. Use another checkpoint, or load=."
             )
 
 
-def complete_mini_state(run: RunState, own: dict[str, Any]) -> None:
+def complete_mini_state(run: Run, own: dict[str, Any]) -> None:
     """Add default values to a state from MiniLoop, which saves less than FabricLoop."""
     progress = own["progress"]
     if progress["is_in_epoch"]:
         raise CheckpointError(
-            f"resume: got {run.start.path}, which MiniLoop saved in the middle of an epoch,"
+            f"resume: got {run.plan.start.path}, which MiniLoop saved in the middle of an epoch,"
             " expected the end of one. Continue it with MiniLoop, or use load=."
         )
     restore_mini_attributes(run, own["ranks"])
@@ -326,22 +315,22 @@ def complete_mini_state(run: RunState, own: dict[str, Any]) -> None:
     own["row"] = {**run.row.state_dict(), **own["row"], "seconds": 0.0}
 
 
-def restore_mini_attributes(run: RunState, ranks: list[dict[str, Any]]) -> None:
+def restore_mini_attributes(run: Run, ranks: list[dict[str, Any]]) -> None:
     """Restore the attributes of modules that MiniLoop has saved."""
     parts = ranks[run.fabric.global_rank % len(ranks)]["rng"].get("parts", {})
     modules = {**dict(run.network.named_modules()), "": run.model}
     for place, attributes in parts.items():
         if place not in modules or any(name not in vars(modules[place]) for name in attributes):
             raise CheckpointError(
-                f"resume: got {run.start.path}, in which MiniLoop saved the state of {place!r},"
+                f"resume: got {run.plan.start.path}, in which MiniLoop saved the state of {place!r},"
                 " expected only attributes of modules. Continue it with MiniLoop, or use load=."
             )
         vars(modules[place]).update(move_data_to_device(attributes, run.fabric.device))
 
 
-def restore_position(run: RunState) -> None:
+def restore_position(run: Run) -> None:
     """Restore random generators, loaders and running sums right before training continues."""
-    own = run.start.take()
+    own = run.plan.start.take()
     if own is None:
         return
     if "ranks" not in own:
@@ -353,7 +342,8 @@ def restore_position(run: RunState) -> None:
     # MiniLoop saves no "settings" and no loader states. Restore only the random states.
     if "settings" in own:
         check_settings(run, own["settings"])
-        run.accumulate_grad_batches = own["accumulate_grad_batches"] or run.accumulate_grad_batches
+        if own["accumulate_grad_batches"]:
+            run.loop.accumulate_grad_batches = own["accumulate_grad_batches"]
         restore_network(run, own["flags"], of_process["gradients"])
         of_process["results"] = move_data_to_device(of_process["results"], run.fabric.device)
         load_states(run, PARTS_OF_PROCESS, of_process)
@@ -367,7 +357,7 @@ def restore_position(run: RunState) -> None:
 
 
 def restore_network(
-    run: RunState, flags: dict[str, dict[str, bool]], gradients: dict[str, torch.Tensor]
+    run: Run, flags: dict[str, dict[str, bool]], gradients: dict[str, torch.Tensor]
 ) -> None:
     """Restore changed flags, and the gradients of an unfinished optimizer step."""
     run.steps.set_training_modes(flags["training"])
@@ -378,7 +368,7 @@ def restore_network(
             parameter.grad = gradients[name].to(parameter.device, copy=True)
 
 
-def restore_optimizers(run: RunState, checkpoint: dict[str, Any]) -> None:
+def restore_optimizers(run: Run, checkpoint: dict[str, Any]) -> None:
     if SHARDS_KEY in checkpoint or run.steps.is_model_parallel:
         load_shards(run, checkpoint, "optimizer_states")
     states = checkpoint["optimizer_states"]
@@ -386,7 +376,7 @@ def restore_optimizers(run: RunState, checkpoint: dict[str, Any]) -> None:
     # Accept an empty list, because on_load_checkpoint hooks may have removed the optimizer states.
     if states and len(states) != len(run.optimization.optimizers):
         raise CheckpointError(
-            f"{run.start.path}: got the states of {len(states)} optimizers, expected"
+            f"{run.plan.start.path}: got the states of {len(states)} optimizers, expected"
             f" {len(run.optimization.optimizers)}. Give the optimizers that the run was started with, or use load=."
         )
     for optimizer, state in zip(run.optimization.optimizers, states, strict=False):
@@ -404,7 +394,7 @@ def restore_optimizers(run: RunState, checkpoint: dict[str, Any]) -> None:
         config.scheduler.load_state_dict(state)
 
 
-def names_of_groups(run: RunState) -> list[list[list[str | None]]]:
+def names_of_groups(run: Run) -> list[list[list[str | None]]]:
     """Return the names of the parameters in each group of each optimizer."""
     names = {id(parameter): name for name, parameter in run.optimization.named_parameters().items()}
     return [
@@ -413,10 +403,10 @@ def names_of_groups(run: RunState) -> list[list[list[str | None]]]:
     ]
 
 
-def add_missing_groups(run: RunState, states: list[dict[str, Any]]) -> None:
+def add_missing_groups(run: Run, states: list[dict[str, Any]]) -> None:
     """Add the parameter groups that the saved run has added to its optimizers during training."""
     parameters = run.optimization.named_parameters()
-    saved = (run.start.own or {}).get("parameter_groups", ())
+    saved = (run.plan.start.own or {}).get("parameter_groups", ())
     for optimizer, state, names in zip(run.optimization.optimizers, states, saved, strict=False):
         known = len(optimizer.param_groups)
         added = zip(state["param_groups"][known:], names[known:], strict=True)
@@ -426,7 +416,7 @@ def add_missing_groups(run: RunState, states: list[dict[str, Any]]) -> None:
                 optimizer.add_param_group(group)
 
 
-def load_optimizer_state(run: RunState, optimizer: Any, state: dict[str, Any]) -> None:
+def load_optimizer_state(run: Run, optimizer: Any, state: dict[str, Any]) -> None:
     try:
         optimizer.load_state_dict(state)
     except ValueError as error:
@@ -437,13 +427,13 @@ def load_optimizer_state(run: RunState, optimizer: Any, state: dict[str, Any]) -
         if sizes[0] == sizes[1]:
             raise
         raise CheckpointError(
-            f"{run.start.path}: got an optimizer with groups of {sizes[0]} parameters, expected"
+            f"{run.plan.start.path}: got an optimizer with groups of {sizes[0]} parameters, expected"
             f" {sizes[1]}. Add the same groups before the run resumes, in configure_optimizers or"
             " on_fit_start, or use load=."
         ) from error
 
 
-def restore_outside_parameters(run: RunState, saved: dict[str, torch.Tensor]) -> None:
+def restore_outside_parameters(run: Run, saved: dict[str, torch.Tensor]) -> None:
     """Restore the parameters that only optimizers have, because state_dict lacks them."""
     with torch.no_grad():
         for name, parameter in run.optimization.outside_parameters().items():

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from ..errors import CheckpointError, OtherModelError
 
 if TYPE_CHECKING:
-    from ..training.run_state import RunState
+    from ..training.run import Run
 
 # The keys of a state_dict in checkpoints of Lightning, Fabric and PyTorch's tutorials.
 _WEIGHTS_KEYS = ("state_dict", "model", "model_state_dict")
@@ -20,13 +20,13 @@ _WEIGHTS_KEYS = ("state_dict", "model", "model_state_dict")
 _WRAPPERS = ("module", "_orig_mod")
 
 
-def load_weights(run: RunState, checkpoint: dict[str, Any]) -> None:
+def load_weights(run: Run, checkpoint: dict[str, Any]) -> None:
     """Load the weights of a checkpoint into the model.
 
     Raises:
         OtherModelError: The weights do not match the model.
     """
-    path = run.start.path
+    path = run.plan.start.path
     target = run.module if run.is_lightning_module else run.network
     weights = rename_weights(find_weights(checkpoint, path), target)
     is_strict = getattr(run.model, "strict_loading", True)

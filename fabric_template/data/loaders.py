@@ -23,14 +23,14 @@ from ..errors import CheckpointError, ConfigurationError
 from ..lightning_compat.overrides import has_state, is_instance_of, overridden
 from ..lightning_compat.private import combined_mode
 from ..rng_state import capture_rng_state, restore_rng_state, unchanged_rng_state
-from .check_loader import check_loader, loader_argument
+from .check_loader import check_loader
 from .loader_parts import samplers_of
 from .loader_state import END, ResumableLoader
-from .samplers import TrackingBatchSampler, prepare_loader
+from .samplers import Predictions, TrackingBatchSampler, prepare_loader
 from .tensor_loader import TensorLoader
 
 if TYPE_CHECKING:
-    from ..training.run_state import RunState
+    from ..training.run import Run
 
 # Lightning's profilers record the reading of a batch under these names.
 _ACTIONS = {
@@ -42,20 +42,17 @@ _ACTIONS = {
 class DataConnector:
     """Creates the loaders of a run, and creates new loaders when a reload is due.
 
-    Args:
-        loaders: The given loaders, keyed by stage: "train", "val", "test", "predict".
-        source: The datamodule or module with methods such as ``train_dataloader()``.
-
     Attributes:
+        given: The given loaders, keyed by stage: "train", "val", "test", "predict".
+        source: The datamodule or module with methods such as ``train_dataloader()``.
         train, eval_loaders: The loaders of the training and of the evaluations.
     """
 
-    def __init__(self, loaders: Mapping[str, Any], source: Any) -> None:
-        self.given = {stage: given for stage, given in loaders.items() if given is not None}
-        self.source = source
-        self.run: RunState = None  # type: ignore[assignment]
+    def __init__(self, run: Run) -> None:
+        self.run, self.given, self.source = run, run.plan.loaders, run.plan.source
         self.train: StageLoaders = None  # type: ignore[assignment]
         self.eval_loaders: StageLoaders = None  # type: ignore[assignment]
+        self.predictions = Predictions()
         self._common_seed: int | None = None
         self._is_train_started = False
         # The random states and attributes before the newest load of each stage.
@@ -64,28 +61,25 @@ class DataConnector:
 
     def has_loader(self, stage: str) -> bool:
         """Return whether the user gave a loader for this stage or a method that creates one."""
-        return stage in self.given or overridden(self.source, f"{stage}_dataloader") is not None
+        return has_loader(self.given, self.source, stage)
 
     def common_seed(self) -> int:
         """Return the seed with which all processes shuffle. A resumed run uses the saved seed."""
         if self._common_seed is None:
-            saved = self.run.start.sampler_seed
+            saved = self.run.plan.start.sampler_seed
             self._common_seed = int(os.environ.get("PL_GLOBAL_SEED", 0)) if saved is None else saved
         return self._common_seed
 
     def request(self, stage: str) -> Any:
         """Return the given loaders, or call the method that creates them."""
         if stage in self.given:
-            call, source = self.run.stage, self.given[stage]
-            where = f"passed to `Trainer.{call}({loader_argument(call, stage)}=...)`"
-        else:
-            name, provider = f"{stage}_dataloader", self.source
-            kind = "LightningDataModule" if provider is self.run.datamodule else "LightningModule"
-            with self.run.hooks.profiled(f"[{kind}]{type(provider).__name__}.{name}"):
-                source = self.run.hooks.inside(name, getattr(provider, name))()
-            where = f"returned from `{type(provider).__name__}.{name}()`"
-        for loader in combine_loaders(source, "sequential").flattened:
-            check_loader(loader, where)
+            # The plan has checked these loaders.
+            return self.given[stage]
+        name, provider = f"{stage}_dataloader", self.source
+        kind = "LightningDataModule" if provider is self.run.datamodule else "LightningModule"
+        with self.run.hooks.profiled(f"[{kind}]{type(provider).__name__}.{name}"):
+            source = self.run.hooks.inside(name, getattr(provider, name))()
+        check_loaders(source, f"returned from `{type(provider).__name__}.{name}()`")
         return source
 
     def _is_load_due(self, loaders: StageLoaders | None) -> bool:
@@ -114,8 +108,8 @@ class DataConnector:
 
         A resumed run loads in the saved state, so that it gets the loaders of the saved run.
         """
-        plain_state: Any = self.run.plain_state
-        if plain_state is None or stage in self.given:
+        plain_state = self.run.plain_state
+        if stage in self.given:
             yield
             return
         saved = self._saved_loads().get(stage) if stage not in self._loads else None
@@ -130,7 +124,7 @@ class DataConnector:
 
     def _saved_loads(self) -> dict[str, Any]:
         """Return the states of the loads in the checkpoint of this process."""
-        ranks = (self.run.start.own or {}).get("ranks")
+        ranks = (self.run.plan.start.own or {}).get("ranks")
         state = ranks[self.run.fabric.global_rank % len(ranks)] if ranks else {}
         return self._restored_loads or state.get("data", {}).get("loads", {})
 
@@ -153,7 +147,7 @@ class DataConnector:
                 " you want to see logs for the training epoch.",
                 PossibleUserWarning,
             )
-        is_resumed, restarts_epoch = run.start.is_pending, run.start.restarts_epoch
+        is_resumed, restarts_epoch = run.plan.start.is_pending, run.plan.start.restarts_epoch
         if not is_resumed or (restarts_epoch is not None and not self.stateful_loaders()):
             # As in Trainer, the first epoch's iterator starts as soon as the loader is created.
             self.train.start()
@@ -189,10 +183,9 @@ class DataConnector:
 
     def prepare_apart(self, source: Any) -> StageLoaders:
         """Return validation loaders for ``evaluate_apart``, with the samplers that this run needs."""
-        combined = combine_loaders(source, "sequential")
-        for loader in combined.flattened:
-            check_loader(loader, "passed to `prepare_apart(...)`")
-        return StageLoaders(self.run, "val", self._prepare(combined, "val"), previous=None)
+        check_loaders(source, "passed to `prepare_apart(...)`")
+        combined = self._prepare(combine_loaders(source, "sequential"), "val")
+        return StageLoaders(self.run, "val", combined, previous=None)
 
     def teardown(self) -> None:
         """Shut down the workers of every loader."""
@@ -230,6 +223,17 @@ class DataConnector:
             iter(loader)
 
 
+def has_loader(given: Mapping[str, Any], source: Any, stage: str) -> bool:
+    """Return whether a loader was given, or whether ``source`` has a method that creates one."""
+    return stage in given or overridden(source, f"{stage}_dataloader") is not None
+
+
+def check_loaders(source: Any, where: str) -> None:
+    """Raise an error for loaders that do not yield batches. ``where`` is their source."""
+    for loader in combine_loaders(source, "sequential").flattened:
+        check_loader(loader, where)
+
+
 class StageLoaders:
     """The loaders of a stage, prepared for this run.
 
@@ -243,7 +247,7 @@ class StageLoaders:
     """
 
     def __init__(
-        self, run: RunState, stage: str, combined: CombinedLoader, previous: StageLoaders | None
+        self, run: Run, stage: str, combined: CombinedLoader, previous: StageLoaders | None
     ) -> None:
         self.run, self.stage, self._mode = run, stage, combined_mode(combined)
         self.loaders: list[Any] = combined.flattened
@@ -498,7 +502,7 @@ def count_batches(loader: Any, limit: int | float, stage: str) -> int | float:
     return batches
 
 
-def check_lengths(run: RunState, lengths: list[int | float], stage: str) -> None:
+def check_lengths(run: Run, lengths: list[int | float], stage: str) -> None:
     """Raise an error if processes have different numbers of batches and would wait forever."""
     for found in zip(*gather_objects(run, lengths), strict=False):
         is_strict = run.stage == "fit" or 0 in found
@@ -509,7 +513,7 @@ def check_lengths(run: RunState, lengths: list[int | float], stage: str) -> None
             )
 
 
-def make_transfer(run: RunState) -> Callable[[Any, int], Any] | None:
+def make_transfer(run: Run) -> Callable[[Any, int], Any] | None:
     """Return a function that moves a batch to the device, or None if batches stay unchanged."""
 
     def find_hook(name: str) -> Callable | None:

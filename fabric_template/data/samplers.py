@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from lightning.fabric.utilities import suggested_max_num_workers
+from lightning.fabric.utilities import move_data_to_device, suggested_max_num_workers
 from lightning.fabric.utilities.distributed import DistributedSamplerWrapper
 from lightning.fabric.utilities.seed import pl_worker_init_function
 from lightning.fabric.utilities.warnings import PossibleUserWarning
@@ -26,10 +26,11 @@ from ..errors import ConfigurationError
 from .tensor_loader import TensorLoader
 
 if TYPE_CHECKING:
-    from ..training.run_state import RunState
+    from ..training.run import Run
+    from .loaders import StageLoaders
 
 
-def prepare_loader(run: RunState, loader: Any, stage: str) -> Any:
+def prepare_loader(run: Run, loader: Any, stage: str) -> Any:
     """Return a loader with the sampler that this run needs."""
     if isinstance(loader, TensorLoader):
         return prepare_tensor_loader(run, loader, stage)
@@ -59,7 +60,7 @@ def prepare_loader(run: RunState, loader: Any, stage: str) -> Any:
     return clone
 
 
-def prepare_tensor_loader(run: RunState, loader: TensorLoader, stage: str) -> TensorLoader:
+def prepare_tensor_loader(run: Run, loader: TensorLoader, stage: str) -> TensorLoader:
     """Return a TensorLoader with the order of samples that a DataLoader would have in this run."""
     num_replicas, rank = replicas_and_rank(run)
     shuffle, is_prediction = loader.shuffle, stage == "predict"
@@ -75,19 +76,19 @@ def prepare_tensor_loader(run: RunState, loader: TensorLoader, stage: str) -> Te
     return loader.for_rank(rank, num_replicas, run.data.common_seed(), is_padded=not is_prediction)
 
 
-def is_overfitting(run: RunState) -> bool:
+def is_overfitting(run: Run) -> bool:
     """Return whether the option overfit_batches turns off shuffling in this run."""
     return bool(run.config.overfit_batches) and run.stage == "fit"
 
 
-def warn_of_overfitting(run: RunState, stage: str) -> None:
+def warn_of_overfitting(run: Run, stage: str) -> None:
     run.warn_once(
         f"You requested to overfit but enabled {stage} dataloader shuffling. We are turning off the"
         f" {stage} dataloader shuffling for you."
     )
 
 
-def replicas_and_rank(run: RunState) -> tuple[int, int]:
+def replicas_and_rank(run: Run) -> tuple[int, int]:
     """Return num_replicas and rank for DistributedSampler."""
     if run.fabric.world_size == 1:
         return 1, 0
@@ -96,7 +97,7 @@ def replicas_and_rank(run: RunState) -> tuple[int, int]:
     return kwargs["num_replicas"], kwargs["rank"]
 
 
-def choose_sampler(run: RunState, loader: DataLoader, stage: str) -> Any:
+def choose_sampler(run: Run, loader: DataLoader, stage: str) -> Any:
     """Return the loader's sampler, or the sampler that Trainer would use instead."""
     given: Any = loader.sampler
     dataset: Any = loader.dataset
@@ -137,7 +138,7 @@ def remake_batch_sampler(batch_sampler: Any, sampler: Any) -> Any:
         ) from error
 
 
-def warn_of_workers(run: RunState, loader: DataLoader, stage: str) -> None:
+def warn_of_workers(run: Run, loader: DataLoader, stage: str) -> None:
     """Warn about an IterableDataset with a length, and about a loader with few workers."""
     if isinstance(loader.dataset, IterableDataset) and hasattr(loader.dataset, "__len__"):
         run.warn_once(
@@ -171,3 +172,37 @@ class TrackingBatchSampler(BatchSampler):
 
     def __len__(self) -> int:
         return len(self._batch_sampler)
+
+
+class Predictions:
+    """Collect predictions by loader and batch.
+
+    Attributes:
+        outputs: The predictions on the CPU. Empty if only callbacks receive them.
+        batch_indices: The indices of the samples in each batch.
+        current_indices: The indices of the samples in the current batch.
+    """
+
+    def __init__(self) -> None:
+        self.outputs: list[list[Any]] = []
+        self.batch_indices: list[list[list[int]]] = []
+        self.current_indices: list[int] = []
+        self._loaders: Any = None
+
+    def start(self, loaders: StageLoaders) -> None:
+        self._loaders = loaders
+        self.outputs = [[] for _ in loaders.loaders]
+        self.batch_indices = [[] for _ in loaders.loaders]
+
+    def start_batch(self, batch_idx: int, dataloader_idx: int) -> None:
+        self.current_indices = self._loaders.batch_indices(dataloader_idx, batch_idx)
+
+    def end_batch(self, output: Any, dataloader_idx: int, keeps_output: bool) -> None:
+        if self.current_indices:
+            self.batch_indices[dataloader_idx].append(self.current_indices)
+        if keeps_output:
+            self.outputs[dataloader_idx].append(move_data_to_device(output, "cpu"))
+
+    def as_returned(self) -> list[Any]:
+        """Return the outputs as one list, or as a list of lists for several loaders."""
+        return self.outputs if self._loaders.has_several else self.outputs[0]

@@ -8,8 +8,8 @@ import os
 import pickle
 import socket
 import tempfile
+from collections.abc import Callable
 from contextlib import suppress
-from copy import deepcopy
 from datetime import timedelta
 from functools import partial
 from multiprocessing.context import SpawnProcess
@@ -32,9 +32,9 @@ from .strategies import gather_tensors, has_mesh
 if TYPE_CHECKING:
     from lightning.fabric import Fabric
 
-    from ..training.run_state import RunState
+    from ..training.plan import Plan
+    from ..training.run import Run
 
-_METRICS = ("callback_metrics", "logged_metrics", "progress_bar_metrics")
 _PATHS = ("best_model_path", "last_model_path", "best_model_score")
 
 
@@ -64,7 +64,7 @@ def _leave_group() -> None:
         torch.distributed.destroy_process_group()
 
 
-def gather_objects(run: RunState, item: Any) -> list[Any]:
+def gather_objects(run: Run, item: Any) -> list[Any]:
     """Gather an object from every process, in the order of their ranks."""
     if run.fabric.world_size == 1:
         return [item]
@@ -103,13 +103,13 @@ def open_store_of_attempt() -> TCPStore | None:
 # Spawned processes
 
 
-def check_new_parameters(run: RunState, before: list[str], hook: str) -> None:
+def check_new_parameters(run: Run, before: list[str], hook: str) -> None:
     """Raise an error for parameters that a hook has created, and that processes would not share.
 
     Args:
         before: The names of the parameters before the hook.
     """
-    if not run.is_distributed:
+    if not run.fabric.world_size > 1:
         return
     created = [name for name, _ in run.network.named_parameters() if name not in set(before)]
     advice = "Create it in __init__ or configure_model."
@@ -130,12 +130,12 @@ def starts_processes(fabric: Fabric) -> bool:
     return is_spawning(fabric) and not is_joined()
 
 
-def launch_processes(run: RunState) -> Any:
-    """Run fit, validate, test or predict in new processes. Copy the results to this process."""
+def launch_processes(run: Run, run_plan: Callable[[Plan], Any]) -> Any:
+    """Run the plan of ``run`` in new processes. Copy the results to this process."""
     # Undo changes of the environment at the end, because the next call needs another MASTER_PORT.
     with tempfile.TemporaryDirectory(prefix="fabric_template_") as folder, patch.dict(os.environ):
-        call = partial(_call_in_process, folder, run.loop, run.stage, arguments_of(run))
-        with SignalForwarder(is_quiet=True) as signals:
+        call = partial(_run_in_process, folder, run.plan, run_plan)
+        with SignalForwarder() as signals:
             try:
                 run.fabric.launch(call)
             except ProcessException as error:
@@ -149,48 +149,30 @@ def launch_processes(run: RunState) -> Any:
                     " strategy='ddp' in a script and 'ddp_fork' in a notebook."
                 ) from error
         outcome = torch.load(Path(folder, "outcome"), weights_only=False)
+    run.plan.start.take()
     _apply_outcome(run, outcome)
     if outcome["ending"] is not None:
         raise outcome["ending"]
     return outcome["result"]
 
 
-def arguments_of(run: RunState) -> dict[str, Any]:
-    """Return the arguments for fit, validate, test or predict in a launched process."""
-    is_load = run.stage == "fit" and not run.start.resumes
-    given = {"model": run.model, "datamodule": run.datamodule}
-    given["load" if is_load else "ckpt_path"] = run.start.path
-    given |= getattr(run.module, "functions", {})
-    for stage, loaders in run.data.given.items():
-        given[f"{stage}_dataloaders" if run.stage == "fit" else "dataloaders"] = loaders
-    given["optimizer"] = run.given_optimizer
-    # Pass only the arguments that were given, because a subclass may define fewer arguments.
-    given = {name: value for name, value in given.items() if value is not None}
-    if run.stage in ("validate", "test"):
-        given["verbose"] = False
-    return given
-
-
-def _call_in_process(
-    folder: str, loop: Any, stage: str, arguments: dict[str, Any], fabric: Fabric
+def _run_in_process(
+    folder: str, plan: Plan, run_plan: Callable[[Plan], Any], fabric: Fabric
 ) -> None:
-    """Run fit, validate, test or predict in a launched process, and write the results to a file.
+    """Run a plan in a launched process, and write the results to a file.
 
     The launcher's own queue is not used for the results. The queue blocks on objects that are
     larger than the pipe buffer, and transfers only the message of an exception.
     """
+    loop: Any = plan.loop
     loop.fabric = fabric
     remember_group(fabric.strategy, is_spawned=True)
-    if loop.run is not None:
-        # A forked process inherits the caller's run, which only waits for this process.
-        loop.run.progress.end_run()
     if isinstance(multiprocessing.current_process(), SpawnProcess):
         # The tensors of a spawned process are in shared memory, so copy them.
-        names = {"model", "optimizer"} & set(arguments)
-        arguments |= deepcopy({name: arguments[name] for name in names})
+        plan = plan.copied()
     ending = result = None
     try:
-        result = getattr(loop, stage)(**arguments)
+        result = run_plan(plan)
     except BaseException as error:
         run = loop.run
         if run is None or run.stop.signal is None or isinstance(error, Exception):
@@ -201,28 +183,27 @@ def _call_in_process(
         ending = error
     outcome = _outcome_of(loop.run)
     if fabric.local_rank == 0:
-        outcome |= {"result": result if stage != "fit" else None, "ending": ending}
+        outcome |= {"result": result, "ending": ending}
         torch.save(outcome, Path(folder, "outcome"))
     fabric.barrier()
     torch.distributed.destroy_process_group()
 
 
-def _outcome_of(run: RunState) -> dict[str, Any]:
+def _outcome_of(run: Run) -> dict[str, Any]:
     savers = map(vars, run.hooks.callbacks_of("Checkpoint"))
     outcome = {
         "weights": gather_tensors(run.network.state_dict()),
-        "metrics": {name: getattr(run.results, name) for name in _METRICS},
-        "stop": run.stop,
+        "parts": {"stop": run.stop, "checkpoints": run.checkpoints},
+        "metrics": run.results.metrics(),
         "rows": run.row.rows,
         "callbacks": [part.state_dict() for part in run.hooks.callbacks if has_state(part)],
-        "checkpoints": run.checkpoints,
         "paths": [{name: saver[name] for name in _PATHS if name in saver} for saver in savers],
-        "version": getattr(run.loop.own_logger, "version", None),
+        "version": next((logger.version for logger in run.loggers.csv_loggers), None),
     }
     return move_data_to_device(outcome, "cpu")
 
 
-def _apply_outcome(run: RunState, outcome: dict[str, Any]) -> None:
+def _apply_outcome(run: Run, outcome: dict[str, Any]) -> None:
     """Update the caller's objects with the results of the first process."""
     weights = outcome["weights"]
     if configure_model := overridden(run.module, "configure_model"):
@@ -232,21 +213,18 @@ def _apply_outcome(run: RunState, outcome: dict[str, Any]) -> None:
         if isinstance(tensor, torch.Tensor) and name in weights:
             tensor.data = tensor.data.to(weights[name].dtype)
     run.network.load_state_dict(weights)
-    vars(run.results).update(outcome["metrics"])
-    run.stop, run.progress = outcome["stop"], outcome["stop"].progress
-    run.row.rows = outcome["rows"]
+    run.take_over(outcome["parts"])
+    run.results.load_metrics(outcome["metrics"])
+    run.row.continue_rows(outcome["rows"])
     with_state = filter(has_state, run.hooks.callbacks)
     for callback, state in zip(with_state, outcome["callbacks"], strict=False):
         # Ignore the error of Lightning's SpikeDetection, whose load_state_dict does not work.
         with suppress(AttributeError):
             callback.load_state_dict(state)
-    run.checkpoints = outcome["checkpoints"]
     savers = run.hooks.callbacks_of("Checkpoint")
     for saver, paths in zip(savers, outcome["paths"], strict=False):
         vars(saver).update(paths)
-    if run.loop.own_logger is not None:
-        run.loop.own_logger.version = outcome["version"]
-    run.loop.has_fitted = run.loop.has_fitted or run.stage == "fit"
+    run.loggers.use_version(outcome["version"])
 
 
 def _write_error(error: BaseException, folder: str) -> None:

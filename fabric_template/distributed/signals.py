@@ -16,7 +16,7 @@ import torch
 from lightning.pytorch.utilities.exceptions import SIGTERMException
 
 if TYPE_CHECKING:
-    from ..training.run_state import RunState
+    from lightning.fabric import Fabric
 
 SIGNALS = [getattr(signal, n) for n in ("SIGINT", "SIGTERM", "SIGUSR1") if hasattr(signal, n)]
 SECONDS_BETWEEN_CHECKS = 1.0
@@ -31,18 +31,21 @@ class SignalHandler:
     previous handlers are restored.
 
     Args:
-        is_quiet: Print nothing when a signal arrives.
-        is_one_of_several: Whether a launcher started this process. The launcher may repeat a signal
-            of the terminal, so a second signal within two seconds is ignored.
+        fabric: The Fabric object of the run. Only its main process prints that a signal arrived.
+            None: this process prints nothing.
 
     Attributes:
         received: The signal that this process has received.
+        is_check_due: Whether a signal has arrived, here or perhaps in another process.
     """
 
-    def __init__(self, is_quiet: bool = False, is_one_of_several: bool = False) -> None:
+    def __init__(self, fabric: Fabric | None = None) -> None:
         self.received: int | None = None
-        self._is_quiet = is_quiet
-        self._patience = 2.0 if is_one_of_several else 0.0
+        self._is_main = fabric is not None and fabric.is_global_zero
+        self._has_others = self.is_check_due = fabric is not None and fabric.world_size > 1
+        # A launcher may repeat a signal of the terminal, so ignore a second one within two seconds.
+        is_launched = self._has_others or "TORCHELASTIC_RUN_ID" in os.environ
+        self._patience = 2.0 if is_launched else 0.0
         self._received_at = 0.0
         self._group: Any = None
         self._previous: dict[int, Any] = {}
@@ -72,7 +75,8 @@ class SignalHandler:
         is_first = self.received is None
         if is_first:
             self.received, self._received_at = number, time.monotonic()
-            if not self._is_quiet:
+            self.is_check_due = True
+            if self._is_main:
                 # Do not use sys.stderr, because this handler may interrupt a write to sys.stderr.
                 text = f"{signal.Signals(number).name}: stopping after this step. Again: stop at once.\n"
                 with suppress(OSError):
@@ -86,24 +90,24 @@ class SignalHandler:
         if not is_first:
             raise error_of_signal(number)
 
-    def check(self, run: RunState, is_due: bool = False) -> None:
-        """Stop the run if any process has received a signal.
+    def agree(self, known: int | None, batches: int, is_due: bool = False) -> int | None:
+        """Return the signal that any process has received, or None.
 
-        Several processes must stop at the same step, so ``check`` communicates about once a second.
+        Several processes must stop at the same step, so ``agree`` communicates about once a second.
         Rank 0 decides after how many batches the processes communicate again. A call without
         communication only compares two integers.
 
         Args:
+            known: The result of the previous call.
+            batches: The number of training batches so far.
             is_due: Communicate now.
         """
-        if run.fabric.world_size == 1:
-            run.stop.signal = self.received
-            return
-        batches = run.progress.total_batches
+        if not self._has_others:
+            return self.received
         if batches < self._next_batch and not is_due:
-            return
+            return known
         wait = 0
-        if run.fabric.is_global_zero:
+        if self._is_main:
             seconds = max(time.monotonic() - self._checked_at, 1e-6)
             done = batches - self._checked_batch
             wait = max(1, int(done * SECONDS_BETWEEN_CHECKS / seconds))
@@ -112,9 +116,9 @@ class SignalHandler:
             values, torch.distributed.ReduceOp.MAX, group=self._cpu_group()
         )
         number, wait = values.tolist()
-        run.stop.signal = run.stop.signal or number or None
         self._checked_at, self._checked_batch = time.monotonic(), batches
         self._next_batch = batches + wait
+        return known or number or None
 
     def broadcast(self, numbers: list[int]) -> list[int]:
         """Return the numbers of the first process in every process."""

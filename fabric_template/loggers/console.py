@@ -24,7 +24,7 @@ from .result_collection import to_numbers
 from .row import train_values_first
 
 if TYPE_CHECKING:
-    from ..training.run_state import RunState
+    from ..training.run import Run
 
 # Draw no more often than a reader can see, because drawing slows training down.
 SECONDS_BETWEEN_DRAWS = {"terminal": 0.2, "notebook": 0.2, "log file": 60.0}
@@ -58,7 +58,7 @@ class Console:
         self._num_eval_batches: int | float = 0
 
     @contextmanager
-    def shown(self, run: RunState) -> Iterator[None]:
+    def shown(self, run: Run) -> Iterator[None]:
         """Show the run until the context exits. An error leaves the bar at the failed batch."""
         is_complete = False
         try:
@@ -67,10 +67,10 @@ class Console:
         finally:
             self._guard(self._close, run, is_complete)
 
-    def start_epoch(self, run: RunState) -> None:
+    def start_epoch(self, run: Run) -> None:
         self._guard(self._start, run, run.progress.batches_done)
 
-    def start_evaluation(self, run: RunState, num_batches: int | float) -> None:
+    def start_evaluation(self, run: Run, num_batches: int | float) -> None:
         """Show the progress of an evaluation. A validation in fit is shown in the epoch's bar."""
         self._num_eval_batches = num_batches
         if run.stage != "fit":
@@ -79,7 +79,7 @@ class Console:
     def add_row(self, row: Mapping[str, Any]) -> None:
         self._guard(self._add_row, row)
 
-    def update(self, run: RunState) -> None:
+    def update(self, run: Run) -> None:
         """Draw the bar if enough time has passed since the last draw."""
         if time.monotonic() >= self._due:
             self._guard(self._draw, run)
@@ -96,7 +96,7 @@ class Console:
                 stacklevel=3,
             )
 
-    def _start(self, run: RunState, first_batch: int) -> None:
+    def _start(self, run: Run, first_batch: int) -> None:
         self._started, self._first_batch = time.monotonic(), first_batch
         if self._output:
             return
@@ -108,7 +108,7 @@ class Console:
         if self._output != "log file":
             self._draw(run)
 
-    def _draw(self, run: RunState, is_complete: bool = False) -> None:
+    def _draw(self, run: Run, is_complete: bool = False) -> None:
         values = ", ".join(f"{name}={value:.4g}" for name, value in bar_values(run).items())
         meter = self._measure(run, is_complete)
         if self._output == "log file":
@@ -125,7 +125,7 @@ class Console:
             self._bar = bar[:columns]
         self._due = time.monotonic() + SECONDS_BETWEEN_DRAWS[self._output]
 
-    def _measure(self, run: RunState, is_complete: bool) -> dict[str, Any]:
+    def _measure(self, run: Run, is_complete: bool) -> dict[str, Any]:
         """Return the arguments of tqdm.format_meter."""
         progress, total = run.progress, self._num_eval_batches
         done = progress.eval_batches_done
@@ -143,7 +143,7 @@ class Console:
             "prefix": self._describe(run, is_complete),
         }
 
-    def _describe(self, run: RunState, is_complete: bool) -> str:
+    def _describe(self, run: Run, is_complete: bool) -> str:
         """Return the text before the bar, such as "epoch 3/10, validating 2/5"."""
         if run.stage != "fit":
             return run.stage
@@ -205,7 +205,7 @@ class Console:
         else:
             self._notebook_output.update(data, raw=True)
 
-    def _close(self, run: RunState, is_complete: bool) -> None:
+    def _close(self, run: Run, is_complete: bool) -> None:
         if not self._output:
             return
         reason = end_reason(run) if is_complete and run.stage == "fit" else ""
@@ -231,7 +231,7 @@ def detect_output() -> str:
     return "terminal" if sys.stderr.isatty() else "log file"
 
 
-def bar_values(run: RunState) -> dict[str, float]:
+def bar_values(run: Run) -> dict[str, float]:
     """Read the values to show beside the bar. Reading a value waits for the device."""
     results = run.results
     logs_itself = run.is_lightning_module and (results.active.metrics or results.callback_metrics)
@@ -254,7 +254,7 @@ def align_cells(cells: Mapping[str, str], columns: Sequence[str]) -> str:
 # Summary
 
 
-def summarize_run(run: RunState, checkpoints: Sequence[Path]) -> dict[str, list[str]]:
+def summarize_run(run: Run, checkpoints: Sequence[Path]) -> dict[str, list[str]]:
     """Summarize a fit in lines of text, keyed by headings such as "trained" and "ended"."""
     rows, progress, monitor = run.row.rows, run.progress, run.config.monitor or ""
     name = getattr(run.model, "__name__", type(run.model).__name__)
@@ -291,13 +291,13 @@ def format_summary(lines: Mapping[str, Sequence[str]]) -> str:
     return "\n".join(f"{heading:<12}{text}" for heading, texts in lines.items() for text in texts)
 
 
-def end_reason(run: RunState) -> str:
+def end_reason(run: Run) -> str:
     """Return the reason why training ended, or an empty string during training."""
     stop = run.stop
     if stop.signal is not None:
         return signal.Signals(stop.signal).name
-    if run.failure is not None:
-        return run.failure
+    if run.stop.failure is not None:
+        return run.stop.failure
     if stop.divergence:
         return stop.divergence
     if stop.has_max_steps:

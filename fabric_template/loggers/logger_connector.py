@@ -14,13 +14,13 @@ from .result_collection import to_numbers
 from .run_config import merge_hyperparameters
 
 if TYPE_CHECKING:
-    from ..training.run_state import RunState
+    from ..training.run import Run
 
 
 class LoggerConnector:
     """Send the values of steps, epochs and evaluations to the loggers of a run."""
 
-    def __init__(self, run: RunState) -> None:
+    def __init__(self, run: Run) -> None:
         self.run = run
 
     @property
@@ -32,13 +32,18 @@ class LoggerConnector:
         """The loggers that write metrics.csv and steps.csv."""
         return [logger for logger in self.loggers if isinstance(logger, CSVLogger)]
 
-    def log_step(self, run: RunState) -> None:
+    def use_version(self, version: int | str | None) -> None:
+        """Write the CSV files of this run into the folder of a version."""
+        for logger in self.csv_loggers:
+            logger.version = version
+
+    def log_step(self, run: Run) -> None:
         values = run.results.current_values()
         row = {**run.row.step_row(), **values.row}
         self.log_metrics(values.logged, row=row)
         run.row.check_loss(row)
 
-    def log_evaluation_step(self, run: RunState, dataloader_idx: int) -> None:
+    def log_evaluation_step(self, run: Run, dataloader_idx: int) -> None:
         """Send the values that an evaluation batch logged with on_step=True to the loggers."""
         if run.progress.stage == "sanity_check":
             return
@@ -47,16 +52,14 @@ class LoggerConnector:
             values = run.results.current_values()
             self.log_metrics(values.logged, step=count, row=values.row)
 
-    def log_evaluation(
-        self, run: RunState, metrics: Mapping[str, Any], row: Mapping[str, Any]
-    ) -> None:
+    def log_evaluation(self, run: Run, metrics: Mapping[str, Any], row: Mapping[str, Any]) -> None:
         """Log an evaluation. An evaluation without a row in metrics.csv is written to steps.csv."""
         if run.progress.stage == "sanity_check":
             return
         has_row = run.stage == "fit" and (run.row.is_step_based or run.progress.is_epoch_complete)
         self.log_metrics(metrics, row=None if has_row else row)
 
-    def log_train_epoch(self, run: RunState) -> None:
+    def log_train_epoch(self, run: Run) -> None:
         # Loggers expect the values of an epoch at the last step of this epoch.
         self.log_metrics(run.results.update_metrics().logged, step_offset=-1)
 
@@ -92,7 +95,7 @@ class LoggerConnector:
                 in_row["epoch"] = progress.epochs_done
                 logger.log_metrics(in_row, step=progress.global_step)
 
-    def log_hyperparameters(self, run: RunState) -> None:
+    def log_hyperparameters(self, run: Run) -> None:
         hparams = merge_hyperparameters(run.model, run.datamodule) if self.loggers else {}
         for logger in self.loggers:
             if not isinstance(logger, CSVLogger):

@@ -25,7 +25,7 @@ from ..errors import ConfigurationError
 from .log_arguments import REDUCTIONS, LogArguments, check_arguments, value_error
 
 if TYPE_CHECKING:
-    from ..training.run_state import RunState
+    from ..training.run import Run
 
 # The name in LogArguments.hook for values that a step returned instead of calling self.log().
 RETURNED = "returned"
@@ -270,10 +270,10 @@ class ResultCollection:
     # An unpickled ResultCollection has only this class attribute, so log() does nothing.
     is_enabled = False
 
-    def __init__(self, run: RunState) -> None:
+    def __init__(self, run: Run) -> None:
         self.run, self._hooks = run, run.hooks
         self.is_enabled = not run.config.barebones
-        self._all_reduce: Any = run.fabric.all_reduce if run.is_distributed else None
+        self._all_reduce: Any = run.fabric.all_reduce if run.fabric.world_size > 1 else None
         self.clear()
 
     def clear(self) -> None:
@@ -286,6 +286,15 @@ class ResultCollection:
         self.returned: dict[str, Any] = {}
         self.evaluated: set[str] = set()
         self._loader_values: list[CurrentValues] = []
+
+    def metrics(self) -> dict[str, dict[str, Any]]:
+        """Return Trainer's dicts of logged values by name."""
+        names = ("callback_metrics", "logged_metrics", "progress_bar_metrics")
+        return {name: getattr(self, name) for name in names}
+
+    def load_metrics(self, metrics: dict[str, dict[str, Any]]) -> None:
+        """Continue with the logged values of another process."""
+        vars(self).update(metrics)
 
     def __deepcopy__(self, memo: dict) -> ResultCollection:
         """Return self, so that a copy of a module logs to the same run."""

@@ -19,7 +19,7 @@ from .read_logs import parse_cell, read_table
 from .result_collection import to_numbers
 
 if TYPE_CHECKING:
-    from ..training.run_state import RunState
+    from ..training.run import Run
     from .csv_logger import CSVLogger
 
 
@@ -43,7 +43,7 @@ class RowWriter:
         step_values: The loss of the newest training batch, and a logged gradient norm.
     """
 
-    def __init__(self, run: RunState) -> None:
+    def __init__(self, run: Run) -> None:
         self.run = run
         self.rows: list[dict[str, Any]] = []
         self.is_step_based = False
@@ -69,6 +69,10 @@ class RowWriter:
     def counts_steps(self) -> bool:
         """Return True if max_steps is set or if validation runs every N steps."""
         return self.run.stop.max_steps != -1 or self.run.config.check_val_every_n_epoch is None
+
+    def continue_rows(self, rows: list[dict[str, Any]]) -> None:
+        """Continue the rows of the file, or of another process."""
+        self.rows = rows or self.rows
 
     # The clock
 
@@ -267,7 +271,7 @@ class RowWriter:
             folder = next((f for f in folders if has_rows(f, state["last_row"], position)), None)
             step = self.run.progress.global_step
             rows = logger.rewind({} if folder is None else position, folder, step)
-            self.rows = [parse_row(row) for row in rows] or self.rows
+            self.continue_rows([parse_row(row) for row in rows])
             if folder is None and state["last_row"] is not None:
                 self.run.warn_once(
                     f"{logger.log_dir}/metrics.csv: the rows before the checkpoint are missing. The run"
@@ -277,7 +281,7 @@ class RowWriter:
     def _log_folders(self, logger: CSVLogger, saved: str) -> list[Path]:
         """List the folders that may have the rows of the checkpoint, most likely first."""
         folders = [Path(logger.log_dir, REPLACED_LOGS), Path(logger.log_dir)]
-        checkpoint = Path(str(self.run.start.path)).absolute()
+        checkpoint = Path(str(self.run.plan.start.path)).absolute()
         name, _, version = saved.rpartition("/")
         if {name, version}.isdisjoint({"", ".", ".."}) and os.path.basename(name) == name:
             # A run that continues in another version copies the rows of the first version.
@@ -336,7 +340,7 @@ def name_outputs(output: Any, prefix: str) -> dict[str, Tensor]:
     return found
 
 
-def learning_rates(run: RunState) -> list[Any]:
+def learning_rates(run: Run) -> list[Any]:
     """Return the learning rate of each optimizer's first parameter group, without a device sync."""
     rates = [
         group["lr"]

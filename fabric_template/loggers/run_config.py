@@ -19,12 +19,12 @@ from ..lightning_compat.private import logs_hyperparameters
 from .csv_logger import to_plain
 
 if TYPE_CHECKING:
-    from ..training.run_state import RunState
+    from ..training.run import Run
 
 HEAD = "# `fabric-template fit --config` with this file repeats this run. It ignores `about`.\n"
 
 
-def write_run_config(run: RunState) -> None:
+def write_run_config(run: Run) -> None:
     """Write config.yaml beside metrics.csv. If writing fails, warn and continue training.
 
     Keep an existing config.yaml if the run is resumed, or if another program wrote the file.
@@ -33,7 +33,7 @@ def write_run_config(run: RunState) -> None:
         path = Path(logger.log_dir, "config.yaml")
         try:
             is_own = path.exists() and path.read_text("utf-8", "replace").startswith(HEAD)
-            if not path.exists() or (is_own and not run.start.resumes):
+            if not path.exists() or (is_own and not run.plan.start.resumes):
                 write_yaml(path, collect_run_config(run), HEAD)
         except Exception as error:
             warnings.warn(
@@ -42,7 +42,7 @@ def write_run_config(run: RunState) -> None:
             )
 
 
-def collect_run_config(run: RunState) -> dict[str, Any]:
+def collect_run_config(run: Run) -> dict[str, Any]:
     """Return a run's options, model and data. "unknown" lists the parts that YAML cannot hold."""
     unknown: dict[str, str] = {}
     options = dict(run.loop.recipe)
@@ -56,13 +56,13 @@ def collect_run_config(run: RunState) -> dict[str, Any]:
     if "data" not in config and any(loader is not None for loader in run.data.given.values()):
         unknown["data"] = "fit was given loaders"
     functions = getattr(run.module, "functions", {})
-    given_parts = {**functions, "optimizer": run.given_optimizer}
+    given_parts = {**functions, "optimizer": run.plan.optimizer}
     options |= {name: part for name, part in given_parts.items() if part is not None}
     config |= keep_plain(options, unknown)
     # Leave out the version, so that a repeated run overwrites nothing.
     config["version"] = None
-    if run.start.path is not None:
-        config["resume" if run.start.resumes else "load"] = str(run.start.path)
+    if run.plan.start.path is not None:
+        config["resume" if run.plan.start.resumes else "load"] = str(run.plan.start.path)
     versions = {
         "fabric_template": __version__,
         "torch": str(torch.__version__),

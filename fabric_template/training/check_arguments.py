@@ -6,9 +6,12 @@ import inspect
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
+from lightning.fabric.strategies import ModelParallelStrategy
 from lightning.fabric.utilities.warnings import PossibleUserWarning
 
 from ..data.check_loader import loader_argument
+from ..data.loaders import check_loaders as check_source
+from ..data.loaders import has_loader
 from ..distributed.process_group import check_launched
 from ..errors import (
     ConfigurationError,
@@ -16,40 +19,42 @@ from ..errors import (
     MissingDataError,
     check_object,
 )
+from ..lightning_compat.callbacks import find_callbacks
 from ..lightning_compat.overrides import overridden
 from .configure_optimizers import is_optimizer
 from .module_adapter import parameters_of, takes_batch_idx
 
 if TYPE_CHECKING:
     from ..loop import FabricLoop
-    from .run_state import RunState
+    from .plan import Plan
+    from .run import Run
 
 LOADER_OF_STAGE = {"fit": "train", "validate": "val", "test": "test", "predict": "predict"}
 STEP_OF_STAGE = {"fit": "training_step", "validate": "validation_step", "test": "test_step"}
 
 
-def check_call(run: RunState) -> None:
+def check_call(plan: Plan) -> None:
     """Raise an error for a model, functions or loaders that the call cannot use."""
-    if run.stage == "fit":
+    if plan.stage == "fit":
         # fit needs every process of a group. An evaluation may run in only one of them.
-        check_launched(run.fabric)
-    check_strategy(run)
-    if run.stage == "predict":
-        check_prediction(run)
+        check_launched(plan.loop.fabric)
+    check_strategy(plan)
+    if plan.stage == "predict":
+        check_prediction(plan)
     else:
-        check_step(run, STEP_OF_STAGE[run.stage])
-    if run.stage == "fit":
-        check_signature(run, "validation_step")
-        check_optimization(run)
-        warn_of_options(run)
-    check_loaders(run)
+        check_step(plan, STEP_OF_STAGE[plan.stage])
+    if plan.stage == "fit":
+        check_signature(plan, "validation_step")
+        check_optimization(plan)
+        warn_of_options(plan)
+    check_loaders(plan)
 
 
-def check_strategy(run: RunState) -> None:
+def check_strategy(plan: Plan) -> None:
     """Raise an error if the given optimizer trains parameters that the strategy will replace."""
-    given = run.given_optimizer
+    given = plan.optimizer
     is_ready = given is not None and (is_optimizer(given) or not callable(given))
-    if is_ready and run.steps.is_model_parallel:
+    if is_ready and isinstance(plan.loop.fabric.strategy, ModelParallelStrategy):
         raise ConfigurationError(
             "fit: got optimizer= with ModelParallelStrategy, which replaces the model's parameters, so that it"
             " would train none of them. Write optimizer=lambda model: torch.optim.Adam(model.parameters()), or a"
@@ -88,13 +93,13 @@ def check_sources(stage: str, model: Any, loaders: Mapping[str, Any], datamodule
     )
 
 
-def check_step(run: RunState, step: str) -> None:
-    name = type(run.model).__name__
-    method = overridden(run.module, step)
+def check_step(plan: Plan, step: str) -> None:
+    name = type(plan.model).__name__
+    method = overridden(plan.module, step)
     if method is None:
         raise ConfigurationError(
             f"No `{step}()` method defined. Define {step}(self, batch) in the class {name}, or call"
-            f" {run.stage}(..., {step}=fn) with a function fn(model, batch)."
+            f" {plan.stage}(..., {step}=fn) with a function fn(model, batch)."
         )
     if "optimizer_idx" in inspect.signature(method).parameters:
         raise RuntimeError(
@@ -103,37 +108,37 @@ def check_step(run: RunState, step: str) -> None:
             f" your optimizers in `{step}` with `opt1, opt2, ... = self.optimizers()`."
         )
     for old in ("training_epoch_end", "validation_epoch_end", "test_epoch_end"):
-        if run.is_lightning_module and callable(getattr(run.model, old, None)):
+        if plan.is_lightning_module and callable(getattr(plan.model, old, None)):
             raise NotImplementedError(
                 f"Support for `{old}` has been removed in v2.0.0. `{name}` implements this method. You can"
                 f" use the `on_{old.replace('training', 'train')}` hook instead. To access outputs, save"
                 " them in-memory as instance attributes."
             )
-    check_signature(run, step)
+    check_signature(plan, step)
 
 
-def check_prediction(run: RunState) -> None:
-    if getattr(run.model, "predict_step", "") is None:
+def check_prediction(plan: Plan) -> None:
+    if getattr(plan.model, "predict_step", "") is None:
         raise ConfigurationError("`predict_step` cannot be None to run `Trainer.predict`")
-    if not (overridden(run.module, "predict_step") or overridden(run.model, "forward")):
+    if not (overridden(plan.module, "predict_step") or overridden(plan.model, "forward")):
         raise ConfigurationError(
             "`Trainer.predict` requires `forward` method to run. Define forward or predict_step in"
-            f" {type(run.model).__name__}, or call predict(..., predict_step=fn)."
+            f" {type(plan.model).__name__}, or call predict(..., predict_step=fn)."
         )
-    check_signature(run, "predict_step")
+    check_signature(plan, "predict_step")
 
 
-def check_signature(run: RunState, name: str) -> None:
+def check_signature(plan: Plan, name: str) -> None:
     """Raise an error for a step that accepts neither a batch nor a batch and its index."""
-    method = overridden(run.module, name)
+    method = overridden(plan.module, name)
     if method is None:
         return
-    function = getattr(run.module, "functions", {}).get(name)
+    function = getattr(plan.module, "functions", {}).get(name)
     # The first argument of a step function is the model, and that of a method is self.
     first, step = ("self", method) if function is None else ("model", function)
     check_batch_argument(name, step, first)
     # As in Trainer, a LightningModule is not checked. Calling a wrong step raises a TypeError.
-    if run.is_lightning_module:
+    if plan.is_lightning_module:
         return
     arguments = [None] * (1 + takes_batch_idx(method) + (function is not None))
     try:
@@ -164,21 +169,21 @@ def check_batch_argument(name: str, method: Callable, first: str) -> None:
         )
 
 
-def check_optimization(run: RunState) -> None:
+def check_optimization(plan: Plan) -> None:
     """Raise an error without an optimizer, or for options that manual optimization excludes."""
-    if run.given_optimizer is None and not run.hooks.is_overridden("configure_optimizers"):
+    if plan.optimizer is None and not overridden(plan.module, "configure_optimizers"):
         raise ConfigurationError(
-            f"No `configure_optimizers()` method defined. Define it in the class {type(run.model).__name__}, or call"
+            f"No `configure_optimizers()` method defined. Define it in the class {type(plan.model).__name__}, or call"
             " fit(..., optimizer=torch.optim.Adam(model.parameters()))."
         )
-    if run.module.automatic_optimization:
+    if plan.module.automatic_optimization:
         return
     unsupported = (
         ("gradient_clip_val", "clipping", 0),
         ("accumulate_grad_batches", "accumulation", 1),
     )
     for option, what, least in unsupported:
-        value = getattr(run.config, option) or 0
+        value = getattr(plan.config, option) or 0
         if value > least:
             raise ConfigurationError(
                 f"Automatic gradient {what} is not supported for manual optimization. Remove"
@@ -186,47 +191,50 @@ def check_optimization(run: RunState) -> None:
             )
 
 
-def check_loaders(run: RunState) -> None:
+def check_loaders(plan: Plan) -> None:
     """Raise an error for a call without a loader, and for loaders that do not yield batches."""
-    call, stage = run.stage, LOADER_OF_STAGE[run.stage]
+    call, stage = plan.stage, LOADER_OF_STAGE[plan.stage]
     argument = loader_argument(call, stage)
-    if not run.data.has_loader(stage):
-        place = f"define {stage}_dataloader in the class {type(run.model).__name__}"
-        if run.datamodule is not None:
+    if not has_loader(plan.loaders, plan.source, stage):
+        place = f"define {stage}_dataloader in the class {type(plan.model).__name__}"
+        if plan.datamodule is not None:
             place = f"pass a datamodule with {stage}_dataloader"
         raise MissingDataError(
             f"An invalid dataloader was passed to `Trainer.{call}({argument}=...)`. Found None."
             f" `{stage}_dataloader` must be implemented to be used with the Lightning Trainer."
             f" Write {call}(model, loader), or {place}."
         )
-    for given_stage in run.data.given:
-        run.data.request(given_stage)
-    given = run.data.given.get(stage)
+    for given_stage, loaders in plan.loaders.items():
+        argument_of_stage = loader_argument(call, given_stage)
+        check_source(loaders, f"passed to `Trainer.{call}({argument_of_stage}=...)`")
+    given = plan.loaders.get(stage)
     if call == "fit" and isinstance(given, list | tuple | dict) and not given:
         raise ConfigurationError(f"fit: got {argument}={given}, expected at least one batch.")
 
 
-def warn_of_options(run: RunState) -> None:
+def warn_of_options(plan: Plan) -> None:
     """Warn if no limit is given, or if only one of validation step and loader is given."""
-    if run.config.max_epochs is None and run.stop.max_epochs == 1000:
-        run.warn_once(
+    has_timer = bool(find_callbacks(plan.loop.callbacks, "Timer"))
+    if plan.config.max_epochs is None and plan.config.max_steps == -1 and not has_timer:
+        plan.warn(
             "`max_epochs` was not set. Setting it to 1000 epochs. To train without an epoch limit, set"
             " `max_epochs=-1`.",
             PossibleUserWarning,
         )
-    has_step, has_loader = run.hooks.is_overridden("validation_step"), run.data.has_loader("val")
-    if has_loader and not has_step:
-        run.warn_once(
+    has_step = overridden(plan.module, "validation_step") is not None
+    has_val_loader = has_loader(plan.loaders, plan.source, "val")
+    if has_val_loader and not has_step:
+        plan.warn(
             "You passed in a `val_dataloader` but have no `validation_step`. Skipping val loop."
         )
-    if has_step and not has_loader and run.is_lightning_module:
-        run.warn_once(
+    if has_step and not has_val_loader and plan.is_lightning_module:
+        plan.warn(
             "You defined a `validation_step` but have no `val_dataloader`. Skipping val loop.",
             PossibleUserWarning,
         )
 
 
-def warn_of_eval_modules(run: RunState) -> None:
+def warn_of_eval_modules(run: Run) -> None:
     count = sum(not part.training for part in run.network.modules())
     if count:
         run.warn_once(

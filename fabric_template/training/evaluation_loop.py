@@ -10,7 +10,6 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
-from lightning.fabric.utilities import move_data_to_device
 from torch import nn
 
 from ..lightning_compat.overrides import overridden
@@ -21,12 +20,10 @@ from .module_adapter import takes_argument, takes_batch_idx
 
 if TYPE_CHECKING:
     from ..data.loaders import StageLoaders
-    from .run_state import RunState
+    from .run import Run
 
 
-def evaluate(
-    run: RunState, stage: str, max_batches: int | float = math.inf
-) -> list[dict[str, Any]]:
+def evaluate(run: Run, stage: str, max_batches: int | float = math.inf) -> list[dict[str, Any]]:
     """Run ``validation_step`` or ``test_step`` over the loaders of the run, one after the other.
 
     Args:
@@ -67,7 +64,7 @@ def evaluate(
 
 
 def start_evaluation(
-    run: RunState, name: str, loaders: StageLoaders, max_batches: int | float = math.inf
+    run: Run, name: str, loaders: StageLoaders, max_batches: int | float = math.inf
 ) -> None:
     check_dataloader_idx(run, name, loaders.has_several)
     run.progress.start_evaluation()
@@ -76,7 +73,7 @@ def start_evaluation(
 
 
 def run_batches(
-    run: RunState,
+    run: Run,
     name: str,
     method: Callable,
     loaders: StageLoaders,
@@ -111,7 +108,7 @@ def run_batches(
         run.console.update(run)
 
 
-def evaluate_apart(run: RunState, loaders: StageLoaders) -> dict[str, Any]:
+def evaluate_apart(run: Run, loaders: StageLoaders) -> dict[str, Any]:
     """Validate on other loaders, and leave the run as it was.
 
     The module's hooks on_validation_epoch_start and on_validation_epoch_end are called. No
@@ -143,7 +140,7 @@ def evaluate_apart(run: RunState, loaders: StageLoaders) -> dict[str, Any]:
 
 
 def name_step_values(
-    run: RunState, loaders: StageLoaders, output: Any, dataloader_idx: int
+    run: Run, loaders: StageLoaders, output: Any, dataloader_idx: int
 ) -> dict[str, torch.Tensor]:
     """Return the values in the output of a step, keyed by their columns in metrics.csv.
 
@@ -161,41 +158,7 @@ def name_step_values(
     return values
 
 
-class Predictions:
-    """Collect predictions by loader and batch.
-
-    Attributes:
-        outputs: The predictions on the CPU. Empty if only callbacks receive them.
-        batch_indices: The indices of the samples in each batch.
-        current_indices: The indices of the samples in the current batch.
-    """
-
-    def __init__(self) -> None:
-        self.outputs: list[list[Any]] = []
-        self.batch_indices: list[list[list[int]]] = []
-        self.current_indices: list[int] = []
-        self._loaders: Any = None
-
-    def start(self, loaders: StageLoaders) -> None:
-        self._loaders = loaders
-        self.outputs = [[] for _ in loaders.loaders]
-        self.batch_indices = [[] for _ in loaders.loaders]
-
-    def start_batch(self, batch_idx: int, dataloader_idx: int) -> None:
-        self.current_indices = self._loaders.batch_indices(dataloader_idx, batch_idx)
-
-    def end_batch(self, output: Any, dataloader_idx: int, keeps_output: bool) -> None:
-        if self.current_indices:
-            self.batch_indices[dataloader_idx].append(self.current_indices)
-        if keeps_output:
-            self.outputs[dataloader_idx].append(move_data_to_device(output, "cpu"))
-
-    def as_returned(self) -> list[Any]:
-        """Return the outputs as one list, or as a list of lists for several loaders."""
-        return self.outputs if self._loaders.has_several else self.outputs[0]
-
-
-def predict(run: RunState) -> list[Any] | None:
+def predict(run: Run) -> list[Any] | None:
     """Run ``predict_step`` or ``forward`` over every batch of every loader."""
     if run.config.limit_predict_batches == 0:
         return None
@@ -203,9 +166,9 @@ def predict(run: RunState) -> list[Any] | None:
     loaders = run.data.eval_loaders
     num_batches = loaders.count_batches()
     if num_batches == 0:
-        return [] if run.returns_predictions else None
+        return [] if run.plan.returns_predictions else None
     start_evaluation(run, "predict", loaders)
-    run.predictions.start(loaders)
+    run.data.predictions.start(loaders)
     with evaluation_mode(run, "predict"):
         run.hooks.call("on_predict_start")
         run.hooks.call("on_predict_epoch_start")
@@ -213,11 +176,11 @@ def predict(run: RunState) -> list[Any] | None:
         predict_batches(run, loaders)
         run.hooks.call("on_predict_epoch_end")
         run.hooks.call("on_predict_end")
-    return run.predictions.as_returned() if run.returns_predictions else None
+    return run.data.predictions.as_returned() if run.plan.returns_predictions else None
 
 
-def predict_batches(run: RunState, loaders: StageLoaders) -> None:
-    predictions, method = run.predictions, overridden(run.module, "predict_step")
+def predict_batches(run: Run, loaders: StageLoaders) -> None:
+    predictions, method = run.data.predictions, overridden(run.module, "predict_step")
     # Keep the predictions for BasePredictionWriter, even if predict does not return them.
     intervals = [getattr(callback, "interval", None) for callback in run.hooks.callbacks]
     is_written = any(getattr(interval, "on_epoch", False) for interval in intervals)
@@ -231,10 +194,10 @@ def predict_batches(run: RunState, loaders: StageLoaders) -> None:
     for output, dataloader_idx in batches:
         if output is None:
             run.warn_once("predict returned None if it was on purpose, ignore this warning...")
-        predictions.end_batch(output, dataloader_idx, run.returns_predictions or is_written)
+        predictions.end_batch(output, dataloader_idx, run.plan.returns_predictions or is_written)
 
 
-def evaluation_step(run: RunState, name: str, method: Callable, has_several: bool) -> Callable:
+def evaluation_step(run: Run, name: str, method: Callable, has_several: bool) -> Callable:
     """Wrap a step as a function of (batch, batch_idx, dataloader_idx)."""
     step = run.make_step(f"{name}_step", method)
     # Do not pass an index to forward, which takes only the batch.
@@ -254,7 +217,7 @@ def evaluation_step(run: RunState, name: str, method: Callable, has_several: boo
 
 
 @contextmanager
-def evaluation_mode(run: RunState, name: str) -> Iterator[None]:
+def evaluation_mode(run: Run, name: str) -> Iterator[None]:
     """Switch to eval mode without gradients, and restore each module's mode at the end."""
     modes = modes_of(run.network)
     # TorchScript cannot run in inference mode after a backward pass.
@@ -291,13 +254,13 @@ def restore_modes(modes: list[tuple[nn.Module, bool]]) -> None:
         module.training = is_training
 
 
-def switch_mode(run: RunState, hook: str, default: Callable[[], Any]) -> None:
+def switch_mode(run: Run, hook: str, default: Callable[[], Any]) -> None:
     """Call a hook of callbacks and module. For a module without the hook, call ``default``."""
     run.hooks.call_callbacks(hook)
     (run.hooks.module_method(hook) or default)()
 
 
-def check_dataloader_idx(run: RunState, name: str, has_several: bool) -> None:
+def check_dataloader_idx(run: Run, name: str, has_several: bool) -> None:
     """Raise an error if ``dataloader_idx`` is missing for several loaders, or required for one."""
     if not run.is_lightning_module:
         return

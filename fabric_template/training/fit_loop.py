@@ -22,17 +22,16 @@ from ..rng_state import capture_rng_state, restore_rng_state
 from .evaluation_loop import evaluate
 from .lr_schedulers import step_lr_schedulers, step_schedulers_after_batch
 from .optimization import is_logging_due, is_window_end
-from .progress import ValidationSchedule
 from .weight_averaging import finish_averaging, resume_averaging
 
 if TYPE_CHECKING:
-    from .run_state import RunState
+    from .run import Run
 
 
-def fit(run: RunState) -> None:
+def fit(run: Run) -> None:
     """Train until a limit is reached, or a callback or a signal requests a stop."""
     run.data.setup_train_loader()
-    run.validation_schedule = ValidationSchedule(run)
+    run.validation_schedule.start()
     run.row.choose_interval()
     is_done = run.stop.is_due_between_epochs and not run.progress.is_in_epoch
     if is_done or run.config.limit_train_batches == 0:
@@ -63,7 +62,7 @@ def fit(run: RunState) -> None:
     run.row.write_after_training()
 
 
-def train_epoch(run: RunState) -> None:
+def train_epoch(run: Run) -> None:
     """Train on the batches of one epoch, or on its remaining batches after a resume."""
     progress = run.progress
     if progress.is_in_epoch:
@@ -79,7 +78,7 @@ def train_epoch(run: RunState) -> None:
         end_epoch(run)
 
 
-def start_epoch(run: RunState) -> None:
+def start_epoch(run: Run) -> None:
     """Reload the dataloaders if a reload is due, and call the hooks."""
     run.data.setup_train_loader()
     run.validation_schedule.count_batches()
@@ -90,7 +89,7 @@ def start_epoch(run: RunState) -> None:
     run.progress.enter(None)
 
 
-def resume_epoch(run: RunState) -> None:
+def resume_epoch(run: Run) -> None:
     """Restart the loader at its saved position, and finish an interrupted batch."""
     run.data.train.set_epoch()
     run.data.train.start()
@@ -98,7 +97,7 @@ def resume_epoch(run: RunState) -> None:
         run_phases(run, run.progress.phase)
 
 
-def train_batches(run: RunState) -> None:
+def train_batches(run: Run) -> None:
     """Train on the batches of an epoch, and call ``end_train_batch`` after each."""
     progress, hooks, results, loaders = run.progress, run.hooks, run.results, run.data.train
     train_batch = hooks.with_profiler("run_training_batch", run.optimization.train_batch)
@@ -127,7 +126,7 @@ def train_batches(run: RunState) -> None:
         end_short_epoch(run)
 
 
-def end_train_batch(run: RunState, outputs: Any, batch: Any, batch_idx: int) -> None:
+def end_train_batch(run: Run, outputs: Any, batch: Any, batch_idx: int) -> None:
     """Step the schedulers, call ``on_train_batch_end``, and run the phases after a batch."""
     run.progress.enter("log_batch")
     if run.optimization.lr_schedulers:
@@ -137,14 +136,14 @@ def end_train_batch(run: RunState, outputs: Any, batch: Any, batch_idx: int) -> 
     run_phases(run, "log_batch")
 
 
-def run_phases(run: RunState, phase: str | None) -> None:
+def run_phases(run: Run, phase: str | None) -> None:
     """Run the phases after a batch. Each returns the next one. A resume starts in a later phase."""
     while phase is not None:
         run.progress.enter(phase)
         phase = PHASES_AFTER_BATCH[phase](run)
 
 
-def log_batch(run: RunState) -> str:
+def log_batch(run: Run) -> str:
     """Send the values of the batch to the loggers and the console."""
     is_logging = is_window_end(run) or not run.optimization.is_automatic
     if is_logging and is_logging_due(run):
@@ -154,7 +153,7 @@ def log_batch(run: RunState) -> str:
     return "validate" if run.validation_schedule.is_due() else "finish_batch"
 
 
-def validate(run: RunState) -> str:
+def validate(run: Run) -> str:
     """Run a validation during training."""
     free_gradients(run)
     # A request to stop causes an unplanned validation. A resumed run does not repeat this
@@ -168,14 +167,14 @@ def validate(run: RunState) -> str:
     return "report_validation"
 
 
-def free_gradients(run: RunState) -> None:
+def free_gradients(run: Run) -> None:
     """As in Trainer, free the gradients before a validation that follows an optimizer step."""
     if is_window_end(run):
         own_zero_grad = run.hooks.module_method("on_validation_model_zero_grad")
         (own_zero_grad or run.network.zero_grad)()
 
 
-def report_validation(run: RunState) -> str:
+def report_validation(run: Run) -> str:
     """Write the row of a validation, and save a checkpoint after it."""
     run.validation_schedule.restart()
     run.row.write_after_validation()
@@ -183,20 +182,20 @@ def report_validation(run: RunState) -> str:
     return "finish_batch"
 
 
-def finish_batch(run: RunState) -> None:
+def finish_batch(run: Run) -> None:
     """Step ReduceLROnPlateau, check for signals, and save every N steps."""
     if run.optimization.lr_schedulers:
         step_lr_schedulers(run, "step", reduce_on_plateau=True)
     is_stepping = is_window_end(run)
     run.progress.finish_batch(is_stepping)
     if is_stepping:
-        if run.signals.received is not None or run.is_distributed:
-            run.signals.check(run)
+        if run.signals.is_check_due:
+            run.stop.check_signals(run.signals)
         if run.config.save_every_n_steps:
             run.checkpoints.save_after_step(run)
 
 
-PHASES_AFTER_BATCH: dict[str, Callable[[RunState], str | None]] = {
+PHASES_AFTER_BATCH: dict[str, Callable[[Run], str | None]] = {
     "log_batch": log_batch,
     "validate": validate,
     "report_validation": report_validation,
@@ -204,7 +203,7 @@ PHASES_AFTER_BATCH: dict[str, Callable[[RunState], str | None]] = {
 }
 
 
-def end_short_epoch(run: RunState) -> None:
+def end_short_epoch(run: Run) -> None:
     """End an epoch whose loader yielded fewer batches than its length or the limit."""
     run.progress.end_batches()
     step_lr_schedulers(run, "epoch", reduce_on_plateau=False)
@@ -215,7 +214,7 @@ def end_short_epoch(run: RunState) -> None:
         report_validation(run)
 
 
-def end_epoch(run: RunState) -> None:
+def end_epoch(run: Run) -> None:
     """Call the hooks, step the schedulers with interval "epoch", log the epoch, and save."""
     progress = run.progress
     if progress.phase != "end_epoch":
@@ -233,5 +232,5 @@ def end_epoch(run: RunState) -> None:
     run.results.reset()
     run.data.train.end_pass()
     progress.end_epoch()
-    run.signals.check(run, is_due=True)
+    run.stop.check_signals(run.signals, is_due=True)
     run.checkpoints.save_after_epoch(run)

@@ -21,19 +21,18 @@ class Hooks:
     Args:
         loop: The loop of the callbacks, which is the argument ``trainer`` of their hooks.
         module: The LightningModule or ModuleAdapter of the run.
-        module_for: A function that returns the argument ``pl_module`` for a callback.
+        model: The given model, which callbacks that are not Lightning's get as ``pl_module``.
 
     Attributes:
         profiler: The loop's profiler, or None instead of a PassThroughProfiler.
         current: The name of the running hook or step. ``self.log`` needs this name.
     """
 
-    def __init__(self, loop: Any, module: Any, module_for: Callable[[Any], Any]) -> None:
-        self.loop, self.module = loop, module
+    def __init__(self, loop: Any, module: Any, model: Any) -> None:
+        self.loop, self.module, self.model = loop, module, model
         is_measuring = not isinstance(loop.profiler, PassThroughProfiler)
         self.profiler: Any = loop.profiler if is_measuring else None
         self.current: str | None = None
-        self._module_for = module_for
         self._known_callbacks: list[Any] = []
         self._methods: dict[str, tuple[list[Callable], Callable | None]] = {}
 
@@ -131,6 +130,17 @@ class Hooks:
         key = getattr(callback, "state_key", type(callback).__qualname__)
         call = partial(method, self.loop, self._module_for(callback))
         return self.with_profiler(f"[Callback]{key}.{name}", call)
+
+    def _module_for(self, callback: Any) -> Any:
+        """Return the argument ``pl_module``. Lightning's callbacks need a LightningModule."""
+        packages = ("lightning.pytorch.callbacks.", "pytorch_lightning.callbacks.")
+        bases = [base for base in type(callback).__mro__ if base.__name__ != "Callback"]
+        is_lightnings = any(base.__module__.startswith(packages) for base in bases)
+        return self.module if is_lightnings else self.model
+
+    def leave(self) -> None:
+        """Leave the hook that has raised an error."""
+        self.current = None
 
     def inside(self, name: str, method: Callable) -> Callable:
         """Wrap a method, so that ``Hooks.current`` is ``name`` while the method runs."""

@@ -16,13 +16,11 @@ from typing import TYPE_CHECKING, Any
 import torch
 from lightning.fabric.strategies import DDPStrategy
 from lightning.fabric.utilities.seed import reset_seed
-from lightning.pytorch.trainer.states import TrainerStatus
 
-from ..checkpoint.attributes import make_plain_state
-from ..checkpoint.find_checkpoint import check_same_checkpoint
+from ..checkpoint.find_checkpoint import check_same_checkpoint, read_again
 from ..checkpoint.hyperparameters import check_saved_state
-from ..checkpoint.run_folders import open_folders
-from ..checkpoint.state import flags_of_network, restore_model, restore_training
+from ..checkpoint.run_folders import choose_version, open_folders
+from ..checkpoint.state import restore_model, restore_training
 from ..checkpoint.weights import load_weights
 from ..distributed.launch import (
     check_new_parameters,
@@ -30,8 +28,7 @@ from ..distributed.launch import (
     launch_processes,
     starts_processes,
 )
-from ..distributed.signals import SignalHandler, error_of_signal, is_notebook
-from ..lightning_compat.callbacks import add_model_callbacks
+from ..distributed.signals import error_of_signal, is_notebook
 from ..lightning_compat.overrides import as_list, is_instance_of
 from ..lightning_compat.private import set_current_hook, set_device_mesh, set_profiled_module
 from ..loggers.console import end_reason, shorten_path
@@ -44,33 +41,35 @@ from .evaluation_loop import evaluate, predict
 from .fit_loop import fit
 from .module_adapter import check_network, is_in_eval_mode
 from .optimization import ManualOptimization
+from .run import Run
 
 if TYPE_CHECKING:
     from ..config import LoopConfig
-    from .run_state import RunState
+    from .plan import Plan
 
 _LIGHTNING_MODULES = ("lightning.pytorch.core.module", "pytorch_lightning.core.module")
 
 
-def run_stage(run: RunState) -> Any:
+def run_plan(plan: Plan) -> Any:
     """Run a call with its set-up and teardown, in new processes if the strategy launches them."""
-    loop = run.loop
-    loop.run = loop.runs[run.stage] = run
-    loop.next_ckpt_path, loop.status = None, TrainerStatus.RUNNING
+    fabric = plan.loop.fabric
+    is_launching = starts_processes(fabric)
+    if not is_launching:
+        # The parts of a run depend on the rank of this process.
+        join_processes(fabric)
+    run = Run(plan)
     try:
-        result = launch_processes(run) if starts_processes(run.fabric) else run_in_process(run)
+        with plan.loop.running(run):
+            return launch_processes(run, run_plan) if is_launching else run_in_process(run)
     except BaseException as error:
         handle_exception(run, error)
         raise
     finally:
         # A second Ctrl-C may have interrupted handle_exception.
         run.progress.end_run()
-    is_interrupted = run.stop.signal is not None
-    loop.status = TrainerStatus.INTERRUPTED if is_interrupted else TrainerStatus.FINISHED
-    return result
 
 
-def run_in_process(run: RunState) -> Any:
+def run_in_process(run: Run) -> Any:
     with ExitStack() as stack:
         set_up_process(run, stack)
         has_weights = set_up_model(run, stack)
@@ -86,17 +85,16 @@ def run_in_process(run: RunState) -> Any:
     return result
 
 
-def set_up_process(run: RunState, stack: ExitStack) -> None:
-    """Join the process group, set PyTorch's flags, and enter the run's contexts in ``stack``."""
-    join_processes(run.fabric)
+def set_up_process(run: Run, stack: ExitStack) -> None:
+    """Seed, set PyTorch's flags, and enter the run's contexts in ``stack``."""
+    if run.stage == "fit":
+        run.loop.seed()
+        choose_version(run)
     if isinstance(run.fabric.strategy, DDPStrategy):
         # As in Trainer, all processes start with the same random numbers.
         reset_seed()
-    if not run.fabric.is_global_zero:
-        # A process that Fabric has started knows its rank only after join_processes().
-        run.console.is_enabled = run.warn_once.is_enabled = False
-    if run.is_distributed:
-        check_same_checkpoint(run)
+    read_again(run.plan)
+    check_same_checkpoint(run)
     device = next((p.device for p in run.network.parameters()), torch.device("cpu"))
     is_moved = device not in (run.fabric.device, torch.device("meta"))
     if is_moved and not run.steps.is_model_parallel:
@@ -105,21 +103,18 @@ def set_up_process(run: RunState, stack: ExitStack) -> None:
     stack.enter_context(torch.set_grad_enabled(True))
     stack.enter_context(torch.autograd.set_detect_anomaly(run.config.detect_anomaly))
     stack.enter_context(run.console.shown(run))
-    if run.stage == "fit":
-        is_launched = run.is_distributed or "TORCHELASTIC_RUN_ID" in os.environ
-        run.signals = SignalHandler(not run.fabric.is_global_zero, is_launched)
-        if run.is_distributed:
-            # Handle signals in the set-up, so that no process ends while other processes wait.
-            stack.enter_context(run.signals)
+    if run.stage == "fit" and run.fabric.world_size > 1:
+        # Handle signals in the set-up, so that no process ends while other processes wait.
+        stack.enter_context(run.signals)
 
 
-def return_network(run: RunState, device: torch.device) -> None:
+def return_network(run: Run, device: torch.device) -> None:
     """Move the network back to the device that it had before the run, with optimizer states."""
     run.network.to(device)
     move_optimizer_states(run.optimization.optimizers)
 
 
-def set_up_model(run: RunState, stack: ExitStack) -> bool:
+def set_up_model(run: Run, stack: ExitStack) -> bool:
     """Set up the model, with the hooks in Trainer's order, and load the weights of a checkpoint.
 
     Returns:
@@ -142,34 +137,34 @@ def set_up_model(run: RunState, stack: ExitStack) -> bool:
     if run.steps.is_model_parallel:
         # Shard the network first, because a sharded checkpoint is loaded into the shards.
         run.steps.setup(is_training)
-    checkpoint = run.start.checkpoint
+    checkpoint = run.plan.start.checkpoint
     has_weights = checkpoint is None or restore_model(run, checkpoint)
     if has_weights:
-        run.start.finish_loading()
+        run.plan.start.finish_loading()
     if not run.steps.is_model_parallel:
         run.steps.setup(is_training)
     return has_weights
 
 
-def set_up_training(run: RunState, has_weights: bool) -> None:
+def set_up_training(run: Run, has_weights: bool) -> None:
     """Set up the optimizers, restore a checkpoint, and run the sanity check."""
     # Attributes that change from here on are saved, also those that the sanity check changes.
-    run.plain_state = make_plain_state(run)
+    run.watch_attributes()
     run.optimization.configure()
     names = [name for name, _ in run.network.named_parameters()]
     run.hooks.call("on_fit_start")
     check_new_parameters(run, names, "on_fit_start")
-    checkpoint = run.start.checkpoint
+    checkpoint = run.plan.start.checkpoint
     if not has_weights and checkpoint is not None:
         load_weights(run, checkpoint)
-        run.start.finish_loading()
+        run.plan.start.finish_loading()
     run.network.zero_grad()
     check_saved_state(run)
     run.loggers.log_hyperparameters(run)
     if run.fabric.is_global_zero:
         write_run_config(run)
     run.start_optimization()
-    if run.start.resumes and checkpoint is not None:
+    if run.plan.start.resumes and checkpoint is not None:
         restore_training(run, checkpoint)
         print_if_finished(run)
     run.results.start_training()
@@ -177,34 +172,34 @@ def set_up_training(run: RunState, has_weights: bool) -> None:
         # A network of which only some modules are in eval mode stays unchanged.
         run.network.train()
     # A resumed run makes no sanity check, so compare with the flags before it.
-    run.flags_at_start = flags_of_network(run)
+    run.steps.record_flags(run.optimization.named_parameters())
     run_sanity_check(run)
     run.results.start_training()
 
 
-def train(run: RunState) -> None:
+def train(run: Run) -> None:
     """Train, count the optimizer steps, and handle signals."""
     with ExitStack() as stack:
-        if not run.is_distributed:
+        if not run.fabric.world_size > 1:
             stack.enter_context(run.signals)
         if isinstance(run.optimization, ManualOptimization) and not run.is_lightning_module:
             run.optimization.count_unwrapped_steps(stack)
         # With several processes, end the run here if a signal arrived during the set-up.
-        run.signals.check(run, is_due=True)
+        run.stop.check_signals(run.signals, is_due=True)
         warn_of_eval_modules(run)
         fit(run)
     run.optimization.release()
     finish_signal(run)
 
 
-def tear_down(run: RunState) -> None:
+def tear_down(run: Run) -> None:
     run.results.end()
     if run.stage == "fit":
         run.hooks.call("on_fit_end")
     run.hooks.call_with_stage("teardown", run.stage, run.datamodule)
     if run.stage == "fit":
         run.checkpoints.finish(run)
-        run.folders.remove_replaced_logs()
+        run.checkpoints.folders.remove_replaced_logs()
     run.data.teardown()
     run.loop.checkpoint_io.teardown()
     run.loggers.finalize("success")
@@ -213,11 +208,11 @@ def tear_down(run: RunState) -> None:
         run.hooks.profiler.describe()
 
 
-def run_sanity_check(run: RunState) -> None:
+def run_sanity_check(run: Run) -> None:
     """Validate a few batches before training, so that a broken validation fails early."""
     most = run.config.num_sanity_val_steps
     # As Trainer, make a sanity check if the run starts at the end of an epoch of Trainer.
-    is_resumed = run.start.is_pending and run.start.restarts_epoch is not False
+    is_resumed = run.plan.start.is_pending and run.plan.start.restarts_epoch is not False
     if not run.should_validate or most == 0 or is_resumed:
         return
     with unchanged_rng_state(), run.progress.in_stage("sanity_check"):
@@ -243,7 +238,7 @@ def set_torch_flags(config: LoopConfig) -> None:
         os.environ["CUBLAS_WORKSPACE_CONFIG"] = ":4096:8"
 
 
-def attach_run(run: RunState, stack: ExitStack) -> None:
+def attach_run(run: Run, stack: ExitStack) -> None:
     """Set ``trainer`` and ``log`` of module, datamodule and callbacks, and set up the profiler."""
     for part in {id(part): part for part in (run.module, run.model)}.values():
         if isinstance(getattr(type(part), "trainer", None), property):
@@ -255,7 +250,7 @@ def attach_run(run: RunState, stack: ExitStack) -> None:
         attach_trainer(run.datamodule, run, stack)
     own_callbacks = run.hooks.module_method("configure_callbacks")
     if own_callbacks is not None:
-        run.loop.callbacks = add_model_callbacks(run.loop.callbacks, as_list(own_callbacks()))
+        run.loop.add_callbacks_of_model(as_list(own_callbacks()))
     for callback in run.hooks.callbacks:
         attach_log(callback, run, stack)
     if (profiler := run.hooks.profiler) is not None:
@@ -265,7 +260,7 @@ def attach_run(run: RunState, stack: ExitStack) -> None:
         profiler.setup(stage=run.stage, local_rank=local_rank, log_dir=run.loop.log_dir)
 
 
-def attach_trainer(part: Any, run: RunState, stack: ExitStack) -> None:
+def attach_trainer(part: Any, run: Run, stack: ExitStack) -> None:
     """Set ``trainer``. After a run inside of another loop's run, restore the other loop."""
     with suppress(RuntimeError):
         # Lightning raises a RuntimeError if there is no trainer.
@@ -276,7 +271,7 @@ def attach_trainer(part: Any, run: RunState, stack: ExitStack) -> None:
     part.trainer = run.loop
 
 
-def attach_log(part: Any, run: RunState, stack: ExitStack) -> None:
+def attach_log(part: Any, run: Run, stack: ExitStack) -> None:
     """Replace Lightning's ``log`` and ``log_dict`` with methods that are many times faster.
 
     An overridden ``log`` method stays in use, and may call super().log().
@@ -311,12 +306,12 @@ def _is_lightnings(method: Any) -> bool:
     return getattr(method, "__module__", None) in _LIGHTNING_MODULES
 
 
-def _call_own_log(part: Any, run: RunState, *args: Any, **kwargs: Any) -> None:
+def _call_own_log(part: Any, run: Run, *args: Any, **kwargs: Any) -> None:
     set_current_hook(part, run.hooks.current)
     type(part).log(part, *args, **kwargs)
 
 
-def prepare_data(run: RunState) -> None:
+def prepare_data(run: Run) -> None:
     """Call ``prepare_data`` on each machine's first process, while all other processes wait."""
     of_datamodule = partial(run.hooks.call_datamodule, run.datamodule)
     for part, call in ((run.datamodule, of_datamodule), (run.module, run.hooks.call_module)):
@@ -330,18 +325,18 @@ def prepare_data(run: RunState) -> None:
 # Signals and errors
 
 
-def print_if_finished(run: RunState) -> None:
+def print_if_finished(run: Run) -> None:
     """Print that a finished run was resumed, for example by a job scheduler."""
     progress = run.progress
     if run.stop.is_due_between_epochs and not progress.is_in_epoch and run.fabric.is_global_zero:
         print(
-            f"resume: {run.start.path} is from a finished run (epoch {progress.epochs_done}, step"
+            f"resume: {run.plan.start.path} is from a finished run (epoch {progress.epochs_done}, step"
             f" {progress.global_step}); it trains no further: {end_reason(run)}.",
             file=sys.stderr,
         )
 
 
-def finish_signal(run: RunState) -> None:
+def finish_signal(run: Run) -> None:
     """Print where a signal ended training, and end the program with the signal's exit code.
 
     In a notebook, do not end the program, so that fit returns.
@@ -362,13 +357,13 @@ def finish_signal(run: RunState) -> None:
     raise error_of_signal(number)
 
 
-def handle_exception(run: RunState, error: BaseException) -> None:
+def handle_exception(run: Run, error: BaseException) -> None:
     """Call ``on_exception``, and close loggers and loaders.
 
     The error must reach the caller, so a failure in this function is only a warning.
     """
-    run.loop.status = TrainerStatus.INTERRUPTED
-    run.failure, run.hooks.current = f"{type(error).__name__}: {error}", None
+    run.stop.fail(error)
+    run.hooks.leave()
 
     def attempt(what: str, function: Callable[..., Any], *args: Any) -> None:
         try:

@@ -10,10 +10,10 @@ from .optimization import is_window_end
 if TYPE_CHECKING:
     from lightning.pytorch.utilities.types import LRSchedulerConfig
 
-    from .run_state import RunState
+    from .run import Run
 
 
-def step_schedulers_after_batch(run: RunState) -> None:
+def step_schedulers_after_batch(run: Run) -> None:
     """Step all schedulers except ReduceLROnPlateau, before ``on_train_batch_end`` as in Trainer.
 
     ``end_batch`` or ``end_epoch`` steps ReduceLROnPlateau later, when its metric is known.
@@ -25,7 +25,7 @@ def step_schedulers_after_batch(run: RunState) -> None:
         step_lr_schedulers(run, "epoch", reduce_on_plateau=False)
 
 
-def step_lr_schedulers(run: RunState, interval: str, reduce_on_plateau: bool) -> None:
+def step_lr_schedulers(run: Run, interval: str, reduce_on_plateau: bool) -> None:
     """Step the schedulers that are due.
 
     Args:
@@ -43,7 +43,7 @@ def step_lr_schedulers(run: RunState, interval: str, reduce_on_plateau: bool) ->
             step_scheduler(run, config)
 
 
-def step_scheduler(run: RunState, config: LRSchedulerConfig) -> None:
+def step_scheduler(run: Run, config: LRSchedulerConfig) -> None:
     scheduler: Any = config.scheduler
     monitored = None
     if config.reduce_on_plateau:

@@ -281,6 +281,7 @@ class StepRunner:
         self.is_model_parallel = isinstance(fabric.strategy, ModelParallelStrategy)
         self.wrapped: Any = None
         self._modes: dict[str, bool] | None = None
+        self._flags_at_start: dict[str, dict[str, bool]] = {"requires_grad": {}, "training": {}}
 
     @property
     def ddp(self) -> DistributedDataParallel | None:
@@ -297,6 +298,22 @@ class StepRunner:
         for name, module in self.network.named_modules():
             if name in modes:
                 module.training = modes[name]
+
+    def flags(self, parameters: Mapping[str, Any]) -> dict[str, dict[str, bool]]:
+        """Return the flags that hooks may change, and that ``state_dict()`` does not cover."""
+        requires_grad = {name: part.requires_grad for name, part in parameters.items()}
+        return {"requires_grad": requires_grad, "training": self.training_modes()}
+
+    def record_flags(self, parameters: Mapping[str, Any]) -> None:
+        """Compare with the current flags from now on."""
+        self._flags_at_start = self.flags(parameters)
+
+    def changed_flags(self, parameters: Mapping[str, Any]) -> dict[str, dict[str, bool]]:
+        """Return the flags that differ from those at the start."""
+        return {
+            kind: dict(sorted(flags.items() - self._flags_at_start[kind].items()))
+            for kind, flags in self.flags(parameters).items()
+        }
 
     @contextmanager
     def captured_modes(self) -> Iterator[None]:

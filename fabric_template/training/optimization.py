@@ -29,19 +29,20 @@ from .module_adapter import parameters_of, takes_batch_idx
 if TYPE_CHECKING:
     from lightning.pytorch.utilities.types import LRSchedulerConfig
 
-    from .run_state import RunState
+    from .run import Run
 
 
-def is_window_end(run: RunState) -> bool:
+def is_window_end(run: Run) -> bool:
     """Return whether the current batch is the last one of its accumulation window.
 
     As in Trainer, the last batch of an epoch always ends an accumulation window.
     """
-    is_full = run.progress.batches_done % run.accumulate_grad_batches == 0
-    return is_full or run.progress.is_epoch_complete
+    progress = run.progress
+    is_full = progress.batches_done % progress.accumulate_grad_batches == 0
+    return is_full or progress.is_epoch_complete
 
 
-def is_logging_due(run: RunState) -> bool:
+def is_logging_due(run: Run) -> bool:
     """Return whether the values of the current training or evaluation batch are logged."""
     progress, every = run.progress, run.config.log_every_n_steps
     if not every:
@@ -52,9 +53,10 @@ def is_logging_due(run: RunState) -> bool:
     return count % every == 0 or run.stop.should_stop or bool(run.config.fast_dev_run)
 
 
-def starts_window(run: RunState) -> bool:
+def starts_window(run: Run) -> bool:
     """Return whether the current batch is the first one of its accumulation window."""
-    return run.progress.batches_done - 1 == run.progress.batches_at_window_start
+    progress = run.progress
+    return progress.batches_done - 1 == progress.batches_at_window_start
 
 
 class Optimization:
@@ -71,7 +73,7 @@ class Optimization:
     is_automatic = True
     train_batch: Callable[[Any, int], Any]
 
-    def __init__(self, run: RunState) -> None:
+    def __init__(self, run: Run) -> None:
         self.run = run
         self.optimizers: list[Optimizer] = []
         self.lightning_optimizers: list[LightningOptimizer] = []
@@ -83,7 +85,7 @@ class Optimization:
 
     def configure(self) -> None:
         """Use the given optimizers, or the optimizers that ``configure_optimizers`` returns."""
-        run, given = self.run, self.run.given_optimizer
+        run, given = self.run, self.run.plan.optimizer
         where = "configure_optimizers" if given is None else "optimizer"
         if given is None:
             returned = run.hooks.call_module("configure_optimizers")
@@ -95,7 +97,9 @@ class Optimization:
             returned, is_automatic, has_own_step, where
         )
         self._wrap(optimizers)
-        check_parameters(optimizers, self.outside_parameters(), run.model, run.is_distributed)
+        check_parameters(
+            optimizers, self.outside_parameters(), run.model, run.fabric.world_size > 1
+        )
         move_optimizer_states(optimizers)
 
     def _wrap(self, optimizers: list[Optimizer]) -> None:
@@ -324,8 +328,8 @@ class AutomaticOptimization(Optimization):
                     " requires_grad=False."
                 )
             run.row.add_train_output(output, loss)
-            if run.accumulate_grad_batches > 1:
-                loss = loss / run.accumulate_grad_batches
+            if run.progress.accumulate_grad_batches > 1:
+                loss = loss / run.progress.accumulate_grad_batches
             if run.hooks.is_used("on_train_batch_end"):
                 # As in Trainer, hooks get the loss divided by the number of accumulated batches.
                 extras = output if isinstance(output, Mapping) else {}
@@ -514,7 +518,7 @@ def norm_of(gradient: Tensor) -> Tensor:
     return gather_tensors(torch.linalg.vector_norm(gradient)).float()
 
 
-def find_loss(run: RunState, output: Any) -> Tensor | None:
+def find_loss(run: Run, output: Any) -> Tensor | None:
     """Return the loss in the output of a step, or None to skip the batch."""
     loss = output
     if isinstance(output, tuple) and len(output) == 2 and not run.is_lightning_module:
@@ -537,7 +541,7 @@ def find_loss(run: RunState, output: Any) -> Tensor | None:
             f"{lightnings if run.is_lightning_module else ''}training_step: got a {type(loss).__name__},"
             " expected the loss, a tensor. Write return loss at its end."
         )
-    if run.is_distributed:
+    if run.fabric.world_size > 1:
         raise RuntimeError(
             "Skipping the `training_step` by returning None in distributed training is not supported."
         )

@@ -10,12 +10,12 @@ from dataclasses import dataclass, field, fields
 from typing import TYPE_CHECKING, Any
 
 from ..config import parse_duration
-from ..distributed.signals import SECONDS_BETWEEN_CHECKS
+from ..distributed.signals import SECONDS_BETWEEN_CHECKS, SignalHandler
 from ..errors import ConfigurationError
 
 if TYPE_CHECKING:
     from ..config import LoopConfig
-    from .run_state import RunState
+    from .run import Run
 
 
 @dataclass
@@ -53,6 +53,8 @@ class Progress:
     """Evaluated batches by dataloader_idx. Loggers receive the number of batches as the step."""
     has_started: bool = False
     """Whether on_train_start has run."""
+    accumulate_grad_batches: int = 1
+    """The number of batches per optimizer step."""
 
     # Stages
 
@@ -62,6 +64,18 @@ class Progress:
         before, self.stage = self.stage, stage
         yield
         self.stage = before
+
+    def start_run(self, stage: str, config: LoopConfig) -> None:
+        self.stage = stage
+        self.set_options(config)
+
+    def continue_after(self, other: Progress) -> None:
+        """Continue the counters of another run, as an evaluation does."""
+        names = ("global_step", "epochs_done", "total_batches", "logging_step")
+        vars(self).update({name: getattr(other, name) for name in names})
+
+    def set_options(self, config: LoopConfig) -> None:
+        self.accumulate_grad_batches = config.accumulate_grad_batches
 
     def end_run(self) -> None:
         self.stage = None
@@ -149,6 +163,13 @@ class Progress:
         """Return whether the current batch is the last one that this epoch trains on."""
         return self.is_last_batch or self.batches_done >= self.num_train_batches
 
+    def crosses(self, every: int, since: int) -> bool:
+        """Return whether the steps after the step ``since`` contain a multiple of ``every``.
+
+        A batch may take several steps in manual optimization, so do not test step % every == 0.
+        """
+        return self.global_step // every > since // every
+
     @property
     def trainer_epoch(self) -> int:
         """The epoch that Trainer shows. It counts an epoch that a resumed run has to end."""
@@ -159,7 +180,7 @@ class Progress:
 
     def state_dict(self) -> dict[str, Any]:
         """Return the counters, without the batches that a resumed run trains on again."""
-        without = ("stage", "num_train_batches", "has_started")
+        without = ("stage", "num_train_batches", "has_started", "accumulate_grad_batches")
         state = {f.name: getattr(self, f.name) for f in fields(self) if f.name not in without}
         if self.phase == "train_batch":
             dropped = self.batches_done - self.batches_at_window_start
@@ -179,22 +200,25 @@ class StopCondition:
 
     Args:
         config: The options. None means that a limit was not given.
-        has_other_limit: Whether max_time or a Timer ends the run, so that epochs need no limit.
+        has_timer: Whether a Timer ends the run, as with max_time, so that epochs need no limit.
 
     Attributes:
         divergence: Why on_nan="stop" ends training, despite min_epochs and min_steps.
+        failure: The class and the message of an error that ended the run. The error itself is not
+            kept, because its traceback holds the last batch and the graph of the last loss in memory.
     """
 
-    def __init__(self, config: LoopConfig, progress: Progress, has_other_limit: bool) -> None:
-        self.progress, self._has_other_limit = progress, has_other_limit
-        self.set_limits(config)
+    def __init__(self, config: LoopConfig, progress: Progress, has_timer: bool) -> None:
+        self.progress, self._has_timer = progress, has_timer
+        self.set_options(config)
         self.should_stop = False
         self.signal: int | None = None
         self.divergence = ""
+        self.failure: str | None = None
 
-    def set_limits(self, config: LoopConfig) -> None:
+    def set_options(self, config: LoopConfig) -> None:
         self.max_steps, self.min_steps = config.max_steps, config.min_steps
-        has_limit = self._has_other_limit or config.max_steps != -1
+        has_limit = self._has_timer or config.max_steps != -1
         default_max, default_min = -1 if has_limit else 1000, 0 if config.min_steps is None else 1
         self.max_epochs = default_max if config.max_epochs is None else config.max_epochs
         self.min_epochs = default_min if config.min_epochs is None else config.min_epochs
@@ -233,6 +257,14 @@ class StopCondition:
         step = self.progress.global_step
         self.divergence = f"the loss is not finite (NaN or inf) at step {step} (on_nan='stop')"
 
+    def fail(self, error: BaseException) -> None:
+        """Record the error that ends the run."""
+        self.failure = f"{type(error).__name__}: {error}"
+
+    def check_signals(self, signals: SignalHandler, is_due: bool = False) -> None:
+        """Stop if any process has received a signal. All processes must call this method."""
+        self.signal = signals.agree(self.signal, self.progress.total_batches, is_due)
+
     def state_dict(self) -> dict[str, Any]:
         return {"should_stop": self.should_stop, "divergence": self.divergence}
 
@@ -247,7 +279,7 @@ class ValidationSchedule:
         every_n_batches: The interval in batches; infinite for other intervals, such as a time.
     """
 
-    def __init__(self, run: RunState) -> None:
+    def __init__(self, run: Run) -> None:
         self.run = run
         self.every_n_batches: int | float = math.inf
         self._is_enabled = False
@@ -255,6 +287,10 @@ class ValidationSchedule:
         interval = run.config.val_check_interval
         if interval is not None and not isinstance(interval, int | float):
             self._seconds = parse_duration(interval).total_seconds()
+        self.restart()
+
+    def start(self) -> None:
+        """Count from now on. The training loader must exist."""
         self.restart()
         self.count_batches()
 
@@ -310,7 +346,7 @@ class ValidationSchedule:
             self._check_time(self._seconds)
             return self._is_time_up
         if every_n_steps := self.run.config.validate_every_n_steps:
-            return progress.global_step // every_n_steps > self._last_global_step // every_n_steps
+            return progress.crosses(every_n_steps, self._last_global_step)
         if self.every_n_batches == math.inf:
             return progress.is_last_batch
         count = progress.batches_done if self._counts_in_epoch else progress.total_batches

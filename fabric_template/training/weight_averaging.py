@@ -12,16 +12,16 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 if TYPE_CHECKING:
-    from .run_state import RunState
+    from .run import Run
 
 
-def resume_averaging(run: RunState) -> None:
+def resume_averaging(run: Run) -> None:
     """Repeat the start of a resumed epoch for StochasticWeightAveraging, which sets its scheduler.
 
     The hook also sets learning rates and resets statistics of BatchNorm. Here, these are restored.
     """
     callbacks = run.hooks.callbacks_of("StochasticWeightAveraging")
-    if not (callbacks and run.start.resumes and run.progress.is_in_epoch):
+    if not (callbacks and run.plan.start.resumes and run.progress.is_in_epoch):
         return
     options = [
         options_of(group)
@@ -45,9 +45,9 @@ def options_of(group: dict[str, Any]) -> dict[str, Any]:
     return deepcopy({name: value for name, value in group.items() if name != "params"})
 
 
-def finish_averaging(run: RunState) -> None:
+def finish_averaging(run: Run) -> None:
     """Give the model of a finished run that was resumed the averaged weights, as at the run's end."""
-    if not run.start.resumes:
+    if not run.plan.start.resumes:
         return
     callbacks = run.hooks.callbacks_of("WeightAveraging")
     for callback in run.hooks.callbacks_of("StochasticWeightAveraging"):

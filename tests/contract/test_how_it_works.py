@@ -11,9 +11,9 @@ import pytest
 import torch
 from interpreter import ready
 
-from fabric_template import FabricLoop, loop
+from fabric_template import FabricLoop
 from fabric_template.demos.digits import DigitsClassifier, DigitsData
-from fabric_template.training import fit_loop, lifecycle
+from fabric_template.training import fit_loop, lifecycle, plan
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 PACKAGE = REPOSITORY / "fabric_template"
@@ -62,7 +62,7 @@ class Logs(DigitsClassifier):
 
 
 RESUME = [
-    (loop, "find_start_point"),
+    (plan, "find_start_point"),
     (lifecycle, "restore_model"),
     (lifecycle, "restore_training"),
     (fit_loop, "restore_position"),

@@ -1,0 +1,148 @@
+"""What a call of fit, validate, test or predict was asked for."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable
+from copy import deepcopy
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING, Any
+
+from torch import nn
+
+from ..checkpoint.find_checkpoint import find_start_point
+from ..checkpoint.start_point import StartPoint
+from ..data.loaders import has_loader
+from .check_arguments import LOADER_OF_STAGE, check_call, check_idle, check_sources
+from .configure_optimizers import has_several_optimizers
+from .module_adapter import adapt_model, unwrap, unwrap_compiled
+
+if TYPE_CHECKING:
+    from ..config import LoopConfig
+    from ..loop import FabricLoop
+    from .run import Run
+
+
+@dataclass(frozen=True, eq=False)
+class Plan:
+    """The checked arguments of a call. A spawned process gets a Plan, and makes its Run from it."""
+
+    loop: FabricLoop
+    """The FabricLoop, which modules and callbacks get as their trainer."""
+    stage: str
+    """The call: "fit", "validate", "test" or "predict"."""
+    config: LoopConfig
+    """The options at the start of the call. Hooks may set other options for the run."""
+    model: Any
+    """The given model, without wrappers."""
+    module: Any
+    """A LightningModule: the model itself, or an adapter around the model."""
+    network: nn.Module
+    """The nn.Module that holds the parameters."""
+    compile: Any
+    """The option compile, or the compiler of a model that torch.compile has wrapped."""
+    loaders: dict[str, Any]
+    """The given loaders, keyed by "train", "val", "test" and "predict"."""
+    datamodule: Any
+    source: Any
+    """The datamodule or module with methods such as ``train_dataloader()``."""
+    optimizer: Any
+    """The argument ``optimizer`` of fit, or None."""
+    is_model_given: bool
+    """Whether the call has a model. An evaluation without one uses the model of the last call."""
+    returns_predictions: bool = True
+    start: StartPoint = field(default_factory=StartPoint)
+    """The checkpoint that the call starts from."""
+
+    @property
+    def is_lightning_module(self) -> bool:
+        return self.module is self.model
+
+    def warn(self, message: str, category: type[Warning] = UserWarning) -> None:
+        """Warn about the arguments, on the main process only."""
+        if self.loop.fabric.is_global_zero:
+            warnings.warn(message, category, stacklevel=3)
+
+    def copied(self) -> Plan:
+        """Return a Plan with copies of the model and the optimizer."""
+        names = ("model", "module", "network", "source", "optimizer")
+        parts = {name: getattr(self, name) for name in names}
+        kept = {id(part): part for part in (self.loop, self.datamodule)}
+        return replace(self, **deepcopy(parts, kept))
+
+
+def make_plan(
+    loop: FabricLoop,
+    stage: str,
+    model: Any,
+    loaders: dict[str, Any],
+    datamodule: Any,
+    functions: dict[str, Callable[..., Any] | None],
+    start: dict[str, Any],
+    weights_only: bool | None = None,
+    optimizer: Any = None,
+    returns_predictions: bool = True,
+) -> Plan:
+    """Check the arguments of a call, and read its checkpoint.
+
+    Args:
+        model: The given model. None: the model of the previous call, in an evaluation.
+        functions: The step functions that were given, keyed by name.
+        start: The arguments ``resume``, ``load`` and ``ckpt_path``.
+    """
+    check_idle(loop, stage)
+    last = loop.run if stage != "fit" else None
+    if is_datamodule(given := loaders.get(LOADER_OF_STAGE[stage])):
+        datamodule, loaders = given, {**loaders, LOADER_OF_STAGE[stage]: None}
+    check_sources(stage, model if last is None else last.model, loaders, datamodule)
+    optimizer = unwrap(optimizer)
+    model_parts = choose_model(loop, model, functions, optimizer, last)
+    data_parts = choose_data(stage, loaders, datamodule, model_parts["module"], last)
+    plan = Plan(
+        loop,
+        stage,
+        loop.config,
+        **model_parts,
+        **data_parts,
+        optimizer=optimizer,
+        is_model_given=model is not None,
+        returns_predictions=returns_predictions,
+    )
+    check_call(plan)
+    return replace(plan, start=find_start_point(plan, start, weights_only))
+
+
+def choose_model(
+    loop: FabricLoop, model: Any, functions: dict[str, Any], optimizer: Any, last: Run | None
+) -> dict[str, Any]:
+    """Return the model and its adapter. An evaluation without a model uses that of the last run."""
+    # Remove the wrapper that FabricLoop.setup() may have added. The run adds its own wrapper.
+    model, compiler = unwrap_compiled(unwrap(model), functions)
+    if last is not None and (model is None or model is last.model):
+        given = {name: function for name, function in functions.items() if function}
+        model, functions = last.model, {**getattr(last.module, "functions", {}), **given}
+    module, network = adapt_model(model, functions)
+    if functions.get("training_step") and has_several_optimizers(optimizer):
+        # With several optimizers, the step function steps the optimizers itself.
+        module.automatic_optimization = False
+    compile = compiler or loop.config.compile
+    return {"model": model, "module": module, "network": network, "compile": compile}
+
+
+def choose_data(
+    stage: str, loaders: dict[str, Any], datamodule: Any, module: Any, last: Run | None
+) -> dict[str, Any]:
+    """Return the given loaders, and the datamodule or module that creates the other loaders."""
+    loaders = {name: loader for name, loader in loaders.items() if loader is not None}
+    source = module if datamodule is None else datamodule
+    if datamodule is None and last is not None and last.datamodule is not None:
+        # Keep the previous call's datamodule, and use its loaders if no loaders were given.
+        datamodule = last.datamodule
+        if not has_loader(loaders, module, LOADER_OF_STAGE[stage]):
+            source = datamodule
+    return {"loaders": loaders, "datamodule": datamodule, "source": source}
+
+
+def is_datamodule(given: Any) -> bool:
+    names = ("train_dataloader", "val_dataloader", "test_dataloader", "predict_dataloader")
+    return any(callable(getattr(given, name, None)) for name in names)

@@ -1,0 +1,107 @@
+"""What exists in one call of fit, validate, test or predict."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import TYPE_CHECKING, Any
+
+from ..checkpoint.attributes import make_plain_state
+from ..checkpoint.manager import CheckpointManager
+from ..data.loaders import DataConnector
+from ..distributed.signals import SignalHandler
+from ..errors import WarnOnce
+from ..loggers.console import Console
+from ..loggers.logger_connector import LoggerConnector
+from ..loggers.result_collection import ResultCollection
+from ..loggers.row import RowWriter
+from ..plain_state import PlainState
+from .hooks import Hooks
+from .module_adapter import StepRunner, find_new_modules
+from .optimization import Optimization
+from .progress import Progress, StopCondition, ValidationSchedule
+
+if TYPE_CHECKING:
+    from ..config import LoopConfig
+    from .plan import Plan
+
+
+class Run:
+    """Holds the parts of one call. Each part is written by its own methods only.
+
+    Args:
+        plan: The call. The process group must exist, because parts depend on the rank.
+
+    Attributes:
+        config: The current options.
+        module: A LightningModule: the model itself, or an adapter around the model.
+        network: The nn.Module that holds the parameters.
+        steps: Wraps the steps for the precision, the strategy and the compilation.
+        plain_state: The attributes of the model, the datamodule and the callbacks.
+    """
+
+    def __init__(self, plan: Plan) -> None:
+        loop, config, fabric = plan.loop, plan.config, plan.loop.fabric
+        # An evaluation continues the counters and the checkpoints of the previous run.
+        last = None if plan.stage == "fit" else loop.run
+        self.plan, self.loop, self.stage = plan, loop, plan.stage
+        self.config, self.fabric = config, fabric
+        self.model, self.module, self.network = plan.model, plan.module, plan.network
+        self.datamodule, self.is_lightning_module = plan.datamodule, plan.is_lightning_module
+        self.hooks = Hooks(loop, self.module, self.model)
+        self.progress: Progress = Progress()
+        self.progress.start_run("train" if plan.stage == "fit" else plan.stage, config)
+        if last is not None:
+            self.progress.continue_after(last.progress)
+        has_timer = bool(self.hooks.callbacks_of("Timer"))
+        self.stop: StopCondition = StopCondition(config, self.progress, has_timer)
+        self.signals = SignalHandler(fabric)
+        self.results = ResultCollection(self)
+        self.row = RowWriter(self)
+        self.data = DataConnector(self)
+        self.steps = StepRunner(fabric, self.module, self.network, plan.compile)
+        self.optimization: Optimization = Optimization(self)
+        self.validation_schedule = ValidationSchedule(self)
+        self.plain_state: PlainState = PlainState({})
+        self.loggers = LoggerConnector(self)
+        has_bar = bool(self.hooks.callbacks_of("ProgressBar"))
+        is_shown = bool(config.enable_progress_bar) and not has_bar and fabric.is_global_zero
+        self.console = Console(config, is_shown)
+        self.checkpoints: CheckpointManager = CheckpointManager(config)
+        if last is not None:
+            self.checkpoints = last.checkpoints
+        self.warn_once = WarnOnce(fabric.is_global_zero)
+
+    def set_options(self, config: LoopConfig) -> None:
+        """Use other options for the rest of the run."""
+        self.config = config
+        self.progress.set_options(config)
+        self.stop.set_options(config)
+        self.checkpoints.set_options(config)
+
+    def watch_attributes(self) -> None:
+        """Save the attributes of the user's objects that change from now on."""
+        self.plain_state = make_plain_state(self)
+
+    def start_optimization(self) -> None:
+        """Train with automatic or manual optimization, which hooks may choose until on_fit_start."""
+        self.optimization = self.optimization.start()
+
+    def take_over(self, parts: Mapping[str, Any]) -> None:
+        """Use the parts of a spawned process, which has run the call in place of this process."""
+        self.stop, self.checkpoints = parts["stop"], parts["checkpoints"]
+        self.progress = self.stop.progress
+
+    def find_new_modules(self) -> None:
+        """Add the modules that the hooks of an object have created to its network."""
+        find_new_modules(self.model, self.network)
+
+    @property
+    def should_validate(self) -> bool:
+        has_step = self.hooks.is_overridden("validation_step")
+        return has_step and self.config.limit_val_batches != 0 and self.data.has_loader("val")
+
+    def make_step(self, name: str, method: Callable) -> Callable:
+        """Wrap a step for precision, strategy and profiler. ``self.log`` reads the step's name."""
+        action = f"[Strategy]{type(self.fabric.strategy).__name__}.{name}"
+        step = self.hooks.with_profiler(action, self.steps.get(name, method))
+        return self.hooks.inside(name, step)
