@@ -193,7 +193,9 @@ class TrainerAPI:
 
     @optimizers.setter
     def optimizers(self, optimizers: list[Any]) -> None:
-        self.require_run("optimizers").optimization.replace_optimizers(list(optimizers))
+        optimization = self.require_run("optimizers").optimization
+        optimization.use(list(optimizers), optimization.lr_schedulers)
+        optimization.setup()
 
     @property
     def logger(self) -> Any:

@@ -163,38 +163,32 @@ def predict(run: Run) -> list[Any] | None:
     if run.config.limit_predict_batches == 0:
         return None
     run.data.setup_eval_loaders("predict")
-    loaders = run.data.eval_loaders
+    loaders, predictions, is_returned = (
+        run.data.eval_loaders,
+        run.data.predictions,
+        run.plan.returns_predictions,
+    )
     num_batches = loaders.count_batches()
     if num_batches == 0:
-        return [] if run.plan.returns_predictions else None
+        return [] if is_returned else None
     start_evaluation(run, "predict", loaders)
-    run.data.predictions.start(loaders)
+    # Keep the predictions for BasePredictionWriter, even if predict does not return them.
+    intervals = [getattr(callback, "interval", None) for callback in run.hooks.callbacks]
+    is_kept = is_returned or any(getattr(i, "on_epoch", False) for i in intervals)
+    predictions.start(loaders)
     with evaluation_mode(run, "predict"):
         run.hooks.call("on_predict_start")
         run.hooks.call("on_predict_epoch_start")
         run.console.start_evaluation(run, num_batches)
-        predict_batches(run, loaders)
+        method = overridden(run.module, "predict_step") or run.model.forward
+        batches = run_batches(run, "predict", method, loaders, before_batch=predictions.start_batch)
+        for output, dataloader_idx in batches:
+            if output is None:
+                run.warn_once("predict returned None if it was on purpose, ignore this warning...")
+            predictions.end_batch(output, dataloader_idx, is_kept)
         run.hooks.call("on_predict_epoch_end")
         run.hooks.call("on_predict_end")
-    return run.data.predictions.as_returned() if run.plan.returns_predictions else None
-
-
-def predict_batches(run: Run, loaders: StageLoaders) -> None:
-    predictions, method = run.data.predictions, overridden(run.module, "predict_step")
-    # Keep the predictions for BasePredictionWriter, even if predict does not return them.
-    intervals = [getattr(callback, "interval", None) for callback in run.hooks.callbacks]
-    is_written = any(getattr(interval, "on_epoch", False) for interval in intervals)
-    batches = run_batches(
-        run,
-        "predict",
-        method or run.model.forward,
-        loaders,
-        before_batch=predictions.start_batch,
-    )
-    for output, dataloader_idx in batches:
-        if output is None:
-            run.warn_once("predict returned None if it was on purpose, ignore this warning...")
-        predictions.end_batch(output, dataloader_idx, run.plan.returns_predictions or is_written)
+    return predictions.as_returned() if is_returned else None
 
 
 def evaluation_step(run: Run, name: str, method: Callable, has_several: bool) -> Callable:

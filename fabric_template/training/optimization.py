@@ -11,7 +11,7 @@ import torch
 from lightning.pytorch.core.optimizer import LightningOptimizer
 from lightning.pytorch.overrides.distributed import prepare_for_backward
 from lightning.pytorch.utilities import GradClipAlgorithmType
-from torch import Tensor, nn
+from torch import Tensor
 from torch.optim import LBFGS, Optimizer
 
 from ..distributed.strategies import gather_tensors
@@ -92,37 +92,40 @@ class Optimization:
         else:
             returned = make_optimizers(given, run.model, run.network)
         has_own_step = run.hooks.is_overridden("lr_scheduler_step")
-        is_automatic = run.module.automatic_optimization
-        optimizers, self.lr_schedulers = parse_optimizers(
-            returned, is_automatic, has_own_step, where
-        )
-        self._wrap(optimizers)
-        check_parameters(
-            optimizers, self.outside_parameters(), run.model, run.fabric.world_size > 1
-        )
+        is_automatic, is_distributed = run.module.automatic_optimization, run.fabric.world_size > 1
+        optimizers, schedulers = parse_optimizers(returned, is_automatic, has_own_step, where)
+        self.use(optimizers, schedulers)
+        check_parameters(optimizers, self.outside_parameters(), run.model, is_distributed)
         move_optimizer_states(optimizers)
 
-    def _wrap(self, optimizers: list[Optimizer]) -> None:
+    def use(self, optimizers: list[Optimizer], lr_schedulers: list[LRSchedulerConfig]) -> None:
+        """Train with these optimizers from now on. Call ``setup`` before the next batch."""
         strategy = self.run.loop.strategy
-        self.optimizers = optimizers
+        self.optimizers, self.lr_schedulers = optimizers, lr_schedulers
         self.lightning_optimizers = [wrap_optimizer(item, strategy) for item in optimizers]
-
-    def replace_optimizers(self, optimizers: list[Optimizer]) -> None:
-        """Train with other optimizers from now on."""
-        self._wrap(optimizers)
-        self.setup()
 
     def start(self) -> AutomaticOptimization | ManualOptimization:
         """Return the optimization that trains with these optimizers."""
         is_automatic = self.run.module.automatic_optimization
         optimization = (AutomaticOptimization if is_automatic else ManualOptimization)(self.run)
-        optimization.lr_schedulers = self.lr_schedulers
-        optimization.replace_optimizers(self.optimizers)
+        optimization.use(self.optimizers, self.lr_schedulers)
+        optimization.setup()
         return optimization
 
     def outside_parameters(self) -> dict[str, Tensor]:
-        """Return the parameters that optimizers train and the network lacks."""
-        return outside_parameters(self.optimizers, self.run.network)
+        """Return the parameters that optimizers train and the network lacks, such as a loss's weights.
+
+        The names have the index of the optimizer and of the parameter, as in "optimizer.0.3".
+        """
+        found: dict[str, Tensor] = {}
+        known = {id(parameter) for parameter in self.run.network.parameters()}
+        for index, optimizer in enumerate(self.optimizers):
+            parameters = [p for group in optimizer.param_groups for p in group.get("params", ())]
+            for position, parameter in enumerate(parameters):
+                if id(parameter) not in known and not isinstance(optimizer, NoOptimizer):
+                    known.add(id(parameter))
+                    found[f"optimizer.{index}.{position}"] = parameter
+        return found
 
     def named_parameters(self) -> dict[str, Tensor]:
         """Return all parameters of the network and of the optimizers."""
@@ -454,24 +457,6 @@ class ManualOptimization(Optimization):
                 for parameter in group["params"]:
                     gradients.pop(names.get(parameter, ""), None)
         return gradients
-
-
-def outside_parameters(optimizers: list[Optimizer], network: nn.Module) -> dict[str, Tensor]:
-    """Return the parameters that optimizers train and the network lacks, such as a loss's weights.
-
-    The names have the index of the optimizer and of the parameter, as in "optimizer.0.3".
-    """
-    found: dict[str, Tensor] = {}
-    known = {id(parameter) for parameter in network.parameters()}
-    for index, optimizer in enumerate(optimizers):
-        if isinstance(optimizer, NoOptimizer):
-            continue
-        parameters = [p for group in optimizer.param_groups for p in group.get("params", ())]
-        for position, parameter in enumerate(parameters):
-            if id(parameter) not in known:
-                known.add(id(parameter))
-                found[f"optimizer.{index}.{position}"] = parameter
-    return found
 
 
 def unscales_itself(optimizer: Optimizer) -> bool:

@@ -1,4 +1,4 @@
-"""What a call of fit, validate, test or predict was asked for."""
+"""Check the arguments of a call of fit, validate, test or predict, and keep them in a Plan."""
 
 from __future__ import annotations
 
@@ -25,34 +25,37 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, eq=False)
 class Plan:
-    """The checked arguments of a call. A spawned process gets a Plan, and makes its Run from it."""
+    """The checked arguments of a call. A spawned process gets a Plan, and makes its Run from it.
+
+    Attributes:
+        loop: The FabricLoop, which modules and callbacks get as their trainer.
+        stage: The call: "fit", "validate", "test" or "predict".
+        config: The options at the start of the call. Hooks may set other options for the run.
+        model: The given model, without wrappers.
+        module: A LightningModule: the model itself, or an adapter around the model.
+        network: The nn.Module that holds the parameters.
+        compile: The option compile, or the compiler of a model that torch.compile has wrapped.
+        loaders: The given loaders, keyed by "train", "val", "test" and "predict".
+        source: The datamodule or module with methods such as ``train_dataloader()``.
+        optimizer: The argument ``optimizer`` of fit, or None.
+        is_model_given: Whether the call has a model, or uses the model of the last call.
+        start: The checkpoint that the call starts from.
+    """
 
     loop: FabricLoop
-    """The FabricLoop, which modules and callbacks get as their trainer."""
     stage: str
-    """The call: "fit", "validate", "test" or "predict"."""
     config: LoopConfig
-    """The options at the start of the call. Hooks may set other options for the run."""
     model: Any
-    """The given model, without wrappers."""
     module: Any
-    """A LightningModule: the model itself, or an adapter around the model."""
     network: nn.Module
-    """The nn.Module that holds the parameters."""
     compile: Any
-    """The option compile, or the compiler of a model that torch.compile has wrapped."""
     loaders: dict[str, Any]
-    """The given loaders, keyed by "train", "val", "test" and "predict"."""
     datamodule: Any
     source: Any
-    """The datamodule or module with methods such as ``train_dataloader()``."""
     optimizer: Any
-    """The argument ``optimizer`` of fit, or None."""
     is_model_given: bool
-    """Whether the call has a model. An evaluation without one uses the model of the last call."""
     returns_predictions: bool = True
     start: StartPoint = field(default_factory=StartPoint)
-    """The checkpoint that the call starts from."""
 
     @property
     def is_lightning_module(self) -> bool:

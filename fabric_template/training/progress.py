@@ -18,6 +18,13 @@ if TYPE_CHECKING:
     from .run import Run
 
 
+# The phases that a resumed run repeats, and the counters before them.
+_REPEATED_PHASES: dict[str | None, dict[str, Any]] = {
+    "train_batch": {"is_last_batch": False, "phase": None},
+    "start_epoch": {"is_in_epoch": False, "phase": None},
+}
+
+
 @dataclass
 class Progress:
     """Counts batches, steps and epochs. Other files read the counters, and call methods to count."""
@@ -64,10 +71,6 @@ class Progress:
         before, self.stage = self.stage, stage
         yield
         self.stage = before
-
-    def start_run(self, stage: str, config: LoopConfig) -> None:
-        self.stage = stage
-        self.set_options(config)
 
     def continue_after(self, other: Progress) -> None:
         """Continue the counters of another run, as an evaluation does."""
@@ -186,10 +189,7 @@ class Progress:
             dropped = self.batches_done - self.batches_at_window_start
             state["batches_done"] -= dropped
             state["total_batches"] -= dropped
-            state |= {"is_last_batch": False, "phase": None}
-        elif self.phase == "start_epoch":
-            state |= {"is_in_epoch": False, "phase": None}
-        return state
+        return state | _REPEATED_PHASES.get(self.phase, {})
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         vars(self).update(state)

@@ -1,4 +1,4 @@
-"""What exists in one call of fit, validate, test or predict."""
+"""Make the parts of a call of fit, validate, test or predict from its Plan."""
 
 from __future__ import annotations
 
@@ -48,8 +48,8 @@ class Run:
         self.model, self.module, self.network = plan.model, plan.module, plan.network
         self.datamodule, self.is_lightning_module = plan.datamodule, plan.is_lightning_module
         self.hooks = Hooks(loop, self.module, self.model)
-        self.progress: Progress = Progress()
-        self.progress.start_run("train" if plan.stage == "fit" else plan.stage, config)
+        self.progress: Progress = Progress("train" if plan.stage == "fit" else plan.stage)
+        self.progress.set_options(config)
         if last is not None:
             self.progress.continue_after(last.progress)
         has_timer = bool(self.hooks.callbacks_of("Timer"))
