@@ -6,9 +6,9 @@ import math
 import os
 import re
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -135,106 +135,100 @@ def find_checkpoint(
     """Return the path and the content of the checkpoint for a keyword or a path."""
     if keyword not in KEYWORDS:
         return keyword, read(keyword)
-    if keyword == "best":
-        saver = plan.loop.checkpoint_callback
-        best = getattr(saver, "best_model_path", None)
-        if best:
-            return best, read(best)
-        if saver is None or callbacks_of(plan, "Checkpoint"):
-            raise ValueError(
-                f'`.{plan.stage}(ckpt_path="best")` is set but `ModelCheckpoint` is not configured to save'
-                " the best model. Give an exact path, as with `fast_dev_run=True`."
-            )
-    groups = list_checkpoints(plan, keyword)
-    for index, group in enumerate(groups):
-        path, checkpoint = read_newest(group, read)
-        if path is None and not group.damaged:
-            continue
-        if checkpoint is not None and keyword == "best":
-            path, checkpoint = read_best(path, checkpoint, read)
-        if checkpoint is None:
-            # Do not use an older run instead.
-            break
-        warn_of_newer_runs(plan, argument, group, groups[:index])
-        return path, checkpoint
+    if keyword == "best" and (best := best_of_loop(plan)):
+        return best, read(best)
+    candidates = list_candidates(plan, keyword)
+    newest = read_newest(candidates, read)
+    if newest is not None:
+        warn_of_newer_runs(plan, argument, candidates, newest[0])
+        newest = read_best(*newest, read) if keyword == "best" else newest
+    if newest is not None:
+        return newest[0].path, newest[1]
     if keyword != "auto":
-        report_missing(plan, argument, keyword, groups)
+        report_missing(plan, argument, keyword, candidates)
     return None, None
 
 
 @dataclass
-class Group:
-    """Checkpoints among which a keyword selects, such as those of a version folder.
+class Candidate:
+    """A checkpoint that a keyword may select.
 
     Attributes:
-        folder: The version folder, or None for files elsewhere.
+        path: The file. None: the version has no checkpoint.
+        folder: The version folder, or None for a file elsewhere.
         started: The time at which the newest run of the version started, or 0.0.
-        saved: The time at which the run last saved a checkpoint, or 0.0.
-        pattern: The file names of the checkpoints in the folder.
-        given: The paths of files elsewhere.
-        damaged, replaced: The files that are damaged, and those of a run that a newer run of the
-            same version has replaced.
+        time: The time at which the version last started or saved a checkpoint, or 0.0.
+        problem: Why the file is not used, after it was read: "damaged", or "replaced" by a newer run
+            of the version.
     """
 
+    path: Path | None
     folder: Path | None = None
     started: float = 0.0
-    saved: float = 0.0
-    pattern: str = "*.ckpt"
-    given: list[Path] = field(default_factory=list)
-    damaged: list[Path] = field(default_factory=list)
-    replaced: list[Path] = field(default_factory=list)
+    time: float = 0.0
+    problem: str = ""
 
-    @property
-    def time(self) -> float:
-        return max(self.started, self.saved)
 
-    def files(self) -> list[Path]:
-        """Return the files, the newest one first."""
-        if self.folder is None:
-            return newest_first(self.given)
-        return newest_first([path for path in self.folder.glob(self.pattern) if path.is_file()])
+def best_of_loop(plan: Plan) -> str:
+    """Return the best checkpoint of the loop's last run, or "" if it has not saved one."""
+    saver = plan.loop.checkpoint_callback
+    best = getattr(saver, "best_model_path", None)
+    if not best and (saver is None or callbacks_of(plan, "Checkpoint")):
+        raise ValueError(
+            f'`.{plan.stage}(ckpt_path="best")` is set but `ModelCheckpoint` is not configured to save'
+            " the best model. Give an exact path, as with `fast_dev_run=True`."
+        )
+    return best or ""
 
 
 def read_newest(
-    group: Group, read: Callable[[str | Path], dict[str, Any]]
-) -> tuple[Path | None, dict[str, Any] | None]:
-    """Return the newest checkpoint of a group that is not damaged and not replaced, or None."""
-    for path in group.files():
+    candidates: list[Candidate], read: Callable[[str | Path], dict[str, Any]]
+) -> tuple[Candidate, dict[str, Any]] | None:
+    """Return the first candidate that is not damaged and not replaced, with its content, or None."""
+    damaged: Candidate | None = None
+    for candidate in candidates:
+        if damaged is not None and candidate.folder != damaged.folder:
+            # Do not use an older run instead.
+            break
+        if candidate.path is None:
+            continue
         try:
-            checkpoint = read(path)
+            checkpoint = read(candidate.path)
         except DamagedCheckpointError as error:
             warnings.warn(f"{error} Using the previous checkpoint instead.", stacklevel=2)
-            group.damaged.append(path)
+            damaged, candidate.problem = candidate, "damaged"
             continue
-        if time_of(checkpoint, default=group.started) >= group.started:
-            return path, checkpoint
-        group.replaced.append(path)
-    return None, None
+        if time_of(checkpoint, default=candidate.started) >= candidate.started:
+            return candidate, checkpoint
+        candidate.problem = "replaced"
+    return None
 
 
 def read_best(
-    path: Path | None, newest: dict[str, Any], read: Callable[[str | Path], dict[str, Any]]
-) -> tuple[Path | None, dict[str, Any] | None]:
-    """Return the best checkpoint. The newest checkpoint contains its name."""
-    kept = newest[OWN_KEY]["checkpoints"]["kept"] if OWN_KEY in newest else ["best.ckpt"]
+    newest: Candidate, content: dict[str, Any], read: Callable[[str | Path], dict[str, Any]]
+) -> tuple[Candidate, dict[str, Any]] | None:
+    """Return the best checkpoint of a version. The newest checkpoint contains its name."""
+    kept = content[OWN_KEY]["checkpoints"]["kept"] if OWN_KEY in content else ["best.ckpt"]
     for name in list(kept)[:1]:
-        best = Path(path or "").with_name(os.path.basename(name))
+        best = Path(newest.path or "").with_name(os.path.basename(name))
         if best.exists():
-            return best, read(best)
-    return None, None
+            return Candidate(best, newest.folder), read(best)
+    return None
 
 
-def warn_of_newer_runs(plan: Plan, argument: str, group: Group, skipped: list[Group]) -> None:
+def warn_of_newer_runs(
+    plan: Plan, argument: str, candidates: list[Candidate], used: Candidate
+) -> None:
     """Warn if a run without a checkpoint is newer than the run that is used."""
-    newer = [other.folder for other in skipped if other.folder and other.time > group.time]
-    if newer and group.folder is not None:
+    newer = [other.folder.name for other in candidates if other.folder and other.time > used.time]
+    if newer and used.folder is not None:
         plan.warn(
-            f"{argument}: {newer[0].name} was started later and has no checkpoint. Continuing"
-            f" {group.folder.name}. To continue another run, write version= or its path."
+            f"{argument}: {newer[0]} was started later and has no checkpoint. Continuing"
+            f" {used.folder.name}. To continue another run, write version= or its path."
         )
 
 
-def list_checkpoints(plan: Plan, keyword: str) -> list[Group]:
+def list_candidates(plan: Plan, keyword: str) -> list[Candidate]:
     """Return the files that the keyword "last", "best" or "auto" may select, newest run first."""
     loop = plan.loop
     savers = callbacks_of(plan, "Checkpoint")
@@ -246,9 +240,9 @@ def list_checkpoints(plan: Plan, keyword: str) -> list[Group]:
         # accepts any checkpoint.
         folder = Path(loop.loggers[0].save_dir, str(loop.loggers[0].name))
         name = "*.ckpt" if keyword == "auto" else "last*.ckpt"
-        groups = list_versions(plan, folder, f"checkpoints/{name}")
-        if any(group.files() for group in groups):
-            return groups
+        found = list_versions(plan, folder, f"checkpoints/{name}")
+        if any(candidate.path for candidate in found):
+            return found
     exceptions = [saver.ckpt_path for saver in callbacks_of(plan, "OnExceptionCheckpoint")]
     savers = callbacks_of(plan, "ModelCheckpoint")
     paths = exceptions + [path for saver in savers for path in last_checkpoints(saver, loop)]
@@ -256,27 +250,33 @@ def list_checkpoints(plan: Plan, keyword: str) -> list[Group]:
         default = [] if loop.loggers else [Path(loop.default_root_dir, "checkpoints")]
         for folder in [saver.dirpath for saver in savers if saver.dirpath] or default:
             paths += Path(folder).glob("*.ckpt")
-    return [Group(given=[Path(path) for path in paths if path and os.path.exists(path)])]
+    files = [Path(path) for path in paths if path and os.path.exists(path)]
+    return [Candidate(path) for path in newest_first(files)]
 
 
-def list_versions(plan: Plan, folder: Path, pattern: str) -> list[Group]:
-    """Return the versions in a folder. The run that started or saved last is the first one.
+def list_versions(plan: Plan, folder: Path, pattern: str) -> list[Candidate]:
+    """Return the checkpoints of the versions in a folder. The run that started or saved last is first.
 
     Each run records its times in its own folder. The times of files change when files are copied.
     """
     version = plan.config.version
     names = list_names(folder) if version is None else [version_folder(version)]
-    groups = [Group(folder / name, *read_times(folder / name), pattern) for name in names]
-    for group in groups:
-        if group.time == 0.0 and len(groups) > 1:
-            group.saved = max(map(read_saved_at, group.files()[:1]), default=0.0)
+    found: list[Candidate] = []
+    for name in names:
+        files = newest_first(path for path in (folder / name).glob(pattern) if path.is_file())
+        started, saved = read_times(folder / name)
+        if started == saved == 0.0 and len(names) > 1:
+            saved = max(map(read_saved_at, files[:1]), default=0.0)
+        time = max(started, saved)
+        paths: list[Path | None] = [*files] or [None]
+        found += [Candidate(path, folder / name, started, time) for path in paths]
 
-    def age(group: Group) -> tuple[float, int, str]:
-        name = "" if group.folder is None else group.folder.name
+    def age(candidate: Candidate) -> tuple[float, int, str]:
+        name = candidate.folder.name if candidate.folder else ""
         number = number_of(name)
-        return group.time, -1 if number is None else number, name
+        return candidate.time, -1 if number is None else number, name
 
-    return sorted(groups, key=age, reverse=True)
+    return sorted(found, key=age, reverse=True)
 
 
 def read_saved_at(path: Path) -> float:
@@ -297,8 +297,9 @@ def time_of(checkpoint: dict[str, Any], default: float) -> float:
     return time if isinstance(time, float) and math.isfinite(time) else default
 
 
-def newest_first(files: list[Path]) -> list[Path]:
+def newest_first(paths: Iterable[Path]) -> list[Path]:
     """Sort the checkpoints of a version: first last.ckpt, then by the step in the file name."""
+    files = list(paths)
     lasts = [path for path in files if path.name.startswith("last")]
     times = {path: read_saved_at(path) for path in lasts} if len(lasts) > 1 else {}
 
@@ -328,10 +329,10 @@ def version_of_checkpoint(plan: Plan, path: str) -> int | str | None:
     return None
 
 
-def report_missing(plan: Plan, argument: str, keyword: str, groups: list[Group]) -> None:
+def report_missing(plan: Plan, argument: str, keyword: str, candidates: list[Candidate]) -> None:
     """Raise an error for a missing checkpoint. For ckpt_path="last", only warn, as Trainer does."""
-    damaged = [path for group in groups for path in group.damaged]
-    replaced = [path for group in groups for path in group.replaced]
+    damaged = [other.path for other in candidates if other.path and other.problem == "damaged"]
+    replaced = [other.path for other in candidates if other.path and other.problem == "replaced"]
     if damaged:
         raise DamagedCheckpointError(
             f"{argument}: got {keyword!r}, but every checkpoint in {damaged[0].parent} is damaged. Give"
