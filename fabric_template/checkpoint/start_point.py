@@ -1,4 +1,7 @@
-"""The checkpoint that a run starts from. Convert what Lightning's Trainer has saved."""
+"""The checkpoint that a run starts from, in the layout of FabricLoop.
+
+The key "writer" names the loop that wrote the state of the training: FabricLoop, MiniLoop or Trainer.
+"""
 
 from __future__ import annotations
 
@@ -21,7 +24,7 @@ class StartPoint:
 
     Attributes:
         checkpoint: The content in Trainer's layout, until the run has restored it.
-        own: The state in the checkpoint that only this package saves, and that hooks do not get.
+        own: The state of the training in FabricLoop's layout, which hooks do not get.
         sampler_seed: The seed with which the processes of the saved run shuffled, or None.
         restarts_epoch: Whether Trainer would first finish the saved epoch, if it continued the
             checkpoint. None if the checkpoint is not from Trainer.
@@ -51,9 +54,8 @@ class StartPoint:
         # Remove OWN_KEY, so that on_load_checkpoint hooks get only the keys of Trainer's checkpoints.
         own = checkpoint.pop(OWN_KEY, None)
         if self.resumes:
-            check_training_state(self.path, checkpoint, is_trainers=own is None)
-            self.own = own
-            self.sampler_seed = None if own is None else own.get("sampler_seed")
+            self.own = convert_training_state(self.path, checkpoint, own)
+            self.sampler_seed = self.own.get("sampler_seed")
 
     def __getstate__(self) -> dict[str, Any]:
         """Pickle no content, because a spawned process reads the file itself."""
@@ -75,10 +77,10 @@ class StartPoint:
             self.checkpoint = None
 
     def training_state(self, has_max_steps: bool) -> dict[str, Any]:
-        """Return the state of the training. Convert the counters that Trainer has saved."""
-        if self.own is None:
-            assert self.checkpoint is not None
-            self.own = convert_trainer_state(self.checkpoint)
+        """Return the state of the training."""
+        assert self.checkpoint is not None
+        assert self.own is not None
+        if self.own["writer"] == "Trainer":
             self.restarts_epoch = restarts_epoch(self.checkpoint, has_max_steps)
         return self.own
 
@@ -88,16 +90,50 @@ class StartPoint:
         return own
 
 
-def check_training_state(path: Any, checkpoint: dict[str, Any], is_trainers: bool) -> None:
-    """Raise an error for a checkpoint from which no training can continue."""
+def convert_training_state(
+    path: Any, checkpoint: dict[str, Any], own: dict[str, Any] | None
+) -> dict[str, Any]:
+    """Return the state of the training in FabricLoop's layout.
+
+    Args:
+        own: The state in the checkpoint that only this package saves.
+
+    Raises:
+        WeightsOnlyError, CheckpointError: No training can continue from the checkpoint.
+    """
     if "optimizer_states" not in checkpoint:
         raise WeightsOnlyError(
             "Trying to restore optimizer state but checkpoint contains only the model. This is probably"
             " due to `ModelCheckpoint.save_weights_only` being set to `True`. To start a"
             f" new run from the weights, write load='{path}'."
         )
-    if is_trainers:
+    if own is None:
         check_trainer_position(path, checkpoint)
+        return convert_trainer_state(checkpoint)
+    # MiniLoop saves no "writer".
+    return own if own.get("writer") == "FabricLoop" else convert_mini_state(path, own)
+
+
+def convert_mini_state(path: Any, own: dict[str, Any]) -> dict[str, Any]:
+    """Add default values to a state from MiniLoop, which saves less than FabricLoop."""
+    progress = own["progress"]
+    if progress["is_in_epoch"]:
+        raise CheckpointError(
+            f"resume: got {path}, which MiniLoop saved in the middle of an epoch, expected the end of"
+            " one. Continue it with MiniLoop, or use load=."
+        )
+    step = progress["global_step"]
+    row = {
+        **{"collected": {}, "step_values": {}, "learning_rates": [], "is_validated": False},
+        **{"num_samples": 0, "seconds": 0.0, "excluded_seconds": 0.0},
+    }
+    return {
+        **own,
+        "writer": "MiniLoop",
+        "progress": {**progress, "logging_step": step},
+        "checkpoints": {"is_validated": False, "last_step": step, **own["checkpoints"]},
+        "row": {**row, **own["row"]},
+    }
 
 
 def check_trainer_position(path: str, checkpoint: dict[str, Any]) -> None:
@@ -124,7 +160,7 @@ def convert_trainer_state(checkpoint: dict[str, Any]) -> dict[str, Any]:
         "global_step": checkpoint["global_step"],
         "epochs_done": checkpoint["epoch"],
     }
-    own: dict[str, Any] = {"progress": progress, "loader_states": []}
+    own: dict[str, Any] = {"writer": "Trainer", "progress": progress, "loader_states": []}
     fit_loop = checkpoint.get("loops", {}).get("fit_loop")
     if fit_loop is None:
         return own

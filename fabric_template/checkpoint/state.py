@@ -29,10 +29,11 @@ if TYPE_CHECKING:
 
 # The counters in each progress object of Trainer.
 _COUNTS = ("ready", "started", "processed", "completed")
-# Names of the attributes of Run that have a state_dict. The first process saves PARTS, and
-# each process saves its own PARTS_OF_PROCESS.
-PARTS = ("progress", "stop", "row", "checkpoints")
-PARTS_OF_PROCESS = ("data", "validation_schedule", "results", "plain_state")
+# The attributes of Run that have a state_dict, and whether each process saves its own state.
+PARTS = {
+    **dict.fromkeys(("progress", "stop", "row", "checkpoints"), False),
+    **dict.fromkeys(("data", "validation_schedule", "results", "plain_state"), True),
+}
 
 
 def build_checkpoint(
@@ -104,13 +105,14 @@ def own_state(run: Run) -> dict[str, Any]:
     of_process = {
         "rng": capture_rng_state(),
         "gradients": run.optimization.accumulated_gradients(),
-        **states_of(run, PARTS_OF_PROCESS),
+        **states_of(run, per_process=True),
     }
     # Save only the values that hooks have changed. The resumed run computes the other values.
     window = run.progress.accumulate_grad_batches
     is_changed = window != run.plan.config.accumulate_grad_batches
     return {
-        **states_of(run, PARTS),
+        "writer": "FabricLoop",
+        **states_of(run, per_process=False),
         "saved_at": run.checkpoints.folders.save_time(),
         "accumulate_grad_batches": window if is_changed else None,
         "flags": run.steps.changed_flags(run.optimization.named_parameters()),
@@ -125,14 +127,15 @@ def own_state(run: Run) -> dict[str, Any]:
     }
 
 
-def states_of(run: Run, names: tuple[str, ...]) -> dict[str, Any]:
-    """Return the states of the given parts of a run, keyed by the part's name."""
-    parts = {name: getattr(run, name) for name in names}
-    return {name: part.state_dict() for name, part in parts.items()}
+def states_of(run: Run, per_process: bool) -> dict[str, Any]:
+    """Return the states of the parts that each process saves, or of those that the first one saves."""
+    names = [name for name, is_own in PARTS.items() if is_own == per_process]
+    return {name: getattr(run, name).state_dict() for name in names}
 
 
-def load_states(run: Run, names: tuple[str, ...], states: dict[str, Any]) -> None:
-    for name in names:
+def load_states(run: Run, states: dict[str, Any]) -> None:
+    """Restore the parts of a run that have a saved state."""
+    for name in PARTS:
         if name in states:
             getattr(run, name).load_state_dict(states[name])
 
@@ -271,8 +274,8 @@ def restore_training(run: Run, checkpoint: dict[str, Any]) -> None:
     precision = run.fabric.strategy.precision
     load_state(precision, checkpoint.get(type(precision).__qualname__))
     own = run.plan.start.training_state(run.stop.max_steps != -1)
-    if "settings" not in own and "ranks" in own:
-        complete_mini_state(run, own)
+    if own["writer"] == "MiniLoop":
+        restore_mini_attributes(run, own["ranks"])
     check_counters(run, own["progress"])
     epochs_done, max_epochs = own["progress"]["epochs_done"], run.stop.max_epochs
     if -1 < max_epochs < epochs_done:
@@ -281,12 +284,12 @@ def restore_training(run: Run, checkpoint: dict[str, Any]) -> None:
             f" Trainer(max_epochs={max_epochs}). Please set a different max_epochs value."
         )
     restore_outside_parameters(run, own.get("outside_parameters", {}))
-    load_states(run, ("progress",), own)
+    run.progress.load_state_dict(own.pop("progress"))
     if run.plan.start.keyword != "auto" and run.stop.can_stop_early:
         # Ignore the saved should_stop, so that resume="last" continues a run that EarlyStopping
         # stopped. resume="auto" keeps should_stop, because job schedulers restart ended runs, too.
         own.pop("stop", None)
-    load_states(run, PARTS[1:], own)
+    load_states(run, own)
 
 
 def check_counters(run: Run, counters: dict[str, Any]) -> None:
@@ -299,20 +302,6 @@ def check_counters(run: Run, counters: dict[str, Any]) -> None:
                 f"{run.plan.start.path}: got the counter {name}={shorten(repr(value), 40)}, expected a number"
                 f" of type {kind.__name__} that a run can reach. Use another checkpoint, or load=."
             )
-
-
-def complete_mini_state(run: Run, own: dict[str, Any]) -> None:
-    """Add default values to a state from MiniLoop, which saves less than FabricLoop."""
-    progress = own["progress"]
-    if progress["is_in_epoch"]:
-        raise CheckpointError(
-            f"resume: got {run.plan.start.path}, which MiniLoop saved in the middle of an epoch,"
-            " expected the end of one. Continue it with MiniLoop, or use load=."
-        )
-    restore_mini_attributes(run, own["ranks"])
-    step = progress["logging_step"] = progress["global_step"]
-    own["checkpoints"] = {**run.checkpoints.state_dict(), **own["checkpoints"], "last_step": step}
-    own["row"] = {**run.row.state_dict(), **own["row"], "seconds": 0.0}
 
 
 def restore_mini_attributes(run: Run, ranks: list[dict[str, Any]]) -> None:
@@ -333,20 +322,20 @@ def restore_position(run: Run) -> None:
     own = run.plan.start.take()
     if own is None:
         return
-    if "ranks" not in own:
-        # The checkpoint is from Trainer, which saves no random states.
+    if own["writer"] == "Trainer":
+        # Trainer saves no random states.
         run.data.load_loader_states(own["loader_states"])
         return
     ranks, rank = own["ranks"], run.fabric.global_rank
     of_process = ranks[rank % len(ranks)]
-    # MiniLoop saves no "settings" and no loader states. Restore only the random states.
-    if "settings" in own:
+    # MiniLoop saves only the random states.
+    if own["writer"] == "FabricLoop":
         check_settings(run, own["settings"])
         if own["accumulate_grad_batches"]:
             run.loop.accumulate_grad_batches = own["accumulate_grad_batches"]
         restore_network(run, own["flags"], of_process["gradients"])
         of_process["results"] = move_data_to_device(of_process["results"], run.fabric.device)
-        load_states(run, PARTS_OF_PROCESS, of_process)
+        load_states(run, of_process)
     restore_rng_state(of_process["rng"])
     if rank >= len(ranks):
         # The saved run had no process of this rank. Use different random numbers in each process.
