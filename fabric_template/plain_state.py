@@ -110,6 +110,11 @@ def address_of(tensor: Tensor) -> int:
     return tensor.untyped_storage().data_ptr()
 
 
+def shares_memory(value: Any, addresses: Collection[int]) -> bool:
+    """Return whether a value is a tensor in the memory of another one, such as a parameter."""
+    return type(value) is Tensor and is_plain_tensor(value) and address_of(value) in addresses
+
+
 def _checksum(values: Tensor) -> int:
     return zlib.crc32(values.cpu().contiguous().view(torch.uint8).numpy().data)
 
@@ -185,7 +190,7 @@ class Encoder:
         return kind.__name__, items
 
     def _encode_tensor(self, tensor: Tensor) -> Any:
-        if not is_plain_tensor(tensor) or address_of(tensor) in self._covered:
+        if not is_plain_tensor(tensor) or shares_memory(tensor, self._covered):
             raise NotPlainError
         self._count(size=tensor.numel() * tensor.element_size())
         copied = tensor.detach().to("cpu", copy=True)
@@ -372,6 +377,7 @@ class PlainState:
     def load_attributes(self, saved: dict[str, dict[str, Any]]) -> None:
         """Set the saved attributes. Objects that share a list or a tensor keep sharing it."""
         decoder, targets = Decoder(self._device), self._targets(saved)
+        covered = self._find_covered()
         placed: dict[int, Any] = {}
         for name, attributes in saved.items():
             if name not in self._parts:
@@ -382,7 +388,11 @@ class PlainState:
                     if id(encoded) not in placed:
                         current, value = namespace.get(attribute), decoder.decode(encoded)
                         is_alone = len(targets.get(id(current), ())) <= 1
-                        is_replaced = is_alone and replace_content(current, value)
+                        is_replaced = (
+                            is_alone
+                            and not shares_memory(current, covered)
+                            and replace_content(current, value)
+                        )
                         placed[id(encoded)] = current if is_replaced else value
                     namespace[attribute] = placed[id(encoded)]
 

@@ -12,6 +12,7 @@ from lightning.pytorch.callbacks import Callback, ModelCheckpoint
 from modules import Classifier, assert_same_weights, make_loader
 from runs import Snapshots, assert_same_end, fit, logs_of, loud, val_loader
 from torch import nn
+from torch.nn.utils import prune
 
 from fabric_template import FabricLoop
 from fabric_template.plain_state import Part, PlainState
@@ -317,7 +318,18 @@ class Memory8(Memory):
         self.bank, self.mask = torch.zeros(16, 4), torch.ones(4)
 
 
+class Computes(Classifier):
+    """A module whose layers compute their attribute ``weight`` from parameters in each forward."""
+
+    def __init__(self):
+        super().__init__()
+        spectral, weight = nn.utils.spectral_norm, nn.utils.weight_norm
+        pruned = prune.random_unstructured(nn.Linear(8, 3), "weight", 0.5)
+        self.net = nn.Sequential(spectral(nn.Linear(8, 8)), weight(nn.Linear(8, 8)), pruned)
+
+
 RUNS = {
+    "computed weights": (Computes, {}),
     "module": (Remembers, {}),
     "validation inside": (Remembers, {"val_check_interval": 2}),
     "accumulation": (Remembers, {"accumulate_grad_batches": 2}),
