@@ -338,7 +338,7 @@ RUNS = {
 }
 
 
-@pytest.mark.filterwarnings("ignore:The number of training batches")
+@pytest.mark.filterwarnings("ignore:The number of training batches", "ignore:.*weight_norm.* is deprecated")
 @pytest.mark.parametrize("name", RUNS)
 def test_killed(tmp_path, name):
     make, options = RUNS[name]
