@@ -490,10 +490,9 @@ class MiniLoop:
         on_step, on_epoch = options.pop("on_step", None), options.pop("on_epoch", None)
         is_synced, batch_size = options.pop("sync_dist", False), options.pop("batch_size", None)
         for key, given in options.items():
-            if key not in LOG_ARGUMENTS:
-                raise TypeError(f"log() got an unexpected keyword argument {key!r}.")
-            text = f"log: got {key}={given!r}, expected {LOG_ARGUMENTS[key]!r}. Use FabricLoop."
-            check(given in (LOG_ARGUMENTS[key], None), text)
+            if key not in LOG_ARGUMENTS or given not in (LOG_ARGUMENTS[key], None):
+                text = f"log: got an unexpected keyword argument {key}={given!r}, expected none."
+                raise TypeError(f"{text} Use FabricLoop.")
         is_in_batch = self._step_values is not None
         on_step = is_in_batch if on_step is None else on_step
         on_epoch = not is_in_batch if on_epoch is None else on_epoch
@@ -501,6 +500,10 @@ class MiniLoop:
         if on_epoch:
             self._logged_means.add(name)
         if not isinstance(value, Tensor) and hasattr(value, "compute"):
+            is_in_epoch = self._every is not None or self.max_steps != -1
+            text = f"log: got the torchmetrics object {name!r} with validate_every_n_steps or max_steps"
+            is_saved = is_in_epoch and on_epoch and "validation" not in self._hook
+            check(not is_saved, f"{text}, whose state no checkpoint has. Use FabricLoop.")
             self._torchmetrics[self._hook, name] = value
             for sums in self._sums if on_epoch else ():
                 sums.setdefault((self._hook, name), [None, 0, False])

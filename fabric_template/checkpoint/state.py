@@ -19,7 +19,7 @@ from lightning.fabric.utilities import move_data_to_device
 
 from ..distributed.launch import gather_objects
 from ..errors import CheckpointError, OtherModelError
-from ..rng_state import capture_rng_state, restore_rng_state
+from ..rng_state import capture_rng_state, is_generator, restore_rng_state
 from .distributed import OWN_KEY, SHARDS_KEY, load_shards
 from .hyperparameters import add_hyperparameters
 from .weights import load_weights
@@ -309,7 +309,8 @@ def restore_mini_attributes(run: Run, ranks: list[dict[str, Any]]) -> None:
     parts = ranks[run.fabric.global_rank % len(ranks)]["rng"].get("parts", {})
     modules = {**dict(run.network.named_modules()), "": run.model}
     for place, attributes in parts.items():
-        if place not in modules or any(name not in vars(modules[place]) for name in attributes):
+        known = vars(modules[place]) if place in modules else {}
+        if any(name not in known or is_generator(known[name]) for name in attributes):
             raise CheckpointError(
                 f"resume: got {run.plan.start.path}, in which MiniLoop saved the state of {place!r},"
                 " expected only attributes of modules. Continue it with MiniLoop, or use load=."

@@ -1,5 +1,6 @@
 """MiniLoop, the single file: bits, files, resume, errors, and the file alone."""
 
+import itertools
 import os
 import signal
 import subprocess
@@ -231,10 +232,41 @@ def test_rows_by_validation_and_resume_in_mid_epoch():
     pd.testing.assert_frame_equal(again, rows)
 
 
-def test_resume_within_an_epoch_refuses_torchmetrics_objects():
-    fit("MiniLoop", "run", -1, make_module=Hooked, max_steps=14)
+@pytest.mark.parametrize("options", [{"validate_every_n_steps": 4}, {"max_steps": 14}])
+def test_torchmetrics_objects_in_a_run_by_steps_are_refused(options):
+    with pytest.raises(ValueError, match="log: got the torchmetrics object 'mean' with validate_every_n_steps or max_"):
+        fit("MiniLoop", "run", 2, make_module=Hooked, **options)
+
+
+def test_torchmetrics_objects_of_a_run_that_stopped_in_an_epoch_are_refused():
+    class Stops(Hooked):
+        def on_train_batch_end(self, outputs, batch, batch_idx):
+            self.trainer.should_stop = True
+
+    fit("MiniLoop", "run", 2, make_module=Stops)
     with pytest.raises(ValueError, match=r"torchmetrics objects \['mean'\].* Use FabricLoop"):
-        fit("MiniLoop", "run", -1, make_module=Hooked, max_steps=24, resume="last")
+        fit("MiniLoop", "run", 2, make_module=Hooked, resume="last")
+
+
+class Noisy(Plain):
+    """Has a generator in an attribute."""
+
+    def __init__(self, seed=7):
+        super().__init__()
+        self.rng = torch.Generator().manual_seed(seed)
+
+    def training_step(self, batch):
+        return super().training_step(batch) * torch.rand((), generator=self.rng)
+
+
+def test_generators_of_modules_continue_only_in_the_same_loop():
+    _, expected, _ = fit("MiniLoop", "whole", 4, make_module=Noisy)
+    for kind, other in itertools.permutations(LOOPS):
+        fit(kind, kind, 2, make_module=Noisy)
+        with pytest.raises(ValueError, match=f"Use {kind}|Continue it with {kind}"):
+            fit(other, kind, 4, make_module=lambda: Noisy(8), resume="last")
+    _, module, _ = fit("MiniLoop", "MiniLoop", 4, make_module=lambda: Noisy(8), resume="last")
+    assert_same_weights(expected.net, module.net)
 
 
 def test_max_steps_within_an_epoch_and_resume():
@@ -577,7 +609,7 @@ ERRORS = {
     "name": (lambda: MiniLoop(name="a/b"), "name: got 'a/b', expected the name of a folder"),
     "manual": (lambda: run_mini(Manual), "got Manual with manual optimization. Use FabricLoop."),
     "hook": (lambda: run_mini(OwnBackward), "got OwnBackward with backward. Use FabricLoop."),
-    "log": (lambda: run_mini(Misspelled), "unexpected keyword argument 'on_epch'"),
+    "log": (lambda: run_mini(Misspelled), "unexpected keyword argument on_epch=True"),
     "no step": (lambda: fit_functions(training_step=None), "got no training_step"),
     "no optimizer": (lambda: fit_functions(optimizer=None), "got no optimizer. Pass optimizer="),
     "other parameters": (
