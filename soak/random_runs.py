@@ -179,7 +179,8 @@ class Check:
             end = self.run(
                 loop, name, event={**self.event, "n": n}, resume="auto", seed=self.seed_of(name)
             )
-            if self.event["kind"] == "error" and "error" in end and not end["is_planned"]:
+            is_of_first = self.event["kind"] == "error" and self.event["rank"] == 0
+            if is_of_first and "error" in end and not end["is_planned"]:
                 self.outcome.add_failure(f"{loop} raised another error than the program", end)
             if "hang" in end["codes"]:
                 self.outcome.add_failure(f"{loop} hangs after {self.event['kind']}", end)
