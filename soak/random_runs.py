@@ -243,12 +243,21 @@ class Check:
 def is_allowed_after_resume(line, end):
     """Return whether a resumed run may have this difference in its files."""
     last = "logs/run/checkpoints/last.ckpt"
-    if line == "files/checkpoints/run/last.ckpt: more":
+    if (
+        line.startswith("files/checkpoints/run/last.ckpt")
+        and end["options"].get("save_last") is False
+    ):
         # The file of an interrupted run stays.
-        return end["options"].get("save_last") is False
+        return True
     if line.startswith(f"files/{last}"):
         # ModelCheckpoint saves at the end, unless it has saved since the resume.
         return end["files"].get(last, {}).get("global_step") == end["counters"][1]
+    if re.search(r"/plain_state/attributes/[\w.]+: missing$", line):
+        # set_extra_state has set the attribute before the resumed run started.
+        return True
+    if line == "schedulers: 0 items instead of 1":
+        # StochasticWeightAveraging sets its scheduler in an epoch. This resumed run had none left.
+        return True
     # ModelCheckpoint keeps the file from which the run has resumed.
     return re.fullmatch(r"files/logs/run/checkpoints/.*\.ckpt: more", line) is not None
 
