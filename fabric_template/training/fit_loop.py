@@ -93,7 +93,8 @@ def resume_epoch(run: Run) -> None:
     """Restart the loader at its saved position, and finish an interrupted batch."""
     run.data.train.set_epoch()
     run.data.train.start()
-    run_phases(run, run.progress.phase)
+    if run.progress.phase in PHASES_AFTER_BATCH:
+        run_phases(run, run.progress.phase)
 
 
 def train_batches(run: Run) -> None:
@@ -137,7 +138,7 @@ def end_train_batch(run: Run, outputs: Any, batch: Any, batch_idx: int) -> None:
 
 def run_phases(run: Run, phase: str | None) -> None:
     """Run the phases after a batch. Each returns the next one. A resume starts in a later phase."""
-    while phase in PHASES_AFTER_BATCH:
+    while phase is not None:
         run.progress.enter(phase)
         phase = PHASES_AFTER_BATCH[phase](run)
 
@@ -194,7 +195,7 @@ def finish_batch(run: Run) -> None:
             run.checkpoints.save_after_step(run)
 
 
-PHASES_AFTER_BATCH: dict[str | None, Callable[[Run], str | None]] = {
+PHASES_AFTER_BATCH: dict[str, Callable[[Run], str | None]] = {
     "log_batch": log_batch,
     "validate": validate,
     "report_validation": report_validation,

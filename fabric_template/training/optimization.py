@@ -38,8 +38,9 @@ def is_window_end(run: Run) -> bool:
     As in Trainer, the last batch of an epoch always ends an accumulation window.
     """
     progress = run.progress
-    is_full = progress.batches_done % progress.accumulate_grad_batches == 0
-    return is_full or progress.is_epoch_complete
+    if progress.batches_done % progress.accumulate_grad_batches:
+        return progress.is_epoch_complete
+    return True
 
 
 def is_logging_due(run: Run) -> bool:
@@ -55,8 +56,7 @@ def is_logging_due(run: Run) -> bool:
 
 def starts_window(run: Run) -> bool:
     """Return whether the current batch is the first one of its accumulation window."""
-    progress = run.progress
-    return progress.batches_done - 1 == progress.batches_at_window_start
+    return run.progress.batches_done - 1 == run.progress.batches_at_window_start
 
 
 class Optimization:

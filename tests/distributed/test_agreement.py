@@ -117,6 +117,19 @@ def test_processes_that_find_different_checkpoints(arguments):
     assert all("ended at step 10" in error for error in errors)
 
 
+def start_alone(rank, arguments):
+    fit(".", Classifier, max_epochs=1, strategy="ddp", devices=1, **arguments)
+
+
+@pytest.mark.parametrize(
+    "arguments", [{"resume": "missing.ckpt"}, {"resume": "last"}, {"load": "missing.ckpt"}], ids=str
+)
+def test_a_launched_process_alone_refuses_a_missing_checkpoint(arguments):
+    codes, errors = externally(start_alone, arguments, ranks=1)
+    assert codes == [1]
+    assert "MissingCheckpointError" in errors[0]
+
+
 # ---- loaders of different length
 
 
