@@ -362,12 +362,10 @@ class PlainState:
         """Return the encoded attributes of each object that have changed since the start."""
         encoder = Encoder(self._device, self._find_covered())
         changed: dict[str, dict[str, Any]] = {}
-        for name, part in self._parts.items():
-            for attribute, value in part.attributes().items():
-                with self._guarded(f"the attribute {name}.{attribute}"):
-                    if digest(value) != self._at_start[name].get(attribute, self):
-                        encoded = encoder.encode_attribute(value)
-                        changed.setdefault(name, {})[attribute] = encoded
+        for name, attribute, value in self._attributes():
+            with self._guarded(f"the attribute {name}.{attribute}"):
+                if digest(value) != self._at_start[name].get(attribute, self):
+                    changed.setdefault(name, {})[attribute] = encoder.encode_attribute(value)
         return changed
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -402,12 +400,10 @@ class PlainState:
         encoder, generators = Encoder(self._device), self.generator_states()
         previous: dict[str, dict[str, Any]] = {}
         missing = []
-        for name, attributes in state["attributes"].items():
-            namespace = self._parts[name].namespace() if name in self._parts else {}
-            for attribute in attributes:
-                if attribute not in namespace:
-                    missing.append((namespace, attribute))
-                    continue
+        for name in state["attributes"].keys() & self._parts.keys():
+            namespace, saved = self._parts[name].namespace(), state["attributes"][name]
+            missing += [(namespace, attribute) for attribute in saved if attribute not in namespace]
+            for attribute in saved.keys() & namespace.keys():
                 with self._guarded(f"the attribute {name}.{attribute}"):
                     encoded = encoder.encode_attribute(namespace[attribute])
                     previous.setdefault(name, {})[attribute] = encoded
@@ -419,34 +415,35 @@ class PlainState:
             for namespace, attribute in missing:
                 namespace.pop(attribute, None)
 
+    def _attributes(self) -> Iterator[tuple[str, str, Any]]:
+        """Yield the name of each object, and the name and the value of each attribute."""
+        for name, part in self._parts.items():
+            for attribute, value in part.attributes().items():
+                yield name, attribute, value
+
     def _targets(self, saved: dict[str, dict[str, Any]]) -> dict[int, set[int]]:
         """Return the ids of the saved values that each current value would get."""
         found: dict[int, set[int]] = defaultdict(set)
-        for name, part in self._parts.items():
-            for attribute, value in part.attributes().items():
-                if type(value) not in _ATOMS:
-                    found[id(value)].add(id(saved.get(name, {}).get(attribute)))
+        for name, attribute, value in self._attributes():
+            if type(value) not in _ATOMS:
+                found[id(value)].add(id(saved.get(name, {}).get(attribute)))
         return found
 
     def digests(self) -> dict[str, dict[str, Any]]:
         """Return a digest of each plain attribute, by the names of its object and attribute."""
-        return {name: self._digests(part) for name, part in self._parts.items()}
-
-    def _digests(self, part: Part) -> dict[str, Any]:
-        found = {}
-        for attribute, value in part.attributes().items():
+        found: dict[str, dict[str, Any]] = {name: {} for name in self._parts}
+        for name, attribute, value in self._attributes():
             with suppress(Exception):
-                found[attribute] = digest(value)
+                found[name][attribute] = digest(value)
         return found
 
     def small_attributes(self) -> dict[str, dict[str, Any]]:
         """Return the encoded attributes of each object that are small, also if they are unchanged."""
         encoder = Encoder(self._device, most_bytes=_COMPARED_BYTES)
         found: dict[str, dict[str, Any]] = {}
-        for name, part in self._parts.items():
-            for attribute, value in part.attributes().items():
-                with suppress(Exception):
-                    found.setdefault(name, {})[attribute] = encoder.encode_attribute(value)
+        for name, attribute, value in self._attributes():
+            with suppress(Exception):
+                found.setdefault(name, {})[attribute] = encoder.encode_attribute(value)
         return found
 
     @contextmanager
