@@ -50,6 +50,7 @@ import torch
 import yaml
 from lightning.fabric import Fabric
 from lightning.fabric import __version__ as lightning_version
+from lightning.fabric.plugins.environments import SLURMEnvironment
 from lightning.fabric.plugins.precision import MixedPrecision
 from lightning.fabric.strategies import DDPStrategy, SingleDeviceStrategy
 from lightning.fabric.utilities.data import sized_len
@@ -692,8 +693,7 @@ class MiniLoop:
             "lr_schedulers": [config["scheduler"].state_dict() for config in self.schedulers],
             type(self._precision).__qualname__: self._precision.state_dict(),
         }
-        # Reading a checkpoint builds no numbers of NumPy.
-        checkpoint = apply_to_collection(checkpoint, np.generic, np.generic.item)
+        checkpoint = apply_to_collection(checkpoint, np.generic, to_python)
         return {**checkpoint, **self._hparams, "fabric_template": own}
 
     def _restore(self, checkpoint: dict[str, Any], is_automatic: bool) -> None:
@@ -934,6 +934,8 @@ class MiniLoop:
         self.optimizers = optimizers  # Modules read this attribute of Trainer.
         self.optimizer, self._learning_rate = optimizers[0], math.nan
         self.schedulers = [make_scheduler_config(item, self.optimizer) for item in schedulers]
+        states = [config["scheduler"].state_dict() for config in self.schedulers]
+        apply_to_collection([self.optimizer.param_groups, *states], np.generic, to_python)
 
     def _prepare_training(self, resumed: dict[str, Any]) -> None:
         """Find what checkpoints contain, and check the resumed checkpoint and the modules' modes."""
@@ -963,8 +965,8 @@ class MiniLoop:
         # Nothing has changed yet, so that only generators have a state.
         is_complete = "parts" in ranks[0]["rng"] or not self._state()["parts"]
         check(is_complete, f"{text} states. Use FabricLoop, which has saved it.")
-        states = self.optimizer.state_dict(), checkpoint["optimizer_states"][0]
-        sizes = [[len(group["params"]) for group in s["param_groups"]] for s in states]
+        groups = self.optimizer.param_groups, checkpoint["optimizer_states"][0]["param_groups"]
+        sizes = [[len(group["params"]) for group in given] for given in groups]
         given = self.num_training_batches, self.fabric.world_size
         compared = {
             "schedulers": (len(self.schedulers), len(checkpoint["lr_schedulers"])),
@@ -1134,7 +1136,10 @@ def started_processes() -> tuple[int, int]:
     env, group = os.environ, torch.distributed
     if "LT_CLI_USED" in env:
         return 1, 1
-    names = ("SLURM_NTASKS", "OMPI_COMM_WORLD_SIZE", "PMI_SIZE")
+    names = ["OMPI_COMM_WORLD_SIZE", "PMI_SIZE"]
+    # An interactive job has this variable, too, but only one process.
+    if SLURMEnvironment.detect():
+        names.append("SLURM_NTASKS")
     total = max(int(env.get(name, 1)) for name in names)
     if "RANK" in env:
         total = int(env.get("WORLD_SIZE", 1))
@@ -1238,6 +1243,14 @@ def make_scheduler_config(item: Any, optimizer: Any) -> dict[str, Any]:
     text = "scheduler: got ReduceLROnPlateau without a monitor. Write"
     check(has_monitor, f'{text} scheduler={{"scheduler": scheduler, "monitor": "val_loss"}}.')
     return config
+
+
+def to_python(number: np.generic) -> Any:
+    """Return a number of NumPy as a number of Python, because checkpoints have only these."""
+    is_exact = isinstance(number, np.float64) or not isinstance(number, np.floating)
+    text = f"optimizer: got {number!r}, which a resumed run would round in another way. Write"
+    check(is_exact, f"{text} float({number}).")
+    return number.item()
 
 
 def load_optimizer(optimizer: Any, saved: dict[str, Any]) -> None:
@@ -1423,10 +1436,9 @@ def claim_version(*folders: Path) -> str:
     """Create the folder of the next version. Runs that start together get different numbers."""
     names = [path.name[8:] for folder in folders for path in folder.glob("version_*")]
     version = max((int(name) for name in names if name.isdigit()), default=-1) + 1
-    folders[0].mkdir(parents=True, exist_ok=True)
     while True:
         with suppress(FileExistsError):
-            (folders[0] / f"version_{version}").mkdir()
+            (folders[0] / f"version_{version}").mkdir(parents=True)
             return f"version_{version}"
         version += 1
 

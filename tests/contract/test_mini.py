@@ -11,6 +11,7 @@ from dataclasses import make_dataclass
 from pathlib import Path
 
 import lightning.pytorch as pl
+import numpy as np
 import pandas as pd
 import pytest
 import torch
@@ -593,6 +594,11 @@ def hidden_closure(parameters):
     return names["Hidden"](parameters, lr=0.1)
 
 
+def make_numpy_scheduler(parameters):
+    optimizer = torch.optim.SGD(parameters, lr=0.1)
+    return [optimizer], [torch.optim.lr_scheduler.StepLR(optimizer, 1, np.float32(0.25))]
+
+
 def fit_optimizer(make):
     net = nn.Linear(8, 3)
     fit_functions(net=net, optimizer=make(net.parameters()))
@@ -602,6 +608,8 @@ ERRORS = {
     "LBFGS": (lambda: fit_optimizer(torch.optim.LBFGS), "whose step needs a closure"),
     "closure": (lambda: fit_optimizer(lambda p: ClosesInStep(p, lr=0.1)), "whose step needs a closure"),
     "hidden closure": (lambda: fit_optimizer(hidden_closure), "whose step needs a closure"),
+    "NumPy's lr": (lambda: fit_optimizer(lambda p: torch.optim.Adam(p, np.float32(0.5))), "Write float(0.5)"),
+    "NumPy's scheduler": (lambda: fit_optimizer(make_numpy_scheduler), "Write float(0.25)"),
     "two optimizers": (lambda: fit_optimizer(lambda p: [torch.optim.SGD(list(p), 0.1)] * 2), "got SGD and SGD"),
     "hyperparameters": (lambda: run_mini(Unpicklable), "hparams: got values that no checkpoint can contain"),
     "unknown option": (lambda: MiniLoop(max_epoch=1), "unknown option max_epoch. Did you mean max_epochs?"),
@@ -640,6 +648,40 @@ def test_errors_name_the_argument_and_the_fix(case):
     assert "\n" not in str(error.value)
     if case not in ("hidden closure", "log", "None", "float", "detached", "read once"):
         assert os.listdir(".") == []
+
+
+@pytest.mark.parametrize("name", ["SLURM_NTASKS", "OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "WORLD_SIZE"])
+def test_launchers_other_than_torchrun_are_refused(monkeypatch, name):
+    monkeypatch.setenv(name, "2")
+    if name == "WORLD_SIZE":
+        monkeypatch.setenv("RANK", "0")
+    with pytest.raises(ValueError, match="devices: got 2 processes of another launcher than torchrun"):
+        MiniLoop(accelerator="cpu")
+    monkeypatch.delenv(name)
+    for variable, value in {"LOCAL_RANK": "0", "RANK": "0", "WORLD_SIZE": "2"}.items():
+        monkeypatch.setenv(variable, value)
+    assert MiniLoop(accelerator="cpu").fabric.world_size == 2
+    with pytest.raises(ValueError, match="devices: got 1, but 2 processes were started. Leave devices out"):
+        MiniLoop(accelerator="cpu", devices=1)
+
+
+def test_an_interactive_slurm_job_is_one_process(monkeypatch):
+    monkeypatch.setenv("SLURM_NTASKS", "2")
+    monkeypatch.setenv("SLURM_JOB_NAME", "interactive")
+    assert MiniLoop(accelerator="cpu").fabric.world_size == 1
+
+
+def test_a_list_that_contains_itself_is_left_out():
+    class Nested(Plain):
+        def __init__(self):
+            super().__init__()
+            self.items = [1]
+            self.items.append(self.items)
+
+    _, expected, _ = fit("MiniLoop", "whole", 2, make_module=Nested)
+    fit("MiniLoop", "parts", 1, make_module=Nested)
+    _, model, _ = fit("MiniLoop", "parts", 2, make_module=Nested, resume="last")
+    assert_same_weights(expected.net, model.net)
 
 
 def test_a_hook_that_ends_the_epoch_is_refused():
