@@ -6,11 +6,9 @@ import inspect
 import math
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import nn
 
 from ..lightning_compat.overrides import overridden
 from ..loggers.result_collection import to_numbers
@@ -126,7 +124,8 @@ def evaluate_apart(run: Run, loaders: StageLoaders) -> dict[str, Any]:
     )
     with run.progress.in_stage("validate"), run.results.kept_apart(), unchanged_rng_state():
         loaders.start()
-        with eval_mode(run.network), torch.no_grad():
+        with torch.no_grad(), run.steps.captured_modes() as restore_modes:
+            run.network.eval()
             run.hooks.call_module("on_validation_epoch_start")
             for batch, batch_idx, dataloader_idx in loaders.batches():
                 place = dataloader_idx if loaders.has_several else None
@@ -136,6 +135,7 @@ def evaluate_apart(run: Run, loaders: StageLoaders) -> dict[str, Any]:
                 run.results.end_batch()
             run.results.end_loader()
             run.hooks.call_module("on_validation_epoch_end")
+            restore_modes()
             return to_numbers(run.results.end_evaluation().row)
 
 
@@ -213,39 +213,14 @@ def evaluation_step(run: Run, name: str, method: Callable, has_several: bool) ->
 @contextmanager
 def evaluation_mode(run: Run, name: str) -> Iterator[None]:
     """Switch to eval mode without gradients, and restore each module's mode at the end."""
-    modes = modes_of(run.network)
     # TorchScript cannot run in inference mode after a backward pass.
-    is_scripted = any(isinstance(module, torch.jit.ScriptModule) for module, _ in modes)
+    is_scripted = any(isinstance(part, torch.jit.ScriptModule) for part in run.network.modules())
     is_inference = run.config.inference_mode and run.stage != "fit" and not is_scripted
     gradients_off = torch.inference_mode if is_inference else torch.no_grad
-    with gradients_off(), run.steps.captured_modes():
-        try:
-            switch_mode(run, f"on_{name}_model_eval", run.network.eval)
-            yield
-            switch_mode(run, f"on_{name}_model_train", partial(restore_modes, modes))
-        except BaseException:
-            restore_modes(modes)
-            raise
-
-
-@contextmanager
-def eval_mode(network: nn.Module) -> Iterator[None]:
-    """Switch a network to eval mode, and restore each module's mode at the end."""
-    modes = modes_of(network)
-    network.eval()
-    try:
+    with gradients_off(), run.steps.captured_modes() as restore_modes:
+        switch_mode(run, f"on_{name}_model_eval", run.network.eval)
         yield
-    finally:
-        restore_modes(modes)
-
-
-def modes_of(network: nn.Module) -> list[tuple[nn.Module, bool]]:
-    return [(module, module.training) for module in network.modules()]
-
-
-def restore_modes(modes: list[tuple[nn.Module, bool]]) -> None:
-    for module, is_training in modes:
-        module.training = is_training
+        switch_mode(run, f"on_{name}_model_train", restore_modes)
 
 
 def switch_mode(run: Run, hook: str, default: Callable[[], Any]) -> None:

@@ -203,7 +203,6 @@ def tear_down(run: Run) -> None:
     run.data.teardown()
     run.loop.checkpoint_io.teardown()
     run.loggers.finalize("success")
-    run.progress.end_run()
     if run.hooks.profiler is not None:
         run.hooks.profiler.describe()
 
@@ -384,7 +383,6 @@ def handle_exception(run: Run, error: BaseException) -> None:
     attempt("closing the checkpoint files", run.loop.checkpoint_io.teardown)
     attempt("reading the last values", run.results.end)
     run.optimization.release()
-    run.progress.end_run()
     if run.stop.signal is None:
         # End the launched processes. Otherwise, these processes wait forever for this process.
         for process in getattr(run.fabric.strategy.launcher, "procs", ()):

@@ -316,11 +316,24 @@ class StepRunner:
         }
 
     @contextmanager
-    def captured_modes(self) -> Iterator[None]:
-        """Keep the modes of training, because an evaluation switches the network to eval mode."""
+    def captured_modes(self) -> Iterator[Callable[[], None]]:
+        """Keep the modes of training, because an evaluation switches the network to eval mode.
+
+        Yields:
+            A function that restores the modes. It is called after an error.
+        """
         outer, self._modes = self._modes, self.training_modes()
+        modes = [(module, module.training) for module in self.network.modules()]
+
+        def restore() -> None:
+            for module, is_training in modes:
+                module.training = is_training
+
         try:
-            yield
+            yield restore
+        except BaseException:
+            restore()
+            raise
         finally:
             self._modes = outer
 

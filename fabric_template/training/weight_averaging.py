@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 from copy import deepcopy
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 
@@ -23,26 +23,15 @@ def resume_averaging(run: Run) -> None:
     callbacks = run.hooks.callbacks_of("StochasticWeightAveraging")
     if not (callbacks and run.plan.start.resumes and run.progress.is_in_epoch):
         return
-    options = [
-        options_of(group)
-        for optimizer in run.optimization.optimizers
-        for group in optimizer.param_groups
-    ]
+    groups = [group for part in run.optimization.optimizers for group in part.param_groups]
+    options = [{n: deepcopy(v) for n, v in group.items() if n != "params"} for group in groups]
     buffers = {name: buffer.clone() for name, buffer in run.network.named_buffers()}
     run.hooks.call_callbacks("on_train_epoch_start", callbacks=callbacks)
-    groups = [
-        group for optimizer in run.optimization.optimizers for group in optimizer.param_groups
-    ]
     for group, saved in zip(groups, options, strict=True):
         group.update(saved)
     with torch.no_grad():
         for name, buffer in run.network.named_buffers():
             buffer.copy_(buffers[name])
-
-
-def options_of(group: dict[str, Any]) -> dict[str, Any]:
-    """Return copies of the options of a param group, such as lr."""
-    return deepcopy({name: value for name, value in group.items() if name != "params"})
 
 
 def finish_averaging(run: Run) -> None:
