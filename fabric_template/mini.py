@@ -230,15 +230,16 @@ class MiniLoop:
 
     def _train(self) -> None:
         """Train until a limit is reached. As in Trainer, call no hooks without a batch."""
-        if self._resumed_state is None and not self._is_done():
-            # As in Trainer, create the first iterator before the hooks.
-            self._start_batches()
-        if not self._is_done():
+        is_done, is_resumed = self._is_done(), self._resumed_state is not None
+        if not is_done:
+            if not is_resumed:
+                # As in Trainer, create the first iterator before the hooks.
+                self._start_batches()
             self._call("on_train_start")
-        if self._resumed_state is not None:
+        if is_resumed:
             # Draw no random numbers between this line and the first batch.
             self._load_state(self._resumed_state)
-        if self._is_done():
+        if is_done:
             return
         while not self._is_done():
             self._train_epoch()
@@ -965,19 +966,18 @@ class MiniLoop:
         # Nothing has changed yet, so that only generators have a state.
         is_complete = "parts" in ranks[0]["rng"] or not self._state()["parts"]
         check(is_complete, f"{text} states. Use FabricLoop, which has saved it.")
-        groups = self.optimizer.param_groups, checkpoint["optimizer_states"][0]["param_groups"]
-        sizes = [[len(group["params"]) for group in given] for given in groups]
-        given = self.num_training_batches, self.fabric.world_size
-        compared = {
-            "schedulers": (len(self.schedulers), len(checkpoint["lr_schedulers"])),
-            "parameters by group of the optimizer": sizes,
-            "(batches, processes)": (given, (progress.get("num_batches"), len(ranks))),
-        }
-        if not is_in_epoch:
-            del compared["(batches, processes)"]
         objects = [key[1] for key, mean in ranks[0].get("sums", [{}])[0].items() if mean[0] is None]
         text = f"resume: got the epoch means of the torchmetrics objects {objects}, which no"
         check(not objects, f"{text} checkpoint has. Use FabricLoop, or resume from an epoch's end.")
+        groups = self.optimizer.param_groups, checkpoint["optimizer_states"][0]["param_groups"]
+        sizes = [[len(group["params"]) for group in given] for given in groups]
+        compared: dict[str, Any] = {
+            "schedulers": (len(self.schedulers), len(checkpoint["lr_schedulers"])),
+            "parameters by group of the optimizer": sizes,
+        }
+        if is_in_epoch:
+            given = self.num_training_batches, self.fabric.world_size
+            compared["(batches, processes)"] = (given, (progress.get("num_batches"), len(ranks)))
         for name, (found, saved) in compared.items():
             text = f"resume: got {found} {name}, expected {saved} as in the saved run."
             check(found == saved, f"{text} Use load= to start a new run from the weights.")
