@@ -339,6 +339,8 @@ class MiniLoop:
         if self.gradient_clip_val:
             options = {"max_norm": self.gradient_clip_val, "error_if_nonfinite": False}
             self.fabric.clip_gradients(self.network, self.optimizer, **options)
+        has_all = len(self.optimizer.param_groups) == self._num_groups
+        check(has_all, "optimizer: got a parameter group that a hook has added. Use FabricLoop.")
         try:
             self._precision.optimizer_step(self.optimizer)
         except TypeError as error:
@@ -367,7 +369,8 @@ class MiniLoop:
         set_epoch(self.train_loader, self.current_epoch)
         state = self._state()
         if self.batches_done == 0:
-            self._epoch_start = state
+            parts = {p: v for p, v in state["parts"].items() if p.startswith(("train ", "val "))}
+            self._epoch_start = {**state, "parts": parts}
         # After a resume, draw the same order of samples again.
         self._load_state(self._epoch_start)
         self._batches = mark_last(iter(self.train_loader), self.num_training_batches)
@@ -934,6 +937,7 @@ class MiniLoop:
         check_optimizer(optimizers, set(self.network.parameters()))
         self.optimizers = optimizers  # Modules read this attribute of Trainer.
         self.optimizer, self._learning_rate = optimizers[0], math.nan
+        self._num_groups: int = len(self.optimizer.param_groups)
         self.schedulers = [make_scheduler_config(item, self.optimizer) for item in schedulers]
         states = [config["scheduler"].state_dict() for config in self.schedulers]
         apply_to_collection([self.optimizer.param_groups, *states], np.generic, to_python)

@@ -320,15 +320,15 @@ def test_a_checkpoint_of_another_name_is_refused():
     assert os.listdir("logs") == ["run"]
 
 
-def test_a_hook_may_add_a_parameter_group():
+def test_a_hook_that_adds_a_parameter_group_is_refused():
     class Grows(Classifier):
         def on_train_epoch_start(self):
             if self.current_epoch == 1:
                 self.extra = nn.Parameter(torch.ones(1))
                 self.trainer.optimizers[0].add_param_group({"params": [self.extra]})
 
-    loop, _, _ = fit("MiniLoop", "run", 2, make_module=Grows)
-    assert len(loop.optimizer.param_groups) == 2
+    with pytest.raises(ValueError, match="optimizer: got a parameter group that a hook has added. Use FabricLoop"):
+        fit("MiniLoop", "run", 2, make_module=Grows)
 
 
 def test_a_run_without_a_checkpoint_leaves_its_version_free():
