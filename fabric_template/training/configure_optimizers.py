@@ -237,11 +237,7 @@ def check_parameters(
     model: Any,
     is_distributed: bool,
 ) -> None:
-    """Raise an error for parameters that are not in the model. Warn for a LightningModule.
-
-    Args:
-        outside: The parameters of the optimizers that are not in the model.
-    """
+    """Raise an error for the parameters ``outside`` of the model. Warn for a LightningModule."""
     groups = [group for optimizer in optimizers for group in optimizer.param_groups]
     count = len({id(parameter) for group in groups for parameter in group.get("params", ())})
     if not outside:
@@ -253,8 +249,8 @@ def check_parameters(
         )
     shapes = ["unknown" if is_lazy(p) else str(tuple(p.shape)) for p in outside.values()]
     more = f" and {len(shapes) - 3} more" if len(shapes) > 3 else ""
-    shape_text = f"{', '.join(shapes[:3])}{more}"
-    text = f"optimizer: got parameters that are not in the model, of the shapes {shape_text}"
+    text = "optimizer: got parameters that are not in the model, of the shapes"
+    text += f" {', '.join(shapes[:3])}{more}"
     if is_instance_of(model, "LightningModule") and not is_distributed:
         # Trainer accepts these parameters.
         warnings.warn(
@@ -263,12 +259,11 @@ def check_parameters(
             stacklevel=4,
         )
         return
+    advice = f"Assign them to attributes of {type(model).__name__}, or to lists or dicts there."
     if isinstance(model, nn.Module):
         advice = (
             "Put them into one module with the model, as nn.ModuleDict({'net': net, 'loss': loss})."
         )
-    else:
-        advice = f"Assign them to attributes of {type(model).__name__}, or to lists or dicts there."
     raise ConfigurationError(
         f"{text}, expected parameters of the model. They would be neither saved, nor moved to the"
         f" device, nor synchronized between processes. {advice}"
