@@ -82,6 +82,7 @@ CHECKPOINTS = ("last.ckpt", "best.ckpt", "epoch=*-step=*.ckpt")
 # The attributes of each nn.Module, and the classes of random generators.
 MODULE_ATTRIBUTES = vars(nn.Module()).keys()
 GENERATORS = (torch.Generator, random.Random, np.random.Generator, np.random.RandomState)
+NUMPY: Any = (np.generic, np.ndarray)
 OPEN_LOCKS: list[IO[str]] = []
 
 
@@ -371,8 +372,12 @@ class MiniLoop:
         if self.batches_done == 0:
             parts = {p: v for p, v in state["parts"].items() if p.startswith(("train ", "val "))}
             self._epoch_start = {**state, "parts": parts}
-        # After a resume, draw the same order of samples again.
-        self._load_state(self._epoch_start)
+        else:
+            # Draw the same order of samples again.
+            for place, start in self._start_states.items():
+                if place.startswith("train "):
+                    load_plain_state(self._parts[place], start)
+            self._load_state(self._epoch_start)
         self._batches = mark_last(iter(self.train_loader), self.num_training_batches)
         if self.batches_done > 0:
             for _ in range(self.batches_done):
@@ -697,7 +702,7 @@ class MiniLoop:
             "lr_schedulers": [config["scheduler"].state_dict() for config in self.schedulers],
             type(self._precision).__qualname__: self._precision.state_dict(),
         }
-        checkpoint = apply_to_collection(checkpoint, np.generic, to_python)
+        checkpoint = apply_to_collection(checkpoint, NUMPY, to_python)
         return {**checkpoint, **self._hparams, "fabric_template": own}
 
     def _restore(self, checkpoint: dict[str, Any], is_automatic: bool) -> None:
@@ -940,7 +945,8 @@ class MiniLoop:
         self._num_groups: int = len(self.optimizer.param_groups)
         self.schedulers = [make_scheduler_config(item, self.optimizer) for item in schedulers]
         states = [config["scheduler"].state_dict() for config in self.schedulers]
-        apply_to_collection([self.optimizer.param_groups, *states], np.generic, to_python)
+        states += [self.optimizer.param_groups, self._unwrapped.state_dict()]
+        apply_to_collection(states, NUMPY, to_python)
 
     def _prepare_training(self, resumed: dict[str, Any]) -> None:
         """Find what checkpoints contain, and check the resumed checkpoint and the modules' modes."""
@@ -1009,7 +1015,7 @@ class MiniLoop:
         if self._is_lightning_module:
             self.model.trainer = self
         parts = [m for m in network.modules() if hasattr(type(m), "trainer")] + [self.model]
-        logging = {id(part): part for part in parts if not find_method(part, "log")}
+        logging = {id(part): part for part in parts if has_no_log(part)}
         for part in logging.values():
             vars(part).update(log=self.log, log_dict=self._log_dict)
         try:
@@ -1050,6 +1056,11 @@ def find_method(model: Any, name: str) -> Callable[..., Any] | None:
     module = getattr(method, "__module__", None) or ""
     is_empty = module.startswith(("lightning.pytorch.core.", "pytorch_lightning.core."))
     return method if callable(method) and not is_empty else None
+
+
+def has_no_log(part: Any) -> bool:
+    """Return whether an object has no attribute ``log`` of its own."""
+    return not hasattr(part, "log") or (callable(part.log) and not find_method(part, "log"))
 
 
 def collect_modules(model: Any) -> nn.Module:
@@ -1176,12 +1187,22 @@ def parts_of(loader: Any) -> dict[str, Any]:
     names = ("sampler", "batch_sampler", "dataset", "collate_fn")
     parts = {name: getattr(loader, name, None) for name in names}
     parts["inner sampler"] = getattr(parts["batch_sampler"], "sampler", None)
+    parts.update((f"dataset {n}", part) for n, part in enumerate(datasets_in(parts["dataset"])))
     return {"loader": loader, **parts}
+
+
+def datasets_in(dataset: Any) -> Iterator[Any]:
+    """Yield the datasets inside a dataset of torch, such as Subset or ConcatDataset."""
+    if type(dataset).__module__.startswith("torch."):
+        inner = getattr(dataset, "datasets", [getattr(dataset, "dataset", None)])
+        for part in inner.values() if isinstance(inner, dict) else inner:
+            yield part
+            yield from datasets_in(part)
 
 
 def set_epoch(loader: Any, epoch: int) -> None:
     for name, part in parts_of(loader).items():
-        if name != "dataset" and hasattr(part, "set_epoch"):
+        if not name.startswith("dataset") and hasattr(part, "set_epoch"):
             part.set_epoch(epoch)
 
 
@@ -1249,12 +1270,13 @@ def make_scheduler_config(item: Any, optimizer: Any) -> dict[str, Any]:
     return config
 
 
-def to_python(number: np.generic) -> Any:
+def to_python(value: Any) -> Any:
     """Return a number of NumPy as a number of Python, because checkpoints have only these."""
-    is_exact = isinstance(number, np.float64) or not isinstance(number, np.floating)
-    text = f"optimizer: got {number!r}, which a resumed run would round in another way. Write"
-    check(is_exact, f"{text} float({number}).")
-    return number.item()
+    is_exact = isinstance(value, np.float64 | np.integer | np.bool_)
+    text = f"checkpoint: got {value!r} of NumPy, which a resumed run would not restore exactly."
+    is_array = isinstance(value, np.ndarray)
+    check(is_exact, f"{text} Write {'a list or a tensor' if is_array else f'float({value})'}.")
+    return value.item()
 
 
 def load_optimizer(optimizer: Any, saved: dict[str, Any]) -> None:
@@ -1298,7 +1320,8 @@ def load_plain_state(part: Any, state: dict[str, Any]) -> None:
         elif isinstance(current, torch.Generator | np.random.RandomState):
             current.set_state(value)
         else:
-            places[name in places[1]][name] = value
+            # The object may change its value in place.
+            places[name in places[1]][name] = copy.deepcopy(value)
 
 
 def random_state(generator: Any) -> Any:

@@ -594,6 +594,14 @@ def hidden_closure(parameters):
     return names["Hidden"](parameters, lr=0.1)
 
 
+class NumPyState(Classifier):
+    def get_extra_state(self):
+        return {"counts": np.arange(3)}
+
+    def set_extra_state(self, state):
+        pass
+
+
 def make_numpy_scheduler(parameters):
     optimizer = torch.optim.SGD(parameters, lr=0.1)
     return [optimizer], [torch.optim.lr_scheduler.StepLR(optimizer, 1, np.float32(0.25))]
@@ -609,6 +617,7 @@ ERRORS = {
     "closure": (lambda: fit_optimizer(lambda p: ClosesInStep(p, lr=0.1)), "whose step needs a closure"),
     "hidden closure": (lambda: fit_optimizer(hidden_closure), "whose step needs a closure"),
     "NumPy's lr": (lambda: fit_optimizer(lambda p: torch.optim.Adam(p, np.float32(0.5))), "Write float(0.5)"),
+    "NumPy's extra state": (lambda: run_mini(NumPyState), "Write a list or a tensor."),
     "NumPy's scheduler": (lambda: fit_optimizer(make_numpy_scheduler), "Write float(0.25)"),
     "two optimizers": (lambda: fit_optimizer(lambda p: [torch.optim.SGD(list(p), 0.1)] * 2), "got SGD and SGD"),
     "hyperparameters": (lambda: run_mini(Unpicklable), "hparams: got values that no checkpoint can contain"),

@@ -165,6 +165,7 @@ def compiled_in_place():
 NETWORKS = {
     "plain": mlp,
     "one child": lambda: Around(mlp()),
+    "child called log": lambda: Around(mlp(), "log"),
     "compiled": compiled,
     "compiled in place": compiled_in_place,
     "compiled child": lambda: Around(compiled(), "inner"),
@@ -175,6 +176,7 @@ NETWORKS = {
     "tied": Tied,
     "weight norm": reparametrized(parametrizations.weight_norm),
     "old weight norm": reparametrized(nn.utils.weight_norm),
+    "old spectral norm": reparametrized(nn.utils.spectral_norm),
     "spectral norm": reparametrized(parametrizations.spectral_norm),
     "orthogonal": reparametrized(parametrizations.orthogonal),
     "extra state": CountsCalls,

@@ -1,0 +1,168 @@
+"""Every shape of data, killed in an epoch or after it and resumed by a fresh model, on both loops: the same bits."""
+
+import random
+
+import numpy as np
+import pytest
+import torch
+from modules import assert_same_weights
+from torch import nn
+from torch.utils.data import (
+    BatchSampler,
+    ConcatDataset,
+    DataLoader,
+    Dataset,
+    IterableDataset,
+    Sampler,
+    Subset,
+    TensorDataset,
+    WeightedRandomSampler,
+)
+
+from fabric_template import FabricLoop, MiniLoop, TensorLoader
+
+X = torch.randn(24, 4, generator=torch.Generator().manual_seed(0))
+Y = (X.sum(1) > 0).long()
+DATA = TensorDataset(X, Y)
+LOOPS = {"MiniLoop": (MiniLoop, {}), "FabricLoop": (FabricLoop, {"enable_progress_bar": False})}
+
+
+def seeded(seed=3):
+    return torch.Generator().manual_seed(seed)
+
+
+class Noisy(Dataset):
+    """A data set with its own generator, a counter and a list that changes in place."""
+
+    def __init__(self):
+        self.noise, self.reads, self.recent = random.Random(7), 0, []
+
+    def __len__(self):
+        return 24
+
+    def __getitem__(self, index):
+        self.reads += 1
+        self.recent.append(self.reads % 5)
+        del self.recent[:-3]
+        return X[index] + 0.1 * self.noise.random() + 0.01 * sum(self.recent), Y[index]
+
+
+class Order(Sampler):
+    """A sampler with its own generator."""
+
+    def __init__(self):
+        self.generator = np.random.default_rng(5)
+
+    def __len__(self):
+        return 24
+
+    def __iter__(self):
+        return iter(self.generator.permutation(24).tolist())
+
+
+class OwnOrder(BatchSampler):
+    """A batch sampler with its own generator and an epoch."""
+
+    def __init__(self, sampler, batch_size, drop_last):
+        super().__init__(sampler, batch_size, drop_last)
+        self.generator, self.epoch = np.random.RandomState(5), 0
+
+    def set_epoch(self, epoch):
+        self.epoch = epoch
+
+    def __iter__(self):
+        order = np.roll(self.generator.permutation(24), self.epoch).tolist()
+        return iter([order[start : start + self.batch_size] for start in range(0, 24, self.batch_size)])
+
+
+class Continues(IterableDataset):
+    """A stream that keeps its position, also for the next pass if it was loaded."""
+
+    def __init__(self):
+        self.position = 0
+
+    def __iter__(self):
+        for index in range(self.position, 24):
+            self.position = index + 1
+            yield X[index], Y[index]
+        self.position = 0
+
+    def state_dict(self):
+        return {"position": self.position}
+
+    def load_state_dict(self, state):
+        self.position = state["position"]
+
+
+class Shuffles(IterableDataset):
+    """A stream whose order follows from its epoch."""
+
+    def __init__(self):
+        self.epoch = 0
+
+    def set_epoch(self, epoch):
+        self.epoch = epoch
+
+    def __iter__(self):
+        order = torch.randperm(24, generator=seeded(self.epoch))
+        return iter([(X[index], Y[index]) for index in order])
+
+
+LOADERS = {
+    "shuffled": lambda: DataLoader(DATA, 4, shuffle=True),
+    "own generator": lambda: DataLoader(DATA, 4, shuffle=True, generator=seeded()),
+    "weights": lambda: DataLoader(
+        DATA, 4, sampler=WeightedRandomSampler(torch.arange(1, 25.0), 24, generator=seeded())
+    ),
+    "own sampler": lambda: DataLoader(DATA, 4, sampler=Order()),
+    "sampler in a batch sampler": lambda: DataLoader(DATA, batch_sampler=BatchSampler(Order(), 5, False)),
+    "own batch sampler": lambda: DataLoader(DATA, batch_sampler=OwnOrder(range(24), 4, False)),
+    "workers": lambda: DataLoader(DATA, 4, shuffle=True, num_workers=2),
+    "own state": lambda: DataLoader(Noisy(), 4, shuffle=True),
+    "subset": lambda: DataLoader(Subset(Noisy(), range(20)), 4, shuffle=True),
+    "concatenated": lambda: DataLoader(ConcatDataset([DATA, Subset(Noisy(), range(8))]), 4, shuffle=True),
+    "stream with a position": lambda: DataLoader(Continues(), 4),
+    "stream with an epoch": lambda: DataLoader(Shuffles(), 4),
+    "tensors": lambda: TensorLoader(X, Y, batch_size=5, shuffle=True),
+    "tensors with a generator": lambda: TensorLoader(X, Y, batch_size=5, shuffle=True, generator=seeded()),
+    "list of batches": lambda: list(DataLoader(DATA, 4)),
+}
+
+
+def step(net, batch):
+    return nn.functional.cross_entropy(net(batch[0]), batch[1])
+
+
+def train(loop_name, root, make_loader, seed=None, resume=None, **options):
+    """Train a fresh model. ``seed`` sets the random states between the model and the fit."""
+    torch.manual_seed(1)
+    net = nn.Sequential(nn.Linear(4, 5), nn.Dropout(0.3), nn.Linear(5, 2))
+    optimizer = torch.optim.Adam(net.parameters(), lr=0.05)
+    if seed is not None:
+        torch.manual_seed(seed)
+    kind, quiet = LOOPS[loop_name]
+    loop = kind(default_root_dir=root, accelerator="cpu", devices=1, **quiet, **options)
+    functions = {"training_step": step, "validation_step": step}
+    history = loop.fit(net, make_loader(), DataLoader(DATA, 6), optimizer=optimizer, resume=resume, **functions)
+    rows = history.drop(columns=["time", "samples_per_second"], errors="ignore").to_dict("records")
+    return net, rows
+
+
+@pytest.mark.filterwarnings("ignore:resume. .* batches of DataLoader are read again")
+@pytest.mark.parametrize("limit", [{"max_epochs": 2}, {"max_steps": 8}], ids=["after an epoch", "in an epoch"])
+@pytest.mark.parametrize("name", LOADERS)
+@pytest.mark.parametrize("loop_name", LOOPS)
+def test_resumes_exactly(tmp_path, loop_name, name, limit):
+    make_loader = LOADERS[name]
+    expected, rows = train(loop_name, tmp_path / "whole", make_loader, max_epochs=3)
+    train(loop_name, tmp_path / "cut", make_loader, **limit)
+    resumed, found = train(loop_name, tmp_path / "cut", make_loader, seed=9, resume="last", max_epochs=3)
+    assert_same_weights(expected, resumed)
+    assert found == rows
+
+
+@pytest.mark.parametrize("name", LOADERS)
+def test_both_loops_agree(tmp_path, name):
+    (net, rows), (other, found) = (train(loop, tmp_path / loop, LOADERS[name], max_epochs=2) for loop in LOOPS)
+    assert_same_weights(net, other)
+    assert found == rows
