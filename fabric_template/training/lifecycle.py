@@ -283,7 +283,9 @@ def attach_log(part: Any, run: Run, stack: ExitStack) -> None:
             stack.callback(attributes.pop, "log", None)
         return
     for name in ("log", "log_dict"):
-        own, previous = getattr(type(part), name, None), attributes.get(name)
+        own = getattr(type(part), name, None)
+        # A module also has its submodules as attributes, and one may be called "log".
+        previous = getattr(part, name, None) if own is None else attributes.get(name)
         if not _is_of_run(previous) or not (own is None or _is_lightnings(own)):
             continue
         method = getattr(run.results, name)
