@@ -373,6 +373,10 @@ INVALID = [
     ),
     ("loaders come from one place", lambda d: "own_loader" in d["hooks"] and d["given"] == "datamodule"),
     (
+        "the option seed= also seeds NumPy in workers, as seed_everything(workers=True) does",
+        lambda d: "seed" in d["options"] and d["workers"] and not is_lightning(d),
+    ),
+    (
         "rows by steps are those of validations",
         lambda d: "validate_every_n_steps" in d["options"] and d["val"] == "none",
     ),
