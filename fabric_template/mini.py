@@ -1305,6 +1305,9 @@ def plain_state(part: Any) -> dict[str, Any]:
             found[name] = random_state(value)
         elif is_plain(value, None if is_module else 10_000):
             # Large containers and a data set's large tensors are data, which nothing changes.
+            if isinstance(value, NUMPY):
+                value = torch.from_numpy(np.array(value))
+            value = list(value) if isinstance(value, set | deque) else value
             found[name] = apply_to_collection(value, Tensor, lambda t: t.detach().clone())
     return found
 
@@ -1320,6 +1323,11 @@ def load_plain_state(part: Any, state: dict[str, Any]) -> None:
         elif isinstance(current, torch.Generator | np.random.RandomState):
             current.set_state(value)
         else:
+            if isinstance(current, NUMPY):
+                array = value.cpu().numpy().copy()
+                value = array if isinstance(current, np.ndarray) else array[()]
+            elif isinstance(current, set | deque):
+                value = set(value) if isinstance(current, set) else deque(value, current.maxlen)
             # The object may change its value in place.
             places[name in places[1]][name] = copy.deepcopy(value)
 
@@ -1335,7 +1343,10 @@ def is_plain(value: Any, most: int | None, depth: int = 0) -> bool:
     """Return whether a value is a number, text, a tensor, or a small container of these."""
     if isinstance(value, Tensor):
         return type(value) is Tensor and (most is None or value.numel() <= most)
-    if type(value) in (list, tuple, dict) and len(value) <= 10_000 and depth < 10:
+    if isinstance(value, NUMPY) and depth == 0:
+        return value.dtype.kind in "biufc" and (most is None or value.size <= most)
+    kinds = (list, tuple, dict, set, deque) if depth == 0 else (list, tuple, dict)
+    if type(value) in kinds and len(value) <= 10_000 and depth < 10:
         parts = [*value, *value.values()] if isinstance(value, dict) else value
         return all(is_plain(part, most, depth + 1) for part in parts)
     return value is None or type(value) in (bool, int, float, complex, str, bytes)

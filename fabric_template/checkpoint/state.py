@@ -8,6 +8,7 @@ the number of CSV rows.
 from __future__ import annotations
 
 import random
+from collections import deque
 from copy import deepcopy
 from textwrap import shorten
 from typing import TYPE_CHECKING, Any
@@ -310,7 +311,12 @@ def restore_mini_attributes(run: Run, ranks: list[dict[str, Any]]) -> None:
     modules = {**dict(run.network.named_modules()), "": run.model}
     for place, attributes in parts.items():
         known = vars(modules[place]) if place in modules else {}
-        if any(name not in known or is_generator(known[name]) for name in attributes):
+        # MiniLoop has saved other types as tensors and lists.
+        others = (np.ndarray, np.generic, set, deque)
+        if any(
+            name not in known or is_generator(known[name]) or isinstance(known[name], others)
+            for name in attributes
+        ):
             raise CheckpointError(
                 f"resume: got {run.plan.start.path}, in which MiniLoop saved the state of {place!r},"
                 " expected only attributes of modules. Continue it with MiniLoop, or use load=."

@@ -1,6 +1,7 @@
-"""Every shape of data, killed in an epoch or after it and resumed by a fresh model, on both loops: the same bits."""
+"""Every shape of data and of attributes, resumed by a fresh model after an epoch and in its middle, on both loops."""
 
 import random
+from collections import deque
 
 import numpy as np
 import pytest
@@ -133,10 +134,37 @@ def step(net, batch):
     return nn.functional.cross_entropy(net(batch[0]), batch[1])
 
 
-def train(loop_name, root, make_loader, seed=None, resume=None, **options):
+def make_net():
+    return nn.Sequential(nn.Linear(4, 5), nn.Dropout(0.3), nn.Linear(5, 2))
+
+
+class Remembers(nn.Module):
+    """A network whose output depends on attributes of every plain type."""
+
+    def __init__(self):
+        super().__init__()
+        self.net, self.count, self.mean, self.hidden = make_net(), 0, np.float32(1), None
+        self.bank, self.recent, self.seen, self.named = np.zeros(3, np.float32), deque(maxlen=3), set(), {}
+
+    def forward(self, x):
+        if self.training:
+            value = float(x.mean())
+            self.count += 1
+            self.mean = np.float32(0.9 * self.mean + 0.1 * value)
+            self.hidden = x.detach().mean(0)
+            self.bank[self.count % 3] += value
+            self.recent.append(value)
+            self.seen.add(self.count % 7)
+            self.named["last"] = [value, self.count]
+        memory = sum(self.recent) + len(self.seen) + sum(self.named.get("last", [])) + float(self.bank.sum())
+        hidden = 0 if self.hidden is None else self.hidden
+        return self.net(x + 0.01 * memory + 0.1 * float(self.mean) + 0.1 * hidden)
+
+
+def train(loop_name, root, make_loader, seed=None, resume=None, make_net=make_net, **options):
     """Train a fresh model. ``seed`` sets the random states between the model and the fit."""
     torch.manual_seed(1)
-    net = nn.Sequential(nn.Linear(4, 5), nn.Dropout(0.3), nn.Linear(5, 2))
+    net = make_net()
     optimizer = torch.optim.Adam(net.parameters(), lr=0.05)
     if seed is not None:
         torch.manual_seed(seed)
@@ -157,6 +185,17 @@ def test_resumes_exactly(tmp_path, loop_name, name, limit):
     expected, rows = train(loop_name, tmp_path / "whole", make_loader, max_epochs=3)
     train(loop_name, tmp_path / "cut", make_loader, **limit)
     resumed, found = train(loop_name, tmp_path / "cut", make_loader, seed=9, resume="last", max_epochs=3)
+    assert_same_weights(expected, resumed)
+    assert found == rows
+
+
+@pytest.mark.parametrize("limit", [{"max_epochs": 2}, {"max_steps": 8}], ids=["after an epoch", "in an epoch"])
+@pytest.mark.parametrize("loop_name", LOOPS)
+def test_attributes_resume_exactly(tmp_path, loop_name, limit):
+    options = {"make_loader": LOADERS["shuffled"], "make_net": Remembers}
+    expected, rows = train(loop_name, tmp_path / "whole", max_epochs=3, **options)
+    train(loop_name, tmp_path / "cut", **options, **limit)
+    resumed, found = train(loop_name, tmp_path / "cut", seed=9, resume="last", max_epochs=3, **options)
     assert_same_weights(expected, resumed)
     assert found == rows
 
