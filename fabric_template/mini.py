@@ -842,7 +842,7 @@ class MiniLoop:
         self.model, self._steps = model, {}
         self.network = model if isinstance(model, nn.Module) else collect_modules(model)
         # Checkpoints have the names of the module that torch.compile() has wrapped.
-        self._unwrapped: nn.Module = getattr(self.network, "_orig_mod", self.network)
+        self._unwrapped: Any = unwrap_compiled(self.network)
         given = {"training_step": training_step, "validation_step": validation_step}
         for name, function in given.items():
             step = find_method(model, name) if function is None else partial(function, model)
@@ -872,7 +872,7 @@ class MiniLoop:
         seed = int(os.environ.get("PL_GLOBAL_SEED", 0))
         self._sampler_seed = resumed.get("fabric_template", {}).get("sampler_seed", seed)
         parts = dict(self._unwrapped.named_modules())
-        parts[""] = getattr(self.model, "_orig_mod", self.model)
+        parts[""] = unwrap_compiled(self.model)
         parts.update((f"train {name}", part) for name, part in parts_of(train).items())
         parts.update((f"val {name}", part) for name, part in parts_of(val).items())
         places = {id(part): place for place, part in parts.items()}
@@ -1002,7 +1002,8 @@ class MiniLoop:
         strategy.module_to_device(network)
         if checkpoint:
             weights = checkpoint.get("state_dict", checkpoint)
-            weights = {name.removeprefix("_orig_mod."): value for name, value in weights.items()}
+            if not weights.keys() & self._unwrapped.state_dict().keys():
+                weights = {n.removeprefix("_orig_mod."): value for n, value in weights.items()}
             is_strict = getattr(self.model, "strict_loading", True)
             try:
                 self._unwrapped.load_state_dict(weights, is_strict)
@@ -1056,6 +1057,11 @@ def find_method(model: Any, name: str) -> Callable[..., Any] | None:
     module = getattr(method, "__module__", None) or ""
     is_empty = module.startswith(("lightning.pytorch.core.", "pytorch_lightning.core."))
     return method if callable(method) and not is_empty else None
+
+
+def unwrap_compiled(model: Any) -> Any:
+    """Return the module that torch.compile() has wrapped, and any other object unchanged."""
+    return model._orig_mod if type(model).__name__ == "OptimizedModule" else model
 
 
 def has_no_log(part: Any) -> bool:

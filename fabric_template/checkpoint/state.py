@@ -20,6 +20,7 @@ from lightning.fabric.utilities import move_data_to_device
 
 from ..distributed.launch import gather_objects
 from ..errors import CheckpointError, OtherModelError
+from ..lightning_compat.overrides import is_instance_of
 from ..rng_state import capture_rng_state, is_generator, restore_rng_state
 from .distributed import OWN_KEY, SHARDS_KEY, load_shards
 from .hyperparameters import add_hyperparameters
@@ -46,7 +47,9 @@ def build_checkpoint(
         weights_only: Leave out optimizers, callbacks and the position in the loaders.
         epoch: The number of the epoch in the checkpoint. None: the current epoch.
     """
-    source = run.module if run.is_lightning_module else run.network
+    source: Any = run.module if run.is_lightning_module else run.network
+    # Save the names of the network that torch.compile has wrapped, so that the plain network loads.
+    source = source._orig_mod if is_instance_of(source, "OptimizedModule") else source
     checkpoint: dict[str, Any] = {
         "epoch": run.progress.epochs_done if epoch is None else epoch,
         "global_step": run.progress.global_step,

@@ -50,6 +50,17 @@ class Around(nn.Module):
         return getattr(self, self.name)(x)
 
 
+class WithHead(Around):
+    """Has a child with the name that torch.compile gives to its module, and another one."""
+
+    def __init__(self):
+        super().__init__(nn.Linear(8, 8), "_orig_mod")
+        self.head = nn.Linear(8, 3)
+
+    def forward(self, x):
+        return self.head(torch.tanh(super().forward(x)))
+
+
 class Tied(nn.Module):
     def __init__(self):
         super().__init__()
@@ -165,6 +176,7 @@ def compiled_in_place():
 NETWORKS = {
     "plain": mlp,
     "one child": lambda: Around(mlp()),
+    "child called _orig_mod": WithHead,
     "child called log": lambda: Around(mlp(), "log"),
     "compiled": compiled,
     "compiled in place": compiled_in_place,
