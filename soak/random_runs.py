@@ -30,7 +30,7 @@ from selectors import EVENT_READ, DefaultSelector
 
 import search_path  # noqa: F401
 import torch
-from program_runs import LOOPS, Run, differences
+from program_runs import LOOPS, MINI_OPTIONS, NEUTRAL_OPTIONS, Run, differences
 from random_programs import (
     SIMPLEST,
     assemble,
@@ -388,13 +388,24 @@ def count_text(counts):
     return ", ".join(f"{name} {count}" for name, count in sorted(counts.items()))
 
 
+def draw_program(options, number):
+    """Draw a description. With --for-mini, leave out options and callbacks that MiniLoop lacks."""
+    description = draw(options.seed, number, options.ranks, options.killed, options.only)
+    if not options.for_mini:
+        return description
+    known = {*MINI_OPTIONS, *NEUTRAL_OPTIONS}
+    kept = {name: value for name, value in description["options"].items() if name in known}
+    # MiniLoop has no sanity check.
+    return {**description, "callbacks": [], "options": {**kept, "num_sanity_val_steps": 0}}
+
+
 def run_numbers(numbers, options, folder, pipe):
     """Check the programs with these numbers, and write each result to a pipe."""
     warm_up(folder / "warm")
     # The causes found, each with the shapes of its reduced program.
     causes = []
     for number in numbers:
-        description = draw(options.seed, number, options.ranks, options.killed, options.only)
+        description = draw_program(options, number)
         outcome = check_description(description, folder / "runs", options.loops)
         # Reduce a program for a cause in FabricLoop first.
         outcome.differences.sort(key=lambda item: "FabricLoop" not in item[0].split()[0])
@@ -529,6 +540,9 @@ def parse_options(arguments=None):
     parser.add_argument(
         "--only", action="append", default=[], metavar="DIMENSION=SHAPE", help="may be repeated"
     )
+    parser.add_argument(
+        "--for-mini", action="store_true", help="leave out options and callbacks MiniLoop lacks"
+    )
     parser.add_argument("--jobs", type=int, default=2, help="programs that run side by side (2)")
     parser.add_argument(
         "--scripts",
@@ -555,7 +569,7 @@ def main():
     options = parse_options()
     if options.show:
         for number in range(options.first, options.first + options.count):
-            description = draw(options.seed, number, options.ranks, options.killed, options.only)
+            description = draw_program(options, number)
             print(script_of(description, assemble(description)))
         return
     options.scripts.mkdir(parents=True, exist_ok=True)
