@@ -408,7 +408,9 @@ def add_missing_groups(run: Run, states: list[dict[str, Any]]) -> None:
     saved = (run.plan.start.own or {}).get("parameter_groups", ())
     for optimizer, state, names in zip(run.optimization.optimizers, states, saved, strict=False):
         known = len(optimizer.param_groups)
-        added = zip(state["param_groups"][known:], names[known:], strict=True)
+        # An own optimizer may save its state in another form.
+        groups = state.get("param_groups", ())
+        added = zip(groups[known:], names[known:], strict=False)
         for group, group_names in added:
             if all(name in parameters for name in group_names):
                 group = {**group, "params": [parameters[name] for name in group_names]}
