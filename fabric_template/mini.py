@@ -240,14 +240,13 @@ class MiniLoop:
         if is_resumed:
             # Draw no random numbers between this line and the first batch.
             self._load_state(self._resumed_state)
-        if is_done:
-            return
         while not self._is_done():
             self._train_epoch()
-        self._call("on_train_end")
+        if not is_done:
+            self._call("on_train_end")
         # As in Trainer, an epoch that a limit has ended early counts as finished.
         self.current_epoch += self.batches_done > 0
-        if not self.history or self.history[-1]["step"] < self.global_step:
+        if self.global_step > (self.history[-1]["step"] if self.history else 0):
             # A resumed run replaces this row, because the row may not be complete.
             self._end_row(self.current_epoch - 1)
 
@@ -687,6 +686,7 @@ class MiniLoop:
                 "files": [counts],
                 "folder": f"{self.name}/{self.log_dir.name}",
                 "last_row": self.history[-1] if self.history else None,
+                "learning_rates": [float(self._learning_rate)],
             },
             "checkpoints": {"kept": kept, "monitor": self.monitor, "mode": self.mode},
             "sampler_seed": self._sampler_seed,
@@ -721,6 +721,7 @@ class MiniLoop:
         self._resumed_state, self._epoch_start = of_process["rng"], of_process.get("epoch_start")
         self._sums, self._saved_step = of_process.get("sums", self._sums), self.global_step
         self.callback_metrics.update(of_process.get("callback_metrics", {}))
+        self._learning_rate = next(iter(row.get("learning_rates", ())), math.nan)
         if (best.get("monitor"), best.get("mode")) == (self.monitor, self.mode):
             choose_best = min if self.mode == "min" else max
             self.best_score = choose_best(best["kept"].values(), default=None)
@@ -750,7 +751,9 @@ class MiniLoop:
         # A version may contain the characters of a pattern.
         folders = self._checkpoints.glob(glob.escape(str(self.version)) if self.version else "*")
         for folder in sorted(folders, key=age_of, reverse=True):
-            path = folder / ("best.ckpt" if given == "best" else "last.ckpt")
+            # A run may have been killed between the saves of its first best.ckpt and last.ckpt.
+            names = ["best.ckpt"] if given == "best" else ["last.ckpt", "best.ckpt"]
+            path = next((folder / n for n in names if (folder / n).is_file()), folder / names[0])
             checkpoint = read_checkpoint(path) if path.is_file() else {}
             if checkpoint and not is_replaced(checkpoint, folder):
                 for newer in skipped:

@@ -173,7 +173,8 @@ def train(loop_name, root, make_loader, seed=None, resume=None, make_net=make_ne
     functions = {"training_step": step, "validation_step": step}
     history = loop.fit(net, make_loader(), DataLoader(DATA, 6), optimizer=optimizer, resume=resume, **functions)
     rows = history.drop(columns=["time", "samples_per_second"], errors="ignore").to_dict("records")
-    return net, rows
+    # A row of the last steps has no validation.
+    return net, [{name: value for name, value in row.items() if value == value} for row in rows]
 
 
 @pytest.mark.filterwarnings("ignore:resume. .* batches of DataLoader are read again")
@@ -196,6 +197,29 @@ def test_attributes_resume_exactly(tmp_path, loop_name, limit):
     expected, rows = train(loop_name, tmp_path / "whole", max_epochs=3, **options)
     train(loop_name, tmp_path / "cut", **options, **limit)
     resumed, found = train(loop_name, tmp_path / "cut", seed=9, resume="last", max_epochs=3, **options)
+    assert_same_weights(expected, resumed)
+    assert found == rows
+
+
+@pytest.mark.parametrize("limit", [{"max_steps": 8}, {"max_epochs": 2}, {"max_steps": 12}], ids=str)
+@pytest.mark.parametrize("loop_name", LOOPS)
+def test_a_finished_run_stays_the_same(tmp_path, loop_name, limit):
+    """A resume of a finished run keeps its weights, its rows and the row of the last steps."""
+    make_loader = LOADERS["shuffled"]
+    expected, rows = train(loop_name, tmp_path, make_loader, **limit)
+    resumed, found = train(loop_name, tmp_path, make_loader, seed=9, resume="auto", **limit)
+    assert_same_weights(expected, resumed)
+    assert found == rows
+
+
+@pytest.mark.parametrize("loop_name", LOOPS)
+def test_resume_after_a_kill_between_two_files(tmp_path, loop_name):
+    """The first best.ckpt is complete, and last.ckpt does not exist yet."""
+    options = {"monitor": "val_loss", "make_loader": LOADERS["shuffled"]}
+    expected, rows = train(loop_name, tmp_path / "whole", max_epochs=3, **options)
+    train(loop_name, tmp_path / "cut", max_epochs=1, **options)
+    (tmp_path / "cut/checkpoints/run/version_0/last.ckpt").unlink()
+    resumed, found = train(loop_name, tmp_path / "cut", seed=9, resume="auto", max_epochs=3, **options)
     assert_same_weights(expected, resumed)
     assert found == rows
 
