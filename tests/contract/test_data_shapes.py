@@ -19,9 +19,12 @@ from torch.utils.data import (
     TensorDataset,
     WeightedRandomSampler,
 )
+from torchdata.stateful_dataloader import StatefulDataLoader
 
 from fabric_template import FabricLoop, MiniLoop, TensorLoader
 
+# StatefulDataLoader calls a function of torch that is deprecated.
+pytestmark = pytest.mark.filterwarnings("ignore:'set_vital' is deprecated")
 X = torch.randn(24, 4, generator=torch.Generator().manual_seed(0))
 Y = (X.sum(1) > 0).long()
 DATA = TensorDataset(X, Y)
@@ -118,6 +121,10 @@ LOADERS = {
     "own sampler": lambda: DataLoader(DATA, 4, sampler=Order()),
     "sampler in a batch sampler": lambda: DataLoader(DATA, batch_sampler=BatchSampler(Order(), 5, False)),
     "own batch sampler": lambda: DataLoader(DATA, batch_sampler=OwnOrder(range(24), 4, False)),
+    "stateful, workers": lambda: StatefulDataLoader(DATA, 4, sampler=Order(), num_workers=2),
+    "stateful, own sampler": lambda: StatefulDataLoader(DATA, 4, sampler=Order()),
+    "stateful, generator": lambda: StatefulDataLoader(DATA, 4, shuffle=True, generator=seeded()),
+    "stateful, own batch sampler": lambda: StatefulDataLoader(DATA, batch_sampler=OwnOrder(range(24), 4, False)),
     "workers": lambda: DataLoader(DATA, 4, shuffle=True, num_workers=2),
     "own state": lambda: DataLoader(Noisy(), 4, shuffle=True),
     "subset": lambda: DataLoader(Subset(Noisy(), range(20)), 4, shuffle=True),
