@@ -31,8 +31,10 @@ _OF_LOADER = frozenset(vars(DataLoader([])))  # type: ignore[arg-type]
 
 def find_stateful_part(loader: Any) -> Any:
     """Return the object that saves the position: the loader, or an iterable dataset, or None."""
-    if isinstance(getattr(loader, "sampler", None), DistributedSamplerWrapper):
-        # The state of a loader does not contain the order that DistributedSamplerWrapper has drawn.
+    samplers = samplers_of(loader)
+    is_wrapped = any(isinstance(sampler, DistributedSamplerWrapper) for sampler in samplers)
+    if is_wrapped or not all(has_state(part) or is_of_library(part) for part in samplers):
+        # The state of a loader does not contain the order that such a sampler has drawn.
         return None
     dataset = getattr(loader, "dataset", None)
     is_stream = isinstance(dataset, IterableDataset) and not getattr(loader, "num_workers", 0)

@@ -17,17 +17,15 @@ from the global random generator.
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Generator, Iterable, Iterator, Sequence
+from contextlib import suppress
 from copy import copy
-from functools import partial
 from itertools import chain, islice
 from typing import Any
 
 from torch.utils.data import DataLoader, IterableDataset, get_worker_info
 
 from ..errors import CheckpointError
-from ..lightning_compat.overrides import has_state
 from ..plain_state import PlainState
 from ..rng_state import capture_rng_state, restore_rng_state, unchanged_rng_state
 from .loader_parts import (
@@ -153,7 +151,7 @@ class ResumableLoader:
     def _resume_pass(self, state: dict[str, Any]) -> Generator[Any]:
         done = state["batches"]
         if "stream" in state and self._stream is not None:
-            with self._stream.loaded(state["stream"]), self._ordered_as_at_start():
+            with self._stream.loaded(state["stream"]):
                 iterator = iter(self.loader)
             self._resumed_at = done
             return self._read(iterator)
@@ -174,41 +172,14 @@ class ResumableLoader:
         if done and not (self._is_indexed or isinstance(self.loader, Sequence | TensorLoader)):
             warnings.warn(
                 f"resume: {done} batches of {type(self.loader).__name__} are read again and dropped, because"
-                " it cannot start in the middle. A loader with state_dict() and load_state_dict(), such as"
-                " torchdata's StatefulDataLoader, continues without that.",
+                " it cannot start in the middle. A loader whose samplers, too, have state_dict() and"
+                " load_state_dict(), such as torchdata's StatefulDataLoader, continues without that.",
                 stacklevel=2,
             )
         reader = self._read(iterator)
         for _ in islice(reader, done - self.batches):
             pass
         return reader
-
-    @contextmanager
-    def _ordered_as_at_start(self) -> Iterator[None]:
-        """Restore the random states of the start of the pass before a sampler without state starts.
-
-        StatefulDataLoader draws the finished indices of such a sampler again, and starts it twice.
-        """
-        self._restore(self._at_start)
-        batch_sampler = getattr(self.loader, "batch_sampler", None)
-        places = [
-            (self.loader, "sampler"),
-            (self.loader, "batch_sampler"),
-            (batch_sampler, "sampler"),
-        ]
-        replaced = []
-        for owner, name in places:
-            # DataLoader does not allow a change of its samplers, except in its dict.
-            attributes = getattr(owner, "__dict__", {})
-            sampler = attributes.get(name)
-            if sampler is not None and not has_state(sampler):
-                replaced.append((attributes, name, sampler))
-                attributes[name] = RestoringSampler(sampler, partial(self._restore, self._at_start))
-        try:
-            yield
-        finally:
-            for attributes, name, sampler in replaced:
-                attributes[name] = sampler
 
     def _read(self, iterator: Any) -> Generator[Any]:
         if self._at_first_batch is None and not self.workers:
@@ -372,20 +343,6 @@ def skip_indices(iterator: Any, done: int) -> None:
     # Draw at least one item, because a sampler shuffles when its first item is requested.
     drawn = list(islice(indices, max(done, 1)))
     iterator._sampler_iter = chain(drawn[done:], indices)
-
-
-class RestoringSampler:
-    """Calls ``restore`` before each pass over a sampler."""
-
-    def __init__(self, sampler: Any, restore: Callable[[], None]) -> None:
-        self._sampler, self._restore = sampler, restore
-
-    def __iter__(self) -> Iterator[Any]:
-        self._restore()
-        return iter(self._sampler)
-
-    def __len__(self) -> int:
-        return len(self._sampler)
 
 
 class SkippingSampler:

@@ -184,7 +184,7 @@ def train(loop_name, root, make_loader, seed=None, resume=None, make_net=make_ne
     return net, [{name: value for name, value in row.items() if value == value} for row in rows]
 
 
-@pytest.mark.filterwarnings("ignore:resume. .* batches of DataLoader are read again")
+@pytest.mark.filterwarnings("ignore:resume. .* batches of .*DataLoader are read again")
 @pytest.mark.parametrize("limit", [{"max_epochs": 2}, {"max_steps": 8}], ids=["after an epoch", "in an epoch"])
 @pytest.mark.parametrize("name", LOADERS)
 @pytest.mark.parametrize("loop_name", LOOPS)
