@@ -190,7 +190,12 @@ def child(each: int, epochs: int) -> list[tuple[int, float, int, float]]:
     x = torch.randn(4 * each, 4)
     data = TensorLoader(x, x.sum(1, keepdim=True), batch_size=4, shuffle=True)
     loop = FabricLoop(
-        accelerator="cpu", devices=1, max_epochs=epochs, callbacks=[watching], monitor="metric"
+        accelerator="cpu",
+        devices=1,
+        max_epochs=epochs,
+        callbacks=[watching],
+        monitor="metric",
+        mode="min",
     )
     with out_of_the_way():
         loop.fit(Net(("metric",)), data)
@@ -291,7 +296,7 @@ class Better(Net):
 
 
 def saving(epochs: int, **options: Any) -> FabricLoop:
-    options = {"monitor": "metric", "save_top_k": -1, **SILENT, **options}
+    options = {"monitor": "metric", "mode": "min", "save_top_k": -1, **SILENT, **options}
     return FabricLoop(accelerator="cpu", devices=1, max_epochs=epochs, **options)
 
 

@@ -13,6 +13,8 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any, Concatenate, ParamSpec, get_args, get_origin, get_type_hints
 
+from .metric_names import find_direction
+
 P = ParamSpec("P")
 Duration = str | timedelta | dict[str, int]
 LOGGER_NAMES = ("csv", "tensorboard", "wandb", "mlflow")
@@ -128,8 +130,8 @@ class LoopConfig:
     """The version of the run. None: the next free number, or the version of the resumed run."""
     monitor: str | None = None
     """The metric that selects the best checkpoint. None: keep the last checkpoint only."""
-    mode: str = "min"
-    """Whether the best value of monitor is the smallest ("min") or the largest ("max")."""
+    mode: str = "auto"
+    """The best value of monitor: the smallest ("min"), the largest ("max"), or by its name ("auto")."""
     save_top_k: int = 1
     """Keep the k best checkpoints. 1: one file, best.ckpt. -1: all files."""
     save_last: bool = True
@@ -199,6 +201,11 @@ class LoopConfig:
                 f"save_top_k: got {self.save_top_k} without monitor, expected a metric that ranks"
                 " the checkpoints. Write monitor='val_loss'."
             )
+        if self.mode == "auto" and self.monitor and find_direction(self.monitor) is None:
+            yield (
+                f"mode: got 'auto' for monitor={self.monitor!r}, whose name is not known, expected"
+                ' "min" or "max". Write mode=\'min\' if its smallest value is the best.'
+            )
         if self.barebones and self.on_nan == "stop":
             yield (
                 "on_nan: got 'stop' together with barebones=True, expected only one of the two."
@@ -222,6 +229,8 @@ class LoopConfig:
         values: dict[str, Any] = {}
         if self.default_root_dir is not None:
             values["default_root_dir"] = os.path.expanduser(self.default_root_dir)
+        if self.mode == "auto":
+            values["mode"] = find_direction(self.monitor) if self.monitor else "min"
         if self.overfit_batches:
             values["limit_train_batches"] = self.overfit_batches
             values["limit_val_batches"] = self.overfit_batches
@@ -365,7 +374,7 @@ _RANGES: dict[str, tuple[str, Callable[[Any], bool]]] = {
         _is_folder_name,
     ),
     "monitor": ("the name of a metric", bool),
-    "mode": ('"min" or "max"', _one_of("min", "max")),
+    "mode": ('"auto", "min" or "max"', _one_of("auto", "min", "max")),
     "save_top_k": ("a number of checkpoints, or -1 for all", _at_least(-1)),
     "save_every_n_steps": ("a number of optimizer steps >= 1", _at_least(1)),
     "seed": ("a number from 0 to 4294967295", lambda value: 0 <= value < 2**32),

@@ -30,6 +30,7 @@ import json
 import math
 import os
 import random
+import re
 import sys
 import time
 import warnings
@@ -84,6 +85,37 @@ MODULE_ATTRIBUTES = vars(nn.Module()).keys()
 GENERATORS = (torch.Generator, random.Random, np.random.Generator, np.random.RandomState)
 NUMPY: Any = (np.generic, np.ndarray)
 OPEN_LOCKS: list[IO[str]] = []
+# The parts of names whose smallest value is the best, or the largest, or neither.
+SMALLEST_IS_BEST = """
+    loss losses abs_rel ade aic bce bic bits bpb bpc bpd bpp brier brisque ce cer chamfer cost
+    cross_entropy crossentropy crps deviance distance distortion divergence ece eer emd epe err error
+    errors fad false_negative false_negatives false_positive false_positives far fde fid fnr fpr fvd
+    hamming hausdorff hd95 hinge huber jsd kid kl kld l1 l2 logloss lpips mae mape mase mcd mce mdape
+    medae mer mmd mpjpe mrae mse msle nats nelbo niqe nll nme nmae nmse nrmse penalty perplexity
+    pinball ppl rae regret residual residuals rmse rmsle rmspe rmsse rse sce smape sq_rel sse ter
+    violation violations wape wasserstein wer wil winkler wmape xent
+"""
+LARGEST_IS_BEST = """
+    acc accuracy ami ap ar ari auc auprc aupr auroc bertscore bleu bleurt c_index chrf cider cindex
+    comet concordance corr correlation corrcoef dcg dice dsc elbo em exact_match explained_variance f1
+    f2 fbeta fmeasure fscore gini giou gmean hit hits hota idf1 iou jaccard kappa kendall kge
+    lddt likelihood loglik logp map matthews mcc meteor miou mos mota mrr ndcg nmi npv nse pck pcc
+    pearson pearsonr pesq plcc ppv pq precision psnr qwk r2 recall return returns reward rew rouge
+    rougel sacrebleu sdr sensitivity sharpe silhouette similarity sisdr snr spearman spearmanr
+    specificity spice srcc ssim stoi success tnr top tpr true_negative true_positive uar v_measure
+    vmaf win wip
+"""
+NEITHER_IS_BEST = """
+    beta drop gap grad gradient lr norm ratio scale seconds std stdev temperature threshold time var
+    variance weight weights
+"""
+DIRECTIONS = dict.fromkeys(SMALLEST_IS_BEST.split(), "min")
+DIRECTIONS |= dict.fromkeys(LARGEST_IS_BEST.split(), "max")
+DIRECTIONS |= dict.fromkeys(NEITHER_IS_BEST.split(), "")
+WORD_AT_END = re.compile(
+    r"(loss|error|perplexity|mse|mae|accuracy|acc|precision|recall|auc|f1|iou)$"
+)
+NEGATED = re.compile(r"(^|(?<!false)(?<!true)[\W_])(neg|negative|minus)[\W_]|^1 ?- ?[a-z]")
 
 
 @dataclass(kw_only=True, eq=False)
@@ -95,7 +127,8 @@ class MiniLoop:
     name: str = "run"  # The files are in logs/<name>/version_<n>, checkpoints/<name>/version_<n>.
     version: int | str | None = None  # None: the next free number, or the resumed version.
     monitor: str | None = None  # The metric that selects best.ckpt.
-    mode: str = "min"  # "min": the smallest value of monitor is the best. "max": the largest.
+    # "min": the smallest value of monitor is the best. "max": the largest. "auto": by its name.
+    mode: str = "auto"
     accumulate_grad_batches: int = 1  # The number of batches per optimizer step.
     gradient_clip_val: float | None = None  # Clip the total gradient norm to this value.
     validate_every_n_steps: int | None = None  # Validate and save every N steps. None: each epoch.
@@ -148,7 +181,14 @@ class MiniLoop:
         self._reset()
 
     def _check_options(self) -> None:
-        check(self.mode in ("min", "max"), f'mode: got {self.mode!r}, expected "min" or "max".')
+        is_mode = self.mode in ("auto", "min", "max")
+        check(is_mode, f'mode: got {self.mode!r}, expected "auto", "min" or "max".')
+        if self.mode == "auto":
+            direction = "min" if self.monitor is None else find_direction(str(self.monitor))
+            text = f"mode: got 'auto' for monitor={self.monitor!r}, whose name is not known"
+            fix = "Write mode='min' if its smallest value is the best."
+            check(direction is not None, f'{text}, expected "min" or "max". {fix}')
+            self.mode = str(direction)
         for option in ("name", "version"):
             value = getattr(self, option)
             is_name = isinstance(value, str) and value.strip(".") and not {*value} & {*'/\\:*?"<>|'}
@@ -1440,6 +1480,31 @@ def read_checkpoint(path: Path) -> dict[str, Any]:
     for name in ("state_dict", "optimizer_states", "lr_schedulers", "fabric_template"):
         apply_to_collection(checkpoint.get(name), (Placeholder, type), refuse)
     return checkpoint
+
+
+def find_direction(metric: str) -> str | None:
+    """Return "min" if a metric's smallest value is the best, "max" if its largest is, or None."""
+    # "fpr@recall" and "fpr_at_recall" are an fpr.
+    name = re.split(r"@|[\W_]at[\W_]", metric, flags=re.IGNORECASE)[0]
+    spaced = re.sub(r"(?<=[a-z\d])(?=[A-Z])|(?<=[A-Z])(?=[A-Z][a-z])", "_", name)
+    for spelling in (name.lower(), spaced.lower()):
+        direction, before = "", ""
+        parts = re.split(r"[\W_]+", spelling)
+        for part in parts:
+            # Accept "top5", "map50" and "valloss", too.
+            without_digits = part.rstrip("0123456789")
+            end = WORD_AT_END.search(without_digits)
+            keys = [f"{before}_{part}", part, without_digits, end[0] if end else ""]
+            direction = next((DIRECTIONS[key] for key in keys if key in DIRECTIONS), direction)
+            before = part
+        if direction and {"loss", "losses"} & {*parts}:
+            # In names such as "loss_iou", the last part is the kind of the loss.
+            direction = "min"
+        if direction and NEGATED.search(spelling):
+            direction = "max" if direction == "min" else "min"
+        if direction:
+            return direction
+    return None
 
 
 def find_hparams(model: Any) -> dict[str, Any]:

@@ -7,8 +7,7 @@ from typing import Any
 
 
 def _demo(path: str, data: str, monitor: str, **options: Any) -> dict[str, Any]:
-    mode = "min" if "loss" in monitor else "max"
-    options |= {"name": path.partition(".")[0], "monitor": monitor, "mode": mode, "seed": 0}
+    options |= {"name": path.partition(".")[0], "monitor": monitor, "seed": 0}
     return {"model": f"{__name__}.{path}", "data": f"{__name__}.{data}", **options}
 
 
@@ -20,6 +19,6 @@ _DEMOS = [
     _demo("cifar10.CIFAR10Net", "cifar10.CIFAR10Data", "val_acc", max_epochs=10),
     _demo("language_model.GPT", "language_model.TextData", "val_loss", **_BY_STEPS),
     _demo("autoencoder.Autoencoder", "digits.DigitsData", "val_loss", max_epochs=40),
-    _demo("gan.GAN", "gan.RingData", "val_good", max_epochs=20),
+    _demo("gan.GAN", "gan.RingData", "val_good", mode="max", max_epochs=20),
 ]
 DEMOS = {demo["name"]: demo for demo in _DEMOS}

@@ -14,9 +14,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from ..loggers.metric_names import NOT_METRICS, find_direction
 from ..loggers.read_logs import read_logs
-from .runs import find_runs
+from ..metric_names import NOT_METRICS
+from .runs import best_mode, find_runs
 
 if TYPE_CHECKING:
     import numpy as np
@@ -282,7 +282,7 @@ def draw_line(ax: Axes, run: Run, metric: Metric, x: str, smooth: float | None, 
     # Mark the points of short lines. Draw short lines above longer lines, to keep both visible.
     style.update(marker="." if len(points) <= 30 else "", zorder=2 + 1 / (1 + len(points)))
     (line,) = ax.plot(points["x"], values, color=run.color, label=label, **style)
-    mode = find_direction(metric.column, run.options)
+    mode = best_mode(metric.column, run.options)
     if mode is not None and metric.split != "train" and len(points):
         best = values.idxmin() if mode == "min" else values.idxmax()
         style = {"color": line.get_color(), "markersize": 9, "markeredgecolor": "white"}

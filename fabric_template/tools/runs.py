@@ -9,8 +9,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ..files import number_of
-from ..loggers.metric_names import NOT_METRICS, find_direction
 from ..loggers.read_logs import read_logs
+from ..metric_names import NOT_METRICS, find_direction
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -93,13 +93,19 @@ def read_run(folder: Path, root: Path, metric: str | None = None) -> Run:
     return run | find_best(run, metric or next(iter(metrics), None))
 
 
+def best_mode(metric: str, options: dict[str, Any]) -> str | None:
+    """Return "min" or "max": a run's own mode for its monitor, and for others by their name."""
+    mode = options.get("mode") if metric == options.get("monitor") else None
+    return mode if mode in ("min", "max") else find_direction(metric)
+
+
 def find_best(run: Run, metric: str | None) -> dict[str, Any]:
     """Return the best value of a metric and its epoch."""
     rows = run["rows"]
     rows = rows[rows[metric].abs() < float("inf")] if metric in rows else rows[:0]
     if not len(rows):
         return {"metric": metric, "best": None, "best_epoch": None}
-    mode = find_direction(str(metric), run["options"]) or "max"
+    mode = best_mode(str(metric), run["options"]) or "max"
     row = rows.loc[rows[metric].idxmin() if mode == "min" else rows[metric].idxmax()]
     best_epoch = int(row.get("epoch", 0))
     return {"metric": metric, "best": float(row[metric]), "best_epoch": best_epoch, "mode": mode}

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from datetime import timedelta
 from pathlib import Path
 
-from ..loggers.metric_names import NOT_METRICS
+from ..metric_names import NOT_METRICS
 from .plots import render_picture
 from .runs import Run, differing_options, find_best, find_runs, read_run
 

@@ -74,7 +74,7 @@ def test_a_value_of_the_epoch_is_judged_at_its_end(tmp_path):
 @pytest.mark.parametrize(("top_k", "kept"), [(1, 1), (-1, 2)])
 def test_nan_is_never_the_best(tmp_path, top_k, kept):
     make = scored(math.nan, 3, math.nan, 2, every=8)
-    loop, *_ = fit(tmp_path, make, monitor="score", save_top_k=top_k, max_epochs=4, **EPOCH)
+    loop, *_ = fit(tmp_path, make, monitor="score", mode="min", save_top_k=top_k, max_epochs=4, **EPOCH)
     assert loop.checkpoint_callback.best_model_score == 2
     assert torch.load(loop.checkpoint_path("best"), weights_only=True)["global_step"] == 32
     assert len([path for path in tmp_path.rglob("*.ckpt") if path.name != "last.ckpt"]) == kept
@@ -87,7 +87,7 @@ def test_stopped_by_a_validation_inside_an_epoch(tmp_path):
         def on_validation_end(self, trainer, module):
             trainer.should_stop = trainer.should_stop or trainer.global_step == 4
 
-    words = {**EPOCH, "val_check_interval": 2, "monitor": "score", "save_top_k": 3, "max_epochs": 1}
+    words = {**EPOCH, "val_check_interval": 2, "monitor": "score", "mode": "min", "save_top_k": 3, "max_epochs": 1}
     fit(tmp_path, scored(5, 1, 3, 4), callbacks=[Stops()], **words)
     steps = {step: path.name for step, path in files_of(tmp_path).items()}
     assert steps == {2: "epoch=0-step=2-score=5.ckpt", 4: "epoch=0-step=4-score=1.ckpt"}
@@ -104,7 +104,7 @@ class Two(Classifier):
         self.log_dict({"loss": self.losses[self.current_epoch], "acc": self.accuracies[self.current_epoch]})
 
 
-LOSS, ACC = {"monitor": "loss"}, {"monitor": "acc", "mode": "max"}
+LOSS, ACC = {"monitor": "loss"}, {"monitor": "acc"}
 
 
 @pytest.mark.parametrize(
@@ -141,7 +141,7 @@ def test_scores_of_another_metric_do_not_compete(tmp_path, first, second, best):
 def test_another_number_of_best_checkpoints(tmp_path, first, second):
     """The best of all epochs are kept, but no file that the first run has removed."""
     scores = [5, 3, 4, 2.5, 3.5, 1]
-    words = {**EPOCH, "monitor": "score"}
+    words = {**EPOCH, "monitor": "score", "mode": "min"}
     fit(tmp_path, scored(*scores, every=8), max_epochs=3, save_top_k=first, **words)
     fit(tmp_path, scored(*scores, every=8), max_epochs=6, resume="last", save_top_k=second, **words)
     kept = scores[:3] if first == -1 else sorted(scores[:3])[:first]

@@ -101,7 +101,7 @@ class Odd(Plain):
 @pytest.mark.parametrize("name", ["[1]", "a[b]c", "%s {0}", "ü ñ 漢字", "-x", "run.ckpt", "..."])
 def test_names_with_special_characters(tmp_path, name):
     monitor = 'val_[a]*/..\\"%,ü\n'
-    options = {"name": name, "version": f"{name}-0", "monitor": monitor, "save_top_k": 2}
+    options = {"name": name, "version": f"{name}-0", "monitor": monitor, "mode": "min", "save_top_k": 2}
     root = tmp_path / "[x] *" / name
     whole = fit(root / "whole", Odd, make_loader, make_loader, max_epochs=2, **options)
     fit(root / "cut", Odd, make_loader, make_loader, max_epochs=1, **options)

@@ -41,12 +41,12 @@ def fitting(root, *args, options=None, **given):
             {"min_epochs": -2, "accumulate_grad_batches": 0, "mode": "least"},
             ValueError,
             "min_epochs: got -2, expected a number of epochs. accumulate_grad_batches: got 0, expected a number of"
-            ' batches >= 1. mode: got \'least\', expected "min" or "max".',
+            ' batches >= 1. mode: got \'least\', expected "auto", "min" or "max".',
         ),
         (
             {"min_epochs": 1.5, "mode": "least"},
             TypeError,
-            'min_epochs: got 1.5, expected a number of epochs. mode: got \'least\', expected "min" or "max".',
+            'min_epochs: got 1.5, expected a number of epochs. mode: got \'least\', expected "auto", "min" or "max".',
         ),
         ({"accumulate_grad_batches": True}, TypeError, "accumulate_grad_batches: got True, expected"),
         ({"on_nan": 3}, TypeError, 'on_nan: got 3, expected "warn", "stop" or "off".'),
@@ -145,8 +145,8 @@ def test_load_takes_a_file_that_is_a_state_dict(tmp_path):
 
 def test_monitor_that_is_never_logged(tmp_path):
     """The error is raised at the end of the first epoch, after its checkpoint is saved."""
-    call = fitting(tmp_path, Classifier(), make_loader(), val_loader(), options={"monitor": "val_los"})
-    with pytest.raises(ValueError, match=r"^monitor: got 'val_los', expected a logged metric: .*'val_loss'"):
+    call = fitting(tmp_path, Classifier(), make_loader(), val_loader(), options={"monitor": "val_mse"})
+    with pytest.raises(ValueError, match=r"^monitor: got 'val_mse', expected a logged metric: .*'val_loss'"):
         call()
     files = [path for path in tree(tmp_path) if not path.endswith(".yaml")]
     assert files == ["checkpoints/run/version_0/last.ckpt", "logs/run/version_0/metrics.csv"]

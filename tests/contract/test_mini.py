@@ -747,8 +747,8 @@ def test_means_of_batches_of_any_kind_are_those_of_fabric_loop(case):
 
 
 def test_a_monitor_that_was_never_logged_costs_no_epoch():
-    with pytest.raises(ValueError, match=r"monitor: got 'val_los', expected one of .*val_loss"):
-        run_mini(monitor="val_los", make_val=val_loader, max_epochs=2)
+    with pytest.raises(ValueError, match=r"monitor: got 'val_mse', expected one of .*val_loss"):
+        run_mini(monitor="val_mse", make_val=val_loader, max_epochs=2)
     loop, _ = run_mini(make_val=val_loader, max_epochs=2, fit={"resume": "last"})
     assert len(loop.history) == 2
 

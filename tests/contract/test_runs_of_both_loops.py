@@ -113,10 +113,10 @@ class Scored(Classifier):
 @pytest.mark.parametrize(
     ("before", "after", "best"),
     [
-        ({"monitor": "loss"}, {"monitor": "acc", "mode": "max"}, 18),
+        ({"monitor": "loss"}, {"monitor": "acc"}, 18),
         ({"monitor": "acc", "mode": "max"}, {"monitor": "loss"}, 24),
         ({"monitor": "loss"}, {"monitor": "loss", "mode": "max"}, 18),
-        ({"monitor": "acc", "mode": "max"}, {"monitor": "acc", "mode": "max"}, 6),
+        ({"monitor": "acc", "mode": "max"}, {"monitor": "acc"}, 6),
         ({}, {"monitor": "acc", "mode": "max"}, 18),
     ],
     ids=str,

@@ -1,0 +1,58 @@
+"""The direction of a metric follows from its name, in both loops, in runs and in plots."""
+
+import inspect
+
+import pytest
+
+from fabric_template import FabricLoop, MiniLoop, metric_names, mini
+from fabric_template.metric_names import find_direction
+
+SMALLEST = """
+    loss val_loss valLoss MSELoss val/box_loss train/dfl_loss loss_iou loss/dataloader_idx_0 Loss/val
+    val_mape val_smape val_mase val_rmsle val_bpb eval/bpb val_bits bits_per_dim val_ece val_crps
+    val_brier_score val_lpips val_kl val_kl_divergence val_eer wer cer word_error_rate fid perplexity
+    val_ppl val_top1_error error_rate RMSE validation-rmse train-error valid_0_l2 merror mlogloss
+    MeanAbsolutePercentageError cross_entropy false_positive_rate false_negative_rate fpr_at_95_tpr
+    negative_log_likelihood 1-acc one_minus_ssim val_nll neg_psnr hausdorff_distance
+"""
+LARGEST = """
+    acc val_acc testacc val_accuracy eval_accuracy sparse_categorical_accuracy MulticlassAccuracy aAcc
+    acc1 top1 val_top5_acc balanced_accuracy_score psnr ssim auroc AUROC roc_auc pr_auc ap map mAP
+    metrics/mAP50-95(B) metrics/precision(B) bbox_mAP_50 iou mIoU dice dice_coef f1 val_f1_score
+    BinaryF1Score r2 R2Score explained_variance bleu BLEU-4 rouge rougeL mcc kappa hits@10 recall@5
+    ndcg@10 precision_at_k spearmanr log_likelihood elbo neg_mean_squared_error mean_reward win_rate
+    true_positive_rate exact_match concordance_index
+"""
+UNKNOWN = "score val_gap loss_scale grad_norm lr kl_weight acc_std anomaly_score metric x y_hat throughput"
+
+
+@pytest.mark.parametrize(
+    ("names", "direction"), [(SMALLEST, "min"), (LARGEST, "max"), (UNKNOWN, None)], ids=["min", "max", "none"]
+)
+def test_the_direction_follows_from_the_name(names, direction):
+    assert {name: find_direction(name) for name in names.split()} == dict.fromkeys(names.split(), direction)
+
+
+def test_both_loops_have_the_same_table():
+    assert metric_names.DIRECTIONS == mini.DIRECTIONS
+    assert inspect.getsource(metric_names.find_direction) == inspect.getsource(mini.find_direction)
+
+
+def mode_of(loop):
+    return loop.config.mode if isinstance(loop, FabricLoop) else loop.mode
+
+
+@pytest.mark.parametrize("make", [FabricLoop, MiniLoop])
+def test_mode_follows_from_the_monitor(make):
+    found = [mode_of(make(monitor=name)) for name in ("val_acc", "val_smape", None)]
+    assert found == ["max", "min", "min"]
+    assert mode_of(make(monitor="val_acc", mode="min")) == "min"
+    assert mode_of(make(monitor="val_gap", mode="max")) == "max"
+
+
+@pytest.mark.parametrize("make", [FabricLoop, MiniLoop])
+@pytest.mark.parametrize("name", ["val_gap", "score", "val_los"])
+def test_a_monitor_without_a_direction_needs_a_mode(make, name):
+    expected = f"mode: got 'auto' for monitor='{name}', .* expected \"min\" or \"max\". Write mode='min' if"
+    with pytest.raises(ValueError, match=expected):
+        make(monitor=name)
