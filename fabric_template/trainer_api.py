@@ -302,12 +302,13 @@ class TrainerAPI:
 
     @property
     def progress_bar_callback(self) -> Any:
-        """The progress bar callback. Before a run, add Lightning's bar if no bar was given."""
+        """The given progress bar callback, or a disabled bar because the loop draws its own."""
         bars = find_callbacks(self.callbacks, "ProgressBar")
-        if not bars and self.config.enable_progress_bar and self.status != TrainerStatus.RUNNING:
-            bars = [TQDMProgressBar()]
-            self.callbacks = [*bars, *self.callbacks]
-        return next(iter(bars), None)
+        if bars or not self.config.enable_progress_bar:
+            return next(iter(bars), None)
+        bar = TQDMProgressBar()
+        bar.disable()
+        return bar
 
     @property
     def log_dir(self) -> str | None:

@@ -8,6 +8,7 @@ from functools import partial
 from typing import Any
 
 from lightning.pytorch.profilers import PassThroughProfiler
+from lightning.pytorch.trainer.states import TrainerFn
 
 from ..lightning_compat.overrides import is_instance_of, overridden
 
@@ -104,9 +105,10 @@ class Hooks:
 
     def call_with_stage(self, name: str, stage: str, datamodule: Any) -> None:
         """Call ``setup`` or ``teardown`` of the datamodule, the callbacks and the module."""
-        self.call_datamodule(datamodule, name, stage=stage)
-        self.call_callbacks(name, stage=stage)
-        self.call_module(name, stage=stage)
+        function = TrainerFn(stage)
+        self.call_datamodule(datamodule, name, stage=function)
+        self.call_callbacks(name, stage=function)
+        self.call_module(name, stage=function)
 
     def is_overridden(self, name: str) -> bool:
         return overridden(self.module, name) is not None

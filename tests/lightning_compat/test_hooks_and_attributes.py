@@ -2,11 +2,13 @@
 
 import warnings
 
+import lightning.pytorch as pl
 import pytest
 import torch
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch.callbacks import LambdaCallback, ModelCheckpoint
-from modules import Classifier, make_loader, run_loop, run_trainer
+from lightning.pytorch.trainer.states import TrainerFn
+from modules import Classifier, make_loader, quiet, run_loop, run_trainer
 from runs import fit, val_loader
 
 from fabric_template import FabricLoop
@@ -121,3 +123,30 @@ def test_a_closure_that_nobody_calls(run, make):
 def test_init_module():
     with FabricLoop(accelerator="cpu", precision="64-true").init_module():
         assert torch.nn.Linear(1, 1).weight.dtype == torch.float64
+
+
+def test_setup_and_teardown_get_trainers_stage():
+    """The stage is TrainerFn, as in Trainer, and equals its name."""
+    received = []
+
+    class Stages(pl.Callback):
+        def setup(self, trainer, pl_module, stage):
+            received.append(stage)
+
+        teardown = setup
+
+    loop = FabricLoop(**quiet(max_epochs=1, callbacks=[Stages()]))
+    module = Classifier()
+    loop.fit(module, make_loader())
+    loop.validate(module, make_loader(), verbose=False)
+    expected = [TrainerFn.FITTING] * 2 + [TrainerFn.VALIDATING] * 2
+    assert received == expected == ["fit", "fit", "validate", "validate"]
+    assert {type(stage) for stage in received} == {TrainerFn}
+
+
+def test_reading_the_progress_bar_adds_no_callback():
+    loop = FabricLoop(accelerator="cpu", enable_model_summary=False)
+    before = list(loop.callbacks)
+    assert not loop.progress_bar_callback.is_enabled
+    assert loop.callbacks == before
+    assert FabricLoop(accelerator="cpu", enable_progress_bar=False).progress_bar_callback is None
