@@ -626,8 +626,9 @@ class MiniLoop:
         self._torchmetrics, self._sums[0] = {}, {}
 
     def _check_is_logged(self, name: str) -> None:
-        names = ", ".join(self.callback_metrics)
-        check(name in self.callback_metrics, f"monitor: got {name!r}, expected one of {names}.")
+        text = f"monitor: got {name!r}, expected one of the logged metrics"
+        names = ", ".join(self.callback_metrics) or "none, because the steps return nothing"
+        check(name in self.callback_metrics, f"{text}: {names}.")
 
     def _log_step(self, values: dict[str, Tensor]) -> None:
         """Write a row to steps.csv. Training waits for the device only here and in `_end_row`."""
@@ -701,7 +702,10 @@ class MiniLoop:
                 with replaced(self.checkpoint_dir / name) as file:
                     torch.save(checkpoint, file)
             self._record(f"saved {checkpoint['fabric_template']['saved_at']!r}")
-        if self.monitor is not None and not is_in_epoch and (is_validated or not self.val_loader):
+        # Within an epoch, training metrics may follow at its end.
+        can_follow = is_in_epoch and not str(self.monitor).startswith("val")
+        is_complete = is_validated or not (is_in_epoch or self.val_loader)
+        if self.monitor is not None and is_complete and not can_follow:
             self._check_is_logged(self.monitor)
 
     def _build_checkpoint(self) -> dict[str, Any]:

@@ -91,24 +91,28 @@ class CheckpointManager:
         if self.config.monitor in run.results.evaluated:
             self.save_best(run)
         self.save_in_epoch(run)
+        # Training metrics may follow at the end of the epoch.
+        if str(self.config.monitor).startswith("val"):
+            self._check_monitor(run)
 
     def save_in_epoch(self, run: Run) -> None:
         if self.config.save_last:
             self.save_last(run)
 
     def save_after_epoch(self, run: Run) -> None:
+        is_checked = self._is_validated or not run.should_validate
         self.save_best(run)
         if self.config.save_last and run.progress.is_epoch_complete:
             self.save_last(run)
-        self._check_monitor(run)
+        if is_checked:
+            self._check_monitor(run)
 
     def _check_monitor(self, run: Run) -> None:
-        """Raise an error if the first epoch with a validation has not logged the monitor."""
+        """Raise an error if the monitor is not logged."""
         monitor, metrics = self.config.monitor, run.results.monitored_metrics()
         if self.folder is None or monitor is None or monitor in metrics or self._kept:
             return
-        is_early = run.should_validate and not run.results.evaluated
-        if not is_early and self.config.limit_val_batches != 0:
+        if self.config.limit_val_batches != 0:
             raise ConfigurationError(
                 f"monitor: got {monitor!r}, expected a logged metric: {sorted(metrics)}. Write monitor="
                 " with one of these, and resume='last' to continue."

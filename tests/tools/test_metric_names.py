@@ -3,8 +3,9 @@
 import inspect
 
 import pytest
+import torch
 
-from fabric_template import FabricLoop, MiniLoop, metric_names, mini
+from fabric_template import FabricLoop, MiniLoop, TensorLoader, metric_names, mini
 from fabric_template.metric_names import find_direction
 
 SMALLEST = """
@@ -56,3 +57,42 @@ def test_a_monitor_without_a_direction_needs_a_mode(make, name):
     expected = f"mode: got 'auto' for monitor='{name}', .* expected \"min\" or \"max\". Write mode='min' if"
     with pytest.raises(ValueError, match=expected):
         make(monitor=name)
+
+
+def square(net, batch):
+    return net(batch[0]).square().mean()
+
+
+def return_nothing(net, batch):
+    square(net, batch)
+
+
+@pytest.mark.parametrize("make", [FabricLoop, MiniLoop])
+@pytest.mark.parametrize(
+    ("options", "step"),
+    [({}, 4), ({"validate_every_n_steps": 3}, 3), ({"validate_every_n_steps": 6, "max_steps": 20}, 6)],
+    ids=str,
+)
+@pytest.mark.parametrize(("monitor", "validation_step"), [("val_loss", return_nothing), ("val_mse", square)])
+def test_a_monitor_that_is_not_logged_stops_at_the_first_validation(make, options, step, monitor, validation_step):
+    net, loader = torch.nn.Linear(2, 1), TensorLoader(torch.ones(8, 2), batch_size=2)
+    loop = make(**{"max_epochs": 5, **options}, monitor=monitor, accelerator="cpu")
+    with pytest.raises(ValueError, match=f"monitor: got '{monitor}', expected"):
+        loop.fit(
+            net,
+            loader,
+            loader,
+            optimizer=torch.optim.SGD(net.parameters(), 0.1),
+            training_step=square,
+            validation_step=validation_step,
+        )
+    assert loop.global_step == step
+
+
+@pytest.mark.parametrize("make", [FabricLoop, MiniLoop])
+def test_a_training_metric_may_follow_at_the_end_of_the_epoch(make):
+    net, loader = torch.nn.Linear(2, 1), TensorLoader(torch.ones(8, 2), batch_size=2)
+    loop = make(max_epochs=2, validate_every_n_steps=1, monitor="train_loss", accelerator="cpu")
+    optimizer = torch.optim.SGD(net.parameters(), 0.1)
+    loop.fit(net, loader, loader, optimizer=optimizer, training_step=square, validation_step=return_nothing)
+    assert loop.global_step == 8
