@@ -442,10 +442,10 @@ EXCLUDED = [
         ),
     ),
     (
-        "EMAWeightAveraging copies the module before its setup, so its file lacks what setup adds",
+        "WeightAveraging copies the module before its setup, so its file lacks what setup adds",
         lambda d: (
             {"averages", "averages_late"} & set(d["hooks"])
-            and "ema" in d["callbacks"]
+            and {"ema", "averages"} & set(d["callbacks"])
             and d["event"]
         ),
     ),

@@ -255,6 +255,9 @@ def is_allowed_after_resume(line, end):
     if re.search(r"/plain_state/attributes/[\w.]+: missing$", line):
         # set_extra_state has set the attribute before the resumed run started.
         return True
+    if line.endswith("/differentiable: more"):
+        # torch adds this default to an optimizer that has loaded a state, so a later group gets it.
+        return True
     if line == "schedulers: 0 items instead of 1":
         # StochasticWeightAveraging sets its scheduler in an epoch. This resumed run had none left.
         return True

@@ -177,7 +177,16 @@ class DataConnector:
             self.eval_loaders.loaded_in_epoch = -math.inf
 
     def setup_val_loaders(self) -> None:
-        """Create the validation loaders early, because progress bars and a resume need them."""
+        """Create the validation loaders before the first epoch, because progress bars need them.
+
+        A resumed run creates them when the interrupted run did, because that may draw random numbers.
+        """
+        own = self.run.plan.start.own
+        was_created = "val" in self.given or "val" in self._saved_loads()
+        if was_created or own is None or own["writer"] != "FabricLoop":
+            self._create_val_loaders()
+
+    def _create_val_loaders(self) -> None:
         with self.run.progress.in_stage("validate"):
             self.setup_eval_loaders("val")
 
@@ -208,7 +217,7 @@ class DataConnector:
             self.train.load_state_dict(state["train"])
         if "val" in state and self.has_loader("val"):
             if self.eval_loaders is None:
-                self.setup_val_loaders()
+                self._create_val_loaders()
             self.eval_loaders.load_state_dict(state["val"])
 
     def stateful_loaders(self) -> list[Any]:

@@ -20,7 +20,7 @@ from lightning.pytorch.callbacks import Callback, ModelCheckpoint
 from resume_loaders import LOADERS, PERSISTENT, Endless, loader, seeded, tensors, with_sampler
 from runs import Snapshots, assert_same_end, logs_of, loud, tree
 from torch import nn
-from torch.utils.data import DataLoader, TensorDataset
+from torch.utils.data import DataLoader, TensorDataset, random_split
 
 from fabric_template.data.tensor_loader import TensorLoader
 from fabric_template.loop import FabricLoop
@@ -272,6 +272,29 @@ def test_state_of_callbacks_and_datamodules(tmp_path):
         loop = FabricLoop(**loud(tmp_path), max_epochs=max_epochs, callbacks=[counts])
         loop.fit(Net(), data, resume=resume)
     assert (counts.count, data.count) == (18, 2)
+
+
+class RandomSplit(pl.LightningDataModule):
+    """Draws its validation data when the loader is created, in the first epoch that validates."""
+
+    def train_dataloader(self):
+        return loader()
+
+    def val_dataloader(self):
+        data = TensorDataset(*tensors(24))
+        return DataLoader(random_split(data, [8, 16])[0], batch_size=4)
+
+
+@pytest.mark.parametrize("batch", [3, 8])
+def test_validation_data_that_are_drawn_after_the_kill(tmp_path, batch):
+    options = {**loud(tmp_path / "whole"), "max_epochs": 4, "check_val_every_n_epoch": 2, "num_sanity_val_steps": 0}
+    options |= {"save_every_n_steps": 1, "seed": 3}
+    ends = []
+    for root, resume in ((tmp_path / "whole", None), (tmp_path / str(batch), "last")):
+        callbacks = [Snapshots(root, tmp_path)] if resume is None else []
+        loop, module = FabricLoop(**options | {"default_root_dir": str(root), "callbacks": callbacks}), Net()
+        ends.append((loop, module, loop.fit(module, RandomSplit(), resume=resume)))
+    assert_same(*ends, tmp_path / "whole", tmp_path / str(batch))
 
 
 def test_time_covers_the_whole_epoch_and_not_the_set_up(tmp_path, monkeypatch):
