@@ -138,45 +138,30 @@ class FabricLoop(TrainerAPI):
         validation_step: Callable[..., Any] | None = None,
         weights_only: bool | None = None,
     ) -> Any:
-        """Train a model, and validate it.
-
-        ``training/fit_loop.py`` contains the loop. In short::
+        """Train and validate a model. Returns the rows of metrics.csv as a DataFrame. In short::
 
             for epoch in range(max_epochs):
                 for batch in train_dataloaders:
-                    loss = training_step(model, batch)
-                    optimizer.zero_grad()
-                    loss.backward()
+                    training_step(model, batch).backward()
                     optimizer.step()
-                    # Step the schedulers, log, validate and save, if they are due.
-                # Validate, write the row of the epoch, and save last.ckpt and best.ckpt.
+                    # Then step the schedulers, log, validate and save, where each is due.
 
         Args:
             model: A LightningModule, an object with the same methods, or an nn.Module.
-            train_dataloaders: A loader, or a list or dict of loaders.
-            val_dataloaders: A loader, or a list or dict of loaders.
+            train_dataloaders, val_dataloaders: A loader, or a list or dict of loaders.
             datamodule: A LightningDataModule, instead of loaders.
-            resume: The checkpoint of a run to continue: a path, "last", "best" or "auto".
+            resume, ckpt_path: The run to continue: a checkpoint's path, "last", "best" or "auto".
             load: A checkpoint of which only the weights are read: a path, "last" or "best".
-            ckpt_path: Trainer's name of ``resume``.
-            optimizer: An optimizer, or a function that makes one from the model. Default: the
-                module's ``configure_optimizers``.
+            optimizer: An optimizer or a function of the model. None: configure_optimizers().
             scheduler: A scheduler of the optimizer, or a list of schedulers.
-            training_step: A function of (model, batch) or (model, batch, batch_idx) that returns the
-                loss. Default: the model's method.
-            validation_step: A function with the same arguments that returns values to log.
-            weights_only: False reads a checkpoint with torch's own reader, which may run its code.
-
-        Returns:
-            The rows of metrics.csv as a DataFrame.
+            training_step, validation_step: Functions of (model, batch[, batch_idx]). None: methods.
+            weights_only: False reads a checkpoint with torch's reader, which may run its code.
         """
-        if scheduler is not None:
-            optimizer = add_scheduler(optimizer, scheduler)
         functions = {"training_step": training_step, "validation_step": validation_step}
         loaders = {"train": train_dataloaders, "val": val_dataloaders}
         start = {"resume": resume, "load": load, "ckpt_path": ckpt_path}
         given = (model, loaders, datamodule, functions, start, weights_only)
-        run_plan(make_plan(self, "fit", *given, optimizer))
+        run_plan(make_plan(self, "fit", *given, add_scheduler(optimizer, scheduler)))
         return self.require_run("fit").row.frame()
 
     def validate(

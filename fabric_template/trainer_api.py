@@ -117,7 +117,7 @@ _LOOP_ATTRIBUTES: dict[str, Callable[[Any], Any]] = {
     # LearningRateMonitor and DeviceStatsMonitor pass this step to the loggers.
     "_batches_that_stepped": lambda api: api.progress.logging_step,
     # StochasticWeightAveraging sets ``_skip_backward`` to update BatchNorm without backward passes.
-    "_skip_backward": lambda api: api.current_run.optimization.skip_backward,
+    "_skip_backward": lambda api: api.current_run.optimization.is_backward_skipped,
     # A module that steps without Lightning's optimizer wrapper increments ``completed`` itself.
     **dict.fromkeys(("optim_step_progress", "total"), lambda api: api),
     "completed": lambda api: api.progress.global_step,
@@ -178,7 +178,7 @@ class TrainerAPI:
 
     @should_stop.setter
     def should_stop(self, value: bool) -> None:
-        self.require_run("should_stop").stop.should_stop = value
+        self.require_run("should_stop").stop.request(value)
 
     @property
     def optimizers(self) -> list[Any]:
@@ -496,7 +496,7 @@ class LoopAPI:
         elif name == "completed":
             self.progress.count_steps(value - self.progress.global_step)
         elif name == "_skip_backward":
-            self.current_run.optimization.skip_backward = value
+            self.current_run.optimization.skip_backward(value)
         else:
             super().__setattr__(name, value)
 

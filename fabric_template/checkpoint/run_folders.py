@@ -171,7 +171,7 @@ def choose_version(run: Run) -> None:
         if version is not None:
             run.loggers.use_version(version)
     elif loop.has_fitted and loop.own_logger is not None:
-        loop.own_logger.version = None
+        loop.own_logger.start_new_version()
 
 
 def choose_checkpoint_folder(run: Run) -> Path | None:

@@ -165,7 +165,6 @@ def _run_in_process(
     larger than the pipe buffer, and transfers only the message of an exception.
     """
     loop: Any = plan.loop
-    loop.fabric = fabric
     remember_group(fabric.strategy, is_spawned=True)
     if isinstance(multiprocessing.current_process(), SpawnProcess):
         # The tensors of a spawned process are in shared memory, so copy them.

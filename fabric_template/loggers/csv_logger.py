@@ -76,14 +76,14 @@ class CSVLogger(Logger):
             self._version = (claim_version if is_first_process else next_version)(*folders)
         return self._version
 
-    @version.setter
-    def version(self, version: int | str | None) -> None:
-        if version == self._version:
-            return
-        self._version, self._tables = version, {}
-        # Hyperparameters that were logged before a version was set belong to the new version.
-        if version is None:
-            self._hparams = {}
+    def use_version(self, version: int | str) -> None:
+        """Write into the folder of another version, with the hyperparameters that were logged."""
+        if version != self._version:
+            self._version, self._tables = version, {}
+
+    def start_new_version(self) -> None:
+        """Write the next run into the folder of the next free version."""
+        self._version, self._tables, self._hparams = None, {}, {}
 
     @property
     def log_dir(self) -> str:

@@ -32,10 +32,10 @@ class LoggerConnector:
         """The loggers that write metrics.csv and steps.csv."""
         return [logger for logger in self.loggers if isinstance(logger, CSVLogger)]
 
-    def use_version(self, version: int | str | None) -> None:
+    def use_version(self, version: int | str) -> None:
         """Write the CSV files of this run into the folder of a version."""
         for logger in self.csv_loggers:
-            logger.version = version
+            logger.use_version(version)
 
     def log_step(self, run: Run) -> None:
         values = run.results.current_values()

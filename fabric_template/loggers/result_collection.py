@@ -334,24 +334,15 @@ class ResultCollection:
             metric = self._register(results, key, arguments)
         if results.last_hook != hook:
             results.start_hook(hook)
-        if isinstance(value, Tensor):
-            value = value.detach() if value.requires_grad else value
-        elif isinstance(value, numbers.Number):
-            value = torch.tensor(value, dtype=float_type())
-        elif is_torchmetric(value):
+        if not isinstance(value, Tensor) and is_torchmetric(value):
             metric.update_torchmetric(value)
             return
-        else:
-            raise value_error(name, value)
-        if value.dim():
-            if value.numel() != 1:
-                raise value_error(name, value)
-            value = value.squeeze()
+        value = to_scalar(name, value)
         if batch_size is not None:
             results.logged_batch_size = batch_size
         else:
             batch_size = results.current_batch_size() if metric.needs_batch_size else 1
-        metric.update(to_float(value), batch_size)
+        metric.update(value, batch_size)
 
     def log_dict(self, dictionary: Mapping[str, Any], **arguments: Any) -> None:
         """Log every item of a dict or of a torchmetrics MetricCollection."""
@@ -607,6 +598,23 @@ def float_type() -> torch.dtype:
     """Return the default dtype, or float32 if the default is less precise."""
     default = torch.get_default_dtype()
     return default if default in (torch.float32, torch.float64) else torch.float32
+
+
+def to_scalar(name: str, value: Any) -> Tensor:
+    """Return a logged number or tensor as a 0-dimensional tensor of float32 or float64."""
+    if not isinstance(value, Tensor):
+        if not isinstance(value, numbers.Number):
+            raise value_error(name, value)
+        return torch.tensor(value, dtype=float_type())
+    if value.requires_grad:
+        value = value.detach()
+    if value.dim():
+        if value.numel() != 1:
+            raise value_error(name, value)
+        value = value.squeeze()
+    if value.dtype is torch.float32 or value.dtype is torch.float64:
+        return value
+    return value.to(float_type())
 
 
 def to_float(value: Tensor) -> Tensor:

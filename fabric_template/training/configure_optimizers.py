@@ -56,6 +56,8 @@ def has_several_optimizers(given: Any) -> bool:
 
 def add_scheduler(optimizer: Any, scheduler: Any) -> Any:
     """Return ``optimizer=`` and ``scheduler=`` in the format of ``configure_optimizers``."""
+    if scheduler is None:
+        return optimizer
     if not is_optimizer(optimizer):
         raise ConfigurationTypeError(
             f"scheduler: got it together with optimizer={describe(optimizer)}, expected one"

@@ -78,8 +78,7 @@ class Optimization:
         self.optimizers: list[Optimizer] = []
         self.lightning_optimizers: list[LightningOptimizer] = []
         self.lr_schedulers: list[LRSchedulerConfig] = []
-        # StochasticWeightAveraging sets skip_backward, to update only BatchNorm statistics.
-        self.skip_backward = False
+        self.is_backward_skipped = False
         self.kept_loss: Tensor | None = None
         self._outputs: dict[str, Any] = {}
 
@@ -149,6 +148,10 @@ class Optimization:
         self._module_clipping = hooks.module_method("configure_gradient_clipping")
         action = f"[Strategy]{type(run.fabric.strategy).__name__}.backward"
         self._profiled_backward = hooks.with_profiler(action, self._backward_with_hooks)
+
+    def skip_backward(self, is_skipped: bool) -> None:
+        """Run only the forward pass, because StochasticWeightAveraging updates BatchNorm's statistics."""
+        self.is_backward_skipped = is_skipped
 
     def backward(self, loss: Tensor, *args: Any, **kwargs: Any) -> None:
         """Compute the gradients for ``manual_backward`` and ``loop.backward``."""
@@ -324,7 +327,7 @@ class AutomaticOptimization(Optimization):
         output = self.call_step(batch, batch_idx)
         loss = output if isinstance(output, Tensor) else find_loss(run, output)
         if loss is not None:
-            if not loss.requires_grad and not self.skip_backward:
+            if not loss.requires_grad and not self.is_backward_skipped:
                 raise ConfigurationError(
                     f"training_step: got a loss without gradient at batch {batch_idx}, expected a"
                     " tensor computed from the model's parameters. Remove detach(), no_grad() or"
@@ -337,7 +340,7 @@ class AutomaticOptimization(Optimization):
                 # As in Trainer, hooks get the loss divided by the number of accumulated batches.
                 extras = output if isinstance(output, Mapping) else {}
                 self._outputs = {**extras, "loss": loss.detach()}
-        if self.skip_backward:
+        if self.is_backward_skipped:
             return loss
         if starts_window(run):
             self._zero_grad(batch_idx)

@@ -253,6 +253,10 @@ class StopCondition:
         """Return whether training ends instead of starting another epoch."""
         return self.is_due or self.has_max_epochs or self.progress.num_train_batches == 0
 
+    def request(self, is_requested: bool) -> None:
+        """Request a stop after min_epochs and min_steps, or withdraw the request of a callback."""
+        self.should_stop = bool(is_requested)
+
     def stop_diverged_run(self) -> None:
         step = self.progress.global_step
         self.divergence = f"the loss is not finite (NaN or inf) at step {step} (on_nan='stop')"
