@@ -271,19 +271,21 @@ class TrainerAPI:
 
     @property
     def train_dataloader(self) -> Any:
-        loaders = self.fit_run.data.train if self.fit_run else None
+        loaders = self.fit_run.data.created.get("train") if self.fit_run else None
         return loaders.as_given if loaders else None
 
     def eval_limits(self, stage: str) -> list[int | float]:
         run = self.runs.get(stage)
-        return run.data.eval_loaders.limits if run and run.data.eval_loaders else []
+        loaders = run.data.created.get("evaluation") if run else None
+        return loaders.limits if loaders else []
 
     def loaders_of(self, *stages: str) -> Any:
         """Return the evaluation loaders of the run if its stage is one of ``stages``."""
         run = self.run
-        if run is None or run.stage not in stages or run.data.eval_loaders is None:
+        if run is None or run.stage not in stages:
             return None
-        return run.data.eval_loaders.as_given
+        loaders = run.data.created.get("evaluation")
+        return loaders.as_given if loaders else None
 
     def metrics(self, view: str) -> dict[str, Any]:
         if self.run is None:
@@ -457,8 +459,8 @@ class LoopAPI:
 
     def find_loaders(self) -> Loaders | None:
         """Return the loaders of this loop, or None before they are created."""
-        data = self.current_run.data
-        loaders = data.train if self._key == "fit_loop" else data.eval_loaders
+        kind = "train" if self._key == "fit_loop" else "evaluation"
+        loaders = self.current_run.data.created.get(kind)
         if loaders is None:
             return None
         return Loaders(loaders.as_given, tuple(loaders.loaders))

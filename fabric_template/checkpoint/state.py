@@ -146,7 +146,7 @@ def load_states(run: Run, states: dict[str, Any]) -> None:
 
 def run_settings(run: Run) -> dict[str, Any]:
     """Return the settings that a resumed run should share with the saved run."""
-    loaders = run.data.train.loaders if run.data.train is not None else []
+    loaders = run.data.train.loaders if "train" in run.data.created else []
     return {
         "processes": run.fabric.world_size,
         "batch size": [getattr(loader, "batch_size", None) for loader in loaders],

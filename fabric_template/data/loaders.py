@@ -45,19 +45,26 @@ class DataConnector:
     Attributes:
         given: The given loaders, keyed by stage: "train", "val", "test", "predict".
         source: The datamodule or module with methods such as ``train_dataloader()``.
-        train, eval_loaders: The loaders of the training and of the evaluations.
+        created: The loaders of "train" and of "evaluation", as soon as they are created.
     """
 
     def __init__(self, run: Run) -> None:
         self.run, self.given, self.source = run, run.plan.loaders, run.plan.source
-        self.train: StageLoaders = None  # type: ignore[assignment]
-        self.eval_loaders: StageLoaders = None  # type: ignore[assignment]
+        self.created: dict[str, StageLoaders] = {}
         self.predictions = Predictions()
         self._common_seed: int | None = None
         self._is_train_started = False
         # The random states and attributes before the newest load of each stage.
         self._loads: dict[str, Any] = {}
         self._restored_loads: dict[str, Any] = {}
+
+    @property
+    def train(self) -> StageLoaders:
+        return self.created["train"]
+
+    @property
+    def eval_loaders(self) -> StageLoaders:
+        return self.created["evaluation"]
 
     def has_loader(self, stage: str) -> bool:
         """Return whether the user gave a loader for this stage or a method that creates one."""
@@ -82,11 +89,17 @@ class DataConnector:
         check_loaders(source, f"returned from `{type(provider).__name__}.{name}()`")
         return source
 
-    def _is_load_due(self, loaders: StageLoaders | None) -> bool:
-        if loaders is None:
+    def _is_load_due(self, kind: str) -> bool:
+        if kind not in self.created:
             return True
         every = self.run.config.reload_dataloaders_every_n_epochs
-        return every > 0 and self.run.progress.epochs_done - loaders.loaded_in_epoch >= every
+        epochs = self.run.progress.epochs_done - self.created[kind].loaded_in_epoch
+        return every > 0 and epochs >= every
+
+    def _create(self, kind: str, stage: str, combined: CombinedLoader) -> StageLoaders:
+        loaders = StageLoaders(self.run, stage, combined, previous=self.created.get(kind))
+        self.created[kind] = loaders
+        return loaders
 
     def _load(self, stage: str, mode: Literal["max_size_cycle", "sequential"]) -> CombinedLoader:
         """Return the loaders of a stage, with the samplers that this run needs."""
@@ -131,11 +144,9 @@ class DataConnector:
     def setup_train_loader(self) -> None:
         """Create the training loader if there is none or a reload is due."""
         run = self.run
-        if run.config.limit_train_batches == 0 or not self._is_load_due(self.train):
+        if run.config.limit_train_batches == 0 or not self._is_load_due("train"):
             return
-        self.train = StageLoaders(
-            run, "train", self._load("train", "max_size_cycle"), previous=self.train
-        )
+        self._create("train", "train", self._load("train", "max_size_cycle"))
         run.progress.count_train_batches(self.train.num_batches)
         every = run.config.log_every_n_steps or 0
         # Do not warn for CSV loggers. They write a row per epoch even if log_every_n_steps is large.
@@ -164,17 +175,15 @@ class DataConnector:
     def setup_eval_loaders(self, stage: str) -> None:
         """Create the loaders of an evaluation if there are none or a reload is due."""
         run = self.run
-        if not self._is_load_due(self.eval_loaders):
+        if not self._is_load_due("evaluation"):
             return
-        if self.eval_loaders is not None:
+        if "evaluation" in self.created:
             # Count the batches of the new loaders from 0. Loggers use this count as the step.
             run.progress.restart_eval_steps()
-        self.eval_loaders = StageLoaders(
-            run, stage, self._load(stage, "sequential"), previous=self.eval_loaders
-        )
+        loaders = self._create("evaluation", stage, self._load(stage, "sequential"))
         if run.loop.sanity_checking and run.config.check_val_every_n_epoch not in (None, 1):
             # With check_val_every_n_epoch > 1, Trainer reloads loaders after the sanity check.
-            self.eval_loaders.loaded_in_epoch = -math.inf
+            loaders.loaded_in_epoch = -math.inf
 
     def setup_val_loaders(self) -> None:
         """Create the validation loaders before the first epoch, because progress bars need them.
@@ -198,31 +207,31 @@ class DataConnector:
 
     def teardown(self) -> None:
         """Shut down the workers of every loader."""
-        for part in (self.train, self.eval_loaders):
-            if part is not None:
-                part.close()
+        for loaders in self.created.values():
+            loaders.close()
 
     def state_dict(self) -> dict[str, Any]:
         state: dict[str, Any] = {"loads": dict(self._loads)}
-        if self.train is not None:
+        if "train" in self.created:
             state["train"] = self.train.state_dict()
-        val = self.eval_loaders
+        val = self.created.get("evaluation")
         if val is not None and any(loader.is_used for loader in val.resumable):
             state["val"] = val.state_dict()
         return state
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self._restored_loads = state["loads"]
-        if self.train is not None and "train" in state:
+        if "train" in self.created and "train" in state:
             self.train.load_state_dict(state["train"])
         if "val" in state and self.has_loader("val"):
-            if self.eval_loaders is None:
+            if "evaluation" not in self.created:
                 self._create_val_loaders()
             self.eval_loaders.load_state_dict(state["val"])
 
     def stateful_loaders(self) -> list[Any]:
         """List the training loaders whose states Trainer saves."""
-        return [] if self.train is None else list(filter(has_state, self.train.loaders))
+        loaders = self.train.loaders if "train" in self.created else []
+        return list(filter(has_state, loaders))
 
     def load_loader_states(self, states: list[Any]) -> None:
         """Restore the loader states in a checkpoint of Trainer."""
