@@ -37,7 +37,7 @@ import warnings
 import zipfile
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import ExitStack, contextmanager, nullcontext, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, fields, is_dataclass
 from difflib import get_close_matches
 from functools import partial
@@ -216,7 +216,6 @@ class MiniLoop:
         self.callback_metrics: dict[str, Tensor] = {}  # The newest value of each logged metric.
         self._validated: dict[str, Tensor] = {}  # The validation metrics of the next row.
         self._validation_names: set[str] = set()  # The names of the newest validation metrics.
-        self._logged_means: set[str] = set()  # The names of the means that log() adds.
         # The values for steps.csv that the current training batch has logged. None between batches.
         self._step_values: Any = None
         self._hook = ""  # The hook or step that runs.
@@ -335,10 +334,12 @@ class MiniLoop:
         if self._call("on_train_batch_start", batch, batch_idx) == -1:
             raise TypeError("on_train_batch_start: got -1, which ends an epoch. Use FabricLoop.")
         is_window_end = self._is_window_end(batch)
-        is_reduced = is_window_end or self.fabric.world_size == 1
-        # DDP reduces gradients only in the last batch before an optimizer step.
-        with nullcontext() if is_reduced else self._step_module.no_sync():
+        if is_window_end or self.fabric.world_size == 1:
             self._compute_gradients(batch, batch_idx)
+        else:
+            # DDP reduces gradients only in the last batch before an optimizer step.
+            with self._step_module.no_sync():
+                self._compute_gradients(batch, batch_idx)
         self.batches_done += 1
         self._batches_in_window += 1
         if is_window_end:
@@ -354,15 +355,16 @@ class MiniLoop:
     def _compute_gradients(self, batch: Any, batch_idx: int) -> None:
         """Run the forward and the backward pass, which adds to the gradients of earlier batches."""
         output = self._run_step("training_step", batch, batch_idx)
-        self._loss = find_loss(output, batch_idx)
+        loss = find_loss(output, batch_idx)
+        self._loss = loss.detach()
         self._log_output(output, "train_")
         if self._batches_in_window == 0:
-            self.optimizer.zero_grad()
+            clear_gradients(self.optimizer)
+        if self.accumulate_grad_batches > 1:
+            loss = loss / self.accumulate_grad_batches
         # As in Trainer, on_train_batch_end gets the divided loss.
-        loss = self._loss.detach() / self.accumulate_grad_batches
-        self._outputs = {**(output if isinstance(output, Mapping) else {}), "loss": loss}
-        count = self.accumulate_grad_batches
-        self._precision.backward(self._loss if count == 1 else self._loss / count, None)
+        self._outputs = {**(output if isinstance(output, Mapping) else {}), "loss": loss.detach()}
+        self._precision.backward(loss, None)
 
     def _is_window_end(self, batch: Any) -> bool:
         """Return whether the optimizer steps after this batch. All processes return the same."""
@@ -379,8 +381,9 @@ class MiniLoop:
         if self.gradient_clip_val:
             options = {"max_norm": self.gradient_clip_val, "error_if_nonfinite": False}
             self.fabric.clip_gradients(self.network, self.optimizer, **options)
-        has_all = len(self.optimizer.param_groups) == self._num_groups
-        check(has_all, "optimizer: got a parameter group that a hook has added. Use FabricLoop.")
+        if len(self.optimizer.param_groups) != self._num_groups:
+            text = "optimizer: got a parameter group that a hook has added. Use FabricLoop."
+            raise ValueError(text)
         try:
             self._precision.optimizer_step(self.optimizer)
         except TypeError as error:
@@ -534,20 +537,23 @@ class MiniLoop:
 
     # Logging
 
-    def log(self, name: str, value: Any, prog_bar: bool = False, **options: Any) -> None:
+    def log(
+        self,
+        name: str,
+        value: Any,
+        prog_bar: bool = False,
+        on_step: bool | None = None,
+        on_epoch: bool | None = None,
+        sync_dist: bool = False,
+        batch_size: int | None = None,
+        **options: Any,
+    ) -> None:
         """Log a value to steps.csv (on_step) and its mean to metrics.csv (on_epoch)."""
-        on_step, on_epoch = options.pop("on_step", None), options.pop("on_epoch", None)
-        is_synced, batch_size = options.pop("sync_dist", False), options.pop("batch_size", None)
-        for key, given in options.items():
-            if key not in LOG_ARGUMENTS or given not in (LOG_ARGUMENTS[key], None):
-                text = f"log: got an unexpected keyword argument {key}={given!r}, expected none."
-                raise TypeError(f"{text} Use FabricLoop.")
+        check_log_arguments(options)
         is_in_batch = self._step_values is not None
         on_step = is_in_batch if on_step is None else on_step
         on_epoch = not is_in_batch if on_epoch is None else on_epoch
         self._logged_batch_size = batch_size or self._logged_batch_size
-        if on_epoch:
-            self._logged_means.add(name)
         if not isinstance(value, Tensor) and hasattr(value, "compute"):
             is_in_epoch = self._every is not None or self.max_steps != -1
             text = f"log: got the torchmetrics object {name!r} with validate_every_n_steps or max_steps"
@@ -558,13 +564,17 @@ class MiniLoop:
                 sums.setdefault((self._hook, name), [None, 0, False])
             # torchmetrics has no public name for the value of the current batch.
             value = getattr(value, "_forward_cache", None)
-        elif on_epoch:
+            on_epoch = False
+        if value is None or not (on_epoch or on_step):
+            return
+        value = to_metric(name, value)
+        if on_epoch:
             weight = batch_size or self._batch_size
-            self._add_to_mean((self._hook, name), value, weight, is_synced)
-        if on_step and is_in_batch and value is not None:
+            self._add_to_mean((self._hook, name), value, weight, sync_dist)
+        if on_step and is_in_batch:
             # Clone the value, because the step may change it.
-            value = to_metric(name, value).clone()
-            self.callback_metrics[name] = self.fabric.all_reduce(value) if is_synced else value
+            value = value.clone()
+            self.callback_metrics[name] = self.fabric.all_reduce(value) if sync_dist else value
             if self._is_row_due and name not in ("step", "epoch"):
                 self._step_values[name] = self.callback_metrics[name]
 
@@ -582,14 +592,13 @@ class MiniLoop:
             is_number = is_number or (isinstance(value, Real) and not isinstance(value, bool))
             # A LightningModule logs its values itself, except for the loss.
             is_read = name == f"{prefix}loss" or not self._is_lightning_module
-            if is_number and is_read and name not in self._logged_means:
+            if is_number and is_read and (self._hook, name) not in self._sums[0]:
                 weight = self._logged_batch_size or self._batch_size or 1
-                self._add_to_mean(("returned", name), value, weight, True)
+                self._add_to_mean(("returned", name), to_metric(name, value), weight, True)
 
     def _add_to_mean(self, key: tuple[str, str], value: Any, weight: Any, is_synced: bool) -> None:
         """Add a value to the sums, which stay on the device."""
         check(weight, f"log: got {key[1]!r} for a batch without tensors. Pass batch_size=.")
-        value = to_metric(key[1], value)
         for sums in self._sums:
             if key not in sums:
                 dtype = torch.promote_types(value.dtype, torch.get_default_dtype())
@@ -1184,16 +1193,24 @@ def find_batch_size(batch: Any) -> Any:
     return next((size for size in sizes if size is not None), None)
 
 
+def check_log_arguments(given: dict[str, Any]) -> None:
+    for name, value in given.items():
+        if name not in LOG_ARGUMENTS or value not in (LOG_ARGUMENTS[name], None):
+            text = f"log: got an unexpected keyword argument {name}={value!r}, expected none."
+            raise TypeError(f"{text} Use FabricLoop.")
+
+
 def to_metric(name: str, value: Any) -> Tensor:
     """Convert a number to a tensor, in torch's default dtype, but at least in float32."""
     is_number = value.numel() == 1 if isinstance(value, Tensor) else isinstance(value, Real)
-    text = f"log: got a {type(value).__name__} for {name!r}, expected one number."
-    check(is_number, f"{text} Log the items of a dict with log_dict.")
+    if not is_number:
+        text = f"log: got a {type(value).__name__} for {name!r}, expected one number."
+        raise ValueError(f"{text} Log the items of a dict with log_dict.")
+    if isinstance(value, Tensor) and value.dtype in (torch.float32, torch.float64):
+        return value.detach() if value.dim() == 0 else value.detach().reshape(())
     dtype = torch.promote_types(torch.get_default_dtype(), torch.float32)
-    if not isinstance(value, Tensor):
-        return torch.tensor(float(value), dtype=dtype)
-    tensor: Tensor = value.detach() if value.dim() == 0 else value.detach().reshape(())
-    return tensor if tensor.dtype in (torch.float32, torch.float64) else tensor.to(dtype)
+    number = value if isinstance(value, Tensor) else float(value)
+    return torch.as_tensor(number, dtype=dtype).detach().reshape(())
 
 
 # Processes and loaders
@@ -1274,6 +1291,18 @@ def mark_last(batches: Iterator[Any], length: int | float) -> Iterator[tuple[boo
 # Optimizers
 
 
+def clear_gradients(optimizer: Any) -> None:
+    """Set the gradients to None, as zero_grad() does by default."""
+    if getattr(optimizer.zero_grad, "__func__", None) is not torch.optim.Optimizer.zero_grad:
+        # The optimizer has its own zero_grad().
+        optimizer.zero_grad()
+        return
+    # Optimizer.zero_grad() also records an event for torch's profiler, which takes 20 us.
+    for group in optimizer.param_groups:
+        for parameter in group["params"]:
+            parameter.grad = None
+
+
 def split_optimizers(given: Any) -> tuple[list[Any], list[Any]]:
     """Return the optimizers and the schedulers in a value of configure_optimizers."""
     if isinstance(given, Mapping):
@@ -1294,9 +1323,6 @@ def check_optimizer(optimizers: list[Any], own: set[nn.Parameter]) -> None:
         raise TypeError(f"optimizer: got {kinds}, expected an optimizer. Or use FabricLoop.")
     closure = inspect.signature(optimizers[0].step).parameters.get("closure")
     needs_closure = closure is not None and closure.default is closure.empty
-    with suppress(OSError, TypeError):
-        source = inspect.getsource(type(optimizers[0]).step)
-        needs_closure = needs_closure or ("closure()" in source and "if closure" not in source)
     check(not needs_closure, NEEDS_CLOSURE)
     given = [p for group in optimizers[0].param_groups for p in group["params"]]
     outside = sum(parameter not in own for parameter in given)
@@ -1445,14 +1471,16 @@ def set_rng_state(state: dict[str, Any]) -> None:
 
 @contextmanager
 def replaced(path: Path) -> Iterator[IO[bytes]]:
-    """Write a file atomically through a temporary file, which is renamed at the end."""
+    """Write a file through a temporary file, which is renamed at the end."""
     temporary = path.with_name(f".{path.name}.tmp")
     temporary.unlink(missing_ok=True)
     # Mode "x" creates a new file, and never writes through a link.
     with temporary.open("xb") as file:
         yield file
-        file.flush()
-        os.fsync(file.fileno())
+        if path.suffix != ".yaml":
+            # No run reads hparams.yaml, so that a power failure may damage it.
+            file.flush()
+            os.fsync(file.fileno())
     os.replace(temporary, path)
 
 

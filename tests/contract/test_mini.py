@@ -455,9 +455,9 @@ BY_TOKENS = {
         is_last""": """        self._tokens += batch[0].numel()
         is_last""",
     "self._batches_in_window + 1 == self.accumulate_grad_batches": "self._tokens >= self.tokens_per_step",
-    """        count = self.accumulate_grad_batches
-        self._precision.backward(self._loss if count == 1 else self._loss / count, None)
-""": """        self._precision.backward(self._loss * batch[0].numel() / self.tokens_per_step, None)
+    """        if self.accumulate_grad_batches > 1:
+            loss = loss / self.accumulate_grad_batches
+""": """        loss = loss * batch[0].numel() / self.tokens_per_step
 """,
     """        self._batches_in_window = 0
         self._learning_rate""": """        self._batches_in_window = self._tokens = 0
