@@ -20,8 +20,9 @@ from lightning.pytorch.utilities import GradClipAlgorithmType
 
 from .checkpoint.distributed import remove_shards, save_checkpoint
 from .checkpoint.manager import CheckpointManager
-from .checkpoint.state import build_checkpoint, loops_state, make_counts
+from .checkpoint.state import build_checkpoint, count_loops, loops_state, make_counts
 from .config import LoopConfig
+from .data.samplers import Predictions
 from .distributed.launch import join_processes, starts_processes
 from .errors import ConfigurationError, describe
 from .lightning_compat.callbacks import find_callbacks
@@ -130,9 +131,9 @@ _LOOP_ATTRIBUTES: dict[str, Callable[[Any], Any]] = {
     # Modules call ``set_epoch`` of the datasets of ``_combined_loader.flattened``.
     "_combined_loader": lambda api: api.find_loaders(),
     # Prediction callbacks
-    "predictions": lambda api: api.current_run.data.predictions.as_returned(),
-    "epoch_batch_indices": lambda api: api.current_run.data.predictions.batch_indices,
-    "current_batch_indices": lambda api: api.current_run.data.predictions.current_indices,
+    "predictions": lambda api: api.collected.as_returned(),
+    "epoch_batch_indices": lambda api: api.collected.batch_indices,
+    "current_batch_indices": lambda api: api.collected.current_indices,
 }
 
 
@@ -437,15 +438,23 @@ class LoopAPI:
 
     @property
     def progress(self) -> Progress:
-        return self.current_run.progress
+        run = self.trainer.run
+        return Progress() if run is None else run.progress
 
     @property
     def max_batches(self) -> Any:
+        run = self.trainer.run
         if self._key == "fit_loop":
             return self.progress.num_train_batches
         if self.trainer.sanity_checking:
             return self.trainer.num_sanity_val_batches
-        return self.trainer.eval_limits(self.current_run.stage)
+        return [] if run is None else self.trainer.eval_limits(run.stage)
+
+    @property
+    def collected(self) -> Predictions:
+        """The predictions of the current run, or none before the first run."""
+        run = self.trainer.run
+        return Predictions() if run is None else run.data.predictions
 
     @property
     def batch_progress(self) -> Any:
@@ -455,12 +464,14 @@ class LoopAPI:
         return as_namespace(make_counts(progress.total_eval_batches, progress.eval_batches_done))
 
     def state_dict(self) -> dict[str, Any]:
-        return loops_state(self.current_run)[self._key]
+        run = self.trainer.run
+        loops = count_loops(Progress(), None, True, []) if run is None else loops_state(run)
+        return loops[self._key]
 
     def find_loaders(self) -> Loaders | None:
         """Return the loaders of this loop, or None before they are created."""
-        kind = "train" if self._key == "fit_loop" else "evaluation"
-        loaders = self.current_run.data.created.get(kind)
+        kind, run = "train" if self._key == "fit_loop" else "evaluation", self.trainer.run
+        loaders = None if run is None else run.data.created.get(kind)
         if loaders is None:
             return None
         return Loaders(loaders.as_given, tuple(loaders.loaders))

@@ -27,6 +27,7 @@ from .hyperparameters import add_hyperparameters
 from .weights import load_weights
 
 if TYPE_CHECKING:
+    from ..training.progress import Progress
     from ..training.run import Run
 
 # The counters in each progress object of Trainer.
@@ -184,7 +185,15 @@ def check_settings(run: Run, saved: dict[str, Any]) -> None:
 
 def loops_state(run: Run) -> dict[str, Any]:
     """Return the counters of Trainer's loops, with which Trainer can resume this run."""
-    progress, saved = run.progress, run.progress.state_dict()
+    loaders = [loader.state_dict() for loader in run.data.stateful_loaders()]
+    is_automatic = run.module.automatic_optimization
+    return count_loops(run.progress, run.hooks.current, is_automatic, loaders)
+
+
+def count_loops(
+    progress: Progress, hook: str | None, is_automatic: bool, loader_states: list[Any]
+) -> dict[str, Any]:
+    saved = progress.state_dict()
     epoch = make_counts(progress.epochs_done, progress.epochs_done)
     batches = make_counts(saved["total_batches"], saved["batches_done"])
     # Only "ready" counts the batches of an unfinished accumulation window.
@@ -194,16 +203,15 @@ def loops_state(run: Run) -> dict[str, Any]:
         for counts in epoch.values():
             counts["ready"] += 1
             counts["started"] += 1
-            counts["processed"] += run.hooks.current == "on_train_epoch_end"
-        if run.hooks.current == "on_train_batch_end":
+            counts["processed"] += hook == "on_train_epoch_end"
+        if hook == "on_train_batch_end":
             for counts in batches.values():
                 counts["completed"] -= 1
-    is_automatic, steps = run.module.automatic_optimization, progress.global_step
+    steps = progress.global_step
     automatic = (
         make_counts(steps, progress.optimizer_steps_in_epoch) if is_automatic else make_counts(0, 0)
     )
     manual = make_counts(0 if is_automatic else steps, 0)
-    loader_states = [loader.state_dict() for loader in run.data.stateful_loaders()]
     fit_loop = {
         "state_dict": {"combined_loader": loader_states} if loader_states else {},
         "epoch_progress": epoch,

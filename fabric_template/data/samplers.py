@@ -205,4 +205,4 @@ class Predictions:
 
     def as_returned(self) -> list[Any]:
         """Return the outputs as one list, or as a list of lists for several loaders."""
-        return self.outputs if self._loaders.has_several else self.outputs[0]
+        return self.outputs[0] if len(self.outputs) == 1 else self.outputs

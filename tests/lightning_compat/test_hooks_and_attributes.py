@@ -150,3 +150,22 @@ def test_reading_the_progress_bar_adds_no_callback():
     assert not loop.progress_bar_callback.is_enabled
     assert loop.callbacks == before
     assert FabricLoop(accelerator="cpu", enable_progress_bar=False).progress_bar_callback is None
+
+
+def test_loops_before_the_first_run():
+    """Trainer's loops can be read from the start. Packages read their counters in a constructor."""
+    sides = [kind(accelerator="cpu", logger=False, barebones=True) for kind in (pl.Trainer, FabricLoop)]
+    first, second = (
+        [
+            loop.fit_loop.epoch_progress.current.completed,
+            loop.fit_loop.epoch_loop.batch_progress.total.ready,
+            loop.fit_loop.epoch_loop._batches_that_stepped,
+            loop.fit_loop._combined_loader,
+            loop.fit_loop.max_batches,
+            loop.validate_loop.max_batches,
+            loop.predict_loop.predictions,
+            loop.predict_loop.epoch_batch_indices,
+        ]
+        for loop in sides
+    )
+    assert first == second
