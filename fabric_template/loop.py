@@ -21,6 +21,7 @@ from torch.optim import Optimizer
 from torch.utils.data import DataLoader
 
 from .checkpoint.checkpoint_io import find_checkpoint_io
+from .checkpoint.find_checkpoint import read_age
 from .config import LoopArguments, LoopConfig, parse_options, with_arguments_of
 from .data.tensor_loader import TensorLoader
 from .distributed.launch import join_processes
@@ -405,7 +406,7 @@ class FabricLoop(TrainerAPI):
         if keyword == "best":
             paths = paths[:1]
         found = [Path(path) for path in paths if path and os.path.exists(path)]
-        return max(found, key=os.path.getmtime) if found else None
+        return max(found, key=read_age) if len(found) > 1 else next(iter(found), None)
 
     def __getstate__(self) -> dict[str, Any]:
         return {**self.__dict__, "run": None, "runs": {}}

@@ -11,14 +11,14 @@ from __future__ import annotations
 import warnings
 import zlib
 from collections import Counter, OrderedDict, defaultdict, deque
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Collection, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from .rng_state import find_generators, get_generator_state, set_generator_state
 
@@ -258,18 +258,15 @@ def replace_content(current: Any, value: Any) -> bool:
     kind = type(current)
     if kind is not type(value):
         return False
-    if kind is Tensor:
-        is_same_kind = (current.shape, current.dtype) == (value.shape, value.dtype)
-        if not is_same_kind or current.is_inference() or not current.is_leaf:
-            return False
+    if kind in (Tensor, np.ndarray) and (current.shape, current.dtype) != (
+        value.shape,
+        value.dtype,
+    ):
+        return False
+    if kind is Tensor and not current.is_inference() and current.is_leaf:
         current.detach().copy_(value)
         current.requires_grad_(value.requires_grad)
-    elif kind is np.ndarray:
-        if (current.shape, current.dtype) != (
-            value.shape,
-            value.dtype,
-        ) or not current.flags.writeable:
-            return False
+    elif kind is np.ndarray and current.flags.writeable:
         current[...] = value
     elif kind is list:
         current[:] = value
@@ -322,16 +319,16 @@ class PlainState:
     Args:
         parts: The objects by name. Attributes that change from now on are saved.
         device: The device of the run.
-        find_covered: Return the addresses of memory that is saved anyway.
+        network: A module whose state_dict is saved anyway.
     """
 
     def __init__(
         self,
         parts: dict[str, Part],
         device: torch.device | None = None,
-        find_covered: Callable[[], Collection[int]] = frozenset,
+        network: nn.Module | None = None,
     ) -> None:
-        self._parts, self._find_covered = parts, find_covered
+        self._parts, self._network = parts, network
         self._device = torch.device("cpu") if device is None else device
         self._warned: set[str] = set()
         self._at_start = self.digests()
@@ -360,7 +357,7 @@ class PlainState:
 
     def changed_attributes(self) -> dict[str, dict[str, Any]]:
         """Return the encoded attributes of each object that have changed since the start."""
-        encoder = Encoder(self._device, self._find_covered())
+        encoder = Encoder(self._device, self._addresses_of_network())
         changed: dict[str, dict[str, Any]] = {}
         for name, attribute, value in self._attributes():
             with self._guarded(f"the attribute {name}.{attribute}"):
@@ -371,11 +368,19 @@ class PlainState:
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self.load_generator_states(state["generators"])
         self.load_attributes(state["attributes"])
+        for name, attributes in state["attributes"].items():
+            for attribute in attributes:
+                # Save the attribute again, even if it had the saved value at the start.
+                self._at_start.get(name, {}).pop(attribute, None)
 
-    def load_attributes(self, saved: dict[str, dict[str, Any]]) -> None:
-        """Set the saved attributes. Objects that share a list or a tensor keep sharing it."""
+    def load_attributes(self, saved: dict[str, dict[str, Any]], is_in_place: bool = True) -> None:
+        """Set the saved attributes. Objects that share a list or a tensor keep sharing it.
+
+        Args:
+            is_in_place: Change the content of lists and tensors, which other objects may hold, too.
+        """
         decoder, targets = Decoder(self._device), self._targets(saved)
-        covered = self._find_covered()
+        covered = self._addresses_of_network()
         placed: dict[int, Any] = {}
         for name, attributes in saved.items():
             if name not in self._parts:
@@ -386,40 +391,45 @@ class PlainState:
                     if id(encoded) not in placed:
                         current, value = namespace.get(attribute), decoder.decode(encoded)
                         is_alone = len(targets.get(id(current), ())) <= 1
-                        is_replaced = (
-                            is_alone
-                            and not shares_memory(current, covered)
-                            and replace_content(current, value)
-                        )
+                        is_kept = is_in_place and is_alone and not shares_memory(current, covered)
+                        is_replaced = is_kept and replace_content(current, value)
                         placed[id(encoded)] = current if is_replaced else value
                     namespace[attribute] = placed[id(encoded)]
 
     @contextmanager
     def replaced(self, state: dict[str, Any]) -> Iterator[None]:
         """Set the generators and attributes of a state in a block, and undo this at its end."""
-        encoder, generators = Encoder(self._device), self.generator_states()
-        previous: dict[str, dict[str, Any]] = {}
-        missing = []
-        for name in state["attributes"].keys() & self._parts.keys():
-            namespace, saved = self._parts[name].namespace(), state["attributes"][name]
-            missing += [(namespace, attribute) for attribute in saved if attribute not in namespace]
-            for attribute in saved.keys() & namespace.keys():
-                with self._guarded(f"the attribute {name}.{attribute}"):
-                    encoded = encoder.encode_attribute(namespace[attribute])
-                    previous.setdefault(name, {})[attribute] = encoded
-        self.load_state_dict(state)
+        generators = self.generator_states()
+        namespaces = {
+            name: self._parts[name].namespace()
+            for name in state["attributes"].keys() & self._parts.keys()
+        }
+        previous = {name: dict(namespace) for name, namespace in namespaces.items()}
+        self.load_generator_states(state["generators"])
+        self.load_attributes(state["attributes"], is_in_place=False)
         try:
             yield
         finally:
-            self.load_state_dict({"generators": generators, "attributes": previous})
-            for namespace, attribute in missing:
-                namespace.pop(attribute, None)
+            self.load_generator_states(generators)
+            for name, namespace in namespaces.items():
+                for attribute in state["attributes"][name]:
+                    if attribute in previous[name]:
+                        namespace[attribute] = previous[name][attribute]
+                    else:
+                        namespace.pop(attribute, None)
 
     def _attributes(self) -> Iterator[tuple[str, str, Any]]:
         """Yield the name of each object, and the name and the value of each attribute."""
         for name, part in self._parts.items():
             for attribute, value in part.attributes().items():
                 yield name, attribute, value
+
+    def _addresses_of_network(self) -> set[int]:
+        """Return the addresses of the tensors in the network's state_dict."""
+        if self._network is None:
+            return set()
+        saved = self._network.state_dict(keep_vars=True).values()
+        return {address_of(value) for value in saved if type(value) in (nn.Parameter, Tensor)}
 
     def _targets(self, saved: dict[str, dict[str, Any]]) -> dict[int, set[int]]:
         """Return the ids of the saved values that each current value would get."""

@@ -10,13 +10,18 @@ from typing import Any
 import numpy as np
 import torch
 
+# The generators of the modules random and np.random.
+_OF_RANDOM: Any = getattr(random.random, "__self__", None)
+_OF_NUMPY: Any = getattr(np.random.get_state, "__self__", None)
+_MOST_ITEMS = 64
+
 
 def capture_rng_state() -> dict[str, Any]:
     """Return the states of this process's random generators, which can be compared with ==."""
     numpy_state: Any = np.random.get_state()
     name, keys, *position = numpy_state
     state: dict[str, Any] = {
-        "torch": torch.get_rng_state().numpy().tobytes(),
+        "torch": get_generator_state(torch.default_generator),
         "python": random.getstate(),
         "numpy": (name, keys.tobytes(), *position),
     }
@@ -27,10 +32,8 @@ def capture_rng_state() -> dict[str, Any]:
 
 def restore_rng_state(state: dict[str, Any]) -> None:
     """Set every random generator to a captured state."""
-    torch.set_rng_state(torch.frombuffer(bytearray(state["torch"]), dtype=torch.uint8))
-    version, words, gauss = state["python"]
-    # DataLoader(pin_memory=True) has turned a worker's tuples into lists.
-    random.setstate((version, tuple(words), gauss))
+    set_generator_state(torch.default_generator, state["torch"])
+    set_generator_state(_OF_RANDOM, state["python"])
     name, keys, *position = state["numpy"]
     np.random.set_state((name, np.frombuffer(keys, np.uint32), *position))
     if "cuda" in state and torch.cuda.is_initialized():
@@ -50,20 +53,13 @@ def unchanged_rng_state() -> Iterator[None]:
 
 # Generators in attributes
 
-# The generators that capture_rng_state() covers.
-_GLOBAL_GENERATORS = (
-    torch.default_generator,
-    getattr(random.random, "__self__", None),
-    getattr(np.random.get_state, "__self__", None),
-)
-_MOST_ITEMS = 64
-
 
 def is_generator(value: Any) -> bool:
     """Return whether a value is a random generator with a state of its own."""
     kinds = (torch.Generator, np.random.Generator, np.random.RandomState, random.Random)
     is_known = isinstance(value, kinds) and not isinstance(value, random.SystemRandom)
-    return is_known and not any(value is part for part in _GLOBAL_GENERATORS)
+    is_global = any(value is part for part in (torch.default_generator, _OF_RANDOM, _OF_NUMPY))
+    return is_known and not is_global
 
 
 def find_generators(attributes: dict[str, Any]) -> dict[str, Any]:

@@ -252,9 +252,6 @@ def is_allowed_after_resume(line, end):
     if line.startswith(f"files/{last}"):
         # ModelCheckpoint saves at the end, unless it has saved since the resume.
         return end["files"].get(last, {}).get("global_step") == end["counters"][1]
-    if re.search(r"/plain_state/attributes/[\w.]+: missing$", line):
-        # set_extra_state has set the attribute before the resumed run started.
-        return True
     if line.endswith("/differentiable: more"):
         # torch adds this default to an optimizer that has loaded a state, so a later group gets it.
         return True

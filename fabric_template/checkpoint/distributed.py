@@ -25,7 +25,7 @@ from ..distributed.strategies import gather_tensors
 from ..errors import CheckpointError, DamagedCheckpointError
 from ..files import sync_folder
 from ..lightning_compat.private import saves_shards
-from .numpy_values import replace_numpy
+from .checkpoint_io import replace_numpy
 
 if TYPE_CHECKING:
     from ..training.run import Run
@@ -177,8 +177,8 @@ def verify_shards(path: str | Path, index: dict[str, Any]) -> None:
 def load_shards(run: Run, checkpoint: dict[str, Any], key: str) -> None:
     """Load the sharded tensors of a checkpoint. All processes must call this function.
 
-    Each process reads only its own shards. The number of processes may have changed.
-    If the run's model is not sharded, each process reads whole tensors.
+    The number of processes may have changed. If the run's model is not sharded, each process reads
+    whole tensors.
 
     Args:
         key: The part of the checkpoint to read: "state_dict" or "optimizer_states".
@@ -186,27 +186,9 @@ def load_shards(run: Run, checkpoint: dict[str, Any], key: str) -> None:
     if key not in checkpoint:
         return
     own = collect_tensors(run, key)
-    if (index := checkpoint.get(SHARDS_KEY)) is not None:
-        reader = dcp.FileSystemReader(shard_folder(index, str(run.plan.start.path)))
-        saved: dict[str, Any] = reader.read_metadata().state_dict_metadata
-        tensors: dict[str, torch.Tensor] = {}
-
-        def make_empty(name: str, item: Any) -> Any:
-            if name not in saved:
-                return item
-            size, dtype = saved[name].size, saved[name].properties.dtype
-            like = find_sharded_tensor(own, name, size)
-            if like is None:
-                tensors[name] = torch.empty(size, dtype=dtype)
-            else:
-                tensors[name] = torch.empty_like(like, dtype=dtype, requires_grad=False)
-            return tensors[name]
-
-        checkpoint[key] = map_items(make_empty, checkpoint[key], key)
-        with warnings.catch_warnings():
-            # Hide the warning, because a single process needs no process group to read shards.
-            warnings.filterwarnings("ignore", "torch.distributed is disabled")
-            dcp.load(tensors, storage_reader=reader)
+    if SHARDS_KEY in checkpoint:
+        folder = shard_folder(checkpoint[SHARDS_KEY], str(run.plan.start.path))
+        checkpoint[key] = read_shards(folder, checkpoint[key], key, own)
 
     def shard(name: str, item: Any) -> Any:
         like = find_sharded_tensor(own, name, item.shape) if type(item) is torch.Tensor else None
@@ -215,6 +197,31 @@ def load_shards(run: Run, checkpoint: dict[str, Any], key: str) -> None:
         return distribute_tensor(item.to(like.device), like.device_mesh, like.placements)
 
     checkpoint[key] = map_items(shard, checkpoint[key], key)
+
+
+def read_shards(folder: Path, value: Any, key: str, own: dict[str, Any]) -> Any:
+    """Return a part of a checkpoint with its tensors. Each process reads only its own shards."""
+    reader = dcp.FileSystemReader(folder)
+    saved: dict[str, Any] = reader.read_metadata().state_dict_metadata
+    tensors: dict[str, torch.Tensor] = {}
+
+    def make_empty(name: str, item: Any) -> Any:
+        if name not in saved:
+            return item
+        size, dtype = saved[name].size, saved[name].properties.dtype
+        like = find_sharded_tensor(own, name, size)
+        if like is None:
+            tensors[name] = torch.empty(size, dtype=dtype)
+        else:
+            tensors[name] = torch.empty_like(like, dtype=dtype, requires_grad=False)
+        return tensors[name]
+
+    value = map_items(make_empty, value, key)
+    with warnings.catch_warnings():
+        # Hide the warning, because a single process needs no process group to read shards.
+        warnings.filterwarnings("ignore", "torch.distributed is disabled")
+        dcp.load(tensors, storage_reader=reader)
+    return value
 
 
 def collect_tensors(run: Run, key: str) -> dict[str, Any]:

@@ -4,16 +4,14 @@ from __future__ import annotations
 
 import math
 import os
-import re
 import warnings
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
+from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
-
-import torch
 
 from ..distributed.launch import gather_objects
 from ..errors import (
@@ -27,9 +25,9 @@ from ..errors import (
 from ..files import list_names, number_of, read_times, version_folder
 from ..lightning_compat.overrides import is_instance_of
 from ..lightning_compat.private import last_checkpoints
-from .checkpoint_io import read_checkpoint
+from .checkpoint_io import restore_numpy
 from .distributed import OWN_KEY, SHARDS_KEY, verify_shards
-from .numpy_values import restore_numpy
+from .reader import read_plain
 from .start_point import StartPoint
 
 if TYPE_CHECKING:
@@ -50,17 +48,8 @@ def find_start_point(
         given: The values of ``resume`` (continue with optimizers and counters), ``load`` (read only
             the weights) and ``ckpt_path`` (resume in fit, load in other calls), or None.
     """
-    loop, stage = plan.loop, plan.stage
-    given = {name: value for name, value in given.items() if value is not None}
-    if len(given) > 1:
-        values = " and ".join(f"{name}={describe(value)}" for name, value in given.items())
-        raise ConfigurationError(
-            f"{stage}: got {values}, expected only one argument. resume= continues a run. load="
-            " reads only the weights of a checkpoint."
-        )
-    name, keyword = next(iter(given.items()), ("ckpt_path", None))
-    resumes = stage == "fit" and name != "load"
-    check_checkpoint_argument(name, keyword, KEYWORDS if resumes else ("last", "best"))
+    loop = plan.loop
+    name, keyword = choose_argument(plan.stage, given)
     if keyword is None:
         keyword = loop.next_ckpt_path or default_keyword(plan)
     if keyword is None:
@@ -77,9 +66,12 @@ def find_start_point(
         # Do not raise the error yet, because processes that have the file would wait for this
         # process. check_same_checkpoint raises the error in all processes.
         return StartPoint(error=error)
-    if checkpoint is None:
+    if path is None:
         return StartPoint()
-    return StartPoint(str(path), checkpoint, keyword, resumes, is_safe)
+    resumes = plan.stage == "fit" and name != "load"
+    start = StartPoint(str(path), keyword, resumes, is_safe)
+    start.load(checkpoint)
+    return start
 
 
 def read_file(io: CheckpointIO, is_safe: bool, path: str | Path) -> dict[str, Any]:
@@ -97,16 +89,26 @@ def read_again(plan: Plan) -> None:
         start.load(read_file(plan.loop.checkpoint_io, start.is_safe, start.path))
 
 
-def check_checkpoint_argument(name: str, value: Any, keywords: tuple[str, ...]) -> None:
-    """Raise an error unless the value is None, a path or one of ``keywords``."""
-    expected = f"a path, {', '.join(map(repr, keywords[:-1]))} or {keywords[-1]!r}"
+def choose_argument(stage: str, given: dict[str, Any]) -> tuple[str, Any]:
+    """Return the name and the value of the argument that was given: a path, a keyword or None."""
+    given = {name: value for name, value in given.items() if value is not None}
+    if len(given) > 1:
+        values = " and ".join(f"{name}={describe(value)}" for name, value in given.items())
+        raise ConfigurationError(
+            f"{stage}: got {values}, expected only one argument. resume= continues a run. load="
+            " reads only the weights of a checkpoint."
+        )
+    name, value = next(iter(given.items()), ("ckpt_path", None))
+    has_auto = stage == "fit" and name != "load"
+    expected = "a path, 'last', 'best' or 'auto'" if has_auto else "a path, 'last' or 'best'"
     if value is not None and not isinstance(value, str | os.PathLike):
         hint = " Use model.load_state_dict(...) for weights in memory." if name == "load" else ""
         raise ConfigurationTypeError(f"{name}: got {describe(value)}, expected {expected}.{hint}")
-    if value in KEYWORDS and value not in keywords:
+    if value == "auto" and not has_auto:
         raise ConfigurationError(
-            f"{name}: got {value!r}, expected {expected}. Only fit(..., resume={value!r}) accepts {value!r}."
+            f"{name}: got 'auto', expected {expected}. Only fit(..., resume='auto') accepts 'auto'."
         )
+    return name, value
 
 
 def callbacks_of(plan: Plan, kind: str) -> list[Any]:
@@ -131,42 +133,41 @@ def default_keyword(plan: Plan) -> str | None:
 
 def find_checkpoint(
     plan: Plan, argument: str, keyword: str, read: Callable[[str | Path], dict[str, Any]]
-) -> tuple[str | Path | None, dict[str, Any] | None]:
+) -> tuple[str | Path | None, dict[str, Any]]:
     """Return the path and the content of the checkpoint for a keyword or a path."""
     if keyword not in KEYWORDS:
         return keyword, read(keyword)
     if keyword == "best" and (best := best_of_loop(plan)):
         return best, read(best)
-    candidates = list_candidates(plan, keyword)
-    newest = read_newest(candidates, read)
-    if newest is not None:
-        warn_of_newer_runs(plan, argument, candidates, newest[0])
-        newest = read_best(*newest, read) if keyword == "best" else newest
-    if newest is not None:
-        return newest[0].path, newest[1]
-    if keyword != "auto":
-        report_missing(plan, argument, keyword, candidates)
-    return None, None
+    versions = list_candidates(plan, keyword)
+    path, checkpoint = read_newest(plan, argument, versions, read)
+    if path is not None and keyword == "best":
+        path = best_beside(path, checkpoint)
+        checkpoint = {} if path is None else read(path)
+    if path is None and keyword != "auto":
+        report_missing(plan, argument, keyword, versions)
+    return path, checkpoint
 
 
 @dataclass
-class Candidate:
-    """A checkpoint that a keyword may select.
+class Version:
+    """The checkpoints of one version that a keyword may select.
 
     Attributes:
-        path: The file. None: the version has no checkpoint.
-        folder: The version folder, or None for a file elsewhere.
+        name: The name of the version folder, or "" for files elsewhere.
+        files: The checkpoints.
         started: The time at which the newest run of the version started, or 0.0.
         time: The time at which the version last started or saved a checkpoint, or 0.0.
-        problem: Why the file is not used, after it was read: "damaged", or "replaced" by a newer run
-            of the version.
+        damaged, replaced: The files that were read and are not used. Those of an older run are
+            replaced by a newer run of the version.
     """
 
-    path: Path | None
-    folder: Path | None = None
+    name: str
+    files: list[Path]
     started: float = 0.0
     time: float = 0.0
-    problem: str = ""
+    damaged: list[Path] = field(default_factory=list)
+    replaced: list[Path] = field(default_factory=list)
 
 
 def best_of_loop(plan: Plan) -> str:
@@ -182,54 +183,45 @@ def best_of_loop(plan: Plan) -> str:
 
 
 def read_newest(
-    candidates: list[Candidate], read: Callable[[str | Path], dict[str, Any]]
-) -> tuple[Candidate, dict[str, Any]] | None:
-    """Return the first candidate that is not damaged and not replaced, with its content, or None."""
-    damaged: Candidate | None = None
-    for candidate in candidates:
-        if damaged is not None and candidate.folder != damaged.folder:
+    plan: Plan,
+    argument: str,
+    versions: list[Version],
+    read: Callable[[str | Path], dict[str, Any]],
+) -> tuple[Path | None, dict[str, Any]]:
+    """Return the newest checkpoint that is not damaged and not replaced, with its content."""
+    for index, version in enumerate(versions):
+        for path in newest_first(version.files):
+            try:
+                checkpoint = read(path)
+            except DamagedCheckpointError as error:
+                warnings.warn(f"{error} Using the previous checkpoint instead.", stacklevel=2)
+                version.damaged.append(path)
+                continue
+            if time_of(checkpoint, default=version.started) >= version.started:
+                if version.name and index > 0 and versions[0].time > version.time:
+                    plan.warn(
+                        f"{argument}: {versions[0].name} was started later and has no checkpoint. Continuing"
+                        f" {version.name}. To continue another run, write version= or its path."
+                    )
+                return path, checkpoint
+            version.replaced.append(path)
+        if version.damaged:
             # Do not use an older run instead.
             break
-        if candidate.path is None:
-            continue
-        try:
-            checkpoint = read(candidate.path)
-        except DamagedCheckpointError as error:
-            warnings.warn(f"{error} Using the previous checkpoint instead.", stacklevel=2)
-            damaged, candidate.problem = candidate, "damaged"
-            continue
-        if time_of(checkpoint, default=candidate.started) >= candidate.started:
-            return candidate, checkpoint
-        candidate.problem = "replaced"
-    return None
+    return None, {}
 
 
-def read_best(
-    newest: Candidate, content: dict[str, Any], read: Callable[[str | Path], dict[str, Any]]
-) -> tuple[Candidate, dict[str, Any]] | None:
+def best_beside(newest: Path, checkpoint: dict[str, Any]) -> Path | None:
     """Return the best checkpoint of a version. The newest checkpoint contains its name."""
-    kept = content[OWN_KEY]["checkpoints"]["kept"] if OWN_KEY in content else ["best.ckpt"]
-    for name in list(kept)[:1]:
-        best = Path(newest.path or "").with_name(os.path.basename(name))
-        if best.exists():
-            return Candidate(best, newest.folder), read(best)
-    return None
+    names = ["best.ckpt"]
+    if OWN_KEY in checkpoint:
+        names = list(checkpoint[OWN_KEY]["checkpoints"]["kept"])
+    path = newest.with_name(os.path.basename(names[0])) if names else None
+    return path if path is not None and path.exists() else None
 
 
-def warn_of_newer_runs(
-    plan: Plan, argument: str, candidates: list[Candidate], used: Candidate
-) -> None:
-    """Warn if a run without a checkpoint is newer than the run that is used."""
-    newer = [other.folder.name for other in candidates if other.folder and other.time > used.time]
-    if newer and used.folder is not None:
-        plan.warn(
-            f"{argument}: {newer[0]} was started later and has no checkpoint. Continuing"
-            f" {used.folder.name}. To continue another run, write version= or its path."
-        )
-
-
-def list_candidates(plan: Plan, keyword: str) -> list[Candidate]:
-    """Return the files that the keyword "last", "best" or "auto" may select, newest run first."""
+def list_candidates(plan: Plan, keyword: str) -> list[Version]:
+    """Return the versions that "last", "best" or "auto" may select, the newest run first."""
     loop = plan.loop
     savers = callbacks_of(plan, "Checkpoint")
     if not savers:
@@ -241,53 +233,60 @@ def list_candidates(plan: Plan, keyword: str) -> list[Candidate]:
         folder = Path(loop.loggers[0].save_dir, str(loop.loggers[0].name))
         name = "*.ckpt" if keyword == "auto" else "last*.ckpt"
         found = list_versions(plan, folder, f"checkpoints/{name}")
-        if any(candidate.path for candidate in found):
+        if any(version.files for version in found):
             return found
-    exceptions = [saver.ckpt_path for saver in callbacks_of(plan, "OnExceptionCheckpoint")]
+    paths = [saver.ckpt_path for saver in callbacks_of(plan, "OnExceptionCheckpoint")]
     savers = callbacks_of(plan, "ModelCheckpoint")
-    paths = exceptions + [path for saver in savers for path in last_checkpoints(saver, loop)]
+    paths += [path for saver in savers for path in last_checkpoints(saver, loop)]
     if keyword == "auto":
         default = [] if loop.loggers else [Path(loop.default_root_dir, "checkpoints")]
         for folder in [saver.dirpath for saver in savers if saver.dirpath] or default:
             paths += Path(folder).glob("*.ckpt")
-    files = [Path(path) for path in paths if path and os.path.exists(path)]
-    return [Candidate(path) for path in newest_first(files)]
+    files = {Path(path) for path in paths if path}
+    return [Version("", [path for path in files if path.is_file()])]
 
 
-def list_versions(plan: Plan, folder: Path, pattern: str) -> list[Candidate]:
-    """Return the checkpoints of the versions in a folder. The run that started or saved last is first.
+def list_versions(plan: Plan, folder: Path, pattern: str) -> list[Version]:
+    """Return the versions in a folder. The run that started or saved last is first.
 
     Each run records its times in its own folder. The times of files change when files are copied.
     """
     version = plan.config.version
     names = list_names(folder) if version is None else [version_folder(version)]
-    found: list[Candidate] = []
+    found = []
     for name in names:
-        files = newest_first(path for path in (folder / name).glob(pattern) if path.is_file())
+        files = [path for path in (folder / name).glob(pattern) if path.is_file()]
         started, saved = read_times(folder / name)
         if started == saved == 0.0 and len(names) > 1:
-            saved = max(map(read_saved_at, files[:1]), default=0.0)
-        time = max(started, saved)
-        paths: list[Path | None] = [*files] or [None]
-        found += [Candidate(path, folder / name, started, time) for path in paths]
+            saved = max((read_age(path)[0] for path in islice(newest_first(files), 1)), default=0.0)
+        found.append(Version(name, files, started, max(started, saved)))
 
-    def age(candidate: Candidate) -> tuple[float, int, str]:
-        name = candidate.folder.name if candidate.folder else ""
-        number = number_of(name)
-        return candidate.time, -1 if number is None else number, name
+    def age(version: Version) -> tuple[float, int, str]:
+        number = number_of(version.name)
+        return version.time, -1 if number is None else number, version.name
 
     return sorted(found, key=age, reverse=True)
 
 
-def read_saved_at(path: Path) -> float:
-    """Return the time inside a checkpoint, without reading its tensors. 0.0: it has no time."""
+def newest_first(files: Iterable[Path]) -> Iterator[Path]:
+    """Yield the checkpoints of a version. Files such as last.ckpt are before all others."""
+    groups: dict[bool, list[Path]] = {True: [], False: []}
+    for path in files:
+        groups[path.name.startswith("last")].append(path)
+    for group in groups.values():
+        # An age is read from the file, so read it only if it is needed.
+        yield from sorted(group, key=read_age, reverse=True) if len(group) > 1 else group
+
+
+def read_age(path: Path) -> tuple[float, int, str]:
+    """Return the time and the step in a checkpoint, without reading its tensors."""
+    time, step = 0.0, 0
     # The resume reports a damaged file.
     with suppress(Exception):
-        return time_of(torch.load(path, map_location="cpu", mmap=True, weights_only=True), 0.0)
-    # torch refuses files with classes among their hyperparameters.
-    with suppress(Exception):
-        return time_of(read_checkpoint(path), 0.0)
-    return 0.0
+        checkpoint = read_plain(path, is_mapped=True)
+        time = time_of(checkpoint, 0.0)
+        step = int(checkpoint["global_step"])
+    return time, step, path.name
 
 
 def time_of(checkpoint: dict[str, Any], default: float) -> float:
@@ -295,20 +294,6 @@ def time_of(checkpoint: dict[str, Any], default: float) -> float:
     own = checkpoint.get(OWN_KEY)
     time = own.get("saved_at") if isinstance(own, dict) else None
     return time if isinstance(time, float) and math.isfinite(time) else default
-
-
-def newest_first(paths: Iterable[Path]) -> list[Path]:
-    """Sort the checkpoints of a version: first last.ckpt, then by the step in the file name."""
-    files = list(paths)
-    lasts = [path for path in files if path.name.startswith("last")]
-    times = {path: read_saved_at(path) for path in lasts} if len(lasts) > 1 else {}
-
-    def age(path: Path) -> tuple[bool, float, int, int]:
-        step = re.search(r"(?:^|-)step=([0-9]+)", path.stem)
-        number = int(step[1]) if step else -1
-        return path in lasts, times.get(path, 0.0), number, path.stat().st_mtime_ns
-
-    return sorted(files, key=age, reverse=True)
 
 
 def run_folder(plan: Plan, kind: str = "checkpoints") -> Path:
@@ -329,10 +314,10 @@ def version_of_checkpoint(plan: Plan, path: str) -> int | str | None:
     return None
 
 
-def report_missing(plan: Plan, argument: str, keyword: str, candidates: list[Candidate]) -> None:
+def report_missing(plan: Plan, argument: str, keyword: str, versions: list[Version]) -> None:
     """Raise an error for a missing checkpoint. For ckpt_path="last", only warn, as Trainer does."""
-    damaged = [other.path for other in candidates if other.path and other.problem == "damaged"]
-    replaced = [other.path for other in candidates if other.path and other.problem == "replaced"]
+    damaged = [path for version in versions for path in version.damaged]
+    replaced = [path for version in versions for path in version.replaced]
     if damaged:
         raise DamagedCheckpointError(
             f"{argument}: got {keyword!r}, but every checkpoint in {damaged[0].parent} is damaged. Give"

@@ -13,9 +13,8 @@ from typing import TYPE_CHECKING, Any
 
 from ..errors import CheckpointError, ConfigurationError
 from .distributed import remove_checkpoint, save_checkpoint
-from .hyperparameters import find_unpicklable
 from .run_folders import RunFolders
-from .state import build_checkpoint
+from .state import build_checkpoint, find_unpicklable
 
 if TYPE_CHECKING:
     from ..training.run import Run
@@ -244,6 +243,7 @@ class CheckpointManager:
             "mode": self.config.mode,
             "is_validated": self._is_validated,
             "last_step": self._last_step,
+            "last": os.path.basename(self.last_model_path),
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -260,3 +260,5 @@ class CheckpointManager:
         # Ignore folders in the names, because an untrusted checkpoint may name any file.
         kept = {self._path(os.path.basename(name)): v for name, v in state["kept"].items()}
         self._kept = {str(path): value for path, value in kept.items() if path.exists()}
+        last = self._path(os.path.basename(state["last"]))
+        self.last_model_path = str(last) if state["last"] and last.exists() else ""

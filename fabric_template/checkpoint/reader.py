@@ -112,22 +112,18 @@ def read_archive(path: str | Path, map_location: Any = None, is_trusted: bool = 
         CheckpointError: The file has wrong content.
         OSError: The file cannot be read.
     """
-    options: dict[str, Any] = {"weights_only": False}
+    sizes: dict[str, int] = {}
     try:
         sizes = verify_archive(path)
-        if not is_trusted:
-            # torch.load asks a module for the class Unpickler.
-            unpickler = type("Unpickler", (PlainUnpickler,), {"sizes": sizes})
-            options["pickle_module"] = SimpleNamespace(__name__="pickle", Unpickler=unpickler)
     except CheckpointError as error:
         # Only torch.load reads the format of torch before 1.6.
         if isinstance(error, DamagedCheckpointError) or not is_trusted:
             raise
-    # The indices of a sparse tensor must be inside of its size.
-    checks = torch.sparse.check_sparse_tensor_invariants()
     try:
-        with checks:
-            value = torch.load(path, map_location or "cpu", **options)
+        if is_trusted:
+            value = torch.load(path, map_location or "cpu", weights_only=False)
+        else:
+            value = read_plain(path, map_location, sizes)
     except (CheckpointError, MemoryError, OSError):
         raise
     except Exception as error:
@@ -137,6 +133,32 @@ def read_archive(path: str | Path, map_location: Any = None, is_trusted: bool = 
         raise kind(f"{path}: {problem}. {type(error).__name__}: {str(error)[:200]}") from error
     unbuilt = find_unbuilt_parts(value) if isinstance(value, dict) else {}
     return PartialCheckpoint(value, unbuilt, path) if unbuilt else value
+
+
+def read_plain(
+    path: str | Path,
+    map_location: Any = None,
+    sizes: dict[str, int] | None = None,
+    is_mapped: bool = False,
+) -> Any:
+    """Read a file without running its code. Other objects than plain values become placeholders.
+
+    Args:
+        sizes: The number of bytes of each storage, which are compared with the pickle.
+        is_mapped: Read a tensor's values from the disk when they are used.
+    """
+    # torch.load asks a module for the class Unpickler.
+    unpickler = type("Unpickler", (PlainUnpickler,), {"sizes": sizes or {}})
+    module = SimpleNamespace(__name__="pickle", Unpickler=unpickler)
+    # The indices of a sparse tensor must be inside of its size.
+    with torch.sparse.check_sparse_tensor_invariants():
+        return torch.load(
+            path,
+            map_location or "cpu",
+            pickle_module=module,
+            weights_only=False,
+            mmap=is_mapped,
+        )
 
 
 def find_unbuilt_parts(checkpoint: dict[Any, Any]) -> dict[Any, str]:
@@ -156,8 +178,10 @@ def find_placeholder(value: Any, name: str) -> str | None:
         if isinstance(item, dict | list | tuple | set | frozenset | deque) and id(item) not in seen:
             seen.add(id(item))
             pairs = item.items() if isinstance(item, dict) else enumerate(item)
-            waiting += [(f"{place}/{key}", part) for key, part in pairs]
-            waiting += [(place, key) for key in item if isinstance(item, dict)]
+            for key, part in pairs:
+                # The repr of a nested tuple could be endless.
+                part_name = key if isinstance(key, str | int) else type(key).__name__
+                waiting += [(f"{place}/{part_name}", part), (place, key)]
     return None
 
 
@@ -227,7 +251,7 @@ class PlainUnpickler(pickle.Unpickler):
 
     Attributes:
         sizes: The number of bytes of each storage in the archive. torch does not compare it with
-            the size that the pickle names.
+            the size that the pickle names. Empty: the sizes are not checked.
     """
 
     sizes: ClassVar[dict[str, int]] = {}
@@ -252,7 +276,7 @@ class PlainUnpickler(pickle.Unpickler):
         _, kind, key, _, count = saved
         if is_placeholder(kind):
             return kind()
-        if self.sizes[key] != count * kind.dtype.itemsize:
+        if self.sizes and self.sizes[key] != count * kind.dtype.itemsize:
             raise pickle.UnpicklingError(f"storage {key} has another size")
         return read(saved)
 

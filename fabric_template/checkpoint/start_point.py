@@ -5,24 +5,23 @@ The key "writer" names the loop that wrote the state of the training: FabricLoop
 
 from __future__ import annotations
 
+from dataclasses import dataclass, field
 from typing import Any
 
 from ..errors import CheckpointError, WeightsOnlyError
 from .distributed import OWN_KEY
 
 
+@dataclass(eq=False)
 class StartPoint:
     """The checkpoint that a run starts from. Without a path, the run starts from scratch.
 
-    Args:
+    Attributes:
         path: The path of the checkpoint.
-        checkpoint: The content of the file.
         keyword: The argument of the call, such as "last" or a path.
         resumes: Whether the run also restores the optimizers and the counters.
         is_safe: Whether the file was read without running code of the file.
         error: The error of this process, which has found no checkpoint.
-
-    Attributes:
         checkpoint: The content in Trainer's layout, until the run has restored it.
         own: The state of the training in FabricLoop's layout, which hooks do not get.
         sampler_seed: The seed with which the processes of the saved run shuffled, or None.
@@ -30,23 +29,15 @@ class StartPoint:
             checkpoint. None if the checkpoint is not from Trainer.
     """
 
-    def __init__(
-        self,
-        path: str | None = None,
-        checkpoint: dict[str, Any] | None = None,
-        keyword: str | None = None,
-        resumes: bool = False,
-        is_safe: bool = True,
-        error: Exception | None = None,
-    ) -> None:
-        self.path, self.keyword, self.resumes = path, keyword, resumes
-        self.is_safe, self.error = is_safe, error
-        self.checkpoint: dict[str, Any] | None = None
-        self.own: dict[str, Any] | None = None
-        self.sampler_seed: int | None = None
-        self.restarts_epoch: bool | None = None
-        if checkpoint is not None:
-            self.load(checkpoint)
+    path: str | None = None
+    keyword: str | None = None
+    resumes: bool = False
+    is_safe: bool = True
+    error: Exception | None = None
+    checkpoint: dict[str, Any] | None = field(default=None, init=False)
+    own: dict[str, Any] | None = field(default=None, init=False)
+    sampler_seed: int | None = field(default=None, init=False)
+    restarts_epoch: bool | None = field(default=None, init=False)
 
     def load(self, checkpoint: dict[str, Any]) -> None:
         """Keep the content of the file until the run has restored it."""
@@ -131,7 +122,7 @@ def convert_mini_state(path: Any, own: dict[str, Any]) -> dict[str, Any]:
         **own,
         "writer": "MiniLoop",
         "progress": {**progress, "logging_step": step},
-        "checkpoints": {"is_validated": False, "last_step": step, **own["checkpoints"]},
+        "checkpoints": {"is_validated": False, "last_step": step, "last": "", **own["checkpoints"]},
         "row": {**row, **own["row"]},
     }
 

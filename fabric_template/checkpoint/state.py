@@ -1,30 +1,29 @@
-"""Build a checkpoint in Lightning's layout, and restore a run from it.
+"""Build a checkpoint in Lightning's layout.
 
 ``LitModel.load_from_checkpoint(path)`` and ``Trainer.fit(ckpt_path=path)`` can read the files.
 OWN_KEY holds the states that Trainer does not save: random generators, loaders, running metrics and
-the number of CSV rows.
+the number of CSV rows. The functions of ``restore.py`` restore a run from a checkpoint.
 """
 
 from __future__ import annotations
 
-import random
-from collections import deque
-from copy import deepcopy
-from textwrap import shorten
+import io
+import pickle
+from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
 import torch
 from lightning.fabric import __version__ as lightning_version
-from lightning.fabric.utilities import move_data_to_device
+from lightning.pytorch import LightningDataModule, LightningModule
 
 from ..distributed.launch import gather_objects
-from ..errors import CheckpointError, OtherModelError
-from ..lightning_compat.overrides import is_instance_of
-from ..rng_state import capture_rng_state, is_generator, restore_rng_state
-from .distributed import OWN_KEY, SHARDS_KEY, load_shards
-from .hyperparameters import add_hyperparameters
-from .weights import load_weights
+from ..errors import CheckpointError
+from ..lightning_compat.overrides import is_instance_of, overridden
+from ..lightning_compat.private import hyperparameters_name
+from ..loggers.result_collection import find_torchmetrics
+from ..plain_state import Part, PlainState
+from ..rng_state import capture_rng_state
+from .distributed import OWN_KEY
 
 if TYPE_CHECKING:
     from ..training.progress import Progress
@@ -37,6 +36,12 @@ PARTS = {
     **dict.fromkeys(("progress", "stop", "row", "checkpoints"), False),
     **dict.fromkeys(("data", "validation_schedule", "results", "plain_state"), True),
 }
+# Lightning sets these attributes itself.
+_OF_MODULE = frozenset(vars(LightningModule()))
+_OF_DATAMODULE = frozenset(vars(LightningDataModule()))
+# StochasticWeightAveraging sets the momentum of BatchNorm, and sets it back at the end of training.
+_OF_AVERAGING = _OF_MODULE | {"momentum"}
+_LIGHTNINGS_CALLBACKS = ("lightning.pytorch.callbacks.", "pytorch_lightning.callbacks.")
 
 
 def build_checkpoint(
@@ -138,13 +143,6 @@ def states_of(run: Run, per_process: bool) -> dict[str, Any]:
     return {name: getattr(run, name).state_dict() for name in names}
 
 
-def load_states(run: Run, states: dict[str, Any]) -> None:
-    """Restore the parts of a run that have a saved state."""
-    for name in PARTS:
-        if name in states:
-            getattr(run, name).load_state_dict(states[name])
-
-
 def run_settings(run: Run) -> dict[str, Any]:
     """Return the settings that a resumed run should share with the saved run."""
     loaders = run.data.train.loaders if "train" in run.data.created else []
@@ -154,33 +152,6 @@ def run_settings(run: Run) -> dict[str, Any]:
         "num_workers": [getattr(loader, "num_workers", None) for loader in loaders],
         "optimizers": [type(optimizer).__name__ for optimizer in run.optimization.optimizers],
     }
-
-
-def check_settings(run: Run, saved: dict[str, Any]) -> None:
-    """Warn about changed settings. Within an epoch, require the processes and batch sizes saved."""
-    current = run_settings(run)
-    is_in_epoch = run.progress.is_in_epoch and not run.progress.is_last_batch
-    if is_in_epoch and saved["processes"] != current["processes"]:
-        raise CheckpointError(
-            f"{run.plan.start.path}: it is from the middle of an epoch of a run with {saved['processes']}"
-            f" processes, and this run has {current['processes']}. Use {saved['processes']} processes, a"
-            " checkpoint from the end of an epoch, or load= to start a new run from the weights."
-        )
-    sizes, saved_sizes = current["batch size"], saved["batch size"]
-    if is_in_epoch and len(sizes) == len(saved_sizes) and sizes != saved_sizes:
-        raise CheckpointError(
-            f"{run.plan.start.path}: it is from the middle of an epoch with the batch sizes {saved_sizes},"
-            f" and the loaders now have {sizes}. The position is counted in batches. Use the saved batch"
-            " size, a checkpoint from the end of an epoch, or load= to start a new run from the weights."
-        )
-    differences = [
-        f"{n} {saved[n]} was saved, now {current[n]}" for n in saved if saved[n] != current[n]
-    ]
-    if differences:
-        run.warn_once(
-            f"resume: {'; '.join(differences)}. The run continues. Its results differ from those of an"
-            " uninterrupted run."
-        )
 
 
 def loops_state(run: Run) -> dict[str, Any]:
@@ -229,178 +200,6 @@ def make_counts(total: int, current: int) -> dict[str, Any]:
     return {"total": dict.fromkeys(_COUNTS, total), "current": dict.fromkeys(_COUNTS, current)}
 
 
-# Restore the model
-
-
-def restore_model(run: Run, checkpoint: dict[str, Any]) -> bool:
-    """Restore the weights, the datamodule and the callbacks. Return whether the weights were loaded.
-
-    In fit, weights that do not match are loaded after on_fit_start, which may add modules.
-    """
-    is_weights_only = run.stage == "fit" and not run.plan.start.resumes
-    if not is_weights_only:
-        load_state(run.datamodule, checkpoint.get(type(run.datamodule).__qualname__))
-    if SHARDS_KEY in checkpoint or run.steps.is_model_parallel:
-        load_shards(run, checkpoint, "state_dict")
-    run.hooks.call_module("on_load_checkpoint", checkpoint)
-    is_loaded = True
-    try:
-        load_weights(run, checkpoint)
-    except OtherModelError:
-        if run.stage != "fit":
-            raise
-        is_loaded = False
-    if not is_weights_only and "callbacks" in checkpoint:
-        restore_callbacks(run, checkpoint)
-    return is_loaded
-
-
-def load_state(part: Any, state: Any) -> None:
-    if state is not None and callable(getattr(part, "load_state_dict", None)):
-        part.load_state_dict(state)
-
-
-def restore_callbacks(run: Run, checkpoint: dict[str, Any]) -> None:
-    states = checkpoint["callbacks"]
-    keys = {key_of(callback) for callback in run.hooks.callbacks}
-    # Do not warn about a Timer, which max_time= may have added. Do not warn about a ModelCheckpoint
-    # if FabricLoop saves the checkpoints itself.
-    may_miss = ("Timer",) if run.hooks.callbacks_of("Checkpoint") else ("Timer", "ModelCheckpoint")
-    missing = [key for key in states if key not in keys and not key.startswith(may_miss)]
-    if missing and run.plan.start.resumes:
-        run.warn_once(
-            "Be aware that when using `ckpt_path`, callbacks used to create the checkpoint need to be"
-            f" provided during `Trainer` instantiation. Please add the following callbacks: {missing}."
-        )
-    run.hooks.call_callbacks("on_load_checkpoint", checkpoint)
-    for callback in run.hooks.callbacks:
-        load_state(callback, deepcopy(states.get(key_of(callback))) or None)
-
-
-# Restore the training
-
-
-def restore_training(run: Run, checkpoint: dict[str, Any]) -> None:
-    """Restore optimizers, schedulers, counters and the CSV files."""
-    restore_optimizers(run, checkpoint)
-    precision = run.fabric.strategy.precision
-    load_state(precision, checkpoint.get(type(precision).__qualname__))
-    own = run.plan.start.training_state(run.stop.max_steps != -1)
-    if own["writer"] == "MiniLoop":
-        restore_mini_attributes(run, own["ranks"])
-    check_counters(run, own["progress"])
-    epochs_done, max_epochs = own["progress"]["epochs_done"], run.stop.max_epochs
-    if -1 < max_epochs < epochs_done:
-        raise CheckpointError(
-            f"You restored a checkpoint with current_epoch={epochs_done}, but you have set"
-            f" Trainer(max_epochs={max_epochs}). Please set a different max_epochs value."
-        )
-    restore_outside_parameters(run, own.get("outside_parameters", {}))
-    run.progress.load_state_dict(own.pop("progress"))
-    if run.plan.start.keyword != "auto" and run.stop.can_stop_early:
-        # Ignore the saved should_stop, so that resume="last" continues a run that EarlyStopping
-        # stopped. resume="auto" keeps should_stop, because job schedulers restart ended runs, too.
-        own.pop("stop", None)
-    load_states(run, own)
-
-
-def check_counters(run: Run, counters: dict[str, Any]) -> None:
-    """Raise an error for counters that no run can have, such as negative numbers."""
-    for name, value in counters.items():
-        kind = type(getattr(run.progress, name, None))
-        is_wrong = kind in (int, bool) and type(value) is not kind
-        if is_wrong or (type(value) is int and not 0 <= value < 2**62):
-            raise CheckpointError(
-                f"{run.plan.start.path}: got the counter {name}={shorten(repr(value), 40)}, expected a number"
-                f" of type {kind.__name__} that a run can reach. Use another checkpoint, or load=."
-            )
-
-
-def restore_mini_attributes(run: Run, ranks: list[dict[str, Any]]) -> None:
-    """Restore the attributes of modules that MiniLoop has saved."""
-    parts = ranks[run.fabric.global_rank % len(ranks)]["rng"].get("parts", {})
-    modules = {**dict(run.network.named_modules()), "": run.model}
-    for place, attributes in parts.items():
-        known = vars(modules[place]) if place in modules else {}
-        # MiniLoop has saved other types as tensors and lists.
-        others = (np.ndarray, np.generic, set, deque)
-        if any(
-            name not in known or is_generator(known[name]) or isinstance(known[name], others)
-            for name in attributes
-        ):
-            raise CheckpointError(
-                f"resume: got {run.plan.start.path}, in which MiniLoop saved the state of {place!r},"
-                " expected only attributes of modules. Continue it with MiniLoop, or use load=."
-            )
-        vars(modules[place]).update(move_data_to_device(attributes, run.fabric.device))
-
-
-def restore_position(run: Run) -> None:
-    """Restore random generators, loaders and running sums right before training continues."""
-    own = run.plan.start.take()
-    if own is None:
-        return
-    if own["writer"] == "Trainer":
-        # Trainer saves no random states.
-        run.data.load_loader_states(own["loader_states"])
-        return
-    ranks, rank = own["ranks"], run.fabric.global_rank
-    of_process = ranks[rank % len(ranks)]
-    # MiniLoop saves only the random states.
-    if own["writer"] == "FabricLoop":
-        check_settings(run, own["settings"])
-        if own["accumulate_grad_batches"]:
-            run.loop.accumulate_grad_batches = own["accumulate_grad_batches"]
-        restore_network(run, own["flags"], of_process["gradients"])
-        of_process["results"] = move_data_to_device(of_process["results"], run.fabric.device)
-        load_states(run, of_process)
-    restore_rng_state(of_process["rng"])
-    if rank >= len(ranks):
-        # The saved run had no process of this rank. Use different random numbers in each process.
-        seed = int(torch.randint(2**31, ())) + rank
-        torch.manual_seed(seed)
-        np.random.seed(seed % 2**32)
-        random.seed(seed)
-
-
-def restore_network(
-    run: Run, flags: dict[str, dict[str, bool]], gradients: dict[str, torch.Tensor]
-) -> None:
-    """Restore changed flags, and the gradients of an unfinished optimizer step."""
-    run.steps.set_training_modes(flags["training"])
-    requires_grad = flags["requires_grad"]
-    for name, parameter in run.optimization.named_parameters().items():
-        parameter.requires_grad = requires_grad.get(name, parameter.requires_grad)
-        if name in gradients:
-            parameter.grad = gradients[name].to(parameter.device, copy=True)
-
-
-def restore_optimizers(run: Run, checkpoint: dict[str, Any]) -> None:
-    if SHARDS_KEY in checkpoint or run.steps.is_model_parallel:
-        load_shards(run, checkpoint, "optimizer_states")
-    states = checkpoint["optimizer_states"]
-    add_missing_groups(run, states)
-    # Accept an empty list, because on_load_checkpoint hooks may have removed the optimizer states.
-    if states and len(states) != len(run.optimization.optimizers):
-        raise CheckpointError(
-            f"{run.plan.start.path}: got the states of {len(states)} optimizers, expected"
-            f" {len(run.optimization.optimizers)}. Give the optimizers that the run was started with, or use load=."
-        )
-    for optimizer, state in zip(run.optimization.optimizers, states, strict=False):
-        load_optimizer_state(run, optimizer, state)
-        restore_dtypes(optimizer, state)
-    saved = checkpoint.get("lr_schedulers", ())
-    # StochasticWeightAveraging exchanges the schedulers during training.
-    is_averaging = bool(run.hooks.callbacks_of("StochasticWeightAveraging"))
-    if saved and len(saved) != len(run.optimization.lr_schedulers) and not is_averaging:
-        run.warn_once(
-            f"resume: {len(saved)} lr_schedulers were saved, now {len(run.optimization.lr_schedulers)}. The states are"
-            " restored in this order, and a scheduler without a state starts again."
-        )
-    for config, state in zip(run.optimization.lr_schedulers, saved, strict=False):
-        config.scheduler.load_state_dict(state)
-
-
 def names_of_groups(run: Run) -> list[list[list[str | None]]]:
     """Return the names of the parameters in each group of each optimizer."""
     names = {id(parameter): name for name, parameter in run.optimization.named_parameters().items()}
@@ -410,53 +209,142 @@ def names_of_groups(run: Run) -> list[list[list[str | None]]]:
     ]
 
 
-def add_missing_groups(run: Run, states: list[dict[str, Any]]) -> None:
-    """Add the parameter groups that the saved run has added to its optimizers during training."""
-    parameters = run.optimization.named_parameters()
-    saved = (run.plan.start.own or {}).get("parameter_groups", ())
-    for optimizer, state, names in zip(run.optimization.optimizers, states, saved, strict=False):
-        known = len(optimizer.param_groups)
-        # An own optimizer may save its state in another form.
-        groups = state.get("param_groups", ())
-        added = zip(groups[known:], names[known:], strict=False)
-        for group, group_names in added:
-            if all(name in parameters for name in group_names):
-                group = {**group, "params": [parameters[name] for name in group_names]}
-                optimizer.add_param_group(group)
+# Hyperparameters
 
 
-def load_optimizer_state(run: Run, optimizer: Any, state: dict[str, Any]) -> None:
+class _TrialPickler(pickle.Pickler):
+    """Pickles a value without the content of its tensors, which can always be pickled."""
+
+    def persistent_id(self, value: Any) -> str | None:
+        is_tensor = isinstance(value, torch.Tensor | torch.UntypedStorage)
+        return "tensor" if is_tensor else None
+
+
+def is_picklable(value: Any) -> bool:
     try:
-        optimizer.load_state_dict(state)
-    except ValueError as error:
-        sizes = [
-            [len(group["params"]) for group in groups]
-            for groups in (state.get("param_groups", ()), optimizer.param_groups)
-        ]
-        if sizes[0] == sizes[1]:
-            raise
+        _TrialPickler(io.BytesIO(), protocol=2).dump(value)
+    except Exception:
+        # An object may raise any error when it is pickled.
+        return False
+    return True
+
+
+def picklable_part(value: Any, name: str, dropped: list[str]) -> Any:
+    """Return a value without the items of dicts that cannot be pickled.
+
+    Args:
+        name: The name of the value, such as "model/activation".
+        dropped: A list, to which the names of dropped items are added.
+    """
+    if not isinstance(value, dict) or is_picklable(value):
+        return value
+    kept = {}
+    for key, item in value.items():
+        place = f"{name}/{key}" if name else str(key)
+        item = picklable_part(item, place, dropped)
+        if is_picklable(key) and is_picklable(item):
+            kept[key] = item
+        else:
+            dropped.append(place)
+    return kept
+
+
+def add_hyperparameters(run: Run, checkpoint: dict[str, Any], part: Any) -> None:
+    """Add the arguments that ``save_hyperparameters()`` has stored, under Lightning's keys."""
+    hparams = getattr(part, "hparams", None)
+    if not hparams or not hasattr(part, "save_hyperparameters"):
+        return
+    if (name := hyperparameters_name(part)) is not None:
+        checkpoint[part.CHECKPOINT_HYPER_PARAMS_NAME] = name
+    if type(hparams).__module__.startswith("omegaconf."):
+        checkpoint[part.CHECKPOINT_HYPER_PARAMS_TYPE] = type(hparams)
+    else:
+        dropped: list[str] = []
+        hparams = picklable_part(dict(hparams), "", dropped)
+        if dropped:
+            run.warn_once(
+                f"hparams: {', '.join(map(repr, dropped))} cannot be pickled. Checkpoints are saved"
+                " without these hyperparameters. load_from_checkpoint needs them as arguments."
+            )
+    checkpoint[part.CHECKPOINT_HYPER_PARAMS_KEY] = hparams
+
+
+def check_saved_state(run: Run) -> None:
+    """Warn or raise an error before training, if checkpoints could not be saved.
+
+    Raises:
+        CheckpointError: An optimizer or a scheduler has a state that cannot be pickled.
+    """
+    if run.checkpoints.folder is None and not run.hooks.callbacks_of("Checkpoint"):
+        return
+    for part in (run.model, run.datamodule):
+        add_hyperparameters(run, {}, part)
+    states = {
+        "optimizers": [optimizer.param_groups for optimizer in run.optimization.optimizers],
+        "lr_schedulers": [
+            config.scheduler.state_dict() for config in run.optimization.lr_schedulers
+        ],
+    }
+    if (place := find_unpicklable(states)) is not None:
         raise CheckpointError(
-            f"{run.plan.start.path}: got an optimizer with groups of {sizes[0]} parameters, expected"
-            f" {sizes[1]}. Add the same groups before the run resumes, in configure_optimizers or"
-            " on_fit_start, or use load=."
-        ) from error
+            f"{place}: got a value that cannot be pickled, expected one that a checkpoint can contain."
+            " Define a function or a class at module level, or leave the value out of state_dict()."
+        )
 
 
-def restore_outside_parameters(run: Run, saved: dict[str, torch.Tensor]) -> None:
-    """Restore the parameters that only optimizers have, because state_dict lacks them."""
-    with torch.no_grad():
-        for name, parameter in run.optimization.outside_parameters().items():
-            if name in saved:
-                parameter.copy_(saved[name])
+def find_unpicklable(value: Any, name: str = "") -> str | None:
+    """Return the name of the first item of nested containers that cannot be pickled, or None."""
+    if is_picklable(value):
+        return None
+    items: Any = value.items() if isinstance(value, dict) else ()
+    if isinstance(value, list | tuple):
+        items = enumerate(value)
+    for key, item in items:
+        found = find_unpicklable(item, f"{name}/{key}" if name else str(key))
+        if found is not None:
+            return found
+    return name
 
 
-def restore_dtypes(optimizer: Any, saved: dict[str, Any]) -> None:
-    """Undo torch's cast of optimizer states to the dtypes of the parameters."""
-    parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
-    for index, values in saved.get("state", {}).items():
-        if not isinstance(index, int) or not isinstance(values, dict):
+# Attributes
+
+
+def make_plain_state(run: Run) -> PlainState:
+    """Return the plain state of the model, the datamodule and the callbacks."""
+    parts = dict([*parts_of_model(run), *parts_of_callbacks(run)])
+    if run.datamodule is not None:
+        has_no_state = overridden(run.datamodule, "state_dict") is None
+        parts["datamodule"] = Part(run.datamodule, _OF_DATAMODULE, has_no_state)
+    return PlainState(parts, run.fabric.device, run.network)
+
+
+def parts_of_model(run: Run) -> Iterator[tuple[str, Part]]:
+    """Yield the attributes of the model and its submodules, and the buffers that are not saved."""
+    metrics = tuple(find_torchmetrics(run.network))
+    saved = run.network.state_dict(keep_vars=True)
+    is_averaging = bool(run.hooks.callbacks_of("StochasticWeightAveraging"))
+    if run.model is not run.network:
+        yield "model", Part(run.model)
+    for name, module in run.network.named_modules():
+        # The state of torchmetrics objects is saved with the results.
+        if any(name == metric or name.startswith(f"{metric}.") for metric in metrics):
             continue
-        current = optimizer.state[parameters[index]]
-        for name, value in values.items():
-            if isinstance(value, torch.Tensor) and current[name].dtype != value.dtype:
-                current[name] = value.to(current[name].device)
+        path = f"model.{name}" if name else "model"
+        if name or run.model is run.network:
+            yield path, Part(module, _OF_AVERAGING if is_averaging else _OF_MODULE)
+        prefix = f"{name}." if name else ""
+        # A scripted module has no plain dict of buffers.
+        buffers = [buffer for buffer, _ in module.named_buffers(recurse=False)]
+        persistent = [buffer for buffer in buffers if prefix + buffer in saved]
+        yield f"{path}.buffers", Part(module, persistent, has_buffers=True)
+
+
+def parts_of_callbacks(run: Run) -> Iterator[tuple[str, Part]]:
+    counts: dict[str, int] = {}
+    for callback in run.hooks.callbacks:
+        name = type(callback).__qualname__
+        counts[name] = counts.get(name, 0) + 1
+        is_lightnings = type(callback).__module__.startswith(_LIGHTNINGS_CALLBACKS)
+        has_state = overridden(callback, "state_dict") is not None
+        has_attributes = not (is_lightnings or has_state or is_instance_of(callback, "ProgressBar"))
+        yield f"callbacks.{name}.{counts[name]}", Part(callback, has_attributes=has_attributes)

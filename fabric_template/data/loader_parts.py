@@ -1,10 +1,14 @@
-"""Find the objects of a loader that have a state: samplers, datasets, collate functions."""
+"""Find the objects of a loader that have a state, and restore the state of a stream for one pass."""
 
 from __future__ import annotations
 
 import io
+from collections import deque
 from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from copy import deepcopy
 from functools import partial
+from itertools import islice
 from types import FunctionType, MethodType, ModuleType
 from typing import Any
 
@@ -15,18 +19,21 @@ from torch import nn
 from torch.utils.data import DataLoader, IterableDataset
 
 from ..lightning_compat.overrides import has_state
-from ..plain_state import Part
+from ..plain_state import Decoder, Part, PlainState, digest
 from .tensor_loader import TensorLoader
 
-# Values that hold no iterator, or too many values to look at.
+# Values that contain no objects of a stream.
 _LEAVES = (
-    *(str, bytes, int, float, type, FunctionType, MethodType, ModuleType, io.IOBase),
+    *(str, bytes, int, float, type, FunctionType, MethodType, ModuleType, io.IOBase, type(None)),
     *(torch.Tensor, torch.Generator, nn.Module, np.ndarray, np.generic),
 )
 _MOST_VALUES = 500
 _LIBRARIES = ("torch.", "torchdata.", "lightning.", "pytorch_lightning.")
 # DataLoader sets these attributes itself.
 _OF_LOADER = frozenset(vars(DataLoader([])))  # type: ignore[arg-type]
+# The iterator of a pass is not part of the state between passes.
+_ITERATOR_OF_PASS = ("_iterator",)
+_MISSING: Any = object()
 
 
 def find_stateful_part(loader: Any) -> Any:
@@ -62,12 +69,6 @@ def parts_of_samples(loader: Any) -> dict[str, Part]:
         getattr(loader, "dataset", None), getattr(loader, "collate_fn", None)
     )
     return {name: Part(part, has_attributes=not has_state(part)) for name, part in found.items()}
-
-
-def generators_of_samples(dataset: Any, collate_fn: Any) -> dict[str, Part]:
-    """Return the parts of ``parts_of_samples`` in a worker, where only generators are saved."""
-    found = objects_of_samples(dataset, collate_fn)
-    return {name: Part(part, has_attributes=False) for name, part in found.items()}
 
 
 def objects_of_samples(dataset: Any, collate_fn: Any) -> dict[str, Any]:
@@ -112,25 +113,124 @@ def holds_iterator(loader: Any) -> bool:
         if loader.num_workers or not isinstance(loader.dataset, IterableDataset):
             return False
         loader = loader.dataset
-    waiting: list[Any] = [loader]
-    seen: set[int] = set()
-    while waiting and len(seen) < _MOST_VALUES:
-        value = waiting.pop()
-        if value is None or isinstance(value, _LEAVES) or id(value) in seen:
-            continue
-        seen.add(id(value))
-        if isinstance(value, Iterator):
-            if not starts_over(value):
-                return True
-            # Its __iter__ has created the iterators among its attributes.
-            continue
-        items = value if isinstance(value, list | tuple) else getattr(value, "__dict__", {})
-        items = value if isinstance(value, dict) else items
-        waiting += items.values() if isinstance(items, dict) else items
-    return False
+    values = values_in(loader, enters_iterators=False).values()
+    return any(isinstance(value, Iterator) and not starts_over(value) for value in values)
 
 
 def starts_over(iterator: Iterator[Any]) -> bool:
     """Return whether ``__iter__`` of an iterator does more than return the iterator."""
     code = getattr(type(iterator).__iter__, "__code__", None)
     return code is not None and bool(code.co_names)
+
+
+def values_in(owner: Any, enters_iterators: bool = True) -> dict[str, Any]:
+    """Return an object, and the values in its attributes and containers, keyed by their names.
+
+    Args:
+        enters_iterators: Include the attributes of iterators, which ``__iter__`` may have created.
+    """
+    found: dict[str, Any] = {}
+    waiting, seen = deque([("stream", owner)]), set()
+    while waiting and len(found) < _MOST_VALUES:
+        name, value = waiting.popleft()
+        if isinstance(value, _LEAVES) or id(value) in seen:
+            continue
+        seen.add(id(value))
+        found[name] = value
+        if isinstance(value, Iterator) and not enters_iterators:
+            continue
+        items: Any = value if isinstance(value, dict) else getattr(value, "__dict__", {})
+        if isinstance(value, list | tuple):
+            items = dict(enumerate(value[:_MOST_VALUES]))
+        for key, item in islice(items.items(), _MOST_VALUES):
+            if key not in _ITERATOR_OF_PASS:
+                waiting.append((f"{name}.{key}", item))
+    return found
+
+
+# Streams
+
+
+class StreamState:
+    """The state of a loader or stream that implements ``state_dict`` and ``load_state_dict``.
+
+    What ``load_state_dict`` sets may apply to each later pass, too: later passes then have only the
+    rest of the data. It may also have to last, such as the number of an epoch. The saved run
+    decides: there, the number of the epoch is the same, but nothing has set the position at which
+    the stream starts. After the resumed pass, StreamState sets such a position back.
+    """
+
+    def __init__(self, stream: Any) -> None:
+        self._stream = stream
+        self._parts = {
+            name: Part(owner, _ITERATOR_OF_PASS, has_attributes=not is_of_library(owner))
+            for name, owner in values_in(stream).items()
+            if hasattr(owner, "__dict__")
+        }
+        self._plain = PlainState(self._parts)
+        # The attributes that load_state_dict has made different from the saved run: the digest
+        # of the loaded value, and the encoded value of the saved run.
+        self._different: dict[tuple[str, str], tuple[Any, Any]] = {}
+        # The loaded state until the first batch after it is read.
+        self._loaded: Any = None
+
+    def state(self) -> Any:
+        """Return the stream's state. Before a batch is read, many streams do not know their own."""
+        return deepcopy(self._stream.state_dict() if self._loaded is None else self._loaded)
+
+    def start_reading(self) -> None:
+        self._loaded = None
+
+    def attributes(self) -> dict[str, dict[str, Any]]:
+        """Return the changed attributes, without what load_state_dict has set."""
+        attributes = self._plain.changed_attributes()
+        for (name, attribute), value in self._unused():
+            attributes.setdefault(name, {}).pop(attribute, None)
+            if value is not _MISSING:
+                attributes[name][attribute] = value
+        return attributes
+
+    @contextmanager
+    def loaded(self, state: dict[str, Any]) -> Iterator[None]:
+        """Load a state. Create the iterator of the resumed pass in the block."""
+        values, digests = self._plain.small_attributes(), self._plain.digests()
+        names = {name: set(part.attributes()) for name, part in self._parts.items()}
+        self._stream.load_state_dict(deepcopy(state["state"]))
+        self._loaded = state["state"]
+        yield
+        for name, saved in state["attributes"].items():
+            # The other attributes had their first values in the saved run.
+            values.setdefault(name, {}).update(saved)
+            names.setdefault(name, set()).update(saved)
+        for name, found in self._plain.digests().items():
+            known, changed = values.get(name, {}), state["attributes"].get(name, {})
+            for attribute, loaded in found.items():
+                is_same = attribute not in changed and loaded == digests[name].get(attribute)
+                if not is_same and (attribute in known or attribute not in names[name]):
+                    self._compare((name, attribute), loaded, known.get(attribute, _MISSING))
+
+    def _compare(self, place: tuple[str, str], loaded: Any, value: Any) -> None:
+        """Keep the value of the saved run if another one was loaded."""
+        with suppress(Exception):
+            if value is _MISSING or digest(Decoder().decode(value)) != loaded:
+                self._different[place] = (loaded, value)
+
+    def end_pass(self) -> None:
+        """Undo what load_state_dict has set, unless the resumed pass has changed it since."""
+        values: dict[str, dict[str, Any]] = {}
+        for (name, attribute), value in self._unused():
+            if value is _MISSING:
+                self._parts[name].namespace().pop(attribute, None)
+            else:
+                values.setdefault(name, {})[attribute] = value
+        self._plain.load_attributes(values)
+        self._different.clear()
+
+    def _unused(self) -> list[tuple[tuple[str, str], Any]]:
+        """List the different attributes that still have the value that was loaded."""
+        digests = self._plain.digests() if self._different else {}
+        return [
+            (place, value)
+            for place, (loaded, value) in self._different.items()
+            if digests[place[0]].get(place[1]) == loaded
+        ]

@@ -26,17 +26,17 @@ from typing import Any
 from torch.utils.data import DataLoader, IterableDataset, get_worker_info
 
 from ..errors import CheckpointError
-from ..plain_state import PlainState
+from ..plain_state import Part, PlainState
 from ..rng_state import capture_rng_state, restore_rng_state, unchanged_rng_state
 from .loader_parts import (
+    StreamState,
     find_stateful_part,
-    generators_of_samples,
     holds_iterator,
+    objects_of_samples,
     parts_of_order,
     parts_of_samples,
     samplers_of,
 )
-from .stream_state import StreamState
 from .tensor_loader import TensorLoader
 
 # This value marks the end of an iterator.
@@ -381,7 +381,9 @@ class WorkerRecorder:
             self._worker_init_fn(worker)
         self._worker = (worker + self._first) % len(self._states)
         dataset: Any = get_worker_info().dataset  # type: ignore[union-attr]
-        self._plain_state = PlainState(generators_of_samples(dataset, self._collate_fn))
+        objects = objects_of_samples(dataset, self._collate_fn)
+        parts = {name: Part(part, has_attributes=False) for name, part in objects.items()}
+        self._plain_state = PlainState(parts)
         state = self._states[self._worker]
         if state is not None:
             restore_rng_state(state)

@@ -35,6 +35,8 @@ if TYPE_CHECKING:
     from ..training.plan import Plan
     from ..training.run import Run
 
+# The parts of a run whose state the caller's run takes over.
+_PARTS = ("progress", "stop", "checkpoints")
 _PATHS = ("best_model_path", "last_model_path", "best_model_score")
 
 
@@ -151,6 +153,7 @@ def launch_processes(run: Run, run_plan: Callable[[Plan], Any]) -> Any:
         outcome = torch.load(Path(folder, "outcome"), weights_only=False)
     run.plan.start.take()
     _apply_outcome(run, outcome)
+    run.stop.check_signals(signals)
     if outcome["ending"] is not None:
         raise outcome["ending"]
     return outcome["result"]
@@ -192,7 +195,8 @@ def _outcome_of(run: Run) -> dict[str, Any]:
     savers = map(vars, run.hooks.callbacks_of("Checkpoint"))
     outcome = {
         "weights": gather_tensors(run.network.state_dict()),
-        "parts": {"stop": run.stop, "checkpoints": run.checkpoints},
+        "parts": {name: getattr(run, name).state_dict() for name in _PARTS},
+        "folder": run.checkpoints.folder,
         "metrics": run.results.metrics(),
         "rows": run.row.rows,
         "callbacks": [part.state_dict() for part in run.hooks.callbacks if has_state(part)],
@@ -212,7 +216,9 @@ def _apply_outcome(run: Run, outcome: dict[str, Any]) -> None:
         if isinstance(tensor, torch.Tensor) and name in weights:
             tensor.data = tensor.data.to(weights[name].dtype)
     run.network.load_state_dict(weights)
-    run.take_over(outcome["parts"])
+    run.checkpoints.use_folder(outcome["folder"], is_continued=True)
+    for name, state in outcome["parts"].items():
+        getattr(run, name).load_state_dict(state)
     run.results.load_metrics(outcome["metrics"])
     run.row.continue_rows(outcome["rows"])
     with_state = filter(has_state, run.hooks.callbacks)

@@ -17,7 +17,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
-from ..checkpoint.state import restore_position
+from ..checkpoint.restore import restore_position
 from ..rng_state import capture_rng_state, restore_rng_state
 from .evaluation_loop import evaluate
 from .lr_schedulers import step_lr_schedulers, step_schedulers_after_batch

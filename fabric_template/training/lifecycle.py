@@ -18,10 +18,9 @@ from lightning.fabric.strategies import DDPStrategy
 from lightning.fabric.utilities.seed import reset_seed
 
 from ..checkpoint.find_checkpoint import check_same_checkpoint, read_again
-from ..checkpoint.hyperparameters import check_saved_state
+from ..checkpoint.restore import load_weights, restore_model, restore_training
 from ..checkpoint.run_folders import choose_version, open_folders
-from ..checkpoint.state import restore_model, restore_training
-from ..checkpoint.weights import load_weights
+from ..checkpoint.state import check_saved_state
 from ..distributed.launch import (
     check_new_parameters,
     join_processes,

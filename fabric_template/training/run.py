@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable
+from typing import TYPE_CHECKING
 
-from ..checkpoint.attributes import make_plain_state
 from ..checkpoint.manager import CheckpointManager
+from ..checkpoint.state import make_plain_state
 from ..data.loaders import DataConnector
 from ..distributed.signals import SignalHandler
 from ..errors import WarnOnce
@@ -85,11 +85,6 @@ class Run:
     def start_optimization(self) -> None:
         """Train with automatic or manual optimization, which hooks may choose until on_fit_start."""
         self.optimization = self.optimization.start()
-
-    def take_over(self, parts: Mapping[str, Any]) -> None:
-        """Use the parts of a spawned process, which has run the call in place of this process."""
-        self.stop, self.checkpoints = parts["stop"], parts["checkpoints"]
-        self.progress = self.stop.progress
 
     def find_new_modules(self) -> None:
         """Add the modules that the hooks of an object have created to its network."""

@@ -12,8 +12,13 @@ from runs import fit, loud, same
 from torch.optim import lr_scheduler as schedulers
 
 from fabric_template import FabricLoop
-from fabric_template.checkpoint.checkpoint_io import AtomicCheckpointIO, read_checkpoint
-from fabric_template.checkpoint.numpy_values import NUMPY_KEY, replace_numpy, restore_numpy
+from fabric_template.checkpoint.checkpoint_io import (
+    NUMPY_KEY,
+    AtomicCheckpointIO,
+    read_checkpoint,
+    replace_numpy,
+    restore_numpy,
+)
 from fabric_template.errors import CheckpointError
 
 LAST = "checkpoints/run/version_0/last.ckpt"

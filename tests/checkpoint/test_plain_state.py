@@ -120,7 +120,7 @@ def test_unchanged_and_other_values_are_not_saved():
     cycle = []
     cycle.append(cycle)
     owner = Holder(labels=["a"] * 100, table=torch.rand(2000, 300), size=3, name="x")
-    state = PlainState({"a": Part(owner)}, find_covered=lambda: {net.weight.data_ptr()})
+    state = PlainState({"a": Part(owner)}, network=net)
     owner.net, owner.function, owner.cycle, owner.view = net, print, cycle, net.weight.data[0]
     owner.objects, owner.parameters = [object()], list(net.parameters())
     assert state.changed_attributes() == {}

@@ -327,6 +327,15 @@ def test_a_crafted_pickle_is_refused(tmp_path, kind):
     assert collections.OrderedDict(a=1)["a"] == 1
 
 
+@pytest.mark.parametrize("depth", [1, 5000])
+def test_an_object_beside_a_nested_key_is_named(tmp_path, depth):
+    key = b")" + b"\x85" * depth
+    content = b"\x80\x02}X\x01\x00\x00\x00a}" + key + b"cunknown\nObject\nss."
+    write_pickle(content, tmp_path / "a.ckpt")
+    with pytest.raises(CheckpointError, match="unknown.Object in the part 'a/tuple'"):
+        read_checkpoint(tmp_path / "a.ckpt")["a"]
+
+
 def test_a_sparse_tensor_cannot_point_outside_of_its_memory(tmp_path):
     outside = torch.tensor([[10**9]])
     made = torch.sparse_coo_tensor(outside, torch.ones(1), (4,), check_invariants=False)

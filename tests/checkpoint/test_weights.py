@@ -9,7 +9,7 @@ from torch import nn
 from torch.optim.swa_utils import AveragedModel
 
 from fabric_template import FabricLoop, TensorLoader
-from fabric_template.checkpoint.weights import plain_name
+from fabric_template.checkpoint.restore import plain_name
 from fabric_template.errors import CheckpointError, OtherModelError
 
 

@@ -7,7 +7,7 @@ import power
 import pytest
 
 from fabric_template import files
-from fabric_template.checkpoint import run_folders, state
+from fabric_template.checkpoint import restore, run_folders
 from fabric_template.loggers.csv_logger import CSVLogger
 
 OPTIONS = {"max_epochs": 2, "limit_train_batches": 6, "save_every_n_steps": 2}
@@ -63,5 +63,5 @@ def test_mutant_not_restored(recorded, tmp_path, monkeypatch, mutant):
     if mutant == "tables":
         monkeypatch.setattr(CSVLogger, "rewind", lambda self, *position: [])
     else:
-        monkeypatch.setattr(state, "restore_rng_state", lambda state: None)
+        monkeypatch.setattr(restore, "restore_rng_state", lambda state: None)
     next(complaints(recorded, tmp_path, "killed"))

@@ -1,0 +1,369 @@
+"""Restore the model, the training and the position of a run from a checkpoint."""
+
+from __future__ import annotations
+
+import random
+from collections import OrderedDict, deque
+from collections.abc import Mapping
+from copy import deepcopy
+from textwrap import shorten
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+from lightning.fabric.utilities import move_data_to_device
+from torch import Tensor, nn
+
+from ..errors import CheckpointError, OtherModelError
+from ..rng_state import is_generator, restore_rng_state
+from .distributed import SHARDS_KEY, load_shards
+from .state import PARTS, key_of, run_settings
+
+if TYPE_CHECKING:
+    from ..training.run import Run
+
+# The keys of a state_dict in checkpoints of Lightning, Fabric and PyTorch's tutorials.
+_WEIGHTS_KEYS = ("state_dict", "model", "model_state_dict")
+# The attributes in which DistributedDataParallel and torch.compile keep the original module.
+_WRAPPERS = ("module", "_orig_mod")
+
+
+# The model
+
+
+def restore_model(run: Run, checkpoint: dict[str, Any]) -> bool:
+    """Restore the weights, the datamodule and the callbacks. Return whether the weights were loaded.
+
+    In fit, weights that do not match are loaded after on_fit_start, which may add modules.
+    """
+    is_weights_only = run.stage == "fit" and not run.plan.start.resumes
+    if not is_weights_only:
+        load_state(run.datamodule, checkpoint.get(type(run.datamodule).__qualname__))
+    if SHARDS_KEY in checkpoint or run.steps.is_model_parallel:
+        load_shards(run, checkpoint, "state_dict")
+    run.hooks.call_module("on_load_checkpoint", checkpoint)
+    is_loaded = True
+    try:
+        load_weights(run, checkpoint)
+    except OtherModelError:
+        if run.stage != "fit":
+            raise
+        is_loaded = False
+    if not is_weights_only and "callbacks" in checkpoint:
+        restore_callbacks(run, checkpoint)
+    return is_loaded
+
+
+def load_state(part: Any, state: Any) -> None:
+    if state is not None and callable(getattr(part, "load_state_dict", None)):
+        part.load_state_dict(state)
+
+
+def restore_callbacks(run: Run, checkpoint: dict[str, Any]) -> None:
+    states = checkpoint["callbacks"]
+    keys = {key_of(callback) for callback in run.hooks.callbacks}
+    # Do not warn about a Timer, which max_time= may have added. Do not warn about a ModelCheckpoint
+    # if FabricLoop saves the checkpoints itself.
+    may_miss = ("Timer",) if run.hooks.callbacks_of("Checkpoint") else ("Timer", "ModelCheckpoint")
+    missing = [key for key in states if key not in keys and not key.startswith(may_miss)]
+    if missing and run.plan.start.resumes:
+        run.warn_once(
+            "Be aware that when using `ckpt_path`, callbacks used to create the checkpoint need to be"
+            f" provided during `Trainer` instantiation. Please add the following callbacks: {missing}."
+        )
+    run.hooks.call_callbacks("on_load_checkpoint", checkpoint)
+    for callback in run.hooks.callbacks:
+        load_state(callback, deepcopy(states.get(key_of(callback))) or None)
+
+
+def load_weights(run: Run, checkpoint: dict[str, Any]) -> None:
+    """Load the weights of a checkpoint into the model.
+
+    Raises:
+        OtherModelError: The weights do not match the model.
+    """
+    path = run.plan.start.path
+    target = run.module if run.is_lightning_module else run.network
+    weights = rename_weights(find_weights(checkpoint, path), target)
+    is_strict = getattr(run.model, "strict_loading", True)
+    try:
+        target.load_state_dict(weights, strict=is_strict)
+    except RuntimeError as error:
+        # Shorten load_state_dict's error, because every different parameter adds a line to it.
+        differences = shorten(" ".join(str(error).split()), 400, placeholder=" ...")
+        raise OtherModelError(
+            f"{differences} The weights in '{path}' do not match the model."
+            " Create the model with the same arguments as the saved model."
+        ) from error
+
+
+def find_weights(checkpoint: dict[str, Any], path: Any) -> Mapping[str, Any]:
+    """Return the state_dict in a checkpoint. The checkpoint itself may be a state_dict."""
+    weights: Any = None
+    for key in _WEIGHTS_KEYS:
+        if weights is None and key in checkpoint:
+            value = checkpoint[key]
+            value = value.state_dict() if isinstance(value, nn.Module) else value
+            weights = value if isinstance(value, Mapping) else None
+    if weights is None and all(map(is_weight, checkpoint, checkpoint.values())):
+        weights = checkpoint
+    if weights is None:
+        keys = sorted(map(str, checkpoint))[:5]
+        raise CheckpointError(
+            f"{path}: got the keys {keys}, expected a checkpoint with state_dict."
+        )
+    for name in weights:
+        if not isinstance(name, str):
+            raise CheckpointError(
+                f"{path}: got the key {name!r} in a state_dict, expected the name of a parameter."
+            )
+    return weights
+
+
+def is_weight(name: Any, value: Any) -> bool:
+    """Return whether an item may be of a state_dict. Only an extra state may be of any type."""
+    return isinstance(value, Tensor) or str(name).endswith("_extra_state")
+
+
+def rename_weights(weights: Mapping[str, Any], target: nn.Module) -> Mapping[str, Any]:
+    """Give saved weights the names that they have in the model.
+
+    DistributedDataParallel, DataParallel and torch.compile insert a part into the names, such as
+    ``module.weight``. Names without these parts must be unique. Otherwise nothing is renamed.
+    """
+    own = list(target.state_dict())
+    if weights.keys() == set(own):
+        return weights
+    own_names = {plain_name(name): name for name in own}
+    if len(own_names) < len(own) or len(set(map(plain_name, weights))) < len(weights):
+        return weights
+    renamed = OrderedDict((own_names.get(plain_name(k), k), value) for k, value in weights.items())
+    # The versions of modules, by which load_state_dict converts old weights.
+    versions = getattr(weights, "_metadata", None) or {}
+    versions = {plain_name(name): version for name, version in versions.items()}
+    paths = [path for path, _ in target.named_modules() if plain_name(path) in versions]
+    vars(renamed)["_metadata"] = {path: versions[plain_name(path)] for path in paths}
+    return renamed
+
+
+def plain_name(name: str) -> str:
+    """Remove the parts of a name that wrappers have inserted.
+
+    Example:
+        >>> plain_name("module._orig_mod.net.0.weight")
+        'net.0.weight'
+    """
+    return ".".join(part for part in name.split(".") if part not in _WRAPPERS)
+
+
+# The training
+
+
+def restore_training(run: Run, checkpoint: dict[str, Any]) -> None:
+    """Restore optimizers, schedulers, counters and the CSV files."""
+    restore_optimizers(run, checkpoint)
+    precision = run.fabric.strategy.precision
+    load_state(precision, checkpoint.get(type(precision).__qualname__))
+    own = run.plan.start.training_state(run.stop.max_steps != -1)
+    if own["writer"] == "MiniLoop":
+        restore_mini_attributes(run, own["ranks"])
+    check_counters(run, own["progress"])
+    epochs_done, max_epochs = own["progress"]["epochs_done"], run.stop.max_epochs
+    if -1 < max_epochs < epochs_done:
+        raise CheckpointError(
+            f"You restored a checkpoint with current_epoch={epochs_done}, but you have set"
+            f" Trainer(max_epochs={max_epochs}). Please set a different max_epochs value."
+        )
+    restore_outside_parameters(run, own.get("outside_parameters", {}))
+    run.progress.load_state_dict(own.pop("progress"))
+    if run.plan.start.keyword != "auto" and run.stop.can_stop_early:
+        # Ignore the saved should_stop, so that resume="last" continues a run that EarlyStopping
+        # stopped. resume="auto" keeps should_stop, because job schedulers restart ended runs, too.
+        own.pop("stop", None)
+    load_states(run, own)
+
+
+def check_counters(run: Run, counters: dict[str, Any]) -> None:
+    """Raise an error for counters that no run can have, such as negative numbers."""
+    for name, value in counters.items():
+        kind = type(getattr(run.progress, name, None))
+        is_wrong = kind in (int, bool) and type(value) is not kind
+        if is_wrong or (type(value) is int and not 0 <= value < 2**62):
+            raise CheckpointError(
+                f"{run.plan.start.path}: got the counter {name}={shorten(repr(value), 40)}, expected a number"
+                f" of type {kind.__name__} that a run can reach. Use another checkpoint, or load=."
+            )
+
+
+def restore_mini_attributes(run: Run, ranks: list[dict[str, Any]]) -> None:
+    """Restore the attributes of modules that MiniLoop has saved."""
+    parts = ranks[run.fabric.global_rank % len(ranks)]["rng"].get("parts", {})
+    modules = {**dict(run.network.named_modules()), "": run.model}
+    for place, attributes in parts.items():
+        known = vars(modules[place]) if place in modules else {}
+        # MiniLoop has saved other types as tensors and lists.
+        others = (np.ndarray, np.generic, set, deque)
+        if any(
+            name not in known or is_generator(known[name]) or isinstance(known[name], others)
+            for name in attributes
+        ):
+            raise CheckpointError(
+                f"resume: got {run.plan.start.path}, in which MiniLoop saved the state of {place!r},"
+                " expected only attributes of modules. Continue it with MiniLoop, or use load=."
+            )
+        vars(modules[place]).update(move_data_to_device(attributes, run.fabric.device))
+
+
+# The position
+
+
+def load_states(run: Run, states: dict[str, Any]) -> None:
+    """Restore the parts of a run that have a saved state."""
+    for name in PARTS:
+        if name in states:
+            getattr(run, name).load_state_dict(states[name])
+
+
+def restore_position(run: Run) -> None:
+    """Restore random generators, loaders and running sums right before training continues."""
+    own = run.plan.start.take()
+    if own is None:
+        return
+    if own["writer"] == "Trainer":
+        # Trainer saves no random states.
+        run.data.load_loader_states(own["loader_states"])
+        return
+    ranks, rank = own["ranks"], run.fabric.global_rank
+    of_process = ranks[rank % len(ranks)]
+    # MiniLoop saves only the random states.
+    if own["writer"] == "FabricLoop":
+        check_settings(run, own["settings"])
+        if own["accumulate_grad_batches"]:
+            run.loop.accumulate_grad_batches = own["accumulate_grad_batches"]
+        restore_network(run, own["flags"], of_process["gradients"])
+        of_process["results"] = move_data_to_device(of_process["results"], run.fabric.device)
+        load_states(run, of_process)
+    restore_rng_state(of_process["rng"])
+    if rank >= len(ranks):
+        # The saved run had no process of this rank. Use different random numbers in each process.
+        seed = int(torch.randint(2**31, ())) + rank
+        torch.manual_seed(seed)
+        np.random.seed(seed % 2**32)
+        random.seed(seed)
+
+
+def check_settings(run: Run, saved: dict[str, Any]) -> None:
+    """Warn about changed settings. Within an epoch, require the processes and batch sizes saved."""
+    current = run_settings(run)
+    is_in_epoch = run.progress.is_in_epoch and not run.progress.is_last_batch
+    if is_in_epoch and saved["processes"] != current["processes"]:
+        raise CheckpointError(
+            f"{run.plan.start.path}: it is from the middle of an epoch of a run with {saved['processes']}"
+            f" processes, and this run has {current['processes']}. Use {saved['processes']} processes, a"
+            " checkpoint from the end of an epoch, or load= to start a new run from the weights."
+        )
+    sizes, saved_sizes = current["batch size"], saved["batch size"]
+    if is_in_epoch and len(sizes) == len(saved_sizes) and sizes != saved_sizes:
+        raise CheckpointError(
+            f"{run.plan.start.path}: it is from the middle of an epoch with the batch sizes {saved_sizes},"
+            f" and the loaders now have {sizes}. The position is counted in batches. Use the saved batch"
+            " size, a checkpoint from the end of an epoch, or load= to start a new run from the weights."
+        )
+    differences = [
+        f"{n} {saved[n]} was saved, now {current[n]}" for n in saved if saved[n] != current[n]
+    ]
+    if differences:
+        run.warn_once(
+            f"resume: {'; '.join(differences)}. The run continues. Its results differ from those of an"
+            " uninterrupted run."
+        )
+
+
+def restore_network(
+    run: Run, flags: dict[str, dict[str, bool]], gradients: dict[str, torch.Tensor]
+) -> None:
+    """Restore changed flags, and the gradients of an unfinished optimizer step."""
+    run.steps.set_training_modes(flags["training"])
+    requires_grad = flags["requires_grad"]
+    for name, parameter in run.optimization.named_parameters().items():
+        parameter.requires_grad = requires_grad.get(name, parameter.requires_grad)
+        if name in gradients:
+            parameter.grad = gradients[name].to(parameter.device, copy=True)
+
+
+def restore_optimizers(run: Run, checkpoint: dict[str, Any]) -> None:
+    if SHARDS_KEY in checkpoint or run.steps.is_model_parallel:
+        load_shards(run, checkpoint, "optimizer_states")
+    states = checkpoint["optimizer_states"]
+    add_missing_groups(run, states)
+    # Accept an empty list, because on_load_checkpoint hooks may have removed the optimizer states.
+    if states and len(states) != len(run.optimization.optimizers):
+        raise CheckpointError(
+            f"{run.plan.start.path}: got the states of {len(states)} optimizers, expected"
+            f" {len(run.optimization.optimizers)}. Give the optimizers that the run was started with, or use load=."
+        )
+    for optimizer, state in zip(run.optimization.optimizers, states, strict=False):
+        load_optimizer_state(run, optimizer, state)
+        restore_dtypes(optimizer, state)
+    saved = checkpoint.get("lr_schedulers", ())
+    # StochasticWeightAveraging exchanges the schedulers during training.
+    is_averaging = bool(run.hooks.callbacks_of("StochasticWeightAveraging"))
+    if saved and len(saved) != len(run.optimization.lr_schedulers) and not is_averaging:
+        run.warn_once(
+            f"resume: {len(saved)} lr_schedulers were saved, now {len(run.optimization.lr_schedulers)}. The states are"
+            " restored in this order, and a scheduler without a state starts again."
+        )
+    for config, state in zip(run.optimization.lr_schedulers, saved, strict=False):
+        config.scheduler.load_state_dict(state)
+
+
+def add_missing_groups(run: Run, states: list[dict[str, Any]]) -> None:
+    """Add the parameter groups that the saved run has added to its optimizers during training."""
+    parameters = run.optimization.named_parameters()
+    saved = (run.plan.start.own or {}).get("parameter_groups", ())
+    for optimizer, state, names in zip(run.optimization.optimizers, states, saved, strict=False):
+        known = len(optimizer.param_groups)
+        # An own optimizer may save its state in another form.
+        groups = state.get("param_groups", ())
+        added = zip(groups[known:], names[known:], strict=False)
+        for group, group_names in added:
+            if all(name in parameters for name in group_names):
+                group = {**group, "params": [parameters[name] for name in group_names]}
+                optimizer.add_param_group(group)
+
+
+def load_optimizer_state(run: Run, optimizer: Any, state: dict[str, Any]) -> None:
+    try:
+        optimizer.load_state_dict(state)
+    except ValueError as error:
+        sizes = [
+            [len(group["params"]) for group in groups]
+            for groups in (state.get("param_groups", ()), optimizer.param_groups)
+        ]
+        if sizes[0] == sizes[1]:
+            raise
+        raise CheckpointError(
+            f"{run.plan.start.path}: got an optimizer with groups of {sizes[0]} parameters, expected"
+            f" {sizes[1]}. Add the same groups before the run resumes, in configure_optimizers or"
+            " on_fit_start, or use load=."
+        ) from error
+
+
+def restore_outside_parameters(run: Run, saved: dict[str, torch.Tensor]) -> None:
+    """Restore the parameters that only optimizers have, because state_dict lacks them."""
+    with torch.no_grad():
+        for name, parameter in run.optimization.outside_parameters().items():
+            if name in saved:
+                parameter.copy_(saved[name])
+
+
+def restore_dtypes(optimizer: Any, saved: dict[str, Any]) -> None:
+    """Undo torch's cast of optimizer states to the dtypes of the parameters."""
+    parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+    for index, values in saved.get("state", {}).items():
+        if not isinstance(index, int) or not isinstance(values, dict):
+            continue
+        current = optimizer.state[parameters[index]]
+        for name, value in values.items():
+            if isinstance(value, torch.Tensor) and current[name].dtype != value.dtype:
+                current[name] = value.to(current[name].device)
