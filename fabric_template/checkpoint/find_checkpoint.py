@@ -9,7 +9,6 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
-from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -258,7 +257,8 @@ def list_versions(plan: Plan, folder: Path, pattern: str) -> list[Version]:
         files = [path for path in (folder / name).glob(pattern) if path.is_file()]
         started, saved = read_times(folder / name)
         if started == saved == 0.0 and len(names) > 1:
-            saved = max((read_age(path)[0] for path in islice(newest_first(files), 1)), default=0.0)
+            newest = next(newest_first(files), None)
+            saved = 0.0 if newest is None else read_age(newest)[0]
         found.append(Version(name, files, started, max(started, saved)))
 
     def age(version: Version) -> tuple[float, int, str]:

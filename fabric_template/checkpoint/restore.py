@@ -235,8 +235,10 @@ def restore_position(run: Run) -> None:
         return
     ranks, rank = own["ranks"], run.fabric.global_rank
     of_process = ranks[rank % len(ranks)]
-    # MiniLoop saves only the random states.
-    if own["writer"] == "FabricLoop":
+    if own["writer"] == "MiniLoop":
+        # MiniLoop saves only the random states.
+        run.data.check_restart()
+    else:
         check_settings(run, own["settings"])
         if own["accumulate_grad_batches"]:
             run.loop.accumulate_grad_batches = own["accumulate_grad_batches"]

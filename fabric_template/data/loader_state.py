@@ -281,16 +281,21 @@ class ResumableLoader:
             return state
         return {**state, "stream": {**state["stream"], "attributes": self._stream.attributes()}}
 
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Set the position at which the next iterator starts."""
-        self.passes, self.batches = state["passes"], state["batches"]
-        self.is_finished = state["is_finished"]
-        if self._continues and state["has_continued"]:
+    def check_restart(self) -> None:
+        """Raise an error for a loader that continues in each epoch, because it would start again."""
+        if self._continues:
             raise CheckpointError(
                 f"resume: {type(self.loader).__name__} holds an iterator that continues in each epoch, so"
                 " its position cannot be restored. Give the loader or its dataset state_dict() and"
                 " load_state_dict(), or use load= to start a new run from the weights."
             )
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Set the position at which the next iterator starts."""
+        self.passes, self.batches = state["passes"], state["batches"]
+        self.is_finished = state["is_finished"]
+        if state["has_continued"]:
+            self.check_restart()
         self._at_start, self._at_first_batch = state["at_start"], state["at_first_batch"]
         if len(state["workers"]) == len(self.workers):
             self.workers, self._workers_at_start = list(state["workers"]), state["workers_at_start"]

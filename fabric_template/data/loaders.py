@@ -228,6 +228,11 @@ class DataConnector:
                 self._create_val_loaders()
             self.eval_loaders.load_state_dict(state["val"])
 
+    def check_restart(self) -> None:
+        """Raise an error for training loaders that would have to continue, without a position."""
+        for loader in self.train.resumable if "train" in self.created else ():
+            loader.check_restart()
+
     def stateful_loaders(self) -> list[Any]:
         """List the training loaders whose states Trainer saves."""
         loaders = self.train.loaders if "train" in self.created else []

@@ -10,6 +10,7 @@ from modules import Classifier, assert_parity, make_loader
 from resume_loaders import ShufflesInIter
 from runs import Snapshots, assert_same_end, fit, logs_of
 
+from fabric_template import MiniLoop
 from fabric_template.errors import CheckpointError
 
 BATCHES = list(make_loader(24, shuffle=False))
@@ -168,6 +169,15 @@ def test_a_stream_that_continues_in_each_epoch_resumes_in_the_first_epoch_only(t
     for batch in (5, 7):
         with pytest.raises(CheckpointError, match="holds an iterator that continues in each epoch"):
             fit(tmp_path / "killed" / str(batch), resume="last", **options)
+
+
+@pytest.mark.parametrize("make", CONTINUED)
+def test_a_stream_that_mini_loop_has_continued_is_refused(tmp_path, make):
+    """A file of MiniLoop has no position."""
+    loop = MiniLoop(max_epochs=1, name="run", default_root_dir=tmp_path, accelerator="cpu")
+    loop.fit(Classifier(), make() if make is not Queue else list(itertools.islice(Queue(), 5)))
+    with pytest.raises(CheckpointError, match="holds an iterator that continues in each epoch"):
+        fit(tmp_path, train=make, max_epochs=2, resume="last")
 
 
 def test_resume_reads_a_stream_from_the_start_of_its_epoch(tmp_path):
