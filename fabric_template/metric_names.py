@@ -1,11 +1,71 @@
-"""Find by a metric's name whether small or large values are good."""
+"""Find by a column's name what its values are, and whether small or large values are good."""
 
 from __future__ import annotations
 
 import re
+from collections.abc import Iterable
+from typing import NamedTuple
 
-# Columns of metrics.csv that are not metrics.
-NOT_METRICS = ("epoch", "step", "samples_per_second", "time", "name", "version")
+# The names of the columns of epochs and of steps, in the logs of this package and of others.
+EPOCH_NAMES = ("epoch", "epochs")
+STEP_NAMES = (
+    *("step", "steps", "global_step", "trainer/global_step", "train/global_step", "_step"),
+    *("iteration", "iterations", "iter", "iters", "boosting_round", "round"),
+    *("total_timesteps", "time/total_timesteps"),
+)
+# Other columns that are not metrics, and the last parts of the names of durations and sizes.
+NOT_METRICS = ("name", "version", "index", "batch", "batch_idx", "seed", "best_epoch", "total_flos")
+DURATIONS = ("time", "runtime", "timestamp", "second", "seconds", "elapsed", "eta", "memory", "mem")
+SPLITS = {"train": "train", "training": "train", "test": "test", "testing": "test"}
+SPLITS |= dict.fromkeys(("val", "valid", "validation", "eval", "dev"), "validation")
+_SPLIT = f"(?P<split>{'|'.join(SPLITS)})"
+# Names such as "val_loss", "valLoss", "validation_0-rmse" and "valid_0's l2", or "Loss/val".
+_PREFIX = re.compile(rf"(?is){_SPLIT}(?:_\d+)?(?:'s)?(?:[\W_]+|(?-i:(?=[A-Z])))(?P<quantity>.+)")
+_SUFFIX = re.compile(rf"(?is)(?P<quantity>.+?)[\W_]+{_SPLIT}(?:_epoch|_step)?\W*")
+_KINDS = {
+    "loss": re.compile(r"(?i)loss"),
+    "accuracy": re.compile(r"(?i)accuracy|(^|[\W_])acc([\W_\d]|$)"),
+    "learning rate": re.compile(r"(?i)^(base_)?(lr|learning[_ ]?rate)([\W_\d]|$)"),
+}
+
+
+class Metric(NamedTuple):
+    """The parts of a column name, such as the split "validation" and the quantity "acc"."""
+
+    column: str
+    split: str
+    quantity: str
+    kind: str
+
+
+def parse_metric(column: str) -> Metric:
+    """Split the name of a column into its parts. Column names of other loggers are accepted."""
+    match = _PREFIX.fullmatch(column) or _SUFFIX.fullmatch(column)
+    split, quantity = SPLITS.get(column.lower(), ""), column
+    if match is not None:
+        split, quantity = SPLITS[match["split"].lower()], match["quantity"]
+    elif split:
+        quantity = "value"
+    quantity = re.sub(r"_(epoch|step)(?=$|/)", "", quantity)
+    kinds = (kind for kind, pattern in _KINDS.items() if pattern.search(quantity))
+    return Metric(column, split, quantity, next(kinds, quantity))
+
+
+def find_axis(columns: Iterable[str], axis: str) -> str | None:
+    """Return the column of epochs (axis="epoch") or of steps (axis="step"), or None."""
+    names = {str(column).strip().lower(): str(column) for column in reversed([*columns])}
+    known = {"epoch": EPOCH_NAMES, "step": STEP_NAMES}.get(axis, (axis.lower(),))
+    return next((names[name] for name in known if name in names), None)
+
+
+def is_metric(column: str) -> bool:
+    """Return whether a column may contain a metric, and not an epoch, a duration or the like."""
+    name = column.strip().lower()
+    if name in (*EPOCH_NAMES, *STEP_NAMES, *NOT_METRICS) or name.startswith("unnamed:"):
+        return False
+    return re.split(r"[\W_]+", name)[-1] not in DURATIONS
+
+
 # mini.py has a copy of the rest of this file, because it imports nothing of the package.
 # The parts of names whose smallest value is the best, or the largest, or neither.
 SMALLEST_IS_BEST = """

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from ..files import number_of
+from ..metric_names import find_axis, is_metric, parse_metric
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -18,17 +19,22 @@ if TYPE_CHECKING:
 _CELL = r'(?:"[^"]*(?:""[^"]*)*"|[^",\n]*)'
 _RECORD = re.compile(f"{_CELL}(?:,{_CELL})*")
 _CELLS = re.compile(f"(?:^|,)({_CELL})")
+EXPORTED_RUN = "run of an export"  # The column with the names of runs in an export of W&B.
+# Cells without a value.
+MISSING = ("", "nan", "none", "null", "na", "n/a", "-")
 EXPECTED = "a metrics.csv, or a folder such as logs, logs/digits or logs/digits/version_0"
 
 
 def read_logs(path: str | os.PathLike[str], steps: bool = False) -> pd.DataFrame:
     """Return the rows of one or several runs as one table: `name, version, epoch, step, ...`.
 
-    Lightning's CSVLogger writes half-empty rows, which are merged into one row per epoch.
+    Half-empty rows, such as those of Lightning's CSVLogger, are merged into one row per epoch, or
+    per validation if an epoch has several. CSV files of other tools are read, too.
 
     Args:
-        path: A metrics.csv, or a folder such as logs, logs/digits or logs/digits/version_0.
-        steps: Read steps.csv, which has the values logged per step.
+        path: A CSV file, or a folder such as logs, logs/digits or logs/digits/version_0.
+        steps: Read steps.csv, which has the values logged per step. Without a steps.csv, return one
+            row per step of metrics.csv.
 
     Example:
         >>> from tempfile import mkdtemp
@@ -46,38 +52,51 @@ def read_logs(path: str | os.PathLike[str], steps: bool = False) -> pd.DataFrame
             f"read_logs(path): got a {type(path).__name__}, expected a path. Write read_logs('logs')."
         )
     root = Path(os.path.abspath(path))
-    filename = "steps.csv" if steps or root.name == "steps.csv" else "metrics.csv"
-    if root.is_file():
-        files = [root.with_name("steps.csv") if steps else root]
-    else:
-        files = [root / filename] if (root / filename).is_file() else find_files(root, filename)
-    if not files or not files[0].is_file():
-        problem = f"The path has no {filename}" if root.exists() else "The path does not exist"
+    files = [root] if root.is_file() else find_files(root)
+    if not files:
+        problem = "The path has no metrics.csv" if root.exists() else "The path does not exist"
         raise ValueError(f"read_logs(path): got {str(root)!r}, expected {EXPECTED}. {problem}.")
     tables = {}
     for file in files:
-        content = read_table(file)
-        if not content.is_complete:
-            warnings.warn(f"{file}: the last line is incomplete and was left out.", stacklevel=2)
-        table = pd.DataFrame(content.rows, columns=content.columns, dtype=object)
         run, number = file.parent.parent, number_of(file.parent.name)
         name = run.relative_to(root).as_posix() if root in run.parents else run.name
         version = file.parent.name if number is None else number
-        table = table if filename == "steps.csv" else join_rows(table)
-        tables[name, isinstance(version, str), version] = table.assign(name=name, version=version)
+        table = read_file(file, steps)
+        table = table.assign(name=table.get(EXPORTED_RUN, name), version=version)
+        tables[name, isinstance(version, str), version] = table.drop(
+            columns=EXPORTED_RUN, errors="ignore"
+        )
     table = pd.concat([tables[key] for key in sorted(tables)], ignore_index=True).fillna("")
-    places = ["step", "epoch"] if filename == "steps.csv" else ["epoch", "step"]
-    names = dict.fromkeys(["name", "version", *places, *table.columns])
+    axes = [find_axis(table, axis) for axis in (("step", "epoch") if steps else ("epoch", "step"))]
+    names = dict.fromkeys(["name", "version", *axes, *table.columns])
     return pd.DataFrame({name: to_values(table[name].tolist()) for name in names if name in table})
 
 
-def find_files(root: Path, name: str) -> list[Path]:
-    """Return the files of a name below a folder, except in folders whose names start with a dot."""
+def read_file(path: Path, steps: bool = False) -> pd.DataFrame:
+    """Return the rows of a CSV file as text, merged per epoch or, with steps=True, per step."""
+    import pandas as pd
+
+    path = path.with_name("steps.csv") if steps and path.with_name("steps.csv").exists() else path
+    content = read_table(path)
+    if not content.is_complete:
+        warnings.warn(f"{path}: the last line is incomplete and was left out.", stacklevel=3)
+    # Files that were written in several parts may repeat their header.
+    rows = [row for row in content.rows if [*row.values()] != content.columns]
+    table = pd.DataFrame(rows, columns=content.columns, dtype=object)
+    table.columns = [name.strip().removeprefix("#").strip() for name in content.columns]
+    table = table.loc[:, [bool(name) for name in table.columns]]
+    return table if path.name == "steps.csv" else join_rows(split_exported(table, path), steps)
+
+
+def find_files(root: Path) -> list[Path]:
+    """Return each metrics.csv of a folder, or below it in folders that are not hidden."""
+    if (root / "metrics.csv").is_file():
+        return [root / "metrics.csv"]
     found = []
     for folder, subfolders, files in os.walk(root):
         subfolders[:] = [subfolder for subfolder in subfolders if not subfolder.startswith(".")]
-        if name in files:
-            found.append(Path(folder, name))
+        if "metrics.csv" in files:
+            found.append(Path(folder, "metrics.csv"))
     return sorted(found)
 
 
@@ -103,7 +122,10 @@ def read_table(path: Path) -> CSVTable:
     because it refuses long cells.
     """
     content = path.read_bytes() if path.exists() else b""
-    text = content.decode("utf-8-sig", "replace").replace("\0", "")
+    if path.name not in ("metrics.csv", "steps.csv"):
+        # The last line of a finished file may have no line break.
+        content = content.rstrip(b"\r\n") + b"\n"
+    text = to_commas(content.decode("utf-8-sig", "replace").replace("\0", ""))
     *lines, rest = text.split("\n")
     records, damaged = read_records(lines)
     columns = records[0] if records else []
@@ -112,6 +134,16 @@ def read_table(path: Path) -> CSVTable:
         records, is_complete = records[:-1], False
     rows = [dict(zip(columns, cells, strict=False)) for cells in records[1:]]
     return CSVTable(columns, rows, is_complete, damaged)
+
+
+def to_commas(text: str) -> str:
+    """Replace semicolons, tabs or bars between the cells of a file without commas in its header."""
+    header = text.partition("\n")[0]
+    separator = next((character for character in ";\t|" if character in header), ",")
+    if "," in header or separator == ",":
+        return text
+    # Files with semicolons often have decimal commas.
+    return text.replace(",", ".").replace(separator, ",")
 
 
 def read_records(lines: list[str]) -> tuple[list[list[str]], list[int]]:
@@ -161,18 +193,60 @@ def read_quoted(lines: list[str], num_columns: int | None) -> tuple[list[str] | 
     return None, 1
 
 
-def join_rows(table: pd.DataFrame) -> pd.DataFrame:
-    """Merge half-empty rows into one row per epoch. Keep the last value of each column."""
-    places = table.reindex(columns=["epoch", "step"], fill_value="")
-    is_complete = places.astype(bool).all(axis=None) and not places.duplicated().any()
-    is_of_steps = any(name.endswith("_step") for name in table.columns)
-    if (is_complete and not is_of_steps) or not any(places["epoch"]):
+def split_exported(table: pd.DataFrame, path: Path) -> pd.DataFrame:
+    """Rename the columns of an export of TensorBoard or W&B, which name the run and the metric."""
+    import pandas as pd
+
+    if {*table.columns} == {"Wall time", "Step", "Value"}:
+        tag = re.search(r"tag-(.+)", path.stem)
+        return table.rename(columns={"Value": tag[1] if tag else "Value"})
+    # W&B names a column "<run> - <metric>", and adds the smallest and largest value per step.
+    exported = [name for name in table if " - " in name]
+    others = [name for name in table if " - " not in name]
+    if not exported or any(map(is_metric, others)):
+        return table
+    runs: dict[str, dict[str, str]] = {}
+    for name in exported:
+        run, _, metric = name.rpartition(" - ")
+        if not metric.endswith(("__MIN", "__MAX")):
+            runs.setdefault(run, {})[name] = metric
+    tables = []
+    for run, columns in runs.items():
+        rows = table[(table[[*columns]] != "").any(axis=1)]
+        rows = rows[[*others, *columns]].rename(columns=columns)
+        tables.append(rows.assign(**{EXPORTED_RUN: run}))
+    return pd.concat(tables).fillna("")
+
+
+def join_rows(table: pd.DataFrame, steps: bool = False) -> pd.DataFrame:
+    """Merge half-empty rows into one row per step, or per epoch and validation.
+
+    Keep the last value of each column, and the step of the validation.
+    """
+    epoch, step = find_axis(table, "epoch"), find_axis(table, "step")
+    axes = [axis for axis in (epoch, step) if axis is not None]
+    if not axes or EXPORTED_RUN in table:
+        return table
+    is_complete = (table[axes] != "").all(axis=None) and not table[axes].duplicated().any()
+    is_of_steps = not steps and any(name.endswith("_step") for name in table if name not in axes)
+    if is_complete and not is_of_steps:
         # Do not merge complete rows. An epoch with several validations has several complete rows.
         return table
     table = table.mask(table == "")
-    # LearningRateMonitor's rows have no epoch. Use the epoch of the next or the previous row.
-    table["epoch"] = table["epoch"].bfill().ffill()
-    return table.groupby("epoch", sort=False).last().reset_index()
+    # Rows of LearningRateMonitor have no epoch. Use the epoch of the next or the previous row.
+    table[axes] = table[axes].bfill().ffill()
+    table = table.groupby(axes, sort=False, dropna=False).last().reset_index()
+    if steps or epoch is None or step is None:
+        return table
+    validated = [name for name in table if parse_metric(name).split in ("validation", "test")]
+    is_validated = table[validated].notna().any(axis=1)
+    epochs = is_validated.groupby(table[epoch], sort=False, dropna=False)
+    # The number of the validation in its epoch. Rows after the last validation belong to it.
+    number = (epochs.cumsum() - is_validated).clip(upper=epochs.transform("sum") - 1)
+    table[step] = table[step].where(is_validated | (epochs.transform("sum") == 0))
+    keys = [table[epoch], number.clip(lower=0).rename("number")]
+    table = table.drop(columns=epoch).groupby(keys, sort=False, dropna=False).last()
+    return table.reset_index(level=0).reset_index(drop=True)
 
 
 def parse_cell(cell: str) -> Any:
@@ -188,6 +262,8 @@ def to_values(cells: list[Any]) -> list[Any]:
     with suppress(ValueError):
         return [int(cell) for cell in cells]
     with suppress(ValueError):
-        return [float(cell or "nan") for cell in cells]
+        return [
+            float("nan" if cell.strip().lower() in MISSING else cell) for cell in map(str, cells)
+        ]
     known = {"": None, "True": True, "False": False}
     return [known.get(cell, cell) for cell in cells]

@@ -73,6 +73,7 @@ OPTIONS: dict[str, dict[str, dict[str, Any]]] = {  # by command
     "runs": {
         "paths": {"nargs": "*", "default": [], "help": "A folder, diff RUN RUN, or best FOLDER."},
         "--metric": {"help": "The metric that ranks the runs. Default: the run's monitor."},
+        "--mode": {"help": "min if the smallest value of the metric is the best, or max."},
         "--html": {"help": "Write the table and the curves into this file, for a browser."},
     },
     "compare": {
@@ -149,7 +150,13 @@ def main(argv: list[str] | None = None) -> int:
         if argv[0] == "--version":
             print(f"{PACKAGE} {importlib.import_module(PACKAGE).__version__}")
             return 0
-        return run_command(argv[0], argv[1:])
+        exit_code = run_command(argv[0], argv[1:])
+        sys.stdout.flush()
+        return exit_code
+    except BrokenPipeError:
+        # The reader, such as `head`, has closed the pipe. Prevent another error at the exit.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 141
     except SystemExit as stop:
         return stop.code if isinstance(stop.code, int) else 0
     except KeyboardInterrupt:

@@ -5,17 +5,16 @@ from __future__ import annotations
 import io
 import math
 import os
-import re
 import sys
 import time
 import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 from ..loggers.read_logs import read_logs
-from ..metric_names import NOT_METRICS
+from ..metric_names import Metric, find_axis, is_metric, parse_metric
 from .runs import best_mode, find_runs
 
 if TYPE_CHECKING:
@@ -26,15 +25,10 @@ if TYPE_CHECKING:
 # The Okabe-Ito palette is color-blind safe. Dashes keep overlapping runs visible.
 PALETTE = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9")
 DASHES = ("-", "--", "-.")
-SPLITS = {"training": "train", "val": "validation", "valid": "validation"}
-_COLUMN = re.compile(
-    r"(?is)(?:(train|training|val|valid|validation|test)[\W_])?(.*?)(?:_epoch|_step)?(/.*)?"
-)
-_KINDS = {
-    "loss": re.compile(r"(?i)loss"),
-    "accuracy": re.compile(r"(?i)accuracy|(^|[\W_])acc([\W_\d]|$)"),
-    "learning rate": re.compile(r"(?i)^(lr|learning[_ ]rate)([\W_\d]|$)"),
-}
+# Of more runs than colors and dashes, draw the best ones in color and the others in gray.
+MOST_COLORED = len(PALETTE) * len(DASHES)
+NUM_BEST = 8
+GRAY = "0.72"
 
 
 @dataclass(eq=False)
@@ -46,26 +40,6 @@ class Run:
     options: dict[str, Any]
     color: str | None = None
     dash: str = "-"
-
-
-class Metric(NamedTuple):
-    """The parts of a column name, such as the split "val" and the quantity "acc" of `val_acc`."""
-
-    column: str
-    split: str
-    quantity: str
-    kind: str
-
-
-def parse_metric(column: str) -> Metric:
-    """Split the name of a column into its parts. Column names of other loggers are accepted."""
-    match = _COLUMN.fullmatch(column)
-    assert match is not None
-    split, quantity, loader = match.groups(default="")
-    kinds = (kind for kind, pattern in _KINDS.items() if pattern.search(quantity))
-    return Metric(
-        column, SPLITS.get(split.lower(), split.lower()), quantity + loader, next(kinds, quantity)
-    )
 
 
 def plot_logs(
@@ -107,10 +81,12 @@ def plot_logs(
     if smooth is not None and not 0 <= smooth < 1:
         raise ValueError(f"smooth: got {smooth}, expected 0 to below 1. Write 0.9, for example.")
     runs = load_runs(logs, seeds)
-    tables = [table for run in runs for table in run.tables]
-    if x is None:
-        is_by_steps = any(map(is_step_based_table, tables)) and all("step" in t for t in tables)
-        x = "step" if is_by_steps else "epoch"
+    num_rows = sum(len(table) for run in runs for table in run.tables)
+    # A run that was stopped before its first row has nothing to draw.
+    runs = [run for run in runs if any(map(len, run.tables))]
+    if not num_rows:
+        raise ValueError("plot_logs: got logs without a row, expected at least one.")
+    x = choose_x([table for run in runs for table in run.tables], x)
     for number, run in enumerate(runs):
         run.tables = [prepare_table(table, x) for table in run.tables]
         run.label = "" if len(runs) == 1 else run.label or f"run {number}"
@@ -123,15 +99,16 @@ def plot_logs(
                 draw_line(ax, run, metric, x, smooth, label)
         ax.legend(fontsize="small")
         return ax
-    quantities = list(dict.fromkeys(metric.quantity for metric in chosen))
-    axes = make_axes(quantities, x, log)
-    for number, run in enumerate(runs):
-        run.color = PALETTE[number % len(PALETTE)]
-        run.dash = DASHES[(number + number // len(PALETTE)) % len(DASHES)]
-        for metric in chosen:
-            panel = axes[quantities.index(metric.quantity)]
-            label = run.label or metric.split or f"_{metric.quantity}"
-            draw_line(panel, run, metric, x, smooth, label)
+    panels: dict[str, list[Metric]] = {}
+    for metric in chosen:
+        panels.setdefault(metric.quantity.lower(), []).append(metric)
+    axes = make_axes([found[0].quantity for found in panels.values()], name_axis(runs, x))
+    choose_colors(runs, chosen)
+    for panel, found in zip(axes, panels.values(), strict=True):
+        for run in runs:
+            for metric in found:
+                draw_line(panel, run, metric, x, smooth, run.label or name_line(metric, found))
+        format_axes(panel, x, log)
     has_both = {"train", "validation"} <= {metric.split for metric in chosen}
     notes = ["thin: train, bold: validation"] if has_both and len(runs) > 1 else []
     if any(len(run.tables) > 1 for run in runs):
@@ -147,9 +124,10 @@ def load_runs(logs: Any, seeds: bool) -> list[Run]:
     if isinstance(logs, str | os.PathLike):
         return read_runs(Path(logs), seeds)
     if isinstance(logs, pd.DataFrame):
-        if not {"name", "version"} <= set(logs.columns):
-            return [Run("", [logs], {})]
-        groups = logs.groupby(["name", "version"], sort=False)
+        table = logs.rename(columns=lambda name: str(name).strip())
+        if not {"name", "version"} <= set(table.columns):
+            return [Run("", [table], {})]
+        groups = table.groupby(["name", "version"], sort=False)
         return [Run(f"{name}/{version}", [rows], {}) for (name, version), rows in groups]
     if isinstance(logs, list | tuple):
         return [run for value in logs for run in load_runs(value, seeds=False)]
@@ -168,11 +146,11 @@ def load_runs(logs: Any, seeds: bool) -> list[Run]:
 def read_runs(path: Path, seeds: bool) -> list[Run]:
     """Read runs from a file or folder. Join runs of the same name that differ only in the seed."""
     runs: dict[str, Run] = {}
-    for found in find_runs(path.parent if path.is_file() else path):
-        found["rows"].attrs["folder"] = Path(found["folder"])
-        label = group = f"{found['name']}/{Path(found['folder']).name}"
+    for found in find_runs(path):
+        found["rows"].attrs["file"] = found["file"]
+        label = group = found["label"]
         changed = dict(found["changed"])
-        if seeds and changed.pop("seed", None) is not None:
+        if seeds and changed.pop("seed", None) is not None and len(found["rows"]):
             settings = [f"{option}={value}" for option, value in changed.items()]
             group = " ".join([found["name"], *settings])
         run = runs.setdefault(group, Run(label, [], found["options"]))
@@ -184,24 +162,80 @@ def read_runs(path: Path, seeds: bool) -> list[Run]:
     return list(runs.values())
 
 
+def choose_x(tables: list[pd.DataFrame], x: str | None) -> str:
+    """Return the given x axis if a table has it, or one that all tables have."""
+    if x is None:
+        has = {axis: all(find_axis(table, axis) for table in tables) for axis in ("step", "epoch")}
+        if has["step"] and any(map(is_step_based_table, tables)):
+            return "step"
+        return next((axis for axis in ("epoch", "step") if has[axis]), "row")
+    if x == "row" or any(find_axis(table, x) for table in tables):
+        return x
+    numeric = dict.fromkeys(name for table in tables for name in table.select_dtypes("number"))
+    known = f"expected one of the columns {', '.join(map(str, numeric)) or '(none)'}"
+    raise ValueError(f"x: got {x!r}, {known}. Write x={next(iter(numeric), 'row')!r}, for example.")
+
+
 def is_step_based_table(table: pd.DataFrame) -> bool:
-    has_speed = "samples_per_second" in table and bool(table["samples_per_second"].notna().any())
-    return has_speed or "epoch" not in table or bool(table["epoch"].duplicated().any())
+    """Return whether a table has rows of steps or validations, and not one row per epoch."""
+    if "samples_per_second" in table and bool(table["samples_per_second"].notna().any()):
+        return True
+    if not has_row_per_epoch(table):
+        return True
+    # Draw the steps of a single epoch, because an epoch is only one point.
+    return len(table) == 1 and "file" in table.attrs and len(read_steps(table)) > 1
+
+
+def has_row_per_epoch(table: pd.DataFrame) -> bool:
+    """Return whether no two rows are of the same epoch, and no row is of a part of an epoch."""
+    column = find_axis(table, "epoch")
+    if column is None or column not in table.select_dtypes("number"):
+        return False
+    epochs = table[column].dropna()
+    return not epochs.duplicated().any() and not (epochs % 1 != 0).any()
+
+
+def read_steps(table: pd.DataFrame) -> pd.DataFrame:
+    """Return the rows per step of the run in a table, or the table itself."""
+    import pandas as pd
+
+    file = table.attrs.get("file")
+    if file is None:
+        return table
+    steps = read_logs(file, steps=True)
+    if find_axis(steps, "step") != find_axis(table, "step"):
+        return table
+    if not file.with_name("steps.csv").is_file():
+        return steps
+    # If metrics.csv and steps.csv have the same column, use steps.csv, which has more rows.
+    others = table[["step", *table.columns.difference(steps.columns)]]
+    return pd.concat([others, steps])
 
 
 def prepare_table(table: pd.DataFrame, x: str) -> pd.DataFrame:
-    """Return one row per value of the x axis. For x="step", include the rows of steps.csv."""
-    import pandas as pd
-
-    folder = table.attrs.get("folder")
-    if x == "step" and folder is not None and (folder / "steps.csv").is_file():
-        steps = read_logs(folder, steps=True)
-        # If metrics.csv and steps.csv have the same column, use steps.csv, which has more rows.
-        table = pd.concat([table[["step", *table.columns.difference(steps.columns)]], steps])
-    elif x == "time" and x in table:
+    """Return one row per value of the x axis, which is the column ``x``."""
+    if x == "row":
+        return table.assign(row=range(len(table)))
+    if x == "step":
+        table = read_steps(table)
+    column = find_axis(table, x)
+    if column is None:
+        return table
+    if x == "time":
         # The column `time` contains the seconds since the previous row.
         table = table.assign(time=table["time"].fillna(0).cumsum())
-    return table.groupby(x, as_index=False).last() if x in table else table
+    rows = table.groupby(column, as_index=False).last()
+    rows = (
+        rows if column == x else rows.drop(columns=x, errors="ignore").rename(columns={column: x})
+    )
+    rows.attrs["x"] = column
+    return rows
+
+
+def name_axis(runs: list[Run], x: str) -> str:
+    """Return the label of the x axis: the name of its column in the logs."""
+    names = {table.attrs.get("x", x) for run in runs for table in run.tables}
+    return "seconds of training" if x == "time" else names.pop() if len(names) == 1 else x
 
 
 def choose_metrics(runs: list[Run], x: str, wanted: Sequence[str] | None) -> list[Metric]:
@@ -209,21 +243,25 @@ def choose_metrics(runs: list[Run], x: str, wanted: Sequence[str] | None) -> lis
     tables = [table for run in runs for table in run.tables]
     names = list(dict.fromkeys(str(name) for table in tables for name in table))
     known = f"expected one of the columns {', '.join(names) or '(none)'}"
-    if x not in names:
-        raise ValueError(f"x: got {x!r}, {known}. Write x='step', for example.")
-    numeric = {str(name) for table in tables for name in table.select_dtypes("number")}
-    columns = [parse_metric(name) for name in names if name in numeric]
-    metrics = [metric for metric in columns if metric.column not in NOT_METRICS]
+    numeric = {
+        name for table in tables for name in table.select_dtypes("number").dropna(axis=1, how="all")
+    }
+    columns = add_splits([parse_metric(name) for name in names if name in numeric])
+    metrics = [metric for metric in columns if is_metric(metric.column) and metric.column != x]
     if x != "step":
         # Skip "<name>_step", which Lightning logs in addition to the mean of the epoch.
         metrics = [metric for metric in metrics if not metric.column.endswith("_step")] or metrics
-    chosen = []
-    for name in ["loss", "accuracy"] if wanted is None else wanted:
-        found = [metric for metric in columns if metric.column == name]
-        found = found or [metric for metric in metrics if name in (metric.quantity, metric.kind)]
-        if wanted is not None and not found:
-            raise ValueError(f"metrics: got {name!r}, {known}. Choose a numeric column.")
-        chosen += found
+    chosen = [metric for metric in metrics if metric.kind in ("loss", "accuracy")]
+    if wanted is not None:
+        chosen = []
+        for name in wanted:
+            # A column such as "loss" of Keras belongs to the quantity "loss", like "val_loss".
+            found = [metric for metric in metrics if name in (metric.quantity, metric.kind)]
+            found = found or [metric for metric in columns if metric.column == name]
+            found = [metric for metric in columns if metric.column == name and not found] or found
+            if not found:
+                raise ValueError(f"metrics: got {name!r}, {known}. Choose a numeric column.")
+            chosen += found
     chosen = chosen or [metric for metric in metrics if metric.kind != "learning rate"]
     if not chosen:
         raise ValueError(f"metrics: got nothing to draw, {known}. Write metrics=['lr'].")
@@ -231,29 +269,100 @@ def choose_metrics(runs: list[Run], x: str, wanted: Sequence[str] | None) -> lis
     return sorted(dict.fromkeys(chosen), key=lambda m: (order.get(m.kind, 2), m.split != "train"))
 
 
-def make_axes(quantities: list[str], x: str, log: bool) -> list[Axes]:
-    """Return the panels of a new figure, up to three in a row."""
-    from matplotlib import pyplot
-    from matplotlib.ticker import LogLocator, MaxNLocator, NullFormatter
+def add_splits(metrics: list[Metric]) -> list[Metric]:
+    """Mark columns such as "loss" of Keras as training if there is also a "val_loss"."""
+    splits: dict[str, set[str]] = {}
+    for metric in metrics:
+        splits.setdefault(metric.quantity.lower(), set()).add(metric.split)
+    found = []
+    for metric in metrics:
+        others = splits[metric.quantity.lower()]
+        is_train = metric.split == "" and "validation" in others and "train" not in others
+        found.append(metric._replace(split="train") if is_train else metric)
+    return found
 
-    width = len(quantities) if len(quantities) <= 3 else 2
-    height = math.ceil(len(quantities) / width)
-    size = (4.8 + 1.6 * width, 1.6 + 2.4 * height)
+
+def name_line(metric: Metric, others: list[Metric]) -> str:
+    """Return the label of a metric's line in its panel. A label after "_" is not in the legend."""
+    if [other.split for other in others].count(metric.split) > 1:
+        return metric.column
+    return metric.split or (metric.column if len(others) > 1 else f"_{metric.quantity}")
+
+
+def choose_colors(runs: list[Run], metrics: list[Metric]) -> None:
+    """Give each run a color and a dash. If there are too many runs, give them to the best ones."""
+    colored = runs
+    if len(runs) > MOST_COLORED:
+        colored = rank_runs(runs, metrics)[:NUM_BEST]
+        for run in runs:
+            if run not in colored:
+                run.color, run.label = GRAY, f"{len(runs) - NUM_BEST} other runs"
+    for number, run in enumerate(colored):
+        run.color = PALETTE[number % len(PALETTE)]
+        run.dash = DASHES[(number + number // len(PALETTE)) % len(DASHES)]
+
+
+def rank_runs(runs: list[Run], metrics: list[Metric]) -> list[Run]:
+    """Sort runs by the best value of the first drawn metric that is not of training."""
+    ranking = sorted(metrics, key=lambda metric: metric.split == "train")[0]
+    mode = best_mode(ranking.column, runs[0].options)
+
+    def best_value(run: Run) -> float:
+        tables = [table for table in run.tables if ranking.column in table]
+        values = [float(y) for table in tables for y in table[ranking.column] if abs(y) < math.inf]
+        if not values:
+            return math.inf
+        return -max(values) if mode == "max" else min(values)
+
+    return sorted(runs, key=best_value)
+
+
+def make_axes(quantities: list[str], x_label: str) -> list[Axes]:
+    """Return the panels of a new figure, up to four in a row."""
+    from matplotlib import pyplot
+
+    count = len(quantities)
+    width = min(count, 3) if count != 4 else 2
+    width = 4 if count > 9 else width
+    height = math.ceil(count / width)
+    size = (4.8 + 1.6 * width, 1.6 + (2.4 if height < 3 else 1.9) * height)
     figure = pyplot.figure(figsize=size, layout="constrained")
     axes: list[Axes] = []
     for number, quantity in enumerate(quantities, start=1):
         ax = figure.add_subplot(height, width, number, sharex=axes[0] if axes else None)
-        ax.set_xlabel("seconds of training" if x == "time" else x)
+        if number + width > count:
+            ax.set_xlabel(x_label, parse_math=False)
         ax.set_ylabel(quantity, parse_math=False)
-        ax.xaxis.set_major_locator(MaxNLocator("auto", integer=x != "time", min_n_ticks=1))
-        if log:
-            ax.set_yscale("log")
-            ax.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
-            ax.yaxis.set_major_formatter("{x:g}")
-            ax.yaxis.set_minor_formatter(NullFormatter())
         ax.grid(alpha=0.25)
         axes.append(ax)
     return axes
+
+
+def format_axes(ax: Axes, x: str, log: bool) -> None:
+    """Set ticks that fit, for the lines of a panel."""
+    import numpy as np
+    from matplotlib.ticker import LogLocator, MaxNLocator, NullFormatter
+
+    ax.xaxis.set_major_locator(MaxNLocator("auto", integer=x != "time", min_n_ticks=1))
+    ax.xaxis.set_major_formatter(lambda value, _: shorten_number(value))
+    drawn = [np.asarray(line.get_ydata(), float) for line in ax.get_lines()]
+    values = [float(y) for line in drawn for y in line[line > 0]]
+    if not log or not values:
+        return
+    ax.set_yscale("log")
+    decades = math.log10(max(values) / min(values))
+    subs = (1, 2, 5) if decades <= 3.3 else (1,)
+    ax.yaxis.set_major_locator(LogLocator(subs=subs, numticks=15 if decades <= 3.3 else 8))
+    ax.yaxis.set_major_formatter("{x:g}")
+    ax.yaxis.set_minor_formatter(NullFormatter())
+
+
+def shorten_number(value: float) -> str:
+    """Write 20000 as 20k and 3000000 as 3M, so that the labels of ticks do not overlap."""
+    for unit, letter in ((1e6, "M"), (1e3, "k")):
+        if abs(value) >= 10 * unit or (unit == 1e6 and abs(value) >= unit):
+            return f"{value / unit:g}{letter}"
+    return f"{value:g}"
 
 
 def draw_line(ax: Axes, run: Run, metric: Metric, x: str, smooth: float | None, label: str) -> None:
@@ -262,8 +371,10 @@ def draw_line(ax: Axes, run: Run, metric: Metric, x: str, smooth: float | None, 
 
     tables = [table for table in run.tables if {x, metric.column} <= set(table)]
     rows = [table[[x, metric.column]].set_axis(["x", "y"], axis=1) for table in tables]
+    rows = [table[table["y"].abs() < math.inf] for table in rows]
     points = pd.concat(rows or [pd.DataFrame({"x": [], "y": []})])
-    points = points[points["y"].abs() < math.inf]
+    if not len(points):
+        return
     style: dict[str, Any] = {"linestyle": run.dash, "linewidth": 2.2}
     if metric.split == "train":
         style.update(linewidth=1.0, alpha=0.65)
@@ -276,17 +387,47 @@ def draw_line(ax: Axes, run: Run, metric: Metric, x: str, smooth: float | None, 
         if metric.split != "train":
             ax.fill_between(points["x"], low, high, color=run.color, alpha=0.2, linewidth=0)
     values = points["y"]
-    if smooth or (smooth is None and metric.split == "train" and len(points) > 50):
+    is_raw = all(has_raw_steps(table, metric, x) for table in tables)
+    if smooth or (smooth is None and is_raw and len(points) > 50):
         ax.plot(points["x"], values, color=run.color, alpha=0.35, linewidth=0.8)
-        values = values.ewm(alpha=1 - smooth if smooth else 25 / len(points)).mean()
+        values = values.ewm(alpha=1 - smooth).mean() if smooth else average_steps(values)
     # Mark the points of short lines. Draw short lines above longer lines, to keep both visible.
     style.update(marker="." if len(points) <= 30 else "", zorder=2 + 1 / (1 + len(points)))
+    if run.color == GRAY:
+        style.update(linewidth=0.6, marker="", linestyle="-", zorder=1.5)
     (line,) = ax.plot(points["x"], values, color=run.color, label=label, **style)
     mode = best_mode(metric.column, run.options)
-    if mode is not None and metric.split != "train" and len(points):
-        best = values.idxmin() if mode == "min" else values.idxmax()
+    if mode is not None and metric.split != "train" and run.color != GRAY:
+        best = points["y"].idxmin() if mode == "min" else points["y"].idxmax()
         style = {"color": line.get_color(), "markersize": 9, "markeredgecolor": "white"}
-        ax.plot(points["x"][best], values[best], "o", label="best", zorder=4, **style)
+        ax.plot(points["x"][best], points["y"][best], "o", label="best", zorder=4, **style)
+
+
+def has_raw_steps(table: pd.DataFrame, metric: Metric, x: str) -> bool:
+    """Return whether a column has the training values of single steps, and not means."""
+    if x == "row" or not (
+        metric.split == "train" or (metric.split == "" and metric.kind == "loss")
+    ):
+        return False
+    if has_row_per_epoch(table):
+        return False
+    counts = table.notna().sum()
+    validations = [name for name in table if parse_metric(str(name)).split == "validation"]
+    return bool(counts[metric.column] > 2 * counts[validations].max()) if validations else True
+
+
+def average_steps(values: pd.Series) -> Any:
+    """Return moving averages over up to 4 % of all points, and over fewer at the start.
+
+    An average reaches back at most a quarter of the steps before it. Otherwise it would show the
+    steep start of a training for a long time.
+    """
+    import numpy as np
+
+    sums = np.concatenate([[0.0], np.cumsum(values.to_numpy(float))])
+    ends = np.arange(1, len(sums))
+    sizes = np.clip(ends // 4, 1, max(1, len(values) // 25))
+    return (sums[ends] - sums[ends - sizes]) / sizes
 
 
 def add_legend(axes: list[Axes], title: str) -> None:
@@ -297,8 +438,8 @@ def add_legend(axes: list[Axes], title: str) -> None:
         entries.update(zip(labels, handles, strict=True))
     if not entries:
         return
-    if "best" in entries:
-        entries["best"] = entries.pop("best")
+    for label in [label for label in entries if label == "best" or label.endswith(" other runs")]:
+        entries[label] = entries.pop(label)
     figure: Any = axes[0].figure
     # Estimate how many entries of the legend fit into a line, with 1/14 inch per letter.
     width = max(1, int(figure.get_figwidth() * 14 / (max(map(len, entries)) + 10)))

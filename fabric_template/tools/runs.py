@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import math
 import os
 import warnings
 from collections.abc import Sequence
+from dataclasses import fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from ..config import LoopArguments, LoopConfig
 from ..files import number_of
 from ..loggers.read_logs import read_logs
-from ..metric_names import NOT_METRICS, find_direction
+from ..metric_names import find_axis, find_direction, is_metric, parse_metric
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -18,19 +21,26 @@ if TYPE_CHECKING:
 COLUMNS = ["name", "version", "state", "epochs", "metric", "best", "best_epoch", "seconds"]
 COLUMNS += ["changed", "folder"]
 # Ignore options that differ in every run or do not influence training.
-NOT_COMPARED = ("name", "version", "default_root_dir", "enable_progress_bar")
+NOT_COMPARED = ("name", "version", "default_root_dir", "enable_progress_bar", "resume", "load")
+DEFAULTS = {field.name: field.default for field in fields(LoopArguments)}
+DEFAULTS |= vars(LoopConfig().resolve())
 Run = dict[str, Any]  # A row of list_runs, with the additional keys "options" and "rows".
 
 
-def list_runs(folder: str | os.PathLike[str] = "logs", metric: str | None = None) -> pd.DataFrame:
-    """List all runs below a folder.
+def list_runs(
+    folder: str | os.PathLike[str] = "logs", metric: str | None = None, mode: str | None = None
+) -> pd.DataFrame:
+    """List all runs below a folder, or in a CSV file of any tool.
 
     The state is "running", "finished", "interrupted" (also when killed), "failed", or "unknown" for
-    a run of Trainer. `changed` lists the options that differ between runs of the same name.
+    a run of Trainer. `changed` lists the options that a run's user has set and that differ between
+    runs of the same name.
 
     Args:
         folder: The folder of all logs, or a folder in it.
         metric: The metric that ranks the runs. Default: the run's monitor, or a validation metric.
+        mode: "min" if the smallest value of metric is the best, or "max". Default: the run's mode
+            for its monitor, and for other metrics by their name. `best` is empty if it is unknown.
 
     Example:
         >>> from tempfile import mkdtemp
@@ -43,85 +53,175 @@ def list_runs(folder: str | os.PathLike[str] = "logs", metric: str | None = None
     """
     import pandas as pd
 
-    return pd.DataFrame(find_runs(folder, metric), columns=COLUMNS)
+    return pd.DataFrame(find_runs(folder, metric, mode), columns=COLUMNS)
 
 
-def find_runs(folder: str | os.PathLike[str], metric: str | None = None) -> list[Run]:
-    """Return every run below a folder, sorted by name and version."""
+def find_runs(
+    folder: str | os.PathLike[str], metric: str | None = None, mode: str | None = None
+) -> list[Run]:
+    """Return every run of a file or below a folder, sorted by name and version."""
     root = Path(os.path.abspath(folder))
-    if not root.is_dir():
+    if not root.exists():
         raise ValueError(f"runs: got {str(folder)!r}, expected a folder. Write logs, for example.")
-    runs = []
+    runs = read_files(root, root) if root.is_file() else []
     for path, subfolders, files in os.walk(root):
         subfolders[:] = [n for n in subfolders if n != "checkpoints" and not n.startswith(".")]
         if "metrics.csv" in files or "hparams.yaml" in files:
-            runs.append(read_run(Path(path), root, metric))
+            runs.append(read_run(Path(path), root))
+        else:
+            tables = (name for name in files if name.endswith(".csv"))
+            runs += [run for name in tables for run in read_files(Path(path, name), root)]
     runs.sort(key=lambda run: (run["name"], isinstance(run["version"], str), run["version"]))
+    by_name: dict[str, list[Run]] = {}
     for run in runs:
-        names = differing_options([other for other in runs if other["name"] == run["name"]])
-        run["changed"] = {name: run["options"].get(name) for name in names}
+        by_name.setdefault(run["name"], []).append(run)
+        run |= find_best(run, metric, mode)
+    for others in by_name.values():
+        names = differing_options(others)
+        for run in others:
+            run["changed"] = {name: run["options"][name] for name in names if is_set(run, name)}
     return runs
 
 
 def differing_options(runs: Sequence[Run]) -> list[str]:
+    """Return the options that a user has set and that differ between runs."""
     differing = []
     for option in dict.fromkeys(name for run in runs for name in run["options"]):
-        values = [run["options"].get(option) for run in runs]
-        if option not in NOT_COMPARED and any(value != values[0] for value in values):
+        values = [run["options"][option] if is_set(run, option) else None for run in runs]
+        if any(value != values[0] for value in values):
             differing.append(option)
     return differing
 
 
-def read_run(folder: Path, root: Path, metric: str | None = None) -> Run:
+def is_set(run: Run, option: str) -> bool:
+    """Return whether an option of a run has another value than its default."""
+    options = run["options"]
+    value = options.get(option)
+    if value is None or option in NOT_COMPARED:
+        return False
+    if option == "mode":
+        return bool(value not in ("auto", find_direction(str(options.get("monitor"))) or "min"))
+    if option == "max_epochs" and value in (-1, 1000):
+        # MiniLoop records these values for None.
+        return False
+    return option not in DEFAULTS or bool(value != DEFAULTS[option])
+
+
+def read_run(folder: Path, root: Path) -> Run:
     """Read the run in a folder. A run's name is the path of its parent folder, relative to root."""
     is_below = root in folder.parent.parents
     number = number_of(folder.name)
-    rows, options = read_rows(folder), read_options(folder)
     run: Run = {
         "name": folder.parent.relative_to(root).as_posix() if is_below else folder.parent.name,
         "version": folder.name if number is None else number,
         "state": read_state(folder / ".lock"),
-        "epochs": int(rows["epoch"].max()) + 1 if "epoch" in rows and len(rows) else 0,
+        "options": read_options(folder),
+        "file": folder / "metrics.csv",
+    }
+    return describe_run(run, read_rows(run["file"]), folder.name)
+
+
+def read_files(path: Path, root: Path) -> list[Run]:
+    """Read the runs in the CSV file of any tool. An export of W&B may contain several runs."""
+    if path.name == "metrics.csv":
+        return [read_run(path.parent, path.parent)]
+    rows = read_rows(path)
+    if path != root and not (find_axis(rows, "epoch") or find_axis(rows, "step")):
+        # Other tables, such as predictions, are no logs.
+        return []
+    folder = path.parent.relative_to(root).as_posix() if root in path.parents else "."
+    name = path.parent.name if folder == "." else folder
+    exported = dict.fromkeys(rows.attrs["names"])
+    if len(exported) > 1:
+        groups = [(run, rows[[n == run for n in rows.attrs["names"]]]) for run in exported]
+    else:
+        groups = [(path.stem, rows)]
+    runs = []
+    for version, table in groups:
+        run: Run = {
+            "name": name,
+            "version": version,
+            "state": "unknown",
+            "options": {},
+            "file": path,
+        }
+        runs.append(describe_run(run, table, version))
+    return runs
+
+
+def describe_run(run: Run, rows: pd.DataFrame, version: str) -> Run:
+    """Add the number of epochs, the duration and the rows to a run."""
+    column = find_axis(rows, "epoch")
+    epochs = rows[column].dropna() if column is not None else rows.get("epoch", [])
+    count = 0
+    if len(epochs):
+        # Other tools count from 1, or write fractional epochs.
+        is_from_one = epochs.min() == 1 or bool((epochs % 1 != 0).any())
+        count = math.ceil(epochs.max()) if is_from_one else int(epochs.max()) + 1
+    return run | {
+        "epochs": count,
         "seconds": float(rows["time"].sum()) if "time" in rows else 0.0,
-        "folder": str(folder),
-        "options": options,
+        "folder": str(run["file"].parent),
+        "label": f"{run['name']}/{version}",
         "rows": rows,
     }
-    metrics = [name for name in rows if name not in NOT_METRICS]
-    # By default, use the run's monitor, or else a validation metric, or else the first column.
-    metrics.sort(key=lambda name: (name != options.get("monitor"), "val" not in name))
-    return run | find_best(run, metric or next(iter(metrics), None))
+
+
+def choose_metric(run: Run) -> str | None:
+    """Return a run's monitor, or else a validation metric, or else the first metric."""
+    monitor = run["options"].get("monitor")
+    if monitor in run["rows"]:
+        return str(monitor)
+    metrics = [parse_metric(str(name)) for name in run["rows"] if is_metric(str(name))]
+    metrics = [metric for metric in metrics if metric.kind != "learning rate"]
+    # Prefer metrics of which the best value is known.
+    metrics.sort(key=lambda m: (m.split != "validation", find_direction(m.column) is None))
+    return metrics[0].column if metrics else None
 
 
 def best_mode(metric: str, options: dict[str, Any]) -> str | None:
-    """Return "min" or "max": a run's own mode for its monitor, and for others by their name."""
+    """Return a run's own mode for its monitor, and for other metrics the direction of their name."""
     mode = options.get("mode") if metric == options.get("monitor") else None
     return mode if mode in ("min", "max") else find_direction(metric)
 
 
-def find_best(run: Run, metric: str | None) -> dict[str, Any]:
-    """Return the best value of a metric and its epoch."""
-    rows = run["rows"]
-    rows = rows[rows[metric].abs() < float("inf")] if metric in rows else rows[:0]
-    if not len(rows):
-        return {"metric": metric, "best": None, "best_epoch": None}
-    mode = best_mode(str(metric), run["options"]) or "max"
+def find_best(run: Run, metric: str | None = None, mode: str | None = None) -> dict[str, Any]:
+    """Return the best value of a metric and its epoch. Without a known direction, it has none."""
+    rows, metric = run["rows"], metric or choose_metric(run)
+    found: Run = {
+        "metric": metric,
+        "best": None,
+        "best_epoch": None,
+        "best_step": None,
+        "mode": mode,
+    }
+    if metric is None or metric not in rows:
+        return found
+    mode = mode or best_mode(metric, run["options"])
+    rows = rows[rows[metric].abs() < float("inf")]
+    if not len(rows) or mode is None:
+        return found
     row = rows.loc[rows[metric].idxmin() if mode == "min" else rows[metric].idxmax()]
-    best_epoch = int(row.get("epoch", 0))
-    return {"metric": metric, "best": float(row[metric]), "best_epoch": best_epoch, "mode": mode}
+    places = [row.get(find_axis(rows, axis)) for axis in ("epoch", "step")]
+    epoch, step = (None if place is None or place != place else int(place) for place in places)
+    found |= {"best": float(row[metric]), "best_epoch": epoch, "best_step": step, "mode": mode}
+    return found
 
 
-def read_rows(folder: Path) -> pd.DataFrame:
-    """Return the numeric columns of metrics.csv, or an empty table if the file is damaged."""
+def read_rows(path: Path) -> pd.DataFrame:
+    """Return the numeric columns of a CSV file, or an empty table if the file is damaged."""
     import pandas as pd
 
     try:
         with warnings.catch_warnings():
             # The last line may be incomplete while a run trains.
             warnings.simplefilter("ignore")
-            return read_logs(folder / "metrics.csv").select_dtypes("number")
+            table = read_logs(path)
     except (OSError, ValueError):
-        return pd.DataFrame()
+        table = pd.DataFrame({"name": []})
+    rows = table.drop(columns="version", errors="ignore").select_dtypes("number")
+    rows.attrs["names"] = table["name"].tolist()
+    return rows
 
 
 def read_state(path: Path) -> str:

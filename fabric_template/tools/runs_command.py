@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import base64
+import os
+import shutil
+import sys
+import textwrap
 from collections.abc import Sequence
 from datetime import timedelta
 from pathlib import Path
 
-from ..metric_names import NOT_METRICS
+from ..metric_names import is_metric, parse_metric
 from .plots import render_picture
 from .runs import Run, differing_options, find_best, find_runs, read_run
 
@@ -29,45 +33,53 @@ document.querySelectorAll("th").forEach((header, column) => {
 
 
 def runs_command(
-    paths: Sequence[str] = (), *, metric: str | None = None, html: str | None = None
+    paths: Sequence[str] = (),
+    *,
+    metric: str | None = None,
+    mode: str | None = None,
+    html: str | None = None,
 ) -> int:
-    """List runs, compare two (`diff RUN RUN`), or find the best (`best --metric METRIC`)."""
+    """List runs, compare two (`diff RUN RUN`), or find the best (`best`)."""
     action, *folders = paths if paths and paths[0] in ("diff", "best") else ["list", *paths]
     if len(folders) != 2 if action == "diff" else len(folders) > 1:
         expected = "two runs" if action == "diff" else "one folder"
         raise ValueError(f"runs: got {' '.join(paths)}, expected {expected}. Write logs/digits.")
+    if mode not in (None, "min", "max"):
+        raise ValueError(f'--mode: got {mode}, expected "min" or "max".')
     if action == "diff":
         print(format_table(diff_runs(*map(find_run, folders))))
         return 0
-    runs = find_runs(folders[0] if folders else "logs", metric)
-    names = dict.fromkeys(name for run in runs for name in run["rows"] if name not in NOT_METRICS)
-    if (metric is not None or action == "best") and metric not in names:
+    runs = find_runs(folders[0] if folders else "logs", metric, mode)
+    names = dict.fromkeys(name for run in runs for name in run["rows"] if is_metric(name))
+    if metric is not None and metric not in names:
         expected = ", ".join(names) or "a logged metric"
-        raise ValueError(f"--metric: got {metric or 'no metric'}, expected {expected}.")
+        raise ValueError(f"--metric: got {metric}, expected {expected}.")
     if action == "best":
-        print_best([run for run in runs if run["best"] is not None])
+        print_best(runs)
     elif html is not None:
         write_page(runs, metric, Path(html))
     else:
-        print(format_table([HEADER, *map(to_cells, runs)]))
+        print(wrap_table([HEADER, *map(to_cells, runs)]))
     return 0
 
 
-def find_run(path: str) -> Run:
-    """Return the run in a folder such as logs/digits/version_0."""
-    if not Path(path, "metrics.csv").is_file():
-        raise ValueError(f"runs: got {path}, expected a run. Write logs/digits/version_0.")
-    return read_run(Path(path).absolute(), Path("logs").absolute())
+def find_run(name: str) -> Run:
+    """Return the run with a folder such as logs/digits/version_0, or a name such as digits/version_0."""
+    for folder in (Path(name), Path("logs", name)):
+        if Path(folder, "metrics.csv").is_file():
+            run = read_run(folder.absolute(), Path("logs").absolute())
+            return run | find_best(run)
+    raise ValueError(f"runs: got {name}, expected a run. Write digits/version_0, for example.")
 
 
 def to_cells(run: Run) -> tuple[str, ...]:
-    best = ("", "", "")
+    best = (run["metric"] or "", "", "")
     if run["best"] is not None:
-        best = (run["metric"], f"{run['best']:.5g}", str(run["best_epoch"]))
+        epoch = "" if run["best_epoch"] is None else str(run["best_epoch"])
+        best = (run["metric"], f"{run['best']:.5g}", epoch)
     trained = str(timedelta(seconds=round(run["seconds"])))
     changed = ", ".join(f"{option}={value}" for option, value in run.get("changed", {}).items())
-    label = f"{run['name']}/{Path(run['folder']).name}"
-    return label, run["state"], str(run["epochs"]), *best, trained, changed
+    return run["label"], run["state"], str(run["epochs"]), *best, trained, changed
 
 
 def format_table(rows: Sequence[Sequence[str]]) -> str:
@@ -77,6 +89,20 @@ def format_table(rows: Sequence[Sequence[str]]) -> str:
     return "\n".join("  ".join(map(str.ljust, row, widths)).rstrip() for row in cells)
 
 
+def wrap_table(rows: Sequence[Sequence[str]]) -> str:
+    """Align the columns of a table, and wrap the last one at spaces if it is wider than a terminal."""
+    if not (sys.stdout.isatty() or "COLUMNS" in os.environ):
+        return format_table(rows)
+    widths = [max(map(len, column)) + 2 for column in zip(*rows, strict=True)]
+    width = max(24, shutil.get_terminal_size().columns - sum(widths[:-1]))
+    lines: list[Sequence[str]] = []
+    for row in rows:
+        wrapped = textwrap.wrap(row[-1], width, break_long_words=False, break_on_hyphens=False)
+        lines += [(*row[:-1], wrapped[0] if wrapped else "")]
+        lines += [(*[""] * len(row[:-1]), text) for text in wrapped[1:]]
+    return format_table(lines)
+
+
 def diff_runs(a: Run, b: Run) -> list[tuple[str, ...]]:
     first, second = to_cells(a), to_cells(b)
     table: list[tuple[str, ...]] = [("", first[0], second[0])]
@@ -84,22 +110,60 @@ def diff_runs(a: Run, b: Run) -> list[tuple[str, ...]]:
         table.append((option, *(str(run["options"].get(option, "")) for run in (a, b))))
     table += [(HEADER[i], first[i], second[i]) for i in (1, 2, 6)]
     for metric in dict.fromkeys([*a["rows"], *b["rows"]]):
-        if metric not in NOT_METRICS:
-            cells = [to_cells(run | find_best(run, metric)) for run in (a, b)]
-            bests = [f"{c[4]} in epoch {c[5]}" if c[4] else "" for c in cells]
+        if not is_metric(metric) or parse_metric(metric).kind == "learning rate":
+            continue
+        cells = [to_cells(run | find_best(run, metric)) for run in (a, b)]
+        bests = [f"{c[4]} in epoch {c[5]}" if c[4] else "" for c in cells]
+        if any(bests):
             table.append((f"best {metric}", *bests))
     return table
 
 
 def print_best(runs: Sequence[Run]) -> None:
-    choose = min if runs[0]["mode"] == "min" else max
-    best = choose(runs, key=lambda run: run["best"])
-    print(f"best        {best['metric']} {best['best']:.6g} in epoch {best['best_epoch']}")
+    """Print the best run, its best epoch and the checkpoints that have this epoch."""
+    found = [run for run in runs if run["best"] is not None]
+    metrics = sorted({run["metric"] for run in found or runs if run["metric"] is not None})
+    if len(metrics) != 1:
+        expected = f"one of {', '.join(metrics)}" if metrics else "a logged metric"
+        raise ValueError(f"--metric: got none, and the runs have several, expected {expected}.")
+    modes = {run["mode"] for run in found}
+    if len(modes) != 1:
+        known = "different modes" if modes else "no known direction"
+        raise ValueError(
+            f"--mode: got none, and {metrics[0]} has {known}, expected min or max. Write --mode min if"
+            " its smallest value is the best."
+        )
+    choose = min if modes == {"min"} else max
+    best = choose(found, key=lambda run: run["best"])
+    epoch = "" if best["best_epoch"] is None else f" in epoch {best['best_epoch']}"
+    print(f"best        {best['metric']} {best['best']:.6g}{epoch}")
     print(f"run         {best['folder']}")
-    # The run logs/digits/version_0 has its checkpoints in checkpoints/digits/version_0.
-    checkpoints = Path("/checkpoints/".join(best["folder"].rsplit("/logs/", 1)))
-    for path in sorted(checkpoints.rglob("*.ckpt")):
+    paths = find_checkpoints(best)
+    for path in paths:
         print(f"checkpoint  {path}")
+    if not paths:
+        print("checkpoint  none has this epoch")
+
+
+def find_checkpoints(run: Run) -> list[Path]:
+    """Return a run's checkpoints that were saved at its best epoch and step."""
+    from ..checkpoint.reader import read_archive
+    from ..errors import CheckpointError
+
+    # The run logs/digits/version_0 has its checkpoints in checkpoints/digits/version_0.
+    folder = Path("/checkpoints/".join(run["folder"].rsplit("/logs/", 1)))
+    found = []
+    for path in sorted(folder.rglob("*.ckpt")):
+        try:
+            checkpoint = read_archive(path)
+            epoch, step = checkpoint.get("epoch"), checkpoint.get("global_step")
+        except (CheckpointError, OSError, ValueError):
+            continue
+        # Trainer writes the index of the step to its CSV file, which is one less.
+        is_same_step = run["best_step"] is None or step in (run["best_step"], run["best_step"] + 1)
+        if epoch == run["best_epoch"] and is_same_step:
+            found.append(path)
+    return found
 
 
 def write_page(runs: Sequence[Run], metric: str | None, path: Path) -> None:

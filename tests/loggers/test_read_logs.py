@@ -85,7 +85,7 @@ def test_half_empty_rows_of_lightning_are_joined(tmp_path):
     found = read_logs(tmp_path)
     assert list(found.columns[:4]) == ["name", "version", "epoch", "step"]
     rows = found[["epoch", "step", "lr-SGD", "train_loss", "val_loss"]]
-    assert rows.values.tolist() == [[0, 9, 0.1, 1.5, 3.0], [1, 20, 0.05, 0.5, 3.0]]
+    assert rows.values.tolist() == [[0, 9, 0.1, 1.5, 3.0], [1, 19, 0.05, 0.5, 3.0]]
     CSVLogger(tmp_path, "lit", version=0).log_epoch({"epoch": 2, "step": 29, "val_loss": 0.5})
     assert read_logs(tmp_path)["val_loss"].tolist() == [3.0, 3.0, 0.5]
 

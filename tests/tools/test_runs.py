@@ -6,6 +6,7 @@ import re
 from pathlib import Path
 
 import pytest
+import torch
 import yaml
 
 from fabric_template import CSVLogger, list_runs
@@ -50,7 +51,7 @@ def test_a_row_of_list_runs():
         "seconds": 90.0,
     }
     expected = [
-        {"version": 0, "best": 1 / 3, "changed": {"lr": 0.1, "hidden": None}},
+        {"version": 0, "best": 1 / 3, "changed": {"lr": 0.1}},
         {"version": 1, "best": 2 / 3, "changed": {"lr": 0.2, "hidden": 8}},
     ]
     folders = [{"folder": str(Path(f"logs/digits/version_{i}").absolute())} for i in (0, 1)]
@@ -173,12 +174,18 @@ def test_list_and_best(capsys):
         "digits/version_1  failed    2       val_loss  1        1      0:01:00  hidden=16\n",
         "",
     )
-    checkpoint = Path("checkpoints/digits/version_0/best.ckpt").absolute()
-    checkpoint.parent.mkdir(parents=True)
-    checkpoint.touch()
+    checkpoints = Path("checkpoints/digits/version_0").absolute()
+    checkpoints.mkdir(parents=True)
+    for name, epoch in (("a", 1), ("last", 2)):
+        torch.save({"epoch": epoch, "global_step": 10 * (epoch + 1)}, checkpoints / f"{name}.ckpt")
+    checkpoints.joinpath("damaged.ckpt").touch()
     folder = Path("logs/digits/version_0").absolute()
     assert run_command(capsys, "best", "--metric", "val_acc")[1] == (
-        f"best        val_acc 0.6 in epoch 1\nrun         {folder}\ncheckpoint  {checkpoint}\n"
+        f"best        val_acc 0.6 in epoch 1\nrun         {folder}\ncheckpoint  {checkpoints / 'a.ckpt'}\n"
+    )
+    best = run_command(capsys, "best")[1]
+    assert best == (
+        f"best        val_loss 0.333333 in epoch 2\nrun         {folder}\ncheckpoint  {checkpoints / 'last.ckpt'}\n"
     )
 
 
@@ -194,7 +201,6 @@ def test_diff(capsys):
         "epochs         3                   2\n"
         "trained        0:01:30             0:01:00\n"
         "best val_loss  0.33333 in epoch 2  0.5 in epoch 1\n"
-        "best lr        0.1 in epoch 0      0.1 in epoch 0\n"
         "best val_acc   0.5 in epoch 1      0.7 in epoch 1\n",
     )
 
@@ -206,7 +212,6 @@ def test_diff(capsys):
         (["logs", "more"], "runs: got logs more, expected one folder."),
         (["diff", "digits/version_0"], "runs: got diff digits/version_0, expected two runs."),
         (["diff", "logs/digits/version_0", "b"], "runs: got b, expected a run."),
-        (["best"], "--metric: got no metric, expected val_loss."),
         (["--metric", "f1"], "--metric: got f1, expected val_loss."),
     ],
 )
