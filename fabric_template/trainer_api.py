@@ -27,7 +27,7 @@ from .distributed.launch import join_processes, starts_processes
 from .errors import ConfigurationError, describe
 from .lightning_compat.callbacks import find_callbacks
 from .lightning_compat.overrides import overridden
-from .training.optimization import clip_gradients, is_logging_due, is_window_end
+from .training.optimization import clip_gradients, is_logging_due
 from .training.progress import Progress, StopCondition
 
 if TYPE_CHECKING:
@@ -481,7 +481,7 @@ class LoopAPI:
 
     def _should_accumulate(self) -> bool:
         """Return whether the batch ends without an optimizer step, for ThroughputMonitor."""
-        return not is_window_end(self.current_run)
+        return not self.progress.is_window_end
 
     def _should_check_val_epoch(self) -> bool:
         """Return whether validation runs in this epoch, for Lightning's progress bar."""

@@ -1,12 +1,15 @@
-"""Collect the callbacks of a loop from its arguments, its options and installed packages."""
+"""Collect the callbacks of a loop, and resume Lightning's callbacks that average weights."""
 
 from __future__ import annotations
 
+import math
 import sys
+from copy import deepcopy
 from functools import cache
 from importlib.metadata import EntryPoint, entry_points
 from typing import TYPE_CHECKING, Any
 
+import torch
 from lightning.pytorch.callbacks import Callback, ModelSummary, Timer
 
 from ..errors import ConfigurationError, ConfigurationTypeError, check_object, describe
@@ -14,6 +17,7 @@ from .overrides import as_list, is_instance_of, overridden
 
 if TYPE_CHECKING:
     from ..config import LoopConfig
+    from ..training.run import Run
 
 
 def parse_callbacks(given: Any, config: LoopConfig) -> list[Any]:
@@ -103,3 +107,38 @@ def add_model_callbacks(callbacks: list[Any], own: list[Any]) -> list[Any]:
     kept = [callback for callback in callbacks if type(callback) not in replaced]
     check_callbacks([*kept, *own])
     return sort_callbacks([*kept, *own])
+
+
+# StochasticWeightAveraging and WeightAveraging do some work in on_train_epoch_start and
+# on_train_end, and do not save its result.
+
+
+def resume_averaging(run: Run) -> None:
+    """Repeat the start of a resumed epoch for StochasticWeightAveraging, which sets its scheduler.
+
+    The hook also sets learning rates and resets statistics of BatchNorm. Here, these are restored.
+    """
+    callbacks = run.hooks.callbacks_of("StochasticWeightAveraging")
+    if not (callbacks and run.plan.start.resumes and run.progress.is_in_epoch):
+        return
+    groups = [group for part in run.optimization.optimizers for group in part.param_groups]
+    options = [{n: deepcopy(v) for n, v in group.items() if n != "params"} for group in groups]
+    buffers = {name: buffer.clone() for name, buffer in run.network.named_buffers()}
+    run.hooks.call_callbacks("on_train_epoch_start", callbacks=callbacks)
+    for group, saved in zip(groups, options, strict=True):
+        group.update(saved)
+    with torch.no_grad():
+        for name, buffer in run.network.named_buffers():
+            buffer.copy_(buffers[name])
+
+
+def finish_averaging(run: Run) -> None:
+    """Give the model of a finished run that was resumed the averaged weights, as at the run's end."""
+    if not run.plan.start.resumes:
+        return
+    callbacks = run.hooks.callbacks_of("WeightAveraging")
+    for callback in run.hooks.callbacks_of("StochasticWeightAveraging"):
+        # With BatchNorm, an epoch more updates its statistics, and has set the averaged weights.
+        if callback.swa_end in (run.progress.epochs_done - 1, math.inf):
+            callbacks.append(callback)
+    run.hooks.call_callbacks("on_train_end", callbacks=callbacks)

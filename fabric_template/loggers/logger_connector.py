@@ -37,14 +37,16 @@ class LoggerConnector:
         for logger in self.csv_loggers:
             logger.use_version(version)
 
-    def log_step(self, run: Run) -> None:
+    def log_step(self) -> None:
+        run = self.run
         values = run.results.current_values()
         row = {**run.row.step_row(), **values.row}
         self.log_metrics(values.logged, row=row)
         run.row.check_loss(row)
 
-    def log_evaluation_step(self, run: Run, dataloader_idx: int) -> None:
+    def log_evaluation_step(self, dataloader_idx: int) -> None:
         """Send the values that an evaluation batch logged with on_step=True to the loggers."""
+        run = self.run
         if run.progress.stage == "sanity_check":
             return
         count = run.progress.count_eval_step(dataloader_idx)
@@ -52,16 +54,17 @@ class LoggerConnector:
             values = run.results.current_values()
             self.log_metrics(values.logged, step=count, row=values.row)
 
-    def log_evaluation(self, run: Run, metrics: Mapping[str, Any], row: Mapping[str, Any]) -> None:
+    def log_evaluation(self, metrics: Mapping[str, Any], row: Mapping[str, Any]) -> None:
         """Log an evaluation. An evaluation without a row in metrics.csv is written to steps.csv."""
+        run = self.run
         if run.progress.stage == "sanity_check":
             return
         has_row = run.stage == "fit" and (run.row.is_step_based or run.progress.is_epoch_complete)
         self.log_metrics(metrics, row=None if has_row else row)
 
-    def log_train_epoch(self, run: Run) -> None:
+    def log_train_epoch(self) -> None:
         # Loggers expect the values of an epoch at the last step of this epoch.
-        self.log_metrics(run.results.update_metrics().logged, step_offset=-1)
+        self.log_metrics(self.run.results.update_metrics().logged, step_offset=-1)
 
     def log_metrics(
         self,
@@ -95,7 +98,8 @@ class LoggerConnector:
                 in_row["epoch"] = progress.epochs_done
                 logger.log_metrics(in_row, step=progress.global_step)
 
-    def log_hyperparameters(self, run: Run) -> None:
+    def log_hyperparameters(self) -> None:
+        run = self.run
         hparams = merge_hyperparameters(run.model, run.datamodule) if self.loggers else {}
         for logger in self.loggers:
             if not isinstance(logger, CSVLogger):

@@ -54,7 +54,7 @@ def evaluate(run: Run, stage: str, max_batches: int | float = math.inf) -> list[
             values = run.results.end_evaluation()
             if stage == "validate":
                 run.row.collect_validation(values.row)
-            run.loggers.log_evaluation(run, values.logged, values.row)
+            run.loggers.log_evaluation(values.logged, values.row)
             run.progress.end_validation()
             run.hooks.call(f"on_{name}_end")
             run.results.reset()
@@ -102,7 +102,7 @@ def run_batches(
         yield output, dataloader_idx
         hooks.call(f"on_{name}_batch_end", output, batch, *place)
         results.end_batch()
-        run.loggers.log_evaluation_step(run, dataloader_idx)
+        run.loggers.log_evaluation_step(dataloader_idx)
         run.console.update(run)
 
 
@@ -163,11 +163,8 @@ def predict(run: Run) -> list[Any] | None:
     if run.config.limit_predict_batches == 0:
         return None
     run.data.setup_eval_loaders("predict")
-    loaders, predictions, is_returned = (
-        run.data.eval_loaders,
-        run.data.predictions,
-        run.plan.returns_predictions,
-    )
+    loaders, predictions = run.data.eval_loaders, run.data.predictions
+    is_returned = run.plan.returns_predictions
     num_batches = loaders.count_batches()
     if num_batches == 0:
         return [] if is_returned else None

@@ -18,11 +18,11 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from ..checkpoint.restore import restore_position
+from ..lightning_compat.callbacks import finish_averaging, resume_averaging
 from ..rng_state import capture_rng_state, restore_rng_state
 from .evaluation_loop import evaluate
 from .lr_schedulers import step_lr_schedulers, step_schedulers_after_batch
-from .optimization import is_logging_due, is_window_end
-from .weight_averaging import finish_averaging, resume_averaging
+from .optimization import is_logging_due
 
 if TYPE_CHECKING:
     from .run import Run
@@ -145,9 +145,9 @@ def run_phases(run: Run, phase: str | None) -> None:
 
 def log_batch(run: Run) -> str:
     """Send the values of the batch to the loggers and the console."""
-    is_logging = is_window_end(run) or not run.optimization.is_automatic
+    is_logging = run.progress.is_window_end or not run.optimization.is_automatic
     if is_logging and is_logging_due(run):
-        run.loggers.log_step(run)
+        run.loggers.log_step()
     if run.console.is_enabled:
         run.console.update(run)
     return "validate" if run.validation_schedule.is_due() else "finish_batch"
@@ -169,7 +169,7 @@ def validate(run: Run) -> str:
 
 def free_gradients(run: Run) -> None:
     """As in Trainer, free the gradients before a validation that follows an optimizer step."""
-    if is_window_end(run):
+    if run.progress.is_window_end:
         own_zero_grad = run.hooks.module_method("on_validation_model_zero_grad")
         (own_zero_grad or run.network.zero_grad)()
 
@@ -186,7 +186,7 @@ def finish_batch(run: Run) -> None:
     """Step ReduceLROnPlateau, check for signals, and save every N steps."""
     if run.optimization.lr_schedulers:
         step_lr_schedulers(run, "step", reduce_on_plateau=True)
-    is_stepping = is_window_end(run)
+    is_stepping = run.progress.is_window_end
     run.progress.finish_batch(is_stepping)
     if is_stepping:
         if run.signals.is_check_due:
@@ -227,7 +227,7 @@ def end_epoch(run: Run) -> None:
     run.results.update_metrics()
     if progress.is_epoch_complete:
         step_lr_schedulers(run, "epoch", reduce_on_plateau=True)
-    run.loggers.log_train_epoch(run)
+    run.loggers.log_train_epoch()
     run.row.write_after_epoch()
     run.results.reset()
     run.data.train.end_pass()

@@ -77,7 +77,7 @@ def run_in_process(run: Run) -> Any:
             set_up_training(run, has_weights)
             train(run)
         else:
-            run.loggers.log_hyperparameters(run)
+            run.loggers.log_hyperparameters()
             run.network.zero_grad()
             result = predict(run) if run.stage == "predict" else evaluate(run, run.stage)
         tear_down(run)
@@ -159,7 +159,7 @@ def set_up_training(run: Run, has_weights: bool) -> None:
         run.plan.start.finish_loading()
     run.network.zero_grad()
     check_saved_state(run)
-    run.loggers.log_hyperparameters(run)
+    run.loggers.log_hyperparameters()
     if run.fabric.is_global_zero:
         write_run_config(run)
     run.start_optimization()

@@ -5,7 +5,6 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from ..errors import ConfigurationError
-from .optimization import is_window_end
 
 if TYPE_CHECKING:
     from lightning.pytorch.utilities.types import LRSchedulerConfig
@@ -18,7 +17,7 @@ def step_schedulers_after_batch(run: Run) -> None:
 
     ``end_batch`` or ``end_epoch`` steps ReduceLROnPlateau later, when its metric is known.
     """
-    if is_window_end(run):
+    if run.progress.is_window_end:
         run.row.record_learning_rates()
     step_lr_schedulers(run, "step", reduce_on_plateau=False)
     if run.progress.is_epoch_complete:
@@ -32,7 +31,7 @@ def step_lr_schedulers(run: Run, interval: str, reduce_on_plateau: bool) -> None
         interval: "step" or "epoch", as in the ``lr_scheduler`` dict of Lightning.
         reduce_on_plateau: Step only ReduceLROnPlateau. False: step all other schedulers.
     """
-    if not run.optimization.is_automatic or (interval == "step" and not is_window_end(run)):
+    if not run.optimization.is_automatic or (interval == "step" and not run.progress.is_window_end):
         return
     # As in Trainer, frequency counts batches or epochs, not optimizer steps. The current batch and
     # epoch count as finished.

@@ -32,17 +32,6 @@ if TYPE_CHECKING:
     from .run import Run
 
 
-def is_window_end(run: Run) -> bool:
-    """Return whether the current batch is the last one of its accumulation window.
-
-    As in Trainer, the last batch of an epoch always ends an accumulation window.
-    """
-    progress = run.progress
-    if progress.batches_done % progress.accumulate_grad_batches:
-        return progress.is_epoch_complete
-    return True
-
-
 def is_logging_due(run: Run) -> bool:
     """Return whether the values of the current training or evaluation batch are logged."""
     progress, every = run.progress, run.config.log_every_n_steps
@@ -52,11 +41,6 @@ def is_logging_due(run: Run) -> bool:
     is_training = progress.stage in ("train", None)
     count = progress.logging_step + 1 if is_training else progress.eval_batches_done
     return count % every == 0 or run.stop.should_stop or bool(run.config.fast_dev_run)
-
-
-def starts_window(run: Run) -> bool:
-    """Return whether the current batch is the first one of its accumulation window."""
-    return run.progress.batches_done - 1 == run.progress.batches_at_window_start
 
 
 class Optimization:
@@ -271,7 +255,7 @@ class AutomaticOptimization(Optimization):
         run, progress = self.run, self.run.progress
         # A closure can return only the loss, so _forward_backward stores the outputs here.
         self._outputs = {}
-        if is_window_end(run):
+        if progress.is_window_end:
             self._take_step(batch, batch_idx)
             # As in Trainer, also count steps that a gradient scaler has skipped.
             progress.count_steps()
@@ -342,7 +326,7 @@ class AutomaticOptimization(Optimization):
                 self._outputs = {**extras, "loss": loss.detach()}
         if self.is_backward_skipped:
             return loss
-        if starts_window(run):
+        if run.progress.is_window_start:
             self._zero_grad(batch_idx)
         if loss is not None:
             self._profiled_backward(loss)
@@ -365,8 +349,9 @@ class AutomaticOptimization(Optimization):
     def accumulated_gradients(self) -> dict[str, Tensor]:
         """Return the gradients of an unfinished accumulation window."""
         # During a batch, save no gradients. A resumed run repeats the whole accumulation window.
-        keeps_gradients = not is_window_end(self.run) and self.run.progress.phase != "train_batch"
-        return self._copy_gradients() if keeps_gradients else {}
+        progress = self.run.progress
+        has_none = progress.is_window_end or progress.phase == "train_batch"
+        return {} if has_none else self._copy_gradients()
 
 
 class ManualOptimization(Optimization):

@@ -166,6 +166,18 @@ class Progress:
         """Return whether the current batch is the last one that this epoch trains on."""
         return self.is_last_batch or self.batches_done >= self.num_train_batches
 
+    @property
+    def is_window_start(self) -> bool:
+        """Return whether the current batch is the first one of its accumulation window."""
+        return self.batches_done - 1 == self.batches_at_window_start
+
+    @property
+    def is_window_end(self) -> bool:
+        """Return whether the optimizer steps after this batch, as after each epoch's last batch."""
+        if self.batches_done % self.accumulate_grad_batches:
+            return self.is_epoch_complete
+        return True
+
     def crosses(self, every: int, since: int) -> bool:
         """Return whether the steps after the step ``since`` contain a multiple of ``every``.
 
