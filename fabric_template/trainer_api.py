@@ -251,11 +251,9 @@ class TrainerAPI:
         return [*super().__dir__(), *_ATTRIBUTES, *vars(self.config)]
 
     @property
-    def limits(self) -> StopCondition:
-        """The limits of the current or next run, such as max_epochs, with Trainer's defaults."""
-        if self.run is not None:
-            return self.run.stop
-        return StopCondition(self.config, Progress(), bool(find_callbacks(self.callbacks, "Timer")))
+    def limits(self) -> StopCondition | LoopConfig:
+        """The limits of the current run, or the given options before a run."""
+        return self.config if self.run is None else self.run.stop
 
     @property
     def estimated_stepping_batches(self) -> int | float:

@@ -216,8 +216,8 @@ def run_sanity_check(run: Run) -> None:
     with unchanged_rng_state(), run.progress.in_stage("sanity_check"):
         run.hooks.call("on_sanity_check_start")
         evaluate(run, "sanity_check", math.inf if most in (-1, None) else most)
-        run.results.clear()
         run.hooks.call("on_sanity_check_end")
+        run.results.clear()
     run.progress.start_evaluation()
 
 

@@ -30,7 +30,6 @@ DIFFERENT = {
     "train_dataloader": (None, "an evaluation after fit keeps it; Trainer forgets it"),
     "is_last_batch": (None, "False where there is no batch; Trainer keeps that of the epoch before"),
     "val_check_batch": (None, "an error before the training loader is there; Trainer keeps that of the run before"),
-    "min_epochs": ({"fresh"}, "the number that None stands for"),
     "callback_metrics": _METRICS,
     "logged_metrics": _METRICS,
     "progress_bar_metrics": _METRICS,

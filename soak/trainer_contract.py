@@ -1,0 +1,344 @@
+"""Compare the values that Trainer and FabricLoop show to modules and callbacks, at each moment of a run.
+
+    python soak/trainer_contract.py              print the attributes that differ without a known reason
+    python soak/trainer_contract.py --module Manual --details
+
+A value is that of one public attribute, property or hook argument at one moment: after the construction, in each hook
+of fit, validate, test and predict, after each call, and after an error in a training step. The attributes are read
+from the trainer, its loops, its strategy and the LightningModule. Trainer's own classes decide which names exist.
+"""
+
+import argparse
+import collections
+import functools
+import re
+import sys
+import tempfile
+import warnings
+from pathlib import Path
+
+import lightning.pytorch as pl
+import search_path  # noqa: F401
+import torch
+from lightning.pytorch.strategies import SingleDeviceStrategy
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
+import parity_modules
+from modules import Classifier, by_step, make_loader, quiet
+
+from fabric_template import FabricLoop
+
+HOOKS = [
+    name for name in dir(pl.Callback) if name.startswith("on_") or name in ("setup", "teardown")
+]
+MODULE_HOOKS = sorted(
+    {name for name in dir(pl.LightningModule) if name.startswith("on_") and name != "on_gpu"}
+    | {
+        "setup",
+        "teardown",
+        "prepare_data",
+        "configure_optimizers",
+        "configure_callbacks",
+        "configure_model",
+    }
+    | {
+        "train_dataloader",
+        "val_dataloader",
+        "optimizer_step",
+        "optimizer_zero_grad",
+        "lr_scheduler_step",
+    }
+    | {
+        "configure_gradient_clipping",
+        "transfer_batch_to_device",
+        "backward",
+        "training_step",
+        "validation_step",
+    }
+    | {"test_step", "predict_step"}
+)
+# Without a training loader, Trainer's estimated_stepping_batches leaves the class DataLoader patched.
+CALLS = {
+    "fit",
+    "validate",
+    "test",
+    "predict",
+    "print",
+    "save_checkpoint",
+    "init_module",
+    "estimated_stepping_batches",
+}
+
+# A loop's own classes stand for these classes of Trainer.
+OWN_CLASSES = dict.fromkeys(("FabricLoop", "Trainer"), "trainer")
+OWN_CLASSES |= dict.fromkeys(
+    ("_FitLoop", "_TrainingEpochLoop", "_EvaluationLoop", "_PredictionLoop"), "a loop"
+)
+OWN_CLASSES |= dict.fromkeys(("_AutomaticOptimization", "_ManualOptimization", "LoopAPI"), "a loop")
+OWN_CLASSES |= dict.fromkeys(("SingleDeviceStrategy", "StrategyAPI"), "a strategy")
+OWN_CLASSES |= dict.fromkeys(
+    ("_Progress", "_BatchProgress", "_SchedulerProgress", "SimpleNamespace"), "counters"
+)
+
+# The attributes that differ on purpose: (pattern, reason). docs/differences.md lists them, too.
+ON_PURPOSE = [
+    (r"\w+_loop\.(restart|resum|is_resuming|skip|done)\w*", "states of Trainer's own loops"),
+    (
+        r"\w+_loop\.(inference_mode|verbose|num_dataloaders|return_predictions)",
+        "arguments of a call",
+    ),
+    (r"epoch_loop\.scheduler_progress", "a resume restores the schedulers instead"),
+    (r"(validate|test|predict)_loop\.max_batches", "one limit for the current evaluation"),
+    (r"\w+_loop\.batch_idx", "-1 outside of an epoch"),
+    (r"fit_loop\.max_batches", "an evaluation has no training batches"),
+    (r"predict_loop\.\w*(indices|predictions)", "kept for callbacks also if none needs them"),
+    (r"strategy\.(handles|lightning_restore|restore_checkpoint|strategy_name)\w*", "Trainer's own"),
+    (r"trainer\.(callback|logged|progress_bar)_metrics", "a call starts without metrics"),
+    (r"trainer\.num_(val|predict)_batches", "a call starts without limits"),
+    (r"trainer\.is_last_batch", "False where there is no batch"),
+    (r"trainer\.train_dataloader", "an evaluation keeps the loader of the last fit"),
+    (r"trainer\.val_check_batch", "known before the loaders"),
+    (r"arguments", "optimizer_step gets a function as closure"),
+]
+
+
+class WithSteps(Classifier):
+    """A module with a step for each call."""
+
+    def test_step(self, batch, batch_idx):
+        self.log("test_loss", torch.nn.functional.cross_entropy(self(batch[0]), batch[1]))
+
+    def predict_step(self, batch, batch_idx):
+        return self(batch[0])
+
+
+class WithoutLogs(Classifier):
+    """A module that logs nothing and has a step for each call."""
+
+    def training_step(self, batch, batch_idx):
+        return torch.nn.functional.cross_entropy(self(batch[0]), batch[1])
+
+    def validation_step(self, batch, batch_idx):
+        return self.training_step(batch, batch_idx)
+
+    test_step = predict_step = validation_step
+
+
+MODULES = {
+    kind.__name__: kind
+    for kind in vars(parity_modules).values()
+    if isinstance(kind, type) and issubclass(kind, pl.LightningModule)
+} | {"WithSteps": functools.partial(WithSteps, by_step), "WithoutLogs": WithoutLogs}
+OPTIONS = {
+    "Module": {"max_epochs": 2, "accumulate_grad_batches": 3, "val_check_interval": 0.5},
+    "StepScheduler": {"max_steps": 7},
+    "EpochScheduler": {"fast_dev_run": True},
+    "WithoutLogs": {
+        "max_epochs": -1,
+        "max_steps": 5,
+        "num_sanity_val_steps": 0,
+        "log_every_n_steps": 2,
+    },
+    "WithSteps": {
+        "max_epochs": 2,
+        "limit_train_batches": 0.5,
+        "gradient_clip_val": 1.0,
+        "min_epochs": 2,
+    },
+}
+
+
+def public_names(kind, *objects):
+    names = {name for name in dir(kind) if not name.startswith("_")}
+    for each in objects:
+        names |= {name for name in vars(each) if not name.startswith("_")}
+    return sorted(name for name in names if not callable(getattr(kind, name, None)))
+
+
+def described(value, depth=0):
+    """Return a value as text that does not depend on the process or on the class of a loop."""
+    if isinstance(value, str) and tempfile.gettempdir() in value:
+        return f"{type(value).__name__} path"
+    if value is None or isinstance(value, bool | int | str):
+        return f"{type(value).__name__} {value}"
+    if isinstance(value, torch.Tensor):
+        return f"Tensor {tuple(value.shape)} {value.dtype} {value.double().sum().item():.9g}"
+    if isinstance(value, float):
+        return f"float {value:.9g}"
+    if isinstance(value, dict) and depth < 3:
+        return str(
+            {name: described(part, depth + 1) for name, part in sorted(value.items(), key=str)}
+        )
+    if isinstance(value, list | tuple) and depth < 3:
+        return f"{type(value).__name__} {[described(part, depth + 1) for part in value]}"
+    return OWN_CLASSES.get(type(value).__name__, type(value).__name__)
+
+
+def read(found, name):
+    try:
+        return described(getattr(found, name))
+    except Exception as error:  # noqa: BLE001
+        return f"error {type(error).__name__}"
+
+
+class Recorder(pl.Callback):
+    """Records all attributes in each hook."""
+
+    def __init__(self, names):
+        self.names = names
+        self.values = []
+        self.call = "constructed"
+
+    def record(self, trainer, moment, arguments=()):
+        found = {"trainer": trainer, "module": getattr(trainer, "lightning_module", None)}
+        for part in ("fit_loop", "validate_loop", "test_loop", "predict_loop", "strategy"):
+            found[part] = getattr(trainer, part)
+        found["epoch_loop"] = getattr(found["fit_loop"], "epoch_loop", None)
+        for part, names in self.names.items():
+            if found[part] is not None:
+                self.values += [
+                    (self.call, moment, f"{part}.{name}", read(found[part], name)) for name in names
+                ]
+        arguments = [described(argument) for argument in arguments]
+        self.values.append((self.call, moment, f"arguments of {moment}", str(arguments)))
+
+
+def _recording(hook):
+    def record(self, trainer, module, *args, **kwargs):
+        self.record(trainer, hook, (*args, *kwargs.values()))
+
+    return record
+
+
+for _hook in HOOKS:
+    setattr(Recorder, _hook, _recording(_hook))
+
+
+def record_module_hooks(module, recorder):
+    """Record the arguments of each hook of the module."""
+    for hook in MODULE_HOOKS:
+        method = getattr(module, hook, None)
+        if method is None or getattr(type(module), hook, None) is getattr(pl.LightningModule, hook):
+            continue
+
+        def recorded(*args, _method=method, _hook=hook, **kwargs):
+            arguments = [described(argument) for argument in (*args, *kwargs.items())]
+            recorder.values.append((recorder.call, f"module.{_hook}", "arguments", str(arguments)))
+            return _method(*args, **kwargs)
+
+        setattr(module, hook, functools.wraps(method)(recorded))
+
+
+def names_of_trainer():
+    trainer = pl.Trainer(**quiet())
+    return {
+        "trainer": [name for name in public_names(pl.Trainer, trainer) if name not in CALLS],
+        "module": public_names(pl.LightningModule),
+        "strategy": public_names(SingleDeviceStrategy, trainer.strategy),
+        "epoch_loop": public_names(type(trainer.fit_loop.epoch_loop), trainer.fit_loop.epoch_loop),
+        **{
+            loop: public_names(type(getattr(trainer, loop)), getattr(trainer, loop))
+            for loop in ("fit_loop", "validate_loop", "test_loop", "predict_loop")
+        },
+    }
+
+
+def run_all_calls(kind, name, root):
+    """Return the recorded values of one module with Trainer or FabricLoop."""
+    pl.seed_everything(1, verbose=False)
+    module = MODULES[name]()
+    recorder = Recorder(names_of_trainer())
+    options = quiet(
+        callbacks=[recorder], default_root_dir=str(root), **OPTIONS.get(name, {"max_epochs": 2})
+    )
+    trainer = kind(**options)
+    recorder.record(trainer, "constructed")
+    if hasattr(parity_modules, name):
+        loaders = parity_modules.train(), parity_modules.val()
+    else:
+        loaders = make_loader(24), make_loader(8, shuffle=False)
+    calls = {
+        "fit": lambda: trainer.fit(module, *loaders),
+        "validate": lambda: trainer.validate(module, loaders[1], verbose=False),
+        "validate again": lambda: trainer.validate(module, loaders[1], verbose=False),
+    }
+    if not hasattr(parity_modules, name):
+        calls |= {
+            "test": lambda: trainer.test(module, loaders[1], verbose=False),
+            "predict": lambda: trainer.predict(module, loaders[1]),
+            "predict again": lambda: trainer.predict(module, loaders[1]),
+        }
+    record_module_hooks(module, recorder)
+    for recorder.call, call in calls.items():
+        record_call(trainer, recorder, call)
+
+    def fail(*args):
+        raise ZeroDivisionError
+
+    recorder.call, module.training_step = "fit with an error", fail
+    trainer = kind(**options)
+    record_call(trainer, recorder, lambda: trainer.fit(module, *loaders))
+    return recorder.values
+
+
+def record_call(trainer, recorder, call):
+    try:
+        call()
+    except Exception as error:  # noqa: BLE001
+        recorder.values.append(
+            (recorder.call, "after", "error", f"{type(error).__name__}: {str(error)[:40]}")
+        )
+    recorder.record(trainer, "after")
+
+
+def main():
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--module", choices=MODULES, nargs="*", default=list(MODULES))
+    parser.add_argument("--details", action="store_true", help="print each moment")
+    options = parser.parse_args()
+    warnings.simplefilter("ignore")
+    number, differences = 0, collections.defaultdict(list)
+    for name in options.module:
+        sides = []
+        for kind in (pl.Trainer, FabricLoop):
+            with tempfile.TemporaryDirectory() as root:
+                sides.append(run_all_calls(kind, name, root))
+        expected, found = (index_values(side) for side in sides)
+        number += len(expected)
+        for key in expected | found:
+            if expected.get(key) != found.get(key):
+                differences[key[2]].append((name, *key, expected.get(key), found.get(key)))
+    unexplained = 0
+    for attribute, places in sorted(differences.items()):
+        reasons = [reason for pattern, reason in ON_PURPOSE if re.fullmatch(pattern, attribute)]
+        if reasons and not options.details:
+            continue
+        unexplained += not reasons
+        module, call, moment, _, _, expected, found = places[0]
+        print(
+            f"{attribute}: {len(places)}, first in {module}, {call}, {moment}: {expected} | {found}"
+        )
+        if options.details:
+            for place in places[1:]:
+                print("   ", *place)
+    num_different = sum(map(len, differences.values()))
+    print(
+        f"{number} values, {num_different} differ, of {len(differences)} attributes;"
+        f" {unexplained} attributes without a reason"
+    )
+    sys.exit(unexplained > 0)
+
+
+def index_values(values):
+    """Return {(call, moment, attribute, number): value}."""
+    counts, indexed = collections.Counter(), {}
+    for *key, value in values:
+        counts[tuple(key)] += 1
+        indexed[(*key, counts[tuple(key)])] = value
+    return indexed
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,14 @@
+"""The values that modules and callbacks read are those of Trainer, in each hook."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+SCRIPT = Path(__file__).parents[2] / "soak" / "trainer_contract.py"
+
+
+def test_values_differ_only_for_known_reasons():
+    command = [sys.executable, SCRIPT, "--module", "WithSteps"]
+    finished = subprocess.run(command, capture_output=True, text=True)
+    assert finished.returncode == 0, finished.stdout + finished.stderr
+    assert "0 attributes without a reason" in finished.stdout
