@@ -25,7 +25,7 @@ _SUFFIX = re.compile(rf"(?is)(?P<quantity>.+?)[\W_]+{_SPLIT}(?:_epoch|_step)?\W*
 _KINDS = {
     "loss": re.compile(r"(?i)loss"),
     "accuracy": re.compile(r"(?i)accuracy|(^|[\W_])acc([\W_\d]|$)"),
-    "learning rate": re.compile(r"(?i)^(base_)?(lr|learning[_ ]?rate)([\W_\d]|$)"),
+    "learning rate": re.compile(r"(?i)^(base_)?(lrs?|learning[_ ]?rate)([\W_\d]|$)"),
 }
 
 

@@ -147,7 +147,6 @@ def read_runs(path: Path, seeds: bool) -> list[Run]:
     """Read runs from a file or folder. Join runs of the same name that differ only in the seed."""
     runs: dict[str, Run] = {}
     for found in find_runs(path):
-        found["rows"].attrs["file"] = found["file"]
         label = group = found["label"]
         changed = dict(found["changed"])
         if seeds and changed.pop("seed", None) is not None and len(found["rows"]):
@@ -233,7 +232,7 @@ def prepare_table(table: pd.DataFrame, x: str) -> pd.DataFrame:
 
 
 def name_axis(runs: list[Run], x: str) -> str:
-    """Return the label of the x axis: the name of its column in the logs."""
+    """Return the name of the column of the x axis in the logs."""
     names = {table.attrs.get("x", x) for run in runs for table in run.tables}
     return "seconds of training" if x == "time" else names.pop() if len(names) == 1 else x
 
@@ -270,14 +269,17 @@ def choose_metrics(runs: list[Run], x: str, wanted: Sequence[str] | None) -> lis
 
 
 def add_splits(metrics: list[Metric]) -> list[Metric]:
-    """Mark columns such as "loss" of Keras as training if there is also a "val_loss"."""
+    """Mark columns such as "loss" of Keras as training if there is also a "val_loss".
+
+    A bare loss is a training loss, even without a validation.
+    """
     splits: dict[str, set[str]] = {}
     for metric in metrics:
         splits.setdefault(metric.quantity.lower(), set()).add(metric.split)
     found = []
     for metric in metrics:
-        others = splits[metric.quantity.lower()]
-        is_train = metric.split == "" and "validation" in others and "train" not in others
+        is_loss = metric.kind == "loss" or "validation" in splits[metric.quantity.lower()]
+        is_train = metric.split == "" and is_loss
         found.append(metric._replace(split="train") if is_train else metric)
     return found
 
@@ -344,7 +346,9 @@ def format_axes(ax: Axes, x: str, log: bool) -> None:
     from matplotlib.ticker import LogLocator, MaxNLocator, NullFormatter
 
     ax.xaxis.set_major_locator(MaxNLocator("auto", integer=x != "time", min_n_ticks=1))
-    ax.xaxis.set_major_formatter(lambda value, _: shorten_number(value))
+    largest = max(map(abs, ax.get_xlim()))
+    unit, letter = (1e6, "M") if largest >= 1e6 else (1e3, "k") if largest >= 1e4 else (1, "")
+    ax.xaxis.set_major_formatter(lambda value, _: f"{value / unit:g}{letter if value else ''}")
     drawn = [np.asarray(line.get_ydata(), float) for line in ax.get_lines()]
     values = [float(y) for line in drawn for y in line[line > 0]]
     if not log or not values:
@@ -355,14 +359,6 @@ def format_axes(ax: Axes, x: str, log: bool) -> None:
     ax.yaxis.set_major_locator(LogLocator(subs=subs, numticks=15 if decades <= 3.3 else 8))
     ax.yaxis.set_major_formatter("{x:g}")
     ax.yaxis.set_minor_formatter(NullFormatter())
-
-
-def shorten_number(value: float) -> str:
-    """Write 20000 as 20k and 3000000 as 3M, so that the labels of ticks do not overlap."""
-    for unit, letter in ((1e6, "M"), (1e3, "k")):
-        if abs(value) >= 10 * unit or (unit == 1e6 and abs(value) >= unit):
-            return f"{value / unit:g}{letter}"
-    return f"{value:g}"
 
 
 def draw_line(ax: Axes, run: Run, metric: Metric, x: str, smooth: float | None, label: str) -> None:
@@ -405,11 +401,7 @@ def draw_line(ax: Axes, run: Run, metric: Metric, x: str, smooth: float | None, 
 
 def has_raw_steps(table: pd.DataFrame, metric: Metric, x: str) -> bool:
     """Return whether a column has the training values of single steps, and not means."""
-    if x == "row" or not (
-        metric.split == "train" or (metric.split == "" and metric.kind == "loss")
-    ):
-        return False
-    if has_row_per_epoch(table):
+    if x == "row" or metric.split != "train" or has_row_per_epoch(table):
         return False
     counts = table.notna().sum()
     validations = [name for name in table if parse_metric(str(name)).split == "validation"]
@@ -424,10 +416,11 @@ def average_steps(values: pd.Series) -> Any:
     """
     import numpy as np
 
-    sums = np.concatenate([[0.0], np.cumsum(values.to_numpy(float))])
+    # Add in the highest precision, because the first losses may be large.
+    sums = np.concatenate([[0.0], np.cumsum(values.to_numpy(np.longdouble))])
     ends = np.arange(1, len(sums))
     sizes = np.clip(ends // 4, 1, max(1, len(values) // 25))
-    return (sums[ends] - sums[ends - sizes]) / sizes
+    return ((sums[ends] - sums[ends - sizes]) / sizes).astype(float)
 
 
 def add_legend(axes: list[Axes], title: str) -> None:
@@ -438,8 +431,9 @@ def add_legend(axes: list[Axes], title: str) -> None:
         entries.update(zip(labels, handles, strict=True))
     if not entries:
         return
-    for label in [label for label in entries if label == "best" or label.endswith(" other runs")]:
-        entries[label] = entries.pop(label)
+    for label in sorted(entries, key=lambda label: label == "best"):
+        if label == "best" or label.endswith(" other runs"):
+            entries[label] = entries.pop(label)
     figure: Any = axes[0].figure
     # Estimate how many entries of the legend fit into a line, with 1/14 inch per letter.
     width = max(1, int(figure.get_figwidth() * 14 / (max(map(len, entries)) + 10)))

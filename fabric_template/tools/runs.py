@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 from ..config import LoopArguments, LoopConfig
 from ..files import number_of
 from ..loggers.read_logs import read_logs
-from ..metric_names import find_axis, find_direction, is_metric, parse_metric
+from ..metric_names import Metric, find_axis, find_direction, is_metric, parse_metric
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -118,7 +118,7 @@ def read_run(folder: Path, root: Path) -> Run:
         "options": read_options(folder),
         "file": folder / "metrics.csv",
     }
-    return describe_run(run, read_rows(run["file"]), folder.name)
+    return describe_run(run, read_rows(run["file"]), f"{run['name']}/{folder.name}")
 
 
 def read_files(path: Path, root: Path) -> list[Run]:
@@ -126,7 +126,8 @@ def read_files(path: Path, root: Path) -> list[Run]:
     if path.name == "metrics.csv":
         return [read_run(path.parent, path.parent)]
     rows = read_rows(path)
-    if path != root and not (find_axis(rows, "epoch") or find_axis(rows, "step")):
+    has_axis = find_axis(rows, "epoch") or find_axis(rows, "step")
+    if path != root and not has_axis and not any(parse_metric(name).split for name in rows):
         # Other tables, such as predictions, are no logs.
         return []
     folder = path.parent.relative_to(root).as_posix() if root in path.parents else "."
@@ -134,6 +135,8 @@ def read_files(path: Path, root: Path) -> list[Run]:
     exported = dict.fromkeys(rows.attrs["names"])
     if len(exported) > 1:
         groups = [(run, rows[[n == run for n in rows.attrs["names"]]]) for run in exported]
+        for _, table in groups:
+            table.attrs.pop("file")
     else:
         groups = [(path.stem, rows)]
     runs = []
@@ -145,11 +148,12 @@ def read_files(path: Path, root: Path) -> list[Run]:
             "options": {},
             "file": path,
         }
-        runs.append(describe_run(run, table, version))
+        label = version if path == root else f"{name}/{version}"
+        runs.append(describe_run(run, table, label))
     return runs
 
 
-def describe_run(run: Run, rows: pd.DataFrame, version: str) -> Run:
+def describe_run(run: Run, rows: pd.DataFrame, label: str) -> Run:
     """Add the number of epochs, the duration and the rows to a run."""
     column = find_axis(rows, "epoch")
     epochs = rows[column].dropna() if column is not None else rows.get("epoch", [])
@@ -162,7 +166,7 @@ def describe_run(run: Run, rows: pd.DataFrame, version: str) -> Run:
         "epochs": count,
         "seconds": float(rows["time"].sum()) if "time" in rows else 0.0,
         "folder": str(run["file"].parent),
-        "label": f"{run['name']}/{version}",
+        "label": label,
         "rows": rows,
     }
 
@@ -174,9 +178,13 @@ def choose_metric(run: Run) -> str | None:
         return str(monitor)
     metrics = [parse_metric(str(name)) for name in run["rows"] if is_metric(str(name))]
     metrics = [metric for metric in metrics if metric.kind != "learning rate"]
-    # Prefer metrics of which the best value is known.
-    metrics.sort(key=lambda m: (m.split != "validation", find_direction(m.column) is None))
-    return metrics[0].column if metrics else None
+
+    def priority(metric: Metric) -> tuple[bool, bool, bool]:
+        is_of_training = metric.split == "train" or (metric.split == "" and metric.kind == "loss")
+        is_unknown = find_direction(metric.column) is None
+        return metric.split != "validation", is_unknown, is_of_training
+
+    return min(metrics, key=priority).column if metrics else None
 
 
 def best_mode(metric: str, options: dict[str, Any]) -> str | None:
@@ -220,7 +228,7 @@ def read_rows(path: Path) -> pd.DataFrame:
     except (OSError, ValueError):
         table = pd.DataFrame({"name": []})
     rows = table.drop(columns="version", errors="ignore").select_dtypes("number")
-    rows.attrs["names"] = table["name"].tolist()
+    rows.attrs["names"], rows.attrs["file"] = table["name"].tolist(), path
     return rows
 
 

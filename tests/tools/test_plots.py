@@ -185,6 +185,67 @@ def test_the_ticks_of_a_log_scale_are_plain_numbers(losses, expected):
     assert not any(text.get_text() for text in ax.get_yticklabels(minor=True))
 
 
+@pytest.mark.parametrize("num_epochs", [60, 10_000])
+def test_means_of_epochs_are_drawn_as_they_are(num_epochs):
+    epochs = np.arange(num_epochs)
+    loss = 10.0 * np.exp(-epochs / 3) + 1e-3
+    frame = pd.DataFrame({"epoch": epochs, "step": 10 * epochs, "train_loss": loss, "val_loss": loss})
+    for x in ("epoch", "step"):
+        train, validation, _ = plot_logs(frame, x=x).get_lines()
+        assert train.get_ydata().tolist() == validation.get_ydata().tolist() == loss.tolist()
+
+
+def test_an_average_of_steps_follows_a_steep_start():
+    steps = np.arange(10_000)
+    loss = 100 / (1 + steps)
+    _, average = plot_logs(pd.DataFrame({"step": steps, "train_loss": loss})).get_lines()
+    ratios = average.get_ydata() / loss
+    assert ratios[0] == 1
+    assert ratios.min() > 0.999
+    assert ratios.max() < 1.25
+
+
+def test_a_run_without_rows_is_left_out():
+    logger = write_run("digits", 0, [2.0, 1.0])
+    logger.log_metrics({"train_loss": 3.0}, 5)
+    CSVLogger("logs", name="digits", version=1).log_hyperparams({"config": {"seed": 1}})
+    Path("logs/digits/version_2").mkdir()
+    Path("logs/digits/version_2/metrics.csv").write_text("epoch,step,train_loss\n")
+    ax = plot_logs("logs")
+    assert [label for label, *_ in lines(ax)] == ["train", "validation", "best"]
+    with pytest.raises(ValueError, match="plot_logs: got logs without a row"):
+        plot_logs("logs/digits/version_2")
+
+
+def test_of_75_runs_the_best_have_a_color():
+    runs = {f"width {i} of the sweep": HISTORY.assign(val_loss=HISTORY["val_loss"] + 75 - i) for i in range(75)}
+    ax = plot_logs(runs, metrics="loss")
+    best = [f"width {i} of the sweep" for i in range(67, 75)]
+    assert legend(ax)[1] == [*best, "67 other runs", "best"]
+    assert ax.figure.get_figheight() < 6
+    assert len([line for line in ax.get_lines() if line.get_label() == "67 other runs"]) == 2 * 67
+
+
+def test_18_panels_fit_on_a_screen():
+    axes = plot_logs(HISTORY[["epoch"]].assign(**{f"val_m{i}": 1.0 * i for i in range(18)}))
+    assert (len(axes), axes[0].figure.get_figheight() * 120 < 1400) == (18, True)
+
+
+@pytest.mark.parametrize("decades", [2, 5, 9, 14])
+def test_a_log_scale_has_labels(decades):
+    ax = plot_logs(pd.DataFrame({"epoch": [0, 1], "val_loss": [10.0**-decades, 1.0]}), log=True)
+    ax.figure.canvas.draw()
+    low, high = ax.get_ylim()
+    labels = [tick.label1.get_text() for tick in ax.yaxis.get_major_ticks() if low <= tick.get_loc() <= high]
+    assert 3 <= len([label for label in labels if label]) <= 12
+
+
+def test_large_steps_have_short_labels():
+    ax = plot_logs(pd.DataFrame({"step": [0, 150_000], "val_loss": [1.0, 2.0]}))
+    ax.figure.canvas.draw()
+    assert "100k" in [text.get_text() for text in ax.get_xticklabels()]
+
+
 def test_into_given_axes():
     _, ax = pyplot.subplots()
     assert plot_logs(HISTORY, ax=ax) is ax

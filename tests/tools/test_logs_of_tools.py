@@ -1,0 +1,193 @@
+"""CSV files in the form of other tools are read, drawn and ranked. The numbers are made up."""
+
+from pathlib import Path
+
+import numpy as np
+import pandas as pd
+import pytest
+from matplotlib import pyplot
+
+from fabric_template import list_runs, plot_logs, read_logs
+
+FOLDER = Path(__file__).parent / "logs_of_tools"
+# The x axis, the panels, the lines of the first panel with their numbers of points, and the best.
+EXPECTED = {
+    "by_hand": ("Epoch", ["Loss"], {"train": 6, "validation": 6}, ("Val Loss", 1.043, 5)),
+    "fastai": ("epoch", ["loss"], {"train": 6, "validation": 6}, ("valid_loss", 1.0433, 5)),
+    "hugging_face": (
+        "step",
+        ["loss"],
+        {"loss": 8, "train_loss": 1, "validation": 2},
+        ("eval_loss", 0.71341, 2),
+    ),
+    "keras": ("epoch", ["loss", "accuracy"], {"train": 6, "validation": 6}, ("val_accuracy", 0.61, 3)),
+    "lightgbm": ("row", ["l2", "auc"], {"train": 6, "validation": 6}, ("valid_0's l2", 0.68, None)),
+    "lightning": ("epoch", ["loss", "acc"], {"train": 3, "validation": 3}, ("val_loss", 1.5822, 2)),
+    "mmengine": ("iter", ["loss", "loss_cls", "loss_bbox"], {"train": 8}, ("coco/bbox_mAP", 0.34, None)),
+    "nnunet": ("epoch", ["losses"], {"train": 6, "validation": 6}, ("val_losses", -0.46, 5)),
+    "run-version_0-tag-val_loss": ("Step", ["loss"], {"validation": 6}, ("val_loss", 1.0433, None)),
+    "stable_baselines": (
+        "time/total_timesteps",
+        ["value_loss"],
+        {"train": 6},
+        ("rollout/ep_rew_mean", -35, None),
+    ),
+    "timm_summary": ("epoch", ["loss"], {"train": 6, "validation": 6}, ("eval_loss", 1.0433, 5)),
+    "ultralytics": (
+        "epoch",
+        ["box_loss", "cls_loss"],
+        {"train": 6, "validation": 6},
+        ("val/box_loss", 1.0433, 6),
+    ),
+    "wandb_chart": ("Step", ["loss"], {"brisk-sun-3": 5, "calm-sea-4": 4}, ("val_loss", 0.5707, None)),
+    "wandb_history": ("epoch", ["loss"], {"train": 2, "validation": 2}, ("val/loss", 0.59968, 1)),
+    "xgboost": ("iteration", ["logloss"], {"train": 6, "validation": 6}, ("eval-logloss", 0.46, None)),
+}
+
+
+@pytest.fixture(autouse=True)
+def close_figures():
+    yield
+    pyplot.close("all")
+
+
+def lines_of(ax):
+    return {line.get_label(): len(line.get_xdata()) for line in ax.get_lines() if line.get_label() != "best"}
+
+
+def test_each_file_has_its_expectation():
+    assert {path.stem for path in FOLDER.iterdir()} == {*EXPECTED}
+
+
+@pytest.mark.parametrize("name", EXPECTED)
+def test_a_file_is_drawn(name):
+    x, panels, lines, _ = EXPECTED[name]
+    axes = np.ravel(plot_logs(FOLDER / f"{name}.csv"))
+    assert [ax.get_ylabel() for ax in axes] == panels
+    assert axes[-1].get_xlabel() == x
+    assert lines_of(axes[0]) == lines
+    axes[0].figure.canvas.draw()
+
+
+@pytest.mark.parametrize("name", EXPECTED)
+def test_a_file_is_ranked(name):
+    runs = list_runs(FOLDER / f"{name}.csv").astype(object)
+    runs = runs.where(runs.notna(), None)
+    metric, best, epoch = EXPECTED[name][3]
+    assert runs.loc[0, ["metric", "best", "best_epoch"]].tolist() == [metric, pytest.approx(best), epoch]
+
+
+def test_a_folder_of_files_is_listed():
+    runs = list_runs(FOLDER)
+    assert runs["version"].tolist() == sorted([*(EXPECTED.keys() - {"wandb_chart"}), "brisk-sun-3", "calm-sea-4"])
+
+
+@pytest.mark.parametrize(
+    ("name", "column", "values"),
+    [
+        ("by_hand", "Val MAPE", [28.1, 20.4, 16, 13.9, 14.6, 15.1]),
+        ("ultralytics", "metrics/mAP50(B)", [0.31, 0.42, 0.55, 0.61, 0.66, 0.64]),
+        ("lightning", "val_acc", [0.28, 0.4, 0.52]),
+        ("wandb_history", "trainer/global_step", [99, 199]),
+        ("run-version_0-tag-val_loss", "Step", [19, 39, 59, 79, 99, 119]),
+        ("wandb_chart", "name", ["brisk-sun-3"] * 5 + ["calm-sea-4"] * 4),
+    ],
+)
+def test_a_file_is_read(name, column, values):
+    assert read_logs(FOLDER / f"{name}.csv")[column].tolist() == values
+
+
+def test_the_steps_of_half_empty_rows_are_read():
+    table = read_logs(FOLDER / "lightning.csv", steps=True)
+    assert table["step"].tolist() == [9, 19, 29, 39, 49, 59, 69, 79, 89, 99, 109, 119]
+    assert table["train_loss_step"].notna().all()
+    assert table.loc[table["val_loss"].notna(), "step"].tolist() == [39, 79, 119]
+    ax = plot_logs(FOLDER / "lightning.csv", x="step", metrics="loss")
+    assert lines_of(ax) == {"train_loss_epoch": 3, "train_loss_step": 12, "validation": 3}
+
+
+# ---- kinds of files
+
+
+def write(text, name="log.csv"):
+    Path(name).write_text(text)
+    return name
+
+
+def test_validations_within_an_epoch_keep_their_steps():
+    rows = "".join(f"0,{step},{9 - step / 10},\n0,{step},,{8 - step / 10}\n" for step in (10, 20, 30))
+    path = write(f"epoch,step,train_loss,val_loss\n{rows}0,40,1.0,\n1,50,0.5,\n1,50,,0.4\n")
+    table = read_logs(path)
+    assert table["step"].tolist() == [10, 20, 30, 50]
+    assert table["val_loss"].tolist() == [7, 6, 5, 0.4]
+    assert table["train_loss"].tolist() == [8, 7, 1, 0.5]
+    assert read_logs(path, steps=True)["step"].tolist() == [10, 20, 30, 40, 50]
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "epoch,val_loss\n0,3\n1,2",
+        "epoch,val_loss\r\n0,3\r\n1,2\r\n",
+        " epoch , val_loss \n 0 , 3 \n 1 , 2 \n",
+        "epoch;val_loss\n0;3,0\n1;2,0\n",
+        "epoch\tval_loss\n0\t3\n1\t2\n",
+        "# epoch,val_loss\n0,3\n1,2\n",
+        "epoch,val_loss\n0,3\nepoch,val_loss\n1,2\n",
+        ",epoch,val_loss\n0,0,3\n1,1,2\n",
+        "\ufeffepoch,val_loss,other\n0,3,None\n1,2,nan\n",
+    ],
+    ids=["no line break", "crlf", "padded", "semicolons", "tabs", "#", "two headers", "index", "bom"],
+)
+def test_forms_of_a_file(text):
+    path = write(text)
+    table = read_logs(path)
+    assert table[["epoch", "val_loss"]].values.tolist() == [[0, 3], [1, 2]]
+    (line, _) = plot_logs(path).get_lines()
+    assert line.get_xydata().tolist() == [[0, 3], [1, 2]]
+    assert list_runs(path)["best"].tolist() == [2]
+
+
+@pytest.mark.parametrize("text", ["epoch,val_loss\n", "", "epoch,val_loss"])
+def test_a_file_without_rows_is_refused_by_name(text):
+    with pytest.raises(ValueError, match="plot_logs: got logs without a row"):
+        plot_logs(write(text))
+
+
+def test_a_log_without_epochs_has_row_numbers_or_a_named_axis():
+    path = write("minutes,loss,val_loss\n2,3,4\n4,2,3\n8,1,2.5\n")
+    ax = plot_logs(path)
+    assert (ax.get_xlabel(), ax.get_lines()[0].get_xdata().tolist()) == ("row", [0, 1, 2])
+    ax = plot_logs(path, x="minutes")
+    assert (ax.get_xlabel(), ax.get_lines()[0].get_xdata().tolist()) == ("minutes", [2, 4, 8])
+    with pytest.raises(ValueError, match=r"x: got 'epoch', expected .*minutes.* Write x='minutes'"):
+        plot_logs(path, x="epoch")
+
+
+def test_the_given_file_is_drawn():
+    Path("a").mkdir()
+    for name, loss in (("metrics.csv", 1), ("results.csv", 9)):
+        write(f"epoch,val_loss\n0,{loss}\n1,{loss - 1}\n", f"a/{name}")
+    drawn = [plot_logs(path).get_lines()[0].get_ydata().tolist() for path in ("a/results.csv", "a", "a/metrics.csv")]
+    assert drawn == [[9, 8], [1, 0], [1, 0]]
+    labels = lines_of(plot_logs(["a/results.csv", "a/metrics.csv"]))
+    assert labels == {"results": 2, f"{Path.cwd().name}/a": 2}
+
+
+# ---- names of columns
+
+
+@pytest.mark.parametrize(
+    ("columns", "lines"),
+    [
+        ("loss val_loss", {"train": 2, "validation": 2}),
+        ("loss train_loss val_loss", {"loss": 2, "train_loss": 2, "validation": 2}),
+        ("Loss/train Loss/val", {"train": 2, "validation": 2}),
+        ("trainLoss valLoss", {"train": 2, "validation": 2}),
+        ("val_0_loss val_1_loss", {"val_0_loss": 2, "val_1_loss": 2}),
+        ("train val", {"train": 2, "validation": 2}),
+    ],
+)
+def test_the_columns_of_a_quantity_are_in_one_panel(columns, lines):
+    frame = pd.DataFrame({"epoch": [0, 1], **{name: [2.0, 1.0] for name in columns.split()}})
+    assert lines_of(plot_logs(frame)) == lines
