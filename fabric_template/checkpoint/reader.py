@@ -42,9 +42,12 @@ class Placeholder:
     """
 
     def __new__(cls, *args: Any, **kwargs: Any) -> Any:
-        # These functions get the object's class, or the object of a method, as their first argument.
-        is_named_by_argument = cls.__name__.startswith(("copyreg.", "builtins.getattr"))
-        return object.__new__(kind_of(args[0]) if is_named_by_argument and args else cls)
+        if cls.__name__ == "builtins.getattr" and len(args) == 2:
+            # A class inside a class, or a method. Only a class can be both called and instantiated.
+            return type(f"{kind_of(args[0]).__name__}.{args[1]}", (Placeholder,), {})
+        # The functions of copyreg get the object's class as their first argument.
+        is_of_copyreg = cls.__name__.startswith("copyreg.")
+        return object.__new__(kind_of(args[0]) if is_of_copyreg and args else cls)
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         pass

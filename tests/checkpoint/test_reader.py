@@ -2,6 +2,7 @@
 
 import collections
 import copy
+import dataclasses
 import datetime
 import enum
 import functools
@@ -31,6 +32,27 @@ class Color(enum.Enum):
 
 class Point(collections.namedtuple("Point", "x y")):
     """A named tuple, whose class only trusted files may build."""
+
+
+class Outer:
+    """Has classes inside, which a pickle of protocol 2 names by a call of getattr."""
+
+    class Kind(enum.Enum):
+        FIRST = 1
+
+    @dataclasses.dataclass
+    class Config:
+        size: int = 3
+
+    class Table(dict):
+        pass
+
+    class Rows(list):
+        class Inner(list):
+            pass
+
+    def scale(self, value):
+        return value
 
 
 class MarksFile:
@@ -138,6 +160,12 @@ def objects(folder):
         "partial": functools.partial(nn.Linear, 2),
         "enum": [Color.RED, {Color.RED: 1}],
         "named tuple": Point(1, 2),
+        "class in a class": Outer.Config,
+        "enum in a class": [Outer.Kind.FIRST, {Outer.Kind.FIRST: 1}],
+        "data class in a class": Outer.Config(4),
+        "dict in a class": Outer.Table(a=1),
+        "list in two classes": Outer.Rows.Inner([1, Outer.Rows([2])]),
+        "method of a class": [Outer.scale, Outer().scale],
         "numpy": [np.arange(3), np.dtype("f4"), np.float32],
         "call": MarksFile(folder / "call"),
         "state": MarksFileInState(folder / "state"),
