@@ -250,10 +250,8 @@ class CheckpointManager:
         if self.folder is None:
             return
         self._is_validated, self._last_step = state["is_validated"], state["last_step"]
-        is_same_metric = (state["monitor"], state["mode"]) == (
-            self.config.monitor,
-            self.config.mode,
-        )
+        config = self.config
+        is_same_metric = (state["monitor"], state["mode"]) == (config.monitor, config.mode)
         if not is_same_metric or not self._is_continued:
             # Scores of another metric do not compete. Files in another folder are not this run's.
             return

@@ -201,16 +201,14 @@ def restore_mini_attributes(run: Run, ranks: list[dict[str, Any]]) -> None:
     modules = {**dict(run.network.named_modules()), "": run.model}
     for place, attributes in parts.items():
         known = vars(modules[place]) if place in modules else {}
-        # MiniLoop has saved other types as tensors and lists.
-        others = (np.ndarray, np.generic, set, deque)
-        if any(
-            name not in known or is_generator(known[name]) or isinstance(known[name], others)
-            for name in attributes
-        ):
-            raise CheckpointError(
-                f"resume: got {run.plan.start.path}, in which MiniLoop saved the state of {place!r},"
-                " expected only attributes of modules. Continue it with MiniLoop, or use load=."
-            )
+        for name in attributes:
+            # MiniLoop has saved other types as tensors and lists.
+            is_converted = isinstance(known.get(name), np.ndarray | np.generic | set | deque)
+            if name not in known or is_converted or is_generator(known[name]):
+                raise CheckpointError(
+                    f"resume: got {run.plan.start.path}, in which MiniLoop saved the state of {place!r},"
+                    " expected only attributes of modules. Continue it with MiniLoop, or use load=."
+                )
         vars(modules[place]).update(move_data_to_device(attributes, run.fabric.device))
 
 
@@ -257,26 +255,21 @@ def restore_position(run: Run) -> None:
 def check_settings(run: Run, saved: dict[str, Any]) -> None:
     """Warn about changed settings. Within an epoch, require the processes and batch sizes saved."""
     current = run_settings(run)
+    changed = [name for name in saved if saved[name] != current[name]]
     is_in_epoch = run.progress.is_in_epoch and not run.progress.is_last_batch
-    if is_in_epoch and saved["processes"] != current["processes"]:
-        raise CheckpointError(
-            f"{run.plan.start.path}: it is from the middle of an epoch of a run with {saved['processes']}"
-            f" processes, and this run has {current['processes']}. Use {saved['processes']} processes, a"
-            " checkpoint from the end of an epoch, or load= to start a new run from the weights."
-        )
-    sizes, saved_sizes = current["batch size"], saved["batch size"]
-    if is_in_epoch and len(sizes) == len(saved_sizes) and sizes != saved_sizes:
-        raise CheckpointError(
-            f"{run.plan.start.path}: it is from the middle of an epoch with the batch sizes {saved_sizes},"
-            f" and the loaders now have {sizes}. The position is counted in batches. Use the saved batch"
-            " size, a checkpoint from the end of an epoch, or load= to start a new run from the weights."
-        )
-    differences = [
-        f"{n} {saved[n]} was saved, now {current[n]}" for n in saved if saved[n] != current[n]
-    ]
-    if differences:
+    has_same_loaders = len(saved["batch size"]) == len(current["batch size"])
+    for name in ("number of processes", "batch size"):
+        if is_in_epoch and name in changed and has_same_loaders:
+            raise CheckpointError(
+                f"{run.plan.start.path}: it is from the middle of an epoch in which the {name} was"
+                f" {saved[name]}, and it is {current[name]} now. The position is counted in batches. Use"
+                f" {saved[name]}, a checkpoint from the end of an epoch, or load= to start a new run from"
+                " the weights."
+            )
+    if changed:
+        texts = [f"{name} {saved[name]} was saved, now {current[name]}" for name in changed]
         run.warn_once(
-            f"resume: {'; '.join(differences)}. The run continues. Its results differ from those of an"
+            f"resume: {'; '.join(texts)}. The run continues. Its results differ from those of an"
             " uninterrupted run."
         )
 
@@ -296,26 +289,27 @@ def restore_network(
 def restore_optimizers(run: Run, checkpoint: dict[str, Any]) -> None:
     if SHARDS_KEY in checkpoint or run.steps.is_model_parallel:
         load_shards(run, checkpoint, "optimizer_states")
+    optimizers, schedulers = run.optimization.optimizers, run.optimization.lr_schedulers
     states = checkpoint["optimizer_states"]
     add_missing_groups(run, states)
     # Accept an empty list, because on_load_checkpoint hooks may have removed the optimizer states.
-    if states and len(states) != len(run.optimization.optimizers):
+    if states and len(states) != len(optimizers):
         raise CheckpointError(
-            f"{run.plan.start.path}: got the states of {len(states)} optimizers, expected"
-            f" {len(run.optimization.optimizers)}. Give the optimizers that the run was started with, or use load=."
+            f"{run.plan.start.path}: got the states of {len(states)} optimizers, expected {len(optimizers)}."
+            " Give the optimizers that the run was started with, or use load=."
         )
-    for optimizer, state in zip(run.optimization.optimizers, states, strict=False):
+    for optimizer, state in zip(optimizers, states, strict=False):
         load_optimizer_state(run, optimizer, state)
         restore_dtypes(optimizer, state)
     saved = checkpoint.get("lr_schedulers", ())
     # StochasticWeightAveraging exchanges the schedulers during training.
     is_averaging = bool(run.hooks.callbacks_of("StochasticWeightAveraging"))
-    if saved and len(saved) != len(run.optimization.lr_schedulers) and not is_averaging:
+    if saved and len(saved) != len(schedulers) and not is_averaging:
         run.warn_once(
-            f"resume: {len(saved)} lr_schedulers were saved, now {len(run.optimization.lr_schedulers)}. The states are"
+            f"resume: {len(saved)} lr_schedulers were saved, now {len(schedulers)}. The states are"
             " restored in this order, and a scheduler without a state starts again."
         )
-    for config, state in zip(run.optimization.lr_schedulers, saved, strict=False):
+    for config, state in zip(schedulers, saved, strict=False):
         config.scheduler.load_state_dict(state)
 
 

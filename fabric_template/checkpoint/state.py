@@ -78,7 +78,7 @@ def build_checkpoint(
 
 def training_state(run: Run) -> dict[str, Any]:
     """Return the states of callbacks, optimizers, schedulers and the precision, as Trainer saves them."""
-    strategy = run.fabric.strategy
+    strategy, optimization = run.fabric.strategy, run.optimization
     # Fabric gathers the state of a ZeroRedundancyOptimizer in process 0.
     get_state: Any = strategy.get_optimizer_state
     if run.steps.is_model_parallel:
@@ -87,10 +87,8 @@ def training_state(run: Run) -> dict[str, Any]:
     callbacks = {key_of(callback): state_of(callback) for callback in run.hooks.callbacks}
     state = {
         "callbacks": {key: state for key, state in callbacks.items() if state},
-        "optimizer_states": [get_state(optimizer) for optimizer in run.optimization.optimizers],
-        "lr_schedulers": [
-            config.scheduler.state_dict() for config in run.optimization.lr_schedulers
-        ],
+        "optimizer_states": [get_state(optimizer) for optimizer in optimization.optimizers],
+        "lr_schedulers": [item.scheduler.state_dict() for item in optimization.lr_schedulers],
     }
     if scaler_state := strategy.precision.state_dict():
         state[type(strategy.precision).__qualname__] = scaler_state
@@ -120,15 +118,14 @@ def own_state(run: Run) -> dict[str, Any]:
     # Save only the values that hooks have changed. The resumed run computes the other values.
     window = run.progress.accumulate_grad_batches
     is_changed = window != run.plan.config.accumulate_grad_batches
+    outside = run.optimization.outside_parameters()
     return {
         "writer": "FabricLoop",
         **states_of(run, per_process=False),
         "saved_at": run.checkpoints.folders.save_time(),
         "accumulate_grad_batches": window if is_changed else None,
         "flags": run.steps.changed_flags(run.optimization.named_parameters()),
-        "outside_parameters": {
-            n: p.detach() for n, p in run.optimization.outside_parameters().items()
-        },
+        "outside_parameters": {name: value.detach() for name, value in outside.items()},
         "parameter_groups": names_of_groups(run),
         "settings": run_settings(run),
         # Save the seed even if no loader has used it, because a resumed run may use it.
@@ -147,7 +144,7 @@ def run_settings(run: Run) -> dict[str, Any]:
     """Return the settings that a resumed run should share with the saved run."""
     loaders = run.data.train.loaders if "train" in run.data.created else []
     return {
-        "processes": run.fabric.world_size,
+        "number of processes": run.fabric.world_size,
         "batch size": [getattr(loader, "batch_size", None) for loader in loaders],
         "num_workers": [getattr(loader, "num_workers", None) for loader in loaders],
         "optimizers": [type(optimizer).__name__ for optimizer in run.optimization.optimizers],
@@ -178,11 +175,10 @@ def count_loops(
         if hook == "on_train_batch_end":
             for counts in batches.values():
                 counts["completed"] -= 1
-    steps = progress.global_step
-    automatic = (
-        make_counts(steps, progress.optimizer_steps_in_epoch) if is_automatic else make_counts(0, 0)
-    )
-    manual = make_counts(0 if is_automatic else steps, 0)
+    automatic, manual = make_counts(0, 0), make_counts(progress.global_step, 0)
+    if is_automatic:
+        steps = progress.optimizer_steps_in_epoch
+        automatic, manual = make_counts(progress.global_step, steps), make_counts(0, 0)
     fit_loop = {
         "state_dict": {"combined_loader": loader_states} if loader_states else {},
         "epoch_progress": epoch,
@@ -279,11 +275,10 @@ def check_saved_state(run: Run) -> None:
         return
     for part in (run.model, run.datamodule):
         add_hyperparameters(run, {}, part)
+    optimization = run.optimization
     states = {
-        "optimizers": [optimizer.param_groups for optimizer in run.optimization.optimizers],
-        "lr_schedulers": [
-            config.scheduler.state_dict() for config in run.optimization.lr_schedulers
-        ],
+        "optimizers": [optimizer.param_groups for optimizer in optimization.optimizers],
+        "lr_schedulers": [item.scheduler.state_dict() for item in optimization.lr_schedulers],
     }
     if (place := find_unpicklable(states)) is not None:
         raise CheckpointError(

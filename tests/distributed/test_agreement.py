@@ -89,7 +89,7 @@ def train_with(processes, **words):
 @pytest.mark.parametrize(("first", "second"), [(2, 1), (1, 2)])
 def test_another_number_of_processes_in_the_middle_of_an_epoch_is_refused(first, second):
     train_with(first, max_steps=2)
-    with pytest.raises(CheckpointError, match=f"middle of an epoch of a run with {first} processes, and this run"):
+    with pytest.raises(CheckpointError, match=f"middle of an epoch in which the number of processes was {first}, and"):
         train_with(second, max_steps=4, resume="last")
 
 
