@@ -48,9 +48,16 @@ class CheckpointManager:
         self._last_step = 0
         self._unsaved: dict[str, str] = {}
 
-    def use_folder(self, folder: Path | None, is_continued: bool) -> None:
-        """Save in a folder, or nothing. The run continues the checkpoints there if it resumes them."""
+    def use_folder(
+        self, folder: Path | None, is_continued: bool, last_model_path: str = ""
+    ) -> None:
+        """Save in a folder, or nothing. The run continues the checkpoints there if it resumes them.
+
+        Args:
+            last_model_path: The last.ckpt that a spawned process has saved there.
+        """
         self.folder, self._is_continued = folder, is_continued
+        self.last_model_path = last_model_path
 
     def set_options(self, config: Any) -> None:
         """Use other options from now on."""
@@ -243,7 +250,6 @@ class CheckpointManager:
             "mode": self.config.mode,
             "is_validated": self._is_validated,
             "last_step": self._last_step,
-            "last": os.path.basename(self.last_model_path),
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -258,5 +264,3 @@ class CheckpointManager:
         # Ignore folders in the names, because an untrusted checkpoint may name any file.
         kept = {self._path(os.path.basename(name)): v for name, v in state["kept"].items()}
         self._kept = {str(path): value for path, value in kept.items() if path.exists()}
-        last = self._path(os.path.basename(state["last"]))
-        self.last_model_path = str(last) if state["last"] and last.exists() else ""

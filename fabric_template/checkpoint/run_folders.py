@@ -52,14 +52,30 @@ class RunFolders:
         self._replaced: list[Path] = []
         self._replaced_logs: Path | None = None
 
-    def open(self, files: dict[Path, IO[str]]) -> None:
-        """Use folders, whose .lock files this process has locked."""
-        self._files = files
-        self._newest = max((max(read_times(folder)) for folder in files), default=0.0)
+    @contextmanager
+    def locked(self, folders: Iterable[Path]) -> Iterator[None]:
+        """Make this process the only writer of some folders, and record how the run ends.
 
-    def close(self) -> None:
-        """Record nothing from now on, because the .lock files are closed."""
-        self._files = {}
+        The system releases the lock of a killed process. Each .lock file contains the process id. At
+        the end of a run, "finished", "interrupted" or "failed" is appended to the .lock file.
+        """
+        with ExitStack() as stack:
+            opened = {folder: open_lock(folder, stack) for folder in folders}
+            self._files = {folder: file for folder, file in opened.items() if file is not None}
+            self._newest = max((max(read_times(folder)) for folder in self._files), default=0.0)
+            _open_files.update(self._files.values())
+            stack.callback(_open_files.difference_update, self._files.values())
+            self._write(str(os.getpid()))
+            end = "failed"
+            try:
+                yield
+                end = "finished"
+            except (KeyboardInterrupt, SystemExit, SIGTERMException):
+                end = "interrupted"
+                raise
+            finally:
+                self._write(end)
+                self._files = {}
 
     def start_new_run(self, folder: Path | None, log_folder: Path | None) -> None:
         """Record that a new run has started, which replaces the run in the folders.
@@ -70,7 +86,7 @@ class RunFolders:
         """
         # The clock of another machine may have been ahead.
         self._newest = max(time.time(), self._newest + 0.001)
-        self._record("started", self._newest, is_synced=True)
+        self._write(f"started {self._newest!r}", is_synced=True)
         names = [] if folder is None else list_names(folder)
         self._replaced = [Path(folder or "", name) for name in names if _CHECKPOINT.fullmatch(name)]
         if log_folder is not None:
@@ -79,7 +95,7 @@ class RunFolders:
 
     def restore_replaced_run(self, log_folder: Path | None) -> None:
         """Record that the checkpoints in the folders are in use again."""
-        self._record("started", 0.0, is_synced=True)
+        self._write("started 0.0", is_synced=True)
         # The resume copies the rows, so remove these files after the next save.
         self._replaced_logs = None if log_folder is None else log_folder / REPLACED_LOGS
 
@@ -94,7 +110,7 @@ class RunFolders:
         folders = {Path(os.path.abspath(folder)) for folder in self._files}
         if folders.isdisjoint(Path(os.path.abspath(path)).parents):
             return
-        self._record("saved", saved_at)
+        self._write(f"saved {saved_at!r}")
         replaced, self._replaced = self._replaced, []
         for old in replaced:
             if old != path:
@@ -106,8 +122,14 @@ class RunFolders:
             shutil.rmtree(self._replaced_logs, ignore_errors=True)
             self._replaced_logs = None
 
-    def _record(self, event: str, seconds: float, is_synced: bool = False) -> None:
-        add_line(self._files.values(), f"{event} {seconds!r}", is_synced)
+    def _write(self, line: str, is_synced: bool = False) -> None:
+        for file in self._files.values():
+            # If the disk is full, continue without this record.
+            with suppress(OSError):
+                file.write(f"{line}\n")
+                file.flush()
+                if is_synced:
+                    os.fsync(file.fileno())
 
 
 def open_folders(run: Run, stack: ExitStack) -> None:
@@ -125,8 +147,7 @@ def open_folders(run: Run, stack: ExitStack) -> None:
     if checkpoint_folder is not None and (folder or checkpoint_folder.is_dir()):
         folders.append(checkpoint_folder)
     locked = run.checkpoints.folders
-    locked.open(stack.enter_context(lock_folders(folders)))
-    stack.callback(locked.close)
+    stack.enter_context(locked.locked(folders))
     log_folder = None if own is None or version is None else Path(own.log_dir)
     if any(continues_in(run, folder) for folder in folders):
         saved_at = math.inf if run.plan.start.saved_at is None else run.plan.start.saved_at
@@ -206,34 +227,6 @@ if hasattr(os, "register_at_fork"):
     os.register_at_fork(after_in_child=_close_in_child)
 
 
-@contextmanager
-def lock_folders(folders: Iterable[Path]) -> Iterator[dict[Path, IO[str]]]:
-    """Make this process the only writer of some folders, and record how the run ends.
-
-    The system releases the lock of a killed process. Each .lock file contains the process id. At
-    the end of a run, "finished", "interrupted" or "failed" is appended to the .lock file.
-
-    Yields:
-        The open .lock files by folder. A folder that cannot be locked has none.
-    """
-    with ExitStack() as stack:
-        opened = {folder: open_lock(folder, stack) for folder in folders}
-        by_folder = {folder: file for folder, file in opened.items() if file is not None}
-        files = by_folder.values()
-        _open_files.update(files)
-        stack.callback(_open_files.difference_update, files)
-        add_line(files, str(os.getpid()))
-        end = "failed"
-        try:
-            yield by_folder
-            end = "finished"
-        except (KeyboardInterrupt, SystemExit, SIGTERMException):
-            end = "interrupted"
-            raise
-        finally:
-            add_line(files, end)
-
-
 def open_lock(folder: Path, stack: ExitStack) -> IO[str] | None:
     """Lock a folder and remove a killed run's temporary files. Returns the lock file or None."""
     make_folder(folder)
@@ -273,13 +266,3 @@ def open_lock(folder: Path, stack: ExitStack) -> IO[str] | None:
 def open_without_links(path: str, flags: int) -> int:
     """Open a file, but raise an OSError for a symbolic link, whose target could be any file."""
     return os.open(path, flags | getattr(os, "O_NOFOLLOW", 0), 0o666)
-
-
-def add_line(files: Iterable[IO[str]], line: str, is_synced: bool = False) -> None:
-    for file in files:
-        # If the disk is full, continue without this record.
-        with suppress(OSError):
-            file.write(f"{line}\n")
-            file.flush()
-            if is_synced:
-                os.fsync(file.fileno())

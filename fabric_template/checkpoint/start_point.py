@@ -122,7 +122,7 @@ def convert_mini_state(path: Any, own: dict[str, Any]) -> dict[str, Any]:
         **own,
         "writer": "MiniLoop",
         "progress": {**progress, "logging_step": step},
-        "checkpoints": {"is_validated": False, "last_step": step, "last": "", **own["checkpoints"]},
+        "checkpoints": {"is_validated": False, "last_step": step, **own["checkpoints"]},
         "row": {**row, **own["row"]},
     }
 

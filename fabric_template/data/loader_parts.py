@@ -28,7 +28,10 @@ _LEAVES = (
     *(torch.Tensor, torch.Generator, nn.Module, np.ndarray, np.generic),
 )
 _MOST_VALUES = 500
-_LIBRARIES = ("torch.", "torchdata.", "lightning.", "pytorch_lightning.")
+_LIGHTNING = ("lightning.", "pytorch_lightning.")
+_LIBRARIES = ("torch.", "torchdata.", *_LIGHTNING)
+# A stream may hold the loop or a callback, whose attributes are not state of the stream.
+_NOT_ENTERED = (__name__.partition(".")[0] + ".", *_LIGHTNING)
 # DataLoader sets these attributes itself.
 _OF_LOADER = frozenset(vars(DataLoader([])))  # type: ignore[arg-type]
 # The iterator of a pass is not part of the state between passes.
@@ -136,6 +139,8 @@ def values_in(owner: Any, enters_iterators: bool = True) -> dict[str, Any]:
         if isinstance(value, _LEAVES) or id(value) in seen:
             continue
         seen.add(id(value))
+        if value is not owner and type(value).__module__.startswith(_NOT_ENTERED):
+            continue
         found[name] = value
         if isinstance(value, Iterator) and not enters_iterators:
             continue

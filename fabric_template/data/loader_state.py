@@ -258,6 +258,8 @@ class ResumableLoader:
         if self._restored is not None:
             return self._restored
         is_over = self.is_finished or (self.is_used and not is_in_pass)
+        # Otherwise a resumed run reads the finished batches again in this process.
+        is_read_by_index = self._is_indexed and not self.workers
         state = {
             "is_in_pass": (is_in_pass or not self.is_used) and self._at_start is not None,
             "passes": self.passes,
@@ -268,7 +270,7 @@ class ResumableLoader:
             "workers": list(self.workers),
             "workers_at_start": self._workers_at_start,
             "is_indexed": self._is_indexed,
-            **self._plain(only_generators=is_per_batch and not self._reads_by_index),
+            **self._plain(only_generators=is_per_batch and not is_read_by_index),
             "has_continued": self._has_continued or (self._continues and is_over),
         }
         if self._stream is not None:
@@ -316,11 +318,6 @@ class ResumableLoader:
             self._stream.end_pass()
             self._resumed = (state["batches"], 0) if state["is_finished"] else None
         self._restore(state)
-
-    @property
-    def _reads_by_index(self) -> bool:
-        """Return whether a resumed run reads no finished batch in this process."""
-        return self._is_indexed and not self.workers
 
     def _plain(self, only_generators: bool = False) -> dict[str, Any]:
         """Return the plain states of the samplers ("order") and of the dataset ("samples")."""

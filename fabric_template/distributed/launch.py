@@ -196,7 +196,7 @@ def _outcome_of(run: Run) -> dict[str, Any]:
     outcome = {
         "weights": gather_tensors(run.network.state_dict()),
         "parts": {name: getattr(run, name).state_dict() for name in _PARTS},
-        "folder": run.checkpoints.folder,
+        "folder": (run.checkpoints.folder, True, run.checkpoints.last_model_path),
         "metrics": run.results.metrics(),
         "rows": run.row.rows,
         "callbacks": [part.state_dict() for part in run.hooks.callbacks if has_state(part)],
@@ -216,7 +216,7 @@ def _apply_outcome(run: Run, outcome: dict[str, Any]) -> None:
         if isinstance(tensor, torch.Tensor) and name in weights:
             tensor.data = tensor.data.to(weights[name].dtype)
     run.network.load_state_dict(weights)
-    run.checkpoints.use_folder(outcome["folder"], is_continued=True)
+    run.checkpoints.use_folder(*outcome["folder"])
     for name, state in outcome["parts"].items():
         getattr(run, name).load_state_dict(state)
     run.results.load_metrics(outcome["metrics"])

@@ -12,7 +12,7 @@ from test_exact_resume import Net, fit
 
 from fabric_template import files
 from fabric_template.checkpoint.checkpoint_io import AtomicCheckpointIO, read_checkpoint
-from fabric_template.checkpoint.run_folders import lock_folders
+from fabric_template.checkpoint.run_folders import RunFolders
 from fabric_template.errors import CheckpointError, DamagedCheckpointError, MissingCheckpointError
 from fabric_template.files import claim_version
 
@@ -163,7 +163,7 @@ def test_what_was_never_saved_is_told_at_the_end(tmp_path, monkeypatch):
 
 def test_one_version_has_one_writer(tmp_path):
     fit(tmp_path, max_epochs=1)
-    with lock_folders([tmp_path / FOLDER]):
+    with RunFolders().locked([tmp_path / FOLDER]):
         with pytest.raises(CheckpointError, match=r"another run \(process \d+\) writes there"):
             fit(tmp_path, resume="last", max_epochs=2)
         assert fit(tmp_path, max_epochs=1)[0].checkpoint_dir.name == "version_1"

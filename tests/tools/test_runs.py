@@ -10,7 +10,7 @@ import torch
 import yaml
 
 from fabric_template import CSVLogger, list_runs
-from fabric_template.checkpoint.run_folders import lock_folders
+from fabric_template.checkpoint.run_folders import RunFolders
 from fabric_template.tools.cli import main
 from fabric_template.tools.runs_command import SORT_SCRIPT
 
@@ -82,7 +82,7 @@ def test_list_runs_without_runs():
 def test_state_is_the_last_line_of_the_lock(lock, state):
     folder = make_run(rows=2, lock=lock)
     assert list_runs()["state"].tolist() == [state]
-    with lock_folders([folder]):
+    with RunFolders().locked([folder]):
         assert list_runs()["state"].tolist() == ["running"]
 
 
