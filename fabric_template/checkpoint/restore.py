@@ -166,7 +166,7 @@ def restore_training(run: Run, checkpoint: dict[str, Any]) -> None:
     load_state(precision, checkpoint.get(type(precision).__qualname__))
     own = run.plan.start.training_state(run.stop.max_steps != -1)
     if own["writer"] == "MiniLoop":
-        restore_mini_attributes(run, own["ranks"])
+        restore_mini_attributes(run)
     check_counters(run, own["progress"])
     epochs_done, max_epochs = own["progress"]["epochs_done"], run.stop.max_epochs
     if -1 < max_epochs < epochs_done:
@@ -195,9 +195,9 @@ def check_counters(run: Run, counters: dict[str, Any]) -> None:
             )
 
 
-def restore_mini_attributes(run: Run, ranks: list[dict[str, Any]]) -> None:
+def restore_mini_attributes(run: Run) -> None:
     """Restore the attributes of modules that MiniLoop has saved."""
-    parts = ranks[run.fabric.global_rank % len(ranks)]["rng"].get("parts", {})
+    parts = run.plan.start.state_of_process(run.fabric.global_rank)["rng"].get("parts", {})
     modules = {**dict(run.network.named_modules()), "": run.model}
     for place, attributes in parts.items():
         known = vars(modules[place]) if place in modules else {}
@@ -224,15 +224,15 @@ def load_states(run: Run, states: dict[str, Any]) -> None:
 
 def restore_position(run: Run) -> None:
     """Restore random generators, loaders and running sums right before training continues."""
+    rank = run.fabric.global_rank
+    of_process = run.plan.start.state_of_process(rank)
     own = run.plan.start.take()
-    if own is None:
+    if not own:
         return
     if own["writer"] == "Trainer":
         # Trainer saves no random states.
         run.data.load_loader_states(own["loader_states"])
         return
-    ranks, rank = own["ranks"], run.fabric.global_rank
-    of_process = ranks[rank % len(ranks)]
     if own["writer"] == "MiniLoop":
         # MiniLoop saves only the random states.
         run.data.check_restart()
@@ -244,7 +244,7 @@ def restore_position(run: Run) -> None:
         of_process["results"] = move_data_to_device(of_process["results"], run.fabric.device)
         load_states(run, of_process)
     restore_rng_state(of_process["rng"])
-    if rank >= len(ranks):
+    if rank >= len(own["ranks"]):
         # The saved run had no process of this rank. Use different random numbers in each process.
         seed = int(torch.randint(2**31, ())) + rank
         torch.manual_seed(seed)
@@ -316,7 +316,7 @@ def restore_optimizers(run: Run, checkpoint: dict[str, Any]) -> None:
 def add_missing_groups(run: Run, states: list[dict[str, Any]]) -> None:
     """Add the parameter groups that the saved run has added to its optimizers during training."""
     parameters = run.optimization.named_parameters()
-    saved = (run.plan.start.own or {}).get("parameter_groups", ())
+    saved = run.plan.start.own.get("parameter_groups", ())
     for optimizer, state, names in zip(run.optimization.optimizers, states, saved, strict=False):
         known = len(optimizer.param_groups)
         # An own optimizer may save its state in another form.

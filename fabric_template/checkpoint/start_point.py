@@ -23,7 +23,8 @@ class StartPoint:
         is_safe: Whether the file was read without running code of the file.
         error: The error of this process, which has found no checkpoint.
         checkpoint: The content in Trainer's layout, until the run has restored it.
-        own: The state of the training in FabricLoop's layout, which hooks do not get.
+        own: The state of the training in FabricLoop's layout, which hooks do not get. Empty unless
+            the run resumes.
         sampler_seed: The seed with which the processes of the saved run shuffled, or None.
         restarts_epoch: Whether Trainer would first finish the saved epoch, if it continued the
             checkpoint. None if the checkpoint is not from Trainer.
@@ -35,7 +36,7 @@ class StartPoint:
     is_safe: bool = True
     error: Exception | None = None
     checkpoint: dict[str, Any] | None = field(default=None, init=False)
-    own: dict[str, Any] | None = field(default=None, init=False)
+    own: dict[str, Any] = field(default_factory=dict, init=False)
     sampler_seed: int | None = field(default=None, init=False)
     restarts_epoch: bool | None = field(default=None, init=False)
 
@@ -50,7 +51,7 @@ class StartPoint:
 
     def __getstate__(self) -> dict[str, Any]:
         """Pickle no content, because a spawned process reads the file itself."""
-        return {**vars(self), "checkpoint": None, "own": None}
+        return {**vars(self), "checkpoint": None, "own": {}}
 
     @property
     def is_pending(self) -> bool:
@@ -60,7 +61,7 @@ class StartPoint:
     @property
     def saved_at(self) -> float | None:
         """The time at which the saved run wrote the checkpoint, until the run is restored."""
-        return None if self.own is None else self.own.get("saved_at")
+        return self.own.get("saved_at")
 
     def finish_loading(self) -> None:
         """Free the checkpoint after its weights are loaded, unless the run resumes."""
@@ -69,15 +70,19 @@ class StartPoint:
 
     def training_state(self, has_max_steps: bool) -> dict[str, Any]:
         """Return the state of the training."""
-        assert self.checkpoint is not None
-        assert self.own is not None
-        if self.own["writer"] == "Trainer":
+        if self.own["writer"] == "Trainer" and self.checkpoint is not None:
             self.restarts_epoch = restarts_epoch(self.checkpoint, has_max_steps)
         return self.own
 
-    def take(self) -> dict[str, Any] | None:
-        """Return the state of the training, and free the checkpoint. None: there is none."""
-        own, self.own, self.checkpoint = self.own, None, None
+    def state_of_process(self, rank: int) -> dict[str, Any]:
+        """Return the state that one process has saved. Additional processes get that of others."""
+        ranks = self.own.get("ranks") or [{}]
+        state: dict[str, Any] = ranks[rank % len(ranks)]
+        return state
+
+    def take(self) -> dict[str, Any]:
+        """Return the state of the training, and free the checkpoint."""
+        own, self.own, self.checkpoint = self.own, {}, None
         return own
 
 

@@ -137,9 +137,8 @@ class DataConnector:
 
     def _saved_loads(self) -> dict[str, Any]:
         """Return the states of the loads in the checkpoint of this process."""
-        ranks = (self.run.plan.start.own or {}).get("ranks")
-        state = ranks[self.run.fabric.global_rank % len(ranks)] if ranks else {}
-        return self._restored_loads or state.get("data", {}).get("loads", {})
+        saved = self.run.plan.start.state_of_process(self.run.fabric.global_rank)
+        return self._restored_loads or saved.get("data", {}).get("loads", {})
 
     def setup_train_loader(self) -> None:
         """Create the training loader if there is none or a reload is due."""
@@ -190,9 +189,8 @@ class DataConnector:
 
         A resumed run creates them when the interrupted run did, because that may draw random numbers.
         """
-        own = self.run.plan.start.own
         was_created = "val" in self.given or "val" in self._saved_loads()
-        if was_created or own is None or own["writer"] != "FabricLoop":
+        if was_created or self.run.plan.start.own.get("writer") != "FabricLoop":
             self._create_val_loaders()
 
     def _create_val_loaders(self) -> None:
