@@ -322,6 +322,8 @@ class PlainState:
         network: A module whose state_dict is saved anyway.
     """
 
+    is_per_process = True
+
     def __init__(
         self,
         parts: dict[str, Part],

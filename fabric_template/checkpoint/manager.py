@@ -35,6 +35,8 @@ class CheckpointManager:
         last_model_path: The path of last.ckpt. ModelCheckpoint has an attribute of this name, too.
     """
 
+    is_per_process = False
+
     def __init__(self, config: Any) -> None:
         self.config = config
         self.folder: Path | None = None

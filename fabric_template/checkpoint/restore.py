@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from ..errors import CheckpointError, OtherModelError
 from ..rng_state import is_generator, restore_rng_state
 from .distributed import SHARDS_KEY, load_shards
-from .state import PARTS, key_of, run_settings
+from .state import key_of, run_settings
 
 if TYPE_CHECKING:
     from ..training.run import Run
@@ -217,9 +217,9 @@ def restore_mini_attributes(run: Run) -> None:
 
 def load_states(run: Run, states: dict[str, Any]) -> None:
     """Restore the parts of a run that have a saved state."""
-    for name in PARTS:
+    for name, part in run.saved_parts().items():
         if name in states:
-            getattr(run, name).load_state_dict(states[name])
+            part.load_state_dict(states[name])
 
 
 def restore_position(run: Run) -> None:

@@ -31,11 +31,6 @@ if TYPE_CHECKING:
 
 # The counters in each progress object of Trainer.
 _COUNTS = ("ready", "started", "processed", "completed")
-# The attributes of Run that have a state_dict, and whether each process saves its own state.
-PARTS = {
-    **dict.fromkeys(("progress", "stop", "row", "checkpoints"), False),
-    **dict.fromkeys(("data", "validation_schedule", "results", "plain_state"), True),
-}
 # Lightning sets these attributes itself.
 _OF_MODULE = frozenset(vars(LightningModule()))
 _OF_DATAMODULE = frozenset(vars(LightningDataModule()))
@@ -136,8 +131,8 @@ def own_state(run: Run) -> dict[str, Any]:
 
 def states_of(run: Run, per_process: bool) -> dict[str, Any]:
     """Return the states of the parts that each process saves, or of those that the first one saves."""
-    names = [name for name, is_own in PARTS.items() if is_own == per_process]
-    return {name: getattr(run, name).state_dict() for name in names}
+    parts = run.saved_parts().items()
+    return {name: part.state_dict() for name, part in parts if part.is_per_process == per_process}
 
 
 def run_settings(run: Run) -> dict[str, Any]:

@@ -48,6 +48,8 @@ class DataConnector:
         created: The loaders of "train" and of "evaluation", as soon as they are created.
     """
 
+    is_per_process = True
+
     def __init__(self, run: Run) -> None:
         self.run, self.given, self.source = run, run.plan.loaders, run.plan.source
         self.created: dict[str, StageLoaders] = {}

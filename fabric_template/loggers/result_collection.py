@@ -267,6 +267,8 @@ class ResultCollection:
         evaluated: The names of the values in the newest evaluation.
     """
 
+    is_per_process = True
+
     # An unpickled ResultCollection has only this class attribute, so log() does nothing.
     is_enabled = False
 

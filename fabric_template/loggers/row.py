@@ -43,6 +43,8 @@ class RowWriter:
         step_values: The loss of the newest training batch, and a logged gradient norm.
     """
 
+    is_per_process = False
+
     def __init__(self, run: Run) -> None:
         self.run = run
         self.rows: list[dict[str, Any]] = []

@@ -30,6 +30,8 @@ _REPEATED_PHASES: dict[str | None, dict[str, Any]] = {
 class Progress:
     """Counts batches, steps and epochs. Other files read the counters, and call methods to count."""
 
+    is_per_process = False
+
     stage: str | None = None
     """"train", "validate", "sanity_check", "test" or "predict"; None after the run."""
     global_step: int = 0
@@ -220,6 +222,8 @@ class StopCondition:
             kept, because its traceback holds the last batch and the graph of the last loss in memory.
     """
 
+    is_per_process = False
+
     def __init__(self, config: LoopConfig, progress: Progress, has_timer: bool) -> None:
         self.progress, self._has_timer = progress, has_timer
         self.set_options(config)
@@ -294,6 +298,8 @@ class ValidationSchedule:
     Attributes:
         every_n_batches: The interval in batches; infinite for other intervals, such as a time.
     """
+
+    is_per_process = True
 
     def __init__(self, run: Run) -> None:
         self.run = run

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from ..checkpoint.manager import CheckpointManager
 from ..checkpoint.state import make_plain_state
@@ -70,6 +70,14 @@ class Run:
         if last is not None:
             self.checkpoints = last.checkpoints
         self.warn_once = WarnOnce(fabric.is_global_zero)
+
+    def saved_parts(self) -> dict[str, Any]:
+        """Return the parts of which a checkpoint contains the state_dict, keyed by attribute.
+
+        ``is_per_process`` of a part's class states whether each process saves its own state.
+        """
+        parts = vars(self).items()
+        return {name: part for name, part in parts if hasattr(type(part), "is_per_process")}
 
     def set_options(self, config: LoopConfig) -> None:
         """Use other options for the rest of the run."""
