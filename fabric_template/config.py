@@ -359,10 +359,7 @@ _RANGES: dict[str, tuple[str, Callable[[Any], bool]]] = {
     "gradient_clip_algorithm": ('"norm" or "value"', bool),
     "deterministic": ('True, False or "warn"', _one_of("warn")),
     "reload_dataloaders_every_n_epochs": ("a number of epochs >= 0", _at_least(0)),
-    "on_nan": (
-        '"warn", "stop" or "off"',
-        _one_of("warn", "stop", "off"),
-    ),
+    "on_nan": ('"warn", "stop" or "off"', _one_of("warn", "stop", "off")),
     "logger": (
         f"True, False, {', '.join(map(repr, LOGGER_NAMES))}, an object with the method log_metrics, or a list of these",
         _is_logger,

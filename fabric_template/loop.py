@@ -32,7 +32,7 @@ from .lightning_compat.callbacks import add_model_callbacks, parse_callbacks
 from .lightning_compat.overrides import as_list, has_state, is_instance_of
 from .loggers.console import format_results, format_summary, summarize_run
 from .loggers.csv_logger import CSVLogger, to_cell
-from .loggers.logger_connector import LoggerAdapter, make_logger
+from .loggers.logger_connector import make_logger
 from .trainer_api import StrategyAPI, TrainerAPI, make_profiler
 from .training.configure_optimizers import add_scheduler
 from .training.lifecycle import run_plan, set_torch_flags
@@ -118,11 +118,7 @@ class FabricLoop(TrainerAPI):
             self.own_logger = CSVLogger(root / "logs", config.name, config.version, checkpoints)
             if True not in names and "csv" not in names:
                 given.append("csv")
-        loggers = [make_logger(logger, self.own_logger) for logger in given]
-        return [
-            logger if hasattr(logger, "after_save_checkpoint") else LoggerAdapter(logger)
-            for logger in loggers
-        ]
+        return [make_logger(logger, self.own_logger) for logger in given]
 
     def fit(
         self,
@@ -177,8 +173,10 @@ class FabricLoop(TrainerAPI):
         weights_only: bool | None = None,
     ) -> list[dict[str, float]]:
         """Run ``validation_step`` over the loaders. Returns a dict of values for each loader."""
-        functions = {"validation_step": validation_step}
-        start = {"load": load, "ckpt_path": ckpt_path}
+        functions, start = (
+            {"validation_step": validation_step},
+            {"load": load, "ckpt_path": ckpt_path},
+        )
         given = (model, {"val": dataloaders}, datamodule, functions, start, weights_only)
         return self._evaluate(make_plan(self, "validate", *given), verbose)
 
@@ -194,8 +192,7 @@ class FabricLoop(TrainerAPI):
         weights_only: bool | None = None,
     ) -> list[dict[str, float]]:
         """Run ``test_step`` over the loaders. Returns a dict of values for each loader."""
-        functions = {"test_step": test_step}
-        start = {"load": load, "ckpt_path": ckpt_path}
+        functions, start = {"test_step": test_step}, {"load": load, "ckpt_path": ckpt_path}
         given = (model, {"test": dataloaders}, datamodule, functions, start, weights_only)
         return self._evaluate(make_plan(self, "test", *given), verbose)
 

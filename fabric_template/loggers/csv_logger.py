@@ -200,7 +200,8 @@ class Table:
 
     @property
     def all_columns(self) -> list[str]:
-        return columns_of([dict.fromkeys(self.columns), *self.waiting])
+        waiting = [name for row in self.waiting for name in row]
+        return list(dict.fromkeys([*self.columns, *waiting]))
 
     def _read(self) -> None:
         """Read the columns and count the rows. Drop an incomplete last row."""
@@ -295,8 +296,7 @@ def to_cell(name: str, value: Any) -> Any:
 
 def as_read(row: Mapping[str, Any]) -> dict[str, str]:
     """Return the cells that a reader of the CSV file gets for a row."""
-    cells = {name: "" if value is None else str(value) for name, value in row.items()}
-    return without_empty(cells)
+    return without_empty({name: str(value) for name, value in row.items() if value is not None})
 
 
 def without_empty(cells: Mapping[str, str]) -> dict[str, str]:
@@ -344,10 +344,6 @@ def keep_copy(path: Path, damaged: Sequence[int]) -> None:
         f" copy of the changed file is {target.name}.",
         stacklevel=2,
     )
-
-
-def columns_of(rows: Iterable[Mapping[str, Any]]) -> list[str]:
-    return list(dict.fromkeys(name for row in rows for name in row))
 
 
 def to_lines(columns: list[str], rows: Iterable[Mapping[str, Any]]) -> bytes:

@@ -128,11 +128,11 @@ class RunTensorBoardLogger(TensorBoardLogger):
 
 
 def make_logger(given: Any, own: CSVLogger | None) -> Any:
-    """Return the given logger, or create the logger for a name such as "wandb"."""
+    """Adapt the given logger, or create the logger for a name such as "wandb"."""
     if given is True or given == "csv":
         return own
     if not isinstance(given, str) or own is None:
-        return given
+        return given if hasattr(given, "after_save_checkpoint") else LoggerAdapter(given)
     folder = Path(own.root_dir, own.name)
     try:
         if given == "tensorboard":

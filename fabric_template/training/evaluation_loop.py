@@ -52,10 +52,10 @@ def evaluate(run: Run, stage: str, max_batches: int | float = math.inf) -> list[
             run.results.end_loader()
             run.hooks.call(f"on_{name}_epoch_end")
             values = run.results.end_evaluation()
-            if stage == "validate":
-                run.row.collect_validation(values.row)
             run.loggers.log_evaluation(values.logged, values.row)
-            run.progress.end_validation()
+            if run.stage == "fit" and stage == "validate":
+                run.row.collect_validation(values.row)
+                run.progress.end_validation()
             run.hooks.call(f"on_{name}_end")
             run.results.reset()
     return values.results

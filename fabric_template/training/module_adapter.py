@@ -48,9 +48,16 @@ class ModuleAdapter(LightningModule):
         model: The model that was given to ``fit``.
         network: The module that holds the parameters.
         functions: Step functions ``fn(model, batch[, batch_idx])``, keyed by the name of the step.
+        is_manual: Whether the training step steps the optimizers itself.
     """
 
-    def __init__(self, model: Any, network: nn.Module, functions: Mapping[str, Callable]) -> None:
+    def __init__(
+        self,
+        model: Any,
+        network: nn.Module,
+        functions: Mapping[str, Callable],
+        is_manual: bool = False,
+    ) -> None:
         super().__init__()
         # Set attributes in vars(), because nn.Module would register the model as a submodule.
         attributes = vars(self)
@@ -61,7 +68,8 @@ class ModuleAdapter(LightningModule):
         if "validation_step" in functions:
             functions = {"test_step": functions["validation_step"], **functions}
         attributes |= {name: partial(step, network) for name, step in functions.items()}
-        self.automatic_optimization = getattr(model, "automatic_optimization", True)
+        is_automatic = getattr(model, "automatic_optimization", True)
+        self.automatic_optimization = is_automatic and not is_manual
 
     def __getattr__(self, name: str) -> Any:
         model = self.__dict__.get("model")
@@ -77,7 +85,8 @@ class ModuleAdapter(LightningModule):
         return self
 
     def __reduce__(self) -> Any:
-        return (ModuleAdapter, (self.model, self.network, self.functions))
+        is_manual = not self.automatic_optimization
+        return (ModuleAdapter, (self.model, self.network, self.functions, is_manual))
 
 
 class ObjectNetwork(nn.Module):
@@ -193,7 +202,9 @@ def unwrap_compiled(model: Any, functions: Mapping[str, Any]) -> tuple[Any, Any]
     return inner, model.dynamo_ctx
 
 
-def adapt_model(model: Any, functions: Mapping[str, Callable | None]) -> tuple[Any, nn.Module]:
+def adapt_model(
+    model: Any, functions: Mapping[str, Callable | None], is_manual: bool
+) -> tuple[Any, nn.Module]:
     """Return the LightningModule or ModuleAdapter to run, and the nn.Module with the parameters."""
     check_object("model", model)
     given = {name: function for name, function in functions.items() if function is not None}
@@ -205,7 +216,7 @@ def adapt_model(model: Any, functions: Mapping[str, Callable | None]) -> tuple[A
     if is_instance_of(model, "LightningModule") and not given:
         return model, model
     network = find_network(model)
-    return ModuleAdapter(model, network, given), network
+    return ModuleAdapter(model, network, given, is_manual), network
 
 
 # Step arguments

@@ -124,10 +124,9 @@ def choose_model(
     if last is not None and (model is None or model is last.model):
         given = {name: function for name, function in functions.items() if function}
         model, functions = last.model, {**getattr(last.module, "functions", {}), **given}
-    module, network = adapt_model(model, functions)
-    if functions.get("training_step") and has_several_optimizers(optimizer):
-        # With several optimizers, the step function steps the optimizers itself.
-        module.automatic_optimization = False
+    # With several optimizers, a step function steps the optimizers itself.
+    is_manual = bool(functions.get("training_step")) and has_several_optimizers(optimizer)
+    module, network = adapt_model(model, functions, is_manual)
     compile = compiler or loop.config.compile
     return {"model": model, "module": module, "network": network, "compile": compile}
 

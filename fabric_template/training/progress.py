@@ -18,7 +18,6 @@ if TYPE_CHECKING:
     from .run import Run
 
 
-_AFTER_VALIDATION: dict[str | None, str] = {"validate": "report_validation"}
 # The phases that a resumed run repeats, and the counters before them.
 _REPEATED_PHASES: dict[str | None, dict[str, Any]] = {
     "train_batch": {"is_last_batch": False, "phase": None},
@@ -158,8 +157,8 @@ class Progress:
         return count
 
     def end_validation(self) -> None:
-        """Enter the phase after the last hook of a validation that logs values."""
-        self.phase = _AFTER_VALIDATION.get(self.phase, self.phase)
+        """Enter the next phase of the epoch, after the last hook of a validation that logs values."""
+        self.phase = "report_validation"
 
     # Questions
 

@@ -190,6 +190,37 @@ def test_spawned_processes_give_the_same_bits_as_forked_ones():
     assert_same_metrics(forked, spawned)
 
 
+class StepBoth:
+    """A step function that steps two optimizers. It can be pickled."""
+
+    def __init__(self, loop, optimizers):
+        self.loop, self.optimizers = loop, optimizers
+
+    def __call__(self, net, batch):
+        loss = cross_entropy(net(batch[0]), batch[1])
+        for optimizer in self.optimizers:
+            optimizer.zero_grad()
+        self.loop.backward(loss)
+        for optimizer in self.optimizers:
+            optimizer.step()
+        return loss
+
+
+@pytest.mark.usefixtures("quick_spawn")
+def test_spawned_processes_step_the_optimizers_of_a_step_function():
+    nets = []
+    for strategy in ("ddp_fork", "ddp_spawn"):
+        torch.manual_seed(1)
+        net = nn.Sequential(nn.Linear(8, 4), nn.Linear(4, 3))
+        optimizers = [torch.optim.SGD(part.parameters(), lr=0.1) for part in net]
+        loop = FabricLoop(**quiet(max_epochs=1, devices=2), strategy=strategy)
+        step = StepBoth(loop, optimizers)
+        loop.fit(net, make_loader(), training_step=step, optimizer=optimizers)
+        assert loop.global_step == 2 * len(make_loader()) // 2
+        nets.append(net)
+    assert_same_weights(*nets)
+
+
 class Late(Synced):
     def __init__(self):
         super().__init__()
