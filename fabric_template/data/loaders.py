@@ -201,7 +201,7 @@ class DataConnector:
 
     def prepare_apart(self, source: Any) -> StageLoaders:
         """Return validation loaders for ``evaluate_apart``, with the samplers that this run needs."""
-        check_loaders(source, "passed to `prepare_apart(...)`")
+        check_loaders(source, "passed to `evaluate_apart(...)`")
         combined = self._prepare(combine_loaders(source, "sequential"), "val")
         return StageLoaders(self.run, "val", combined, previous=None)
 

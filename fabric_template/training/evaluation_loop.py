@@ -106,37 +106,38 @@ def run_batches(
         run.console.update(run)
 
 
-def evaluate_apart(run: Run, loaders: StageLoaders) -> dict[str, Any]:
-    """Validate on other loaders, and leave the run as it was.
+def evaluate_apart(run: Run, source: Any = None) -> dict[str, Any]:
+    """Validate on other loaders or with other weights, and leave the run as it was.
 
     The module's hooks on_validation_epoch_start and on_validation_epoch_end are called. No
     callback and no logger is called. Logged values, torchmetrics objects and random states are
     restored.
 
     Args:
-        loaders: The loaders that ``run.data.prepare_apart`` returns.
+        source: A loader, or a list or dict of loaders. None: the validation loaders of the run.
 
     Returns:
         The means of the values that were logged or returned, by name.
     """
-    step = evaluation_step(
-        run, "validation", run.module.validation_step, has_several=loaders.has_several
-    )
     with run.progress.in_stage("validate"), run.results.kept_apart(), unchanged_rng_state():
+        loaders = run.data.eval_loaders if source is None else run.data.prepare_apart(source)
+        has_several, method = loaders.has_several, run.module.validation_step
+        step = evaluation_step(run, "validation", method, has_several)
         loaders.start()
         with torch.no_grad(), run.steps.captured_modes() as restore_modes:
             run.network.eval()
             run.hooks.call_module("on_validation_epoch_start")
             for batch, batch_idx, dataloader_idx in loaders.batches():
-                place = dataloader_idx if loaders.has_several else None
-                run.results.start_batch(batch, place)
+                run.results.start_batch(batch, dataloader_idx if has_several else None)
                 output = step(batch, batch_idx, dataloader_idx)
                 run.results.add_returned(name_step_values(run, loaders, output, dataloader_idx))
                 run.results.end_batch()
             run.results.end_loader()
             run.hooks.call_module("on_validation_epoch_end")
             restore_modes()
-            return to_numbers(run.results.end_evaluation().row)
+        if source is not None:
+            loaders.close()
+        return to_numbers(run.results.end_evaluation().row)
 
 
 def name_step_values(
