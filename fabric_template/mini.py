@@ -10,6 +10,8 @@ To change a part of the training, edit one of these methods:
 - `_step_optimizer`: the optimizer step, and clipping before the step
 - `_is_window_end`: when the optimizer steps
 - `_is_done`: when training stops
+- `_set_up_optimizer`: the optimizer and the schedulers, such as a warm-up
+- `_validate`: the validation sets, and the weights that are validated
 - `_end_row` and `_log_step`: the rows of metrics.csv and of steps.csv
 - `log` and `_log_output`: the values in these rows
 - `_save`: which checkpoints are written
@@ -149,6 +151,10 @@ class MiniLoop:
             near = get_close_matches(name, known, n=1) or ["FabricLoop, which has more options"]
             raise TypeError(f"MiniLoop: got the unknown option {name}. Did you mean {near[0]}?")
         return super().__new__(cls)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> MiniLoop:
+        # A model refers to the loop through log(), and so does a copy of the model.
+        return self
 
     def __post_init__(self) -> None:
         self._check_options()
@@ -601,9 +607,7 @@ class MiniLoop:
         check(weight, f"log: got {key[1]!r} for a batch without tensors. Pass batch_size=.")
         for sums in self._sums:
             if key not in sums:
-                dtype = torch.promote_types(value.dtype, torch.get_default_dtype())
-                sums[key] = [(value * weight).to(dtype), weight, is_synced]
-                continue
+                sums[key] = [torch.zeros((), device=value.device), 0, is_synced]
             total, count, _ = sums[key]
             sums[key] = [total + value * weight, count + weight, is_synced]
 
@@ -850,6 +854,8 @@ class MiniLoop:
                 self._start_version(is_new)
             try:
                 yield
+                # The other processes may resume this run next, so wait for its last checkpoint.
+                self.fabric.barrier()
                 state = "finished"
             except KeyboardInterrupt:
                 state = "interrupted"
@@ -938,7 +944,7 @@ class MiniLoop:
         self._sums = [{}] if self._every is None else [{}, {}]
         length, val_length = sized_len(self.train_loader), sized_len(self.val_loader)
         self.num_training_batches = math.inf if length is None else length
-        found = self._gather([length, val_length, str(path)])
+        found = self._gather([length, val_length, str(path), resumed.get("global_step")])
         text = f"fit: got {found} by process, expected the same lengths of loaders and checkpoint."
         check(found.count(found[0]) == len(found), text)
 

@@ -446,22 +446,114 @@ def test_two_processes_have_trainers_bits_and_resume():
 
 
 BY_TOKENS = {
-    "    seed: int": """    tokens_per_step: int = 96  # The optimizer steps after this number of values.
+    "    seed: int": """    tokens_per_step: int = 96  # The optimizer steps after this number of tokens.
     seed: int""",
-    "        self._batch_size = 1  #": """        self._tokens = 0
-        self._batch_size = 1  #""",
-    """        if self.accumulate_grad_batches == 1:
-            return True
-        is_last""": """        self._tokens += batch[0].numel()
-        is_last""",
-    "self._batches_in_window + 1 == self.accumulate_grad_batches": "self._tokens >= self.tokens_per_step",
+    "        self._batch_size = 1  # The": """        self._tokens = 0  # The number of tokens since the last optimizer step.
+        self._batch_size = 1  # The""",
     """        if self.accumulate_grad_batches > 1:
             loss = loss / self.accumulate_grad_batches
-""": """        loss = loss * batch[0].numel() / self.tokens_per_step
+""": """        loss = loss * batch[0].numel()
+""",
+    """        if self.accumulate_grad_batches == 1:
+            return True
+        is_last = self._is_last
+        is_end = is_last or self._batches_in_window + 1 == self.accumulate_grad_batches
+""": """        self._tokens += batch[0].numel()
+        is_end = self._is_last or self._tokens >= self.tokens_per_step
+""",
+    """    def _step_optimizer(self) -> None:
+""": """    def _step_optimizer(self) -> None:
+        # DDP averages the gradients over the processes, so divide by the mean number of tokens.
+        tokens = self.fabric.all_reduce(torch.tensor(float(self._tokens)), reduce_op="mean")
+        for parameter in self.network.parameters():
+            if parameter.grad is not None:
+                parameter.grad /= tokens
 """,
     """        self._batches_in_window = 0
         self._learning_rate""": """        self._batches_in_window = self._tokens = 0
         self._learning_rate""",
+}
+AVERAGED_WEIGHTS = {
+    "    seed: int": """    ema_decay: float = 0.9  # Validate with the exponential moving average of the weights.
+    seed: int""",
+    "        self._sums: list[dict": """        self._ema: Any = None
+        self._sums: list[dict""",
+    """        self._hparams = find_hparams(self.model)
+""": """        self._hparams = find_hparams(self.model)
+        average = torch.optim.swa_utils.get_ema_multi_avg_fn(self.ema_decay)
+        self._ema = torch.optim.swa_utils.AveragedModel(self._unwrapped, multi_avg_fn=average)
+""",
+    """        self.global_step += 1
+        self._batches""": """        self.global_step += 1
+        self._ema.update_parameters(self._unwrapped)
+        self._batches""",
+    """        self.network.eval()
+        self.network.zero_grad()
+""": """        self.network.eval()
+        self.network.zero_grad()
+        weights = copy.deepcopy(self._unwrapped.state_dict())
+        if self._ema is not None:
+            self._unwrapped.load_state_dict(self._ema.module.state_dict())
+""",
+    """        finally:
+            for module, is_training in modes:
+""": """        finally:
+            self._unwrapped.load_state_dict(weights)
+            for module, is_training in modes:
+""",
+    """        return {**checkpoint, **self._hparams, "fabric_template": own}
+""": """        checkpoint["ema"] = self._ema.state_dict()
+        return {**checkpoint, **self._hparams, "fabric_template": own}
+""",
+    """        load_optimizer(self.optimizer, checkpoint["optimizer_states"][0])
+""": """        load_optimizer(self.optimizer, checkpoint["optimizer_states"][0])
+        self._ema.load_state_dict(checkpoint["ema"])
+""",
+}
+SECOND_VALIDATION = {
+    "    seed: int": """    second_val: Any = None  # A second loader of validation batches, with own columns.
+    seed: int""",
+    "        self._sums: list[dict": """        self._suffix = ""  # The end of the metrics' names in the second validation set.
+        self._sums: list[dict""",
+    """        self.train_loader, self.val_loader = self._share(train, True), self._share(val, False)
+""": """        self.train_loader, self.val_loader = self._share(train, True), self._share(val, False)
+        self._second_loader = self._share(self.second_val, False)
+""",
+    """                set_epoch(self.val_loader, self.current_epoch)
+                batches = islice(self.val_loader, sized_len(self.val_loader))
+                self._call("on_validation_epoch_start")
+                for batch_idx, batch in enumerate(batches):
+                    self._batch_size, self._logged_batch_size = find_batch_size(batch), None
+                    output = self._run_step("validation_step", self._move(batch), batch_idx)
+                    self._log_output(output, "val_")
+                self._batch_size = 1
+""": """                self._call("on_validation_epoch_start")
+                for self._suffix, loader in ("", self.val_loader), ("_second", self._second_loader):
+                    set_epoch(loader, self.current_epoch)
+                    for batch_idx, batch in enumerate(islice(loader, sized_len(loader))):
+                        self._batch_size, self._logged_batch_size = find_batch_size(batch), None
+                        output = self._run_step("validation_step", self._move(batch), batch_idx)
+                        self._log_output(output, "val_")
+                self._batch_size, self._suffix = 1, ""
+""",
+    """        check_log_arguments(options)
+""": """        check_log_arguments(options)
+        name += self._suffix
+""",
+    """            name = key if str(key).startswith(prefix) else f"{prefix}{key}"
+""": """            name = key if str(key).startswith(prefix) else f"{prefix}{key}"
+            name += self._suffix
+""",
+}
+WARM_UP = {
+    "    seed: int": """    warmup_steps: int = 8  # The learning rate grows linearly during these steps.
+    seed: int""",
+    """        self.schedulers = [make_scheduler_config(item, self.optimizer) for item in schedulers]
+""": """        steps = {"start_factor": 1 / self.warmup_steps, "total_iters": self.warmup_steps - 1}
+        warmup = torch.optim.lr_scheduler.LinearLR(self.optimizer, **steps)
+        schedulers = [{"scheduler": warmup, "interval": "step"}, *schedulers]
+        self.schedulers = [make_scheduler_config(item, self.optimizer) for item in schedulers]
+""",
 }
 GRADIENT_NORM = {
     "        try:\n            self._precision.optimizer_step(": """\
@@ -487,9 +579,34 @@ def changed_loop(changes):
 
 
 def test_accumulation_by_tokens():
-    _, expected, _ = fit("MiniLoop", "whole", 2, accumulate_grad_batches=3)
-    _, module, _ = fit("MiniLoop", "tokens", 2, loop_class=changed_loop(BY_TOKENS))
+    _, expected, _ = fit("MiniLoop", "whole", 2, accumulate_grad_batches=2)
+    _, module, _ = fit("MiniLoop", "tokens", 2, loop_class=changed_loop(BY_TOKENS), tokens_per_step=64)
+    torch.testing.assert_close(module.state_dict(), expected.state_dict())
+
+
+CHANGES = {"tokens": BY_TOKENS, "average": AVERAGED_WEIGHTS, "second": SECOND_VALIDATION, "warm-up": WARM_UP}
+
+
+def resume_changed_loop(rank, name, ranks):
+    """Compare a run that was stopped in an epoch with a whole run."""
+    options = {"max_epochs": 3, "validate_every_n_steps": 2, "loop_class": changed_loop(CHANGES[name])}
+    options |= {"devices": ranks, "strategy": "ddp"} if ranks > 1 else {}
+    options |= {"second_val": make_loader(12)} if name == "second" else {}
+    loop, expected = run_mini(Ranked, make_val=val_loader, name="whole", **options)
+    steps = int(0.45 * loop.global_step) | 1
+    run_mini(Ranked, make_val=val_loader, name="parts", max_steps=steps, **options)
+    _, module = run_mini(Ranked, make_val=val_loader, name="parts", seed=9, fit={"resume": "last"}, **options)
     assert_same_weights(expected, module)
+    if rank == 0:
+        pd.testing.assert_frame_equal(csv_of("whole", "metrics.csv"), csv_of("parts", "metrics.csv"))
+
+
+@pytest.mark.usefixtures("quick_spawn")
+@pytest.mark.parametrize("ranks", [1, 2])
+@pytest.mark.parametrize("name", CHANGES)
+def test_a_changed_loop_resumes_in_an_epoch(name, ranks):
+    codes, errors = externally(resume_changed_loop, name, ranks, ranks=ranks)
+    assert codes == [0] * ranks, errors
 
 
 def test_gradient_norm_of_each_step():
