@@ -10,13 +10,14 @@ import contextlib
 import dataclasses
 import difflib
 import importlib
+import inspect
 import json
 import os
 import re
 import shlex
 import sys
 import traceback
-from abc import ABC, abstractmethod
+from abc import ABCMeta, abstractmethod
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -111,7 +112,14 @@ NOT_TYPED: set[str | int] = {"fabric", "plugins", "loggers", "callbacks"}
 FIELDS = [field.name for field in dataclasses.fields(LoopArguments) if field.name not in NOT_TYPED]
 
 
-class AnyClass(ABC):
+class ShortName(ABCMeta):
+    """Give a class a short name in help texts and errors."""
+
+    def __repr__(cls) -> str:
+        return "class"
+
+
+class Class(metaclass=ShortName):
     """Let jsonargparse accept any class as a model, data or callback."""
 
     @abstractmethod
@@ -125,10 +133,10 @@ class AnyClass(ABC):
 
 
 CLASS_OPTIONS = {  # name: (type, help)
-    "model": (AnyClass, "package.module:Class, or demos.NAME. --model.help=CLASS: its arguments."),
-    "data": (AnyClass, "package.module:Class of an object with train_dataloader and the like."),
+    "model": (Class, "package.module:Class, or demos.NAME. --model.help=CLASS: its arguments."),
+    "data": (Class, "package.module:Class of an object with train_dataloader and the like."),
     "callbacks": (
-        list[AnyClass] | None,
+        list[Class] | None,
         "--callbacks+=EarlyStopping --callbacks.monitor=val_loss, or your own class.",
     ),
 }
@@ -218,13 +226,13 @@ def complete_arguments(command: str, argv: list[str]) -> list[str]:
     for option in ("model", "data", "run", "resume", "load"):
         parser.add_argument(f"--{option}")
     given, others = parser.parse_known_args(argv)
-    files = [f"--config={path}" for path in given.config]
+    files = [f"--config={resolve_config(path)}" for path in given.config]
     is_empty = not (given.model or given.data or given.config or given.run)
     demo = "digits" if is_empty else (given.model or "").removeprefix("demos.")
     is_new_run = command in TRAINING_COMMANDS and given.resume is None
     if given.run is not None:
         run = Path(given.run).absolute()
-        files.insert(0, f"--config={json.dumps(read_run(command, run, is_new_run))}")
+        files.insert(0, f"--config={to_yaml(read_run(command, run, is_new_run))}")
         if given.load in ("best", "last") and is_new_run:
             # The checkpoints of logs/digits/version_0 are in checkpoints/digits/version_0.
             checkpoints = run.parents[2] / "checkpoints" / run.parent.name / run.name
@@ -234,6 +242,18 @@ def complete_arguments(command: str, argv: list[str]) -> list[str]:
     chosen = {name: getattr(given, name) for name in ("model", "data", "resume", "load")}
     tokens = [f"--{name}={value}" for name, value in chosen.items() if value is not None]
     return [*files, *map(resolve_token, [*tokens, *others])]
+
+
+def resolve_config(path: str) -> str:
+    """Return the path of a config, or its text if it has classes such as package.module:Class."""
+    try:
+        text = Path(path).read_text("utf-8")
+    except (OSError, ValueError):
+        # The parser accepts the text of a config, too, and refuses a missing file.
+        return path
+    start = r"""(\b(?:model|data|class_path)["']?:\s*["']?)"""
+    resolved = re.sub(rf"{start}([A-Za-z_][\w.]*):([A-Za-z_])", r"\1\2.\3", text)
+    return path if resolved == text else resolved
 
 
 def resolve_token(token: str) -> str:
@@ -263,6 +283,19 @@ def read_run(command: str, folder: Path, is_new_run: bool) -> dict[str, Any]:
         config["version"] = int(number) if number.isdigit() else folder.name
         config |= {"name": folder.parent.name, "default_root_dir": str(folder.parents[2])}
     return config
+
+
+def to_yaml(config: dict[str, Any]) -> str:
+    """Return a config as one line of YAML, with quotation marks around all texts."""
+    import yaml
+
+    class QuotingDumper(yaml.SafeDumper):
+        def represent_str(self, data: str) -> Any:
+            return self.represent_scalar("tag:yaml.org,2002:str", data, style='"')
+
+    QuotingDumper.add_representer(str, QuotingDumper.represent_str)
+    text: str = yaml.dump(config, Dumper=QuotingDumper, default_flow_style=True, width=10**9)
+    return text
 
 
 def make_parser(name: str) -> ArgumentParser:
@@ -309,7 +342,7 @@ def explain(parser: ArgumentParser, message: str) -> str:
         reasons = [reason for reason in union[2].split("- ") if "Expected a" not in reason]
         expected = " or ".join(sorted(union[1].split(", ")))
         text = " ".join(reasons) or f"got {union[3]}, expected {expected}."
-    text = re.sub(r"<class '([\w.]+)'>", r"\1", text)
+    text = re.sub(r"<class '([\w.]+)'>", r"\1", text).replace(f"{__name__}.Class", "class")
     return f"--{'.'.join(dict.fromkeys(keys))}: {text}" if keys else text
 
 
@@ -325,15 +358,72 @@ def build(parser: ArgumentParser, settings: Namespace) -> tuple[FabricLoop, Any,
         return vars(make(type(settings)(**{option: settings[option] for option in options})))
 
     plain = {name: settings[name] for name in FIELDS}
-    classes = {name: settings.as_dict()[name] for name in CLASS_OPTIONS}
     try:
         loop = FabricLoop(**plain, **instantiate("callbacks"))
     except (ValueError, TypeError, ImportError, MisconfigurationException) as error:
         raise ValueError(explain(parser, str(error))) from error
-    loop.recipe = {**plain, **classes}
+    loop.recipe = {**plain, **record_classes(parser, settings)}
     # Create the model after the loop, because the loop seeds the random generators.
     made = instantiate("model", "data")
     return loop, made["model"], made["data"]
+
+
+def record_classes(parser: ArgumentParser, settings: Namespace) -> dict[str, Any]:
+    """Return the classes of model, data and callbacks, and their arguments, in types of YAML."""
+    import yaml
+
+    given, texts = settings.as_dict(), {}
+    with contextlib.suppress(Exception):
+        dumped = parser.dump(settings, skip_none=False)
+        texts = yaml.safe_load(dumped)
+        # parse_object changes its argument.
+        repeated = parser.parse_object(yaml.safe_load(dumped)).as_dict()
+        if all(repeated[name] == given[name] for name in CLASS_OPTIONS):
+            return {name: texts.get(name) for name in CLASS_OPTIONS}
+    recorded: dict[str, Any] = {}
+    for name in CLASS_OPTIONS:
+        part, text = given[name], texts.get(name)
+        if isinstance(part, list):
+            pairs = zip(part, text or [None] * len(part), strict=True)
+            recorded[name] = [record_class(*pair) for pair in pairs]
+        else:
+            recorded[name] = record_class(part, text)
+    return recorded
+
+
+def record_class(part: Any, text: Any) -> Any:
+    """Leave out arguments that YAML cannot hold if they are defaults. Write others as text."""
+    if not isinstance(part, dict):
+        return part
+    defaults = find_defaults(part["class_path"])
+    texts = text.get("init_args", {}) if isinstance(text, dict) else {}
+    arguments = {}
+    for name, value in part.get("init_args", {}).items():
+        if is_plain(value):
+            arguments[name] = value
+        elif name in texts and repr(value) != repr(defaults.get(name)):
+            arguments[name] = texts[name]
+    return {**part, "init_args": arguments}
+
+
+def find_defaults(path: str) -> dict[str, Any]:
+    """Return the default values of the arguments of a class and its base classes."""
+    module, _, name = path.rpartition(".")
+    kind = getattr(importlib.import_module(module), name)
+    defaults: dict[str, Any] = {}
+    for parent in reversed(getattr(kind, "__mro__", ())):
+        parameters = inspect.signature(parent.__init__).parameters.values()
+        defaults |= {p.name: p.default for p in parameters if p.default is not p.empty}
+    return defaults
+
+
+def is_plain(value: Any) -> bool:
+    """Return whether a value has the same type after it was written to YAML and read again."""
+    if type(value) is dict:
+        return all(map(is_plain, [*value, *value.values()]))
+    if type(value) is list:
+        return all(map(is_plain, value))
+    return value is None or type(value) in (bool, int, float, str)
 
 
 def fit_command(

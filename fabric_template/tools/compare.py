@@ -8,8 +8,9 @@ import shlex
 import subprocess
 import sys
 import tempfile
+import time
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from itertools import zip_longest
 from math import hypot, isclose
@@ -110,7 +111,10 @@ def compare(first: Any, second: Any, steps: int = 50) -> Comparison:
     Raises:
         ValueError: If a file is missing, a script fails or a run takes no optimizer step.
     """
-    recordings = record_steps(first, steps), record_steps(second, steps)
+    return find_first_difference(record_steps(first, steps), record_steps(second, steps))
+
+
+def find_first_difference(*recordings: list[Record]) -> Comparison:
     lengths = tuple(len(recorded) for recorded in recordings)
     for step, (a, b) in enumerate(zip(*recordings, strict=False)):
         for quantity in a["quantities"]:
@@ -127,7 +131,8 @@ def compare(first: Any, second: Any, steps: int = 50) -> Comparison:
 
 
 def compare_command(first: str, second: str, *, steps: int = 50) -> int:
-    comparison = compare(first, second, steps)
+    recordings = [record_steps(script, steps, is_shown=True) for script in (first, second)]
+    comparison = find_first_difference(*recordings)
     print(comparison)
     return int(not comparison.is_equal)
 
@@ -201,7 +206,7 @@ class EnoughSteps(BaseException):
     """Raised to end a training run after the last recorded step."""
 
 
-def record_steps(training: Any, steps: int) -> list[Record]:
+def record_steps(training: Any, steps: int, is_shown: bool = False) -> list[Record]:
     """Run a function or a script, or read a recording, and return the recorded steps."""
     with tempfile.TemporaryDirectory() as folder:
         recording = Path(folder, "recording.json")
@@ -211,7 +216,7 @@ def record_steps(training: Any, steps: int) -> list[Record]:
         elif Path(training).is_file() and not str(training).endswith(".py"):
             recording = Path(training)
         else:
-            run_script(str(training), recording, steps)
+            run_script(str(training), recording, steps, is_shown)
         recorded: list[Record] = json.loads(recording.read_text(encoding="utf-8"))[:steps]
     if not recorded:
         expected = "expected a training run in one process with an optimizer of torch.optim"
@@ -219,13 +224,28 @@ def record_steps(training: Any, steps: int) -> list[Record]:
     return recorded
 
 
-def run_script(script: str, recording: Path, steps: int) -> None:
+def run_script(script: str, recording: Path, steps: int, is_shown: bool) -> None:
+    """Record a script in its own process. Show each second that it runs."""
     root = str(Path(__file__).resolve().parents[__name__.count(".")])
     code = CHILD_PROCESS.format(root=root, module=__name__)
     command = [sys.executable, "-c", code, str(recording), str(steps), *shlex.split(script)]
-    done = subprocess.run(command, stdin=subprocess.DEVNULL, capture_output=True, text=True)
-    if done.returncode != 0:
-        error = done.stderr.strip().rpartition("\n")[2]
+    streams: dict[str, Any] = {
+        "stdin": subprocess.DEVNULL,
+        "stdout": subprocess.DEVNULL,
+        "stderr": subprocess.PIPE,
+    }
+    started, line = time.monotonic(), ""
+    with subprocess.Popen(command, **streams, text=True) as process:
+        while True:
+            if is_shown:
+                line = f"running {script}: {time.monotonic() - started:.0f} s"
+                print(f"\r{line}", end="", file=sys.stderr, flush=True)
+            with suppress(subprocess.TimeoutExpired):
+                _, errors = process.communicate(timeout=1)
+                break
+    print(f"\r{' ' * len(line)}\r" if line else "", end="", file=sys.stderr, flush=True)
+    if process.returncode != 0:
+        error = errors.strip().rpartition("\n")[2]
         raise ValueError(f"compare: got {script!r}, which fails ({error}). Run it alone first.")
 
 

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import keyword
 import os
 import re
 import subprocess
+import sys
 import tempfile
 from collections.abc import Iterable
+from importlib.machinery import PathFinder
 from pathlib import Path
 
 from .. import __version__
@@ -58,9 +61,11 @@ class Copy:
 
 def copy_command(path: str, *, mini: bool = False) -> int:
     copy = Copy(path)
-    if copy.is_file != mini or not copy.target.name.removesuffix(".py").isidentifier():
+    problem = "" if copy.is_file == mini else "expected a Python name"
+    problem = problem or find_problem(copy.target.stem if mini else copy.target.name)
+    if problem:
         example = "--mini src/train_loop.py" if mini or copy.is_file else "src/my_loop"
-        raise ValueError(f"copy: got {path}, expected a Python name. Write `copy {example}`.")
+        raise ValueError(f"copy: got {path}, {problem}. Write `copy {example}`.")
     if copy.target.exists() and (mini or any(copy.target.iterdir())):
         raise ValueError(f"copy: got {path}, expected a new path. To update a copy, use update.")
     copy.write(dict(copy.upstream))
@@ -68,6 +73,20 @@ def copy_command(path: str, *, mini: bool = False) -> int:
     print(f"use         from {copy.target.stem} import {'MiniLoop' if mini else 'FabricLoop'}")
     print(f"compare     fabric-template diff {path}\nupdate      fabric-template update {path}")
     return 0
+
+
+def find_problem(name: str) -> str:
+    """Return why a copy cannot have a name, or an empty text."""
+    if not name.isidentifier() or keyword.iskeyword(name) or name.startswith("__"):
+        return "expected a Python name"
+    here = (Path.cwd(), Path())
+    folders = [folder for folder in sys.path if folder and Path(folder) not in here]
+    spec = PathFinder.find_spec(name, folders)
+    # A folder without an __init__.py is not an installed package.
+    is_installed = spec is not None and spec.origin is not None
+    if is_installed or name in (*sys.stdlib_module_names, __name__.partition(".")[0]):
+        return f"which would hide the package {name}, expected another name"
+    return ""
 
 
 def diff_command(path: str, *, yours: bool = False, upstream: bool = False) -> int:

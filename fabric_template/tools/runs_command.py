@@ -107,7 +107,8 @@ def diff_runs(a: Run, b: Run) -> list[tuple[str, ...]]:
     first, second = to_cells(a), to_cells(b)
     table: list[tuple[str, ...]] = [("", first[0], second[0])]
     for option in differing_options([a, b]):
-        table.append((option, *(str(run["options"].get(option, "")) for run in (a, b))))
+        values = [run["options"].get(option) for run in (a, b)]
+        table.append((option, *("" if value is None else str(value) for value in values)))
     table += [(HEADER[i], first[i], second[i]) for i in (1, 2, 6)]
     for metric in dict.fromkeys([*a["rows"], *b["rows"]]):
         if not is_metric(metric) or parse_metric(metric).kind == "learning rate":

@@ -257,6 +257,66 @@ def test_a_run_is_repeated_bit_for_bit(capsys):
         assert_same_run("run/version_0", f"run/version_{version}")
 
 
+# An argument with its default, and a check of its value.
+ARGUMENTS = {
+    "class": ("act: type[nn.Module] = nn.ReLU", "act is nn.ReLU"),
+    "class without a type": ("act=nn.GELU", "act is nn.GELU"),
+    "classes": ("acts: list[type[nn.Module]] = [nn.ReLU, nn.GELU]", "acts == [nn.ReLU, nn.GELU]"),
+    "module": ("act=nn.ReLU()", "isinstance(act, nn.ReLU)"),
+    "function": ("act=torch.relu", "act is torch.relu"),
+    "callable": ("act: collections.abc.Callable = torch.tanh", "act is torch.tanh"),
+    "lambda": ("act=lambda x: x", "act(3) == 3"),
+    "enum": ("color: Color = Color.RED", "color is Color.RED"),
+    "enum without a type": ("color=Color.RED", "color is Color.RED"),
+    "path": ("path: pathlib.Path = pathlib.Path('d')", "path == pathlib.Path('d')"),
+    "path without a type": ("path=pathlib.Path('d')", "path == pathlib.Path('d')"),
+    "dtype": ("dtype: torch.dtype = torch.float64", "dtype is torch.float64"),
+    "device": ("device=torch.device('cpu')", "device == torch.device('cpu')"),
+    "set": ("sizes: set[int] = {1, 2}", "sizes == {1, 2}"),
+    "set without a type": ("sizes={1, 2}", "sizes == {1, 2}"),
+    "tuple": ("sizes=(1, 2)", "sizes == (1, 2)"),
+    "inf": ("clip: float = float('inf')", "clip == float('inf')"),
+    "-inf and nan": ("a=float('-inf'), b: float = float('nan')", "a < 0 and b != b"),
+    "texts": ("a: str = '1e-3', b='yes', c: str = 'null'", "(a, b, c) == ('1e-3', 'yes', 'null')"),
+    "dict of classes": ("acts={'a': nn.ReLU}", "acts == {'a': nn.ReLU}"),
+}
+
+
+@pytest.mark.parametrize("name", ARGUMENTS)
+def test_a_run_with_any_default_is_repeated(capsys, name):
+    arguments, check = ARGUMENTS[name]
+    module = f"any_{re.sub('[^a-z]+', '_', name)}"
+    lines = ["import collections, enum, pathlib, torch", "from torch import nn", "from lit import Lit"]
+    lines += ["class Color(enum.Enum):", "    RED = 1", "class Any(Lit):", f"    def __init__(self, {arguments}):"]
+    lines += ["        super().__init__()", f"        assert {check}"]
+    Path(f"{module}.py").write_text("\n".join(lines))
+    argv = ["fit", f"--model={module}:Any", "--data=lit:Data", "--max_epochs", 1, "--seed", 1, *QUIET]
+    assert run(capsys, *argv)[0] == 0
+    assert run(capsys, "fit", *FOLDER)[0] == 0
+    assert_same_run("run/version_0", "run/version_1")
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "model: lit:Lit\ndata: lit:Data\n",
+        "model:\n  class_path: lit:Lit\ndata: {class_path: 'lit:Data'}\n",
+        '{"model": {"class_path": "lit:Lit"}, "data": "lit:Data"}',
+    ],
+)
+def test_a_config_may_have_classes_with_a_colon(capsys, text):
+    Path("colon.yaml").write_text(text)
+    assert run(capsys, "fit", "--config", "colon.yaml", "--max_epochs", 1, *QUIET)[0] == 0
+    assert config_of("run/version_0")["model"]["class_path"] == "lit.Lit"
+
+
+@pytest.mark.parametrize("command", ["fit", "validate", "profile"])
+def test_help_has_no_internal_names(capsys, command):
+    out = run(capsys, command, "--help")[1]
+    assert "(type: class," in " ".join(out.split())
+    assert not re.search(r"<class|<function|AnyClass|object at", out)
+
+
 def test_the_last_file_wins_and_what_is_typed_beats_all(capsys):
     text = "model: {class_path: lit.Lit, init_args: {hidden: 5, lr: 0.2}}\ndata: lit.Data\nmax_epochs: 7\nname: a\n"
     Path("a.yaml").write_text(text)

@@ -336,7 +336,9 @@ def test_scripts_are_compared_with_their_arguments(tmp_path, capsys):
     assert main(["compare", "recording.json", "recording.json", "--steps", "3"]) == 0
     assert capsys.readouterr().out == "equal    no difference in 3 steps\n"
     assert main(["compare", "train.py", "train.py 0.2"]) == 1
-    assert capsys.readouterr().out == (
+    shown = capsys.readouterr()
+    assert re.findall(r"\r(running [^:]*): 0 s", shown.err) == ["running train.py", "running train.py 0.2"]
+    assert shown.out == (
         "step 0   lr: 0.1 in the first, 0.2 in the second\n"
         "reason   the optimizers have different values for bias, weight\n"
         "fix      lr=0.1\n"

@@ -78,6 +78,12 @@ def test_copy_the_single_file_with_its_licence(release, capsys):
     ("path", "options", "expected"),
     [
         ("my-loop", {}, "a Python name. Write `copy src/my_loop`."),
+        ("lib/class", {}, "a Python name. Write `copy src/my_loop`."),
+        ("lib/__init__.py", {"mini": True}, "a Python name. Write `copy --mini src/train_loop.py`."),
+        ("lib/torch", {}, "another name. Write `copy src/my_loop`."),
+        ("lib/yaml", {}, "another name. Write `copy src/my_loop`."),
+        ("lib/json.py", {"mini": True}, "another name. Write `copy --mini src/train_loop.py`."),
+        ("fabric_template", {}, "another name. Write `copy src/my_loop`."),
         ("mine", {}, "a new path. To update a copy, use update."),
         ("../upstream/inside", {}, "a path outside of it."),
     ],

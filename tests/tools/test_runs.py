@@ -3,6 +3,8 @@
 import contextlib
 import html
 import re
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -11,6 +13,7 @@ import yaml
 
 from fabric_template import CSVLogger, list_runs
 from fabric_template.checkpoint.run_folders import RunFolders
+from fabric_template.config import LoopConfig
 from fabric_template.tools.cli import main
 from fabric_template.tools.runs_command import SORT_SCRIPT
 
@@ -220,6 +223,80 @@ def test_errors_are_one_line(capsys, arguments, error):
     code, out, err = run_command(capsys, *arguments)
     assert (code, out, err.count("\n")) == (2, "", 1)
     assert error in err
+
+
+def test_diff_accepts_the_names_that_runs_prints(capsys):
+    make_run(hparams={"hidden": 8})
+    make_run("a/b", version=1)
+    names = [line.split()[0] for line in run_command(capsys)[1].splitlines()[1:]]
+    assert names == ["a/b/version_1", "digits/version_0"]
+    code, out, _ = run_command(capsys, "diff", *names)
+    assert (code, out.split()[:3]) == (0, [*names, "hidden"])
+
+
+def test_a_closed_pipe_ends_quietly():
+    for version in range(300):
+        make_run(version=version)
+    command = [sys.executable, "-m", "fabric_template", "runs"]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as process:
+        process.stdout.readline()
+        process.stdout.close()
+        assert process.stderr.read() == b""
+
+
+def test_a_table_wraps_at_spaces(capsys, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "100")
+    hparams = {f"option_{i}": "a-b-c/d" for i in range(6)}
+    make_run(hparams=hparams)
+    make_run(version=1)
+    lines = run_command(capsys)[1].splitlines()
+    assert max(map(len, lines)) <= 100
+    found = [line[lines[0].index("changed") :] for line in lines[1:]]
+    assert " ".join(found).strip() == ", ".join(f"{name}=a-b-c/d" for name in hparams)
+
+
+def test_changed_has_what_a_user_has_set():
+    config = vars(LoopConfig(max_epochs=3, monitor="val_loss", seed=1).resolve())
+    make_run(config={name: value for name, value in config.items() if name not in ("name", "version")})
+    exec(TRAIN.format("pass").replace("seed=3", "seed=3, name='digits', gradient_clip_val=2.0"), {})
+    changed = list_runs()["changed"].tolist()
+    assert changed == [
+        {"max_epochs": 3, "monitor": "val_loss", "seed": 1},
+        {"max_epochs": 4, "gradient_clip_val": 2.0, "seed": 3, "accelerator": "cpu"},
+    ]
+
+
+@pytest.mark.parametrize("metric", ["val_smape", "eval/bpb", "val_brier_score", "test_wer"])
+def test_the_smallest_error_is_the_best(capsys, metric):
+    make_run(config={"monitor": metric}, **{metric: [3.0, 1.0, 2.0]})
+    assert run_command(capsys, "best")[1].startswith(f"best        {metric} 1 in epoch 1\n")
+
+
+def test_a_metric_without_a_direction_needs_a_mode(capsys):
+    make_run(config={"monitor": None}, val_gap=[3.0, 1.0, 2.0])
+    assert list_runs(metric="val_gap")["best"].isna().all()
+    assert list_runs(metric="val_gap", mode="max")["best"].tolist() == [3.0]
+    code, _, err = run_command(capsys, "best", "--metric", "val_gap")
+    assert (code, "--mode: got none, and val_gap has no known direction" in err) == (2, True)
+    assert "val_gap 1 in epoch 1" in run_command(capsys, "best", "--metric", "val_gap", "--mode", "min")[1]
+    assert run_command(capsys, "best", "--mode", "low")[0] == 2
+
+
+def test_a_learning_rate_is_no_best_metric():
+    logger = CSVLogger("logs", name="rates")
+    logger.log_epoch({"epoch": 0, "step": 10, "lr": 0.1, "lr-SGD": 0.1, "train_loss": 2.0})
+    assert list_runs()["metric"].tolist() == ["train_loss"]
+
+
+def test_best_of_runs_with_several_monitors_needs_a_metric(capsys):
+    make_run(val_acc=[0.1, 0.5, 0.4])
+    make_run(version=1, config={"monitor": "val_acc", "mode": "max"}, val_acc=[0.1, 0.7, 0.4])
+    code, _, err = run_command(capsys, "best")
+    assert (code, "--metric: got none, and the runs have several, expected one of val_acc, val_loss" in err) == (
+        2,
+        True,
+    )
+    assert run_command(capsys, "best", "--metric", "val_acc")[1].startswith("best        val_acc 0.7 in epoch 1\n")
 
 
 # ---- the page
