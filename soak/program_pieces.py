@@ -871,7 +871,8 @@ HYPERPARAMETERS = {
     "class": "act=nn.ReLU, kind=Dataset",
     "function": "act=F.relu, own=loss_of",
     "lambda": "act=lambda x: x",
-    "enum": "interval=__import__('enum').Enum('Interval', 'STEP EPOCH').STEP",
+    "enum": "interval=Interval.STEP, names={Interval.EPOCH: 1}",
+    "nested": "config=Settings.Sizes(3), kind=Settings.Kind.WIDE, table=Settings.Table(a=1), made=Settings.Table",
     "path": "folder=__import__('pathlib').Path('data')",
     "dtype": "dtype=torch.float32, device=torch.device('cpu')",
     "tuple": "sizes=(8, 6, 3), pairs=[(1, 2)]",
@@ -881,6 +882,26 @@ HYPERPARAMETERS = {
     "method": "act=nn.Linear(2, 2).forward",
     "set": "names={1, 2}, frozen=frozenset({'a'})",
     "generator": "rng=np.random.default_rng(1), chance=random.Random(1)",
+}
+
+HYPERPARAMETER_CLASSES = {
+    "enum": """
+import enum
+class Interval(enum.Enum):
+    STEP, EPOCH = 1, 2
+""",
+    "nested": """
+import enum
+from dataclasses import dataclass
+class Settings:
+    @dataclass
+    class Sizes:
+        width: int
+    class Kind(enum.Enum):
+        WIDE, DEEP = 1, 2
+    class Table(dict):
+        pass
+""",
 }
 
 # ---- Optimizers of the parameters p, and schedulers of the optimizer

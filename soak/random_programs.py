@@ -530,6 +530,7 @@ def assemble(description):
         pieces.EVAL_LOSS if d["val"] != "none" else "",
         pieces.NETS[d["net"]] if has_net else "",
         pieces.OPTIMIZER_CLASSES.get(d["optimizer"], ""),
+        pieces.HYPERPARAMETER_CLASSES.get(d["hyperparameters"], ""),
         make_optimizer(d) if has_net else "",
         *(pieces.CALLBACK_CLASSES.get(name, "") for name in d["callbacks"]),
         data_module(d),
