@@ -206,14 +206,17 @@ class LoopConfig:
                 f"mode: got 'auto' for monitor={self.monitor!r}, whose name is not known, expected"
                 ' "min" or "max". Write mode=\'min\' if its smallest value is the best.'
             )
-        if self.barebones and self.on_nan == "stop":
+        if self.barebones:
+            yield from self._contradictions_of_barebones()
+
+    def _contradictions_of_barebones(self) -> Iterable[str]:
+        if self.on_nan == "stop":
             yield (
                 "on_nan: got 'stop' together with barebones=True, expected only one of the two."
                 " With barebones=True, the loop reads no loss."
             )
         for name in (*_DEFAULTS, "fast_dev_run", "detect_anomaly", "profiler"):
-            value = getattr(self, name)
-            if self.barebones and value:
+            if value := getattr(self, name):
                 yield (
                     f"`Trainer(barebones=True, {name}={value!r})` was passed. {name} can impact the"
                     " speed so it is disabled in barebones mode."
