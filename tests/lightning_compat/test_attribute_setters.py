@@ -156,7 +156,7 @@ def test_an_option_of_checkpoints_takes_effect_in_a_hook(tmp_path):
         def on_validation_epoch_end(self):
             self.log("x", 1.0 / (1 + self.trainer.global_step))
 
-    options = {"callbacks": [Sets()], "monitor": "x", "enable_checkpointing": True}
+    options = {"callbacks": [Sets()], "monitor": "x", "mode": "min", "enable_checkpointing": True}
     made(FabricLoop, tmp_path, **options).fit(Falls())
     names = sorted(path.name for path in tmp_path.rglob("*.ckpt"))
     assert names == ["best.ckpt", "epoch=1-step=8-x=0.1111.ckpt", "epoch=2-step=12-x=0.07692.ckpt", "last.ckpt"]
