@@ -61,31 +61,43 @@ def read_logs(path: str | os.PathLike[str], steps: bool = False) -> pd.DataFrame
         run, number = file.parent.parent, number_of(file.parent.name)
         name = run.relative_to(root).as_posix() if root in run.parents else run.name
         version = file.parent.name if number is None else number
-        table = read_file(file, steps)
-        table = table.assign(name=table.get(EXPORTED_RUN, name), version=version)
-        tables[name, isinstance(version, str), version] = table.drop(
-            columns=EXPORTED_RUN, errors="ignore"
-        )
+        columns = read_columns(file, steps)
+        names = columns.pop(EXPORTED_RUN, name)
+        table = pd.DataFrame(columns, dtype=object).assign(name=names, version=version)
+        tables[name, isinstance(version, str), version] = table
     table = pd.concat([tables[key] for key in sorted(tables)], ignore_index=True).fillna("")
     axes = [find_axis(table, axis) for axis in (("step", "epoch") if steps else ("epoch", "step"))]
-    names = dict.fromkeys(["name", "version", *axes, *table.columns])
-    return pd.DataFrame({name: to_values(table[name].tolist()) for name in names if name in table})
+    order = dict.fromkeys(["name", "version", *axes, *table.columns])
+    return pd.DataFrame({name: to_values(table[name].tolist()) for name in order if name in table})
 
 
-def read_file(path: Path, steps: bool = False) -> pd.DataFrame:
-    """Return the rows of a CSV file as text, merged per epoch or, with steps=True, per step."""
-    import pandas as pd
+def read_columns(path: Path, steps: bool = False) -> dict[str, list[Any]]:
+    """Return the columns of a CSV file as text, merged per epoch or, with steps=True, per step.
 
+    pandas is used only for files that need it, because `runs` reads a thousand files.
+    """
     path = path.with_name("steps.csv") if steps and path.with_name("steps.csv").exists() else path
     content = read_table(path)
     if not content.is_complete:
         warnings.warn(f"{path}: the last line is incomplete and was left out.", stacklevel=3)
     # Files that were written in several parts may repeat their header.
     rows = [row for row in content.rows if [*row.values()] != content.columns]
-    table = pd.DataFrame(rows, columns=content.columns, dtype=object)
-    table.columns = [name.strip().removeprefix("#").strip() for name in content.columns]
-    table = table.loc[:, [bool(name) for name in table.columns]]
-    return table if path.name == "steps.csv" else join_rows(split_exported(table, path), steps)
+    names = {name: name.strip().removeprefix("#").strip() for name in content.columns}
+    columns = {names[n]: [row.get(n, "") for row in rows] for n in names if names[n]}
+    if {*columns} == {"Wall time", "Step", "Value"} and (tag := re.search("tag-(.+)", path.stem)):
+        # TensorBoard exports one metric, whose name is in the name of the file.
+        columns[tag[1]] = columns.pop("Value")
+    axes = [axis for axis in (find_axis(columns, name) for name in ("epoch", "step")) if axis]
+    exported = [name for name in columns if " - " in name]
+    if exported and not any(is_metric(name) for name in columns if name not in exported):
+        return split_exported(columns, exported)
+    places = list(zip(*(columns[axis] for axis in axes), strict=True))
+    is_complete = len({*places}) == len(places) and all(map(all, places))
+    is_of_steps = not steps and any(name.endswith("_step") for name in columns if name not in axes)
+    # Do not merge complete rows. An epoch with several validations has several complete rows.
+    if path.name == "steps.csv" or not axes or (is_complete and not is_of_steps):
+        return columns
+    return join_rows(columns, steps)
 
 
 def find_files(root: Path) -> list[Path]:
@@ -193,60 +205,55 @@ def read_quoted(lines: list[str], num_columns: int | None) -> tuple[list[str] | 
     return None, 1
 
 
-def split_exported(table: pd.DataFrame, path: Path) -> pd.DataFrame:
-    """Rename the columns of an export of TensorBoard or W&B, which name the run and the metric."""
-    import pandas as pd
+def split_exported(columns: dict[str, list[Any]], exported: list[str]) -> dict[str, list[Any]]:
+    """Return the rows of each run in an export of W&B, which names its columns "<run> - <metric>".
 
-    if {*table.columns} == {"Wall time", "Step", "Value"}:
-        tag = re.search(r"tag-(.+)", path.stem)
-        return table.rename(columns={"Value": tag[1] if tag else "Value"})
-    # W&B names a column "<run> - <metric>", and adds the smallest and largest value per step.
-    exported = [name for name in table if " - " in name]
-    others = [name for name in table if " - " not in name]
-    if not exported or any(map(is_metric, others)):
-        return table
+    W&B adds the smallest and the largest value of each step, which are left out.
+    """
     runs: dict[str, dict[str, str]] = {}
     for name in exported:
         run, _, metric = name.rpartition(" - ")
         if not metric.endswith(("__MIN", "__MAX")):
-            runs.setdefault(run, {})[name] = metric
-    tables = []
-    for run, columns in runs.items():
-        rows = table[(table[[*columns]] != "").any(axis=1)]
-        rows = rows[[*others, *columns]].rename(columns=columns)
-        tables.append(rows.assign(**{EXPORTED_RUN: run}))
-    return pd.concat(tables).fillna("")
+            runs.setdefault(run, {})[metric] = name
+    others = [name for name in columns if name not in exported]
+    metrics = dict.fromkeys(metric for names in runs.values() for metric in names)
+    result: dict[str, list[Any]] = {name: [] for name in (*others, *metrics, EXPORTED_RUN)}
+    for run, names in runs.items():
+        for row in range(len(columns[exported[0]])):
+            values = {metric: columns[name][row] for metric, name in names.items()}
+            if any(values.values()):
+                values |= {name: columns[name][row] for name in others} | {EXPORTED_RUN: run}
+                for name, cells in result.items():
+                    cells.append(values.get(name, ""))
+    return result
 
 
-def join_rows(table: pd.DataFrame, steps: bool = False) -> pd.DataFrame:
+def join_rows(columns: dict[str, list[Any]], steps: bool) -> dict[str, list[Any]]:
     """Merge half-empty rows into one row per step, or per epoch and validation.
 
     Keep the last value of each column, and the step of the validation.
     """
+    import pandas as pd
+
+    table = pd.DataFrame(columns, dtype=object)
     epoch, step = find_axis(table, "epoch"), find_axis(table, "step")
     axes = [axis for axis in (epoch, step) if axis is not None]
-    if not axes or EXPORTED_RUN in table:
-        return table
-    is_complete = (table[axes] != "").all(axis=None) and not table[axes].duplicated().any()
-    is_of_steps = not steps and any(name.endswith("_step") for name in table if name not in axes)
-    if is_complete and not is_of_steps:
-        # Do not merge complete rows. An epoch with several validations has several complete rows.
-        return table
     table = table.mask(table == "")
     # Rows of LearningRateMonitor have no epoch. Use the epoch of the next or the previous row.
     table[axes] = table[axes].bfill().ffill()
     table = table.groupby(axes, sort=False, dropna=False).last().reset_index()
-    if steps or epoch is None or step is None:
-        return table
-    validated = [name for name in table if parse_metric(name).split in ("validation", "test")]
-    is_validated = table[validated].notna().any(axis=1)
-    epochs = is_validated.groupby(table[epoch], sort=False, dropna=False)
-    # The number of the validation in its epoch. Rows after the last validation belong to it.
-    number = (epochs.cumsum() - is_validated).clip(upper=epochs.transform("sum") - 1)
-    table[step] = table[step].where(is_validated | (epochs.transform("sum") == 0))
-    keys = [table[epoch], number.clip(lower=0).rename("number")]
-    table = table.drop(columns=epoch).groupby(keys, sort=False, dropna=False).last()
-    return table.reset_index(level=0).reset_index(drop=True)
+    if not steps and epoch is not None and step is not None:
+        validated = [name for name in table if parse_metric(name).split in ("validation", "test")]
+        is_validated = table[validated].notna().any(axis=1)
+        epochs = is_validated.groupby(table[epoch], sort=False, dropna=False)
+        # The number of the validation in its epoch. Rows after the last validation belong to it.
+        number = (epochs.cumsum() - is_validated).clip(upper=epochs.transform("sum") - 1)
+        table[step] = table[step].where(is_validated | (epochs.transform("sum") == 0))
+        keys = [table[epoch], number.clip(lower=0).rename("number")]
+        table = table.drop(columns=epoch).groupby(keys, sort=False, dropna=False).last()
+        table = table.reset_index(level=0)
+    joined: dict[str, list[Any]] = table.fillna("").to_dict("list")
+    return joined
 
 
 def parse_cell(cell: str) -> Any:

@@ -8,6 +8,7 @@ import os
 import sys
 import time
 import warnings
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -145,15 +146,22 @@ def load_runs(logs: Any, seeds: bool) -> list[Run]:
 
 def read_runs(path: Path, seeds: bool) -> list[Run]:
     """Read runs from a file or folder. Join runs of the same name that differ only in the seed."""
+    import pandas as pd
+
     runs: dict[str, Run] = {}
-    for found in find_runs(path):
+    all_found = find_runs(path)
+    files = Counter(found["file"] for found in all_found)
+    for found in all_found:
+        table = pd.DataFrame(found["rows"])
+        if files[found["file"]] == 1:
+            table.attrs["file"] = found["file"]
         label = group = found["label"]
         changed = dict(found["changed"])
-        if seeds and changed.pop("seed", None) is not None and len(found["rows"]):
+        if seeds and changed.pop("seed", None) is not None and len(table):
             settings = [f"{option}={value}" for option, value in changed.items()]
             group = " ".join([found["name"], *settings])
         run = runs.setdefault(group, Run(label, [], found["options"]))
-        run.tables.append(found["rows"])
+        run.tables.append(table)
         if len(run.tables) > 1:
             run.label = f"{group}, mean of {len(run.tables)}"
     if not runs:

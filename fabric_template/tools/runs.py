@@ -4,15 +4,18 @@ from __future__ import annotations
 
 import math
 import os
+import re
 import warnings
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import fields
+from functools import lru_cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ..config import LoopArguments, LoopConfig
 from ..files import number_of
-from ..loggers.read_logs import read_logs
+from ..loggers.read_logs import EXPORTED_RUN, read_columns, to_values
 from ..metric_names import Metric, find_axis, find_direction, is_metric, parse_metric
 
 if TYPE_CHECKING:
@@ -24,6 +27,7 @@ COLUMNS += ["changed", "folder"]
 NOT_COMPARED = ("name", "version", "default_root_dir", "enable_progress_bar", "resume", "load")
 DEFAULTS = {field.name: field.default for field in fields(LoopArguments)}
 DEFAULTS |= vars(LoopConfig().resolve())
+Columns = dict[str, list[Any]]  # The values of each numeric column of a CSV file.
 Run = dict[str, Any]  # A row of list_runs, with the additional keys "options" and "rows".
 
 
@@ -118,53 +122,50 @@ def read_run(folder: Path, root: Path) -> Run:
         "options": read_options(folder),
         "file": folder / "metrics.csv",
     }
-    return describe_run(run, read_rows(run["file"]), f"{run['name']}/{folder.name}")
+    rows, _ = read_rows(run["file"])
+    return describe_run(run, rows, f"{run['name']}/{folder.name}")
 
 
 def read_files(path: Path, root: Path) -> list[Run]:
     """Read the runs in the CSV file of any tool. An export of W&B may contain several runs."""
     if path.name == "metrics.csv":
         return [read_run(path.parent, path.parent)]
-    rows = read_rows(path)
+    rows, names = read_rows(path)
     has_axis = find_axis(rows, "epoch") or find_axis(rows, "step")
     if path != root and not has_axis and not any(parse_metric(name).split for name in rows):
         # Other tables, such as predictions, are no logs.
         return []
     folder = path.parent.relative_to(root).as_posix() if root in path.parents else "."
     name = path.parent.name if folder == "." else folder
-    exported = dict.fromkeys(rows.attrs["names"])
-    if len(exported) > 1:
-        groups = [(run, rows[[n == run for n in rows.attrs["names"]]]) for run in exported]
-        for _, table in groups:
-            table.attrs.pop("file")
-    else:
-        groups = [(path.stem, rows)]
+    groups = [(path.stem, rows)]
+    if len({*names}) > 1:
+        groups = []
+        for run_name in dict.fromkeys(names):
+            places = [place for place, name_of_row in enumerate(names) if name_of_row == run_name]
+            table = {column: [cells[place] for place in places] for column, cells in rows.items()}
+            groups.append((run_name, table))
     runs = []
     for version, table in groups:
-        run: Run = {
-            "name": name,
-            "version": version,
-            "state": "unknown",
-            "options": {},
-            "file": path,
-        }
+        run: Run = {"name": name, "version": version, "state": "unknown", "options": {}}
+        run["file"] = path
         label = version if path == root else f"{name}/{version}"
-        runs.append(describe_run(run, table, label))
+        # The column "time" of other tools has another meaning.
+        runs.append(describe_run(run, table, label) | {"seconds": 0.0})
     return runs
 
 
-def describe_run(run: Run, rows: pd.DataFrame, label: str) -> Run:
+def describe_run(run: Run, rows: Columns, label: str) -> Run:
     """Add the number of epochs, the duration and the rows to a run."""
     column = find_axis(rows, "epoch")
-    epochs = rows[column].dropna() if column is not None else rows.get("epoch", [])
+    epochs = [] if column is None else [epoch for epoch in rows[column] if epoch == epoch]
     count = 0
-    if len(epochs):
+    if epochs:
         # Other tools count from 1, or write fractional epochs.
-        is_from_one = epochs.min() == 1 or bool((epochs % 1 != 0).any())
-        count = math.ceil(epochs.max()) if is_from_one else int(epochs.max()) + 1
+        is_from_one = min(epochs) == 1 or any(epoch % 1 for epoch in epochs)
+        count = math.ceil(max(epochs)) if is_from_one else int(max(epochs)) + 1
     return run | {
         "epochs": count,
-        "seconds": float(rows["time"].sum()) if "time" in rows else 0.0,
+        "seconds": math.fsum(value for value in rows.get("time", []) if value == value),
         "folder": str(run["file"].parent),
         "label": label,
         "rows": rows,
@@ -206,30 +207,33 @@ def find_best(run: Run, metric: str | None = None, mode: str | None = None) -> d
     if metric is None or metric not in rows:
         return found
     mode = mode or best_mode(metric, run["options"])
-    rows = rows[rows[metric].abs() < float("inf")]
-    if not len(rows) or mode is None:
+    values = rows[metric]
+    finite = [index for index, value in enumerate(values) if abs(value) < math.inf]
+    if not finite or mode is None:
         return found
-    row = rows.loc[rows[metric].idxmin() if mode == "min" else rows[metric].idxmax()]
-    places = [row.get(find_axis(rows, axis)) for axis in ("epoch", "step")]
-    epoch, step = (None if place is None or place != place else int(place) for place in places)
-    found |= {"best": float(row[metric]), "best_epoch": epoch, "best_step": step, "mode": mode}
-    return found
+    choose = min if mode == "min" else max
+    best = choose(finite, key=lambda index: values[index])
+    for axis in ("epoch", "step"):
+        column = find_axis(rows, axis)
+        place = math.nan if column is None else rows[column][best]
+        found[f"best_{axis}"] = int(place) if abs(place) < math.inf else None
+    return found | {"best": float(values[best]), "mode": mode}
 
 
-def read_rows(path: Path) -> pd.DataFrame:
-    """Return the numeric columns of a CSV file, or an empty table if the file is damaged."""
-    import pandas as pd
+def read_rows(path: Path) -> tuple[Columns, list[str]]:
+    """Return the numeric columns of a CSV file, and each row's run in an export of W&B.
 
-    try:
-        with warnings.catch_warnings():
-            # The last line may be incomplete while a run trains.
-            warnings.simplefilter("ignore")
-            table = read_logs(path)
-    except (OSError, ValueError):
-        table = pd.DataFrame({"name": []})
-    rows = table.drop(columns="version", errors="ignore").select_dtypes("number")
-    rows.attrs["names"], rows.attrs["file"] = table["name"].tolist(), path
-    return rows
+    There are no columns if the file is damaged. pandas would need most of the time of `runs`.
+    """
+    columns: dict[str, list[Any]] = {}
+    with warnings.catch_warnings(), suppress(OSError, ValueError):
+        # The last line may be incomplete while a run trains.
+        warnings.simplefilter("ignore")
+        columns = read_columns(path)
+    names = columns.pop(EXPORTED_RUN, [])
+    rows = {name: to_values(cells) for name, cells in columns.items()}
+    numeric = [name for name in rows if rows[name] and type(rows[name][0]) in (int, float)]
+    return {name: rows[name] for name in numeric if name not in ("name", "version")}, names
 
 
 def read_state(path: Path) -> str:
@@ -261,6 +265,14 @@ def is_locked(path: Path) -> bool:
     return False
 
 
+@lru_cache(maxsize=4096)
+def parse_yaml(text: str) -> Any:
+    import yaml
+
+    # The parser in C is ten times faster.
+    return yaml.load(text, getattr(yaml, "CSafeLoader", yaml.SafeLoader))
+
+
 def read_options(folder: Path) -> dict[str, Any]:
     """Return the options in config.yaml and hparams.yaml without their section names."""
     import yaml
@@ -269,10 +281,13 @@ def read_options(folder: Path) -> dict[str, Any]:
     # hparams.yaml overrides config.yaml, because a resumed run rewrites only hparams.yaml.
     for name in ("config.yaml", "hparams.yaml"):
         try:
-            content = yaml.safe_load((folder / name).read_bytes())
+            text = (folder / name).read_text("utf-8")
+            # Most options of runs are equal, so parse each of them only once.
+            parts = [parse_yaml(part) for part in re.split(r"(?m)^(?=\w)", text) if part]
         except (OSError, ValueError, yaml.YAMLError):
             continue
-        for section, value in content.items() if isinstance(content, dict) else ():
+        contents = [part for part in parts if isinstance(part, dict)]
+        for section, value in [item for content in contents for item in content.items()]:
             entries = value if isinstance(value, dict) else {section: value}
             prefix = "data." if section == "data" else ""
             if section != "about":
