@@ -25,7 +25,7 @@ from fabric_template.lightning_compat import private
 
 PACKAGE = Path(fabric_template.__file__).parent
 # Documented names of the standard library.
-DOCUMENTED = {"_exit", "_getframe"}
+DOCUMENTED = {"_exit", "_getframe", "_replace"}
 
 
 class WithHyperparameters(pl.LightningModule):
