@@ -2,12 +2,14 @@
 
 import pytest
 import torch
-from lightning.pytorch.callbacks import Callback
 from lightning.pytorch.utilities import CombinedLoader
 from modules import Classifier
 from runs import Snapshots, assert_same_end, fit
 from torch.utils.data import DataLoader, IterableDataset
 from torchdata.stateful_dataloader import StatefulDataLoader
+
+from fabric_template import FabricLoop
+from fabric_template.data.loader_parts import values_in
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:resume. .* are read again"),
@@ -143,24 +145,6 @@ class Buffered(StreamOfIndices):
         self.generator.set_state(state["rng"])
 
 
-class HoldsTrainer(StreamOfIndices):
-    """Holds the loop of the run, whose counters are not state of the stream."""
-
-    def __init__(self):
-        super().__init__()
-        self.held = HELD
-
-
-class Held(Callback):
-    """An object that holds the loop."""
-
-    def on_fit_start(self, trainer, module):
-        self.trainer = trainer
-
-
-HELD = Held()
-
-
 class Source:
     """An object inside a loader, which keeps the position."""
 
@@ -200,7 +184,6 @@ class OwnLoaderWithLength(OwnLoader):
 
 
 STREAMS = [Sticky, StickyWithPosition, SetsNewAttribute, KeepsState, Resets, Cursor, Epochs, Buffered]
-STREAMS.append(HoldsTrainer)
 LOADERS = {kind.__name__: lambda kind=kind: DataLoader(kind(), 4) for kind in STREAMS}
 LOADERS |= {f"torchdata {kind.__name__}": lambda kind=kind: StatefulDataLoader(kind(), 4) for kind in STREAMS}
 LOADERS |= {
@@ -225,15 +208,22 @@ def test_killed(tmp_path, name):
     """Kill at several batches, resume, kill the resumed run, and resume it."""
     options = {"max_epochs": 4, "save_every_n_steps": 1, "train": LOADERS[name]}
     snapshots = Snapshots(tmp_path / "whole", tmp_path)
-    whole = fit(tmp_path / "whole", TakesAll, callbacks=[snapshots, HELD], **options)
+    whole = fit(tmp_path / "whole", TakesAll, callbacks=[snapshots], **options)
     batches = whole[0].global_step // 4
     for batch in (2, batches, batches + 2):
         root = tmp_path / str(batch)
-        again = [Snapshots(root, tmp_path / f"{batch} again"), HELD]
+        again = [Snapshots(root, tmp_path / f"{batch} again")]
         assert_same_end(whole, fit(root, TakesAll, resume="auto", seed=9, callbacks=again, **options))
     for later in (1, batches):
         root = tmp_path / "2 again" / str(later)
-        assert_same_end(whole, fit(root, TakesAll, resume="auto", seed=8, callbacks=[HELD], **options))
+        assert_same_end(whole, fit(root, TakesAll, resume="auto", seed=8, **options))
+
+
+def test_the_loop_that_a_stream_holds_is_not_its_state():
+    stream = StreamOfIndices()
+    stream.parts = [Source()]
+    stream.parts[0].trainer = FabricLoop(accelerator="cpu")
+    assert list(values_in(stream)) == ["stream", "stream.parts", "stream.parts.0"]
 
 
 def test_a_stream_whose_state_cannot_be_set_back_is_named(tmp_path):
