@@ -149,6 +149,8 @@ def read_runs(path: Path, seeds: bool) -> list[Run]:
     import pandas as pd
 
     runs: dict[str, Run] = {}
+    if not path.exists():
+        raise ValueError(f"plot_logs: got {str(path)!r}, expected a folder or a CSV file.")
     all_found = find_runs(path)
     files = Counter(found["file"] for found in all_found)
     for found in all_found:
@@ -271,7 +273,8 @@ def choose_metrics(runs: list[Run], x: str, wanted: Sequence[str] | None) -> lis
             chosen += found
     chosen = chosen or [metric for metric in metrics if metric.kind != "learning rate"]
     if not chosen:
-        raise ValueError(f"metrics: got nothing to draw, {known}. Write metrics=['lr'].")
+        hint = f"Write metrics=[{metrics[0].column!r}]." if metrics else "None of them has numbers."
+        raise ValueError(f"metrics: got nothing to draw, {known}. {hint}")
     order = {"loss": 0, "accuracy": 1, "learning rate": 3}
     return sorted(dict.fromkeys(chosen), key=lambda m: (order.get(m.kind, 2), m.split != "train"))
 

@@ -267,6 +267,8 @@ def test_infinite_values_and_odd_names_are_drawn():
         (HISTORY, {"x": "hour"}, ValueError, "x: got 'hour', expected one of the columns epoch, step"),
         (HISTORY, {"smooth": 1}, ValueError, "smooth: got 1, expected 0 to below 1"),
         (HISTORY[["epoch", "lr"]], {}, ValueError, "metrics: got nothing to draw, .* Write metrics=.'lr'."),
+        (HISTORY[["epoch", "note"]], {}, ValueError, "got nothing to draw, .* None of them has numbers"),
+        ("no.csv", {}, ValueError, "plot_logs: got 'no.csv', expected a folder or a CSV file"),
         (3, {}, TypeError, "plot_logs: got int, expected a path or a DataFrame"),
         ("nowhere", {}, ValueError, "got 'nowhere', expected a folder"),
         (".", {}, ValueError, "got '.', expected a folder with a metrics.csv"),
