@@ -8,7 +8,7 @@ import os
 import warnings
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from itertools import count, islice, repeat
+from itertools import chain, count, islice, repeat
 from typing import TYPE_CHECKING, Any, Literal
 
 from lightning.fabric.utilities import move_data_to_device
@@ -297,7 +297,11 @@ class StageLoaders:
         self.iterator: Any = None
         # A training loader without a length is read one batch ahead, to know which batch is the
         # last. A checkpoint contains the positions and the random state from before this read.
-        self._is_read_ahead = stage == "train" and self.num_batches == math.inf
+        is_training = stage == "train"
+        self._is_read_ahead = is_training and self.num_batches == math.inf
+        # A stream may end earlier in one process than in another, which would wait for it forever.
+        has_stream = any(sized_len(loader) is None for loader in self.loaders)
+        self._has_uneven_end = is_training and run.fabric.world_size > 1 and has_stream
         self._following: Any = END
         self._before_following: Any = None
         self._restored_rng: dict[str, Any] | None = None
@@ -349,6 +353,8 @@ class StageLoaders:
         items, num_batches = self.iterator, self.count_batches(max_batches)
         if self.run.hooks.profiler is not None:
             items = self._profiled(items)
+        if self._has_uneven_end:
+            items = self._until_first_end(items)
         if self._is_read_ahead:
             items = self._read_ahead(items)
         # Stop at the limit, because CombinedLoader applies limits only in sequential mode.
@@ -364,6 +370,20 @@ class StageLoaders:
         fetch = self.run.hooks.with_profiler(action, next)
         while (item := fetch(items, END)) is not END:
             yield item
+
+    def _until_first_end(self, items: Iterator[Any]) -> Iterator[Any]:
+        """End in all processes with the first stream that ends. Compare after each read."""
+        for item in chain(items, repeat(END)):
+            has_all, has_any = self.run.signals.compare(int(item is not END))
+            if has_all:
+                yield item
+                continue
+            if has_any:
+                self.run.warn_once(
+                    "train_dataloader: the streams of the processes end after different numbers of"
+                    " batches. Each epoch ends with the first stream that ends."
+                )
+            return
 
     def _read_ahead(self, items: Iterator[Any]) -> Iterator[Any]:
         self._read_following(items)

@@ -126,6 +126,15 @@ class SignalHandler:
         torch.distributed.broadcast(values, 0, group=self._cpu_group())
         return values.tolist()
 
+    def compare(self, number: int) -> tuple[int, int]:
+        """Return the smallest and the largest number of all processes."""
+        values = torch.tensor([number, -number])
+        torch.distributed.all_reduce(
+            values, torch.distributed.ReduceOp.MIN, group=self._cpu_group()
+        )
+        smallest, negative = values.tolist()
+        return smallest, -negative
+
     def _cpu_group(self) -> Any:
         """Return a process group for communication between CPUs, so that no step waits for a GPU."""
         if self._group is None:

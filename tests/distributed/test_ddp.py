@@ -21,7 +21,7 @@ from modules import (
 from runs import assert_same_end, fit, logs_of, same
 from torch import nn
 from torch.nn.functional import cross_entropy
-from torch.utils.data import DataLoader, TensorDataset, WeightedRandomSampler
+from torch.utils.data import DataLoader, IterableDataset, TensorDataset, WeightedRandomSampler
 from torchdata.stateful_dataloader import StatefulDataLoader
 
 from fabric_template import FabricLoop, read_logs
@@ -305,6 +305,31 @@ def test_resume_equals_an_uninterrupted_run(tmp_path, train):
 
 
 # ---- evaluation and errors
+
+
+class UnevenStream(IterableDataset):
+    """Ends after ten samples in one process and after seven in the other."""
+
+    def __iter__(self):
+        x, y = make_data(20).tensors
+        rank = torch.distributed.get_rank()
+        yield from zip(x[rank::2][: 10 - 3 * rank], y[rank::2])
+
+
+def uneven_stream():
+    return DataLoader(UnevenStream(), batch_size=2)
+
+
+@pytest.mark.filterwarnings("ignore:train_dataloader. the streams", "ignore:resume. .* are read again")
+@pytest.mark.parametrize("limit", [1.0, 4, 6])
+def test_an_epoch_ends_with_the_first_stream_that_ends(tmp_path, limit):
+    """The processes would wait forever for the batches of the other one. A resume is exact."""
+    options = {**FORK, "max_epochs": 3, "limit_train_batches": limit, "save_every_n_steps": 1}
+    whole = fit(tmp_path / "whole", Synced, uneven_stream, val, **options)
+    assert whole[0].global_step == 12
+    fit(tmp_path / "parts", Synced, uneven_stream, val, **options, max_steps=6)
+    resumed = fit(tmp_path / "parts", Synced, uneven_stream, val, seed=99, resume="last", **options)
+    assert_same_end(whole, resumed)
 
 
 def test_an_error_in_a_process_reaches_the_caller():
