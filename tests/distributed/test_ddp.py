@@ -313,7 +313,7 @@ class UnevenStream(IterableDataset):
     def __iter__(self):
         x, y = make_data(20).tensors
         rank = torch.distributed.get_rank()
-        yield from zip(x[rank::2][: 10 - 3 * rank], y[rank::2])
+        yield from zip(x[rank::2][: 10 - 3 * rank], y[rank::2], strict=False)
 
 
 def uneven_stream():
