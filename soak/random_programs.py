@@ -450,6 +450,10 @@ EXCLUDED = [
         ),
     ),
     (
+        "Trainer does not save the attributes of a module",
+        lambda d: "plain_state" in d["hooks"] and event_kind(d) in ("to_Trainer", "from_Trainer"),
+    ),
+    (
         "attributes of a dataset in a worker are not saved",
         lambda d: d["data"] == "counts_reads" and d["workers"] and d["event"],
     ),

@@ -152,6 +152,7 @@ LOADERS = {
     "stream": streams(),
     "noisy stream": streams(lambda: Stream(noisy=True)),
     "stream, persistent": streams(lambda: Stream(noisy=True), **PERSISTENT),
+    "stream, persistent, drop_last": streams(lambda: Stream(26, noisy=True), drop_last=True, **PERSISTENT),
     "stateful stream": streams(StatefulStream),
     "stateful loader": StatefulLoader,
     "torchdata": torchdata_loader(),

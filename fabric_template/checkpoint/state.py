@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import io
 import pickle
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -322,19 +322,32 @@ def parts_of_model(run: Run) -> Iterator[tuple[str, Part]]:
         path = f"model.{name}" if name else "model"
         if name or run.model is run.network:
             yield path, Part(module, _OF_AVERAGING if is_averaging else _OF_MODULE)
-        prefix = f"{name}." if name else ""
-        # A scripted module has no plain dict of buffers.
-        buffers = [buffer for buffer, _ in module.named_buffers(recurse=False)]
-        persistent = [buffer for buffer in buffers if prefix + buffer in saved]
-        yield f"{path}.buffers", Part(module, persistent, has_buffers=True)
+        yield f"{path}.buffers", buffers_of(module, name, saved)
+
+
+def buffers_of(module: torch.nn.Module, name: str, saved: Collection[str]) -> Part:
+    """Return the buffers of a submodule that its network's state_dict does not contain."""
+    prefix = f"{name}." if name else ""
+    # A scripted module has no plain dict of buffers.
+    buffers = [buffer for buffer, _ in module.named_buffers(recurse=False)]
+    persistent = [buffer for buffer in buffers if prefix + buffer in saved]
+    return Part(module, persistent, has_buffers=True)
 
 
 def parts_of_callbacks(run: Run) -> Iterator[tuple[str, Part]]:
     counts: dict[str, int] = {}
+    own = {id(module) for module in (run.model, *run.network.modules())}
     for callback in run.hooks.callbacks:
         name = type(callback).__qualname__
         counts[name] = counts.get(name, 0) + 1
         is_lightnings = type(callback).__module__.startswith(_LIGHTNINGS_CALLBACKS)
         has_state = overridden(callback, "state_dict") is not None
         has_attributes = not (is_lightnings or has_state or is_instance_of(callback, "ProgressBar"))
-        yield f"callbacks.{name}.{counts[name]}", Part(callback, has_attributes=has_attributes)
+        path = f"callbacks.{name}.{counts[name]}"
+        yield path, Part(callback, has_attributes=has_attributes)
+        for attribute, network in vars(callback).items():
+            # For example, the model that WeightAveraging averages.
+            if isinstance(network, torch.nn.Module) and id(network) not in own:
+                saved = network.state_dict(keep_vars=True)
+                for inner, module in network.named_modules():
+                    yield f"{path}.{attribute}.{inner}.buffers", buffers_of(module, inner, saved)

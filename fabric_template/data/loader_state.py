@@ -190,11 +190,13 @@ class ResumableLoader:
         try:
             # A for loop would call iter() again, which restarts some iterators.
             while (batch := next(iterator, END)) is not END:
-                self.batches += 1
                 if self.workers:
                     batch, worker, rng_state = batch
                     if rng_state is not None:
                         self.workers[worker] = rng_state
+                if batch is DroppedBatch:
+                    continue
+                self.batches += 1
                 yield batch
         except Exception:
             # The traceback of the error would keep the workers alive.
@@ -232,6 +234,9 @@ class ResumableLoader:
         # Bypass DataLoader.__setattr__, which does not allow changes of the samplers.
         vars(clone)["sampler" if clone.batch_sampler is None else "batch_sampler"] = indices
         vars(clone).update(collate_fn=recorder.collate, worker_init_fn=recorder.start_worker)
+        if self._is_persistent and not self._is_indexed:
+            # The recorder drops a short batch, because reading it may have drawn random numbers.
+            vars(clone)["drop_last"] = False
         if clone._iterator is not None:
             # Without this line, persistent workers would keep the sampler of their first epoch.
             clone._iterator._index_sampler = indices
@@ -358,6 +363,10 @@ class SkippingSampler:
         return islice(self._sampler, self._first, None)
 
 
+class DroppedBatch:
+    """Stands for the short batch that drop_last leaves out."""
+
+
 class WorkerRecorder:
     """Replaces collate_fn and worker_init_fn, to send a worker's random state with each batch.
 
@@ -374,6 +383,7 @@ class WorkerRecorder:
     def __init__(self, loader: DataLoader, states: list[Any], first: int) -> None:
         self._collate_fn, self._worker_init_fn = loader.collate_fn, loader.worker_init_fn
         self._states, self._first = states, first
+        self._least = (loader.batch_size or 0) if loader.drop_last else 0
         self._worker = 0
         self._rng_state: dict[str, Any] = {}
         self._plain_state = PlainState({})
@@ -393,7 +403,8 @@ class WorkerRecorder:
 
     def collate(self, samples: Any) -> tuple[Any, int, dict[str, Any] | None]:
         """Return (batch, worker number, random state). An unchanged random state is None."""
-        batch = self._collate_fn(samples)
+        is_short = self._least > 0 and len(samples) < self._least
+        batch = DroppedBatch if is_short else self._collate_fn(samples)
         own = self._plain_state.generator_states()
         previous, self._rng_state = self._rng_state, {**capture_rng_state(), "own": own}
         has_changed = self._rng_state != previous

@@ -274,6 +274,31 @@ def test_state_of_callbacks_and_datamodules(tmp_path):
     assert (counts.count, data.count) == (18, 2)
 
 
+class WithBank(Net):
+    """Has a buffer that state_dict() does not contain, and that each step changes."""
+
+    def __init__(self):
+        super().__init__()
+        self.register_buffer("bank", torch.zeros(3), persistent=False)
+
+    def training_step(self, batch, batch_idx):
+        loss = super().training_step(batch, batch_idx)
+        self.bank += loss.detach()
+        return loss
+
+
+@pytest.mark.skipif(not hasattr(pl.callbacks, "WeightAveraging"), reason="Lightning is older")
+def test_buffers_of_averaged_weights(tmp_path):
+    """The averaged model has its own copy of the buffer, which training ends with."""
+    make = lambda: [pl.callbacks.WeightAveraging()]  # noqa: E731
+    snapshots = Snapshots(tmp_path / "whole", tmp_path)
+    options = {"make_module": WithBank, "save_every_n_steps": 1}
+    whole = fit(tmp_path / "whole", callbacks=[*make(), snapshots], **options)
+    resumed = fit(tmp_path / "8", resume="last", seed=99, callbacks=make(), **options)
+    assert_same(whole, resumed, tmp_path / "whole", tmp_path / "8")
+    assert torch.equal(whole[1].bank, resumed[1].bank)
+
+
 class RandomSplit(pl.LightningDataModule):
     """Draws its validation data when the loader is created, in the first epoch that validates."""
 
