@@ -31,6 +31,7 @@ import io
 import json
 import math
 import os
+import pickle
 import random
 import re
 import sys
@@ -1499,6 +1500,16 @@ class Placeholder:
     __setstate__ = __setitem__ = append = extend = __init__
 
 
+def load_file(file: Path | io.BytesIO) -> dict[str, Any]:
+    """Load a file of torch.save with a placeholder for each object that torch.load refuses."""
+    find_names = getattr(torch.serialization, "get_unsafe_globals_in_checkpoint", None)
+    names = find_names(copy.copy(file)) if find_names else []
+    kinds: Any = [(type(name, (Placeholder,), {}), name) for name in names]
+    with torch.serialization.safe_globals(kinds):
+        loaded: dict[str, Any] = torch.load(file, map_location="cpu", weights_only=True)
+    return loaded
+
+
 def read_checkpoint(path: Path) -> dict[str, Any]:
     """Read a checkpoint. Only hyperparameters may be objects that torch.load refuses."""
     # torch.load would load wrong weights from a damaged file without an error.
@@ -1506,11 +1517,11 @@ def read_checkpoint(path: Path) -> dict[str, Any]:
     with suppress(zipfile.BadZipFile, ValueError, EOFError, NotImplementedError):
         is_intact = zipfile.ZipFile(path).testzip() is None
     check(is_intact, f"{path}: the file is damaged. Use another checkpoint.")
-    find_names = getattr(torch.serialization, "get_unsafe_globals_in_checkpoint", None)
-    names = find_names(path) if find_names else []
-    kinds: Any = [(type(name, (Placeholder,), {}), name) for name in names]
-    with torch.serialization.safe_globals(kinds):
-        checkpoint: dict[str, Any] = torch.load(path, map_location="cpu", weights_only=True)
+    try:
+        checkpoint = load_file(path)
+    except pickle.UnpicklingError as error:
+        text = f"{path}: got objects that torch.load refuses, such as one of a nested class."
+        raise ValueError(f"{text} Use FabricLoop.") from error
 
     def refuse(value: Any) -> None:
         check(False, f"{path}: got {value!r}, expected plain values. Use FabricLoop.")
@@ -1547,11 +1558,16 @@ def find_direction(metric: str) -> str | None:
 
 def find_hparams(model: Any) -> dict[str, Any]:
     """Return the hyperparameters to save, under Lightning's keys."""
-    hparams = dict(getattr(model, "hparams", {}))
+    hparams, file = dict(getattr(model, "hparams", {})), io.BytesIO()
     try:
-        torch.save(hparams, io.BytesIO())
+        torch.save(hparams, file)
+        if hparams:
+            file.seek(0)
+            load_file(file)
     except Exception as error:
-        text = f"hparams: got values that no checkpoint can contain ({error}). Write"
+        is_read = isinstance(error, pickle.UnpicklingError)
+        reason = "torch.load refuses objects of nested classes" if is_read else error
+        text = f"hparams: got values that no checkpoint can contain ({reason}). Write"
         raise ValueError(f"{text} save_hyperparameters(ignore=...), or use FabricLoop.") from error
     name = vars(model).get("_hparams_name")
     return {"hyper_parameters": hparams, **({"hparams_name": name} if name else {})}

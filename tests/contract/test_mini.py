@@ -1,5 +1,6 @@
 """MiniLoop, the single file: bits, files, resume, errors, and the file alone."""
 
+import enum
 import itertools
 import os
 import signal
@@ -7,7 +8,8 @@ import subprocess
 import sys
 import types
 from collections import UserDict
-from dataclasses import make_dataclass
+from dataclasses import dataclass, make_dataclass
+from functools import partial
 from pathlib import Path
 
 import lightning.pytorch as pl
@@ -697,6 +699,46 @@ class Unpicklable(Classifier):
     def __init__(self):
         super().__init__()
         self.hparams["make"] = lambda: None
+
+
+class Nested:
+    class Kind(enum.Enum):
+        A = 1
+
+    @dataclass
+    class Config:
+        size: int = 1
+
+    class Dict(dict):
+        pass
+
+
+NESTED = {"enum": Nested.Kind.A, "dataclass": Nested.Config(), "dict": Nested.Dict(a=1), "key": {Nested.Kind.A: 1}}
+
+
+class WithHparam(Classifier):
+    def __init__(self, value):
+        super().__init__(sgd)
+        self.hparams["value"] = value
+
+
+@pytest.mark.parametrize("case", NESTED)
+def test_hyperparameters_that_cannot_be_read_back_are_refused_before_training(case):
+    make = partial(WithHparam, NESTED[case])
+    with pytest.raises(ValueError, match=r"refuses objects of nested classes\). Write save_hyperparameters\(ignore"):
+        run_mini(make, max_epochs=1)
+    assert not os.listdir(".")
+    run_mini(make, max_epochs=1, loop_class=partial(FabricLoop, **QUIET))
+    with pytest.raises(ValueError, match=r"last\.ckpt: got objects that torch\.load refuses.*Use FabricLoop\.$"):
+        run_mini(make, max_epochs=2, fit={"resume": "last"})
+    run_mini(make, max_epochs=2, loop_class=partial(FabricLoop, **QUIET), fit={"resume": "last"})
+
+
+@pytest.mark.parametrize("value", [LOOPS, {"kind": Nested.Kind}, WithHparam, UserDict(a=1), Path("a"), np.ones(3)])
+def test_hyperparameters_of_other_classes_resume(value):
+    run_mini(partial(WithHparam, value), max_epochs=1)
+    loop, _ = run_mini(partial(WithHparam, value), max_epochs=2, fit={"resume": "last"})
+    assert loop.current_epoch == 2
 
 
 class ClosesInStep(torch.optim.SGD):
