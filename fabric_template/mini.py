@@ -44,7 +44,7 @@ from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, fields, is_dataclass
 from difflib import get_close_matches
 from functools import partial
-from itertools import islice
+from itertools import chain, islice, repeat
 from numbers import Real
 from pathlib import Path
 from typing import IO, Any
@@ -427,7 +427,10 @@ class MiniLoop:
                 if place.startswith("train "):
                     load_plain_state(self._parts[place], start)
             self._load_state(self._epoch_start)
-        self._batches = mark_last(iter(self.train_loader), self.num_training_batches)
+        batches, length = iter(self.train_loader), self.num_training_batches
+        if length == math.inf and self.fabric.world_size > 1:
+            batches = until_first_end(batches, self.fabric)
+        self._batches = mark_last(batches, length)
         if self.batches_done > 0:
             for _ in range(self.batches_done):
                 next(self._batches)
@@ -1293,6 +1296,20 @@ def mark_last(batches: Iterator[Any], length: int | float) -> Iterator[tuple[boo
         following = next(batches, END)
         yield following is END, batch
         batch = following
+
+
+def until_first_end(batches: Iterator[Any], fabric: Fabric) -> Iterator[Any]:
+    """End in all processes with the first loader that ends. DDP would wait for the others."""
+    for batch in chain(batches, repeat(END)):
+        has_batch: Any = int(batch is not END)
+        count: Any = fabric.all_reduce(has_batch, reduce_op="sum")
+        if count < fabric.world_size:
+            text = "train_dataloaders: the streams of the processes end after different numbers of"
+            if count > 0 and fabric.is_global_zero:
+                text = f"{text} batches. Each epoch ends with the first stream that ends."
+                warnings.warn(text, stacklevel=2)
+            return
+        yield batch
 
 
 # Optimizers

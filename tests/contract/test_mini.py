@@ -7,6 +7,7 @@ import signal
 import subprocess
 import sys
 import types
+import warnings
 from collections import UserDict
 from dataclasses import dataclass, make_dataclass
 from functools import partial
@@ -442,6 +443,38 @@ def test_two_processes_have_trainers_bits_and_resume():
         found = torch.load(f"{name}.pt", weights_only=True)
         torch.testing.assert_close(found, expected.state_dict(), rtol=0, atol=0)
     pd.testing.assert_frame_equal(csv_of("whole", "metrics.csv"), csv_of("parts", "metrics.csv"))
+
+
+class UnevenStream(IterableDataset):
+    """Ends after ten samples in process 0 and after seven in the other."""
+
+    def __iter__(self):
+        x, y = make_data(20).tensors
+        rank = int(os.environ["RANK"])
+        for i in range(rank, 20 - 6 * rank, 2):
+            yield x[i], y[i]
+
+
+def train_on_uneven_streams(rank):
+    options = {"devices": 2, "strategy": "ddp", "accumulate_grad_batches": 3, "max_epochs": 3}
+    make_train = partial(DataLoader, UnevenStream(), 2)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("default")
+        loop, whole = run_mini(Ranked, make_train, name="whole", **options)
+    assert sum("first stream that ends" in str(warning.message) for warning in caught) == (rank == 0)
+    assert (loop.current_epoch, loop.global_step) == (3, 6)
+    for steps, seed in ((3, 1), (4, 7), (-1, 9)):
+        given = {"max_steps": steps, "seed": seed, "fit": {"resume": "auto"}}
+        _, parts = run_mini(Ranked, make_train, name="parts", **{**options, **given})
+    assert_same_weights(whole, parts)
+
+
+@pytest.mark.usefixtures("quick_spawn")
+@pytest.mark.filterwarnings("ignore:train_dataloaders. the streams")
+def test_an_epoch_ends_with_the_first_stream_that_ends():
+    """The processes would wait forever for the batches of the other one. A resume is exact."""
+    codes, errors = externally(train_on_uneven_streams, ranks=2, timeout=90)
+    assert codes == [0, 0], errors
 
 
 # Changes as a newcomer makes them, in the one file
