@@ -384,6 +384,7 @@ def is_refusal(error, points):
     if not isinstance(error, TypeError | ValueError | FileNotFoundError):
         return False
     late = (
+        "resume: StatefulDataLoader has persistent workers",
         "on_train_batch_start: got -1",
         "training_step: got NoneType",
         "optimizer: got one whose step needs a closure",

@@ -157,6 +157,7 @@ LOADERS = {
     "stateful loader": StatefulLoader,
     "torchdata": torchdata_loader(),
     "torchdata, workers": torchdata_loader(lambda: TensorDataset(*tensors()), **WORKERS),
+    "torchdata, noise in workers": torchdata_loader(**WORKERS),
     "torchdata, sampler": lambda: StatefulDataLoader(Samples(), 4, sampler=StatefulDistributedSampler(Samples(), 1, 0)),
     "torchdata, stream": torchdata_loader(StatefulStream, shuffle=None),
     "worker_init_fn": lambda: loader(worker_init_fn=seed_worker, **WORKERS),

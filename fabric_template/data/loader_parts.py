@@ -46,9 +46,12 @@ def find_stateful_part(loader: Any) -> Any:
     if is_wrapped or not all(has_state(part) or is_of_library(part) for part in samplers):
         # The state of a loader does not contain the order that such a sampler has drawn.
         return None
-    dataset = getattr(loader, "dataset", None)
-    is_stream = isinstance(dataset, IterableDataset) and not getattr(loader, "num_workers", 0)
-    parts = [loader, dataset] if is_stream else [loader]
+    dataset, has_workers = getattr(loader, "dataset", None), getattr(loader, "num_workers", 0) > 0
+    is_stream = isinstance(dataset, IterableDataset)
+    if has_workers and not is_stream:
+        # The state of a StatefulDataLoader lacks the random generators of its workers.
+        return None
+    parts = [loader, dataset] if is_stream and not has_workers else [loader]
     return next(filter(has_state, parts), None)
 
 

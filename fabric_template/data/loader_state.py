@@ -87,7 +87,8 @@ class ResumableLoader:
             "samples": PlainState(parts_of_samples(loader)),
         }
         # Whether a pass has ended that a resumed run would have to read again.
-        self._continues = stream is None and holds_iterator(loader)
+        has_workers_of_library = not is_plain and getattr(loader, "persistent_workers", False)
+        self._continues = stream is None and (holds_iterator(loader) or has_workers_of_library)
         self._has_continued = False
 
     def __iter__(self) -> Iterator[Any]:
@@ -290,12 +291,19 @@ class ResumableLoader:
 
     def check_restart(self) -> None:
         """Raise an error for a loader that continues in each epoch, because it would start again."""
-        if self._continues:
+        if not self._continues:
+            return
+        kind = type(self.loader).__name__
+        if getattr(self.loader, "persistent_workers", False):
             raise CheckpointError(
-                f"resume: {type(self.loader).__name__} holds an iterator that continues in each epoch, so"
-                " its position cannot be restored. Give the loader or its dataset state_dict() and"
-                " load_state_dict(), or use load= to start a new run from the weights."
+                f"resume: {kind} has persistent workers, whose random states it does not save. Write"
+                " persistent_workers=False, or use load= to start a new run from the weights."
             )
+        raise CheckpointError(
+            f"resume: {kind} holds an iterator that continues in each epoch, so its position cannot be"
+            " restored. Give the loader or its dataset state_dict() and load_state_dict(), or use load="
+            " to start a new run from the weights."
+        )
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Set the position at which the next iterator starts."""

@@ -6,9 +6,10 @@ from functools import partial
 import numpy as np
 import pytest
 import torch
-from modules import Classifier, assert_parity, make_loader
+from modules import Classifier, assert_parity, make_data, make_loader
 from resume_loaders import ShufflesInIter
 from runs import Snapshots, assert_same_end, fit, logs_of
+from torchdata.stateful_dataloader import StatefulDataLoader
 
 from fabric_template import MiniLoop
 from fabric_template.errors import CheckpointError
@@ -178,6 +179,18 @@ def test_a_stream_that_mini_loop_has_continued_is_refused(tmp_path, make):
     loop.fit(Classifier(), make() if make is not Queue else list(itertools.islice(Queue(), 5)))
     with pytest.raises(CheckpointError, match="holds an iterator that continues in each epoch"):
         fit(tmp_path, train=make, max_epochs=2, resume="last")
+
+
+@pytest.mark.filterwarnings("ignore:resume. .* are read again", "ignore:.set_vital. is deprecated")
+def test_persistent_workers_of_a_stateful_loader_resume_in_the_first_epoch_only(tmp_path):
+    def make():
+        return StatefulDataLoader(make_data(24), 4, num_workers=2, persistent_workers=True)
+
+    options = {"train": make, "max_epochs": 3, "save_every_n_steps": 1}
+    whole = fit(tmp_path / "whole", callbacks=[Snapshots(tmp_path / "whole", tmp_path / "killed")], **options)
+    assert_same_end(whole, fit(tmp_path / "killed" / "2", seed=9, resume="last", **options))
+    with pytest.raises(CheckpointError, match="StatefulDataLoader has persistent workers"):
+        fit(tmp_path / "killed" / "8", resume="last", **options)
 
 
 def test_resume_reads_a_stream_from_the_start_of_its_epoch(tmp_path):
