@@ -44,7 +44,7 @@ from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, fields, is_dataclass
 from difflib import get_close_matches
 from functools import partial
-from itertools import chain, islice, repeat
+from itertools import chain, count, islice, repeat
 from numbers import Real
 from pathlib import Path
 from typing import IO, Any
@@ -231,6 +231,7 @@ class MiniLoop:
         self._batches_in_window = 0  # The number of batches since the last optimizer step.
         self._batches: Any = None  # The iterator of the training loader in this epoch.
         self._epoch_start: Any = None  # The random state at the start of this epoch.
+        self._before_next: Any = None  # The random state before a batch that was read ahead.
         self._resumed_state: Any = None  # The random state of the resumed checkpoint.
         self._saved_step: int | None = None  # The step of last.ckpt. None: nothing is saved.
         # The number of rows and the columns of each CSV file.
@@ -430,11 +431,28 @@ class MiniLoop:
         batches, length = iter(self.train_loader), self.num_training_batches
         if length == math.inf and self.fabric.world_size > 1:
             batches = until_first_end(batches, self.fabric)
-        self._batches = mark_last(batches, length)
+        self._batches = self._mark_last(batches, length)
         if self.batches_done > 0:
             for _ in range(self.batches_done):
                 next(self._batches)
             self._load_state(state)
+
+    def _mark_last(self, batches: Iterator[Any], length: float) -> Iterator[tuple[bool, Any]]:
+        """Yield (is_last, batch). As in Trainer, read a loader without a length one batch ahead."""
+        if length < math.inf:
+            yield from zip((n == length for n in range(1, int(length) + 1)), batches, strict=False)
+            return
+        done, resumed, following = self.batches_done, self._before_next, next(batches, END)
+        for number in count(1):
+            if following is END:
+                return
+            batch = following
+            if number == done and resumed is not None:
+                # In the saved run, a step has drawn random numbers before this read.
+                set_rng_state(resumed)
+            self._before_next = get_rng_state()
+            following = next(batches, END)
+            yield following is END, batch
 
     def _state(self) -> dict[str, Any]:
         """Return the random states, and what has changed in the attributes of model and loaders."""
@@ -730,6 +748,7 @@ class MiniLoop:
         is_in_epoch = self.batches_done > 0
         epoch_start = self._epoch_start if is_in_epoch else None
         of_process = {"rng": self._state(), "epoch_start": epoch_start}
+        of_process["before_next"] = self._before_next if is_in_epoch else None
         of_process |= {"sums": self._sums, "callback_metrics": self.callback_metrics}
         kept = {} if self.best_score is None else {"best.ckpt": self.best_score}
         counts = {name: {"rows": n, "columns": c} for name, (n, c) in self._tables.items()}
@@ -780,6 +799,7 @@ class MiniLoop:
         # Job schedulers restart finished runs, too.
         self.should_stop = is_automatic and own["stop"]["should_stop"]
         self._resumed_state, self._epoch_start = of_process["rng"], of_process.get("epoch_start")
+        self._before_next = of_process.get("before_next")
         self._sums, self._saved_step = of_process.get("sums", self._sums), self.global_step
         self.callback_metrics.update(of_process.get("callback_metrics", {}))
         self._learning_rate = next(iter(row.get("learning_rates", ())), math.nan)
@@ -1284,18 +1304,6 @@ def set_epoch(loader: Any, epoch: int) -> None:
     for name, part in parts_of(loader).items():
         if not name.startswith("dataset") and hasattr(part, "set_epoch"):
             part.set_epoch(epoch)
-
-
-def mark_last(batches: Iterator[Any], length: int | float) -> Iterator[tuple[bool, Any]]:
-    """Yield (is_last, batch). As in Trainer, read a loader without a length one batch ahead."""
-    if length < math.inf:
-        yield from zip((n == length for n in range(1, int(length) + 1)), batches, strict=False)
-        return
-    batch = next(batches, END)
-    while batch is not END:
-        following = next(batches, END)
-        yield following is END, batch
-        batch = following
 
 
 def until_first_end(batches: Iterator[Any], fabric: Fabric) -> Iterator[Any]:

@@ -112,6 +112,24 @@ class Shuffles(IterableDataset):
         return iter([(X[index], Y[index]) for index in order])
 
 
+class Noise(Dataset):
+    """Draws random numbers in each worker."""
+
+    def __len__(self):
+        return len(X)
+
+    def __getitem__(self, index):
+        return X[index] + 0.1 * torch.rand(4) + 0.1 * np.random.rand(), Y[index]
+
+
+class Draws(IterableDataset):
+    """A stream that draws random numbers, from the same generators as the dropout of the network."""
+
+    def __iter__(self):
+        for index in range(24):
+            yield X[index] + 0.1 * torch.rand(4), Y[index]
+
+
 LOADERS = {
     "shuffled": lambda: DataLoader(DATA, 4, shuffle=True),
     "own generator": lambda: DataLoader(DATA, 4, shuffle=True, generator=seeded()),
@@ -131,6 +149,8 @@ LOADERS = {
     "concatenated": lambda: DataLoader(ConcatDataset([DATA, Subset(Noisy(), range(8))]), 4, shuffle=True),
     "stream with a position": lambda: DataLoader(Continues(), 4),
     "stream with an epoch": lambda: DataLoader(Shuffles(), 4),
+    "stream with random numbers": lambda: DataLoader(Draws(), 4),
+    "stateful, noise in workers": lambda: StatefulDataLoader(Noise(), 4, shuffle=True, num_workers=2),
     "tensors": lambda: TensorLoader(X, Y, batch_size=5, shuffle=True),
     "tensors with a generator": lambda: TensorLoader(X, Y, batch_size=5, shuffle=True, generator=seeded()),
     "list of batches": lambda: list(DataLoader(DATA, 4)),
