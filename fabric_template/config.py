@@ -131,7 +131,7 @@ class LoopConfig:
     monitor: str | None = None
     """The metric that selects the best checkpoint. None: keep the last checkpoint only."""
     mode: str = "auto"
-    """The best value of monitor: the smallest ("min"), the largest ("max"), or by its name ("auto")."""
+    """Whether the smallest ("min") or largest ("max") value is best. "auto" decides by the name."""
     save_top_k: int = 1
     """Keep the k best checkpoints. 1: one file, best.ckpt. -1: all files."""
     save_last: bool = True

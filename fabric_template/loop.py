@@ -173,10 +173,8 @@ class FabricLoop(TrainerAPI):
         weights_only: bool | None = None,
     ) -> list[dict[str, float]]:
         """Run ``validation_step`` over the loaders. Returns a dict of values for each loader."""
-        functions, start = (
-            {"validation_step": validation_step},
-            {"load": load, "ckpt_path": ckpt_path},
-        )
+        functions = {"validation_step": validation_step}
+        start = {"load": load, "ckpt_path": ckpt_path}
         given = (model, {"val": dataloaders}, datamodule, functions, start, weights_only)
         return self._evaluate(make_plan(self, "validate", *given), verbose)
 
@@ -192,7 +190,8 @@ class FabricLoop(TrainerAPI):
         weights_only: bool | None = None,
     ) -> list[dict[str, float]]:
         """Run ``test_step`` over the loaders. Returns a dict of values for each loader."""
-        functions, start = {"test_step": test_step}, {"load": load, "ckpt_path": ckpt_path}
+        functions = {"test_step": test_step}
+        start = {"load": load, "ckpt_path": ckpt_path}
         given = (model, {"test": dataloaders}, datamodule, functions, start, weights_only)
         return self._evaluate(make_plan(self, "test", *given), verbose)
 

@@ -1420,6 +1420,11 @@ def plain_state(part: Any) -> dict[str, Any]:
                 value = torch.from_numpy(np.array(value))
             value = list(value) if isinstance(value, set | deque) else value
             found[name] = apply_to_collection(value, Tensor, lambda t: t.detach().clone())
+        elif isinstance(value, list | tuple | dict):
+            items = islice(value.values() if isinstance(value, dict) else value, 64)
+            has_generators = any(isinstance(item, GENERATORS) for item in items)
+            text = f"{name}: got random generators in a {type(value).__name__}, expected each in"
+            check(not has_generators, f"{text} an attribute of its own. Or use FabricLoop.")
     return found
 
 
@@ -1510,7 +1515,7 @@ def replaced(path: Path) -> Iterator[IO[bytes]]:
     with temporary.open("xb") as file:
         yield file
         if path.suffix != ".yaml":
-            # No run reads hparams.yaml, so that a power failure may damage it.
+            # A power failure may damage hparams.yaml, which no run reads.
             file.flush()
             os.fsync(file.fileno())
     os.replace(temporary, path)
@@ -1528,6 +1533,7 @@ class Placeholder:
 def load_file(file: Path | io.BytesIO) -> dict[str, Any]:
     """Load a file of torch.save with a placeholder for each object that torch.load refuses."""
     find_names = getattr(torch.serialization, "get_unsafe_globals_in_checkpoint", None)
+    # Reading the names moves the position in a file that is in memory.
     names = find_names(copy.copy(file)) if find_names else []
     kinds: Any = [(type(name, (Placeholder,), {}), name) for name in names]
     with torch.serialization.safe_globals(kinds):

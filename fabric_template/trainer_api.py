@@ -20,7 +20,7 @@ from lightning.pytorch.utilities import GradClipAlgorithmType
 
 from .checkpoint.distributed import remove_shards, save_checkpoint
 from .checkpoint.manager import CheckpointManager
-from .checkpoint.state import build_checkpoint, count_loops, loops_state, make_counts
+from .checkpoint.state import build_checkpoint, loops_state, make_counts, make_loop_counters
 from .config import LoopConfig
 from .data.samplers import Predictions
 from .distributed.launch import join_processes, starts_processes
@@ -131,9 +131,9 @@ _LOOP_ATTRIBUTES: dict[str, Callable[[Any], Any]] = {
     # Modules call ``set_epoch`` of the datasets of ``_combined_loader.flattened``.
     "_combined_loader": lambda api: api.find_loaders(),
     # Prediction callbacks
-    "predictions": lambda api: api.collected.as_returned(),
-    "epoch_batch_indices": lambda api: api.collected.batch_indices,
-    "current_batch_indices": lambda api: api.collected.current_indices,
+    "predictions": lambda api: api.current_predictions.as_returned(),
+    "epoch_batch_indices": lambda api: api.current_predictions.batch_indices,
+    "current_batch_indices": lambda api: api.current_predictions.current_indices,
 }
 
 
@@ -449,7 +449,7 @@ class LoopAPI:
         return [] if run is None else self.trainer.eval_limits(run.stage)
 
     @property
-    def collected(self) -> Predictions:
+    def current_predictions(self) -> Predictions:
         """The predictions of the current run, or none before the first run."""
         run = self.trainer.run
         return Predictions() if run is None else run.data.predictions
@@ -463,7 +463,7 @@ class LoopAPI:
 
     def state_dict(self) -> dict[str, Any]:
         run = self.trainer.run
-        loops = count_loops(Progress(), None, True, []) if run is None else loops_state(run)
+        loops = make_loop_counters(Progress(), None, True, []) if run is None else loops_state(run)
         return loops[self._key]
 
     def find_loaders(self) -> Loaders | None:

@@ -150,10 +150,10 @@ def loops_state(run: Run) -> dict[str, Any]:
     """Return the counters of Trainer's loops, with which Trainer can resume this run."""
     loaders = [loader.state_dict() for loader in run.data.stateful_loaders()]
     is_automatic = run.module.automatic_optimization
-    return count_loops(run.progress, run.hooks.current, is_automatic, loaders)
+    return make_loop_counters(run.progress, run.hooks.current, is_automatic, loaders)
 
 
-def count_loops(
+def make_loop_counters(
     progress: Progress, hook: str | None, is_automatic: bool, loader_states: list[Any]
 ) -> dict[str, Any]:
     saved = progress.state_dict()
@@ -347,7 +347,10 @@ def parts_of_callbacks(run: Run) -> Iterator[tuple[str, Part]]:
         yield path, Part(callback, has_attributes=has_attributes)
         for attribute, network in vars(callback).items():
             # For example, the model that WeightAveraging averages.
-            if isinstance(network, torch.nn.Module) and id(network) not in own:
+            if not isinstance(network, torch.nn.Module):
+                continue
+            # A callback may also hold the model of the run, or its wrapper.
+            if own.isdisjoint(map(id, network.modules())):
                 saved = network.state_dict(keep_vars=True)
                 for inner, module in network.named_modules():
                     yield f"{path}.{attribute}.{inner}.buffers", buffers_of(module, inner, saved)

@@ -119,7 +119,7 @@ def holds_iterator(loader: Any) -> bool:
         if loader.num_workers or not isinstance(loader.dataset, IterableDataset):
             return False
         loader = loader.dataset
-    values = values_in(loader, enters_iterators=False).values()
+    values = find_values(loader, enters_iterators=False).values()
     return any(isinstance(value, Iterator) and not starts_over(value) for value in values)
 
 
@@ -129,7 +129,7 @@ def starts_over(iterator: Iterator[Any]) -> bool:
     return code is not None and bool(code.co_names)
 
 
-def values_in(owner: Any, enters_iterators: bool = True) -> dict[str, Any]:
+def find_values(owner: Any, enters_iterators: bool = True) -> dict[str, Any]:
     """Return an object, and the values in its attributes and containers, keyed by their names.
 
     Args:
@@ -172,7 +172,7 @@ class StreamState:
         self._stream = stream
         self._parts = {
             name: Part(owner, _ITERATOR_OF_PASS, has_attributes=not is_of_library(owner))
-            for name, owner in values_in(stream).items()
+            for name, owner in find_values(stream).items()
             if hasattr(owner, "__dict__")
         }
         self._plain = PlainState(self._parts)

@@ -87,8 +87,10 @@ class ResumableLoader:
             "samples": PlainState(parts_of_samples(loader)),
         }
         # Whether a pass has ended that a resumed run would have to read again.
-        has_workers_of_library = not is_plain and getattr(loader, "persistent_workers", False)
-        self._continues = stream is None and (holds_iterator(loader) or has_workers_of_library)
+        # The random states of workers are recorded only for a plain DataLoader.
+        self._hides_workers = not is_plain and getattr(loader, "num_workers", 0) > 0
+        self._keeps_workers = self._hides_workers and getattr(loader, "persistent_workers", False)
+        self._continues = stream is None and (holds_iterator(loader) or self._keeps_workers)
         self._has_continued = False
 
     def __iter__(self) -> Iterator[Any]:
@@ -154,6 +156,7 @@ class ResumableLoader:
         if "stream" in state and self._stream is not None:
             with self._stream.loaded(state["stream"]):
                 iterator = iter(self.loader)
+            self._warn_of_workers(self._hides_workers)
             self._resumed_at = done
             return self._read(iterator)
         # If only some workers have returned a batch, read all finished batches again.
@@ -294,7 +297,7 @@ class ResumableLoader:
         if not self._continues:
             return
         kind = type(self.loader).__name__
-        if getattr(self.loader, "persistent_workers", False):
+        if self._keeps_workers:
             raise CheckpointError(
                 f"resume: {kind} has persistent workers, whose random states it does not save. Write"
                 " persistent_workers=False, or use load= to start a new run from the weights."
@@ -329,8 +332,17 @@ class ResumableLoader:
                 for sampler in samplers_of(self.loader):
                     next(iter(sampler), None)
             self._stream.end_pass()
+            self._warn_of_workers(self._keeps_workers)
             self._resumed = (state["batches"], 0) if state["is_finished"] else None
         self._restore(state)
+
+    def _warn_of_workers(self, is_inexact: bool) -> None:
+        if is_inexact:
+            warnings.warn(
+                f"resume: {type(self.loader).__name__} does not save the random states of its workers. If the"
+                " stream draws random numbers in a worker, use num_workers=0 for an exact resume.",
+                stacklevel=2,
+            )
 
     def _plain(self, only_generators: bool = False) -> dict[str, Any]:
         """Return the plain states of the samplers ("order") and of the dataset ("samples")."""
@@ -391,7 +403,7 @@ class WorkerRecorder:
     def __init__(self, loader: DataLoader, states: list[Any], first: int) -> None:
         self._collate_fn, self._worker_init_fn = loader.collate_fn, loader.worker_init_fn
         self._states, self._first = states, first
-        self._least = (loader.batch_size or 0) if loader.drop_last else 0
+        self._smallest_batch = (loader.batch_size or 0) if loader.drop_last else 0
         self._worker = 0
         self._rng_state: dict[str, Any] = {}
         self._plain_state = PlainState({})
@@ -411,7 +423,7 @@ class WorkerRecorder:
 
     def collate(self, samples: Any) -> tuple[Any, int, dict[str, Any] | None]:
         """Return (batch, worker number, random state). An unchanged random state is None."""
-        is_short = self._least > 0 and len(samples) < self._least
+        is_short = self._smallest_batch > 0 and len(samples) < self._smallest_batch
         batch = DroppedBatch if is_short else self._collate_fn(samples)
         own = self._plain_state.generator_states()
         previous, self._rng_state = self._rng_state, {**capture_rng_state(), "own": own}

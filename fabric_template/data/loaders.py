@@ -191,8 +191,8 @@ class DataConnector:
 
         A resumed run creates them when the interrupted run did, because that may draw random numbers.
         """
-        was_created = "val" in self.given or "val" in self._saved_loads()
-        if was_created or self.run.plan.start.own.get("writer") != "FabricLoop":
+        is_early = "val" in self.given or "val" in self._saved_loads()
+        if is_early or self.run.plan.start.own.get("writer") != "FabricLoop":
             self._create_val_loaders()
 
     def _create_val_loaders(self) -> None:
@@ -374,7 +374,7 @@ class StageLoaders:
     def _until_first_end(self, items: Iterator[Any]) -> Iterator[Any]:
         """End in all processes with the first stream that ends. Compare after each read."""
         for item in chain(items, repeat(END)):
-            has_all, has_any = self.run.signals.compare(int(item is not END))
+            has_all, has_any = self.run.signals.find_range(int(item is not END))
             if has_all:
                 yield item
                 continue

@@ -126,7 +126,7 @@ class SignalHandler:
         torch.distributed.broadcast(values, 0, group=self._cpu_group())
         return values.tolist()
 
-    def compare(self, number: int) -> tuple[int, int]:
+    def find_range(self, number: int) -> tuple[int, int]:
         """Return the smallest and the largest number of all processes."""
         values = torch.tensor([number, -number])
         torch.distributed.all_reduce(

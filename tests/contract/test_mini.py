@@ -3,6 +3,7 @@
 import enum
 import itertools
 import os
+import random
 import signal
 import subprocess
 import sys
@@ -271,6 +272,20 @@ def test_generators_of_modules_continue_only_in_the_same_loop():
             fit(other, kind, 4, make_module=lambda: Noisy(8), resume="last")
     _, module, _ = fit("MiniLoop", "MiniLoop", 4, make_module=lambda: Noisy(8), resume="last")
     assert_same_weights(expected.net, module.net)
+
+
+@pytest.mark.parametrize("kind", [list, tuple, dict])
+def test_generators_in_a_container_are_refused(kind):
+    """MiniLoop saves only generators in attributes."""
+    generators = [("a", torch.Generator()), ("b", random.Random(1))]
+
+    class Holds(Plain):
+        def __init__(self):
+            super().__init__()
+            self.generators = dict(generators) if kind is dict else kind(g for _, g in generators)
+
+    with pytest.raises(ValueError, match=f"generators: got random generators in a {kind.__name__}"):
+        fit("MiniLoop", "run", 1, make_module=Holds)
 
 
 def test_max_steps_within_an_epoch_and_resume():

@@ -1,5 +1,7 @@
 """Streams and loaders with load_state_dict. After a resume, each later pass is that of the saved run."""
 
+import warnings
+
 import pytest
 import torch
 from lightning.pytorch.utilities import CombinedLoader
@@ -9,10 +11,11 @@ from torch.utils.data import DataLoader, IterableDataset
 from torchdata.stateful_dataloader import StatefulDataLoader
 
 from fabric_template import FabricLoop
-from fabric_template.data.loader_parts import values_in
+from fabric_template.data.loader_parts import find_values
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:resume. .* are read again"),
+    pytest.mark.filterwarnings("ignore:resume. .* does not save the random states of its workers"),
     pytest.mark.filterwarnings("ignore:Trying to infer the `batch_size`"),
     pytest.mark.filterwarnings("ignore:.set_vital. is deprecated"),
 ]
@@ -223,7 +226,7 @@ def test_the_loop_that_a_stream_holds_is_not_its_state():
     stream = StreamOfIndices()
     stream.parts = [Source()]
     stream.parts[0].trainer = FabricLoop(accelerator="cpu")
-    assert list(values_in(stream)) == ["stream", "stream.parts", "stream.parts.0"]
+    assert list(find_values(stream)) == ["stream", "stream.parts", "stream.parts.0"]
 
 
 def test_a_stream_whose_state_cannot_be_set_back_is_named(tmp_path):
@@ -251,6 +254,40 @@ def test_a_stream_whose_state_cannot_be_set_back_is_named(tmp_path):
         positions["start"] = 0
         with pytest.warns(UserWarning, match=r"DataLoader gave \d+ batches in the resumed epoch, and only \d+ in the"):
             fit(root, train=make, max_epochs=3, max_steps=-1, resume="last")
+
+
+class StreamOfPositions(StreamOfIndices):
+    """Starts each later pass from the beginning."""
+
+    first = 0
+
+    def indices(self):
+        start, self.first = self.first, 0
+        for index in range(start, self.size):
+            self.position = index + 1
+            yield index
+
+    def state_dict(self):
+        return {"position": self.position}
+
+    def load_state_dict(self, state):
+        self.first = state["position"]
+
+
+@pytest.mark.parametrize("is_persistent", [False, True])
+def test_a_resume_names_the_random_states_of_workers_that_are_not_saved(tmp_path, is_persistent):
+    """Between epochs, only persistent workers have random states to restore."""
+
+    def make():
+        return StatefulDataLoader(StreamOfPositions(), 4, num_workers=2, persistent_workers=is_persistent)
+
+    for root, first in ((tmp_path / "between", {"max_epochs": 1}), (tmp_path / "within", {"max_steps": 2})):
+        fit(root, train=make, **first)
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            fit(root, train=make, max_epochs=2, max_steps=-1, resume="last")
+        is_named = any("does not save the random states of its workers" in str(w.message) for w in caught)
+        assert is_named == (is_persistent or root.name == "within")
 
 
 def test_a_stream_that_ends_at_once_is_refused(tmp_path):
