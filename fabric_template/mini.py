@@ -827,6 +827,7 @@ class MiniLoop:
             path = Path(given).absolute()
             if not path.is_file():
                 raise FileNotFoundError(f"{expected}.")
+            check(is_intact(path), f"{path}: the file is damaged. Use another checkpoint.")
             return path, read_checkpoint(path)
         skipped: list[Path] = []
         # A version may contain the characters of a pattern.
@@ -834,16 +835,24 @@ class MiniLoop:
         for folder in sorted(folders, key=age_of, reverse=True):
             # A run may have been killed between the saves of its first best.ckpt and last.ckpt.
             names = ["best.ckpt"] if given == "best" else ["last.ckpt", "best.ckpt"]
-            path = next((folder / n for n in names if (folder / n).is_file()), folder / names[0])
-            checkpoint = read_checkpoint(path) if path.is_file() else {}
+            found = [folder / name for name in names if (folder / name).is_file()]
+            intact = next(filter(is_intact, found), None)
+            for damaged in found[: None if intact is None else found.index(intact)]:
+                text = f"{damaged}: the file is damaged. Using the previous checkpoint instead."
+                warnings.warn(text, stacklevel=3)
+            if found and intact is None:
+                # Do not use an older run instead.
+                break
+            checkpoint = {} if intact is None else read_checkpoint(intact)
             if checkpoint and not is_replaced(checkpoint, folder):
                 for newer in skipped:
                     text = f"resume: {newer} was started later and has no checkpoint"
                     warnings.warn(f"{text}. Continuing {folder}.", stacklevel=3)
-                return path, checkpoint
+                return intact, checkpoint
             skipped.append(folder)
         if given != "auto":
-            raise FileNotFoundError(f"{expected} in {self._checkpoints}. Pass a path for others.")
+            text = f"{expected} in {self._checkpoints} that is not damaged"
+            raise FileNotFoundError(f"{text}. Pass a path for others.")
         return None, {}
 
     def _choose_version(self, path: Path | None, resumed: dict[str, Any]) -> Any:
@@ -1541,13 +1550,15 @@ def load_file(file: Path | io.BytesIO) -> dict[str, Any]:
     return loaded
 
 
+def is_intact(path: Path) -> bool:
+    """Return whether a checkpoint has no damage. torch.load would load damaged weights silently."""
+    with suppress(zipfile.BadZipFile, ValueError, EOFError, NotImplementedError):
+        return zipfile.ZipFile(path).testzip() is None
+    return False
+
+
 def read_checkpoint(path: Path) -> dict[str, Any]:
     """Read a checkpoint. Only hyperparameters may be objects that torch.load refuses."""
-    # torch.load would load wrong weights from a damaged file without an error.
-    is_intact = False
-    with suppress(zipfile.BadZipFile, ValueError, EOFError, NotImplementedError):
-        is_intact = zipfile.ZipFile(path).testzip() is None
-    check(is_intact, f"{path}: the file is damaged. Use another checkpoint.")
     try:
         checkpoint = load_file(path)
     except pickle.UnpicklingError as error:

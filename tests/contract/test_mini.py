@@ -965,14 +965,39 @@ def test_a_nan_is_reported_with_its_place():
         fit_functions(lambda net, batch: net(batch[0]).mean() * float("nan"))
 
 
-def test_a_damaged_checkpoint_is_refused():
-    fit("MiniLoop", "run", 1)
-    path = Path("checkpoints/run/version_0/last.ckpt")
+def damage(path):
     data = bytearray(path.read_bytes())
     data[len(data) // 2] ^= 1
     path.write_bytes(data)
-    with pytest.raises(ValueError, match=r"last\.ckpt: the file is damaged"):
-        fit("MiniLoop", "run", 2, resume="last")
+
+
+@pytest.mark.parametrize("kind", LOOPS)
+def test_a_damaged_last_checkpoint_is_named_and_best_is_used(kind):
+    # The loss falls, so that best.ckpt is that of the first epoch.
+    options = {"monitor": "train_loss", "mode": "max"}
+    _, expected, rows = fit(kind, "whole", 3, **options)
+    fit(kind, "parts", 2, **options)
+    damage(Path("checkpoints/parts/version_0/last.ckpt"))
+    with pytest.warns(UserWarning, match=r"last\.ckpt.*damaged.*Using the previous checkpoint instead"):
+        _, module, again = fit(kind, "parts", 3, resume="last", **options)
+    assert_same_weights(expected, module)
+    pd.testing.assert_frame_equal(again, rows)
+
+
+@pytest.mark.parametrize("kind", LOOPS)
+def test_no_run_continues_if_each_checkpoint_is_damaged(kind):
+    fit(kind, "run", 1, version="older", monitor=None)
+    fit(kind, "run", 1, monitor=None)
+    path = Path("checkpoints/run/version_0/last.ckpt")
+    damage(path)
+    refused = pytest.raises((ValueError, FileNotFoundError), match="resume: got 'last'")
+    with pytest.warns(UserWarning, match=r"last\.ckpt.*damaged"), refused:
+        fit(kind, "run", 2, resume="last")
+    with pytest.warns(UserWarning, match=r"last\.ckpt.*damaged"):
+        loop, *_ = fit(kind, "run", 1, resume="auto")
+    assert Path(loop.log_dir).name == "version_1"
+    with pytest.raises((ValueError, RuntimeError), match=r"last\.ckpt: the file is damaged"):
+        fit(kind, "run", 2, resume=path)
 
 
 def test_a_stop_waits_for_the_end_of_the_accumulation_window():
