@@ -282,9 +282,10 @@ class Run:
             end = {**read_pickle(self.end_path), "codes": codes}
             if self.ranks > 1 and "weights" in end:
                 others = read_pickle(Path(f"{self.end_path}1"))
-                # Each process has its own statistics of the last batch, as in any run with DDP.
+                # As in any run with DDP, each process has the buffers of its own last batch.
+                names = {name for buffers in end["buffers"] for name in buffers}
                 found = differences(end["weights"], others)
-                end["is_in_sync"] = all("running_" in line for line in found)
+                end["is_in_sync"] = all(any(name in line for name in names) for line in found)
             return end
         return {"codes": codes, "log": self.log_path.read_text(errors="replace")[-2000:]}
 
