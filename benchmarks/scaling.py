@@ -1,4 +1,4 @@
-"""Measure what grows with metrics, steps, rows, checkpoints, versions, and batches before a resume.
+"""Measure what grows with metrics, steps, epochs, rows, checkpoints, versions, and batches before a resume.
 
     python benchmarks/scaling.py                   # some ten minutes
     python benchmarks/scaling.py --only metrics rows
@@ -10,11 +10,13 @@ How it is measured:
   arithmetic (a clone, a sum scaled by the batch size) and nothing else. The cost is the CPU time of long fits minus that
   of short ones, the minimum of the rounds. "Of one more" compares with the row above. The first metric also pays for the
   rows of steps.csv.
-- steps: one fit in a new process with the default options, with an epoch every 1,000 steps. Memory is the resident set
-  size of the process, handles are its open files.
+- steps: one fit of each loop in a new process, with an epoch every 1,000 steps. Memory is the resident set size of the
+  process, handles are its open files.
+- epochs: 5,000 epochs of two steps with a validation, a row and a save. A cost is the median of a fifth of the epochs.
 - rows: a CSV of many rows is opened as by a resumed run, and continued. A row is the median of blocks.
 - checkpoints: each epoch is one step and keeps its checkpoint (save_top_k=-1). Then the finished run is resumed. CPU time.
-- versions: a run's folder is copied many times. Then a new run, a resume and the list of runs are measured. CPU time.
+- versions: a run's folder is copied many times. Then a new run and a resume of each loop, and the list of runs, are
+  measured. CPU time.
 - resume: a checkpoint of batch 7 is changed to batch 1,000,000. Measured from the call of fit to the first batch.
 """
 
@@ -44,7 +46,7 @@ from torch import Tensor, nn
 from torch.nn.functional import mse_loss
 from torch.utils.data import DataLoader, Dataset
 
-from fabric_template import CSVLogger, FabricLoop, TensorLoader
+from fabric_template import CSVLogger, FabricLoop, MiniLoop, TensorLoader
 from fabric_template.tools.runs import list_runs
 
 SILENT = {"enable_progress_bar": False, "enable_model_summary": False}
@@ -162,57 +164,87 @@ def resident() -> float:
     return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE") / 2**20
 
 
-class Watching:
-    """A callback that reads memory and open files when an epoch starts."""
+def new_loop(kind: str, **options: Any) -> Any:
+    """Return a silent FabricLoop or MiniLoop, which saves best.ckpt by the metric."""
+    options = {"monitor": "metric", "mode": "min", "accelerator": "cpu", "devices": 1, **options}
+    return MiniLoop(**options) if kind == "MiniLoop" else FabricLoop(**{**SILENT, **options})
+
+
+class Watched(Net):
+    """A network that reads memory and open files when an epoch starts and when training ends."""
+
+    trainer: Any
 
     def __init__(self, at: list[int]) -> None:
-        self.at, self.seen, self.start = (
-            set(at),
-            list[tuple[int, float, int, float]](),
-            time.perf_counter(),
-        )
+        super().__init__(("metric",))
+        self.at, self.start = set(at), time.perf_counter()
+        self.seen: list[tuple[int, float, int, float]] = []
 
-    def look(self, trainer: Any) -> None:
-        if trainer.global_step in self.at:
+    def on_train_epoch_start(self) -> None:
+        step = self.trainer.global_step
+        if step in self.at:
             handles, now = len(os.listdir("/proc/self/fd")), time.perf_counter() - self.start
-            self.seen.append((trainer.global_step, resident(), handles, now))
+            self.seen.append((step, resident(), handles, now))
 
-    def on_train_epoch_start(self, trainer: Any, module: Any) -> None:
-        self.look(trainer)
-
-    def on_train_end(self, trainer: Any, module: Any) -> None:
-        self.look(trainer)
+    on_train_end = on_train_epoch_start
 
 
-def child(each: int, epochs: int) -> list[tuple[int, float, int, float]]:
+def child(kind: str, each: int, epochs: int) -> list[tuple[int, float, int, float]]:
     torch.set_num_threads(1)
-    watching = Watching([each * epoch for epoch in (1, epochs // 100, epochs // 10, epochs)])
+    net = Watched([each * epoch for epoch in (1, epochs // 100, epochs // 10, epochs)])
     x = torch.randn(4 * each, 4)
     data = TensorLoader(x, x.sum(1, keepdim=True), batch_size=4, shuffle=True)
-    loop = FabricLoop(
-        accelerator="cpu",
-        devices=1,
-        max_epochs=epochs,
-        callbacks=[watching],
-        monitor="metric",
-        mode="min",
-    )
+    loop = new_loop(kind, max_epochs=epochs)
+    net.log, net.trainer = loop.log, loop
     with out_of_the_way():
-        loop.fit(Net(("metric",)), data)
-    return watching.seen
+        loop.fit(net, data)
+    return net.seen
 
 
 def steps(size: float) -> Iterator[str]:
-    if size == 1:
-        command = [sys.executable, __file__, "--child", "1000", "1000"]
-        done = subprocess.run(command, capture_output=True, text=True, check=True)
-        seen = json.loads(done.stdout.splitlines()[-1])
-    else:
-        seen = child(2, 100)
-    yield f"{'steps':24}{'RSS, MB':>12}{'handles':>10}{'us a step so far':>20}"
-    for number, memory, handles, seconds in seen:
-        yield f"{number:<24,}{memory:12.1f}{handles:10}{1e6 * seconds / number:20.0f}"
-    yield f"{'grown':24}{seen[-1][1] - seen[0][1]:12.1f}{seen[-1][2] - seen[0][2]:10}"
+    for kind in ("FabricLoop", "MiniLoop"):
+        if size == 1:
+            command = [sys.executable, __file__, "--child", kind, "1000", "1000"]
+            done = subprocess.run(command, capture_output=True, text=True, check=True)
+            seen = json.loads(done.stdout.splitlines()[-1])
+        else:
+            seen = child(kind, 2, 100)
+        yield f"{f'steps, {kind}':24}{'RSS, MB':>12}{'handles':>10}{'us a step so far':>20}"
+        for number, memory, handles, seconds in seen:
+            yield f"{number:<24,}{memory:12.1f}{handles:10}{1e6 * seconds / number:20.0f}"
+        yield f"{'grown':24}{seen[-1][1] - seen[0][1]:12.1f}{seen[-1][2] - seen[0][2]:10}"
+
+
+# Epochs
+
+
+class Timed(Net):
+    """A network that records time and memory at each validation."""
+
+    def __init__(self) -> None:
+        super().__init__(("metric",))
+        self.times: list[float] = []
+        self.memory: list[float] = []
+
+    def validation_step(self, batch: tuple[Tensor, ...]) -> Tensor:
+        self.times.append(time.process_time())
+        self.memory.append(resident())
+        return mse_loss(self.layer(batch[0]), batch[1])
+
+
+def epochs(size: float) -> Iterator[str]:
+    number = max(int(5000 * size), 20)
+    yield f"{f'{number:,} epochs':24}{'first fifth, ms':>16}{'last, ms':>10}{'ratio':>8}{'MB grown':>10}"
+    for kind in ("FabricLoop", "MiniLoop"):
+        with out_of_the_way():
+            net, loop = Timed(), new_loop(kind, max_epochs=number, name=kind)
+            net.log = loop.log
+            loop.fit(net, Repeated(2), Repeated(1))
+        part = number // 5
+        costs = [1e3 * (after - now) for now, after in zip(net.times, net.times[1:], strict=False)]
+        first, last = statistics.median(costs[:part]), statistics.median(costs[-part:])
+        grown = net.memory[-1] - net.memory[part]
+        yield f"{kind:24}{first:16.2f}{last:10.2f}{last / first:8.2f}{grown:10.1f}"
 
 
 # Rows
@@ -336,30 +368,26 @@ def checkpoints(size: float) -> Iterator[str]:
 
 
 def versions(size: float) -> Iterator[str]:
-    number = max(int(5000 * size), 20)
-    yield f"{'versions in a folder':24}{'new run, ms':>14}{'auto, ms':>12}{'listed, ms a run':>18}"
-    with out_of_the_way():
-        for name, many in (("few", 10), ("run", number)):
-            saving(1, name=name).fit(Better(("metric",)), Repeated(1))
-            for kind in ("logs", "checkpoints"):
-                for index in range(1, many):
-                    shutil.copytree(
-                        Path(kind, name, "version_0"), Path(kind, name, f"version_{index}")
-                    )
-            new = [
-                milliseconds(lambda n=name: saving(1, name=n).fit(Better(("metric",)), Repeated(1)))
-                for _ in range(7)
-            ]
-            auto = [
-                milliseconds(
-                    lambda n=name: saving(1, name=n).fit(
-                        Better(("metric",)), Repeated(1), resume="auto"
-                    )
-                )
-                for _ in range(7)
-            ]
-            listed = milliseconds(lambda n=name: list_runs(Path("logs", n))) / many
-            yield f"{many:<24,}{statistics.median(new):14.1f}{statistics.median(auto):12.1f}{listed:18.2f}"
+    number = max(int(10_000 * size), 20)
+    yield f"{'versions in a folder':32}{'new run, ms':>14}{'auto, ms':>12}{'listed, ms a run':>18}"
+    for kind in ("FabricLoop", "MiniLoop"):
+        for many in (10, number):
+            with out_of_the_way():
+                fit_once(kind)
+                for folder, index in product(("logs", "checkpoints"), range(1, many)):
+                    run = Path(folder, kind)
+                    shutil.copytree(run / "version_0", run / f"version_{index}")
+                new = [milliseconds(lambda k=kind: fit_once(k)) for _ in range(7)]
+                auto = [milliseconds(lambda k=kind: fit_once(k, "auto")) for _ in range(7)]
+                listed = milliseconds(lambda k=kind: list_runs(Path("logs", k))) / many
+            cells = f"{statistics.median(new):14.1f}{statistics.median(auto):12.1f}{listed:18.2f}"
+            yield f"{f'{kind}, {many:,}':32}{cells}"
+
+
+def fit_once(kind: str, resume: str | None = None) -> None:
+    loop, net = new_loop(kind, max_epochs=1, name=kind), Better(("metric",))
+    net.log = loop.log
+    loop.fit(net, Repeated(1), resume=resume)
 
 
 # A resume far into an epoch
@@ -442,8 +470,8 @@ def resume(size: float) -> Iterator[str]:
             yield f"{name:34}{seconds:10.2f}{loaded:>14}"
 
 
-SECTIONS = {"metrics": metrics, "steps": steps, "rows": rows, "checkpoints": checkpoints, "versions": versions,
-            "resume": resume}  # fmt: skip
+SECTIONS = {"metrics": metrics, "steps": steps, "epochs": epochs, "rows": rows, "checkpoints": checkpoints,
+            "versions": versions, "resume": resume}  # fmt: skip
 
 
 def main() -> None:
@@ -454,12 +482,13 @@ def main() -> None:
     parser.add_argument(
         "--toy", action="store_true", help="a hundredth of it or less: to see that it runs"
     )
-    parser.add_argument("--child", nargs=2, type=int, help=argparse.SUPPRESS)
+    parser.add_argument("--child", nargs=3, help=argparse.SUPPRESS)
     arguments = parser.parse_args()
     warnings.simplefilter("ignore")
     quieten()
     if arguments.child:
-        print(json.dumps(child(*arguments.child)))
+        kind, each, number = arguments.child
+        print(json.dumps(child(kind, int(each), int(number))))
         return
     torch.set_num_threads(1)
     print(
