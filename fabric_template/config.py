@@ -6,7 +6,8 @@ import ast
 import copy
 import inspect
 import os
-from collections.abc import Callable, Iterable, Sequence
+from argparse import Namespace
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from datetime import timedelta
 from itertools import pairwise
@@ -142,10 +143,13 @@ class LoopConfig:
     """Seed Python, NumPy and PyTorch when the loop is created, and again at the start of each fit."""
     compile: bool | str | dict[str, Any] = False
     """Compile each step method. Give True, a mode, or a dict of arguments of torch.compile."""
+    hparams: Mapping[str, Any] | None = None
+    """Your own settings, as {"lr": 0.1}. They are written to hparams.yaml, sent to the loggers and
+    compared by list_runs."""
 
     def __post_init__(self) -> None:
         for name, value in vars(self).items():
-            object.__setattr__(self, name, _to_plain(name, value))
+            object.__setattr__(self, name, _convert_option(name, value))
         wrong_types = [name for name in vars(self) if not self._has_type(name)]
         wrong = [name for name in vars(self) if name in wrong_types or not self._is_in_range(name)]
         problems = [] if wrong else list(self._contradictions())
@@ -270,14 +274,48 @@ class LoopConfig:
         return changed
 
 
-def _to_plain(name: str, value: Any) -> Any:
+def _convert_option(name: str, value: Any) -> Any:
     """Convert NumPy's numbers, and a whole float such as 3.0 where it means 3 batches."""
+    if name == "hparams" and isinstance(value, Mapping):
+        return {str(setting): _to_setting(given) for setting, given in value.items()}
     if Any not in (_HINTS[name], *get_args(_HINTS[name])):
         value = _to_python(value)
     if name in _NUMBERS_OF_BATCHES and isinstance(value, float):
         # As in Trainer, floats up to 1.0 are fractions.
         return int(value) if value > 1 and value.is_integer() else value
     return value
+
+
+def to_plain(value: Any, is_strict: bool = False) -> Any:
+    """Convert a value to types that YAML supports. Objects of other types become strings.
+
+    Raises:
+        TypeError: The value contains an object of another type, and is_strict is set.
+    """
+    if value is None or isinstance(value, bool):
+        return value
+    for kind in (int, float, str):
+        if isinstance(value, kind):
+            return kind(value)
+    if isinstance(value, Mapping | Namespace):
+        items = (value if isinstance(value, Mapping) else vars(value)).items()
+        named = {key if isinstance(key, int) else str(key): item for key, item in items}
+        return {key: to_plain(item, is_strict) for key, item in named.items()}
+    if isinstance(value, list | tuple | set | frozenset):
+        return [to_plain(item, is_strict) for item in value]
+    if hasattr(value, "item") and getattr(value, "shape", None) == ():
+        return to_plain(value.item())
+    if is_strict and not isinstance(value, Path):
+        raise TypeError(f"{type(value).__name__} is not a type that YAML supports")
+    return str(value)
+
+
+def _to_setting(value: Any) -> Any:
+    """Convert a setting to types that YAML supports. The record of a setting never stops a run."""
+    try:
+        return to_plain(value)
+    except Exception:
+        return type(value).__name__
 
 
 def _to_python(value: Any) -> Any:
@@ -382,6 +420,7 @@ _RANGES: dict[str, tuple[str, Callable[[Any], bool]]] = {
         f"True, False, a mode ({', '.join(map(repr, _COMPILE_MODES))}) or a dict of torch.compile's arguments",
         lambda value: isinstance(value, dict) or value in _COMPILE_MODES,
     ),
+    "hparams": ('a dict of your settings, as {"lr": 0.1}', lambda value: True),
 }
 # Trainer accepts overfit_batches=3.0, too, but then trains on all batches.
 _NUMBERS_OF_BATCHES = (*_LIMITS, "val_check_interval")

@@ -143,6 +143,7 @@ class MiniLoop:
     devices: Any = "auto"  # "auto" also joins the processes that torchrun has started.
     precision: Any = None
     fabric: Any = None  # A lightning.Fabric object to use instead of the four options above.
+    hparams: Any = None  # Your own settings, as {"lr": 0.1}, for hparams.yaml and list_runs.
     # Modules read these attributes of Trainer. MiniLoop has no sanity check and no loggers.
     sanity_checking, logger, loggers = False, None, ()
 
@@ -196,6 +197,8 @@ class MiniLoop:
             fix = "Write mode='min' if its smallest value is the best."
             check(direction is not None, f'{text}, expected "min" or "max". {fix}')
             self.mode = str(direction)
+        text = f"hparams: got {type(self.hparams).__name__}, expected a dict of your settings."
+        check(isinstance(self.hparams, Mapping | None), f'{text} Write {{"lr": 0.1}}.')
         for option in ("name", "version"):
             value = getattr(self, option)
             is_name = isinstance(value, str) and value.strip(".") and not {*value} & {*'/\\:*?"<>|'}
@@ -907,11 +910,10 @@ class MiniLoop:
                 # A run that has ended before its first checkpoint leaves rows.
                 (self.log_dir / name).unlink(missing_ok=True)
         config = {field.name: getattr(self, field.name) for field in fields(self)}
-        config["fabric"] = None
-        content = {"hparams": getattr(self.model, "hparams", {}), "config": config}
-        plain = json.loads(json.dumps(content, default=str, skipkeys=True))
+        config["fabric"] = config["hparams"] = None
+        content = {"hparams": self._settings, "config": to_plain(config)}
         with replaced(self.log_dir / "hparams.yaml") as file:
-            file.write(yaml.safe_dump(plain).encode())
+            file.write(yaml.safe_dump(content).encode())
 
     def _record(self, line: str) -> None:
         for file in self._locks:
@@ -1046,6 +1048,11 @@ class MiniLoop:
     def _prepare_training(self, resumed: dict[str, Any]) -> None:
         """Find what checkpoints contain, and check the resumed checkpoint and the modules' modes."""
         self._hparams = find_hparams(self.model)
+        own, saved = to_plain(self.hparams or {}), to_plain(self._hparams["hyper_parameters"])
+        other = [name for name in own.keys() & saved.keys() if own[name] != saved[name]]
+        text = f"hparams: got other values of {other} than the model has saved. Leave them out, or"
+        check(not other, f"{text} give them other names.")
+        self._settings = {**saved, **own}
         self._start_states = {place: plain_state(part) for place, part in self._parts.items()}
         if resumed:
             self._check_resume(resumed)
@@ -1388,6 +1395,19 @@ def make_scheduler_config(item: Any, optimizer: Any) -> dict[str, Any]:
     text = "scheduler: got ReduceLROnPlateau without a monitor. Write"
     check(has_monitor, f'{text} scheduler={{"scheduler": scheduler, "monitor": "val_loss"}}.')
     return config
+
+
+def to_plain(values: Mapping[Any, Any]) -> dict[str, Any]:
+    """Return values as numbers, text, lists and dicts. A record of settings never stops a run."""
+
+    def convert(value: Any) -> Any:
+        return value.item() if getattr(value, "shape", None) == () else str(value)
+
+    plain = {str(name): type(value).__name__ for name, value in values.items()}
+    for name, value in values.items():
+        with suppress(Exception):
+            plain[str(name)] = json.loads(json.dumps(value, default=convert, skipkeys=True))
+    return plain
 
 
 def to_python(value: Any) -> Any:

@@ -11,7 +11,6 @@ import errno
 import io
 import os
 import warnings
-from argparse import Namespace
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
@@ -20,6 +19,7 @@ from typing import Any
 from lightning.fabric.utilities.rank_zero import rank_zero_only
 from lightning.pytorch.loggers import Logger
 
+from ..config import to_plain
 from ..files import claim_version, next_version, write_file, write_yaml
 from .read_logs import read_table
 
@@ -352,27 +352,3 @@ def to_lines(columns: list[str], rows: Iterable[Mapping[str, Any]]) -> bytes:
     writer = csv.DictWriter(buffer, columns, restval="", extrasaction="ignore", lineterminator="\n")
     writer.writerows(rows)
     return buffer.getvalue().encode("utf-8", "backslashreplace")
-
-
-def to_plain(value: Any, is_strict: bool = False) -> Any:
-    """Convert a value to types that YAML supports. Objects of other types become strings.
-
-    Raises:
-        TypeError: The value contains an object of another type, and is_strict is set.
-    """
-    if value is None or isinstance(value, bool):
-        return value
-    for kind in (int, float, str):
-        if isinstance(value, kind):
-            return kind(value)
-    if isinstance(value, Mapping | Namespace):
-        items = (value if isinstance(value, Mapping) else vars(value)).items()
-        named = {key if isinstance(key, int) else str(key): item for key, item in items}
-        return {key: to_plain(item, is_strict) for key, item in named.items()}
-    if isinstance(value, list | tuple | set | frozenset):
-        return [to_plain(item, is_strict) for item in value]
-    if hasattr(value, "item") and getattr(value, "shape", None) == ():
-        return to_plain(value.item())
-    if is_strict and not isinstance(value, Path):
-        raise TypeError(f"{type(value).__name__} is not a type that YAML supports")
-    return str(value)

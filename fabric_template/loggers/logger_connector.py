@@ -100,7 +100,9 @@ class LoggerConnector:
 
     def log_hyperparameters(self) -> None:
         run = self.run
-        hparams = merge_hyperparameters(run.model, run.datamodule) if self.loggers else {}
+        hparams: dict[str, Any] = {}
+        if self.loggers:
+            hparams = merge_hyperparameters(run.model, run.datamodule, run.config.hparams)
         for logger in self.loggers:
             if not isinstance(logger, CSVLogger):
                 if hparams:
@@ -108,7 +110,9 @@ class LoggerConnector:
                 logger.log_graph(run.module)
                 logger.save()
             elif run.stage == "fit":
-                logger.log_hyperparams({"hparams": hparams, "config": vars(run.config)})
+                config = {**vars(run.config)}
+                del config["hparams"]
+                logger.log_hyperparams({"hparams": hparams, "config": config})
 
     def finalize(self, status: str) -> None:
         for logger in self.loggers:

@@ -13,10 +13,10 @@ import lightning
 import torch
 
 from .. import __version__
-from ..errors import describe
+from ..config import to_plain
+from ..errors import ConfigurationError, describe
 from ..files import write_yaml
 from ..lightning_compat.private import logs_hyperparameters
-from .csv_logger import to_plain
 
 if TYPE_CHECKING:
     from ..training.run import Run
@@ -45,7 +45,7 @@ def write_run_config(run: Run) -> None:
 def collect_run_config(run: Run) -> dict[str, Any]:
     """Return a run's options, model and data. "unknown" lists the parts that YAML cannot hold."""
     unknown: dict[str, str] = {}
-    options = dict(run.loop.recipe)
+    options = {**run.loop.recipe, "hparams": run.config.hparams}
     config: dict[str, Any] = {}
     for part, given in (("model", run.model), ("data", run.datamodule)):
         recorded = options.pop(part, None)
@@ -103,8 +103,24 @@ def keep_plain(
     return kept
 
 
-def merge_hyperparameters(model: Any, datamodule: Any) -> dict[str, Any]:
-    """Return the hyperparameters that a module and a datamodule saved.
+def check_settings(hparams: Mapping[str, Any], *parts: Any) -> None:
+    """Raise an error if a part has saved a hyperparameter of another value than in ``hparams``."""
+    for part in parts:
+        saved = dict(part.hparams_initial) if logs_hyperparameters(part) else {}
+        for name in hparams.keys() & saved.keys():
+            value = to_plain(saved[name])
+            if value != hparams[name] and repr(value) != repr(hparams[name]):
+                kind = type(part).__name__
+                raise ConfigurationError(
+                    f"hparams: got {name}={describe(hparams[name])}, expected {describe(value)}, which"
+                    f" {kind} has saved under this name. Leave {name!r} out, or give it another name."
+                )
+
+
+def merge_hyperparameters(
+    model: Any, datamodule: Any, own: Mapping[str, Any] | None = None
+) -> dict[str, Any]:
+    """Return the hyperparameters that a module and a datamodule saved, and the user's own.
 
     Raises:
         RuntimeError: The module and the datamodule have different values for one name.
@@ -123,4 +139,4 @@ def merge_hyperparameters(model: Any, datamodule: Any) -> dict[str, Any]:
                 " LightningModule's and LightningDataModule's hparams but have different values."
             )
         merged |= hparams
-    return merged
+    return merged | dict(own or {})

@@ -278,6 +278,7 @@ def read_options(folder: Path) -> dict[str, Any]:
     import yaml
 
     options: dict[str, Any] = {}
+    hparams: dict[str, Any] = {}
     # hparams.yaml overrides config.yaml, because a resumed run rewrites only hparams.yaml.
     for name in ("config.yaml", "hparams.yaml"):
         try:
@@ -293,4 +294,8 @@ def read_options(folder: Path) -> dict[str, Any]:
             if section != "about":
                 entries = entries.get("init_args", entries)
                 options |= {f"{prefix}{key}": entry for key, entry in entries.items()}
-    return options
+            if section == "hparams":
+                hparams |= entries
+    # A setting of the user may have the name of an option that is not set.
+    unset = [name for name in hparams if options[name] == DEFAULTS.get(name)]
+    return options | {name: hparams[name] for name in unset}

@@ -21,6 +21,7 @@ from ..errors import (
 )
 from ..lightning_compat.callbacks import find_callbacks
 from ..lightning_compat.overrides import overridden
+from ..loggers.run_config import check_settings
 from .configure_optimizers import is_optimizer
 from .module_adapter import parameters_of, takes_batch_idx
 
@@ -46,6 +47,7 @@ def check_call(plan: Plan) -> None:
     if plan.stage == "fit":
         check_signature(plan, "validation_step")
         check_optimization(plan)
+        check_settings(plan.config.hparams or {}, plan.model, plan.datamodule)
         warn_of_options(plan)
     check_loaders(plan)
 

@@ -1,0 +1,130 @@
+"""Test the option hparams, a user's own settings, in both loops."""
+
+import enum
+import warnings
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+import yaml
+from modules import Classifier, make_loader
+
+from fabric_template import FabricLoop, MiniLoop, list_runs
+from fabric_template.tools.cli import main
+
+LOOPS = {"FabricLoop": FabricLoop, "MiniLoop": MiniLoop}
+FILE = Path("logs/run/version_0/hparams.yaml")
+
+
+class Width(enum.Enum):
+    SMALL = 4
+
+
+class Unprintable:
+    def __repr__(self):
+        raise RuntimeError
+
+
+class WithHyperparameters(Classifier):
+    def __init__(self, hidden=16, rate=0.1):
+        super().__init__(hidden=hidden)
+        self.save_hyperparameters()
+
+
+def train(kind, model=None, **options):
+    if kind == "FabricLoop":
+        options = {"enable_progress_bar": False, "enable_model_summary": False, **options}
+    loop = LOOPS[kind](**{"max_epochs": 1, "accelerator": "cpu", **options})
+    loop.fit(model or Classifier(), make_loader(8))
+    return loop
+
+
+@pytest.mark.parametrize("kind", LOOPS)
+def test_own_settings_are_written_beside_those_of_the_module(kind):
+    train(kind, WithHyperparameters(hidden=8), hparams={"rate": 0.1, "augment": "flip"})
+    found = yaml.safe_load(FILE.read_text())["hparams"]
+    assert found == {"hidden": 8, "rate": 0.1, "augment": "flip"}
+
+
+@pytest.mark.parametrize("kind", LOOPS)
+def test_own_settings_are_compared(kind, capsys):
+    for version, width in enumerate((8, 16)):
+        train(kind, hparams={"width": width, "depth": 2}, version=version)
+    assert list_runs()["changed"].tolist() == [{"width": 8}, {"width": 16}]
+    capsys.readouterr()
+    main(["runs", "diff", "run/version_0", "run/version_1"])
+    assert ["width", "8", "16"] in [line.split() for line in capsys.readouterr().out.splitlines()]
+
+
+@pytest.mark.parametrize("kind", LOOPS)
+def test_settings_of_any_type_do_not_stop_a_run(kind):
+    cycle = {}
+    cycle["cycle"] = cycle
+    settings = {
+        "number": np.float32(0.5),
+        "count": np.int64(3),
+        "path": Path("data"),
+        "dtype": torch.bfloat16,
+        "width": Width.SMALL,
+        "list": [1, (2, None)],
+        "dict": {"a": {"b": True}},
+        "tensor": torch.tensor(2),
+        "array": np.ones(2),
+        "function": len,
+        "object": Unprintable(),
+        "cycle": cycle,
+        7: "seven",
+    }
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", UserWarning)
+        warnings.filterwarnings("ignore", "You defined a `validation_step`")
+        train(kind, hparams=settings)
+    found = yaml.safe_load(FILE.read_text())["hparams"]
+    assert [found[name] for name in ("number", "count", "path", "dtype", "tensor", "7")] == [
+        0.5, 3, "data", "torch.bfloat16", 2, "seven",
+    ]  # fmt: skip
+    assert (found["list"], found["dict"], found["width"]) == ([1, [2, None]], {"a": {"b": True}}, "Width.SMALL")
+    assert {*found} == {str(name) for name in settings}
+
+
+@pytest.mark.parametrize("kind", LOOPS)
+@pytest.mark.parametrize("settings", [3, "lr=0.1", [("lr", 0.1)], {"lr"}, dict])
+def test_settings_that_are_no_dict_are_refused(kind, settings):
+    with pytest.raises((ValueError, TypeError), match="hparams: got .*, expected a dict of your settings"):
+        LOOPS[kind](hparams=settings)
+
+
+@pytest.mark.parametrize("kind", LOOPS)
+def test_another_value_than_that_of_the_module_is_refused(kind):
+    with pytest.raises(ValueError, match="hparams: got .*rate.*(an)?other names?"):
+        train(kind, WithHyperparameters(rate=0.1), hparams={"rate": 0.2})
+    assert not Path("logs").exists()
+    train(kind, WithHyperparameters(hidden=8), hparams={"hidden": np.int64(8)})
+
+
+@pytest.mark.parametrize("kind", LOOPS)
+def test_own_settings_are_no_arguments_of_the_module(kind):
+    train(kind, WithHyperparameters(hidden=8), hparams={"augment": "flip"})
+    path = Path("checkpoints/run/version_0/last.ckpt")
+    assert WithHyperparameters.load_from_checkpoint(path).hparams["hidden"] == 8
+
+
+def test_other_loggers_get_the_settings():
+    class Logger:
+        def log_metrics(self, metrics, step=None):
+            pass
+
+        def log_hyperparams(self, params):
+            self.params = dict(params)
+
+    logger = Logger()
+    train("FabricLoop", WithHyperparameters(hidden=8), hparams={"path": Path("data")}, logger=[logger, True])
+    assert logger.params == {"hidden": 8, "rate": 0.1, "path": "data"}
+
+
+@pytest.mark.parametrize("kind", LOOPS)
+def test_a_setting_wins_over_an_unset_option_of_the_same_name(kind):
+    for version, seed in enumerate((1, 2)):
+        train(kind, hparams={"seed": seed}, version=version)
+    assert list_runs()["changed"].tolist() == [{"seed": 1}, {"seed": 2}]
