@@ -183,7 +183,7 @@ class LoopConfig:
         """Yield a message for each contradiction between options."""
         interval, algorithm = self.val_check_interval, self.gradient_clip_algorithm
         has_epochs = self.check_val_every_n_epoch is not None or self.validate_every_n_steps
-        if not has_epochs and isinstance(interval, float | None):
+        if not has_epochs and isinstance(interval, float):
             yield (
                 "`val_check_interval` should be an integer or a time-based duration"
                 " (str 'DD:HH:MM:SS', datetime.timedelta, or dict kwargs for timedelta) when"

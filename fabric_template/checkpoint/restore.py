@@ -14,7 +14,7 @@ import torch
 from lightning.fabric.utilities import move_data_to_device
 from torch import Tensor, nn
 
-from ..errors import CheckpointError, OtherModelError
+from ..errors import CheckpointError, ConfigurationError, OtherModelError
 from ..rng_state import is_generator, restore_rng_state
 from .distributed import SHARDS_KEY, load_shards
 from .state import key_of, run_settings
@@ -170,7 +170,7 @@ def restore_training(run: Run, checkpoint: dict[str, Any]) -> None:
     check_counters(run, own["progress"])
     epochs_done, max_epochs = own["progress"]["epochs_done"], run.stop.max_epochs
     if -1 < max_epochs < epochs_done:
-        raise CheckpointError(
+        raise ConfigurationError(
             f"You restored a checkpoint with current_epoch={epochs_done}, but you have set"
             f" Trainer(max_epochs={max_epochs}). Please set a different max_epochs value."
         )

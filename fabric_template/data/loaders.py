@@ -560,7 +560,16 @@ def make_transfer(run: Run) -> Callable[[Any, int], Any] | None:
     """Return a function that moves a batch to the device, or None if batches stay unchanged."""
 
     def find_hook(name: str) -> Callable | None:
-        return overridden(run.datamodule, name) or overridden(run.module, name)
+        of_datamodule, of_module = overridden(run.datamodule, name), overridden(run.module, name)
+        if run.datamodule is not None and of_module is not None:
+            both = "both `LightningModule` and `LightningDataModule`."
+            text = "`LightningModule` but have passed in a `LightningDataModule`."
+            used = "LightningModule" if of_datamodule is None else "LightningDataModule"
+            run.warn_once(
+                f"You have overridden `{name}` in {text if of_datamodule is None else both} It will use the"
+                f" implementation from `{used}` instance."
+            )
+        return of_datamodule or of_module
 
     before = find_hook("on_before_batch_transfer")
     move = find_hook("transfer_batch_to_device")

@@ -41,7 +41,7 @@ def prepare_loader(run: Run, loader: Any, stage: str) -> Any:
         return loader
     if os.environ.get("PL_SEED_WORKERS") == "1" and loader.worker_init_fn is None:
         loader.worker_init_fn = partial(pl_worker_init_function, rank=run.fabric.global_rank)
-    warn_of_workers(run, loader, stage)
+    warn_of_loader(run, loader, stage)
     if isinstance(loader.dataset, IterableDataset):
         return loader
     sampler, batch_sampler = choose_sampler(run, loader, stage), loader.batch_sampler
@@ -138,8 +138,14 @@ def remake_batch_sampler(batch_sampler: Any, sampler: Any) -> Any:
         ) from error
 
 
-def warn_of_workers(run: Run, loader: DataLoader, stage: str) -> None:
-    """Warn about an IterableDataset with a length, and about a loader with few workers."""
+def warn_of_loader(run: Run, loader: DataLoader, stage: str) -> None:
+    """Warn about shuffled validation data, an IterableDataset with a length, and few workers."""
+    if stage != "train" and isinstance(loader.sampler, RandomSampler):
+        run.warn_once(
+            f"Your `{stage}_dataloader`'s sampler has shuffling enabled, it is strongly recommended that you"
+            " turn shuffling off for val/test dataloaders.",
+            PossibleUserWarning,
+        )
     if isinstance(loader.dataset, IterableDataset) and hasattr(loader.dataset, "__len__"):
         run.warn_once(
             "Your `IterableDataset` has `__len__` defined. In combination with multi-process data loading"

@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 from lightning.fabric.utilities import move_data_to_device
 from lightning.fabric.utilities.exceptions import MisconfigurationException
+from lightning.fabric.utilities.rank_zero import rank_zero_warn
 from lightning.pytorch.utilities.data import extract_batch_size
 from lightning_utilities.core.apply_func import apply_to_collection
 from torch import Tensor, nn
@@ -325,6 +326,11 @@ class ResultCollection:
     ) -> None:
         """Log a number, a tensor of one element or a torchmetrics object; see LightningModule.log."""
         if not self.is_enabled:
+            if vars(self):
+                self.run.warn_once(
+                    "You are trying to `self.log()` but `Trainer(barebones=True)` is configured. Logging can"
+                    " impact raw speed so it is disabled under this setting."
+                )
             return
         results, hook = self.active, self._hooks.current
         index = results.dataloader_idx
@@ -337,6 +343,8 @@ class ResultCollection:
         if results.last_hook != hook:
             results.start_hook(hook)
         if not isinstance(value, Tensor) and is_torchmetric(value):
+            if value is not metric.torchmetric and metric_attribute is None:
+                self._check_is_attribute(name, value)
             metric.update_torchmetric(value)
             return
         value = to_scalar(name, value)
@@ -357,6 +365,11 @@ class ResultCollection:
         """Check the arguments of a ``self.log`` call, and return the call's LoggedMetric."""
         hook, name, _ = key
         arguments = check_arguments(hook, name, call_arguments)
+        if call_arguments[1] and not self.run.loop.loggers:
+            self.run.warn_once(
+                f"You called `self.log({name!r}, ..., logger=True)` but have no logger configured. You can"
+                " enable one by doing `Trainer(logger=ALogger(...))`"
+            )
         metric = results.metrics.get(key)
         if metric is None:
             metric = self._add_metric(results, key, arguments)
@@ -367,6 +380,21 @@ class ResultCollection:
             )
         metric.arguments, metric.call_arguments = arguments, call_arguments
         return metric
+
+    def _check_is_attribute(self, name: str, metric: Any) -> None:
+        """As in Trainer, refuse a torchmetrics object whose state no LightningModule would save."""
+        if not self.run.plan.is_lightning_module or not isinstance(metric, nn.Module):
+            return
+        names = {id(part): key for key, part in find_torchmetrics(self.run.module).items()}
+        if id(metric) not in names:
+            hint = "setting an attribute for the metric in your `LightningModule`"
+            if names:
+                call = f"calling `self.log({name}, ..., metric_attribute=name)`"
+                hint = f"{call} where `name` is one of {list(names.values())}"
+            raise ConfigurationError(
+                "Could not find the `LightningModule` attribute for the `torchmetrics.Metric` logged. You can"
+                f" fix this by {hint}."
+            )
 
     def _add_metric(
         self, results: LoopResults, key: tuple, arguments: LogArguments
@@ -616,6 +644,11 @@ def to_scalar(name: str, value: Any) -> Tensor:
         value = value.squeeze()
     if value.dtype is torch.float32 or value.dtype is torch.float64:
         return value
+    if not value.is_floating_point():
+        rank_zero_warn(
+            f"You called `self.log({name!r}, ...)` with an integer, but the value needs to be floating to be"
+            f" reduced. Converting it to {float_type()}."
+        )
     return value.to(float_type())
 
 

@@ -223,6 +223,11 @@ def warn_of_options(plan: Plan) -> None:
             " `max_epochs=-1`.",
             PossibleUserWarning,
         )
+    if plan.config.deterministic and plan.config.benchmark:
+        plan.warn(
+            "You passed `deterministic=True` and `benchmark=True`. Note that PyTorch ignores"
+            " torch.backends.cudnn.deterministic=True when torch.backends.cudnn.benchmark=True."
+        )
     has_step = overridden(plan.module, "validation_step") is not None
     has_val_loader = has_loader(plan.loaders, plan.source, "val")
     if has_val_loader and not has_step:

@@ -231,7 +231,7 @@ def check_dataloader_idx(run: Run, name: str, has_several: bool) -> None:
     """Raise an error if ``dataloader_idx`` is missing for several loaders, or required for one."""
     if not run.is_lightning_module:
         return
-    loader = "val_dataloaders" if name == "validation" else f"{name}_dataloaders"
+    loader = "val_dataloader" if name == "validation" else f"{name}_dataloader"
     for hook in (f"{name}_step", f"on_{name}_batch_start", f"on_{name}_batch_end"):
         method = overridden(run.module, hook)
         if method is None:

@@ -1,0 +1,671 @@
+"""Compare the errors and warnings of Trainer and FabricLoop for the same wrong or unusual call.
+
+    python soak/trainer_messages.py              print the cases that differ
+    python soak/trainer_messages.py --all        print all cases
+    python soak/trainer_messages.py --only clip  cases whose name contains "clip"
+
+A case differs if FabricLoop's exception is not of the class that Trainer raises, or has another text, if only one of the
+loops raises, or if a warning of Trainer is missing. ON_PURPOSE has the reasons of the known differences.
+"""
+
+import argparse
+import contextlib
+import io
+import logging
+import os
+import re
+import sys
+import tempfile
+import warnings
+from dataclasses import dataclass, field
+
+import lightning.pytorch as pl
+import search_path  # noqa: F401
+import torch
+import torchmetrics
+from lightning.pytorch import callbacks
+from lightning.pytorch.utilities import CombinedLoader
+from lightning.pytorch.utilities.rank_zero import WarningCache
+from modules import Classifier, make_loader
+from torch.utils.data import DataLoader, IterableDataset, TensorDataset
+
+from fabric_template import FabricLoop
+
+CASES = {}
+SILENT = {"enable_progress_bar": False, "enable_model_summary": False, "accelerator": "cpu"}
+
+
+def case(function):
+    """Register a function that gets the class of a loop, as a case."""
+    CASES[function.__name__] = function
+    return function
+
+
+def fit(loop_class, model=None, train=None, val=None, call="fit", given=None, **options):
+    """Call a method of a new loop."""
+    options = {"max_epochs": 1, "logger": False, "enable_checkpointing": False, **SILENT, **options}
+    loop = loop_class(**options)
+    model = Classifier() if model is None else model
+    given = {} if given is None else given
+    if call == "fit":
+        loop.fit(model, make_loader() if train is None else train, val, **given)
+    else:
+        getattr(loop, call)(model, make_loader() if train is None else train, **given)
+    return loop
+
+
+def changed(**methods):
+    """Return a module of a class with other methods."""
+    return type("Changed", (Classifier,), methods)()
+
+
+def without(name):
+    """Return a module of a class with the empty method of LightningModule."""
+    return changed(**{name: getattr(pl.LightningModule, name)})
+
+
+# Options
+
+OPTIONS = {
+    "fast_dev_run": [-1],
+    "limit_train_batches": [1.1, -0.5, "a"],
+    "limit_val_batches": [2.5],
+    "overfit_batches": [-1],
+    "val_check_interval": [1.5, "a", "00:00:0a"],
+    "gradient_clip_val": ["a"],
+    "gradient_clip_algorithm": ["other"],
+    "max_epochs": [-2, 1.5],
+    "max_steps": [-2],
+    "accelerator": ["other"],
+    "strategy": ["other"],
+    "devices": [0, "a", []],
+    "precision": ["other"],
+    "profiler": ["other"],
+    "logger": [3],
+    "callbacks": [3],
+    "check_val_every_n_epoch": [None, 1.5],
+    "accumulate_grad_batches": [0, 1.5],
+    "log_every_n_steps": [-1],
+    "max_time": ["a", 3],
+    "num_sanity_val_steps": [-2],
+    "reload_dataloaders_every_n_epochs": [-1, 1.5],
+    "unknown_option": [1],
+    "barebones": [True],
+}
+
+
+def add_options():
+    for name, values in OPTIONS.items():
+        for value in values:
+            CASES[f"option {name}={value!r}"] = lambda loop, n=name, v=value: fit(loop, **{n: v})
+    for name in ("enable_checkpointing", "logger", "enable_progress_bar", "detect_anomaly"):
+        options = {"barebones": True, name: True}
+        CASES[f"option barebones with {name}"] = lambda loop, o=options: fit(loop, **o)
+
+
+# Models and steps
+
+
+def add_models():
+    for name in ("training_step", "configure_optimizers"):
+        CASES[f"no {name}"] = lambda loop, n=name: fit(loop, without(n))
+    for call in ("validate", "test"):
+        name = f"{call}_step".replace("validate", "validation")
+        CASES[f"{call} without step"] = lambda loop, n=name, c=call: fit(loop, without(n), call=c)
+    for hook in ("training_epoch_end", "validation_epoch_end"):
+        model = {hook: lambda self, outputs: None}
+        CASES[f"removed {hook}"] = lambda loop, m=model: fit(loop, changed(**m), val=make_loader())
+    outputs = {"dict without loss": {}, "number": 3.0, "text": "a", "None": None}
+    for name, output in outputs.items():
+        step = {"training_step": lambda self, batch, batch_idx, o=output: o}
+        CASES[f"step returns {name}"] = lambda loop, s=step: fit(loop, changed(**s))
+        manual = {
+            **step,
+            "__init__": lambda self: (
+                Classifier.__init__(self),
+                setattr(self, "automatic_optimization", False),
+            )[0],
+        }
+        CASES[f"manual step returns {name}"] = lambda loop, s=manual: fit(loop, changed(**s))
+
+
+def manual_module():
+    model = Classifier()
+    model.automatic_optimization = False
+    return model
+
+
+@case
+def manual_clipping(loop):
+    fit(loop, manual_module(), gradient_clip_val=1.0)
+
+
+@case
+def manual_accumulation(loop):
+    fit(loop, manual_module(), accumulate_grad_batches=2)
+
+
+@case
+def val_loader_without_step(loop):
+    fit(loop, without("validation_step"), val=make_loader())
+
+
+@case
+def val_step_without_loader(loop):
+    fit(loop)
+
+
+@case
+def val_step_needs_dataloader_idx(loop):
+    fit(loop, val=[make_loader(), make_loader()])
+
+
+@case
+def val_step_has_needless_dataloader_idx(loop):
+    def validation_step(self, batch, batch_idx, dataloader_idx):
+        return None
+
+    fit(loop, changed(validation_step=validation_step), val=make_loader())
+
+
+@case
+def model_in_eval_mode(loop):
+    model = Classifier()
+    model.eval()
+    fit(loop, model)
+
+
+@case
+def model_is_no_module(loop):
+    loop(**SILENT).fit(3)
+
+
+# Logging
+
+
+def logs(*args, **kwargs):
+    def training_step(self, batch, batch_idx):
+        self.log(*args, **kwargs)
+        return Classifier.training_step(self, batch, batch_idx)
+
+    return changed(training_step=training_step)
+
+
+LOGGED = {
+    "nothing useful": (("a", 1.0), {"on_step": False, "on_epoch": False}),
+    "a dict": (("a", {"b": {"c": 1.0}}), {}),
+    "text": (("a", "b"), {}),
+    "two values": (("a", torch.zeros(2)), {}),
+    "unknown reduction": (("a", 1.0), {"reduce_fx": "other"}),
+    "dataloader_idx": (("a/dataloader_idx_0", 1.0), {}),
+    "an integer": (("a", torch.tensor(3)), {"on_epoch": True}),
+    "with logger but none given": (("a", 1.0), {"logger": True}),
+    "a metric that is no attribute": (("a", torchmetrics.MeanMetric()), {}),
+    "an unknown argument": (("a", 1.0), {"unknown": True}),
+    "a name that is no text": ((3, 1.0), {}),
+}
+
+
+def add_logs():
+    for name, (args, kwargs) in LOGGED.items():
+        CASES[f"log {name}"] = lambda loop, a=args, k=kwargs: fit(loop, logs(*a, **k))
+    hooks = ("setup", "on_fit_start", "on_train_start", "on_train_end", "on_fit_end", "teardown")
+    hooks += (
+        "configure_optimizers",
+        "train_dataloader",
+        "on_train_epoch_end",
+        "on_save_checkpoint",
+    )
+    for hook in hooks:
+        method = getattr(Classifier, hook)
+
+        def logging_hook(self, *args, _method=method, **kwargs):
+            self.log("a", 1.0)
+            return _method(self, *args, **kwargs)
+
+        model = {hook: logging_hook}
+        CASES[f"log in {hook}"] = lambda loop, m=model: fit(loop, changed(**m))
+
+
+@case
+def log_without_trainer(loop):
+    Classifier().log("a", 1.0)
+
+
+@case
+def log_twice(loop):
+    def training_step(self, batch, batch_idx):
+        self.log("a", 1.0)
+        self.log("a", 1.0, prog_bar=True)
+        return Classifier.training_step(self, batch, batch_idx)
+
+    fit(loop, changed(training_step=training_step))
+
+
+@case
+def log_on_step_in_epoch_end(loop):
+    def on_train_epoch_end(self):
+        self.log("a", 1.0, on_step=True)
+
+    fit(loop, changed(on_train_epoch_end=on_train_epoch_end))
+
+
+@case
+def log_nested_dict(loop):
+    def training_step(self, batch, batch_idx):
+        self.log_dict({"a": {"b": {"c": 1.0}}})
+
+    fit(loop, changed(training_step=training_step))
+
+
+@case
+def log_ambiguous_batch_size(loop):
+    data = [{"a": torch.zeros(2, 8), "b": torch.zeros(3, dtype=torch.long)}] * 2
+
+    def training_step(self, batch, batch_idx):
+        loss = self(batch["a"]).sum()
+        self.log("loss", loss, on_epoch=True)
+        return loss
+
+    fit(loop, changed(training_step=training_step), DataLoader(data, batch_size=None))
+
+
+@case
+def log_a_metric_before_its_update(loop):
+    def training_step(self, batch, batch_idx):
+        self.log("a", self.metric)
+        return Classifier.training_step(self, batch, batch_idx)
+
+    model = changed(training_step=training_step)
+    model.metric = torchmetrics.MeanMetric()
+    fit(loop, model)
+
+
+# Optimizers and schedulers
+
+
+def configured(make):
+    return changed(configure_optimizers=lambda self: make(torch.optim.SGD(self.parameters(), 0.1)))
+
+
+SCHEDULERS = {
+    "None": lambda optimizer: None,
+    "number": lambda optimizer: 3,
+    "extra key": lambda optimizer: {"optimizer": optimizer, "other": 1},
+    "extra scheduler key": lambda o: ([o], [{"scheduler": constant(o), "other": 1}]),
+    "no scheduler key": lambda o: ([o], [{"interval": "epoch"}]),
+    "unknown interval": lambda o: ([o], [{"scheduler": constant(o), "interval": "other"}]),
+    "plateau without monitor": lambda o: ([o], [torch.optim.lr_scheduler.ReduceLROnPlateau(o)]),
+    "plateau of an unknown metric": lambda o: {
+        "optimizer": o,
+        "lr_scheduler": torch.optim.lr_scheduler.ReduceLROnPlateau(o),
+        "monitor": "other",
+    },
+    "lenient plateau of an unknown metric": lambda o: (
+        [o],
+        [
+            {
+                "scheduler": torch.optim.lr_scheduler.ReduceLROnPlateau(o),
+                "monitor": "other",
+                "strict": False,
+            }
+        ],
+    ),
+    "one cycle by epoch": lambda o: (
+        [o],
+        [
+            {
+                "scheduler": torch.optim.lr_scheduler.OneCycleLR(o, 0.1, total_steps=9),
+                "interval": "epoch",
+            }
+        ],
+    ),
+    "a scheduler of another class": lambda o: ([o], [{"scheduler": object()}]),
+    "several optimizers": lambda o: [o, torch.optim.SGD(o.param_groups[0]["params"], 0.1)],
+    "a scheduler of another optimizer": lambda o: (
+        [o],
+        [constant(torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], 0.1))],
+    ),
+}
+
+
+def constant(optimizer):
+    return torch.optim.lr_scheduler.ConstantLR(optimizer)
+
+
+def add_optimizers():
+    for name, make in SCHEDULERS.items():
+        CASES[f"optimizer {name}"] = lambda loop, m=make: fit(loop, configured(m))
+
+
+@case
+def optimizer_step_without_closure(loop):
+    fit(loop, changed(optimizer_step=lambda self, *args: None))
+
+
+# Data
+
+
+class Stream(IterableDataset):
+    def __iter__(self):
+        return iter(TensorDataset(torch.zeros(8, 8), torch.zeros(8, dtype=torch.long)))
+
+
+class StreamWithLength(Stream):
+    def __len__(self):
+        return 8
+
+
+DATA = {
+    "no length and a fraction": lambda: (DataLoader(Stream(), 2), {"val_check_interval": 0.5}),
+    "no length and a limit": lambda: (DataLoader(Stream(), 2), {"limit_train_batches": 0.5}),
+    "interval over the length": lambda: (make_loader(), {"val_check_interval": 1000}),
+    "a stream with a length": lambda: (DataLoader(StreamWithLength(), 2), {}),
+    "a stream with a length and workers": lambda: (
+        DataLoader(StreamWithLength(), 2, num_workers=2),
+        {},
+    ),
+    "sequential": lambda: (CombinedLoader([make_loader()], "sequential"), {}),
+    "empty": lambda: (DataLoader(TensorDataset(torch.zeros(0, 8))), {}),
+    "a number": lambda: (3, {}),
+    "None": lambda: ([None, None], {}),
+    "shuffled overfit": lambda: (make_loader(shuffle=True), {"overfit_batches": 2}),
+    "too few for a row": lambda: (make_loader(), {"log_every_n_steps": 1000, "logger": True}),
+}
+
+
+def add_data():
+    for name, make in DATA.items():
+
+        def run(loop, make=make):
+            train, options = make()
+            fit(loop, train=train, val=make_loader(), **options)
+
+        CASES[f"data {name}"] = run
+
+
+@case
+def shuffled_validation(loop):
+    fit(loop, val=make_loader(shuffle=True))
+
+
+@case
+def loader_and_datamodule(loop):
+    fit(loop, given={"datamodule": pl.LightningDataModule()})
+
+
+@case
+def no_loader(loop):
+    loop(max_epochs=1, **SILENT).fit(Classifier())
+
+
+@case
+def no_predict_step(loop):
+    fit(loop, without("predict_step"), call="predict")
+
+
+@case
+def validate_without_model(loop):
+    loop(**SILENT).validate(dataloaders=make_loader())
+
+
+@case
+def predict_returns_none(loop):
+    fit(loop, changed(predict_step=lambda self, batch, batch_idx: None), call="predict")
+
+
+@case
+def datamodule_and_module_have_hook(loop):
+    class Data(pl.LightningDataModule):
+        def train_dataloader(self):
+            return make_loader()
+
+        def on_after_batch_transfer(self, batch, dataloader_idx):
+            return batch
+
+    model = changed(on_after_batch_transfer=Data.on_after_batch_transfer)
+    loop(max_epochs=1, logger=False, enable_checkpointing=False, **SILENT).fit(
+        model, datamodule=Data()
+    )
+
+
+# Callbacks and checkpoints
+
+CALLBACKS = {
+    "two bars": lambda: [callbacks.TQDMProgressBar(), callbacks.RichProgressBar()],
+    "a bar that is disabled": lambda: [callbacks.TQDMProgressBar()],
+    "two of a kind with state": lambda: [Counter(), Counter()],
+    "early stopping of an unknown metric": lambda: [callbacks.EarlyStopping("other")],
+    "early stopping of an unknown metric, lenient": lambda: [
+        callbacks.EarlyStopping("other", strict=False)
+    ],
+    "a checkpoint of an unknown metric": lambda: [callbacks.ModelCheckpoint(monitor="other")],
+    "a learning rate monitor without a logger": lambda: [callbacks.LearningRateMonitor()],
+    "a timer and max_time": lambda: [callbacks.Timer("00:00:01:00")],
+}
+
+
+class Counter(callbacks.Callback):
+    def state_dict(self):
+        return {"count": 1}
+
+
+def add_callbacks():
+    for name, make in CALLBACKS.items():
+        options = {"enable_checkpointing": True} if "checkpoint" in name else {}
+        options |= {"enable_progress_bar": True} if name == "two bars" else {}
+        options |= {"max_time": "00:00:01:00"} if "timer" in name else {}
+        options |= {"enable_checkpointing": True} if "two of" in name else {}
+        CASES[f"callbacks {name}"] = lambda loop, m=make, o=options: fit(
+            loop, val=make_loader(), callbacks=m(), **o
+        )
+
+
+@case
+def checkpoint_callback_that_is_disabled(loop):
+    fit(loop, callbacks=[callbacks.ModelCheckpoint()], enable_checkpointing=False)
+
+
+@case
+def save_before_fit(loop):
+    loop(**SILENT).save_checkpoint("a.ckpt")
+
+
+@case
+def missing_checkpoint(loop):
+    fit(loop, given={"ckpt_path": "missing.ckpt"})
+
+
+def saved(loop, **options):
+    trained = fit(loop, **options)
+    trained.save_checkpoint("saved.ckpt", weights_only=options.get("weights_only", False))
+    return "saved.ckpt"
+
+
+@case
+def checkpoint_of_a_longer_run(loop):
+    fit(loop, given={"ckpt_path": saved(loop, max_epochs=3)})
+
+
+@case
+def checkpoint_of_weights(loop):
+    trained = fit(loop)
+    trained.save_checkpoint("weights.ckpt", weights_only=True)
+    fit(loop, max_epochs=2, given={"ckpt_path": "weights.ckpt"})
+
+
+@case
+def checkpoint_of_another_model(loop):
+    class Other(Classifier):
+        def __init__(self):
+            super().__init__()
+            self.other = torch.nn.Linear(2, 2)
+
+    fit(loop, Other(), max_epochs=2, given={"ckpt_path": saved(loop)})
+
+
+@case
+def checkpoint_with_a_missing_callback(loop):
+    path = saved(loop, callbacks=[Counter()])
+    fit(loop, max_epochs=2, given={"ckpt_path": path})
+
+
+@case
+def best_without_checkpoints(loop):
+    trained = fit(loop)
+    trained.validate(Classifier(), make_loader(), ckpt_path="best")
+
+
+@case
+def min_epochs_are_not_met(loop):
+    class Stops(callbacks.Callback):
+        def on_train_batch_end(self, trainer, *args):
+            trainer.should_stop = True
+
+    fit(loop, callbacks=[Stops()], min_epochs=2, max_epochs=3)
+
+
+@case
+def max_epochs_are_not_given(loop):
+    fit(loop, max_epochs=None, max_time={"seconds": 0})
+
+
+@case
+def deterministic_and_benchmark(loop):
+    fit(loop, deterministic=True, benchmark=True)
+    torch.use_deterministic_algorithms(False)
+
+
+@case
+def half_precision_on_a_cpu(loop):
+    fit(loop, precision="16-mixed")
+
+
+@case
+def anomaly_detection(loop):
+    fit(loop, detect_anomaly=True)
+
+
+for add in (add_options, add_models, add_logs, add_optimizers, add_data, add_callbacks):
+    add()
+
+# Comparison
+
+
+# The cases that differ on purpose. docs/differences.md lists them, too.
+ON_PURPOSE = [
+    ("model_is_no_module|no_loader", "plain modules and objects are models, too"),
+    ("half_precision_on_a_cpu|option devices=.*", "Fabric's message, with its own name"),
+    ("option (barebones|unknown_option).*|log an unknown argument", "names FabricLoop"),
+    ("data sequential", "several loaders one after the other are supported"),
+    ("optimizer a scheduler of another class", "an error before training"),
+    ("data empty", "names the loader instead of CombinedLoader"),
+    ("data too few for a row", "metrics.csv has a row for each epoch"),
+]
+# Warnings of torch, and messages about the machine.
+NOISE = re.compile(r"`isinstance\(treespec|GPU available|TPU available|HPU available|💡|Handling")
+
+
+@dataclass
+class Messages:
+    """The error and the warnings of a call."""
+
+    error: BaseException | None = None
+    warnings: list[str] = field(default_factory=list)
+
+
+class Records(logging.Handler):
+    """Collects the messages that Lightning logs."""
+
+    def __init__(self):
+        super().__init__()
+        self.lines = []
+
+    def emit(self, record):
+        self.lines.append(record.getMessage())
+
+
+def listen(run, loop):
+    found, records = Messages(), Records()
+    for module in list(sys.modules.values()):
+        # Lightning shows some warnings once in a process.
+        if isinstance(vars(module).get("warning_cache"), WarningCache):
+            module.warning_cache.clear()
+    names = (
+        "lightning.pytorch",
+        "lightning.fabric",
+        "fabric_template",
+        "lightning.pytorch.utilities.rank_zero",
+    )
+    for name in names:
+        logging.getLogger(name).addHandler(records)
+    with warnings.catch_warnings(record=True) as caught, tempfile.TemporaryDirectory() as folder:
+        warnings.simplefilter("always")
+        place = os.getcwd()
+        os.chdir(folder)
+        try:
+            with (
+                contextlib.redirect_stdout(io.StringIO()),
+                contextlib.redirect_stderr(io.StringIO()),
+            ):
+                run(loop)
+        except (Exception, SystemExit) as error:
+            found.error = error
+        finally:
+            os.chdir(place)
+            for name in names:
+                logging.getLogger(name).removeHandler(records)
+    found.warnings = list(dict.fromkeys([*(str(w.message) for w in caught), *records.lines]))
+    return found
+
+
+def start_of(text, number):
+    return " ".join(re.findall(r"\w+", text)[:number])
+
+
+def compare(name, show=False):
+    """Return the differences between the messages of Trainer and FabricLoop. Print them."""
+    trainer, ours = (listen(CASES[name], loop) for loop in (pl.Trainer, FabricLoop))
+    found = []
+    if ours.error is None or trainer.error is None:
+        if ours.error is not trainer.error:
+            found.append(
+                f"only {'Trainer' if ours.error is None else 'FabricLoop'} raises an error"
+            )
+    elif not isinstance(ours.error, type(trainer.error)):
+        found.append("the class of the error")
+    elif start_of(str(ours.error), 4) != start_of(str(trainer.error), 4):
+        found.append("the text of the error")
+    texts = [start_of(text, 5) for text in ours.warnings]
+    if ours.error is None:
+        # An error of FabricLoop may come before a warning.
+        missing = [text for text in trainer.warnings if start_of(text, 5) not in texts]
+        found += [f"without the warning: {text}" for text in missing if not NOISE.match(text)]
+    reason = next((why for names, why in ON_PURPOSE if re.fullmatch(names, name)), "")
+    if name.startswith("option ") and str(ours.error).startswith(name[7:].split("=")[0] + ": got"):
+        reason = "an error of an option names the option, the value and what is expected"
+    if show or (found and not reason):
+        print(f"\n{name}: {' '.join('; '.join(found).split())[:200] or 'the same'}")
+        print(f"  reason:  {reason}" if reason else "")
+        for loop, messages in (("Trainer", trainer), ("ours", ours)):
+            print(f"  {loop:8}{type(messages.error).__name__}: {start_of(str(messages.error), 20)}")
+    return found, reason
+
+
+def main():
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--all", action="store_true")
+    parser.add_argument("--only", default="")
+    arguments = parser.parse_args()
+    names = [name for name in CASES if arguments.only in name]
+    found = [compare(name, arguments.all) for name in names]
+    differing = [reason for differences, reason in found if differences]
+    unexplained = differing.count("")
+    print(f"{len(names)} cases, {len(differing)} differ, {unexplained} of these without a reason")
+    sys.exit(unexplained > 0)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,17 @@
+"""Errors and warnings are those of Trainer: their class and their text."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+SCRIPT = Path(__file__).parents[2] / "soak" / "trainer_messages.py"
+
+
+@pytest.mark.parametrize("kind", ["log ", "optimizer ", "manual"])
+def test_messages_differ_only_for_known_reasons(kind):
+    command = [sys.executable, SCRIPT, "--only", kind]
+    finished = subprocess.run(command, capture_output=True, text=True)
+    assert finished.returncode == 0, finished.stdout + finished.stderr
+    assert "0 of these without a reason" in finished.stdout
