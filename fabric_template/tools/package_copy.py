@@ -199,9 +199,10 @@ def run_git(folder: str | Path, *args: str) -> subprocess.CompletedProcess[bytes
 
 
 def read_files(folder: Path) -> Files:
-    """Read the Python files and the license of a folder, except hidden files."""
+    """Read the Python files, the license and the page of `runs`, except hidden files."""
     files = {}
-    for path in sorted([*folder.rglob("*.py"), *folder.glob("LICENSE")]):
+    pages = folder.glob("tools/*.html")
+    for path in sorted([*folder.rglob("*.py"), *folder.glob("LICENSE"), *pages]):
         name = path.relative_to(folder)
         if not any(part.startswith(".") for part in name.parts):
             files[name.as_posix()] = read_file(path)

@@ -146,17 +146,11 @@ def load_runs(logs: Any, seeds: bool) -> list[Run]:
 
 def read_runs(path: Path, seeds: bool) -> list[Run]:
     """Read runs from a file or folder. Join runs of the same name that differ only in the seed."""
-    import pandas as pd
-
-    runs: dict[str, Run] = {}
     if not path.exists():
         raise ValueError(f"plot_logs: got {str(path)!r}, expected a folder or a CSV file.")
+    runs: dict[str, Run] = {}
     all_found = find_runs(path)
-    files = Counter(found["file"] for found in all_found)
-    for found in all_found:
-        table = pd.DataFrame(found["rows"])
-        if files[found["file"]] == 1:
-            table.attrs["file"] = found["file"]
+    for found, table in zip(all_found, make_tables(all_found), strict=True):
         label = group = found["label"]
         changed = dict(found["changed"])
         if seeds and changed.pop("seed", None) is not None and len(table):
@@ -169,6 +163,18 @@ def read_runs(path: Path, seeds: bool) -> list[Run]:
     if not runs:
         raise ValueError(f"plot_logs: got {str(path)!r}, expected a folder with a metrics.csv.")
     return list(runs.values())
+
+
+def make_tables(found: Sequence[Mapping[str, Any]]) -> list[pd.DataFrame]:
+    """Return a table for each run of `find_runs`, with its file if the file has no other run."""
+    import pandas as pd
+
+    files = Counter(run["file"] for run in found)
+    tables = [pd.DataFrame(run["rows"]) for run in found]
+    for run, table in zip(found, tables, strict=True):
+        if files[run["file"]] == 1:
+            table.attrs["file"] = run["file"]
+    return tables
 
 
 def choose_x(tables: list[pd.DataFrame], x: str | None) -> str:
@@ -211,10 +217,14 @@ def read_steps(table: pd.DataFrame) -> pd.DataFrame:
     file = table.attrs.get("file")
     if file is None:
         return table
+    has_own_file = file.with_name("steps.csv").is_file()
+    if not has_own_file and find_axis(table, "epoch") is None:
+        # Without epochs, the table already has a row per step.
+        return table
     steps = read_logs(file, steps=True)
     if find_axis(steps, "step") != find_axis(table, "step"):
         return table
-    if not file.with_name("steps.csv").is_file():
+    if not has_own_file:
         return steps
     # If metrics.csv and steps.csv have the same column, use steps.csv, which has more rows.
     others = table[["step", *table.columns.difference(steps.columns)]]
@@ -247,11 +257,10 @@ def name_axis(runs: list[Run], x: str) -> str:
     return "seconds of training" if x == "time" else names.pop() if len(names) == 1 else x
 
 
-def choose_metrics(runs: list[Run], x: str, wanted: Sequence[str] | None) -> list[Metric]:
-    """Return the metrics to draw, in the order losses, accuracies, other metrics, learning rates."""
+def find_metrics(runs: list[Run], x: str) -> tuple[list[Metric], list[Metric]]:
+    """Return the numeric columns of runs, and those of them that are metrics."""
     tables = [table for run in runs for table in run.tables]
-    names = list(dict.fromkeys(str(name) for table in tables for name in table))
-    known = f"expected one of the columns {', '.join(names) or '(none)'}"
+    names = dict.fromkeys(str(name) for table in tables for name in table)
     numeric = {
         name for table in tables for name in table.select_dtypes("number").dropna(axis=1, how="all")
     }
@@ -260,6 +269,14 @@ def choose_metrics(runs: list[Run], x: str, wanted: Sequence[str] | None) -> lis
     if x != "step":
         # Skip "<name>_step", which Lightning logs in addition to the mean of the epoch.
         metrics = [metric for metric in metrics if not metric.column.endswith("_step")] or metrics
+    return columns, metrics
+
+
+def choose_metrics(runs: list[Run], x: str, wanted: Sequence[str] | None) -> list[Metric]:
+    """Return the metrics to draw, in the order losses, accuracies, other metrics, learning rates."""
+    columns, metrics = find_metrics(runs, x)
+    names = dict.fromkeys(str(name) for run in runs for table in run.tables for name in table)
+    known = f"expected one of the columns {', '.join(names) or '(none)'}"
     chosen = [metric for metric in metrics if metric.kind in ("loss", "accuracy")]
     if wanted is not None:
         chosen = []
@@ -275,8 +292,12 @@ def choose_metrics(runs: list[Run], x: str, wanted: Sequence[str] | None) -> lis
     if not chosen:
         hint = f"Write metrics=[{metrics[0].column!r}]." if metrics else "None of them has numbers."
         raise ValueError(f"metrics: got nothing to draw, {known}. {hint}")
+    return sort_metrics(chosen)
+
+
+def sort_metrics(metrics: Sequence[Metric]) -> list[Metric]:
     order = {"loss": 0, "accuracy": 1, "learning rate": 3}
-    return sorted(dict.fromkeys(chosen), key=lambda m: (order.get(m.kind, 2), m.split != "train"))
+    return sorted(dict.fromkeys(metrics), key=lambda m: (order.get(m.kind, 2), m.split != "train"))
 
 
 def add_splits(metrics: list[Metric]) -> list[Metric]:

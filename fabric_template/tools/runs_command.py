@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import base64
 import os
 import shutil
 import sys
@@ -12,24 +11,10 @@ from datetime import timedelta
 from pathlib import Path
 
 from ..metric_names import is_metric, parse_metric
-from .plots import render_picture
 from .runs import Run, differing_options, find_best, find_runs, read_run
+from .runs_page import write_page
 
 HEADER = ("run", "state", "epochs", "metric", "best", "epoch", "trained", "changed")
-# A click on a header sorts the HTML table by the column. A second click reverses the order.
-SORT_SCRIPT = """<script>
-const body = document.querySelector("tbody");
-document.querySelectorAll("th").forEach((header, column) => {
-  let direction = -1;
-  header.onclick = () => {
-    direction = -direction;
-    const text = row => row.cells[column].textContent;
-    const compare = (a, b) => a - b || a.localeCompare(b, undefined, {numeric: true});
-    body.append(...[...body.rows].sort((a, b) => direction * compare(text(a), text(b))));
-  };
-});
-</script>
-"""
 
 
 def runs_command(
@@ -49,7 +34,8 @@ def runs_command(
     if action == "diff":
         print(format_table(diff_runs(*map(find_run, folders))))
         return 0
-    runs = find_runs(folders[0] if folders else "logs", metric, mode)
+    folder = folders[0] if folders else "logs"
+    runs = find_runs(folder, metric, mode)
     names = dict.fromkeys(name for run in runs for name in run["rows"] if is_metric(name))
     if metric is not None and metric not in names:
         expected = ", ".join(names) or "a logged metric"
@@ -57,7 +43,7 @@ def runs_command(
     if action == "best":
         print_best(runs)
     elif html is not None:
-        write_page(runs, metric, Path(html))
+        write_page(runs, metric, Path(html), folder)
     else:
         print(wrap_table([HEADER, *map(to_cells, runs)]))
     return 0
@@ -165,17 +151,3 @@ def find_checkpoints(run: Run) -> list[Path]:
         if epoch == run["best_epoch"] and is_same_step:
             found.append(path)
     return found
-
-
-def write_page(runs: Sequence[Run], metric: str | None, path: Path) -> None:
-    import pandas as pd
-
-    picture = render_picture([run["folder"] for run in runs if len(run["rows"])], metrics=metric)
-    data = base64.b64encode(picture).decode()
-    with pd.option_context("display.max_colwidth", None):
-        table = pd.DataFrame([to_cells(run) for run in runs], columns=HEADER).to_html(index=False)
-    image = f'<img alt="Curves of the runs" width="100%" src="data:image/png;base64,{data}">'
-    head = '<!doctype html>\n<meta charset="utf-8">\n<title>Runs</title>\n'
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(f"{head}{image}\n{table}\n{SORT_SCRIPT}", "utf-8", "replace")
-    print(f"page        {path}: {len(runs)} runs")

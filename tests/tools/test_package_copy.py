@@ -20,6 +20,7 @@ PACKAGE = {
     "loop.py": LOOP,
     "mini.py": MINI,
     "data/tensors.py": "tensors\n",
+    "tools/runs_page.html": "<!doctype html>\n",
 }
 
 
@@ -223,3 +224,12 @@ def test_the_commands_of_the_page_with_the_real_package(tmp_path, monkeypatch, c
     assert "merged      train_loop.py\n" in capsys.readouterr().out
     assert "NEW = True\n" in mini.read_text()
     assert Path("my_project/training/mini.py").read_text().endswith("NEW = True\n")
+
+
+def test_a_wheel_has_each_file_of_the_package():
+    tomllib = pytest.importorskip("tomllib")
+    settings = tomllib.loads(Path(REPOSITORY, "pyproject.toml").read_text())["tool"]["setuptools"]
+    package = REPOSITORY / "fabric_template"
+    included = {path for pattern in settings["package-data"][package.name] for path in package.glob(pattern)}
+    files = {path for path in package.rglob("*") if path.is_file() and path.suffix not in (".py", ".pyc")}
+    assert files == included

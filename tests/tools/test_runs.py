@@ -1,8 +1,6 @@
-"""list_runs and the command `runs`: list, diff, best and the page."""
+"""list_runs and the command `runs`: list, diff and best."""
 
 import contextlib
-import html
-import re
 import subprocess
 import sys
 from pathlib import Path
@@ -15,7 +13,6 @@ from fabric_template import CSVLogger, list_runs
 from fabric_template.checkpoint.run_folders import RunFolders
 from fabric_template.config import LoopConfig
 from fabric_template.tools.cli import main
-from fabric_template.tools.runs_command import SORT_SCRIPT
 
 HOSTILE = "\x1b[2J</td><script>alert('x')<!--"
 
@@ -299,18 +296,9 @@ def test_best_of_runs_with_several_monitors_needs_a_metric(capsys):
     assert run_command(capsys, "best", "--metric", "val_acc")[1].startswith("best        val_acc 0.7 in epoch 1\n")
 
 
-# ---- the page
+# ---- names of others
 
 
-def test_names_of_others_control_neither_the_terminal_nor_the_page(capsys):
+def test_names_of_others_do_not_control_the_terminal(capsys):
     make_run(hparams={HOSTILE: HOSTILE})
-    make_run(version=1, rows=0)
-    make_run("<b>")
     assert "\x1b" not in run_command(capsys)[1]
-    assert run_command(capsys, "--html", "runs.html")[:2] == (0, "page        runs.html: 3 runs\n")
-    page = Path("runs.html").read_text()
-    assert page.endswith(SORT_SCRIPT)
-    page = page.removesuffix(SORT_SCRIPT)
-    assert (page.count("<script"), page.count("<tr"), page.count("data:image/png;base64,")) == (0, 4, 1)
-    assert html.escape(f"{HOSTILE}={HOSTILE}", quote=False) in page
-    assert re.findall(r"https?:|@import|<link|<b>|(?:src|href)=(?!\"data:)", page) == []

@@ -1,0 +1,220 @@
+"""Write the page of `runs --html`: one file with the table and the curves of the runs."""
+
+from __future__ import annotations
+
+import html
+import json
+import math
+import re
+from collections import Counter
+from collections.abc import Sequence
+from contextlib import suppress
+from datetime import timedelta
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from ..metric_names import Metric
+from . import plots
+from .runs import Run, best_mode
+
+if TYPE_CHECKING:
+    import numpy as np
+
+TEMPLATE = Path(__file__).with_name("runs_page.html")
+MOST_POINTS = 60_000  # These points of all curves need about a megabyte.
+MOST_OPTIONS = 8  # Of more options that differ, write all into one column.
+
+
+def write_page(runs: Sequence[Run], metric: str | None, path: Path, source: str) -> None:
+    """Write the table and the curves of runs into a file that needs no other file."""
+    data = make_panels(runs, metric)
+    columns, rows = make_table(runs, data)
+    # In a script, "<" could start a tag such as "</script>".
+    script = json.dumps(data, separators=(",", ":")).replace("<", "\\u003c")
+    parts = {
+        "title": html.escape(f"Runs in {source}"),
+        "summary": html.escape(summarize(runs, data)),
+        "header": "".join(
+            f'<th scope="col"><button>{html.escape(column)}</button></th>' for column in columns
+        ),
+        "rows": "\n".join(rows),
+        "data": script,
+    }
+    page = TEMPLATE.read_text("utf-8")
+    page = re.sub(r"<!-- (\w+) -->", lambda match: parts[match[1]], page)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(page, "utf-8", "replace")
+    print(f"page        {path}: {len(runs)} runs")
+
+
+def summarize(runs: Sequence[Run], data: dict[str, Any]) -> str:
+    """Describe in a line how many runs there are, the best run, and how many points are drawn."""
+    texts = [f"{len(runs)} run{'' if len(runs) == 1 else 's'}"]
+    ranking = rank_runs(runs)
+    modes = {run["mode"] for run in runs if run["best"] is not None}
+    if len({run["metric"] for run in runs if run["rows"]}) == 1 and len(modes) == 1:
+        best = runs[ranking[0]]
+        texts.append(f"best {best['metric']}: {best['best']:.5g} of {best['label']}")
+    if data["thinned"]:
+        most, points = data["thinned"]
+        texts.append(
+            f"curves of up to {most:,} values are drawn with {points:,} of them, which include the"
+            " smallest and the largest value of each section"
+        )
+    return "; ".join(texts) + "."
+
+
+def rank_runs(runs: Sequence[Run]) -> list[int]:
+    """Return the numbers of the runs, sorted by the best value of the most frequent metric."""
+    counts = Counter(run["metric"] for run in runs if run["best"] is not None)
+    ranking = next((metric for metric, _ in counts.most_common(1)), None)
+
+    def key(number: int) -> tuple[bool, float]:
+        run = runs[number]
+        if run["best"] is None or run["metric"] != ranking:
+            return True, 0.0
+        return False, -run["best"] if run["mode"] == "max" else run["best"]
+
+    return sorted(range(len(runs)), key=key)
+
+
+def make_table(runs: Sequence[Run], data: dict[str, Any]) -> tuple[list[str], list[str]]:
+    """Return the names of the columns, and the rows as HTML."""
+    options = list(dict.fromkeys(name for run in runs for name in run["changed"]))
+    if len(options) > MOST_OPTIONS:
+        options = []
+    axis = "step" if data["x"] == "step" else "epoch"
+    columns = ["name", "version", "state", "epochs", "metric", "best", f"at {axis}", "time"]
+    columns += options
+    if not options and any(run["changed"] for run in runs):
+        columns.append("changed")
+    rows = []
+    for number, run in enumerate(runs):
+        best = run["best"]
+        cells = [
+            (run["name"], None),
+            (run["version"], None),
+            (run["state"], None),
+            (run["epochs"], None),
+            (run["metric"], None),
+            ("" if best is None else f"{best:.5g}", best),
+            (run[f"best_{axis}"], None),
+            (timedelta(seconds=round(run["seconds"])), run["seconds"]),
+            *((run["changed"].get(option), None) for option in options),
+        ]
+        if len(columns) > len(cells):
+            changed = (f"{option}={value}" for option, value in run["changed"].items())
+            cells.append((", ".join(changed), None))
+        named = zip(columns, cells, strict=True)
+        written = "".join(make_cell(column, *cell) for column, cell in named)
+        rows.append(f'<tr data-run="{number}">{written}</tr>')
+    return columns, rows
+
+
+def make_cell(column: str, value: Any, order: Any) -> str:
+    """Return a cell of the table. A number, also in a text, is the order of its row."""
+    text = "" if value is None else str(value)
+    shown = f"{value:.6g}" if isinstance(value, float) else text
+    number = math.nan
+    with suppress(TypeError, ValueError):
+        number = math.nan if isinstance(value, bool) else float(value if order is None else order)
+    label = html.escape(column)
+    if math.isnan(number):
+        return f'<td data-label="{label}">{html.escape(shown)}</td>'
+    order = f"{number!r}".replace("inf", "Infinity")
+    return (
+        f'<td data-label="{label}" data-order="{order}" title="{html.escape(text)}">'
+        f"{html.escape(shown)}</td>"
+    )
+
+
+def make_panels(runs: Sequence[Run], metric: str | None) -> dict[str, Any]:
+    """Return the panels of the page with the points of their curves, as plain data."""
+    drawn: dict[int, plots.Run] = {}
+    for number, table in enumerate(plots.make_tables(runs)):
+        if len(table):
+            drawn[number] = plots.Run("", [table], runs[number]["options"])
+    styles = [*range(len(runs))]
+    if len(runs) > plots.MOST_COLORED:
+        # The best runs have a color.
+        for style, number in enumerate(rank_runs(runs)):
+            styles[number] = style
+    data: dict[str, Any] = {"x": "epoch", "thinned": None, "panels": [], "styles": styles}
+    data["labels"] = [run["label"] for run in runs]
+    if not drawn:
+        return data
+    x = plots.choose_x([run.tables[0] for run in drawn.values()], None)
+    for run in drawn.values():
+        run.tables = [plots.prepare_table(run.tables[0], x)]
+    _, metrics = plots.find_metrics([*drawn.values()], x)
+    main = {found.quantity.lower() for found in metrics if found.kind in ("loss", "accuracy")}
+    ranked = {run["metric"] for run in runs} if metric is None else {metric}
+    main |= {found.quantity.lower() for found in metrics if found.column in ranked}
+    panels: dict[str, dict[str, Any]] = {}
+    for found in plots.sort_metrics(metrics):
+        key = found.quantity.lower()
+        new = {"title": found.quantity, "is_main": key in main, "curves": []}
+        panel = panels.setdefault(key, new)
+        for number, run in drawn.items():
+            panel["curves"] += make_curves(number, run, found, x)
+    data |= {"x": plots.name_axis([*drawn.values()], x), "panels": [*panels.values()]}
+    data["thinned"] = thin_curves([curve for panel in panels.values() for curve in panel["curves"]])
+    return data
+
+
+def make_curves(number: int, run: plots.Run, metric: Metric, x: str) -> list[dict[str, Any]]:
+    """Return the curve of a metric. Values of single steps have a second one, their average."""
+    import numpy as np
+    import pandas as pd
+
+    (table,) = run.tables
+    if not {x, metric.column} <= set(table):
+        return []
+    columns = table[[x, metric.column]].apply(pd.to_numeric, errors="coerce").astype(float)
+    columns = columns[np.isfinite(columns).all(axis=1)]
+    if not len(columns):
+        return []
+    places, values = columns[x].to_numpy(), columns[metric.column]
+    curve = {"run": number, "column": metric.column, "split": metric.split or "validation"}
+    curves = [curve | {"x": places, "y": values.to_numpy()}]
+    mode = best_mode(metric.column, run.options)
+    if plots.has_raw_steps(table, metric, x) and len(values) > 50:
+        average = {"x": places, "y": plots.average_steps(values), "is_average": True}
+        curves.append(curve | average)
+        curves[0]["split"] = "raw"
+    elif mode is not None and metric.split != "train":
+        best = int(values.argmin() if mode == "min" else values.argmax())
+        curves[0]["best"] = [shorten(places[best]), shorten(values.iloc[best])]
+    return curves
+
+
+def thin_curves(curves: list[dict[str, Any]]) -> list[int] | None:
+    """Thin curves in place, and convert their points to lists.
+
+    Returns:
+        The number of points of the longest curve, and of a thinned one. None if all are complete.
+    """
+    most = max(20, MOST_POINTS // max(1, len(curves)))
+    longest = max((len(curve["x"]) for curve in curves), default=0)
+    for curve in curves:
+        places = thin(curve["y"], most)
+        curve["x"] = [shorten(curve["x"][place]) for place in places]
+        curve["y"] = [shorten(curve["y"][place]) for place in places]
+    return [longest, most] if longest > most else None
+
+
+def thin(values: np.ndarray, most: int) -> list[int]:
+    """Return the places of at most `most` values: each section keeps its smallest and largest."""
+    import numpy as np
+
+    if len(values) <= most:
+        return list(range(len(values)))
+    places = {0, len(values) - 1}
+    for section in np.array_split(np.arange(len(values)), max(1, (most - 2) // 2)):
+        places |= {int(section[choose(values[section])]) for choose in (np.argmin, np.argmax)}
+    return sorted(places)
+
+
+def shorten(value: float) -> float:
+    """Return a number that needs few characters: six digits, or an integer."""
+    return int(value) if value == int(value) and abs(value) < 1e15 else float(f"{value:.6g}")

@@ -1,0 +1,196 @@
+"""The page of `runs --html`: its table, its curves, and names that contain HTML."""
+
+import json
+import math
+import re
+from html.parser import HTMLParser
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from fabric_template import CSVLogger
+from fabric_template.tools.cli import main
+from fabric_template.tools.runs_page import MOST_POINTS, thin
+
+FOLDER = Path(__file__).parent / "logs_of_tools"
+HOSTILE = "\x1b[2J</td></script><script>alert('x')<!-- data --><!--\u2028&amp;\"'"
+
+
+class PageParser(HTMLParser):
+    """Collect the tags of a page, the cells of its table, and its data."""
+
+    def __init__(self, text):
+        super().__init__()
+        self.tags, self.headers, self.rows, self.place = [], [], [], None
+        self.data = ""
+        self.feed(text)
+        self.data = json.loads(self.data)
+
+    def handle_starttag(self, tag, attributes):
+        attributes = dict(attributes)
+        self.tags.append(tag)
+        self.place = "data" if attributes.get("id") == "data" else tag
+        if tag == "tr" and "data-run" in attributes:
+            self.rows.append([])
+        elif tag == "td":
+            self.rows[-1].append(["", attributes.get("data-order")])
+
+    def handle_endtag(self, tag):
+        self.place = None
+
+    def handle_data(self, text):
+        if self.place == "td":
+            self.rows[-1][-1][0] += text
+        elif self.place == "button" and not self.rows:
+            self.headers.append(text)
+        elif self.place == "data":
+            self.data += text
+
+
+def write_run(name="digits", version=0, rows=3, hparams=None, **columns):
+    logger = CSVLogger("logs", name=name, version=version)
+    logger.log_hyperparams({"hparams": hparams or {}, "config": {"monitor": "val_loss"}})
+    for i in range(rows):
+        row = {"epoch": i, "step": 10 * (i + 1), "train_loss": 2.0, "val_loss": 1 / (i + 1), "time": 30}
+        logger.log_epoch(row | {name: values[i] for name, values in columns.items()})
+    return logger
+
+
+def make_page(*arguments):
+    assert main(["runs", *arguments, "--html", "pages/runs.html"]) == 0
+    return PageParser(Path("pages/runs.html").read_text("utf-8"))
+
+
+def column(page, name):
+    place = page.headers.index(name) - 1
+    return [row[place] for row in page.rows]
+
+
+def curves(page, title):
+    (panel,) = [panel for panel in page.data["panels"] if panel["title"] == title]
+    return {(curve["run"], curve["column"]): curve for curve in panel["curves"]}
+
+
+def test_a_page_has_a_row_per_run_and_a_panel_per_quantity(capsys):
+    write_run(hparams={"lr": 1e-05, "layers": [1, 2]}, val_acc=[0.1, 0.5, 0.4], lr=[3.0, 2.0, 1.0])
+    write_run(version=10, rows=2, hparams={"lr": 0.1}, val_acc=[0.1, 0.7], lr=[3.0, 2.0])
+    page = make_page()
+    assert capsys.readouterr().out == "page        pages/runs.html: 2 runs\n"
+    names = ["name", "version", "state", "epochs", "metric", "best", "at epoch", "time", "layers", "lr"]
+    assert sorted(page.headers[1:]) == sorted(names)
+    assert column(page, "version") == [["0", "0.0"], ["10", "10.0"]]
+    assert column(page, "best") == [["0.33333", f"{1 / 3}"], ["0.5", "0.5"]]
+    assert column(page, "at epoch") == [["2", "2.0"], ["1", "1.0"]]
+    assert column(page, "time") == [["0:01:30", "90.0"], ["0:01:00", "60.0"]]
+    assert column(page, "lr") == [["1e-05", "1e-05"], ["0.1", "0.1"]]
+    assert column(page, "layers") == [["[1, 2]", None], ["", None]]
+    panels = [(panel["title"], panel["is_main"]) for panel in page.data["panels"]]
+    assert panels == [("loss", True), ("acc", True), ("lr", False)]
+    assert (page.data["x"], page.data["thinned"]) == ("epoch", None)
+    assert page.data["labels"] == ["digits/version_0", "digits/version_10"]
+    losses = curves(page, "loss")
+    assert {key: curve["split"] for key, curve in losses.items()} == {
+        (run, f"{split}_loss"): name for run in (0, 1) for split, name in (("train", "train"), ("val", "validation"))
+    }
+    assert (losses[1, "val_loss"]["x"], losses[1, "val_loss"]["y"]) == ([0, 1], [1, 0.5])
+    assert curves(page, "acc")[0, "val_acc"]["best"] == [1, 0.5]
+
+
+def test_names_of_others_are_text_in_the_page():
+    write_run(hparams={HOSTILE: HOSTILE, "path": "https://example.com"}, **{f"val_{HOSTILE}": [1.0, 2.0, 3.0]})
+    write_run(version=1)
+    write_run("<b>", rows=0)
+    page = make_page()
+    text = Path("pages/runs.html").read_text("utf-8")
+    assert (page.tags.count("script"), page.tags.count("b")) == (2, 0)
+    assert column(page, HOSTILE) == [["", None], [HOSTILE, None], ["", None]]
+    drawn = [curve["column"] for panel in page.data["panels"] for curve in panel["curves"]]
+    assert f"val_{HOSTILE}" in drawn
+    assert "<b>" in [row[0][0] for row in page.rows]
+    assert re.findall(r"@import|url\(|(?:src|href)=(?!\"data:)", text) == []
+    assert text.count("https:") == text.count("https://example.com")
+
+
+def test_many_options_share_a_column():
+    for version in (0, 1):
+        write_run(version=version, hparams={f"option_{i}": version for i in range(20)})
+    page = make_page()
+    assert page.headers[-1] == "changed"
+    assert column(page, "changed")[1][0].startswith("option_0=1, option_1=1, ")
+
+
+def test_runs_with_and_without_finite_values():
+    write_run(val_loss=[math.nan, math.inf, -math.inf], train_loss=[math.inf, 2.0, math.nan])
+    write_run(version=1, rows=0)
+    page = make_page()
+    assert column(page, "best") == [["", None], ["", None]]
+    (curve,) = curves(page, "loss").values()
+    assert (curve["x"], curve["y"]) == ([1], [2])
+
+
+@pytest.mark.parametrize("rows", [None, 0])
+def test_a_page_without_curves(rows):
+    Path("logs").mkdir()
+    if rows is not None:
+        write_run(rows=rows)
+    page = make_page()
+    assert (len(page.rows), page.data["panels"]) == (0 if rows is None else 1, [])
+
+
+@pytest.mark.parametrize("path", sorted(FOLDER.iterdir()), ids=lambda path: path.stem)
+def test_logs_of_other_tools(path):
+    page = make_page(str(path))
+    assert len(page.rows) == len(page.data["labels"]) == (2 if path.stem == "wandb_chart" else 1)
+    assert page.data["panels"][0]["is_main"]
+    assert all(curve["y"] for panel in page.data["panels"] for curve in panel["curves"])
+
+
+def test_a_folder_of_logs_of_other_tools():
+    page = make_page(str(FOLDER))
+    assert len(page.rows) == len(list(FOLDER.iterdir())) + 1
+
+
+@pytest.mark.parametrize("most", [20, 21, 333])
+@pytest.mark.parametrize("count", [21, 1000, 9999])
+def test_thinning_keeps_the_smallest_and_the_largest_value(count, most):
+    values = np.random.default_rng(count).normal(size=count).cumsum()
+    places = thin(values, most)
+    assert len(places) <= most
+    assert places == sorted(set(places))
+    assert {0, count - 1, int(values.argmin()), int(values.argmax())} <= {*places}
+
+
+def test_long_curves_are_thinned():
+    steps = np.arange(2_000)
+    values = np.sin(steps / 500)
+    values[321], values[1765] = 17.5, -12.25
+    cells = zip(steps, values, values, values, strict=True)
+    lines = ["step,train_loss,val_loss,val_acc", *(",".join(map(str, row)) for row in cells)]
+    Path("long").mkdir()
+    for number in range(40):
+        Path("long", f"{number}.csv").write_text("\n".join(lines))
+    page = make_page("long")
+    for (_, name), curve in curves(page, "loss").items():
+        assert len(curve["x"]) == len(curve["y"]) <= page.data["thinned"][1]
+        if name == "val_loss":
+            assert (curve["x"][0], curve["x"][-1]) == (0, 1999)
+            assert (max(curve["y"]), min(curve["y"])) == (17.5, -12.25)
+    points = sum(len(curve["x"]) for panel in page.data["panels"] for curve in panel["curves"])
+    assert points <= MOST_POINTS
+    assert Path("pages/runs.html").stat().st_size < 2_000_000
+    text = Path("pages/runs.html").read_text()
+    assert f"curves of up to 2,000 values are drawn with {page.data['thinned'][1]} of them" in text
+
+
+def test_a_run_by_steps_has_the_values_of_steps_csv():
+    logger = CSVLogger("logs", name="gpt", version=0)
+    for step in range(1, 101):
+        logger.log_metrics({"train_loss": 100.0 - step}, step)
+        if step % 50 == 0:
+            logger.log_epoch({"epoch": 0, "step": step, "val_loss": 10.0 - step / 50, "samples_per_second": 5.0})
+    page = make_page()
+    assert (page.data["x"], column(page, "at step")) == ("step", [["100", "100.0"]])
+    (panel,) = [panel for panel in page.data["panels"] if panel["title"] == "loss"]
+    found = [(curve["split"], curve.get("is_average", False), len(curve["x"])) for curve in panel["curves"]]
+    assert found == [("raw", False, 100), ("train", True, 100), ("validation", False, 2)]
