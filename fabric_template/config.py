@@ -488,6 +488,10 @@ def parse_options(options: dict[str, Any]) -> tuple[LoopConfig, dict[str, Any]]:
     return config, arguments
 
 
+def option_names() -> list[str]:
+    return [field.name for field in fields(LoopArguments)]
+
+
 def with_arguments_of(
     arguments: Callable[P, Any],
 ) -> Callable[[Callable[..., None]], Callable[Concatenate[Any, P], None]]:

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import difflib
+import functools
+import inspect
 import re
 import warnings
-from collections.abc import Iterable
-from typing import Any
+from collections.abc import Callable, Iterable
+from typing import Any, TypeVar, cast
 
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 
+Method = TypeVar("Method", bound=Callable[..., Any])
 # Advice for names that other libraries use for options of FabricLoop.
 _INSTEAD = {
     "epochs": "Use max_epochs.",
@@ -21,6 +24,16 @@ _INSTEAD = {
     "resume_from_checkpoint": "Use the argument resume of fit: fit(model, loader, resume='last').",
     "sync_batchnorm": "Call torch.nn.SyncBatchNorm.convert_sync_batchnorm(model) before fit.",
 }
+
+NUMPY_BATCH = (
+    "got NumPy arrays in the batch, expected tensors. Write TensorLoader(x, y, batch_size=32), or"
+    " convert the batch in the step with torch.as_tensor."
+)
+SECOND_BACKWARD = (
+    "got a second backward pass through the same graph, expected one. Remove loss.backward() from"
+    " the step, because the loop calls it. Call detach() on tensors that the step keeps for later"
+    " batches, such as a hidden state."
+)
 
 
 class ConfigurationError(MisconfigurationException, ValueError):
@@ -67,6 +80,58 @@ def unknown_option(name: str, known: Iterable[str]) -> str:
     near = difflib.get_close_matches(name, known, n=1, cutoff=0.6)
     advice = f"Did you mean {near[0]}?" if near else "help(FabricLoop) lists the options."
     return f"FabricLoop: got the unknown option {name}. {_INSTEAD.get(name, advice)}"
+
+
+def refuse_options(options: Callable[[], Iterable[str]]) -> Callable[[Method], Method]:
+    """Let a method such as fit name the right place of an argument that it does not have.
+
+    Args:
+        options: Returns the names of FabricLoop's options.
+    """
+
+    def decorate(method: Method) -> Method:
+        name, known = method.__name__, inspect.signature(method).parameters
+
+        @functools.wraps(method)
+        def call(self: Any, *args: Any, **given: Any) -> Any:
+            for argument in given:
+                if argument not in known:
+                    value = describe(given[argument])
+                    raise TypeError(unknown_argument(name, argument, value, known, options()))
+            return method(self, *args, **given)
+
+        return cast(Method, call)
+
+    return decorate
+
+
+def unknown_argument(
+    method: str, name: str, value: str, known: Iterable[str], options: Iterable[str]
+) -> str:
+    """Return the message for an argument that a method such as fit does not have."""
+    if name in options:
+        write = f"FabricLoop({name}={value}).{method}(...)"
+        return f"{method}: got {name}={value}, expected it as an option of the loop. Write {write}."
+    near = difflib.get_close_matches(name, [*known, *options], n=1, cutoff=0.6)
+    advice = f"help(FabricLoop.{method}) lists the arguments."
+    if near:
+        advice = f"Did you mean {near[0]}{' of FabricLoop' if near[0] in options else ''}?"
+    return f"{method}: got the unknown argument {name}. {_INSTEAD.get(name, advice)}"
+
+
+def explain_error(error: BaseException, hook: str | None) -> Exception | None:
+    """Return what to write instead, for errors of torch whose advice does not apply in a loop.
+
+    Args:
+        hook: The name of the hook or step that raised the error.
+    """
+    text = str(error)
+    if isinstance(error, TypeError | AttributeError) and "numpy.ndarray" in text:
+        is_in_step = str(hook).endswith("_step")
+        return TypeError(f"{hook}: {NUMPY_BATCH}") if is_in_step else None
+    if isinstance(error, RuntimeError) and "through the graph a second time" in text:
+        return RuntimeError(f"training_step: {SECOND_BACKWARD}")
+    return None
 
 
 def describe(value: Any) -> str:

@@ -22,12 +22,12 @@ from torch.utils.data import DataLoader
 
 from .checkpoint.checkpoint_io import find_checkpoint_io
 from .checkpoint.find_checkpoint import read_age
-from .config import LoopArguments, LoopConfig, parse_options, with_arguments_of
+from .config import LoopArguments, LoopConfig, option_names, parse_options, with_arguments_of
 from .data.tensor_loader import TensorLoader
 from .distributed.launch import join_processes
 from .distributed.process_group import join_by_default
 from .distributed.strategies import convert_plugin, convert_strategy
-from .errors import ConfigurationError, ConfigurationTypeError, describe
+from .errors import ConfigurationError, ConfigurationTypeError, describe, refuse_options
 from .lightning_compat.callbacks import add_model_callbacks, parse_callbacks
 from .lightning_compat.overrides import as_list, has_state, is_instance_of
 from .loggers.console import format_results, format_summary, summarize_run
@@ -120,6 +120,7 @@ class FabricLoop(TrainerAPI):
                 given.append("csv")
         return [make_logger(logger, self.own_logger) for logger in given]
 
+    @refuse_options(option_names)
     def fit(
         self,
         model: Any,
@@ -161,6 +162,7 @@ class FabricLoop(TrainerAPI):
         run_plan(make_plan(self, "fit", *given, add_scheduler(optimizer, scheduler)))
         return self.require_run("fit").row.frame()
 
+    @refuse_options(option_names)
     def validate(
         self,
         model: Any = None,
@@ -178,6 +180,7 @@ class FabricLoop(TrainerAPI):
         given = (model, {"val": dataloaders}, datamodule, functions, start, weights_only)
         return self._evaluate(make_plan(self, "validate", *given), verbose)
 
+    @refuse_options(option_names)
     def test(
         self,
         model: Any = None,
@@ -202,6 +205,7 @@ class FabricLoop(TrainerAPI):
             print(table)
         return results
 
+    @refuse_options(option_names)
     def predict(
         self,
         model: Any = None,
@@ -298,34 +302,63 @@ class FabricLoop(TrainerAPI):
             return nullcontext()
         return self.fabric.no_backward_sync(model, enabled)
 
-    def log(self, name: str, value: Any, **options: Any) -> None:
+    def log(
+        self,
+        name: str,
+        value: Any,
+        prog_bar: bool = False,
+        *,
+        on_step: bool | None = None,
+        on_epoch: bool | None = None,
+        sync_dist: bool = False,
+        batch_size: int | None = None,
+        **options: Any,
+    ) -> None:
         """Log a value inside a step function or a hook, as a LightningModule's ``self.log`` does."""
-        self.require_run("log").results.log(name, value, **options)
+        log = self.require_run("log").results.log
+        levels: dict[str, Any] = {"on_step": on_step, "on_epoch": on_epoch}
+        options |= {"sync_dist": sync_dist, "batch_size": batch_size}
+        log(name, value, prog_bar, **levels, **options)
 
     def log_dict(
-        self, metrics: Mapping[str, Any], step: int | None = None, sync_dist: bool = False
+        self,
+        dictionary: Mapping[str, Any],
+        step: int | None = None,
+        sync_dist: bool = False,
+        **options: Any,
     ) -> None:
-        """Send values to the loggers. If ``metrics`` has the key "epoch", add a row to metrics.csv.
+        """Log each value as ``log`` does in a step. Elsewhere, write a row.
 
-        Inside a run, the values are written to steps.csv. If "epoch" is the number of the current
-        epoch, the values are added to the row of this epoch in metrics.csv instead.
+        Outside of a step, the values are a row of steps.csv. With the key "epoch", they are a row of
+        metrics.csv. In a hook, "epoch" with the number of the current epoch adds them to its row.
 
         Args:
-            metrics: Numbers by name.
+            dictionary: Numbers by name.
             step: The number of optimizer steps so far.
             sync_dist: Log the means over the processes. Every process must call log_dict.
+            **options: Arguments of ``log``, such as on_step, on_epoch and batch_size.
         """
         expected = "a dict of numbers. Write loop.log_dict({'epoch': 0, 'train_loss': loss})"
-        check_type("log_dict", metrics, Mapping, expected)
-        scalars = {name: to_cell(name, value) for name, value in metrics.items()}
+        check_type("log_dict", dictionary, Mapping, expected)
+        run = self.run
+        run = None if run is None or run.progress.stage is None else run
+        is_row = step is not None or "epoch" in dictionary
+        is_in_step = run is not None and str(run.hooks.current).endswith("_step")
+        if run is not None and not is_row and (options or is_in_step):
+            run.results.log_dict(dictionary, sync_dist=sync_dist, **options)
+            return
+        if options:
+            raise TypeError(
+                f"loop.log_dict: got {', '.join(options)} outside of a step, expected a dict. Write"
+                " loop.log_dict(values)."
+            )
+        scalars = {name: to_cell(name, value) for name, value in dictionary.items()}
         measured = {n: value for n, value in scalars.items() if n not in ("epoch", "step")}
         if sync_dist and self.fabric.world_size > 1 and measured:
-            own = torch.tensor(list(measured.values()), dtype=torch.float64).to(self.fabric.device)
-            means: Any = self.fabric.all_reduce(own)
-            measured = dict(zip(measured, means.tolist(), strict=True))
+            measured = mean_over_processes(self.fabric, measured)
             scalars |= measured
-        if self.run is not None and self.run.progress.stage is not None:
-            log_in_run(self.run, scalars, measured, step)
+        if run is not None:
+            log_in_run(run, scalars, measured, step)
         elif self.fabric.is_global_zero:
             log_rows(self.loggers, scalars, step)
 
@@ -453,6 +486,12 @@ def check_state(method: str, state: Mapping[str, Any]) -> None:
         if isinstance(value, dict | list | tuple):
             items = value.items() if isinstance(value, dict) else enumerate(value)
             waiting += [(f"{place}[{key!r}]", part, True) for key, part in items]
+
+
+def mean_over_processes(fabric: Fabric, values: dict[str, Any]) -> dict[str, Any]:
+    own = torch.tensor(list(values.values()), dtype=torch.float64).to(fabric.device)
+    means: Any = fabric.all_reduce(own)
+    return dict(zip(values, means.tolist(), strict=True))
 
 
 def log_in_run(

@@ -43,7 +43,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, fields, is_dataclass
 from difflib import get_close_matches
-from functools import partial
+from functools import partial, wraps
 from itertools import chain, count, islice, repeat
 from numbers import Real
 from pathlib import Path
@@ -62,6 +62,7 @@ from lightning.fabric.utilities.seed import pl_worker_init_function, reset_seed
 from lightning_utilities.core.apply_func import apply_to_collection
 from torch import Tensor, nn
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
+from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torch.utils import data as torch_data
 from tqdm import tqdm
 
@@ -80,6 +81,16 @@ SMALLEST |= {"validate_every_n_steps": 1, "log_every_n_steps": 0, "gradient_clip
 # The values that log() accepts for the other arguments of Trainer's self.log.
 LOG_ARGUMENTS = {"reduce_fx": "mean", "enable_graph": False, "sync_dist_group": None}
 LOG_ARGUMENTS |= {"rank_zero_only": False, "add_dataloader_idx": True, "logger": True}
+# What to write instead, for errors of torch whose advice does not apply in a loop.
+INSTEAD = {
+    "numpy.ndarray": "batch: got NumPy arrays in a step, expected tensors. Write TensorLoader(x, y,"
+    " batch_size=32), or convert the batch in the step with torch.as_tensor.",
+    "through the graph a second time": "training_step: got a second backward pass through the same"
+    " graph, expected one. Remove loss.backward(), because the loop calls it, or call detach() on"
+    " tensors that the step keeps for later batches.",
+}
+CALLS_ITSELF = "expected only the loss. Remove loss.backward(), optimizer.step() and zero_grad()"
+CALLS_ITSELF += " from the step, because the loop calls them."
 NEEDS_CLOSURE = "optimizer: got one whose step needs a closure, expected another. Use FabricLoop."
 END: Any = object()  # Marks the end of a loader.
 CHECKPOINTS = ("last.ckpt", "best.ckpt", "epoch=*-step=*.ckpt")
@@ -121,6 +132,28 @@ WORD_AT_END = re.compile(
 NEGATED = re.compile(r"(^|(?<!false)(?<!true)[\W_])(neg|negative|minus)[\W_]|^1 ?- ?[a-z]")
 
 
+def refuse_unknown(call: str, given: dict[str, Any], known: Iterable[str]) -> None:
+    for name in given.keys() - {*known}:
+        near = get_close_matches(name, known, n=1)
+        text = f"{call}: got the unknown option {name}."
+        text += f" Did you mean {near[0]}?" if near else " FabricLoop has more options."
+        if name in [field.name for field in fields(MiniLoop)]:
+            text = f"{call}: got {name}={given[name]!r}, expected it as an option of the loop."
+            text += f" Write MiniLoop({name}={given[name]!r})."
+        raise TypeError(text)
+
+
+def with_known_arguments(method: Callable[..., Any]) -> Any:
+    """Let fit and validate name the place of an argument that they do not have."""
+
+    @wraps(method)
+    def call(*args: Any, **given: Any) -> Any:
+        refuse_unknown(method.__name__, given, inspect.signature(method).parameters)
+        return method(*args, **given)
+
+    return call
+
+
 @dataclass(kw_only=True, eq=False)
 class MiniLoop:
     """Train a model with step functions, or an object with a method ``training_step``."""
@@ -148,10 +181,7 @@ class MiniLoop:
     sanity_checking, logger, loggers = False, None, ()
 
     def __new__(cls, **options: Any) -> MiniLoop:
-        known = [field.name for field in fields(cls)]
-        for name in options.keys() - set(known):
-            near = get_close_matches(name, known, n=1) or ["FabricLoop, which has more options"]
-            raise TypeError(f"MiniLoop: got the unknown option {name}. Did you mean {near[0]}?")
+        refuse_unknown("MiniLoop", options, [field.name for field in fields(cls)])
         return super().__new__(cls)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> MiniLoop:
@@ -244,6 +274,7 @@ class MiniLoop:
 
     # Training
 
+    @with_known_arguments
     def fit(
         self,
         model: Any,  # An nn.Module, a LightningModule, or an object with step methods.
@@ -260,7 +291,7 @@ class MiniLoop:
         """Train a model. Return the rows of metrics.csv, as a DataFrame if pandas is installed."""
         self._reset()
         self._set_up_steps(model, training_step, validation_step)
-        self._check_fit(val_dataloaders, validation_step, optimizer)
+        self._check_fit(train_dataloaders, val_dataloaders, validation_step, optimizer)
         path, checkpoint = self._find_start(resume, load)
         resumed = {} if resume is None else checkpoint
         version = self._choose_version(path, resumed)
@@ -273,6 +304,8 @@ class MiniLoop:
                     if resumed:
                         self._restore(resumed, is_automatic=resume == "auto")
                     self._train()
+            except (AttributeError, RuntimeError, TypeError) as error:
+                self._raise_instead(error)
             except KeyboardInterrupt:
                 saved = f"resume='last' repeats the training from step {self._saved_step}"
                 saved = "nothing is saved" if self._saved_step is None else saved
@@ -299,6 +332,13 @@ class MiniLoop:
         if self.global_step > (self.history[-1]["step"] if self.history else 0):
             # A resumed run replaces this row, because the row may not be complete.
             self._end_row(self.current_epoch - 1)
+
+    def _raise_instead(self, error: Exception) -> None:
+        """Raise an error again, with the loop's advice if torch's advice does not apply in a loop."""
+        text = next((INSTEAD[part] for part in INSTEAD if part in str(error)), None)
+        if text is None or not self._hook.endswith("_step"):
+            raise error
+        raise (RuntimeError if isinstance(error, RuntimeError) else TypeError)(text) from error
 
     def _is_done(self) -> bool:
         if 0 <= self.max_steps <= self.global_step:
@@ -376,6 +416,41 @@ class MiniLoop:
         # As in Trainer, on_train_batch_end gets the divided loss.
         self._outputs = {**(output if isinstance(output, Mapping) else {}), "loss": loss.detach()}
         self._precision.backward(loss, None)
+
+    def _check_first_batch(self, batch: Any, batch_idx: int) -> None:
+        """Compute the gradients. Refuse a step that calls backward() or optimizer.step() itself."""
+        del vars(self)["_compute_gradients"]
+        step, found = self._steps["training_step"], dict[Any, Any]()
+        # All processes reduce the gradients in the order of this list.
+        parameters = [p for group in self.optimizer.param_groups for p in group["params"]]
+
+        def refuse_step(other: Any, *_: Any) -> None:
+            given = {p for group in other.param_groups for p in group["params"]}
+            text = f"training_step: got a call of optimizer.step(), {CALLS_ITSELF}"
+            check(given.isdisjoint(parameters), text)
+
+        def watched_step(*args: Any) -> Any:
+            output = step(*args)
+            found.update((p, p.grad) for p in parameters if p.grad is not None)
+            return output
+
+        clear_gradients(self.optimizer)
+        self._steps["training_step"] = watched_step
+        hook = register_optimizer_step_pre_hook(refuse_step)
+        try:
+            self._compute_gradients(batch, batch_idx)
+        finally:
+            hook.remove()
+            self._steps["training_step"] = step
+        if not found or any(p.grad is None or p.grad.layout is not torch.strided for p in found):
+            return
+        # DDP, accumulation and a gradient scaler multiply the gradients by a number.
+        sides: Any = [
+            self.fabric.all_reduce(grads) for grads in ([*found.values()], [p.grad for p in found])
+        ]
+        own, loops = [torch.cat([grad.flatten().double() for grad in side]) for side in sides]
+        is_same = torch.allclose(own / own.norm(), loops / loops.norm(), rtol=1e-4)
+        check(not is_same, f"training_step: got a call of loss.backward(), {CALLS_ITSELF}")
 
     def _is_window_end(self, batch: Any) -> bool:
         """Return whether the optimizer steps after this batch. All processes return the same."""
@@ -514,6 +589,7 @@ class MiniLoop:
 
     # Validation
 
+    @with_known_arguments
     def validate(
         self, model: Any, dataloaders: Any, load: Any = None, validation_step: Any = None
     ) -> list[dict[str, float]]:
@@ -524,7 +600,10 @@ class MiniLoop:
         path, checkpoint = self._find_start(None, load)
         self._set_up_loaders(None, dataloaders, path, {})
         with self._prepared_model(path, checkpoint):
-            self._validate()
+            try:
+                self._validate()
+            except (AttributeError, RuntimeError, TypeError) as error:
+                self._raise_instead(error)
         return [{name: value.item() for name, value in self._validated.items()}]
 
     def _validate_if_due(self) -> bool:
@@ -562,6 +641,9 @@ class MiniLoop:
             for module, is_training in modes:
                 module.training = is_training
         self._validated = self._update_metrics()
+        if not self._validated:
+            text = "validation_step has returned and logged no value. Write return loss at its end."
+            warnings.warn(text, stacklevel=3)
         self._reset_metrics()
         self._sums, self._torchmetrics = training
         self._validation_names = set(self._validated)
@@ -573,6 +655,7 @@ class MiniLoop:
         name: str,
         value: Any,
         prog_bar: bool = False,
+        *,
         on_step: bool | None = None,
         on_epoch: bool | None = None,
         sync_dist: bool = False,
@@ -609,9 +692,17 @@ class MiniLoop:
             if self._is_row_due and name not in ("step", "epoch"):
                 self._step_values[name] = self.callback_metrics[name]
 
-    def _log_dict(self, dictionary: Mapping[str, Any], **options: Any) -> None:
+    def log_dict(
+        self,
+        dictionary: Mapping[str, Any],
+        step: int | None = None,
+        sync_dist: bool = False,
+        **options: Any,
+    ) -> None:
+        """Log each value of a dict, with the arguments of log()."""
+        check(step is None, "log_dict: got step=, expected only a dict. Use FabricLoop.")
         for name, value in dictionary.items():
-            self.log(name, value, **options)
+            self.log(name, value, sync_dist=sync_dist, **options)
 
     def _log_output(self, output: Any, prefix: str) -> None:
         """Add the output of a step to the next row: a loss, a pair (loss, acc) or a dict."""
@@ -665,8 +756,10 @@ class MiniLoop:
 
     def _check_is_logged(self, name: str) -> None:
         text = f"monitor: got {name!r}, expected one of the logged metrics"
-        names = ", ".join(self.callback_metrics) or "none, because the steps return nothing"
-        check(name in self.callback_metrics, f"{text}: {names}.")
+        is_silent = not (self._validation_names if name[:3] == "val" else self.callback_metrics)
+        fix = " Return the loss from the step, or log the metric in it." if is_silent else ""
+        names = ", ".join(self.callback_metrics) or "none"
+        check(name in self.callback_metrics, f"{text}: {names}.{fix}")
 
     def _log_step(self, values: dict[str, Tensor]) -> None:
         """Write a row to steps.csv. Training waits for the device only here and in `_end_row`."""
@@ -946,7 +1039,13 @@ class MiniLoop:
             if step is not None:
                 self._steps[name] = with_batch_idx(step, name)
 
-    def _check_fit(self, val_dataloaders: Any, validation_step: Any, optimizer: Any) -> None:
+    def _check_fit(
+        self, train_dataloaders: Any, val_dataloaders: Any, validation_step: Any, optimizer: Any
+    ) -> None:
+        if train_dataloaders is None:
+            raise TypeError(
+                "fit: got train_dataloaders=None, expected batches, as of a DataLoader."
+            )
         if "training_step" not in self._steps:
             raise TypeError("fit: got no training_step. Pass training_step= or write the method.")
         if val_dataloaders is not None and "validation_step" not in self._steps:
@@ -1047,6 +1146,7 @@ class MiniLoop:
 
     def _prepare_training(self, resumed: dict[str, Any]) -> None:
         """Find what checkpoints contain, and check the resumed checkpoint and the modules' modes."""
+        vars(self)["_compute_gradients"] = self._check_first_batch
         self._hparams = find_hparams(self.model)
         own, saved = to_plain(self.hparams or {}), to_plain(self._hparams["hyper_parameters"])
         other = [name for name in own.keys() & saved.keys() if own[name] != saved[name]]
@@ -1120,7 +1220,7 @@ class MiniLoop:
         parts = [m for m in network.modules() if hasattr(type(m), "trainer")] + [self.model]
         logging = {id(part): part for part in parts if has_no_log(part)}
         for part in logging.values():
-            vars(part).update(log=self.log, log_dict=self._log_dict)
+            vars(part).update(log=self.log, log_dict=self.log_dict)
         try:
             yield
         finally:
@@ -1387,7 +1487,8 @@ def make_scheduler_config(item: Any, optimizer: Any) -> dict[str, Any]:
         kind = type(scheduler).__name__
         raise TypeError(f"scheduler: got {kind}, expected a scheduler of torch. Or use FabricLoop.")
     is_own = getattr(scheduler, "optimizer", optimizer) is optimizer
-    check(is_own, "scheduler: got one of another optimizer, expected one of this optimizer.")
+    text = "scheduler: got one of another optimizer, expected one of the optimizer of this run."
+    check(is_own, f"{text} Write StepLR(optimizer, step_size=1).")
     is_usual = config["interval"] in ("step", "epoch") and is_strict
     text = f'scheduler: got {config}, expected interval="step" or "epoch", and strict=True.'
     check(is_usual and not config.get("reduce_on_plateau"), f"{text} Use FabricLoop for others.")

@@ -11,6 +11,7 @@ from contextlib import contextmanager
 from itertools import chain, count, islice, repeat
 from typing import TYPE_CHECKING, Any, Literal
 
+import numpy as np
 from lightning.fabric.utilities import move_data_to_device
 from lightning.fabric.utilities.data import sized_len
 from lightning.fabric.utilities.warnings import PossibleUserWarning
@@ -503,7 +504,7 @@ def combine_loaders(source: Any, mode: Literal["max_size_cycle", "sequential"]) 
         # CombinedLoader uses a class of torch that is deprecated.
         warnings.filterwarnings("ignore", ".*LeafSpec", FutureWarning)
         combined = CombinedLoader(source, mode)
-    if any(isinstance(part, Tensor) for part in combined.flattened):
+    if any(isinstance(part, Tensor | np.ndarray) for part in combined.flattened):
         return with_loaders(CombinedLoader(None, mode), [source])
     return combined
 

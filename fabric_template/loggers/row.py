@@ -101,18 +101,22 @@ class RowWriter:
 
     # Values
 
-    def add_train_output(self, output: Any, loss: Tensor) -> None:
-        """Add the values that training_step returned. For a LightningModule, add only the loss."""
+    def add_train_output(self, output: Any, loss: Tensor | None) -> None:
+        """Add the values that training_step returned. For a LightningModule, add only the loss.
+
+        In manual optimization, the loss is None if the step has returned a dict without "loss".
+        """
         results = self.run.results
         if not results.is_enabled:
             return
-        loss = loss.detach()
-        self.step_values["train_loss"] = loss
+        values: dict[str, Tensor] = {}
+        if loss is not None:
+            loss = loss.detach()
+            self.step_values["train_loss"] = loss
+            values = {"train_loss": loss.mean() if loss.dim() else loss}
         if self.counts_steps:
             self._num_samples += results.returned_batch_size()
-        if isinstance(output, Tensor) or self.run.is_lightning_module:
-            values = {"train_loss": loss.mean() if loss.dim() else loss}
-        else:
+        if not isinstance(output, Tensor) and not self.run.is_lightning_module:
             values = name_outputs(output, "train")
         results.add_returned(values)
 
@@ -190,6 +194,11 @@ class RowWriter:
     def _take(self) -> dict[str, Any]:
         """Return the row, and reset its values and the clock."""
         values = train_values_first({**self._collected, **self.run.results.take_means()})
+        if not values and self.run.results.is_enabled:
+            self.run.warn_once(
+                "metrics.csv has no metric, because the steps have returned no loss and logged no value."
+                " Return the loss from training_step, or log values in it."
+            )
         seconds = self.elapsed()
         own = self._named_rates()
         if self._num_samples:

@@ -53,6 +53,11 @@ def evaluate(run: Run, stage: str, max_batches: int | float = math.inf) -> list[
             run.hooks.call(f"on_{name}_epoch_end")
             values = run.results.end_evaluation()
             run.loggers.log_evaluation(values.logged, values.row)
+            is_plain = run.results.is_enabled and not run.is_lightning_module
+            if is_plain and stage != "sanity_check" and not any(values.results):
+                run.warn_once(
+                    f"{name}_step has returned and logged no value. Write return loss at its end."
+                )
             if run.stage == "fit" and stage == "validate":
                 run.row.collect_validation(values.row)
                 run.progress.end_validation()

@@ -28,6 +28,7 @@ from ..distributed.launch import (
     starts_processes,
 )
 from ..distributed.signals import error_of_signal, is_notebook
+from ..errors import explain_error
 from ..lightning_compat.overrides import as_list, is_instance_of
 from ..lightning_compat.private import set_current_hook, set_device_mesh, set_profiled_module
 from ..loggers.console import end_reason, shorten_path
@@ -61,7 +62,10 @@ def run_plan(plan: Plan) -> Any:
         with plan.loop.running(run):
             return launch_processes(run, run_plan) if is_launching else run_in_process(run)
     except BaseException as error:
+        explained = explain_error(error, run.hooks.current)
         handle_exception(run, error)
+        if explained is not None and run.optimization.is_automatic:
+            raise explained from error
         raise
     finally:
         # A second Ctrl-C may have interrupted handle_exception.

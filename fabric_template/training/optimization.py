@@ -25,6 +25,7 @@ from .configure_optimizers import (
     parse_optimizers,
 )
 from .module_adapter import parameters_of, takes_batch_idx
+from .own_backward import OwnBackward
 
 if TYPE_CHECKING:
     from lightning.pytorch.utilities.types import LRSchedulerConfig
@@ -237,6 +238,24 @@ class AutomaticOptimization(Optimization):
         self._take_step = hooks.with_profiler(action, step)
         if self._scaler is not None:
             self._check_scaler()
+        if not self.run.steps.is_model_parallel:
+            self._check_first_batch(self.call_step, self._profiled_backward)
+
+    def _check_first_batch(self, call_step: Callable, backward: Callable) -> None:
+        """Check in the next batch that ``training_step`` leaves backward and step() to the loop."""
+        own = OwnBackward(self._optimizer, self.run.fabric)
+
+        def first_step(batch: Any, batch_idx: int) -> Any:
+            self.call_step = call_step
+            with own.in_step():
+                return call_step(batch, batch_idx)
+
+        def first_backward(loss: Tensor) -> None:
+            self._profiled_backward = backward
+            backward(loss)
+            own.check_gradients()
+
+        self.call_step, self._profiled_backward = first_step, first_backward
 
     def _check_scaler(self) -> None:
         """Raise an error for optimizers that do not work with a gradient scaler."""
@@ -404,7 +423,7 @@ class ManualOptimization(Optimization):
             if run.progress.batches_done == 1 and not run.is_lightning_module:
                 self._check_gradients(loss)
             outputs["loss"] = loss.detach()
-            run.row.add_train_output(output, outputs["loss"])
+        run.row.add_train_output(output, loss if isinstance(loss, Tensor) else None)
         return outputs
 
     def _check_gradients(self, loss: Tensor) -> None:

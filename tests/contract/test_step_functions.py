@@ -179,8 +179,10 @@ def test_function_steps_the_one_optimizer_of_a_network_with_manual_optimization(
     def step(net, batch):
         for x, y in zip(batch[0].chunk(2), batch[1].chunk(2), strict=True):
             optimizer.zero_grad()
-            training_step(net, (x, y)).backward()
+            loss = training_step(net, (x, y))
+            loss.backward()
             optimizer.step()
+        return loss
 
     loop = FabricLoop(**quiet(max_epochs=1))
     loop.fit(net, make_loader(), optimizer=optimizer, training_step=step)

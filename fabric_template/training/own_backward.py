@@ -1,0 +1,71 @@
+"""Refuse a training step that calls backward() or optimizer.step() itself in automatic optimization.
+
+The check runs in the first batch only. Other losses may have a backward pass in the step, such as
+that of an adversarial example, because the loop clears their gradients.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from lightning.fabric import Fabric
+from torch import Tensor
+from torch.optim import Optimizer
+from torch.optim.optimizer import register_optimizer_step_pre_hook
+
+from ..errors import ConfigurationError
+
+REMEDY = (
+    "expected only the loss. Remove loss.backward(), optimizer.step() and zero_grad() from the step,"
+    " because the loop calls them."
+)
+
+
+class OwnBackward:
+    """Compares the gradients that a step leaves with the gradients of the loop's backward pass."""
+
+    def __init__(self, optimizer: Optimizer, fabric: Fabric) -> None:
+        self.fabric = fabric
+        self.parameters = [p for group in optimizer.param_groups for p in group["params"]]
+        self._found: list[tuple[Tensor, Tensor]] = []
+
+    @contextmanager
+    def in_step(self) -> Iterator[None]:
+        """Keep the gradients that the step computes. Raise an error if it steps an optimizer."""
+        before = [None if p.grad is None else p.grad.clone() for p in self.parameters]
+        handle = register_optimizer_step_pre_hook(self._refuse_step)
+        try:
+            yield
+        finally:
+            handle.remove()
+        for parameter, old in zip(self.parameters, before, strict=True):
+            gradient = parameter.grad
+            if gradient is None or gradient.layout is not torch.strided:
+                continue
+            if old is None or not torch.equal(gradient, old):
+                self._found.append((parameter, gradient if old is None else gradient - old))
+
+    def _refuse_step(self, optimizer: Any, *_: Any) -> None:
+        trained = {id(parameter) for parameter in self.parameters}
+        groups = optimizer.param_groups
+        if any(id(parameter) in trained for group in groups for parameter in group["params"]):
+            raise ConfigurationError(f"training_step: got a call of optimizer.step(), {REMEDY}")
+
+    def check_gradients(self) -> None:
+        """Raise an error if the backward pass has computed the gradients of the step again."""
+        found, self._found = self._found, []
+        if not found or not all(parameter.grad is not None for parameter, _ in found):
+            return
+        # Accumulation and a gradient scaler multiply the gradients by a number.
+        own = self._flat([gradient for _, gradient in found])
+        loops = self._flat([parameter.grad for parameter, _ in found])
+        if torch.allclose(own / own.norm(), loops / loops.norm(), rtol=1e-4):
+            raise ConfigurationError(f"training_step: got a call of loss.backward(), {REMEDY}")
+
+    def _flat(self, gradients: list[Any]) -> Tensor:
+        """Return the mean gradients over the processes as one vector."""
+        means: Any = self.fabric.all_reduce(gradients)
+        return torch.cat([gradient.flatten().double() for gradient in means])

@@ -1,0 +1,359 @@
+"""Mistakes of new users. Both loops name the mistake, and what to write instead."""
+
+import csv
+import warnings
+from contextlib import nullcontext
+from functools import partial
+
+import lightning.pytorch as pl
+import numpy as np
+import pytest
+import torch
+from externally import externally
+from modules import assert_same_weights, make_data, make_loader, sgd
+from torch import nn
+from torch.nn.functional import cross_entropy
+from torch.optim.lr_scheduler import StepLR
+from torch.utils.data import DataLoader
+
+from fabric_template import FabricLoop, MiniLoop
+
+LOOPS = {"FabricLoop": FabricLoop, "MiniLoop": MiniLoop}
+OF_LOOP = pytest.mark.parametrize("name", LOOPS)
+
+
+def make_loop(name, **options):
+    quiet = {"enable_progress_bar": False} if name == "FabricLoop" else {}
+    return LOOPS[name](accelerator="cpu", **{"max_epochs": 1, **quiet, **options})
+
+
+def make_net():
+    torch.manual_seed(1)
+    return nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 3))
+
+
+def loss_of(net, batch):
+    return cross_entropy(net(batch[0]), batch[1])
+
+
+def fit(name, training_step=loss_of, options=None, train=None, val=None, make_optimizer=sgd, **given):
+    net = make_net()
+    optimizer = make_optimizer(net)
+    if val is not None:
+        given = {"validation_step": loss_of, "val_dataloaders": val, **given}
+    loop = make_loop(name, **(options or {}))
+    train = make_loader() if train is None else train
+    history = loop.fit(net, train, optimizer=optimizer, training_step=training_step, **given)
+    return net, history
+
+
+# A forgotten return
+
+
+def forgets(net, batch):
+    loss_of(net, batch)
+
+
+@OF_LOOP
+def test_training_step_without_return(name):
+    with pytest.raises(TypeError, match="^training_step: got .*None.* expected .*loss"):
+        fit(name, forgets, {"monitor": "train_loss"})
+
+
+@OF_LOOP
+def test_validation_step_without_return(name):
+    text = "validation_step has returned and logged no value. Write return loss"
+    with pytest.warns(UserWarning, match=text):
+        _, history = fit(name, val=make_loader(), validation_step=forgets)
+    assert "train_loss" in history
+    error = r"^monitor: got 'val_loss', expected .*train_loss.*Return the loss from "
+    with pytest.warns(UserWarning, match=text), pytest.raises(ValueError, match=error):
+        fit(name, options={"monitor": "val_loss"}, val=make_loader(), validation_step=forgets)
+
+
+def test_module_that_trains_nothing_has_no_metric():
+    class Forgets(pl.LightningModule):
+        def __init__(self):
+            super().__init__()
+            self.net = make_net()
+
+        def training_step(self, batch):
+            loss_of(self.net, batch)
+
+        def configure_optimizers(self):
+            return sgd(self)
+
+    error = r"^monitor: got 'train_loss', expected a logged metric: \[\]. Return the loss from training_step"
+    loop = make_loop("FabricLoop", monitor="train_loss")
+    with warnings.catch_warnings(record=True, action="always") as warned, pytest.raises(ValueError, match=error):
+        loop.fit(Forgets(), make_loader())
+    assert any("metrics.csv has no metric" in str(warning.message) for warning in warned)
+
+
+def test_dict_without_loss_in_manual_optimization_is_logged():
+    """The values are in metrics.csv under the names that automatic optimization gives them."""
+    first, second = make_net(), make_net()
+    optimizers = [sgd(first), sgd(second)]
+
+    def step(nets, batch):
+        losses = [loss_of(net, batch) for net in (first, second)]
+        for optimizer, loss in zip(optimizers, losses, strict=True):
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+        return {"critic_loss": losses[0].detach(), "acc": 0.5}
+
+    loop = make_loop("FabricLoop", monitor="train_critic_loss")
+    history = loop.fit(nn.ModuleList([first, second]), make_loader(), optimizer=optimizers, training_step=step)
+    assert history["train_critic_loss"][0] > 0
+    assert history["train_acc"][0] == 0.5
+    assert loop.checkpoint_path("best") is not None
+
+
+# Backward passes and optimizer steps of the training step
+
+
+def backward(net, batch):
+    loss = loss_of(net, batch)
+    loss.backward()
+    return loss
+
+
+def backward_twice(net, batch):
+    loss = loss_of(net, batch)
+    loss.backward(retain_graph=True)
+    return {"loss": loss}
+
+
+def scaled_backward(net, batch):
+    loss = loss_of(net, batch)
+    (2 * loss).backward(retain_graph=True)
+    return loss, loss
+
+
+class StepsItself:
+    """A step function that trains the network with an optimizer of its own."""
+
+    def __init__(self, clears_last=False):
+        self.optimizer, self.clears_last = None, clears_last
+
+    def __call__(self, net, batch):
+        self.optimizer = self.optimizer or sgd(net)
+        if not self.clears_last:
+            self.optimizer.zero_grad()
+        loss = loss_of(net, batch)
+        loss.backward(retain_graph=True)
+        self.optimizer.step()
+        if self.clears_last:
+            self.optimizer.zero_grad()
+        return loss
+
+
+OWN_STEPS = {
+    "backward": (lambda: backward, "second backward pass through the same graph.*Remove loss.backward"),
+    "retain_graph": (lambda: backward_twice, r"got a call of loss.backward\(\), expected only the loss. Remove"),
+    "scaled": (lambda: scaled_backward, r"got a call of loss.backward\(\), expected only the loss. Remove"),
+    "step": (StepsItself, r"got a call of optimizer.step\(\), expected only the loss. Remove"),
+    "step, then zero_grad": (partial(StepsItself, clears_last=True), r"got a call of optimizer.step\(\)"),
+}
+
+
+@OF_LOOP
+@pytest.mark.parametrize("case", OWN_STEPS)
+@pytest.mark.parametrize("accumulated", [1, 3])
+def test_step_that_trains_the_network_itself(name, case, accumulated):
+    make_step, message = OWN_STEPS[case]
+    with pytest.raises((ValueError, RuntimeError), match=f"^training_step: .*{message}"):
+        fit(name, make_step(), {"accumulate_grad_batches": accumulated})
+
+
+@OF_LOOP
+def test_objects_that_train_themselves(name):
+    class Model:
+        def __init__(self):
+            self.net = make_net()
+
+        def training_step(self, batch):
+            return backward_twice(self.net, batch)
+
+        def configure_optimizers(self):
+            return sgd(self.net)
+
+    with pytest.raises(ValueError, match=r"^training_step: got a call of loss.backward\(\)"):
+        make_loop(name).fit(Model(), make_loader())
+
+
+def adversarial(net, batch):
+    """Make adversarial examples with a backward pass of another loss, and train on them."""
+    inputs = batch[0].clone().requires_grad_()
+    cross_entropy(net(inputs), batch[1]).backward()
+    return loss_of(net, ((inputs + 0.05 * inputs.grad.sign()).detach(), batch[1]))
+
+
+class TrainsAnotherNet:
+    """Fits a second network, which the loop does not train, in each step."""
+
+    def __init__(self):
+        self.other = nn.Linear(8, 3)
+        self.optimizer = torch.optim.SGD(self.other.parameters(), lr=0.1)
+
+    def __call__(self, net, batch):
+        self.optimizer.zero_grad()
+        loss_of(self.other, batch).backward()
+        self.optimizer.step()
+        return loss_of(net, batch)
+
+
+@OF_LOOP
+@pytest.mark.parametrize("make_step", [lambda: adversarial, TrainsAnotherNet])
+def test_backward_passes_of_other_losses(name, make_step):
+    expected, step = make_net(), make_step()
+    optimizer = sgd(expected)
+    for batch in make_loader(shuffle=False):
+        loss = step(expected, batch)
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+    net, _ = fit(name, make_step(), train=make_loader(shuffle=False))
+    assert_same_weights(expected, net)
+
+
+@OF_LOOP
+def test_gradients_from_before_the_run(name):
+    def make_optimizer(net):
+        loss_of(net, next(iter(make_loader(shuffle=False)))).backward()
+        return sgd(net)
+
+    found = [fit(name, train=make_loader(shuffle=False), make_optimizer=make)[0] for make in (sgd, make_optimizer)]
+    assert_same_weights(*found)
+
+
+@OF_LOOP
+def test_a_hidden_state_that_is_not_detached(name):
+    state = torch.zeros(8)
+
+    def step(net, batch):
+        nonlocal state
+        state = net[0].weight.mean(0) * state + batch[0].mean(0) + net[0].weight.sum(0) ** 2
+        return loss_of(net, batch) + state.sum()
+
+    with pytest.raises(RuntimeError, match=r"second backward pass.*detach\(\)"):
+        fit(name, step)
+
+
+def fit_in_process(rank, name, step, accumulated):
+    loop = make_loop(name, devices=2, strategy="ddp", accumulate_grad_batches=accumulated)
+    net = make_net()
+    message = r"^training_step: got a call of loss.backward\(\)"
+    with pytest.raises(ValueError, match=message) if step is backward_twice else nullcontext():
+        loop.fit(net, make_loader(), optimizer=sgd(net), training_step=step)
+
+
+@OF_LOOP
+@pytest.mark.parametrize(("step", "accumulated"), [(backward_twice, 1), (backward_twice, 2), (adversarial, 1)])
+def test_two_processes(name, step, accumulated):
+    codes, errors = externally(fit_in_process, name, step, accumulated, ranks=2)
+    assert codes == [0, 0], errors
+
+
+# Batches of NumPy arrays
+
+SAMPLES = [(sample.numpy(), int(label)) for sample, label in make_data(32)]
+
+
+def to_arrays(rows):
+    return np.stack([row[0] for row in rows]), np.array([row[1] for row in rows])
+
+
+def array_batches():
+    return [to_arrays(SAMPLES[start : start + 8]) for start in range(0, 32, 8)]
+
+
+def of_tensors(net, batch):
+    return loss_of(net, [torch.as_tensor(part) for part in batch])
+
+
+NUMPY = r"got NumPy arrays in .*expected tensors. Write TensorLoader\(x, y, batch_size=32\)"
+
+
+@OF_LOOP
+def test_batches_of_numpy_arrays(name):
+    loaders = [array_batches(), DataLoader(SAMPLES, batch_size=8, collate_fn=to_arrays)]
+    for loader in loaders:
+        with pytest.raises(TypeError, match=NUMPY):
+            fit(name, train=loader)
+    with pytest.raises(TypeError, match=NUMPY):
+        fit(name, lambda net, batch: net(batch[0].float()).sum(), train=array_batches())
+    with pytest.raises(TypeError, match=NUMPY):
+        fit(name, val=array_batches())
+    net, _ = fit(name, of_tensors, train=array_batches())
+    batches = [tuple(map(torch.as_tensor, batch)) for batch in array_batches()]
+    assert_same_weights(net, fit(name, train=batches)[0])
+
+
+@OF_LOOP
+def test_an_error_of_the_users_own_code_stays(name):
+    def step(net, batch):
+        raise TypeError("mine")
+
+    with pytest.raises(TypeError, match="^mine$"):
+        fit(name, step)
+
+
+# Arguments
+
+
+@OF_LOOP
+@pytest.mark.parametrize("argument", ["gradient_clip_val", "max_epochs", "seed"])
+def test_option_of_the_loop_in_fit(name, argument):
+    message = rf"^fit: got {argument}=1, expected it as an option of the loop. Write {name}\({argument}=1\)"
+    with pytest.raises(TypeError, match=message):
+        fit(name, **{argument: 1})
+    with pytest.raises(TypeError, match="^validate: got max_epochs=2, expected it as an option"):
+        make_loop(name).validate(make_net(), make_loader(), validation_step=loss_of, max_epochs=2)
+    with pytest.raises(TypeError, match="^fit: got the unknown .* val_dataloader. Did you mean val_dataloaders"):
+        fit(name, val_dataloader=make_loader())
+
+
+@OF_LOOP
+def test_no_loader(name):
+    net = make_net()
+    with pytest.raises(TypeError, match="train_dataloaders"):
+        make_loop(name).fit(net, None, optimizer=sgd(net), training_step=loss_of)
+
+
+@OF_LOOP
+def test_scheduler_of_another_optimizer(name):
+    scheduler = StepLR(sgd(make_net()), 1)
+    for given in (scheduler, {"scheduler": scheduler, "interval": "step"}, [scheduler]):
+        with pytest.raises(ValueError, match=r"^scheduler: got .*another optimizer.* Write StepLR\(optimizer"):
+            fit(name, scheduler=given)
+
+
+@OF_LOOP
+def test_log_dict_in_a_step_has_the_arguments_of_log(name, tmp_path):
+    options = {"log_every_n_steps": 1, "validate_every_n_steps": 5}
+
+    def run(log):
+        def step(net, batch):
+            loss = loss_of(net, batch)
+            log(loop, {"a": loss, "b": 0.5})
+            return loss
+
+        net = make_net()
+        loop = make_loop(name, **options)
+        functions = {"training_step": step, "validation_step": step}
+        history = loop.fit(net, make_loader(), make_loader(), optimizer=sgd(net), **functions)
+        with open(loop.log_dir + "/steps.csv" if name == "FabricLoop" else loop.log_dir / "steps.csv") as file:
+            return history.drop(columns=["time", "samples_per_second"], errors="ignore"), list(csv.DictReader(file))
+
+    def log_each(loop, values, **given):
+        for key, value in values.items():
+            loop.log(key, value, **given)
+
+    for given in ({}, {"on_step": False, "on_epoch": True}, {"on_step": True, "sync_dist": True, "batch_size": 2}):
+        history, rows = run(lambda loop, values, given=given: loop.log_dict(values, **given))
+        expected, expected_rows = run(lambda loop, values, given=given: log_each(loop, values, **given))
+        assert history.equals(expected)
+        assert rows == expected_rows
+        assert len(rows) >= 10
