@@ -377,8 +377,12 @@ def format_axes(ax: Axes, x: str, log: bool) -> None:
     import numpy as np
     from matplotlib.ticker import LogLocator, MaxNLocator, NullFormatter
 
-    ax.xaxis.set_major_locator(MaxNLocator("auto", integer=x != "time", min_n_ticks=1))
-    largest = max(map(abs, ax.get_xlim()))
+    first, last = ax.get_xlim()
+    # At least three ticks, or one per epoch if there are fewer epochs.
+    count = min(3, max(1, math.floor(last) - math.ceil(first) + 1))
+    steps = {"integer": x != "time", "steps": [1, 2, 5, 10]}
+    ax.xaxis.set_major_locator(MaxNLocator("auto", min_n_ticks=count, **steps))
+    largest = max(abs(first), abs(last))
     unit, letter = (1e6, "M") if largest >= 1e6 else (1e3, "k") if largest >= 1e4 else (1, "")
     ax.xaxis.set_major_formatter(lambda value, _: f"{value / unit:g}{letter if value else ''}")
     drawn = [np.asarray(line.get_ydata(), float) for line in ax.get_lines()]

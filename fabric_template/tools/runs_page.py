@@ -22,6 +22,7 @@ if TYPE_CHECKING:
 
 TEMPLATE = Path(__file__).with_name("runs_page.html")
 MOST_POINTS = 60_000  # These points of all curves need about a megabyte.
+MOST_MAIN = 3  # These panels are above the table, in one row.
 MOST_OPTIONS = 8  # Of more options that differ, write all into one column.
 
 
@@ -90,16 +91,16 @@ def make_table(runs: Sequence[Run], data: dict[str, Any]) -> tuple[list[str], li
         columns.append("changed")
     rows = []
     for number, run in enumerate(runs):
-        best = run["best"]
+        best, seconds = run["best"], run["seconds"]
         cells = [
             (run["name"], None),
             (run["version"], None),
             (run["state"], None),
-            (run["epochs"], None),
+            (run["epochs"] or ("" if run["rows"] else 0), None),
             (run["metric"], None),
             ("" if best is None else f"{best:.5g}", best),
             (run[f"best_{axis}"], None),
-            (timedelta(seconds=round(run["seconds"])), run["seconds"]),
+            (timedelta(seconds=round(seconds)) if seconds else "", seconds or None),
             *((run["changed"].get(option), None) for option in options),
         ]
         if len(columns) > len(cells):
@@ -147,19 +148,25 @@ def make_panels(runs: Sequence[Run], metric: str | None) -> dict[str, Any]:
     for run in drawn.values():
         run.tables = [plots.prepare_table(run.tables[0], x)]
     _, metrics = plots.find_metrics([*drawn.values()], x)
-    main = {found.quantity.lower() for found in metrics if found.kind in ("loss", "accuracy")}
-    ranked = {run["metric"] for run in runs} if metric is None else {metric}
-    main |= {found.quantity.lower() for found in metrics if found.column in ranked}
     panels: dict[str, dict[str, Any]] = {}
     for found in plots.sort_metrics(metrics):
-        key = found.quantity.lower()
-        new = {"title": found.quantity, "is_main": key in main, "curves": []}
-        panel = panels.setdefault(key, new)
+        new = {"title": found.quantity, "is_main": False, "curves": []}
+        panel = panels.setdefault(found.quantity.lower(), new)
         for number, run in drawn.items():
             panel["curves"] += make_curves(number, run, found, x)
+    ranking = {run["metric"] for run in runs} if metric is None else {metric}
+    for key in choose_main(plots.sort_metrics(metrics), ranking):
+        panels[key]["is_main"] = True
     data |= {"x": plots.name_axis([*drawn.values()], x), "panels": [*panels.values()]}
     data["thinned"] = thin_curves([curve for panel in panels.values() for curve in panel["curves"]])
     return data
+
+
+def choose_main(metrics: Sequence[Metric], ranking: set[str | None]) -> list[str]:
+    """Return the quantities above the table: those that rank the runs, losses and accuracies."""
+    ranked = [metric for metric in metrics if metric.column in ranking]
+    usual = [metric for metric in metrics if metric.kind in ("loss", "accuracy")]
+    return list(dict.fromkeys(metric.quantity.lower() for metric in ranked + usual))[:MOST_MAIN]
 
 
 def make_curves(number: int, run: plots.Run, metric: Metric, x: str) -> list[dict[str, Any]]:
