@@ -7,6 +7,7 @@ import dataclasses
 import inspect
 import os
 import re
+import shutil
 import subprocess
 import sys
 import warnings
@@ -24,7 +25,7 @@ from externally import externally
 from interpreter import ready
 from lightning_utilities.core.imports import RequirementCache
 
-from fabric_template import FabricLoop
+from fabric_template import FabricLoop, MiniLoop
 from fabric_template.config import LoopConfig
 
 REPOSITORY = Path(__file__).resolve().parents[2]
@@ -34,6 +35,7 @@ PAGES = {
     for path in [REPOSITORY / "README.md", *sorted(DOCS.rglob("*.md"))]
 }
 README = PAGES["README.md"]
+AGENTS = (REPOSITORY / "AGENTS.md").read_text(encoding="utf-8")
 TRAINER_PAGE = PAGES["docs/coming-from.md"]
 ENVIRONMENT = {
     **os.environ,
@@ -57,6 +59,10 @@ def run_page(rank, page, sources, check):
     of_trainer += "|args parameter is|requested to overfit"
     warnings.filterwarnings("ignore", f"(?s).*({of_trainer}|not supported by the model summary)")
     torch.manual_seed(torch.initial_seed())
+    if page == "README.md":
+        # Its script imports a copy of mini.py.
+        shutil.copy(REPOSITORY / "fabric_template" / "mini.py", ".")
+        sys.path.insert(0, os.getcwd())
     names = {"__name__": "__main__"}
     for line, source in sources:
         exec(compile("\n" * line + source, page, "exec"), names)
@@ -143,12 +149,43 @@ def prose_of(text):
 # README
 
 
-def test_the_readme_is_short_and_starts_with_how_to_get_it():
-    assert len(README.splitlines()) <= 130
-    assert README.index("```bash") < README.index("```diff") < README.index("![") < 2500
-    picture = REPOSITORY / re.search(r"!\[.*?\]\((.*?)\)", README)[1]
-    assert picture.read_bytes().startswith(b"\x89PNG")
-    assert picture.stat().st_size < 100_000
+def test_the_readme_is_short_and_starts_with_the_picture_and_a_script():
+    assert len(README.splitlines()) <= 160
+    assert README.index("![") < 500
+    assert README.index("```python") < README.index("```bash") < README.index("```diff")
+    sizes = [(REPOSITORY / path).stat().st_size for path in re.findall(r"!\[.*?\]\((.*?)\)", README)]
+    assert sum(sizes) < 1_000_000
+
+
+def test_the_readme_states_the_length_of_both_loops():
+    package = REPOSITORY / "fabric_template"
+    files = {path.relative_to(package): path for path in package.rglob("*.py")}
+    lines = {name: len(path.read_text(encoding="utf-8").splitlines()) for name, path in files.items()}
+    mini = lines.pop(Path("mini.py"))
+    loop = sum(count for name, count in lines.items() if name.parts[0] not in ("tools", "demos"))
+    stated = [int(number.replace(",", "")) for number in re.findall(r"([\d,]+) lines", README)]
+    assert stated == [pytest.approx(mini, rel=0.1), pytest.approx(loop, rel=0.1)]
+
+
+def test_compare_proves_the_readmes_example(tmp_path):
+    """Both sides of the diff train to the same numbers, as two scripts."""
+    ((_, diff),) = blocks(README, "diff")
+    start = """
+import torch
+from torch.nn.functional import cross_entropy
+from mini import MiniLoop
+torch.manual_seed(0)
+data = torch.utils.data.TensorDataset(torch.randn(96, 1, 8, 8), torch.arange(96) % 10)
+train = torch.utils.data.DataLoader(data, batch_size=32, shuffle=True)
+"""
+    for name, other in (("old.py", "+"), ("new.py", "-")):
+        lines = [line[1:] for line in diff.splitlines() if line[:1] != other]
+        (tmp_path / name).write_text(start + "\n".join(lines))
+    shutil.copy(REPOSITORY / "fabric_template" / "mini.py", tmp_path)
+    command = [sys.executable, "-m", "fabric_template", "compare", "old.py", "new.py"]
+    done = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path, env=ENVIRONMENT)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.startswith("equal    no difference in 9 steps")
 
 
 def test_no_figure_that_the_results_do_not_have():
@@ -158,6 +195,28 @@ def test_no_figure_that_the_results_do_not_have():
     assert {
         figure for figure in figures if not re.search(rf"(?<![\d.,]){re.escape(figure)}(?![\d]|[.,]\d)", results)
     } == set()
+
+
+# AGENTS.md
+
+
+def test_the_guide_is_short_and_names_existing_files():
+    assert len(AGENTS.splitlines()) <= 80
+    named = re.findall(r"`((?:[\w.]+/)+(?:[\w.]+)?)`", AGENTS)
+    assert len(named) > 10
+    places = (REPOSITORY, REPOSITORY / "fabric_template")
+    assert [path for path in named if not any((place / path).exists() for place in places)] == []
+    options = set(re.findall(r"`(\w+)=`", AGENTS)) | {"validate_every_n_steps", "max_steps"}
+    known = {field.name for field in dataclasses.fields(MiniLoop)}
+    assert options <= known | set(inspect.signature(MiniLoop.fit).parameters)
+
+
+@pytest.mark.parametrize("command", blocks(AGENTS, "bash")[0][1].splitlines())
+def test_quick_commands_of_the_guide_run(command):
+    arguments = command.split()
+    assert arguments[0] == "python"
+    done = subprocess.run([sys.executable, *arguments[1:]], capture_output=True, text=True, cwd=REPOSITORY)
+    assert done.returncode == 0, done.stdout + done.stderr
 
 
 # Commands
@@ -193,7 +252,7 @@ def test_commands_of_the_command_line_exist():
 
 
 def test_torch_is_installed_by_the_version_of_the_constraints():
-    torch_line = next(line for line in ALL_COMMANDS if line.startswith("pip install"))
+    torch_line = next(line for line in ALL_COMMANDS if line.startswith("pip install torch="))
     version = re.search(r"^torch==.*$", (REPOSITORY / "constraints.txt").read_text(), re.M)[0]
     assert torch_line == f"pip install {version}"
 

@@ -1,0 +1,51 @@
+"""The picture of the README shows a training that SIGKILL has ended, and its resume."""
+
+import re
+import subprocess
+import sys
+from pathlib import Path
+from xml.etree import ElementTree
+
+import pytest
+
+DOCS = Path(__file__).resolve().parents[2] / "docs"
+TEXT = "{http://www.w3.org/2000/svg}text"
+
+
+def last_lines(picture):
+    """Return the texts that are shown at the end, from top to bottom."""
+    texts = [text for text in ElementTree.fromstring(picture).iter(TEXT) if "past" not in text.get("class")]
+    return [text.text for text in sorted(texts, key=lambda text: float(text.get("y")))]
+
+
+def check_picture(picture):
+    """Check that a picture moves, loads nothing, and shows the same rows with and without a kill."""
+    assert "@keyframes" in picture
+    assert "prefers-reduced-motion" in picture
+    assert re.findall(r"<script|href|url\(|@import|<image", picture) == []
+    lines = last_lines(picture)
+    tables = []
+    for line in lines:
+        if line.startswith("epoch "):
+            tables.append([])
+        if re.match(r" +\d+ ", line):
+            tables[-1].append(line.split()[:-1])
+    whole, killed, resumed = [table for table in tables if table]
+    assert killed + resumed == whole
+    assert [line for line in lines if line.endswith("Killed")]
+    assert [line for line in lines if re.fullmatch(r"\$ kill -9 \d+", line)]
+    assert "the same rows, bit for bit" in lines
+
+
+def test_the_picture_of_the_readme():
+    path = DOCS / "terminal.svg"
+    check_picture(path.read_text(encoding="utf-8"))
+    assert path.stat().st_size < 1_000_000
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="needs /proc and a pseudoterminal")
+def test_the_script_records_a_picture(tmp_path):
+    command = [sys.executable, str(DOCS / "terminal_picture.py"), "--epochs", "2", "--out", str(tmp_path / "out.svg")]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=900)
+    assert done.returncode == 0, done.stderr
+    check_picture((tmp_path / "out.svg").read_text(encoding="utf-8"))
