@@ -33,6 +33,13 @@ from .lightning_compat.overrides import as_list, has_state, is_instance_of
 from .loggers.console import format_results, format_summary, summarize_run
 from .loggers.csv_logger import CSVLogger, to_cell
 from .loggers.logger_connector import make_logger
+from .loggers.run_config import (
+    attempt,
+    describe_model,
+    describe_optimizer,
+    find_batch_size,
+    record_own_loop,
+)
 from .trainer_api import StrategyAPI, TrainerAPI, make_profiler
 from .training.configure_optimizers import add_scheduler
 from .training.lifecycle import run_plan, set_torch_flags
@@ -85,6 +92,9 @@ class FabricLoop(TrainerAPI):
         self.has_fitted = False
         self.loggers = self._make_loggers()
         self.profiler = make_profiler(self.config.profiler)
+        # Descriptions of what setup() got, which the first log_dict() of an own loop writes.
+        self._own_parts: dict[str, list[Any]] = {"model": [], "optimizer": [], "batch_size": []}
+        self._is_recorded = False
         self.run: Run | None = None
         self.runs: dict[str, Run] = {}
         self.status = TrainerStatus.INITIALIZING
@@ -266,12 +276,20 @@ class FabricLoop(TrainerAPI):
         if optimizer is not None and not hasattr(optimizer, "param_groups"):
             check_type("setup", optimizer, Optimizer, f"an optimizer. Write {expected}")
         join_processes(self.fabric)
+        self._describe_parts(model, optimizer, loaders)
         parts = [model] if optimizer is None else [model, optimizer]
         prepared: Any = self.fabric.setup(*parts)
         if not needs_no_strategy(self.fabric):
             parts = [prepared] if optimizer is None else list(prepared)
         parts += [self._setup_loader(loader) for loader in loaders]
         return parts[0] if len(parts) == 1 else tuple(parts)
+
+    def _describe_parts(self, model: Any, optimizer: Any, loaders: tuple[Any, ...]) -> None:
+        own = self._own_parts
+        own["model"].append(attempt(describe_model, model, model))
+        if optimizer is not None:
+            own["optimizer"].append(attempt(describe_optimizer, optimizer))
+        own["batch_size"] += [attempt(find_batch_size, loader) for loader in loaders[:1]]
 
     def _setup_loader(self, loader: Any) -> Any:
         if isinstance(loader, DataLoader):
@@ -360,6 +378,9 @@ class FabricLoop(TrainerAPI):
         if run is not None:
             log_in_run(run, scalars, measured, step)
         elif self.fabric.is_global_zero:
+            if not (self._is_recorded or self.has_fitted):
+                self._is_recorded = True
+                record_own_loop(self, self._own_parts)
             log_rows(self.loggers, scalars, step)
 
     def save(self, path: str | Path, state: dict[str, Any]) -> None:

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: MIT
 """Train PyTorch models with a loop in one file, to read, to copy and to change.
 
-Version 0.2.0 of fabric_template, under the MIT License (file LICENSE). This file needs torch and
+This file is a part of fabric_template, under the MIT License (file LICENSE). It needs torch and
 lightning, which install NumPy, PyYAML and tqdm. Read `fit`, `_train_epoch` and `_train_batch` first.
 
 To change a part of the training, edit one of these methods:
@@ -32,8 +32,11 @@ import json
 import math
 import os
 import pickle
+import platform
 import random
 import re
+import shlex
+import subprocess
 import sys
 import time
 import warnings
@@ -43,7 +46,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, fields, is_dataclass
 from difflib import get_close_matches
-from functools import partial, wraps
+from functools import cache, partial, wraps
 from itertools import chain, count, islice, repeat
 from numbers import Real
 from pathlib import Path
@@ -75,6 +78,7 @@ REFUSED_HOOKS = """
     on_before_batch_transfer transfer_batch_to_device on_after_batch_transfer
     on_save_checkpoint on_load_checkpoint training_epoch_end validation_epoch_end
 """
+VERSION = "0.2.0"
 # The smallest value of each option that is a number.
 SMALLEST = {"max_epochs": -1, "max_steps": -1, "accumulate_grad_batches": 1, "seed": 0}
 SMALLEST |= {"validate_every_n_steps": 1, "log_every_n_steps": 0, "gradient_clip_val": 0}
@@ -993,7 +997,7 @@ class MiniLoop:
                 self._record(state)
 
     def _start_version(self, is_new: bool) -> None:
-        """Record the start of a new run, and write hparams.yaml."""
+        """Record the start of a new run, and write hparams.yaml and config.yaml."""
         started, saved = read_times(self.checkpoint_dir)
         self._started_at = max(time.time(), started, saved)
         if is_new:
@@ -1002,11 +1006,38 @@ class MiniLoop:
             for name in self._tables:
                 # A run that has ended before its first checkpoint leaves rows.
                 (self.log_dir / name).unlink(missing_ok=True)
-        config = {field.name: getattr(self, field.name) for field in fields(self)}
-        config["fabric"] = config["hparams"] = None
-        content = {"hparams": self._settings, "config": to_plain(config)}
-        with replaced(self.log_dir / "hparams.yaml") as file:
-            file.write(yaml.safe_dump(content).encode())
+        options = {field.name: getattr(self, field.name) for field in fields(self)}
+        del options["fabric"], options["hparams"]
+        options = to_plain(options)
+        write_yaml(self.log_dir / "hparams.yaml", hparams=self._settings, config=options)
+        if is_new:
+            # A run that repeats this one takes a new version.
+            options |= {"version": None, "hparams": to_plain(self.hparams or {})}
+            write_yaml(self.log_dir / "config.yaml", **options, about=self._describe_run())
+
+    def _describe_run(self) -> dict[str, Any]:
+        """Return what made this run. A description that fails stops no run."""
+        versions = {"fabric_template": VERSION, "torch": str(torch.__version__)}
+        versions |= {"lightning": lightning_version, "python": platform.python_version()}
+        about: dict[str, Any] = {"command": shlex.join(sys.argv), "versions": versions}
+        if "ipykernel" in sys.modules or hasattr(sys, "ps1"):
+            about["command"] = "notebook" if "ipykernel" in sys.modules else "interactive"
+        about |= {"device": str(self.fabric.device), "processes": self.fabric.world_size}
+        about["batch_size"] = getattr(self.train_loader, "batch_size", None)
+        with suppress(Exception):
+            sizes = [parameter.numel() for parameter in self.network.parameters()]
+            name = type(unwrap_compiled(self.model)).__name__
+            about["model"] = {"class": name, "parameters": sum(sizes)}
+        with suppress(Exception):
+            about["optimizer"] = {"class": type(self.optimizer).__name__}
+            for name in self.optimizer.defaults:
+                # A scheduler changes "lr" when it is created, and keeps the first value.
+                values = [
+                    g.get(f"initial_{name}", g.get(name)) for g in self.optimizer.param_groups
+                ]
+                about["optimizer"][name] = values if values[1:] != values[:-1] else values[0]
+            about["git"] = read_git(os.getcwd())
+        return to_plain(about)
 
     def _record(self, line: str) -> None:
         for file in self._locks:
@@ -1645,7 +1676,7 @@ def replaced(path: Path) -> Iterator[IO[bytes]]:
     with temporary.open("xb") as file:
         yield file
         if path.suffix != ".yaml":
-            # A power failure may damage hparams.yaml, which no run reads.
+            # A power failure may damage a YAML file, which no run reads.
             file.flush()
             os.fsync(file.fileno())
     os.replace(temporary, path)
@@ -1772,6 +1803,18 @@ def claim_version(*folders: Path) -> str:
         version += 1
 
 
+@cache
+def read_git(folder: str) -> dict[str, Any]:
+    """Return the commit of a folder and the number of changed files. Once, if git is fast."""
+    command = ["git", "--no-optional-locks", "status", "--porcelain=v2", "--branch", "-uno"]
+    with suppress(Exception):
+        done = subprocess.run(command, cwd=folder, capture_output=True, timeout=0.1, check=True)
+        head, *lines = done.stdout.decode().splitlines()
+        changed = sum(not line.startswith("#") for line in lines)
+        return {"commit": head.split()[-1], "changed_files": changed}
+    return {}
+
+
 @contextmanager
 def opened_lock(folder: Path) -> Iterator[IO[str]]:
     """Open and lock the .lock file of a folder. The system unlocks it when this process ends."""
@@ -1816,6 +1859,12 @@ def read_rows(path: Path) -> list[dict[str, Any]]:
             with suppress(ValueError):
                 rows[-1][name] = (int if name in ("epoch", "step") else float)(cell)
     return rows
+
+
+def write_yaml(path: Path, **content: Any) -> None:
+    dumper = getattr(yaml, "CSafeDumper", yaml.SafeDumper)
+    with replaced(path) as file:
+        file.write(yaml.dump(content, Dumper=dumper, sort_keys=False).encode())
 
 
 def write_rows(path: Path, columns: list[str], rows: list[dict[str, Any]]) -> None:

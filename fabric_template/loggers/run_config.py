@@ -1,27 +1,36 @@
-"""Collect the hyperparameters of a run, and write a config.yaml to repeat the run."""
+"""Collect the hyperparameters of a run, and record in config.yaml what made the run."""
 
 from __future__ import annotations
 
 import inspect
+import os
 import platform
+import shlex
+import subprocess
+import sys
 import warnings
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
+from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import lightning
 import torch
+from torch.nn.parameter import is_lazy
 
 from .. import __version__
 from ..config import to_plain
 from ..errors import ConfigurationError, describe
 from ..files import write_yaml
 from ..lightning_compat.private import logs_hyperparameters
+from .csv_logger import CSVLogger
 
 if TYPE_CHECKING:
+    from ..loop import FabricLoop
     from ..training.run import Run
 
 HEAD = "# `fabric-template fit --config` with this file repeats this run. It ignores `about`.\n"
+GIT_STATUS = ["git", "--no-optional-locks", "status", "--porcelain=v2", "--branch", "-uno"]
 
 
 def write_run_config(run: Run) -> None:
@@ -29,17 +38,43 @@ def write_run_config(run: Run) -> None:
 
     Keep an existing config.yaml if the run is resumed, or if another program wrote the file.
     """
-    for logger in run.loggers.csv_loggers:
+    for logger in run.loggers.csv_loggers if run.fabric.is_global_zero else ():
         path = Path(logger.log_dir, "config.yaml")
         try:
-            is_own = path.exists() and path.read_text("utf-8", "replace").startswith(HEAD)
+            is_own = path.exists() and "\nabout:\n" in path.read_text("utf-8", "replace")
             if not path.exists() or (is_own and not run.plan.start.resumes):
                 write_yaml(path, collect_run_config(run), HEAD)
         except Exception as error:
-            warnings.warn(
-                f"{path}: the file could not be written, and training continues: {error!r}",
-                stacklevel=2,
-            )
+            warn_of_record(f"{path}: the file", error)
+
+
+def warn_of_record(what: str, error: Exception) -> None:
+    warnings.warn(f"{what} could not be written, and training continues: {error!r}", stacklevel=3)
+
+
+def record_own_loop(loop: FabricLoop, parts: Mapping[str, Sequence[Any]]) -> None:
+    """Write the options, settings and parts of a user's own loop, and log them.
+
+    Args:
+        parts: The descriptions of the models, optimizers and loaders that the loop has set up.
+    """
+    hparams, unknown = dict(loop.config.hparams or {}), dict[str, str]()
+    about = describe_process(loop.fabric)
+    for kind, found in parts.items():
+        about |= number_parts(kind, found)
+    config = keep_plain({**loop.recipe, "hparams": hparams or None, "version": None}, unknown)
+    config["about"] = about | {"unknown": unknown}
+    options = {**vars(loop.config)}
+    del options["hparams"]
+    for logger in loop.loggers:
+        try:
+            if isinstance(logger, CSVLogger):
+                write_yaml(Path(logger.log_dir, "config.yaml"), config, HEAD)
+                logger.log_hyperparams({"hparams": hparams, "config": options})
+            elif hparams:
+                logger.log_hyperparams(hparams)
+        except Exception as error:
+            warn_of_record(f"{type(logger).__name__}: the settings", error)
 
 
 def collect_run_config(run: Run) -> dict[str, Any]:
@@ -63,13 +98,98 @@ def collect_run_config(run: Run) -> dict[str, Any]:
     config["version"] = None
     if run.plan.start.path is not None:
         config["resume" if run.plan.start.resumes else "load"] = str(run.plan.start.path)
-    versions = {
-        "fabric_template": __version__,
-        "torch": str(torch.__version__),
-        "lightning": lightning.__version__,
-        "python": platform.python_version(),
+    optimizers = run.optimization.optimizers
+    about = {
+        **describe_process(run.fabric),
+        "model": attempt(describe_model, run.model, run.network),
+        **number_parts("optimizer", [attempt(describe_optimizer, o) for o in optimizers]),
+        "batch_size": attempt(find_batch_size, run.data.train.as_given),
+        "unknown": unknown,
     }
-    return {**config, "about": {"versions": versions, "unknown": unknown}}
+    return {**config, "about": about}
+
+
+# What made a run
+
+
+def describe_process(fabric: Any) -> dict[str, Any]:
+    """Return the command, the state of the code, the versions and the device of this process."""
+    return {
+        "command": attempt(read_command),
+        "git": attempt(read_git, os.getcwd()),
+        "versions": {
+            "fabric_template": __version__,
+            "torch": str(torch.__version__),
+            "lightning": lightning.__version__,
+            "python": platform.python_version(),
+        },
+        "device": str(fabric.device),
+        "processes": fabric.world_size,
+    }
+
+
+def attempt(describe: Callable[..., Any], *parts: Any) -> Any:
+    """Return a description, or None if it fails. A record never stops a run."""
+    try:
+        return describe(*parts)
+    except Exception:
+        return None
+
+
+def number_parts(kind: str, parts: Sequence[Any]) -> dict[str, Any]:
+    """Name the parts of one kind, such as "optimizer" and "optimizer_1"."""
+    return {f"{kind}_{index}" if index else kind: part for index, part in enumerate(parts)}
+
+
+def read_command() -> str:
+    if "ipykernel" in sys.modules:
+        return "notebook"
+    return "interactive" if hasattr(sys, "ps1") else shlex.join(sys.argv)
+
+
+@cache
+def read_git(folder: str) -> dict[str, Any]:
+    """Return the commit of a folder and the number of changed files. Empty if git fails or is slow."""
+    try:
+        done = subprocess.run(GIT_STATUS, cwd=folder, capture_output=True, timeout=0.1, check=True)
+    except (OSError, subprocess.SubprocessError):
+        return {}
+    head, *lines = done.stdout.decode("utf-8", "replace").splitlines()
+    changed = sum(not line.startswith("#") for line in lines)
+    return {"commit": head.split()[-1], "changed_files": changed}
+
+
+def describe_model(model: Any, network: Any) -> dict[str, Any]:
+    """Return a model's class and its number of parameters."""
+    parameters = [p for p in network.parameters() if not is_lazy(p)]
+    return {"class": type(model).__name__, "parameters": sum(p.numel() for p in parameters)}
+
+
+def describe_optimizer(optimizer: Any) -> dict[str, Any]:
+    """Return an optimizer's class and arguments. An argument that differs by group is a list."""
+    described: dict[str, Any] = {"class": type(optimizer).__name__}
+    for name in optimizer.defaults:
+        # A scheduler may have changed "lr" already, and keeps the first value.
+        values = [to_plain(g.get(f"initial_{name}", g.get(name))) for g in optimizer.param_groups]
+        described[name] = values if any(value != values[0] for value in values) else values[0]
+    return described
+
+
+def find_batch_size(loader: Any) -> Any:
+    """Return the batch size of a loader, or of each loader in a list or dict."""
+    if isinstance(loader, list | tuple):
+        return [find_batch_size(item) for item in loader]
+    if isinstance(loader, dict):
+        return {str(name): find_batch_size(item) for name, item in loader.items()}
+    size = getattr(loader, "batch_size", None)
+    return (
+        getattr(getattr(loader, "batch_sampler", None), "batch_size", size)
+        if size is None
+        else size
+    )
+
+
+# Options and hyperparameters
 
 
 def collect_class_config(part: str, given: Any, unknown: dict[str, str]) -> dict[str, Any] | None:

@@ -90,8 +90,12 @@ def find_runs(
 def differing_options(runs: Sequence[Run]) -> list[str]:
     """Return the options that a user has set and that differ between runs."""
     differing = []
+    recorded = {name for run in runs for name in run["recorded"]}
     for option in dict.fromkeys(name for run in runs for name in run["options"]):
         values = [run["options"][option] if is_set(run, option) else None for run in runs]
+        if option in recorded:
+            # SGD has no betas, which is no difference from Adam besides the class.
+            values = [value for value in values if value is not None]
         if any(value != values[0] for value in values):
             differing.append(option)
     return differing
@@ -119,9 +123,11 @@ def read_run(folder: Path, root: Path) -> Run:
         "name": folder.parent.relative_to(root).as_posix() if is_below else folder.parent.name,
         "version": folder.name if number is None else number,
         "state": read_state(folder / ".lock"),
-        "options": read_options(folder),
         "file": folder / "metrics.csv",
     }
+    run["options"], run["about"] = read_options(folder)
+    run["recorded"] = find_recorded(run["about"], run["options"])
+    run["options"] = run["options"] | run["recorded"]
     rows, _ = read_rows(run["file"])
     return describe_run(run, rows, f"{run['name']}/{folder.name}")
 
@@ -146,8 +152,8 @@ def read_files(path: Path, root: Path) -> list[Run]:
             groups.append((run_name, table))
     runs = []
     for version, table in groups:
-        run: Run = {"name": name, "version": version, "state": "unknown", "options": {}}
-        run["file"] = path
+        run: Run = {"name": name, "version": version, "state": "unknown", "file": path}
+        run |= {"options": {}, "about": {}, "recorded": {}}
         label = version if path == root else f"{name}/{version}"
         # The column "time" of other tools has another meaning.
         runs.append(describe_run(run, table, label) | {"seconds": 0.0})
@@ -273,12 +279,39 @@ def parse_yaml(text: str) -> Any:
     return yaml.load(text, getattr(yaml, "CSafeLoader", yaml.SafeLoader))
 
 
-def read_options(folder: Path) -> dict[str, Any]:
-    """Return the options in config.yaml and hparams.yaml without their section names."""
+def find_recorded(about: dict[str, Any], options: dict[str, Any]) -> dict[str, Any]:
+    """Return the classes, arguments and batch size that a run has recorded and no option has."""
+    found: dict[str, Any] = {}
+    for part, value in about.items():
+        kind, _, number = part.partition("_")
+        if kind not in ("model", "optimizer") and part != "batch_size":
+            continue
+        entries = dict(value) if isinstance(value, dict) else {part: value}
+        if "class" in entries:
+            found[part] = entries.pop("class")
+        if kind == "model":
+            continue
+        for name, entry in entries.items():
+            numbered = f"{name}_{number}" if kind == "optimizer" and number else name
+            known = [options.get(other) for other in (name, f"data.{name}")]
+            if name == "lr":
+                known.append(options.get("learning_rate"))
+            if entry not in known:
+                found[f"optimizer.{numbered}" if numbered in options else numbered] = entry
+    # A setting of the user may have the name of a recorded class.
+    return {name: entry for name, entry in found.items() if name not in options}
+
+
+def read_options(folder: Path) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Return the options in config.yaml and hparams.yaml without their section names.
+
+    The second dict is the section "about" of config.yaml, which records what made the run.
+    """
     import yaml
 
     options: dict[str, Any] = {}
     hparams: dict[str, Any] = {}
+    about: dict[str, Any] = {}
     # hparams.yaml overrides config.yaml, because a resumed run rewrites only hparams.yaml.
     for name in ("config.yaml", "hparams.yaml"):
         try:
@@ -291,11 +324,13 @@ def read_options(folder: Path) -> dict[str, Any]:
         for section, value in [item for content in contents for item in content.items()]:
             entries = value if isinstance(value, dict) else {section: value}
             prefix = "data." if section == "data" else ""
-            if section != "about":
+            if section == "about":
+                about = entries
+            else:
                 entries = entries.get("init_args", entries)
                 options |= {f"{prefix}{key}": entry for key, entry in entries.items()}
             if section == "hparams":
                 hparams |= entries
     # A setting of the user may have the name of an option that is not set.
     unset = [name for name in hparams if options[name] == DEFAULTS.get(name)]
-    return options | {name: hparams[name] for name in unset}
+    return options | {name: hparams[name] for name in unset}, about

@@ -95,6 +95,11 @@ def diff_runs(a: Run, b: Run) -> list[tuple[str, ...]]:
     for option in differing_options([a, b]):
         values = [run["options"].get(option) for run in (a, b)]
         table.append((option, *("" if value is None else str(value) for value in values)))
+    records = [describe_record(run) for run in (a, b)]
+    for name in dict.fromkeys([*records[0], *records[1]]):
+        texts = [record.get(name, "") for record in records]
+        if texts[0] != texts[1]:
+            table.append((name, *texts))
     table += [(HEADER[i], first[i], second[i]) for i in (1, 2, 6)]
     for metric in dict.fromkeys([*a["rows"], *b["rows"]]):
         if not is_metric(metric) or parse_metric(metric).kind == "learning rate":
@@ -104,6 +109,18 @@ def diff_runs(a: Run, b: Run) -> list[tuple[str, ...]]:
         if any(bests):
             table.append((f"best {metric}", *bests))
     return table
+
+
+def describe_record(run: Run) -> dict[str, str]:
+    """Return the command, the code, the versions, the device and the size of the model of a run."""
+    texts = {}
+    for part in ("command", "git", "versions", "device", "processes", "model"):
+        value = run["about"].get(part)
+        entries = value if isinstance(value, dict) else {"": value}
+        for name, entry in entries.items():
+            if entry is not None and name != "class":
+                texts[f"{part} {name}".strip()] = str(entry)
+    return texts
 
 
 def print_best(runs: Sequence[Run]) -> None:

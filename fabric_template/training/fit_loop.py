@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Any
 
 from ..checkpoint.restore import restore_position
 from ..lightning_compat.callbacks import finish_averaging, resume_averaging
+from ..loggers.run_config import write_run_config
 from ..rng_state import capture_rng_state, restore_rng_state
 from .evaluation_loop import evaluate
 from .lr_schedulers import step_lr_schedulers, step_schedulers_after_batch
@@ -31,6 +32,7 @@ if TYPE_CHECKING:
 def fit(run: Run) -> None:
     """Train until a limit is reached, or a callback or a signal requests a stop."""
     run.data.setup_train_loader()
+    write_run_config(run)
     run.validation_schedule.start()
     run.row.choose_interval()
     is_done = run.stop.is_due_between_epochs and not run.progress.is_in_epoch

@@ -33,7 +33,6 @@ from ..lightning_compat.overrides import as_list, is_instance_of
 from ..lightning_compat.private import set_current_hook, set_device_mesh, set_profiled_module
 from ..loggers.console import end_reason, shorten_path
 from ..loggers.result_collection import ResultCollection
-from ..loggers.run_config import write_run_config
 from ..rng_state import unchanged_rng_state
 from .check_arguments import warn_of_eval_modules
 from .configure_optimizers import move_optimizer_states
@@ -164,8 +163,6 @@ def set_up_training(run: Run, has_weights: bool) -> None:
     run.network.zero_grad()
     check_saved_state(run)
     run.loggers.log_hyperparameters()
-    if run.fabric.is_global_zero:
-        write_run_config(run)
     run.start_optimization()
     if run.plan.start.resumes and checkpoint is not None:
         restore_training(run, checkpoint)
