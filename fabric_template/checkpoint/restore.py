@@ -69,7 +69,8 @@ def restore_callbacks(run: Run, checkpoint: dict[str, Any]) -> None:
     if missing and run.plan.start.resumes:
         run.warn_once(
             "Be aware that when using `ckpt_path`, callbacks used to create the checkpoint need to be"
-            f" provided during `Trainer` instantiation. Please add the following callbacks: {missing}."
+            f" provided during `{run.plan.loop_name}` instantiation. Please add the following callbacks:"
+            f" {missing}."
         )
     run.hooks.call_callbacks("on_load_checkpoint", checkpoint)
     for callback in run.hooks.callbacks:
@@ -172,7 +173,7 @@ def restore_training(run: Run, checkpoint: dict[str, Any]) -> None:
     if -1 < max_epochs < epochs_done:
         raise ConfigurationError(
             f"You restored a checkpoint with current_epoch={epochs_done}, but you have set"
-            f" Trainer(max_epochs={max_epochs}). Please set a different max_epochs value."
+            f" {run.plan.loop_name}(max_epochs={max_epochs}). Please set a different max_epochs value."
         )
     restore_outside_parameters(run, own.get("outside_parameters", {}))
     run.progress.load_state_dict(own.pop("progress"))

@@ -17,11 +17,11 @@ def loader_argument(call: str, stage: str) -> str:
     return "dataloaders"
 
 
-def check_loader(loader: Any, where: str) -> None:
+def check_loader(loader: Any, found: str) -> None:
     """Raise an error for an object that does not yield batches.
 
     Args:
-        where: The source of the loader for the message, such as "passed to `Trainer.fit(...)`".
+        found: The start of the message, with {} for the loader: "val_dataloaders: got {}, ...".
     """
     parts = loader.values() if isinstance(loader, Mapping) else loader
     holds_arrays = isinstance(loader, Mapping | tuple) and loader and all(map(_is_array, parts))
@@ -35,9 +35,7 @@ def check_loader(loader: Any, where: str) -> None:
         problem = "It contains all samples, not batches. Write TensorLoader(x, y, batch_size=32)."
         problem += " Import TensorLoader from the same package as FabricLoop."
     if problem:
-        raise ConfigurationTypeError(
-            f"An invalid dataloader was {where}. Found {describe(loader)}. {problem}"
-        )
+        raise ConfigurationTypeError(f"{found.format(describe(loader))} {problem}")
 
 
 def _is_array(value: Any) -> bool:

@@ -89,7 +89,8 @@ class DataConnector:
         kind = "LightningDataModule" if provider is self.run.datamodule else "LightningModule"
         with self.run.hooks.profiled(f"[{kind}]{type(provider).__name__}.{name}"):
             source = self.run.hooks.inside(name, getattr(provider, name))()
-        check_loaders(source, f"returned from `{type(provider).__name__}.{name}()`")
+        where = f"returned from `{type(provider).__name__}.{name}()`"
+        check_loaders(source, f"An invalid dataloader was {where}. Found {{}}.")
         return source
 
     def _is_load_due(self, kind: str) -> bool:
@@ -156,7 +157,7 @@ class DataConnector:
         if self.train.num_batches < every and has_other_logger and not run.config.fast_dev_run:
             run.warn_once(
                 f"The number of training batches ({self.train.num_batches}) is smaller than the logging"
-                f" interval Trainer(log_every_n_steps={every}). Set a lower value for log_every_n_steps if"
+                f" interval {run.plan.loop_name}(log_every_n_steps={every}). Set a lower value for log_every_n_steps if"
                 " you want to see logs for the training epoch.",
                 PossibleUserWarning,
             )
@@ -202,7 +203,7 @@ class DataConnector:
 
     def prepare_apart(self, source: Any) -> StageLoaders:
         """Return validation loaders for ``evaluate_apart``, with the samplers that this run needs."""
-        check_loaders(source, "passed to `evaluate_apart(...)`")
+        check_loaders(source, "evaluate_apart: got {}, expected batches.")
         combined = self._prepare(combine_loaders(source, "sequential"), "val")
         return StageLoaders(self.run, "val", combined, previous=None)
 
@@ -252,10 +253,10 @@ def has_loader(given: Mapping[str, Any], source: Any, stage: str) -> bool:
     return stage in given or overridden(source, f"{stage}_dataloader") is not None
 
 
-def check_loaders(source: Any, where: str) -> None:
-    """Raise an error for loaders that do not yield batches. ``where`` is their source."""
+def check_loaders(source: Any, found: str) -> None:
+    """Raise an error for loaders that do not yield batches, which starts with ``found``."""
     for loader in combine_loaders(source, "sequential").flattened:
-        check_loader(loader, where)
+        check_loader(loader, found)
 
 
 class StageLoaders:
@@ -277,7 +278,8 @@ class StageLoaders:
         self.loaders: list[Any] = combined.flattened
         self.as_given: Any = combined.iterables
         limit = getattr(run.config, f"limit_{stage}_batches")
-        self.limits = [count_batches(loader, limit, stage) for loader in self.loaders]
+        name = run.plan.loop_name
+        self.limits = [count_batches(loader, limit, stage, name) for loader in self.loaders]
         self.num_batches = self.count_batches()
         check_lengths(run, self.limits, stage)
         # The persistent workers of a loader continue if a reload returns the same loader.
@@ -516,7 +518,7 @@ def with_loaders(combined: CombinedLoader, loaders: list[Any]) -> CombinedLoader
     return other
 
 
-def count_batches(loader: Any, limit: int | float, stage: str) -> int | float:
+def count_batches(loader: Any, limit: int | float, stage: str, loop_name: str) -> int | float:
     """Return the number of batches to read from a loader; infinite if the length is unknown."""
     known_length = sized_len(loader)
     length = math.inf if known_length is None else known_length
@@ -533,8 +535,8 @@ def count_batches(loader: Any, limit: int | float, stage: str) -> int | float:
         if limit in (0.0, 1.0):
             return length if limit else 0
         raise ConfigurationError(
-            f"When using an `IterableDataset`, `Trainer(limit_{stage}_batches)` must be `1.0` or an int."
-            f" An int specifies `num_{stage}_batches` to use."
+            f"When using an `IterableDataset`, `{loop_name}(limit_{stage}_batches)` must be `1.0` or an"
+            f" int. An int specifies `num_{stage}_batches` to use."
         )
     batches = int(length * limit)
     if batches == 0 and limit > 0:

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from lightning.fabric.strategies import ModelParallelStrategy
 from lightning.fabric.utilities.warnings import PossibleUserWarning
+from torch import nn
 
 from ..data.check_loader import loader_argument
 from ..data.loaders import check_loaders as check_source
@@ -81,8 +82,7 @@ def check_sources(stage: str, model: Any, loaders: Mapping[str, Any], datamodule
         raise TypeError("model: got None, expected a module. Write fit(model, loader).")
     if model is None:
         raise TypeError(
-            f"`Trainer.{stage}()` requires a `LightningModule` when it hasn't been passed in a previous run."
-            f" FabricLoop has not trained a model yet. Write {stage}(model, loader)."
+            f"model: got None before this loop has run a model, expected a model. Write {stage}(model, loader)."
         )
     if datamodule is None or all(given is None for given in loaders.values()):
         return
@@ -99,10 +99,10 @@ def check_step(plan: Plan, step: str) -> None:
     name = type(plan.model).__name__
     method = overridden(plan.module, step)
     if method is None:
-        raise ConfigurationError(
-            f"No `{step}()` method defined. Define {step}(self, batch) in the class {name}, or call"
-            f" {plan.stage}(..., {step}=fn) with a function fn(model, batch)."
-        )
+        text = f"{step}: got None, expected a function fn(model, batch). Write {plan.stage}(..., {step}=fn),"
+        if plan.is_lightning_module:
+            text = f"No `{step}()` method defined. Call {plan.stage}(..., {step}=fn) with fn(model, batch),"
+        raise ConfigurationError(f"{text} or define {step}(self, batch) in the class {name}.")
     if "optimizer_idx" in inspect.signature(method).parameters:
         raise RuntimeError(
             "Training with multiple optimizers is only supported with manual optimization. Remove the"
@@ -123,9 +123,12 @@ def check_prediction(plan: Plan) -> None:
     if getattr(plan.model, "predict_step", "") is None:
         raise ConfigurationError("`predict_step` cannot be None to run `Trainer.predict`")
     if not (overridden(plan.module, "predict_step") or overridden(plan.model, "forward")):
+        text = "predict_step: got None, expected a function fn(model, batch)."
+        if plan.is_lightning_module:
+            text = "`Trainer.predict` requires `forward` method to run."
         raise ConfigurationError(
-            "`Trainer.predict` requires `forward` method to run. Define forward or predict_step in"
-            f" {type(plan.model).__name__}, or call predict(..., predict_step=fn)."
+            f"{text} Write predict(..., predict_step=fn), or define forward or predict_step in the class"
+            f" {type(plan.model).__name__}."
         )
     check_signature(plan, "predict_step")
 
@@ -174,9 +177,12 @@ def check_batch_argument(name: str, method: Callable, first: str) -> None:
 def check_optimization(plan: Plan) -> None:
     """Raise an error without an optimizer, or for options that manual optimization excludes."""
     if plan.optimizer is None and not overridden(plan.module, "configure_optimizers"):
+        model = "model" if isinstance(plan.model, nn.Module) else "model.net"
+        text = "optimizer: got None, expected an optimizer. Write"
+        if plan.is_lightning_module:
+            text = "No `configure_optimizers()` method defined. Define it, or write"
         raise ConfigurationError(
-            f"No `configure_optimizers()` method defined. Define it in the class {type(plan.model).__name__}, or call"
-            " fit(..., optimizer=torch.optim.Adam(model.parameters()))."
+            f"{text} fit(..., optimizer=torch.optim.Adam({model}.parameters()))."
         )
     if plan.module.automatic_optimization:
         return
@@ -187,10 +193,11 @@ def check_optimization(plan: Plan) -> None:
     for option, what, least in unsupported:
         value = getattr(plan.config, option) or 0
         if value > least:
-            raise ConfigurationError(
-                f"Automatic gradient {what} is not supported for manual optimization. Remove"
-                f" `Trainer({option}={value})` or switch to automatic optimization."
-            )
+            text = f"{option}: got {value} with several optimizers, expected {least or None}. Write"
+            if plan.is_lightning_module:
+                text = f"Automatic gradient {what} is not supported for manual optimization. Remove"
+                text += f" `Trainer({option}={value})`, and write"
+            raise ConfigurationError(f"{text} the gradient {what} in training_step.")
 
 
 def check_loaders(plan: Plan) -> None:
@@ -201,17 +208,25 @@ def check_loaders(plan: Plan) -> None:
         place = f"define {stage}_dataloader in the class {type(plan.model).__name__}"
         if plan.datamodule is not None:
             place = f"pass a datamodule with {stage}_dataloader"
-        raise MissingDataError(
-            f"An invalid dataloader was passed to `Trainer.{call}({argument}=...)`. Found None."
-            f" `{stage}_dataloader` must be implemented to be used with the Lightning Trainer."
-            f" Write {call}(model, loader), or {place}."
-        )
+        text = found_loader(plan, stage).format("None")
+        if plan.is_lightning_module:
+            text += (
+                f" `{stage}_dataloader` must be implemented to be used with the Lightning Trainer."
+            )
+        raise MissingDataError(f"{text} Write {call}(model, loader), or {place}.")
     for given_stage, loaders in plan.loaders.items():
-        argument_of_stage = loader_argument(call, given_stage)
-        check_source(loaders, f"passed to `Trainer.{call}({argument_of_stage}=...)`")
+        check_source(loaders, found_loader(plan, given_stage))
     given = plan.loaders.get(stage)
     if call == "fit" and isinstance(given, list | tuple | dict) and not given:
         raise ConfigurationError(f"fit: got {argument}={given}, expected at least one batch.")
+
+
+def found_loader(plan: Plan, stage: str) -> str:
+    """Return the start of the error for a loader, with {} for the loader."""
+    argument = loader_argument(plan.stage, stage)
+    if plan.is_lightning_module:
+        return f"An invalid dataloader was passed to `Trainer.{plan.stage}({argument}=...)`. Found {{}}."
+    return f"{argument}: got {{}}, expected batches."
 
 
 def warn_of_options(plan: Plan) -> None:

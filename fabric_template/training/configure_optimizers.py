@@ -89,7 +89,7 @@ def parse_optimizers(
         where: The source of the value for messages: "configure_optimizers" or "optimizer".
     """
     optimizers, schedulers = _split(returned, where)
-    configs = [_parse_scheduler(item, is_automatic) for item in schedulers]
+    configs = [_parse_scheduler(item, is_automatic, where) for item in schedulers]
     if is_automatic and not optimizers:
         raise ConfigurationTypeError(f"{where}: got an empty list, expected {_SHAPES}.")
     if is_automatic and len(optimizers) > 1:
@@ -166,7 +166,7 @@ def _warn_of_keys(what: str, item: Mapping, known: set[str]) -> None:
         warnings.warn(f"Found unsupported keys in the {what}: {unknown}", RuntimeWarning, 6)
 
 
-def _parse_scheduler(item: Any, is_automatic: bool) -> LRSchedulerConfig:
+def _parse_scheduler(item: Any, is_automatic: bool, where: str) -> LRSchedulerConfig:
     if not isinstance(item, Mapping):
         item = {"scheduler": item}
     if "scheduler" not in item:
@@ -193,6 +193,11 @@ def _parse_scheduler(item: Any, is_automatic: bool) -> LRSchedulerConfig:
             f'The "interval" key in lr scheduler dict must be "step" or "epoch" but is "{config.interval}"'
         )
     if config.reduce_on_plateau and config.monitor is None:
+        if where == "optimizer":
+            raise ConfigurationError(
+                "scheduler: got ReduceLROnPlateau without a monitor, expected a metric. Write"
+                ' scheduler={"scheduler": scheduler, "monitor": "val_loss"}.'
+            )
         raise ConfigurationError(
             "`configure_optimizers` must include a monitor when a `ReduceLROnPlateau` scheduler is"
             ' used. For example: {"optimizer": optimizer, "lr_scheduler": scheduler, "monitor":'

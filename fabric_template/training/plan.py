@@ -61,6 +61,11 @@ class Plan:
     def is_lightning_module(self) -> bool:
         return self.module is self.model
 
+    @property
+    def loop_name(self) -> str:
+        """The loop's name in messages. Trainer is named only to users of a LightningModule."""
+        return "Trainer" if self.is_lightning_module else "FabricLoop"
+
     def warn(self, message: str, category: type[Warning] = UserWarning) -> None:
         """Warn about the arguments, on the main process only."""
         if self.loop.fabric.is_global_zero:

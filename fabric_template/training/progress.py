@@ -343,8 +343,9 @@ class ValidationSchedule:
             self.every_n_batches = max(1, int(num_batches * interval))
         elif interval != 1.0 and self._is_enabled:
             raise ConfigurationError(
-                "When using an IterableDataset for `train_dataloader`, `Trainer(val_check_interval)`"
-                " must be time based, `1.0` or an int. An int k specifies checking validation every"
+                "When using an IterableDataset for `train_dataloader`,"
+                f" `{self.run.plan.loop_name}(val_check_interval)` must be time based, `1.0` or an"
+                " int. An int k specifies checking validation every"
                 " k training batches."
             )
 

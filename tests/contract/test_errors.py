@@ -66,7 +66,7 @@ def test_all_wrong_options_are_named_at_once(tmp_path, options, kind, message):
 
 
 def test_no_optimizer(tmp_path):
-    message = "No `configure_optimizers()` method defined. Define it in the class Linear, or call fit(...,"
+    message = "optimizer: got None, expected an optimizer. Write fit(..., optimizer=torch.optim.Adam("
     call = fitting(tmp_path, nn.Linear(8, 3), make_loader(), training_step=lambda net, batch: net(batch[0]).sum())
     check_error(ValueError, message, call, tmp_path)
 
@@ -75,7 +75,7 @@ def test_no_optimizer(tmp_path):
 def test_fraction_of_a_loader_without_length(tmp_path, stage):
     loaders = {"train": make_loader(), "val": make_loader()} | {stage: Endless()}
     call = fitting(tmp_path, Plain(), *loaders.values(), options={f"limit_{stage}_batches": 0.5})
-    with pytest.raises(ValueError, match=rf"`Trainer\(limit_{stage}_batches\)` must be `1.0` or an int"):
+    with pytest.raises(ValueError, match=rf"`FabricLoop\(limit_{stage}_batches\)` must be `1.0` or an int"):
         call()
 
 
@@ -211,7 +211,7 @@ def test_file_in_place_of_a_folder(tmp_path, where):
 def test_configuration_error_is_lightnings_and_a_value_error(tmp_path, kind):
     with pytest.raises(kind, match="^max_epochs: got -7"):
         FabricLoop(max_epochs=-7)
-    with pytest.raises(kind, match="^No `training_step"):
+    with pytest.raises(kind, match="^training_step: got None"):
         fitting(tmp_path, nn.Linear(8, 3), make_loader())()
 
 

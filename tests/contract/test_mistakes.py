@@ -1,6 +1,7 @@
 """Mistakes of new users. Both loops name the mistake, and what to write instead."""
 
 import csv
+import re
 import warnings
 from contextlib import nullcontext
 from functools import partial
@@ -13,8 +14,8 @@ from externally import externally
 from modules import assert_same_weights, make_data, make_loader, sgd
 from torch import nn
 from torch.nn.functional import cross_entropy
-from torch.optim.lr_scheduler import StepLR
-from torch.utils.data import DataLoader
+from torch.optim.lr_scheduler import ReduceLROnPlateau, StepLR
+from torch.utils.data import DataLoader, IterableDataset
 
 from fabric_template import FabricLoop, MiniLoop
 
@@ -45,6 +46,12 @@ def fit(name, training_step=loss_of, options=None, train=None, val=None, make_op
     train = make_loader() if train is None else train
     history = loop.fit(net, train, optimizer=optimizer, training_step=training_step, **given)
     return net, history
+
+
+class Endless(IterableDataset):
+    def __iter__(self):
+        while True:
+            yield torch.zeros(8), 0
 
 
 # A forgotten return
@@ -357,3 +364,22 @@ def test_log_dict_in_a_step_has_the_arguments_of_log(name, tmp_path):
         assert history.equals(expected)
         assert rows == expected_rows
         assert len(rows) >= 10
+
+
+@pytest.mark.parametrize("option", ["gradient_clip_val", "accumulate_grad_batches"])
+def test_messages_for_functions_name_no_trainer(option):
+    """A user of step functions has neither a Trainer nor a LightningModule."""
+    net = make_net()
+    loop = make_loop("FabricLoop", **{option: 2})
+    with pytest.raises(ValueError, match=f"^{option}: got 2 with several optimizers, expected .*in training_step"):
+        loop.fit(net, make_loader(), optimizer=[sgd(net), sgd(net)], training_step=loss_of)
+    plateau = {"scheduler": ReduceLROnPlateau(sgd(net))}
+    with pytest.raises(ValueError, match="^scheduler: got ReduceLROnPlateau without a monitor"):
+        fit("FabricLoop", make_optimizer=lambda net: plateau["scheduler"].optimizer, scheduler=plateau)
+    names = "Trainer|LightningModule|configure_optimizers"
+    calls = [{"train": 3}, {"train": DataLoader(Endless()), "options": {"limit_train_batches": 0.5}}]
+    calls += [{"training_step": None}, {"make_optimizer": lambda net: None}]
+    for arguments in calls:
+        with pytest.raises((ValueError, TypeError)) as caught:
+            fit("FabricLoop", **arguments)
+        assert not re.search(names, str(caught.value)), str(caught.value)
