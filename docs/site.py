@@ -7,8 +7,15 @@ from griffe import Extension
 
 
 def on_page_markdown(markdown: str, **_: Any) -> str:
-    """Links that leave this folder, to files of the repository, become their names; called by mkdocs."""
+    """Replace links to files outside this folder by their names. mkdocs calls this."""
     return re.sub(r"\[([^\]]*)\]\((?:\.\./)+[^)]*\)", r"\1", markdown)
+
+
+def on_page_content(html: str, page: Any, **_: Any) -> str:
+    """Name the table of options for site.css. mkdocs calls this."""
+    if page.file.src_uri != "reference.md":
+        return html
+    return html.replace("<table>", '<table id="options">', 1)
 
 
 class Examples(Extension):

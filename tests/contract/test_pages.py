@@ -273,6 +273,13 @@ def test_the_reference_has_the_table_of_options(monkeypatch):
     assert set(re.findall(r"^\| `(\w+)` \| `", PAGES["docs/reference.md"], re.M)) == OWN | OF_FABRIC
 
 
+def test_the_reference_has_the_arguments_of_fit():
+    rows = re.findall(r"^\| (`.*?) \|", section(PAGES["docs/reference.md"], "## Arguments of fit"), re.M)
+    named = {name for row in rows for name in re.findall(r"`(\w+)`", row)}
+    assert named == set(inspect.signature(FabricLoop.fit).parameters) - {"self"}
+    assert named >= set(inspect.signature(MiniLoop.fit).parameters) - {"self"}
+
+
 def test_no_option_of_trainer_is_forgotten():
     refused = set(re.findall(r"^\| `(?:fit\()?([a-z_]+)=?\)?` \|", TRAINER_PAGE, re.M))
     assert refused >= OF_TRAINER - OWN - OF_FABRIC
@@ -308,6 +315,13 @@ def test_links_lead_somewhere(page):
         assert REPOSITORY in (found, *found.parents), target
         if anchor:
             assert anchor in anchors(found.read_text(encoding="utf-8")), target
+
+
+def test_the_site_loads_nothing_from_other_servers():
+    """Without the setting of the theme, each page loads fonts of Google."""
+    assert re.search(r"^  font: false\b", (REPOSITORY / "mkdocs.yml").read_text(), re.M)
+    assert [page for page, text in PAGES.items() if re.search(r"!\[[^]]*\]\(https?:", text)] == []
+    assert not re.search(r"https?:|@import", (DOCS / "site.css").read_text())
 
 
 def test_the_first_page_and_the_site_have_every_page():
