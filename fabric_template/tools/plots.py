@@ -521,16 +521,28 @@ class LivePlot:
         self.options = options
         self.display: Any = None
         self.next_time = 0.0
+        # The sizes of the CSV files that are drawn.
+        self.sizes: list[int] = []
 
     def on_fit_start(self, trainer: Any, module: Any) -> None:
-        self.display, self.next_time = None, 0.0
+        self.display, self.next_time, self.sizes = None, 0.0, []
 
     def on_train_batch_start(self, trainer: Any, module: Any, *batch: Any) -> None:
-        """Draw at most once a second, and use at most 5 % of the training time."""
+        """Draw new rows at most once a second, and use at most 5 % of the training time."""
         start = time.monotonic()
-        if start >= self.next_time:
+        if start < self.next_time:
+            return
+        self.next_time = start + 0.1
+        files = sorted(Path(trainer.log_dir or "").glob("*.csv")) if trainer.log_dir else []
+        sizes, drawn = [file.stat().st_size for file in files], self.sizes
+        if sizes != drawn:
+            self.sizes = sizes
             self.on_fit_end(trainer, module)
-            self.next_time = start + max(1.0, 20 * (time.monotonic() - start))
+            seconds = time.monotonic() - start
+            if not drawn:
+                # The first picture also imports matplotlib, which takes seconds.
+                seconds = min(seconds, 0.1)
+            self.next_time = start + max(1.0, 20 * seconds)
 
     def on_fit_end(self, trainer: Any, module: Any, error: BaseException | None = None) -> None:
         shell = sys.modules["IPython"].get_ipython() if "IPython" in sys.modules else None

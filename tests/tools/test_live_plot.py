@@ -4,6 +4,7 @@ from unittest.mock import Mock
 
 import pytest
 from clock import Clock
+from lightning.pytorch.callbacks import Callback
 from modules import Classifier, make_loader
 
 from fabric_template import FabricLoop, LivePlot
@@ -61,6 +62,33 @@ def test_one_picture_is_replaced_in_5_percent_of_the_time(notebook, monkeypatch)
     assert min(gaps) >= 2.0 - 0.01
     assert max(gaps) < 2.0 + 1.0
     assert all(picture.startswith(b"\x89PNG") for _, picture in notebook.shown)
+
+
+def test_each_epoch_is_drawn_although_the_first_picture_is_slow(notebook, monkeypatch):
+    """The first picture imports matplotlib, which the later ones do not pay for."""
+    render = plots.render_picture
+
+    def import_and_render(*args, **options):
+        notebook.clock.sleep(0.02 if notebook.shown else 6.0)
+        return render(*args, **options)
+
+    class SlowEpochs(Callback):
+        def on_train_epoch_start(self, trainer, module):
+            notebook.clock.sleep(2.2)
+
+    monkeypatch.setattr(plots, "render_picture", import_and_render)
+    fit(SlowEpochs(), LivePlot(), epochs=6)
+    # The first five epochs are drawn at the start of the next epoch, and the last one at the end.
+    assert len(notebook.shown) == 6
+
+
+def test_a_picture_without_new_rows_is_not_drawn_again(notebook):
+    class SlowBatches(Callback):
+        def on_train_batch_end(self, *args):
+            notebook.clock.sleep(5.0)
+
+    fit(SlowBatches(), LivePlot(), epochs=3)
+    assert len(notebook.shown) == 3
 
 
 def test_what_cannot_be_drawn_does_not_stop_the_run(notebook, monkeypatch):
