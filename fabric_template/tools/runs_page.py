@@ -23,7 +23,9 @@ if TYPE_CHECKING:
 TEMPLATE = Path(__file__).with_name("runs_page.html")
 MOST_POINTS = 60_000  # These points of all curves need about a megabyte.
 MOST_MAIN = 3  # These panels are above the table, in one row.
-MOST_OPTIONS = 8  # Of more options that differ, write all into one column.
+# Options have their own columns if they are not more and their values not longer than this.
+MOST_OPTIONS = 8
+LONGEST_VALUE = 24
 
 
 def write_page(runs: Sequence[Run], metric: str | None, path: Path, source: str) -> None:
@@ -81,14 +83,13 @@ def rank_runs(runs: Sequence[Run]) -> list[int]:
 
 def make_table(runs: Sequence[Run], data: dict[str, Any]) -> tuple[list[str], list[str]]:
     """Return the names of the columns, and the rows as HTML."""
-    options = list(dict.fromkeys(name for run in runs for name in run["changed"]))
-    if len(options) > MOST_OPTIONS:
-        options = []
+    names = dict.fromkeys(name for run in runs for name in run["changed"])
+    long = [name for name in names if max(map(len, list_values(runs, name))) > LONGEST_VALUE]
+    options = [name for name in names if name not in long][:MOST_OPTIONS]
+    others = [name for name in names if name not in options]
     axis = "step" if data["x"] == "step" else "epoch"
     columns = ["name", "version", "state", "epochs", "metric", "best", f"at {axis}", "time"]
-    columns += options
-    if not options and any(run["changed"] for run in runs):
-        columns.append("changed")
+    columns += [*options, "other options"] if others else options
     rows = []
     for number, run in enumerate(runs):
         best, seconds = run["best"], run["seconds"]
@@ -103,13 +104,19 @@ def make_table(runs: Sequence[Run], data: dict[str, Any]) -> tuple[list[str], li
             (timedelta(seconds=round(seconds)) if seconds else "", seconds or None),
             *((run["changed"].get(option), None) for option in options),
         ]
-        if len(columns) > len(cells):
-            changed = (f"{option}={value}" for option, value in run["changed"].items())
+        if others:
+            changed = (
+                f"{name}={run['changed'][name]}" for name in others if name in run["changed"]
+            )
             cells.append((", ".join(changed), None))
         named = zip(columns, cells, strict=True)
         written = "".join(make_cell(column, *cell) for column, cell in named)
         rows.append(f'<tr data-run="{number}">{written}</tr>')
     return columns, rows
+
+
+def list_values(runs: Sequence[Run], option: str) -> list[str]:
+    return [str(run["changed"].get(option, "")) for run in runs]
 
 
 def make_cell(column: str, value: Any, order: Any) -> str:
@@ -177,21 +184,22 @@ def make_curves(number: int, run: plots.Run, metric: Metric, x: str) -> list[dic
     (table,) = run.tables
     if not {x, metric.column} <= set(table):
         return []
-    columns = table[[x, metric.column]].apply(pd.to_numeric, errors="coerce").astype(float)
-    columns = columns[np.isfinite(columns).all(axis=1)]
-    if not len(columns):
+    columns = [pd.to_numeric(table[name], errors="coerce") for name in (x, metric.column)]
+    places, values = (np.asarray(column, float) for column in columns)
+    is_finite = np.isfinite(places) & np.isfinite(values)
+    places, values = places[is_finite], values[is_finite]
+    if not len(values):
         return []
-    places, values = columns[x].to_numpy(), columns[metric.column]
     curve = {"run": number, "column": metric.column, "split": metric.split or "validation"}
-    curves = [curve | {"x": places, "y": values.to_numpy()}]
+    curves = [curve | {"x": places, "y": values}]
     mode = best_mode(metric.column, run.options)
-    if plots.has_raw_steps(table, metric, x) and len(values) > 50:
-        average = {"x": places, "y": plots.average_steps(values), "is_average": True}
+    if len(values) > 50 and plots.has_raw_steps(table, metric, x):
+        average = {"x": places, "y": plots.average_steps(pd.Series(values)), "is_average": True}
         curves.append(curve | average)
         curves[0]["split"] = "raw"
     elif mode is not None and metric.split != "train":
         best = int(values.argmin() if mode == "min" else values.argmax())
-        curves[0]["best"] = [shorten(places[best]), shorten(values.iloc[best])]
+        curves[0]["best"] = [shorten(places[best]), shorten(values[best])]
     return curves
 
 

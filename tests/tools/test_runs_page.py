@@ -16,6 +16,8 @@ from fabric_template.tools.runs_page import MOST_POINTS, thin
 FOLDER = Path(__file__).parent / "logs_of_tools"
 HOSTILE = "\x1b[2J</td></script><script>alert('x')<!-- data --><!--\u2028&amp;\"'"
 
+SHORT = "</td><b onclick='x'>&lt;"
+
 
 class PageParser(HTMLParser):
     """Collect the tags of a page, the cells of its table, and its data."""
@@ -98,13 +100,16 @@ def test_a_page_has_a_row_per_run_and_a_panel_per_quantity(capsys):
 
 
 def test_names_of_others_are_text_in_the_page():
-    write_run(hparams={HOSTILE: HOSTILE, "path": "https://example.com"}, **{f"val_{HOSTILE}": [1.0, 2.0, 3.0]})
+    write_run(
+        hparams={HOSTILE: HOSTILE, SHORT: SHORT, "path": "https://example.com"}, **{f"val_{HOSTILE}": [1.0, 2.0, 3.0]}
+    )
     write_run(version=1)
     write_run("<b>", rows=0)
     page = make_page()
     text = Path("pages/runs.html").read_text("utf-8")
     assert (page.tags.count("script"), page.tags.count("b")) == (2, 0)
-    assert column(page, HOSTILE) == [["", None], [HOSTILE, None], ["", None]]
+    assert column(page, "other options")[1][0] == f"{HOSTILE}={HOSTILE}"
+    assert column(page, SHORT) == [["", None], [SHORT, None], ["", None]]
     drawn = [curve["column"] for panel in page.data["panels"] for curve in panel["curves"]]
     assert f"val_{HOSTILE}" in drawn
     assert "<b>" in [row[0][0] for row in page.rows]
@@ -112,12 +117,14 @@ def test_names_of_others_are_text_in_the_page():
     assert text.count("https:") == text.count("https://example.com")
 
 
-def test_many_options_share_a_column():
+def test_many_options_and_long_values_share_a_column():
     for version in (0, 1):
-        write_run(version=version, hparams={f"option_{i}": version for i in range(20)})
+        options = {f"option_{i}": version for i in range(10)}
+        write_run(version=version, hparams={"path": f"/data/{version}" * 9} | options)
     page = make_page()
-    assert page.headers[-1] == "changed"
-    assert column(page, "changed")[1][0].startswith("option_0=1, option_1=1, ")
+    assert page.headers[-2:] == ["option_7", "other options"]
+    assert column(page, "option_7") == [["0", "0.0"], ["1", "1.0"]]
+    assert column(page, "other options")[1][0] == f"path={'/data/1' * 9}, option_8=1, option_9=1"
 
 
 def test_runs_with_and_without_finite_values():
