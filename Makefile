@@ -8,7 +8,7 @@ INSTALL := $(PIP) install --quiet --constraint constraints.txt
 JOBS ?= 2
 TORCH := $(shell grep '^torch==' constraints.txt)
 
-.PHONY: run test coverage lint docs bench soak clean
+.PHONY: run test coverage lint docs bench bench-gpu soak clean
 
 run: $(VENV)/.installed
 	$(VENV)/bin/fabric-template fit
@@ -28,10 +28,25 @@ lint: $(VENV)/.installed-dev
 docs: $(VENV)/.installed-docs
 	NO_MKDOCS_2_WARNING=1 $(VENV)/bin/mkdocs build --strict
 
+# The commands of benchmarks/RESULTS.md, on the CPU. The last one needs valgrind.
 bench: $(VENV)/.installed-bench
+	$(VENV)/bin/python benchmarks/overhead.py --rounds 7
+	$(VENV)/bin/python benchmarks/steps.py --rounds 15
 	$(VENV)/bin/python benchmarks/import_time.py
+	$(VENV)/bin/python benchmarks/scaling.py
+	$(VENV)/bin/python benchmarks/once.py
+	$(VENV)/bin/python benchmarks/loader.py
+	$(VENV)/bin/python benchmarks/epoch.py --problem mnist --device cpu
 	$(VENV)/bin/python benchmarks/checkpoint.py
-	$(VENV)/bin/python benchmarks/overhead.py
+	$(VENV)/bin/python benchmarks/tuned.py --rounds 3
+	$(VENV)/bin/python benchmarks/killed.py --runs 30 --seed 1
+	$(VENV)/bin/python benchmarks/instructions.py
+
+bench-gpu: $(VENV)/.installed-bench
+	$(VENV)/bin/python -m pytest -q -m gpu
+	$(VENV)/bin/python benchmarks/epoch.py --problem mnist
+	$(VENV)/bin/python benchmarks/transformer.py
+	$(VENV)/bin/python benchmarks/epoch.py --problem cifar
 
 # Takes about two hours on two free cores. For one part or fewer runs, see $(VENV)/bin/python soak/run.py --help.
 soak: $(VENV)/.installed-dev

@@ -1,5 +1,6 @@
 """The benchmarks run at a toy's size: every contestant that is installed, every row, is in its table."""
 
+import re
 import sys
 from pathlib import Path
 
@@ -36,3 +37,23 @@ def test_it_runs(name, monkeypatch, capsys):
     for row in ROWS[name]:
         assert [line for line in lines if line.startswith(f"{row} ")], row
     assert not [line for line in lines if line.startswith("left out") and "not installed" not in line]
+
+
+def test_make_runs_the_benchmarks_of_the_results():
+    results = (BENCHMARKS / "RESULTS.md").read_text(encoding="utf-8")
+    commands = set(re.findall(r"`python (benchmarks/[^`]*)`", results))
+    makefile = (BENCHMARKS.parent / "Makefile").read_text(encoding="utf-8")
+    assert commands == set(re.findall(r"^\t\S*/python (benchmarks/.*)$", makefile, re.M))
+    scripts = {f"benchmarks/{path.name}" for path in BENCHMARKS.glob("*.py")}
+    assert {command.split()[0] for command in commands} == scripts
+
+
+def test_each_table_names_its_command():
+    results = (BENCHMARKS / "RESULTS.md").read_text(encoding="utf-8")
+    sections = re.split(r"^##+ ", results, flags=re.M)
+    tables = [part for part in sections if re.search(r"^(\||```)", part, re.M)]
+    assert len(tables) > 8
+    command = r"`(python (benchmarks|soak)/|python -m pytest|make soak)"
+    assert [
+        part.split("\n")[0] for part in tables if not re.search(command, re.split(r"^\|", part, flags=re.M)[0])
+    ] == []

@@ -21,6 +21,7 @@ import pandas  # noqa: F401
 import pytest
 import sklearn.datasets  # noqa: F401
 import torch
+import yaml
 from externally import externally
 from interpreter import ready
 from lightning_utilities.core.imports import RequirementCache
@@ -217,6 +218,40 @@ def test_quick_commands_of_the_guide_run(command):
     assert arguments[0] == "python"
     done = subprocess.run([sys.executable, *arguments[1:]], capture_output=True, text=True, cwd=REPOSITORY)
     assert done.returncode == 0, done.stdout + done.stderr
+
+
+# The repository
+
+
+WORKFLOWS = sorted((REPOSITORY / ".github" / "workflows").glob("*.yml"))
+
+
+@pytest.mark.parametrize("path", WORKFLOWS, ids=lambda path: path.stem)
+def test_workflows_use_existing_targets_and_files(path):
+    text = path.read_text(encoding="utf-8")
+    assert yaml.safe_load(text)["jobs"]
+    for target in re.findall(r"run: make (\w+)", text):
+        assert re.search(rf"^{target}:", (REPOSITORY / "Makefile").read_text(), re.M)
+    for name in re.findall(r"constraints[\w-]*\.txt|\.ci/\w+|tests/\w+", text):
+        assert (REPOSITORY / name).exists(), name
+
+
+def test_a_workflow_runs_the_suite_each_week_with_other_versions():
+    (text,) = [text for path in WORKFLOWS if "schedule:" in (text := path.read_text(encoding="utf-8"))]
+    job = yaml.safe_load(text)["jobs"]["suite"]
+    assert {row["name"] for row in job["strategy"]["matrix"]["include"]} == {"newest", "lowest"}
+    command = job["steps"][-1]["run"]
+    assert command.startswith("python -m pytest")
+    assert "tests/" not in command
+
+
+def test_no_address_is_a_placeholder():
+    paths = [*REPOSITORY.glob("*.*"), *(REPOSITORY / ".github").rglob("*.*"), *DOCS.glob("*.*")]
+    texts = {
+        path.name: path.read_text(encoding="utf-8") for path in paths if path.suffix in (".md", ".toml", ".yml", ".cff")
+    }
+    placeholder = r"https?://[^\s)\"]*(?:OWNER|USER|ORG|TODO|example\.|<)"
+    assert {name: found for name, text in texts.items() if (found := re.findall(placeholder, text))} == {}
 
 
 # Commands
