@@ -31,6 +31,9 @@ def runs_command(
         raise ValueError(f"runs: got {' '.join(paths)}, expected {expected}. Write logs/digits.")
     if mode not in (None, "min", "max"):
         raise ValueError(f'--mode: got {mode}, expected "min" or "max".')
+    if html is not None and (action != "list" or Path(html).is_dir()):
+        expected = "a file" if action == "list" else f"no file for {action}"
+        raise ValueError(f"--html: got {html}, expected {expected}. Write runs --html runs.html.")
     if action == "diff":
         print(format_table(diff_runs(*map(find_run, folders))))
         return 0

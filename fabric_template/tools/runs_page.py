@@ -47,12 +47,16 @@ def write_page(runs: Sequence[Run], metric: str | None, path: Path, source: str)
     page = re.sub(r"<!-- (\w+) -->", lambda match: parts[match[1]], page)
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(page, "utf-8", "replace")
-    print(f"page        {path}: {len(runs)} runs")
+    print(f"page        {path}: {count_runs(runs)}")
+
+
+def count_runs(runs: Sequence[Run]) -> str:
+    return f"{len(runs)} run{'' if len(runs) == 1 else 's'}"
 
 
 def summarize(runs: Sequence[Run], data: dict[str, Any]) -> str:
     """Describe in a line how many runs there are, the best run, and how many points are drawn."""
-    texts = [f"{len(runs)} run{'' if len(runs) == 1 else 's'}"]
+    texts = [count_runs(runs)]
     ranking = rank_runs(runs)
     modes = {run["mode"] for run in runs if run["best"] is not None}
     if len({run["metric"] for run in runs if run["rows"]}) == 1 and len(modes) == 1:

@@ -158,6 +158,14 @@ def test_a_folder_of_logs_of_other_tools():
     assert len(page.rows) == len(list(FOLDER.iterdir())) + 1
 
 
+@pytest.mark.parametrize("arguments", [("--html", "logs"), ("best", "--html", "runs.html")])
+def test_a_page_needs_a_file_and_no_action(capsys, arguments):
+    write_run()
+    assert main(["runs", *arguments]) == 2
+    assert "--html: got " in capsys.readouterr().err
+    assert not Path("runs.html").exists()
+
+
 @pytest.mark.parametrize("most", [20, 21, 333])
 @pytest.mark.parametrize("count", [21, 1000, 9999])
 def test_thinning_keeps_the_smallest_and_the_largest_value(count, most):
