@@ -80,7 +80,8 @@ class SignalHandler:
                 # Do not use sys.stderr, because this handler may interrupt a write to sys.stderr.
                 text = f"{signal.Signals(number).name}: stopping after this step. Again: stop at once.\n"
                 with suppress(OSError):
-                    os.write(2, text.encode())
+                    # In a terminal, the cursor is at the end of the progress bar.
+                    os.write(2, f"\n{text}".encode() if os.isatty(2) else text.encode())
         elif time.monotonic() - self._received_at < self._patience:
             return
         else:

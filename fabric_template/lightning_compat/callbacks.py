@@ -32,11 +32,36 @@ def parse_callbacks(given: Any, config: LoopConfig) -> list[Any]:
     if config.max_time is not None and not find_callbacks(callbacks, "Timer"):
         callbacks.append(Timer(duration=config.max_time, interval="step"))
     if config.enable_model_summary and not find_callbacks(callbacks, "ModelSummary"):
-        callbacks.append(ModelSummary())
+        summary = ModelSummary()
+        # Lightning logs a longer table to stderr, which notebooks show in red.
+        summary.summarize = print_summary  # type: ignore[method-assign]
+        callbacks.append(summary)
     for entry in _entry_points(tuple(sys.path)):
         callbacks += as_list(entry.load()())
     check_callbacks(callbacks)
     return sort_callbacks(callbacks)
+
+
+def print_summary(
+    summary_data: list[tuple[str, list[Any]]],
+    total_parameters: int,
+    trainable_parameters: int,
+    model_size: float,
+    *args: Any,
+    **kwargs: Any,
+) -> None:
+    """Print a table of the model's layers, with the arguments of Lightning's ModelSummary."""
+    columns = [[title, *(str(cell).strip() for cell in cells)] for title, cells in summary_data]
+    # FLOPs are known only for a module with an example_input_array.
+    columns = [column for column in columns if {*column} - {"FLOPs", "0", "n/a"}]
+    lines = list(zip(*columns, strict=True))
+    if any("other params" not in line for line in lines[1:]):
+        widths = [max(map(len, column)) for column in columns]
+        for line in lines:
+            print("  ".join(map(str.ljust, line, widths)).rstrip())
+    frozen = total_parameters - trainable_parameters
+    text = f", {frozen:,} of them frozen" if frozen else ""
+    print(f"{total_parameters:,} parameters{text}, {model_size:,.1f} MB")
 
 
 @cache

@@ -29,6 +29,8 @@ if TYPE_CHECKING:
 # Draw no more often than a reader can see, because drawing slows training down.
 SECONDS_BETWEEN_DRAWS = {"terminal": 0.2, "notebook": 0.2, "log file": 60.0}
 LOG_FILE_BAR = "{desc}: {n_fmt}/{total_fmt} [{elapsed}<{remaining}, {rate_fmt}{postfix}]"
+# The fewest columns of the bar itself. Values that leave less space are not shown.
+MIN_BAR_WIDTH = 10
 # Limit the lines during a run, because a notebook receives all lines at each draw.
 MAX_NOTEBOOK_LINES = 20
 NO_METRICS = ("epoch", "step", "samples_per_second", "time")
@@ -79,6 +81,10 @@ class Console:
     def add_row(self, row: Mapping[str, Any]) -> None:
         self._guard(self._add_row, row)
 
+    def close(self, run: Run) -> None:
+        """Leave the bar at the current batch, so that a message about the end has its own line."""
+        self._guard(self._close, run, False)
+
     def update(self, run: Run) -> None:
         """Draw the bar if enough time has passed since the last draw."""
         if time.monotonic() >= self._due:
@@ -109,7 +115,8 @@ class Console:
             self._draw(run)
 
     def _draw(self, run: Run, is_complete: bool = False) -> None:
-        values = ", ".join(f"{name}={value:.4g}" for name, value in bar_values(run).items())
+        texts = [f"{name}={value:.4g}" for name, value in bar_values(run).items()]
+        values = ", ".join(texts)
         meter = self._measure(run, is_complete)
         if self._output == "log file":
             print(tqdm.format_meter(**meter, postfix=values, bar_format=LOG_FILE_BAR), flush=True)
@@ -119,6 +126,7 @@ class Console:
             self._show_in_notebook([*self._lines[:1], *self._lines[1:][-MAX_NOTEBOOK_LINES:]])
         else:
             columns = shutil.get_terminal_size().columns - 1
+            values = ", ".join(fitting_values(texts, columns, meter))
             is_ascii = "utf" not in (sys.stderr.encoding or "").lower()
             bar = tqdm.format_meter(**meter, postfix=values, ncols=columns, ascii=is_ascii)
             self._write(f"\r{bar[:columns]:<{len(self._bar)}}")
@@ -218,6 +226,7 @@ class Console:
             self._show_in_notebook(self._lines)
         elif self._bar:
             self._write("\n")
+        self._bar = self._output = ""
         self._due = math.inf
 
 
@@ -229,6 +238,20 @@ def detect_output() -> str:
     if getattr(shell, "kernel", None) is not None and multiprocessing.parent_process() is None:
         return "notebook"
     return "terminal" if sys.stderr.isatty() else "log file"
+
+
+def fitting_values(texts: Sequence[str], columns: int, meter: Mapping[str, Any]) -> list[str]:
+    """Return the texts that fit beside a bar in a terminal with this number of columns."""
+    bar_format = None if meter["total"] is None else "{l_bar}{r_bar}"
+    space = columns - len(tqdm.format_meter(**meter, bar_format=bar_format))
+    if meter["total"] is not None:
+        space -= MIN_BAR_WIDTH
+    fitting = []
+    for text in texts:
+        if len(text) + 2 <= space:
+            fitting.append(text)
+            space -= len(text) + 2
+    return fitting
 
 
 def bar_values(run: Run) -> dict[str, float]:

@@ -346,6 +346,7 @@ def finish_signal(run: Run) -> None:
     if number is None:
         return
     if run.fabric.is_global_zero:
+        run.console.close(run)
         place = f"in epoch {progress.epochs_done}, after step {progress.global_step}"
         saved = f" {shorten_path(Path(path))!r} is saved: resume='last' continues there."
         print(f"{end_reason(run)}: training stops {place}.{saved if path else ''}", file=sys.stderr)

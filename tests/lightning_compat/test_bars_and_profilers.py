@@ -13,6 +13,8 @@ from lightning.pytorch.callbacks.progress.tqdm_progress import Tqdm
 from modules import Classifier, make_loader, quiet
 from runs import val_loader
 
+from fabric_template import FabricLoop
+
 BAR = {"enable_progress_bar": True}
 
 
@@ -33,6 +35,18 @@ def test_model_summary(tmp_path, caplog, depth):
     tables = list(dict.fromkeys(record.getMessage() for record in caplog.records if "net" in record.getMessage()))
     assert len(tables) == 1, tables
     assert "Trainable params" in tables[0]
+
+
+def test_the_default_summary_is_short_and_in_stdout(capsys):
+    for module in (Classifier(), Shown(), Classifier()):
+        module.net[0].requires_grad_(type(module) is Shown)
+        FabricLoop(max_epochs=1, accelerator="cpu", enable_progress_bar=False).fit(module, make_loader(8))
+        out, err = capsys.readouterr()
+        assert ("FLOPs" in out) == (type(module) is Shown)
+        assert out.splitlines()[1].split()[:5] == ["0", "net", "Sequential", "195", "train"]
+        assert len(out.splitlines()) == 3
+        assert "Sequential" not in err
+    assert out.splitlines()[-1] == "195 parameters, 144 of them frozen, 0.0 MB"
 
 
 # Progress bars

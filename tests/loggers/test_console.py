@@ -146,6 +146,38 @@ def test_an_error_in_the_console_is_shown_once_and_training_continues(tmp_path, 
     assert texts == ["The progress bar is off for the rest of this run: ZeroDivisionError: mine"]
 
 
+@pytest.mark.parametrize("columns", [60, 80, 160])
+def test_values_that_do_not_fit_are_left_out(tmp_path, terminal, monkeypatch, columns):
+    class Verbose(Classifier):
+        def training_step(self, batch, batch_idx):
+            for name in ("accuracy", "gradient_norm", "kl_divergence", "reconstruction"):
+                self.log(name, 0.5, prog_bar=True)
+            return super().training_step(batch, batch_idx)
+
+    monkeypatch.setenv("COLUMNS", str(columns))
+    fit(terminal, tmp_path, Verbose, train=lambda: make_loader(16), max_epochs=1)
+    bars = [bar.rstrip() for bar in re.split("[\r\n]", terminal.getvalue()) if "it/s" in bar and "0/4" not in bar]
+    assert bars
+    for bar in bars:
+        assert len(bar) < columns
+        assert bar.endswith("]")
+        assert len(re.search(r"\|(.*?)\|", bar)[1]) >= console.MIN_BAR_WIDTH
+    assert ("reconstruction=0.5" in bars[-1]) == (columns == 160)
+
+
+def test_after_a_signal_the_message_is_on_its_own_line(tmp_path):
+    script = SCRIPT[: SCRIPT.index('fit("limit")')].replace("raise RuntimeError", "os.kill(os.getpid(), 2)  #")
+    command = [sys.executable, "-W", "ignore", "-c", f"import os\n{script}fit('signal', fails=True)\n"]
+    text = run_in_terminal(command, tmp_path)
+    before, message = text.split("SIGINT: training stops ")
+    assert before.endswith("\n")
+    assert message.startswith(
+        "in epoch 1, after step 7. 'checkpoints/signal/version_0/last.ckpt' is saved: resume='last'"
+    )
+    assert "\nSIGINT: stopping after this step" in before
+    assert len(re.findall(r"in epoch \d", text)) == 1
+
+
 # A real terminal and a log file
 
 SCRIPT = f"""
