@@ -266,8 +266,9 @@ def parse_cell(cell: str) -> Any:
 
 def to_values(cells: list[Any]) -> list[Any]:
     """Convert cells to numbers if possible. Unlike pandas.read_csv, float() is exact."""
-    with suppress(ValueError):
-        return [int(cell) for cell in cells]
+    for kind in (int, float):
+        with suppress(ValueError):
+            return [kind(cell) for cell in cells]
     with suppress(ValueError):
         return [
             float("nan" if cell.strip().lower() in MISSING else cell) for cell in map(str, cells)
