@@ -32,6 +32,7 @@ import torch
 torch.set_num_threads(1)
 from somewhere.my_loop import FabricLoop, TensorLoader, plot_logs, read_logs
 from somewhere.my_loop.demos.digits import DigitsClassifier, DigitsData
+from somewhere.my_loop.tools.runs_command import runs_command
 
 data = DigitsData()
 options = {"accelerator": "cpu", "name": "digits", "monitor": "val_loss", "enable_progress_bar": False}
@@ -44,6 +45,7 @@ assert len(loop.validate(load="best", verbose=False)) == 1
 assert len(loop.predict(datamodule=data)) > 0
 assert len(read_logs("logs")) == 2
 plot_logs("logs")[0].figure.savefig("digits.png")
+assert runs_command(html="runs.html") == 0
 wrong = [name for name in sys.modules if name.split(".")[0] == "fabric_template"]
 assert not wrong, wrong
 print("trained")
@@ -66,7 +68,8 @@ def test_the_folder_under_another_name_trains_without_us(tmp_path):
     done = run(TRAIN, tmp_path)
     assert done.returncode == 0, done.stderr[-3000:]
     assert done.stdout.endswith("trained\n")
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["checkpoints", "digits.png", "logs", "somewhere"]
+    written = ["checkpoints", "digits.png", "logs", "runs.html", "somewhere"]
+    assert sorted(path.name for path in tmp_path.iterdir()) == written
     # what it writes names no module of it: its checkpoints outlive a change of name, and we read them
     checkpoint = torch.load(tmp_path / "checkpoints/digits/version_0/last.ckpt", weights_only=True)
     assert checkpoint["epoch"] == 1
