@@ -168,25 +168,32 @@ def test_the_readme_states_the_length_of_both_loops():
     assert stated == [pytest.approx(mini, rel=0.1), pytest.approx(loop, rel=0.1)]
 
 
-def test_compare_proves_the_readmes_example(tmp_path):
-    """Both sides of the diff train to the same numbers, as two scripts."""
-    ((_, diff),) = blocks(README, "diff")
-    start = """
+START = """
 import torch
 from torch.nn.functional import cross_entropy
 from mini import MiniLoop
 torch.manual_seed(0)
-data = torch.utils.data.TensorDataset(torch.randn(96, 1, 8, 8), torch.arange(96) % 10)
+data = torch.utils.data.TensorDataset(torch.randn(152, 1, 8, 8), torch.arange(152) % 10)
 train = torch.utils.data.DataLoader(data, batch_size=32, shuffle=True)
 """
-    for name, other in (("old.py", "+"), ("new.py", "-")):
-        lines = [line[1:] for line in diff.splitlines() if line[:1] != other]
-        (tmp_path / name).write_text(start + "\n".join(lines))
-    shutil.copy(REPOSITORY / "fabric_template" / "mini.py", tmp_path)
+
+
+def compare_scripts(folder, **scripts):
+    """Return what `fabric-template compare old.py new.py` prints."""
+    shutil.copy(REPOSITORY / "fabric_template" / "mini.py", folder)
+    for name, script in scripts.items():
+        (folder / f"{name}.py").write_text(START + script)
     command = [sys.executable, "-m", "fabric_template", "compare", "old.py", "new.py"]
-    done = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path, env=ENVIRONMENT)
+    done = subprocess.run(command, capture_output=True, text=True, cwd=folder, env=ENVIRONMENT)
     assert done.returncode == 0, done.stderr
-    assert done.stdout.startswith("equal    no difference in 9 steps")
+    return done.stdout
+
+
+def test_compare_proves_the_readmes_example(tmp_path):
+    ((_, diff),) = blocks(README, "diff")
+    lines = diff.splitlines(keepends=True)
+    old, new = ("".join(line[1:] for line in lines if line[0] != other) for other in "+-")
+    assert compare_scripts(tmp_path, old=old, new=new).startswith("equal    no difference in 15 steps")
 
 
 def test_no_figure_that_the_results_do_not_have():
@@ -210,6 +217,43 @@ def test_the_guide_is_short_and_names_existing_files():
     options = set(re.findall(r"`(\w+)=`", AGENTS)) | {"validate_every_n_steps", "max_steps"}
     known = {field.name for field in dataclasses.fields(MiniLoop)}
     assert options <= known | set(inspect.signature(MiniLoop.fit).parameters)
+
+
+OLD_LOOP = """
+net = torch.nn.Sequential(torch.nn.Flatten(), torch.nn.Dropout(0.2), torch.nn.Linear(64, 10))
+optimizer = torch.optim.AdamW(net.parameters(), lr=1e-2)
+scheduler = torch.optim.lr_scheduler.OneCycleLR(optimizer, 0.05, total_steps=9)
+for epoch in range(3):
+    net.train()
+    for i, (x, y) in enumerate(train, start=1):
+        loss = cross_entropy(net(x), y)
+        (loss / 2).backward()
+        if i % 2 == 0 or i == len(train):
+            torch.nn.utils.clip_grad_norm_(net.parameters(), 0.5)
+            optimizer.step()
+            optimizer.zero_grad()
+            scheduler.step()
+    net.eval()
+    with torch.no_grad():
+        for x, y in train:
+            cross_entropy(net(x), y)
+"""
+NEW_LOOP = """
+def step(net, batch):
+    x, y = batch
+    return cross_entropy(net(x), y)
+
+options = {"accumulate_grad_batches": 2, "gradient_clip_val": 0.5}
+functions = {"training_step": step, "validation_step": step}
+scheduler = {"scheduler": scheduler, "interval": "step"}
+loop = MiniLoop(max_epochs=3, **options)
+loop.fit(net, train, train, optimizer=optimizer, scheduler=scheduler, **functions)
+"""
+
+
+def test_a_loop_that_the_guide_has_moved_takes_the_same_steps(tmp_path):
+    start = OLD_LOOP.partition("for epoch")[0]
+    assert compare_scripts(tmp_path, old=OLD_LOOP, new=start + NEW_LOOP).startswith("equal    no difference in 9 steps")
 
 
 @pytest.mark.parametrize("command", blocks(AGENTS, "bash")[0][1].splitlines())
