@@ -876,6 +876,7 @@ class MiniLoop:
             "epoch": self.current_epoch if is_in_epoch else self.current_epoch - 1,
             "global_step": self.global_step,
             "pytorch-lightning_version": lightning_version,
+            "loops": self._build_trainer_loops(),
             "state_dict": self._unwrapped.state_dict(),
             # Fabric gathers the state of a ZeroRedundancyOptimizer.
             "optimizer_states": [self.fabric.strategy.get_optimizer_state(self.optimizer)],
@@ -884,6 +885,29 @@ class MiniLoop:
         }
         checkpoint = apply_to_collection(checkpoint, NUMPY, to_python)
         return {**checkpoint, **self._hparams, "fabric_template": own}
+
+    def _build_trainer_loops(self) -> dict[str, Any]:
+        """Return the counters of Trainer's loops, with which Trainer continues this run."""
+
+        def count(total: float, current: float) -> dict[str, Any]:
+            names = ("ready", "started", "processed", "completed")
+            return {"total": dict.fromkeys(names, total), "current": dict.fromkeys(names, current)}
+
+        length = 0 if self.num_training_batches == math.inf else self.num_training_batches
+        epochs, batches, steps = self.current_epoch, self.batches_done, count(self.global_step, 0)
+        fit_loop = {
+            "state_dict": {},
+            "epoch_progress": count(epochs, epochs),
+            "epoch_loop.state_dict": {"_batches_that_stepped": self.global_step},
+            "epoch_loop.batch_progress": count(epochs * length + batches, batches or length),
+            "epoch_loop.automatic_optimization.optim_progress": {
+                "optimizer": {"step": steps, "zero_grad": steps}
+            },
+        }
+        fit_loop["epoch_loop.batch_progress"]["is_last_batch"] = batches == 0
+        for counts in fit_loop["epoch_progress"].values():
+            counts.update(ready=epochs + (batches > 0), started=epochs + (batches > 0))
+        return {"fit_loop": fit_loop, "validate_loop": {}, "test_loop": {}, "predict_loop": {}}
 
     def _restore(self, checkpoint: dict[str, Any], is_automatic: bool) -> None:
         """Restore everything except the weights. Remove CSV rows newer than the checkpoint."""
@@ -1205,10 +1229,11 @@ class MiniLoop:
         check(is_own, "resume: got a checkpoint of another loop. Use FabricLoop, or load=.")
         text = f"resume: got max_epochs={self.max_epochs} and a checkpoint of epoch {epochs}."
         check(not -1 < (self.max_epochs or 0) < epochs, f"{text} Write a larger max_epochs.")
-        text = "resume: got random generators in loaders or model, and a checkpoint without their"
+        text = "resume: got a checkpoint of FabricLoop, which has saved attributes or random generators of"
         # Nothing has changed yet, so that only generators have a state.
-        is_complete = "parts" in ranks[0]["rng"] or not self._state()["parts"]
-        check(is_complete, f"{text} states. Use FabricLoop, which has saved it.")
+        attributes = ranks[0].get("plain_state", {}).get("attributes")
+        is_complete = "parts" in ranks[0]["rng"] or not (attributes or self._state()["parts"])
+        check(is_complete, f"{text} model or loaders. Use FabricLoop, or load=.")
         objects = [key[1] for key, mean in ranks[0].get("sums", [{}])[0].items() if mean[0] is None]
         text = f"resume: got the epoch means of the torchmetrics objects {objects}, which no"
         check(not objects, f"{text} checkpoint has. Use FabricLoop, or resume from an epoch's end.")

@@ -388,7 +388,13 @@ INVALID = [
     (
         "another batch size needs a loader with one",
         lambda d: event_kind(d) == "other_batch_size"
-        and not (d["loader"] == "dataloader" and d["sampler"] in ("in_order", "shuffle") and not is_lightning(d)),
+        and not (
+            d["loader"] == "dataloader"
+            and d["sampler"] in ("in_order", "shuffle")
+            and not is_lightning(d)
+            # The loop by hand starts other workers, which draws a random number.
+            and not d["persistent"]
+        ),
     ),
     (
         "another monitor needs two metrics",

@@ -16,7 +16,13 @@ import numpy as np
 import torch
 from lightning.fabric.utilities.distributed import DistributedSamplerWrapper
 from torch import nn
-from torch.utils.data import DataLoader, IterableDataset
+from torch.utils.data import (
+    DataLoader,
+    IterableDataset,
+    RandomSampler,
+    SubsetRandomSampler,
+    WeightedRandomSampler,
+)
 
 from ..lightning_compat.overrides import has_state
 from ..plain_state import Decoder, Part, PlainState, digest
@@ -32,6 +38,7 @@ _LIGHTNING = ("lightning.", "pytorch_lightning.")
 _LIBRARIES = ("torch.", "torchdata.", *_LIGHTNING)
 # A stream may hold the loop or a callback, whose attributes are not state of the stream.
 _NOT_ENTERED = (__name__.partition(".")[0] + ".", *_LIGHTNING)
+_RANDOM_SAMPLERS = (RandomSampler, WeightedRandomSampler, SubsetRandomSampler)
 # DataLoader sets these attributes itself.
 _OF_LOADER = frozenset(vars(DataLoader([])))  # type: ignore[arg-type]
 # The iterator of a pass is not part of the state between passes.
@@ -43,7 +50,9 @@ def find_stateful_part(loader: Any) -> Any:
     """Return the object that saves the position: the loader, or an iterable dataset, or None."""
     samplers = samplers_of(loader)
     is_wrapped = any(isinstance(sampler, DistributedSamplerWrapper) for sampler in samplers)
-    if is_wrapped or not all(has_state(part) or is_of_library(part) for part in samplers):
+    is_random = any(isinstance(sampler, _RANDOM_SAMPLERS) for sampler in samplers)
+    is_known = all(has_state(part) or is_of_library(part) for part in samplers)
+    if is_wrapped or is_random or not is_known:
         # The state of a loader does not contain the order that such a sampler has drawn.
         return None
     dataset, has_workers = getattr(loader, "dataset", None), getattr(loader, "num_workers", 0) > 0

@@ -292,21 +292,27 @@ class ResumableLoader:
             return state
         return {**state, "stream": {**state["stream"], "attributes": self._stream.attributes()}}
 
-    def check_restart(self) -> None:
-        """Raise an error for a loader that continues in each epoch, because it would start again."""
+    @property
+    def restart_problem(self) -> str:
+        """Why no run can resume after the loader's first epoch, and what to write. Or ""."""
         if not self._continues:
-            return
+            return ""
         kind = type(self.loader).__name__
         if self._keeps_workers:
-            raise CheckpointError(
-                f"resume: {kind} has persistent workers, whose random states it does not save. Write"
-                " persistent_workers=False, or use load= to start a new run from the weights."
+            return (
+                f"{kind} has persistent workers, whose random states it does not save. Write"
+                " persistent_workers=False"
             )
-        raise CheckpointError(
-            f"resume: {kind} holds an iterator that continues in each epoch, so its position cannot be"
-            " restored. Give the loader or its dataset state_dict() and load_state_dict(), or use load="
-            " to start a new run from the weights."
+        return (
+            f"{kind} holds an iterator that continues in each epoch, so its position cannot be"
+            " restored. Give the loader or its dataset state_dict() and load_state_dict()"
         )
+
+    def check_restart(self) -> None:
+        """Raise an error for a loader that continues in each epoch, because it would start again."""
+        if self.restart_problem:
+            text = "or use load= to start a new run from the weights."
+            raise CheckpointError(f"resume: {self.restart_problem}, {text}")
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Set the position at which the next iterator starts."""

@@ -151,6 +151,10 @@ class DataConnector:
             return
         self._create("train", "train", self._load("train", "max_size_cycle"))
         run.progress.count_train_batches(self.train.num_batches)
+        for loader in self.train.resumable if run.config.enable_checkpointing else ():
+            if loader.restart_problem:
+                problem = f"{loader.restart_problem}, to resume this run after its first epoch."
+                run.warn_once(f"train_dataloaders: {problem}")
         every = run.config.log_every_n_steps or 0
         # Do not warn for CSV loggers. They write a row per epoch even if log_every_n_steps is large.
         has_other_logger = len(run.loggers.csv_loggers) < len(run.loop.loggers)

@@ -14,6 +14,7 @@ from torch.utils.data import (
     DataLoader,
     Dataset,
     IterableDataset,
+    RandomSampler,
     Sampler,
     Subset,
     TensorDataset,
@@ -143,6 +144,10 @@ LOADERS = {
     "stateful, own sampler": lambda: StatefulDataLoader(DATA, 4, sampler=Order()),
     "stateful, generator": lambda: StatefulDataLoader(DATA, 4, shuffle=True, generator=seeded()),
     "stateful, own batch sampler": lambda: StatefulDataLoader(DATA, batch_sampler=OwnOrder(range(24), 4, False)),
+    "stateful, weights": lambda: StatefulDataLoader(DATA, 4, sampler=WeightedRandomSampler(torch.ones(24), 24)),
+    "stateful, random batches": lambda: StatefulDataLoader(
+        DATA, batch_sampler=BatchSampler(RandomSampler(DATA), 4, False)
+    ),
     "workers": lambda: DataLoader(DATA, 4, shuffle=True, num_workers=2),
     "own state": lambda: DataLoader(Noisy(), 4, shuffle=True),
     "subset": lambda: DataLoader(Subset(Noisy(), range(20)), 4, shuffle=True),

@@ -226,6 +226,48 @@ def test_a_run_continues_in_the_other_loop(before, after):
     assert_same_weights(module, loaded)
 
 
+@pytest.mark.parametrize("options", [{}, {"accumulate_grad_batches": 3}, {"gradient_clip_val": 0.1}])
+@pytest.mark.parametrize("optimizer", [by_epoch, by_step])
+def test_trainer_continues_a_run_at_the_end_of_an_epoch(optimizer, options):
+    def train(epochs, path=None):
+        quiet = dict.fromkeys(("logger", "enable_checkpointing", "enable_progress_bar", "enable_model_summary"), False)
+        trainer = pl.Trainer(max_epochs=epochs, accelerator="cpu", num_sanity_val_steps=0, **quiet, **options)
+        module = make_module()
+        trainer.fit(module, make_loader(shuffle=False), val_loader(), ckpt_path=path)
+        return trainer, module
+
+    def make_module():
+        """Return a module without dropout, because Trainer restores no random states."""
+        pl.seed_everything(4, verbose=False)
+        module = Classifier(optimizer)
+        for part in module.modules():
+            part.p = 0.0
+        return module
+
+    MiniLoop(max_epochs=2, accelerator="cpu", **options).fit(make_module(), make_loader(shuffle=False), val_loader())
+    expected, module = train(4)
+    trainer, continued = train(4, "checkpoints/run/version_0/last.ckpt")
+    assert_same_weights(module, continued)
+    assert (trainer.current_epoch, trainer.global_step) == (expected.current_epoch, expected.global_step)
+
+
+class Moves(Plain):
+    """An object whose loss depends on an attribute that each step changes."""
+
+    scale = 1.0
+
+    def training_step(self, batch):
+        self.scale = self.scale * 0.9
+        return super().training_step(batch) * self.scale
+
+
+def test_mini_loop_refuses_attributes_that_fabric_loop_has_saved():
+    fit("FabricLoop", "run", 1, make_module=Moves)
+    with pytest.raises(ValueError, match=r"resume: got a checkpoint of FabricLoop, which has saved attributes"):
+        fit("MiniLoop", "run", 2, resume="last", make_module=Moves)
+    fit("FabricLoop", "run", 2, resume="last", make_module=Moves)
+
+
 def test_rows_by_validation_and_resume_in_mid_epoch():
     """Rows after steps 7, 14, ... and at the end; the epoch of the checkpoint continues at its batch."""
     options = {"validate_every_n_steps": 7, "max_epochs": -1}

@@ -16,6 +16,8 @@ from fabric_template.errors import CheckpointError
 
 BATCHES = list(make_loader(24, shuffle=False))
 
+pytestmark = pytest.mark.filterwarnings("ignore:train_dataloaders. .* to resume this run after its first epoch")
+
 
 class Own:
     """Is its own iterator. ``__iter__`` draws an order, starts over and returns itself."""
@@ -191,6 +193,12 @@ def test_persistent_workers_of_a_stateful_loader_resume_in_the_first_epoch_only(
     assert_same_end(whole, fit(tmp_path / "killed" / "2", seed=9, resume="last", **options))
     with pytest.raises(CheckpointError, match="StatefulDataLoader has persistent workers"):
         fit(tmp_path / "killed" / "8", resume="last", **options)
+
+
+@pytest.mark.parametrize("make", CONTINUED)
+def test_a_run_that_cannot_resume_later_warns_before_the_first_batch(tmp_path, make):
+    with pytest.warns(UserWarning, match="train_dataloaders: .* to resume this run after its first epoch"):
+        fit(tmp_path, train=make, max_steps=1, max_epochs=1)
 
 
 def test_resume_reads_a_stream_from_the_start_of_its_epoch(tmp_path):
