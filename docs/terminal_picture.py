@@ -109,7 +109,7 @@ class Recorder:
         pause = min(measured / 2, LONGEST_PAUSE) if pause is None else pause
         self.frames.append((pause, [list(terminal.rows) for terminal in self.terminals]))
 
-    def wait_for(self, terminal: Terminal, pattern: str, seconds: float = 60) -> str:
+    def wait_for(self, terminal: Terminal, pattern: str, seconds: float = 300) -> str:
         """Record a terminal until its last rows match. Return the match."""
         until = time.monotonic() + seconds
         while not (found := re.search(pattern, "\n".join(terminal.rows[-3:]))):

@@ -45,7 +45,7 @@ def test_the_picture_of_the_readme():
 
 @pytest.mark.skipif(sys.platform != "linux", reason="needs /proc and a pseudoterminal")
 def test_the_script_records_a_picture(tmp_path):
-    command = [sys.executable, str(DOCS / "terminal_picture.py"), "--epochs", "2", "--out", str(tmp_path / "out.svg")]
+    command = [sys.executable, str(DOCS / "terminal_picture.py"), "--epochs", "3", "--out", str(tmp_path / "out.svg")]
     done = subprocess.run(command, capture_output=True, text=True, timeout=900)
     assert done.returncode == 0, done.stderr
     check_picture((tmp_path / "out.svg").read_text(encoding="utf-8"))
