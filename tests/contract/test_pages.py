@@ -46,7 +46,7 @@ ENVIRONMENT = {
     "OMP_NUM_THREADS": "1",
 }
 # A block that imports one of these is left out where the package is not installed.
-OPTIONAL = ("transformers", "optuna")
+OPTIONAL = ("transformers", "optuna", "mlflow")
 # A line with this comment is left out where Lightning is older.
 NEWER_LINE = re.compile(r"^.*  # needs (lightning>=[\d.]+).*$", re.M)
 
@@ -57,7 +57,7 @@ def run_page(rank, page, sources, check):
     warnings.simplefilter("error")
     warnings.filterwarnings("ignore", "`isinstance.treespec, LeafSpec.` is deprecated", FutureWarning)
     of_trainer = "does not have many workers|smaller than the logging interval|GPU available"
-    of_trainer += "|args parameter is|requested to overfit"
+    of_trainer += "|args parameter is|requested to overfit|in eval mode at the start of training"
     warnings.filterwarnings("ignore", f"(?s).*({of_trainer}|not supported by the model summary)")
     torch.manual_seed(torch.initial_seed())
     if page == "README.md":
@@ -80,6 +80,7 @@ CHECKS = {
     "README.md": "history['epoch'].tolist() == list(range(10))",
     "docs/callbacks.md": "history['noisy_norm'].iloc[0] > 0",
     "docs/checkpoints.md": "counted.meter.images > 0 and state['global_step'] > 0",
+    "docs/fine-tuning.md": "[g['lr'] for g in loop.optimizers[0].param_groups] == [1e-3, 1e-4]",
     "docs/levels.md": "same(plain_net, net_by_fit) and rest['epoch'] == 2",
     "docs/recipes.md": (
         "gan_history['step'].tolist() == [16, 32, 48] and lbfgs_history['train_loss'].iloc[-1] < 1e-3"
@@ -87,6 +88,7 @@ CHECKS = {
         " and 0 < folds['mean'] < 1"
         " and f1_history['val_f1'].iloc[-1] > f1_history['val_f1'].iloc[0] > 0"
         " and sklearn_history['val_f1'].iloc[-1] > sklearn_history['val_f1'].iloc[0] > 0"
+        " and penalty_history['val_penalty'].iloc[-1] > 0 and list(Path('logs/boards').rglob('events*'))"
         " and stored_history['epoch'].tolist() == [0, 1, 2, 3] and not list(Path('checkpoints/stored').rglob('*.ckpt'))"
     ),
 }
