@@ -167,7 +167,7 @@ def test_the_readme_states_the_length_of_both_loops():
     mini = lines.pop(Path("mini.py"))
     loop = sum(count for name, count in lines.items() if name.parts[0] not in ("tools", "demos"))
     stated = [int(number.replace(",", "")) for number in re.findall(r"([\d,]+) lines", README)]
-    assert stated == [pytest.approx(mini, rel=0.1), pytest.approx(loop, rel=0.1)]
+    assert stated == [pytest.approx(mini, rel=0.15), pytest.approx(loop, rel=0.15)]
 
 
 START = """
