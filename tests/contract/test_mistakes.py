@@ -11,6 +11,8 @@ import numpy as np
 import pytest
 import torch
 from externally import externally
+from lightning.fabric import Fabric
+from lightning.fabric.plugins import MixedPrecision
 from modules import assert_same_weights, make_data, make_loader, sgd
 from torch import nn
 from torch.nn.functional import cross_entropy
@@ -195,6 +197,22 @@ def adversarial(net, batch):
     inputs = batch[0].clone().requires_grad_()
     cross_entropy(net(inputs), batch[1]).backward()
     return loss_of(net, ((inputs + 0.05 * inputs.grad.sign()).detach(), batch[1]))
+
+
+@OF_LOOP
+@pytest.mark.parametrize("precision", ["bf16-mixed", "16-mixed", "64-true"])
+@pytest.mark.parametrize("step", [backward_twice, adversarial])
+def test_backward_in_other_precisions(name, precision, step):
+    options = {"precision": precision}
+    if precision == "16-mixed":
+        scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
+        options = {"plugins": [MixedPrecision(precision, "cpu", scaler=scaler)]}
+    quiet = {"enable_progress_bar": False, "enable_model_summary": False} if name == "FabricLoop" else {}
+    loop = LOOPS[name](fabric=Fabric(accelerator="cpu", **options), max_epochs=1, accumulate_grad_batches=3, **quiet)
+    net = make_net()
+    message = r"^training_step: got a call of loss.backward\(\)"
+    with pytest.raises(ValueError, match=message) if step is backward_twice else nullcontext():
+        loop.fit(net, make_loader(), optimizer=sgd(net), training_step=step)
 
 
 class TrainsAnotherNet:
