@@ -130,7 +130,7 @@ def own_state(run: Run) -> dict[str, Any]:
 
 
 def states_of(run: Run, per_process: bool) -> dict[str, Any]:
-    """Return the states of the parts that each process saves, or of those that the first one saves."""
+    """Return the states of the parts that every process saves, or that only process 0 saves."""
     parts = run.saved_parts().items()
     return {name: part.state_dict() for name, part in parts if part.is_per_process == per_process}
 

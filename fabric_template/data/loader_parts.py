@@ -216,7 +216,7 @@ class StreamState:
         self._loaded = state["state"]
         yield
         for name, saved in state["attributes"].items():
-            # The other attributes had their first values in the saved run.
+            # An attribute without a saved value had not changed in the saved run.
             values.setdefault(name, {}).update(saved)
             names.setdefault(name, set()).update(saved)
         for name, found in self._plain.digests().items():

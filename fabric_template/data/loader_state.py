@@ -86,7 +86,6 @@ class ResumableLoader:
             "order": PlainState(parts_of_order(loader)),
             "samples": PlainState(parts_of_samples(loader)),
         }
-        # Whether a pass has ended that a resumed run would have to read again.
         # The random states of workers are recorded only for a plain DataLoader.
         self._hides_workers = not is_plain and getattr(loader, "num_workers", 0) > 0
         self._keeps_workers = self._hides_workers and getattr(loader, "persistent_workers", False)

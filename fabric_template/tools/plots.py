@@ -281,7 +281,7 @@ def choose_metrics(runs: list[Run], x: str, wanted: Sequence[str] | None) -> lis
     if wanted is not None:
         chosen = []
         for name in wanted:
-            # A column such as "loss" of Keras belongs to the quantity "loss", like "val_loss".
+            # Keras writes the training values as "loss", beside "val_loss".
             found = [metric for metric in metrics if name in (metric.quantity, metric.kind)]
             found = found or [metric for metric in columns if metric.column == name]
             found = [metric for metric in columns if metric.column == name and not found] or found
@@ -301,7 +301,7 @@ def sort_metrics(metrics: Sequence[Metric]) -> list[Metric]:
 
 
 def add_splits(metrics: list[Metric]) -> list[Metric]:
-    """Mark columns such as "loss" of Keras as training if there is also a "val_loss".
+    """Mark a column such as Keras's "loss" as training values if there is also a "val_loss".
 
     A bare loss is a training loss, even without a validation.
     """
@@ -378,7 +378,7 @@ def format_axes(ax: Axes, x: str, log: bool) -> None:
     from matplotlib.ticker import LogLocator, MaxNLocator, NullFormatter
 
     first, last = ax.get_xlim()
-    # At least three ticks, or one per epoch if there are fewer epochs.
+    # Draw at least three ticks, or one per epoch if there are fewer epochs.
     count = min(3, max(1, math.floor(last) - math.ceil(first) + 1))
     steps = {"integer": x != "time", "steps": [1, 2, 5, 10]}
     ax.xaxis.set_major_locator(MaxNLocator("auto", min_n_ticks=count, **steps))

@@ -26,7 +26,7 @@ from ..distributed.strategies import no_gradient_sync, shard_network, wrap_step
 from ..errors import ConfigurationError, ConfigurationTypeError, check_object, describe
 from ..lightning_compat.overrides import is_instance_of, overridden
 
-# The containers in the attributes of an object that may contain modules.
+# If an attribute of an object is one of these containers, search it for modules.
 _CONTAINERS = (dict, list, tuple, set, frozenset, deque)
 # The methods of a LightningModule that users override.
 _HOOKS = ["setup", "teardown", "prepare_data", "backward", "optimizer_zero_grad"]

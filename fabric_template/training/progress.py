@@ -151,7 +151,7 @@ class Progress:
         self.total_eval_batches += self.stage != "sanity_check"
 
     def count_eval_step(self, dataloader_idx: int) -> int:
-        """Count a batch of a loader. Returns the number of its batches before this one."""
+        """Count a batch of a loader. Returns how many batches of this loader came before it."""
         count = self.eval_batches_by_loader.get(dataloader_idx, 0)
         self.eval_batches_by_loader[dataloader_idx] = count + 1
         return count

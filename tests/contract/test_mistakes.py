@@ -276,7 +276,7 @@ def fit_in_process(rank, name, step, accumulated):
 
 @OF_LOOP
 @pytest.mark.parametrize(("step", "accumulated"), [(backward_twice, 1), (backward_twice, 2), (adversarial, 1)])
-def test_two_processes(name, step, accumulated):
+def test_own_backward_in_two_processes(name, step, accumulated):
     codes, errors = externally(fit_in_process, name, step, accumulated, ranks=2)
     assert codes == [0, 0], errors
 

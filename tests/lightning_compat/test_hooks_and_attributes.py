@@ -57,7 +57,7 @@ def test_an_own_zero_grad_is_called_before_each_step(is_of_class, monkeypatch):
     assert len(calls) == 6
 
 
-def test_checkpoint_hooks_are_shown_trainers_keys(tmp_path):
+def test_checkpoint_hooks_get_the_keys_of_trainer(tmp_path):
     """... at the end of an epoch with the number of the epoch that ended; what we add stays out of their sight."""
     callback = ModelCheckpoint(dirpath=tmp_path / "trainer", filename="x")
     _, theirs = run_trainer(

@@ -139,7 +139,7 @@ def test_same_value_in_every_hook(asked, name):
     assert where is None or not [pair for pair in pairs if pair[0][1] not in where], (name, reason)
 
 
-def test_listed_names_differ(tmp_path):
+def test_only_listed_names_differ_from_trainer(tmp_path):
     expected, ours = ask_both(tmp_path, OPTIONS["plain"])
     assert {name for name in NAMES if expected[name] != ours[name]} == set(DIFFERENT)
 

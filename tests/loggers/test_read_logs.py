@@ -45,7 +45,7 @@ def test_all_runs_are_sorted_by_name_and_version(three_runs):
 
 @pytest.mark.parametrize("path", ["digits/version_10", "digits/version_10/metrics.csv"])
 @pytest.mark.parametrize("make", [str, lambda path: path], ids=["str", "path"])
-def test_one_version(three_runs, path, make):
+def test_read_one_version(three_runs, path, make):
     found = read_logs(make(three_runs / path))
     assert found["version"].tolist() == [10, 10]
     assert found["loss"].tolist() == [1.0, 0.5]
