@@ -218,13 +218,16 @@ def steps(size: float) -> Iterator[str]:
 # Epochs
 
 
+class Measurements(list[float]):
+    """A list that no checkpoint has, because its type is not plain."""
+
+
 class Timed(Net):
     """A network that records time and memory at each validation."""
 
     def __init__(self) -> None:
         super().__init__(("metric",))
-        self.times: list[float] = []
-        self.memory: list[float] = []
+        self.times, self.memory = Measurements(), Measurements()
 
     def validation_step(self, batch: tuple[Tensor, ...]) -> Tensor:
         self.times.append(time.process_time())
