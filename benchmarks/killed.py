@@ -240,7 +240,7 @@ def losses_of(root):
                 loss = row.get("loss") or row.get("loss_step")
                 if row.get("lr"):
                     losses["epoch", row["epoch"]] = {
-                        name: cell for name, cell in row.items() if name != "time"
+                        name: cell for name, cell in row.items() if name not in ("time", "waiting")
                     }
                 elif loss:
                     losses[row["step"]] = loss

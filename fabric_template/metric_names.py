@@ -15,7 +15,10 @@ STEP_NAMES = (
 )
 # Other columns that are not metrics, and the last parts of the names of durations and sizes.
 NOT_METRICS = ("name", "version", "index", "batch", "batch_idx", "seed", "best_epoch", "total_flos")
-DURATIONS = ("time", "runtime", "timestamp", "second", "seconds", "elapsed", "eta", "memory", "mem")
+DURATIONS = (
+    *("time", "runtime", "timestamp", "second", "seconds", "elapsed", "eta", "waiting"),
+    *("memory", "mem"),
+)
 SPLITS = {"train": "train", "training": "train", "test": "test", "testing": "test"}
 SPLITS |= dict.fromkeys(("val", "valid", "validation", "eval", "dev"), "validation")
 _SPLIT = f"(?P<split>{'|'.join(SPLITS)})"

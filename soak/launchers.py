@@ -91,7 +91,8 @@ def work(launcher, strategy, folder):
         if not (table := folder / name / "logs/run/version_0/metrics.csv").exists():
             return loop, module, None
         rows = [
-            {k: v for k, v in row.items() if k != "time"} for row in csv.DictReader(table.open())
+            {k: v for k, v in row.items() if k not in ("time", "waiting")}
+            for row in csv.DictReader(table.open())
         ]
         # a forked or spawned rank keeps its optimizer
         keeps = launcher not in ("spawn", "fork")

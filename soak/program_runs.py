@@ -471,7 +471,7 @@ class Numbers:
 
 # Values that depend on a clock or on the number of restarts.
 CLOCKS = {
-    "time", "seconds", "eval_seconds", "samples_per_second", "time_elapsed", "elapsed", "duration", "created",
+    "time", "waiting", "seconds", "seconds_waited", "eval_seconds", "samples_per_second", "time_elapsed", "elapsed", "duration", "created",
     "written", "excluded_seconds", "saved_at", "last_model_path",
 }  # fmt: skip
 

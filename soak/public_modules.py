@@ -45,7 +45,7 @@ from fabric_template import FabricLoop
 EPOCHS = 3
 SECONDS_PER_RUN = 180
 # Columns that depend on the clock.
-CLOCK_COLUMNS = ("time", "samples_per_second")
+CLOCK_COLUMNS = ("time", "waiting", "gpu_memory", "samples_per_second")
 OPTIONS = {"accelerator": "cpu", "devices": 1, "max_epochs": EPOCHS, "log_every_n_steps": 1}
 OPTIONS |= {"enable_progress_bar": False, "enable_model_summary": False}
 HOOKS = [name for name in dir(Callback) if name.startswith("on_")]

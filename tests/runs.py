@@ -20,7 +20,7 @@ from fabric_template import CSVLogger, FabricLoop
 logging.getLogger("lightning.fabric").setLevel(logging.ERROR)
 
 # The columns that differ between two runs of the same numbers.
-TIMES = ["time", "samples_per_second"]
+TIMES = ["time", "waiting", "gpu_memory", "samples_per_second"]
 
 
 def loud(root=".", **options):

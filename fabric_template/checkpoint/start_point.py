@@ -121,7 +121,7 @@ def convert_mini_state(path: Any, own: dict[str, Any]) -> dict[str, Any]:
     step = progress["global_step"]
     row = {
         **{"collected": {}, "step_values": {}, "learning_rates": [], "is_validated": False},
-        **{"num_samples": 0, "seconds": 0.0, "excluded_seconds": 0.0},
+        **{"num_samples": 0, "seconds": 0.0, "excluded_seconds": 0.0, "seconds_waited": 0.0},
     }
     return {
         **own,

@@ -9,6 +9,7 @@ import warnings
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from itertools import chain, count, islice, repeat
+from time import perf_counter
 from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
@@ -55,6 +56,8 @@ class DataConnector:
         self.run, self.given, self.source = run, run.plan.loaders, run.plan.source
         self.created: dict[str, StageLoaders] = {}
         self.predictions = Predictions()
+        # The seconds of the call that went into waiting for batches of all stages.
+        self.seconds_waited = 0.0
         self._common_seed: int | None = None
         self._is_train_started = False
         # The random states and attributes before the newest load of each stage.
@@ -357,7 +360,7 @@ class StageLoaders:
 
     def raw_batches(self, max_batches: int | float = math.inf) -> Iterator[tuple[Any, int, int]]:
         """Yield (batch, batch_idx, dataloader_idx)."""
-        items, num_batches = self.iterator, self.count_batches(max_batches)
+        items, num_batches, data = self.iterator, self.count_batches(max_batches), self.run.data
         if self.run.hooks.profiler is not None:
             items = self._profiled(items)
         if self._has_uneven_end:
@@ -366,9 +369,13 @@ class StageLoaders:
             items = self._read_ahead(items)
         # Stop at the limit, because CombinedLoader applies limits only in sequential mode.
         most = None if num_batches == math.inf else int(num_batches) - self._num_given
+        now = perf_counter
+        requested = now()
         for item in islice(items, most):
+            data.seconds_waited += now() - requested
             self._num_given += 1
             yield item
+            requested = now()
         self.end_pass()
         self._check_empty_loaders()
 

@@ -33,7 +33,9 @@ LOG_FILE_BAR = "{desc}: {n_fmt}/{total_fmt} [{elapsed}<{remaining}, {rate_fmt}{p
 MIN_BAR_WIDTH = 10
 # Limit the lines during a run, because a notebook receives all lines at each draw.
 MAX_NOTEBOOK_LINES = 20
-NO_METRICS = ("epoch", "step", "samples_per_second", "time")
+# The columns after the metrics. The table shows "waiting" only where it is worth a change.
+CLOCKS = ("time", "waiting", "gpu_memory")
+NO_METRICS = ("epoch", "step", "samples_per_second", *CLOCKS)
 
 
 class Console:
@@ -56,6 +58,7 @@ class Console:
         self._lines: list[str] = []
         self._notebook_output: Any = None
         self._due = math.inf
+        self._has_hinted = False
         self._started, self._first_batch = 0.0, 0
         self._num_eval_batches: int | float = 0
 
@@ -169,13 +172,21 @@ class Console:
         if not self._output:
             return
         cells = {n: format_value(n, value) for n, value in row.items() if value is not None}
+        share = row.get("waiting", 0.0)
+        is_slow = share > 0.1 and share * row["time"] >= 0.1
+        if not is_slow:
+            cells.pop("waiting", None)
         columns = dict.fromkeys([*cells, *self._columns])
         if len(columns) > len(self._columns):
-            self._columns = sorted(columns, key=lambda name: name == "time")
+            self._columns = sorted(columns, key=lambda name: name in CLOCKS)
             self._print(align_cells({name: name for name in columns}, self._columns))
         if self._monitor in cells:
             cells[self._monitor] += "*" if self._is_best(row[self._monitor]) else " "
         self._print(align_cells(cells, self._columns))
+        if is_slow and not self._has_hinted:
+            self._has_hinted = True
+            text = f"Training waits for batches for {share:.0%} of the time."
+            self._print(f"{text} loop.tune(model, loader) finds faster settings.")
 
     def _is_best(self, value: float) -> bool:
         """Return whether a monitored value is better than all earlier ones, and keep the best."""
@@ -364,6 +375,8 @@ def format_value(name: str, value: Any) -> str:
         return " ".join(str(value).split())[:20]
     if name == "time":
         return format_duration(value)
+    if name == "waiting":
+        return f"{value:.0%}"
     if name == "samples_per_second":
         return f"{value:.0f}"
     if name == "lr" or name.startswith("lr_") or not math.isfinite(value):

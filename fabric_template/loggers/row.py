@@ -30,7 +30,8 @@ REPLACED_LOGS = ".replaced"
 class RowWriter:
     """Collect the values of a row, decide when the row is due, and write it to metrics.csv.
 
-    A row contains the training means and the seconds since the previous row. A row also contains
+    A row contains the training means, the seconds since the previous row, and the share of them
+    that went into waiting for batches. A row also contains
     the newest validation metrics and the learning rate. An epoch-based run has a row for each
     epoch. A step-based run has a row for each validation and a row at the end. A step-based run
     that never validates has a row for each epoch and a row at the end.
@@ -59,8 +60,8 @@ class RowWriter:
         # Seconds of validations and saves since the newest row, which no training rate includes.
         self._excluded_seconds = 0.0
         self._is_excluded = False
-        self._seconds_before_resume = 0.0
-        self.start_clock()
+        self._seconds_before_resume = self._waited_before_resume = 0.0
+        self._started, self._waited_at_start = time.monotonic(), 0.0
 
     def choose_interval(self) -> None:
         """Choose step-based or epoch-based rows. The training loader must exist before the call."""
@@ -81,10 +82,16 @@ class RowWriter:
     def start_clock(self) -> None:
         """Start the clock for the next row. The time of the first row excludes the setup."""
         self._started, self._excluded_seconds = time.monotonic(), 0.0
+        self._waited_at_start = self.run.data.seconds_waited
 
     def elapsed(self) -> float:
         """Return the seconds since the newest row, including seconds before a resume."""
         return self._seconds_before_resume + time.monotonic() - self._started
+
+    def waited(self) -> float:
+        """Return the seconds since the newest row that went into waiting for batches."""
+        waited = self.run.data.seconds_waited - self._waited_at_start
+        return self._waited_before_resume + waited
 
     @contextmanager
     def excluded(self) -> Iterator[None]:
@@ -206,6 +213,10 @@ class RowWriter:
             training_seconds = max(seconds - self._excluded_seconds, 1e-9)
             own["samples_per_second"] = round(samples / training_seconds, 1)
         own["time"] = seconds
+        own["waiting"] = round(min(self.waited() / max(seconds, 1e-9), 1.0), 3)
+        if self.run.fabric.device.type == "cuda":
+            peak = torch.cuda.max_memory_allocated(self.run.fabric.device)
+            own["gpu_memory"] = round(peak / 2**30, 3)
         # A value that the user has logged under one of these names has precedence.
         own = {name: value for name, value in own.items() if name not in values}
         row = {**self._coordinates(), **values, **own}
@@ -217,7 +228,7 @@ class RowWriter:
         self.check_loss(row)
         self._collected = {}
         self._num_samples, self._is_validated = 0, False
-        self._seconds_before_resume = 0.0
+        self._seconds_before_resume = self._waited_before_resume = 0.0
         self.start_clock()
         return row
 
@@ -258,6 +269,7 @@ class RowWriter:
             "num_samples": self._num_samples,
             "seconds": self.elapsed(),
             "excluded_seconds": self._excluded_seconds,
+            "seconds_waited": self.waited(),
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -268,6 +280,7 @@ class RowWriter:
         self._num_samples = state["num_samples"] if self.counts_steps else 0
         self._seconds_before_resume = state["seconds"]
         self._excluded_seconds = state["excluded_seconds"]
+        self._waited_before_resume = state["seconds_waited"]
         self._rewind(state)
 
     def _rewind(self, state: Mapping[str, Any]) -> None:

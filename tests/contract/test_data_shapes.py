@@ -204,7 +204,7 @@ def train(loop_name, root, make_loader, seed=None, resume=None, make_net=make_ne
     loop = kind(default_root_dir=root, accelerator="cpu", devices=1, **quiet, **options)
     functions = {"training_step": step, "validation_step": step}
     history = loop.fit(net, make_loader(), DataLoader(DATA, 6), optimizer=optimizer, resume=resume, **functions)
-    rows = history.drop(columns=["time", "samples_per_second"], errors="ignore").to_dict("records")
+    rows = history.drop(columns=["time", "waiting", "samples_per_second"], errors="ignore").to_dict("records")
     # A row of the last steps has no validation.
     return net, [{name: value for name, value in row.items() if value == value} for row in rows]
 

@@ -14,7 +14,7 @@ from torch.nn.functional import cross_entropy
 from fabric_template import FabricLoop, TensorLoader
 
 EPOCHS = 3
-COLUMNS = ["epoch", "step", "train_loss", "val_loss", "val_acc", "lr", "time"]
+COLUMNS = ["epoch", "step", "train_loss", "val_loss", "val_acc", "lr", "time", "waiting"]
 
 
 def make_net():

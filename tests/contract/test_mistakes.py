@@ -370,7 +370,9 @@ def test_log_dict_in_a_step_has_the_arguments_of_log(name, tmp_path):
         functions = {"training_step": step, "validation_step": step}
         history = loop.fit(net, make_loader(), make_loader(), optimizer=sgd(net), **functions)
         with open(loop.log_dir + "/steps.csv" if name == "FabricLoop" else loop.log_dir / "steps.csv") as file:
-            return history.drop(columns=["time", "samples_per_second"], errors="ignore"), list(csv.DictReader(file))
+            return history.drop(columns=["time", "waiting", "samples_per_second"], errors="ignore"), list(
+                csv.DictReader(file)
+            )
 
     def log_each(loop, values, **given):
         for key, value in values.items():

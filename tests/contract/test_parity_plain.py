@@ -227,7 +227,7 @@ def test_validation_changes_no_bit_and_its_numbers_are_the_plain_ones(level):
     net = make_net()
     _, history = fit_on(level, net, momentum, *loaders())
     assert_equal_weights(expected, net)
-    assert list(history.columns) == ["epoch", "step", "train_loss", "val_loss", "val_acc", "lr", "time"]
+    assert list(history.columns) == ["epoch", "step", "train_loss", "val_loss", "val_acc", "lr", "time", "waiting"]
     found = history[["epoch", "train_loss", "val_loss", "val_acc"]].itertuples(index=False, name=None)
     for row, expected_row in zip(found, rows, strict=True):
         assert row == pytest.approx(expected_row, rel=1e-6)  # the same sums, in another order

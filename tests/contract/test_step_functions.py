@@ -33,7 +33,9 @@ def sgd(net, lr=0.1):
 
 def rows_of(loop, name="metrics.csv"):
     with open(f"{loop.log_dir}/{name}", newline="") as file:
-        return [{key: value for key, value in row.items() if key != "time"} for row in csv.DictReader(file)]
+        return [
+            {key: value for key, value in row.items() if key not in ("time", "waiting")} for row in csv.DictReader(file)
+        ]
 
 
 def logged(loop, log):
@@ -96,7 +98,16 @@ def named_fit(epochs=2, **more):
 def test_loaders_have_names():
     """Each column is as if its loader had been validated alone. validate uses the same names."""
     net, loop, history = named_fit()
-    assert list(history.columns) == ["epoch", "step", "train_again_loss", "train_loss", "val_loss", "lr", "time"]
+    assert list(history.columns) == [
+        "epoch",
+        "step",
+        "train_again_loss",
+        "train_loss",
+        "val_loss",
+        "lr",
+        "time",
+        "waiting",
+    ]
     [alone] = FabricLoop(**quiet()).validate(net, make_loader(shuffle=False), validation_step=validation_step)
     assert history.train_again_loss[1] == alone["val_loss"] == loop.callback_metrics["train_again_loss"].item()
     [first, second] = loop.validate(net, {"a": val_loader(), "b": make_loader(shuffle=False)}, verbose=False)
@@ -159,7 +170,7 @@ def test_several_optimizers_are_stepped_by_the_function():
     history = loop.fit(parts, make_loader(), optimizer=optimizers, training_step=gan_step(parts, optimizers))
     assert all(map(torch.equal, plain, parts.parameters()))
     assert loop.global_step == 40
-    assert list(history.columns) == ["epoch", "step", "train_loss", "train_d_loss", "lr", "lr_1", "time"]
+    assert list(history.columns) == ["epoch", "step", "train_loss", "train_d_loss", "lr", "lr_1", "time", "waiting"]
     assert not any(optimizer._optimizer_step_post_hooks for optimizer in optimizers)
     parts, optimizers = make_gan()
     loop = FabricLoop(**quiet(max_epochs=1))

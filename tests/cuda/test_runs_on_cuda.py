@@ -174,3 +174,10 @@ def test_profile(precision):
     assert len(found.reads) == 1
     assert same(module.state_dict(), before)
     assert torch.equal(torch.cuda.get_rng_state(), drawn)
+
+
+def test_each_row_has_the_peak_of_the_memory(tmp_path):
+    _, _, history = fit(tmp_path, train=make_loader, max_epochs=2, **ON)
+    peak = torch.cuda.max_memory_allocated() / 2**30
+    assert (history["gpu_memory"] >= 0).all()
+    assert history["gpu_memory"].iloc[-1] == pytest.approx(peak, abs=0.01)

@@ -38,7 +38,17 @@ WORDS = {
 }
 # These values depend on a clock or on the version. A run killed before its first save starts in the next version.
 # A run that is killed before its first save starts again in the next version.
-TIMES = ("time", "seconds", "excluded_seconds", "samples_per_second", "elapsed", "saved_at", "folder")
+TIMES = (
+    "time",
+    "waiting",
+    "seconds",
+    "seconds_waited",
+    "excluded_seconds",
+    "samples_per_second",
+    "elapsed",
+    "saved_at",
+    "folder",
+)
 # These values change if a best file could not be saved. A run continues without config.yaml.
 BEST = ("checkpoints/best.ckpt", "best", "score", "kept", "callbacks", "logs/config.yaml")
 

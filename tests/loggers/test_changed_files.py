@@ -88,7 +88,7 @@ def test_a_damaged_row_loses_no_other_row(cut, whole, change):
         found, expected = (read_table(root / "logs/run/version_0" / name) for root in (cut, whole))
         assert found.columns == expected.columns
         for row, other in zip(found.rows[1:], expected.rows[1:], strict=True):
-            assert row | {"time": ""} == other | {"time": ""}
+            assert row | {"time": "", "waiting": ""} == other | {"time": "", "waiting": ""}
 
 
 def test_deleted_and_added_rows_do_not_move_the_cut(cut, whole):

@@ -56,7 +56,7 @@ def test_beside_what_is_logged(tmp_path, make, columns):
     options = {"val": val_loader, "max_epochs": 3, "monitor": "val_loss"}
     loop, module, history = fit(tmp_path / "one", make, **options)
     silent = fit(tmp_path / "silent", without_logging(make), **options)[2]
-    assert sorted(history.columns) == sorted(["epoch", "step", "lr", "time", *columns])
+    assert sorted(history.columns) == sorted(["epoch", "step", "lr", "time", "waiting", *columns])
     assert history["val_loss"].tolist() == silent["val_loss"].tolist()
     assert loop.checkpoint_callback.best_model_score == history["val_loss"].min()
     unseen = {"train_loss", "train_size"} if make is Half else {"val_loss"}
