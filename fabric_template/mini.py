@@ -1097,21 +1097,20 @@ class MiniLoop:
             if step is not None:
                 self._steps[name] = with_batch_idx(step, name)
 
-    def _check_fit(
-        self, train_dataloaders: Any, val_dataloaders: Any, validation_step: Any, optimizer: Any
-    ) -> None:
-        if train_dataloaders is None:
-            raise TypeError(
-                "fit: got train_dataloaders=None, expected batches, as of a DataLoader."
-            )
-        if "training_step" not in self._steps:
-            raise TypeError("fit: got no training_step. Pass training_step= or write the method.")
-        if val_dataloaders is not None and "validation_step" not in self._steps:
-            raise TypeError("fit: got val_dataloaders without validation_step. Pass both or none.")
-        if validation_step is not None and val_dataloaders is None:
-            raise TypeError("fit: got validation_step without val_dataloaders. Pass both or none.")
-        if optimizer is None and find_method(self.model, "configure_optimizers") is None:
-            raise TypeError("fit: got no optimizer. Pass optimizer=, as torch.optim.Adam(...).")
+    def _check_fit(self, train: Any, val: Any, validation_step: Any, optimizer: Any) -> None:
+        given = ""
+        if train is None:
+            given = "train_dataloaders=None. Pass batches, as of a DataLoader."
+        elif "training_step" not in self._steps:
+            given = "no training_step. Pass training_step= or write the method."
+        elif val is not None and "validation_step" not in self._steps:
+            given = "val_dataloaders without validation_step. Pass both, or neither."
+        elif validation_step is not None and val is None:
+            given = "validation_step without val_dataloaders. Pass both, or neither."
+        elif optimizer is None and find_method(self.model, "configure_optimizers") is None:
+            given = "no optimizer. Pass optimizer=, as torch.optim.Adam(...)."
+        if given:
+            raise TypeError(f"fit: got {given}")
 
     def _set_up_loaders(self, train: Any, val: Any, path: Any, resumed: dict[str, Any]) -> None:
         """Launch the processes, and distribute the samples among them."""
