@@ -302,6 +302,17 @@ def find_recorded(about: dict[str, Any], options: dict[str, Any]) -> dict[str, A
     return {name: entry for name, entry in found.items() if name not in options}
 
 
+def parse_section(text: str) -> Any:
+    """Parse a section of a YAML file. Most are equal in all runs, so parse each only once."""
+    if not text.startswith("about:\n"):
+        return parse_yaml(text)
+    about: dict[str, Any] = {}
+    for part in re.split(r"(?m)^  (?=\w)", text)[1:]:
+        entry = parse_yaml(part)
+        about |= entry if isinstance(entry, dict) else {}
+    return {"about": about}
+
+
 def read_options(folder: Path) -> tuple[dict[str, Any], dict[str, Any]]:
     """Return the options in config.yaml and hparams.yaml without their section names.
 
@@ -316,8 +327,7 @@ def read_options(folder: Path) -> tuple[dict[str, Any], dict[str, Any]]:
     for name in ("config.yaml", "hparams.yaml"):
         try:
             text = (folder / name).read_text("utf-8")
-            # Most options of runs are equal, so parse each of them only once.
-            parts = [parse_yaml(part) for part in re.split(r"(?m)^(?=\w)", text) if part]
+            parts = [parse_section(part) for part in re.split(r"(?m)^(?=\w)", text) if part]
         except (OSError, ValueError, yaml.YAMLError):
             continue
         contents = [part for part in parts if isinstance(part, dict)]
