@@ -93,6 +93,14 @@ def number_of(name: str) -> int | None:
     return int(match[1]) if match else None
 
 
+def sort_key(name: str) -> list[tuple[int, str]]:
+    """Return a key that sorts "width_4" before "width_16"."""
+    parts = re.split("([0-9]+)", name)
+    key = [(int(part), "") if part.isdecimal() else (-1, part) for part in parts]
+    # Order names such as "run_1" and "run_01", which differ only in zeros.
+    return [*key, (-1, name)]
+
+
 def next_version(*folders: Path) -> int:
     """Return the highest version number in the given folders, plus one."""
     names = [name for folder in folders for name in list_names(folder)]

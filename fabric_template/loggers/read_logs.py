@@ -9,7 +9,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from ..files import number_of
+from ..files import number_of, sort_key
 from ..metric_names import find_axis, is_metric, parse_metric
 
 if TYPE_CHECKING:
@@ -64,8 +64,9 @@ def read_logs(path: str | os.PathLike[str], steps: bool = False) -> pd.DataFrame
         columns = read_columns(file, steps)
         names = columns.pop(EXPORTED_RUN, name)
         table = pd.DataFrame(columns, dtype=object).assign(name=names, version=version)
-        tables[name, isinstance(version, str), version] = table
-    table = pd.concat([tables[key] for key in sorted(tables)], ignore_index=True).fillna("")
+        tables[name, str(version)] = table
+    keys = sorted(tables, key=lambda key: [sort_key(part) for part in key])
+    table = pd.concat([tables[key] for key in keys], ignore_index=True).fillna("")
     axes = [find_axis(table, axis) for axis in (("step", "epoch") if steps else ("epoch", "step"))]
     order = dict.fromkeys(["name", "version", *axes, *table.columns])
     return pd.DataFrame({name: to_values(table[name].tolist()) for name in order if name in table})

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ..config import LoopArguments, LoopConfig
-from ..files import number_of
+from ..files import number_of, sort_key
 from ..loggers.read_logs import EXPORTED_RUN, read_columns, to_values
 from ..metric_names import Metric, find_axis, find_direction, is_metric, parse_metric
 
@@ -75,7 +75,7 @@ def find_runs(
         else:
             tables = (name for name in files if name.endswith(".csv"))
             runs += [run for name in tables for run in read_files(Path(path, name), root)]
-    runs.sort(key=lambda run: (run["name"], isinstance(run["version"], str), run["version"]))
+    runs.sort(key=lambda run: (sort_key(run["name"]), sort_key(str(run["version"]))))
     by_name: dict[str, list[Run]] = {}
     for run in runs:
         by_name.setdefault(run["name"], []).append(run)

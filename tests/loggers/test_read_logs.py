@@ -7,7 +7,9 @@ import sys
 import pandas as pd
 import pytest
 from lightning.pytorch.loggers import CSVLogger as LightningCSVLogger
+from matplotlib import pyplot
 
+from fabric_template import list_runs, plot_logs
 from fabric_template.loggers.csv_logger import CSVLogger
 from fabric_template.loggers.read_logs import read_logs
 
@@ -41,6 +43,18 @@ def test_all_runs_are_sorted_by_name_and_version(three_runs):
     pd.testing.assert_frame_equal(read_logs(three_runs), expected)
     one_run = read_logs(three_runs / "digits")
     assert (set(one_run["name"]), one_run["version"].tolist()) == ({"digits"}, [9, 10, 10])
+
+
+def test_numbers_in_names_are_sorted_by_value(tmp_path):
+    names = ["lr_0.1/width_4", "lr_0.1/width_16", "lr_0.1/width_128", "width_4", "width_04b", "width_16"]
+    for name in reversed(names):
+        CSVLogger(tmp_path, name=name, version=0).log_epoch(epoch(0, val_loss=1.0))
+    assert read_logs(tmp_path)["name"].tolist() == names
+    assert list_runs(tmp_path)["name"].tolist() == names
+    plot_logs(tmp_path)
+    [legend] = pyplot.gcf().legends
+    assert [text.get_text() for text in legend.get_texts()][:-1] == [f"{name}/version_0" for name in names]
+    pyplot.close()
 
 
 @pytest.mark.parametrize("path", ["digits/version_10", "digits/version_10/metrics.csv"])
