@@ -8,7 +8,7 @@ import warnings
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass, field
-from functools import partial
+from functools import cached_property, partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -154,7 +154,7 @@ class Version:
 
     Attributes:
         name: The name of the version folder, or "" for files elsewhere.
-        files: The checkpoints.
+        find_files: A function that lists the checkpoints.
         started: The time at which the newest run of the version started, or 0.0.
         time: The time at which the version last started or saved a checkpoint, or 0.0.
         damaged, replaced: The files that were read and are not used. Those of an older run are
@@ -162,11 +162,16 @@ class Version:
     """
 
     name: str
-    files: list[Path]
+    find_files: Callable[[], list[Path]]
     started: float = 0.0
     time: float = 0.0
     damaged: list[Path] = field(default_factory=list)
     replaced: list[Path] = field(default_factory=list)
+
+    @cached_property
+    def files(self) -> list[Path]:
+        """The checkpoints. They are listed only if the version is needed."""
+        return self.find_files()
 
 
 def best_of_loop(plan: Plan) -> str:
@@ -242,7 +247,7 @@ def list_candidates(plan: Plan, keyword: str) -> list[Version]:
         for folder in [saver.dirpath for saver in savers if saver.dirpath] or default:
             paths += Path(folder).glob("*.ckpt")
     files = {Path(path) for path in paths if path}
-    return [Version("", [path for path in files if path.is_file()])]
+    return [Version("", lambda: [path for path in files if path.is_file()])]
 
 
 def list_versions(plan: Plan, folder: Path, pattern: str) -> list[Version]:
@@ -250,22 +255,27 @@ def list_versions(plan: Plan, folder: Path, pattern: str) -> list[Version]:
 
     Each run records its times in its own folder. The times of files change when files are copied.
     """
-    version = plan.config.version
-    names = list_names(folder) if version is None else [version_folder(version)]
+    given = plan.config.version
+    names = list_names(folder) if given is None else [version_folder(given)]
     found = []
     for name in names:
-        files = [path for path in (folder / name).glob(pattern) if path.is_file()]
         started, saved = read_times(folder / name)
+        version = Version(name, partial(list_files, folder / name, pattern), started)
         if started == saved == 0.0 and len(names) > 1:
-            newest = next(newest_first(files), None)
+            newest = next(newest_first(version.files), None)
             saved = 0.0 if newest is None else read_age(newest)[0]
-        found.append(Version(name, files, started, max(started, saved)))
+        version.time = max(started, saved)
+        found.append(version)
 
     def age(version: Version) -> tuple[float, int, str]:
         number = number_of(version.name)
         return version.time, -1 if number is None else number, version.name
 
     return sorted(found, key=age, reverse=True)
+
+
+def list_files(folder: Path, pattern: str) -> list[Path]:
+    return [path for path in folder.glob(pattern) if path.is_file()]
 
 
 def newest_first(files: Iterable[Path]) -> Iterator[Path]:
