@@ -564,9 +564,11 @@ class MiniLoop:
         self._is_last, length = False, self.num_training_batches
         if self._batches is None:
             self._start_batches()
-        # A log file gets a line per minute.
-        seconds = 0.2 if sys.stderr.isatty() or "ipykernel" in sys.modules else 60.0
+        # A log file gets a line per minute. A notebook shows the output to stderr in red.
+        is_notebook = "ipykernel" in sys.modules
+        seconds = 0.2 if sys.stderr.isatty() or is_notebook else 60.0
         bar: dict[str, Any] = {"mininterval": seconds, "delay": seconds, "leave": False}
+        bar.update(file=sys.stdout if is_notebook else sys.stderr)
         bar.update(initial=self.batches_done, total=None if length == math.inf else length)
         bar.update(desc=f"epoch {self.current_epoch}", disable=not self.fabric.is_global_zero)
         for is_last, batch in tqdm(self._batches, **bar):

@@ -58,6 +58,8 @@ class Profile:
         bars = axes.barh(list(self.parts), list(self.parts.values()))
         shares = [ms / self.milliseconds for ms in self.parts.values()]
         axes.bar_label(bars, [f"{share:.1%}" for share in shares], padding=4)
+        # Leave space for the label of the longest bar.
+        axes.margins(x=0.15)
         axes.invert_yaxis()
         axes.set(xlabel="median, ms", title=f"{self.milliseconds:,.3f} ms a step on {self.device}")
         return figure
