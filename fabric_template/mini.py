@@ -46,7 +46,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, fields, is_dataclass
 from difflib import get_close_matches
-from functools import cache, partial, wraps
+from functools import cache, partial
 from itertools import chain, count, islice, repeat
 from numbers import Real
 from pathlib import Path
@@ -93,8 +93,6 @@ INSTEAD = {
     " graph, expected one. Remove loss.backward(), because the loop calls it, or call detach() on"
     " tensors that the step keeps for later batches.",
 }
-CALLS_ITSELF = "expected only the loss. Remove loss.backward(), optimizer.step() and zero_grad()"
-CALLS_ITSELF += " from the step, because the loop calls them."
 NEEDS_CLOSURE = "optimizer: got one whose step needs a closure, expected another. Use FabricLoop."
 END: Any = object()  # Marks the end of a loader.
 CHECKPOINTS = ("last.ckpt", "best.ckpt", "epoch=*-step=*.ckpt")
@@ -145,17 +143,6 @@ def refuse_unknown(call: str, given: dict[str, Any], known: Iterable[str]) -> No
             text = f"{call}: got {name}={given[name]!r}, expected it as an option of the loop."
             text += f" Write MiniLoop({name}={given[name]!r})."
         raise TypeError(text)
-
-
-def with_known_arguments(method: Callable[..., Any]) -> Any:
-    """Let fit and validate name the place of an argument that they do not have."""
-
-    @wraps(method)
-    def call(*args: Any, **given: Any) -> Any:
-        refuse_unknown(method.__name__, given, inspect.signature(method).parameters)
-        return method(*args, **given)
-
-    return call
 
 
 @dataclass(kw_only=True, eq=False)
@@ -264,6 +251,7 @@ class MiniLoop:
         self._validation_names: set[str] = set()  # The names of the newest validation metrics.
         # The values for steps.csv that the current training batch has logged. None between batches.
         self._step_values: Any = None
+        self._is_first_batch = True  # Whether this run has not trained a batch yet.
         self._hook = ""  # The hook or step that runs.
         self._batch_size = 1  # The weight of the current batch in the mean of a metric.
         self._logged_batch_size: int | None = None  # The batch_size that a step passes to log().
@@ -280,7 +268,6 @@ class MiniLoop:
 
     # Training
 
-    @with_known_arguments
     def fit(
         self,
         model: Any,  # An nn.Module, a LightningModule, or an object with step methods.
@@ -293,8 +280,10 @@ class MiniLoop:
         scheduler: Any = None,  # A scheduler to step once per epoch, or Lightning's dict.
         training_step: Callable[..., Any] | None = None,  # fn(model, batch[, batch_idx]): the loss
         validation_step: Callable[..., Any] | None = None,  # fn(model, batch): loss or (loss, acc)
+        **others: Any,  # Refused by name.
     ) -> Any:
         """Train a model. Return the rows of metrics.csv, as a DataFrame if pandas is installed."""
+        refuse_unknown("fit", others, inspect.signature(self.fit).parameters)
         self._reset()
         self._set_up_steps(model, training_step, validation_step)
         self._check_fit(train_dataloaders, val_dataloaders, validation_step, optimizer)
@@ -411,7 +400,10 @@ class MiniLoop:
 
     def _compute_gradients(self, batch: Any, batch_idx: int) -> None:
         """Run the forward and the backward pass, which adds to the gradients of earlier batches."""
-        output = self._run_step("training_step", batch, batch_idx)
+        if self._is_first_batch:
+            output = self._run_first_step(batch, batch_idx)
+        else:
+            output = self._run_step("training_step", batch, batch_idx)
         loss = find_loss(output, batch_idx)
         self._loss = loss.detach()
         self._log_output(output, "train_")
@@ -423,41 +415,31 @@ class MiniLoop:
         self._outputs = {**(output if isinstance(output, Mapping) else {}), "loss": loss.detach()}
         self._precision.backward(loss, None)
 
-    def _check_first_batch(self, batch: Any, batch_idx: int) -> None:
-        """Compute the gradients. Refuse a step that calls backward() or optimizer.step() itself."""
-        del vars(self)["_compute_gradients"]
-        step, found = self._steps["training_step"], dict[Any, Any]()
-        # All processes reduce the gradients in the order of this list.
-        parameters = [p for group in self.optimizer.param_groups for p in group["params"]]
+    def _run_first_step(self, batch: Any, batch_idx: int) -> Any:
+        """Run the first training step. Refuse one that calls backward() or optimizer.step()."""
+        self._is_first_batch = False
+        parameters = {p for group in self.optimizer.param_groups for p in group["params"]}
+        text = "expected only the loss. Remove loss.backward(), optimizer.step() and zero_grad() from the"
+        text += (
+            " step, because the loop calls them. For other gradients, write torch.autograd.grad()."
+        )
 
         def refuse_step(other: Any, *_: Any) -> None:
             given = {p for group in other.param_groups for p in group["params"]}
-            text = f"training_step: got a call of optimizer.step(), {CALLS_ITSELF}"
-            check(given.isdisjoint(parameters), text)
-
-        def watched_step(*args: Any) -> Any:
-            output = step(*args)
-            found.update((p, p.grad) for p in parameters if p.grad is not None)
-            return output
+            check(
+                given.isdisjoint(parameters),
+                f"training_step: got a call of optimizer.step(), {text}",
+            )
 
         clear_gradients(self.optimizer)
-        self._steps["training_step"] = watched_step
         hook = register_optimizer_step_pre_hook(refuse_step)
         try:
-            self._compute_gradients(batch, batch_idx)
+            output = self._run_step("training_step", batch, batch_idx)
         finally:
             hook.remove()
-            self._steps["training_step"] = step
-        if not found or any(p.grad is None or p.grad.layout is not torch.strided for p in found):
-            return
-        # DDP, accumulation and a gradient scaler multiply the gradients by a number.
-        sides: Any = [
-            self.fabric.all_reduce(grads) for grads in ([*found.values()], [p.grad for p in found])
-        ]
-        own, loops = [torch.cat([grad.flatten().double() for grad in side]) for side in sides]
-        difference = (own / own.norm() - loops / loops.norm()).norm()
-        is_same = bool(difference < (1e-4 if self._precision.precision == "32-true" else 1e-2))
-        check(not is_same, f"training_step: got a call of loss.backward(), {CALLS_ITSELF}")
+        has_gradients = any(parameter.grad is not None for parameter in parameters)
+        check(not has_gradients, f"training_step: got a call of loss.backward(), {text}")
+        return output
 
     def _is_window_end(self, batch: Any) -> bool:
         """Return whether the optimizer steps after this batch. All processes return the same."""
@@ -598,7 +580,6 @@ class MiniLoop:
 
     # Validation
 
-    @with_known_arguments
     def validate(
         self, model: Any, dataloaders: Any, load: Any = None, validation_step: Any = None
     ) -> list[dict[str, float]]:
@@ -609,10 +590,7 @@ class MiniLoop:
         path, checkpoint = self._find_start(None, load)
         self._set_up_loaders(None, dataloaders, path, {})
         with self._prepared_model(path, checkpoint):
-            try:
-                self._validate()
-            except (AttributeError, RuntimeError, TypeError) as error:
-                self._raise_instead(error)
+            self._validate()
         return [{name: value.item() for name, value in self._validated.items()}]
 
     def _validate_if_due(self) -> bool:
@@ -874,6 +852,10 @@ class MiniLoop:
                 "learning_rates": [float(self._learning_rate)],
             },
             "checkpoints": {"kept": kept, "monitor": self.monitor, "mode": self.mode},
+            "flags": {
+                kind: dict(flags.items() - self._start_flags[kind].items())
+                for kind, flags in flags_of(self._unwrapped).items()
+            },
             "sampler_seed": self._sampler_seed,
             "ranks": self._gather(of_process),
         }
@@ -923,6 +905,12 @@ class MiniLoop:
         for config, state in zip(self.schedulers, checkpoint["lr_schedulers"], strict=True):
             config["scheduler"].load_state_dict(state)
         self._precision.load_state_dict(checkpoint.get(name, {}))
+        for place, parameter in self._unwrapped.named_parameters():
+            parameter.requires_grad = own["flags"]["requires_grad"].get(
+                place, parameter.requires_grad
+            )
+        for place, module in self._unwrapped.named_modules():
+            module.training = own["flags"]["training"].get(place, module.training)
         self.current_epoch, self.global_step = progress["epochs_done"], progress["global_step"]
         self.batches_done = progress["batches_done"] if progress["is_in_epoch"] else 0
         # Job schedulers restart finished runs, too.
@@ -1205,7 +1193,6 @@ class MiniLoop:
 
     def _prepare_training(self, resumed: dict[str, Any]) -> None:
         """Find what checkpoints contain, and check the resumed checkpoint and the modules' modes."""
-        vars(self)["_compute_gradients"] = self._check_first_batch
         self._hparams = find_hparams(self.model)
         own, saved = to_plain(self.hparams or {}), to_plain(self._hparams["hyper_parameters"])
         other = [name for name in own.keys() & saved.keys() if own[name] != saved[name]]
@@ -1223,6 +1210,7 @@ class MiniLoop:
         if count:
             text = f"Found {count} module(s) in eval mode at the start of training. If this is"
             warnings.warn(f"{text} intentional, you can ignore this warning.", stacklevel=3)
+        self._start_flags = flags_of(self._unwrapped)
 
     def _check_resume(self, checkpoint: dict[str, Any]) -> None:
         """Raise an error for a checkpoint that this run cannot continue."""
@@ -1233,11 +1221,16 @@ class MiniLoop:
         check(is_own, "resume: got a checkpoint of another loop. Use FabricLoop, or load=.")
         text = f"resume: got max_epochs={self.max_epochs} and a checkpoint of epoch {epochs}."
         check(not -1 < (self.max_epochs or 0) < epochs, f"{text} Write a larger max_epochs.")
-        text = "resume: got a checkpoint of FabricLoop, which has saved attributes or random generators of"
-        # Nothing has changed yet, so that only generators have a state.
-        attributes = ranks[0].get("plain_state", {}).get("attributes")
-        is_complete = "parts" in ranks[0]["rng"] or not (attributes or self._state()["parts"])
-        check(is_complete, f"{text} model or loaders. Use FabricLoop, or load=.")
+        if own.get("writer") == "FabricLoop":
+            converted = [convert_attributes(of_process) for of_process in ranks]
+            # Nothing has changed yet, so that only random generators have a state.
+            is_complete = None not in converted and not self._state()["parts"]
+            text = "resume: got attributes of loaders, or random generators, that FabricLoop has saved,"
+            check(
+                is_complete, f"{text} expected only those of the model. Use FabricLoop, or load=."
+            )
+            for of_process, parts in zip(ranks, converted, strict=True):
+                of_process["rng"]["parts"] = parts
         objects = [key[1] for key, mean in ranks[0].get("sums", [{}])[0].items() if mean[0] is None]
         text = f"resume: got the epoch means of the torchmetrics objects {objects}, which no"
         check(not objects, f"{text} checkpoint has. Use FabricLoop, or resume from an epoch's end.")
@@ -1636,6 +1629,37 @@ def load_plain_state(part: Any, state: dict[str, Any]) -> None:
                 value = set(value) if isinstance(current, set) else deque(value, current.maxlen)
             # The object may change its value in place.
             places[name in places[1]][name] = copy.deepcopy(value)
+
+
+def convert_attributes(of_process: dict[str, Any]) -> dict[str, Any] | None:
+    """Return the numbers, text and tensors that FabricLoop has saved of the model. None: others."""
+    if has_attributes(of_process["data"]):
+        return None
+    parts: dict[str, Any] = {}
+    for place, values in of_process["plain_state"]["attributes"].items():
+        part = parts.setdefault(place.removeprefix("model").removeprefix("."), {})
+        for name, value in values.items():
+            if isinstance(value, list | tuple) and value[0] == "tensor":
+                value = value[1]
+            part[name] = value
+            if isinstance(value, list | tuple) or not place.startswith("model"):
+                return None
+    return parts
+
+
+def has_attributes(state: Any) -> bool:
+    """Return whether a state of FabricLoop's loaders has attributes."""
+    if isinstance(state, dict):
+        return bool(state.get("attributes")) or any(map(has_attributes, state.values()))
+    return isinstance(state, list) and any(map(has_attributes, state))
+
+
+def flags_of(network: nn.Module) -> dict[str, dict[str, bool]]:
+    """Return which parameters require gradients, and which modules are in train mode."""
+    return {
+        "requires_grad": {name: p.requires_grad for name, p in network.named_parameters()},
+        "training": {name: module.training for name, module in network.named_modules()},
+    }
 
 
 def random_state(generator: Any) -> Any:

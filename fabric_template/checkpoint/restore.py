@@ -201,11 +201,13 @@ def restore_mini_attributes(run: Run) -> None:
     parts = run.plan.start.state_of_process(run.fabric.global_rank)["rng"].get("parts", {})
     modules = {**dict(run.network.named_modules()), "": run.model}
     for place, attributes in parts.items():
-        known = vars(modules[place]) if place in modules else {}
+        part = modules.get(place)
         for name in attributes:
-            # MiniLoop has saved other types as tensors and lists.
-            is_converted = isinstance(known.get(name), np.ndarray | np.generic | set | deque)
-            if name not in known or is_converted or is_generator(known[name]):
+            # The value may be that of the class. MiniLoop has saved other types as tensors and lists.
+            is_known = name in getattr(part, "__dict__", {}) or hasattr(type(part), name)
+            value = getattr(part, name, None) if is_known else None
+            is_converted = isinstance(value, np.ndarray | np.generic | set | deque)
+            if not is_known or is_converted or is_generator(value):
                 raise CheckpointError(
                     f"resume: got {run.plan.start.path}, in which MiniLoop saved the state of {place!r},"
                     " expected only attributes of modules. Continue it with MiniLoop, or use load=."
@@ -235,8 +237,9 @@ def restore_position(run: Run) -> None:
         run.data.load_loader_states(own["loader_states"])
         return
     if own["writer"] == "MiniLoop":
-        # MiniLoop saves only the random states.
+        # MiniLoop saves no positions of loaders.
         run.data.check_restart()
+        restore_network(run, own["flags"], {})
     else:
         check_settings(run, own["settings"])
         if own["accumulate_grad_batches"]:

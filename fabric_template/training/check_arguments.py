@@ -82,7 +82,8 @@ def check_sources(stage: str, model: Any, loaders: Mapping[str, Any], datamodule
         raise TypeError("model: got None, expected a module. Write fit(model, loader).")
     if model is None:
         raise TypeError(
-            f"model: got None before this loop has run a model, expected a model. Write {stage}(model, loader)."
+            f"`Trainer.{stage}()` requires a `LightningModule` when it hasn't been passed in a previous run."
+            f" FabricLoop has not trained a model yet. Write {stage}(model, loader)."
         )
     if datamodule is None or all(given is None for given in loaders.values()):
         return

@@ -261,11 +261,47 @@ class Moves(Plain):
         return super().training_step(batch) * self.scale
 
 
-def test_mini_loop_refuses_attributes_that_fabric_loop_has_saved():
-    fit("FabricLoop", "run", 1, make_module=Moves)
-    with pytest.raises(ValueError, match=r"resume: got a checkpoint of FabricLoop, which has saved attributes"):
-        fit("MiniLoop", "run", 2, resume="last", make_module=Moves)
-    fit("FabricLoop", "run", 2, resume="last", make_module=Moves)
+class Freezes(Classifier):
+    """Freezes a layer, and switches dropout off, at the start of the second epoch."""
+
+    def on_train_epoch_start(self):
+        if self.trainer.current_epoch == 1:
+            self.net[0].requires_grad_(False)
+            self.net[2].eval()
+
+
+@pytest.mark.parametrize("make_module", [Moves, Freezes])
+@pytest.mark.parametrize("after", LOOPS)
+@pytest.mark.parametrize("before", LOOPS)
+def test_what_a_run_changes_in_its_model_continues(before, after, make_module):
+    _, expected, rows = fit("FabricLoop", "whole", 4, make_module=make_module)
+    fit(before, "parts", 2, make_module=make_module)
+    _, module, again = fit(after, "parts", 4, resume="last", make_module=make_module)
+    parts = [(part.net if isinstance(part, Plain) else part) for part in (expected, module)]
+    assert_same_weights(*parts)
+    pd.testing.assert_frame_equal(again[rows.columns], rows)
+
+
+class Counts(torch.utils.data.TensorDataset):
+    """A dataset that changes an attribute."""
+
+    reads = 0
+
+    def __getitem__(self, index):
+        self.reads += 1
+        return super().__getitem__(index)
+
+
+def test_mini_loop_refuses_attributes_of_loaders_that_fabric_loop_has_saved():
+    def train(kind, epochs, resume=None):
+        known_class, options = LOOPS[kind]
+        loop = known_class(max_epochs=epochs, accelerator="cpu", **options)
+        loop.fit(Classifier(), DataLoader(Counts(*make_data(20).tensors), 4), resume=resume)
+
+    train("FabricLoop", 1)
+    with pytest.raises(ValueError, match=r"resume: got attributes of loaders.* that FabricLoop has saved"):
+        train("MiniLoop", 2, resume="last")
+    train("FabricLoop", 2, resume="last")
 
 
 def test_rows_by_validation_and_resume_in_mid_epoch():

@@ -127,7 +127,7 @@ def test_evaluation_in_a_new_process_takes_functions():
     assert fresh.test(make_net(), val, test_step=loss_of, **words) == [pytest.approx({"test_loss": loss})]
     classes = fresh.predict(net, val, predict_step=lambda net, batch: net(batch[0]).argmax(1))
     assert [len(part) for part in classes] == [4, 4, 4]
-    with pytest.raises(ValueError, match=r"No `test_step\(\)` method .*test_step=fn"):
+    with pytest.raises(ValueError, match=r"test_step: got None, expected .*test_step=fn"):
         fresh.test(make_net(), val)
 
 

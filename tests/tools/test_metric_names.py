@@ -8,6 +8,8 @@ import torch
 from fabric_template import FabricLoop, MiniLoop, TensorLoader, metric_names, mini
 from fabric_template.metric_names import find_direction
 
+pytestmark = pytest.mark.filterwarnings("ignore:validation_step has returned and logged no value")
+
 SMALLEST = """
     loss val_loss valLoss MSELoss val/box_loss train/dfl_loss loss_iou loss/dataloader_idx_0 Loss/val
     val_mape val_smape val_mase val_rmsle val_bpb eval/bpb val_bits bits_per_dim val_ece val_crps
