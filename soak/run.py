@@ -90,7 +90,7 @@ def command_of(part, options, seed):
         "killed2": [*programs, "--count", options.killed // 10, "--killed", "--ranks", 2],
         "sweep": [*python, FAULTS / "sweep.py", "--buffer", options.buffer],
         "reads": [*python, SOAK / "reads.py", "--every", "1"],
-        "raised": [*python, ROOT / "tests" / "training" / "test_raised_anywhere.py"],
+        "raised": [*python, "-m", "pytest", "-q", ROOT / "tests/training/test_raised_anywhere.py"],
         "syscalls": [
             *python,
             SOAK / "syscalls.py",

@@ -1,4 +1,4 @@
-"""Puts the package, the tests' modules and the tools of tests/faults on sys.path. Imported before them."""
+"""Puts the package, tests/support and the tools of tests/faults on sys.path. Imported before them."""
 
 import os
 import sys
@@ -7,4 +7,4 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[1]
 # Before torch and NumPy: the scripts fork, so they may have no other thread.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
-sys.path[:0] = [str(ROOT), str(ROOT / "tests"), str(ROOT / "tests" / "faults")]
+sys.path[:0] = [str(ROOT), str(ROOT / "tests" / "support"), str(ROOT / "tests" / "faults")]

@@ -22,7 +22,7 @@ import search_path  # noqa: F401
 import torch
 from lightning.pytorch.strategies import SingleDeviceStrategy
 
-sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
+sys.path.insert(0, str(Path(__file__).parents[1] / "tests" / "support"))
 import parity_modules
 from modules import Classifier, by_step, make_loader, quiet
 

@@ -229,7 +229,8 @@ def test_sigkill(tmp_path, name):
     """The run resumes from the file before the kill. The kill leaves neither a lock nor a temporary file."""
     options = {"save_every_n_steps": 2, "val_check_interval": 3}
     whole = fit(tmp_path / "whole", LOADERS[name], **options)
-    folders = [str(folder) for folder in (Path(__file__).parent, *Path(__file__).parents[1:3])]
+    checkpoint, tests, repository = Path(__file__).parents[:3]
+    folders = [str(folder) for folder in (checkpoint, tests / "support", repository)]
     for batch in (9, 5):
         code = (
             f"import sys; sys.path[:0] = {folders}; from test_exact_resume import LOADERS, Kills, fit;"

@@ -77,7 +77,7 @@ def words_of(kind):
 
 def start(root, ranks, log, kind=""):
     """Fork one process per rank. Each runs the same command and writes its output to the log."""
-    from ports import free_port  # victim adds tests/ to sys.path
+    from ports import free_port  # victim adds tests/support to sys.path
 
     port = free_port()
 

@@ -11,7 +11,8 @@ import warnings
 from pathlib import Path
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
-sys.path[:0] = [str(Path(__file__).parents[1]), str(Path(__file__).parents[2])]  # the tests' modules, the package
+# Import the tests' helpers and the package of this clone.
+sys.path[:0] = [str(Path(__file__).parents[1] / "support"), str(Path(__file__).parents[2])]
 
 import numpy as np
 import torch

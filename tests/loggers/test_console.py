@@ -22,7 +22,8 @@ from runs import fit as fit_quietly
 from fabric_template.loggers import console
 from fabric_template.loop import FabricLoop
 
-TESTS = Path(__file__).resolve().parents[1]
+REPOSITORY = Path(__file__).resolve().parents[2]
+SUPPORT = REPOSITORY / "tests" / "support"
 
 
 class Terminal(io.StringIO):
@@ -182,7 +183,7 @@ def test_after_a_signal_the_message_is_on_its_own_line(tmp_path):
 
 SCRIPT = f"""
 import sys
-sys.path[:0] = [{str(TESTS.parent)!r}, {str(TESTS)!r}]
+sys.path[:0] = [{str(REPOSITORY)!r}, {str(SUPPORT)!r}]
 import torch
 from lightning.pytorch.callbacks import EarlyStopping
 from modules import make_data
@@ -362,7 +363,7 @@ warnings.simplefilter("ignore")
 @pytest.mark.filterwarnings("ignore::DeprecationWarning:(zmq|jupyter_client|jupyter_core|nbclient).*")
 def test_a_notebook(tmp_path, monkeypatch):
     """One output holds the table and the bar. It is no widget, so a saved notebook keeps it."""
-    monkeypatch.setenv("PYTHONPATH", f"{TESTS.parent}:{TESTS}")
+    monkeypatch.setenv("PYTHONPATH", f"{REPOSITORY}:{SUPPORT}")
     for name in ("JUPYTER_RUNTIME_DIR", "IPYTHONDIR"):
         monkeypatch.setenv(name, str(tmp_path / name))
     notebook = nbformat.v4.new_notebook(cells=[nbformat.v4.new_code_cell(cell) for cell in CELLS])

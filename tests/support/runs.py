@@ -144,7 +144,7 @@ class Snapshots(Callback):
 
 def source_of(code, file=__file__):
     """Return a command that runs code in a new Python, which can import the tests' modules and those beside `file`."""
-    path = [str(Path(__file__).parent), str(Path(__file__).parent.parent), str(Path(file).parent)]
+    path = [str(Path(__file__).parent), str(Path(__file__).parents[2]), str(Path(file).parent)]
     return ready([sys.executable, "-c", f"import sys; sys.path[:0] = {path!r}\n{code}"])
 
 
