@@ -711,6 +711,17 @@ HOOKS = {
             q.requires_grad = self.current_epoch > 0
 """,
     ),
+    "freezes_once": (
+        "",
+        """
+    def on_train_epoch_start(self):
+        if self.current_epoch == 1:
+            next(m for m in self.net.modules() if isinstance(m, nn.Linear)).requires_grad_(False)
+            for part in self.net.modules():
+                if isinstance(part, nn.Dropout):
+                    part.eval()
+""",
+    ),
     "adds_group": (
         "self.extra = nn.Parameter(torch.ones(3))",
         """

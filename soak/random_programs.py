@@ -316,7 +316,7 @@ INVALID = [
             {"accumulate_grad_batches", "gradient_clip_val"} & set(d["options"])
             or {"accumulation", "swa", "ema", "averages", "unfreezes"} & set(d["callbacks"])
             or d["returned"] == "skips"
-            or {"clips", "warms_up", "freezes", "adds_group", "clears_gradients"} & set(d["hooks"])
+            or {"clips", "warms_up", "freezes", "freezes_once", "adds_group", "clears_gradients"} & set(d["hooks"])
             or d["optimizer"] in ("LBFGS", "SAM", "SparseAdam")
         ),
     ),
@@ -333,7 +333,7 @@ INVALID = [
     ),
     (
         "a module has one hook of each name",
-        lambda d: len({"freezes", "adds_group"} & set(d["hooks"])) > 1
+        lambda d: len({"freezes", "freezes_once", "adds_group"} & set(d["hooks"])) > 1
         or len({"ends_epoch", "saves_own"} & set(d["hooks"])) > 1
         or len({"averages", "averages_late", "plain_state", "own_generators"} & set(d["hooks"])) > 1,
     ),
@@ -362,14 +362,14 @@ INVALID = [
         and (
             d["net"] not in ("mlp", "dropout", "batchnorm", "tied") or d["scheduler"] != "none" or d["ranks"] > 1
             or d["optimizer"] in ("LBFGS", "Muon", "SAM") or d["optimizer"].endswith("groups")
-            or {"freezes", "adds_group", "saves_own"} & set(d["hooks"])
+            or {"freezes", "freezes_once", "adds_group", "saves_own"} & set(d["hooks"])
             or {"swa", "accumulation", "ema", "averages"} & set(d["callbacks"])
         ),
     ),
     (
         "a hook needs parameters of a kind",
-        lambda d: ("freezes" in d["hooks"] and d["net"] not in ("linear", "mlp", "dropout", "batchnorm"))
-        or ("freezes" in d["hooks"] and d["net"] == "linear"),
+        lambda d: {"freezes", "freezes_once"} & set(d["hooks"])
+        and d["net"] not in ("mlp", "dropout", "batchnorm"),
     ),
     ("loaders come from one place", lambda d: "own_loader" in d["hooks"] and d["given"] == "datamodule"),
     (
@@ -427,7 +427,9 @@ EXCLUDED = [
     (
         "ModelCheckpoint saves before the module's on_train_batch_end",
         lambda d: (
-            "averages_late" in d["hooks"] and "model_checkpoint" in d["callbacks"] and d["event"]
+            {"averages_late", "plain_state"} & set(d["hooks"])
+            and "model_checkpoint" in d["callbacks"]
+            and d["event"]
         ),
     ),
     (

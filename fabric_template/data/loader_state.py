@@ -329,7 +329,7 @@ class ResumableLoader:
 
     def _restore_between_passes(self, state: dict[str, Any]) -> None:
         if "stream" in state and self._stream is not None:
-            with self._stream.loaded(state["stream"]):
+            with unchanged_rng_state(), self._stream.loaded(state["stream"]):
                 # The loader has no batches left in the restored epoch. This iterator ends that
                 # epoch, so the next iterator starts a new epoch.
                 iter(self.loader)

@@ -4,9 +4,10 @@ import warnings
 
 import pytest
 import torch
+from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.utilities import CombinedLoader
 from modules import Classifier
-from runs import Snapshots, assert_same_end, fit
+from runs import Snapshots, assert_same_end, fit, val_loader
 from torch.utils.data import DataLoader, IterableDataset
 from torchdata.stateful_dataloader import StatefulDataLoader
 
@@ -220,6 +221,20 @@ def test_killed(tmp_path, name):
     for later in (1, batches):
         root = tmp_path / "2 again" / str(later)
         assert_same_end(whole, fit(root, TakesAll, resume="auto", seed=8, **options))
+
+
+@pytest.mark.filterwarnings("ignore:(Checkpoint directory|The dirpath has changed)")
+def test_a_resume_after_the_last_batch_draws_no_random_number(tmp_path):
+    """ModelCheckpoint saves at the end of the validation that follows the last batch."""
+
+    def run(root, **options):
+        saving = ModelCheckpoint(root / "kept", save_top_k=-1, monitor="val_loss")
+        return fit(root, TakesAll, lambda: DataLoader(Epochs(), 4), val_loader, callbacks=[saving], **options)
+
+    whole = run(tmp_path / "whole", max_epochs=3)
+    paths = sorted((tmp_path / "whole" / "kept").glob("*.ckpt"))
+    for path in paths[:2]:
+        assert_same_end(whole, run(tmp_path / path.stem, max_epochs=3, seed=9, resume=path))
 
 
 def test_the_loop_that_a_stream_holds_is_not_its_state():
