@@ -357,6 +357,20 @@ warnings.simplefilter("ignore")
     "loop = FabricLoop(max_epochs=2, **options); history = loop.fit(Classifier(), make_loader(16), make_loader(8))",
     "loop",
     "FabricLoop(max_epochs=99, max_steps=100, **options | {'monitor': None}).fit(Classifier(), make_loader(16)); None",
+    """
+import time
+from fabric_template import MiniLoop
+
+def training_step(net, batch):
+    time.sleep(0.25)
+    return net(batch).mean()
+
+net = torch.nn.Linear(2, 1)
+optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+loop = MiniLoop(max_epochs=1, accelerator="cpu", default_root_dir="mini")
+loop.fit(net, list(torch.ones(3, 1, 2)), optimizer=optimizer, training_step=training_step)
+None
+""",
 ]
 
 
@@ -384,3 +398,6 @@ def test_a_notebook(tmp_path, monkeypatch):
     limited = notebook.cells[3].outputs[0].data["text/html"]
     assert limited.count("\n") == 27
     assert "\nended in epoch 24, after step 100: max_steps=100 is reached\n25 epochs: 100%" in limited
+    # The bar of MiniLoop is drawn after 0.2 seconds, and erased. stderr would leave a red line.
+    [rows] = notebook.cells[4].outputs
+    assert (rows.name, rows.text.count("\n")) == ("stdout", 2)

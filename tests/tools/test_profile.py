@@ -115,6 +115,8 @@ def test_table_and_picture_show_the_same_numbers_and_add_up():
     assert [label.get_text() for label in axes.get_yticklabels()] == list(found.parts)
     assert [round(bar.get_width(), 3) for bar in axes.patches] == numbers[:-1]
     assert axes.get_title() == f"{numbers[-1]:.3f} ms a step on cpu"
+    axes.figure.draw_without_rendering()
+    assert all(label.get_window_extent().x1 < axes.bbox.x1 for label in axes.texts)
 
 
 def threaded_step(net, batch):
