@@ -366,10 +366,8 @@ class FabricLoop(TrainerAPI):
             run.results.log_dict(dictionary, sync_dist=sync_dist, **options)
             return
         if options:
-            raise TypeError(
-                f"loop.log_dict: got {', '.join(options)} outside of a step, expected a dict. Write"
-                " loop.log_dict(values)."
-            )
+            text = f"loop.log_dict: got {', '.join(options)} outside of a step, expected a dict."
+            raise TypeError(f"{text} Write loop.log_dict(values).")
         scalars = {name: to_cell(name, value) for name, value in dictionary.items()}
         measured = {n: value for n, value in scalars.items() if n not in ("epoch", "step")}
         if sync_dist and self.fabric.world_size > 1 and measured:

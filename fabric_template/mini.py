@@ -656,16 +656,9 @@ class MiniLoop:
         on_epoch = not is_in_batch if on_epoch is None else on_epoch
         self._logged_batch_size = batch_size or self._logged_batch_size
         if not isinstance(value, Tensor) and hasattr(value, "compute"):
-            is_in_epoch = self._every is not None or self.max_steps != -1
-            text = f"log: got the torchmetrics object {name!r} with validate_every_n_steps or max_steps"
-            is_saved = is_in_epoch and on_epoch and "validation" not in self._hook
-            check(not is_saved, f"{text}, whose state no checkpoint has. Use FabricLoop.")
-            self._torchmetrics[self._hook, name] = value
-            for sums in self._sums if on_epoch else ():
-                sums.setdefault((self._hook, name), [None, 0, False])
+            self._add_torchmetric(name, value, on_epoch)
             # torchmetrics has no public name for the value of the current batch.
-            value = getattr(value, "_forward_cache", None)
-            on_epoch = False
+            value, on_epoch = getattr(value, "_forward_cache", None), False
         if value is None or not (on_epoch or on_step):
             return
         value = to_metric(name, value)
@@ -678,6 +671,15 @@ class MiniLoop:
             self.callback_metrics[name] = self.fabric.all_reduce(value) if sync_dist else value
             if self._is_row_due and name not in ("step", "epoch"):
                 self._step_values[name] = self.callback_metrics[name]
+
+    def _add_torchmetric(self, name: str, metric: Any, on_epoch: bool) -> None:
+        is_in_epoch = self._every is not None or self.max_steps != -1
+        text = f"log: got the torchmetrics object {name!r} with validate_every_n_steps or max_steps"
+        is_saved = is_in_epoch and on_epoch and "validation" not in self._hook
+        check(not is_saved, f"{text}, whose state no checkpoint has. Use FabricLoop.")
+        self._torchmetrics[self._hook, name] = metric
+        for sums in self._sums if on_epoch else ():
+            sums.setdefault((self._hook, name), [None, 0, False])
 
     def log_dict(
         self,
@@ -852,10 +854,7 @@ class MiniLoop:
                 "learning_rates": [float(self._learning_rate)],
             },
             "checkpoints": {"kept": kept, "monitor": self.monitor, "mode": self.mode},
-            "flags": {
-                kind: dict(flags.items() - self._start_flags[kind].items())
-                for kind, flags in flags_of(self._unwrapped).items()
-            },
+            "flags": changed_flags(self._start_flags, flags_of(self._unwrapped)),
             "sampler_seed": self._sampler_seed,
             "ranks": self._gather(of_process),
         }
@@ -1660,6 +1659,10 @@ def flags_of(network: nn.Module) -> dict[str, dict[str, bool]]:
         "requires_grad": {name: p.requires_grad for name, p in network.named_parameters()},
         "training": {name: module.training for name, module in network.named_modules()},
     }
+
+
+def changed_flags(start: dict[str, Any], current: dict[str, Any]) -> dict[str, dict[str, bool]]:
+    return {kind: dict(current[kind].items() - start[kind].items()) for kind in current}
 
 
 def random_state(generator: Any) -> Any:

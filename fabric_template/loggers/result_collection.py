@@ -326,11 +326,7 @@ class ResultCollection:
     ) -> None:
         """Log a number, a tensor of one element or a torchmetrics object; see LightningModule.log."""
         if not self.is_enabled:
-            if vars(self):
-                self.run.warn_once(
-                    "You are trying to `self.log()` but `Trainer(barebones=True)` is configured. Logging can"
-                    " impact raw speed so it is disabled under this setting."
-                )
+            self._warn_of_barebones()
             return
         results, hook = self.active, self._hooks.current
         index = results.dataloader_idx
@@ -353,6 +349,14 @@ class ResultCollection:
         else:
             batch_size = results.current_batch_size() if metric.needs_batch_size else 1
         metric.update(value, batch_size)
+
+    def _warn_of_barebones(self) -> None:
+        # An unpickled object has no run.
+        if vars(self):
+            self.run.warn_once(
+                "You are trying to `self.log()` but `Trainer(barebones=True)` is configured. Logging can"
+                " impact raw speed so it is disabled under this setting."
+            )
 
     def log_dict(self, dictionary: Mapping[str, Any], **arguments: Any) -> None:
         """Log every item of a dict or of a torchmetrics MetricCollection."""

@@ -193,16 +193,7 @@ def _parse_scheduler(item: Any, is_automatic: bool, where: str) -> LRSchedulerCo
             f'The "interval" key in lr scheduler dict must be "step" or "epoch" but is "{config.interval}"'
         )
     if config.reduce_on_plateau and config.monitor is None:
-        if where == "optimizer":
-            raise ConfigurationError(
-                "scheduler: got ReduceLROnPlateau without a monitor, expected a metric. Write"
-                ' scheduler={"scheduler": scheduler, "monitor": "val_loss"}.'
-            )
-        raise ConfigurationError(
-            "`configure_optimizers` must include a monitor when a `ReduceLROnPlateau` scheduler is"
-            ' used. For example: {"optimizer": optimizer, "lr_scheduler": scheduler, "monitor":'
-            ' "metric_to_track"}'
-        )
+        raise _missing_monitor(where)
     if isinstance(config.scheduler, OneCycleLR) and config.interval == "epoch":
         warnings.warn(
             "A `OneCycleLR` scheduler is using 'interval': 'epoch'. Are you sure you didn't mean"
@@ -211,6 +202,20 @@ def _parse_scheduler(item: Any, is_automatic: bool, where: str) -> LRSchedulerCo
             stacklevel=5,
         )
     return config
+
+
+def _missing_monitor(where: str) -> ConfigurationError:
+    """Return the error for a plateau scheduler without a monitor."""
+    if where == "optimizer":
+        return ConfigurationError(
+            "scheduler: got ReduceLROnPlateau without a monitor, expected a metric. Write"
+            ' scheduler={"scheduler": scheduler, "monitor": "val_loss"}.'
+        )
+    return ConfigurationError(
+        "`configure_optimizers` must include a monitor when a `ReduceLROnPlateau` scheduler is"
+        ' used. For example: {"optimizer": optimizer, "lr_scheduler": scheduler, "monitor":'
+        ' "metric_to_track"}'
+    )
 
 
 def check_scheduler(scheduler: Any) -> None:

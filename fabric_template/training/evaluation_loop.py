@@ -53,17 +53,21 @@ def evaluate(run: Run, stage: str, max_batches: int | float = math.inf) -> list[
             run.hooks.call(f"on_{name}_epoch_end")
             values = run.results.end_evaluation()
             run.loggers.log_evaluation(values.logged, values.row)
-            is_plain = run.results.is_enabled and not run.is_lightning_module
-            if is_plain and stage != "sanity_check" and not any(values.results):
-                run.warn_once(
-                    f"{name}_step has returned and logged no value. Write return loss at its end."
-                )
+            if stage != "sanity_check" and not any(values.results):
+                warn_of_silent_step(run, name)
             if run.stage == "fit" and stage == "validate":
                 run.row.collect_validation(values.row)
                 run.progress.end_validation()
             run.hooks.call(f"on_{name}_end")
             run.results.reset()
     return values.results
+
+
+def warn_of_silent_step(run: Run, name: str) -> None:
+    if run.results.is_enabled and not run.is_lightning_module:
+        run.warn_once(
+            f"{name}_step has returned and logged no value. Write return loss at its end."
+        )
 
 
 def start_evaluation(
