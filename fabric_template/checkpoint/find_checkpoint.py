@@ -343,6 +343,9 @@ def report_missing(plan: Plan, argument: str, keyword: str, versions: list[Versi
         expected = f"a checkpoint, but there is none under {run_folder(plan)}. Train first"
         if keyword == "last" and callbacks_of(plan, "ModelCheckpoint"):
             expected = "the last.ckpt of a ModelCheckpoint. Write ModelCheckpoint(save_last=True)"
+        if keyword == "best":
+            expected = f"a best checkpoint, but there is none under {run_folder(plan)}."
+            expected += " Train with monitor='val_loss'"
         raise MissingCheckpointError(
             f"{argument}: got {keyword!r}, expected {expected}, or give a path."
         )

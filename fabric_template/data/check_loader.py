@@ -28,7 +28,7 @@ def check_loader(loader: Any, found: str) -> None:
     is_iterable = isinstance(loader, Iterable) or hasattr(loader, "__getitem__")
     problem = ""
     if isinstance(loader, type | str | bytes) or not is_iterable:
-        problem = "It does not yield batches. Write DataLoader(dataset, batch_size=32)."
+        problem = "Write DataLoader(dataset, batch_size=32), which yields batches."
     elif isinstance(loader, Dataset) and not hasattr(loader, "__iter__"):
         problem = "It yields single samples, not batches. Write DataLoader(dataset, batch_size=32)."
     elif holds_arrays or _is_array(loader) or hasattr(loader, "iloc"):

@@ -172,7 +172,7 @@ class DataConnector:
         if not is_resumed or (restarts_epoch is not None and not self.stateful_loaders()):
             # As in Trainer, the first epoch's iterator starts as soon as the loader is created.
             self.train.start()
-            # If Trainer restarts an epoch, this iterator belongs to that epoch's last batches.
+            # If Trainer restarts an epoch, it creates another iterator for this epoch.
             is_first = run.progress.epochs_done == 0 or is_resumed
             self._is_train_started = is_first and not restarts_epoch
 

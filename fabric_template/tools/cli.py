@@ -245,7 +245,7 @@ def complete_arguments(command: str, argv: list[str]) -> list[str]:
 
 
 def resolve_config(path: str) -> str:
-    """Return the path of a config, or its text if it has classes such as package.module:Class."""
+    """Return a config's path, or its text with package.module.Class for package.module:Class."""
     try:
         text = Path(path).read_text("utf-8")
     except (OSError, ValueError):

@@ -201,7 +201,7 @@ def best_mode(metric: str, options: dict[str, Any]) -> str | None:
 
 
 def find_best(run: Run, metric: str | None = None, mode: str | None = None) -> dict[str, Any]:
-    """Return the best value of a metric and its epoch. Without a known direction, it has none."""
+    """Find a metric's best value and its epoch. Both are None if its direction is unknown."""
     rows, metric = run["rows"], metric or choose_metric(run)
     found: Run = {
         "metric": metric,
@@ -229,7 +229,7 @@ def find_best(run: Run, metric: str | None = None, mode: str | None = None) -> d
 def read_rows(path: Path) -> tuple[Columns, list[str]]:
     """Return the numeric columns of a CSV file, and each row's run in an export of W&B.
 
-    There are no columns if the file is damaged. pandas would need most of the time of `runs`.
+    A damaged file has no columns. pandas is not used, because it would take most of the time.
     """
     columns: dict[str, list[Any]] = {}
     with warnings.catch_warnings(), suppress(OSError, ValueError):

@@ -21,9 +21,11 @@ if TYPE_CHECKING:
     import numpy as np
 
 TEMPLATE = Path(__file__).with_name("runs_page.html")
-MOST_POINTS = 60_000  # These points of all curves need about a megabyte.
-MOST_MAIN = 3  # These panels are above the table, in one row.
-# Options have their own columns if they are not more and their values not longer than this.
+# Long curves are thinned to this many points in total, which need about a megabyte.
+MOST_POINTS = 60_000
+# The number of panels in the row above the table.
+MOST_MAIN = 3
+# The first options have their own columns, except those with a value longer than LONGEST_VALUE.
 MOST_OPTIONS = 8
 LONGEST_VALUE = 24
 

@@ -111,7 +111,7 @@ def set_up_process(run: Run, stack: ExitStack) -> None:
 
 
 def return_network(run: Run, device: torch.device) -> None:
-    """Move the network back to the device that it had before the run, with optimizer states."""
+    """Move the network and the optimizer states back to the device that they were on."""
     run.network.to(device)
     move_optimizer_states(run.optimization.optimizers)
 

@@ -170,7 +170,7 @@ def test_load_reads_plain_files(tmp_path, layout):
     ],
     ids=str,
 )
-def test_files(tmp_path, options, files):
+def test_options_select_the_checkpoints_to_keep(tmp_path, options, files):
     loop, _, _ = fit(tmp_path, Scored, plain_loader, val_loader, max_epochs=5, **options)
     assert kept(tmp_path) == files
     saver = loop.checkpoint_callback

@@ -72,7 +72,7 @@ VALUES = {
 
 @pytest.mark.parametrize("is_new", [False, True])
 @pytest.mark.parametrize("name", VALUES)
-def test_value(tmp_path, name, is_new):
+def test_an_attribute_of_each_type_is_restored(tmp_path, name, is_new):
     """The attribute is None or missing before."""
     before = {} if is_new else {"value": "before"}
     found = restored(before, {"value": VALUES[name]}, before, tmp_path).value

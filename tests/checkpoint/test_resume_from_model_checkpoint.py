@@ -42,7 +42,7 @@ def test_resumes_exactly(tmp_path, place, resume):
     assert logs_of(tmp_path / "whole") == logs_of(tmp_path / "parts", version)
 
 
-def test_of_the_newest_version_that_has_any(tmp_path):
+def test_auto_resumes_the_newest_version_with_a_checkpoint(tmp_path):
     """If a version is given, only its files are found."""
     for epochs in (1, 2):
         fit(tmp_path, max_epochs=epochs, callbacks=[ModelCheckpoint(save_last=True)])

@@ -140,7 +140,7 @@ def test_module(module, options):
         {"precision": "bf16-true"},
     ],
 )
-def test_options(options):
+def test_options_give_the_weights_of_trainer(options):
     assert_parity(Classifier, train, val, **{"max_epochs": 3, **options})
 
 

@@ -75,7 +75,7 @@ def test_16_mixed_with_a_fused_optimizer():
 
 
 @pytest.mark.parametrize("options", [{"accumulate_grad_batches": 3}, {"gradient_clip_val": 0.1}], ids=str)
-def test_options(options):
+def test_options_read_nothing_from_the_device(options):
     assert fit(train=on_device, **options) == 20
 
 

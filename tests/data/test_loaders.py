@@ -201,13 +201,13 @@ def ones_of(stream):
 
 @pytest.mark.filterwarnings("ignore:You defined a `validation_step` but have no `val_dataloader`")
 @pytest.mark.parametrize("call", STAGE_NAMES)
-def test_no_fraction_of_a_stream(call):
-    words = {f"limit_{STAGES[call]}_batches": 0.5}
+def test_a_fraction_of_a_stream_is_refused(call):
+    limit = {f"limit_{STAGES[call]}_batches": 0.5}
     for make in (pl.Trainer, FabricLoop):
         with pytest.raises(Exception, match=r"When using an `IterableDataset`, .* must be `1.0` or an int"):
-            getattr(make(**quiet(max_epochs=1, **words)), call)(Sees(), ones_of(Stream(5)))
+            getattr(make(**quiet(max_epochs=1, **limit)), call)(Sees(), ones_of(Stream(5)))
         with pytest.raises(Exception, match="Please increase the `limit_.*_batches` argument. Try at least"):
-            getattr(make(**quiet(max_epochs=1, **dict.fromkeys(words, 0.1))), call)(Sees(), ones(4))
+            getattr(make(**quiet(max_epochs=1, **dict.fromkeys(limit, 0.1))), call)(Sees(), ones(4))
 
 
 def test_an_empty_loader_trains_nothing():

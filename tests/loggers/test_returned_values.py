@@ -51,7 +51,7 @@ def without_logging(make):
         (HalfLit, ["train_loss", "train_acc", "val_loss", "val_acc"]),
     ],
 )
-def test_beside_what_is_logged(tmp_path, make, columns):
+def test_returned_and_logged_values_become_columns(tmp_path, make, columns):
     """The values are those of a module that logs nothing, and `monitor` finds them in every epoch."""
     options = {"val": val_loader, "max_epochs": 3, "monitor": "val_loss"}
     loop, module, history = fit(tmp_path / "one", make, **options)

@@ -70,7 +70,7 @@ def test_a_file_is_drawn(name):
 
 
 @pytest.mark.parametrize("name", EXPECTED)
-def test_a_file_is_ranked(name):
+def test_list_runs_finds_the_best_value(name):
     runs = list_runs(FOLDER / f"{name}.csv").astype(object)
     runs = runs.where(runs.notna(), None)
     metric, best, epoch = EXPECTED[name][3]
@@ -139,7 +139,7 @@ def test_validations_within_an_epoch_keep_their_steps():
     ],
     ids=["no line break", "crlf", "padded", "semicolons", "tabs", "#", "two headers", "index", "bom"],
 )
-def test_forms_of_a_file(text):
+def test_csv_dialects_are_read(text):
     path = write(text)
     table = read_logs(path)
     assert table[["epoch", "val_loss"]].values.tolist() == [[0, 3], [1, 2]]

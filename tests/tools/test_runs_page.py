@@ -159,7 +159,7 @@ def test_a_folder_of_logs_of_other_tools():
 
 
 @pytest.mark.parametrize("arguments", [("--html", "logs"), ("best", "--html", "runs.html")])
-def test_a_page_needs_a_file_and_no_action(capsys, arguments):
+def test_html_needs_a_file_name_and_no_subcommand(capsys, arguments):
     write_run()
     assert main(["runs", *arguments]) == 2
     assert "--html: got " in capsys.readouterr().err

@@ -20,7 +20,7 @@ class Noting(Classifier):
         return loss
 
 
-def test_the_last_one_and_no_other():
+def test_only_the_last_loss_is_alive():
     module = Noting()
     FabricLoop(**quiet(max_epochs=2)).fit(module, make_loader(16))
     assert module.alive == [[False] * (count - 1) + [True] * (count > 0) for count in range(8)]
