@@ -105,7 +105,7 @@ class RunFolders:
 
     def record_save(self, path: Path, saved_at: float) -> None:
         """Record a complete checkpoint. The first one of a new run removes those it replaces."""
-        # Also after a save in another folder, such as that of a ModelCheckpoint.
+        # A save in another folder, such as that of a ModelCheckpoint, also removes these logs.
         self.remove_replaced_logs()
         folders = {Path(os.path.abspath(folder)) for folder in self._files}
         if folders.isdisjoint(Path(os.path.abspath(path)).parents):

@@ -286,14 +286,14 @@ class ResumableLoader:
         return state if is_per_batch else self.with_attributes(state)
 
     def with_attributes(self, state: dict[str, Any]) -> dict[str, Any]:
-        """Add the attributes of a stream to a position, which may be that of an earlier batch."""
+        """Add the current attributes of a stream to the saved position of a loader."""
         if self._stream is None or "stream" not in state:
             return state
         return {**state, "stream": {**state["stream"], "attributes": self._stream.attributes()}}
 
     @property
     def restart_problem(self) -> str:
-        """Why no run can resume after the loader's first epoch, and what to write. Or ""."""
+        """The reason why no run can resume after the first epoch, with a fix. "" if a run can."""
         if not self._continues:
             return ""
         kind = type(self.loader).__name__

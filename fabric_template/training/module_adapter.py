@@ -191,8 +191,8 @@ def unwrap(part: Any) -> Any:
 def unwrap_compiled(model: Any, functions: Mapping[str, Any]) -> tuple[Any, Any]:
     """Return the module inside the wrapper of ``torch.compile``, and the wrapper's compiler.
 
-    As in Trainer, each step of a compiled LightningModule is compiled. Step functions get the
-    wrapper of another network, so that they call its compiled ``forward``.
+    As in Trainer, each step of a compiled LightningModule is compiled. For step functions with a
+    plain network, the wrapper is kept, so that the functions call its compiled ``forward``.
     """
     if not is_instance_of(model, "OptimizedModule"):
         return model, None

@@ -58,7 +58,7 @@ def kept(root):
 # ---- the layout
 
 
-def test_keys(tmp_path):
+def test_checkpoints_have_the_keys_of_trainer(tmp_path):
     loop, module, _ = fit(tmp_path, Sized, plain_loader, val_loader, max_epochs=2)
     trainer = _trainer(tmp_path / "trainer", max_epochs=2)
     _fit_trainer(trainer, Sized())

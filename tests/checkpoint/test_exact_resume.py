@@ -140,7 +140,7 @@ def assert_same(one, other, root, other_root):
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_killed(tmp_path, name):
+def test_a_killed_run_resumes_exactly(tmp_path, name):
     """Train; resume what a kill before some of the batches leaves, with another seed; compare."""
     options = {"save_every_n_steps": 1, **CASES[name]}
     snapshots = Snapshots(tmp_path / "whole", tmp_path)
@@ -225,7 +225,7 @@ class Kills(Raises):
 
 
 @pytest.mark.parametrize("name", ["persistent", "TensorLoader"])
-def test_sigkill(tmp_path, name):
+def test_a_process_killed_by_sigkill_resumes_exactly(tmp_path, name):
     """The run resumes from the file before the kill. The kill leaves neither a lock nor a temporary file."""
     options = {"save_every_n_steps": 2, "val_check_interval": 3}
     whole = fit(tmp_path / "whole", LOADERS[name], **options)

@@ -340,7 +340,7 @@ RUNS = {
 
 @pytest.mark.filterwarnings("ignore:The number of training batches", "ignore:.*weight_norm.* is deprecated")
 @pytest.mark.parametrize("name", RUNS)
-def test_killed(tmp_path, name):
+def test_a_killed_run_resumes_exactly(tmp_path, name):
     make, options = RUNS[name]
     options = {"max_epochs": 3, "val": val_loader, "save_every_n_steps": 1, **options}
     options["train"] = lambda: make_loader(20)

@@ -139,7 +139,7 @@ def test_a_path_outside_of_the_run(tmp_path):
     assert logs_of(tmp_path / "b") == logs_of(tmp_path / "whole")
 
 
-def test_best(tmp_path):
+def test_resume_best_drops_later_rows(tmp_path):
     """ "best" continues after the best epoch, and the rows of later ones are cut."""
 
     class Worse(Classifier):

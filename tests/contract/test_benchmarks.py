@@ -28,7 +28,7 @@ TOY = {
 
 
 @pytest.mark.parametrize("name", ROWS)
-def test_it_runs(name, monkeypatch, capsys):
+def test_each_benchmark_prints_its_rows(name, monkeypatch, capsys):
     monkeypatch.syspath_prepend(str(BENCHMARKS))
     monkeypatch.setattr(sys, "argv", [name, *TOY[name]])
     script = __import__(name)

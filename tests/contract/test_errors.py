@@ -105,7 +105,7 @@ def test_validation_loader_without_step(tmp_path):
     ],
     ids=["None", "float", "no_loss_key", "detached"],
 )
-def test_loss(tmp_path, step, kind, message):
+def test_a_wrong_loss_is_refused(tmp_path, step, kind, message):
     model = type("Wrong", (Plain,), {"training_step": step})()
     with pytest.raises(kind, match=re.escape(message)):
         fitting(tmp_path, model, make_loader())()

@@ -537,7 +537,7 @@ def test_mini_loop_refuses_containers_of_modules(tmp_path, kind):
 
 @pytest.mark.parametrize("name", CROSSING)
 @pytest.mark.parametrize("first", LOOPS)
-def test_crosses(tmp_path, first, name):
+def test_the_other_loop_continues_the_run(tmp_path, first, name):
     """The other loop continues after an epoch, with the same result."""
     second = next(loop for loop in LOOPS if loop != first)
     _, expected = train(name, "FabricLoop", tmp_path / "whole", max_epochs=2)

@@ -71,7 +71,7 @@ class OwnLogAgain(OwnLog):
 
 
 @pytest.mark.parametrize("make_module", [OwnLog, OwnLogAgain])
-def test_super_log(make_module):
+def test_a_module_that_calls_super_log_logs_as_in_trainer(make_module):
     trainer, _, loop, module = both(make_module)
     assert set(loop.progress_bar_metrics) == set(trainer.progress_bar_metrics)
     assert "log" not in vars(module)

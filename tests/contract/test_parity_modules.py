@@ -126,7 +126,7 @@ CLIPPING = {"gradient_clip_val": 0.05, "gradient_clip_algorithm": "value"}
         (Clips, CLIPPING),
     ],
 )
-def test_module(module, options):
+def test_modules_get_the_weights_of_trainer(module, options):
     assert_parity(module, train, val, max_epochs=3, **options)
 
 

@@ -94,7 +94,7 @@ def test_one_pass_is_enough_for_one_epoch():
     assert_parity(Classifier, once, once, max_epochs=1, num_sanity_val_steps=0)
 
 
-def test_used_up(tmp_path):
+def test_an_exhausted_iterator_is_an_error_or_a_warning(tmp_path):
     """An error where nothing would be trained, a warning where nothing is evaluated."""
     hint = r"loader \(chain\) gave no batch in .* An iterator is used up after one pass: give an object"
     with pytest.raises(ValueError, match=f"The train {hint}"):

@@ -97,7 +97,7 @@ def structure(loaders):
 
 @pytest.mark.parametrize("call", STAGE_NAMES)
 @pytest.mark.parametrize("shape", SHAPES)
-def test_shapes(call, shape):
+def test_loaders_of_each_shape_give_the_batches_of_trainer(call, shape):
     """Batches, their indices, their counts and the structure of the loaders equal Trainer's."""
 
     def act(loop, module):

@@ -208,7 +208,7 @@ class TakesAll(Classifier):
 
 
 @pytest.mark.parametrize("name", LOADERS)
-def test_killed(tmp_path, name):
+def test_a_killed_run_resumes_exactly(tmp_path, name):
     """Kill at several batches, resume, kill the resumed run, and resume it."""
     options = {"max_epochs": 4, "save_every_n_steps": 1, "train": LOADERS[name]}
     snapshots = Snapshots(tmp_path / "whole", tmp_path)

@@ -124,7 +124,7 @@ def test_values_beside_the_bar(tmp_path, terminal):
     ids=str,
 )
 @pytest.mark.filterwarnings("ignore:You are trying to `self.log")
-def test_silence(tmp_path, terminal, options):
+def test_a_disabled_console_prints_nothing(tmp_path, terminal, options):
     """Nothing is shown if it is turned off, or if Lightning's bar is used."""
     if options.get("callbacks"):
         bar = TQDMProgressBar()

@@ -52,7 +52,7 @@ def test_steps_have_a_file_of_their_own(tmp_path, logger):
     assert files(tmp_path) == {"logs/digits/version_0/steps.csv": expected}
 
 
-def test_cells(logger, metrics_csv):
+def test_each_type_of_value_is_written(logger, metrics_csv):
     row = {"f": 0.1, "i": 3, "b": True, "none": None, "nan": math.nan, "inf": -math.inf, "text": 'ünï, "x"'}
     logger.log_epoch(row)
     assert metrics_csv.read_text("utf-8") == 'f,i,b,none,nan,inf,text\n0.1,3,True,,nan,-inf,"ünï, ""x"""\n'
@@ -239,7 +239,7 @@ def test_a_file_that_cannot_be_read_stops_nothing(tmp_path, metrics_csv):
     assert metrics_csv.read_bytes() == b"epoch,step\n0,10\n1,20\n2,30\n"
 
 
-def test_versions(tmp_path):
+def test_a_new_logger_takes_the_next_free_version(tmp_path):
     (tmp_path / "run/version_7").mkdir(parents=True)
     (tmp_path / "run/version_8").write_text("a file in the way")
     logger = CSVLogger(tmp_path)

@@ -66,7 +66,7 @@ def test_read_one_version(three_runs, path, make):
 
 
 @pytest.mark.parametrize(("path", "losses"), [(".", [3.0, 2.0, 1.0]), ("digits/version_9/metrics.csv", [2.0])])
-def test_steps(three_runs, path, losses):
+def test_read_logs_returns_the_rows_of_steps_csv(three_runs, path, losses):
     found = read_logs(three_runs / path, steps=True)
     assert list(found.columns) == ["name", "version", "step", "epoch", "loss"]
     assert found["loss"].tolist() == losses

@@ -85,7 +85,7 @@ PLACES = [
     ids=["automatic", "manual", "closure", "accumulation", "stream"],
 )
 @pytest.mark.parametrize(("hook", "at"), PLACES)
-def test_fit(tmp_path, hook, at, options):
+def test_fit_releases_its_objects(tmp_path, hook, at, options):
     options = dict(options)
     data = options.pop("data", lambda: make_data(24))()
     module = Watched(hook, at, options.pop("manual", False), options.pop("optimizer", torch.optim.SGD))
@@ -103,7 +103,7 @@ def test_fit(tmp_path, hook, at, options):
 
 
 @pytest.mark.parametrize("hook", [None, "validation_step", "on_validation_batch_end"])
-def test_validate(tmp_path, hook):
+def test_validate_releases_its_objects(tmp_path, hook):
     module, loop = Watched(hook, 2), FabricLoop(**loud(tmp_path))
     try:
         loop.validate(module, DataLoader(make_data(16), batch_size=8), verbose=False)

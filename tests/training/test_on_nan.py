@@ -55,7 +55,7 @@ def saved_step(loop):
     ],
     ids=str,
 )
-def test_stop(tmp_path, options, stops_at, saved_at):
+def test_on_nan_stop_ends_training(tmp_path, options, stops_at, saved_at):
     """Training stops where the loss is read. The last good checkpoint stays, and resumes."""
     reason = f"the loss is not finite (NaN or inf) at step {stops_at} (on_nan='stop')"
     with pytest.warns(UserWarning, match="^on_nan: the loss is not finite"):
@@ -115,7 +115,7 @@ def test_stop_of_a_lightning_module(tmp_path, manual):
 
 
 @pytest.mark.parametrize("on_nan", ["warn", "off"])
-def test_warning(tmp_path, on_nan):
+def test_on_nan_warns_once_or_never(tmp_path, on_nan):
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         loop, _, batches = fit(tmp_path, {7}, on_nan=on_nan)
