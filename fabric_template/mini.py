@@ -101,48 +101,6 @@ MODULE_ATTRIBUTES = vars(nn.Module()).keys()
 GENERATORS = (torch.Generator, random.Random, np.random.Generator, np.random.RandomState)
 NUMPY: Any = (np.generic, np.ndarray)
 OPEN_LOCKS: list[IO[str]] = []
-# The parts of names whose smallest value is the best, or the largest, or neither.
-SMALLEST_IS_BEST = """
-    loss losses abs_rel ade aic bce bic bits bpb bpc bpd bpp brier brisque ce cer chamfer cost
-    cross_entropy crossentropy crps deviance distance distortion divergence ece eer emd epe err error
-    errors fad false_negative false_negatives false_positive false_positives far fde fid fnr fpr fvd
-    hamming hausdorff hd95 hinge huber jsd kid kl kld l1 l2 logloss lpips mae mape mase mcd mce mdape
-    medae mer mmd mpjpe mrae mse msle nats nelbo niqe nll nme nmae nmse nrmse penalty perplexity
-    pinball ppl rae regret residual residuals rmse rmsle rmspe rmsse rse sce smape sq_rel sse ter
-    violation violations wape wasserstein wer wil winkler wmape xent
-"""
-LARGEST_IS_BEST = """
-    acc accuracy ami ap ar ari auc auprc aupr auroc bertscore bleu bleurt c_index chrf cider cindex
-    comet concordance corr correlation corrcoef dcg dice dsc elbo em exact_match explained_variance f1
-    f2 fbeta fmeasure fscore gini giou gmean hit hits hota idf1 iou jaccard kappa kendall kge
-    lddt likelihood loglik logp map matthews mcc meteor miou mos mota mrr ndcg nmi npv nse pck pcc
-    pearson pearsonr pesq plcc ppv pq precision psnr qwk r2 recall return returns reward rew rouge
-    rougel sacrebleu sdr sensitivity sharpe silhouette similarity sisdr snr spearman spearmanr
-    specificity spice srcc ssim stoi success tnr top tpr true_negative true_positive uar v_measure
-    vmaf win wip
-"""
-NEITHER_IS_BEST = """
-    beta drop gap grad gradient lr norm ratio scale seconds std stdev temperature threshold time var
-    variance weight weights
-"""
-DIRECTIONS = dict.fromkeys(SMALLEST_IS_BEST.split(), "min")
-DIRECTIONS |= dict.fromkeys(LARGEST_IS_BEST.split(), "max")
-DIRECTIONS |= dict.fromkeys(NEITHER_IS_BEST.split(), "")
-WORD_AT_END = re.compile(
-    r"(loss|error|perplexity|mse|mae|accuracy|acc|precision|recall|auc|f1|iou)$"
-)
-NEGATED = re.compile(r"(^|(?<!false)(?<!true)[\W_])(neg|negative|minus)[\W_]|^1 ?- ?[a-z]")
-
-
-def refuse_unknown(call: str, given: dict[str, Any], known: Iterable[str]) -> None:
-    for name in given.keys() - {*known}:
-        near = get_close_matches(name, known, n=1)
-        text = f"{call}: got the unknown option {name}."
-        text += f" Did you mean {near[0]}?" if near else " FabricLoop has more options."
-        if name in [field.name for field in fields(MiniLoop)]:
-            text = f"{call}: got {name}={given[name]!r}, expected it as an option of the loop."
-            text += f" Write MiniLoop({name}={given[name]!r})."
-        raise TypeError(text)
 
 
 @dataclass(kw_only=True, eq=False)
@@ -1302,6 +1260,17 @@ def check(is_right: bool, text: str) -> None:
         raise ValueError(text)
 
 
+def refuse_unknown(call: str, given: dict[str, Any], known: Iterable[str]) -> None:
+    for name in given.keys() - {*known}:
+        near = get_close_matches(name, known, n=1)
+        text = f"{call}: got the unknown option {name}."
+        text += f" Did you mean {near[0]}?" if near else " FabricLoop has more options."
+        if name in [field.name for field in fields(MiniLoop)]:
+            text = f"{call}: got {name}={given[name]!r}, expected it as an option of the loop."
+            text += f" Write MiniLoop({name}={given[name]!r})."
+        raise TypeError(text)
+
+
 # Models and batches
 
 
@@ -1720,6 +1689,66 @@ def set_rng_state(state: dict[str, Any]) -> None:
         torch.cuda.set_rng_state_all(state["cuda"])
 
 
+# Metrics
+
+# The parts of names whose smallest value is the best, or the largest, or neither.
+SMALLEST_IS_BEST = """
+    loss losses abs_rel ade aic bce bic bits bpb bpc bpd bpp brier brisque ce cer chamfer cost
+    cross_entropy crossentropy crps deviance distance distortion divergence ece eer emd epe err error
+    errors fad false_negative false_negatives false_positive false_positives far fde fid fnr fpr fvd
+    hamming hausdorff hd95 hinge huber jsd kid kl kld l1 l2 logloss lpips mae mape mase mcd mce mdape
+    medae mer mmd mpjpe mrae mse msle nats nelbo niqe nll nme nmae nmse nrmse penalty perplexity
+    pinball ppl rae regret residual residuals rmse rmsle rmspe rmsse rse sce smape sq_rel sse ter
+    violation violations wape wasserstein wer wil winkler wmape xent
+"""
+LARGEST_IS_BEST = """
+    acc accuracy ami ap ar ari auc auprc aupr auroc bertscore bleu bleurt c_index chrf cider cindex
+    comet concordance corr correlation corrcoef dcg dice dsc elbo em exact_match explained_variance f1
+    f2 fbeta fmeasure fscore gini giou gmean hit hits hota idf1 iou jaccard kappa kendall kge
+    lddt likelihood loglik logp map matthews mcc meteor miou mos mota mrr ndcg nmi npv nse pck pcc
+    pearson pearsonr pesq plcc ppv pq precision psnr qwk r2 recall return returns reward rew rouge
+    rougel sacrebleu sdr sensitivity sharpe silhouette similarity sisdr snr spearman spearmanr
+    specificity spice srcc ssim stoi success tnr top tpr true_negative true_positive uar v_measure
+    vmaf win wip
+"""
+NEITHER_IS_BEST = """
+    beta drop gap grad gradient lr norm ratio scale seconds std stdev temperature threshold time var
+    variance weight weights
+"""
+DIRECTIONS = dict.fromkeys(SMALLEST_IS_BEST.split(), "min")
+DIRECTIONS |= dict.fromkeys(LARGEST_IS_BEST.split(), "max")
+DIRECTIONS |= dict.fromkeys(NEITHER_IS_BEST.split(), "")
+WORD_AT_END = re.compile(
+    r"(loss|error|perplexity|mse|mae|accuracy|acc|precision|recall|auc|f1|iou)$"
+)
+NEGATED = re.compile(r"(^|(?<!false)(?<!true)[\W_])(neg|negative|minus)[\W_]|^1 ?- ?[a-z]")
+
+
+def find_direction(metric: str) -> str | None:
+    """Return "min" if a metric's smallest value is the best, "max" if its largest is, or None."""
+    # "fpr@recall" and "fpr_at_recall" are an fpr.
+    name = re.split(r"@|[\W_]at[\W_]", metric, flags=re.IGNORECASE)[0]
+    spaced = re.sub(r"(?<=[a-z\d])(?=[A-Z])|(?<=[A-Z])(?=[A-Z][a-z])", "_", name)
+    for spelling in (name.lower(), spaced.lower()):
+        direction, before = "", ""
+        parts = re.split(r"[\W_]+", spelling)
+        for part in parts:
+            # Accept "top5", "map50" and "valloss", too.
+            without_digits = part.rstrip("0123456789")
+            end = WORD_AT_END.search(without_digits)
+            keys = [f"{before}_{part}", part, without_digits, end[0] if end else ""]
+            direction = next((DIRECTIONS[key] for key in keys if key in DIRECTIONS), direction)
+            before = part
+        if direction and {"loss", "losses"} & {*parts}:
+            # In names such as "loss_iou", the last part is the kind of the loss.
+            direction = "min"
+        if direction and NEGATED.search(spelling):
+            direction = "max" if direction == "min" else "min"
+        if direction:
+            return direction
+    return None
+
+
 # Files
 
 
@@ -1779,31 +1808,6 @@ def read_checkpoint(path: Path) -> dict[str, Any]:
     for name in ("state_dict", "optimizer_states", "lr_schedulers", "fabric_template"):
         apply_to_collection(checkpoint.get(name), (Placeholder, type), refuse)
     return checkpoint
-
-
-def find_direction(metric: str) -> str | None:
-    """Return "min" if a metric's smallest value is the best, "max" if its largest is, or None."""
-    # "fpr@recall" and "fpr_at_recall" are an fpr.
-    name = re.split(r"@|[\W_]at[\W_]", metric, flags=re.IGNORECASE)[0]
-    spaced = re.sub(r"(?<=[a-z\d])(?=[A-Z])|(?<=[A-Z])(?=[A-Z][a-z])", "_", name)
-    for spelling in (name.lower(), spaced.lower()):
-        direction, before = "", ""
-        parts = re.split(r"[\W_]+", spelling)
-        for part in parts:
-            # Accept "top5", "map50" and "valloss", too.
-            without_digits = part.rstrip("0123456789")
-            end = WORD_AT_END.search(without_digits)
-            keys = [f"{before}_{part}", part, without_digits, end[0] if end else ""]
-            direction = next((DIRECTIONS[key] for key in keys if key in DIRECTIONS), direction)
-            before = part
-        if direction and {"loss", "losses"} & {*parts}:
-            # In names such as "loss_iou", the last part is the kind of the loss.
-            direction = "min"
-        if direction and NEGATED.search(spelling):
-            direction = "max" if direction == "min" else "min"
-        if direction:
-            return direction
-    return None
 
 
 def find_hparams(model: Any) -> dict[str, Any]:
