@@ -1868,7 +1868,7 @@ def read_git(folder: str) -> dict[str, Any]:
     """Return the commit of a folder and the number of changed files. Once, if git is fast."""
     command = ["git", "--no-optional-locks", "status", "--porcelain=v2", "--branch", "-uno"]
     with suppress(Exception):
-        done = subprocess.run(command, cwd=folder, capture_output=True, timeout=0.1, check=True)
+        done = subprocess.run(command, cwd=folder, capture_output=True, timeout=1.0, check=True)
         head, *lines = done.stdout.decode().splitlines()
         changed = sum(not line.startswith("#") for line in lines)
         return {"commit": head.split()[-1], "changed_files": changed}

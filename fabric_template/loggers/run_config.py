@@ -99,11 +99,13 @@ def collect_run_config(run: Run) -> dict[str, Any]:
     if run.plan.start.path is not None:
         config["resume" if run.plan.start.resumes else "load"] = str(run.plan.start.path)
     optimizers = run.optimization.optimizers
+    # Without training batches, no loader was created.
+    loaders = run.data.train.as_given if "train" in run.data.created else None
     about = {
         **describe_process(run.fabric),
         "model": attempt(describe_model, run.model, run.network),
         **number_parts("optimizer", [attempt(describe_optimizer, o) for o in optimizers]),
-        "batch_size": attempt(find_batch_size, run.data.train.as_given),
+        "batch_size": attempt(find_batch_size, loaders),
         "unknown": unknown,
     }
     return {**config, "about": about}
@@ -151,7 +153,7 @@ def read_command() -> str:
 def read_git(folder: str) -> dict[str, Any]:
     """Return the commit of a folder and the number of changed files. Empty if git fails or is slow."""
     try:
-        done = subprocess.run(GIT_STATUS, cwd=folder, capture_output=True, timeout=0.1, check=True)
+        done = subprocess.run(GIT_STATUS, cwd=folder, capture_output=True, timeout=1.0, check=True)
     except (OSError, subprocess.SubprocessError):
         return {}
     head, *lines = done.stdout.decode("utf-8", "replace").splitlines()

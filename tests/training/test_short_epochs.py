@@ -149,6 +149,7 @@ def test_validates_once_at_the_end(tmp_path, options, steps):
     assert seen == steps
 
 
+@pytest.mark.filterwarnings("ignore:train_dataloaders. .* to resume this run after its first epoch")
 def test_no_batches(tmp_path):
     """last.ckpt is that of the epoch before."""
     message = r"The train loader \(generator\) gave no batch in this pass. An iterator is used up"
