@@ -4,11 +4,11 @@ python soak/draw_sentences.py [SEED] prints sixty of them, twelve of each kind, 
 A comment or a message counts as one, because a part of it has no context.
 """
 
+import argparse
 import ast
 import io
 import random
 import re
-import sys
 import tokenize
 from pathlib import Path
 
@@ -92,7 +92,9 @@ def draw(seed):
 
 
 if __name__ == "__main__":
-    seed = int(sys.argv[1]) if len(sys.argv) > 1 else 0
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("seed", nargs="?", type=int, default=0)
+    seed = parser.parse_args().seed
     print(f"| | kind | file | sentence (seed {seed}) | verdict |\n|---|---|---|---|---|")
     for number, (kind, file, text) in enumerate(draw(seed), 1):
         print(f"| {number} | {kind} | {file} | {text.replace('|', chr(92) + '|')} | |")
