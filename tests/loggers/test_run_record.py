@@ -48,6 +48,12 @@ def train(kind, optimizer=torch.optim.SGD, scheduler=None, batch_size=4, lr=0.1,
     return yaml.safe_load(Path(loop.log_dir, "config.yaml").read_text())["about"]
 
 
+@pytest.fixture(autouse=True)
+def in_a_script(monkeypatch):
+    """Run each test as a script does, also after a test that has imported ipykernel."""
+    monkeypatch.delitem(sys.modules, "ipykernel", raising=False)
+
+
 @pytest.mark.parametrize("kind", LOOPS)
 def test_the_record_of_a_run(kind, monkeypatch):
     monkeypatch.setattr(sys, "argv", ["train.py", "--data", "my digits"])
