@@ -35,9 +35,9 @@ from .loggers.csv_logger import CSVLogger, to_cell
 from .loggers.logger_connector import make_logger
 from .loggers.run_config import (
     attempt,
+    describe_batch_size,
     describe_model,
     describe_optimizer,
-    find_batch_size,
     record_own_loop,
 )
 from .trainer_api import StrategyAPI, TrainerAPI, make_profiler
@@ -289,7 +289,7 @@ class FabricLoop(TrainerAPI):
         own["model"].append(attempt(describe_model, model, model))
         if optimizer is not None:
             own["optimizer"].append(attempt(describe_optimizer, optimizer))
-        own["batch_size"] += [attempt(find_batch_size, loader) for loader in loaders[:1]]
+        own["batch_size"] += [attempt(describe_batch_size, loader) for loader in loaders[:1]]
 
     def _setup_loader(self, loader: Any) -> Any:
         if isinstance(loader, DataLoader):

@@ -377,17 +377,17 @@ class MiniLoop:
         """Run the first training step. Refuse one that calls backward() or optimizer.step()."""
         self._is_first_batch = False
         parameters = {p for group in self.optimizer.param_groups for p in group["params"]}
-        text = "expected only the loss. Remove loss.backward(), optimizer.step() and zero_grad() from the"
+        text = (
+            "expected only the loss. Remove loss.backward(), optimizer.step() and zero_grad() from"
+        )
         text += (
-            " step, because the loop calls them. For other gradients, write torch.autograd.grad()."
+            " the step, because the loop calls them. For other losses, use torch.autograd.grad()."
         )
 
         def refuse_step(other: Any, *_: Any) -> None:
             given = {p for group in other.param_groups for p in group["params"]}
-            check(
-                given.isdisjoint(parameters),
-                f"training_step: got a call of optimizer.step(), {text}",
-            )
+            is_other = given.isdisjoint(parameters)
+            check(is_other, f"training_step: got a call of optimizer.step(), {text}")
 
         clear_gradients(self.optimizer)
         hook = register_optimizer_step_pre_hook(refuse_step)
@@ -862,12 +862,11 @@ class MiniLoop:
         for config, state in zip(self.schedulers, checkpoint["lr_schedulers"], strict=True):
             config["scheduler"].load_state_dict(state)
         self._precision.load_state_dict(checkpoint.get(name, {}))
+        flags = own["flags"]
         for place, parameter in self._unwrapped.named_parameters():
-            parameter.requires_grad = own["flags"]["requires_grad"].get(
-                place, parameter.requires_grad
-            )
+            parameter.requires_grad = flags["requires_grad"].get(place, parameter.requires_grad)
         for place, module in self._unwrapped.named_modules():
-            module.training = own["flags"]["training"].get(place, module.training)
+            module.training = flags["training"].get(place, module.training)
         self.current_epoch, self.global_step = progress["epochs_done"], progress["global_step"]
         self.batches_done = progress["batches_done"] if progress["is_in_epoch"] else 0
         # Job schedulers restart finished runs, too.
@@ -1183,9 +1182,8 @@ class MiniLoop:
             # Nothing has changed yet, so that only random generators have a state.
             is_complete = None not in converted and not self._state()["parts"]
             text = "resume: got attributes of loaders, or random generators, that FabricLoop has saved,"
-            check(
-                is_complete, f"{text} expected only those of the model. Use FabricLoop, or load=."
-            )
+            text += " expected only plain attributes of the model. Use FabricLoop, or load=."
+            check(is_complete, text)
             for of_process, parts in zip(ranks, converted, strict=True):
                 of_process["rng"]["parts"] = parts
         objects = [key[1] for key, mean in ranks[0].get("sums", [{}])[0].items() if mean[0] is None]
@@ -1607,11 +1605,15 @@ def convert_attributes(of_process: dict[str, Any]) -> dict[str, Any] | None:
     for place, values in of_process["plain_state"]["attributes"].items():
         part = parts.setdefault(place.removeprefix("model").removeprefix("."), {})
         for name, value in values.items():
-            if isinstance(value, list | tuple) and value[0] == "tensor":
-                value = value[1]
+            if isinstance(value, list | tuple):
+                kind, content, *options = value
+                if kind != "tensor" or options[0]:
+                    # A container, or a tensor that requires a gradient.
+                    return None
+                value = content
             part[name] = value
-            if isinstance(value, list | tuple) or not place.startswith("model"):
-                return None
+        if not place.startswith("model"):
+            return None
     return parts
 
 

@@ -12,6 +12,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from copy import copy
 from dataclasses import dataclass, field
+from functools import cache
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
@@ -634,6 +635,15 @@ def float_type() -> torch.dtype:
     return default if default in (torch.float32, torch.float64) else torch.float32
 
 
+@cache
+def warn_of_integer(name: str) -> None:
+    """Warn once in a process, because a step may log the value."""
+    rank_zero_warn(
+        f"You called `self.log({name!r}, ...)` with an integer, but the value needs to be floating to be"
+        f" reduced. Converting it to {float_type()}."
+    )
+
+
 def to_scalar(name: str, value: Any) -> Tensor:
     """Return a logged number or tensor as a 0-dimensional tensor of float32 or float64."""
     if not isinstance(value, Tensor):
@@ -649,10 +659,7 @@ def to_scalar(name: str, value: Any) -> Tensor:
     if value.dtype is torch.float32 or value.dtype is torch.float64:
         return value
     if not value.is_floating_point():
-        rank_zero_warn(
-            f"You called `self.log({name!r}, ...)` with an integer, but the value needs to be floating to be"
-            f" reduced. Converting it to {float_type()}."
-        )
+        warn_of_integer(name)
     return value.to(float_type())
 
 

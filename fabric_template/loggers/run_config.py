@@ -105,7 +105,7 @@ def collect_run_config(run: Run) -> dict[str, Any]:
         **describe_process(run.fabric),
         "model": attempt(describe_model, run.model, run.network),
         **number_parts("optimizer", [attempt(describe_optimizer, o) for o in optimizers]),
-        "batch_size": attempt(find_batch_size, loaders),
+        "batch_size": attempt(describe_batch_size, loaders),
         "unknown": unknown,
     }
     return {**config, "about": about}
@@ -177,18 +177,15 @@ def describe_optimizer(optimizer: Any) -> dict[str, Any]:
     return described
 
 
-def find_batch_size(loader: Any) -> Any:
+def describe_batch_size(loader: Any) -> Any:
     """Return the batch size of a loader, or of each loader in a list or dict."""
     if isinstance(loader, list | tuple):
-        return [find_batch_size(item) for item in loader]
+        return [describe_batch_size(item) for item in loader]
     if isinstance(loader, dict):
-        return {str(name): find_batch_size(item) for name, item in loader.items()}
-    size = getattr(loader, "batch_size", None)
-    return (
-        getattr(getattr(loader, "batch_sampler", None), "batch_size", size)
-        if size is None
-        else size
-    )
+        return {str(name): describe_batch_size(item) for name, item in loader.items()}
+    if getattr(loader, "batch_size", None) is None:
+        loader = getattr(loader, "batch_sampler", None)
+    return getattr(loader, "batch_size", None)
 
 
 # Options and hyperparameters
@@ -225,7 +222,7 @@ def keep_plain(
     return kept
 
 
-def check_settings(hparams: Mapping[str, Any], *parts: Any) -> None:
+def check_own_hparams(hparams: Mapping[str, Any], *parts: Any) -> None:
     """Raise an error if a part has saved a hyperparameter of another value than in ``hparams``."""
     for part in parts:
         saved = dict(part.hparams_initial) if logs_hyperparameters(part) else {}

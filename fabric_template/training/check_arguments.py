@@ -22,7 +22,7 @@ from ..errors import (
 )
 from ..lightning_compat.callbacks import find_callbacks
 from ..lightning_compat.overrides import overridden
-from ..loggers.run_config import check_settings
+from ..loggers.run_config import check_own_hparams
 from .configure_optimizers import is_optimizer
 from .module_adapter import parameters_of, takes_batch_idx
 
@@ -48,7 +48,7 @@ def check_call(plan: Plan) -> None:
     if plan.stage == "fit":
         check_signature(plan, "validation_step")
         check_optimization(plan)
-        check_settings(plan.config.hparams or {}, plan.model, plan.datamodule)
+        check_own_hparams(plan.config.hparams or {}, plan.model, plan.datamodule)
         warn_of_options(plan)
     check_loaders(plan)
 

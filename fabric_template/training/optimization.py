@@ -24,8 +24,8 @@ from .configure_optimizers import (
     move_optimizer_states,
     parse_optimizers,
 )
+from .first_step_check import FirstStepCheck
 from .module_adapter import parameters_of, takes_batch_idx
-from .own_backward import OwnBackward
 
 if TYPE_CHECKING:
     from lightning.pytorch.utilities.types import LRSchedulerConfig
@@ -243,7 +243,7 @@ class AutomaticOptimization(Optimization):
 
     def _check_first_batch(self, call_step: Callable, backward: Callable) -> None:
         """Check in the next batch that ``training_step`` leaves backward and step() to the loop."""
-        own = OwnBackward(self._optimizer, self.run.fabric)
+        own = FirstStepCheck(self._optimizer, self.run.fabric)
 
         def first_step(batch: Any, batch_idx: int) -> Any:
             self.call_step = call_step

@@ -24,7 +24,7 @@ REMEDY = (
 )
 
 
-class OwnBackward:
+class FirstStepCheck:
     """Compares the gradients that a step leaves with the gradients of the loop's backward pass."""
 
     def __init__(self, optimizer: Optimizer, fabric: Fabric) -> None:
