@@ -22,6 +22,8 @@ NUMPY_KEY = "fabric_template_numpy"
 # Booleans, numbers, durations, dates and text.
 _DTYPE = re.compile(r"[<>|=][biufcmMSU]\d*(\[\w+\])?")
 _CONTAINERS = (dict, OrderedDict, defaultdict, Counter, list, tuple, deque)
+# A random state of Python holds 625 numbers, so these types are skipped first.
+_PLAIN_TYPES = (int, float, str, bool, bytes, type(None), torch.Tensor)
 
 
 class AtomicCheckpointIO(CheckpointIO):
@@ -160,6 +162,8 @@ def to_plain(value: Any, parents: list[Any]) -> tuple[Any, Any]:
         return value, None
     replaced, dtypes, parents = {}, {}, [*parents, value]
     for key, item in items_of(value):
+        if type(item) in _PLAIN_TYPES:
+            continue
         plain, dtype = to_plain(item, parents)
         if plain is not item:
             replaced[key] = plain
