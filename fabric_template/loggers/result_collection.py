@@ -10,7 +10,6 @@ import numbers
 from collections import ChainMap
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from copy import copy
 from dataclasses import dataclass, field
 from functools import cache
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -37,11 +36,6 @@ _POWERS_OF_TWO = frozenset(2**power for power in range(24))
 _PLAIN_TYPES = (type(None), bool, int, float, complex, str, torch.dtype)
 # The attributes of LoopResults that checkpoints contain.
 _SAVED_ATTRIBUTES = ("is_first_batch", "last_hook", "has_new_values")
-# The attributes of ResultCollection that an evaluation changes.
-_OWN_VALUES = {
-    *("evaluation", "active", "callback_metrics", "logged_metrics", "progress_bar_metrics"),
-    *("returned", "evaluated", "_loader_values"),
-}
 _ATTRIBUTES_OF_MODULES = frozenset(vars(nn.Module()))
 
 
@@ -94,8 +88,8 @@ class LoggedMetric:
             name += f"/dataloader_idx_{arguments.dataloader_idx}"
         return name
 
-    def update(self, value: Tensor, batch_size: int) -> None:
-        """Add a 0-dimensional tensor. Only a mean uses ``batch_size``, as the tensor's weight."""
+    def update(self, value: Tensor, batch_size: int | None) -> None:
+        """Add a 0-dimensional tensor. The mean of an epoch needs ``batch_size``, as the weight."""
         self.has_value = True
         if self.arguments.on_step:
             # Clone the value, because the user may change it in place afterwards.
@@ -105,7 +99,7 @@ class LoggedMetric:
             if self.row is not None:
                 self._add(self.row, value, batch_size)
 
-    def _add(self, sums: Sums, value: Tensor, weight: int) -> None:
+    def _add(self, sums: Sums, value: Tensor, weight: Any) -> None:
         sums.result = None
         if self.is_mean:
             sums.weight += weight
@@ -340,15 +334,13 @@ class ResultCollection:
         if results.last_hook != hook:
             results.start_hook(hook)
         if not isinstance(value, Tensor) and is_torchmetric(value):
-            if value is not metric.torchmetric and metric_attribute is None:
-                self._check_is_attribute(name, value)
-            metric.update_torchmetric(value)
+            self._log_torchmetric(metric, value, metric_attribute)
             return
         value = to_scalar(name, value)
         if batch_size is not None:
             results.logged_batch_size = batch_size
-        else:
-            batch_size = results.current_batch_size() if metric.needs_batch_size else 1
+        elif metric.needs_batch_size:
+            batch_size = results.current_batch_size()
         metric.update(value, batch_size)
 
     def _warn_of_barebones(self) -> None:
@@ -386,20 +378,21 @@ class ResultCollection:
         metric.arguments, metric.call_arguments = arguments, call_arguments
         return metric
 
-    def _check_is_attribute(self, name: str, metric: Any) -> None:
-        """As in Trainer, refuse a torchmetrics object whose state no LightningModule would save."""
-        if not self.run.plan.is_lightning_module or not isinstance(metric, nn.Module):
-            return
-        names = {id(part): key for key, part in find_torchmetrics(self.run.module).items()}
-        if id(metric) not in names:
-            hint = "setting an attribute for the metric in your `LightningModule`"
-            if names:
-                call = f"calling `self.log({name}, ..., metric_attribute=name)`"
-                hint = f"{call} where `name` is one of {list(names.values())}"
-            raise ConfigurationError(
-                "Could not find the `LightningModule` attribute for the `torchmetrics.Metric` logged. You can"
-                f" fix this by {hint}."
-            )
+    def _log_torchmetric(self, metric: LoggedMetric, value: Any, attribute: str | None) -> None:
+        """Log a torchmetrics object. As in Trainer, refuse one that no LightningModule saves."""
+        is_known = value is metric.torchmetric or attribute is not None
+        if not is_known and self.run.is_lightning_module and isinstance(value, nn.Module):
+            names = {id(part): name for name, part in find_torchmetrics(self.run.module).items()}
+            if id(value) not in names:
+                hint = "setting an attribute for the metric in your `LightningModule`"
+                if names:
+                    call = f"`self.log({metric.arguments.name}, ..., metric_attribute=name)`"
+                    hint = f"calling {call} where `name` is one of {list(names.values())}"
+                raise ConfigurationError(
+                    "Could not find the `LightningModule` attribute for the `torchmetrics.Metric`"
+                    f" logged. You can fix this by {hint}."
+                )
+        metric.update_torchmetric(value)
 
     def _add_metric(
         self, results: LoopResults, key: tuple, arguments: LogArguments
@@ -446,8 +439,9 @@ class ResultCollection:
     @contextmanager
     def kept_apart(self) -> Iterator[None]:
         """Collect the values of another evaluation, and restore the run's values at the end."""
-        own = {name: value for name, value in vars(self).items() if name in _OWN_VALUES}
-        vars(self).update({name: copy(value) for name, value in own.items()})
+        own = dict(vars(self))
+        dicts = {name: dict(value) for name, value in own.items() if isinstance(value, dict)}
+        vars(self).update(dicts)
         metrics = find_torchmetrics(self.run.network)
         attributes = {name: plain_attributes(metric) for name, metric in metrics.items()}
         self.evaluation = self.active = LoopResults()
@@ -496,11 +490,9 @@ class ResultCollection:
             # Like Trainer, return logged values. If nothing is logged, return step outputs.
             first = values.logged or at_end.logged or values.row
             results.append(to_numbers({**first, **at_end.logged}))
-        row: dict[str, Any] = {}
-        self.evaluated = set()
-        for values in (*self._loader_values, at_end):
-            row.update(values.row)
-            self.evaluated.update(values.row, values.logged)
+        parts = [*self._loader_values, at_end]
+        row = {name: value for values in parts for name, value in values.row.items()}
+        self.evaluated = set(row).union(*[values.logged for values in parts])
         # As in Trainer, if several loaders log one name, loggers receive the first loader's value.
         logged = ChainMap(at_end.logged, *[values.logged for values in self._loader_values])
         return EvaluationValues(results, dict(logged), row)

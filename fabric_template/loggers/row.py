@@ -30,11 +30,8 @@ REPLACED_LOGS = ".replaced"
 class RowWriter:
     """Collect the values of a row, decide when the row is due, and write it to metrics.csv.
 
-    A row contains the training means, the seconds since the previous row, and the share of them
-    that went into waiting for batches. A row also contains
-    the newest validation metrics and the learning rate. An epoch-based run has a row for each
-    epoch. A step-based run has a row for each validation and a row at the end. A step-based run
-    that never validates has a row for each epoch and a row at the end.
+    An epoch-based run has a row for each epoch. A step-based run has a row for each validation, or
+    for each epoch if it never validates, and a row at the end.
 
     Attributes:
         rows: All rows of the run so far, which ``fit`` returns.
@@ -57,11 +54,11 @@ class RowWriter:
         self._is_validated = False
         # Training samples of this process since the newest row.
         self._num_samples = 0
+        # At a resume, the values of elapsed(), waited() and _excluded_seconds in the checkpoint.
+        self._seconds_before_resume: tuple[float, ...] = (0.0, 0.0, 0.0)
+        self._started, self._waited_at_start = time.monotonic(), 0.0
         # Seconds of validations and saves since the newest row, which no training rate includes.
         self._excluded_seconds = 0.0
-        self._is_excluded = False
-        self._seconds_before_resume = self._waited_before_resume = 0.0
-        self._started, self._waited_at_start = time.monotonic(), 0.0
 
     def choose_interval(self) -> None:
         """Choose step-based or epoch-based rows. The training loader must exist before the call."""
@@ -81,30 +78,27 @@ class RowWriter:
 
     def start_clock(self) -> None:
         """Start the clock for the next row. The time of the first row excludes the setup."""
-        self._started, self._excluded_seconds = time.monotonic(), 0.0
-        self._waited_at_start = self.run.data.seconds_waited
+        seconds, waited, self._excluded_seconds = self._seconds_before_resume
+        self._started = time.monotonic() - seconds
+        self._waited_at_start = self.run.data.seconds_waited - waited
 
     def elapsed(self) -> float:
         """Return the seconds since the newest row, including seconds before a resume."""
-        return self._seconds_before_resume + time.monotonic() - self._started
+        return time.monotonic() - self._started
 
     def waited(self) -> float:
         """Return the seconds since the newest row that went into waiting for batches."""
-        waited = self.run.data.seconds_waited - self._waited_at_start
-        return self._waited_before_resume + waited
+        return self.run.data.seconds_waited - self._waited_at_start
 
     @contextmanager
     def excluded(self) -> Iterator[None]:
         """Leave the time of a validation or a save out of ``samples_per_second``."""
-        if self._is_excluded:
-            yield
-            return
-        started, self._is_excluded = time.monotonic(), True
+        started, before = time.monotonic(), self._excluded_seconds
         try:
             yield
         finally:
-            self._is_excluded = False
-            self._excluded_seconds += time.monotonic() - started
+            # This includes the time of saves during a validation.
+            self._excluded_seconds = before + time.monotonic() - started
 
     # Values
 
@@ -228,7 +222,7 @@ class RowWriter:
         self.check_loss(row)
         self._collected = {}
         self._num_samples, self._is_validated = 0, False
-        self._seconds_before_resume = self._waited_before_resume = 0.0
+        self._seconds_before_resume = (0.0, 0.0, 0.0)
         self.start_clock()
         return row
 
@@ -278,9 +272,9 @@ class RowWriter:
         self.learning_rates = list(state["learning_rates"])
         self._is_validated = state["is_validated"]
         self._num_samples = state["num_samples"] if self.counts_steps else 0
-        self._seconds_before_resume = state["seconds"]
-        self._excluded_seconds = state["excluded_seconds"]
-        self._waited_before_resume = state["seconds_waited"]
+        names = ("seconds", "seconds_waited", "excluded_seconds")
+        self._seconds_before_resume = tuple(state[name] for name in names)
+        self.start_clock()
         self._rewind(state)
 
     def _rewind(self, state: Mapping[str, Any]) -> None:
