@@ -222,7 +222,8 @@ class MiniLoop:
         # The number of rows and the columns of each CSV file.
         self._tables: dict[str, Any] = {"metrics.csv": (0, []), "steps.csv": (0, [])}
         self._columns: list[str] = []  # The columns of the printed rows.
-        self._row_started = time.monotonic()
+        # The start of the next row, and the seconds since then that went into waiting for batches.
+        self._row_started, self._waited = time.monotonic(), 0.0
 
     # Training
 
@@ -377,12 +378,9 @@ class MiniLoop:
         """Run the first training step. Refuse one that calls backward() or optimizer.step()."""
         self._is_first_batch = False
         parameters = {p for group in self.optimizer.param_groups for p in group["params"]}
-        text = (
-            "expected only the loss. Remove loss.backward(), optimizer.step() and zero_grad() from"
-        )
-        text += (
-            " the step, because the loop calls them. For other losses, use torch.autograd.grad()."
-        )
+        text = "expected only the loss. Remove loss.backward(), optimizer.step() and zero_grad()"
+        text += " from the step, because the loop calls them."
+        text += " For other losses, use torch.autograd.grad()."
 
         def refuse_step(other: Any, *_: Any) -> None:
             given = {p for group in other.param_groups for p in group["params"]}
@@ -511,11 +509,19 @@ class MiniLoop:
         bar.update(file=sys.stdout if is_notebook else sys.stderr)
         bar.update(initial=self.batches_done, total=None if length == math.inf else length)
         bar.update(desc=f"epoch {self.current_epoch}", disable=not self.fabric.is_global_zero)
-        for is_last, batch in tqdm(self._batches, **bar):
+        for is_last, batch in self._timed(tqdm(self._batches, **bar)):
             self._is_last = is_last
             yield self._move(batch)
         text = f"train_dataloaders: got {self.batches_done} batches, expected {length}."
         check(self._is_last, text)
+
+    def _timed(self, batches: Iterable[Any]) -> Iterator[Any]:
+        """Yield batches, and count the seconds of waiting for them."""
+        started = time.monotonic()
+        for batch in batches:
+            self._waited += time.monotonic() - started
+            yield batch
+            started = time.monotonic()
 
     def _move(self, batch: Any) -> Any:
         """Move a batch to the device, and convert its dtype for a precision like "bf16-true"."""
@@ -575,7 +581,7 @@ class MiniLoop:
                 set_epoch(self.val_loader, self.current_epoch)
                 batches = islice(self.val_loader, sized_len(self.val_loader))
                 self._call("on_validation_epoch_start")
-                for batch_idx, batch in enumerate(batches):
+                for batch_idx, batch in enumerate(self._timed(batches)):
                     self._batch_size, self._logged_batch_size = find_batch_size(batch), None
                     output = self._run_step("validation_step", self._move(batch), batch_idx)
                     self._log_output(output, "val_")
@@ -722,10 +728,14 @@ class MiniLoop:
         row: dict[str, Any] = {"epoch": epoch, "step": self.global_step}
         for name in sorted(values, key=lambda name: not name.startswith("train")):
             row.setdefault(name, values[name].item())
-        # A value that the user has logged as "lr" or "time" has precedence.
+        seconds = time.monotonic() - self._row_started
+        share = round(min(self._waited / max(seconds, 1e-9), 1.0), 3)
+        is_slow = share > 0.1 and self._waited >= 0.1
+        # A value that the user has logged as "lr", "time" or "waiting" has precedence.
         row.setdefault("lr", float(self._learning_rate))
-        row.setdefault("time", time.monotonic() - self._row_started)
-        self._row_started, self._validated = time.monotonic(), {}
+        row.setdefault("time", seconds)
+        row.setdefault("waiting", share)
+        self._row_started, self._waited, self._validated = time.monotonic(), 0.0, {}
         for sums in self._sums[1:]:
             sums.clear()
         if not math.isfinite(row.get("train_loss", 0.0)):
@@ -733,7 +743,10 @@ class MiniLoop:
             warnings.warn(f"{text} Try a smaller lr.", stacklevel=3)
         self.history.append(row)
         self._append_row("metrics.csv", row)
-        self._print_row(row)
+        if is_slow and "waiting" not in self._columns and self.fabric.is_global_zero:
+            text = f"Training waits for batches for {share:.0%} of the time."
+            tqdm.write(f"{text} FabricLoop(...).tune(...) finds faster settings.", file=sys.stdout)
+        self._print_row({name: row[name] for name in row if is_slow or name != "waiting"})
 
     def _append_row(self, name: str, row: dict[str, Any]) -> None:
         """Append a row to a CSV file. If the row has a new column, rewrite the file."""
@@ -750,7 +763,7 @@ class MiniLoop:
         """Print a row in aligned columns. Print a header before the first row."""
         names = dict.fromkeys([*row, *self._columns])
         if len(names) > len(self._columns):
-            self._columns = sorted(names, key=lambda name: name == "time")
+            self._columns = sorted(names, key=lambda name: name in ("time", "waiting"))
             self._print_row({name: name for name in names})
         cells = []
         for name in self._columns:
@@ -1889,10 +1902,8 @@ def opened_lock(folder: Path) -> Iterator[IO[str]]:
             try:
                 fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
             except BlockingIOError:
-                text = (
-                    f"{folder}: another run writes to this folder. Write another name or version."
-                )
-                raise ValueError(text) from None
+                text = f"{folder}: another run writes to this folder."
+                raise ValueError(f"{text} Write another name or version.") from None
         OPEN_LOCKS.append(file)
         try:
             yield file

@@ -9,7 +9,7 @@ from clock import Clock
 from torch import nn
 from torch.utils.data import DataLoader, Dataset, IterableDataset
 
-from fabric_template import FabricLoop, list_runs
+from fabric_template import FabricLoop, MiniLoop, list_runs, mini
 from fabric_template.data import loaders
 from fabric_template.loggers import row
 from fabric_template.metric_names import is_metric
@@ -21,6 +21,7 @@ CLOCK = Clock()
 def a_clock_that_only_sleep_moves(monkeypatch):
     monkeypatch.setattr(loaders, "perf_counter", CLOCK.monotonic)
     monkeypatch.setattr(row, "time", CLOCK)
+    monkeypatch.setattr(mini, "time", CLOCK)
 
 
 class Slow(Dataset):
@@ -40,50 +41,55 @@ class SlowStream(IterableDataset):
         return (Slow(0.02)[index] for index in range(8))
 
 
-def train(train_data, val_data=None, step_seconds=0.0, resume=None, **options):
+def train(train_data, val_data=None, step_seconds=0.0, resume=None, make=FabricLoop, **options):
     net = nn.Linear(2, 1)
 
     def step(net, batch):
         CLOCK.sleep(step_seconds)
         return net(batch).square().mean()
 
-    options = {"max_epochs": 2, "enable_model_summary": False, "enable_progress_bar": False, **options}
-    loop = FabricLoop(accelerator="cpu", **options)
+    if make is FabricLoop:
+        options = {"enable_model_summary": False, "enable_progress_bar": False, **options}
+    loop = make(accelerator="cpu", **{"max_epochs": 2, **options})
     val = {} if val_data is None else {"val_dataloaders": DataLoader(val_data, 2), "validation_step": step}
     optimizer = torch.optim.SGD(net.parameters(), lr=0.01)
     loader = DataLoader(train_data, 2)
     return loop, loop.fit(net, loader, optimizer=optimizer, training_step=step, resume=resume, **val)
 
 
+@pytest.mark.parametrize("make", [FabricLoop, MiniLoop])
 @pytest.mark.parametrize("options", [{}, {"validate_every_n_steps": 2}, {"max_steps": 8}], ids=str)
 @pytest.mark.parametrize("data", [Slow(0.02), SlowStream()], ids=["map_style", "stream"])
-def test_each_row_has_the_share_of_waiting(data, options):
-    _, history = train(data, Slow(0.02), step_seconds=0.01, **options)
+def test_each_row_has_the_share_of_waiting(data, options, make):
+    _, history = train(data, Slow(0.02), step_seconds=0.01, make=make, **options)
     written = pd.read_csv("logs/run/version_0/metrics.csv")
     assert len(written) == len(history)
     # Eight samples take 0.16 s, and four steps take 0.04 s. A stream is read one batch ahead.
     assert written["waiting"].tolist() == [pytest.approx(0.8, abs=0.05)] * len(written)
 
 
-def test_steps_are_no_waiting():
-    _, history = train(Slow(0.0), Slow(0.0), step_seconds=0.05)
+@pytest.mark.parametrize("make", [FabricLoop, MiniLoop])
+def test_steps_are_no_waiting(make):
+    _, history = train(Slow(0.0), Slow(0.0), step_seconds=0.05, make=make)
     assert (history["waiting"] == 0).all()
 
 
-def test_a_validation_counts_too():
-    _, history = train(Slow(0.0), Slow(0.03), step_seconds=0.01)
+@pytest.mark.parametrize("make", [FabricLoop, MiniLoop])
+def test_a_validation_counts_too(make):
+    _, history = train(Slow(0.0), Slow(0.03), step_seconds=0.01, make=make)
     assert history["waiting"].tolist() == [0.75, 0.75]
 
 
+@pytest.mark.parametrize(("make", "options"), [(FabricLoop, {"enable_progress_bar": True}), (MiniLoop, {})])
 @pytest.mark.parametrize("seconds", [0.0, 0.03])
-def test_the_table_shows_waiting_that_is_worth_a_change(seconds, capsys):
-    train(Slow(seconds), step_seconds=0.03, enable_progress_bar=True, max_epochs=3)
+def test_the_table_shows_waiting_that_is_worth_a_change(seconds, make, options, capsys):
+    train(Slow(seconds), step_seconds=0.03, make=make, max_epochs=3, **options)
     out = capsys.readouterr().out
-    hints = re.findall(r"Training waits for batches for \d\d% of the time. loop.tune\(", out)
+    hints = re.findall(r"Training waits for batches for \d\d% of the time. .*\.tune\(", out)
     is_slow = seconds > 0
     assert len(hints) == is_slow
-    assert ("waiting" in out.splitlines()[0]) == is_slow
-    assert len(re.findall(r" \d\d%$", out, re.MULTILINE)) == 3 * is_slow
+    assert len(re.findall(r" waiting$", out, re.MULTILINE)) == is_slow
+    assert len(re.findall(r" (?:\d\d%|0\.\d{4})$", out, re.MULTILINE)) == 3 * is_slow
 
 
 def test_a_resumed_row_has_the_waiting_before_the_checkpoint():
