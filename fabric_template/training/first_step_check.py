@@ -30,7 +30,8 @@ class FirstStepCheck:
     def __init__(self, optimizer: Optimizer, fabric: Fabric) -> None:
         self.fabric = fabric
         self.parameters = [p for group in optimizer.param_groups for p in group["params"]]
-        self._found: list[tuple[Tensor, Tensor]] = []
+        # The gradients that the step has computed, by the index of the parameter.
+        self._found: dict[int, Tensor] = {}
 
     @contextmanager
     def in_step(self) -> Iterator[None]:
@@ -41,12 +42,12 @@ class FirstStepCheck:
             yield
         finally:
             handle.remove()
-        for parameter, old in zip(self.parameters, before, strict=True):
+        for index, (parameter, old) in enumerate(zip(self.parameters, before, strict=True)):
             gradient = parameter.grad
             if gradient is None or gradient.layout is not torch.strided:
                 continue
             if old is None or not torch.equal(gradient, old):
-                self._found.append((parameter, gradient if old is None else gradient - old))
+                self._found[index] = gradient if old is None else gradient - old
 
     def _refuse_step(self, optimizer: Any, *_: Any) -> None:
         trained = {id(parameter) for parameter in self.parameters}
@@ -55,13 +56,21 @@ class FirstStepCheck:
             raise ConfigurationError(f"training_step: got a call of optimizer.step(), {REMEDY}")
 
     def check_gradients(self) -> None:
-        """Raise an error if the backward pass has computed the gradients of the step again."""
-        found, self._found = self._found, []
-        if not found or not all(parameter.grad is not None for parameter, _ in found):
+        """Raise an error if the backward pass has computed the gradients of the step again.
+
+        All processes call this method, also if the step calls backward() in some of them only. The
+        loop clears the gradients of such a backward pass, so it is not refused.
+        """
+        found, self._found = self._found, {}
+        has_all = all(self.parameters[index].grad is not None for index in found)
+        flags = [float(has_all and index in found) for index in range(len(self.parameters))]
+        shares: Any = self.fabric.all_reduce(torch.tensor(flags, device=self.fabric.device))
+        # Compare only if all processes have found gradients of the same parameters.
+        if set(shares.tolist()) not in ({1.0}, {0.0, 1.0}):
             return
         # Accumulation and a gradient scaler multiply the gradients by a number.
-        own = self._flat([gradient for _, gradient in found])
-        loops = self._flat([parameter.grad for parameter, _ in found])
+        own = self._flat(list(found.values()))
+        loops = self._flat([self.parameters[index].grad for index in found])
         # A factor changes the rounding of half precision.
         is_float32 = self.fabric.strategy.precision.precision == "32-true"
         if (own / own.norm() - loops / loops.norm()).norm() < (1e-4 if is_float32 else 1e-2):

@@ -288,6 +288,20 @@ def test_own_backward_in_two_processes(name, step, accumulated):
     assert codes == [0, 0], errors
 
 
+def fit_with_own_backward_in_one_process(rank, own_step):
+    loop, net = make_loop("FabricLoop", devices=2, strategy="ddp"), make_net()
+    step = own_step if rank == 0 else loss_of
+    loop.fit(net, make_loader(), optimizer=sgd(net), training_step=step)
+    assert loop.global_step > 0
+
+
+@pytest.mark.parametrize("own_step", [backward_twice, adversarial])
+def test_own_backward_in_one_of_two_processes(own_step):
+    """The check of the first step does not wait for the process without a backward pass."""
+    codes, errors = externally(fit_with_own_backward_in_one_process, own_step, ranks=2, timeout=120)
+    assert codes == [0, 0], errors
+
+
 # Batches of NumPy arrays
 
 SAMPLES = [(sample.numpy(), int(label)) for sample, label in make_data(32)]
