@@ -15,9 +15,10 @@ from ..metric_names import find_axis, is_metric, parse_metric
 if TYPE_CHECKING:
     import pandas as pd
 
-# A quoted cell or a plain cell, and a line of cells.
+# A quoted cell, which may contain line breaks, or a plain cell. A record ends with its line.
 _CELL = r'(?:"[^"]*(?:""[^"]*)*"|[^",\n]*)'
-_RECORD = re.compile(f"{_CELL}(?:,{_CELL})*")
+_RECORD = re.compile(rf"{_CELL}(?:,{_CELL})*(?=\r?\n)")
+_MAX_RECORD_LENGTH = 2**20
 _CELLS = re.compile(f"(?:^|,)({_CELL})")
 EXPORTED_RUN = "run of an export"  # The column with the names of runs in an export of W&B.
 # Cells without a value.
@@ -52,21 +53,16 @@ def read_logs(path: str | os.PathLike[str], steps: bool = False) -> pd.DataFrame
             f"read_logs(path): got a {type(path).__name__}, expected a path. Write read_logs('logs')."
         )
     root = Path(os.path.abspath(path))
-    files = [root] if root.is_file() else find_files(root)
-    if not files:
+    runs = find_runs(root)
+    if not runs:
         problem = "The path has no metrics.csv" if root.exists() else "The path does not exist"
         raise ValueError(f"read_logs(path): got {str(root)!r}, expected {EXPECTED}. {problem}.")
-    tables = {}
-    for file in files:
-        run, number = file.parent.parent, number_of(file.parent.name)
-        name = run.relative_to(root).as_posix() if root in run.parents else run.name
-        version = file.parent.name if number is None else number
+    tables = []
+    for name, version, file in runs:
         columns = read_columns(file, steps)
         names = columns.pop(EXPORTED_RUN, name)
-        table = pd.DataFrame(columns, dtype=object).assign(name=names, version=version)
-        tables[name, str(version)] = table
-    keys = sorted(tables, key=lambda key: [sort_key(part) for part in key])
-    table = pd.concat([tables[key] for key in keys], ignore_index=True).fillna("")
+        tables.append(pd.DataFrame(columns, dtype=object).assign(name=names, version=version))
+    table = pd.concat(tables, ignore_index=True).fillna("")
     axes = [find_axis(table, axis) for axis in (("step", "epoch") if steps else ("epoch", "step"))]
     order = dict.fromkeys(["name", "version", *axes, *table.columns])
     return pd.DataFrame({name: to_values(table[name].tolist()) for name in order if name in table})
@@ -99,6 +95,20 @@ def read_columns(path: Path, steps: bool = False) -> dict[str, list[Any]]:
     if path.name == "steps.csv" or not axes or (is_complete and not is_of_steps):
         return columns
     return join_rows(columns, steps)
+
+
+def find_runs(root: Path) -> list[tuple[str, int | str, Path]]:
+    """Return the name, the version and the file of each run of a folder, or of a CSV file."""
+    files = [root] if root.is_file() else find_files(root)
+    runs = [(*name_run(file.parent, root), file) for file in files]
+    return sorted(runs, key=lambda run: (sort_key(run[0]), sort_key(str(run[1]))))
+
+
+def name_run(folder: Path, root: Path) -> tuple[str, int | str]:
+    """Return a run's name, the path of its parent folder relative to root, and its version."""
+    parent, number = folder.parent, number_of(folder.name)
+    name = parent.relative_to(root).as_posix() if root in parent.parents else parent.name
+    return name, folder.name if number is None else number
 
 
 def find_files(root: Path) -> list[Path]:
@@ -139,8 +149,8 @@ def read_table(path: Path) -> CSVTable:
         # The last line of a finished file may have no line break.
         content = content.rstrip(b"\r\n") + b"\n"
     text = to_commas(content.decode("utf-8-sig", "replace").replace("\0", ""))
-    *lines, rest = text.split("\n")
-    records, damaged = read_records(lines)
+    complete, line_break, rest = text.rpartition("\n")
+    records, damaged = read_records(complete + line_break)
     columns = records[0] if records else []
     is_complete = not rest and (not content or content.endswith(b"\n"))
     if len(records) > 1 and len(records[-1]) < len(columns):
@@ -159,51 +169,35 @@ def to_commas(text: str) -> str:
     return text.replace(",", ".").replace(separator, ",")
 
 
-def read_records(lines: list[str]) -> tuple[list[list[str]], list[int]]:
-    """Split lines into the cells of records. Also return the numbers of damaged lines."""
+def read_records(text: str) -> tuple[list[list[str]], list[int]]:
+    """Split complete lines into the cells of records. Also return the numbers of damaged lines."""
     records: list[list[str]] = []
     damaged = []
-    index = 0
-    while index < len(lines):
-        number, line = index + 1, lines[index].removesuffix("\r")
-        cells, count = line.split(","), 1
+    start, number = 0, 1
+    while start < len(text):
+        end = text.index("\n", start)
+        line = text[start:end].removesuffix("\r")
+        cells, is_damaged = line.split(","), False
         if '"' in line:
-            num_columns = len(records[0]) if records else None
-            quoted, count = read_quoted(lines[index : index + 1000], num_columns)
-            # Without quotation marks, a damaged line may still have a number in each cell.
-            cells = quoted or [cell.strip('"') for cell in cells]
-            count = count if quoted else 1
-            damaged += [] if quoted else [number]
-        index += count
-        if not line:
-            continue
-        if records and len(cells) != len(records[0]) and number not in damaged:
-            damaged.append(number)
-        records.append(cells)
+            record = _RECORD.match(text, start, start + _MAX_RECORD_LENGTH)
+            quoted = [] if record is None else unquote(record[0].removesuffix("\r"))
+            if record is not None and len(quoted) == len(records[0] if records else quoted):
+                cells, end = quoted, text.index("\n", record.end())
+            else:
+                # Without quotation marks, a damaged line may still have a number in each cell.
+                cells, is_damaged = [cell.strip('"') for cell in cells], True
+        if line:
+            records.append(cells)
+            if is_damaged or len(cells) != len(records[0]):
+                damaged.append(number)
+        number += text.count("\n", start, end + 1)
+        start = end + 1
     return records, damaged
 
 
-def read_quoted(lines: list[str], num_columns: int | None) -> tuple[list[str] | None, int]:
-    """Read a record with quoted cells, which may contain line breaks.
-
-    Returns:
-        The cells, or None if the lines have no valid record, and the number of its lines.
-    """
-    quotes = 0
-    for index, line in enumerate(lines):
-        quotes += line.count('"')
-        if quotes % 2 == 0:
-            record = "\n".join(lines[: index + 1]).removesuffix("\r")
-            if not _RECORD.fullmatch(record):
-                break
-            cells = [
-                cell[1:-1].replace('""', '"') if cell.startswith('"') else cell
-                for cell in _CELLS.findall(record)
-            ]
-            if num_columns in (None, len(cells)):
-                return cells, index + 1
-            break
-    return None, 1
+def unquote(record: str) -> list[str]:
+    cells = _CELLS.findall(record)
+    return [c[1:-1].replace('""', '"') if c.startswith('"') else c for c in cells]
 
 
 def split_exported(columns: dict[str, list[Any]], exported: list[str]) -> dict[str, list[Any]]:

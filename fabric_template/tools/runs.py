@@ -14,8 +14,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ..config import LoopArguments, LoopConfig
-from ..files import number_of, sort_key
-from ..loggers.read_logs import EXPORTED_RUN, read_columns, to_values
+from ..files import sort_key
+from ..loggers.read_logs import EXPORTED_RUN, name_run, read_columns, to_values
 from ..metric_names import Metric, find_axis, find_direction, is_metric, parse_metric
 
 if TYPE_CHECKING:
@@ -116,12 +116,11 @@ def is_set(run: Run, option: str) -> bool:
 
 
 def read_run(folder: Path, root: Path) -> Run:
-    """Read the run in a folder. A run's name is the path of its parent folder, relative to root."""
-    is_below = root in folder.parent.parents
-    number = number_of(folder.name)
+    """Read the run in a folder, which ``list_runs`` names relative to root."""
+    name, version = name_run(folder, root)
     run: Run = {
-        "name": folder.parent.relative_to(root).as_posix() if is_below else folder.parent.name,
-        "version": folder.name if number is None else number,
+        "name": name,
+        "version": version,
         "state": read_state(folder / ".lock"),
         "file": folder / "metrics.csv",
     }
