@@ -29,6 +29,11 @@ NUMPY_BATCH = (
     "got NumPy arrays in the batch, expected tensors. Write TensorLoader(x, y, batch_size=32), or"
     " convert the batch in the step with torch.as_tensor."
 )
+# The first words are those of Trainer.
+UNUSED_PARAMETERS = (
+    "has parameters that were not used in producing the loss returned by training_step. If this is"
+    " intentional, write strategy='ddp_find_unused_parameters_true'."
+)
 SECOND_BACKWARD = (
     "got a second backward pass through the same graph, expected one. Remove loss.backward() from"
     " the step, because the loop calls it. Call detach() on tensors that the step keeps for later"
@@ -119,13 +124,21 @@ def unknown_argument(
     return f"{method}: got the unknown argument {name}. {_INSTEAD.get(name, advice)}"
 
 
-def explain_error(error: BaseException, hook: str | None) -> Exception | None:
+def explain_error(
+    error: BaseException, hook: str | None, model: str, is_automatic: bool
+) -> Exception | None:
     """Return what to write instead, for errors of torch whose advice does not apply in a loop.
 
     Args:
         hook: The name of the hook or step that raised the error.
+        model: The kind of the model.
+        is_automatic: Whether the loop calls backward() and the optimizer.
     """
     text = str(error)
+    if isinstance(error, RuntimeError) and "Expected to have finished reduction" in text:
+        return RuntimeError(f"It looks like your {model} {UNUSED_PARAMETERS}")
+    if not is_automatic:
+        return None
     if isinstance(error, TypeError | AttributeError) and "numpy.ndarray" in text:
         is_in_step = str(hook).endswith("_step")
         return TypeError(f"{hook}: {NUMPY_BATCH}") if is_in_step else None

@@ -89,6 +89,8 @@ LOG_ARGUMENTS |= {"rank_zero_only": False, "add_dataloader_idx": True, "logger":
 INSTEAD = {
     "numpy.ndarray": "batch: got NumPy arrays in a step, expected tensors. Write TensorLoader(x, y,"
     " batch_size=32), or convert the batch in the step with torch.as_tensor.",
+    "Expected to have finished reduction": "training_step: got parameters that the loss does not"
+    " use. Freeze them, or write strategy='ddp_find_unused_parameters_true'.",
     "through the graph a second time": "training_step: got a second backward pass through the same"
     " graph, expected one. Remove loss.backward(), because the loop calls it, or call detach() on"
     " tensors that the step keeps for later batches.",

@@ -2,6 +2,7 @@
 
     python soak/trainer_contract.py              print the attributes that differ without a known reason
     python soak/trainer_contract.py --module Manual --details
+    torchrun --nproc-per-node 2 soak/trainer_contract.py     compare under DDP, in each process
 
 A value is that of one public attribute, property or hook argument at one moment: after the construction, in each hook
 of fit, validate, test and predict, after each call, and after an error in a training step. The attributes are read
@@ -11,6 +12,7 @@ from the trainer, its loops, its strategy and the LightningModule. Trainer's own
 import argparse
 import collections
 import functools
+import os
 import re
 import sys
 import tempfile
@@ -72,7 +74,7 @@ OWN_CLASSES |= dict.fromkeys(
     ("_FitLoop", "_TrainingEpochLoop", "_EvaluationLoop", "_PredictionLoop"), "a loop"
 )
 OWN_CLASSES |= dict.fromkeys(("_AutomaticOptimization", "_ManualOptimization", "LoopAPI"), "a loop")
-OWN_CLASSES |= dict.fromkeys(("SingleDeviceStrategy", "StrategyAPI"), "a strategy")
+OWN_CLASSES |= dict.fromkeys(("SingleDeviceStrategy", "DDPStrategy", "StrategyAPI"), "a strategy")
 OWN_CLASSES |= dict.fromkeys(
     ("_Progress", "_BatchProgress", "_SchedulerProgress", "SimpleNamespace"), "counters"
 )
@@ -145,6 +147,10 @@ OPTIONS = {
         "min_epochs": 2,
     },
 }
+
+# torchrun sets WORLD_SIZE.
+PROCESSES = {"strategy": "ddp_find_unused_parameters_true", "devices": 2}
+PROCESSES = PROCESSES if os.environ.get("WORLD_SIZE") == "2" else {}
 
 
 def public_names(kind, *objects):
@@ -248,9 +254,8 @@ def run_all_calls(kind, name, root):
     pl.seed_everything(1, verbose=False)
     module = MODULES[name]()
     recorder = Recorder(names_of_trainer())
-    options = quiet(
-        callbacks=[recorder], default_root_dir=str(root), **OPTIONS.get(name, {"max_epochs": 2})
-    )
+    given = OPTIONS.get(name, {"max_epochs": 2}) | PROCESSES
+    options = quiet(callbacks=[recorder], default_root_dir=str(root), **given)
     trainer = kind(**options)
     recorder.record(trainer, "constructed")
     if hasattr(parity_modules, name):

@@ -110,6 +110,15 @@ def is_sharded(network: nn.Module) -> bool:
     return any(isinstance(parameter, DTensor) for parameter in network.parameters())
 
 
+def broadcast_network(fabric: Fabric, network: nn.Module) -> None:
+    """Give all processes the parameters and buffers of rank 0."""
+    for tensor in (*network.parameters(), *network.buffers()):
+        if not tensor.is_meta:
+            value = tensor.detach().to(fabric.device).contiguous()
+            torch.distributed.broadcast(value, src=0)
+            tensor.detach().copy_(value)
+
+
 def shard_network(fabric: Fabric, network: nn.Module, name: str) -> None:
     """Broadcast the weights of rank 0, and shard the network in place with ``parallelize_fn``.
 
@@ -122,11 +131,7 @@ def shard_network(fabric: Fabric, network: nn.Module, name: str) -> None:
     tensors = [*network.parameters(), *network.buffers()]
     is_on_meta = any(tensor.is_meta for tensor in tensors)
     if not is_sharded(network):
-        for tensor in tensors:
-            if not tensor.is_meta:
-                value = tensor.detach().to(strategy.root_device).contiguous()
-                torch.distributed.broadcast(value, src=0)
-                tensor.detach().copy_(value)
+        broadcast_network(fabric, network)
     if is_on_meta or not is_sharded(network):
         # Fabric also allocates and initializes tensors that are on the meta device.
         made = strategy.setup_module(network)

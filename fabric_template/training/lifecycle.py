@@ -61,9 +61,11 @@ def run_plan(plan: Plan) -> Any:
         with plan.loop.running(run):
             return launch_processes(run, run_plan) if is_launching else run_in_process(run)
     except BaseException as error:
-        explained = explain_error(error, run.hooks.current)
+        kind = "LightningModule" if run.is_lightning_module else "model"
+        is_automatic = run.optimization.is_automatic
+        explained = explain_error(error, run.hooks.current, kind, is_automatic)
         handle_exception(run, error)
-        if explained is not None and run.optimization.is_automatic:
+        if explained is not None:
             raise explained from error
         raise
     finally:
@@ -194,6 +196,8 @@ def train(run: Run) -> None:
 
 def tear_down(run: Run) -> None:
     run.results.end()
+    # As in Trainer, on_fit_end and later hooks get the model without DistributedDataParallel.
+    run.steps.unwrap()
     if run.stage == "fit":
         run.hooks.call("on_fit_end")
     run.hooks.call_with_stage("teardown", run.stage, run.datamodule)
@@ -386,6 +390,7 @@ def handle_exception(run: Run, error: BaseException) -> None:
     attempt("closing the checkpoint files", run.loop.checkpoint_io.teardown)
     attempt("reading the last values", run.results.end)
     run.optimization.release()
+    run.steps.unwrap()
     if run.stop.signal is None:
         # End the launched processes. Otherwise, these processes wait forever for this process.
         for process in getattr(run.fabric.strategy.launcher, "procs", ()):

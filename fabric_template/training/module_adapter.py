@@ -17,12 +17,12 @@ from typing import Any
 import torch
 from lightning.fabric import Fabric, is_wrapped
 from lightning.fabric.plugins.precision import MixedPrecision, Precision
-from lightning.fabric.strategies import ModelParallelStrategy, SingleDeviceStrategy
+from lightning.fabric.strategies import DDPStrategy, ModelParallelStrategy, SingleDeviceStrategy
 from lightning.pytorch import LightningModule
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from ..distributed.strategies import no_gradient_sync, shard_network, wrap_step
+from ..distributed.strategies import broadcast_network, no_gradient_sync, shard_network, wrap_step
 from ..errors import ConfigurationError, ConfigurationTypeError, check_object, describe
 from ..lightning_compat.overrides import is_instance_of, overridden
 
@@ -294,6 +294,10 @@ class StepRunner:
         self._modes: dict[str, bool] | None = None
         self._flags_at_start: dict[str, dict[str, bool]] = {"requires_grad": {}, "training": {}}
 
+    def unwrap(self) -> None:
+        """Drop the wrapper at the end of a run."""
+        self.wrapped = None
+
     @property
     def ddp(self) -> DistributedDataParallel | None:
         """The DDP wrapper, which reduces gradients across processes, or None."""
@@ -361,6 +365,8 @@ class StepRunner:
         has_parameters = any(parameter.requires_grad for parameter in self.network.parameters())
         self.fabric.to_device(self.network)
         is_alone = isinstance(self.fabric.strategy, SingleDeviceStrategy)
+        if not is_training and isinstance(self.fabric.strategy, DDPStrategy):
+            broadcast_network(self.fabric, self.network)
         if is_training and not is_alone:
             if not has_parameters:
                 raise ConfigurationError(

@@ -372,3 +372,33 @@ def test_returned_values_are_means_over_all_processes(tmp_path):
     data = DataLoader(TensorDataset(torch.arange(8.0)[:, None]), batch_size=2)
     history = FabricLoop(**quiet(max_epochs=1, **FORK)).fit(LogsNothing(), data, data)
     assert history[["train_loss", "val_loss"]].to_numpy().tolist() == [[3.5, 3.5]]
+
+
+class DifferentInEachProcess(Synced):
+    """Has other weights and buffers in each process until the loop sets the model up."""
+
+    def setup(self, stage):
+        with torch.no_grad():
+            for parameter in self.parameters():
+                parameter += self.trainer.global_rank
+
+
+def test_an_evaluation_uses_the_weights_of_the_first_process():
+    """As in Trainer, although an evaluation needs no DistributedDataParallel."""
+    data = make_loader(shuffle=False)
+    torch.manual_seed(0)
+    [alone] = FabricLoop(**quiet(devices=1)).validate(Synced(), data, verbose=False)
+    torch.manual_seed(0)
+    [found] = FabricLoop(**quiet(**FORK)).validate(DifferentInEachProcess(), data, verbose=False)
+    assert found["val_loss"] == pytest.approx(alone["val_loss"])
+
+
+class HasUnusedLayer(Synced):
+    def __init__(self):
+        super().__init__()
+        self.unused = nn.Linear(2, 2)
+
+
+def test_parameters_without_gradients_are_named_as_in_trainer():
+    with pytest.raises(Exception, match="parameters that were not used in producing the loss"):
+        FabricLoop(**quiet(max_epochs=1, **FORK)).fit(HasUnusedLayer(), make_loader())
