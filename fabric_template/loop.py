@@ -44,7 +44,6 @@ from .trainer_api import StrategyAPI, TrainerAPI, make_profiler
 from .training.configure_optimizers import add_scheduler
 from .training.lifecycle import run_plan, set_torch_flags
 from .training.module_adapter import needs_no_strategy
-from .training.optimization import ManualOptimization
 from .training.plan import Plan, make_plan
 from .training.run import Run
 
@@ -185,10 +184,9 @@ class FabricLoop(TrainerAPI):
         weights_only: bool | None = None,
     ) -> list[dict[str, float]]:
         """Run ``validation_step`` over the loaders. Returns a dict of values for each loader."""
-        functions = {"validation_step": validation_step}
         start = {"load": load, "ckpt_path": ckpt_path}
-        given = (model, {"val": dataloaders}, datamodule, functions, start, weights_only)
-        return self._evaluate(make_plan(self, "validate", *given), verbose)
+        parts = (model, {"val": dataloaders}, datamodule, {"validation_step": validation_step})
+        return self._evaluate(make_plan(self, "validate", *parts, start, weights_only), verbose)
 
     @refuse_options(option_names)
     def test(
@@ -203,10 +201,9 @@ class FabricLoop(TrainerAPI):
         weights_only: bool | None = None,
     ) -> list[dict[str, float]]:
         """Run ``test_step`` over the loaders. Returns a dict of values for each loader."""
-        functions = {"test_step": test_step}
         start = {"load": load, "ckpt_path": ckpt_path}
-        given = (model, {"test": dataloaders}, datamodule, functions, start, weights_only)
-        return self._evaluate(make_plan(self, "test", *given), verbose)
+        parts = (model, {"test": dataloaders}, datamodule, {"test_step": test_step})
+        return self._evaluate(make_plan(self, "test", *parts, start, weights_only), verbose)
 
     def _evaluate(self, plan: Plan, verbose: bool) -> list[dict[str, float]]:
         results: list[dict[str, float]] = run_plan(plan)
@@ -228,12 +225,13 @@ class FabricLoop(TrainerAPI):
         weights_only: bool | None = None,
     ) -> list[Any] | None:
         """Run ``predict_step`` or ``forward`` over the loaders. Returns the batches' outputs."""
-        functions = {"predict_step": predict_step}
         start = {"load": load, "ckpt_path": ckpt_path}
-        given = (model, {"predict": dataloaders}, datamodule, functions, start, weights_only)
-        returns_predictions = return_predictions is not False
-        plan = make_plan(self, "predict", *given, returns_predictions=returns_predictions)
-        outputs: list[Any] | None = run_plan(plan)
+        parts = (model, {"predict": dataloaders}, datamodule, {"predict_step": predict_step})
+        is_returned = return_predictions is not False
+        given = (*parts, start, weights_only)
+        outputs: list[Any] | None = run_plan(
+            make_plan(self, "predict", *given, returns_predictions=is_returned)
+        )
         return outputs
 
     @contextmanager
@@ -303,13 +301,11 @@ class FabricLoop(TrainerAPI):
         """Compute the gradients in the loop's precision, as ``fabric.backward`` does."""
         expected = "the loss as a tensor. Write loop.backward(loss)"
         check_type("backward", loss, torch.Tensor, expected)
-        run = self.run
-        # After a run, loop.backward belongs to the user's own loop.
-        optimization = None if run is None or run.progress.stage is None else run.optimization
-        if isinstance(optimization, ManualOptimization):
-            optimization.backward(loss)
-        else:
+        run = self.active_run
+        if run is None or run.optimization.is_automatic:
             self.fabric.backward(loss)
+        else:
+            run.optimization.backward(loss)
 
     def no_backward_sync(self, model: Any, enabled: bool = True) -> Any:
         """Return a context in which backward does not reduce the gradients over processes.
@@ -358,8 +354,7 @@ class FabricLoop(TrainerAPI):
         """
         expected = "a dict of numbers. Write loop.log_dict({'epoch': 0, 'train_loss': loss})"
         check_type("log_dict", dictionary, Mapping, expected)
-        run = self.run
-        run = None if run is None or run.progress.stage is None else run
+        run = self.active_run
         is_row = step is not None or "epoch" in dictionary
         is_in_step = run is not None and str(run.hooks.current).endswith("_step")
         if run is not None and not is_row and (options or is_in_step):
@@ -369,12 +364,10 @@ class FabricLoop(TrainerAPI):
             text = f"loop.log_dict: got {', '.join(options)} outside of a step, expected a dict."
             raise TypeError(f"{text} Write loop.log_dict(values).")
         scalars = {name: to_cell(name, value) for name, value in dictionary.items()}
-        measured = {n: value for n, value in scalars.items() if n not in ("epoch", "step")}
-        if sync_dist and self.fabric.world_size > 1 and measured:
-            measured = mean_over_processes(self.fabric, measured)
-            scalars |= measured
+        if sync_dist and self.fabric.world_size > 1:
+            scalars |= mean_over_processes(self.fabric, without_coordinates(scalars))
         if run is not None:
-            log_in_run(run, scalars, measured, step)
+            log_in_run(run, scalars, step)
         elif self.fabric.is_global_zero:
             if not (self._is_recorded or self.has_fitted):
                 self._is_recorded = True
@@ -507,18 +500,22 @@ def check_state(method: str, state: Mapping[str, Any]) -> None:
             waiting += [(f"{place}[{key!r}]", part, True) for key, part in items]
 
 
+def without_coordinates(scalars: dict[str, Any]) -> dict[str, Any]:
+    """Return the values that are no coordinates of a row."""
+    return {name: value for name, value in scalars.items() if name not in ("epoch", "step")}
+
+
 def mean_over_processes(fabric: Fabric, values: dict[str, Any]) -> dict[str, Any]:
     own = torch.tensor(list(values.values()), dtype=torch.float64).to(fabric.device)
     means: Any = fabric.all_reduce(own)
     return dict(zip(values, means.tolist(), strict=True))
 
 
-def log_in_run(
-    run: Run, scalars: dict[str, Any], measured: dict[str, Any], step: int | None
-) -> None:
+def log_in_run(run: Run, scalars: dict[str, Any], step: int | None) -> None:
     """Log values to steps.csv, or to metrics.csv if "epoch" is the number of the current epoch."""
     is_of_row = run.stage == "fit" and run.progress.is_in_epoch
     if is_of_row and scalars.get("epoch") == run.progress.epochs_done:
+        measured = without_coordinates(scalars)
         run.row.collect(measured)
         run.loggers.log_metrics(measured, step)
     else:

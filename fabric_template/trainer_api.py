@@ -80,6 +80,9 @@ _ATTRIBUTES: dict[str, Callable[[Any], Any]] = {
         loop.fit_run.validation_schedule.every_n_batches if loop.fit_run else None
     ),
     # Loaders
+    "train_dataloader": lambda loop: getattr(
+        created_loaders(loop.fit_run, "train"), "as_given", None
+    ),
     "val_dataloaders": lambda loop: loop.loaders_of("fit", "validate"),
     "test_dataloaders": lambda loop: loop.loaders_of("test"),
     "predict_dataloaders": lambda loop: loop.loaders_of("predict"),
@@ -164,6 +167,11 @@ class TrainerAPI:
                 f"FabricLoop.{name}: nothing has run yet. Call fit, validate, test or predict first."
             )
         return self.run
+
+    @property
+    def active_run(self) -> Run | None:
+        """The run whose call has not returned, or None between two calls."""
+        return None if self.run is None or self.run.progress.stage is None else self.run
 
     @property
     def fit_run(self) -> Run | None:
@@ -268,23 +276,14 @@ class TrainerAPI:
         steps = math.ceil(run.progress.num_train_batches / run.progress.accumulate_grad_batches)
         return min(max_steps, steps * max(run.stop.max_epochs, 1))
 
-    @property
-    def train_dataloader(self) -> Any:
-        loaders = self.fit_run.data.created.get("train") if self.fit_run else None
-        return loaders.as_given if loaders else None
-
     def eval_limits(self, stage: str) -> list[int | float]:
-        run = self.runs.get(stage)
-        loaders = run.data.created.get("evaluation") if run else None
+        loaders = created_loaders(self.runs.get(stage), "evaluation")
         return loaders.limits if loaders else []
 
     def loaders_of(self, *stages: str) -> Any:
         """Return the evaluation loaders of the run if its stage is one of ``stages``."""
-        run = self.run
-        if run is None or run.stage not in stages:
-            return None
-        loaders = run.data.created.get("evaluation")
-        return loaders.as_given if loaders else None
+        run = self.run if self.run and self.run.stage in stages else None
+        return getattr(created_loaders(run, "evaluation"), "as_given", None)
 
     def metrics(self, view: str) -> dict[str, Any]:
         if self.run is None:
@@ -412,6 +411,11 @@ class TrainerAPI:
         return self.fabric.init_module(empty_init=empty_init)
 
 
+def created_loaders(run: Run | None, kind: str) -> Any:
+    """Return the "train" or "evaluation" loaders of a run, or None before they are created."""
+    return None if run is None else run.data.created.get(kind)
+
+
 class Loaders(NamedTuple):
     """The attributes of Trainer's CombinedLoader that modules read. They cannot be assigned."""
 
@@ -468,11 +472,9 @@ class LoopAPI:
 
     def find_loaders(self) -> Loaders | None:
         """Return the loaders of this loop, or None before they are created."""
-        kind, run = "train" if self._key == "fit_loop" else "evaluation", self.trainer.run
-        loaders = None if run is None else run.data.created.get(kind)
-        if loaders is None:
-            return None
-        return Loaders(loaders.as_given, tuple(loaders.loaders))
+        kind = "train" if self._key == "fit_loop" else "evaluation"
+        loaders = created_loaders(self.trainer.run, kind)
+        return loaders and Loaders(loaders.as_given, tuple(loaders.loaders))
 
     def setup_data(self) -> None:
         self.current_run.data.setup_train_loader()

@@ -67,8 +67,7 @@ def check_strategy(plan: Plan) -> None:
 
 def check_idle(loop: FabricLoop, stage: str) -> None:
     """Raise an error for a call inside of another call of the same loop, such as in a hook."""
-    run = loop.run
-    if run is not None and run.progress.stage is not None:
+    if (run := loop.active_run) is not None:
         raise ConfigurationError(
             f"{stage}: got a call inside of {run.stage}, expected a call after {run.stage} has ended."
             f" Inside of a hook, use another loop: FabricLoop(logger=False).{stage}(model, loader)."

@@ -268,8 +268,7 @@ def attach_trainer(part: Any, run: Run, stack: ExitStack) -> None:
     with suppress(RuntimeError):
         # Lightning raises a RuntimeError if there is no trainer.
         outer = getattr(part, "trainer", None)
-        outer_run = getattr(outer, "run", None)
-        if outer_run is not None and outer_run.progress.stage is not None:
+        if getattr(outer, "active_run", None) is not None:
             stack.callback(setattr, part, "trainer", outer)
     part.trainer = run.loop
 
