@@ -11,13 +11,16 @@ EPOCH_NAMES = ("epoch", "epochs")
 STEP_NAMES = (
     *("step", "steps", "global_step", "trainer/global_step", "train/global_step", "_step"),
     *("iteration", "iterations", "iter", "iters", "boosting_round", "round"),
-    *("total_timesteps", "time/total_timesteps"),
+    *("training_iteration", "num_updates", "total_timesteps", "time/total_timesteps"),
 )
-# Other columns that are not metrics, and the last parts of the names of durations and sizes.
-NOT_METRICS = ("name", "version", "index", "batch", "batch_idx", "seed", "best_epoch", "total_flos")
+# Other columns that are not metrics, and the last parts of the names of durations, sizes and ids.
+NOT_METRICS = (
+    *("name", "version", "index", "batch", "batch_idx", "seed", "best_epoch", "best_step"),
+    *("total_flos", "number", "trial", "fold", "rank", "pid", "timesteps_total"),
+)
 DURATIONS = (
     *("time", "runtime", "timestamp", "second", "seconds", "elapsed", "eta", "waiting"),
-    *("memory", "mem"),
+    *("duration", "dur", "memory", "mem", "id", "fps"),
 )
 SPLITS = {"train": "train", "training": "train", "test": "test", "testing": "test"}
 SPLITS |= dict.fromkeys(("val", "valid", "validation", "eval", "dev"), "validation")
@@ -66,40 +69,44 @@ def is_metric(column: str) -> bool:
     name = column.strip().lower()
     if name in (*EPOCH_NAMES, *STEP_NAMES, *NOT_METRICS) or name.startswith("unnamed:"):
         return False
-    return re.split(r"[\W_]+", name)[-1] not in DURATIONS
+    parts = re.split(r"[\W_]+", name.strip("_() "))
+    # Columns such as "time/fps", "time_ms" and "Relative Time (Process)" are no metrics.
+    return parts[-1] not in DURATIONS and not ("time" in parts and find_direction(name) is None)
 
 
 # mini.py has a copy of the rest of this file, because it imports nothing of the package.
 # The parts of names whose smallest value is the best, or the largest, or neither.
 SMALLEST_IS_BEST = """
-    loss losses abs_rel ade aic bce bic bits bpb bpc bpd bpp brier brisque ce cer chamfer cost
-    cross_entropy crossentropy crps deviance distance distortion divergence ece eer emd epe err error
-    errors fad false_negative false_negatives false_positive false_positives far fde fid fnr fpr fvd
-    hamming hausdorff hd95 hinge huber jsd kid kl kld l1 l2 logloss lpips mae mape mase mcd mce mdape
-    medae mer mmd mpjpe mrae mse msle nats nelbo niqe nll nme nmae nmse nrmse penalty perplexity
-    pinball ppl rae regret residual residuals rmse rmsle rmspe rmsse rse sce smape sq_rel sse ter
-    violation violations wape wasserstein wer wil winkler wmape xent
+    loss losses abs_rel ade aepe aic asd assd bce bic bits bpb bpc bpd bpp brier brisque ce cer
+    chamfer cost cross_entropy crossentropy crps dcf der deviance distance distortion divergence ece
+    edit_rate eer emd epe err error errors fad false_negative false_negatives false_positive
+    false_positives far fde fid fnr fpr frr fvd hamming hausdorff hd95 hinge huber jer jsd kid kl
+    kld l1 l2 levenshtein log_cosh logcosh logloss lpips mae mape mase mcd mce mdape medae mer
+    mindcf misclassification_rate miss_rate mmd mpjpe mrae mse msle nats nelbo niqe nll nlpd nmae
+    nme nmse nrmse penalty perplexity pinball ppl rae regret residual residuals rmse rmsle rmspe
+    rmsse rse sce silog smape sq_rel sse swd ter violation violations wape wasserstein wer wil
+    winkler wmape xent xentropy
 """
 LARGEST_IS_BEST = """
-    acc accuracy ami ap ar ari auc auprc aupr auroc bertscore bleu bleurt c_index chrf cider cindex
-    comet concordance corr correlation corrcoef dcg dice dsc elbo em exact_match explained_variance f1
-    f2 fbeta fmeasure fscore gini giou gmean hit hits hota idf1 iou jaccard kappa kendall kge
-    lddt likelihood loglik logp map matthews mcc meteor miou mos mota mrr ndcg nmi npv nse pck pcc
-    pearson pearsonr pesq plcc ppv pq precision psnr qwk r2 recall return returns reward rew rouge
-    rougel sacrebleu sdr sensitivity sharpe silhouette similarity sisdr snr spearman spearmanr
-    specificity spice srcc ssim stoi success tnr top tpr true_negative true_positive uar v_measure
-    vmaf win wip
+    acc accuracy ami ap ar ari auc aucpr aupr auprc auroc bert_score bertscore bleu bleurt c_index
+    ccc chrf cider cindex clip_score comet concordance corr corrcoef correlation dcg dice dsc elbo
+    em estoi exact_match explained_variance f1 f2 f_measure f_score fbeta fmeasure fscore gini giou
+    gmean hit hits hota idf1 inception_score iou jaccard kappa kendall kge lddt likelihood log_prob
+    loglik logp map matthews mcc meteor miou mos mota mrr ndcg nds nmi npv nse oks pcc pck pearson
+    pearsonr pesq plcc plddt ppv pq prec precision psnr qwk r2 r_squared rand_index rand_score
+    recall reciprocal_rank return returns rew reward rouge rougel rsquared sacrebleu sdr sensitivity
+    sharpe silhouette similarity sisdr sisnr snr spearman spearmanr specificity spice srcc ssim stoi
+    success tm_score tnr top tpr true_negative true_positive uar v_measure vmaf win wip
 """
 NEITHER_IS_BEST = """
-    beta drop gap grad gradient lr norm ratio scale seconds std stdev temperature threshold time var
-    variance weight weights
+    beta change decrease delta diff difference drop gap grad gradient improvement increase lr norm
+    ratio reduction scale second seconds std stdev temperature threshold time var variance weight
+    weights
 """
 DIRECTIONS = dict.fromkeys(SMALLEST_IS_BEST.split(), "min")
 DIRECTIONS |= dict.fromkeys(LARGEST_IS_BEST.split(), "max")
 DIRECTIONS |= dict.fromkeys(NEITHER_IS_BEST.split(), "")
-WORD_AT_END = re.compile(
-    r"(loss|error|perplexity|mse|mae|accuracy|acc|precision|recall|auc|f1|iou)$"
-)
+ENDING = re.compile(r"(loss|error|perplexity|mse|mae|accuracy|acc|precision|recall|auc|f1|iou)$")
 NEGATED = re.compile(r"(^|(?<!false)(?<!true)[\W_])(neg|negative|minus)[\W_]|^1 ?- ?[a-z]")
 
 
@@ -114,7 +121,7 @@ def find_direction(metric: str) -> str | None:
         for part in parts:
             # Accept "top5", "map50" and "valloss", too.
             without_digits = part.rstrip("0123456789")
-            end = WORD_AT_END.search(without_digits)
+            end = ENDING.search(without_digits)
             keys = [f"{before}_{part}", part, without_digits, end[0] if end else ""]
             direction = next((DIRECTIONS[key] for key in keys if key in DIRECTIONS), direction)
             before = part

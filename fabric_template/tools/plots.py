@@ -29,6 +29,10 @@ DASHES = ("-", "--", "-.")
 # Of more runs than colors and dashes, draw the best ones in color and the others in gray.
 MOST_COLORED = len(PALETTE) * len(DASHES)
 NUM_BEST = 8
+# Without a choice of metrics, draw at most this many panels, which takes about a second.
+MOST_PANELS = 18
+# The longest label of a panel. Longer names keep their end.
+LONGEST_LABEL = 28
 GRAY = "0.72"
 
 
@@ -58,62 +62,87 @@ def plot_logs(
     Args:
         logs: A path that `read_logs` reads, a DataFrame that `fit` returned, a list of these, or
             a dict of these with a label as the key.
-        x: "epoch", "step" (with the rows of steps.csv) or "time" (of training). None: "step" for
+        x: "epoch", "step" (with steps.csv), "time" (of training) or a column. None: "step" for
             step-based runs, otherwise "epoch".
         metrics: Columns, or quantities such as "f1" (train_f1 and val_f1) and "lr". None: losses
-            and accuracies, or all metrics if there are no losses and accuracies.
+            and accuracies, or all metrics if there are none of them.
         ax: Draw into these Axes instead of a new figure.
-        smooth: Weight of the earlier points in a moving average, from 0 to below 1. None: smooth
-            training lines of more than 50 points. A pale line shows the original points.
+        smooth: Weight of the earlier points in a moving average, from 0 to below 1. None: average
+            training values of more than 50 steps. A pale line shows the original points.
         log: Draw the values on a logarithmic scale.
-        seeds: Draw runs with the same name that differ only in the seed as a mean and a range.
+        seeds: Draw runs of a name that differ only in the seed as a mean and a range.
 
     Returns:
         The Axes, or an array of them if there are several panels.
 
     Example:
         >>> import pandas as pd
-        >>> history = pd.DataFrame({"epoch": [0, 1], "train_loss": [2, 1], "val_loss": [2.1, 1.5]})
-        >>> plot_logs(history).get_ylabel()
+        >>> plot_logs(pd.DataFrame({"epoch": [0, 1], "val_loss": [2.0, 1.5]})).get_ylabel()
         'loss'
     """
-    import numpy as np
+    runs, x = prepare_runs(load_runs(logs, seeds), x, smooth)
+    chosen = choose_metrics(runs, x, [metrics] if isinstance(metrics, str) else metrics)
+    if ax is not None:
+        return draw_into(ax, runs, chosen, x, smooth, log)
+    return draw_panels(runs, chosen, x, smooth, log, most=MOST_PANELS if metrics is None else None)
 
+
+def prepare_runs(runs: list[Run], x: str | None, smooth: float | None) -> tuple[list[Run], str]:
+    """Return the runs that have rows, in tables with the x axis, and the x axis."""
     if smooth is not None and not 0 <= smooth < 1:
         raise ValueError(f"smooth: got {smooth}, expected 0 to below 1. Write 0.9, for example.")
-    runs = load_runs(logs, seeds)
-    num_rows = sum(len(table) for run in runs for table in run.tables)
     # A run that was stopped before its first row has nothing to draw.
     runs = [run for run in runs if any(map(len, run.tables))]
-    if not num_rows:
-        raise ValueError("plot_logs: got logs without a row, expected at least one.")
+    if not runs:
+        raise ValueError("plot_logs: got logs without a row of numbers, expected at least one.")
     x = choose_x([table for run in runs for table in run.tables], x)
     for number, run in enumerate(runs):
         run.tables = [prepare_table(table, x) for table in run.tables]
         run.label = "" if len(runs) == 1 else run.label or f"run {number}"
-    chosen = choose_metrics(runs, x, [metrics] if isinstance(metrics, str) else metrics)
-    if ax is not None:
-        # For a run without a color, matplotlib chooses the next color of these Axes.
-        for run in runs:
-            for metric in chosen:
-                label = f"{run.label} {metric.column}".strip()
-                draw_line(ax, run, metric, x, smooth, label)
-        ax.legend(fontsize="small")
-        return ax
+    return runs, x
+
+
+def draw_into(
+    ax: Axes, runs: list[Run], metrics: list[Metric], x: str, smooth: float | None, log: bool
+) -> Axes:
+    """Draw all lines into the given Axes, in the next colors of these Axes."""
+    for run in runs:
+        for metric in metrics:
+            draw_line(ax, run, metric, x, smooth, f"{run.label} {metric.column}".strip())
+    if log:
+        ax.set_yscale("log")
+    ax.legend(fontsize="small")
+    return ax
+
+
+def draw_panels(
+    runs: list[Run],
+    metrics: list[Metric],
+    x: str,
+    smooth: float | None,
+    log: bool,
+    most: int | None,
+) -> Axes | np.ndarray:
+    """Draw a new figure with a panel for each quantity, and at most `most` panels."""
+    import numpy as np
+
     panels: dict[str, list[Metric]] = {}
-    for metric in chosen:
+    for metric in metrics:
         panels.setdefault(metric.quantity.lower(), []).append(metric)
-    axes = make_axes([found[0].quantity for found in panels.values()], name_axis(runs, x))
-    choose_colors(runs, chosen)
-    for panel, found in zip(axes, panels.values(), strict=True):
+    drawn = [*panels.values()][:most]
+    axes = make_axes([found[0].quantity for found in drawn], name_axis(runs, x))
+    choose_colors(runs, metrics)
+    for panel, found in zip(axes, drawn, strict=True):
         for run in runs:
             for metric in found:
                 draw_line(panel, run, metric, x, smooth, run.label or name_line(metric, found))
         format_axes(panel, x, log)
-    has_both = {"train", "validation"} <= {metric.split for metric in chosen}
+    has_both = {"train", "validation"} <= {metric.split for metric in metrics}
     notes = ["thin: train, bold: validation"] if has_both and len(runs) > 1 else []
     if any(len(run.tables) > 1 for run in runs):
         notes.append("band: range of the seeds")
+    if len(drawn) < len(panels):
+        notes.append(f"{len(drawn)} of {len(panels)} metrics, choose others with metrics")
     add_legend(axes, ", ".join(notes))
     return axes[0] if len(axes) == 1 else np.array(axes)
 
@@ -240,8 +269,9 @@ def prepare_table(table: pd.DataFrame, x: str) -> pd.DataFrame:
     column = find_axis(table, x)
     if column is None:
         return table
-    if x == "time":
-        # The column `time` contains the seconds since the previous row.
+    file = table.attrs.get("file")
+    if x == "time" and (file is None or file.name == "metrics.csv"):
+        # In runs of this package, `time` is the number of seconds since the previous row.
         table = table.assign(time=table["time"].fillna(0).cumsum())
     rows = table.groupby(column, as_index=False).last()
     rows = (
@@ -290,7 +320,8 @@ def choose_metrics(runs: list[Run], x: str, wanted: Sequence[str] | None) -> lis
             chosen += found
     chosen = chosen or [metric for metric in metrics if metric.kind != "learning rate"]
     if not chosen:
-        hint = f"Write metrics=[{metrics[0].column!r}]." if metrics else "None of them has numbers."
+        hint = "Only numbers are drawn. Log numbers, such as loss.item()."
+        hint = f"Write metrics=[{metrics[0].column!r}]." if metrics else hint
         raise ValueError(f"metrics: got nothing to draw, {known}. {hint}")
     return sort_metrics(chosen)
 
@@ -366,7 +397,9 @@ def make_axes(quantities: list[str], x_label: str) -> list[Axes]:
         ax = figure.add_subplot(height, width, number, sharex=axes[0] if axes else None)
         if number + width > count:
             ax.set_xlabel(x_label, parse_math=False)
-        ax.set_ylabel(quantity, parse_math=False)
+        is_long = len(quantity) > LONGEST_LABEL
+        label = f"…{quantity[-LONGEST_LABEL:]}" if is_long else quantity
+        ax.set_ylabel(label, parse_math=False)
         ax.grid(alpha=0.25)
         axes.append(ax)
     return axes

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from fabric_template import FabricLoop, MiniLoop, TensorLoader, metric_names, mini
-from fabric_template.metric_names import find_direction
+from fabric_template.metric_names import find_direction, is_metric
 
 pytestmark = pytest.mark.filterwarnings("ignore:validation_step has returned and logged no value")
 
@@ -16,6 +16,7 @@ SMALLEST = """
     val_brier_score val_lpips val_kl val_kl_divergence val_eer wer cer word_error_rate fid perplexity
     val_ppl val_top1_error error_rate RMSE validation-rmse train-error valid_0_l2 merror mlogloss
     MeanAbsolutePercentageError cross_entropy false_positive_rate false_negative_rate fpr_at_95_tpr
+    log_cosh val_assd miss_rate frr minDCF translation_edit_rate DER nlpd
     negative_log_likelihood 1-acc one_minus_ssim val_nll neg_psnr hausdorff_distance
 """
 LARGEST = """
@@ -24,9 +25,13 @@ LARGEST = """
     metrics/mAP50-95(B) metrics/precision(B) bbox_mAP_50 iou mIoU dice dice_coef f1 val_f1_score
     BinaryF1Score r2 R2Score explained_variance bleu BLEU-4 rouge rougeL mcc kappa hits@10 recall@5
     ndcg@10 precision_at_k spearmanr log_likelihood elbo neg_mean_squared_error mean_reward win_rate
-    true_positive_rate exact_match concordance_index
+    true_positive_rate exact_match concordance_index Prec@1 f_score r_squared BERTScore clip_score
+    mean_reciprocal_rank rand_score log_prob CCC
 """
-UNKNOWN = "score val_gap loss_scale grad_norm lr kl_weight acc_std anomaly_score metric x y_hat throughput"
+UNKNOWN = """
+    score val_gap loss_scale grad_norm lr kl_weight acc_std anomaly_score metric x y_hat throughput
+    val_loss_improvement acc_change mae_difference bits_per_second
+"""
 
 
 @pytest.mark.parametrize(
@@ -34,6 +39,18 @@ UNKNOWN = "score val_gap loss_scale grad_norm lr kl_weight acc_std anomaly_score
 )
 def test_the_direction_follows_from_the_name(names, direction):
     assert {name: find_direction(name) for name in names.split()} == dict.fromkeys(names.split(), direction)
+
+
+@pytest.mark.parametrize(
+    ("names", "expected"),
+    [
+        ("val_loss f1 score mean_rank time_to_event_mae valid_id_acc", True),
+        ("trial_id number time_ms data_time time/fps time_total_s training_iteration dur GPU_mem", False),
+    ],
+)
+def test_times_numbers_and_ids_are_no_metrics(names, expected):
+    assert {name: is_metric(name) for name in names.split()} == dict.fromkeys(names.split(), expected)
+    assert is_metric("Relative Time (Process)") is False
 
 
 def test_both_loops_have_the_same_table():

@@ -226,9 +226,22 @@ def test_of_75_runs_the_best_have_a_color():
     assert len([line for line in ax.get_lines() if line.get_label() == "67 other runs"]) == 2 * 67
 
 
-def test_18_panels_fit_on_a_screen():
-    axes = plot_logs(HISTORY[["epoch"]].assign(**{f"val_m{i}": 1.0 * i for i in range(18)}))
+@pytest.mark.parametrize(("count", "note"), [(18, ""), (60, "18 of 60 metrics, choose others with metrics")])
+def test_18_panels_fit_on_a_screen(count, note):
+    history = HISTORY[["epoch"]].assign(**{f"val_m{i}": 1.0 * i for i in range(count)})
+    axes = plot_logs(history)
     assert (len(axes), axes[0].figure.get_figheight() * 120 < 1400) == (18, True)
+    assert legend(axes[0])[0] == note
+    assert len(plot_logs(history, metrics=[*history])) == count + 1
+
+
+def test_a_long_name_fits_beside_its_panel():
+    name = "info/learner/default_policy/learner_stats/total_loss"
+    ax = plot_logs(pd.DataFrame({"epoch": [0, 1], name: [2.0, 1.0]}))
+    ax.figure.canvas.draw()
+    assert ax.get_ylabel().endswith("/learner_stats/total_loss")
+    label = ax.yaxis.label.get_window_extent()
+    assert (label.y0 >= 0, label.y1 <= ax.figure.bbox.height) == (True, True)
 
 
 @pytest.mark.parametrize("decades", [2, 5, 9, 14])
@@ -256,6 +269,18 @@ def test_into_given_axes():
     assert len(pyplot.get_fignums()) == 1
 
 
+def test_given_axes_have_a_log_scale():
+    _, ax = pyplot.subplots()
+    assert plot_logs(HISTORY, ax=ax, log=True).get_yscale() == "log"
+
+
+def test_time_of_other_tools_is_drawn_as_it_is():
+    table = pd.DataFrame({"epoch": [1, 2, 3], "time": [10.0, 20.0, 31.0], "val_loss": [3.0, 2.0, 1.0]})
+    for path, places in (("results.csv", [10, 20, 31]), ("metrics.csv", [10, 30, 61])):
+        table.to_csv(path, index=False)
+        assert plot_logs(path, x="time").get_lines()[0].get_xdata().tolist() == places
+
+
 def test_infinite_values_and_odd_names_are_drawn():
     plot_logs(pd.DataFrame({"epoch": [5, 5, 6], "val_$loss\n": [math.inf, 1, 2]})).figure.canvas.draw()
 
@@ -267,7 +292,7 @@ def test_infinite_values_and_odd_names_are_drawn():
         (HISTORY, {"x": "hour"}, ValueError, "x: got 'hour', expected one of the columns epoch, step"),
         (HISTORY, {"smooth": 1}, ValueError, "smooth: got 1, expected 0 to below 1"),
         (HISTORY[["epoch", "lr"]], {}, ValueError, "metrics: got nothing to draw, .* Write metrics=.'lr'."),
-        (HISTORY[["epoch", "note"]], {}, ValueError, "got nothing to draw, .* None of them has numbers"),
+        (HISTORY[["epoch", "note"]], {}, ValueError, "got nothing to draw, .* Only numbers are drawn"),
         ("no.csv", {}, ValueError, "plot_logs: got 'no.csv', expected a folder or a CSV file"),
         (3, {}, TypeError, "plot_logs: got int, expected a path or a DataFrame"),
         ("nowhere", {}, ValueError, "got 'nowhere', expected a folder"),
