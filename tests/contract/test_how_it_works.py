@@ -249,23 +249,6 @@ train("cut", epochs=1)
 train("cut", resume="last")
 assert read_logs("logs/cut/version_0/steps.csv").equals(rows.assign(name="cut"))
 """,
-    "Validation metrics of averaged weights": """
-for options in ({}, {"strategy": "ddp_fork", "devices": 2}):
-    kind = str(len(options))
-    whole = train("whole" + kind, save_every_n_steps=1, **options)[1]
-    train("cut" + kind, max_steps=3, save_every_n_steps=1, **options)
-    assert torch.equal(train("cut" + kind, resume="last", save_every_n_steps=1, **options)[1], whole)
-    rows = [read_logs(f"logs/{name}{kind}/version_0").iloc[-1] for name in ("whole", "cut")]
-    for column in ("val_loss", "ema_val_loss"):
-        assert rows[0][column] == rows[1][column]
-    assert rows[0]["val_loss"] != rows[0]["ema_val_loss"]
-""",
-    "Another checkpoint policy": """
-import os
-train("kept", epochs=20)
-assert sorted(name for name in os.listdir("checkpoints/kept/version_0") if name[0] != ".") == [
-    "epoch_10.ckpt", "epoch_20.ckpt", "last.ckpt"]
-""",
 }
 
 

@@ -88,8 +88,14 @@ CHECKS = {
         " and 0 < folds['mean'] < 1"
         " and f1_history['val_f1'].iloc[-1] > f1_history['val_f1'].iloc[0] > 0"
         " and sklearn_history['val_f1'].iloc[-1] > sklearn_history['val_f1'].iloc[0] > 0"
+        " and both_history['step'].tolist() == [8, 16]"
+        " and (ema_history['ema_val_loss'] != ema_history['val_loss']).all()"
         " and penalty_history['val_penalty'].iloc[-1] > 0 and list(Path('logs/boards').rglob('events*'))"
         " and stored_history['epoch'].tolist() == [0, 1, 2, 3] and not list(Path('checkpoints/stored').rglob('*.ckpt'))"
+    ),
+    "docs/troubleshooting.md": (
+        "rates['lr'].tolist() == [1e-3, 1e-4] and len(fitting) == len(own) - 3"
+        " and overfit['train_loss'].iloc[-1] < overfit['train_loss'].iloc[0] / 2"
     ),
 }
 
