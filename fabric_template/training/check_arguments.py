@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 from lightning.fabric.strategies import ModelParallelStrategy
@@ -84,15 +84,11 @@ def check_sources(stage: str, model: Any, loaders: Mapping[str, Any], datamodule
             f"`Trainer.{stage}()` requires a `LightningModule` when it hasn't been passed in a previous run."
             f" FabricLoop has not trained a model yet. Write {stage}(model, loader)."
         )
-    if datamodule is None or all(given is None for given in loaders.values()):
-        return
-    if stage == "fit":
-        raise ConfigurationError(
-            "You cannot pass `train_dataloader` or `val_dataloaders` to `trainer.fit(datamodule=...)`"
-        )
-    raise ConfigurationError(
-        f"You cannot pass both `trainer.{stage}(dataloaders=..., datamodule=...)`"
-    )
+    if datamodule is not None and any(given is not None for given in loaders.values()):
+        text = f"You cannot pass both `trainer.{stage}(dataloaders=..., datamodule=...)`"
+        if stage == "fit":
+            text = "You cannot pass `train_dataloader` or `val_dataloaders` to `trainer.fit(datamodule=...)`"
+        raise ConfigurationError(text)
 
 
 def check_step(plan: Plan, step: str) -> None:
@@ -141,7 +137,12 @@ def check_signature(plan: Plan, name: str) -> None:
     function = getattr(plan.module, "functions", {}).get(name)
     # The first argument of a step function is the model, and that of a method is self.
     first, step = ("self", method) if function is None else ("model", function)
-    check_batch_argument(name, step, first)
+    if "dataloader_iter" in parameters_of(step):
+        raise ConfigurationTypeError(
+            f"{name}: got the argument dataloader_iter, expected a batch. Write"
+            f" {name}({first}, batch, batch_idx). For several batches per step, give a list of"
+            " loaders, or a DataLoader with a larger batch_size."
+        )
     # As in Trainer, a LightningModule is not checked. Calling a wrong step raises a TypeError.
     if plan.is_lightning_module:
         return
@@ -162,16 +163,6 @@ def check_signature(plan: Plan, name: str) -> None:
             f"{name}: got {name}{written}, expected {name}({first}, batch) or {name}({first}, batch,"
             " batch_idx)."
         ) from error
-
-
-def check_batch_argument(name: str, method: Callable, first: str) -> None:
-    """Raise an error for a step that fetches its batches from Lightning's ``dataloader_iter``."""
-    if "dataloader_iter" in parameters_of(method):
-        raise ConfigurationTypeError(
-            f"{name}: got the argument dataloader_iter, expected a batch. Write"
-            f" {name}({first}, batch, batch_idx). For several batches per step, give a list of"
-            " loaders, or a DataLoader with a larger batch_size."
-        )
 
 
 def check_optimization(plan: Plan) -> None:

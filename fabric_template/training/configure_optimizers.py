@@ -102,14 +102,13 @@ def parse_optimizers(
         check_scheduler(config.scheduler)
         owner = getattr(config.scheduler, "optimizer", None)
         if all(owner is not optimizer for optimizer in optimizers):
+            text = "Some schedulers are attached with an optimizer that wasn't returned from `configure_optimizers`."
             if where == "optimizer":
-                raise ConfigurationError(
+                text = (
                     f"scheduler: got {describe(config.scheduler)} of another optimizer, expected a"
-                    " scheduler of the optimizer passed to fit. Write StepLR(optimizer, step_size=1)."
                 )
-            raise ConfigurationError(
-                "Some schedulers are attached with an optimizer that wasn't returned from `configure_optimizers`."
-            )
+                text += " scheduler of the optimizer passed to fit. Write StepLR(optimizer, step_size=1)."
+            raise ConfigurationError(text)
         if is_automatic and not has_own_scheduler_step:
             _check_interface(config.scheduler)
     return optimizers, configs
@@ -250,10 +249,10 @@ def check_parameters(
     is_distributed: bool,
 ) -> None:
     """Raise an error for the parameters ``outside`` of the model. Warn for a LightningModule."""
-    groups = [group for optimizer in optimizers for group in optimizer.param_groups]
-    count = len({id(parameter) for group in groups for parameter in group.get("params", ())})
     if not outside:
         return
+    groups = [group for optimizer in optimizers for group in optimizer.param_groups]
+    count = len({id(parameter) for group in groups for parameter in group.get("params", ())})
     if len(outside) == count and all(isinstance(p, nn.Parameter) for p in outside.values()):
         raise ConfigurationError(
             f"optimizer: got {count} parameters of another model, expected parameters of"
@@ -271,11 +270,11 @@ def check_parameters(
             stacklevel=4,
         )
         return
-    advice = f"Assign them to attributes of {type(model).__name__}, or to lists or dicts there."
-    if isinstance(model, nn.Module):
-        advice = (
-            "Put them into one module with the model, as nn.ModuleDict({'net': net, 'loss': loss})."
-        )
+    advice = (
+        "Put them into one module with the model, as nn.ModuleDict({'net': net, 'loss': loss})."
+    )
+    if not isinstance(model, nn.Module):
+        advice = f"Assign them to attributes of {type(model).__name__}, or to lists or dicts there."
     raise ConfigurationError(
         f"{text}, expected parameters of the model. They would be neither saved, nor moved to the"
         f" device, nor synchronized between processes. {advice}"

@@ -30,12 +30,8 @@ from ..lightning_compat.overrides import is_instance_of, overridden
 _CONTAINERS = (dict, list, tuple, set, frozenset, deque)
 # The methods of a LightningModule that users override.
 _HOOKS = ["setup", "teardown", "prepare_data", "backward", "optimizer_zero_grad"]
-_HOOKS += [
-    name
-    for name in dir(LightningModule)
-    if name.startswith(("on_", "configure_", "transfer_"))
-    or name.endswith(("_step", "_dataloader"))
-]
+_HOOKS += [n for n in dir(LightningModule) if n.startswith(("on_", "configure_", "transfer_"))]
+_HOOKS += [n for n in dir(LightningModule) if n.endswith(("_step", "_dataloader"))]
 
 
 class ModuleAdapter(LightningModule):
@@ -61,8 +57,9 @@ class ModuleAdapter(LightningModule):
         super().__init__()
         # Set attributes in vars(), because nn.Module would register the model as a submodule.
         attributes = vars(self)
-        for name in ("_parameters", "_buffers", "_modules"):
-            attributes[name] = vars(network)[name]
+        attributes |= {
+            name: vars(network)[name] for name in ("_parameters", "_buffers", "_modules")
+        }
         attributes |= {"model": model, "network": network, "functions": dict(functions)}
         attributes |= {name: getattr(model, name) for name in _HOOKS if overridden(model, name)}
         if "validation_step" in functions:
@@ -167,12 +164,6 @@ def check_network(model: Any, network: nn.Module) -> None:
             f"model: got {describe(model)}, expected a torch.nn.Module, or an object with a"
             " torch.nn.Module as an attribute, such as self.net."
         )
-
-
-def find_new_modules(model: Any, network: nn.Module) -> None:
-    """Add the modules that the hooks of an object have created. An nn.Module registers its own."""
-    if isinstance(network, ObjectNetwork) and creates_modules(model):
-        network.collect(model)
 
 
 def is_in_eval_mode(network: nn.Module) -> bool:

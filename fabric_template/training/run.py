@@ -16,7 +16,7 @@ from ..loggers.result_collection import ResultCollection
 from ..loggers.row import RowWriter
 from ..plain_state import PlainState
 from .hooks import Hooks
-from .module_adapter import StepRunner, find_new_modules
+from .module_adapter import ObjectNetwork, StepRunner, creates_modules
 from .optimization import Optimization
 from .progress import Progress, StopCondition, ValidationSchedule
 
@@ -95,8 +95,9 @@ class Run:
         self.optimization = self.optimization.start()
 
     def find_new_modules(self) -> None:
-        """Add the modules that the hooks of an object have created to its network."""
-        find_new_modules(self.model, self.network)
+        """Add the modules that the hooks of an object have created. An nn.Module registers its own."""
+        if isinstance(self.network, ObjectNetwork) and creates_modules(self.model):
+            self.network.collect(self.model)
 
     @property
     def should_validate(self) -> bool:
