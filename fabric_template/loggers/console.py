@@ -52,6 +52,8 @@ class Console:
         # The best value of the monitor in the rows so far.
         self._best = math.nan
         self._columns: list[str] = []
+        # The columns that fit into the terminal.
+        self._shown: list[str] = []
         # A key of SECONDS_BETWEEN_DRAWS, or an empty string before the first bar.
         self._output = ""
         self._bar = ""
@@ -179,10 +181,15 @@ class Console:
         columns = dict.fromkeys([*cells, *self._columns])
         if len(columns) > len(self._columns):
             self._columns = sorted(columns, key=lambda name: name in CLOCKS)
-            self._print(align_cells({name: name for name in columns}, self._columns))
+            self._shown = self._columns
+            if sys.stdout.isatty():
+                width = shutil.get_terminal_size().columns
+                self._shown = fitting_columns(self._columns, self._monitor, width)
+            more = "  …" if len(self._shown) < len(self._columns) else ""
+            self._print(align_cells({name: name for name in columns}, self._shown) + more)
         if self._monitor in cells:
             cells[self._monitor] += "*" if self._is_best(row[self._monitor]) else " "
-        self._print(align_cells(cells, self._columns))
+        self._print(align_cells(cells, self._shown))
         if is_slow and not self._has_hinted:
             self._has_hinted = True
             text = f"Training waits for batches for {share:.0%} of the time."
@@ -278,11 +285,24 @@ def bar_values(run: Run) -> dict[str, float]:
 
 def align_cells(cells: Mapping[str, str], columns: Sequence[str]) -> str:
     """Return a line of the table, in which every column has a fixed width."""
-    padded = []
-    for name in columns:
-        width = max(len(name), 5 if name in ("epoch", "step") else 8)
-        padded.append(f"{cells.get(name, ''):>{width}}")
-    return "  ".join(padded).rstrip()
+    return "  ".join(f"{cells.get(n, ''):>{column_width(n)}}" for n in columns).rstrip()
+
+
+def column_width(name: str) -> int:
+    return max(len(name), 5 if name in ("epoch", "step") else 8)
+
+
+def fitting_columns(columns: Sequence[str], monitor: str, width: int) -> list[str]:
+    """Return the columns of the table that fit into a terminal. metrics.csv has all columns."""
+    fitting = list(columns)
+    for name in reversed(columns):
+        # The header ends with "…" if columns are left out.
+        space = width if len(fitting) == len(columns) else width - 3
+        if sum(column_width(other) + 2 for other in fitting) - 2 < space:
+            break
+        if name not in ("epoch", "step", "time", "waiting", monitor):
+            fitting.remove(name)
+    return fitting
 
 
 # Summary

@@ -273,6 +273,27 @@ def test_a_validation_inside_an_epoch_has_a_line(tmp_path, capsys):
     assert [line[:2] for line in lines if line[0].isdigit()] == [["0", "4"], ["0", "8"], ["0", "10"]]
 
 
+@pytest.mark.parametrize("columns", [60, 80, 100])
+@pytest.mark.parametrize("num_metrics", [1, 12])
+def test_the_table_fits_into_a_terminal(tmp_path, terminal, monkeypatch, columns, num_metrics):
+    class Verbose(Plain):
+        def training_step(self, batch):
+            self.log_dict({f"metric_{i}": 1.0 for i in range(num_metrics)}, on_epoch=True, on_step=False)
+            return super().training_step(batch)
+
+    monkeypatch.setenv("COLUMNS", str(columns))
+    options = {"val": val_loader, "max_steps": 10, "val_check_interval": 4, "monitor": "val_acc"}
+    *_, history = fit(terminal, tmp_path, Verbose, **options)
+    header, *rows = [
+        line for line in visible(terminal.getvalue()).splitlines() if line[:5].strip(" 0123456789") in ("", "epoch")
+    ]
+    header = header.split()
+    assert {"epoch", "step", "val_acc", "time"} <= {*header}
+    assert max(map(len, rows)) < columns
+    is_complete = {*history.columns} - {"waiting"} <= {*header}
+    assert (header[-1] == "…") is not is_complete
+
+
 def test_a_long_epoch_has_a_line_per_minute_in_a_log_file(tmp_path, capsys, monkeypatch):
     now = [100.0]
     monkeypatch.setattr(console.time, "monotonic", lambda: now[0])
