@@ -111,19 +111,16 @@ def check_new_parameters(run: Run, before: list[str], hook: str) -> None:
     Args:
         before: The names of the parameters before the hook.
     """
-    if not run.fabric.world_size > 1:
-        return
-    created = [name for name, _ in run.network.named_parameters() if name not in set(before)]
-    advice = "Create it in __init__ or configure_model."
-    if created and hook == "on_fit_start":
+    reason = ""
+    if hook == "on_fit_start":
+        reason = "in a run of several processes, which would not synchronize it"
+    elif is_spawning(run.fabric):
+        reason = "in a process that the strategy spawns. The caller's model would lack it"
+    known = set(before)
+    created = [name for name, _ in run.network.named_parameters() if name not in known]
+    if created and reason and run.fabric.world_size > 1:
         raise ConfigurationError(
-            f"{hook}: got the new parameter {created[0]!r} in a run of several processes, which would"
-            f" not synchronize it. {advice}"
-        )
-    if created and is_spawning(run.fabric):
-        raise ConfigurationError(
-            f"{hook}: got the new parameter {created[0]!r} in a process that the strategy spawns. The"
-            f" caller's model would lack it. {advice}"
+            f"{hook}: got the new parameter {created[0]!r} {reason}. Create it in __init__ or configure_model."
         )
 
 

@@ -74,23 +74,15 @@ def _read_sizes() -> tuple[int, int]:
     """Return the number of processes, and the number on this machine."""
     if is_joined():
         total = torch.distributed.get_world_size()
-        return total, read_variable("local_size", total)
-    if TorchElasticEnvironment.detect():
-        return int(os.environ["WORLD_SIZE"]), int(os.environ["LOCAL_WORLD_SIZE"])
-    if SLURMEnvironment.detect():
+    elif SLURMEnvironment.detect() and not TorchElasticEnvironment.detect():
         total = int(os.environ.get("SLURM_NTASKS", 1))
         return total, total // int(os.environ.get("SLURM_NNODES", 1))
-    total = describes_group() or 1
+    else:
+        # Lightning's own launcher sets WORLD_SIZE, but not RANK.
+        pairs = zip(_VARIABLES["world_size"], _VARIABLES["rank"], strict=True)
+        sizes = [size for size, rank in pairs if size in os.environ and rank in os.environ]
+        total = int(os.environ[sizes[0]]) if sizes else 1
     return total, read_variable("local_size", total)
-
-
-def describes_group() -> int | None:
-    """Return the number of processes in the variables of a launcher, or None without a rank."""
-    # Lightning's own launcher sets WORLD_SIZE, but not RANK.
-    for size, rank in zip(_VARIABLES["world_size"], _VARIABLES["rank"], strict=True):
-        if size in os.environ and rank in os.environ:
-            return int(os.environ[size])
-    return None
 
 
 def read_variable(name: str, default: int) -> int:
@@ -135,7 +127,7 @@ def check_launched(fabric: Fabric) -> None:
         )
 
 
-class GroupEnvironment(ClusterEnvironment):
+class GroupEnvironment(TorchElasticEnvironment):
     """Describes a group that exists, or that RANK and WORLD_SIZE or the variables of MPI describe.
 
     Args:
@@ -147,32 +139,7 @@ class GroupEnvironment(ClusterEnvironment):
         super().__init__()
         self._local_size, self._num_nodes = local_size, num_nodes
         if not is_joined() and ("MASTER_ADDR" not in os.environ or "MASTER_PORT" not in os.environ):
-            self._choose_address()
-
-    def _choose_address(self) -> None:
-        """Choose the same address in all processes of a job of MPI on one machine."""
-        names = ("PMIX_NAMESPACE", "OMPI_MCA_ess_base_jobid", "PMI_JOBID")
-        job = next((os.environ[name] for name in names if name in os.environ), None)
-        if job is None or self._num_nodes > 1:
-            raise ConfigurationError(
-                f"MASTER_ADDR, MASTER_PORT: got none for a group of {self._local_size * self._num_nodes}"
-                " processes, expected the address of the first process in both variables. Set them, or start"
-                " the script with torchrun."
-            )
-        os.environ["MASTER_ADDR"] = "127.0.0.1"
-        os.environ["MASTER_PORT"] = str(20000 + zlib.crc32(job.encode()) % 20000)
-
-    @property
-    def creates_processes_externally(self) -> bool:
-        return True
-
-    @property
-    def main_address(self) -> str:
-        return os.environ["MASTER_ADDR"]
-
-    @property
-    def main_port(self) -> int:
-        return int(os.environ["MASTER_PORT"])
+            choose_address(local_size, num_nodes)
 
     @staticmethod
     def detect() -> bool:
@@ -181,17 +148,24 @@ class GroupEnvironment(ClusterEnvironment):
     def world_size(self) -> int:
         return self._local_size * self._num_nodes
 
-    def set_world_size(self, size: int) -> None:
-        """Keep the size of the group."""
-
     def global_rank(self) -> int:
         return torch.distributed.get_rank() if is_joined() else read_variable("rank", 0)
-
-    def set_global_rank(self, rank: int) -> None:
-        """Keep the rank in the group."""
 
     def local_rank(self) -> int:
         return read_variable("local_rank", self.global_rank() % self._local_size)
 
     def node_rank(self) -> int:
         return self.global_rank() // self._local_size
+
+
+def choose_address(local_size: int, num_nodes: int) -> None:
+    """Choose the same address in all processes of a job of MPI on one machine."""
+    names = ("PMIX_NAMESPACE", "OMPI_MCA_ess_base_jobid", "PMI_JOBID")
+    job = next((os.environ[name] for name in names if name in os.environ), None)
+    if job is None or num_nodes > 1:
+        raise ConfigurationError(
+            f"MASTER_ADDR, MASTER_PORT: got none for a group of {local_size * num_nodes} processes, expected"
+            " the address of the first process in both variables. Set them, or start the script with torchrun."
+        )
+    os.environ["MASTER_ADDR"] = "127.0.0.1"
+    os.environ["MASTER_PORT"] = str(20000 + zlib.crc32(job.encode()) % 20000)
