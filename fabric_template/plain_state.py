@@ -145,10 +145,7 @@ class Encoder:
     """
 
     def __init__(
-        self,
-        device: torch.device,
-        covered: Collection[int] = (),
-        most_bytes: int = _MOST_BYTES,
+        self, device: torch.device, covered: Collection[int] = (), most_bytes: int = _MOST_BYTES
     ) -> None:
         self._device, self._covered, self._most_bytes = device, covered, most_bytes
         # Keep each value, so that no other value gets its id.
@@ -203,10 +200,10 @@ class Encoder:
             raise NotPlainError
         self._count(size=array.nbytes)
         kind = "array" if isinstance(value, np.ndarray) else "scalar"
-        data = (
-            torch.frombuffer(bytearray(array.tobytes()), dtype=torch.uint8) if array.size else None
-        )
-        return kind, data, array.dtype.str, list(array.shape)
+        data = bytearray(array.tobytes())
+        # torch.frombuffer accepts no empty buffer.
+        encoded = torch.frombuffer(data, dtype=torch.uint8) if data else None
+        return kind, encoded, array.dtype.str, list(array.shape)
 
     def _count(self, size: int = 0, items: int = 0) -> None:
         self._bytes += size
@@ -268,12 +265,10 @@ def replace_content(current: Any, value: Any) -> bool:
         current.requires_grad_(value.requires_grad)
     elif kind is np.ndarray and current.flags.writeable:
         current[...] = value
-    elif kind is list:
-        current[:] = value
     elif kind in (set, dict, OrderedDict, Counter, defaultdict):
         current.clear()
         current.update(value)
-    elif kind is deque and current.maxlen == value.maxlen:
+    elif kind is list or (kind is deque and current.maxlen == value.maxlen):
         current.clear()
         current.extend(value)
     else:
@@ -353,9 +348,10 @@ class PlainState:
                 with self._guarded(f"the generator {name}"):
                     set_generator_state(generators[name], state)
 
-    def state_dict(self) -> dict[str, Any]:
+    def state_dict(self, has_attributes: bool = True) -> dict[str, Any]:
         """Return the states of the generators, and the attributes that have changed."""
-        return {"generators": self.generator_states(), "attributes": self.changed_attributes()}
+        attributes = self.changed_attributes() if has_attributes else {}
+        return {"generators": self.generator_states(), "attributes": attributes}
 
     def changed_attributes(self) -> dict[str, dict[str, Any]]:
         """Return the encoded attributes of each object that have changed since the start."""
@@ -402,18 +398,15 @@ class PlainState:
     def replaced(self, state: dict[str, Any]) -> Iterator[None]:
         """Set the generators and attributes of a state in a block, and undo this at its end."""
         generators = self.generator_states()
-        namespaces = {
-            name: self._parts[name].namespace()
-            for name in state["attributes"].keys() & self._parts.keys()
-        }
-        previous = {name: dict(namespace) for name, namespace in namespaces.items()}
+        previous = {name: dict(part.namespace()) for name, part in self._parts.items()}
         self.load_generator_states(state["generators"])
         self.load_attributes(state["attributes"], is_in_place=False)
         try:
             yield
         finally:
             self.load_generator_states(generators)
-            for name, namespace in namespaces.items():
+            for name in previous.keys() & state["attributes"].keys():
+                namespace = self._parts[name].namespace()
                 for attribute in state["attributes"][name]:
                     if attribute in previous[name]:
                         namespace[attribute] = previous[name][attribute]

@@ -38,7 +38,9 @@ _LIGHTNING = ("lightning.", "pytorch_lightning.")
 _LIBRARIES = ("torch.", "torchdata.", *_LIGHTNING)
 # A stream may hold the loop or a callback, whose attributes are not state of the stream.
 _NOT_ENTERED = (__name__.partition(".")[0] + ".", *_LIGHTNING)
-_RANDOM_SAMPLERS = (RandomSampler, WeightedRandomSampler, SubsetRandomSampler)
+_DRAWING_SAMPLERS: Any = (
+    RandomSampler | WeightedRandomSampler | SubsetRandomSampler | DistributedSamplerWrapper
+)
 # DataLoader sets these attributes itself.
 _OF_LOADER = frozenset(vars(DataLoader([])))  # type: ignore[arg-type]
 # The iterator of a pass is not part of the state between passes.
@@ -48,13 +50,11 @@ _MISSING: Any = object()
 
 def find_stateful_part(loader: Any) -> Any:
     """Return the object that saves the position: the loader, or an iterable dataset, or None."""
-    samplers = samplers_of(loader)
-    is_wrapped = any(isinstance(sampler, DistributedSamplerWrapper) for sampler in samplers)
-    is_random = any(isinstance(sampler, _RANDOM_SAMPLERS) for sampler in samplers)
-    is_known = all(has_state(part) or is_of_library(part) for part in samplers)
-    if is_wrapped or is_random or not is_known:
-        # The state of a loader does not contain the order that such a sampler has drawn.
-        return None
+    for sampler in samplers_of(loader):
+        is_known = has_state(sampler) or is_of_library(sampler)
+        if isinstance(sampler, _DRAWING_SAMPLERS) or not is_known:
+            # The state of a loader does not contain the order that such a sampler has drawn.
+            return None
     dataset, has_workers = getattr(loader, "dataset", None), getattr(loader, "num_workers", 0) > 0
     is_stream = isinstance(dataset, IterableDataset)
     if has_workers and not is_stream:
@@ -66,13 +66,11 @@ def find_stateful_part(loader: Any) -> Any:
 
 def parts_of_order(loader: Any) -> dict[str, Part]:
     """Return the objects that decide about the order of samples: the loader and its samplers."""
-    samplers = {f"sampler {index}": part for index, part in enumerate(samplers_of(loader))}
-    for name, sampler in list(samplers.items()):
-        if hasattr(sampler, "given_sampler"):
-            samplers[f"{name}, given"] = sampler.given_sampler
+    samplers = samplers_of(loader)
+    samplers += [part.given_sampler for part in samplers if hasattr(part, "given_sampler")]
     parts = {
-        name: Part(part, has_attributes=not (has_state(part) or is_of_library(part)))
-        for name, part in samplers.items()
+        f"sampler {index}": Part(part, has_attributes=not (has_state(part) or is_of_library(part)))
+        for index, part in enumerate(samplers)
     }
     has_attributes = not (has_state(loader) or isinstance(loader, TensorLoader))
     return {"loader": Part(loader, _OF_LOADER, has_attributes), **parts}
@@ -120,6 +118,26 @@ def samplers_of(loader: Any) -> list[Any]:
     inner = getattr(batch_sampler, "sampler", None)
     found = (getattr(loader, "sampler", None), batch_sampler, inner)
     return list({id(sampler): sampler for sampler in found if sampler is not None}.values())
+
+
+def find_restart_problem(loader: Any, hides_workers: bool) -> str:
+    """Return the reason why a loader continues in each epoch, and cannot start in a later one.
+
+    Args:
+        hides_workers: Whether the loader has workers, whose random states are not recorded.
+    """
+    kind = type(loader).__name__
+    if hides_workers and getattr(loader, "persistent_workers", False):
+        return (
+            f"{kind} has persistent workers, whose random states it does not save. Write"
+            " persistent_workers=False"
+        )
+    if holds_iterator(loader):
+        return (
+            f"{kind} holds an iterator that continues in each epoch, so its position cannot be"
+            " restored. Give the loader or its dataset state_dict() and load_state_dict()"
+        )
+    return ""
 
 
 def holds_iterator(loader: Any) -> bool:

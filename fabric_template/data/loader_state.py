@@ -30,8 +30,8 @@ from ..plain_state import Part, PlainState
 from ..rng_state import capture_rng_state, restore_rng_state, unchanged_rng_state
 from .loader_parts import (
     StreamState,
+    find_restart_problem,
     find_stateful_part,
-    holds_iterator,
     objects_of_samples,
     parts_of_order,
     parts_of_samples,
@@ -41,6 +41,10 @@ from .tensor_loader import TensorLoader
 
 # This value marks the end of an iterator.
 END: Any = object()
+STICKY_POSITION = (
+    "Its load_state_dict() seems to set where each later pass starts. Reset that position at the end"
+    " of __iter__."
+)
 
 
 class ResumableLoader:
@@ -53,6 +57,7 @@ class ResumableLoader:
         passes: Number of starts in this epoch. CombinedLoader restarts short loaders.
         batches: Number of batches read since the loader was last started.
         is_finished: Whether the loader has no batches left.
+        restart_problem: The reason why no run can resume after the first epoch, with a fix, or "".
         workers: The random state of each worker after its last batch, or None before its first
             batch. Persistent workers keep their states between passes.
     """
@@ -88,8 +93,10 @@ class ResumableLoader:
         }
         # The random states of workers are recorded only for a plain DataLoader.
         self._hides_workers = not is_plain and getattr(loader, "num_workers", 0) > 0
-        self._keeps_workers = self._hides_workers and getattr(loader, "persistent_workers", False)
-        self._continues = stream is None and (holds_iterator(loader) or self._keeps_workers)
+        self.restart_problem = ""
+        if stream is None:
+            self.restart_problem = find_restart_problem(loader, self._hides_workers)
+        # Whether the loader has ended a pass, so that a loader which continues cannot resume.
         self._has_continued = False
 
     def __iter__(self) -> Iterator[Any]:
@@ -139,7 +146,7 @@ class ResumableLoader:
 
     def _start_pass(self) -> Generator[Any]:
         self.passes += 1
-        self._has_continued = self._continues and (self._has_continued or self.is_used)
+        self._has_continued = self._has_continued or self.is_used
         self.batches, self.is_finished = 0, False
         if not self._is_persistent:
             self.workers = [None] * len(self.workers)
@@ -155,7 +162,7 @@ class ResumableLoader:
         if "stream" in state and self._stream is not None:
             with self._stream.loaded(state["stream"]):
                 iterator = iter(self.loader)
-            self._warn_of_workers(self._hides_workers)
+            self._warn_of_workers(is_in_pass=True)
             self._resumed_at = done
             return self._read(iterator)
         # If only some workers have returned a batch, read all finished batches again.
@@ -221,8 +228,7 @@ class ResumableLoader:
         if resumed is not None and self.is_sticky and self.batches > 0:
             warnings.warn(
                 f"resume: {type(self.loader).__name__} gave {resumed[0]} batches in the resumed epoch, and"
-                f" only {self.batches} in the next one. Its load_state_dict() seems to set where each"
-                " later pass starts. Reset that position at the end of __iter__.",
+                f" only {self.batches} in the next one. {STICKY_POSITION}",
                 stacklevel=2,
             )
 
@@ -278,8 +284,8 @@ class ResumableLoader:
             "workers": list(self.workers),
             "workers_at_start": self._workers_at_start,
             "is_indexed": self._is_indexed,
-            **self._plain(only_generators=is_per_batch and not is_read_by_index),
-            "has_continued": self._has_continued or (self._continues and is_over),
+            **self._plain(has_attributes=is_read_by_index or not is_per_batch),
+            "has_continued": self._has_continued or is_over,
         }
         if self._stream is not None:
             state["stream"] = {"state": self._stream.state(), "attributes": {}}
@@ -290,22 +296,6 @@ class ResumableLoader:
         if self._stream is None or "stream" not in state:
             return state
         return {**state, "stream": {**state["stream"], "attributes": self._stream.attributes()}}
-
-    @property
-    def restart_problem(self) -> str:
-        """The reason why no run can resume after the first epoch, with a fix. "" if a run can."""
-        if not self._continues:
-            return ""
-        kind = type(self.loader).__name__
-        if self._keeps_workers:
-            return (
-                f"{kind} has persistent workers, whose random states it does not save. Write"
-                " persistent_workers=False"
-            )
-        return (
-            f"{kind} holds an iterator that continues in each epoch, so its position cannot be"
-            " restored. Give the loader or its dataset state_dict() and load_state_dict()"
-        )
 
     def check_restart(self) -> None:
         """Raise an error for a loader that continues in each epoch, because it would start again."""
@@ -337,26 +327,22 @@ class ResumableLoader:
                 for sampler in samplers_of(self.loader):
                     next(iter(sampler), None)
             self._stream.end_pass()
-            self._warn_of_workers(self._keeps_workers)
+            self._warn_of_workers(is_in_pass=False)
             self._resumed = (state["batches"], 0) if state["is_finished"] else None
         self._restore(state)
 
-    def _warn_of_workers(self, is_inexact: bool) -> None:
-        if is_inexact:
+    def _warn_of_workers(self, is_in_pass: bool) -> None:
+        is_persistent = getattr(self.loader, "persistent_workers", False)
+        if self._hides_workers and (is_in_pass or is_persistent):
             warnings.warn(
                 f"resume: {type(self.loader).__name__} does not save the random states of its workers. If the"
                 " stream draws random numbers in a worker, use num_workers=0 for an exact resume.",
                 stacklevel=2,
             )
 
-    def _plain(self, only_generators: bool = False) -> dict[str, Any]:
+    def _plain(self, has_attributes: bool = True) -> dict[str, Any]:
         """Return the plain states of the samplers ("order") and of the dataset ("samples")."""
-        states = self._plain_states.items()
-        if only_generators:
-            return {
-                n: {"generators": part.generator_states(), "attributes": {}} for n, part in states
-            }
-        return {name: part.state_dict() for name, part in states}
+        return {name: part.state_dict(has_attributes) for name, part in self._plain_states.items()}
 
     def _capture(self) -> dict[str, Any]:
         return {"rng": capture_rng_state(), **self._plain()}

@@ -8,9 +8,10 @@ import os
 import warnings
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from functools import partial
 from itertools import chain, count, islice, repeat
 from time import perf_counter
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from lightning.fabric.utilities import move_data_to_device
@@ -27,7 +28,7 @@ from ..lightning_compat.private import combined_mode
 from ..rng_state import capture_rng_state, restore_rng_state, unchanged_rng_state
 from .check_loader import check_loader
 from .loader_parts import samplers_of
-from .loader_state import END, ResumableLoader
+from .loader_state import END, STICKY_POSITION, ResumableLoader
 from .samplers import Predictions, TrackingBatchSampler, prepare_loader
 from .tensor_loader import TensorLoader
 
@@ -39,6 +40,10 @@ _ACTIONS = {
     "train": "[_TrainingEpochLoop].train_dataloader_next",
     "predict": "[_PredictionLoop].predict_next",
 }
+_USED_UP = (
+    "An iterator is used up after one pass: give an object that starts from its beginning with each"
+    " iter(), such as a DataLoader or a list."
+)
 
 
 class DataConnector:
@@ -103,24 +108,16 @@ class DataConnector:
         epochs = self.run.progress.epochs_done - self.created[kind].loaded_in_epoch
         return every > 0 and epochs >= every
 
-    def _create(self, kind: str, stage: str, combined: CombinedLoader) -> StageLoaders:
-        loaders = StageLoaders(self.run, stage, combined, previous=self.created.get(kind))
-        self.created[kind] = loaders
-        return loaders
-
-    def _load(self, stage: str, mode: Literal["max_size_cycle", "sequential"]) -> CombinedLoader:
-        """Return the loaders of a stage, with the samplers that this run needs."""
+    def _create(self, kind: str, stage: str) -> StageLoaders:
         with self._state_of_load(stage):
-            combined = combine_loaders(self.request(stage), mode)
+            combined = combine_loaders(self.request(stage), is_training=kind == "train")
             for loader in combined.flattened:
                 # Call iter() like Trainer, because iter() may draw random numbers.
                 if not isinstance(loader, DataLoader | TensorLoader):
                     iter(loader)
-        return self._prepare(combined, stage)
-
-    def _prepare(self, combined: CombinedLoader, stage: str) -> CombinedLoader:
-        loaders = [prepare_loader(self.run, loader, stage) for loader in combined.flattened]
-        return with_loaders(combined, loaders)
+        loaders = StageLoaders(self.run, stage, combined, previous=self.created.get(kind))
+        self.created[kind] = loaders
+        return loaders
 
     @contextmanager
     def _state_of_load(self, stage: str) -> Iterator[None]:
@@ -152,7 +149,7 @@ class DataConnector:
         run = self.run
         if run.config.limit_train_batches == 0 or not self._is_load_due("train"):
             return
-        self._create("train", "train", self._load("train", "max_size_cycle"))
+        self._create("train", "train")
         run.progress.count_train_batches(self.train.num_batches)
         for loader in self.train.resumable if run.config.enable_checkpointing else ():
             if loader.restart_problem:
@@ -190,7 +187,7 @@ class DataConnector:
         if "evaluation" in self.created:
             # Count the batches of the new loaders from 0. Loggers use this count as the step.
             run.progress.restart_eval_steps()
-        loaders = self._create("evaluation", stage, self._load(stage, "sequential"))
+        loaders = self._create("evaluation", stage)
         if run.loop.sanity_checking and run.config.check_val_every_n_epoch not in (None, 1):
             # With check_val_every_n_epoch > 1, Trainer reloads loaders after the sanity check.
             loaders.loaded_in_epoch = -math.inf
@@ -209,10 +206,9 @@ class DataConnector:
             self.setup_eval_loaders("val")
 
     def prepare_apart(self, source: Any) -> StageLoaders:
-        """Return validation loaders for ``evaluate_apart``, with the samplers that this run needs."""
+        """Return validation loaders for ``evaluate_apart``."""
         check_loaders(source, "evaluate_apart: got {}, expected batches.")
-        combined = self._prepare(combine_loaders(source, "sequential"), "val")
-        return StageLoaders(self.run, "val", combined, previous=None)
+        return StageLoaders(self.run, "val", combine_loaders(source))
 
     def teardown(self) -> None:
         """Shut down the workers of every loader."""
@@ -262,15 +258,18 @@ def has_loader(given: Mapping[str, Any], source: Any, stage: str) -> bool:
 
 def check_loaders(source: Any, found: str) -> None:
     """Raise an error for loaders that do not yield batches, which starts with ``found``."""
-    for loader in combine_loaders(source, "sequential").flattened:
+    for loader in combine_loaders(source).flattened:
         check_loader(loader, found)
 
 
 class StageLoaders:
-    """The loaders of a stage, prepared for this run.
+    """The loaders of a stage, with the samplers that this run needs.
+
+    Args:
+        previous: The loaders of the stage before a reload.
 
     Attributes:
-        loaders: The loaders with the samplers of this run. ``as_given`` is their list or dict.
+        loaders: The loaders. ``as_given`` is their list or dict.
         resumable: A ResumableLoader around each loader. ``_combined`` iterates over these.
         limits: The number of batches to read from each loader.
         num_batches: The number of batches of all loaders; infinite if it is unknown.
@@ -279,20 +278,19 @@ class StageLoaders:
     """
 
     def __init__(
-        self, run: Run, stage: str, combined: CombinedLoader, previous: StageLoaders | None
+        self, run: Run, stage: str, combined: CombinedLoader, previous: StageLoaders | None = None
     ) -> None:
         self.run, self.stage, self._mode = run, stage, combined_mode(combined)
-        self.loaders: list[Any] = combined.flattened
-        self.as_given: Any = combined.iterables
+        self.loaders = [prepare_loader(run, loader, stage) for loader in combined.flattened]
+        self.as_given: Any = with_loaders(combined, self.loaders).iterables
         limit = getattr(run.config, f"limit_{stage}_batches")
         name = run.plan.loop_name
         self.limits = [count_batches(loader, limit, stage, name) for loader in self.loaders]
         self.num_batches = self.count_batches()
         check_lengths(run, self.limits, stage)
         # The persistent workers of a loader continue if a reload returns the same loader.
-        known: dict[int, Any] = {}
-        if previous is not None:
-            known = {id(part.loader): part for part in previous.resumable}
+        used = previous.resumable if previous is not None else []
+        known: dict[int, Any] = {id(part.loader): part for part in used}
         self.resumable: list[ResumableLoader] = [
             known.pop(id(x), None) or ResumableLoader(x) for x in self.loaders
         ]
@@ -352,17 +350,12 @@ class StageLoaders:
             self.iterator = (item for item in self._combined)
 
     def batches(self, max_batches: int | float = math.inf) -> Iterator[tuple[Any, int, int]]:
-        """Return an iterator of (batch on the device, batch_idx, dataloader_idx)."""
-        transfer, items = make_transfer(self.run), self.raw_batches(max_batches)
-        if transfer is None:
-            return items
-        return ((transfer(batch, loader), index, loader) for batch, index, loader in items)
-
-    def raw_batches(self, max_batches: int | float = math.inf) -> Iterator[tuple[Any, int, int]]:
-        """Yield (batch, batch_idx, dataloader_idx)."""
+        """Yield (batch on the device, batch_idx, dataloader_idx)."""
         items, num_batches, data = self.iterator, self.count_batches(max_batches), self.run.data
+        transfer = make_transfer(self.run)
         if self.run.hooks.profiler is not None:
-            items = self._profiled(items)
+            action = _ACTIONS.get(self.stage, f"[_EvaluationLoop].{self.stage}_next")
+            items = iter(partial(self.run.hooks.with_profiler(action, next), items, END), END)
         if self._has_uneven_end:
             items = self._until_first_end(items)
         if self._is_read_ahead:
@@ -374,16 +367,14 @@ class StageLoaders:
         for item in islice(items, most):
             data.seconds_waited += now() - requested
             self._num_given += 1
-            yield item
+            if transfer is None:
+                yield item
+            else:
+                batch, batch_idx, dataloader_idx = item
+                yield transfer(batch, dataloader_idx), batch_idx, dataloader_idx
             requested = now()
         self.end_pass()
         self._check_empty_loaders()
-
-    def _profiled(self, items: Iterator[Any]) -> Iterator[Any]:
-        action = _ACTIONS.get(self.stage, f"[_EvaluationLoop].{self.stage}_next")
-        fetch = self.run.hooks.with_profiler(action, next)
-        while (item := fetch(items, END)) is not END:
-            yield item
 
     def _until_first_end(self, items: Iterator[Any]) -> Iterator[Any]:
         """End in all processes with the first stream that ends. Compare after each read."""
@@ -422,17 +413,9 @@ class StageLoaders:
         for limit, loader in zip(self.limits, self.resumable, strict=True):
             if loader.batches or not limit:
                 continue
-            message = f"The {self.stage} loader ({type(loader.loader).__name__}) gave no batch in this pass."
-            if loader.is_sticky:
-                message += (
-                    " Its load_state_dict() seems to set where each later pass starts. Reset that position"
-                    " at the end of __iter__."
-                )
-            else:
-                message += (
-                    " An iterator is used up after one pass: give an object that starts from its beginning"
-                    " with each iter(), such as a DataLoader or a list."
-                )
+            name = type(loader.loader).__name__
+            message = f"The {self.stage} loader ({name}) gave no batch in this pass. "
+            message += STICKY_POSITION if loader.is_sticky else _USED_UP
             is_used_up = isinstance(loader.loader, Iterator) or loader.is_sticky
             if self.stage == "train" and (is_used_up or self.run.stop.max_epochs == -1):
                 raise ConfigurationError(message)
@@ -484,12 +467,11 @@ class StageLoaders:
 
     def batch_indices(self, dataloader_idx: int, batch_idx: int) -> list[int]:
         """Return the sample indices of a predicted batch; empty for loaders without indices."""
-        loader = self.loaders[dataloader_idx]
-        if isinstance(loader, TensorLoader):
-            return loader.batch_indices(batch_idx)
-        sampler = getattr(loader, "batch_sampler", None)
-        seen = sampler.seen if isinstance(sampler, TrackingBatchSampler) else []
-        return seen[batch_idx] if batch_idx < len(seen) else []
+        part = self.loaders[dataloader_idx]
+        if not isinstance(part, TensorLoader):
+            part = getattr(part, "batch_sampler", None)
+        has_indices = isinstance(part, TensorLoader | TrackingBatchSampler)
+        return part.batch_indices(batch_idx) if has_indices else []
 
 
 def step_back(position: dict[str, Any], dropped: int) -> dict[str, Any]:
@@ -506,13 +488,14 @@ def step_back(position: dict[str, Any], dropped: int) -> dict[str, Any]:
 # Nested loaders and lengths
 
 
-def combine_loaders(source: Any, mode: Literal["max_size_cycle", "sequential"]) -> CombinedLoader:
+def combine_loaders(source: Any, is_training: bool = False) -> CombinedLoader:
     """Return a CombinedLoader around the given loaders, or the CombinedLoader that was given.
 
     A list of loaders counts as several loaders. A list of batches counts as one loader.
     """
     if is_instance_of(source, "CombinedLoader"):
         return source
+    mode: Any = "max_size_cycle" if is_training else "sequential"
     with warnings.catch_warnings():
         # CombinedLoader uses a class of torch that is deprecated.
         warnings.filterwarnings("ignore", ".*LeafSpec", FutureWarning)

@@ -63,10 +63,8 @@ def prepare_loader(run: Run, loader: Any, stage: str) -> Any:
 def prepare_tensor_loader(run: Run, loader: TensorLoader, stage: str) -> TensorLoader:
     """Return a TensorLoader with the order of samples that a DataLoader would have in this run."""
     num_replicas, rank = replicas_and_rank(run)
-    shuffle, is_prediction = loader.shuffle, stage == "predict"
-    if shuffle and is_overfitting(run):
-        warn_of_overfitting(run, stage)
-        shuffle = False
+    is_prediction = stage == "predict"
+    shuffle = loader.shuffle and not turn_off_shuffling(run, stage)
     if num_replicas > 1:
         shuffle = (shuffle or stage == "train") and not run.config.overfit_batches
     # Like Trainer, predict the samples of an incomplete last batch.
@@ -76,16 +74,15 @@ def prepare_tensor_loader(run: Run, loader: TensorLoader, stage: str) -> TensorL
     return loader.for_rank(rank, num_replicas, run.data.common_seed(), is_padded=not is_prediction)
 
 
-def is_overfitting(run: Run) -> bool:
-    """Return whether the option overfit_batches turns off shuffling in this run."""
-    return bool(run.config.overfit_batches) and run.stage == "fit"
-
-
-def warn_of_overfitting(run: Run, stage: str) -> None:
-    run.warn_once(
-        f"You requested to overfit but enabled {stage} dataloader shuffling. We are turning off the"
-        f" {stage} dataloader shuffling for you."
-    )
+def turn_off_shuffling(run: Run, stage: str) -> bool:
+    """Return True with a warning if the option overfit_batches turns off shuffling in this run."""
+    is_overfitting = bool(run.config.overfit_batches) and run.stage == "fit"
+    if is_overfitting:
+        run.warn_once(
+            f"You requested to overfit but enabled {stage} dataloader shuffling. We are turning off the"
+            f" {stage} dataloader shuffling for you."
+        )
+    return is_overfitting
 
 
 def replicas_and_rank(run: Run) -> tuple[int, int]:
@@ -101,8 +98,7 @@ def choose_sampler(run: Run, loader: DataLoader, stage: str) -> Any:
     """Return the loader's sampler, or the sampler that Trainer would use instead."""
     given: Any = loader.sampler
     dataset: Any = loader.dataset
-    if is_overfitting(run) and not isinstance(given, SequentialSampler):
-        warn_of_overfitting(run, stage)
+    if not isinstance(given, SequentialSampler) and turn_off_shuffling(run, stage):
         given = SequentialSampler(dataset)
     num_replicas, rank = replicas_and_rank(run)
     if num_replicas == 1 or isinstance(given, DistributedSampler):
@@ -111,9 +107,9 @@ def choose_sampler(run: Run, loader: DataLoader, stage: str) -> Any:
     options: dict[str, Any] = {
         "num_replicas": num_replicas,
         "rank": rank,
+        "shuffle": is_shuffled and not run.config.overfit_batches,
         "seed": run.data.common_seed(),
     }
-    options["shuffle"] = is_shuffled and not run.config.overfit_batches
     if stage == "predict":
         return UnrepeatedDistributedSamplerWrapper(given, **options)
     if isinstance(given, RandomSampler | SequentialSampler):
@@ -175,6 +171,9 @@ class TrackingBatchSampler(BatchSampler):
         for indices in self._batch_sampler:
             self.seen.append(list(indices))
             yield indices
+
+    def batch_indices(self, batch_idx: int) -> list[int]:
+        return self.seen[batch_idx] if batch_idx < len(self.seen) else []
 
     def __len__(self) -> int:
         return len(self._batch_sampler)

@@ -53,9 +53,7 @@ class TensorLoader:
 
     def to(self, device: torch.device | str) -> TensorLoader:
         """Return a copy of the loader with its tensors on another device."""
-        other = copy.copy(self)
-        other.tensors = tuple(tensor.to(device) for tensor in self.tensors)
-        return other
+        return self.with_options(tensors=tuple(tensor.to(device) for tensor in self.tensors))
 
     def for_rank(
         self, rank: int, world_size: int, seed: int = 0, is_padded: bool = True
@@ -68,11 +66,10 @@ class TensorLoader:
         """
         if world_size == 1:
             return self
-        other = copy.copy(self)
         samples: Any = range(len(self.tensors[0]))
         make = DistributedSampler if is_padded else UnpaddedSampler
-        other._sampler = make(samples, world_size, rank, shuffle=self.shuffle, seed=seed)
-        return other
+        sampler: Any = make(samples, world_size, rank, shuffle=self.shuffle, seed=seed)
+        return self.with_options(_sampler=sampler)
 
     def with_options(self, **options: Any) -> TensorLoader:
         """Return a copy of the loader with other options, such as ``shuffle=False``."""

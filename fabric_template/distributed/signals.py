@@ -9,6 +9,7 @@ import sys
 import threading
 import time
 from contextlib import suppress
+from functools import cached_property
 from multiprocessing.util import register_after_fork
 from typing import TYPE_CHECKING, Any
 
@@ -47,7 +48,6 @@ class SignalHandler:
         is_launched = self._has_others or "TORCHELASTIC_RUN_ID" in os.environ
         self._patience = 2.0 if is_launched else 0.0
         self._received_at = 0.0
-        self._group: Any = None
         self._previous: dict[int, Any] = {}
         self._checked_at, self._checked_batch, self._next_batch = time.monotonic(), 0, 0
 
@@ -113,9 +113,7 @@ class SignalHandler:
             done = batches - self._checked_batch
             wait = max(1, int(done * SECONDS_BETWEEN_CHECKS / seconds))
         values = torch.tensor([self.received or 0, wait])
-        torch.distributed.all_reduce(
-            values, torch.distributed.ReduceOp.MAX, group=self._cpu_group()
-        )
+        torch.distributed.all_reduce(values, torch.distributed.ReduceOp.MAX, self._cpu_group)
         number, wait = values.tolist()
         self._checked_at, self._checked_batch = time.monotonic(), batches
         self._next_batch = batches + wait
@@ -124,25 +122,22 @@ class SignalHandler:
     def broadcast(self, numbers: list[int]) -> list[int]:
         """Return the numbers of the first process in every process."""
         values = torch.tensor(numbers)
-        torch.distributed.broadcast(values, 0, group=self._cpu_group())
+        torch.distributed.broadcast(values, 0, self._cpu_group)
         return values.tolist()
 
     def find_range(self, number: int) -> tuple[int, int]:
         """Return the smallest and the largest number of all processes."""
         values = torch.tensor([number, -number])
-        torch.distributed.all_reduce(
-            values, torch.distributed.ReduceOp.MIN, group=self._cpu_group()
-        )
+        torch.distributed.all_reduce(values, torch.distributed.ReduceOp.MIN, self._cpu_group)
         smallest, negative = values.tolist()
         return smallest, -negative
 
+    @cached_property
     def _cpu_group(self) -> Any:
-        """Return a process group for communication between CPUs, so that no step waits for a GPU."""
-        if self._group is None:
-            is_gloo = torch.distributed.get_backend() == "gloo"
-            world = torch.distributed.group.WORLD
-            self._group = world if is_gloo else torch.distributed.new_group(backend="gloo")
-        return self._group
+        """A process group for communication between CPUs, so that no step waits for a GPU."""
+        if torch.distributed.get_backend() == "gloo":
+            return torch.distributed.group.WORLD
+        return torch.distributed.new_group(backend="gloo")
 
 
 class SignalForwarder(SignalHandler):
