@@ -31,7 +31,7 @@ def files_of(root):
 
 
 @pytest.mark.parametrize(("top_k", "mode"), [(1, "min"), (2, "max")])
-def test_the_files_of_trainer(tmp_path, mode, top_k):
+def test_best_checkpoints_have_the_names_of_trainers_files(tmp_path, mode, top_k):
     make, words = scored(5, 1, 3, 4, 2, 6, 0.5, 9), {"val_check_interval": 0.25, "max_epochs": 2}
     callback = ModelCheckpoint(tmp_path / "trainer", monitor="score", mode=mode, save_top_k=top_k)
     saving = {"enable_checkpointing": True, "callbacks": [callback], "num_sanity_val_steps": 0}
@@ -51,7 +51,7 @@ def test_the_files_of_trainer(tmp_path, mode, top_k):
     assert reader.ckpt_path == saver.best_model_path
 
 
-def test_resumed_after_a_validation(tmp_path):
+def test_a_resume_after_a_validation_is_exact(tmp_path):
     words = {**EPOCH, "monitor": "val_loss", "save_top_k": 2, "max_epochs": 2}
     words |= {"val_check_interval": 3, "accumulate_grad_batches": 2}
     whole = fit(tmp_path / "run", callbacks=[Snapshots(tmp_path / "run", tmp_path / "killed")], **words)
@@ -62,7 +62,7 @@ def test_resumed_after_a_validation(tmp_path):
         assert tree(root) == tree(tmp_path / "run")
 
 
-def test_a_value_of_the_epoch_is_judged_at_its_end(tmp_path):
+def test_a_monitored_epoch_mean_is_compared_at_the_end_of_the_epoch(tmp_path):
     loop, _, history = fit(
         tmp_path, max_epochs=2, val_check_interval=2, monitor="train_loss_epoch", save_top_k=-1, **EPOCH
     )
@@ -81,7 +81,7 @@ def test_nan_is_never_the_best(tmp_path, top_k, kept):
     assert FabricLoop(**quiet()).checkpoint_path("best") is None
 
 
-def test_stopped_by_a_validation_inside_an_epoch(tmp_path):
+def test_best_checkpoints_are_kept_after_a_stop_in_a_validation(tmp_path):
 
     class Stops(Callback):
         def on_validation_end(self, trainer, module):
@@ -138,7 +138,7 @@ def test_scores_of_another_metric_do_not_compete(tmp_path, first, second, best):
 
 @pytest.mark.parametrize("second", [1, 2, 3, -1])
 @pytest.mark.parametrize("first", [1, 2, -1])
-def test_another_number_of_best_checkpoints(tmp_path, first, second):
+def test_a_resume_may_keep_another_number_of_best_checkpoints(tmp_path, first, second):
     """The best of all epochs are kept, but no file that the first run has removed."""
     scores = [5, 3, 4, 2.5, 3.5, 1]
     words = {**EPOCH, "monitor": "score", "mode": "min"}

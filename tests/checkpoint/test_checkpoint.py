@@ -76,7 +76,7 @@ def test_checkpoints_have_the_keys_of_trainer(tmp_path):
     assert (ours["global_step"], ours["fabric_template"]["progress"]["epochs_done"]) == (12, 2)
 
 
-def test_a_plain_objects_file(tmp_path):
+def test_a_checkpoint_of_a_plain_object_has_trainers_keys(tmp_path):
     _, owner, _ = fit(tmp_path, Plain, max_epochs=1)
     found = torch.load(last_of(tmp_path), weights_only=True)
     assert set(found) == TRAINER_KEYS | {"fabric_template"}
@@ -215,7 +215,7 @@ class Counting(TorchCheckpointIO):
         super().save_checkpoint(checkpoint, path, storage_options)
 
 
-def test_users_own_checkpoint_io(tmp_path):
+def test_a_users_checkpoint_io_writes_the_files(tmp_path):
     io = Counting()
     fit(tmp_path, max_epochs=2, plugins=[io])
     assert io.saved == ["last.ckpt", "last.ckpt"]
@@ -223,7 +223,7 @@ def test_users_own_checkpoint_io(tmp_path):
 
 
 @pytest.mark.parametrize("name", ["best", "last"])
-def test_keywords_mean_the_files_of_a_model_checkpoint(tmp_path, name):
+def test_best_and_last_are_the_files_of_a_model_checkpoint(tmp_path, name):
     saving = pl.callbacks.ModelCheckpoint(tmp_path / "mine", monitor="val_loss", filename="{epoch}", save_last=True)
     loop, module, _ = fit(tmp_path, Classifier, make_loader, val_loader, max_epochs=2, callbacks=[saving])
     assert loop.checkpoint_path(name) == Path(getattr(saving, f"{name}_model_path"))

@@ -77,7 +77,7 @@ class Disk:
         self.loop = trainer
 
 
-def test_where_all_are_damaged_auto_starts_a_new_run(tmp_path):
+def test_auto_starts_a_new_run_if_all_checkpoints_are_damaged(tmp_path):
     fit(tmp_path, max_epochs=1)
     flip(tmp_path / FOLDER / "last.ckpt")
     content = (tmp_path / FOLDER / "last.ckpt").read_bytes()
@@ -128,7 +128,7 @@ def test_an_error_of_the_disk_is_not_taken_for_damage(tmp_path, monkeypatch, cod
     assert fit(tmp_path, resume="auto", **{**RUN, "max_epochs": 3})[0].ckpt_path.endswith("last.ckpt")
 
 
-def test_what_a_run_syncs(tmp_path, monkeypatch):
+def test_a_save_syncs_its_files_and_folders(tmp_path, monkeypatch):
     """A save syncs the checkpoint, the CSV rows before it, and each folder with new files."""
     synced, sync = [], os.fsync
     path_of = lambda descriptor: Path(os.readlink(f"/proc/self/fd/{descriptor}"))  # noqa: E731
@@ -151,7 +151,7 @@ def test_a_failed_save_costs_a_warning(tmp_path, monkeypatch):
 
 
 @pytest.mark.skipif(not Path("/proc/self/fd").exists(), reason="the names of open files")
-def test_what_was_never_saved_is_told_at_the_end(tmp_path, monkeypatch):
+def test_a_run_that_could_not_save_ends_with_an_error(tmp_path, monkeypatch):
     disk = Disk(monkeypatch, "last.ckpt", [2, 3])
     could_not_save = pytest.warns(UserWarning, match="could not be saved")
     with could_not_save, pytest.raises(CheckpointError, match="Training has ended, but not every"):
@@ -161,7 +161,7 @@ def test_what_was_never_saved_is_told_at_the_end(tmp_path, monkeypatch):
     assert fit(tmp_path, resume="last")[0].global_step == 18
 
 
-def test_one_version_has_one_writer(tmp_path):
+def test_two_runs_cannot_write_to_one_version(tmp_path):
     fit(tmp_path, max_epochs=1)
     with RunFolders().locked([tmp_path / FOLDER]):
         with pytest.raises(CheckpointError, match=r"another run \(process \d+\) writes there"):

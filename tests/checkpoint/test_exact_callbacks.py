@@ -142,7 +142,7 @@ class Frozen(Classifier):
         return torch.optim.SGD(self.parameters(), lr=0.1)
 
 
-def test_layers_that_the_user_has_frozen_since(tmp_path):
+def test_layers_frozen_after_the_save_stay_frozen(tmp_path):
     """A resume restores what hooks have changed, and leaves what the module sets up now."""
     fit(tmp_path, Frozen, max_epochs=1)
     _, module, _ = fit(tmp_path, lambda: Frozen(freezes_last=True), resume="last", max_epochs=2)

@@ -11,7 +11,7 @@ def loader():
 
 @pytest.mark.parametrize("every", [1, 3])
 @pytest.mark.parametrize("toggles", [True, False], ids=["toggled", "plain"])
-def test_killed_at_every_batch(tmp_path, toggles, every):
+def test_manual_optimization_killed_at_any_batch_resumes_exactly(tmp_path, toggles, every):
     words = {"max_epochs": 2, "log_every_n_steps": 2, "save_every_n_steps": every}
     whole_root, copies = tmp_path / "whole", tmp_path / "killed"
     make = lambda: Gan(toggles)  # noqa: E731

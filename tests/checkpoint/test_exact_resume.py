@@ -166,7 +166,7 @@ class Raises(Callback):
 
 
 @pytest.mark.filterwarnings("ignore:Trying to infer the `batch_size`")
-def test_loaders_after_an_exception(tmp_path):
+def test_loaders_resume_exactly_after_an_exception(tmp_path):
     train, raises = LOADERS["cycle of streams"], Raises("on_train_batch_start", 6)
     options = {"save_every_n_steps": 1}
     with pytest.raises(RuntimeError, match="stop"):
@@ -202,7 +202,7 @@ def test_resume_after_an_exception(tmp_path, hook, options):
 
 @pytest.mark.filterwarnings("ignore:The dirpath has changed")
 @pytest.mark.parametrize("when", ["every_n_train_steps", "every_n_epochs", "validation"])
-def test_files_of_a_model_checkpoint(tmp_path, when):
+def test_a_file_of_a_model_checkpoint_resumes_exactly(tmp_path, when):
     """A resume completes the work after the hook that saved: the row of the step, the validation, the epoch's end."""
     options = {"val_check_interval": 2, "log_every_n_steps": 1}
     saves = {"every_n_epochs": 1, "save_on_train_epoch_end": False} if when == "validation" else {when: 1}
@@ -267,7 +267,7 @@ class Data(pl.LightningDataModule):
         return loader()
 
 
-def test_state_of_callbacks_and_datamodules(tmp_path):
+def test_state_of_callbacks_and_datamodules_is_restored(tmp_path):
     for max_epochs, resume in ((1, None), (3, "last")):
         counts, data = Counts(), Data()
         loop = FabricLoop(**loud(tmp_path), max_epochs=max_epochs, callbacks=[counts])
@@ -289,7 +289,7 @@ class WithBank(Net):
 
 
 @pytest.mark.skipif(not hasattr(pl.callbacks, "WeightAveraging"), reason="Lightning is older")
-def test_buffers_of_averaged_weights(tmp_path):
+def test_buffers_of_averaged_weights_are_restored(tmp_path):
     """The averaged model has its own copy of the buffer, which training ends with."""
     make = lambda: [pl.callbacks.WeightAveraging()]  # noqa: E731
     snapshots = Snapshots(tmp_path / "whole", tmp_path)
@@ -323,7 +323,7 @@ def test_validation_data_that_are_drawn_after_the_kill(tmp_path, batch):
     assert_same(*ends, tmp_path / "whole", tmp_path / str(batch))
 
 
-def test_time_covers_the_whole_epoch_and_not_the_set_up(tmp_path, monkeypatch):
+def test_the_time_of_an_epoch_excludes_the_set_up(tmp_path, monkeypatch):
     clock = itertools.count()
     monkeypatch.setattr("fabric_template.loggers.row.time.monotonic", lambda: 10.0 * next(clock))
     with pytest.raises(RuntimeError):

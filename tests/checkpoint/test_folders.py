@@ -39,7 +39,7 @@ def test_a_link_or_a_file_in_place_of_a_folder_is_named(tmp_path, make, place, v
 
 
 @pytest.mark.parametrize("make", [link, file])
-def test_an_occupied_number_is_not_used(tmp_path, make):
+def test_a_version_number_taken_by_a_link_or_file_is_skipped(tmp_path, make):
     folder = tmp_path / "logs/run"
     folder.mkdir(parents=True)
     make(folder / "version_4")

@@ -83,7 +83,7 @@ def test_numbers_of_numpy_in_sets_and_keys_become_numbers(tmp_path):
     assert type(found["keys"][5]) is np.float32
 
 
-def test_a_container_in_itself_can_be_saved(tmp_path):
+def test_a_container_that_contains_itself_can_be_saved(tmp_path):
     inside = [1]
     inside.append(inside)
     AtomicCheckpointIO().save_checkpoint({"a": inside, "b": np.float64(2)}, tmp_path / "a.ckpt")

@@ -100,7 +100,7 @@ def test_changes_in_place(tmp_path):
     assert (new.factory["a"], new.factory["b"]) == (1, 7)
 
 
-def test_values_in_several_places(tmp_path):
+def test_shared_values_are_shared_again_after_a_resume(tmp_path):
     """Values that the objects of the saved run share are shared again, and no others."""
     shared = torch.zeros(2)
     history = []
@@ -129,7 +129,7 @@ def test_unchanged_and_other_values_are_not_saved():
     assert sorted(state.changed_attributes()["a"]) == ["size", "table"]
 
 
-def test_a_change_of_one_number():
+def test_a_change_of_one_number_is_found():
     tensors = torch.zeros(300, 1000), torch.zeros(7)
     owner = Holder(large=tensors[0], small=[tensors[1]], array=np.zeros((300, 1000)), items=[0] * 9999)
     state = PlainState({"a": Part(owner)})
@@ -145,7 +145,7 @@ class Refuses(dict):
         raise RuntimeError("closed")
 
 
-def test_an_error_is_one_warning():
+def test_an_attribute_that_cannot_be_saved_costs_one_warning():
     owner = Holder()
     state = PlainState({"a": Part(owner), "b": Part(object()), "c": Part(Holder)})
     owner.cache, owner.count = list(range(1_000_001)), 3
@@ -177,7 +177,7 @@ def draw(generator):
 
 
 @pytest.mark.parametrize("name", GENERATORS)
-def test_generator(tmp_path, name):
+def test_a_restored_generator_draws_the_same_numbers(tmp_path, name):
     generator, other = GENERATORS[name](), GENERATORS[name]()
     draw(generator)
     torch.save(get_generator_state(generator), tmp_path / "state")
@@ -382,7 +382,7 @@ def test_files_that_hooks_save(tmp_path, when):
         assert whole[1].losses == resumed[1].losses
 
 
-def test_a_datamodule(tmp_path):
+def test_state_of_a_datamodule_is_restored_before_loaders_are_reloaded(tmp_path):
     """Its attributes and generators are restored before a loader is reloaded."""
 
     def run(root, **arguments):

@@ -308,7 +308,7 @@ CALLS = [
 
 
 @pytest.mark.parametrize("function", CALLS, ids=lambda function: function[0])
-def test_no_function_is_called(tmp_path, monkeypatch, function):
+def test_reading_a_checkpoint_calls_no_function(tmp_path, monkeypatch, function):
     monkeypatch.chdir(tmp_path)
     write_pickle(b"\x80\x02}X\x01\x00\x00\x00a" + call(*function) + b"s.", "a.ckpt")
     with pytest.raises(CheckpointError, match="in the part 'a'"):

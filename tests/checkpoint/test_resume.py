@@ -74,18 +74,18 @@ def classifier(optimizers):
 
 @pytest.mark.parametrize("accumulate", [1, 3])
 @pytest.mark.parametrize("optimizers", [momentum, by_step, by_epoch, plateau, plateau_by_step])
-def test_schedulers(tmp_path, optimizers, accumulate):
+def test_schedulers_resume_exactly(tmp_path, optimizers, accumulate):
     two_and_two(tmp_path, classifier(optimizers), accumulate_grad_batches=accumulate)
 
 
 @pytest.mark.filterwarnings("ignore:ReduceLROnPlateau conditioned on metric val_loss which is not available")
-def test_plateau_where_few_epochs_validate(tmp_path):
+def test_plateau_reads_the_last_validation_also_after_a_resume(tmp_path):
     """In an epoch without validation the scheduler reads the value of the last one, also from before the resume."""
     whole, _ = two_and_two(tmp_path, classifier(plateau_strict_off), check_val_every_n_epoch=2)
     assert whole[0].lr_scheduler_configs[0].scheduler.num_bad_epochs == 0
 
 
-def test_step_functions(tmp_path):
+def test_step_functions_resume_exactly(tmp_path):
     def step(net, batch):
         return nn.functional.cross_entropy(net(batch[0]), batch[1])
 
@@ -116,7 +116,7 @@ def test_no_hook_is_called_twice(tmp_path):
     assert (loop.current_epoch, loop.global_step, len(history)) == (1, 6, 1)
 
 
-def test_keywords_and_paths(tmp_path):
+def test_resume_takes_keywords_and_paths(tmp_path):
     words = {"monitor": "val_loss", "save_top_k": 1}
     whole = fit(tmp_path / "whole", val=val_loader, max_epochs=4, **words)
     fit(tmp_path / "a", val=val_loader, max_epochs=2, **words)
@@ -128,7 +128,7 @@ def test_keywords_and_paths(tmp_path):
         assert tree(root) == tree(tmp_path / "whole")
 
 
-def test_a_path_outside_of_the_run(tmp_path):
+def test_a_moved_checkpoint_starts_a_version_with_the_old_rows(tmp_path):
     """A checkpoint that was moved with its log starts a new version, whose metrics.csv has the rows of the old one."""
     whole = fit(tmp_path / "whole", val=val_loader, max_epochs=3)
     fit(tmp_path / "a", val=val_loader, max_epochs=2)
@@ -154,7 +154,7 @@ def test_resume_best_drops_later_rows(tmp_path):
     assert read_logs(tmp_path / "logs")["epoch"].tolist() == [0, 1, 2]
 
 
-def test_beyond_max_epochs_is_refused(tmp_path):
+def test_a_resume_beyond_max_epochs_is_refused(tmp_path):
     fit(tmp_path, max_epochs=2)
     with pytest.raises(ValueError, match=r"current_epoch=2, but you have set Trainer\(max_epochs=1\)"):
         fit(tmp_path, resume="last", max_epochs=1)

@@ -70,7 +70,7 @@ def test_auto_continues_a_run_that_was_killed_before_its_first_last_ckpt(tmp_pat
     assert place != "beside_our_logs" or list(last.parent.glob(".*.tmp")) == []
 
 
-def test_last_without_save_last_names_the_option(tmp_path):
+def test_resume_last_without_save_last_is_refused(tmp_path):
     fit(tmp_path, max_epochs=1, callbacks=[ModelCheckpoint()])
     with pytest.raises(
         MissingCheckpointError, match=r"got 'last'.*Write ModelCheckpoint\(save_last=True\), or give a path"

@@ -52,7 +52,7 @@ def two():
     return make_loader(8)
 
 
-def test_rows_of_metrics_and_steps_csv(tmp_path):
+def test_metrics_csv_and_steps_csv_have_the_logged_values(tmp_path):
     _, _, history = fit(tmp_path, Known, four, four, max_epochs=2, log_every_n_steps=2)
     assert without_time(tmp_path / FOLDER / "metrics.csv") == (
         "epoch,step,train_loss,val_loss,loss_of_batch,epoch_only,lr\n0,4,0.0,10.0,1.5,3.0,0.5\n1,8,0.0,11.0,1.5,3.0,0.5"

@@ -108,7 +108,7 @@ def test_the_wrapper_of_a_model_may_change(tmp_path, before, after):
 
 
 @pytest.mark.parametrize(("before", "after"), [("part", "compiled part"), ("compiled part", "part")])
-def test_a_compiled_part_may_change(tmp_path, before, after):
+def test_a_part_may_be_compiled_or_not_at_a_resume(tmp_path, before, after):
     whole = train(tmp_path / "whole", OTHERS[before], 2)
     train(tmp_path / "parts", OTHERS[before], 1)
     resumed = train(tmp_path / "parts", OTHERS[after], 2, resume="last")

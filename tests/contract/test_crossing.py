@@ -167,7 +167,7 @@ SAVERS = {
 
 @pytest.mark.parametrize("where", SAVERS)
 @pytest.mark.parametrize("case", CASES)
-def test_at_the_end_of_an_epoch(tmp_path, case, where):
+def test_loops_continue_each_other_at_the_end_of_an_epoch(tmp_path, case, where):
     """2 + 2 epochs by any two loops equal Trainer's 4 bit for bit: weights, optimizers, schedulers, scaler, callbacks.
 
     A scheduler that follows a metric is the exception. It steps after these hooks, and Trainer does not save the metric.
@@ -198,7 +198,7 @@ EVERY_STEP = {"filename": "{step}", "every_n_train_steps": 1, "save_top_k": -1}
 @exact_trainer
 @pytest.mark.parametrize("step", [4, 10, 12])
 @pytest.mark.parametrize("case", [case for case in CASES if case != "accumulate"])
-def test_in_the_middle_of_an_epoch(tmp_path, case, step):
+def test_trainer_checkpoints_within_an_epoch_are_refused(tmp_path, case, step):
     """FabricLoop resumes its own files exactly, and refuses Trainer's files from the middle of an epoch.
 
     With FabricLoop's file, Trainer starts a new pass of the loader, takes the number of batches that were left, and

@@ -65,21 +65,21 @@ def test_all_wrong_options_are_named_at_once(tmp_path, options, kind, message):
     check_error(kind, message, lambda: FabricLoop(**options), tmp_path)
 
 
-def test_no_optimizer(tmp_path):
+def test_a_missing_optimizer_is_refused(tmp_path):
     message = "optimizer: got None, expected an optimizer. Write fit(..., optimizer=torch.optim.Adam("
     call = fitting(tmp_path, nn.Linear(8, 3), make_loader(), training_step=lambda net, batch: net(batch[0]).sum())
     check_error(ValueError, message, call, tmp_path)
 
 
 @pytest.mark.parametrize("stage", ["train", "val"])
-def test_fraction_of_a_loader_without_length(tmp_path, stage):
+def test_a_fraction_of_a_loader_without_length_is_refused(tmp_path, stage):
     loaders = {"train": make_loader(), "val": make_loader()} | {stage: Endless()}
     call = fitting(tmp_path, Plain(), *loaders.values(), options={f"limit_{stage}_batches": 0.5})
     with pytest.raises(ValueError, match=rf"`FabricLoop\(limit_{stage}_batches\)` must be `1.0` or an int"):
         call()
 
 
-def test_validation_loader_without_step(tmp_path):
+def test_a_validation_loader_without_a_step_warns(tmp_path):
     class Half(Classifier):
         validation_step = None
 
@@ -180,13 +180,13 @@ class FetchesInObject(Plain):
     ("stage", "step"),
     [("fit", "training"), ("validate", "validation"), ("test", "test"), ("predict", "predict")],
 )
-def test_step_with_dataloader_iter(tmp_path, make, stage, step):
+def test_a_step_method_with_dataloader_iter_is_refused(tmp_path, make, stage, step):
     loop, name = FabricLoop(**loud(tmp_path, max_epochs=1)), f"{step}_step"
     message = f"{name}: got the argument dataloader_iter, expected a batch. Write {name}(self, batch, batch_idx)."
     check_error(TypeError, message, lambda: getattr(loop, stage)(make(), make_loader()), tmp_path)
 
 
-def test_step_function_with_dataloader_iter(tmp_path):
+def test_a_step_function_with_dataloader_iter_is_refused(tmp_path):
     net, functions = nn.Linear(8, 3), {}
     optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
     for name in ("training_step", "validation_step"):
@@ -198,7 +198,7 @@ def test_step_function_with_dataloader_iter(tmp_path):
 
 
 @pytest.mark.parametrize("where", [".", "logs", "logs/run"])
-def test_file_in_place_of_a_folder(tmp_path, where):
+def test_a_file_in_place_of_a_folder_is_refused(tmp_path, where):
     root = tmp_path / "mine"
     blocked = root / where
     blocked.parent.mkdir(parents=True, exist_ok=True)

@@ -16,7 +16,7 @@ def make_net():
 
 
 @pytest.mark.parametrize("precision", ["32-true", "bf16-mixed"])
-def test_set_up_parts(precision):
+def test_setup_keeps_parameters_and_names(precision):
     bare = make_net()
     loop = FabricLoop(**quiet(precision=precision))
     net, optimizer = loop.setup(bare, torch.optim.SGD(bare.parameters(), lr=0.1))
@@ -36,7 +36,7 @@ def test_set_up_parts(precision):
     optimizer.step()
 
 
-def test_what_setup_gave_back_goes_into_fit():
+def test_fit_takes_the_objects_that_setup_returned():
     """Fit does not wrap the model twice. Its weights equal those of a model that was not set up."""
 
     def fitted(through_setup):

@@ -52,7 +52,7 @@ def run_mini(
 
 @pytest.mark.parametrize("level", LEVELS)
 @pytest.mark.parametrize("case", sorted(PLAIN.keys() - {"clipped_by_value"}))
-def test_same_bits_as_a_hand_written_loop(case, level):
+def test_mini_loop_has_the_bits_of_a_hand_written_loop(case, level):
     plain_options, make_optimizer, options = PLAIN[case]
     torch.manual_seed(1)
     expected = make_net()
@@ -72,7 +72,7 @@ def test_same_bits_as_a_hand_written_loop(case, level):
     assert (loop.current_epoch, loop.global_step) == (EPOCHS, steps)
 
 
-def test_tensor_loader_and_max_steps():
+def test_max_steps_stops_within_an_epoch_of_a_tensor_loader():
     x, y = make_data(40).tensors
     torch.manual_seed(1)
     expected = make_net(dropout=0.0)
@@ -157,7 +157,7 @@ TRAINER = {
 
 
 @pytest.mark.parametrize("case", TRAINER)
-def test_same_bits_and_metrics_as_trainer(case):
+def test_mini_loop_has_the_bits_and_metrics_of_trainer(case):
     make_module, options = TRAINER[case]
     make_train = (lambda: DataLoader(Stream(), batch_size=4)) if case == "no_length" else make_loader
     options = {"max_epochs": 4, **options}
@@ -172,7 +172,7 @@ def test_same_bits_and_metrics_as_trainer(case):
         assert module.order == expected.order
 
 
-def test_the_same_rows_as_fabric_loop():
+def test_mini_loop_writes_the_rows_of_fabric_loop():
     for module in (Classifier, Hooked, Plain):
         rows = [fit(kind, kind, 2, make_module=module)[2] for kind in LOOPS]
         pd.testing.assert_frame_equal(*rows, check_exact=True)
@@ -196,7 +196,7 @@ def csv_of(name, file):
     return pd.read_csv(f"logs/{name}/version_0/{file}").drop(columns=["time", "waiting"], errors="ignore")
 
 
-def test_two_and_two_epochs_are_four():
+def test_a_resume_after_two_epochs_equals_four_epochs():
     _, expected, rows = fit("MiniLoop", "whole", 4)
     fit("MiniLoop", "parts", 2)
     _, module, again = fit("MiniLoop", "parts", 4, resume="last")
@@ -708,7 +708,7 @@ def changed_loop(changes):
     return module.MiniLoop
 
 
-def test_accumulation_by_tokens():
+def test_a_changed_loop_accumulates_by_tokens():
     _, expected, _ = fit("MiniLoop", "whole", 2, accumulate_grad_batches=2)
     _, module, _ = fit("MiniLoop", "tokens", 2, loop_class=changed_loop(BY_TOKENS), tokens_per_step=64)
     torch.testing.assert_close(module.state_dict(), expected.state_dict())
@@ -739,7 +739,7 @@ def test_a_changed_loop_resumes_in_an_epoch(name, ranks):
     assert codes == [0] * ranks, errors
 
 
-def test_gradient_norm_of_each_step():
+def test_a_changed_loop_logs_the_gradient_norm():
     fit("MiniLoop", "run", 1, loop_class=changed_loop(GRADIENT_NORM), log_every_n_steps=1)
     assert csv_of("run", "steps.csv")["grad_norm"].gt(0).sum() == 10
 
@@ -751,7 +751,7 @@ def train_with_rule_of_one_process(rank):
 
 
 @pytest.mark.usefixtures("quick_spawn")
-def test_a_window_of_one_process_is_that_of_all():
+def test_all_processes_end_an_accumulation_window_together():
     codes, errors = externally(train_with_rule_of_one_process, ranks=2)
     assert codes == [0, 0], errors
     (step, weights), (other_step, other_weights) = (torch.load(f"{rank}.pt", weights_only=True) for rank in (0, 1))

@@ -170,7 +170,7 @@ OWN_STEPS = {
 @OF_LOOP
 @pytest.mark.parametrize("case", OWN_STEPS)
 @pytest.mark.parametrize("accumulated", [1, 3])
-def test_step_that_trains_the_network_itself(name, case, accumulated):
+def test_a_step_that_trains_the_network_itself_is_refused(name, case, accumulated):
     make_step, message = OWN_STEPS[case]
     with pytest.raises((ValueError, RuntimeError), match=f"^training_step: .*{message}"):
         fit(name, make_step(), {"accumulate_grad_batches": accumulated})
@@ -209,7 +209,7 @@ def refused(name, step):
 @OF_LOOP
 @pytest.mark.parametrize("precision", ["bf16-mixed", "16-mixed", "64-true"])
 @pytest.mark.parametrize("step", [backward_twice, adversarial])
-def test_backward_in_other_precisions(name, precision, step):
+def test_own_backward_is_refused_in_each_precision(name, precision, step):
     options = {"precision": precision}
     if precision == "16-mixed":
         scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
@@ -239,7 +239,7 @@ class TrainsAnotherNet:
     ("name", "make_step"),
     [("FabricLoop", lambda: adversarial), ("FabricLoop", TrainsAnotherNet), ("MiniLoop", TrainsAnotherNet)],
 )
-def test_backward_passes_of_other_losses(name, make_step):
+def test_backward_of_another_loss_is_supported(name, make_step):
     expected, step = make_net(), make_step()
     optimizer = sgd(expected)
     for batch in make_loader(shuffle=False):
@@ -252,7 +252,7 @@ def test_backward_passes_of_other_losses(name, make_step):
 
 
 @OF_LOOP
-def test_gradients_from_before_the_run(name):
+def test_gradients_from_before_the_run_are_dropped(name):
     def make_optimizer(net):
         loss_of(net, next(iter(make_loader(shuffle=False)))).backward()
         return sgd(net)
@@ -262,7 +262,7 @@ def test_gradients_from_before_the_run(name):
 
 
 @OF_LOOP
-def test_a_hidden_state_that_is_not_detached(name):
+def test_a_hidden_state_that_is_not_detached_is_named(name):
     state = torch.zeros(8)
 
     def step(net, batch):
@@ -283,7 +283,7 @@ def fit_in_process(rank, name, step, accumulated):
 
 @OF_LOOP
 @pytest.mark.parametrize(("step", "accumulated"), [(backward_twice, 1), (backward_twice, 2), (adversarial, 1)])
-def test_own_backward_in_two_processes(name, step, accumulated):
+def test_own_backward_is_refused_in_two_processes(name, step, accumulated):
     codes, errors = externally(fit_in_process, name, step, accumulated, ranks=2)
     assert codes == [0, 0], errors
 
@@ -296,7 +296,7 @@ def fit_with_own_backward_in_one_process(rank, own_step):
 
 
 @pytest.mark.parametrize("own_step", [backward_twice, adversarial])
-def test_own_backward_in_one_of_two_processes(own_step):
+def test_own_backward_in_one_of_two_processes_is_refused(own_step):
     """The check of the first step does not wait for the process without a backward pass."""
     codes, errors = externally(fit_with_own_backward_in_one_process, own_step, ranks=2, timeout=120)
     assert codes == [0, 0], errors
@@ -323,7 +323,7 @@ NUMPY = r"got NumPy arrays in .*expected tensors. Write TensorLoader\(x, y, batc
 
 
 @OF_LOOP
-def test_batches_of_numpy_arrays(name):
+def test_batches_of_numpy_arrays_are_refused_unless_the_step_converts_them(name):
     loaders = [array_batches(), DataLoader(SAMPLES, batch_size=8, collate_fn=to_arrays)]
     for loader in loaders:
         with pytest.raises(TypeError, match=NUMPY):
@@ -351,7 +351,7 @@ def test_an_error_of_the_users_own_code_stays(name):
 
 @OF_LOOP
 @pytest.mark.parametrize("argument", ["gradient_clip_val", "max_epochs", "seed"])
-def test_option_of_the_loop_in_fit(name, argument):
+def test_an_option_of_the_loop_is_refused_in_fit(name, argument):
     message = rf"^fit: got {argument}=1, expected it as an option of the loop. Write {name}\({argument}=1\)"
     with pytest.raises(TypeError, match=message):
         fit(name, **{argument: 1})
@@ -359,20 +359,20 @@ def test_option_of_the_loop_in_fit(name, argument):
         fit(name, val_dataloader=make_loader())
 
 
-def test_option_of_the_loop_in_validate():
+def test_an_option_of_the_loop_is_refused_in_validate():
     with pytest.raises(TypeError, match="^validate: got max_epochs=2, expected it as an option"):
         make_loop("FabricLoop").validate(make_net(), make_loader(), validation_step=loss_of, max_epochs=2)
 
 
 @OF_LOOP
-def test_no_loader(name):
+def test_a_missing_loader_is_refused(name):
     net = make_net()
     with pytest.raises(TypeError, match="train_dataloaders"):
         make_loop(name).fit(net, None, optimizer=sgd(net), training_step=loss_of)
 
 
 @OF_LOOP
-def test_scheduler_of_another_optimizer(name):
+def test_a_scheduler_of_another_optimizer_is_refused(name):
     scheduler = StepLR(sgd(make_net()), 1)
     for given in (scheduler, {"scheduler": scheduler, "interval": "step"}, [scheduler]):
         with pytest.raises(ValueError, match=r"^scheduler: got .*another optimizer.* Write StepLR\(optimizer"):

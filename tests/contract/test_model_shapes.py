@@ -500,7 +500,7 @@ def check_refused(name, loop, root):
 
 @pytest.mark.parametrize("name", MODELS)
 @pytest.mark.parametrize("loop", LOOPS)
-def test_trains_saves_resumes_and_loads(tmp_path, loop, name):
+def test_each_model_trains_saves_resumes_and_loads(tmp_path, loop, name):
     """Train 2 epochs; stop in the middle of an epoch; resume a new model; load the weights; compare."""
     if loop == "MiniLoop" and name in REFUSED_BY_MINI_LOOP:
         check_refused(name, loop, tmp_path / "refused")

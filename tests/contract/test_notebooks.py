@@ -75,7 +75,7 @@ def claims(cell):
     return [line for text in found for line in text.split() if line in ("True", "False")]
 
 
-def test_the_lessons():
+def test_the_lessons_are_numbered():
     assert [path.stem[:3] for path in NOTEBOOKS] == [f"0{number}_" for number in range(1, 10)]
 
 

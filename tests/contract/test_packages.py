@@ -89,14 +89,14 @@ class Chooses(Classifier):
 
 
 @pytest.mark.parametrize("make_val", [None, val])
-def test_what_to_monitor(make_val):
+def test_a_scheduler_monitors_the_metric_that_trainer_monitors(make_val):
     trainer, expected = run_trainer(Chooses, make_loader, make_val, max_epochs=3)
     loop, module = run_loop(Chooses, make_loader, make_val, max_epochs=3)
     assert_same_weights(expected, module)
     assert loop.strategy.lr_scheduler_configs[0].monitor == trainer.strategy.lr_scheduler_configs[0].monitor
 
 
-def test_an_evaluation_after_fit_stands_where_fit_ended():
+def test_an_evaluation_after_fit_sees_the_last_epoch_and_step():
     class Tested(Classifier):
         def test_step(self, batch, batch_idx):
             self.log("seen", self.trainer.current_epoch * 100.0 + self.trainer.global_step, on_step=True, on_epoch=True)
@@ -197,7 +197,7 @@ class CountsItself(Gan):
 @pytest.mark.filterwarnings("ignore:You passed in a `val_dataloader`")
 @pytest.mark.parametrize("options", [{}, {"max_steps": 7}], ids=["epochs", "steps"])
 @pytest.mark.parametrize("make_module", [Uncounted, PutOnce, Elsewhere, CountsItself])
-def test_steps_that_a_module_has_counted_or_not(make_module, options):
+def test_steps_are_counted_as_in_trainer(make_module, options):
     trainer, _, loop, _ = both(make_module, **options)
     assert (loop.global_step, loop.current_epoch) == (trainer.global_step, trainer.current_epoch)
 
@@ -208,7 +208,7 @@ class OtherOptimizer(pl.Callback):
             trainer.strategy.optimizers = [torch.optim.Adam(module.parameters(), lr=0.01)]
 
 
-def test_a_callback_brings_another_optimizer_by_the_strategy():
+def test_a_callback_can_replace_the_optimizer_through_the_strategy():
     _, _, loop, _ = both(Classifier, callbacks=[OtherOptimizer()])
     assert [type(optimizer) for optimizer in loop.optimizers] == [torch.optim.Adam]
 

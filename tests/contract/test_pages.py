@@ -372,7 +372,7 @@ def test_no_option_of_trainer_is_forgotten():
     assert refused >= OF_TRAINER - OWN - OF_FABRIC
 
 
-def test_the_way_back_to_trainer():
+def test_each_argument_that_trainer_lacks_has_a_row():
     """Each argument that Trainer lacks has a row with Trainer's way to write it."""
     rows = section(TRAINER_PAGE, "## The way back to Trainer").splitlines()
     left = " ".join(row.split(" | ")[0] for row in rows if row.startswith("| "))

@@ -144,11 +144,11 @@ def test_options_give_the_weights_of_trainer(options):
     assert_parity(Classifier, train, val, **{"max_epochs": 3, **options})
 
 
-def test_workers():
+def test_loaders_with_workers_give_the_bits_of_trainer():
     assert_parity(Classifier, lambda: make_loader(40, num_workers=2), val, max_epochs=2)
 
 
-def test_pytorch_lightning():
+def test_modules_of_pytorch_lightning_get_the_same_bits():
     """The other package's class has the same shape and gets the same bits."""
 
     class Other(pytorch_lightning.LightningModule):

@@ -163,7 +163,7 @@ def assert_equal_weights(expected, net):
 
 @pytest.mark.parametrize("level", LEVELS)
 @pytest.mark.parametrize("case", CASES)
-def test_same_bits_as_the_plain_loop(case, level):
+def test_fit_has_the_bits_of_the_plain_loop(case, level):
     plain_options, make_optimizer, options = CASES[case]
     torch.manual_seed(1)
     expected = make_net()
@@ -178,7 +178,7 @@ def test_same_bits_as_the_plain_loop(case, level):
     assert (loop.current_epoch, loop.global_step) == (EPOCHS, 12 if case == "accumulated" else 30)
 
 
-def test_tensor_loader_is_the_same_loop():
+def test_tensor_loader_draws_the_same_order_in_both_loops():
     """The loader draws the same global random numbers in both loops."""
     x, y = torch.randn(40, 8), torch.randint(3, (40,))
     torch.manual_seed(1)
@@ -233,7 +233,7 @@ def test_validation_changes_no_bit_and_its_numbers_are_the_plain_ones(level):
         assert row == pytest.approx(expected_row, rel=1e-6)  # the same sums, in another order
 
 
-def test_a_plain_loop_made_of_our_parts():
+def test_setup_and_backward_in_a_plain_loop_keep_its_bits():
     """Level 1: setup and backward of the loop inside the hand-written loop give the hand-written loop's bits."""
     torch.manual_seed(1)
     expected = make_net()

@@ -100,7 +100,7 @@ def test_trains_with_trainers_bits(name, tmp_path):
 
 @pytest.mark.parametrize("name", ["plateau", "odd_accumulation", "manual", "datamodule"])
 @pytest.mark.parametrize("ours_first", [True, False])
-def test_checkpoints_cross(name, ours_first, tmp_path):
+def test_each_loop_continues_the_checkpoints_of_the_other(name, ours_first, tmp_path):
     """A run that starts with one and continues with the other ends with the bits of Trainer alone."""
     if not ours_first and pl.__version__.startswith("2.4."):
         pytest.skip("Trainer 2.4 draws other random numbers when it resumes its own file")
@@ -152,7 +152,7 @@ def record_hooks(part, names, label, calls):
 @pytest.mark.parametrize(
     "name", ["plain", "odd_accumulation", "own_hooks", "manual", "skipping", "validate_by_fraction"]
 )
-def test_hooks_in_trainers_order(name, tmp_path):
+def test_hooks_are_called_in_trainers_order(name, tmp_path):
     """Every hook of the callbacks and the module is called as often and in the same order."""
     orders = []
     of_module = hook_names(pl.LightningModule) - hook_names(nn.Module) - {"all_gather", "freeze", "unfreeze", "print"}

@@ -48,7 +48,7 @@ def found():
 
 
 @pytest.mark.parametrize("name", ["functions", "lightning", "stream", "killed"])
-def test_loops_agree_with_their_oracle(found, name):
+def test_random_runs_equal_trainer_or_a_plain_loop(found, name):
     compared, differences, refusals = found[name]
     assert differences == []
     assert refusals == {}

@@ -73,7 +73,7 @@ def test_log_and_scheduler_give_trainers_numbers():
     assert optimizer.param_groups[0]["lr"] == trainer.optimizers[0].param_groups[0]["lr"] < 0.1
 
 
-def test_a_list_of_schedulers_and_one_that_waits_for_a_metric():
+def test_schedulers_in_a_list_step_and_plateau_follows_its_metric():
     net = make_net()
     optimizer = sgd(net)
     plateau = torch.optim.lr_scheduler.ReduceLROnPlateau(
@@ -95,7 +95,7 @@ def named_fit(epochs=2, **more):
     return net, loop, loop.fit(net, make_loader(), loaders, optimizer=sgd(net), **functions)
 
 
-def test_loaders_have_names():
+def test_names_of_loaders_are_prefixes_of_columns():
     """Each column is as if its loader had been validated alone. validate uses the same names."""
     net, loop, history = named_fit()
     assert list(history.columns) == [
@@ -117,7 +117,7 @@ def test_loaders_have_names():
 
 
 @pytest.mark.parametrize(("accumulated", "expected"), [(1, [5, 10, 15, 20, 25, 30]), (3, [5, 10])])
-def test_validate_every_n_steps(accumulated, expected):
+def test_validate_every_n_steps_counts_optimizer_steps(accumulated, expected):
     """An epoch has 10 batches. Each validation is a row of metrics.csv, and the last step is one."""
     net, steps = make_net(), []
 
@@ -200,7 +200,7 @@ def test_function_steps_the_one_optimizer_of_a_network_with_manual_optimization(
     assert loop.global_step == 20
 
 
-def test_backward_of_the_loss_in_several_processes(monkeypatch):
+def test_loss_backward_in_several_processes_is_refused(monkeypatch):
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
     parts, optimizers = make_gan()
     loop = FabricLoop(**quiet(max_epochs=1, devices=2, strategy="ddp_fork"))

@@ -54,6 +54,6 @@ def test_imports_point_down(path):
     assert higher == [], f"{path}: imports from {higher}"
 
 
-def test_every_folder_has_its_place():
+def test_every_folder_is_listed_in_the_order_of_imports():
     areas = {area_of(path) for path in FILES}
     assert areas - {"mini"} == set(ORDER)

@@ -37,7 +37,7 @@ def check_picture(picture):
     assert "the same rows, bit for bit" in lines
 
 
-def test_the_picture_of_the_readme():
+def test_the_picture_of_the_readme_is_complete():
     path = DOCS / "terminal.svg"
     check_picture(path.read_text(encoding="utf-8"))
     assert path.stat().st_size < 1_000_000

@@ -63,11 +63,11 @@ LOADERS = {
 
 @pytest.mark.parametrize("name", LOADERS)
 @pytest.mark.parametrize("precision", ["32-true", "bf16-mixed"])
-def test_loaders(precision, name):
+def test_loaders_do_not_synchronize(precision, name):
     assert fit(train=LOADERS[name], precision=precision) in (12, 20)
 
 
-def test_16_mixed_with_a_fused_optimizer():
+def test_16_mixed_with_a_fused_optimizer_does_not_synchronize():
     """With another optimizer GradScaler itself reads in each step whether the gradients are finite."""
     assert fit(Drawing(fused_adam), on_device, precision="16-mixed") == 20
     with pytest.raises(RuntimeError, match="called a synchronizing CUDA operation"):
@@ -79,7 +79,7 @@ def test_options_read_nothing_from_the_device(options):
     assert fit(train=on_device, **options) == 20
 
 
-def test_with_everything_on(tmp_path):
+def test_logs_bar_and_checkpoints_do_not_synchronize_between_steps(tmp_path):
     """Logs per step and per epoch, the bar, the CSV, checkpoints: nothing is read between two log points."""
     options = {"logger": None, "enable_checkpointing": None, "enable_progress_bar": True, "enable_model_summary": True}
     options |= {"default_root_dir": str(tmp_path), "monitor": "val_loss", "log_every_n_steps": 10}
@@ -87,7 +87,7 @@ def test_with_everything_on(tmp_path):
     assert len(list(tmp_path.rglob("steps.csv"))) == len(list(tmp_path.rglob("best.ckpt"))) == 1
 
 
-def test_mini_loop():
+def test_mini_loop_does_not_synchronize():
     """From the second batch to the one before the last."""
 
     class Watched(Drawing):

@@ -44,7 +44,7 @@ def test_resume_on_the_other_device(tmp_path, first, then):
         torch.testing.assert_close(module.state_dict()[name], weight, rtol=1e-3, atol=1e-4)
 
 
-def test_mini_loop(tmp_path):
+def test_mini_loop_resumes_exactly(tmp_path):
     """MiniLoop resumes at an epoch's end."""
     ends = {}
     for name, epochs in (("whole", [3]), ("parts", [1, 3])):

@@ -62,7 +62,7 @@ def test_an_optimizer_that_has_stepped_on_the_cpu(fused):
     assert devices_of(net) == {"cpu"}
 
 
-def test_the_module_is_back_after_an_error():
+def test_the_module_is_back_on_the_cpu_after_an_error():
     class Fails(Drawing):
         def training_step(self, batch, batch_idx):
             if batch_idx == 3:
@@ -101,7 +101,7 @@ fit({str(tmp_path)!r}, Fails, on_device, max_epochs=1, save_every_n_steps=2, **O
 
 
 @pytest.mark.parametrize("precision", PRECISIONS)
-def test_evaluation(precision):
+def test_evaluations_give_the_bits_of_trainer(precision):
     """validate, test and predict give Trainer's bits. Predictions are on the CPU."""
 
     class Evaluated(Drawing):
@@ -127,7 +127,7 @@ def test_evaluation(precision):
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::UserWarning")
 @pytest.mark.parametrize("compile", [True, "reduce-overhead", {"dynamic": False}], ids=str)
-def test_compiled(tmp_path, compile):
+def test_a_compiled_module_trains(tmp_path, compile):
     rows, modules = [], []
     for value in (False, compile):
         options = {**ON, "max_epochs": 3, "compile": value}
@@ -166,7 +166,7 @@ class Reading(Classifier):
 
 
 @pytest.mark.parametrize("precision", ["32-true", "16-mixed"])
-def test_profile(precision):
+def test_profile_runs_on_a_gpu(precision):
     module = Reading()
     before, drawn = {name: one.clone() for name, one in module.state_dict().items()}, torch.cuda.get_rng_state()
     found = profile(FabricLoop(accelerator="gpu", devices=1, precision=precision), module, make_loader(), steps=6)

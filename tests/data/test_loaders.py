@@ -115,7 +115,7 @@ def test_loaders_of_each_shape_give_the_batches_of_trainer(call, shape):
 @pytest.mark.parametrize("call", ["fit", "validate", "test"])
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("limit", [1.0, 2])
-def test_combined_loaders_of_every_mode(call, mode, limit):
+def test_combined_loaders_give_trainers_batches_in_every_mode(call, mode, limit):
     def act(loop, module):
         getattr(loop, call)(module, CombinedLoader({"a": ones(6), "b": [ones(4, 10), range(4)]}, mode))
         return loop.num_sanity_val_batches, loop.num_val_batches, loop.num_test_batches
@@ -132,7 +132,7 @@ NO_LOADERS = {"None": None, "object": object(), "a list of this and that": [1, o
 
 @pytest.mark.parametrize("call", STAGE_NAMES)
 @pytest.mark.parametrize("name", NO_LOADERS)
-def test_no_loader(call, name):
+def test_an_object_that_is_no_loader_is_refused(call, name):
     argument = "train_dataloaders" if call == "fit" else "dataloaders"
     with pytest.raises(TypeError, match=rf"An invalid dataloader was passed to `Trainer.{call}\({argument}="):
         getattr(FabricLoop(**quiet(max_epochs=1)), call)(Sees(), NO_LOADERS[name])
@@ -149,7 +149,7 @@ def test_a_loader_of_validation_is_refused_before_anything_is_trained():
     assert module.seen == []
 
 
-def test_a_datamodule_without_some_loaders():
+def test_loaders_that_a_datamodule_lacks_are_not_the_modules():
     """Loaders that the datamodule lacks are not taken from the module, as in Trainer."""
 
     class Module(Sees):
@@ -185,7 +185,7 @@ class Sized(Stream):
 
 
 @pytest.mark.parametrize("call", STAGE_NAMES)
-def test_streams(call):
+def test_streams_give_the_batches_of_trainer(call):
     _, seen = assert_both_see(lambda loop, module: getattr(loop, call)(module, ones_of(Stream(5))))
     assert [len(place[1]) for place in seen] == [2, 2, 1]
     _, seen = assert_both_see(
@@ -232,7 +232,7 @@ def test_an_empty_loader_trains_nothing():
 @pytest.mark.parametrize("sanity", [0, 2])
 @pytest.mark.parametrize("every", [1, 2])
 @pytest.mark.parametrize("reload", [0, 1, 3])
-def test_reload_dataloaders_every_n_epochs(sanity, every, reload):
+def test_loaders_are_reloaded_every_n_epochs(sanity, every, reload):
     class Makes(Sees):
         def train_dataloader(self):
             self.note("make train", self.current_epoch)
@@ -257,7 +257,7 @@ class EpochSampler(RandomSampler):
 
 
 @pytest.mark.parametrize("in_batches", [False, True])
-def test_set_epoch(in_batches):
+def test_set_epoch_is_called_as_by_trainer(in_batches):
     def make():
         sampler = EpochSampler(range(4))
         sampler.epochs = []
@@ -288,7 +288,7 @@ def warnings_of(call="validate", loader=None, **words):
     return [text for text in texts if not any(other in text for other in others)]
 
 
-def test_workers(monkeypatch):
+def test_a_loader_with_few_workers_warns(monkeypatch):
     assert warnings_of(loader=ones(4)) == []
     monkeypatch.setattr("lightning.fabric.utilities.data._num_cpus_available", lambda: 8)
     (few,) = warnings_of(loader=ones(4))
@@ -307,7 +307,7 @@ def test_import_adds_no_filter_of_warnings():
     subprocess.run([sys.executable, "-c", code], check=True)
 
 
-def test_an_iterable_dataset_with_a_length():
+def test_an_iterable_dataset_with_a_length_warns():
     (text,) = warnings_of(loader=ones_of(Sized(4)))
     assert text.startswith("Your `IterableDataset` has `__len__` defined")
 
@@ -343,7 +343,7 @@ def test_a_given_loader_is_not_changed():
 
 
 @pytest.mark.parametrize("kind", ["plain", "channels_last", "a subclass"])
-def test_shuffled_tensor_loader_gives_what_an_index_gives(kind):
+def test_a_shuffled_tensor_loader_gives_the_indexed_samples(kind):
     x = torch.randn(10, 3, 4, 4).to(memory_format=torch.channels_last)
     if kind != "channels_last":
         x = x.contiguous()

@@ -237,7 +237,7 @@ def test_a_resume_after_the_last_batch_draws_no_random_number(tmp_path):
         assert_same_end(whole, run(tmp_path / path.stem, max_epochs=3, seed=9, resume=path))
 
 
-def test_the_loop_that_a_stream_holds_is_not_its_state():
+def test_a_loop_in_an_attribute_of_a_stream_is_not_saved():
     stream = StreamOfIndices()
     stream.parts = [Source()]
     stream.parts[0].trainer = FabricLoop(accelerator="cpu")

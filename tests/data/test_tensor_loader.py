@@ -118,14 +118,14 @@ UNSHUFFLED = [name for name in RULES if "shuffle" not in name]
 
 @pytest.mark.parametrize("call", STAGES)
 @pytest.mark.parametrize("name", UNSHUFFLED)
-def test_one_process(tmp_path, call, name):
+def test_tensor_loader_gives_the_batches_of_a_data_loader(tmp_path, call, name):
     if not (name.startswith("overfit") and call != "fit"):
         assert_same_batches(tmp_path, call, name)
 
 
 @pytest.mark.parametrize("call", ["validate", "test", "predict"])
 @pytest.mark.parametrize("name", ["last batch", "fraction"])
-def test_several_loaders(tmp_path, call, name):
+def test_several_tensor_loaders_give_the_same_batches(tmp_path, call, name):
     assert_same_batches(tmp_path, call, name, several=True)
 
 
@@ -140,7 +140,7 @@ WITH_TWO_PROCESSES += [(call, name) for call, names in EVALUATED.items() for nam
 
 
 @pytest.mark.parametrize(("call", "name"), WITH_TWO_PROCESSES)
-def test_two_processes(tmp_path, call, name):
+def test_two_processes_share_the_batches_of_a_tensor_loader(tmp_path, call, name):
     """Shuffled orders are equal, too, because all processes draw them with the common seed."""
     assert_same_batches(tmp_path, call, name, FORK)
 

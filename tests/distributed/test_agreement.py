@@ -183,7 +183,7 @@ class Records(Classifier):
 
 @pytest.mark.timeout(120)
 @pytest.mark.parametrize("devices", [1, 2])
-def test_the_clock_of_the_first_process_decides_about_a_validation(devices):
+def test_the_clock_of_the_first_process_starts_a_validation(devices):
     options = {"max_epochs": 2, "val_check_interval": "00:00:00:01", "num_sanity_val_steps": 0}
     fit(".", Records, val=val_loader, devices=devices, **options, **FORK)
     found = [Path(f"validated{rank}").read_text() for rank in range(devices)]

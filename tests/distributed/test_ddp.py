@@ -89,7 +89,7 @@ def files(folder):
 # ---- a run
 
 
-def test_one_run_with_everything_on(tmp_path):
+def test_two_processes_with_all_options_write_one_set_of_files(tmp_path):
     """Both processes have the same weights, there is one set of files, and the caller's objects have the results."""
     pl.seed_everything(1, verbose=False)
     module = Synced(by_step)

@@ -22,7 +22,7 @@ SLURM = {"SLURM_NTASKS": "4", "SLURM_NTASKS_PER_NODE": "2", "SLURM_NNODES": "2",
 
 
 @pytest.mark.parametrize("variables", [TORCHRUN, SLURM], ids=["torchrun", "SLURM"])
-def test_the_launchers_numbers(variables, tmp_path, monkeypatch):
+def test_the_numbers_of_processes_are_those_of_the_launcher(variables, tmp_path, monkeypatch):
     """devices="auto" takes them; others are refused before anything is written."""
     for name, value in variables.items():
         monkeypatch.setenv(name, value)

@@ -70,7 +70,7 @@ TORCHRUN = [*PYTHON, "-m", "torch.distributed.run", "--standalone", "--nproc_per
     [(PYTHON, "ddp", 2), (FABRIC, "ddp", 2), (TORCHRUN, "ddp", 2), (PYTHON, "ddp_spawn", 1), (PYTHON, "ddp_fork", 1)],
     ids=["python", "fabric-run", "torchrun", "spawn", "fork"],
 )
-def test_the_same_script_under_every_launcher(launcher, strategy, ranks):
+def test_the_same_script_trains_under_every_launcher(launcher, strategy, ranks):
     environment = {**os.environ, "PYTHONPATH": str(REPOSITORY), "OMP_NUM_THREADS": "1"}
     environment["READY_PYTHON"] = ready_python()  # for the processes that it starts
     if launcher is FABRIC:

@@ -108,7 +108,7 @@ def test_a_second_loop_joins_the_group_of_the_first(start):
     ],
     ids=str,
 )
-def test_a_group_that_cannot_be_joined_is_named(variables, message, monkeypatch, tmp_path):
+def test_incomplete_variables_of_a_process_group_are_refused(variables, message, monkeypatch, tmp_path):
     for name, value in variables.items():
         monkeypatch.setenv(name, value)
     with pytest.raises(ConfigurationError, match=message):
@@ -127,7 +127,7 @@ def test_a_group_that_cannot_be_joined_is_named(variables, message, monkeypatch,
     ],
     ids=str,
 )
-def test_variables_without_a_group(variables, monkeypatch):
+def test_incomplete_launcher_variables_start_one_process(variables, monkeypatch):
     """Lightning's own launcher sets WORLD_SIZE and LOCAL_RANK."""
     for name, value in variables.items():
         monkeypatch.setenv(name, value)
@@ -142,6 +142,6 @@ def make_loop_of_rank_5(rank):
     assert (loop.global_rank, loop.local_rank, loop.node_rank) == (5, 1, 1)
 
 
-def test_several_machines():
+def test_ranks_of_several_machines_are_joined():
     codes, errors = externally(make_loop_of_rank_5, ranks=1, is_launched=False)
     assert codes == [0], errors

@@ -56,7 +56,7 @@ def set_up(rank, strategy, *hit):
         ("sanity", 1, "SIGTERM"),
     ],
 )
-def test_ranks_that_come_by_themselves(hook, rank, number):
+def test_a_signal_to_one_process_before_training_stops_both(hook, rank, number):
     """One of them gets it; the other would wait for it, or end with an error of gloo's."""
     codes, errors = externally(set_up, "ddp", hook, rank, number)
     assert codes == [CODES[number]] * 2, errors

@@ -119,7 +119,7 @@ def test_a_killed_worker_changes_nothing(runs, name):
 
 @pytest.mark.parametrize("folder", ["whole", "killed"])
 @pytest.mark.parametrize("name", ["run", "mini"])
-def test_reported_metrics_and_checkpoint(runs, folder, name):
+def test_ray_gets_the_logged_metrics_and_the_checkpoint(runs, folder, name):
     shared = runs / folder / "ray_results"
     reported = pandas.read_csv(shared / f"{name}.csv", index_col=0)
     logged = pandas.read_csv(runs / "torchrun" / "logs" / name / "version_0" / "metrics.csv")

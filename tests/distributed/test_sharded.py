@@ -228,7 +228,7 @@ def in_tensor_parallel(rank):
     torch.save(found, f"found{rank}.pt")
 
 
-def test_tensor_parallelism():
+def test_tensor_parallelism_has_the_weights_of_one_process():
     """Both processes get the same samples, and train the weights of a single process."""
     codes, errors = externally(in_tensor_parallel)
     assert codes == [0, 0], errors
@@ -251,7 +251,7 @@ def log_gradient_norms(rank):
         trained(strategy, Seeing, root=name, **words)
 
 
-def test_gradient_norms():
+def test_gradient_norms_cover_all_shards():
     """A norm is that of all shards together."""
     codes, errors = externally(log_gradient_norms)
     assert codes == [0, 0], errors
@@ -330,7 +330,7 @@ def save_and_resume(rank):
     torch.save(found, f"found{rank}.pt")
 
 
-def test_sharded_checkpoints():
+def test_sharded_checkpoints_resume_exactly():
     """Resume exactly, also in mid-epoch, and read the file with DDP and with one process."""
     codes, errors = externally(save_and_resume)
     assert codes == [0, 0], errors

@@ -27,7 +27,7 @@ def complaints(recorded, tmp_path, *kinds):
             yield f"{one.kind}, {one.moment}: {problem}"
 
 
-def test_no_cut_loses_anything(recorded, tmp_path):
+def test_no_power_cut_loses_a_checkpoint_or_a_row(recorded, tmp_path):
     whole, states = recorded
     assert {one.kind for one in states} == set(power.KINDS)
     assert max(one.saved for one in states) == 6
@@ -45,13 +45,13 @@ class WithoutSync:
         """Do nothing."""
 
 
-def test_mutant_nothing_is_synced(tmp_path, monkeypatch):
+def test_the_check_finds_files_that_are_not_synced(tmp_path, monkeypatch):
     monkeypatch.setattr(files, "os", WithoutSync())
     recorded = power.record(tmp_path / "run", **OPTIONS)
     assert re.search("was saved, that of step|damaged|empty", next(complaints(recorded, tmp_path, "nothing", "names")))
 
 
-def test_mutant_folders_are_not_synced(tmp_path, monkeypatch):
+def test_the_check_finds_folders_that_are_not_synced(tmp_path, monkeypatch):
     for module in (files, run_folders):
         monkeypatch.setattr(module, "sync_folder", lambda folder: None)
     recorded = power.record(tmp_path / "run", **OPTIONS)
@@ -59,7 +59,7 @@ def test_mutant_folders_are_not_synced(tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize("mutant", ["random numbers", "tables"])
-def test_mutant_not_restored(recorded, tmp_path, monkeypatch, mutant):
+def test_the_check_finds_state_that_is_not_restored(recorded, tmp_path, monkeypatch, mutant):
     if mutant == "tables":
         monkeypatch.setattr(CSVLogger, "rewind", lambda self, *position: [])
     else:

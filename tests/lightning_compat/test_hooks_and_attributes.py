@@ -114,13 +114,13 @@ class NoClosure(Classifier):
 @pytest.mark.parametrize(
     "make", [NoClosure, lambda: Classifier(lambda m: Ignores(m.parameters(), lr=0.1))], ids=["hook", "step"]
 )
-def test_a_closure_that_nobody_calls(run, make):
+def test_a_closure_that_is_not_called_is_refused(run, make):
     """If no closure is called, nothing is trained, so this is an error."""
     with pytest.raises(MisconfigurationException, match="The closure hasn't been executed. HINT: did you call"):
         run(make, plain_loader, max_epochs=1)
 
 
-def test_init_module():
+def test_init_module_creates_weights_in_the_precision():
     with FabricLoop(accelerator="cpu", precision="64-true").init_module():
         assert torch.nn.Linear(1, 1).weight.dtype == torch.float64
 
@@ -152,7 +152,7 @@ def test_reading_the_progress_bar_adds_no_callback():
     assert FabricLoop(accelerator="cpu", enable_progress_bar=False).progress_bar_callback is None
 
 
-def test_loops_before_the_first_run():
+def test_loops_can_be_read_before_the_first_run():
     """Trainer's loops can be read from the start. Packages read their counters in a constructor."""
     sides = [kind(accelerator="cpu", logger=False, barebones=True) for kind in (pl.Trainer, FabricLoop)]
     first, second = (

@@ -36,7 +36,7 @@ class OwnOfNone(Own):
 
 @pytest.mark.filterwarnings("ignore:.*returned `None`, this fit will run with no optimizer")
 @pytest.mark.parametrize("make", [Own, OwnOfNone])
-def test_none_of_the_loops(make):
+def test_a_module_with_its_own_optimizers_trains_as_in_trainer(make):
     assert_parity(make, make_loader, max_epochs=2)
 
 

@@ -51,7 +51,7 @@ def test_ckpt_path_last_starts_where_there_is_none(tmp_path, kind):
     assert loop.global_step == 10
 
 
-def test_weights_only(tmp_path, trained):
+def test_weights_only_false_reads_any_checkpoint(tmp_path, trained):
     path = tmp_path / "old.ckpt"
     torch.save({"state_dict": WithTest().state_dict(), "callbacks": {"Mine": {"kind": Path}}}, path)
     with pytest.raises(CheckpointError, match="pass weights_only=False"):
@@ -69,7 +69,7 @@ def test_async_checkpoint_io_writes_the_same_files(tmp_path):
     assert all(torch.equal(saved["plain"][name], saved["async"][name]) for name in saved["plain"])
 
 
-def test_every_option_of_trainer_at_its_default(tmp_path):
+def test_every_option_of_trainer_is_accepted_at_its_default(tmp_path):
     defaults = {name: option.default for name, option in inspect.signature(pl.Trainer).parameters.items()}
     loop = FabricLoop(**defaults | {"accelerator": "cpu", "default_root_dir": tmp_path})
     assert loop.config == FabricLoop(accelerator="cpu", default_root_dir=tmp_path).config

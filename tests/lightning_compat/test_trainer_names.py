@@ -130,7 +130,7 @@ def asked(request, tmp_path_factory):
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_same_value_in_every_hook(asked, name):
+def test_attributes_have_trainers_value_in_every_hook(asked, name):
     """A name that a new Lightning brings fails here until it is added, or listed in DIFFERENT."""
     expected, ours = (seen[name] for seen in asked)
     assert [place[:2] for place in expected] == [place[:2] for place in ours]
@@ -145,7 +145,7 @@ def test_only_listed_names_differ_from_trainer(tmp_path):
 
 
 @pytest.mark.parametrize("options", [{}, {"devices": 2, "strategy": "ddp_spawn"}, {"num_nodes": 2}], ids=str)
-def test_devices_before_the_launch(options):
+def test_device_attributes_equal_trainers_before_the_launch(options):
     names = ("num_devices", "device_ids", "num_nodes", "world_size", "local_rank", "global_rank", "node_rank",
              "is_global_zero", "distributed_sampler_kwargs")  # fmt: skip
     sides = [kind(**quiet(**options)) for kind in LOOPS.values()]

@@ -73,7 +73,7 @@ def test_strategies_without_equivalent_are_refused(strategy, message):
     [Precision(), DoublePrecision(), MixedPrecision("bf16-mixed", "cpu"), HalfPrecision("bf16-true")],
     ids=["32", "64", "mixed", "half"],
 )
-def test_precision_plugins(plugin):
+def test_precision_plugins_give_the_bits_of_trainer(plugin):
     trainer, loop = assert_parity(
         Classifier, make_loader, val_loader, plugins=[plugin], max_epochs=2, gradient_clip_val=0.5
     )

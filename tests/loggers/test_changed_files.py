@@ -91,7 +91,7 @@ def test_a_damaged_row_loses_no_other_row(cut, whole, change):
             assert row | {"time": "", "waiting": ""} == other | {"time": "", "waiting": ""}
 
 
-def test_deleted_and_added_rows_do_not_move_the_cut(cut, whole):
+def test_a_resume_drops_later_rows_although_rows_were_edited(cut, whole):
     """The rows end with the checkpoint's last row, not with the number of rows at the checkpoint."""
     folder = cut / "logs/run/version_0"
     for name in ("metrics.csv", "steps.csv"):
@@ -127,7 +127,7 @@ def test_a_missing_file_is_named(cut):
     assert rows["epoch"].tolist() == [2, 3]
 
 
-def test_a_file_that_changes_during_training(tmp_path, whole):
+def test_rows_of_others_are_kept_during_training(tmp_path, whole):
     class Edits:
         def on_train_epoch_start(self, trainer, module):
             if trainer.current_epoch == 2:

@@ -100,7 +100,7 @@ def test_one_bar_counts_batches_and_names_the_validation(tmp_path, terminal):
     assert drawn(terminal) == ["epoch 0/2:   0% 0/4", *lines, "2 epochs: 100% 4/4"]
 
 
-def test_a_validation_by_itself(terminal):
+def test_a_validation_alone_shows_a_bar(terminal):
     class Two(Classifier):
         def validation_step(self, batch, batch_idx, dataloader_idx=0):
             super().validation_step(batch, batch_idx)
@@ -111,7 +111,7 @@ def test_a_validation_by_itself(terminal):
     assert drawn(terminal) == [f"validate: {n * 10:3}% {n}/10" for n in range(11)]
 
 
-def test_values_beside_the_bar(tmp_path, terminal):
+def test_logged_values_are_shown_beside_the_bar(tmp_path, terminal):
     """The bar shows the values that were logged with prog_bar=True."""
     fit(terminal, tmp_path, train=lambda: make_loader(16), val=val_loader, max_epochs=1)
     assert ", val_loss=" in terminal.getvalue()
@@ -249,7 +249,7 @@ def run_in_terminal(command, folder):
 
 
 @pytest.mark.parametrize("is_terminal", [False, True], ids=["log_file", "terminal"])
-def test_the_output_of_a_program(tmp_path, is_terminal):
+def test_a_program_prints_the_expected_lines(tmp_path, is_terminal):
     command = [sys.executable, "-W", "ignore", "-c", SCRIPT]
     if is_terminal:
         text = run_in_terminal(command, tmp_path)
@@ -326,7 +326,7 @@ def test_a_resumed_run_continues_the_table(tmp_path, capsys):
 # The end of a run
 
 
-def test_the_summary_of_a_loop():
+def test_repr_of_a_loop_shows_how_the_run_ended():
     class Broken(Plain):
         def training_step(self, batch):
             return 1 / 0
@@ -396,7 +396,7 @@ None
 
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning:(zmq|jupyter_client|jupyter_core|nbclient).*")
-def test_a_notebook(tmp_path, monkeypatch):
+def test_a_notebook_keeps_the_table_and_the_bar_in_one_output(tmp_path, monkeypatch):
     """One output holds the table and the bar. It is no widget, so a saved notebook keeps it."""
     monkeypatch.setenv("PYTHONPATH", f"{REPOSITORY}:{SUPPORT}")
     for name in ("JUPYTER_RUNTIME_DIR", "IPYTHONDIR"):

@@ -204,7 +204,7 @@ def test_a_changed_line_hides_no_other_line(tmp_path, name, end, start):
     assert found.damaged == ([] if name == "zero bytes" else [5])
 
 
-def test_a_quote_in_the_header(tmp_path):
+def test_a_column_name_may_contain_a_quote(tmp_path):
     path = tmp_path / "steps.csv"
     path.write_text("\n".join(['"epoch,step,loss,note', *lines_of(3)[1:], ""]))
     found = read_table(path)
@@ -250,7 +250,7 @@ def test_a_new_logger_takes_the_next_free_version(tmp_path):
         assert sorted(found) == list(range(32))
 
 
-def test_hyperparameters(tmp_path, logger):
+def test_hyperparameters_of_any_type_are_written(tmp_path, logger):
     class Thing:
         def __str__(self):
             return "a Thing"

@@ -48,7 +48,7 @@ def test_own_settings_are_written_beside_those_of_the_module(kind):
 
 
 @pytest.mark.parametrize("kind", LOOPS)
-def test_own_settings_are_compared(kind, capsys):
+def test_list_runs_and_runs_diff_compare_own_settings(kind, capsys):
     for version, width in enumerate((8, 16)):
         train(kind, hparams={"width": width, "depth": 2}, version=version)
     assert list_runs()["changed"].tolist() == [{"width": 8}, {"width": 16}]

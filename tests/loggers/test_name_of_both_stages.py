@@ -54,7 +54,7 @@ def loader(length):
 @pytest.mark.parametrize("length", [3, 4])
 @pytest.mark.parametrize("val", [{}, {"on_step": True}], ids=["epoch", "step"])
 @pytest.mark.parametrize("train", [{"prog_bar": True}, BOTH, EPOCH], ids=["step", "both", "epoch"])
-def test_a_name_of_both_stages(tmp_path, train, val, length, interval):
+def test_a_name_logged_in_both_stages_has_trainers_values(tmp_path, train, val, length, interval):
     seen = []
     for make in (pl.Trainer, FabricLoop):
         stopping = EarlyStopping("x", patience=1, mode="max")
@@ -68,7 +68,7 @@ def test_a_name_of_both_stages(tmp_path, train, val, length, interval):
     assert seen[0] == seen[1]
 
 
-def test_a_resumed_run_sees_the_same(tmp_path):
+def test_a_resumed_run_has_the_same_logged_values(tmp_path):
     """The checkpoint is that of the validation after an epoch's last batch."""
     keep = ModelCheckpoint(tmp_path, "{epoch}", save_top_k=-1, save_on_train_epoch_end=False)
     (first, whole), (second, resumed) = recorder(), recorder()

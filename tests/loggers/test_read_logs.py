@@ -59,7 +59,7 @@ def test_numbers_in_names_are_sorted_by_value(tmp_path):
 
 @pytest.mark.parametrize("path", ["digits/version_10", "digits/version_10/metrics.csv"])
 @pytest.mark.parametrize("make", [str, lambda path: path], ids=["str", "path"])
-def test_read_one_version(three_runs, path, make):
+def test_read_logs_reads_one_version(three_runs, path, make):
     found = read_logs(make(three_runs / path))
     assert found["version"].tolist() == [10, 10]
     assert found["loss"].tolist() == [1.0, 0.5]
@@ -112,7 +112,7 @@ def test_an_incomplete_line_is_left_out_with_a_warning(tmp_path):
         assert read_logs(tmp_path)["loss"].tolist() == [1.0]
 
 
-def test_wrong_paths(tmp_path, three_runs):
+def test_paths_without_logs_are_refused(tmp_path, three_runs):
     missing = three_runs / "digitz"
     with pytest.raises(ValueError, match=r"expected a metrics\.csv.* The path does not exist\."):
         read_logs(missing)

@@ -78,7 +78,7 @@ class Silent(Classifier):
 
 
 @pytest.mark.parametrize("make", [Plain, Half, Silent, HalfLit])
-def test_validations_inside_an_epoch(tmp_path, make):
+def test_validations_inside_an_epoch_have_rows_in_steps_csv(tmp_path, make):
     """Each validation has a row in steps.csv. The last one of an epoch is in the epoch's row of metrics.csv, too."""
     options = {"val": val_loader, "max_epochs": 1, "val_check_interval": 2, "limit_train_batches": 5}
     notes = Notes()
@@ -101,7 +101,7 @@ def test_validations_inside_an_epoch(tmp_path, make):
     assert torch.isfinite(torch.tensor(history["train_loss"].tolist())).all()
 
 
-def test_of_several_loaders(tmp_path):
+def test_values_of_several_loaders_have_trainers_names(tmp_path):
     """The values of each loader have Trainer's names."""
 
     class Two(Half):

@@ -90,7 +90,7 @@ def test_an_argument_of_each_group_is_a_list(kind):
 
 
 @pytest.mark.parametrize("kind", LOOPS)
-def test_the_commit_and_the_number_of_changed_files(kind):
+def test_the_commit_and_the_number_of_changed_files_are_recorded(kind):
     git = ["git", "-c", "user.name=a", "-c", "user.email=a@b.c"]
     subprocess.run([*git, "init", "-q"], check=True)
     Path("train.py").write_text("lr = 0.1\n")

@@ -96,7 +96,7 @@ KINDS = {
 @pytest.mark.filterwarnings("ignore:resume. .* are read again")
 @pytest.mark.parametrize("make", [Plain, lambda: Classifier(on_step=True)], ids=["plain", "lit"])
 @pytest.mark.parametrize("kind", KINDS)
-def test_killed_and_resumed(tmp_path, kind, make):
+def test_a_killed_and_resumed_run_writes_the_same_rows(tmp_path, kind, make):
     """A resumed run, and one that max_steps has ended before, write the rows of a run without a break."""
     options = {"val": val_loader, "log_every_n_steps": 2, "save_every_n_steps": 1, **KINDS[kind]}
     snapshots = Snapshots(tmp_path / "whole", tmp_path)
@@ -120,7 +120,7 @@ def test_a_finished_run_keeps_its_last_row(tmp_path):
         assert read(tmp_path, "metrics.csv")["step"].tolist() == [5, 10, 13]
 
 
-def test_a_callback_that_saves_after_a_validation(tmp_path):
+def test_a_resume_after_a_validation_repeats_no_row(tmp_path):
     """The row of the validation is written once: by the run that saved, and by the one that resumes."""
 
     class Saves(Callback):

@@ -75,7 +75,7 @@ def test_steps_are_no_waiting(make):
 
 
 @pytest.mark.parametrize("make", [FabricLoop, MiniLoop])
-def test_a_validation_counts_too(make):
+def test_waiting_for_validation_batches_counts(make):
     _, history = train(Slow(0.0), Slow(0.03), step_seconds=0.01, make=make)
     assert history["waiting"].tolist() == [0.75, 0.75]
 

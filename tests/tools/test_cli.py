@@ -177,7 +177,7 @@ def test_help_has_every_option_with_its_documentation(capsys):
 # Options
 
 
-def test_options_of_model_data_and_fabric(capsys):
+def test_options_of_model_data_and_fabric_reach_their_objects(capsys):
     options = ["--max_epochs", 2, "--precision", "bf16-mixed", "--model.hidden", 7, "--data.batch_size", 16]
     code, out, _ = run(capsys, *FIT, *QUIET, *options)
     assert (code, "trained     Lit on Data: 2 epochs, 4 steps" in out) == (0, True)
@@ -317,7 +317,7 @@ def test_help_has_no_internal_names(capsys, command):
     assert not re.search(r"<class|<function|AnyClass|object at", out)
 
 
-def test_the_last_file_wins_and_what_is_typed_beats_all(capsys):
+def test_later_files_and_typed_options_override_earlier_files(capsys):
     text = "model: {class_path: lit.Lit, init_args: {hidden: 5, lr: 0.2}}\ndata: lit.Data\nmax_epochs: 7\nname: a\n"
     Path("a.yaml").write_text(text)
     Path("b.yaml").write_text("model: {class_path: lit.Lit, init_args: {hidden: 6}}\nmax_epochs: 1\n")
@@ -401,7 +401,7 @@ def test_predictions_are_a_table_or_the_list_of_batches(capsys):
     assert refused(capsys, *argv, "x.json") == "--out: got x.json, expected a file name in .csv or .pt."
 
 
-def test_verify(capsys):
+def test_verify_names_damaged_checkpoints(capsys):
     run(capsys, *FIT, *QUIET, "--max_epochs", 1, "--monitor", "val_loss")
     folder = Path("checkpoints/run/version_0")
     whole = f"whole       {folder}/best.ckpt\n"

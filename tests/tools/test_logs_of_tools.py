@@ -60,7 +60,7 @@ def test_each_file_has_its_expectation():
 
 
 @pytest.mark.parametrize("name", EXPECTED)
-def test_a_file_is_drawn(name):
+def test_plot_logs_draws_the_files_of_other_tools(name):
     x, panels, lines, _ = EXPECTED[name]
     axes = np.ravel(plot_logs(FOLDER / f"{name}.csv"))
     assert [ax.get_ylabel() for ax in axes] == panels
@@ -93,7 +93,7 @@ def test_a_folder_of_files_is_listed():
         ("wandb_chart", "name", ["brisk-sun-3"] * 5 + ["calm-sea-4"] * 4),
     ],
 )
-def test_a_file_is_read(name, column, values):
+def test_read_logs_reads_the_files_of_other_tools(name, column, values):
     assert read_logs(FOLDER / f"{name}.csv")[column].tolist() == values
 
 
@@ -164,7 +164,7 @@ def test_a_log_without_epochs_has_row_numbers_or_a_named_axis():
         plot_logs(path, x="epoch")
 
 
-def test_the_given_file_is_drawn():
+def test_plot_logs_draws_the_named_file_of_a_folder():
     Path("a").mkdir()
     for name, loss in (("metrics.csv", 1), ("results.csv", 9)):
         write(f"epoch,val_loss\n0,{loss}\n1,{loss - 1}\n", f"a/{name}")

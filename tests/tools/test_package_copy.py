@@ -66,7 +66,7 @@ def release(tmp_path, monkeypatch):
 # ---- copy
 
 
-def test_copy_the_single_file_with_its_licence(release, capsys):
+def test_copy_writes_the_single_file_with_its_licence(release, capsys):
     assert copy_command("src/train_loop.py", mini=True) == 0
     assert "from train_loop import MiniLoop\n" in capsys.readouterr().out
     copied = tree("src")
@@ -115,7 +115,7 @@ CASES = {  # your file, upstream's new one, the outcome, the exit code, what is 
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_update_each_case(release, capsys, case):
+def test_update_merges_each_kind_of_change(release, capsys, case):
     yours, theirs, outcome, code, expected = CASES[case]
     copy_command("mine")
     write("mine", {"loop.py": yours, "extra.py": "extra\n"})
@@ -160,7 +160,7 @@ def test_update_refuses_what_git_could_not_restore(release, capsys):
         update_command("mine")
 
 
-def test_what_update_and_diff_cannot_use_is_said_in_one_line(release, monkeypatch):
+def test_update_and_diff_refuse_unusable_copies_in_one_line(release, monkeypatch):
     def assert_refused(command, message):
         before = tree("mine")
         with pytest.raises(ValueError, match=f"^{message}$"):
@@ -204,7 +204,7 @@ def test_diff_tells_your_changes_from_those_of_upstream(release, capsys):
     assert diff_command("mine", yours=True) == 0
 
 
-def test_the_commands_of_the_page_with_the_real_package(tmp_path, monkeypatch, capsys):
+def test_the_commands_of_the_page_work_with_the_real_package(tmp_path, monkeypatch, capsys):
     """A new version is installed between copying and updating."""
     page = (REPOSITORY / "docs/copying.md").read_text(encoding="utf-8")
     blocks = re.findall(r"^```bash\n(.*?)^```$", page, re.M | re.S)

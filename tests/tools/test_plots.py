@@ -133,7 +133,7 @@ def test_seeds_are_a_mean_with_its_range(x):
     assert len(lines(plot_logs("logs", seeds=False, metrics="val_loss"), "best")) == 4
 
 
-def test_over_steps_the_values_of_steps_csv_are_drawn():
+def test_plots_over_steps_draw_the_values_of_steps_csv():
     logger = write_run("digits", 0, [0.5])
     for step in (5, 10):
         logger.log_metrics({"train_loss": 1.0 / step, "val_other_loss": 1.0}, step)
@@ -217,7 +217,7 @@ def test_a_run_without_rows_is_left_out():
         plot_logs("logs/digits/version_2")
 
 
-def test_of_75_runs_the_best_have_a_color():
+def test_only_the_best_of_75_runs_have_a_color():
     runs = {f"width {i} of the sweep": HISTORY.assign(val_loss=HISTORY["val_loss"] + 75 - i) for i in range(75)}
     ax = plot_logs(runs, metrics="loss")
     best = [f"width {i} of the sweep" for i in range(67, 75)]
@@ -259,7 +259,7 @@ def test_large_steps_have_short_labels():
     assert "100k" in [text.get_text() for text in ax.get_xticklabels()]
 
 
-def test_into_given_axes():
+def test_plot_logs_draws_into_given_axes():
     _, ax = pyplot.subplots()
     assert plot_logs(HISTORY, ax=ax) is ax
     plot_logs({"second": HISTORY, "third": HISTORY}, metrics="val_loss", ax=ax)

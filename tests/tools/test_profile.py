@@ -214,7 +214,7 @@ def test_a_fit_after_a_profile_is_the_fit_without_it(tmp_path):
     ({"devices": 2}, ValueError, r"profile\(loop\): got 2 processes, expected one. Write devices=1"),
     ({"step": lambda net, batch: 1 / 0}, ZeroDivisionError, "division by zero"),
 ])  # fmt: skip
-def test_errors(arguments, error, message):
+def test_profile_refuses_wrong_arguments(arguments, error, message):
     with pytest.raises(error, match=message):
         profile_net(**arguments)
 
@@ -232,7 +232,7 @@ def test_no_worker_outlives_a_profile(monkeypatch):
         gc.enable()
 
 
-def test_the_command(tmp_path, capsys):
+def test_the_profile_command_writes_a_picture(tmp_path, capsys):
     loop = FabricLoop(accelerator="cpu")
     assert profile_command(loop, Classifier(), Data(), out="pictures/steps.png", steps=3) == 0
     assert capsys.readouterr().out.splitlines()[0].endswith("of 3 steps on cpu")

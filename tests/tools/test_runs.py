@@ -101,7 +101,7 @@ def test_best_is_judged_by_the_monitor_or_a_validated_metric(columns, config, as
     assert list_runs(metric=asked)[["metric", "best", "best_epoch"]].values.tolist() == [list(expected)]
 
 
-def test_runs_of_lightning():
+def test_list_runs_reads_runs_of_lightning():
     folder = Path("lightning_logs/version_0")
     folder.mkdir(parents=True)
     folder.joinpath("metrics.csv").write_text("epoch,step,train_loss,val_loss\n0,9,,0.5\n0,9,0.7,\n1,19,,0.4\n")
@@ -152,7 +152,7 @@ loop.fit(net, [torch.ones(4, 2)], optimizer=torch.optim.SGD(net.parameters(), lr
     ("statement", "state"),
     [("pass", "finished"), ("raise RuntimeError", "failed"), ("os.kill(os.getpid(), 2)", "interrupted")],
 )
-def test_state_and_options_of_mini_loop(statement, state):
+def test_list_runs_shows_state_and_options_of_mini_loop(statement, state):
     with pytest.raises(RuntimeError) if state == "failed" else contextlib.nullcontext():
         exec(TRAIN.format(statement), {})
     (run,) = list_runs().to_dict("records")
@@ -164,7 +164,7 @@ def test_state_and_options_of_mini_loop(statement, state):
 # ---- the command
 
 
-def test_list_and_best(capsys):
+def test_runs_lists_runs_and_names_the_best(capsys):
     make_run(hparams={"hidden": 8}, val_acc=[0.1, 0.6, 0.4])
     make_run(version=1, hparams={"hidden": 16}, rows=2, lock="17\nfailed\n", loss=2.0, val_acc=[0.1, 0.5])
     assert run_command(capsys) == (
@@ -189,7 +189,7 @@ def test_list_and_best(capsys):
     )
 
 
-def test_diff(capsys):
+def test_runs_diff_compares_two_runs(capsys):
     make_run(hparams={"hidden": 8}, lr=[0.1] * 3, val_acc=[0.1, 0.5, 0.4])
     make_run(version=1, rows=2, lock="17\nfailed\n", lr=[0.1] * 3, val_acc=[0.1, 0.7])
     code, out, _ = run_command(capsys, "diff", "logs/digits/version_0", "logs/digits/version_1")

@@ -137,7 +137,7 @@ def test_runs_with_and_without_finite_values():
 
 
 @pytest.mark.parametrize("rows", [None, 0])
-def test_a_page_without_curves(rows):
+def test_a_page_without_curves_has_no_panels(rows):
     Path("logs").mkdir()
     if rows is not None:
         write_run(rows=rows)

@@ -96,7 +96,7 @@ def test_a_setting_that_is_faster_is_kept():
 
 
 @pytest.mark.parametrize("gains", [(1.02,), (1.5, 1.02), (1.5, 1.5, 1.0), (1.5, 1.5, 1.5, 1.0)], ids=str)
-def test_a_setting_that_is_not_faster_each_time_and_at_the_end_is_dropped(gains):
+def test_a_setting_that_is_not_faster_in_each_round_is_dropped(gains):
     remaining = iter(gains)
     assert choose_settings(lambda choice: next(remaining) if choice else 1.0, ["fused"]) == ({}, 1.0)
     assert list(remaining) == []
@@ -154,7 +154,7 @@ def test_a_loader_that_cannot_be_changed_is_refused():
 # ---- errors and the command
 
 
-def test_errors():
+def test_tune_refuses_failing_runs_and_unknown_settings():
     with pytest.raises(ValueError, match="tune: got a run that fails"):
         tuned([torch.zeros(4, 2)], lambda net, batch: 1 / 0)
     with pytest.raises(ValueError, match="only: got warp, expected some of threads, tensor_loader"):

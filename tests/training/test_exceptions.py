@@ -139,7 +139,7 @@ class HalfStep(torch.optim.Adam):
 
 @pytest.mark.parametrize("resume", ["auto", "last"])
 @pytest.mark.parametrize("options", [{}, {"save_every_n_steps": 1}], ids=str)
-def test_no_half_step_is_saved(tmp_path, monkeypatch, options, resume):
+def test_an_error_within_an_optimizer_step_saves_no_half_step(tmp_path, monkeypatch, options, resume):
     class Steps(Classifier):
         def configure_optimizers(self):
             return HalfStep(self.parameters(), lr=0.02)
@@ -188,7 +188,7 @@ def test_unreadable_sample_resumes_exactly(tmp_path, options):
     assert_same_end(whole, fit(tmp_path / "cut", make, loader("unread"), seed=9, resume="last", **options))
 
 
-def test_loader_that_fails_early(tmp_path):
+def test_a_loader_that_fails_early_leaves_a_run_to_resume(tmp_path):
     class EndsWithError(TensorLoader):
         def __iter__(self):
             yield from list(super().__iter__())[:3]

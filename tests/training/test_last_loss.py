@@ -35,7 +35,7 @@ class Keeping(Noting):
         loss.backward(retain_graph=True)
 
 
-def test_what_keeps_its_graph_goes_at_once():
+def test_outputs_with_a_graph_are_freed_after_each_batch():
     module = Keeping()
     FabricLoop(**quiet(max_epochs=1)).fit(module, make_loader(16))
     assert module.alive == [[False] * count for count in range(4)]

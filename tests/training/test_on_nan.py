@@ -93,7 +93,7 @@ def test_finite_losses_train_to_the_end(tmp_path):
 
 
 @pytest.mark.parametrize("manual", [False, True])
-def test_stop_of_a_lightning_module(tmp_path, manual):
+def test_on_nan_stop_ends_the_training_of_a_lightning_module(tmp_path, manual):
     class Diverges(Classifier):
         def __init__(self):
             super().__init__()

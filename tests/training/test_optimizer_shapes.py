@@ -209,7 +209,7 @@ def make_sgd(net, lr):
     ],
     ids=["partial of a class", "partial of a function", "function"],
 )
-def test_optimizer_that_a_function_makes(tmp_path, given):
+def test_a_function_may_create_the_optimizer(tmp_path, given):
     net, loop = make_net(), FabricLoop(**loud(tmp_path, max_epochs=2))
     loader = make_loader()
     torch.manual_seed(5)
@@ -233,7 +233,7 @@ class AddsGroup(Lit):
 
 @pytest.mark.parametrize("hook", ["on_fit_start", "on_train_epoch_start", "on_train_batch_end"])
 @pytest.mark.parametrize("limit", [{"max_epochs": 2}, {"max_steps": 7}], ids=["epochs", "steps"])
-def test_group_that_a_hook_adds(tmp_path, hook, limit):
+def test_a_parameter_group_that_a_hook_adds_is_resumed(tmp_path, hook, limit):
     """A resume adds the group again before it restores the optimizer."""
 
     def make():
@@ -316,7 +316,7 @@ def test_log_grad_norm(tmp_path, make):
     assert [float(line.split(",")[column]) for line in lines[1:]] == pytest.approx(expected, rel=1e-3)
 
 
-def test_rate_of_groups(tmp_path):
+def test_the_column_lr_is_the_rate_of_the_first_group(tmp_path):
     """The column lr has the rate of the first group, which a scheduler changes by its own factor."""
     net = make_net()
     optimizer = in_groups(net.parameters())

@@ -68,7 +68,7 @@ def training_step(model, batch):
 
 @pytest.mark.parametrize("precision", PRECISIONS)
 @pytest.mark.parametrize("level", ["functions", "module", "lightning_module"])
-def test_dtypes_inside_the_steps(precision, level):
+def test_each_step_runs_in_the_dtypes_of_the_precision(precision, level):
     options = scaled() if precision == "16-mixed" else {"precision": precision}
     output, other = PRECISIONS[precision]
     model = LitLook() if level == "lightning_module" else Look()
@@ -109,7 +109,7 @@ def val():
     ],
     ids=["plain", "accumulated", "clip_norm", "clip_value"],
 )
-def test_scaler_as_in_trainer(options):
+def test_a_scaled_run_has_trainers_bits(options):
     scaler = {"growth_interval": 4}
     trainer, expected = run_trainer(
         Classifier, train, val, max_epochs=3, **options, **scaled(TrainerMixedPrecision, **scaler)

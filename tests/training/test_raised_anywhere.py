@@ -64,7 +64,7 @@ PLACES = [("fit", name) for name in FIT_HOOKS] + [
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("kind", [Broken, KeyboardInterrupt, SystemExit])
 @pytest.mark.parametrize(("stage", "hook"), PLACES)
-def test_raised_in_a_hook(stage, hook, kind):
+def test_an_error_in_a_hook_leaves_model_and_loop_usable(stage, hook, kind):
     module, error = Complete(), kind("mine")
 
     def fail(*args, **kwargs):
@@ -138,7 +138,7 @@ class FailsToClose(Foreign):
         raise OSError("no network")
 
 
-def test_what_fails_on_the_way_out_does_not_take_its_place():
+def test_an_error_during_clean_up_does_not_replace_the_first_error():
     hears = Hears()
     loop = FabricLoop(**loud(callbacks=[Worse(), hears], logger=[FailsToClose()]))
     given = Fails("training_step", Broken("mine")), DataLoader(make_data(8), batch_size=4)
@@ -171,7 +171,7 @@ def test_no_worker_process_stays(stage):
         ("predict", "predict_step", None, SystemExit(7)),
     ],
 )
-def test_of_two_processes(monkeypatch, stage, at, rank, error):
+def test_an_error_in_one_of_two_processes_reaches_the_caller(monkeypatch, stage, at, rank, error):
     """The error of the rank that failed first arrives in the caller's process, which is as it was found."""
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
     module, loader = Fails(at, error, rank), DataLoader(make_data(16), batch_size=4)

@@ -95,7 +95,7 @@ def test_notebook_gets_the_history(tmp_path, notebook, at, hook, number, options
     assert_resumes(tmp_path, whole, on_step, val_loader, **options)
 
 
-def test_signal_in_an_epoch_that_max_steps_ends(tmp_path, notebook):
+def test_a_signal_in_the_last_hook_of_max_steps_allows_a_resume(tmp_path, notebook):
     whole = fit(tmp_path / "whole", train=train, max_epochs=2)
     interrupt = LambdaCallback(on_train_epoch_end=lambda *_: signal.raise_signal(signal.SIGINT))
     fit(tmp_path / "cut", train=train, max_steps=4, callbacks=[interrupt])
@@ -148,7 +148,7 @@ print("after fit")
 
 
 @pytest.mark.parametrize(("number", "codes"), [("SIGINT", (130, -2)), ("SIGTERM", (143,)), ("SIGUSR1", (138,))])
-def test_exit_code_of_a_script(tmp_path, number, codes):
+def test_a_signal_ends_a_script_with_its_exit_code(tmp_path, number, codes):
     whole = fit(tmp_path / "whole", train=train, max_epochs=3)
     code = SCRIPT.format(root=str(tmp_path / "cut"), number=number)
     done = subprocess.run(source_of(code, __file__), capture_output=True, text=True, cwd=tmp_path)
@@ -252,7 +252,7 @@ print("after fit")
     ("strategy", "process", "number", "codes"),
     [("ddp_fork", "os.getppid()", "SIGINT", (130, -2)), ("ddp", "os.getpid()", "SIGTERM", (143,))],
 )
-def test_signal_to_a_script_with_two_ranks(tmp_path, strategy, process, number, codes):
+def test_a_signal_ends_a_script_with_two_processes(tmp_path, strategy, process, number, codes):
     script = tmp_path / "script.py"
     options = {"root": str(tmp_path / "cut"), "strategy": strategy, "process": process, "number": number}
     script.write_text(source_of("")[-1] + TWO_RANKS.format(**options))
@@ -284,7 +284,7 @@ class OutOfTime(Callback):
 
 @pytest.mark.parametrize("options", [{}, {"accumulate_grad_batches": 2}, {"val_check_interval": 2}], ids=str)
 @pytest.mark.parametrize("at", [2, 8, 12])
-def test_max_time(tmp_path, options, at):
+def test_max_time_ends_the_epoch_early_and_continues_exactly(tmp_path, options, at):
     """The epoch ends early, with its row. A resume continues in the middle of it."""
     options = {"max_epochs": 3, "log_every_n_steps": 2, **options}
     whole = fit(tmp_path / "whole", on_step, train, val_loader, **options)
