@@ -77,10 +77,7 @@ def make_optimizers(given: Any, model: Any, network: nn.Module) -> Any:
 
 
 def parse_optimizers(
-    returned: Any,
-    is_automatic: bool,
-    has_own_scheduler_step: bool = False,
-    where: str = "optimizer",
+    returned: Any, is_automatic: bool, has_own_scheduler_step: bool, where: str
 ) -> tuple[list[Optimizer], list[LRSchedulerConfig]]:
     """Return the optimizers and schedulers in any value that ``configure_optimizers`` may return.
 

@@ -10,6 +10,7 @@ from typing import Any
 from lightning.pytorch.profilers import PassThroughProfiler
 from lightning.pytorch.trainer.states import TrainerFn
 
+from ..lightning_compat.callbacks import find_callbacks
 from ..lightning_compat.overrides import is_instance_of, overridden
 
 
@@ -23,14 +24,15 @@ class Hooks:
         loop: The loop of the callbacks, which is the argument ``trainer`` of their hooks.
         module: The LightningModule or ModuleAdapter of the run.
         model: The given model, which callbacks that are not Lightning's get as ``pl_module``.
+        datamodule: The datamodule of the run, or None.
 
     Attributes:
         profiler: The loop's profiler, or None instead of a PassThroughProfiler.
         current: The name of the running hook or step. ``self.log`` needs this name.
     """
 
-    def __init__(self, loop: Any, module: Any, model: Any) -> None:
-        self.loop, self.module, self.model = loop, module, model
+    def __init__(self, loop: Any, module: Any, model: Any, datamodule: Any) -> None:
+        self.loop, self.module, self.model, self.datamodule = loop, module, model, datamodule
         is_measuring = not isinstance(loop.profiler, PassThroughProfiler)
         self.profiler: Any = loop.profiler if is_measuring else None
         self.current: str | None = None
@@ -94,19 +96,18 @@ class Hooks:
 
     def callbacks_of(self, kind: str) -> list[Any]:
         """Return the callbacks of the class with this name, and of derived classes."""
-        return [callback for callback in self.callbacks if is_instance_of(callback, kind)]
+        return find_callbacks(self.callbacks, kind)
 
-    def call_datamodule(self, datamodule: Any, name: str, *args: Any, **kwargs: Any) -> Any:
-        method = getattr(datamodule, name, None)
-        if not callable(method):
-            return None
-        with self.profiled(f"[LightningDataModule]{type(datamodule).__name__}.{name}"):
-            return method(*args, **kwargs)
+    def call_datamodule(self, name: str, *args: Any, **kwargs: Any) -> None:
+        method = getattr(self.datamodule, name, None)
+        if callable(method):
+            with self.profiled(f"[LightningDataModule]{type(self.datamodule).__name__}.{name}"):
+                method(*args, **kwargs)
 
-    def call_with_stage(self, name: str, stage: str, datamodule: Any) -> None:
+    def call_with_stage(self, name: str, stage: str) -> None:
         """Call ``setup`` or ``teardown`` of the datamodule, the callbacks and the module."""
         function = TrainerFn(stage)
-        self.call_datamodule(datamodule, name, stage=function)
+        self.call_datamodule(name, stage=function)
         self.call_callbacks(name, stage=function)
         self.call_module(name, stage=function)
 

@@ -128,7 +128,7 @@ def set_up_model(run: Run, stack: ExitStack) -> bool:
     attach_run(run, stack)
     prepare_data(run)
     names = [name for name, _ in run.network.named_parameters()]
-    run.hooks.call_with_stage("setup", run.stage, run.datamodule)
+    run.hooks.call_with_stage("setup", run.stage)
     run.find_new_modules()
     check_new_parameters(run, names, "setup")
     if is_training:
@@ -200,7 +200,7 @@ def tear_down(run: Run) -> None:
     run.steps.unwrap()
     if run.stage == "fit":
         run.hooks.call("on_fit_end")
-    run.hooks.call_with_stage("teardown", run.stage, run.datamodule)
+    run.hooks.call_with_stage("teardown", run.stage)
     if run.stage == "fit":
         run.checkpoints.finish(run)
         run.checkpoints.folders.remove_replaced_logs()
@@ -317,8 +317,8 @@ def _call_own_log(part: Any, run: Run, *args: Any, **kwargs: Any) -> None:
 
 def prepare_data(run: Run) -> None:
     """Call ``prepare_data`` on each machine's first process, while all other processes wait."""
-    of_datamodule = partial(run.hooks.call_datamodule, run.datamodule)
-    for part, call in ((run.datamodule, of_datamodule), (run.module, run.hooks.call_module)):
+    hooks = run.hooks
+    for part, call in ((run.datamodule, hooks.call_datamodule), (run.module, hooks.call_module)):
         is_per_node = getattr(part, "prepare_data_per_node", True)
         rank = run.fabric.local_rank if is_per_node else run.fabric.global_rank
         if rank == 0:
@@ -382,8 +382,8 @@ def handle_exception(run: Run, error: BaseException) -> None:
     for callback in list(run.hooks.callbacks):
         call = partial(run.hooks.call_callbacks, callbacks=[callback])
         attempt(f"on_exception of {type(callback).__name__}", call, "on_exception", error)
-    of_datamodule = partial(run.hooks.call_datamodule, run.datamodule)
-    attempt("on_exception of the datamodule", of_datamodule, "on_exception", error)
+    of_datamodule = "on_exception of the datamodule"
+    attempt(of_datamodule, run.hooks.call_datamodule, "on_exception", error)
     attempt("closing the loggers", run.loggers.finalize, "failed")
     attempt("closing the loaders", run.data.teardown)
     attempt("closing the checkpoint files", run.loop.checkpoint_io.teardown)

@@ -70,11 +70,10 @@ class Optimization:
     def configure(self) -> None:
         """Use the given optimizers, or the optimizers that ``configure_optimizers`` returns."""
         run, given = self.run, self.run.plan.optimizer
-        where = "configure_optimizers" if given is None else "optimizer"
         if given is None:
-            returned = run.hooks.call_module("configure_optimizers")
+            where, returned = "configure_optimizers", run.hooks.call_module("configure_optimizers")
         else:
-            returned = make_optimizers(given, run.model, run.network)
+            where, returned = "optimizer", make_optimizers(given, run.model, run.network)
         has_own_step = run.hooks.is_overridden("lr_scheduler_step")
         is_automatic, is_distributed = run.module.automatic_optimization, run.fabric.world_size > 1
         optimizers, schedulers = parse_optimizers(returned, is_automatic, has_own_step, where)
@@ -127,7 +126,6 @@ class Optimization:
         if not takes_batch_idx(step):
             call_with_batch = self.call_step
             self.call_step = lambda batch, batch_idx: call_with_batch(batch)
-        self._needs_no_strategy = run.steps.needs_no_strategy
         self._scaler = getattr(run.fabric.strategy.precision, "scaler", None)
         self._module_backward = hooks.module_method("backward")
         self._module_clipping = hooks.module_method("configure_gradient_clipping")
@@ -148,7 +146,7 @@ class Optimization:
         if self._module_backward is not None:
             scaled = loss if self._scaler is None else self._scaler.scale(loss)
             self._module_backward(scaled, *args, **kwargs)
-        elif self._needs_no_strategy:
+        elif self.run.steps.needs_no_strategy:
             loss.backward(*args, **kwargs)
         else:
             self.run.fabric.strategy.backward(loss, None, *args, **kwargs)
@@ -286,7 +284,7 @@ class AutomaticOptimization(Optimization):
     def _step_without_closure(self, batch: Any, batch_idx: int) -> None:
         loss = self._forward_backward(batch, batch_idx)
         self.prepare_step(self._optimizer)
-        if self._needs_no_strategy:
+        if self.run.steps.needs_no_strategy:
             self._optimizer.step()
         else:
             self.run.fabric.strategy.optimizer_step(self._optimizer)

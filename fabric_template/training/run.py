@@ -47,7 +47,7 @@ class Run:
         self.config, self.fabric = config, fabric
         self.model, self.module, self.network = plan.model, plan.module, plan.network
         self.datamodule, self.is_lightning_module = plan.datamodule, plan.is_lightning_module
-        self.hooks = Hooks(loop, self.module, self.model)
+        self.hooks = Hooks(loop, self.module, self.model, self.datamodule)
         self.progress: Progress = Progress("train" if plan.stage == "fit" else plan.stage)
         self.progress.set_options(config)
         if last is not None:
