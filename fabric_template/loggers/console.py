@@ -208,13 +208,10 @@ class Console:
         if self._output == "notebook":
             self._lines.append(text)
             return
-        self._erase_bar()
-        print(text, flush=True)
-        self._write(self._bar)
-
-    def _erase_bar(self) -> None:
         if self._bar:
             self._write(f"\r{' ' * len(self._bar)}\r")
+        print(text, flush=True)
+        self._write(self._bar)
 
     def _write(self, text: str) -> None:
         if text:

@@ -20,7 +20,7 @@ from lightning.fabric.utilities.rank_zero import rank_zero_only
 from lightning.pytorch.loggers import Logger
 
 from ..config import to_plain
-from ..files import claim_version, next_version, write_file, write_yaml
+from ..files import claim_version, next_version, version_folder, write_file, write_yaml
 from .read_logs import read_table
 
 # The CSV files of a run, of which a resume removes the rows that are newer than the checkpoint.
@@ -72,8 +72,7 @@ class CSVLogger(Logger):
             folders = [Path(self.root_dir, self.name)]
             if self._checkpoint_dir is not None:
                 folders.append(Path(self._checkpoint_dir))
-            is_first_process = getattr(rank_zero_only, "rank", 0) == 0
-            self._version = (claim_version if is_first_process else next_version)(*folders)
+            self._version = (claim_version if is_first_process() else next_version)(*folders)
         return self._version
 
     def use_version(self, version: int | str) -> None:
@@ -87,9 +86,7 @@ class CSVLogger(Logger):
 
     @property
     def log_dir(self) -> str:
-        version = self.version
-        folder = f"version_{version}" if isinstance(version, int) else version
-        return os.path.join(self.root_dir, self.name, folder)
+        return os.path.join(self.root_dir, self.name, version_folder(self.version))
 
     @property
     def experiment(self) -> CSVLogger:
@@ -124,9 +121,7 @@ class CSVLogger(Logger):
 
     def position(self) -> dict[str, Any]:
         """Return the columns and the number of rows of each file, including rows not yet on disk."""
-        if getattr(rank_zero_only, "rank", 0) > 0:
-            return {}
-        return {name: self._table(name).position() for name in FILES}
+        return {n: self._table(n).position() for n in FILES} if is_first_process() else {}
 
     def rewind(
         self, position: Mapping[str, Any], folder: Path | None = None, step: int = 0
@@ -139,14 +134,13 @@ class CSVLogger(Logger):
             step: The number of optimizer steps before the checkpoint.
         """
         self._tables = {}
-        is_first_process = getattr(rank_zero_only, "rank", 0) == 0
         rows: dict[str, list[dict[str, str]]] = {}
         for name in FILES:
             source = Path(folder or self.log_dir, name)
             table = read_table(source)
             of_file = position.get(name, {"rows": 0, "columns": [], "last": None})
             rows[name], is_edited = rows_before(table.rows, of_file, step)
-            if not is_first_process:
+            if not is_first_process():
                 continue
             columns = of_file["columns"]
             if is_edited:
@@ -195,7 +189,7 @@ class Table:
         return {
             "rows": self.num_rows + len(self.waiting),
             "columns": self.all_columns,
-            "last": None if self._last is None else as_read(self._last),
+            "last": None if self._last is None else cells_of(self._last),
         }
 
     @property
@@ -274,6 +268,11 @@ class Table:
             self._is_synced = True
 
 
+def is_first_process() -> bool:
+    rank: int = getattr(rank_zero_only, "rank", 0)
+    return rank == 0
+
+
 def file_size(path: Path) -> int:
     try:
         return os.stat(path).st_size
@@ -294,13 +293,9 @@ def to_cell(name: str, value: Any) -> Any:
         ) from None
 
 
-def as_read(row: Mapping[str, Any]) -> dict[str, str]:
-    """Return the cells that a reader of the CSV file gets for a row."""
-    return without_empty({name: str(value) for name, value in row.items() if value is not None})
-
-
-def without_empty(cells: Mapping[str, str]) -> dict[str, str]:
-    return {name: cell for name, cell in cells.items() if cell != ""}
+def cells_of(row: Mapping[str, Any]) -> dict[str, str]:
+    """Return the cells of a row that are not empty in the file."""
+    return {name: str(value) for name, value in row.items() if value is not None and value != ""}
 
 
 def rows_before(
@@ -315,10 +310,10 @@ def rows_before(
     count, last = position["rows"], position.get("last")
     if count == 0:
         return [], False
-    if count <= len(rows) and last in (None, without_empty(rows[count - 1])):
+    if count <= len(rows) and last in (None, cells_of(rows[count - 1])):
         return rows[:count], False
     for index in range(len(rows), 0, -1):
-        if without_empty(rows[index - 1]) == last:
+        if cells_of(rows[index - 1]) == last:
             return rows[:index], True
     return [row for row in rows if is_before(row, step)], True
 

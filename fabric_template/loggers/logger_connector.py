@@ -11,7 +11,7 @@ from lightning.pytorch.loggers import Logger, MLFlowLogger, TensorBoardLogger, W
 from ..errors import ConfigurationError
 from .csv_logger import CSVLogger
 from .result_collection import to_numbers
-from .run_config import merge_hyperparameters
+from .run_config import log_settings, merge_hyperparameters
 
 if TYPE_CHECKING:
     from ..training.run import Run
@@ -94,8 +94,8 @@ class LoggerConnector:
                     logger.log_metrics(metrics=values, step=step)
                     logger.save()
             elif row:
-                in_row = {"epoch": 0, **to_numbers(row)}
-                in_row["epoch"] = progress.epochs_done
+                epoch = {"epoch": progress.epochs_done}
+                in_row = {**epoch, **to_numbers(row), **epoch}
                 logger.log_metrics(in_row, step=progress.global_step)
 
     def log_hyperparameters(self) -> None:
@@ -104,15 +104,12 @@ class LoggerConnector:
         if self.loggers:
             hparams = merge_hyperparameters(run.model, run.datamodule, run.config.hparams)
         for logger in self.loggers:
-            if not isinstance(logger, CSVLogger):
-                if hparams:
-                    logger.log_hyperparams(hparams)
+            is_csv = isinstance(logger, CSVLogger)
+            if run.stage == "fit" or not is_csv:
+                log_settings(logger, hparams, run.config)
+            if not is_csv:
                 logger.log_graph(run.module)
                 logger.save()
-            elif run.stage == "fit":
-                config = {**vars(run.config)}
-                del config["hparams"]
-                logger.log_hyperparams({"hparams": hparams, "config": config})
 
     def finalize(self, status: str) -> None:
         for logger in self.loggers:

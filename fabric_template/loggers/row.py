@@ -15,13 +15,12 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
+from .csv_logger import CSVLogger, cells_of
 from .read_logs import parse_cell, read_table
 from .result_collection import to_numbers
 
 if TYPE_CHECKING:
     from ..training.run import Run
-    from .csv_logger import CSVLogger
-
 
 # In a log folder, the CSV files of a run that a new run replaces, until the new run has saved.
 REPLACED_LOGS = ".replaced"
@@ -318,7 +317,7 @@ def has_rows(folder: Path, row: Mapping[str, Any] | None, position: Mapping[str,
     last = position.get("steps.csv", {}).get("last")
     if row is None and last is not None:
         rows = read_table(folder / "steps.csv").rows
-        return any({n: cell for n, cell in r.items() if cell != ""} == last for r in rows)
+        return any(cells_of(found) == last for found in rows)
     if row is None:
         return folder.is_dir()
     found = map(parse_row, read_table(folder / "metrics.csv").rows)
@@ -328,7 +327,7 @@ def has_rows(folder: Path, row: Mapping[str, Any] | None, position: Mapping[str,
 
 def parse_row(row: Mapping[str, str]) -> dict[str, Any]:
     """Return a row of a CSV file with numbers, without its empty cells."""
-    return {name: parse_cell(cell) for name, cell in row.items() if cell != ""}
+    return {name: parse_cell(cell) for name, cell in cells_of(row).items()}
 
 
 def train_values_first(values: Mapping[str, Any]) -> dict[str, Any]:

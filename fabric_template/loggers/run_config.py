@@ -26,6 +26,7 @@ from ..lightning_compat.private import logs_hyperparameters
 from .csv_logger import CSVLogger
 
 if TYPE_CHECKING:
+    from ..config import LoopConfig
     from ..loop import FabricLoop
     from ..training.run import Run
 
@@ -64,15 +65,11 @@ def record_own_loop(loop: FabricLoop, parts: Mapping[str, Sequence[Any]]) -> Non
         about |= number_parts(kind, found)
     config = keep_plain({**loop.recipe, "hparams": hparams or None, "version": None}, unknown)
     config["about"] = about | {"unknown": unknown}
-    options = {**vars(loop.config)}
-    del options["hparams"]
     for logger in loop.loggers:
         try:
             if isinstance(logger, CSVLogger):
                 write_yaml(Path(logger.log_dir, "config.yaml"), config, HEAD)
-                logger.log_hyperparams({"hparams": hparams, "config": options})
-            elif hparams:
-                logger.log_hyperparams(hparams)
+            log_settings(logger, hparams, loop.config)
         except Exception as error:
             warn_of_record(f"{type(logger).__name__}: the settings", error)
 
@@ -220,6 +217,15 @@ def keep_plain(
         except TypeError:
             unknown[prefix + name] = describe(value)
     return kept
+
+
+def log_settings(logger: Any, hparams: dict[str, Any], config: LoopConfig) -> None:
+    """Log hyperparameters. The file hparams.yaml also contains the options of the loop."""
+    if isinstance(logger, CSVLogger):
+        options = {name: value for name, value in vars(config).items() if name != "hparams"}
+        logger.log_hyperparams({"hparams": hparams, "config": options})
+    elif hparams:
+        logger.log_hyperparams(hparams)
 
 
 def check_own_hparams(hparams: Mapping[str, Any], *parts: Any) -> None:
