@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import math
 import numbers
-import os
+import re
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from itertools import zip_longest
+from itertools import chain, repeat
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -278,12 +278,10 @@ class RowWriter:
 
     def _rewind(self, state: Mapping[str, Any]) -> None:
         """Remove the rows that are newer than the checkpoint, and read the others."""
-        positions = state["files"]
-        for logger, position in zip_longest(self.run.loggers.csv_loggers, positions):
-            if logger is None:
-                continue
-            # A logger that is new to this run has no position in the checkpoint.
-            position = position or (positions[0] if positions else {})
+        positions = state["files"] or [{}]
+        # A logger that is new to this run has no position in the checkpoint.
+        positions = chain(positions, repeat(positions[0]))
+        for logger, position in zip(self.run.loggers.csv_loggers, positions, strict=False):
             folders = self._log_folders(logger, state["folder"])
             folder = next((f for f in folders if has_rows(f, state["last_row"], position)), None)
             step = self.run.progress.global_step
@@ -297,17 +295,16 @@ class RowWriter:
 
     def _log_folders(self, logger: CSVLogger, saved: str) -> list[Path]:
         """List the folders that may have the rows of the checkpoint, most likely first."""
-        folders = [Path(logger.log_dir, REPLACED_LOGS), Path(logger.log_dir)]
         checkpoint = Path(str(self.run.plan.start.path)).absolute()
-        name, _, version = saved.rpartition("/")
-        if {name, version}.isdisjoint({"", ".", ".."}) and os.path.basename(name) == name:
-            # A run that continues in another version copies the rows of the first version.
-            folders.insert(0, Path(logger.root_dir, name, version))
-            # The folder logs is beside the folder checkpoints, or beside a file of the user.
-            folders += [parent / "logs" / name / version for parent in checkpoint.parents[:4]]
-        if len(checkpoint.parts) > 4 and checkpoint.parts[-4] == "checkpoints":
-            # The folder of the run has another name now.
-            folders.append(checkpoint.parents[3].joinpath("logs", *checkpoint.parts[-3:-1]))
+        # The folders of the run and of its version may have other names now.
+        names = ["/".join(checkpoint.parts[-3:-1])]
+        if re.fullmatch(r"[^/\\]+/[^/\\]+", saved) and ".." not in saved.split("/"):
+            names.insert(0, saved)
+        # A run that continues in another version copies the rows of the first version.
+        folders = [Path(logger.root_dir, names[0])]
+        folders += [Path(logger.log_dir, REPLACED_LOGS), Path(logger.log_dir)]
+        # The folder logs is beside the folder checkpoints, or beside a file of the user.
+        folders += [parent / "logs" / name for name in names for parent in checkpoint.parents[:4]]
         # ModelCheckpoint saves in a folder of the log folder.
         return [*folders, *checkpoint.parents[:2]]
 
