@@ -66,7 +66,11 @@ def check_arguments(hook: str | None, name: str, arguments: tuple) -> LogArgumen
                     f"You can't `self.log({option}={value})` inside `{hook}`, must be one of ({allowed},)."
                 )
     elif hook not in _TRAIN_STEP_HOOKS and not _EVAL_STEP_HOOK.fullmatch(str(hook)):
-        raise hook_error(hook)
+        where = f"inside `{hook}`" if hook else "outside of the loop's hooks"
+        raise ConfigurationError(
+            f"You can't `self.log()` {where}: the loop's result collection is not registered yet, or the hook"
+            " belongs to no step and no epoch. `self.logger.experiment` logs directly to the logger."
+        )
     is_train_step = hook in _TRAIN_STEP_HOOKS
     on_step = is_train_step if on_step is None else on_step
     on_epoch = not is_train_step if on_epoch is None else on_epoch
@@ -93,15 +97,6 @@ def find_reduction(reduce_fx: Any) -> str:
             f" reduction, please log a `torchmetrics.Metric` instance instead. Found: {reduce_fx}"
         )
     return reduction
-
-
-def hook_error(hook: str | None) -> ConfigurationError:
-    """Return the error for a call of ``self.log`` in a hook that does not support logging."""
-    where = f"inside `{hook}`" if hook else "outside of the loop's hooks"
-    return ConfigurationError(
-        f"You can't `self.log()` {where}: the loop's result collection is not registered yet, or the hook"
-        " belongs to no step and no epoch. `self.logger.experiment` logs directly to the logger."
-    )
 
 
 def value_error(name: str, value: Any) -> ConfigurationError:

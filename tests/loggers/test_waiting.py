@@ -1,11 +1,13 @@
 """Test the column "waiting", the share of a row's time that went into waiting for batches."""
 
 import re
+from pathlib import Path
 
 import pandas as pd
 import pytest
 import torch
 from clock import Clock
+from lightning.pytorch.callbacks import ModelCheckpoint
 from torch import nn
 from torch.utils.data import DataLoader, Dataset, IterableDataset
 
@@ -105,6 +107,16 @@ def test_a_resumed_row_has_the_waiting_before_the_checkpoint():
     _, history = train(Slow(0.0), resume="last", **options)
     # Before the checkpoint, the run has waited for four samples.
     assert (history["time"] * history["waiting"]).tolist() == [pytest.approx(0.4, abs=0.001)]
+
+
+def test_a_resumed_row_leaves_the_validation_out_of_the_rate():
+    """The file is saved after the validation, and before the row of the epoch is written."""
+    options = {"max_steps": 4, "max_epochs": 1}
+    _, whole = train(Slow(0.0), Slow(0.03), 0.01, callbacks=[ModelCheckpoint("saved")], **options)
+    (path,) = Path("saved").iterdir()
+    _, resumed = train(Slow(0.0), Slow(0.03), 0.01, resume=path, **options)
+    assert whole["samples_per_second"].tolist() == [200.0]
+    assert resumed["samples_per_second"].tolist() == [200.0]
 
 
 def test_waiting_is_no_metric():
