@@ -98,7 +98,7 @@ INSTEAD = {
 NEEDS_CLOSURE = "optimizer: got one whose step needs a closure, expected another. Use FabricLoop."
 END: Any = object()  # Marks the end of a loader.
 CHECKPOINTS = ("last.ckpt", "best.ckpt", "epoch=*-step=*.ckpt")
-# The attributes of each nn.Module, and the classes of random generators.
+# Attributes that every nn.Module has. They are not the user's own state.
 MODULE_ATTRIBUTES = vars(nn.Module()).keys()
 GENERATORS = (torch.Generator, random.Random, np.random.Generator, np.random.RandomState)
 NUMPY: Any = (np.generic, np.ndarray)
@@ -992,7 +992,7 @@ class MiniLoop:
             self._started_at = max(time.time(), max(started, saved) + 0.001)
             self._record(f"started {self._started_at!r}")
             for name in self._tables:
-                # A run that has ended before its first checkpoint leaves rows.
+                # An earlier run may have written rows and ended before its first checkpoint.
                 (self.log_dir / name).unlink(missing_ok=True)
         options = {field.name: getattr(self, field.name) for field in fields(self)}
         del options["fabric"], options["hparams"]
@@ -1654,7 +1654,7 @@ def changed_flags(start: dict[str, Any], current: dict[str, Any]) -> dict[str, d
 def random_state(generator: Any) -> Any:
     state = getattr(generator, "getstate", getattr(generator, "get_state", None))
     found = generator.bit_generator.state if state is None else state()
-    # Reading a checkpoint builds no arrays of NumPy.
+    # Save NumPy arrays as lists, because reading a checkpoint builds no NumPy objects.
     return apply_to_collection(found, np.ndarray, np.ndarray.tolist)
 
 
@@ -1787,7 +1787,7 @@ def replaced(path: Path) -> Iterator[IO[bytes]]:
 
 
 class Placeholder:
-    """Stands for an object of a checkpoint, because reading a checkpoint runs no code."""
+    """Takes the place of a saved object, which is not built, because building it could run code."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         pass

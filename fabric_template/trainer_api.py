@@ -240,7 +240,7 @@ class TrainerAPI:
         if self.run is not None:
             self.run.set_options(self.config)
 
-    # Attributes that are only read
+    # Read-only attributes
 
     def __getattr__(self, name: str) -> Any:
         if name in _ATTRIBUTES:

@@ -34,7 +34,7 @@ _FOLDER = 0x10
 
 
 class Placeholder:
-    """Stands for an object of a checkpoint that was not built, because building it could run code.
+    """Takes the place of a saved object, which is not built, because building it could run code.
 
     The unpickler makes a subclass for each name in the file. A class or function of the file is such
     a subclass, and an object is an instance of it. The methods below are those that an unpickler
@@ -165,14 +165,14 @@ def read_plain(
 
 
 def find_unbuilt_parts(checkpoint: dict[Any, Any]) -> dict[Any, str]:
-    """Describe a placeholder in each part of a checkpoint, except in hyperparameters."""
+    """Return a text about an unbuilt object by part of a checkpoint, without hyperparameters."""
     parts = {key: part for key, part in checkpoint.items() if key not in _HYPERPARAMETERS}
     found = {key: find_placeholder(part, str(key)) for key, part in parts.items()}
     return {key: text for key, text in found.items() if text is not None}
 
 
 def find_placeholder(value: Any, name: str) -> str | None:
-    """Describe a placeholder in nested containers, or return None if there is none."""
+    """Return the type and place of an unbuilt object in nested containers, or None."""
     waiting, seen = [(name, value)], set()
     while waiting:
         place, item = waiting.pop()

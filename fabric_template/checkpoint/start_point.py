@@ -75,7 +75,7 @@ class StartPoint:
         return self.own
 
     def state_of_process(self, rank: int) -> dict[str, Any]:
-        """Return the state that one process has saved. Additional processes get that of others."""
+        """Return the state that a process has saved. If none has this rank, return another one's."""
         ranks = self.own.get("ranks") or [{}]
         state: dict[str, Any] = ranks[rank % len(ranks)]
         return state
@@ -106,7 +106,7 @@ def convert_training_state(
     if own is None:
         check_trainer_position(path, checkpoint)
         return convert_trainer_state(checkpoint)
-    # MiniLoop saves no "writer".
+    # MiniLoop does not write the key "writer".
     return own if own.get("writer") == "FabricLoop" else convert_mini_state(path, own)
 
 

@@ -85,7 +85,7 @@ class ResumableLoader:
         # those that the resumed run read.
         self._resumed_at: int | None = None
         self._resumed: tuple[int, int] | None = None
-        # Whether this pass has only the batches that the resumed pass read after the resume.
+        # True if this pass has only the batches that the resumed pass read after the resume.
         self.is_sticky = False
         self._plain_states = {
             "order": PlainState(parts_of_order(loader)),
@@ -96,7 +96,7 @@ class ResumableLoader:
         self.restart_problem = ""
         if stream is None:
             self.restart_problem = find_restart_problem(loader, self._hides_workers)
-        # Whether the loader has ended a pass, so that a loader which continues cannot resume.
+        # True after the end of a pass. A loader that continues in each epoch cannot resume then.
         self._has_continued = False
 
     def __iter__(self) -> Iterator[Any]:
@@ -126,7 +126,7 @@ class ResumableLoader:
 
     @property
     def is_used(self) -> bool:
-        """Return whether the current iterator has returned a batch, or has ended."""
+        """Return whether the current iterator has returned a batch or has ended."""
         return self.batches > 0 or self.is_finished
 
     def end_pass(self) -> None:

@@ -252,7 +252,7 @@ class DataConnector:
 
 
 def has_loader(given: Mapping[str, Any], source: Any, stage: str) -> bool:
-    """Return whether a loader was given, or whether ``source`` has a method that creates one."""
+    """Return whether a loader was given or ``source`` has a method that creates one."""
     return stage in given or overridden(source, f"{stage}_dataloader") is not None
 
 

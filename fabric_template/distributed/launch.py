@@ -35,7 +35,7 @@ if TYPE_CHECKING:
     from ..training.plan import Plan
     from ..training.run import Run
 
-# The parts of a run whose state the caller's run takes over.
+# Attributes of a run whose state a spawned process sends to the caller's run.
 _PARTS = ("progress", "stop", "checkpoints")
 _PATHS = ("best_model_path", "last_model_path", "best_model_score")
 

@@ -32,7 +32,7 @@ _VARIABLES = {
 }
 # Processes per machine and machines of the group that a loop of this process has created.
 _own_group = (1, 1)
-# Whether a loop has spawned or forked this process for a call.
+# True if a loop has spawned or forked this process for a call.
 _is_spawned = False
 
 

@@ -23,7 +23,7 @@ from ..config import to_plain
 from ..files import claim_version, next_version, version_folder, write_file, write_yaml
 from .read_logs import read_table
 
-# The CSV files of a run, of which a resume removes the rows that are newer than the checkpoint.
+# The CSV files of a run. A resume removes their rows that are newer than the checkpoint.
 FILES = ("metrics.csv", "steps.csv")
 
 
@@ -319,7 +319,7 @@ def rows_before(
 
 
 def is_before(row: Mapping[str, str], step: int) -> bool:
-    """Return whether a row was written in or before a step, or has no step."""
+    """Return whether a row belongs to a step or an earlier one. A row without a step does."""
     try:
         return float(row.get("step", "")) <= step
     except ValueError:

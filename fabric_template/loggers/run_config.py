@@ -108,7 +108,7 @@ def collect_run_config(run: Run) -> dict[str, Any]:
     return {**config, "about": about}
 
 
-# What made a run
+# The record of the command, the code, the device and the optimizer
 
 
 def describe_process(fabric: Any) -> dict[str, Any]:

@@ -288,7 +288,7 @@ def name_axis(runs: list[Run], x: str) -> str:
 
 
 def find_metrics(runs: list[Run], x: str) -> tuple[list[Metric], list[Metric]]:
-    """Return the numeric columns of runs, and those of them that are metrics."""
+    """Return the numeric columns of runs, and the columns among them that are metrics."""
     tables = [table for run in runs for table in run.tables]
     names = dict.fromkeys(str(name) for table in tables for name in table)
     numeric = {
@@ -355,7 +355,7 @@ def name_line(metric: Metric, others: list[Metric]) -> str:
 
 
 def choose_colors(runs: list[Run], metrics: list[Metric]) -> None:
-    """Give each run a color and a dash. If there are too many runs, give them to the best ones."""
+    """Give each run a color and a dash. If there are too many runs, color only the best ones."""
     colored = runs
     if len(runs) > MOST_COLORED:
         colored = rank_runs(runs, metrics)[:NUM_BEST]

@@ -301,7 +301,7 @@ def attach_log(part: Any, run: Run, stack: ExitStack) -> None:
 
 
 def _is_of_run(method: Any) -> bool:
-    """Return whether a run has set this ``log`` method, or whether there is none."""
+    """Return whether the object has no ``log`` method, or one that a run has set."""
     owner = getattr(inspect.unwrap(method), "__self__", None) if callable(method) else method
     return method is None or isinstance(owner, ResultCollection)
 

@@ -380,12 +380,12 @@ class ManualOptimization(Optimization):
         super().setup()
         # The indices of the optimizers that have stepped since the last backward call.
         self._stepped: set[int] = set()
-        # Whether DDP reduces the gradients. False after a step function has called loss.backward()
-        # instead of loop.backward(loss). _count_step then raises an error.
+        # False after a step function has called loss.backward() instead of loop.backward(loss), so
+        # that DDP has not averaged the gradients. _count_step then raises an error.
         self._reduces_gradients = self.run.steps.ddp is None or self.run.is_lightning_module
 
     def count_unwrapped_steps(self, stack: ExitStack) -> None:
-        """Register torch's hooks, to count the steps of optimizers without Fabric's wrapper."""
+        """Count the steps of optimizers that Fabric has not wrapped, with hooks of torch."""
         for index, optimizer in enumerate(self.optimizers):
             if not isinstance(optimizer, Optimizer):
                 raise ConfigurationTypeError(
