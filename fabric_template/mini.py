@@ -1617,18 +1617,16 @@ def convert_attributes(of_process: dict[str, Any]) -> dict[str, Any] | None:
     if has_attributes(of_process["data"]):
         return None
     parts: dict[str, Any] = {}
-    for place, values in of_process["plain_state"]["attributes"].items():
-        part = parts.setdefault(place.removeprefix("model").removeprefix("."), {})
-        for name, value in values.items():
-            if isinstance(value, list | tuple):
-                kind, content, *options = value
-                if kind != "tensor" or options[0]:
-                    # A container, or a tensor that requires a gradient.
-                    return None
-                value = content
-            part[name] = value
+    for (place, name), value in of_process["plain_state"]["attributes"].items():
         if not place.startswith("model"):
             return None
+        if isinstance(value, list | tuple):
+            kind, content, *options = value
+            if kind != "tensor" or options[0]:
+                # A container, or a tensor that requires a gradient.
+                return None
+            value = content
+        parts.setdefault(place.removeprefix("model").removeprefix("."), {})[name] = value
     return parts
 
 

@@ -4,6 +4,8 @@ A value is plain if it is None, a number, text, a tensor, a NumPy array, or a co
 values. Only attributes that have changed since the start are saved. They are saved as tuples of
 a kind and its contents, which torch.load(weights_only=True) reads. Values of other types are left
 out. An error never reaches the caller: it becomes a warning, and the attribute is left out.
+
+The values are keyed by place: the names of the object and of its attribute.
 """
 
 from __future__ import annotations
@@ -38,6 +40,10 @@ _MOST_ITEMS = 1_000_000
 _COMPARED_BYTES = 2**20
 _COMPARED_ITEMS = 50_000
 _DEEPEST = 12
+# In place of a value: the attribute is removed.
+REMOVED: Any = object()
+
+Place = tuple[str, str]
 
 
 class NotPlainError(Exception):
@@ -353,25 +359,24 @@ class PlainState:
         attributes = self.changed_attributes() if has_attributes else {}
         return {"generators": self.generator_states(), "attributes": attributes}
 
-    def changed_attributes(self) -> dict[str, dict[str, Any]]:
-        """Return the encoded attributes of each object that have changed since the start."""
+    def changed_attributes(self) -> dict[Place, Any]:
+        """Return the encoded attributes that have changed since the start."""
         encoder = Encoder(self._device, self._addresses_of_network())
-        changed: dict[str, dict[str, Any]] = {}
-        for name, attribute, value in self._attributes():
-            with self._guarded(f"the attribute {name}.{attribute}"):
-                if digest(value) != self._at_start[name].get(attribute, self):
-                    changed.setdefault(name, {})[attribute] = encoder.encode_attribute(value)
+        changed: dict[Place, Any] = {}
+        for place, value in self.attributes():
+            with self._guarded(f"the attribute {'.'.join(place)}"):
+                if digest(value) != self._at_start.get(place, self):
+                    changed[place] = encoder.encode_attribute(value)
         return changed
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self.load_generator_states(state["generators"])
         self.load_attributes(state["attributes"])
-        for name, attributes in state["attributes"].items():
-            for attribute in attributes:
-                # Save the attribute again, even if it had the saved value at the start.
-                self._at_start.get(name, {}).pop(attribute, None)
+        for place in state["attributes"]:
+            # Save the attribute again, even if it had the saved value at the start.
+            self._at_start.pop(place, None)
 
-    def load_attributes(self, saved: dict[str, dict[str, Any]], is_in_place: bool = True) -> None:
+    def load_attributes(self, saved: dict[Place, Any], is_in_place: bool = True) -> None:
         """Set the saved attributes. Objects that share a list or a tensor keep sharing it.
 
         Args:
@@ -380,19 +385,21 @@ class PlainState:
         decoder, targets = Decoder(self._device), self._targets(saved)
         covered = self._addresses_of_network()
         placed: dict[int, Any] = {}
-        for name, attributes in saved.items():
+        for (name, attribute), encoded in saved.items():
             if name not in self._parts:
                 continue
             namespace = self._parts[name].namespace()
-            for attribute, encoded in attributes.items():
-                with self._guarded(f"the attribute {name}.{attribute}"):
-                    if id(encoded) not in placed:
-                        current, value = namespace.get(attribute), decoder.decode(encoded)
-                        is_alone = len(targets.get(id(current), ())) <= 1
-                        is_kept = is_in_place and is_alone and not shares_memory(current, covered)
-                        is_replaced = is_kept and replace_content(current, value)
-                        placed[id(encoded)] = current if is_replaced else value
-                    namespace[attribute] = placed[id(encoded)]
+            if encoded is REMOVED:
+                namespace.pop(attribute, None)
+                continue
+            with self._guarded(f"the attribute {name}.{attribute}"):
+                if id(encoded) not in placed:
+                    current, value = namespace.get(attribute), decoder.decode(encoded)
+                    is_alone = len(targets.get(id(current), ())) <= 1
+                    is_kept = is_in_place and is_alone and not shares_memory(current, covered)
+                    is_replaced = is_kept and replace_content(current, value)
+                    placed[id(encoded)] = current if is_replaced else value
+                namespace[attribute] = placed[id(encoded)]
 
     @contextmanager
     def replaced(self, state: dict[str, Any]) -> Iterator[None]:
@@ -405,19 +412,17 @@ class PlainState:
             yield
         finally:
             self.load_generator_states(generators)
-            for name in previous.keys() & state["attributes"].keys():
-                namespace = self._parts[name].namespace()
-                for attribute in state["attributes"][name]:
-                    if attribute in previous[name]:
-                        namespace[attribute] = previous[name][attribute]
-                    else:
-                        namespace.pop(attribute, None)
+            for name, attribute in state["attributes"]:
+                if attribute in previous.get(name, ()):
+                    self._parts[name].namespace()[attribute] = previous[name][attribute]
+                elif name in previous:
+                    self._parts[name].namespace().pop(attribute, None)
 
-    def _attributes(self) -> Iterator[tuple[str, str, Any]]:
-        """Yield the name of each object, and the name and the value of each attribute."""
+    def attributes(self) -> Iterator[tuple[Place, Any]]:
+        """Yield the place and the value of each attribute."""
         for name, part in self._parts.items():
             for attribute, value in part.attributes().items():
-                yield name, attribute, value
+                yield (name, attribute), value
 
     def _addresses_of_network(self) -> set[int]:
         """Return the addresses of the tensors in the network's state_dict."""
@@ -426,29 +431,29 @@ class PlainState:
         saved = self._network.state_dict(keep_vars=True).values()
         return {address_of(value) for value in saved if type(value) in (nn.Parameter, Tensor)}
 
-    def _targets(self, saved: dict[str, dict[str, Any]]) -> dict[int, set[int]]:
+    def _targets(self, saved: dict[Place, Any]) -> dict[int, set[int]]:
         """Return the ids of the saved values that each current value would get."""
         found: dict[int, set[int]] = defaultdict(set)
-        for name, attribute, value in self._attributes():
-            if type(value) not in _ATOMS:
-                found[id(value)].add(id(saved.get(name, {}).get(attribute)))
+        for place, value in self.attributes():
+            if type(value) not in _ATOMS and saved.get(place) is not REMOVED:
+                found[id(value)].add(id(saved.get(place)))
         return found
 
-    def digests(self) -> dict[str, dict[str, Any]]:
-        """Return a digest of each plain attribute, by the names of its object and attribute."""
-        found: dict[str, dict[str, Any]] = {name: {} for name in self._parts}
-        for name, attribute, value in self._attributes():
+    def digests(self) -> dict[Place, Any]:
+        """Return a digest of each plain attribute."""
+        found: dict[Place, Any] = {}
+        for place, value in self.attributes():
             with suppress(Exception):
-                found[name][attribute] = digest(value)
+                found[place] = digest(value)
         return found
 
-    def small_attributes(self) -> dict[str, dict[str, Any]]:
-        """Return the encoded attributes of each object that are small, also if they are unchanged."""
+    def small_attributes(self) -> dict[Place, tuple[Any, Any]]:
+        """Return the digest and the encoded value of each small attribute, changed or not."""
         encoder = Encoder(self._device, most_bytes=_COMPARED_BYTES)
-        found: dict[str, dict[str, Any]] = {}
-        for name, attribute, value in self._attributes():
+        found: dict[Place, tuple[Any, Any]] = {}
+        for place, value in self.attributes():
             with suppress(Exception):
-                found.setdefault(name, {})[attribute] = encoder.encode_attribute(value)
+                found[place] = digest(value), encoder.encode_attribute(value)
         return found
 
     @contextmanager

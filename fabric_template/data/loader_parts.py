@@ -25,7 +25,7 @@ from torch.utils.data import (
 )
 
 from ..lightning_compat.overrides import has_state
-from ..plain_state import Decoder, Part, PlainState, digest
+from ..plain_state import REMOVED, Decoder, Part, Place, PlainState, digest
 from .tensor_loader import TensorLoader
 
 # Values that contain no objects of a stream.
@@ -45,7 +45,6 @@ _DRAWING_SAMPLERS: Any = (
 _OF_LOADER = frozenset(vars(DataLoader([])))  # type: ignore[arg-type]
 # The iterator of a pass is not part of the state between passes.
 _ITERATOR_OF_PASS = ("_iterator",)
-_MISSING: Any = object()
 
 
 def find_stateful_part(loader: Any) -> Any:
@@ -197,15 +196,15 @@ class StreamState:
 
     def __init__(self, stream: Any) -> None:
         self._stream = stream
-        self._parts = {
+        parts = {
             name: Part(owner, _ITERATOR_OF_PASS, has_attributes=not is_of_library(owner))
             for name, owner in find_values(stream).items()
             if hasattr(owner, "__dict__")
         }
-        self._plain = PlainState(self._parts)
+        self._plain = PlainState(parts)
         # The attributes that load_state_dict has made different from the saved run: the digest
         # of the loaded value, and the encoded value of the saved run.
-        self._different: dict[tuple[str, str], tuple[Any, Any]] = {}
+        self._different: dict[Place, tuple[Any, Any]] = {}
         # The loaded state until the first batch after it is read.
         self._loaded: Any = None
 
@@ -216,56 +215,41 @@ class StreamState:
     def start_reading(self) -> None:
         self._loaded = None
 
-    def attributes(self) -> dict[str, dict[str, Any]]:
+    def attributes(self) -> dict[Place, Any]:
         """Return the changed attributes, without what load_state_dict has set."""
-        attributes = self._plain.changed_attributes()
-        for (name, attribute), value in self._unused():
-            attributes.setdefault(name, {}).pop(attribute, None)
-            if value is not _MISSING:
-                attributes[name][attribute] = value
-        return attributes
+        attributes = {**self._plain.changed_attributes(), **self._unused()}
+        return {place: value for place, value in attributes.items() if value is not REMOVED}
 
     @contextmanager
     def loaded(self, state: dict[str, Any]) -> Iterator[None]:
         """Load a state. Create the iterator of the resumed pass in the block."""
-        values, digests = self._plain.small_attributes(), self._plain.digests()
-        names = {name: set(part.attributes()) for name, part in self._parts.items()}
+        # The digest and the value of each attribute in the saved run. An attribute without a
+        # saved value had not changed there.
+        expected: dict[Place, Any] = dict.fromkeys(place for place, _ in self._plain.attributes())
+        expected.update(self._plain.small_attributes())
+        for place, value in state["attributes"].items():
+            expected[place] = None
+            with suppress(Exception):
+                expected[place] = digest(Decoder().decode(value)), value
         self._stream.load_state_dict(deepcopy(state["state"]))
         self._loaded = state["state"]
         yield
-        for name, saved in state["attributes"].items():
-            # An attribute without a saved value had not changed in the saved run.
-            values.setdefault(name, {}).update(saved)
-            names.setdefault(name, set()).update(saved)
-        for name, found in self._plain.digests().items():
-            known, changed = values.get(name, {}), state["attributes"].get(name, {})
-            for attribute, loaded in found.items():
-                is_same = attribute not in changed and loaded == digests[name].get(attribute)
-                if not is_same and (attribute in known or attribute not in names[name]):
-                    self._compare((name, attribute), loaded, known.get(attribute, _MISSING))
-
-    def _compare(self, place: tuple[str, str], loaded: Any, value: Any) -> None:
-        """Keep the value of the saved run if another one was loaded."""
-        with suppress(Exception):
-            if value is _MISSING or digest(Decoder().decode(value)) != loaded:
-                self._different[place] = (loaded, value)
+        for place, loaded in self._plain.digests().items():
+            # No value of a large attribute is known.
+            saved = expected.get(place, (None, REMOVED))
+            if saved is not None and saved[0] != loaded:
+                self._different[place] = loaded, saved[1]
 
     def end_pass(self) -> None:
         """Undo what load_state_dict has set, unless the resumed pass has changed it since."""
-        values: dict[str, dict[str, Any]] = {}
-        for (name, attribute), value in self._unused():
-            if value is _MISSING:
-                self._parts[name].namespace().pop(attribute, None)
-            else:
-                values.setdefault(name, {})[attribute] = value
-        self._plain.load_attributes(values)
+        self._plain.load_attributes(self._unused())
         self._different.clear()
 
-    def _unused(self) -> list[tuple[tuple[str, str], Any]]:
-        """List the different attributes that still have the value that was loaded."""
+    def _unused(self) -> dict[Place, Any]:
+        """Return the different attributes that still have the value that was loaded."""
         digests = self._plain.digests() if self._different else {}
-        return [
-            (place, value)
+        return {
+            place: value
             for place, (loaded, value) in self._different.items()
-            if digests[place[0]].get(place[1]) == loaded
-        ]
+            if digests.get(place) == loaded
+        }
