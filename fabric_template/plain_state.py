@@ -26,7 +26,7 @@ from .rng_state import find_generators, get_generator_state, set_generator_state
 
 _ATOMS = frozenset((type(None), bool, int, float, complex, str, bytes))
 _SEQUENCES: dict[str, type] = {
-    kind.__name__: kind for kind in (list, tuple, set, frozenset, range, torch.Size, deque)
+    kind.__name__: kind for kind in (list, tuple, set, frozenset, torch.Size, deque)
 }
 _DICTS: dict[str, type] = {
     kind.__name__: kind for kind in (dict, OrderedDict, Counter, defaultdict)
@@ -67,7 +67,7 @@ def digest(value: Any, most: int = _COMPARED_ITEMS) -> Any:
         most: Compare about this many items of a container.
     """
     kind = type(value)
-    if kind in _ATOMS:
+    if kind in _ATOMS or kind is range:
         return kind, value
     if kind is Tensor:
         return _digest_tensor(value)
@@ -172,6 +172,8 @@ class Encoder:
             encoded: Any = self._encode_tensor(value)
         elif kind is np.ndarray or isinstance(value, np.generic):
             encoded = self._encode_array(value)
+        elif kind is range:
+            encoded = "range", [value.start, value.stop, value.step]
         elif kind in _CONTAINERS and depth <= _DEEPEST:
             encoded = self._encode_container(value, kind, depth)
         else:
@@ -181,8 +183,6 @@ class Encoder:
 
     def _encode_container(self, value: Any, kind: type, depth: int) -> Any:
         self._count(items=len(value))
-        if kind is range:
-            return "range", [value.start, value.stop, value.step]
         items = _items_of(value)
         if not set(map(type, items)) <= _ATOMS:
             items = [self._encode(item, depth + 1) for item in items]

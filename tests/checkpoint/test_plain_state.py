@@ -119,7 +119,7 @@ def test_unchanged_and_other_values_are_not_saved():
     net = nn.Linear(2, 2)
     cycle = []
     cycle.append(cycle)
-    owner = Holder(labels=["a"] * 100, table=torch.rand(2000, 300), size=3, name="x")
+    owner = Holder(labels=["a"] * 100, table=torch.rand(2000, 300), size=3, indices=range(10**15))
     state = PlainState({"a": Part(owner)}, network=net)
     owner.net, owner.function, owner.cycle, owner.view = net, print, cycle, net.weight.data[0]
     owner.objects, owner.parameters = [object()], list(net.parameters())
