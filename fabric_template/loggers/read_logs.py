@@ -10,7 +10,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from ..files import number_of, sort_key
-from ..metric_names import find_axis, is_metric, parse_metric
+from ..metric_names import find_axis, parse_metric
+from .csv_formats import RUN, decode, has_number, split_runs, to_commas, to_wide
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -20,7 +21,6 @@ _CELL = r'(?:"[^"]*(?:""[^"]*)*"|[^",\n]*)'
 _RECORD = re.compile(rf"{_CELL}(?:,{_CELL})*(?=\r?\n)")
 _MAX_RECORD_LENGTH = 2**20
 _CELLS = re.compile(f"(?:^|,)({_CELL})")
-EXPORTED_RUN = "run of an export"  # The column with the names of runs in an export of W&B.
 # Cells without a value.
 MISSING = ("", "nan", "none", "null", "na", "n/a", "-")
 EXPECTED = "a metrics.csv, or a folder such as logs, logs/digits or logs/digits/version_0"
@@ -60,7 +60,7 @@ def read_logs(path: str | os.PathLike[str], steps: bool = False) -> pd.DataFrame
     tables = []
     for name, version, file in runs:
         columns = read_columns(file, steps)
-        names = columns.pop(EXPORTED_RUN, name)
+        names = columns.pop(RUN, name)
         tables.append(pd.DataFrame(columns, dtype=object).assign(name=names, version=version))
     table = pd.concat(tables, ignore_index=True).fillna("")
     axes = [find_axis(table, axis) for axis in (("step", "epoch") if steps else ("epoch", "step"))]
@@ -77,22 +77,40 @@ def read_columns(path: Path, steps: bool = False) -> dict[str, list[Any]]:
     content = read_table(path)
     if not content.is_complete:
         warnings.warn(f"{path}: the last line is incomplete and was left out.", stacklevel=3)
-    # Files that were written in several parts may repeat their header.
-    rows = [row for row in content.rows if [*row.values()] != content.columns]
-    names = {name: name.strip().removeprefix("#").strip() for name in content.columns}
+    headers = [row for row in content.rows if [*row.values()] == [*row]]
+    rows = [row for row in content.rows if row not in headers] if headers else content.rows
+    if len(rows) > 1 and has_number(rows[1].values()) and not has_number(rows[0].values()):
+        # The second line has the units of the columns.
+        rows = rows[1:]
+    found = dict.fromkeys([*content.columns, *(name for header in headers for name in header)])
+    names = {name: name.strip().removeprefix("#").strip() for name in found}
     columns = {names[n]: [row.get(n, "") for row in rows] for n in names if names[n]}
     if {*columns} == {"Wall time", "Step", "Value"} and (tag := re.search("tag-(.+)", path.stem)):
         # TensorBoard exports one metric, whose name is in the name of the file.
         columns[tag[1]] = columns.pop("Value")
+    if path.name == "steps.csv":
+        return columns
+    runs = split_runs(to_wide(columns))
+    if "" in runs:
+        return join_if_incomplete(runs[""], steps)
+    tables = {run: join_if_incomplete(table, steps) for run, table in runs.items()}
+    counts = {run: len(next(iter(table.values()))) for run, table in tables.items()}
+    joined: dict[str, list[Any]] = {}
+    for name in dict.fromkeys(name for table in tables.values() for name in table):
+        joined[name] = [c for run in tables for c in tables[run].get(name, [""] * counts[run])]
+    return joined | {RUN: [run for run, count in counts.items() for _ in range(count)]}
+
+
+def join_if_incomplete(columns: dict[str, list[Any]], steps: bool) -> dict[str, list[Any]]:
+    """Merge the rows of a run, unless they are complete.
+
+    An epoch with several validations has several complete rows.
+    """
     axes = [axis for axis in (find_axis(columns, name) for name in ("epoch", "step")) if axis]
-    exported = [name for name in columns if " - " in name]
-    if exported and not any(is_metric(name) for name in columns if name not in exported):
-        return split_exported(columns, exported)
     places = list(zip(*(columns[axis] for axis in axes), strict=True))
     is_complete = len({*places}) == len(places) and all(map(all, places))
     is_of_steps = not steps and any(name.endswith("_step") for name in columns if name not in axes)
-    # Do not merge complete rows. An epoch with several validations has several complete rows.
-    if path.name == "steps.csv" or not axes or (is_complete and not is_of_steps):
+    if not axes or (is_complete and not is_of_steps):
         return columns
     return join_rows(columns, steps)
 
@@ -144,29 +162,21 @@ def read_table(path: Path) -> CSVTable:
     The csv module is not used, because a stray quotation mark would hide all lines after it, and
     because it refuses long cells.
     """
-    content = path.read_bytes() if path.exists() else b""
+    text = decode(path.read_bytes()) if path.exists() else ""
     if path.name not in ("metrics.csv", "steps.csv"):
         # The last line of a finished file may have no line break.
-        content = content.rstrip(b"\r\n") + b"\n"
-    text = to_commas(content.decode("utf-8-sig", "replace").replace("\0", ""))
+        text = to_commas(text).rstrip("\r\n") + "\n"
     complete, line_break, rest = text.rpartition("\n")
-    records, damaged = read_records(complete + line_break)
+    records, damaged = read_records((complete + line_break).replace("\0", ""))
     columns = records[0] if records else []
-    is_complete = not rest and (not content or content.endswith(b"\n"))
-    if len(records) > 1 and len(records[-1]) < len(columns):
-        records, is_complete = records[:-1], False
-    rows = [dict(zip(columns, cells, strict=False)) for cells in records[1:]]
-    return CSVTable(columns, rows, is_complete, damaged)
-
-
-def to_commas(text: str) -> str:
-    """Replace semicolons, tabs or bars between the cells of a file without commas in its header."""
-    header = text.partition("\n")[0]
-    separator = next((character for character in ";\t|" if character in header), ",")
-    if "," in header or separator == ",":
-        return text
-    # Files with semicolons often have decimal commas.
-    return text.replace(",", ".").replace(separator, ",")
+    rows, names = [], columns
+    for cells in records[1:]:
+        if cells[0] == columns[0] and not has_number(cells):
+            # A file that was written in several parts may have a header in each part.
+            names = cells
+        rows.append(dict(zip(names, cells, strict=False)))
+    is_short = bool(rows) and len(rows[-1]) < len(names)
+    return CSVTable(columns, rows[:-1] if is_short else rows, not (rest or is_short), damaged)
 
 
 def read_records(text: str) -> tuple[list[list[str]], list[int]]:
@@ -200,29 +210,6 @@ def unquote(record: str) -> list[str]:
     return [c[1:-1].replace('""', '"') if c.startswith('"') else c for c in cells]
 
 
-def split_exported(columns: dict[str, list[Any]], exported: list[str]) -> dict[str, list[Any]]:
-    """Return the rows of each run in an export of W&B, which names its columns "<run> - <metric>".
-
-    W&B adds the smallest and the largest value of each step, which are left out.
-    """
-    runs: dict[str, dict[str, str]] = {}
-    for name in exported:
-        run, _, metric = name.rpartition(" - ")
-        if not metric.endswith(("__MIN", "__MAX")):
-            runs.setdefault(run, {})[metric] = name
-    others = [name for name in columns if name not in exported]
-    metrics = dict.fromkeys(metric for names in runs.values() for metric in names)
-    result: dict[str, list[Any]] = {name: [] for name in (*others, *metrics, EXPORTED_RUN)}
-    for run, names in runs.items():
-        for row in range(len(columns[exported[0]])):
-            values = {metric: columns[name][row] for metric, name in names.items()}
-            if any(values.values()):
-                values |= {name: columns[name][row] for name in others} | {EXPORTED_RUN: run}
-                for name, cells in result.items():
-                    cells.append(values.get(name, ""))
-    return result
-
-
 def join_rows(columns: dict[str, list[Any]], steps: bool) -> dict[str, list[Any]]:
     """Merge half-empty rows into one row per step, or per epoch and validation.
 
@@ -247,7 +234,7 @@ def join_rows(columns: dict[str, list[Any]], steps: bool) -> dict[str, list[Any]
         keys = [table[epoch], number.clip(lower=0).rename("number")]
         table = table.drop(columns=epoch).groupby(keys, sort=False, dropna=False).last()
         table = table.reset_index(level=0)
-    joined: dict[str, list[Any]] = table.fillna("").to_dict("list")
+    joined: dict[str, list[Any]] = table.astype(object).fillna("").to_dict("list")
     return joined
 
 
@@ -266,7 +253,8 @@ def to_values(cells: list[Any]) -> list[Any]:
             return [kind(cell) for cell in cells]
     with suppress(ValueError):
         return [
-            float("nan" if cell.strip().lower() in MISSING else cell) for cell in map(str, cells)
+            float("nan" if cell.strip().lower() in MISSING else cell.strip().removesuffix("%"))
+            for cell in map(str, cells)
         ]
     known = {"": None, "True": True, "False": False}
     return [known.get(cell, cell) for cell in cells]

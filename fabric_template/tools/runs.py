@@ -15,7 +15,8 @@ from typing import TYPE_CHECKING, Any
 
 from ..config import LoopArguments, LoopConfig
 from ..files import sort_key
-from ..loggers.read_logs import EXPORTED_RUN, name_run, read_columns, to_values
+from ..loggers.csv_formats import RUN
+from ..loggers.read_logs import name_run, read_columns, to_values
 from ..metric_names import Metric, find_axis, find_direction, is_metric, parse_metric
 
 if TYPE_CHECKING:
@@ -132,7 +133,7 @@ def read_run(folder: Path, root: Path) -> Run:
 
 
 def read_files(path: Path, root: Path) -> list[Run]:
-    """Read the runs in the CSV file of any tool. An export of W&B may contain several runs."""
+    """Read the runs in the CSV file of any tool. A file may contain several runs."""
     if path.name == "metrics.csv":
         return [read_run(path.parent, path.parent)]
     rows, names = read_rows(path)
@@ -226,7 +227,7 @@ def find_best(run: Run, metric: str | None = None, mode: str | None = None) -> d
 
 
 def read_rows(path: Path) -> tuple[Columns, list[str]]:
-    """Return the numeric columns of a CSV file, and each row's run in an export of W&B.
+    """Return the numeric columns of a CSV file, and each row's run in a file of several runs.
 
     A damaged file has no columns. pandas is not used, because it would take most of the time.
     """
@@ -235,7 +236,7 @@ def read_rows(path: Path) -> tuple[Columns, list[str]]:
         # The last line may be incomplete while a run trains.
         warnings.simplefilter("ignore")
         columns = read_columns(path)
-    names = columns.pop(EXPORTED_RUN, [])
+    names = columns.pop(RUN, [])
     rows = {name: to_values(cells) for name, cells in columns.items()}
     numeric = [name for name in rows if rows[name] and type(rows[name][0]) in (int, float)]
     return {name: rows[name] for name in numeric if name not in ("name", "version")}, names

@@ -136,16 +136,86 @@ def test_validations_within_an_epoch_keep_their_steps():
         "epoch,val_loss\n0,3\nepoch,val_loss\n1,2\n",
         ",epoch,val_loss\n0,0,3\n1,1,2\n",
         "\ufeffepoch,val_loss,other\n0,3,None\n1,2,nan\n",
+        "\repoch,val_loss\r0,3\r1,2\r",
+        "epoch val_loss\n    0      3.0\n    1      2.0\n",
+        "# run of Monday\n# lr=0.1, seed=0\nepoch,val_loss\n0,3\n1,2\n",
+        '#{"start": 17.5, "env": "CartPole"}\nepoch,val_loss\n0,3\n1,2\n',
+        "epoch,val_loss\n[-],[nats]\n0,3\n1,2\n",
+        "epoch,val_loss,train_loss\n0,3,1\nepoch,val_loss\n1,2\n",
+        "epoch,val_loss\n0,3%\n1,2 %\n",
     ],
-    ids=["no line break", "crlf", "padded", "semicolons", "tabs", "#", "two headers", "index", "bom"],
+    ids=[
+        *("no line break", "crlf", "padded", "semicolons", "tabs", "#", "two headers", "index", "bom", "cr"),
+        *("spaces", "comments", "json comment", "units", "shorter header", "percent"),
+    ],
 )
 def test_csv_dialects_are_read(text):
     path = write(text)
     table = read_logs(path)
     assert table[["epoch", "val_loss"]].values.tolist() == [[0, 3], [1, 2]]
-    (line, _) = plot_logs(path).get_lines()
+    line = next(line for line in plot_logs(path).get_lines() if line.get_label() == "validation")
     assert line.get_xydata().tolist() == [[0, 3], [1, 2]]
     assert list_runs(path)["best"].tolist() == [2]
+
+
+@pytest.mark.parametrize("encoding", ["utf-16", "utf-8-sig"])
+def test_encodings_are_read(encoding):
+    Path("log.csv").write_text("epoch\tval_loss\n0\t3,5\n1\t2,5\n", encoding)
+    assert read_logs("log.csv")["val_loss"].tolist() == [3.5, 2.5]
+
+
+def test_a_second_header_may_have_more_columns():
+    table = read_logs(write("epoch,loss\n0,3\n1,2\nepoch,loss,val_acc\n2,1,0.5\n3,0.5,0.6\n"))
+    assert table["loss"].tolist() == [3, 2, 1, 0.5]
+    assert table["val_acc"].tolist()[2:] == [0.5, 0.6]
+
+
+# ---- forms of tables
+
+
+@pytest.mark.parametrize(
+    ("text", "columns"),
+    [
+        ("step,split,loss\n5,train,3\n5,val,4\n9,train,2\n9,val,3\n", "train_loss val_loss"),
+        ("step,Phase,loss,lr\n5,train,3,1\n5,val,4,\n9,train,2,1\n9,val,3,\n", "train_loss val_loss lr"),
+        ("run_id,key,value,step\na,train_loss,3,5\na,val_loss,4,5\na,train_loss,2,9\na,val_loss,3,9\n", "run_id"),
+        ("step,tag,value\n5,loss/train,3\n9,loss/train,2\n5,loss/val,4\n9,loss/val,3\n", "loss/train loss/val"),
+        ("step,split,metric,value\n5,train,loss,3\n5,val,loss,4\n9,train,loss,2\n9,val,loss,3\n", "val_loss"),
+    ],
+)
+def test_a_table_with_a_row_per_value_is_read(text, columns):
+    path = write(text)
+    ax = plot_logs(path, metrics="loss")
+    lines = {line.get_label(): line.get_xydata().tolist() for line in ax.get_lines()}
+    assert lines == {"train": [[5, 3], [9, 2]], "validation": [[5, 4], [9, 3]], "best": [[9, 3]]}
+    assert list_runs(path)["best"].tolist() == [3]
+    assert {*columns.split()} <= {*read_logs(path)}
+
+
+@pytest.mark.parametrize(
+    ("columns", "names"),
+    [
+        (["run"], ["a", "b"]),
+        (["name", "version"], ["a/0", "b/1"]),
+        (["trial_id", "seed"], ["a", "b"]),
+    ],
+)
+def test_a_table_of_several_runs_is_split(columns, names):
+    frame = pd.DataFrame({"epoch": [0, 1, 0, 1], "val_loss": [3, 2, 5, 4]})
+    for column, values in zip(columns, (["a", "a", "b", "b"], [0, 0, 1, 1]), strict=False):
+        frame[column] = values
+    frame.to_csv("all.csv", index=False)
+    runs = list_runs("all.csv")
+    assert (runs["version"].tolist(), runs["best"].tolist()) == (names, [2, 4])
+    assert lines_of(plot_logs("all.csv")) == dict.fromkeys(names, 2)
+    assert read_logs("all.csv")["name"].tolist() == [names[0]] * 2 + [names[1]] * 2
+
+
+def test_an_export_by_relative_time_is_read():
+    header = '"Relative Time (Process)","big - train/loss","big - train/loss__MIN","big - train/loss__MAX"\n'
+    table = read_logs(write(header + '"0.5","3","2","4"\n"1.5","2","1","3"\n'))
+    assert list(table) == ["name", "version", "Relative Time (Process)", "train/loss"]
+    assert table["train/loss"].tolist() == [3, 2]
 
 
 @pytest.mark.parametrize("text", ["epoch,val_loss\n", "", "epoch,val_loss"])

@@ -1,0 +1,137 @@
+"""Convert CSV files in the forms of other tools to one run with a column for each metric."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable
+from contextlib import suppress
+from typing import Any
+
+from ..metric_names import SPLITS, find_axis, is_metric
+
+Columns = dict[str, list[Any]]
+# The added column with the name of the run of each row, in a file of several runs.
+RUN = "run of the row"
+# The columns that name the run, the metric or the split of a row.
+RUN_NAMES = ("run", "run_id", "run_name", "experiment", "trial_id")
+KEY_NAMES = ("key", "tag", "metric", "variable")
+SPLIT_NAMES = ("split", "phase", "mode", "stage", "subset", "set", "dataset")
+
+
+# Text
+
+
+def decode(content: bytes) -> str:
+    encoding = "utf-16" if content[:2] in (b"\xff\xfe", b"\xfe\xff") else "utf-8-sig"
+    return content.decode(encoding, "replace")
+
+
+def to_commas(text: str) -> str:
+    """Remove comments before the header, and write commas between the cells."""
+    if "\n" not in text:
+        text = text.replace("\r", "\n")
+    header, _, rest = text.partition("\n")
+    second = rest.partition("\n")[0]
+    # A header may start with "#", too. It is followed by a row of numbers.
+    if header.startswith("#") and not has_number(re.split(r"[,;|\s]", second)):
+        return to_commas(rest)
+    separator = next((character for character in ";\t|" if character in header), None)
+    if "," in header:
+        return text
+    if separator is not None:
+        # Files with semicolons often have decimal commas.
+        return text.replace(",", ".").replace(separator, ",")
+    if len(header.split()) == len(second.split()) > 1:
+        return "\n".join(",".join(line.split()) for line in text.split("\n"))
+    return text
+
+
+def has_number(cells: Iterable[Any]) -> bool:
+    for cell in cells:
+        with suppress(ValueError):
+            float(cell)
+            return True
+    return False
+
+
+# Columns
+
+
+def to_wide(columns: Columns) -> Columns:
+    """Return a column for each metric of a table with a row for each value or split."""
+    lower = {name.lower(): name for name in reversed([*columns])}
+    key = next((lower[name] for name in KEY_NAMES if name in lower), None)
+    if key is not None and "value" in lower:
+        values = columns[lower["value"]]
+        others = {
+            name: cells for name, cells in columns.items() if name not in (key, lower["value"])
+        }
+        columns = others | select(columns[key], values)
+    for name in SPLIT_NAMES:
+        splits = columns.get(lower.get(name, ""), [])
+        if len({*splits}) > 1 and {split.lower() for split in splits} <= {*SPLITS}:
+            return split_columns(columns, lower[name])
+    return columns
+
+
+def split_columns(columns: Columns, split: str) -> Columns:
+    """Return a column such as "train_loss" for each split for which a column has values."""
+    result: Columns = {}
+    for name, cells in columns.items():
+        parts = select(columns[split], cells)
+        filled = {f"{part}_{name}": values for part, values in parts.items() if any(values)}
+        is_axis = name in (find_axis(columns, "epoch"), find_axis(columns, "step"))
+        result |= filled if len(filled) > 1 and not is_axis and name != split else {name: cells}
+    return result
+
+
+def select(keys: list[Any], cells: list[Any]) -> Columns:
+    """Return a column for each key, with empty cells in the rows of other keys."""
+    pairs = list(zip(keys, cells, strict=True))
+    return {
+        key: [cell if other == key else "" for other, cell in pairs] for key in dict.fromkeys(keys)
+    }
+
+
+def split_runs(columns: Columns) -> dict[str, Columns]:
+    """Return the columns of each run by its name. A file of one run has an empty name."""
+    exported = [name for name in columns if " - " in name]
+    others = [name for name in columns if name not in exported]
+    if any(name.endswith("__MIN") for name in exported) or (
+        exported and not any(map(is_metric, others))
+    ):
+        return split_exported(columns, exported, others)
+    names = [name for name in columns if name.lower() in RUN_NAMES][:1]
+    names = ["name", "version"] if {"name", "version"} <= {*columns} else names
+    has_axis = find_axis(columns, "epoch") or find_axis(columns, "step")
+    keys = [*zip(*(columns[name] for name in names), strict=True)] if names and has_axis else []
+    if not 1 < len({*keys}) < len(keys):
+        return {"": columns}
+    runs = {}
+    for key in dict.fromkeys(keys):
+        rows = [row for row, other in enumerate(keys) if other == key]
+        runs["/".join(key)] = {
+            name: [cells[row] for row in rows]
+            for name, cells in columns.items()
+            if name not in names
+        }
+    return runs
+
+
+def split_exported(columns: Columns, exported: list[str], others: list[str]) -> dict[str, Columns]:
+    """Return the rows of each run in an export of W&B, which names its columns "<run> - <metric>".
+
+    W&B adds the smallest and the largest value of each step, which are left out.
+    """
+    runs: dict[str, dict[str, str]] = {}
+    for name in exported:
+        run, _, metric = name.rpartition(" - ")
+        if not metric.endswith(("__MIN", "__MAX")):
+            runs.setdefault(run, {})[metric] = name
+    result: dict[str, Columns] = {}
+    for run, metrics in runs.items():
+        names = {name: name for name in others} | metrics
+        cells = zip(*(columns[name] for name in metrics.values()), strict=True)
+        rows = [row for row, values in enumerate(cells) if any(values)]
+        result[run] = {new: [columns[name][row] for row in rows] for new, name in names.items()}
+    return result
