@@ -6,8 +6,7 @@ that of an adversarial example, because the loop clears their gradients.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -33,13 +32,12 @@ class FirstStepCheck:
         # The gradients that the step has computed, by the index of the parameter.
         self._found: dict[int, Tensor] = {}
 
-    @contextmanager
-    def in_step(self) -> Iterator[None]:
-        """Keep the gradients that the step computes. Raise an error if it steps an optimizer."""
+    def call_step(self, step: Callable, batch: Any, batch_idx: int) -> Any:
+        """Call the step and keep the gradients that it computes. Refuse a step of an optimizer."""
         before = [None if p.grad is None else p.grad.clone() for p in self.parameters]
         handle = register_optimizer_step_pre_hook(self._refuse_step)
         try:
-            yield
+            output = step(batch, batch_idx)
         finally:
             handle.remove()
         for index, (parameter, old) in enumerate(zip(self.parameters, before, strict=True)):
@@ -48,6 +46,7 @@ class FirstStepCheck:
                 continue
             if old is None or not torch.equal(gradient, old):
                 self._found[index] = gradient if old is None else gradient - old
+        return output
 
     def _refuse_step(self, optimizer: Any, *_: Any) -> None:
         trained = {id(parameter) for parameter in self.parameters}
@@ -61,7 +60,7 @@ class FirstStepCheck:
         All processes call this method, also if the step calls backward() in some of them only. The
         loop clears the gradients of such a backward pass, so it is not refused.
         """
-        found, self._found = self._found, {}
+        found = self._found
         has_all = all(self.parameters[index].grad is not None for index in found)
         flags = [float(has_all and index in found) for index in range(len(self.parameters))]
         shares: Any = self.fabric.all_reduce(torch.tensor(flags, device=self.fabric.device))

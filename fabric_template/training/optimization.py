@@ -236,24 +236,10 @@ class AutomaticOptimization(Optimization):
         self._take_step = hooks.with_profiler(action, step)
         if self._scaler is not None:
             self._check_scaler()
+        # None after the first batch, and for a sharded network.
+        self._first_step_check: FirstStepCheck | None = None
         if not self.run.steps.is_model_parallel:
-            self._check_first_batch(self.call_step, self._profiled_backward)
-
-    def _check_first_batch(self, call_step: Callable, backward: Callable) -> None:
-        """Check in the next batch that ``training_step`` leaves backward and step() to the loop."""
-        own = FirstStepCheck(self._optimizer, self.run.fabric)
-
-        def first_step(batch: Any, batch_idx: int) -> Any:
-            self.call_step = call_step
-            with own.in_step():
-                return call_step(batch, batch_idx)
-
-        def first_backward(loss: Tensor) -> None:
-            self._profiled_backward = backward
-            backward(loss)
-            own.check_gradients()
-
-        self.call_step, self._profiled_backward = first_step, first_backward
+            self._first_step_check = FirstStepCheck(optimizer, self.run.fabric)
 
     def _check_scaler(self) -> None:
         """Raise an error for optimizers that do not work with a gradient scaler."""
@@ -324,8 +310,12 @@ class AutomaticOptimization(Optimization):
         If ``training_step`` returns None, there is no backward pass, and the result is None. As in
         Trainer, the optimizer still steps, except with a gradient scaler.
         """
-        run = self.run
-        output = self.call_step(batch, batch_idx)
+        run, check = self.run, self._first_step_check
+        if check is None:
+            output = self.call_step(batch, batch_idx)
+        else:
+            self._first_step_check = None
+            output = check.call_step(self.call_step, batch, batch_idx)
         loss = output if isinstance(output, Tensor) else find_loss(run, output)
         if loss is not None:
             if not loss.requires_grad and not self.is_backward_skipped:
@@ -347,6 +337,8 @@ class AutomaticOptimization(Optimization):
             self._zero_grad(batch_idx)
         if loss is not None:
             self._profiled_backward(loss)
+            if check is not None:
+                check.check_gradients()
         return loss
 
     def _zero_grad(self, batch_idx: int) -> None:
