@@ -146,18 +146,10 @@ def read_times(folder: Path) -> tuple[float, float]:
 
 def read_end(path: str) -> bytes:
     """Return the last 4096 bytes of a file, or no bytes if the file cannot be read."""
-    # Use no file object, because resume="last" reads a file of each version.
-    try:
-        descriptor = os.open(path, os.O_RDONLY)
-    except OSError:
-        return b""
-    try:
-        os.lseek(descriptor, max(0, os.fstat(descriptor).st_size - 4096), os.SEEK_SET)
-        return os.read(descriptor, 4096)
-    except OSError:
-        return b""
-    finally:
-        os.close(descriptor)
+    with suppress(OSError), open(path, "rb", buffering=0) as file:
+        file.seek(max(0, os.fstat(file.fileno()).st_size - 4096))
+        return file.read(4096)
+    return b""
 
 
 def make_folder(folder: Path) -> None:

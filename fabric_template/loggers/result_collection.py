@@ -227,11 +227,7 @@ class LoopResults:
 
 
 class CurrentValues(NamedTuple):
-    """The values of the current step or epoch, grouped by receiver, such as callbacks or loggers.
-
-    Attributes:
-        row: The values for a row of a CSV file, without the suffix "_step" or "_epoch".
-    """
+    """The values of the current step or epoch for each receiver. ``row`` is for CSV files."""
 
     callback: dict[str, Any]
     logged: dict[str, Any]
@@ -240,13 +236,7 @@ class CurrentValues(NamedTuple):
 
 
 class EvaluationValues(NamedTuple):
-    """The values of one evaluation.
-
-    Attributes:
-        results: A dict for each loader, which validate and test return.
-        logged: The values for the loggers.
-        row: The values for a row of a CSV file.
-    """
+    """The values of an evaluation: a dict for each loader, and those for loggers and CSV files."""
 
     results: list[dict[str, Any]]
     logged: dict[str, Any]
