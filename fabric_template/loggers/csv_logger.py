@@ -25,6 +25,7 @@ from .read_logs import read_table
 
 # The CSV files of a run. A resume removes their rows that are newer than the checkpoint.
 FILES = ("metrics.csv", "steps.csv")
+Rows = Sequence[Mapping[str, Any]]
 
 
 class CSVLogger(Logger):
@@ -175,21 +176,19 @@ class Table:
     def __init__(self, path: Path) -> None:
         self.path = path
         self.waiting: list[dict[str, Any]] = []
-        self.columns: list[str] = []
-        self.num_rows = 0
-        self._last: Mapping[str, Any] | None = None
-        self._size = 0
         self._is_synced = True
+        self._set_content([], [], 0)
         # A file that cannot be read does not stop the run. The next row tries again.
         with suppress(OSError):
             self._read()
 
     def position(self) -> dict[str, Any]:
         """Return the columns, the number of rows and the last row, including waiting rows."""
+        last = self.waiting[-1] if self.waiting else self._last
         return {
             "rows": self.num_rows + len(self.waiting),
             "columns": self.all_columns,
-            "last": None if self._last is None else cells_of(self._last),
+            "last": None if last is None else cells_of(last),
         }
 
     @property
@@ -199,17 +198,17 @@ class Table:
 
     def _read(self) -> None:
         """Read the columns and count the rows. Drop an incomplete last row."""
-        self._size = file_size(self.path)
-        table = read_table(self.path)
-        self.columns, self.num_rows = table.columns, len(table.rows)
-        if table.rows and not self.waiting:
-            self._last = table.rows[-1]
+        size, table = file_size(self.path), read_table(self.path)
+        self._set_content(table.columns, table.rows, size)
         if not table.is_complete:
             self.replace(table.columns, table.rows)
 
+    def _set_content(self, columns: list[str], rows: Rows, size: int) -> None:
+        self.columns, self.num_rows, self._size = columns, len(rows), size
+        self._last = rows[-1] if rows else None
+
     def append(self, row: Mapping[str, Any]) -> None:
         self.waiting.append({name: to_cell(name, value) for name, value in row.items()})
-        self._last = self.waiting[-1]
         try:
             self.write_waiting()
         except OSError as error:
@@ -244,10 +243,10 @@ class Table:
                     raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
             self._size += len(content)
             self.num_rows += len(self.waiting)
-            self._is_synced = False
+            self._last, self._is_synced = self.waiting[-1], False
         self.waiting = []
 
-    def replace(self, columns: list[str], rows: Sequence[Mapping[str, Any]]) -> None:
+    def replace(self, columns: list[str], rows: Rows) -> None:
         """Replace the rows of the file. Remove the file if there are no columns."""
         head = [dict(zip(columns, columns, strict=True))] if columns else []
         content = to_lines(columns, [*head, *rows])
@@ -255,9 +254,7 @@ class Table:
             self.path.unlink(missing_ok=True)
         elif not self.path.exists() or self.path.read_bytes() != content:
             write_file(self.path, content)
-        self.columns, self.num_rows, self._size = columns, len(rows), len(content)
-        if not self.waiting:
-            self._last = rows[-1] if rows else None
+        self._set_content(columns, rows, len(content))
 
     def sync(self) -> None:
         """Write the rows in self.waiting, and flush the file to the disk."""

@@ -236,7 +236,7 @@ class CurrentValues(NamedTuple):
 
 
 class EvaluationValues(NamedTuple):
-    """The values of an evaluation: a dict for each loader, and those for loggers and CSV files."""
+    """The values of an evaluation for each loader, for loggers and for CSV files."""
 
     results: list[dict[str, Any]]
     logged: dict[str, Any]
