@@ -10,7 +10,6 @@ from typing import Any
 from lightning.pytorch.profilers import PassThroughProfiler
 from lightning.pytorch.trainer.states import TrainerFn
 
-from ..lightning_compat.callbacks import find_callbacks
 from ..lightning_compat.overrides import is_instance_of, overridden
 
 
@@ -96,7 +95,7 @@ class Hooks:
 
     def callbacks_of(self, kind: str) -> list[Any]:
         """Return the callbacks of the class with this name, and of derived classes."""
-        return find_callbacks(self.callbacks, kind)
+        return [callback for callback in self.callbacks if is_instance_of(callback, kind)]
 
     def call_datamodule(self, name: str, *args: Any, **kwargs: Any) -> None:
         method = getattr(self.datamodule, name, None)
