@@ -88,7 +88,7 @@ def unknown_option(name: str, known: Iterable[str]) -> str:
 
 
 def refuse_options(options: Callable[[], Iterable[str]]) -> Callable[[Method], Method]:
-    """Let a method such as fit name the right place of an argument that it does not have.
+    """Make a method such as fit refuse unknown arguments, and explain where they belong.
 
     Args:
         options: Returns the names of FabricLoop's options.

@@ -88,7 +88,7 @@ def version_folder(version: int | str) -> str:
 
 
 def number_of(name: str) -> int | None:
-    """Return 3 for the folder name "version_3", or None for names that no number gives."""
+    """Return 3 for the folder name "version_3", or None for any other name."""
     match = re.fullmatch(r"version_(0|[1-9][0-9]*)", name)
     return int(match[1]) if match else None
 

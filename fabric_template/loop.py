@@ -501,7 +501,7 @@ def check_state(method: str, state: Mapping[str, Any]) -> None:
 
 
 def without_coordinates(scalars: dict[str, Any]) -> dict[str, Any]:
-    """Return the values that are no coordinates of a row."""
+    """Return the values without the epoch and the step of their row."""
     return {name: value for name, value in scalars.items() if name not in ("epoch", "step")}
 
 

@@ -795,7 +795,7 @@ class MiniLoop:
                 with replaced(self.checkpoint_dir / name) as file:
                     torch.save(checkpoint, file)
             self._record(f"saved {checkpoint['fabric_template']['saved_at']!r}")
-        # Within an epoch, training metrics may follow at its end.
+        # A training metric may be logged only at the end of the epoch.
         can_follow = is_in_epoch and not str(self.monitor).startswith("val")
         is_complete = is_validated or not (is_in_epoch or self.val_loader)
         if self.monitor is not None and is_complete and not can_follow:
@@ -1004,7 +1004,7 @@ class MiniLoop:
             write_yaml(self.log_dir / "config.yaml", **options, about=self._describe_run())
 
     def _describe_run(self) -> dict[str, Any]:
-        """Return what made this run. A description that fails stops no run."""
+        """Return the command, versions, device and objects of the run. A failure stops no run."""
         versions = {"fabric_template": VERSION, "torch": str(torch.__version__)}
         versions |= {"lightning": lightning_version, "python": platform.python_version()}
         about: dict[str, Any] = {"command": shlex.join(sys.argv), "versions": versions}
@@ -1569,7 +1569,7 @@ def load_optimizer(optimizer: Any, saved: dict[str, Any]) -> None:
 
 
 def plain_state(part: Any) -> dict[str, Any]:
-    """Return copies of the numbers, text and tensors, and of the random states, of an object."""
+    """Return copies of an object's numbers, texts, tensors and random states."""
     values, is_module = {**getattr(part, "__dict__", {})}, isinstance(part, nn.Module)
     if is_module:
         values = {name: values[name] for name in values if name not in MODULE_ATTRIBUTES}
@@ -1882,7 +1882,7 @@ def claim_version(*folders: Path) -> str:
 
 @cache
 def read_git(folder: str) -> dict[str, Any]:
-    """Return the commit of a folder and the number of changed files. Once, if git is fast."""
+    """Return a folder's commit and the number of changed files, unless git fails or is slow."""
     command = ["git", "--no-optional-locks", "status", "--porcelain=v2", "--branch", "-uno"]
     with suppress(Exception):
         done = subprocess.run(command, cwd=folder, capture_output=True, timeout=1.0, check=True)

@@ -40,7 +40,7 @@ _MOST_ITEMS = 1_000_000
 _COMPARED_BYTES = 2**20
 _COMPARED_ITEMS = 50_000
 _DEEPEST = 12
-# In place of a value: the attribute is removed.
+# This value marks an attribute that has been removed.
 REMOVED: Any = object()
 
 Place = tuple[str, str]
@@ -79,7 +79,7 @@ def digest(value: Any, most: int = _COMPARED_ITEMS) -> Any:
     if set(map(type, items)) <= _ATOMS:
         return kind, len(items), _sample(items, most)
     found = _sample(items, -(-most // 8))
-    # A container in itself ends with an error, because ``most`` becomes 0.
+    # A container that contains itself is an error, because ``most`` becomes 0.
     most_inside = min(most - 1, max(most // len(found), 8))
     return kind, len(items), [digest(item, most_inside) for item in found]
 

@@ -143,7 +143,7 @@ def restore_numpy(checkpoint: dict[str, Any]) -> dict[str, Any]:
 
 
 def to_plain(value: Any, parents: list[Any]) -> tuple[Any, Any]:
-    """Return a value without NumPy, and the dtypes of the replaced values.
+    """Replace the NumPy values in a value, and return the result and their dtypes.
 
     Args:
         parents: The containers around the value. A container is not converted again inside its own items.

@@ -99,7 +99,7 @@ class CheckpointManager:
         if self.config.monitor in run.results.evaluated:
             self.save_best(run)
         self.save_in_epoch(run)
-        # Training metrics may follow at the end of the epoch.
+        # A training metric may be logged only at the end of the epoch.
         if str(self.config.monitor).startswith("val"):
             self._check_monitor(run)
 
@@ -269,7 +269,7 @@ class CheckpointManager:
         config = self.config
         is_same_metric = (state["monitor"], state["mode"]) == (config.monitor, config.mode)
         if not is_same_metric or not self._is_continued:
-            # Scores of another metric do not compete. Files in another folder are not this run's.
+            # Scores of another metric cannot be compared. Files in another folder are not this run's.
             return
         # Ignore folders in the names, because an untrusted checkpoint may name any file.
         kept = {self._path(os.path.basename(name)): v for name, v in state["kept"].items()}

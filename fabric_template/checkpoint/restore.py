@@ -122,7 +122,7 @@ def find_weights(checkpoint: dict[str, Any], path: Any) -> Mapping[str, Any]:
 
 
 def is_weight(name: Any, value: Any) -> bool:
-    """Return whether an item may be of a state_dict. Only an extra state may be of any type."""
+    """Return whether an item may be part of a state_dict. Only an extra state may be of any type."""
     return isinstance(value, Tensor) or str(name).endswith("_extra_state")
 
 
@@ -139,7 +139,7 @@ def rename_weights(weights: Mapping[str, Any], target: nn.Module) -> Mapping[str
     if len(own_names) < len(own) or len(set(map(plain_name, weights))) < len(weights):
         return weights
     renamed = OrderedDict((own_names.get(plain_name(k), k), value) for k, value in weights.items())
-    # The versions of modules, by which load_state_dict converts old weights.
+    # load_state_dict needs the versions of modules, to convert old weights.
     versions = getattr(weights, "_metadata", None) or {}
     versions = {plain_name(name): version for name, version in versions.items()}
     paths = [path for path, _ in target.named_modules() if plain_name(path) in versions]
@@ -203,7 +203,7 @@ def restore_mini_attributes(run: Run) -> None:
     for place, attributes in parts.items():
         part = modules.get(place)
         for name in attributes:
-            # The value may be that of the class. MiniLoop has saved other types as tensors and lists.
+            # The attribute may be one of the class. MiniLoop saves other types as tensors and lists.
             is_known = name in getattr(part, "__dict__", {}) or hasattr(type(part), name)
             value = getattr(part, name, None) if is_known else None
             is_converted = isinstance(value, np.ndarray | np.generic | set | deque)
@@ -323,7 +323,7 @@ def add_missing_groups(run: Run, states: list[dict[str, Any]]) -> None:
     saved = run.plan.start.own.get("parameter_groups", ())
     for optimizer, state, names in zip(run.optimization.optimizers, states, saved, strict=False):
         known = len(optimizer.param_groups)
-        # An own optimizer may save its state in another form.
+        # A user's optimizer may save its state in another form.
         groups = state.get("param_groups", ())
         added = zip(groups[known:], names[known:], strict=False)
         for group, group_names in added:

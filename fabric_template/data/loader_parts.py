@@ -188,10 +188,10 @@ def find_values(owner: Any, enters_iterators: bool = True) -> dict[str, Any]:
 class StreamState:
     """The state of a loader or stream that implements ``state_dict`` and ``load_state_dict``.
 
-    What ``load_state_dict`` sets may apply to each later pass, too: later passes then have only the
-    rest of the data. It may also have to last, such as the number of an epoch. The saved run
-    decides: there, the number of the epoch is the same, but nothing has set the position at which
-    the stream starts. After the resumed pass, StreamState sets such a position back.
+    ``load_state_dict`` may set the position at which each later pass starts. Those passes would
+    have only the rest of the data. It may also set an attribute that later passes need, such as the
+    number of an epoch. An attribute is needed if it had the same value in the saved run. After the
+    resumed pass, StreamState sets the other attributes back.
     """
 
     def __init__(self, stream: Any) -> None:
@@ -202,14 +202,14 @@ class StreamState:
             if hasattr(owner, "__dict__")
         }
         self._plain = PlainState(parts)
-        # The attributes that load_state_dict has made different from the saved run: the digest
-        # of the loaded value, and the encoded value of the saved run.
+        # Attributes that have another value than in the saved run, because load_state_dict has
+        # set them: the digest of the loaded value, and the encoded value of the saved run.
         self._different: dict[Place, tuple[Any, Any]] = {}
-        # The loaded state until the first batch after it is read.
+        # The state that was loaded, until a batch is read.
         self._loaded: Any = None
 
     def state(self) -> Any:
-        """Return the stream's state. Before a batch is read, many streams do not know their own."""
+        """Return the stream's state. Until a batch is read, use the loaded one."""
         return deepcopy(self._stream.state_dict() if self._loaded is None else self._loaded)
 
     def start_reading(self) -> None:
@@ -235,7 +235,7 @@ class StreamState:
         self._loaded = state["state"]
         yield
         for place, loaded in self._plain.digests().items():
-            # No value of a large attribute is known.
+            # The saved run has recorded no value of a large attribute.
             saved = expected.get(place, (None, REMOVED))
             if saved is not None and saved[0] != loaded:
                 self._different[place] = loaded, saved[1]

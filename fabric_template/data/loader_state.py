@@ -81,8 +81,8 @@ class ResumableLoader:
         self._reader: Generator[Any] | None = None
         stream = find_stateful_part(loader)
         self._stream = None if stream is None else StreamState(stream)
-        # The first batch that a resumed pass reads. Then the numbers of all its batches, and of
-        # those that the resumed run read.
+        # The index of the first batch of a resumed pass. At the end of the pass, the number of
+        # all its batches, and of the batches that the resumed run read.
         self._resumed_at: int | None = None
         self._resumed: tuple[int, int] | None = None
         # True if this pass has only the batches that the resumed pass read after the resume.

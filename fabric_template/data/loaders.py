@@ -140,7 +140,7 @@ class DataConnector:
             yield
 
     def _saved_loads(self) -> dict[str, Any]:
-        """Return the states of the loads in the checkpoint of this process."""
+        """Return the states before each load, from the part of this process in the checkpoint."""
         saved = self.run.plan.start.state_of_process(self.run.fabric.global_rank)
         return self._restored_loads or saved.get("data", {}).get("loads", {})
 
@@ -234,7 +234,7 @@ class DataConnector:
             self.eval_loaders.load_state_dict(state["val"])
 
     def check_restart(self) -> None:
-        """Raise an error for training loaders that would have to continue, without a position."""
+        """Raise an error for training loaders that need a position which the checkpoint lacks."""
         for loader in self.train.resumable if "train" in self.created else ():
             loader.check_restart()
 

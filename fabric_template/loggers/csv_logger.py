@@ -127,7 +127,7 @@ class CSVLogger(Logger):
     def rewind(
         self, position: Mapping[str, Any], folder: Path | None = None, step: int = 0
     ) -> list[dict[str, str]]:
-        """Drop the rows that were written after a checkpoint. Return the others of metrics.csv.
+        """Drop the rows that were written after a checkpoint. Return the remaining rows of metrics.csv.
 
         Args:
             position: The dict that `position` returned. If empty, drop all rows.

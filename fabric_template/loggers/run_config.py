@@ -1,4 +1,4 @@
-"""Collect the hyperparameters of a run, and record in config.yaml what made the run."""
+"""Collect the hyperparameters of a run, and record its code, versions and objects in config.yaml."""
 
 from __future__ import annotations
 

@@ -240,7 +240,7 @@ def has_row_per_epoch(table: pd.DataFrame) -> bool:
 
 
 def read_steps(table: pd.DataFrame) -> pd.DataFrame:
-    """Return the rows per step of the run in a table, or the table itself."""
+    """Return the run's rows per step if its file has them, and else the given table."""
     import pandas as pd
 
     file = table.attrs.get("file")

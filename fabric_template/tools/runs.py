@@ -95,7 +95,7 @@ def differing_options(runs: Sequence[Run]) -> list[str]:
     for option in dict.fromkeys(name for run in runs for name in run["options"]):
         values = [run["options"][option] if is_set(run, option) else None for run in runs]
         if option in recorded:
-            # SGD has no betas, which is no difference from Adam besides the class.
+            # An argument that only one class has, such as Adam's betas, is no further difference.
             values = [value for value in values if value is not None]
         if any(value != values[0] for value in values):
             differing.append(option)
@@ -111,7 +111,7 @@ def is_set(run: Run, option: str) -> bool:
     if option == "mode":
         return bool(value not in ("auto", find_direction(str(options.get("monitor"))) or "min"))
     if option == "max_epochs" and value in (-1, 1000):
-        # MiniLoop records these values for None.
+        # MiniLoop replaces None by these values before it records the options.
         return False
     return option not in DEFAULTS or bool(value != DEFAULTS[option])
 

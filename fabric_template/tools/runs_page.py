@@ -183,7 +183,7 @@ def choose_main(metrics: Sequence[Metric], ranking: set[str | None]) -> list[str
 
 
 def make_curves(number: int, run: plots.Run, metric: Metric, x: str) -> list[dict[str, Any]]:
-    """Return the curve of a metric. Values of single steps have a second one, their average."""
+    """Return the curve of a metric. Values of steps also have a curve of averages."""
     import numpy as np
     import pandas as pd
 
@@ -213,7 +213,7 @@ def thin_curves(curves: list[dict[str, Any]]) -> list[int] | None:
     """Thin curves in place, and convert their points to lists.
 
     Returns:
-        The number of points of the longest curve, and of a thinned one. None if all are complete.
+        The points of the longest curve and of a thinned one, or None if no curve was thinned.
     """
     most = max(20, MOST_POINTS // max(1, len(curves)))
     longest = max((len(curve["x"]) for curve in curves), default=0)

@@ -236,7 +236,7 @@ class AutomaticOptimization(Optimization):
         self._take_step = hooks.with_profiler(action, step)
         if self._scaler is not None:
             self._check_scaler()
-        # None after the first batch, and for a sharded network.
+        # The check of the first batch. None after it, and for a sharded network.
         self._first_step_check: FirstStepCheck | None = None
         if not self.run.steps.is_model_parallel:
             self._first_step_check = FirstStepCheck(optimizer, self.run.fabric)
