@@ -202,6 +202,8 @@ class MiniLoop:
         self.should_stop = False  # Set True on all processes to stop after the current step.
         self.history: list[dict[str, Any]] = []  # The rows of metrics.csv.
         self.best_score: float | None = None
+        # The names and values of the best checkpoints, and their metric.
+        self._best: dict[str, Any] = {"kept": {}, "monitor": self.monitor, "mode": self.mode}
         # The sums of the epoch and, if rows are written every N steps, of the next row. A sum is
         # [total, weight, is_synced]. The key is the hook that has logged the value, and the name.
         self._sums: list[dict[tuple[str, str], Any]] = [{}]
@@ -789,6 +791,7 @@ class MiniLoop:
         best, sign = self.best_score, 1 if self.mode == "min" else -1
         if not math.isnan(score) and (best is None or sign * score < sign * best):
             names, self.best_score = ["best.ckpt", "last.ckpt"], score
+            self._best["kept"] = {"best.ckpt": score}
         checkpoint, self._saved_step = self._build_checkpoint(), self.global_step
         if self.fabric.is_global_zero:
             for name in names:
@@ -808,7 +811,6 @@ class MiniLoop:
         of_process = {"rng": self._state(), "epoch_start": epoch_start}
         of_process["before_next"] = self._before_next if is_in_epoch else None
         of_process |= {"sums": self._sums, "callback_metrics": self.callback_metrics}
-        kept = {} if self.best_score is None else {"best.ckpt": self.best_score}
         counts = {name: {"rows": n, "columns": c} for name, (n, c) in self._tables.items()}
         own = {
             "saved_at": max(time.time(), self._started_at),
@@ -826,7 +828,7 @@ class MiniLoop:
                 "last_row": self.history[-1] if self.history else None,
                 "learning_rates": [float(self._learning_rate)],
             },
-            "checkpoints": {"kept": kept, "monitor": self.monitor, "mode": self.mode},
+            "checkpoints": dict(self._best),
             "flags": changed_flags(self._start_flags, flags_of(self._unwrapped)),
             "sampler_seed": self._sampler_seed,
             "ranks": self._gather(of_process),
@@ -891,9 +893,12 @@ class MiniLoop:
         self._sums, self._saved_step = of_process.get("sums", self._sums), self.global_step
         self.callback_metrics.update(of_process.get("callback_metrics", {}))
         self._learning_rate = next(iter(row.get("learning_rates", ())), math.nan)
-        if (best.get("monitor"), best.get("mode")) == (self.monitor, self.mode):
-            choose_best = min if self.mode == "min" else max
-            self.best_score = choose_best(best["kept"].values(), default=None)
+        saved = {name: best.get(name) for name in self._best}
+        is_same = (saved["monitor"], saved["mode"]) == (self.monitor, self.mode)
+        if is_same or self.monitor is None:
+            # Without a monitor, the best checkpoints stay those of the saved run.
+            self._best, choose_best = saved, min if saved["mode"] == "min" else max
+            self.best_score = choose_best(saved["kept"].values(), default=None)
         for name, table in (row["files"] or [{}])[0].items():
             rows = read_rows(self.log_dir / name)[: table["rows"]]
             if len(rows) < table["rows"]:

@@ -45,6 +45,7 @@ class CheckpointManager:
         self.last_model_path = ""
         # The monitored value of each of the best checkpoints, keyed by path.
         self._kept: dict[str, float] = {}
+        self._resumed_metric: tuple[str | None, str] = (None, config.mode)
         self._has_saved = False
         self._is_validated = False
         self._last_step = 0
@@ -70,8 +71,15 @@ class CheckpointManager:
         return None if self.folder is None else str(self.folder)
 
     @property
-    def best_model_path(self) -> str:
+    def _metric(self) -> tuple[str | None, str]:
+        """The monitor and the mode, or those of the resumed run if this run has no monitor."""
         if self.config.monitor is None:
+            return self._resumed_metric
+        return self.config.monitor, self.config.mode
+
+    @property
+    def best_model_path(self) -> str:
+        if self._metric[0] is None:
             return self.last_model_path
         return min(self._kept, key=self._rank, default="")
 
@@ -192,7 +200,7 @@ class CheckpointManager:
         return max(0, progress.epochs_done - (not progress.is_in_epoch))
 
     def _sort_key(self, value: float) -> float:
-        return value if self.config.mode == "min" else -value
+        return value if self._metric[1] == "min" else -value
 
     def _rank(self, path: str) -> float:
         return self._sort_key(self._kept[path])
@@ -254,10 +262,11 @@ class CheckpointManager:
     def state_dict(self) -> dict[str, Any]:
         # Put the best checkpoint first, because resume="best" uses the first name.
         ranked = sorted(self._kept, key=self._rank)
+        monitor, mode = self._metric
         return {
             "kept": {os.path.basename(path): self._kept[path] for path in ranked},
-            "monitor": self.config.monitor,
-            "mode": self.config.mode,
+            "monitor": monitor,
+            "mode": mode,
             "is_validated": self._is_validated,
             "last_step": self._last_step,
         }
@@ -266,9 +275,8 @@ class CheckpointManager:
         if self.folder is None:
             return
         self._is_validated, self._last_step = state["is_validated"], state["last_step"]
-        config = self.config
-        is_same_metric = (state["monitor"], state["mode"]) == (config.monitor, config.mode)
-        if not is_same_metric or not self._is_continued:
+        self._resumed_metric = state["monitor"], state["mode"]
+        if self._resumed_metric != self._metric or not self._is_continued:
             # Scores of another metric cannot be compared. Files in another folder are not this run's.
             return
         # Ignore folders in the names, because an untrusted checkpoint may name any file.

@@ -1,6 +1,7 @@
 """best.ckpt and the best k files: judged after each validation, as by Trainer's ModelCheckpoint."""
 
 import math
+from pathlib import Path
 
 import pytest
 import torch
@@ -8,8 +9,7 @@ from lightning.pytorch.callbacks import Callback, ModelCheckpoint
 from modules import Classifier, make_loader, quiet, run_trainer
 from runs import Snapshots, assert_same_end, fit, logs_of, loud, same, tree, val_loader
 
-from fabric_template import FabricLoop
-from fabric_template.errors import MissingCheckpointError
+from fabric_template import FabricLoop, MiniLoop
 
 EPOCH = {"train": lambda: make_loader(32), "val": val_loader, "num_sanity_val_steps": 0}  # eight batches
 
@@ -115,7 +115,8 @@ LOSS, ACC = {"monitor": "loss"}, {"monitor": "acc"}
         (LOSS, {"monitor": "loss", "mode": "max"}, {4: 3.5}),
         (ACC, {"monitor": "acc", "mode": "min"}, {4: 0.25}),
         ({}, ACC, {3: 0.375}),
-        (LOSS, {}, {}),
+        (LOSS, {}, {2: 4.0}),
+        (ACC, {}, {2: 0.5}),
         (LOSS, LOSS, {3: 3.0}),
         (ACC, ACC, {2: 0.5}),
     ],
@@ -125,15 +126,36 @@ def test_scores_of_another_metric_do_not_compete(tmp_path, first, second, best):
     fit(tmp_path, Two, max_epochs=2, **EPOCH, **first)
     loop, *_ = fit(tmp_path, Two, max_epochs=4, resume="last", **EPOCH, **second)
     saver, path = loop.checkpoint_callback, loop.checkpoint_path("best")
-    if not second:
-        assert (saver.best_model_score, saver.best_model_path) == (None, saver.last_model_path)
-        with pytest.raises(MissingCheckpointError, match="load: got 'best'"):
-            fit(tmp_path, Two, max_epochs=1, load="best", version=0)
-        return
     ((epoch, score),) = best.items()
     assert (saver.best_model_score, saver.best_model_path) == (score, str(path))
     assert torch.load(path, weights_only=True)["global_step"] == 8 * epoch
     assert fit(tmp_path, Two, max_epochs=1, load="best", **EPOCH, **second)[0].ckpt_path == str(path)
+
+
+@pytest.mark.parametrize("save_top_k", [1, 2, -1])
+@pytest.mark.parametrize("loops", ["FF", "FM", "MF", "MM"])
+def test_a_resume_without_a_monitor_keeps_the_best_checkpoints(loops, save_top_k):
+    """A later resume with the monitor competes with them."""
+
+    def run(index, max_epochs, monitor=None, resume=None):
+        options = {"max_epochs": max_epochs, "monitor": monitor, "accelerator": "cpu"}
+        if loops[index % 2] == "F":
+            options |= {"enable_progress_bar": False, "enable_model_summary": False}
+            options |= {} if monitor is None else {"save_top_k": save_top_k}
+        loop = {"F": FabricLoop, "M": MiniLoop}[loops[index % 2]](**options)
+        loop.fit(Two(), make_loader(16), make_loader(8), resume=resume)
+
+    def best_epoch():
+        _, checkpoint = MiniLoop()._find_start(None, "last")
+        names = checkpoint["fabric_template"]["checkpoints"]["kept"]
+        path = Path("checkpoints/run/version_0", next(iter(names)))
+        return torch.load(path, weights_only=True)["epoch"], sorted(names.values())[0]
+
+    run(0, 2, "loss")
+    run(1, 3, resume="last")
+    assert best_epoch() == (1, 4.0)
+    run(0, 4, "loss", resume="last")
+    assert best_epoch() == (3, 3.5)
 
 
 @pytest.mark.parametrize("second", [1, 2, 3, -1])
