@@ -49,7 +49,7 @@ def test_a_damaged_file_is_named_and_the_one_before_it_is_used(tmp_path, damage)
     assert read_checkpoint(last)["epoch"] == 2
 
 
-def test_auto_starts_where_there_is_nothing_and_last_does_not(tmp_path):
+def test_without_a_checkpoint_auto_starts_a_run_and_last_is_refused(tmp_path):
     with pytest.raises(MissingCheckpointError, match="resume: got 'last', expected a checkpoint"):
         fit(tmp_path, resume="last")
     assert fit(tmp_path, resume="auto", max_epochs=1)[0].ckpt_path is None

@@ -115,7 +115,7 @@ def test_the_best_checkpoint_is_of_the_newest_run(tmp_path):
     assert loop.ckpt_path == str(folder(tmp_path, "b") / "best.ckpt")
 
 
-def test_files_of_other_programs_come_after_runs(tmp_path):
+def test_last_prefers_runs_to_files_of_other_programs(tmp_path):
     fit(tmp_path, Plain, max_epochs=2)
     path = folder(tmp_path, 0) / "last.ckpt"
     foreign = read_checkpoint(path)
@@ -224,7 +224,7 @@ def test_the_files_of_the_replaced_run_are_removed_by_the_first_checkpoint(tmp_p
 
 
 @pytest.mark.parametrize("step", [3, 9, 10, 11])
-def test_killed_at_any_step_one_of_the_two_runs_can_be_continued(tmp_path, step):
+def test_a_new_run_killed_at_any_step_leaves_a_run_to_continue(tmp_path, step):
     fit(tmp_path, Plain, max_epochs=2, version=0, **BEST, save_top_k=2)
     codes, errors = externally(kill_new_run, str(tmp_path), step, ranks=1, is_launched=False)
     assert codes == [-signal.SIGKILL], errors

@@ -114,7 +114,7 @@ def test_shared_values_are_shared_again_after_a_resume(tmp_path):
     assert new.one[0] is new.last
 
 
-def test_unchanged_and_other_values_are_not_saved():
+def test_only_changed_plain_values_are_saved():
     """The saved state has no modules, functions, cycles, views of parameters and unchanged values."""
     net = nn.Linear(2, 2)
     cycle = []

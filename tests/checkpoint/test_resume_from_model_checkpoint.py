@@ -23,7 +23,7 @@ PLACES = {  # location of the files: (options of the callback, logger)
     ("place", "resume"),
     [*((place, "auto") for place in PLACES), ("beside_our_logs", "last"), ("beside_a_logger", "last")],
 )
-def test_resumes_exactly(tmp_path, place, resume):
+def test_a_run_with_a_model_checkpoint_resumes_exactly(tmp_path, place, resume):
     make_words, make_logger = PLACES[place]
 
     def run(name, **words):

@@ -267,7 +267,7 @@ def test_the_state_of_a_run_is_listed(tmp_path, error, state):
         assert list_runs(tmp_path / "logs")["state"].tolist() == ["finished"]
 
 
-def test_an_interrupt_names_what_is_saved(capsys):
+def test_the_message_of_an_interrupt_names_the_saved_checkpoint(capsys):
     class Interrupt(Callback):
         def on_train_batch_end(self, trainer, module, outputs, batch, batch_idx):
             if batch_idx == 1:

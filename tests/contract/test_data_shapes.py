@@ -213,7 +213,7 @@ def train(loop_name, root, make_loader, seed=None, resume=None, make_net=make_ne
 @pytest.mark.parametrize("limit", [{"max_epochs": 2}, {"max_steps": 8}], ids=["after an epoch", "in an epoch"])
 @pytest.mark.parametrize("name", LOADERS)
 @pytest.mark.parametrize("loop_name", LOOPS)
-def test_resumes_exactly(tmp_path, loop_name, name, limit):
+def test_each_kind_of_loader_resumes_exactly(tmp_path, loop_name, name, limit):
     make_loader = LOADERS[name]
     expected, rows = train(loop_name, tmp_path / "whole", make_loader, max_epochs=3)
     train(loop_name, tmp_path / "cut", make_loader, **limit)
@@ -235,7 +235,7 @@ def test_attributes_resume_exactly(tmp_path, loop_name, limit):
 
 @pytest.mark.parametrize("limit", [{"max_steps": 8}, {"max_epochs": 2}, {"max_steps": 12}], ids=str)
 @pytest.mark.parametrize("loop_name", LOOPS)
-def test_a_finished_run_stays_the_same(tmp_path, loop_name, limit):
+def test_a_resume_of_a_finished_run_changes_nothing(tmp_path, loop_name, limit):
     """A resume of a finished run keeps its weights, its rows and the row of the last steps."""
     make_loader = LOADERS["shuffled"]
     expected, rows = train(loop_name, tmp_path, make_loader, **limit)

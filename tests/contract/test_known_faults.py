@@ -109,7 +109,7 @@ SHAPES = {
 
 @pytest.mark.parametrize("shape", SHAPES)
 @both_loops
-def test_fault_02_09_10_13_shapes_of_configure_optimizers(loop_class, shape):
+def test_fault_02_09_10_13_each_shape_of_configure_optimizers_is_accepted(loop_class, shape):
     """The example fails for some shapes that Lightning accepts, and ignores the scheduler of others."""
     make_optimizer, rates = SHAPES[shape]
     loop, net = fit(Net(make_optimizer), max_epochs=3, loop_class=loop_class)
@@ -117,7 +117,7 @@ def test_fault_02_09_10_13_shapes_of_configure_optimizers(loop_class, shape):
 
 
 @both_loops
-def test_fault_03_steps_of_accumulation(loop_class):
+def test_fault_03_accumulation_steps_every_n_batches(loop_class):
     """In the example, global_step decides when the optimizer steps, so 24 batches give 1 step instead of 6."""
     loop, net = fit(train=batches(24), accumulate_grad_batches=4, loop_class=loop_class)
     assert (loop.global_step, net.trained) == (6, 24)
@@ -135,7 +135,7 @@ def weight_after(loop_class, accumulate, x, batch_size):
 
 
 @both_loops
-def test_fault_04_06_gradients_of_accumulation(loop_class):
+def test_fault_04_06_accumulated_gradients_are_divided_and_cleared(loop_class):
     """The example does not divide the loss by N, and keeps the last gradients for the next epoch."""
     x = torch.tensor([1.0, 2.0, 3.0, 6.0])
     assert weight_after(loop_class, 4, x, 1) == weight_after(loop_class, 1, x, 4) == -3.0
@@ -175,7 +175,7 @@ def test_fault_16_scheduler_of_an_epoch_that_max_steps_ends(loop_class):
 
 
 @both_loops
-def test_fault_18_frozen_submodules(loop_class):
+def test_fault_18_submodules_stay_in_eval_mode_after_a_validation(loop_class):
     """In the example, validation switches submodules in eval mode back to training mode."""
 
     class Modes(Net):
@@ -196,7 +196,7 @@ def test_fault_18_frozen_submodules(loop_class):
 
 @pytest.mark.parametrize("precision", ["bf16-mixed", "bf16-true"])
 @both_loops
-def test_fault_19_precision_of_the_step(loop_class, precision):
+def test_fault_19_training_step_runs_in_the_precision(loop_class, precision):
     """In the example, training_step runs in float32 on one device."""
 
     class Look(Net):
@@ -210,7 +210,7 @@ def test_fault_19_precision_of_the_step(loop_class, precision):
 
 
 @both_loops
-def test_fault_22_25_epochs(loop_class):
+def test_fault_22_25_max_epochs_counts_the_epochs_of_each_fit(loop_class):
     """In the example, max_epochs=0 trains one epoch, and so does a second fit."""
     loop, net = fit(max_epochs=0, loop_class=loop_class)
     assert (loop.global_step, net.trained) == (0, 0)
@@ -238,7 +238,7 @@ def test_fault_23_resume_at_the_end(loop_class, tmp_path):
 
 
 @both_loops
-def test_fault_24_without_limits(loop_class):
+def test_fault_24_training_without_limits_ends(loop_class):
     """In the example, training without limits never ends."""
 
     class Stops(Net):
@@ -302,7 +302,7 @@ class Rows(IterableDataset):
 
 
 @both_loops
-def test_fault_34_loaders_without_length(loop_class):
+def test_fault_34_loaders_without_length_are_accepted(loop_class):
     """The example calls len(loader), which fails for an iterable dataset."""
 
     class Unpacked(Net):
@@ -316,7 +316,7 @@ def test_fault_34_loaders_without_length(loop_class):
 
 
 @both_loops
-def test_fault_39_hooks_of_an_earlier_module(loop_class):
+def test_fault_39_hooks_of_an_earlier_module_are_not_called(loop_class):
     """Fabric keeps each LightningModule as a callback, so that the next fit calls its hooks."""
 
     class Named(Classifier):

@@ -84,7 +84,7 @@ def assert_history(history, expected_rows):
     torch.testing.assert_close(values, torch.tensor(expected_rows, dtype=values.dtype), rtol=1e-6, atol=1e-7)
 
 
-def test_level_1_the_parts_in_a_loop_of_ones_own(expected, tmp_path):
+def test_level_1_setup_backward_and_log_work_in_a_plain_loop(expected, tmp_path):
     torch.manual_seed(1)
     loop = make_loop("parts")
     bare = make_net()
@@ -147,7 +147,7 @@ def test_level_1_setup_moves_a_tensor_loader():
 
 
 @pytest.mark.parametrize("with_idx", [False, True])
-def test_level_2_step_functions(expected, with_idx):
+def test_level_2_step_functions_train(expected, with_idx):
     seen = []
 
     def training_step(net, batch, batch_idx):
@@ -200,7 +200,7 @@ class PlainModule(nn.Module):
 
 @pytest.mark.parametrize("given", [{}, {"optimizer": make_optimizer}], ids=["configured", "given"])
 @pytest.mark.parametrize("cls", [PlainObject, PlainModule])
-def test_level_3_an_object_with_step_methods(expected, cls, given):
+def test_level_3_an_object_with_step_methods_trains(expected, cls, given):
     torch.manual_seed(1)
     model = cls()
     given = {name: make(model.net) for name, make in given.items()}
@@ -262,7 +262,7 @@ def make_lightning(package):
 
 @pytest.mark.parametrize("package", [pl, pytorch_lightning], ids=["lightning.pytorch", "pytorch_lightning"])
 @pytest.mark.parametrize("with_datamodule", [False, True])
-def test_level_4_lightnings_classes(expected, package, with_datamodule):
+def test_level_4_lightnings_classes_train(expected, package, with_datamodule):
     make_module, make_datamodule, make_callback = make_lightning(package)
     torch.manual_seed(1)
     module, callback = make_module(), make_callback()

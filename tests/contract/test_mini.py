@@ -273,7 +273,7 @@ class Freezes(Classifier):
 @pytest.mark.parametrize("make_module", [Moves, Freezes])
 @pytest.mark.parametrize("after", LOOPS)
 @pytest.mark.parametrize("before", LOOPS)
-def test_what_a_run_changes_in_its_model_continues(before, after, make_module):
+def test_attributes_that_a_run_has_changed_are_restored(before, after, make_module):
     _, expected, rows = fit("FabricLoop", "whole", 4, make_module=make_module)
     fit(before, "parts", 2, make_module=make_module)
     _, module, again = fit(after, "parts", 4, resume="last", make_module=make_module)

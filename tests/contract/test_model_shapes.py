@@ -568,7 +568,7 @@ def train_in_two_processes(name, root):
         "Lightning, configure_model",
     ],
 )
-def test_two_processes(tmp_path, monkeypatch, name):
+def test_two_processes_save_the_trained_weights(tmp_path, monkeypatch, name):
     """The checkpoint has the weights that the caller's model has. They are not those at the start."""
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
     model = train_in_two_processes(name, tmp_path)
@@ -595,7 +595,7 @@ def test_two_processes(tmp_path, monkeypatch, name):
         ("functions, lazy", "Modules with uninitialized parameters can't be used"),
     ],
 )
-def test_two_processes_refuse(tmp_path, monkeypatch, name, message):
+def test_two_processes_refuse_parameters_that_hooks_create(tmp_path, monkeypatch, name, message):
     """Parameters that the processes would not share are an error before training."""
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
     monkeypatch.setitem(MODELS, "Lightning, on_fit_start", lambda: (LowRank("on_fit_start"), {}))

@@ -116,7 +116,7 @@ def test_is_committed_with_outputs_that_name_no_machine(path):
 
 
 @pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
-def test_is_a_lesson_in_short_cells(path):
+def test_a_notebook_is_a_lesson_in_short_cells(path):
     """The prose is short, there are three pictures, and cells have at most 14 lines. Classes and scripts may be longer."""
     notebook = read(path)
     prose = [cell.source for cell in notebook.cells if cell.cell_type == "markdown"]

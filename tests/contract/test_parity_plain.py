@@ -214,7 +214,7 @@ def plain_with_validation(net, loader, val_loader):
 
 
 @pytest.mark.parametrize("level", LEVELS)
-def test_validation_changes_no_bit_and_its_numbers_are_the_plain_ones(level):
+def test_validation_changes_no_bit_and_has_the_means_of_a_plain_loop(level):
     """42 and 18 samples in fours: the last batches are smaller, and weigh less in the means."""
 
     def loaders():

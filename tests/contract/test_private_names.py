@@ -108,7 +108,7 @@ def test_lightning_still_has_a_name_that_private_py_uses(name):
 
 
 @pytest.mark.parametrize(("path", "file"), OFFERED, ids=[row[0] for row in OFFERED])
-def test_lightning_still_asks_for_a_name_that_the_loop_offers(path, file):
+def test_lightning_still_reads_each_private_name_of_the_loop(path, file):
     *parents, name = path.split(".")
     trainer, loop = pl.Trainer(**quiet()), fabric_template.FabricLoop(**quiet())
     loop.fit(Classifier(), make_loader(4))

@@ -182,7 +182,7 @@ def test_several_optimizers_are_stepped_by_the_function():
     assert loop.global_step == 20
 
 
-def test_function_steps_the_one_optimizer_of_a_network_with_manual_optimization():
+def test_a_step_function_may_step_a_single_optimizer_itself():
     """Truncated backpropagation takes two steps in each batch."""
     net = make_net()
     net.automatic_optimization, optimizer = False, sgd(net)

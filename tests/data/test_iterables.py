@@ -77,7 +77,7 @@ def test_iterables_give_the_batches_of_trainer(make):
 
 @pytest.mark.filterwarnings("ignore:resume. .* are read again")
 @pytest.mark.parametrize("make", [Own, OwnWithLength, Items])
-def test_resume_in_mid_epoch(tmp_path, make):
+def test_iterables_resume_exactly_within_an_epoch(tmp_path, make):
     words = {"train": make, "max_epochs": 2, "save_every_n_steps": 1}
     whole = fit(tmp_path / "whole", callbacks=[Snapshots(tmp_path / "whole", tmp_path / "killed")], **words)
     root = tmp_path / "killed/9"
@@ -90,7 +90,7 @@ def once():
     return itertools.chain(BATCHES)
 
 
-def test_one_pass_is_enough_for_one_epoch():
+def test_an_iterator_of_one_pass_trains_one_epoch():
     assert_parity(Classifier, once, once, max_epochs=1, num_sanity_val_steps=0)
 
 

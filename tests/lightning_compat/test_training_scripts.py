@@ -15,7 +15,7 @@ SHORT = {
 }  # fmt: skip
 
 
-def test_callbacks_in_a_list_of_any_kind():
+def test_callbacks_may_be_in_a_list_of_any_class():
     """Hydra's ListConfig is not a list either."""
     one, two = Callback(), ModelCheckpoint()
     assert FabricLoop(callbacks=UserList([two, one]), **SHORT).callbacks == [one, two]

@@ -50,7 +50,7 @@ def with_quotes(lines):
 
 
 @pytest.mark.parametrize("change", [with_carriage_returns, with_mark, with_blank_lines, with_quotes])
-def test_another_form_of_the_same_rows_changes_nothing(cut, whole, change):
+def test_rows_in_another_csv_dialect_are_kept_at_a_resume(cut, whole, change):
     for path in (cut / "logs").rglob("*.csv"):
         lines = path.read_text().split("\n")
         change(lines)
@@ -109,7 +109,7 @@ def test_a_resume_drops_later_rows_although_rows_were_edited(cut, whole):
     assert logs_of(cut)[0].split("\n")[1:] == logs_of(whole)[0].split("\n")[2:]
 
 
-def test_a_last_row_with_other_digits_is_found_by_its_step(cut):
+def test_a_rounded_last_row_is_found_by_its_step(cut):
     """A spreadsheet has rounded the numbers."""
     path = cut / "logs/run/version_0/steps.csv"
     header, *lines = path.read_text().splitlines()

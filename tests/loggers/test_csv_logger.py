@@ -60,7 +60,7 @@ def test_each_type_of_value_is_written(logger, metrics_csv):
         logger.log_epoch({"acc": torch.zeros(2)})
 
 
-def test_a_new_column_replaces_the_file_and_a_row_does_not(logger, metrics_csv):
+def test_only_a_new_column_rewrites_the_file(logger, metrics_csv):
     logger.log_epoch(epoch(0, train_loss=1.0, val_loss=2.0))
     # An open file, so that the system cannot use its inode again.
     with metrics_csv.open("rb") as reader:

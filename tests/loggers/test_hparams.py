@@ -124,7 +124,7 @@ def test_other_loggers_get_the_settings():
 
 
 @pytest.mark.parametrize("kind", LOOPS)
-def test_a_setting_wins_over_an_unset_option_of_the_same_name(kind):
+def test_hparams_override_an_unset_option_of_the_same_name(kind):
     for version, seed in enumerate((1, 2)):
         train(kind, hparams={"seed": seed}, version=version)
     assert list_runs()["changed"].tolist() == [{"seed": 1}, {"seed": 2}]

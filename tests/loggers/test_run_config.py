@@ -27,7 +27,7 @@ def test_a_resumed_run_keeps_the_file_of_its_start(tmp_path):
     assert (tmp_path / FILE).read_text() == "max_epochs: 7\n"
 
 
-def test_options_classes_and_what_is_not_known(tmp_path):
+def test_config_yaml_lists_the_objects_that_yaml_cannot_hold(tmp_path):
     class Profiler:
         pass
 

@@ -55,7 +55,7 @@ def read(root, name):
 
 @pytest.mark.parametrize("make", [Plain, Silent, Means])
 @pytest.mark.parametrize("train", [make_loader, endless], ids=["epochs", "endless"])
-def test_a_row_for_each_validation_and_one_at_the_end(tmp_path, make, train):
+def test_each_validation_and_the_last_step_have_a_row(tmp_path, make, train):
     options = {"max_steps": 25, "validate_every_n_steps": 10, "log_every_n_steps": 5, "log_grad_norm": True}
     _, module, history = fit(tmp_path, make, train, val_loader, gradient_clip_val=0.1, **options)
     rows, steps = read(tmp_path, "metrics.csv"), read(tmp_path, "steps.csv")
@@ -76,7 +76,7 @@ def test_a_row_for_each_validation_and_one_at_the_end(tmp_path, make, train):
         assert steps["of_step"].tolist() == [5, 10, 15, 20, 25]
 
 
-def test_rows_at_the_ends_of_epochs(tmp_path):
+def test_max_steps_alone_writes_a_row_per_epoch(tmp_path):
     """A run with max_steps validates after each epoch by default. Without a validation the epoch has a row."""
     for name, val in (("validated", val_loader), ("not", None)):
         _, _, history = fit(tmp_path / name, Plain, val=val, max_steps=25)

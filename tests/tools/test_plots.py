@@ -158,7 +158,7 @@ def test_a_run_by_steps_is_drawn_over_steps():
     assert (validation.get_xdata().tolist(), validation.get_marker()) == ([30, 60, 100], ".")
 
 
-def test_many_points_are_smoothed_over_the_measured_values():
+def test_moving_averages_are_drawn_over_many_points():
     frame = pd.DataFrame({"step": range(2000), "train_loss": [1.0, 3.0] * 1000})
     raw, smooth = plot_logs(frame, x="step").get_lines()
     assert np.ptp(raw.get_ydata()) == 2

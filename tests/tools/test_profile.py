@@ -104,7 +104,7 @@ def test_manual_optimization_is_timed(fake_clock):
     assert found.parts == {"forward": 10, "backward": 10, "optimizer": 10}
 
 
-def test_table_and_picture_show_the_same_numbers_and_add_up():
+def test_parts_of_a_profile_add_up_in_table_and_picture():
     """Options that end a fit do not end a profile."""
     found = profile_net(steps=12, accumulate_grad_batches=2, max_steps=1, limit_train_batches=1)
     table = [line.split() for line in str(found).splitlines()[1 : len(found.parts) + 2]]

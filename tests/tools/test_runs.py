@@ -96,7 +96,7 @@ def test_state_is_the_last_line_of_the_lock(lock, state):
         ({"val_rmse": [3.0, 1.0, float("inf")]}, {}, "val_rmse", ("val_rmse", 1.0, 1)),
     ],
 )
-def test_best_is_judged_by_the_monitor_or_a_validated_metric(columns, config, asked, expected):
+def test_runs_are_ranked_by_their_monitor_or_a_validation_metric(columns, config, asked, expected):
     make_run(config=config, **columns)
     assert list_runs(metric=asked)[["metric", "best", "best_epoch"]].values.tolist() == [list(expected)]
 
@@ -252,7 +252,7 @@ def test_a_table_wraps_at_spaces(capsys, monkeypatch):
     assert " ".join(found).strip() == ", ".join(f"{name}=a-b-c/d" for name in hparams)
 
 
-def test_changed_has_what_a_user_has_set():
+def test_list_runs_shows_the_options_that_a_user_has_set():
     config = vars(LoopConfig(max_epochs=3, monitor="val_loss", seed=1).resolve())
     make_run(config={name: value for name, value in config.items() if name not in ("name", "version")})
     exec(TRAIN.format("pass").replace("seed=3", "seed=3, name='digits', gradient_clip_val=2.0"), {})

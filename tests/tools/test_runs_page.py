@@ -146,14 +146,14 @@ def test_a_page_without_curves_has_no_panels(rows):
 
 
 @pytest.mark.parametrize("path", sorted(FOLDER.iterdir()), ids=lambda path: path.stem)
-def test_logs_of_other_tools(path):
+def test_the_page_shows_the_logs_of_other_tools(path):
     page = make_page(str(path))
     assert len(page.rows) == len(page.data["labels"]) == (2 if path.stem == "wandb_chart" else 1)
     assert page.data["panels"][0]["is_main"]
     assert all(curve["y"] for panel in page.data["panels"] for curve in panel["curves"])
 
 
-def test_a_folder_of_logs_of_other_tools():
+def test_the_page_shows_a_folder_of_logs_of_other_tools():
     page = make_page(str(FOLDER))
     assert len(page.rows) == len(list(FOLDER.iterdir())) + 1
 

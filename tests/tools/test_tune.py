@@ -73,7 +73,7 @@ def test_failures_of_a_process_are_reasons(monkeypatch):
 # ---- what is kept
 
 
-def test_a_batch_size_that_fails_is_a_row_and_nothing_here_changes(tmp_path, capsys):
+def test_a_failing_batch_size_is_reported_and_changes_nothing(tmp_path, capsys):
     def step(net, batch):
         if len(batch) > 128:
             raise MemoryError("out of memory")

@@ -32,7 +32,7 @@ class Calls(Classifier):
 
 @pytest.mark.parametrize("hook", ["on_fit_start", "on_train_batch_end", "on_validation_epoch_end", "on_train_end"])
 @pytest.mark.parametrize("method", ["fit", "validate", "test", "predict"])
-def test_call_of_the_same_loop_is_refused(tmp_path, hook, method):
+def test_calling_the_same_loop_in_a_hook_is_refused(tmp_path, hook, method):
     options = {"val": val_loader, "max_epochs": 1, "num_sanity_val_steps": 0}
     with pytest.raises(ValueError, match=f"^{method}: got a call inside of fit, expected a call after fit has ended"):
         fit(tmp_path, lambda: Calls(hook, method), **options)
@@ -41,7 +41,7 @@ def test_call_of_the_same_loop_is_refused(tmp_path, hook, method):
 
 
 @pytest.mark.parametrize("method", ["validate", "test"])
-def test_call_of_another_loop_changes_nothing(tmp_path, method):
+def test_another_loop_may_be_called_in_a_hook(tmp_path, method):
     """The outer run keeps its trainer, its log method and its numbers."""
     train = lambda: make_loader(24, shuffle=False)  # noqa: E731
     options = {"train": train, "val": val_loader, "max_epochs": 2, "log_every_n_steps": 1}

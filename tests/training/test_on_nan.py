@@ -73,7 +73,7 @@ def test_on_nan_stop_ends_training(tmp_path, options, stops_at, saved_at):
 
 
 @pytest.mark.parametrize(("every", "stops_at"), [(50, 10), (1, 7)])
-def test_stop_after_one_infinite_loss(tmp_path, every, stops_at):
+def test_on_nan_stop_ends_training_after_one_infinite_loss(tmp_path, every, stops_at):
     """The weights and the next losses are finite, but the mean of the epoch is not."""
     options = {"log_every_n_steps": every, "on_nan": "stop"}
     with pytest.warns(UserWarning, match="^on_nan: the loss is not finite"):

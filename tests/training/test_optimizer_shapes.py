@@ -169,7 +169,7 @@ def test_equals_a_loop_by_hand_and_resumes(tmp_path, name):
 
 @pytest.mark.parametrize("accumulated", [1, 4])
 @pytest.mark.parametrize("name", [name for name in OPTIMIZERS if name not in NOT_OF_TRAINER])
-def test_equals_trainer(tmp_path, name, accumulated):
+def test_optimizers_give_the_weights_and_metrics_of_trainer(tmp_path, name, accumulated):
     ends = []
     for loop_class in (pl.Trainer, FabricLoop):
         module, loader = Lit(OPTIMIZERS[name]), make_loader()
