@@ -376,10 +376,7 @@ class FabricLoop(TrainerAPI):
 
     def save(self, path: str | Path, state: dict[str, Any]) -> None:
         """Write a checkpoint of modules, optimizers and values atomically."""
-        expected = "a path and a dict. Write loop.save('mine.ckpt', state)"
-        check_type("save", path, str | os.PathLike, expected)
-        check_state("save", state)
-        self._prepare_files()
+        self._prepare_files("save", path, state)
         try:
             self.fabric.save(path, state)
         except (AttributeError, TypeError, pickle.PicklingError) as error:
@@ -389,15 +386,15 @@ class FabricLoop(TrainerAPI):
 
     def load(self, path: str | Path, state: dict[str, Any]) -> dict[str, Any]:
         """Restore ``state`` from a checkpoint. Returns the remaining values of the file."""
-        expected = "a path and a dict. Write loop.load('mine.ckpt', state)"
-        check_type("load", path, str | os.PathLike, expected)
-        check_state("load", state)
-        self._prepare_files()
+        self._prepare_files("load", path, state)
         values: dict[str, Any] = self.fabric.load(path, state)
         return values
 
-    def _prepare_files(self) -> None:
-        """Join the process group. Write files atomically, unless the user gave a CheckpointIO."""
+    def _prepare_files(self, method: str, path: Any, state: Any) -> None:
+        """Check the arguments. Write files atomically, unless the user gave a CheckpointIO."""
+        expected = f"a path and a dict. Write loop.{method}('mine.ckpt', state)"
+        check_type(method, path, str | os.PathLike, expected)
+        check_state(method, state)
         join_processes(self.fabric)
         strategy = self.fabric.strategy
         # Strategies that shard a model have no checkpoint_io, and raise this error.

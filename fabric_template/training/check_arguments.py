@@ -40,7 +40,6 @@ def check_call(plan: Plan) -> None:
     if plan.stage == "fit":
         # fit needs every process of a group. An evaluation may run in only one of them.
         check_launched(plan.loop.fabric)
-    check_strategy(plan)
     if plan.stage == "predict":
         check_prediction(plan)
     else:
@@ -51,18 +50,6 @@ def check_call(plan: Plan) -> None:
         check_own_hparams(plan.config.hparams or {}, plan.model, plan.datamodule)
         warn_of_options(plan)
     check_loaders(plan)
-
-
-def check_strategy(plan: Plan) -> None:
-    """Raise an error if the given optimizer trains parameters that the strategy will replace."""
-    given = plan.optimizer
-    is_ready = given is not None and (is_optimizer(given) or not callable(given))
-    if is_ready and isinstance(plan.loop.fabric.strategy, ModelParallelStrategy):
-        raise ConfigurationError(
-            "fit: got optimizer= with ModelParallelStrategy, which replaces the model's parameters, so that it"
-            " would train none of them. Write optimizer=lambda model: torch.optim.Adam(model.parameters()), or a"
-            " method configure_optimizers."
-        )
 
 
 def check_idle(loop: FabricLoop, stage: str) -> None:
@@ -167,7 +154,15 @@ def check_signature(plan: Plan, name: str) -> None:
 
 def check_optimization(plan: Plan) -> None:
     """Raise an error without an optimizer, or for options that manual optimization excludes."""
-    if plan.optimizer is None and not overridden(plan.module, "configure_optimizers"):
+    given = plan.optimizer
+    is_ready = given is not None and (is_optimizer(given) or not callable(given))
+    if is_ready and isinstance(plan.loop.fabric.strategy, ModelParallelStrategy):
+        raise ConfigurationError(
+            "fit: got optimizer= with ModelParallelStrategy, which replaces the model's parameters, so that it"
+            " would train none of them. Write optimizer=lambda model: torch.optim.Adam(model.parameters()), or a"
+            " method configure_optimizers."
+        )
+    if given is None and not overridden(plan.module, "configure_optimizers"):
         model = "model" if isinstance(plan.model, nn.Module) else "model.net"
         text = "optimizer: got None, expected an optimizer. Write"
         if plan.is_lightning_module:

@@ -447,13 +447,10 @@ class ManualOptimization(Optimization):
 
     def accumulated_gradients(self) -> dict[str, Tensor]:
         """Return the gradients that no optimizer has used yet."""
-        gradients = self._copy_gradients()
-        names = {parameter: name for name, parameter in self.named_parameters().items()}
-        for index in self._stepped:
-            for group in self.optimizers[index].param_groups:
-                for parameter in group["params"]:
-                    gradients.pop(names.get(parameter, ""), None)
-        return gradients
+        groups = [group for index in self._stepped for group in self.optimizers[index].param_groups]
+        used = {id(parameter) for group in groups for parameter in group["params"]}
+        parameters, gradients = self.named_parameters(), self._copy_gradients()
+        return {name: g for name, g in gradients.items() if id(parameters[name]) not in used}
 
 
 def unscales_itself(optimizer: Optimizer) -> bool:
