@@ -41,7 +41,7 @@ import sys
 import time
 import warnings
 import zipfile
-from collections import deque
+from collections import Counter, OrderedDict, defaultdict, deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, fields, is_dataclass
@@ -102,6 +102,11 @@ CHECKPOINTS = ("last.ckpt", "best.ckpt", "epoch=*-step=*.ckpt")
 MODULE_ATTRIBUTES = vars(nn.Module()).keys()
 GENERATORS = (torch.Generator, random.Random, np.random.Generator, np.random.RandomState)
 NUMPY: Any = (np.generic, np.ndarray)
+# The types of the attributes that checkpoints contain, besides tensors and NumPy arrays.
+ATOMS = frozenset((type(None), bool, int, float, complex, str, bytes))
+CONTAINERS: dict[str, Any] = {kind.__name__: kind for kind in (list, tuple, set, frozenset, deque)}
+CONTAINERS["Size"] = torch.Size
+CONTAINERS |= {kind.__name__: kind for kind in (dict, OrderedDict, Counter, defaultdict)}
 OPEN_LOCKS: list[IO[str]] = []
 
 
@@ -453,7 +458,7 @@ class MiniLoop:
             # Draw the same order of samples again.
             for place, start in self._start_states.items():
                 if place.startswith("train "):
-                    load_plain_state(self._parts[place], start)
+                    load_plain_state(self._parts[place], start, self.fabric.device)
             self._load_state(self._epoch_start)
         batches, length = iter(self.train_loader), self.num_training_batches
         if length == math.inf and self.fabric.world_size > 1:
@@ -486,7 +491,7 @@ class MiniLoop:
         changed = {}
         for place, part in self._parts.items():
             start, state = self._start_states.get(place, {}), {}
-            for name, value in plain_state(part).items():
+            for name, value in plain_state(part, self.fabric.device).items():
                 is_random = isinstance(getattr(part, name), GENERATORS)
                 if is_random or name not in start or not is_same(value, start[name]):
                     state[name] = value
@@ -497,9 +502,7 @@ class MiniLoop:
     def _load_state(self, state: dict[str, Any]) -> None:
         set_rng_state(state)
         for place, changed in state.get("parts", {}).items():
-            is_of_loader = place.startswith(("train ", "val "))
-            changed = changed if is_of_loader else self.fabric.to_device(changed)
-            load_plain_state(self._parts.get(place), changed)
+            load_plain_state(self._parts.get(place), changed, self.fabric.device)
 
     def _train_batches(self) -> Iterator[Any]:
         """Yield the remaining batches of the epoch. Set _is_last before the last batch."""
@@ -1175,7 +1178,8 @@ class MiniLoop:
         text = f"hparams: got other values of {other} than the model has saved. Leave them out, or"
         check(not other, f"{text} give them other names.")
         self._settings = {**saved, **own}
-        self._start_states = {place: plain_state(part) for place, part in self._parts.items()}
+        device, parts = self.fabric.device, self._parts.items()
+        self._start_states = {place: plain_state(part, device) for place, part in parts}
         if resumed:
             self._check_resume(resumed)
         modes = [module.training for module in self.network.modules()]
@@ -1198,7 +1202,7 @@ class MiniLoop:
         text = f"resume: got max_epochs={self.max_epochs} and a checkpoint of epoch {epochs}."
         check(not -1 < (self.max_epochs or 0) < epochs, f"{text} Write a larger max_epochs.")
         if own.get("writer") == "FabricLoop":
-            converted = [convert_attributes(of_process) for of_process in ranks]
+            converted = [convert_attributes(of_process, self._parts) for of_process in ranks]
             # Nothing has changed yet, so that only random generators have a state.
             is_complete = None not in converted and not self._state()["parts"]
             text = "resume: got attributes of loaders, or random generators, that FabricLoop has saved,"
@@ -1573,8 +1577,8 @@ def load_optimizer(optimizer: Any, saved: dict[str, Any]) -> None:
 # State that no state_dict() has
 
 
-def plain_state(part: Any) -> dict[str, Any]:
-    """Return copies of an object's numbers, texts, tensors and random states."""
+def plain_state(part: Any, device: torch.device) -> dict[str, Any]:
+    """Return an object's random states, and its encoded plain attributes."""
     values, is_module = {**getattr(part, "__dict__", {})}, isinstance(part, nn.Module)
     if is_module:
         values = {name: values[name] for name in values if name not in MODULE_ATTRIBUTES}
@@ -1583,13 +1587,10 @@ def plain_state(part: Any) -> dict[str, Any]:
     for name, value in values.items():
         if isinstance(value, GENERATORS):
             found[name] = random_state(value)
-        elif is_plain(value, None if is_module else 10_000):
-            # Large containers and a data set's large tensors are data, which nothing changes.
-            if isinstance(value, NUMPY):
-                value = torch.from_numpy(np.array(value))
-            value = list(value) if isinstance(value, set | deque) else value
-            found[name] = apply_to_collection(value, Tensor, lambda t: t.detach().clone())
-        elif isinstance(value, list | tuple | dict):
+            continue
+        with suppress(TypeError):
+            found[name] = encode(value, device, None if is_module else 10_000)
+        if name not in found and isinstance(value, list | tuple | dict):
             items = islice(value.values() if isinstance(value, dict) else value, 64)
             has_generators = any(isinstance(item, GENERATORS) for item in items)
             text = f"{name}: got random generators in a {type(value).__name__}, expected each in"
@@ -1597,7 +1598,60 @@ def plain_state(part: Any) -> dict[str, Any]:
     return found
 
 
-def load_plain_state(part: Any, state: dict[str, Any]) -> None:
+def encode(value: Any, device: torch.device, most: int | None, depth: int = 0) -> Any:
+    """Return a value in the form in which both loops save attributes, or raise a TypeError.
+
+    Args:
+        most: Large containers and a data set's large tensors are data, which nothing changes.
+    """
+    kind, name = type(value), type(value).__name__
+    if kind in ATOMS:
+        return value
+    if kind is Tensor and (most is None or value.numel() <= most):
+        has_gradient = value.requires_grad and value.is_leaf
+        return "tensor", value.detach().clone(), has_gradient, value.device == device
+    if (
+        isinstance(value, NUMPY)
+        and value.dtype.kind in "biufc"
+        and (not most or value.size <= most)
+    ):
+        data = np.frombuffer(bytearray(value.tobytes()), np.uint8)
+        name = "array" if isinstance(value, np.ndarray) else "scalar"
+        return name, torch.from_numpy(data), value.dtype.str, list(value.shape)
+    if CONTAINERS.get(name) is not kind or len(value) > 10_000 or depth == 10:
+        raise TypeError(name)
+    items = list(chain.from_iterable(value.items()) if isinstance(value, dict) else value)
+    if not ATOMS.issuperset(map(type, items)):
+        items = [encode(item, device, most, depth + 1) for item in items]
+    if kind in (deque, defaultdict):
+        return name, items, value.maxlen if kind is deque else None
+    return name, items
+
+
+def decode(encoded: Any, device: torch.device) -> Any:
+    """Return the value that ``encode`` was given."""
+    if not isinstance(encoded, list | tuple):
+        return encoded
+    kind, content, *options = encoded
+    if kind == "tensor":
+        has_gradient, is_on_device = options
+        copied = content.to(device if is_on_device else "cpu", copy=True)
+        return copied.requires_grad_(has_gradient)
+    if kind in ("array", "scalar"):
+        data = b"" if content is None else content.numpy().tobytes()
+        array = np.frombuffer(data, options[0]).reshape(options[1]).copy()
+        return array if kind == "array" else array[()]
+    items = [decode(item, device) for item in content]
+    if kind == "deque":
+        return deque(items, *options)
+    if not issubclass(CONTAINERS[kind], dict):
+        return CONTAINERS[kind](items)
+    made = CONTAINERS[kind]()
+    made.update(dict(zip(items[::2], items[1::2], strict=True)))
+    return made
+
+
+def load_plain_state(part: Any, state: dict[str, Any], device: torch.device) -> None:
     for name, value in state.items() if part is not None else ():
         places = [vars(part), part._buffers if isinstance(part, nn.Module) else {}]
         current = getattr(part, name, None)
@@ -1608,31 +1662,25 @@ def load_plain_state(part: Any, state: dict[str, Any]) -> None:
         elif isinstance(current, torch.Generator | np.random.RandomState):
             current.set_state(value)
         else:
-            if isinstance(current, NUMPY):
-                array = value.cpu().numpy().copy()
-                value = array if isinstance(current, np.ndarray) else array[()]
-            elif isinstance(current, set | deque):
-                value = set(value) if isinstance(current, set) else deque(value, current.maxlen)
-            # The object may change its value in place.
-            places[name in places[1]][name] = copy.deepcopy(value)
+            value = decode(value, device)
+            if isinstance(value, defaultdict):
+                value.default_factory = getattr(current, "default_factory", None)
+            places[name in places[1]][name] = value
 
 
-def convert_attributes(of_process: dict[str, Any]) -> dict[str, Any] | None:
-    """Return the numbers, text and tensors that FabricLoop has saved of the model. None: others."""
+def convert_attributes(of_process: dict[str, Any], parts: Iterable[str]) -> dict[str, Any] | None:
+    """Return the attributes and buffers that FabricLoop has saved of the modules. None: others."""
     if has_attributes(of_process["data"]):
         return None
-    parts: dict[str, Any] = {}
-    for (place, name), value in of_process["plain_state"]["attributes"].items():
-        if not place.startswith("model"):
+    converted: dict[str, Any] = {}
+    for (path, name), value in of_process["plain_state"]["attributes"].items():
+        if path.partition(".")[0] != "model":
             return None
-        if isinstance(value, list | tuple):
-            kind, content, *options = value
-            if kind != "tensor" or options[0]:
-                # A container, or a tensor that requires a gradient.
-                return None
-            value = content
-        parts.setdefault(place.removeprefix("model").removeprefix("."), {})[name] = value
-    return parts
+        place = path.removeprefix("model").removeprefix(".")
+        # FabricLoop saves the buffers of a module under a path of their own.
+        place = place if place in parts else place.removesuffix("buffers").removesuffix(".")
+        converted.setdefault(place, {})[name] = value
+    return converted
 
 
 def has_attributes(state: Any) -> bool:
@@ -1659,19 +1707,6 @@ def random_state(generator: Any) -> Any:
     found = generator.bit_generator.state if state is None else state()
     # Save NumPy arrays as lists, because reading a checkpoint builds no NumPy objects.
     return apply_to_collection(found, np.ndarray, np.ndarray.tolist)
-
-
-def is_plain(value: Any, most: int | None, depth: int = 0) -> bool:
-    """Return whether a value is a number, text, a tensor, or a small container of these."""
-    if isinstance(value, Tensor):
-        return type(value) is Tensor and (most is None or value.numel() <= most)
-    if isinstance(value, NUMPY) and depth == 0:
-        return value.dtype.kind in "biufc" and (most is None or value.size <= most)
-    kinds = (list, tuple, dict, set, deque) if depth == 0 else (list, tuple, dict)
-    if type(value) in kinds and len(value) <= 10_000 and depth < 10:
-        parts = [*value, *value.values()] if isinstance(value, dict) else value
-        return all(is_plain(part, most, depth + 1) for part in parts)
-    return value is None or type(value) in (bool, int, float, complex, str, bytes)
 
 
 def is_same(one: Any, other: Any) -> bool:

@@ -553,6 +553,69 @@ NETS = {
     "sparse_embedding": net_class(
         "self.table = nn.Embedding(8, 3, sparse=True)", "return self.table(x.argmax(1))"
     ),
+    "deque": net_class(
+        "self.net, self.seen = nn.Linear(8, 3), __import__('collections').deque(maxlen=3)",
+        "if self.training:\n    self.seen.append(x.detach().mean(0))\n"
+        "return self.net(x - sum(self.seen) / max(1, len(self.seen)))",
+    ),
+    "array": net_class(
+        "self.net, self.mean = nn.Linear(8, 3), np.zeros(8, np.float32)",
+        "if self.training:\n    self.mean += 0.2 * (x.detach().mean(0).float().cpu().numpy() - self.mean)\n"
+        "return self.net(x - torch.from_numpy(self.mean.copy()))",
+    ),
+    "counts": net_class(
+        "self.net, self.counts = nn.Linear(8, 3), __import__('collections').Counter()",
+        "if self.training:\n    self.counts.update(x.argmax(1).tolist())\n"
+        "return self.net(x) * (1 + 0.01 * self.counts[1])",
+    ),
+    "recurrent_state": net_class(
+        "self.rnn, self.head, self.state = nn.LSTMCell(8, 6), nn.Linear(6, 3), None",
+        "if not self.training:\n    return self.head(self.rnn(x)[0])\n"
+        "h, c = self.state or (x.new_zeros(1, 6), x.new_zeros(1, 6))\n"
+        "h, c = self.rnn(x, (h.expand(len(x), 6), c.expand(len(x), 6)))\n"
+        "self.state = h.detach().mean(0, keepdim=True), c.detach().mean(0, keepdim=True)\nreturn self.head(h)",
+    ),
+    "cumulative_batchnorm": net_of(
+        "return nn.Sequential(nn.Linear(8, 6), nn.BatchNorm1d(6, momentum=None), nn.Linear(6, 3))"
+    ),
+    "random_activation": net_of(
+        "return nn.Sequential(nn.Linear(8, 6), nn.RReLU(), nn.Linear(6, 3))"
+    ),
+    "teacher": net_class(
+        "self.net = nn.Linear(8, 3)\nself.teacher = __import__('copy').deepcopy(self.net).requires_grad_(False)",
+        "out = self.net(x)\nif self.training:\n    with torch.no_grad():\n"
+        "        for a, b in zip(self.teacher.parameters(), self.net.parameters()):\n            a.lerp_(b, 0.1)\n"
+        "return out + 0.1 * (out - self.teacher(x)).pow(2)",
+    ),
+    "pruned": net_of(
+        f"net = {_MLP}\n__import__('torch.nn.utils.prune').nn.utils.prune.l1_unstructured(net[0], 'weight', 0.3)\nreturn net"
+    ),
+    "complex": net_class(
+        "self.net, self.phase = nn.Linear(8, 3), nn.Parameter(torch.ones(3, dtype=torch.complex64))",
+        "return (self.net(x) * self.phase).abs()",
+    ),
+    "recomputed": net_class(
+        "self.net, self.head = nn.Sequential(nn.Linear(8, 6), nn.Dropout(0.3)), nn.Linear(6, 3)",
+        "from torch.utils.checkpoint import checkpoint\n"
+        "return self.head(checkpoint(self.net, x, use_reentrant=False))",
+    ),
+    "scripted": net_of(f"return torch.jit.script({_MLP})"),
+    "schedule": net_class(
+        "self.net, self.calls, self.beta = nn.Linear(8, 3), 0, 0.0",
+        "if self.training:\n    self.calls += 1\n    self.beta = min(1.0, self.calls / 20)\n"
+        "return self.net(x) * (1 + self.beta)",
+    ),
+    "late_buffer": net_class(
+        "self.net = nn.Linear(8, 3)\nself.register_buffer('mean', None)",
+        "if self.training:\n    mean = x.detach().mean(0)\n"
+        "    self.mean = mean if self.mean is None else self.mean.lerp(mean.to(self.mean), 0.2)\n"
+        "return self.net(x if self.mean is None else x - self.mean)",
+    ),
+    "parameter_lists": net_class(
+        "self.rows = nn.ParameterList([torch.randn(8) * 0.1 for _ in range(3)])\n"
+        "self.scales = nn.ParameterDict({'a': torch.ones(3)})",
+        "return torch.stack([x @ row for row in self.rows], 1) * self.scales['a']",
+    ),
 }
 for _name, _value in {
     "dict": "{'scale': 2.0, 'calls': self.calls}",

@@ -10,7 +10,10 @@ import program_pieces as pieces
 
 ORDERS = {**pieces.SAMPLERS, **pieces.BATCH_SAMPLERS}
 # Shapes without randomness. Trainer does not restore random states, so a run crosses to it only without randomness.
-RANDOM_NETS = ("dropout", "library_noise", "eval_mode")
+RANDOM_NETS = ("dropout", "library_noise", "eval_mode", "random_activation", "recomputed")
+# Networks with attributes that change, which Trainer does not save.
+NETS_WITH_ATTRIBUTES = ("memory_bank", "hidden_state", "running_mean", "deque", "array", "counts")
+NETS_WITH_ATTRIBUTES += ("recurrent_state", "schedule", "late_buffer")
 PLAIN_ORDERS = ("in_order", "sequential", "own_set_epoch", "distributed")
 
 # ---- Drawing a description
@@ -184,7 +187,7 @@ def is_lightning(description):
 def is_complete_in_trainer(d):
     """Return whether Trainer's checkpoints have all that changes during a run."""
     return (
-        d["net"] not in (*RANDOM_NETS, "memory_bank", "hidden_state", "running_mean")
+        d["net"] not in (*RANDOM_NETS, *NETS_WITH_ATTRIBUTES)
         and d["data"] in ("tensors", "points", "stream", "sized_stream")
         and d["sampler"] in ("none", *PLAIN_ORDERS)
         and d["loader"] == "dataloader"

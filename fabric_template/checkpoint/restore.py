@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from collections import OrderedDict, deque
+from collections import OrderedDict, defaultdict
 from collections.abc import Mapping
 from copy import deepcopy
 from textwrap import shorten
@@ -15,6 +15,7 @@ from lightning.fabric.utilities import move_data_to_device
 from torch import Tensor, nn
 
 from ..errors import CheckpointError, ConfigurationError, OtherModelError
+from ..plain_state import Decoder
 from ..rng_state import is_generator, restore_rng_state
 from .distributed import SHARDS_KEY, load_shards
 from .state import key_of, run_settings
@@ -200,19 +201,25 @@ def restore_mini_attributes(run: Run) -> None:
     """Restore the attributes of modules that MiniLoop has saved."""
     parts = run.plan.start.state_of_process(run.fabric.global_rank)["rng"].get("parts", {})
     modules = {**dict(run.network.named_modules()), "": run.model}
+    decoder = Decoder(run.fabric.device)
     for place, attributes in parts.items():
         part = modules.get(place)
-        for name in attributes:
-            # The attribute may be one of the class. MiniLoop saves other types as tensors and lists.
-            is_known = name in getattr(part, "__dict__", {}) or hasattr(type(part), name)
-            value = getattr(part, name, None) if is_known else None
-            is_converted = isinstance(value, np.ndarray | np.generic | set | deque)
-            if not is_known or is_converted or is_generator(value):
+        buffers = getattr(part, "_buffers", {})
+        for name, value in attributes.items():
+            # The attribute may be one of the class.
+            is_known = name in {**getattr(part, "__dict__", {}), **buffers} or hasattr(
+                type(part), name
+            )
+            current = getattr(part, name, None)
+            if not is_known or is_generator(current):
                 raise CheckpointError(
                     f"resume: got {run.plan.start.path}, in which MiniLoop saved the state of {place!r},"
                     " expected only attributes of modules. Continue it with MiniLoop, or use load=."
                 )
-        vars(modules[place]).update(move_data_to_device(attributes, run.fabric.device))
+            namespace = buffers if name in buffers else vars(part)
+            namespace[name] = decoder.decode(value)
+            if isinstance(namespace[name], defaultdict):
+                namespace[name].default_factory = getattr(current, "default_factory", None)
 
 
 # The position

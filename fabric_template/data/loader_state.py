@@ -307,7 +307,8 @@ class ResumableLoader:
         """Set the position at which the next iterator starts."""
         self.passes, self.batches = state["passes"], state["batches"]
         self.is_finished = state["is_finished"]
-        if state["has_continued"]:
+        self._has_continued = state["has_continued"]
+        if self._has_continued:
             self.check_restart()
         self._at_start, self._at_first_batch = state["at_start"], state["at_first_batch"]
         if len(state["workers"]) == len(self.workers):

@@ -9,7 +9,7 @@ import subprocess
 import sys
 import types
 import warnings
-from collections import UserDict
+from collections import Counter, UserDict, defaultdict, deque
 from dataclasses import dataclass, make_dataclass
 from functools import partial
 from pathlib import Path
@@ -23,7 +23,7 @@ import torchmetrics
 from externally import externally
 from interpreter import ready
 from modules import Classifier, assert_same_weights, by_epoch, by_step, make_data, make_loader, run_trainer, sgd
-from runs import Plain, val_loader
+from runs import Plain, same, val_loader
 from test_parity_plain import CASES as PLAIN
 from test_parity_plain import EPOCHS, LEVELS, loss_of, make_net, plain
 from torch import nn
@@ -302,6 +302,50 @@ def test_mini_loop_refuses_attributes_of_loaders_that_fabric_loop_has_saved():
     with pytest.raises(ValueError, match=r"resume: got attributes of loaders.* that FabricLoop has saved"):
         train("MiniLoop", 2, resume="last")
     train("FabricLoop", 2, resume="last")
+
+
+class HasContainers(torch.nn.Module):
+    """Its output depends on containers in its attributes, and on a buffer that no state_dict has."""
+
+    def __init__(self):
+        super().__init__()
+        self.net = torch.nn.Linear(8, 3)
+        self.register_buffer("bank", torch.zeros(8), persistent=False)
+        self.counts, self.sums = Counter(), defaultdict(float)
+        self.state = {"seen": deque(maxlen=2), "mean": np.zeros(8, np.float32), "ids": {(0, 1)}}
+
+    def forward(self, x):
+        state = self.state
+        if self.training:
+            self.bank = 0.9 * self.bank + 0.1 * x.mean(0)
+            self.counts.update(x.argmax(1).tolist())
+            self.sums["batches"] += 1.0
+            state["seen"].append(x.mean(0))
+            state["mean"] += x.mean(0).numpy()
+            state["ids"].add((len(state["ids"]), 2))
+        shift = sum(state["seen"], self.bank) + torch.from_numpy(state["mean"].copy())
+        scale = self.counts[1] + len(state["ids"]) + self.sums["batches"]
+        return self.net(x + 0.01 * shift) * (1 + 0.001 * scale)
+
+
+@pytest.mark.parametrize("reader", LOOPS)
+@pytest.mark.parametrize("writer", LOOPS)
+def test_containers_in_attributes_are_resumed_by_both_loops(writer, reader):
+    def train(kind, epochs, name, resume=None):
+        torch.manual_seed(1)
+        net = HasContainers()
+        known_class, options = LOOPS[kind]
+        loop = known_class(max_epochs=epochs, name=name, accelerator="cpu", **options)
+        optimizer = torch.optim.SGD(net.parameters(), 0.1)
+        loop.fit(net, DataLoader(make_data(20), 4), optimizer=optimizer, training_step=loss_of, resume=resume)
+        return net
+
+    whole = train("FabricLoop", 3, "whole")
+    train(writer, 1, "parts")
+    train(reader, 2, "parts", "last")
+    found = train(writer, 3, "parts", "last")
+    assert same(found.state_dict(), whole.state_dict())
+    assert (found.counts, found.sums) == (whole.counts, whole.sums)
 
 
 def test_rows_by_validation_and_resume_in_mid_epoch():
