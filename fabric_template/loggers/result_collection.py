@@ -671,9 +671,8 @@ def plain_attributes(metric: Any) -> dict[str, Any]:
 
     state_dict() is not enough, because it contains only the persistent states of a metric.
     """
-    attributes = {k: v for k, v in vars(metric).items() if k not in _ATTRIBUTES_OF_MODULES}
-    plain = {k: v for k, v in attributes.items() if is_plain(v)}
-    return apply_to_collection(plain, Tensor, lambda tensor: tensor.detach().clone())
+    own = {k: v for k, v in vars(metric).items() if k not in _ATTRIBUTES_OF_MODULES and is_plain(v)}
+    return apply_to_collection(own, Tensor, lambda tensor: tensor.detach().clone())
 
 
 def load_torchmetrics(module: Any, state: Mapping[str, Mapping[str, Any]]) -> None:
