@@ -165,10 +165,9 @@ class ResumableLoader:
             self._warn_of_workers(is_in_pass=True)
             self._resumed_at = done
             return self._read(iterator)
-        # If only some workers have returned a batch, read all finished batches again.
-        if self._is_indexed and (all(self.workers) or not any(self.workers)):
-            self.batches = done
-        else:
+        # Batches are skipped by index only if all workers or no workers have returned a batch.
+        is_partial = any(self.workers) and not all(self.workers)
+        if is_partial or not self._is_indexed:
             self.batches, self.workers = 0, list(self._workers_at_start)
         if self._is_persistent and any(self._workers_at_start):
             self._start_persistent_workers(self.batches)

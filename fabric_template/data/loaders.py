@@ -6,8 +6,8 @@ import copy
 import math
 import os
 import warnings
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
 from functools import partial
 from itertools import chain, count, islice, repeat
 from time import perf_counter
@@ -19,14 +19,13 @@ from lightning.fabric.utilities.data import sized_len
 from lightning.fabric.utilities.warnings import PossibleUserWarning
 from lightning.pytorch.utilities import CombinedLoader
 from torch import Tensor
-from torch.utils.data import DataLoader
+from torch.utils.data import DataLoader, Dataset
 
 from ..distributed.launch import gather_objects
-from ..errors import CheckpointError, ConfigurationError
+from ..errors import CheckpointError, ConfigurationError, ConfigurationTypeError, describe
 from ..lightning_compat.overrides import has_state, is_instance_of, overridden
 from ..lightning_compat.private import combined_mode
 from ..rng_state import capture_rng_state, restore_rng_state, unchanged_rng_state
-from .check_loader import check_loader
 from .loader_parts import samplers_of
 from .loader_state import END, STICKY_POSITION, ResumableLoader
 from .samplers import Predictions, TrackingBatchSampler, prepare_loader
@@ -125,18 +124,19 @@ class DataConnector:
 
         A resumed run loads in the saved state, so that it gets the loaders of the saved run.
         """
-        plain_state = self.run.plain_state
         if stage in self.given:
             yield
             return
-        saved = self._saved_loads().get(stage) if stage not in self._loads else None
-        if saved is None:
-            self._loads[stage] = {"rng": capture_rng_state(), "plain": plain_state.state_dict()}
-            yield
-            return
-        self._loads[stage] = saved
-        with unchanged_rng_state(), plain_state.replaced(saved["plain"]):
-            restore_rng_state(saved["rng"])
+        saved = None if stage in self._loads else self._saved_loads().get(stage)
+        plain_state = self.run.plain_state
+        with ExitStack() as stack:
+            if saved is None:
+                self._loads[stage] = {"rng": capture_rng_state(), "plain": plain_state.state_dict()}
+            else:
+                self._loads[stage] = saved
+                stack.enter_context(unchanged_rng_state())
+                stack.enter_context(plain_state.replaced(saved["plain"]))
+                restore_rng_state(saved["rng"])
             yield
 
     def _saved_loads(self) -> dict[str, Any]:
@@ -257,9 +257,42 @@ def has_loader(given: Mapping[str, Any], source: Any, stage: str) -> bool:
 
 
 def check_loaders(source: Any, found: str) -> None:
-    """Raise an error for loaders that do not yield batches, which starts with ``found``."""
+    """Raise an error for loaders that do not yield batches.
+
+    Args:
+        found: The start of the message, with {} for the loader: "val_dataloaders: got {}, ...".
+    """
     for loader in combine_loaders(source).flattened:
-        check_loader(loader, found)
+        problem = find_problem(loader)
+        if problem:
+            raise ConfigurationTypeError(f"{found.format(describe(loader))} {problem}")
+
+
+def find_problem(loader: Any) -> str:
+    """Return why an object does not yield batches, and what to write instead, or ""."""
+    parts = loader.values() if isinstance(loader, Mapping) else loader
+    holds_arrays = isinstance(loader, Mapping | tuple) and loader and all(map(_is_array, parts))
+    is_iterable = isinstance(loader, Iterable) or hasattr(loader, "__getitem__")
+    if isinstance(loader, type | str | bytes) or not is_iterable:
+        return "Write DataLoader(dataset, batch_size=32), which yields batches."
+    if isinstance(loader, Dataset) and not hasattr(loader, "__iter__"):
+        return "It yields single samples, not batches. Write DataLoader(dataset, batch_size=32)."
+    if holds_arrays or _is_array(loader) or hasattr(loader, "iloc"):
+        return (
+            "It contains all samples, not batches. Write TensorLoader(x, y, batch_size=32). Import"
+            " TensorLoader from the same package as FabricLoop."
+        )
+    return ""
+
+
+def _is_array(value: Any) -> bool:
+    return isinstance(value, Tensor) or hasattr(value, "__array_interface__")
+
+
+def loader_argument(call: str, stage: str) -> str:
+    if call == "fit":
+        return "train_dataloaders" if stage == "train" else "val_dataloaders"
+    return "dataloaders"
 
 
 class StageLoaders:
@@ -379,11 +412,12 @@ class StageLoaders:
     def _until_first_end(self, items: Iterator[Any]) -> Iterator[Any]:
         """End in all processes with the first stream that ends. Compare after each read."""
         for item in chain(items, repeat(END)):
-            has_all, has_any = self.run.signals.find_range(int(item is not END))
-            if has_all:
+            is_end = item is END
+            has_end, has_item = self.run.signals.find_largest([int(is_end), int(not is_end)])
+            if not has_end:
                 yield item
                 continue
-            if has_any:
+            if has_item:
                 self.run.warn_once(
                     "train_dataloader: the streams of the processes end after different numbers of"
                     " batches. Each epoch ends with the first stream that ends."

@@ -112,9 +112,7 @@ class SignalHandler:
             seconds = max(time.monotonic() - self._checked_at, 1e-6)
             done = batches - self._checked_batch
             wait = max(1, int(done * SECONDS_BETWEEN_CHECKS / seconds))
-        values = torch.tensor([self.received or 0, wait])
-        torch.distributed.all_reduce(values, torch.distributed.ReduceOp.MAX, self._cpu_group)
-        number, wait = values.tolist()
+        number, wait = self.find_largest([self.received or 0, wait])
         self._checked_at, self._checked_batch = time.monotonic(), batches
         self._next_batch = batches + wait
         return known or number or None
@@ -125,12 +123,11 @@ class SignalHandler:
         torch.distributed.broadcast(values, 0, self._cpu_group)
         return values.tolist()
 
-    def find_range(self, number: int) -> tuple[int, int]:
-        """Return the smallest and the largest number of all processes."""
-        values = torch.tensor([number, -number])
-        torch.distributed.all_reduce(values, torch.distributed.ReduceOp.MIN, self._cpu_group)
-        smallest, negative = values.tolist()
-        return smallest, -negative
+    def find_largest(self, numbers: list[int]) -> list[int]:
+        """Return the largest value of each number in all processes."""
+        values = torch.tensor(numbers)
+        torch.distributed.all_reduce(values, torch.distributed.ReduceOp.MAX, self._cpu_group)
+        return values.tolist()
 
     @cached_property
     def _cpu_group(self) -> Any:

@@ -10,9 +10,8 @@ from lightning.fabric.strategies import ModelParallelStrategy
 from lightning.fabric.utilities.warnings import PossibleUserWarning
 from torch import nn
 
-from ..data.check_loader import loader_argument
 from ..data.loaders import check_loaders as check_source
-from ..data.loaders import has_loader
+from ..data.loaders import has_loader, loader_argument
 from ..distributed.process_group import check_launched
 from ..errors import (
     ConfigurationError,

@@ -132,11 +132,12 @@ def test_only_changed_plain_values_are_saved():
 def test_a_change_of_one_number_is_found():
     tensors = torch.zeros(300, 1000), torch.zeros(7)
     owner = Holder(large=tensors[0], small=[tensors[1]], array=np.zeros((300, 1000)), items=[0] * 9999)
+    owner.texts = np.zeros(40_000, "S1000")
     state = PlainState({"a": Part(owner)})
     tensors[0][151, 77], tensors[1].data[3] = 1, 1
-    owner.array[17, 3], owner.items[4321] = 1, 1
+    owner.array[17, 3], owner.items[4321], owner.texts[5] = 1, 1, b"a"
     changed = [attribute for _, attribute in state.changed_attributes()]
-    assert sorted(changed) == ["array", "items", "large", "small"]
+    assert sorted(changed) == ["array", "items", "large", "small", "texts"]
 
 
 class Refuses(dict):
