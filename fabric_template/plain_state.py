@@ -85,7 +85,7 @@ def digest(value: Any, most: int = _COMPARED_ITEMS) -> Any:
 
 
 def _items_of(container: Any) -> list[Any]:
-    if type(container) in _DICTS.values():
+    if isinstance(container, dict):
         return [part for pair in container.items() for part in pair]
     return list(container)
 
@@ -245,12 +245,11 @@ class Decoder:
             array = np.frombuffer(data, dtype).reshape(shape).copy()
             return array if kind == "array" else array[()]
         items = [self.decode(item) for item in content]
-        if kind == "deque":
-            return deque(items, *options)
         if kind == "range":
             return range(*items)
         if kind in _SEQUENCES:
-            return _SEQUENCES[kind](items)
+            # A deque has the option maxlen.
+            return _SEQUENCES[kind](items, *options)
         pairs = dict(zip(items[::2], items[1::2], strict=True))
         if kind == "defaultdict":
             # The attribute keeps its own factory, if it has one.
@@ -273,7 +272,7 @@ def replace_content(current: Any, value: Any) -> bool:
         current.requires_grad_(value.requires_grad)
     elif kind is np.ndarray and current.flags.writeable:
         current[...] = value
-    elif kind in (set, dict, OrderedDict, Counter, defaultdict):
+    elif kind is set or kind in _DICTS.values():
         current.clear()
         current.update(value)
     elif kind is list or (kind is deque and current.maxlen == value.maxlen):

@@ -199,7 +199,6 @@ class StreamState:
         parts = {
             name: Part(owner, _ITERATOR_OF_PASS, has_attributes=not is_of_library(owner))
             for name, owner in find_values(stream).items()
-            if hasattr(owner, "__dict__")
         }
         self._plain = PlainState(parts)
         # Attributes that have another value than in the saved run, because load_state_dict has
