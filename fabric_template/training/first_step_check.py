@@ -63,19 +63,20 @@ class FirstStepCheck:
         found = self._found
         has_all = all(self.parameters[index].grad is not None for index in found)
         flags = [float(has_all and index in found) for index in range(len(self.parameters))]
-        shares: Any = self.fabric.all_reduce(torch.tensor(flags, device=self.fabric.device))
+        shares = self._means([torch.tensor(flags, device=self.fabric.device)])
         # Compare only if all processes have found gradients of the same parameters.
         if set(shares.tolist()) not in ({1.0}, {0.0, 1.0}):
             return
         # Accumulation and a gradient scaler multiply the gradients by a number.
-        own = self._flat(list(found.values()))
-        loops = self._flat([self.parameters[index].grad for index in found])
+        own = self._means(list(found.values()))
+        loops = self._means([self.parameters[index].grad for index in found])
         # A factor changes the rounding of half precision.
         is_float32 = self.fabric.strategy.precision.precision == "32-true"
         if (own / own.norm() - loops / loops.norm()).norm() < (1e-4 if is_float32 else 1e-2):
             raise ConfigurationError(f"training_step: got a call of loss.backward(), {REMEDY}")
 
-    def _flat(self, gradients: list[Any]) -> Tensor:
-        """Return the mean gradients over the processes as one vector."""
-        means: Any = self.fabric.all_reduce(gradients)
-        return torch.cat([gradient.flatten().double() for gradient in means])
+    def _means(self, tensors: list[Any]) -> Tensor:
+        """Return the means over the processes as one vector on the CPU."""
+        means: Any = self.fabric.all_reduce(tensors) if self.fabric.world_size > 1 else tensors
+        # The CPU has float64, which MPS lacks, and memory for two vectors of this size.
+        return torch.cat([tensor.flatten().cpu().double() for tensor in means])
