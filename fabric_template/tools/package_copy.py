@@ -61,8 +61,8 @@ class Copy:
 
 def copy_command(path: str, *, mini: bool = False) -> int:
     copy = Copy(path)
-    problem = "" if copy.is_file == mini else "expected a Python name"
-    problem = problem or find_problem(copy.target.stem if mini else copy.target.name)
+    problem = "" if copy.is_file == mini else f"expected a {'file in .py' if mini else 'folder'}"
+    problem = problem or find_problem(copy.target)
     if problem:
         example = "--mini src/train_loop.py" if mini or copy.is_file else "src/my_loop"
         raise ValueError(f"copy: got {path}, {problem}. Write `copy {example}`.")
@@ -75,8 +75,9 @@ def copy_command(path: str, *, mini: bool = False) -> int:
     return 0
 
 
-def find_problem(name: str) -> str:
-    """Return why a copy cannot have a name, or an empty text."""
+def find_problem(target: Path) -> str:
+    """Return why a copy cannot have this path, or an empty text."""
+    name = target.stem if target.suffix == ".py" else target.name
     if not name.isidentifier() or keyword.iskeyword(name) or name.startswith("__"):
         return "expected a Python name"
     here = (Path.cwd(), Path())
@@ -86,7 +87,10 @@ def find_problem(name: str) -> str:
     is_installed = spec is not None and spec.origin is not None
     if is_installed or name in (*sys.stdlib_module_names, __name__.partition(".")[0]):
         return f"which would hide the package {name}, expected another name"
-    return ""
+    # A package hides a module of the same name beside it.
+    other = target.with_suffix("" if target.suffix == ".py" else ".py")
+    is_hidden = other.exists() and not target.exists()
+    return f"with {other.name} beside it, expected another name" if is_hidden else ""
 
 
 def diff_command(path: str, *, yours: bool = False, upstream: bool = False) -> int:

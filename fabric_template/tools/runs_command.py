@@ -27,8 +27,10 @@ def runs_command(
     """List runs, compare two (`diff RUN RUN`), or find the best (`best`)."""
     action, *folders = paths if paths and paths[0] in ("diff", "best") else ["list", *paths]
     if len(folders) != 2 if action == "diff" else len(folders) > 1:
-        expected = "two runs" if action == "diff" else "one folder"
-        raise ValueError(f"runs: got {' '.join(paths)}, expected {expected}. Write logs/digits.")
+        expected = "one folder. Write logs/digits"
+        if action == "diff":
+            expected = "two runs. Write runs diff digits/version_0 digits/version_1"
+        raise ValueError(f"runs: got {' '.join(paths)}, expected {expected}.")
     if mode not in (None, "min", "max"):
         raise ValueError(f'--mode: got {mode}, expected "min" or "max".')
     if html is not None and (action != "list" or Path(html).is_dir()):
@@ -53,11 +55,14 @@ def runs_command(
 
 
 def find_run(name: str) -> Run:
-    """Return the run with a folder such as logs/digits/version_0, or a name such as digits/version_0."""
+    """Return the run of a folder such as logs/digits/version_0, a CSV file, or a name in `runs`."""
     for folder in (Path(name), Path("logs", name)):
         if Path(folder, "metrics.csv").is_file():
             run = read_run(folder.absolute(), Path("logs").absolute())
             return run | find_best(run)
+    for file in (Path(name), Path(f"{name}.csv"), Path("logs", f"{name}.csv")):
+        if file.is_file():
+            return find_runs(file)[0]
     raise ValueError(f"runs: got {name}, expected a run. Write digits/version_0, for example.")
 
 

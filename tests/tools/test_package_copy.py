@@ -85,12 +85,16 @@ def test_copy_writes_the_single_file_with_its_licence(release, capsys):
         ("lib/yaml", {}, "another name. Write `copy src/my_loop`."),
         ("lib/json.py", {"mini": True}, "another name. Write `copy --mini src/train_loop.py`."),
         ("fabric_template", {}, "another name. Write `copy src/my_loop`."),
+        ("other", {}, "another name. Write `copy src/my_loop`."),
+        ("package.py", {"mini": True}, "another name. Write `copy --mini src/train_loop.py`."),
+        ("lib/loop", {"mini": True}, "a file in .py. Write `copy --mini src/train_loop.py`."),
+        ("lib/loop.py", {}, "a folder. Write `copy --mini src/train_loop.py`."),
         ("mine", {}, "a new path. To update a copy, use update."),
         ("../upstream/inside", {}, "a path outside of it."),
     ],
 )
 def test_copy_refuses(release, path, options, expected):
-    write(".", {"mine/notes.py": "mine\n", "mine.py": "mine\n"})
+    write(".", {"mine/notes.py": "mine\n", "mine.py": "mine\n", "other.py": "", "package/__init__.py": ""})
     before = tree(".")
     with pytest.raises(ValueError, match=rf"got {re.escape(path)},.* expected {re.escape(expected)}$"):
         copy_command(path, **options)

@@ -231,6 +231,16 @@ def test_diff_accepts_the_names_that_runs_prints(capsys):
     assert (code, out.split()[:3]) == (0, [*names, "hidden"])
 
 
+def test_diff_accepts_csv_files(capsys):
+    Path("exports").mkdir()
+    for name, loss in (("keras", 0.5), ("other", 0.25)):
+        Path("exports", f"{name}.csv").write_text(f"epoch,loss,val_loss\n0,2,1\n1,1,{loss}\n")
+    for names in (["exports/keras.csv", "exports/other.csv"], ["exports/keras", "exports/other"]):
+        code, out, _ = run_command(capsys, "diff", *names)
+        assert (code, " ".join(out.splitlines()[-1].split())) == (0, "best val_loss 0.5 in epoch 1 0.25 in epoch 1")
+    assert "exports/keras " in run_command(capsys, "exports")[1]
+
+
 def test_a_closed_pipe_ends_quietly():
     for version in range(300):
         make_run(version=version)
