@@ -32,11 +32,11 @@ def files_of(root):
 
 @pytest.mark.parametrize(("top_k", "mode"), [(1, "min"), (2, "max")])
 def test_best_checkpoints_have_the_names_of_trainers_files(tmp_path, mode, top_k):
-    make, words = scored(5, 1, 3, 4, 2, 6, 0.5, 9), {"val_check_interval": 0.25, "max_epochs": 2}
+    make, options = scored(5, 1, 3, 4, 2, 6, 0.5, 9), {"val_check_interval": 0.25, "max_epochs": 2}
     callback = ModelCheckpoint(tmp_path / "trainer", monitor="score", mode=mode, save_top_k=top_k)
     saving = {"enable_checkpointing": True, "callbacks": [callback], "num_sanity_val_steps": 0}
-    run_trainer(make, EPOCH["train"], val_loader, **words, **saving)
-    loop, *_ = fit(tmp_path / "loop", make, monitor="score", mode=mode, save_top_k=top_k, **EPOCH, **words)
+    run_trainer(make, EPOCH["train"], val_loader, **options, **saving)
+    loop, *_ = fit(tmp_path / "loop", make, monitor="score", mode=mode, save_top_k=top_k, **EPOCH, **options)
     theirs, ours = files_of(tmp_path / "trainer"), files_of(tmp_path / "loop")
     assert sorted(theirs) == sorted(ours)
     for step, path in theirs.items():
@@ -52,12 +52,12 @@ def test_best_checkpoints_have_the_names_of_trainers_files(tmp_path, mode, top_k
 
 
 def test_a_resume_after_a_validation_is_exact(tmp_path):
-    words = {**EPOCH, "monitor": "val_loss", "save_top_k": 2, "max_epochs": 2}
-    words |= {"val_check_interval": 3, "accumulate_grad_batches": 2}
-    whole = fit(tmp_path / "run", callbacks=[Snapshots(tmp_path / "run", tmp_path / "killed")], **words)
+    options = {**EPOCH, "monitor": "val_loss", "save_top_k": 2, "max_epochs": 2}
+    options |= {"val_check_interval": 3, "accumulate_grad_batches": 2}
+    whole = fit(tmp_path / "run", callbacks=[Snapshots(tmp_path / "run", tmp_path / "killed")], **options)
     for batches in (3, 15):  # what was saved last is of the validation after 3, and after 14 = 8 + 6
         root = tmp_path / "killed" / str(batches)
-        assert_same_end(whole, fit(root, seed=9, resume="last", **words))
+        assert_same_end(whole, fit(root, seed=9, resume="last", **options))
         assert logs_of(root) == logs_of(tmp_path / "run")
         assert tree(root) == tree(tmp_path / "run")
 
@@ -87,11 +87,11 @@ def test_best_checkpoints_are_kept_after_a_stop_in_a_validation(tmp_path):
         def on_validation_end(self, trainer, module):
             trainer.should_stop = trainer.should_stop or trainer.global_step == 4
 
-    words = {**EPOCH, "val_check_interval": 2, "monitor": "score", "mode": "min", "save_top_k": 3, "max_epochs": 1}
-    fit(tmp_path, scored(5, 1, 3, 4), callbacks=[Stops()], **words)
+    options = {**EPOCH, "val_check_interval": 2, "monitor": "score", "mode": "min", "save_top_k": 3, "max_epochs": 1}
+    fit(tmp_path, scored(5, 1, 3, 4), callbacks=[Stops()], **options)
     steps = {step: path.name for step, path in files_of(tmp_path).items()}
     assert steps == {2: "epoch=0-step=2-score=5.ckpt", 4: "epoch=0-step=4-score=1.ckpt"}
-    fit(tmp_path, scored(5, 1, 3, 4), resume="last", **words)
+    fit(tmp_path, scored(5, 1, 3, 4), resume="last", **options)
     assert sorted(files_of(tmp_path)) == [4, 6, 8]
 
 
@@ -163,9 +163,9 @@ def test_a_resume_without_a_monitor_keeps_the_best_checkpoints(loops, save_top_k
 def test_a_resume_may_keep_another_number_of_best_checkpoints(tmp_path, first, second):
     """The best of all epochs are kept, but no file that the first run has removed."""
     scores = [5, 3, 4, 2.5, 3.5, 1]
-    words = {**EPOCH, "monitor": "score", "mode": "min"}
-    fit(tmp_path, scored(*scores, every=8), max_epochs=3, save_top_k=first, **words)
-    fit(tmp_path, scored(*scores, every=8), max_epochs=6, resume="last", save_top_k=second, **words)
+    options = {**EPOCH, "monitor": "score", "mode": "min"}
+    fit(tmp_path, scored(*scores, every=8), max_epochs=3, save_top_k=first, **options)
+    fit(tmp_path, scored(*scores, every=8), max_epochs=6, resume="last", save_top_k=second, **options)
     kept = scores[:3] if first == -1 else sorted(scores[:3])[:first]
     for score in scores[3:]:
         if second == -1 or len(kept) < second or score < sorted(kept)[second - 1]:

@@ -95,19 +95,19 @@ def test_load_from_checkpoint(tmp_path):
 # ---- Trainer's files and ours
 
 
-def _trainer(root, **words):
+def _trainer(root, **options):
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         return pl.Trainer(
             accelerator="cpu", default_root_dir=root, logger=False, enable_progress_bar=False,
-            enable_model_summary=False, **{"callbacks": [ModelCheckpoint(dirpath=root, filename="trainer")], **words},
+            enable_model_summary=False, **{"callbacks": [ModelCheckpoint(dirpath=root, filename="trainer")], **options},
         )  # fmt: skip
 
 
-def _fit_trainer(trainer, module, **words):
+def _fit_trainer(trainer, module, **options):
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        trainer.fit(module, plain_loader(), val_loader(), **words)
+        trainer.fit(module, plain_loader(), val_loader(), **options)
 
 
 def _save_plainly(layout, weights, path):

@@ -31,7 +31,7 @@ SCHEDULERS = classes_of(lr_scheduler, lr_scheduler.LRScheduler) + [torch.optim.s
 
 
 def make_scheduler(kind, optimizer):
-    words = {
+    options = {
         "ConstantLR": {"total_iters": 4},
         "CosineAnnealingLR": {"T_max": 5},
         "CosineAnnealingWarmRestarts": {"T_0": 2},
@@ -52,15 +52,15 @@ def make_scheduler(kind, optimizer):
     if kind is lr_scheduler.SequentialLR:
         names = (lr_scheduler.ExponentialLR, lr_scheduler.LinearLR, lr_scheduler.CosineAnnealingWarmRestarts)
         return kind(optimizer, [make_scheduler(part, optimizer) for part in names], milestones=[2, 5])
-    return kind(optimizer, **words.get(kind.__name__, {}))
+    return kind(optimizer, **options.get(kind.__name__, {}))
 
 
 class Tiny(nn.Module):
     """An embedding and a matrix, which sparse optimizers and Muon accept, too."""
 
-    def __init__(self, optimizer, scheduler, words):
+    def __init__(self, optimizer, scheduler, options):
         super().__init__()
-        self.optimizer, self.scheduler, self.arguments = optimizer, scheduler, words
+        self.optimizer, self.scheduler, self.arguments = optimizer, scheduler, options
         self.words = nn.Embedding(6, 4, sparse=optimizer is torch.optim.SparseAdam)
         self.out = nn.Linear(4, 3, bias=False)
 
@@ -75,8 +75,8 @@ class Tiny(nn.Module):
         optimizer = self.optimizer(parameters, lr=0.05, **self.arguments)
         scheduler = make_scheduler(self.scheduler, optimizer)
         interval = "epoch" if self.scheduler is lr_scheduler.ReduceLROnPlateau else "step"
-        words = {"scheduler": scheduler, "interval": interval, "monitor": "train_loss"}
-        return {"optimizer": optimizer, "lr_scheduler": words}
+        options = {"scheduler": scheduler, "interval": interval, "monitor": "train_loss"}
+        return {"optimizer": optimizer, "lr_scheduler": options}
 
 
 class Saves:
@@ -90,7 +90,7 @@ class Saves:
 def end_of(optimizer, scheduler, precision, resume=None):
     """Return the weights and the states of optimizer and scheduler after two epochs of three batches."""
     torch.manual_seed(1)
-    words, labels = torch.arange(12) * 5 % 6, torch.arange(12) % 3
+    options, labels = torch.arange(12) * 5 % 6, torch.arange(12) % 3
     scaler = torch.amp.GradScaler("cpu", init_scale=2.0**8)  # The CPU needs a scaler of its own.
     plugins = [MixedPrecision(precision, device="cpu", scaler=scaler)] if precision == "16-mixed" else []
     loop = FabricLoop(
@@ -99,7 +99,7 @@ def end_of(optimizer, scheduler, precision, resume=None):
     )  # fmt: skip
     # The default of eps is zero in float16.
     net = Tiny(optimizer, scheduler, {"eps": 1e-3} if precision == "16-true" else {})
-    loop.fit(net, TensorLoader(words, labels, batch_size=4, shuffle=True), resume=resume)
+    loop.fit(net, TensorLoader(options, labels, batch_size=4, shuffle=True), resume=resume)
     scheduler = loop.lr_scheduler_configs[0].scheduler
     return {
         "weights": net.state_dict(),

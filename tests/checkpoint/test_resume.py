@@ -54,13 +54,13 @@ def plateau_by_step(module):
     }
 
 
-def two_and_two(tmp_path, make_module=Classifier, train=None, val=val_loader, given=None, **words):
+def two_and_two(tmp_path, make_module=Classifier, train=None, val=val_loader, given=None, **options):
     """Train 4 epochs, and 2 and 2 with another seed in between; both must end the same, files included."""
-    words = {"log_every_n_steps": 3, **words}
-    whole = fit(tmp_path / "whole", make_module, train, val, given=given, max_epochs=4, **words)
-    fit(tmp_path / "parts", make_module, train, val, given=given, max_epochs=2, **words)
+    options = {"log_every_n_steps": 3, **options}
+    whole = fit(tmp_path / "whole", make_module, train, val, given=given, max_epochs=4, **options)
+    fit(tmp_path / "parts", make_module, train, val, given=given, max_epochs=2, **options)
     resumed = fit(
-        tmp_path / "parts", make_module, train, val, seed=99, given=given, resume="last", max_epochs=4, **words
+        tmp_path / "parts", make_module, train, val, seed=99, given=given, resume="last", max_epochs=4, **options
     )
     assert_same_end(whole, resumed)
     assert logs_of(tmp_path / "whole") == logs_of(tmp_path / "parts")
@@ -107,24 +107,24 @@ def test_no_hook_is_called_twice(tmp_path):
             if batch_idx == 4 and not tmp_path.joinpath("copy").exists():
                 shutil.copytree(tmp_path / "run", tmp_path / "copy")
 
-    words = {"max_epochs": 1, "save_every_n_steps": 2, "callbacks": [Watch()]}
-    fit(tmp_path / "run", train=lambda: make_loader(24), **words)
+    options = {"max_epochs": 1, "save_every_n_steps": 2, "callbacks": [Watch()]}
+    fit(tmp_path / "run", train=lambda: make_loader(24), **options)
     assert seen == ["epoch 0", 0, 1, 2, 3, 4, 5]
     seen.clear()
-    loop, _, history = fit(tmp_path / "copy", train=lambda: make_loader(24), resume="last", **words)
+    loop, _, history = fit(tmp_path / "copy", train=lambda: make_loader(24), resume="last", **options)
     assert seen == [4, 5]
     assert (loop.current_epoch, loop.global_step, len(history)) == (1, 6, 1)
 
 
 def test_resume_takes_keywords_and_paths(tmp_path):
-    words = {"monitor": "val_loss", "save_top_k": 1}
-    whole = fit(tmp_path / "whole", val=val_loader, max_epochs=4, **words)
-    fit(tmp_path / "a", val=val_loader, max_epochs=2, **words)
+    options = {"monitor": "val_loss", "save_top_k": 1}
+    whole = fit(tmp_path / "whole", val=val_loader, max_epochs=4, **options)
+    fit(tmp_path / "a", val=val_loader, max_epochs=2, **options)
     for resume in ("last", "auto", tmp_path / "path/checkpoints/run/version_0/last.ckpt"):
         root = tmp_path / ("path" if isinstance(resume, Path) else resume)
         shutil.copytree(tmp_path / "a", root)
         given = str(resume) if isinstance(resume, Path) else resume
-        assert_same_end(whole, fit(root, val=val_loader, seed=9, resume=given, max_epochs=4, **words))
+        assert_same_end(whole, fit(root, val=val_loader, seed=9, resume=given, max_epochs=4, **options))
         assert tree(root) == tree(tmp_path / "whole")
 
 
@@ -146,9 +146,9 @@ def test_resume_best_drops_later_rows(tmp_path):
         def validation_step(self, batch, batch_idx):
             self.log("val_loss", abs(self.current_epoch - 1.0))
 
-    words = {"val": val_loader, "monitor": "val_loss"}
-    fit(tmp_path, Worse, max_epochs=4, **words)
-    _, _, history = fit(tmp_path, Worse, seed=3, resume="best", max_epochs=3, **words)
+    options = {"val": val_loader, "monitor": "val_loss"}
+    fit(tmp_path, Worse, max_epochs=4, **options)
+    _, _, history = fit(tmp_path, Worse, seed=3, resume="best", max_epochs=3, **options)
     assert history["epoch"].tolist() == [0, 1, 2]
     assert history["val_loss"].tolist() == [1.0, 0.0, 1.0]
     assert read_logs(tmp_path / "logs")["epoch"].tolist() == [0, 1, 2]

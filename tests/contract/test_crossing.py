@@ -100,18 +100,18 @@ class Watch(pl.Callback):
         self.seen.append((trainer.current_epoch, trainer.global_step, batch_idx, rates))
 
 
-def run(kind, root, case, make_saver=None, path=None, stops="train", **words):
+def run(kind, root, case, make_saver=None, path=None, stops="train", **options):
     """Train with one of the two loops, from scratch or from a file. Return (trainer, module, callbacks).
 
     `stops` sets when EarlyStopping checks: at the end of the training epoch ("train") or of the validation ("val").
     """
     make_module, more = CASES[case]
-    words = {"max_epochs": 4, **more, **words}
-    if words.pop("scaler", False):
-        words |= scaled(kind)
+    options = {"max_epochs": 4, **more, **options}
+    if options.pop("scaler", False):
+        options |= scaled(kind)
     root.mkdir(parents=True, exist_ok=True)
     callbacks = [Watch()]
-    if "limit_val_batches" not in words:
+    if "limit_val_batches" not in options:
         look = {"check_on_train_epoch_end": stops == "train"}
         callbacks.append(cb.EarlyStopping("val_loss", patience=2, min_delta=-1.0, **look))
     if make_saver:
@@ -120,7 +120,7 @@ def run(kind, root, case, make_saver=None, path=None, stops="train", **words):
     module = make_module()
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        given = {"default_root_dir": str(root), "callbacks": callbacks, **words}
+        given = {"default_root_dir": str(root), "callbacks": callbacks, **options}
         if make_saver:
             given |= CKPT
         trainer = LOOPS[kind](**quiet(**given))
@@ -204,31 +204,31 @@ def test_trainer_checkpoints_within_an_epoch_are_refused(tmp_path, case, step):
     With FabricLoop's file, Trainer starts a new pass of the loader, takes the number of batches that were left, and
     skips the work after the last one. FabricLoop trains on exactly the batches that were left.
     """
-    words = {"stops": "val", "max_epochs": 4}
+    options = {"stops": "val", "max_epochs": 4}
     for kind in LOOPS:
         run(kind, tmp_path / kind, case, lambda root: cb.ModelCheckpoint(root, **EVERY_STEP), stops="val", max_epochs=2)
     files = {kind: tmp_path / kind / f"step={step}.ckpt" for kind in LOOPS}
     expected, crossed = (
-        run("trainer", tmp_path / f"{first}_trainer", case, path=files[first], **words) for first in LOOPS
+        run("trainer", tmp_path / f"{first}_trainer", case, path=files[first], **options) for first in LOOPS
     )
     places = [place[:3] for place in expected[2][0].seen]
     assert [place[:3] for place in crossed[2][0].seen] == places
     if case != "plateau":
         assert crossed[2][0].seen == expected[2][0].seen
         assert_same_end(expected, crossed)
-    whole = run("trainer", tmp_path / "whole", case, **words)
-    own = run("loop", tmp_path / "loop_loop", case, path=files["loop"], **words)
+    whole = run("trainer", tmp_path / "whole", case, **options)
+    own = run("loop", tmp_path / "loop_loop", case, path=files["loop"], **options)
     assert own[2][0].seen == whole[2][0].seen[-len(places) :]
     assert_same_end(whole, own)
     saved = torch.load(files["trainer"], weights_only=True)
     if saved["loops"]["fit_loop"]["epoch_loop.batch_progress"]["is_last_batch"]:
-        other = run("loop", tmp_path / "trainer_loop", case, path=files["trainer"], **words)
+        other = run("loop", tmp_path / "trainer_loop", case, path=files["trainer"], **options)
         assert [place[:3] for place in other[2][0].seen] == places
         return
     root = tmp_path / "refused"
     message = rf"step={step}.ckpt', which Trainer saved in the middle of epoch {saved['epoch']}, expected the end"
     with pytest.raises(CheckpointError, match=message):
-        run("loop", root, case, path=files["trainer"], **words)
+        run("loop", root, case, path=files["trainer"], **options)
     assert not list(root.iterdir())
 
 

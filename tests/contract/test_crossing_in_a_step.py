@@ -53,13 +53,13 @@ def automatic():
     return Classifier(by_step, dropout=0.0)
 
 
-def run(kind, saves, make=automatic, path=None, **words):
+def run(kind, saves, make=automatic, path=None, **options):
     pl.seed_everything(1, verbose=False)
     module = make()
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        words = {"max_epochs": 2, "num_sanity_val_steps": 0, "enable_checkpointing": kind == "loop", **words}
-        trainer = LOOPS[kind](**quiet(**words, callbacks=[saves]))
+        options = {"max_epochs": 2, "num_sanity_val_steps": 0, "enable_checkpointing": kind == "loop", **options}
+        trainer = LOOPS[kind](**quiet(**options, callbacks=[saves]))
         trainer.fit(module, make_loader(shuffle=False), val_loader(), ckpt_path=path)
     return trainer, module, saves.seen, saves.logged_at
 

@@ -78,10 +78,10 @@ def test_iterables_give_the_batches_of_trainer(make):
 @pytest.mark.filterwarnings("ignore:resume. .* are read again")
 @pytest.mark.parametrize("make", [Own, OwnWithLength, Items])
 def test_iterables_resume_exactly_within_an_epoch(tmp_path, make):
-    words = {"train": make, "max_epochs": 2, "save_every_n_steps": 1}
-    whole = fit(tmp_path / "whole", callbacks=[Snapshots(tmp_path / "whole", tmp_path / "killed")], **words)
+    options = {"train": make, "max_epochs": 2, "save_every_n_steps": 1}
+    whole = fit(tmp_path / "whole", callbacks=[Snapshots(tmp_path / "whole", tmp_path / "killed")], **options)
     root = tmp_path / "killed/9"
-    assert_same_end(whole, fit(root, seed=9, resume="last", **words))
+    assert_same_end(whole, fit(root, seed=9, resume="last", **options))
     assert logs_of(root) == logs_of(tmp_path / "whole")
 
 

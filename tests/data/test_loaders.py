@@ -48,12 +48,12 @@ class Sees(pl.LightningModule):
         return torch.optim.SGD(self.parameters(), lr=0.1)
 
 
-def both(act, make=Sees, **words):
+def both(act, make=Sees, **options):
     """Return the result of `act(loop, module)` and what the module saw, under Trainer and under FabricLoop."""
     found = []
     for kind in (pl.Trainer, FabricLoop):
         pl.seed_everything(1, verbose=False)
-        module, loop = make(), kind(**quiet(**{"max_epochs": 1, **words}))
+        module, loop = make(), kind(**quiet(**{"max_epochs": 1, **options}))
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
             result = act(loop, module)
@@ -61,14 +61,14 @@ def both(act, make=Sees, **words):
     return found
 
 
-def assert_both_see(act, make=Sees, **words):
-    trainer, loop = both(act, make, **words)
+def assert_both_see(act, make=Sees, **options):
+    trainer, loop = both(act, make, **options)
     assert str(trainer) == str(loop)
     return loop
 
 
-def ones(num, start=0, **words):
-    return DataLoader(range(start, start + num), batch_size=2, **words)
+def ones(num, start=0, **options):
+    return DataLoader(range(start, start + num), batch_size=2, **options)
 
 
 # ---- the shapes in which loaders come
@@ -120,8 +120,8 @@ def test_combined_loaders_give_trainers_batches_in_every_mode(call, mode, limit)
         getattr(loop, call)(module, CombinedLoader({"a": ones(6), "b": [ones(4, 10), range(4)]}, mode))
         return loop.num_sanity_val_batches, loop.num_val_batches, loop.num_test_batches
 
-    words = {f"limit_{STAGES[call]}_batches": limit}
-    _, seen = assert_both_see(act, **words)
+    options = {f"limit_{STAGES[call]}_batches": limit}
+    _, seen = assert_both_see(act, **options)
     assert len(seen) == (2 if mode == "min_size" or limit == 2 else 4)
 
 
@@ -242,8 +242,8 @@ def test_loaders_are_reloaded_every_n_epochs(sanity, every, reload):
             self.note("make val", self.current_epoch)
             return ones(2)
 
-    words = dict(num_sanity_val_steps=sanity, check_val_every_n_epoch=every, reload_dataloaders_every_n_epochs=reload)
-    _, seen = assert_both_see(lambda loop, module: loop.fit(module), Makes, max_epochs=6, **words)
+    options = dict(num_sanity_val_steps=sanity, check_val_every_n_epoch=every, reload_dataloaders_every_n_epochs=reload)
+    _, seen = assert_both_see(lambda loop, module: loop.fit(module), Makes, max_epochs=6, **options)
     assert ("make train", 1) not in seen or reload == 1
 
 
@@ -261,8 +261,8 @@ def test_set_epoch_is_called_as_by_trainer(in_batches):
     def make():
         sampler = EpochSampler(range(4))
         sampler.epochs = []
-        words = {"batch_sampler": BatchSampler(sampler, 2, True)} if in_batches else {"sampler": sampler}
-        return DataLoader(range(4), **words), sampler.epochs
+        options = {"batch_sampler": BatchSampler(sampler, 2, True)} if in_batches else {"sampler": sampler}
+        return DataLoader(range(4), **options), sampler.epochs
 
     def act(loop, module):
         loaders = [make() for _ in range(5)]
@@ -279,10 +279,10 @@ def test_set_epoch_is_called_as_by_trainer(in_batches):
 # ---- warnings
 
 
-def warnings_of(call="validate", loader=None, **words):
+def warnings_of(call="validate", loader=None, **options):
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
-        getattr(FabricLoop(**quiet(max_epochs=1, **words)), call)(Sees(), loader)
+        getattr(FabricLoop(**quiet(max_epochs=1, **options)), call)(Sees(), loader)
     texts = [str(warning.message) for warning in caught]
     others = ("is multi-threaded, use of fork",)  # Python's own
     return [text for text in texts if not any(other in text for other in others)]

@@ -119,15 +119,15 @@ class KeptAt(pl.Callback):
 def test_the_order_of_samples_does_not_depend_on_the_seed_of_the_resume(tmp_path, kind, reload):
     """The checkpoint holds the seed by which the processes draw their common order."""
 
-    def fit(seed, **words):
+    def fit(seed, **options):
         pl.seed_everything(seed, verbose=False)
         loader = LOADERS[kind](16, 2)
         if kind == "TensorLoader":
             loader.shuffle = True
-        words |= {"max_epochs": 3, "enable_checkpointing": True, "default_root_dir": str(tmp_path), **FORK}
-        words["reload_dataloaders_every_n_epochs"] = reload
-        resume = words.pop("resume", None)
-        FabricLoop(**quiet(**words)).fit(Sees(tmp_path), loader, resume=resume)
+        options |= {"max_epochs": 3, "enable_checkpointing": True, "default_root_dir": str(tmp_path), **FORK}
+        options["reload_dataloaders_every_n_epochs"] = reload
+        resume = options.pop("resume", None)
+        FabricLoop(**quiet(**options)).fit(Sees(tmp_path), loader, resume=resume)
         found = seen(tmp_path, "fit")
         for rank in range(2):
             (tmp_path / f"fit{rank}.jsonl").unlink()

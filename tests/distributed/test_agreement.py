@@ -61,12 +61,12 @@ def read_epoch(epoch, ranks):
 
 def test_another_number_of_processes_resumes_between_two_epochs(recwarn):
     """The run resumes with 1 and 3 processes. Each epoch starts from the saved state and has each sample once."""
-    words = {"val": val_loader, "monitor": "val_loss", "log_every_n_steps": 1, **FORK}
-    fit(".", Numbered, numbered, max_epochs=1, devices=2, **words)
+    options = {"val": val_loader, "monitor": "val_loss", "log_every_n_steps": 1, **FORK}
+    fit(".", Numbered, numbered, max_epochs=1, devices=2, **options)
     states = [read_checkpoint(LAST)]
-    fit(".", Numbered, numbered, max_epochs=2, devices=1, resume="last", **{**words, "strategy": "auto"})
+    fit(".", Numbered, numbered, max_epochs=2, devices=1, resume="last", **{**options, "strategy": "auto"})
     states.append(read_checkpoint(LAST))
-    _, _, history = fit(".", Numbered, numbered, max_epochs=3, devices=3, resume="auto", **words)
+    _, _, history = fit(".", Numbered, numbered, max_epochs=3, devices=3, resume="auto", **options)
     found = [str(warning.message) for warning in recwarn if "processes 2 was saved, now 1" in str(warning.message)]
     assert len(found) == 1
     for epoch, ranks in enumerate([2, 1, 3]):
@@ -81,9 +81,9 @@ def test_another_number_of_processes_resumes_between_two_epochs(recwarn):
     assert history.notna().all(axis=None)
 
 
-def train_with(processes, **words):
+def train_with(processes, **options):
     where = {"strategy": "ddp_fork", "devices": processes} if processes > 1 else {"devices": 1}
-    return fit(".", Classifier, **where, **words)
+    return fit(".", Classifier, **where, **options)
 
 
 @pytest.mark.parametrize(("first", "second"), [(2, 1), (1, 2)])

@@ -32,17 +32,17 @@ FORK = {"strategy": "ddp_fork", "devices": 2}
 class Synced(Classifier):
     """Logs with sync_dist and reduce_fx. It can be pickled."""
 
-    def __init__(self, optimizers=sgd, **words):
-        super().__init__(optimizers, sync_dist=True, **words)
+    def __init__(self, optimizers=sgd, **options):
+        super().__init__(optimizers, sync_dist=True, **options)
 
     def validation_step(self, batch, batch_idx):
         x, y = batch
         logits = self(x)
-        words = {"sync_dist": True, "on_epoch": True}
-        self.log("val_loss", cross_entropy(logits, y), **words)
-        self.log("val_acc", (logits.argmax(1) == y).float().mean(), **words)
-        self.log("val_sum", x.sum(), reduce_fx="sum", **words)
-        self.log("val_max", x.max(), reduce_fx="max", **words)
+        options = {"sync_dist": True, "on_epoch": True}
+        self.log("val_loss", cross_entropy(logits, y), **options)
+        self.log("val_acc", (logits.argmax(1) == y).float().mean(), **options)
+        self.log("val_sum", x.sum(), reduce_fx="sum", **options)
+        self.log("val_max", x.max(), reduce_fx="max", **options)
         self.log("val_rank", float(self.global_rank))  # Not reduced, so the first process's value is shown.
 
 
@@ -159,13 +159,13 @@ CASES = {
 
 @pytest.mark.parametrize("name", CASES)
 def test_weights_and_metrics_equal_trainers(name):
-    words = {"max_epochs": 2, **FORK, **CASES[name]}
-    trainer, expected = run_trainer(lambda: Synced(by_step), train, val, **words)
-    loop, module = run_loop(lambda: Synced(by_step), train, val, **words)
+    options = {"max_epochs": 2, **FORK, **CASES[name]}
+    trainer, expected = run_trainer(lambda: Synced(by_step), train, val, **options)
+    loop, module = run_loop(lambda: Synced(by_step), train, val, **options)
     assert_same_weights(expected, module)
     assert_same_metrics(trainer, loop)
     # Trainer's counters stay at 0 in the caller's process.
-    assert (loop.current_epoch, loop.global_step) == (2, 4 if "accumulate_grad_batches" in words else 10)
+    assert (loop.current_epoch, loop.global_step) == (2, 4 if "accumulate_grad_batches" in options else 10)
 
 
 def weighted():
@@ -255,8 +255,8 @@ def test_spawned_processes_copy_the_optimizer():
 def test_callbacks_come_back_with_their_state(tmp_path):
     stopping = pl.callbacks.EarlyStopping("val_loss", patience=0, min_delta=10.0)
     saving = pl.callbacks.ModelCheckpoint(tmp_path, monitor="val_loss", filename="best")
-    words = {"callbacks": [stopping, saving], "enable_checkpointing": True, **FORK}
-    loop, _ = run_loop(Synced, train, val, max_epochs=4, **words)
+    options = {"callbacks": [stopping, saving], "enable_checkpointing": True, **FORK}
+    loop, _ = run_loop(Synced, train, val, max_epochs=4, **options)
     assert loop.current_epoch == 2
     assert stopping.stopped_epoch == 1
     assert saving.best_model_path == str(tmp_path / "best.ckpt")

@@ -44,10 +44,10 @@ class Killed(Classifier):
             os.kill(os.getpid(), signal.SIGKILL)
 
 
-def train(rank, root, kills, **words):
+def train(rank, root, kills, **options):
     Killed.kills = kills
-    words = {"val": val_loader, "monitor": "val_loss", "save_every_n_steps": 3, "max_epochs": 2, **words}
-    fit(root, lambda: Killed(by_step, sync_dist=True), lambda: make_loader(40), resume="auto", **words)
+    options = {"val": val_loader, "monitor": "val_loss", "save_every_n_steps": 3, "max_epochs": 2, **options}
+    fit(root, lambda: Killed(by_step, sync_dist=True), lambda: make_loader(40), resume="auto", **options)
 
 
 def hold(pipe):

@@ -42,8 +42,8 @@ def split(model, mesh):
     return parallelize_module(model, mesh["tensor_parallel"], {"net.0": ColwiseParallel(), "net.3": RowwiseParallel()})
 
 
-def fsdp(**words):
-    return ModelParallelStrategy(shard, data_parallel_size=2, tensor_parallel_size=1, **words)
+def fsdp(**options):
+    return ModelParallelStrategy(shard, data_parallel_size=2, tensor_parallel_size=1, **options)
 
 
 def train():
@@ -60,12 +60,12 @@ def whole_state(item):
     return item.full_tensor() if hasattr(item, "full_tensor") else item
 
 
-def trained(strategy, make, seed=1, root=None, resume=None, validates=True, given=None, **words):
+def trained(strategy, make, seed=1, root=None, resume=None, validates=True, given=None, **options):
     """Train a model. Returns whole weights and optimizer states, the metrics, the loop and the model."""
     pl.seed_everything(seed, verbose=False)
     model = make()
-    words = {"devices": 2, "max_epochs": 2, **(quiet() if root is None else loud(root)), **words}
-    loop = FabricLoop(strategy=strategy, **words)
+    options = {"devices": 2, "max_epochs": 2, **(quiet() if root is None else loud(root)), **options}
+    loop = FabricLoop(strategy=strategy, **options)
     pl.seed_everything(1, verbose=False)
     loop.fit(model, train(), val() if validates else None, resume=resume, **(given or {}))
     states = [whole_state(optimizer.state_dict()["state"]) for optimizer in loop.optimizers]
@@ -157,18 +157,18 @@ def counting(done):
     for name in ("reduce_scatter_single", "reduce_scatter_tensor"):
         if (real := getattr(torch.distributed, name, None)) is not None:
             setattr(
-                torch.distributed, name, lambda *args, real=real, **words: (done.append(1), real(*args, **words))[1]
+                torch.distributed, name, lambda *args, real=real, **options: (done.append(1), real(*args, **options))[1]
             )
 
 
 def against_ddp(rank):
     counting(reduced := [])
     found = {}
-    for name, (make, words) in CASES.items():
-        weights, states, metrics, *_ = trained("ddp", make, **words)
+    for name, (make, options) in CASES.items():
+        weights, states, metrics, *_ = trained("ddp", make, **options)
         reduced.clear()
         # All processes get the first one's weights, as under DDP.
-        ours, our_states, our_metrics, loop, model = trained(fsdp(), make, seed=1 + rank, **words)
+        ours, our_states, our_metrics, loop, model = trained(fsdp(), make, seed=1 + rank, **options)
         found[name] = furthest(weights, ours), metrics == our_metrics, len(reduced)
         if name == "plain":
             before = metrics["val_loss"]
@@ -221,9 +221,9 @@ PAIRED = {"plain": {}, "clip": {"gradient_clip_val": 0.1}}
 
 def in_tensor_parallel(rank):
     found = {}
-    for name, words in PAIRED.items():
+    for name, options in PAIRED.items():
         strategy = ModelParallelStrategy(split, data_parallel_size=1, tensor_parallel_size=2)
-        found[name], _, _, _, model = trained(strategy, Seeing, seed=1 + rank, **words)
+        found[name], _, _, _, model = trained(strategy, Seeing, seed=1 + rank, **options)
     found["seen"], found["kinds"] = model.seen, [type(value).__name__ for value in model.state_dict().values()]
     torch.save(found, f"found{rank}.pt")
 
@@ -234,8 +234,8 @@ def test_tensor_parallelism_has_the_weights_of_one_process():
     assert codes == [0, 0], errors
     one, other = (torch.load(f"found{rank}.pt", weights_only=True) for rank in range(2))
     assert same(one, other)
-    for name, words in PAIRED.items():
-        alone, _, _, _, model = trained("auto", Seeing, devices=1, **words)
+    for name, options in PAIRED.items():
+        alone, _, _, _, model = trained("auto", Seeing, devices=1, **options)
         assert furthest(alone, one[name]) < 1e-6
     assert one["seen"] == model.seen
     assert one["kinds"] == ["DTensor"] * 4
@@ -245,10 +245,10 @@ def test_tensor_parallelism_has_the_weights_of_one_process():
 
 
 def log_gradient_norms(rank):
-    words = {"log_grad_norm": True, "log_every_n_steps": 1, "max_epochs": 1}
+    options = {"log_grad_norm": True, "log_every_n_steps": 1, "max_epochs": 1}
     tensor_parallel = ModelParallelStrategy(split, data_parallel_size=1, tensor_parallel_size=2)
     for name, strategy in {"ddp": "ddp", "fsdp": fsdp(), "tensor": tensor_parallel}.items():
-        trained(strategy, Seeing, root=name, **words)
+        trained(strategy, Seeing, root=name, **options)
 
 
 def test_gradient_norms_cover_all_shards():

@@ -82,9 +82,9 @@ def start(root, ranks, log, kind=""):
     port = free_port()
 
     def rank(number):
-        with open(log, "ab") as words:
-            os.dup2(words.fileno(), 1)
-            os.dup2(words.fileno(), 2)
+        with open(log, "ab") as options:
+            os.dup2(options.fileno(), 1)
+            os.dup2(options.fileno(), 2)
         faulthandler.dump_traceback_later(PATIENCE - 10)  # a rank that hangs prints its stack
         if ranks == 1:
             return train(root)
@@ -198,11 +198,11 @@ def main():
     parser.add_argument(
         "--sharded", action="store_true", help="shard the model and its checkpoint over two ranks (FSDP2)"
     )
-    words = parser.parse_args()
-    kind = "sharded" if words.sharded else ""
-    seed = words.seed if words.seed is not None else random.SystemRandom().randrange(10**6)
+    options = parser.parse_args()
+    kind = "sharded" if options.sharded else ""
+    seed = options.seed if options.seed is not None else random.SystemRandom().randrange(10**6)
     print(f"seed {seed}", file=sys.stderr)
-    figures = campaign(words.kills, 2 if kind else words.ranks, seed, kind=kind)
+    figures = campaign(options.kills, 2 if kind else options.ranks, seed, kind=kind)
     print(json.dumps(asdict(figures)))
     sys.exit(bool(figures.losses))
 

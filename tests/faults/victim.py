@@ -79,20 +79,22 @@ class Victim(nn.Module):
         return {"optimizer": optimizer, "lr_scheduler": {"scheduler": scheduler, "interval": "step"}}
 
 
-def in_parts(ranks=2, **words):
+def in_parts(ranks=2, **options):
     """Return the strategy that shards the victim's weights over `ranks` ranks (FSDP2)."""
     from lightning.fabric.strategies import ModelParallelStrategy
     from torch.distributed.fsdp import fully_shard
 
-    return ModelParallelStrategy(lambda model, mesh: fully_shard(model, mesh=mesh["data_parallel"]), ranks, 1, **words)
+    return ModelParallelStrategy(
+        lambda model, mesh: fully_shard(model, mesh=mesh["data_parallel"]), ranks, 1, **options
+    )
 
 
-def train(root, make=Victim, batch_size=4, **words):
+def train(root, make=Victim, batch_size=4, **options):
     """Start or resume the run. The tests call this again after each kill."""
     seed_everything(1, verbose=False)
     train_loader = DataLoader(make_data(32), batch_size=batch_size, shuffle=True)
     val_loader = DataLoader(make_data(8, seed=5), batch_size=4)
-    loop = FabricLoop(default_root_dir=str(root), **{**WORDS, **words})
+    loop = FabricLoop(default_root_dir=str(root), **{**WORDS, **options})
     loop.fit(make(), train_loader, val_loader, resume="auto")
 
 

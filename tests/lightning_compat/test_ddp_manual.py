@@ -39,8 +39,8 @@ class Manual(pl.LightningModule):
 class Gan(Manual):
     """Two networks, each with backwards of its own in one batch; the second one only in every second batch."""
 
-    def __init__(self, toggles=False, **words):
-        super().__init__(**words)
+    def __init__(self, toggles=False, **options):
+        super().__init__(**options)
         self.other, self.toggles = nn.Linear(8, 3), toggles
 
     def training_step(self, batch, batch_idx):
@@ -93,8 +93,8 @@ def val():
 def test_manual_optimization_under_ddp_has_trainers_weights(make, unused, steps):
     ends = []
     for run, strategy in ((run_trainer, pl.strategies.DDPStrategy), (run_loop, DDPStrategy)):
-        words = {"start_method": "fork", "find_unused_parameters": unused}
-        ends.append(run(make, make_loader, val, max_epochs=2, strategy=strategy(**words), devices=2))
+        options = {"start_method": "fork", "find_unused_parameters": unused}
+        ends.append(run(make, make_loader, val, max_epochs=2, strategy=strategy(**options), devices=2))
     (trainer, expected), (loop, module) = ends
     assert_same_weights(expected, module)
     assert_same_metrics(trainer, loop)

@@ -78,9 +78,9 @@ class Lit(Steps, pl.LightningModule):
         self.log("val_loss", loss)
 
 
-def fit(kind, resume=None, **words):
+def fit(kind, resume=None, **options):
     """Train at one level. Return (loop, the model given to fit, its net)."""
-    loop = FabricLoop(**loud(**{"max_epochs": 2, "logger": False, **words}))
+    loop = FabricLoop(**loud(**{"max_epochs": 2, "logger": False, **options}))
     model = make_net() if kind == "functions" else kind()
     given = {}
     if kind == "functions":
@@ -121,10 +121,10 @@ def test_evaluation_in_a_new_process_takes_functions():
     _, val = make_loaders()
     loss, acc = by_hand(net, val)
     fresh = FabricLoop(**loud(name="stages", logger=False))
-    words = {"load": "last", "verbose": False}
-    result = fresh.validate(make_net(), val, validation_step=loss_and_acc, **words)
+    options = {"load": "last", "verbose": False}
+    result = fresh.validate(make_net(), val, validation_step=loss_and_acc, **options)
     assert result == [pytest.approx({"val_loss": loss, "val_acc": acc})]
-    assert fresh.test(make_net(), val, test_step=loss_of, **words) == [pytest.approx({"test_loss": loss})]
+    assert fresh.test(make_net(), val, test_step=loss_of, **options) == [pytest.approx({"test_loss": loss})]
     classes = fresh.predict(net, val, predict_step=lambda net, batch: net(batch[0]).argmax(1))
     assert [len(part) for part in classes] == [4, 4, 4]
     with pytest.raises(ValueError, match=r"test_step: got None, expected .*test_step=fn"):

@@ -90,8 +90,10 @@ def test_without_a_model_the_best_weights_are_tested(tmp_path, own):
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         best, last = trainer.test(None, val_loader(), verbose=False), trainer.test(None, val_loader(), "last")
-    words = {"monitor": "val_loss"} if own else {"callbacks": [ModelCheckpoint(tmp_path / "ours", monitor="val_loss")]}
-    loop, module, _ = fit(tmp_path, Scored, plain_loader, val_loader, max_epochs=3, **words)
+    options = (
+        {"monitor": "val_loss"} if own else {"callbacks": [ModelCheckpoint(tmp_path / "ours", monitor="val_loss")]}
+    )
+    loop, module, _ = fit(tmp_path, Scored, plain_loader, val_loader, max_epochs=3, **options)
     last = loop.test(module, val_loader(), verbose=False)
     with pytest.warns(UserWarning, match="The best model of the previous `fit` call will be used"):
         found = loop.test(dataloaders=val_loader(), verbose=False)

@@ -64,9 +64,9 @@ MODEL_CHECKPOINTS = {
 
 @pytest.mark.parametrize("name", MODEL_CHECKPOINTS)
 def test_model_checkpoint_writes_trainers_files(tmp_path, name):
-    words = MODEL_CHECKPOINTS[name]
+    options = MODEL_CHECKPOINTS[name]
     expected, ours = run_both(
-        tmp_path, lambda root: cb.ModelCheckpoint(root / "kept", **words), lambda: Classifier(by_step), **CKPT
+        tmp_path, lambda root: cb.ModelCheckpoint(root / "kept", **options), lambda: Classifier(by_step), **CKPT
     )
     assert_same_files(expected, ours)
     first, second = expected.callbacks[0], ours.callbacks[0]

@@ -12,9 +12,9 @@ from fabric_template import FabricLoop
 
 
 class LoopCLI(LightningCLI):
-    def instantiate_trainer(self, **words):
+    def instantiate_trainer(self, **options):
         self.trainer_class = FabricLoop
-        return super().instantiate_trainer(**words)
+        return super().instantiate_trainer(**options)
 
 
 class Lit(pl.LightningModule):

@@ -36,8 +36,8 @@ def write(folder, files):
         package_copy.write_file(Path(folder, name), None if text is None else text.encode())
 
 
-def git(*words):
-    done = subprocess.run(["git", *words], capture_output=True, text=True, check=False)
+def git(*options):
+    done = subprocess.run(["git", *options], capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
 
 
@@ -214,7 +214,7 @@ def test_the_commands_of_the_page_work_with_the_real_package(tmp_path, monkeypat
     blocks = re.findall(r"^```bash\n(.*?)^```$", page, re.M | re.S)
     first, later = ([line.split("#")[0].split()[1:] for line in block.splitlines()] for block in blocks)
     git("init", "-q")
-    assert [cli.main(words) for words in first] == [0, 0]
+    assert [cli.main(options) for options in first] == [0, 0]
     mini = Path("my_project/train_loop.py")
     assert mini.read_text().endswith("# SOFTWARE.\n")
     mini.write_text(mini.read_text().replace("import csv\n", "import csv  # mine\n"))
@@ -223,7 +223,7 @@ def test_the_commands_of_the_page_work_with_the_real_package(tmp_path, monkeypat
     write("newer", {"mini.py": Path("newer/mini.py").read_text() + "\n\nNEW = True\n"})
     monkeypatch.setattr(package_copy, "PACKAGE", tmp_path / "newer")
     monkeypatch.setattr(package_copy, "__version__", "0.2.0")
-    assert [cli.main(words) for words in later] == [1, 0, 0, 0]
+    assert [cli.main(options) for options in later] == [1, 0, 0, 0]
     assert cli.main(["update", "my_project/train_loop.py"]) == 0
     assert "merged      train_loop.py\n" in capsys.readouterr().out
     assert "NEW = True\n" in mini.read_text()

@@ -12,9 +12,9 @@ from torch.nn.functional import cross_entropy
 from fabric_template import FabricLoop
 
 
-def scaled(kind=MixedPrecision, **words):
+def scaled(kind=MixedPrecision, **options):
     """Return the plugin that runs 16-mixed on the CPU."""
-    scaler = torch.amp.GradScaler("cpu", **{"init_scale": 2.0**8, **words})
+    scaler = torch.amp.GradScaler("cpu", **{"init_scale": 2.0**8, **options})
     return {"plugins": kind("16-mixed", device="cpu", scaler=scaler)}
 
 
