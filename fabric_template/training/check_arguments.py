@@ -85,7 +85,7 @@ def check_step(plan: Plan, step: str) -> None:
         if plan.is_lightning_module:
             text = f"No `{step}()` method defined. Call {plan.stage}(..., {step}=fn) with fn(model, batch),"
         raise ConfigurationError(f"{text} or define {step}(self, batch) in the class {name}.")
-    if "optimizer_idx" in inspect.signature(method).parameters:
+    if "optimizer_idx" in parameters_of(method):
         raise RuntimeError(
             "Training with multiple optimizers is only supported with manual optimization. Remove the"
             f" `optimizer_idx` argument from `{step}`, set `self.automatic_optimization = False` and access"

@@ -182,7 +182,7 @@ def set_up_training(run: Run, has_weights: bool) -> None:
 def train(run: Run) -> None:
     """Train, count the optimizer steps, and handle signals."""
     with ExitStack() as stack:
-        if not run.fabric.world_size > 1:
+        if run.fabric.world_size == 1:
             stack.enter_context(run.signals)
         if isinstance(run.optimization, ManualOptimization) and not run.is_lightning_module:
             run.optimization.count_unwrapped_steps(stack)

@@ -230,3 +230,18 @@ def test_argument_with_a_default_gets_no_batch_idx(loop_class):
         net = make_net()
         loop_class(max_epochs=1, **options).fit(net, make_loader(), optimizer=sgd(net), training_step=step)
         assert seen == ([factor] * 10 if factor else [0.5 + number for number in range(10)])
+
+
+class IteratesItself(nn.Linear):
+    def __next__(self):
+        return self(torch.ones(1, 8)).square().mean()
+
+
+def test_step_without_a_signature():
+    """Compiled functions such as next(model, batch) have no signature, and get model and batch."""
+    net = IteratesItself(8, 3)
+    before = net.weight.clone()
+    loop = FabricLoop(**quiet(max_epochs=1))
+    history = loop.fit(net, make_loader(), val_loader(), optimizer=sgd(net), training_step=next, validation_step=next)
+    assert history["val_loss"][0] > 0
+    assert not torch.equal(net.weight, before)
