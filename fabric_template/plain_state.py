@@ -79,7 +79,7 @@ def digest(value: Any, most: int = _COMPARED_ITEMS) -> Any:
     if set(map(type, items)) <= _ATOMS:
         return kind, len(items), _sample(items, most)
     found = _sample(items, -(-most // 8))
-    # A container that contains itself is an error, because ``most`` becomes 0.
+    # A container that contains itself is an error, because the depth is limited.
     most_inside = min(most - 1, max(most // len(found), 8))
     return kind, len(items), [digest(item, most_inside) for item in found]
 
@@ -462,7 +462,7 @@ class PlainState:
         """Turn an error into a warning, which is shown once for each attribute."""
         try:
             yield
-        except NotPlainError:
+        except (NotPlainError, RecursionError):
             pass
         except Exception as error:
             if what in self._warned:

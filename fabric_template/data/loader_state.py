@@ -1,14 +1,10 @@
 """Save and restore the position in a loader, to resume with the next batch.
 
-The cost of a resume depends on the loader:
-
 - A loader with ``state_dict`` and ``load_state_dict`` (StatefulDataLoader) restores itself.
-- A map-style DataLoader draws the indices of the finished batches again, but reads no samples.
-- A DataLoader saved before each of its workers returned a batch also reads the samples again.
-- Any other loader, such as one of an IterableDataset, reads all finished batches again.
-
-A loader that holds an iterator, which continues in the next epoch, cannot resume after the first
-epoch without ``state_dict``.
+- A map-style DataLoader draws the indices of the finished batches again, but reads no samples,
+  unless only some of its workers have returned a batch.
+- Any other loader reads all finished batches again. If it holds an iterator that continues in
+  the next epoch, it cannot resume after the first epoch.
 
 The position cannot be restored exactly if the loader has workers, and its sampler draws each batch
 from the global random generator.
