@@ -1,4 +1,4 @@
-"""SIGKILLs of workers under torchrun, which restarts them: each run ends by itself, as if it had not been killed.
+"""Kill workers under torchrun, which restarts them. Each run must end like a run without a kill.
 
 python soak/elastic.py --kills 100
 python soak/elastic.py --sharded       a sharded model (FSDP2)
@@ -39,7 +39,7 @@ def work(root, kind):
 
 
 class Run:
-    """torchrun on one machine, with its workers."""
+    """A torchrun process on this machine, and its workers."""
 
     def __init__(self, root, ranks, kind, log):
         arguments = [f"--nproc-per-node={ranks}", "--rdzv-endpoint=127.0.0.1:0", __file__]
@@ -64,7 +64,7 @@ class Run:
         return [int(pid) for pid in path.read_text().split()] if self.agent.poll() is None else []
 
     def wait_for_workers(self, killed=()):
-        """Return the workers of a new attempt; none if the run has ended."""
+        """Return the workers of a new attempt, or an empty list if the run has ended."""
         while not self.is_over():
             found = [pid for pid in self.workers() if pid not in killed]
             if len(found) == self.ranks:
@@ -93,7 +93,7 @@ def kill_workers(run, draw, seconds):
     killed, kills = [], 0
     for _ in range(draw.choice((1, 1, 2, 3))):
         workers = run.wait_for_workers(killed)
-        # Most of an attempt is imports. Three of four kills come after them.
+        # Imports take most of an attempt, so three of four kills wait until training has started.
         run.wait(draw.uniform(draw.choice((0, 0.6, 0.6, 0.6)), 1) * seconds)
         alive = [pid for pid in run.workers() if pid in workers]
         if not alive:
@@ -106,7 +106,7 @@ def kill_workers(run, draw, seconds):
 
 
 def problem_of(code, whole, root):
-    """Return what is wrong with a run that has ended; None if nothing is."""
+    """Return the problem of a run that has ended, or None."""
     if code != 0:
         return f"it ended with {code}"
     try:

@@ -1,12 +1,13 @@
-"""One script, whoever starts it: the same weights and tables; and what a signal to torchrun, or to its workers, leaves.
+"""Check that a script has the same results under each launcher, and that a signal to torchrun ends it well.
 
     python soak/launchers.py                 the table of launchers, strategies and methods, and the signals
-    python soak/launchers.py --only signals  one of the two
+    python soak/launchers.py --only signals  only the signals
 
-Launchers: `python` (which starts the other rank as a script), spawned and forked ranks, `fabric run`, torchrun, and two
-processes with SLURM's variables. Strategies: DDP and FSDP2 on two processes, one process. A cell names the methods that have
-ended otherwise than under torchrun (a single spawned rank: than a forked one, both are DDP), in weights, moments, rows,
-metrics or predictions, to the bit; `resume`, cut in the middle of an epoch, is also compared with `fit`, FSDP2 with DDP.
+The launchers are `python` (which starts the other rank as a script), spawned and forked ranks, `fabric run`, torchrun, and
+two processes with SLURM's variables. The strategies are DDP and FSDP2 on two processes, and one process. A cell names the
+methods whose results differ from those under torchrun by a bit, in weights, moments, rows, metrics or predictions. A single
+spawned rank is compared with a forked one, because both use DDP. `resume` continues a run from the middle of an epoch, and
+is also compared with `fit`. FSDP2 is also compared with DDP.
 """
 
 import argparse
@@ -34,12 +35,13 @@ STRATEGIES = ("ddp", "fsdp", "single")
 CALLS = ("fit", "accumulate", "clip", "validate", "predict", "resume")
 PATIENCE = 300.0
 BIN = Path(sys.executable).parent
-CAUGHT = "SIGTERM,SIGINT,SIGHUP,SIGQUIT,SIGUSR1"  # torchrun's own, and SIGUSR1
+# The signals that torchrun handles by default, and SIGUSR1.
+CAUGHT = "SIGTERM,SIGINT,SIGHUP,SIGQUIT,SIGUSR1"
 STEPS = 200
 
 
 class Module(Classifier):
-    """Adam and a schedule, with predictions."""
+    """A classifier with Adam, a scheduler and predictions."""
 
     def __init__(self):
         super().__init__(by_epoch)
@@ -48,7 +50,7 @@ class Module(Classifier):
         return self(batch[0])
 
 
-# ---- what each process does
+# ---- The program of each process
 
 
 def where(launcher, strategy):
@@ -62,7 +64,7 @@ def where(launcher, strategy):
 
 
 def whole(value):
-    """Return the nest with whole tensors, in every rank."""
+    """Return nested values with full tensors in place of sharded ones, in every rank."""
     if isinstance(value, dict):
         return {name: whole(part) for name, part in value.items()}
     if isinstance(value, list | tuple):
@@ -71,7 +73,7 @@ def whole(value):
 
 
 def work(launcher, strategy, folder):
-    """Every method, one after the other; rank zero writes down what has come of them."""
+    """Call every method, one after the other. Rank 0 writes the results to a file."""
     quiet()
     found = {}
 
@@ -94,7 +96,7 @@ def work(launcher, strategy, folder):
             {k: v for k, v in row.items() if k not in ("time", "waiting")}
             for row in csv.DictReader(table.open())
         ]
-        # a forked or spawned rank keeps its optimizer
+        # The optimizer of a forked or spawned rank is not in the caller's process.
         keeps = launcher not in ("spawn", "fork")
         return (
             loop,
@@ -114,7 +116,7 @@ def work(launcher, strategy, folder):
 
 
 class Slow(Module):
-    """Notes that it trains."""
+    """Writes a file when training starts, so that a signal is sent in the middle of it."""
 
     def on_train_batch_start(self, batch, batch_idx):
         Path(f"trains{self.global_rank}").touch()
@@ -122,7 +124,7 @@ class Slow(Module):
 
 
 def work_slowly():
-    """So many steps of DDP, for a signal to come in between."""
+    """Train for a number of steps with DDP, so that a signal arrives between two steps."""
     quiet()
     data = TensorDataset(torch.randn(STEPS * 4, 8), torch.randint(0, 3, (STEPS * 4,)))
     loop, *_ = fit(
@@ -136,11 +138,11 @@ def work_slowly():
     Path(f"ended{loop.global_rank}").write_text(str(loop.global_step))
 
 
-# ---- who starts it
+# ---- The launchers
 
 
 def slurm(rank, ranks, port):
-    """The variables of one task."""
+    """Return the environment variables of one task of SLURM."""
     return {
         "SLURM_JOB_ID": "7", "SLURM_JOB_NAME": "train", "SLURM_NTASKS": str(ranks), "SLURM_NTASKS_PER_NODE": str(ranks),
         "SLURM_NNODES": "1", "SLURM_PROCID": str(rank), "SLURM_LOCALID": str(rank), "SLURM_NODEID": "0",
@@ -173,7 +175,7 @@ def start(command, more, folder):
 
 
 def wait(processes, patience=PATIENCE):
-    """The exit codes; what does not end is killed, and its code is "hang"."""
+    """Return the exit codes. A process that does not end is killed, and its code is "hang"."""
     until, codes = time.monotonic() + patience, []
     for process in processes:
         try:
@@ -188,7 +190,7 @@ def wait(processes, patience=PATIENCE):
 
 
 def run(launcher, strategy, folder):
-    """Run all methods; returns what was found, or in options why there is nothing."""
+    """Run all methods. Return their results, or a text with the reason if there are none."""
     folder.mkdir(parents=True)
     script = [__file__, "--work", launcher, strategy, folder]
     ranks = 1 if strategy == "single" else 2
@@ -217,7 +219,7 @@ def compared(found, expected):
 
 
 def the_table(folder):
-    """Every launcher with every strategy: (cells, what is lost, how far FSDP2 is from DDP)."""
+    """Run every launcher with every strategy. Return (cells, losses, distance of FSDP2 from DDP)."""
     cells, losses, all_found = {}, [], {}
     for strategy in STRATEGIES:
         for launcher in LAUNCHERS:
@@ -250,9 +252,10 @@ def the_table(folder):
     return cells, losses, furthest
 
 
-# ---- signals
+# ---- Signals
 
-# whom it is sent to, which, --max-restarts, whether torchrun is printed to pass it on, whether in a batch job of SLURM's
+# The receiver, the signal, --max-restarts, whether torchrun's output shows that it forwards the signal, and whether the run is
+# a batch job of SLURM.
 SIGNALS = {
     "SIGTERM to torchrun": ("agent", signal.SIGTERM, 3, False, False),
     "SIGTERM to one worker": ("one", signal.SIGTERM, 0, False, False),
@@ -265,7 +268,7 @@ SIGNALS = {
 
 
 def signalled(name, folder):
-    """Send it in the middle of training; returns (seconds until the end, what is wrong, or "")."""
+    """Send a signal during training. Return the seconds until the end, and an error text or ""."""
     to, number, restarts, is_passed, in_slurm = SIGNALS[name]
     folder.mkdir(parents=True)
     more = {}

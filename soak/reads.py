@@ -1,10 +1,11 @@
-"""Let every look at the disk fail once while a run resumes. No save may be lost, no good file renamed or replaced.
+"""Let every read of a resumed run fail once. No checkpoint may be lost, and no intact file renamed or replaced.
 
     python soak/reads.py --every 1
 
 For n = 1, 2, ... the n-th open, read, stat or listing of a resumed run fails with EIO or EMFILE, or reports that the file
-has ended; so does torch.load. The run ends well, or with an error of one line. A second, undisturbed one ends with the
-files of a run that was never harmed. It resumes from the files of a killed run, and from those with a damaged last.ckpt.
+has ended. torch.load fails in the same ways. The run must end without an error, or with an error of one line. A second run
+without failures must then end with the files of an uninterrupted run. Both resume a killed run, with an intact and with a
+damaged last.ckpt.
 """
 
 import argparse
@@ -29,13 +30,13 @@ KINDS = ("EIO", "EMFILE", "end")
 
 
 class Reads(Layer):
-    """Counts and notes what a run looks at under `root`. The n-th look fails."""
+    """Records the reads of a run under `root`. The n-th one fails."""
 
     operations = ("open", "stat", "fstat", "listdir", "scandir")
 
     def __init__(self, root, n=0, kind=None):
         super().__init__(root)
-        self.n, self.kind, self.noted, self._is_busy = n, kind, [], False
+        self.n, self.kind, self.recorded, self._is_busy = n, kind, [], False
 
     def __enter__(self):
         self._load, torch.load = torch.load, self._load_torch
@@ -46,17 +47,17 @@ class Reads(Layer):
         super().__exit__(*exception)
 
     def before(self, operation, path, size):
-        self.noted.append((operation, os.path.relpath(path, self.root)))
+        self.recorded.append((operation, os.path.relpath(path, self.root)))
         if self.count != self.n:
             return None
-        # A table that seems to end early has fewer rows. Only its size shows it, and no disk is known to do so.
+        # A truncated read of a CSV file is left out, because only the file's size would reveal it.
         if self.kind == "end" and operation == "read" and path.endswith(".ckpt"):
             return 0
         code = errno.EMFILE if self.kind == "EMFILE" else errno.EIO
         raise OSError(code, os.strerror(code))
 
     def path_of(self, file=None):
-        # This layer looks at files, too.
+        # This class reads files itself.
         if self._is_busy or file is None:
             return None
         self._is_busy = True
@@ -95,13 +96,13 @@ class ReadingFile(io.FileIO):
 
 
 def contents(root):
-    """Return the bytes of every file but the locks, which name a process."""
+    """Return the bytes of every file, except for lock files, which contain a process id."""
     paths = [path for path in Path(root).rglob("*") if path.is_file() and path.name != ".lock"]
     return {str(path.relative_to(root)): path.read_bytes() for path in paths}
 
 
 def prepare(folder, at=110, **options):
-    """Leave the files of a run that was killed in its second epoch, and the same with a damaged last.ckpt."""
+    """Write the files of a run that was killed in its second epoch, and a copy with a damaged last.ckpt."""
     (code,) = end([fork(_train_until, folder / "run", at, options)])
     if code != -signal.SIGKILL or len(list((folder / "run").rglob("*.ckpt"))) < 2:
         raise RuntimeError(
@@ -120,7 +121,7 @@ def _train_until(root, at, options):
 
 
 def check(folder, files, whole, n, kind):
-    """Harm a resume and finish it. Returns what went wrong, or None."""
+    """Resume with a failure, then without. Return the problem as text, or None."""
     root, message = folder / "run", None
     shutil.copytree(files, root)
     before = contents(root)
@@ -149,7 +150,7 @@ def check(folder, files, whole, n, kind):
 
 
 def sweep(every, names):
-    """Return the figures of a sweep over every look, or every N-th."""
+    """Return the figures of a sweep over all reads, or over every n-th one."""
     folder = Path(tempfile.mkdtemp(dir="/dev/shm" if os.access("/dev/shm", os.W_OK) else None))
     start = time.monotonic()
     figures = {"looks": 0, "faults": 0, "losses": []}
@@ -168,7 +169,7 @@ def sweep(every, names):
                 kind = KINDS[n // every % len(KINDS)]
                 figures["faults"] += 1
                 if problem := check(folder, files, whole, n, kind):
-                    where = " ".join(layer.noted[n - 1])
+                    where = " ".join(layer.recorded[n - 1])
                     loss = {
                         "files": files.name,
                         "fault": f"{n} {kind}: {where}",

@@ -1,4 +1,4 @@
-"""Puts the package, tests/support and the tools of tests/faults on sys.path. Imported before them."""
+"""Put the package, tests/support and tests/faults on sys.path. Imported before them."""
 
 import os
 import sys

@@ -1,13 +1,13 @@
-"""Faults of real system calls, from outside of Python: a preloaded C library fails the n-th call on the files of a run.
+"""Let system calls of a run fail, with a preloaded C library, so that code in C++ is affected, too.
 
     python soak/syscalls.py --faults 100 --seed 1
 
-Whatever reads or writes (Python, torch, C++ of any library): each open, read, write, stat, fsync, rename, ... under the run's
-folder is counted (soak/faults.c), and one or two of them fail: with an error, after they were done, after half, or by SIGKILL.
-The run is a new one, one that continues the files of a killed one, or from those with a damaged last.ckpt. It must end
-well or with one line of ours; what was saved stays, no good file is renamed; the same command then ends as if nothing had been.
+soak/faults.c counts each open, read, write, stat, fsync, rename and similar call on the run's folder, and lets one or two of
+them fail: with an error before, in the middle or at the end of the call, or with SIGKILL. The run is new, or it continues a
+killed run, with an intact or a damaged last.ckpt. It must end without an error, or with an error of one line. No saved
+checkpoint may be lost, and no intact file renamed. The same command must then end like a run without failures.
 
-Needs a C compiler (cc or gcc), and Linux; without them it exits with 77.
+The script needs Linux and a C compiler (cc or gcc). Without them, it exits with 77.
 """
 
 import argparse
@@ -29,11 +29,13 @@ from pathlib import Path
 import search_path  # noqa: F401
 
 SOAK = Path(__file__).parent
-READY = "FABRIC_TEMPLATE_FAULTS"  # set where the library is preloaded
+# This variable is set in processes that have preloaded the library.
+READY = "FABRIC_TEMPLATE_FAULTS"
 
 HOW = {"error": 1, "done": 2, "half": 3, "SIGKILL": 4}
 CODES = ("EIO", "EIO", "ENOSPC", "EMFILE", "ENOMEM", "EACCES", "EDQUOT", "ESTALE")
-SKIPPED = 77  # the exit code that test harnesses take for "not run"
+# Test harnesses read this exit code as "not run".
+SKIPPED = 77
 
 
 def preload():
@@ -54,7 +56,7 @@ def preload():
 
 
 def campaign(count, seed):
-    """So many faults; returns the figures."""
+    """Run a number of faults, and return the figures."""
     from kills import end, fork, warm_up
     from reads import contents, prepare
     from victim import BEST, difference, end_of, train, without_names
@@ -92,8 +94,8 @@ def campaign(count, seed):
         "losses": [],
     }
 
-    def harmed(faults):
-        """The run with its faults armed, in a process of its own; what it saved and how it ended go to the report."""
+    def run_with_faults(faults):
+        """Train in this process with faults. Write the saved step and the kind of end to the report."""
         save = AtomicCheckpointIO.save_checkpoint
 
         def noting(self, checkpoint, path, storage_options=None):
@@ -128,7 +130,7 @@ def campaign(count, seed):
 
     def run(previous, faults):
         prepared(previous)
-        (exit_code,) = end([fork(harmed, faults)])
+        (exit_code,) = end([fork(run_with_faults, faults)])
         result = (
             json.loads(report.read_text())
             if report.exists()
@@ -139,7 +141,7 @@ def campaign(count, seed):
         return result
 
     def steps(good):
-        """The step of each last.ckpt that is whole."""
+        """Return the step of each last.ckpt that is intact."""
         for path in good.rglob("last.ckpt") if good is not None else ():
             try:
                 yield read_checkpoint(path)["global_step"]

@@ -138,18 +138,18 @@ def length_of(pids):
 def campaign(kills, ranks, seed, report=lambda figures: None, kind=""):
     """Run rounds until `kills` kills have hit a running process. Return the figures."""
     figures, draw, began = Figures(seed, ranks), random.Random(seed), time.monotonic()
-    home = Path(tempfile.mkdtemp(dir="/dev/shm" if os.access("/dev/shm", os.W_OK) else None))
-    log = home / "log"
+    workspace = Path(tempfile.mkdtemp(dir="/dev/shm" if os.access("/dev/shm", os.W_OK) else None))
+    log = workspace / "log"
     try:
-        warm_up(home / "warm")
+        warm_up(workspace / "warm")
         if kind:  # import once what the ranks need
             in_parts()
-        codes, seconds = length_of(start(home / "whole", ranks, log, kind))
+        codes, seconds = length_of(start(workspace / "whole", ranks, log, kind))
         if any(codes):
             raise RuntimeError(f"the undisturbed run ended with {codes}:\n{log.read_text()}")
-        whole = end_of(home / "whole")
+        whole = end_of(workspace / "whole")
         while figures.kills < kills:
-            root = home / "run"
+            root = workspace / "run"
             instants = [_one_round(figures, root, ranks, log, draw, seconds, kind)]
             codes = end(start(root, ranks, log, kind))
             figures.rounds += 1
@@ -164,7 +164,7 @@ def campaign(kills, ranks, seed, report=lambda figures: None, kind=""):
             log.unlink(missing_ok=True)
             report(figures)
     finally:
-        shutil.rmtree(home, ignore_errors=True)
+        shutil.rmtree(workspace, ignore_errors=True)
     figures.seconds = time.monotonic() - began
     return figures
 

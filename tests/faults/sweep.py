@@ -28,13 +28,13 @@ class Trace(Layer):
 
     def __init__(self, root):
         super().__init__(root)
-        self.noted = []
+        self.recorded = []
 
     def before(self, operation, path, size):
-        self.noted.append((operation, path))
+        self.recorded.append((operation, path))
 
 
-def train_harmed(root, n, kind):
+def train_with_fault(root, n, kind):
     """Train with the n-th operation failing. The run may end with an error of one line."""
     try:
         with Fault(root, n, kind):
@@ -44,16 +44,16 @@ def train_harmed(root, n, kind):
             raise
 
 
-def check(home, whole, n, kind):
+def check(workspace, whole, n, kind):
     """Let one operation of a run fail, and finish the run. Return the problem, or None."""
-    root = home / "run"
+    root = workspace / "run"
     try:
         if kind == "SIGKILL":
-            (code,) = end([fork(train_harmed, root, n, kind)])
+            (code,) = end([fork(train_with_fault, root, n, kind)])
             if code != -signal.SIGKILL:
                 return f"the harmed run ended with {code}"
         else:
-            train_harmed(root, n, kind)
+            train_with_fault(root, n, kind)
         for path in root.rglob("last.ckpt"):
             read_checkpoint(path)
         train(root)
@@ -68,24 +68,24 @@ def check(home, whole, n, kind):
 
 def sweep(kinds, buffer, every=1):
     """Return the figures of a sweep over all operations, or over every n-th one."""
-    home = Path(tempfile.mkdtemp(dir="/dev/shm" if os.access("/dev/shm", os.W_OK) else None))
+    workspace = Path(tempfile.mkdtemp(dir="/dev/shm" if os.access("/dev/shm", os.W_OK) else None))
     start = time.monotonic()
     Layer.buffer_size = buffer
     try:
-        warm_up(home / "warm")
-        with Trace(home / "whole") as trace:
-            train(home / "whole")
-        whole = end_of(home / "whole")
-        figures = {"operations": len(trace.noted), "faults": dict.fromkeys(kinds, 0), "losses": []}
-        for n, (operation, path) in enumerate(trace.noted, 1):
+        warm_up(workspace / "warm")
+        with Trace(workspace / "whole") as trace:
+            train(workspace / "whole")
+        whole = end_of(workspace / "whole")
+        figures = {"operations": len(trace.recorded), "faults": dict.fromkeys(kinds, 0), "losses": []}
+        for n, (operation, path) in enumerate(trace.recorded, 1):
             for kind in kinds if n % every == 0 else ():
                 figures["faults"][kind] += 1
-                if problem := check(home, whole, n, kind):
+                if problem := check(workspace, whole, n, kind):
                     where = f"{operation} {os.path.relpath(path, trace.root)}"
                     figures["losses"].append({"n": n, "kind": kind, "operation": where, "problem": problem})
                     print(figures["losses"][-1], file=sys.stderr, flush=True)
     finally:
-        shutil.rmtree(home, ignore_errors=True)
+        shutil.rmtree(workspace, ignore_errors=True)
     return {**figures, "seconds": time.monotonic() - start}
 
 

@@ -52,7 +52,7 @@ def test_the_default_summary_is_short_and_in_stdout(capsys):
 # Progress bars
 
 
-class NotedTqdm(cb.TQDMProgressBar):
+class RecordedTqdm(cb.TQDMProgressBar):
     """Records its bars after each hook that draws them, and draws nothing."""
 
     def __init__(self, **options):
@@ -69,15 +69,15 @@ class NotedTqdm(cb.TQDMProgressBar):
         self.seen.append((hook, bar.desc, bar.total, bar.n, metrics))
 
 
-def noting(hook, bar):
+def record_after(hook, bar):
     """Let the class record its bar after a hook."""
-    drawn = getattr(NotedTqdm, hook)
+    drawn = getattr(RecordedTqdm, hook)
 
-    def noted(self, trainer, module, *args):
+    def recorded(self, trainer, module, *args):
         drawn(self, trainer, module, *args)
         self.note(hook, getattr(self, bar), trainer, module)
 
-    setattr(NotedTqdm, hook, noted)
+    setattr(RecordedTqdm, hook, recorded)
 
 
 for _hook, _bar in {
@@ -89,7 +89,7 @@ for _hook, _bar in {
     "on_test_batch_end": "test_progress_bar",
     "on_predict_batch_end": "predict_progress_bar",
 }.items():
-    noting(_hook, _bar)
+    record_after(_hook, _bar)
 
 
 class Barred(Classifier):
@@ -115,7 +115,7 @@ class Barred(Classifier):
 def test_progress_bars_show_the_values_of_trainer(tmp_path, options):
     """Totals, positions, titles and values are equal after each batch of fit, test and predict."""
     options = {"max_epochs": 2, "num_sanity_val_steps": 1, **options}
-    sides = run_both(tmp_path, lambda root: NotedTqdm(refresh_rate=3), Barred, **BAR, **options)
+    sides = run_both(tmp_path, lambda root: RecordedTqdm(refresh_rate=3), Barred, **BAR, **options)
     for side in sides:
         side.trainer.test(side.module, val_loader(), verbose=False)
         side.trainer.predict(side.module, val_loader())

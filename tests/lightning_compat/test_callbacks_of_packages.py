@@ -13,7 +13,7 @@ from lightning.pytorch.callbacks import Callback, ModelCheckpoint
 
 class Plugged(Callback):
     def on_train_start(self, trainer, module):
-        trainer.heard.append(type(self).__name__)
+        trainer.called.append(type(self).__name__)
 
 
 class Other(Plugged):
@@ -32,24 +32,26 @@ POINTS = "[lightning.pytorch.callbacks_factory]\nseveral = plugging_package:seve
 
 class Given(Callback):
     def on_train_start(self, trainer, module):
-        trainer.heard.append("Given")
+        trainer.called.append("Given")
 
 
 def test_callbacks_of_entry_points_are_added(tmp_path, monkeypatch):
     (tmp_path / "plugging_package.py").write_text(PACKAGE)
-    (home := tmp_path / "plugging_package-1.0.dist-info").mkdir()
-    (home / "METADATA").write_text("Name: plugging_package\nVersion: 1.0\n")
-    (home / "entry_points.txt").write_text(POINTS)
+    (metadata := tmp_path / "plugging_package-1.0.dist-info").mkdir()
+    (metadata / "METADATA").write_text("Name: plugging_package\nVersion: 1.0\n")
+    (metadata / "entry_points.txt").write_text(POINTS)
     monkeypatch.syspath_prepend(tmp_path)
     found = []
     for name, kind in LOOPS.items():
         options = quiet(max_epochs=1, limit_train_batches=1, default_root_dir=tmp_path / name)
         loop = kind(**{**options, "enable_checkpointing": True, "callbacks": [Given(), ModelCheckpoint()]})
-        loop.heard = []
+        loop.called = []
         loop.fit(BoringModel())
         names = [type(one).__name__ for one in loop.callbacks]
-        found.append((loop.heard, [name for name in names if name in ("Given", "Plugged", "Other", "ModelCheckpoint")]))
+        found.append(
+            (loop.called, [name for name in names if name in ("Given", "Plugged", "Other", "ModelCheckpoint")])
+        )
     monkeypatch.delitem(sys.modules, "plugging_package")
     assert found[0] == found[1]
-    heard = ["Given", "Plugged", "Other"]
-    assert found[1] == (heard, [*heard, "ModelCheckpoint", "ModelCheckpoint"])
+    called = ["Given", "Plugged", "Other"]
+    assert found[1] == (called, [*called, "ModelCheckpoint", "ModelCheckpoint"])

@@ -126,11 +126,11 @@ class Worse(pl.Callback):
         raise KeyError("another")
 
 
-class Hears(pl.Callback):
-    heard = ()
+class RecordsException(pl.Callback):
+    recorded = ()
 
     def on_exception(self, trainer, module, exception):
-        self.heard = (trainer.state.status, repr(exception))
+        self.recorded = (trainer.state.status, repr(exception))
 
 
 class FailsToClose(Foreign):
@@ -139,15 +139,15 @@ class FailsToClose(Foreign):
 
 
 def test_an_error_during_clean_up_does_not_replace_the_first_error():
-    hears = Hears()
-    loop = FabricLoop(**loud(callbacks=[Worse(), hears], logger=[FailsToClose()]))
+    recorder = RecordsException()
+    loop = FabricLoop(**loud(callbacks=[Worse(), recorder], logger=[FailsToClose()]))
     given = Fails("training_step", Broken("mine")), DataLoader(make_data(8), batch_size=4)
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         with pytest.raises(Broken, match="mine"):
             loop.fit(*given)
     assert len([warning for warning in caught if "after Broken" in str(warning.message)]) == 2
-    assert hears.heard == ("interrupted", "Broken('mine')")
+    assert recorder.recorded == ("interrupted", "Broken('mine')")
     with pytest.raises(Broken, match="mine"):  # where warnings are errors, as here
         loop.fit(*given)
 
