@@ -52,6 +52,7 @@ def parse_metric(column: str) -> Metric:
         split, quantity = SPLITS[match["split"].lower()], match["quantity"]
     elif split:
         quantity = "value"
+    quantity = re.sub(r"/dataloader_idx_\d+$", "", quantity)
     quantity = re.sub(r"_(epoch|step)(?=$|/)", "", quantity)
     kinds = (kind for kind, pattern in _KINDS.items() if pattern.search(quantity))
     return Metric(column, split, quantity, next(kinds, quantity))

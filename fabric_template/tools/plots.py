@@ -6,6 +6,7 @@ import io
 import math
 import os
 import sys
+import textwrap
 import time
 import warnings
 from collections import Counter
@@ -69,7 +70,7 @@ def plot_logs(
         ax: Draw into these Axes instead of a new figure.
         smooth: Weight of the earlier points in a moving average, from 0 to below 1. None: average
             training values of more than 50 steps. A pale line shows the original points.
-        log: Draw the values on a logarithmic scale.
+        log: Draw the panels without negative values on a logarithmic scale.
         seeds: Draw runs of a name that differ only in the seed as a mean and a range.
 
     Returns:
@@ -135,6 +136,10 @@ def draw_panels(
     for panel, found in zip(axes, drawn, strict=True):
         for run in runs:
             for metric in found:
+                if len(runs) == 1:
+                    # Columns of the same split, such as those of two loaders, differ in color.
+                    same = [other for other in found if other.split == metric.split]
+                    run.color = PALETTE[same.index(metric) % len(PALETTE)]
                 draw_line(panel, run, metric, x, smooth, run.label or name_line(metric, found))
         format_axes(panel, x, log)
     has_both = {"train", "validation"} <= {metric.split for metric in metrics}
@@ -305,8 +310,8 @@ def find_metrics(runs: list[Run], x: str) -> tuple[list[Metric], list[Metric]]:
 def choose_metrics(runs: list[Run], x: str, wanted: Sequence[str] | None) -> list[Metric]:
     """Return the metrics to draw, in the order losses, accuracies, other metrics, learning rates."""
     columns, metrics = find_metrics(runs, x)
-    names = dict.fromkeys(str(name) for run in runs for table in run.tables for name in table)
-    known = f"expected one of the columns {', '.join(names) or '(none)'}"
+    names = ", ".join(metric.column for metric in columns)
+    known = f"expected one of the columns {names or '(none)'}"
     chosen = [metric for metric in metrics if metric.kind in ("loss", "accuracy")]
     if wanted is not None:
         chosen = []
@@ -316,7 +321,7 @@ def choose_metrics(runs: list[Run], x: str, wanted: Sequence[str] | None) -> lis
             found = found or [metric for metric in columns if metric.column == name]
             found = [metric for metric in columns if metric.column == name and not found] or found
             if not found:
-                raise ValueError(f"metrics: got {name!r}, {known}. Choose a numeric column.")
+                raise ValueError(f"metrics: got {name!r}, {known}. Choose a column of numbers.")
             chosen += found
     chosen = chosen or [metric for metric in metrics if metric.kind != "learning rate"]
     if not chosen:
@@ -411,16 +416,20 @@ def format_axes(ax: Axes, x: str, log: bool) -> None:
     from matplotlib.ticker import LogLocator, MaxNLocator, NullFormatter
 
     first, last = ax.get_xlim()
+    drawn = [np.asarray(line.get_xydata(), float).T for line in ax.get_lines()]
+    is_integer = x != "time" and all((places % 1 == 0).all() for places, _ in drawn)
     # Draw at least three ticks, or one per epoch if there are fewer epochs.
     count = min(3, max(1, math.floor(last) - math.ceil(first) + 1))
-    steps = {"integer": x != "time", "steps": [1, 2, 5, 10]}
+    steps = {"integer": is_integer, "steps": [1, 2, 5, 10]}
     ax.xaxis.set_major_locator(MaxNLocator("auto", min_n_ticks=count, **steps))
     largest = max(abs(first), abs(last))
-    unit, letter = (1e6, "M") if largest >= 1e6 else (1e3, "k") if largest >= 1e4 else (1, "")
+    units = ((1e10, 1e9, "G"), (1e6, 1e6, "M"), (1e4, 1e3, "k"), (0, 1, ""))
+    _, unit, letter = next(found for found in units if largest >= found[0])
     ax.xaxis.set_major_formatter(lambda value, _: f"{value / unit:g}{letter if value else ''}")
-    drawn = [np.asarray(line.get_ydata(), float) for line in ax.get_lines()]
-    values = [float(y) for line in drawn for y in line[line > 0]]
-    if not log or not values:
+    values = [float(y) for _, line in drawn for y in line[line > 0]]
+    if not log or not values or any((line < 0).any() for _, line in drawn):
+        # A logarithmic scale would hide negative values.
+        ax.ticklabel_format(axis="y", useOffset=False)
         return
     ax.set_yscale("log")
     decades = math.log10(max(values) / min(values))
@@ -505,10 +514,13 @@ def add_legend(axes: list[Axes], title: str) -> None:
             entries[label] = entries.pop(label)
     figure: Any = axes[0].figure
     # Estimate how many entries of the legend fit into a line, with 1/14 inch per letter.
-    width = max(1, int(figure.get_figwidth() * 14 / (max(map(len, entries)) + 10)))
-    figure.set_figheight(figure.get_figheight() + 0.27 * (len(entries) // width))
+    letters = int(figure.get_figwidth() * 14)
+    labels = [textwrap.fill(label, int(0.7 * letters)) for label in entries]
+    width = max(1, letters // (max(map(len, entries)) + 10))
+    lines = len(labels) // width + sum(label.count("\n") for label in labels)
+    figure.set_figheight(figure.get_figheight() + 0.27 * lines)
     place = {"loc": "outside lower center", "ncols": width, "title": title or None}
-    legend = figure.legend(entries.values(), entries, **place)
+    legend = figure.legend(entries.values(), labels, **place)
     for text in legend.get_texts():
         text.set_parse_math(False)
 

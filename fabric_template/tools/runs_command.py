@@ -71,9 +71,13 @@ def to_cells(run: Run) -> tuple[str, ...]:
     if run["best"] is not None:
         epoch = "" if run["best_epoch"] is None else str(run["best_epoch"])
         best = (run["metric"], f"{run['best']:.5g}", epoch)
-    trained = str(timedelta(seconds=round(run["seconds"])))
+    # Rows of other tools may have no epochs and no durations.
+    is_unknown = bool(run["rows"])
+    epochs = "" if is_unknown and not run["epochs"] else str(run["epochs"])
+    seconds = round(run["seconds"])
+    trained = "" if is_unknown and not run["seconds"] else str(timedelta(seconds=seconds))
     changed = ", ".join(f"{option}={value}" for option, value in run.get("changed", {}).items())
-    return run["label"], run["state"], str(run["epochs"]), *best, trained, changed
+    return run["label"], run["state"], epochs, *best, trained, changed
 
 
 def format_table(rows: Sequence[Sequence[str]]) -> str:
@@ -159,13 +163,14 @@ def print_best(runs: Sequence[Run]) -> None:
 
 def find_checkpoints(run: Run) -> list[Path]:
     """Return a run's checkpoints that were saved at its best epoch and step."""
-    from ..checkpoint.reader import read_archive
-    from ..errors import CheckpointError
-
     # The run logs/digits/version_0 has its checkpoints in checkpoints/digits/version_0.
     folder = Path("/checkpoints/".join(run["folder"].rsplit("/logs/", 1)))
     found = []
     for path in sorted(folder.rglob("*.ckpt")):
+        # Import torch only for a run with checkpoints, because the import takes seconds.
+        from ..checkpoint.reader import read_archive
+        from ..errors import CheckpointError
+
         try:
             checkpoint = read_archive(path)
             epoch, step = checkpoint.get("epoch"), checkpoint.get("global_step")

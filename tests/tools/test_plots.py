@@ -253,10 +253,44 @@ def test_a_log_scale_has_labels(decades):
     assert 3 <= len([label for label in labels if label]) <= 12
 
 
-def test_large_steps_have_short_labels():
-    ax = plot_logs(pd.DataFrame({"step": [0, 150_000], "val_loss": [1.0, 2.0]}))
+@pytest.mark.parametrize(
+    ("places", "values", "x_label", "y_label"),
+    [
+        ([0, 150_000], [1.0, 2.0], "100k", "1.2"),
+        ([0, 2 * 10**10], [1.0, 2.0], "10G", "1.2"),
+        ([0.25, 0.5, 0.75, 1.0], [4.0, 3.0, 2.0, 1.0], "0.4", "1.5"),
+        ([0, 1], [1000.0, 1000.0002], "1", "1000.000100"),
+    ],
+)
+def test_ticks_have_labels_that_can_be_read(places, values, x_label, y_label):
+    axis = "epoch" if places[-1] == 1 else "step"
+    ax = plot_logs(pd.DataFrame({axis: places, "val_loss": values}))
     ax.figure.canvas.draw()
-    assert "100k" in [text.get_text() for text in ax.get_xticklabels()]
+    labels = [[text.get_text() for text in axis.get_ticklabels()] for axis in (ax.xaxis, ax.yaxis)]
+    assert x_label in labels[0]
+    assert y_label in labels[1]
+
+
+def test_negative_values_stay_visible_with_log():
+    axes = plot_logs(pd.DataFrame({"epoch": [0, 1], "val_loss": [1.0, -1.0], "val_acc": [0.1, 0.2]}), log=True)
+    assert [ax.get_yscale() for ax in axes] == ["linear", "log"]
+
+
+def test_two_columns_of_a_split_differ_in_color():
+    columns = {"train_loss": [3, 2], "val_loss/dataloader_idx_0": [3, 2], "val_loss/dataloader_idx_1": [4, 3]}
+    ax = plot_logs(pd.DataFrame({"epoch": [0, 1], **columns}))
+    drawn = {label: color for label, color, _ in lines(ax) if label != "best"}
+    assert list(drawn) == ["train", "val_loss/dataloader_idx_0", "val_loss/dataloader_idx_1"]
+    assert len(set(drawn.values())) == 2
+
+
+def test_long_labels_of_runs_are_wrapped():
+    label = "width=128, dropout=0.1, optimizer=adamw, schedule=cosine, warmup=500, batch_size=32, seed="
+    ax = plot_logs({f"{label}{seed}": HISTORY for seed in range(3)}, metrics="loss")
+    ax.figure.canvas.draw()
+    box, figure = ax.figure.legends[0].get_window_extent(), ax.figure.bbox
+    assert (box.x0 >= 0, box.x1 <= figure.width, box.y0 >= 0) == (True, True, True)
+    assert ax.get_window_extent().height > 0.3 * figure.height
 
 
 def test_plot_logs_draws_into_given_axes():
