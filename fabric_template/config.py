@@ -6,6 +6,7 @@ import ast
 import copy
 import inspect
 import os
+import re
 from argparse import Namespace
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
@@ -301,13 +302,16 @@ def to_plain(value: Any, is_strict: bool = False) -> Any:
         items = (value if isinstance(value, Mapping) else vars(value)).items()
         named = {key if isinstance(key, int) else str(key): item for key, item in items}
         return {key: to_plain(item, is_strict) for key, item in named.items()}
-    if isinstance(value, list | tuple | set | frozenset):
+    if isinstance(value, set | frozenset):
+        # The order of a set differs between processes, and so does the address of an object.
+        value = sorted(value, key=str)
+    if isinstance(value, list | tuple):
         return [to_plain(item, is_strict) for item in value]
     if hasattr(value, "item") and getattr(value, "shape", None) == ():
         return to_plain(value.item())
     if is_strict and not isinstance(value, Path):
         raise TypeError(f"{type(value).__name__} is not a type that YAML supports")
-    return str(value)
+    return re.sub(r" at 0x\w+", "", str(getattr(value, "__qualname__", value)))
 
 
 def _to_setting(value: Any) -> Any:

@@ -752,7 +752,7 @@ class MiniLoop:
         self._append_row("metrics.csv", row)
         if is_slow and "waiting" not in self._columns and self.fabric.is_global_zero:
             text = f"Training waits for batches for {share:.0%} of the time."
-            tqdm.write(f"{text} FabricLoop(...).tune(...) finds faster settings.", file=sys.stdout)
+            tqdm.write(f"{text} Try FabricLoop().tune(...).", file=sys.stdout)
         self._print_row({name: row[name] for name in row if is_slow or name != "waiting"})
 
     def _append_row(self, name: str, row: dict[str, Any]) -> None:
@@ -1545,7 +1545,11 @@ def to_plain(values: Mapping[Any, Any]) -> dict[str, Any]:
     """Return values as numbers, text, lists and dicts. A record of settings never stops a run."""
 
     def convert(value: Any) -> Any:
-        return value.item() if getattr(value, "shape", None) == () else str(value)
+        if isinstance(value, set | frozenset):
+            return sorted(value, key=str)
+        # The address of an object differs between processes.
+        text = re.sub(r" at 0x\w+", "", str(getattr(value, "__qualname__", value)))
+        return value.item() if getattr(value, "shape", None) == () else text
 
     plain = {str(name): type(value).__name__ for name, value in values.items()}
     for name, value in values.items():

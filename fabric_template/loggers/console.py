@@ -193,7 +193,7 @@ class Console:
         if is_slow and not self._has_hinted:
             self._has_hinted = True
             text = f"Training waits for batches for {share:.0%} of the time."
-            self._print(f"{text} loop.tune(model, loader) finds faster settings.")
+            self._print(f"{text} Try loop.tune(model, loader).")
 
     def _is_best(self, value: float) -> bool:
         """Return whether a monitored value is better than all earlier ones, and keep the best."""

@@ -97,7 +97,8 @@ def differing_options(runs: Sequence[Run]) -> list[str]:
         if option in recorded:
             # An argument that only one class has, such as Adam's betas, is no further difference.
             values = [value for value in values if value is not None]
-        if any(value != values[0] for value in values):
+        # NaN differs from itself.
+        if any(value != values[0] and str(value) != str(values[0]) for value in values):
             differing.append(option)
     return differing
 

@@ -1,6 +1,7 @@
 """Test the option hparams, a user's own settings, in both loops."""
 
 import enum
+import math
 import warnings
 from pathlib import Path
 
@@ -9,6 +10,7 @@ import pytest
 import torch
 import yaml
 from modules import Classifier, make_loader
+from torch import nn
 
 from fabric_template import FabricLoop, MiniLoop, list_runs
 from fabric_template.tools.cli import main
@@ -86,6 +88,31 @@ def test_settings_of_any_type_do_not_stop_a_run(kind):
     ]  # fmt: skip
     assert (found["list"], found["dict"], found["width"]) == ([1, [2, None]], {"a": {"b": True}}, "Width.SMALL")
     assert {*found} == {str(name) for name in settings}
+
+
+def make_settings():
+    class Augment:
+        pass
+
+    def schedule(step):
+        return 1.0
+
+    names = ["flip", "crop", "jitter"]
+    settings = {"fn": schedule, "kind": nn.GELU, "object": Augment(), "act": torch.relu, "lam": [lambda x: x]}
+    return settings | {"names": set(names), "frozen": frozenset(names), "nan": math.nan, "nested": {"a": [math.nan]}}
+
+
+@pytest.mark.parametrize("kind", LOOPS)
+def test_equal_settings_are_no_difference(kind):
+    """Objects have other addresses, and in another process a set has another order."""
+    settings = []
+    for version, rate in enumerate((0.1, 0.2)):
+        settings.append(make_settings())
+        train(kind, hparams={"rate": rate, **settings[-1]}, version=version)
+    assert list_runs()["changed"].tolist() == [{"rate": 0.1}, {"rate": 0.2}]
+    found = yaml.safe_load(FILE.read_text())["hparams"]
+    assert " at 0x" not in str(found)
+    assert (found["kind"], found["names"]) == ("GELU", ["crop", "flip", "jitter"])
 
 
 @pytest.mark.parametrize("kind", LOOPS)
