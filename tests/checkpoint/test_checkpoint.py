@@ -85,7 +85,7 @@ def test_a_checkpoint_of_a_plain_object_has_trainers_keys(tmp_path):
     assert same(weights_of(owner), weights_of(other))
 
 
-def test_load_from_checkpoint(tmp_path):
+def test_load_from_checkpoint_reads_weights_and_hyperparameters(tmp_path):
     _, module, _ = fit(tmp_path, lambda: Sized(hidden=5, dropout=0.1), max_epochs=1)
     loaded = Sized.load_from_checkpoint(last_of(tmp_path))
     assert (loaded.hparams.hidden, loaded.hparams.dropout) == (5, 0.1)

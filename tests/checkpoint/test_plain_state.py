@@ -85,7 +85,7 @@ def test_an_attribute_of_each_type_is_restored(tmp_path, name, is_new):
         assert getattr(found, "default_factory", 0) == getattr(VALUES[name], "default_factory", 0)
 
 
-def test_changes_in_place(tmp_path):
+def test_restored_containers_and_tensors_are_filled_in_place(tmp_path):
     """Containers and tensors that other objects hold, too, are filled, not replaced."""
     fresh = {"list": [], "dict": {}, "tensor": torch.zeros(3), "array": np.zeros(2), "set": set()}
     fresh["queue"], fresh["factory"] = deque(maxlen=2), defaultdict(lambda: 7)
@@ -189,7 +189,7 @@ def test_a_restored_generator_draws_the_same_numbers(tmp_path, name):
     assert [draw(generator) for _ in range(2)] == [draw(other) for _ in range(2)]
 
 
-def test_find_generators():
+def test_find_generators_leaves_out_the_global_ones():
     """The global generators, which are saved anyway, are left out."""
     own = {name: make() for name, make in GENERATORS.items()}
     others = {"system": random.SystemRandom(), "a": random._inst, "b": torch.default_generator, "c": np.random}
@@ -365,7 +365,7 @@ def test_a_killed_run_resumes_exactly(tmp_path, name):
 
 @pytest.mark.filterwarnings("ignore:The dirpath has changed", "ignore:The number of training batches")
 @pytest.mark.parametrize("when", ["every_n_train_steps", "every_n_epochs", "validation"])
-def test_files_that_hooks_save(tmp_path, when):
+def test_files_saved_in_hooks_resume_exactly(tmp_path, when):
     """In on_train_batch_end, on_train_epoch_end and on_validation_end."""
     saves = {"every_n_epochs": 1, "save_on_train_epoch_end": when != "validation"}
     saves = {when: 1} if when == "every_n_train_steps" else saves

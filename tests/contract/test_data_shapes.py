@@ -257,7 +257,7 @@ def test_resume_after_a_kill_between_two_files(tmp_path, loop_name):
 
 
 @pytest.mark.parametrize("name", LOADERS)
-def test_both_loops_agree(tmp_path, name):
+def test_both_loops_train_the_same_weights_with_each_loader(tmp_path, name):
     (net, rows), (other, found) = (train(loop, tmp_path / loop, LOADERS[name], max_epochs=2) for loop in LOOPS)
     assert_same_weights(net, other)
     assert found == rows

@@ -64,13 +64,13 @@ def forgets(net, batch):
 
 
 @OF_LOOP
-def test_training_step_without_return(name):
+def test_a_training_step_without_return_is_refused(name):
     with pytest.raises(TypeError, match="^training_step: got .*None.* expected .*loss"):
         fit(name, forgets, {"monitor": "train_loss"})
 
 
 @OF_LOOP
-def test_validation_step_without_return(name):
+def test_a_validation_step_without_return_warns(name):
     text = "validation_step has returned and logged no value. Write return loss"
     with pytest.warns(UserWarning, match=text):
         _, history = fit(name, val=make_loader(), validation_step=forgets)

@@ -172,7 +172,7 @@ CALLBACKS = {
 
 @pytest.mark.parametrize("name", CALLBACKS)
 @pytest.mark.parametrize("kind", LEVELS)
-def test_lightnings_callbacks_do_what_they_do_for_a_module(kind, name, capsys, tmp_path):
+def test_lightnings_callbacks_work_with_functions_and_objects(kind, name, capsys, tmp_path):
     """Weights, optimizer and what is printed; the names of the weights in files are the net's, as without callbacks."""
     expected, _, net = fit(Lit, max_epochs=3, callbacks=[CALLBACKS[name]()], default_root_dir=str(tmp_path / "lit"))
     shown = capsys.readouterr().out

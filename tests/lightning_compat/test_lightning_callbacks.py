@@ -191,7 +191,7 @@ def test_prediction_writers_get_trainers_predictions(tmp_path, interval, several
         assert same(*(torch.load(side.root / name) for side in sides)), name
 
 
-def test_self_log_in_callbacks(tmp_path):
+def test_callbacks_log_as_in_trainer(tmp_path):
     class Logs(pl.Callback):
         def on_train_start(self, trainer, module):
             self.log("at_start", 1.0)

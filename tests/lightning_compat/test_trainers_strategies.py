@@ -16,7 +16,7 @@ from fabric_template.errors import ConfigurationError
 
 
 @pytest.mark.parametrize("name", sorted(name for name in trainers.StrategyRegistry if name.startswith("ddp")))
-def test_every_name_of_ddp(name):
+def test_each_name_of_ddp_means_trainers_strategy(name):
     expected = trainers.StrategyRegistry.get(name)
     found = FabricLoop(accelerator="cpu", devices=2, strategy=name).fabric.strategy
     assert type(found) is fabrics.DDPStrategy

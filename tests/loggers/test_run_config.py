@@ -12,7 +12,7 @@ from fabric_template.loop import FabricLoop
 FILE = "logs/run/version_0/config.yaml"
 
 
-def test_a_resumed_run_keeps_the_file_of_its_start(tmp_path):
+def test_a_resumed_run_does_not_rewrite_config_yaml(tmp_path):
     fit(tmp_path, max_epochs=1, logger=False)
     assert not (tmp_path / "logs").exists()
     fit(tmp_path, max_epochs=1, version=0)

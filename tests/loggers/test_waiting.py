@@ -71,7 +71,7 @@ def test_each_row_has_the_share_of_waiting(data, options, make):
 
 
 @pytest.mark.parametrize("make", [FabricLoop, MiniLoop])
-def test_steps_are_no_waiting(make):
+def test_the_time_of_steps_is_not_waiting(make):
     _, history = train(Slow(0.0), Slow(0.0), step_seconds=0.05, make=make)
     assert (history["waiting"] == 0).all()
 

@@ -37,7 +37,7 @@ UNKNOWN = """
 @pytest.mark.parametrize(
     ("names", "direction"), [(SMALLEST, "min"), (LARGEST, "max"), (UNKNOWN, None)], ids=["min", "max", "none"]
 )
-def test_the_direction_follows_from_the_name(names, direction):
+def test_find_direction_knows_names_of_metrics(names, direction):
     assert {name: find_direction(name) for name in names.split()} == dict.fromkeys(names.split(), direction)
 
 

@@ -93,7 +93,7 @@ def test_copy_writes_the_single_file_with_its_licence(release, capsys):
         ("../upstream/inside", {}, "a path outside of it."),
     ],
 )
-def test_copy_refuses(release, path, options, expected):
+def test_copy_refuses_names_that_cannot_be_imported(release, path, options, expected):
     write(".", {"mine/notes.py": "mine\n", "mine.py": "mine\n", "other.py": "", "package/__init__.py": ""})
     before = tree(".")
     with pytest.raises(ValueError, match=rf"got {re.escape(path)},.* expected {re.escape(expected)}$"):

@@ -38,7 +38,7 @@ def run_command(capsys, *arguments):
     return code, captured.out, captured.err
 
 
-def test_a_row_of_list_runs():
+def test_list_runs_returns_a_row_per_run():
     with open(make_run(hparams={"lr": 0.1}) / "metrics.csv", "a") as file:
         file.write("3,40,0.")  # an incomplete last line
     make_run(version=1, loss=2.0, hparams={"lr": 0.2, "hidden": 8})

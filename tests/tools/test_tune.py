@@ -203,7 +203,7 @@ def ramped(steps, **options):
     return ramp
 
 
-def test_the_ramp_ends_when_the_loss_blows_up_and_the_suggestion_is_below(tmp_path):
+def test_the_learning_rate_finder_ends_at_divergence(tmp_path):
     ramp = ramped(steps=80)
     assert ramp.losses[0] == pytest.approx(18)
     assert ramp.rates[1] / ramp.rates[0] == pytest.approx(1e5 ** (1 / 79))

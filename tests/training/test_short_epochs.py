@@ -70,7 +70,7 @@ class StopsAt(Callback):
 
 
 @pytest.mark.parametrize("options", [{}, {"accumulate_grad_batches": 2}], ids=str)
-def test_should_stop(tmp_path, options):
+def test_should_stop_ends_an_epoch_that_a_resume_continues(tmp_path, options):
     options = {"max_epochs": 3, "log_every_n_steps": 2, **options}
     make = lambda: Classifier(on_step=True)  # noqa: E731
     whole = fit(tmp_path / "whole", make, train, **options)
