@@ -605,12 +605,6 @@ NETS = {
         "if self.training:\n    self.calls += 1\n    self.beta = min(1.0, self.calls / 20)\n"
         "return self.net(x) * (1 + self.beta)",
     ),
-    "late_buffer": net_class(
-        "self.net = nn.Linear(8, 3)\nself.register_buffer('mean', None)",
-        "if self.training:\n    mean = x.detach().mean(0)\n"
-        "    self.mean = mean if self.mean is None else self.mean.lerp(mean.to(self.mean), 0.2)\n"
-        "return self.net(x if self.mean is None else x - self.mean)",
-    ),
     "parameter_lists": net_class(
         "self.rows = nn.ParameterList([torch.randn(8) * 0.1 for _ in range(3)])\n"
         "self.scales = nn.ParameterDict({'a': torch.ones(3)})",
@@ -880,6 +874,94 @@ HOOKS = {
         """
     def train_dataloader(self):
         return make_train()
+""",
+    ),
+    "keeps_outputs": (
+        "self.outputs = []",
+        """
+    def on_train_batch_end(self, outputs, batch, batch_idx):
+        if outputs and outputs["loss"] is not None:
+            self.outputs.append(outputs["loss"])
+    def on_train_epoch_end(self):
+        self.log("mean_output", sum(self.outputs) / max(1, len(self.outputs)))
+        with torch.no_grad():
+            next(q for q in self.parameters() if q.requires_grad).mul_(1 - 0.001 * len(self.outputs))
+        self.outputs.clear()
+""",
+    ),
+    "adds_noise": (
+        "",
+        """
+    def on_before_optimizer_step(self, optimizer):
+        for q in self.parameters():
+            if q.grad is not None and not q.grad.is_sparse:
+                q.grad.add_(0.01 * torch.randn_like(q.grad) * random.random())
+""",
+    ),
+    "follows_best": (
+        "self.best, self.waited = float('inf'), 0",
+        """
+    def on_validation_epoch_end(self):
+        value = float(self.trainer.callback_metrics.get("val_loss", 0.0))
+        self.waited = 0 if value < self.best - 0.2 else self.waited + 1
+        self.best = min(value, self.best)
+        if self.waited and not self.trainer.sanity_checking:
+            for group in self.trainer.optimizers[0].param_groups:
+                group["lr"] = group["lr"] * 0.9
+""",
+    ),
+    "follows_counters": (
+        "",
+        """
+    def on_train_batch_start(self, batch, batch_idx):
+        with torch.no_grad():
+            move = 1e-3 * self.global_step + 1e-2 * self.current_epoch + 1e-4 * batch_idx
+            next(q for q in self.parameters() if q.requires_grad).add_(move)
+""",
+    ),
+    "draws_orders": (
+        "self.order = [0, 1, 2]",
+        """
+    def on_train_epoch_start(self):
+        random.shuffle(self.order)
+        self.scale = np.random.permutation(3)
+    def on_train_batch_end(self, outputs, batch, batch_idx):
+        with torch.no_grad():
+            move = 1e-3 * (self.order[0] + int(self.scale[1]))
+            next(q for q in self.parameters() if q.requires_grad).add_(move)
+""",
+    ),
+    "restarts_optimizer": (
+        "",
+        """
+    def on_train_epoch_start(self):
+        if self.current_epoch == 1:
+            self.trainer.optimizers[0].state.clear()
+""",
+    ),
+    "decays_weights": (
+        "",
+        """
+    def on_train_epoch_start(self):
+        for group in self.trainer.optimizers[0].param_groups:
+            group["weight_decay"] = 0.01 * (1 + self.current_epoch)
+""",
+    ),
+    "stops_itself": (
+        "",
+        """
+    def on_train_batch_end(self, outputs, batch, batch_idx):
+        if self.global_step >= 8:
+            self.trainer.should_stop = True
+""",
+    ),
+    "captures_activations": (
+        "self.seen = []; self.net.register_forward_hook(lambda m, i, o: self.seen.append(float(o.detach().float().mean())))",
+        """
+    def on_train_batch_end(self, outputs, batch, batch_idx):
+        del self.seen[:-3]
+        with torch.no_grad():
+            next(q for q in self.parameters() if q.requires_grad).add_(0.001 * sum(self.seen))
 """,
     ),
 }

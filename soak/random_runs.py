@@ -255,6 +255,9 @@ def is_allowed_after_resume(line, end):
     if line.endswith("/differentiable: more"):
         # torch adds this default to an optimizer that has loaded a state, so a later group gets it.
         return True
+    if re.search(r"/plain_state/attributes/\(.*\): more$", line):
+        # A resumed run saves an attribute again that has changed before and has its first value now.
+        return True
     if line == "schedulers: 0 items instead of 1":
         # StochasticWeightAveraging sets its scheduler in an epoch. This resumed run had none left.
         return True

@@ -194,11 +194,11 @@ class Optimization:
         scaler.update()
         return step_output
 
-    def accumulated_gradients(self) -> dict[str, Tensor]:
-        """Return the gradients that a checkpoint needs."""
+    def accumulated_gradients(self) -> dict[str, Tensor | None]:
+        """Return the gradients that a checkpoint needs. None stands for a gradient of zeros."""
         return {}
 
-    def _copy_gradients(self) -> dict[str, Tensor]:
+    def _copy_gradients(self) -> dict[str, Tensor | None]:
         if self.run.steps.is_model_parallel:
             # FSDP accumulates gradients in private tensors, so a checkpoint cannot contain them.
             self.run.warn_once("A checkpoint in an accumulation window lacks sharded gradients.")
@@ -355,12 +355,17 @@ class AutomaticOptimization(Optimization):
                 for parameter in group["params"]:
                     parameter.grad = None
 
-    def accumulated_gradients(self) -> dict[str, Tensor]:
+    def accumulated_gradients(self) -> dict[str, Tensor | None]:
         """Return the gradients of an unfinished accumulation window."""
         # During a batch, save no gradients. A resumed run repeats the whole accumulation window.
         progress = self.run.progress
-        has_none = progress.is_window_end or progress.phase == "train_batch"
-        return {} if has_none else self._copy_gradients()
+        if not progress.is_window_end and progress.phase != "train_batch":
+            return self._copy_gradients()
+        if self._module_zero_grad is None:
+            return {}
+        # The hook may set gradients to zero, with which the optimizer also steps frozen parameters.
+        parameters = self.named_parameters()
+        return {name: None for name, p in parameters.items() if p.grad is not None}
 
 
 class ManualOptimization(Optimization):
@@ -445,7 +450,7 @@ class ManualOptimization(Optimization):
         super().backward(loss, *args, **kwargs)
         self._stepped.clear()
 
-    def accumulated_gradients(self) -> dict[str, Tensor]:
+    def accumulated_gradients(self) -> dict[str, Tensor | None]:
         """Return the gradients that no optimizer has used yet."""
         groups = [group for index in self._stepped for group in self.optimizers[index].param_groups]
         used = {id(parameter) for group in groups for parameter in group["params"]}

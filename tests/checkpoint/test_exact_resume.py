@@ -289,6 +289,32 @@ class WithBank(Net):
 
 
 @pytest.mark.skipif(not hasattr(pl.callbacks, "WeightAveraging"), reason="Lightning is older")
+class FreezesAndKeepsZeros(Net):
+    """Sets gradients to zero instead of None, so that the optimizer also steps a frozen bias."""
+
+    def optimizer_zero_grad(self, epoch, batch_idx, optimizer):
+        optimizer.zero_grad(set_to_none=False)
+
+    def on_train_epoch_start(self):
+        self.net[0].bias.requires_grad_(self.current_epoch == 0)
+
+    def configure_optimizers(self):
+        return torch.optim.SGD(self.parameters(), lr=0.1, momentum=0.9)
+
+
+def test_frozen_parameters_with_gradients_of_zero_move_on_after_a_resume(tmp_path):
+    def train(epochs, folder, resume=None):
+        torch.manual_seed(1)
+        module = FreezesAndKeepsZeros()
+        loop = FabricLoop(max_epochs=epochs, default_root_dir=tmp_path / folder, logger=False, seed=1)
+        loop.fit(module, loader(), resume=resume)
+        return module.state_dict()
+
+    expected = train(3, "whole")
+    train(1, "parts")
+    assert runs.same(train(3, "parts", "last"), expected)
+
+
 def test_buffers_of_averaged_weights_are_restored(tmp_path):
     """The averaged model has its own copy of the buffer, which training ends with."""
     make = lambda: [pl.callbacks.WeightAveraging()]  # noqa: E731
