@@ -169,13 +169,14 @@ def read_table(path: Path) -> CSVTable:
     complete, line_break, rest = text.rpartition("\n")
     records, damaged = read_records((complete + line_break).replace("\0", ""))
     columns = records[0] if records else []
-    rows, names = [], columns
+    rows, names, num_cells = [], columns, len(columns)
     for cells in records[1:]:
         if cells[0] == columns[0] and not has_number(cells):
             # A file that was written in several parts may have a header in each part.
             names = cells
         rows.append(dict(zip(names, cells, strict=False)))
-    is_short = bool(rows) and len(rows[-1]) < len(names)
+        num_cells = len(cells)
+    is_short = num_cells < len(names)
     return CSVTable(columns, rows[:-1] if is_short else rows, not (rest or is_short), damaged)
 
 

@@ -201,6 +201,8 @@ def run_command(name: str, argv: list[str]) -> int:
         if name in LOOP_COMMANDS and not {"-h", "--help"} & {*argv}:
             sys.path.insert(0, "")
             argv = complete_arguments(name, argv)
+        elif name == "runs":
+            argv = put_paths_first(argv)
         settings = parser.parse_args(argv)
     except argparse.ArgumentError as error:
         raise ValueError(explain(parser, str(error))) from None
@@ -217,6 +219,16 @@ def run_command(name: str, argv: list[str]) -> int:
         hint = "the weights were untrained; --load best reads the weights of the last fit"
         print(f"{program()}: {hint}", file=sys.stderr)
     return exit_code
+
+
+def put_paths_first(argv: list[str]) -> list[str]:
+    """Move paths before options with a value, because argparse reads paths only in one place."""
+    paths: list[str] = []
+    options: list[str] = []
+    for previous, token in zip(["", *argv], argv, strict=False):
+        is_value = previous.startswith("--") and "=" not in previous
+        (options if token.startswith("-") or is_value else paths).append(token)
+    return paths + options
 
 
 def complete_arguments(command: str, argv: list[str]) -> list[str]:

@@ -41,6 +41,10 @@ def runs_command(
         return 0
     folder = folders[0] if folders else "logs"
     runs = find_runs(folder, metric, mode)
+    if not runs and action == "best":
+        raise ValueError(
+            f"runs: got {folder}, expected a folder with runs. Write logs, for example."
+        )
     names = dict.fromkeys(name for run in runs for name in run["rows"] if is_metric(name))
     if metric is not None and metric not in names:
         expected = ", ".join(names) or "a logged metric"
@@ -140,8 +144,9 @@ def print_best(runs: Sequence[Run]) -> None:
     found = [run for run in runs if run["best"] is not None]
     metrics = sorted({run["metric"] for run in found or runs if run["metric"] is not None})
     if len(metrics) != 1:
+        problem = "the runs have several" if metrics else "the runs have no metric"
         expected = f"one of {', '.join(metrics)}" if metrics else "a logged metric"
-        raise ValueError(f"--metric: got none, and the runs have several, expected {expected}.")
+        raise ValueError(f"--metric: got none, and {problem}, expected {expected}.")
     modes = {run["mode"] for run in found}
     if len(modes) != 1:
         known = "different modes" if modes else "no known direction"
@@ -153,8 +158,10 @@ def print_best(runs: Sequence[Run]) -> None:
     best = choose(found, key=lambda run: run["best"])
     epoch = "" if best["best_epoch"] is None else f" in epoch {best['best_epoch']}"
     print(f"best        {best['metric']} {best['best']:.6g}{epoch}")
-    print(f"run         {best['folder']}")
-    paths = find_checkpoints(best)
+    is_own_folder = best["file"].name == "metrics.csv"
+    print(f"run         {best['folder'] if is_own_folder else best['file']}")
+    # The checkpoints beside the CSV file of another tool may be of other runs.
+    paths = find_checkpoints(best) if is_own_folder else []
     for path in paths:
         print(f"checkpoint  {path}")
     if not paths:

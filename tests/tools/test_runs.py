@@ -213,10 +213,12 @@ def test_runs_diff_compares_two_runs(capsys):
         (["diff", "digits/version_0"], "runs: got diff digits/version_0, expected two runs."),
         (["diff", "logs/digits/version_0", "b"], "runs: got b, expected a run."),
         (["--metric", "f1"], "--metric: got f1, expected val_loss."),
+        (["best", "empty"], "runs: got empty, expected a folder with runs."),
     ],
 )
 def test_errors_are_one_line(capsys, arguments, error):
     make_run()
+    Path("empty").mkdir()
     code, out, err = run_command(capsys, *arguments)
     assert (code, out, err.count("\n")) == (2, "", 1)
     assert error in err
@@ -239,6 +241,21 @@ def test_diff_accepts_csv_files(capsys):
         code, out, _ = run_command(capsys, "diff", *names)
         assert (code, " ".join(out.splitlines()[-1].split())) == (0, "best val_loss 0.5 in epoch 1 0.25 in epoch 1")
     assert "exports/keras " in run_command(capsys, "exports")[1]
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    ["best logs --metric val_loss", "best --metric val_loss logs", "--mode=min best --metric val_loss logs"],
+)
+def test_options_may_precede_paths(capsys, arguments):
+    make_run()
+    assert run_command(capsys, *arguments.split())[:2] == run_command(capsys, "best", "logs")[:2]
+
+
+def test_best_names_the_file_of_another_tool(capsys):
+    Path("keras.csv").write_text("epoch,loss,val_loss,val_loss\n0,2,3,1\n1,1,2,0.5\n")
+    code, out, _ = run_command(capsys, "best", "keras.csv")
+    assert (code, out.splitlines()[1]) == (0, f"run         {Path('keras.csv').absolute()}")
 
 
 def test_a_closed_pipe_ends_quietly():
