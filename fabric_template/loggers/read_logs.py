@@ -73,7 +73,8 @@ def read_columns(path: Path, steps: bool = False) -> dict[str, list[Any]]:
 
     pandas is used only for files that need it, because `runs` reads a thousand files.
     """
-    path = path.with_name("steps.csv") if steps and path.with_name("steps.csv").exists() else path
+    if steps and path.name == "metrics.csv" and path.with_name("steps.csv").exists():
+        path = path.with_name("steps.csv")
     content = read_table(path)
     if not content.is_complete:
         warnings.warn(f"{path}: the last line is incomplete and was left out.", stacklevel=3)

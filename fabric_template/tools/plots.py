@@ -251,7 +251,7 @@ def read_steps(table: pd.DataFrame) -> pd.DataFrame:
     file = table.attrs.get("file")
     if file is None:
         return table
-    has_own_file = file.with_name("steps.csv").is_file()
+    has_own_file = file.name == "metrics.csv" and file.with_name("steps.csv").is_file()
     if not has_own_file and find_axis(table, "epoch") is None:
         # Without epochs, the table already has a row per step.
         return table

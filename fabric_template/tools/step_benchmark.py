@@ -146,20 +146,25 @@ def time_steps(
             source.train_dataloader = lambda: repeat(make_loader())
         else:
             parts["train_dataloaders"] = repeat(data)
-        options = copy_options(loop) | {"logger": bool(loop.loggers)}
-        options |= {name: choice[name] for name in choice if name in ("precision", "compile")}
-        options["default_root_dir"] = stack.enter_context(tempfile.TemporaryDirectory())
+        folder = stack.enter_context(tempfile.TemporaryDirectory())
         stack.callback(register_optimizer_step_post_hook(timer.after_optimizer_step).remove)
         stack.callback(torch.set_num_threads, torch.get_num_threads())
         torch.set_num_threads(choice.get("threads", torch.get_num_threads()))
         stack.enter_context(warnings.catch_warnings())
         warnings.simplefilter("ignore")
         stack.enter_context(suppress(EnoughSteps))
-        type(loop)(callbacks=[timer], **options).fit(**parts)
+        make_loop(loop, choice, timer, folder).fit(**parts)
     if not timer.steps:
         expected = "expected a longer one. Give more batches, and remove what stops it"
         raise ValueError(f"profile: got a training run of {timer.started} batches, {expected}.")
     return timer
+
+
+def make_loop(loop: Any, choice: Choice, timer: StepTimer, folder: str) -> Any:
+    """Return a loop with the options of another one, the chosen settings and a timer."""
+    options = copy_options(loop) | {"logger": bool(loop.loggers), "default_root_dir": folder}
+    options |= {name: choice[name] for name in choice if name in ("precision", "compile")}
+    return type(loop)(callbacks=[timer], **options)
 
 
 def copy_options(loop: Any) -> dict[str, Any]:

@@ -236,10 +236,13 @@ def test_a_log_without_epochs_has_row_numbers_or_a_named_axis():
 
 def test_plot_logs_draws_the_named_file_of_a_folder():
     Path("a").mkdir()
+    write("epoch,step,val_loss\n0,5,77\n", "a/steps.csv")
     for name, loss in (("metrics.csv", 1), ("results.csv", 9)):
         write(f"epoch,val_loss\n0,{loss}\n1,{loss - 1}\n", f"a/{name}")
     drawn = [plot_logs(path).get_lines()[0].get_ydata().tolist() for path in ("a/results.csv", "a", "a/metrics.csv")]
     assert drawn == [[9, 8], [1, 0], [1, 0]]
+    assert read_logs("a/results.csv", steps=True)["val_loss"].tolist() == [9, 8]
+    assert read_logs("a", steps=True)["val_loss"].tolist() == [77]
     labels = lines_of(plot_logs(["a/results.csv", "a/metrics.csv"]))
     assert labels == {"results": 2, f"{Path.cwd().name}/a": 2}
 
