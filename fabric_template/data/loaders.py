@@ -534,9 +534,18 @@ def combine_loaders(source: Any, is_training: bool = False) -> CombinedLoader:
         # CombinedLoader uses a class of torch that is deprecated.
         warnings.filterwarnings("ignore", ".*LeafSpec", FutureWarning)
         combined = CombinedLoader(source, mode)
-    if any(isinstance(part, Tensor | np.ndarray) for part in combined.flattened):
+    is_list = isinstance(source, list | tuple)
+    if any(_is_batch(part, is_list) for part in combined.flattened):
         return with_loaders(CombinedLoader(None, mode), [source])
     return combined
+
+
+def _is_batch(value: Any, is_in_list: bool) -> bool:
+    """Return whether a value is an array, or an object in a list that cannot be a loader."""
+    is_plain = value is None or isinstance(value, bool | int | float | str | bytes | type)
+    is_iterable = isinstance(value, Iterable) or hasattr(value, "__getitem__")
+    is_object = is_in_list and not is_plain and not is_iterable
+    return isinstance(value, Tensor | np.ndarray) or is_object
 
 
 def with_loaders(combined: CombinedLoader, loaders: list[Any]) -> CombinedLoader:

@@ -261,3 +261,28 @@ def test_both_loops_train_the_same_weights_with_each_loader(tmp_path, name):
     (net, rows), (other, found) = (train(loop, tmp_path / loop, LOADERS[name], max_epochs=2) for loop in LOOPS)
     assert_same_weights(net, other)
     assert found == rows
+
+
+class Graph:
+    """A batch that is no container."""
+
+    def __init__(self, x, y):
+        self.x, self.y = x, y
+
+    def to(self, device):
+        return Graph(self.x.to(device), self.y.to(device))
+
+
+@pytest.mark.parametrize("loop_name", LOOPS)
+def test_a_list_of_objects_is_a_list_of_batches(tmp_path, loop_name):
+    pairs = list(DataLoader(DATA, 4))
+    expected, _ = train(loop_name, tmp_path, lambda: pairs, max_epochs=2)
+    torch.manual_seed(1)
+    net = make_net()
+    kind, quiet = LOOPS[loop_name]
+    loop = kind(default_root_dir=tmp_path, accelerator="cpu", devices=1, max_epochs=2, **quiet)
+    graphs = [Graph(*pair) for pair in pairs]
+    optimizer = torch.optim.Adam(net.parameters(), lr=0.05)
+    functions = {"training_step": lambda net, batch: step(net, (batch.x, batch.y)), "validation_step": step}
+    loop.fit(net, graphs, DataLoader(DATA, 6), optimizer=optimizer, **functions)
+    assert_same_weights(expected, net)
