@@ -7,7 +7,7 @@ from collections.abc import Iterable
 from typing import NamedTuple
 
 # The names of the columns of epochs and of steps, in the logs of this package and of others.
-EPOCH_NAMES = ("epoch", "epochs")
+EPOCH_NAMES = ("epoch", "epochs", "ep", "epoch_idx")
 STEP_NAMES = (
     *("step", "steps", "global_step", "trainer/global_step", "train/global_step", "_step"),
     *("iteration", "iterations", "iter", "iters", "boosting_round", "round"),
@@ -23,10 +23,13 @@ DURATIONS = (
     *("duration", "dur", "memory", "mem", "id", "fps"),
 )
 SPLITS = {"train": "train", "training": "train", "test": "test", "testing": "test"}
+SPLITS |= {"tr": "train", "te": "test"}
 SPLITS |= dict.fromkeys(("val", "valid", "validation", "eval", "dev"), "validation")
 _SPLIT = f"(?P<split>{'|'.join(SPLITS)})"
 # Names such as "val_loss", "valLoss", "validation_0-rmse" and "valid_0's l2", or "Loss/val".
-_PREFIX = re.compile(rf"(?is){_SPLIT}(?:_\d+)?(?:'s)?(?:[\W_]+|(?-i:(?=[A-Z])))(?P<quantity>.+)")
+_PREFIX = re.compile(
+    rf"(?is){_SPLIT}(?:_\d+)?(?:'s)?(?:[\W_]+|(?-i:(?<=[a-z])(?=[A-Z])))(?P<quantity>.+)"
+)
 _SUFFIX = re.compile(rf"(?is)(?P<quantity>.+?)[\W_]+{_SPLIT}(?:_epoch|_step)?\W*")
 _KINDS = {
     "loss": re.compile(r"(?i)loss"),

@@ -13,7 +13,7 @@ Columns = dict[str, list[Any]]
 # The added column with the name of the run of each row, in a file of several runs.
 RUN = "run of the row"
 # The columns that name the run, the metric or the split of a row.
-RUN_NAMES = ("run", "run_id", "run_name", "experiment", "trial_id")
+RUN_NAMES = ("run", "run_id", "run_name", "experiment", "trial", "trial_id", "fold", "seed", "name")
 KEY_NAMES = ("key", "tag", "metric", "variable")
 SPLIT_NAMES = ("split", "phase", "mode", "stage", "subset", "set", "dataset")
 
@@ -103,14 +103,18 @@ def split_runs(columns: Columns) -> dict[str, Columns]:
         return split_exported(columns, exported, others)
     names = [name for name in columns if name.lower() in RUN_NAMES][:1]
     names = ["name", "version"] if {"name", "version"} <= {*columns} else names
-    has_axis = find_axis(columns, "epoch") or find_axis(columns, "step")
-    keys = [*zip(*(columns[name] for name in names), strict=True)] if names and has_axis else []
-    if not 1 < len({*keys}) < len(keys):
+    axis = find_axis(columns, "epoch") or find_axis(columns, "step")
+    keys = [*zip(*(columns[name] for name in names), strict=True)] if names and axis else []
+    # Runs have the same epochs. Half-empty rows have no name of a run.
+    is_repeated = axis is not None and len({*columns[axis]}) < len(keys)
+    if len({*keys}) < 2 or not is_repeated or not all(map(all, keys)):
         return {"": columns}
     runs = {}
     for key in dict.fromkeys(keys):
         rows = [row for row, other in enumerate(keys) if other == key]
-        runs["/".join(key)] = {
+        # A number needs the name of its column, as in "fold=0".
+        label = f"{names[0]}={key[0]}" if len(key) == 1 and has_number(key) else "/".join(key)
+        runs[label] = {
             name: [cells[row] for row in rows]
             for name, cells in columns.items()
             if name not in names

@@ -197,7 +197,9 @@ def test_a_table_with_a_row_per_value_is_read(text, columns):
     [
         (["run"], ["a", "b"]),
         (["name", "version"], ["a/0", "b/1"]),
-        (["trial_id", "seed"], ["a", "b"]),
+        (["trial_id", "x"], ["a", "b"]),
+        (["fold"], ["a", "b"]),
+        (["x", "seed"], ["seed=0", "seed=1"]),
     ],
 )
 def test_a_table_of_several_runs_is_split(columns, names):
@@ -209,6 +211,19 @@ def test_a_table_of_several_runs_is_split(columns, names):
     assert (runs["version"].tolist(), runs["best"].tolist()) == (names, [2, 4])
     assert lines_of(plot_logs("all.csv")) == dict.fromkeys(names, 2)
     assert read_logs("all.csv")["name"].tolist() == [names[0]] * 2 + [names[1]] * 2
+
+
+def test_a_table_with_a_row_per_run_has_each_run():
+    path = write('"Name","State","lr","epoch","val/loss"\n"a","finished",0.1,9,0.5\n"b","finished",0.2,9,0.4\n')
+    runs = list_runs(path)
+    assert (runs["version"].tolist(), runs["best"].tolist()) == (["a", "b"], [0.5, 0.4])
+
+
+@pytest.mark.parametrize("seeds", ["1,,", "1,1,1"])
+def test_a_setting_in_the_rows_is_no_name_of_a_run(seeds):
+    rows = zip("001", seeds.split(","), ["3,", ",2", "1,1"], strict=True)
+    path = write("epoch,seed,train_loss,val_loss\n" + "".join(",".join(row) + "\n" for row in rows))
+    assert read_logs(path)[["epoch", "train_loss", "val_loss"]].values.tolist() == [[0, 3, 2], [1, 1, 1]]
 
 
 def test_an_export_by_relative_time_is_read():
@@ -259,6 +274,8 @@ def test_plot_logs_draws_the_named_file_of_a_folder():
         ("trainLoss valLoss", {"train": 2, "validation": 2}),
         ("val_0_loss val_1_loss", {"val_0_loss": 2, "val_1_loss": 2}),
         ("train val", {"train": 2, "validation": 2}),
+        ("tr_loss te_loss", {"train": 2, "test": 2}),
+        ("VALUE_LOSS val_VALUE_LOSS", {"train": 2, "validation": 2}),
     ],
 )
 def test_the_columns_of_a_quantity_are_in_one_panel(columns, lines):
