@@ -30,11 +30,11 @@ def to_commas(text: str) -> str:
     """Remove comments before the header, and write commas between the cells."""
     if "\n" not in text:
         text = text.replace("\r", "\n")
-    header, _, rest = text.partition("\n")
-    second = rest.partition("\n")[0]
-    # A header may start with "#", too. It is followed by a row of numbers.
-    if header.startswith("#") and not has_number(re.split(r"[,;|\s]", second)):
-        return to_commas(rest)
+    lines = text.lstrip("\r\n").split("\n")
+    # A header may start with "#", too. A row of numbers follows it.
+    while lines[0].startswith("#") and not has_number(re.split(r"[,;|\s]", "".join(lines[1:2]))):
+        lines = lines[1:] or [""]
+    header, second, text = lines[0], "".join(lines[1:2]), "\n".join(lines)
     separator = next((character for character in ";\t|" if character in header), None)
     if "," in header:
         return text
@@ -42,7 +42,7 @@ def to_commas(text: str) -> str:
         # Files with semicolons often have decimal commas.
         return text.replace(",", ".").replace(separator, ",")
     if len(header.split()) == len(second.split()) > 1:
-        return "\n".join(",".join(line.split()) for line in text.split("\n"))
+        return "\n".join(",".join(line.split()) for line in lines)
     return text
 
 

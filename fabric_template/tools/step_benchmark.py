@@ -133,7 +133,7 @@ def time_steps(
     data = parts["train_dataloaders"]
     data = copy.copy(data) if hasattr(data, "train_dataloader") else data
     parts = copy.deepcopy({**parts, "train_dataloaders": None}) | {"train_dataloaders": data}
-    with ExitStack() as stack:
+    with ExitStack() as stack, suppress(EnoughSteps):
 
         def repeat(loader: Any) -> Any:
             batches = timer.iterate(change_loader(copy_loader(loader), choice))
@@ -152,7 +152,6 @@ def time_steps(
         torch.set_num_threads(choice.get("threads", torch.get_num_threads()))
         stack.enter_context(warnings.catch_warnings())
         warnings.simplefilter("ignore")
-        stack.enter_context(suppress(EnoughSteps))
         make_loop(loop, choice, timer, folder).fit(**parts)
     if not timer.steps:
         expected = "expected a longer one. Give more batches, and remove what stops it"

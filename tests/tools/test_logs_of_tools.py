@@ -140,13 +140,14 @@ def test_validations_within_an_epoch_keep_their_steps():
         "epoch val_loss\n    0      3.0\n    1      2.0\n",
         "# run of Monday\n# lr=0.1, seed=0\nepoch,val_loss\n0,3\n1,2\n",
         '#{"start": 17.5, "env": "CartPole"}\nepoch,val_loss\n0,3\n1,2\n',
+        "\n\n" + "# comment\n" * 2000 + "epoch;val_loss\n0;3,0\n1;2,0\n",
         "epoch,val_loss\n[-],[nats]\n0,3\n1,2\n",
         "epoch,val_loss,train_loss\n0,3,1\nepoch,val_loss\n1,2\n",
         "epoch,val_loss\n0,3%\n1,2 %\n",
     ],
     ids=[
         *("no line break", "crlf", "padded", "semicolons", "tabs", "#", "two headers", "index", "bom", "cr"),
-        *("spaces", "comments", "json comment", "units", "shorter header", "percent"),
+        *("spaces", "comments", "json comment", "long comment", "units", "shorter header", "percent"),
     ],
 )
 def test_csv_dialects_are_read(text):
