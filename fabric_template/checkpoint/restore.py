@@ -286,7 +286,7 @@ def check_settings(run: Run, saved: dict[str, Any]) -> None:
 
 
 def restore_network(
-    run: Run, flags: dict[str, dict[str, bool]], gradients: dict[str, torch.Tensor | None]
+    run: Run, flags: dict[str, dict[str, bool]], gradients: dict[str, torch.Tensor]
 ) -> None:
     """Restore changed flags, and the gradients of an unfinished optimizer step."""
     run.steps.set_training_modes(flags["training"])
@@ -294,11 +294,7 @@ def restore_network(
     for name, parameter in run.optimization.named_parameters().items():
         parameter.requires_grad = requires_grad.get(name, parameter.requires_grad)
         if name in gradients:
-            saved = gradients[name]
-            if saved is None:
-                parameter.grad = torch.zeros_like(parameter)
-            else:
-                parameter.grad = saved.to(parameter.device, copy=True)
+            parameter.grad = gradients[name].to(parameter.device, copy=True)
 
 
 def restore_optimizers(run: Run, checkpoint: dict[str, Any]) -> None:

@@ -194,17 +194,19 @@ class Optimization:
         scaler.update()
         return step_output
 
-    def accumulated_gradients(self) -> dict[str, Tensor | None]:
-        """Return the gradients that a checkpoint needs. None stands for a gradient of zeros."""
+    def accumulated_gradients(self) -> dict[str, Tensor]:
+        """Return the gradients that a checkpoint needs."""
         return {}
 
-    def _copy_gradients(self) -> dict[str, Tensor | None]:
+    def _copy_gradients(self) -> dict[str, Tensor]:
         if self.run.steps.is_model_parallel:
             # FSDP accumulates gradients in private tensors, so a checkpoint cannot contain them.
             self.run.warn_once("A checkpoint in an accumulation window lacks sharded gradients.")
             return {}
         parameters = self.named_parameters()
-        return {name: p.grad.clone() for name, p in parameters.items() if p.grad is not None}
+        # Copy to the CPU, because the GPU may have no memory left.
+        gradients = {name: p.grad for name, p in parameters.items() if p.grad is not None}
+        return {name: grad.to("cpu", copy=True) for name, grad in gradients.items()}
 
 
 class AutomaticOptimization(Optimization):
@@ -345,8 +347,7 @@ class AutomaticOptimization(Optimization):
         self.run.hooks.call("on_before_zero_grad", self._optimizer)
         if self._module_zero_grad is not None:
             self._module_zero_grad(self.run.progress.epochs_done, batch_idx, self._optimizer)
-        elif getattr(self._optimizer.zero_grad, "__func__", None) is not Optimizer.zero_grad:
-            # A subclass of Optimizer, or the user, has overridden zero_grad().
+        elif has_own_zero_grad(self._optimizer):
             self._optimizer.zero_grad()
         else:
             # Optimizer.zero_grad() does the same, but also calls record_function(), which takes 20
@@ -355,17 +356,14 @@ class AutomaticOptimization(Optimization):
                 for parameter in group["params"]:
                     parameter.grad = None
 
-    def accumulated_gradients(self) -> dict[str, Tensor | None]:
+    def accumulated_gradients(self) -> dict[str, Tensor]:
         """Return the gradients of an unfinished accumulation window."""
         # During a batch, save no gradients. A resumed run repeats the whole accumulation window.
+        # A zero_grad() of the user may keep gradients, or set them to zero instead of None.
         progress = self.run.progress
-        if not progress.is_window_end and progress.phase != "train_batch":
-            return self._copy_gradients()
-        if self._module_zero_grad is None:
-            return {}
-        # The hook may set gradients to zero, with which the optimizer also steps frozen parameters.
-        parameters = self.named_parameters()
-        return {name: None for name, p in parameters.items() if p.grad is not None}
+        clears = self._module_zero_grad is None and not has_own_zero_grad(self._optimizer)
+        has_none = (progress.is_window_end and clears) or progress.phase == "train_batch"
+        return {} if has_none else self._copy_gradients()
 
 
 class ManualOptimization(Optimization):
@@ -450,12 +448,15 @@ class ManualOptimization(Optimization):
         super().backward(loss, *args, **kwargs)
         self._stepped.clear()
 
-    def accumulated_gradients(self) -> dict[str, Tensor | None]:
-        """Return the gradients that no optimizer has used yet."""
-        groups = [group for index in self._stepped for group in self.optimizers[index].param_groups]
-        used = {id(parameter) for group in groups for parameter in group["params"]}
-        parameters, gradients = self.named_parameters(), self._copy_gradients()
-        return {name: g for name, g in gradients.items() if id(parameters[name]) not in used}
+    def accumulated_gradients(self) -> dict[str, Tensor]:
+        """Return all gradients, because a step may also add to those that an optimizer has used."""
+        are_used = len(self._stepped) == len(self.optimizers)
+        return {} if are_used and self.run.steps.is_model_parallel else self._copy_gradients()
+
+
+def has_own_zero_grad(optimizer: Optimizer) -> bool:
+    """Return whether a subclass of Optimizer, or the user, has overridden ``zero_grad``."""
+    return getattr(optimizer.zero_grad, "__func__", None) is not Optimizer.zero_grad
 
 
 def unscales_itself(optimizer: Optimizer) -> bool:

@@ -1,20 +1,54 @@
-"""Manual optimization that was killed continues after the last step, with the same bits."""
+"""A killed run whose gradients outlive a step continues after the last step, with the same bits."""
 
 import pytest
-from modules import Gan, make_loader
+from modules import Classifier, Gan, make_loader
 from runs import Snapshots, assert_same_end, fit, logs_of
+from torch.nn.functional import cross_entropy
 
 
 def loader():
     return make_loader(20)
 
 
+class KeepsGradients(Classifier):
+    """Adds to gradients that the optimizer has used, because it clears them in every second batch."""
+
+    def __init__(self):
+        super().__init__()
+        self.automatic_optimization = False
+
+    def training_step(self, batch, batch_idx):
+        loss = cross_entropy(self(batch[0]), batch[1])
+        self.manual_backward(loss)
+        self.optimizers().step()
+        if batch_idx % 2:
+            self.optimizers().zero_grad()
+        return loss
+
+
+class DecaysGradients(Classifier):
+    """Lets a part of the gradients of the last step remain."""
+
+    def optimizer_zero_grad(self, epoch, batch_idx, optimizer):
+        for parameter in self.parameters():
+            if parameter.grad is not None:
+                parameter.grad.mul_(0.5)
+
+
+MODULES = {
+    "toggled": lambda: Gan(True),
+    "plain": lambda: Gan(False),
+    "keeps gradients": KeepsGradients,
+    "decays gradients": DecaysGradients,
+}
+
+
 @pytest.mark.parametrize("every", [1, 3])
-@pytest.mark.parametrize("toggles", [True, False], ids=["toggled", "plain"])
-def test_manual_optimization_killed_at_any_batch_resumes_exactly(tmp_path, toggles, every):
+@pytest.mark.parametrize("name", MODULES)
+def test_a_run_killed_at_any_batch_restores_its_gradients(tmp_path, name, every):
     options = {"max_epochs": 2, "log_every_n_steps": 2, "save_every_n_steps": every}
     whole_root, copies = tmp_path / "whole", tmp_path / "killed"
-    make = lambda: Gan(toggles)  # noqa: E731
+    make = MODULES[name]
     whole = fit(whole_root, make, loader, callbacks=[Snapshots(whole_root, copies)], **options)
     for batches in (every, 4, 6, 9):
         root = copies / str(batches)
