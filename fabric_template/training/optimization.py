@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from contextlib import ExitStack
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -198,14 +198,15 @@ class Optimization:
         """Return the gradients that a checkpoint needs."""
         return {}
 
-    def _copy_gradients(self) -> dict[str, Tensor]:
+    def _copy_gradients(self, cleared: Collection[int] = ()) -> dict[str, Tensor]:
+        """Return the gradients, except those of the parameters with the given ids."""
         if self.run.steps.is_model_parallel:
             # FSDP accumulates gradients in private tensors, so a checkpoint cannot contain them.
             self.run.warn_once("A checkpoint in an accumulation window lacks sharded gradients.")
             return {}
-        parameters = self.named_parameters()
+        kept = {name: p for name, p in self.named_parameters().items() if id(p) not in cleared}
+        gradients = {name: p.grad for name, p in kept.items() if p.grad is not None}
         # Copy to the CPU, because the GPU may have no memory left.
-        gradients = {name: p.grad for name, p in parameters.items() if p.grad is not None}
         return {name: grad.to("cpu", copy=True) for name, grad in gradients.items()}
 
 
@@ -357,13 +358,20 @@ class AutomaticOptimization(Optimization):
                     parameter.grad = None
 
     def accumulated_gradients(self) -> dict[str, Tensor]:
-        """Return the gradients of an unfinished accumulation window."""
-        # During a batch, save no gradients. A resumed run repeats the whole accumulation window.
+        """Return the gradients that the next batch uses."""
+        progress, optimizer = self.run.progress, self._optimizer
+        if progress.phase == "train_batch":
+            # A resumed run repeats the whole accumulation window.
+            return {}
+        if not progress.is_window_end:
+            return self._copy_gradients()
+        if self.run.steps.is_model_parallel:
+            return {}
+        cleared: set[int] = set()
         # A zero_grad() of the user may keep gradients, or set them to zero instead of None.
-        progress = self.run.progress
-        clears = self._module_zero_grad is None and not has_own_zero_grad(self._optimizer)
-        has_none = (progress.is_window_end and clears) or progress.phase == "train_batch"
-        return {} if has_none else self._copy_gradients()
+        if self._module_zero_grad is None and not has_own_zero_grad(optimizer):
+            cleared = {id(p) for group in optimizer.param_groups for p in group["params"]}
+        return self._copy_gradients(cleared)
 
 
 class ManualOptimization(Optimization):

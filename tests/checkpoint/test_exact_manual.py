@@ -1,6 +1,7 @@
 """A killed run whose gradients outlive a step continues after the last step, with the same bits."""
 
 import pytest
+import torch
 from modules import Classifier, Gan, make_loader
 from runs import Snapshots, assert_same_end, fit, logs_of
 from torch.nn.functional import cross_entropy
@@ -35,7 +36,25 @@ class DecaysGradients(Classifier):
                 parameter.grad.mul_(0.5)
 
 
+class ClipsAll(Classifier):
+    """Clips with the norm of all gradients, also of a parameter that the optimizer lacks."""
+
+    def __init__(self):
+        super().__init__()
+        self.extra = torch.nn.Parameter(torch.ones(3))
+
+    def forward(self, x):
+        return super().forward(x) * self.extra
+
+    def configure_optimizers(self):
+        return torch.optim.SGD(self.net.parameters(), lr=0.1)
+
+    def configure_gradient_clipping(self, optimizer, gradient_clip_val, gradient_clip_algorithm):
+        torch.nn.utils.clip_grad_norm_(self.parameters(), 0.5)
+
+
 MODULES = {
+    "clips all": ClipsAll,
     "toggled": lambda: Gan(True),
     "plain": lambda: Gan(False),
     "keeps gradients": KeepsGradients,
