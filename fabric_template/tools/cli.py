@@ -354,6 +354,9 @@ def explain(parser: ArgumentParser, message: str) -> str:
         reasons = [reason for reason in union[2].split("- ") if "Expected a" not in reason]
         expected = " or ".join(sorted(union[1].split(", ")))
         text = " ".join(reasons) or f"got {union[3]}, expected {expected}."
+    if default := re.search(r"determine the import path for object (.*)\.$", text):
+        text = f"got {default[1]} as the default of an argument with the type Callable, expected a"
+        text += " function or None. Leave the type out, or create the object in the constructor."
     text = re.sub(r"<class '([\w.]+)'>", r"\1", text).replace(f"{__name__}.Class", "class")
     return f"--{'.'.join(dict.fromkeys(keys))}: {text}" if keys else text
 

@@ -380,6 +380,15 @@ def test_a_mistake_is_one_line_and_writes_nothing(capsys, argv, expected):
     assert not {"logs", "checkpoints"} & {path.name for path in Path().iterdir()}
 
 
+def test_a_default_without_an_import_path_is_named(capsys):
+    lines = ["import collections, functools, torch", "from lit import Lit", "class Model(Lit):"]
+    lines += ["    def __init__(self, act: collections.abc.Callable = functools.partial(torch.relu)): ..."]
+    Path("partials.py").write_text("\n".join(lines))
+    error = refused(capsys, "fit", "--model", "partials:Model", *FIT[3:])
+    assert "--model: got functools.partial(" in error
+    assert "as the default of an argument with the type Callable, expected a function or None." in error
+
+
 def test_errors_in_code_of_the_user_keep_their_traceback():
     with pytest.raises(ValueError, match="inside the step"):
         cli.main(["fit", "--model", "lit:Broken", *FIT[3:], *QUIET])
