@@ -184,8 +184,12 @@ def read_runs(path: Path, seeds: bool) -> list[Run]:
         raise ValueError(f"plot_logs: got {str(path)!r}, expected a folder or a CSV file.")
     runs: dict[str, Run] = {}
     all_found = find_runs(path)
+    counts = Counter(found["label"] for found in all_found)
     for found, table in zip(all_found, make_tables(all_found), strict=True):
         label = group = found["label"]
+        if counts[label] > 1:
+            # Two exports may contain runs of the same name.
+            label = group = f"{label} ({found['file'].name})"
         changed = dict(found["changed"])
         if seeds and changed.pop("seed", None) is not None and len(table):
             settings = [f"{option}={value}" for option, value in changed.items()]

@@ -214,6 +214,14 @@ def test_a_table_of_several_runs_is_split(columns, names):
     assert read_logs("all.csv")["name"].tolist() == [names[0]] * 2 + [names[1]] * 2
 
 
+def test_runs_of_the_same_name_in_two_files_are_two_lines():
+    Path("exports").mkdir()
+    for name, loss in (("a", 1), ("b", 5)):
+        write(f"fold,epoch,val_loss\n0,0,9\n0,1,{loss}\n1,0,8\n1,1,{loss}\n", f"exports/{name}.csv")
+    labels = [f"exports/fold={fold} ({name}.csv)" for fold in (0, 1) for name in "ab"]
+    assert {*lines_of(plot_logs("exports"))} == {*labels}
+
+
 def test_a_table_with_a_row_per_run_has_each_run():
     path = write('"Name","State","lr","epoch","val/loss"\n"a","finished",0.1,9,0.5\n"b","finished",0.2,9,0.4\n')
     runs = list_runs(path)
