@@ -420,6 +420,11 @@ INVALID = [
         lambda d: d["event"] and d["event"]["at"] == "hook" and not is_lightning(d),
     ),
     (
+        "a hook moves the weights by values of one process",
+        lambda d: d["ranks"] > 1
+        and {"keeps_outputs", "adds_noise", "captures_activations", "follows_best"} & set(d["hooks"]),
+    ),
+    (
         "the sampler of an own batch sampler is unknown, so two processes cannot share it",
         lambda d: d["ranks"] > 1 and d["sampler"].startswith("own_batches") and not is_lightning(d),
     ),

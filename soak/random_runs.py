@@ -384,7 +384,7 @@ class Report:
 
 
 def first_line(details):
-    return str(details[0]).splitlines()[0][:160]
+    return (str(details[0]).splitlines() or [""])[0][:160]
 
 
 def count_text(counts):
