@@ -284,6 +284,8 @@ class MiniLoop:
                 self._start_batches()
             self._call("on_train_start")
         if is_resumed:
+            # The hook may have set options again.
+            self._restore_options(self._resumed_options)
             # Draw no random numbers between this line and the first batch.
             self._load_state(self._resumed_state)
         while not self._is_done():
@@ -809,13 +811,30 @@ class MiniLoop:
 
     def _build_checkpoint(self) -> dict[str, Any]:
         """Return a checkpoint in Lightning's format, with MiniLoop's own state under one key."""
+        checkpoint = {
+            "epoch": self.current_epoch - (self.batches_done == 0),
+            "global_step": self.global_step,
+            "pytorch-lightning_version": lightning_version,
+            "loops": self._build_trainer_loops(),
+            "state_dict": self._unwrapped.state_dict(),
+            # Fabric gathers the state of a ZeroRedundancyOptimizer.
+            "optimizer_states": [self.fabric.strategy.get_optimizer_state(self.optimizer)],
+            "lr_schedulers": [config["scheduler"].state_dict() for config in self.schedulers],
+            type(self._precision).__qualname__: self._precision.state_dict(),
+        }
+        checkpoint = apply_to_collection(checkpoint, NUMPY, to_python)
+        return {**checkpoint, **self._hparams, "fabric_template": self._build_own_state()}
+
+    def _build_own_state(self) -> dict[str, Any]:
+        """Return the state that Trainer does not save. The list "ranks" has one item per process."""
         is_in_epoch = self.batches_done > 0
         epoch_start = self._epoch_start if is_in_epoch else None
         of_process = {"rng": self._state(), "epoch_start": epoch_start}
         of_process["before_next"] = self._before_next if is_in_epoch else None
         of_process |= {"sums": self._sums, "callback_metrics": self.callback_metrics}
         counts = {name: {"rows": n, "columns": c} for name, (n, c) in self._tables.items()}
-        own = {
+        options = {name: (value, getattr(self, name)) for name, value in self._given.items()}
+        return {
             "saved_at": max(time.time(), self._started_at),
             "progress": {
                 "epochs_done": self.current_epoch,
@@ -832,23 +851,17 @@ class MiniLoop:
                 "learning_rates": [float(self._learning_rate)],
             },
             "checkpoints": dict(self._best),
+            # The given and the current value of each option that hooks have changed.
+            "options": {name: pair for name, pair in options.items() if pair[0] != pair[1]},
             "flags": changed_flags(self._start_flags, flags_of(self._unwrapped)),
             "sampler_seed": self._sampler_seed,
             "ranks": self._gather(of_process),
         }
-        checkpoint = {
-            "epoch": self.current_epoch if is_in_epoch else self.current_epoch - 1,
-            "global_step": self.global_step,
-            "pytorch-lightning_version": lightning_version,
-            "loops": self._build_trainer_loops(),
-            "state_dict": self._unwrapped.state_dict(),
-            # Fabric gathers the state of a ZeroRedundancyOptimizer.
-            "optimizer_states": [self.fabric.strategy.get_optimizer_state(self.optimizer)],
-            "lr_schedulers": [config["scheduler"].state_dict() for config in self.schedulers],
-            type(self._precision).__qualname__: self._precision.state_dict(),
-        }
-        checkpoint = apply_to_collection(checkpoint, NUMPY, to_python)
-        return {**checkpoint, **self._hparams, "fabric_template": own}
+
+    def _restore_options(self, changed: dict[str, Any]) -> None:
+        for name, (given, value) in changed.items():
+            if name in self._given and self._given[name] == given:
+                setattr(self, name, value)
 
     def _build_trainer_loops(self) -> dict[str, Any]:
         """Return the counters of Trainer's loops, with which Trainer continues this run."""
@@ -889,6 +902,8 @@ class MiniLoop:
             module.training = flags["training"].get(place, module.training)
         self.current_epoch, self.global_step = progress["epochs_done"], progress["global_step"]
         self.batches_done = progress["batches_done"] if progress["is_in_epoch"] else 0
+        self._resumed_options = own.get("options", {})
+        self._restore_options(self._resumed_options)
         # Job schedulers restart finished runs, too.
         self.should_stop = is_automatic and own["stop"]["should_stop"]
         self._resumed_state, self._epoch_start = of_process["rng"], of_process.get("epoch_start")
@@ -1172,6 +1187,7 @@ class MiniLoop:
 
     def _prepare_training(self, resumed: dict[str, Any]) -> None:
         """Find what checkpoints contain, and check the resumed checkpoint and the modules' modes."""
+        self._given = {name: getattr(self, name) for name in SMALLEST}
         self._hparams = find_hparams(self.model)
         own, saved = to_plain(self.hparams or {}), to_plain(self._hparams["hyper_parameters"])
         other = [name for name in own.keys() & saved.keys() if own[name] != saved[name]]

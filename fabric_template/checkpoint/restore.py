@@ -169,6 +169,7 @@ def restore_training(run: Run, checkpoint: dict[str, Any]) -> None:
     own = run.plan.start.training_state(run.stop.max_steps != -1)
     if own["writer"] == "MiniLoop":
         restore_mini_attributes(run)
+    restore_options(run, own.get("options", {}))
     check_counters(run, own["progress"])
     epochs_done, max_epochs = own["progress"]["epochs_done"], run.stop.max_epochs
     if -1 < max_epochs < epochs_done:
@@ -183,6 +184,14 @@ def restore_training(run: Run, checkpoint: dict[str, Any]) -> None:
         # stopped. resume="auto" keeps should_stop, because job schedulers restart ended runs, too.
         own.pop("stop", None)
     load_states(run, own)
+
+
+def restore_options(run: Run, changed: dict[str, Any]) -> None:
+    """Set the options that hooks of the saved run had changed, unless this run has other ones."""
+    options = vars(run.plan.config)
+    for name, (given, value) in changed.items():
+        if name in options and options[name] == given:
+            setattr(run.loop, name, value)
 
 
 def check_counters(run: Run, counters: dict[str, Any]) -> None:
@@ -243,14 +252,14 @@ def restore_position(run: Run) -> None:
         # Trainer saves no random states.
         run.data.load_loader_states(own["loader_states"])
         return
+    # Hooks such as on_train_start may have set the options again.
+    restore_options(run, own.get("options", {}))
     if own["writer"] == "MiniLoop":
         # MiniLoop saves no positions of loaders.
         run.data.check_restart()
         restore_network(run, own["flags"], {})
     else:
         check_settings(run, own["settings"])
-        if own["accumulate_grad_batches"]:
-            run.loop.accumulate_grad_batches = own["accumulate_grad_batches"]
         restore_network(run, own["flags"], of_process["gradients"])
         of_process["results"] = move_data_to_device(of_process["results"], run.fabric.device)
         load_states(run, of_process)

@@ -110,15 +110,12 @@ def own_state(run: Run) -> dict[str, Any]:
         "gradients": run.optimization.accumulated_gradients(),
         **states_of(run, per_process=True),
     }
-    # Save only the values that hooks have changed. The resumed run computes the other values.
-    window = run.progress.accumulate_grad_batches
-    is_changed = window != run.plan.config.accumulate_grad_batches
     outside = run.optimization.outside_parameters()
     return {
         "writer": "FabricLoop",
         **states_of(run, per_process=False),
         "saved_at": run.checkpoints.folders.save_time(),
-        "accumulate_grad_batches": window if is_changed else None,
+        "options": changed_options(run),
         "flags": run.steps.changed_flags(run.optimization.named_parameters()),
         "outside_parameters": {name: value.detach() for name, value in outside.items()},
         "parameter_groups": names_of_groups(run),
@@ -126,6 +123,17 @@ def own_state(run: Run) -> dict[str, Any]:
         # Save the seed even if no loader has used it, because a resumed run may use it.
         "sampler_seed": run.data.common_seed(),
         "ranks": gather_objects(run, of_process),
+    }
+
+
+def changed_options(run: Run) -> dict[str, tuple[Any, Any]]:
+    """Return the given and the current value of each option that hooks have changed."""
+    current = vars(run.config)
+    pairs = {name: (value, current[name]) for name, value in vars(run.plan.config).items()}
+    return {
+        name: pair
+        for name, pair in pairs.items()
+        if isinstance(pair[1], bool | int | float | str | None) and pair[0] != pair[1]
     }
 
 

@@ -348,6 +348,41 @@ def test_containers_in_attributes_are_resumed_by_both_loops(writer, reader):
     assert (found.counts, found.sums) == (whole.counts, whole.sums)
 
 
+class ChangesOptions(Classifier):
+    """Changes options of its loop in the second epoch, and fails in the third one if asked to."""
+
+    fails = False
+
+    def on_train_epoch_start(self):
+        if self.current_epoch == 1:
+            self.trainer.gradient_clip_val, self.trainer.accumulate_grad_batches = 0.05, 2
+            self.trainer.max_epochs = 5
+        if self.current_epoch == 2 and self.fails:
+            raise ZeroDivisionError
+
+
+@pytest.mark.parametrize("reader", LOOPS)
+@pytest.mark.parametrize("writer", LOOPS)
+def test_options_that_hooks_have_changed_are_restored(writer, reader):
+    def train(kind, name, fails=False, resume=None):
+        torch.manual_seed(1)
+        module = ChangesOptions()
+        module.fails = fails
+        known_class, options = LOOPS[kind]
+        loop = known_class(max_epochs=3, name=name, accelerator="cpu", **options)
+        try:
+            loop.fit(module, make_loader(), resume=resume)
+        except ZeroDivisionError:
+            assert fails
+        return module, loop.current_epoch
+
+    whole, epochs = train("FabricLoop", "whole")
+    train(writer, "parts", fails=True)
+    module, found = train(reader, "parts", resume="last")
+    assert found == epochs == 5
+    assert_same_weights(whole, module)
+
+
 def test_rows_by_validation_and_resume_in_mid_epoch():
     """Rows after steps 7, 14, ... and at the end; the epoch of the checkpoint continues at its batch."""
     options = {"validate_every_n_steps": 7, "max_epochs": -1}
