@@ -823,7 +823,8 @@ class MiniLoop:
             type(self._precision).__qualname__: self._precision.state_dict(),
         }
         checkpoint = apply_to_collection(checkpoint, NUMPY, to_python)
-        return {**checkpoint, **self._hparams, "fabric_template": self._build_own_state()}
+        own = self._build_own_state()
+        return {**checkpoint, **self._hparams, "fabric_template": own}
 
     def _build_own_state(self) -> dict[str, Any]:
         """Return the state that Trainer does not save. The list "ranks" has one item per process."""
