@@ -740,10 +740,13 @@ class MiniLoop:
         seconds = time.monotonic() - self._row_started
         share = round(min(self._waited / max(seconds, 1e-9), 1.0), 3)
         is_slow = share > 0.1 and self._waited >= 0.1
-        # A value that the user has logged as "lr", "time" or "waiting" has precedence.
+        # A value that the user has logged under one of these names has precedence.
         row.setdefault("lr", float(self._learning_rate))
         row.setdefault("time", seconds)
         row.setdefault("waiting", share)
+        if self.fabric.device.type == "cuda":
+            peak = torch.cuda.max_memory_allocated(self.fabric.device)
+            row.setdefault("gpu_memory", round(peak / 2**30, 3))
         self._row_started, self._waited, self._validated = time.monotonic(), 0.0, {}
         for sums in self._sums[1:]:
             sums.clear()
