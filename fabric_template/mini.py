@@ -284,7 +284,7 @@ class MiniLoop:
                 self._start_batches()
             self._call("on_train_start")
         if is_resumed:
-            # The hook may have set options again.
+            # The hook may have changed the options that were restored before it.
             self._restore_options(self._resumed_options)
             # Draw no random numbers between this line and the first batch.
             self._load_state(self._resumed_state)
@@ -945,7 +945,7 @@ class MiniLoop:
             check(is_intact(path), f"{path}: the file is damaged. Use another checkpoint.")
             return path, read_checkpoint(path)
         skipped: list[Path] = []
-        # A version may contain the characters of a pattern.
+        # The version may contain characters such as * and [, which have a meaning in patterns.
         folders = self._checkpoints.glob(glob.escape(str(self.version)) if self.version else "*")
         for folder in sorted(folders, key=age_of, reverse=True):
             # A run may have been killed between the saves of its first best.ckpt and last.ckpt.
@@ -1701,7 +1701,7 @@ def convert_attributes(of_process: dict[str, Any], parts: Iterable[str]) -> dict
         if path.partition(".")[0] != "model":
             return None
         place = path.removeprefix("model").removeprefix(".")
-        # FabricLoop saves the buffers of a module under a path of their own.
+        # FabricLoop adds "buffers" to the name of a module, and saves its buffers under this name.
         place = place if place in parts else place.removesuffix("buffers").removesuffix(".")
         converted.setdefault(place, {})[name] = value
     return converted

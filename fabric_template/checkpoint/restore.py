@@ -215,7 +215,7 @@ def restore_mini_attributes(run: Run) -> None:
         part = modules.get(place)
         buffers = getattr(part, "_buffers", {})
         for name, value in attributes.items():
-            # The attribute may be one of the class.
+            # The attribute may be a class attribute.
             is_known = name in {**getattr(part, "__dict__", {}), **buffers} or hasattr(
                 type(part), name
             )
@@ -252,7 +252,7 @@ def restore_position(run: Run) -> None:
         # Trainer saves no random states.
         run.data.load_loader_states(own["loader_states"])
         return
-    # Hooks such as on_train_start may have set the options again.
+    # Hooks such as on_train_start may have changed the options that were restored before.
     restore_options(run, own.get("options", {}))
     if own["writer"] == "MiniLoop":
         # MiniLoop saves no positions of loaders.

@@ -163,7 +163,7 @@ def finish_averaging(run: Run) -> None:
         return
     callbacks = run.hooks.callbacks_of("WeightAveraging")
     for callback in run.hooks.callbacks_of("StochasticWeightAveraging"):
-        # With BatchNorm, an additional epoch has already set the averaged weights. Skip this then.
+        # Skip a callback whose additional epoch for BatchNorm has already set the averaged weights.
         if callback.swa_end in (run.progress.epochs_done - 1, math.inf):
             callbacks.append(callback)
     run.hooks.call_callbacks("on_train_end", callbacks=callbacks)

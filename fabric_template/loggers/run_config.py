@@ -189,7 +189,7 @@ def describe_batch_size(loader: Any) -> Any:
 
 
 def collect_class_config(part: str, given: Any, unknown: dict[str, str]) -> dict[str, Any] | None:
-    """Return the class of an object and the arguments that ``save_hyperparameters`` kept."""
+    """Return an object's class, and the arguments that ``save_hyperparameters`` has saved."""
     kind = type(given)
     if kind.__module__ == "__main__" or "." in kind.__qualname__:
         unknown[part] = f"{kind.__qualname__} of {kind.__module__}, which cannot be imported"

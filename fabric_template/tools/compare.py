@@ -169,7 +169,7 @@ def explain(quantity: str, first: Record, second: Record, step: int) -> tuple[st
 
 
 def explain_loss(first: Record, second: Record) -> tuple[str, str]:
-    # A step without a backward pass has no recorded modules.
+    # Without a backward pass, no modules in eval mode were recorded.
     modes = first.get("eval modules", []), second.get("eval modules", [])
     if len(modes[0]) != len(modes[1]):
         which = "first" if len(modes[0]) > len(modes[1]) else "second"

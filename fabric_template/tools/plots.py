@@ -377,7 +377,7 @@ def choose_colors(runs: list[Run], metrics: list[Metric]) -> None:
 
 
 def rank_runs(runs: list[Run], metrics: list[Metric]) -> list[Run]:
-    """Sort runs by the best value of the first drawn metric that is not of training."""
+    """Sort runs by the best value of the first drawn metric that is not a training metric."""
     ranking = sorted(metrics, key=lambda metric: metric.split == "train")[0]
     mode = best_mode(ranking.column, runs[0].options)
 

@@ -54,7 +54,7 @@ def run_plan(plan: Plan) -> Any:
     fabric = plan.loop.fabric
     is_launching = starts_processes(fabric)
     if not is_launching:
-        # The parts of a run depend on the rank of this process.
+        # Run(plan) needs the rank of this process, which is known after the processes have joined.
         join_processes(fabric)
     run = Run(plan)
     try:

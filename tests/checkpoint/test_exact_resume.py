@@ -302,7 +302,7 @@ class FreezesAndKeepsZeros(Net):
         return torch.optim.SGD(self.parameters(), lr=0.1, momentum=0.9)
 
 
-def test_frozen_parameters_with_gradients_of_zero_move_on_after_a_resume(tmp_path):
+def test_frozen_parameters_with_zero_gradients_still_move_after_a_resume(tmp_path):
     def train(epochs, folder, resume=None):
         torch.manual_seed(1)
         module = FreezesAndKeepsZeros()

@@ -80,7 +80,7 @@ def test_a_validation_step_without_return_warns(name):
         fit(name, options={"monitor": "val_loss"}, val=make_loader(), validation_step=forgets)
 
 
-def test_module_that_trains_nothing_has_no_metric():
+def test_a_module_that_returns_no_loss_has_no_metric_to_monitor():
     class Forgets(pl.LightningModule):
         def __init__(self):
             super().__init__()

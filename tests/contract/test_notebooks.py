@@ -80,7 +80,7 @@ def test_the_lessons_are_numbered():
 
 
 @pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
-def test_runs_from_a_clean_kernel(path, tmp_path):
+def test_a_notebook_runs_in_a_new_kernel(path, tmp_path):
     """Each cell shows the kinds of output that are committed, and each comparison is True."""
     committed = read(path)
     executed = execute(committed, tmp_path)
@@ -93,7 +93,7 @@ def test_runs_from_a_clean_kernel(path, tmp_path):
 
 
 @pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
-def test_is_committed_with_outputs_that_name_no_machine(path):
+def test_a_notebook_has_outputs_that_name_no_machine(path):
     notebook = read(path)
     nbformat.validate(notebook)
     for text in texts(notebook):

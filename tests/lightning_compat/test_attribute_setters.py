@@ -73,7 +73,7 @@ def test_option_is_set_before_fit_or_in_a_hook(hook, name, value, tmp_path):
     assert_same(sides)
 
 
-def test_a_wrong_value_is_refused_as_in_the_constructor():
+def test_an_attribute_refuses_the_values_that_its_option_refuses():
     loop = FabricLoop(**quiet())
     with pytest.raises(ConfigurationError, match="limit_val_batches: got 1.5"):
         loop.limit_val_batches = 1.5

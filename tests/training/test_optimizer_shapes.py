@@ -155,7 +155,7 @@ class Lit(pl.LightningModule):
 
 
 @pytest.mark.parametrize("name", OPTIMIZERS)
-def test_equals_a_loop_by_hand_and_resumes(tmp_path, name):
+def test_each_optimizer_equals_a_loop_by_hand_and_resumes(tmp_path, name):
     make = OPTIMIZERS[name]
     expected = train_by_hand(make, name in NEEDS_CLOSURE).state_dict()
     whole, net = train(make, tmp_path / "whole")

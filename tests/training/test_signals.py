@@ -95,7 +95,7 @@ def test_notebook_gets_the_history(tmp_path, notebook, at, hook, number, options
     assert_resumes(tmp_path, whole, on_step, val_loader, **options)
 
 
-def test_a_signal_in_the_last_hook_of_max_steps_allows_a_resume(tmp_path, notebook):
+def test_a_run_that_a_signal_stops_in_the_last_hook_can_be_resumed(tmp_path, notebook):
     whole = fit(tmp_path / "whole", train=train, max_epochs=2)
     interrupt = LambdaCallback(on_train_epoch_end=lambda *_: signal.raise_signal(signal.SIGINT))
     fit(tmp_path / "cut", train=train, max_steps=4, callbacks=[interrupt])
