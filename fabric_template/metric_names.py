@@ -78,8 +78,8 @@ def is_metric(column: str) -> bool:
     return parts[-1] not in DURATIONS and not ("time" in parts and find_direction(name) is None)
 
 
-# mini.py has a copy of the rest of this file, because it imports nothing of the package.
-# The parts of names whose smallest value is the best, or the largest, or neither.
+# mini.py imports nothing of the package, so it has its own copy of the following code.
+# Names of metrics, or parts of them, by the best value: the smallest, the largest, or neither.
 SMALLEST_IS_BEST = """
     loss losses abs_rel ade aepe aic asd assd bce bic bits bpb bpc bpd bpp brier brisque ce cer
     chamfer cost cross_entropy crossentropy crps dcf der deviance distance distortion divergence ece

@@ -85,7 +85,7 @@ SMALLEST |= {"validate_every_n_steps": 1, "log_every_n_steps": 0, "gradient_clip
 # The values that log() accepts for the other arguments of Trainer's self.log.
 LOG_ARGUMENTS = {"reduce_fx": "mean", "enable_graph": False, "sync_dist_group": None}
 LOG_ARGUMENTS |= {"rank_zero_only": False, "add_dataloader_idx": True, "logger": True}
-# What to write instead, for errors of torch whose advice does not apply in a loop.
+# The messages of torch whose advice does not apply in a loop, and what to write instead.
 INSTEAD = {
     "numpy.ndarray": "batch: got NumPy arrays in a step, expected tensors. Write TensorLoader(x, y,"
     " batch_size=32), or convert the batch in the step with torch.as_tensor.",
@@ -1770,7 +1770,7 @@ def set_rng_state(state: dict[str, Any]) -> None:
 
 # Metrics
 
-# The parts of names whose smallest value is the best, or the largest, or neither.
+# Names of metrics, or parts of them, by the best value: the smallest, the largest, or neither.
 SMALLEST_IS_BEST = """
     loss losses abs_rel ade aepe aic asd assd bce bic bits bpb bpc bpd bpp brier brisque ce cer
     chamfer cost cross_entropy crossentropy crps dcf der deviance distance distortion divergence ece

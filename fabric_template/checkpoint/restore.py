@@ -187,7 +187,7 @@ def restore_training(run: Run, checkpoint: dict[str, Any]) -> None:
 
 
 def restore_options(run: Run, changed: dict[str, Any]) -> None:
-    """Set the options that hooks of the saved run had changed, unless this run has other ones."""
+    """Set the options that hooks changed in the saved run, unless this run got other values."""
     options = vars(run.plan.config)
     for name, (given, value) in changed.items():
         if name in options and options[name] == given:

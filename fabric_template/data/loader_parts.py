@@ -215,7 +215,7 @@ class StreamState:
         self._loaded = None
 
     def attributes(self) -> dict[Place, Any]:
-        """Return the changed attributes, without what load_state_dict has set."""
+        """Return the changed attributes, with the saved values of those that load_state_dict has set."""
         attributes = {**self._plain.changed_attributes(), **self._unused()}
         return {place: value for place, value in attributes.items() if value is not REMOVED}
 

@@ -168,7 +168,7 @@ def describe_optimizer(optimizer: Any) -> dict[str, Any]:
     """Return an optimizer's class and arguments. An argument that differs by group is a list."""
     described: dict[str, Any] = {"class": type(optimizer).__name__}
     for name in optimizer.defaults:
-        # A scheduler may have changed "lr" already, and keeps the first value.
+        # A scheduler may have changed "lr" already. It saves the first value as "initial_lr".
         values = [to_plain(g.get(f"initial_{name}", g.get(name))) for g in optimizer.param_groups]
         described[name] = values if any(value != values[0] for value in values) else values[0]
     return described

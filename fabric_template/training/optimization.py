@@ -88,7 +88,7 @@ class Optimization:
         self.lightning_optimizers = [wrap_optimizer(item, strategy) for item in optimizers]
 
     def start(self) -> AutomaticOptimization | ManualOptimization:
-        """Return the optimization that trains with these optimizers."""
+        """Return an automatic or manual optimization with these optimizers."""
         is_automatic = self.run.module.automatic_optimization
         optimization = (AutomaticOptimization if is_automatic else ManualOptimization)(self.run)
         optimization.use(self.optimizers, self.lr_schedulers)

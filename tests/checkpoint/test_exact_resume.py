@@ -189,7 +189,7 @@ FAILURES = {
 
 @pytest.mark.parametrize("options", [{}, {"accumulate_grad_batches": 4, "val_check_interval": 3}], ids=str)
 @pytest.mark.parametrize("hook", FAILURES)
-def test_resume_after_an_exception(tmp_path, hook, options):
+def test_a_run_resumes_exactly_after_an_exception(tmp_path, hook, options):
     train = lambda: TensorLoader(*tensors(), batch_size=4, shuffle=True, generator=seeded())  # noqa: E731
     options = {"num_sanity_val_steps": 0, "save_every_n_steps": 2, **options}
     whole = fit(tmp_path / "whole", train, **options)
@@ -338,7 +338,7 @@ class RandomSplit(pl.LightningDataModule):
 
 
 @pytest.mark.parametrize("batch", [3, 8])
-def test_validation_data_that_are_drawn_after_the_kill(tmp_path, batch):
+def test_validation_data_that_are_drawn_after_the_kill_are_the_same(tmp_path, batch):
     options = {**loud(tmp_path / "whole"), "max_epochs": 4, "check_val_every_n_epoch": 2, "num_sanity_val_steps": 0}
     options |= {"save_every_n_steps": 1, "seed": 3}
     ends = []

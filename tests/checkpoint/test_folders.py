@@ -99,7 +99,7 @@ class Odd(Plain):
 
 
 @pytest.mark.parametrize("name", ["[1]", "a[b]c", "%s {0}", "ü ñ 漢字", "-x", "run.ckpt", "..."])
-def test_names_with_special_characters(tmp_path, name):
+def test_names_with_special_characters_resume_exactly(tmp_path, name):
     monitor = 'val_[a]*/..\\"%,ü\n'
     options = {"name": name, "version": f"{name}-0", "monitor": monitor, "mode": "min", "save_top_k": 2}
     root = tmp_path / "[x] *" / name

@@ -79,7 +79,7 @@ def test_no_value_of_an_earlier_validation_is_repeated(tmp_path):
 
 
 @pytest.mark.parametrize(("every", "steps"), [(1, range(1, 13)), (5, [5, 10]), (50, None), (0, None)])
-def test_log_every_n_steps(tmp_path, every, steps):
+def test_log_every_n_steps_selects_the_rows_of_steps_csv(tmp_path, every, steps):
     fit(tmp_path, Known, four, max_epochs=3, log_every_n_steps=every)
     found = logs_of(tmp_path)[1]
     if steps is None:

@@ -63,7 +63,7 @@ def copy_to(folder):
     assert copy_command(str(folder / "somewhere" / "my_loop")) == 0
 
 
-def test_the_folder_under_another_name_trains_without_us(tmp_path):
+def test_a_copy_under_another_name_trains_without_the_package(tmp_path):
     copy_to(tmp_path)
     done = run(TRAIN, tmp_path)
     assert done.returncode == 0, done.stderr[-3000:]
@@ -83,7 +83,7 @@ def test_the_copy_cannot_import_fabric_template(tmp_path):
 
 
 @pytest.mark.parametrize("path", FILES, ids=lambda path: path.relative_to(PACKAGE).as_posix())
-def test_no_file_imports_us_by_name(path):
+def test_no_file_imports_the_package_by_name(path):
     for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
         names = []
         if isinstance(node, ast.Import):

@@ -245,7 +245,7 @@ def test_a_resume_of_a_finished_run_changes_nothing(tmp_path, loop_name, limit):
 
 
 @pytest.mark.parametrize("loop_name", LOOPS)
-def test_resume_after_a_kill_between_two_files(tmp_path, loop_name):
+def test_a_run_killed_before_its_first_last_ckpt_resumes_exactly(tmp_path, loop_name):
     """The first best.ckpt is complete, and last.ckpt does not exist yet."""
     options = {"monitor": "val_loss", "make_loader": LOADERS["shuffled"]}
     expected, rows = train(loop_name, tmp_path / "whole", max_epochs=3, **options)

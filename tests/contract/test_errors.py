@@ -113,7 +113,7 @@ def test_a_wrong_loss_is_refused(tmp_path, step, kind, message):
 
 
 @pytest.mark.parametrize("argument", ["resume", "load"])
-def test_checkpoint_that_cannot_be_used(tmp_path, argument):
+def test_a_checkpoint_that_is_damaged_or_of_another_size_is_refused(tmp_path, argument):
     fit(tmp_path / "other", max_epochs=1)
     path = tmp_path / "other/checkpoints/run/version_0/last.ckpt"
     root = tmp_path / "mine"
@@ -143,7 +143,7 @@ def test_load_takes_a_file_that_is_a_state_dict(tmp_path):
     assert all(map(torch.equal, trained.parameters(), model.parameters()))
 
 
-def test_monitor_that_is_never_logged(tmp_path):
+def test_a_monitor_that_is_never_logged_is_an_error_after_the_epoch(tmp_path):
     """The error is raised at the end of the first epoch, after its checkpoint is saved."""
     call = fitting(tmp_path, Classifier(), make_loader(), val_loader(), options={"monitor": "val_mse"})
     with pytest.raises(ValueError, match=r"^monitor: got 'val_mse', expected a logged metric: .*'val_loss'"):

@@ -383,7 +383,7 @@ def test_options_that_hooks_have_changed_are_restored(writer, reader):
     assert_same_weights(whole, module)
 
 
-def test_rows_by_validation_and_resume_in_mid_epoch():
+def test_a_step_based_run_resumes_exactly_within_an_epoch():
     """Rows after steps 7, 14, ... and at the end; the epoch of the checkpoint continues at its batch."""
     options = {"validate_every_n_steps": 7, "max_epochs": -1}
     _, expected, rows = fit("MiniLoop", "whole", -1, max_steps=24, **{**options})
@@ -446,7 +446,7 @@ def test_generators_in_a_container_are_refused(kind):
         fit("MiniLoop", "run", 1, make_module=Holds)
 
 
-def test_max_steps_within_an_epoch_and_resume():
+def test_a_run_that_max_steps_ends_within_an_epoch_resumes():
     _, expected, whole = fit("MiniLoop", "whole", -1, max_steps=24)
     _, _, rows = fit("MiniLoop", "parts", -1, max_steps=14)
     assert rows["step"].tolist() == [10, 14]

@@ -177,7 +177,7 @@ def test_a_step_that_trains_the_network_itself_is_refused(name, case, accumulate
 
 
 @OF_LOOP
-def test_objects_that_train_themselves(name):
+def test_an_object_whose_step_calls_backward_is_refused(name):
     class Model:
         def __init__(self):
             self.net = make_net()

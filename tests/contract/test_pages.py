@@ -204,7 +204,7 @@ def test_compare_proves_the_readmes_example(tmp_path):
     assert compare_scripts(tmp_path, old=old, new=new).startswith("equal    no difference in 15 steps")
 
 
-def test_no_figure_that_the_results_do_not_have():
+def test_the_figures_of_the_readme_are_in_the_results():
     results = (REPOSITORY / "benchmarks" / "RESULTS.md").read_text(encoding="utf-8")
     figures = set(re.findall(r"(?<![\w.-])\d+(?:,\d{3})*(?:\.\d+)?(?![\w-])", section(README, "## Measured")))
     assert len(figures) > 4

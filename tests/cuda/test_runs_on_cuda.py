@@ -41,7 +41,7 @@ def test_the_module_stays_where_it_was_given(tmp_path, kind, optimizers):
 
 
 @pytest.mark.parametrize("fused", [False, True])
-def test_an_optimizer_that_has_stepped_on_the_cpu(fused):
+def test_an_optimizer_that_has_stepped_on_the_cpu_trains_on_the_gpu(fused):
     """Its state moves to the device and back: a loop by hand, fit, by hand."""
     net = nn.Linear(8, 3)
     optimizer = torch.optim.Adam(net.parameters(), lr=0.01, fused=fused)

@@ -209,5 +209,5 @@ def test_resume_reads_a_stream_from_the_start_of_its_epoch(tmp_path):
 
 
 @pytest.mark.parametrize("make", [Slices, Nested, cycle])
-def test_parity_of_a_stream_that_continues(make):
+def test_a_stream_that_continues_in_each_epoch_has_trainers_bits(make):
     assert_parity(Classifier, make, make, max_epochs=3)

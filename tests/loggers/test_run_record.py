@@ -107,7 +107,7 @@ def test_the_commit_and_the_number_of_changed_files_are_recorded(kind):
 
 @pytest.mark.parametrize("kind", LOOPS)
 @pytest.mark.parametrize("content", [None, "#!/bin/sh\nexec sleep 30\n", "#!/bin/sh\nexit 128\n"])
-def test_git_that_is_missing_slow_or_fails(kind, content, monkeypatch):
+def test_a_missing_slow_or_failing_git_stops_no_run(kind, content, monkeypatch):
     Path("bin").mkdir()
     path = os.path.abspath("bin")
     if content is not None:
@@ -185,7 +185,7 @@ WAYS = [train_by_hand, train_with_functions, train_a_module, train_a_trial]
 
 @pytest.mark.parametrize("kind", LOOPS)
 @pytest.mark.parametrize("way", WAYS)
-def test_the_settings_of_the_best_run(kind, way, capsys):
+def test_changed_settings_are_shown_for_each_run(kind, way, capsys):
     for rate in (0.1, 0.4):
         way(kind, rate)
     runs = list_runs().sort_values("best")

@@ -186,7 +186,7 @@ def test_options_of_model_data_and_fabric_reach_their_objects(capsys):
     assert "net.1.weight" in weights("run/version_1")
 
 
-def test_callbacks_by_their_class_and_loggers_by_their_name(capsys):
+def test_fit_takes_callbacks_by_class_and_loggers_by_name(capsys):
     argv = ["--callbacks+=EarlyStopping", "--callbacks.monitor=val_loss", "--callbacks.stopping_threshold", 100]
     argv += ["--callbacks+=lit:Hears", "--callbacks.text", "hello", "--logger", "tensorboard", "--max_epochs", 5]
     code, out, _ = run(capsys, *FIT, *QUIET, *argv)

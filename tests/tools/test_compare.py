@@ -278,7 +278,7 @@ def test_a_mistake_is_explained(tmp_path, first, second, options, step, quantity
     assert fix in result.fix
 
 
-def test_optimizers_that_take_turns():
+def test_a_step_of_another_optimizer_is_found():
     def train(order):
         torch.manual_seed(0)
         nets = [Script().net(), nn.Sequential(nn.Linear(3, 4), nn.Linear(4, 1))]

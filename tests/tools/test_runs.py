@@ -61,7 +61,7 @@ def test_list_runs_returns_a_row_per_run():
     assert rows == [{**common, **row, **folder} for row, folder in zip(expected, folders, strict=True)]
 
 
-def test_list_runs_without_runs():
+def test_list_runs_of_an_empty_folder_is_empty():
     Path("logs").mkdir()
     assert list(list_runs()["state"]) == []
     with pytest.raises(ValueError, match="got 'nowhere', expected a folder"):

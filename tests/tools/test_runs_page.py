@@ -127,7 +127,7 @@ def test_many_options_and_long_values_share_a_column():
     assert column(page, "other options")[1][0] == f"path={'/data/1' * 9}, option_8=1, option_9=1"
 
 
-def test_runs_with_and_without_finite_values():
+def test_values_that_are_not_finite_are_left_out():
     write_run(val_loss=[math.nan, math.inf, -math.inf], train_loss=[math.inf, 2.0, math.nan])
     write_run(version=1, rows=0)
     page = make_page()

@@ -113,7 +113,7 @@ def test_resume_is_exact(tmp_path, hook, at, options):
 
 
 @pytest.mark.parametrize("hook", ["training_step", "before the step", "on_train_batch_end", "validation_step"])
-def test_resume_after_an_exception_in_manual_optimization(tmp_path, hook):
+def test_manual_optimization_resumes_exactly_after_an_exception(tmp_path, hook):
     options = {"max_epochs": 2, "num_sanity_val_steps": 0, "save_every_n_steps": 2}
     loaders = lambda: make_loader(24), val_loader  # noqa: E731
     whole = fit(tmp_path / "whole", lambda: Fails(manual=True), *loaders, **options)

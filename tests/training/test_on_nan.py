@@ -81,7 +81,7 @@ def test_on_nan_stop_ends_training_after_one_infinite_loss(tmp_path, every, stop
     assert (loop.global_step, saved_step(loop)) == (stops_at, 5)
 
 
-def test_stop_before_the_first_checkpoint(tmp_path):
+def test_on_nan_stop_before_the_first_checkpoint_saves_none(tmp_path):
     with pytest.warns(UserWarning, match="at step 5 "):
         loop, _, _ = fit(tmp_path, {0}, on_nan="stop", min_epochs=2)
     assert loop.checkpoint_path("last") is None

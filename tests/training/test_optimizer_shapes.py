@@ -293,7 +293,7 @@ class ComplexAndHalf(nn.Module):
 
 
 @pytest.mark.parametrize("make", [Sparse, ComplexAndHalf, lambda: nn.Sequential(Sparse(), nn.Linear(3, 3))])
-def test_log_grad_norm(tmp_path, make):
+def test_log_grad_norm_logs_the_norm_of_all_gradients(tmp_path, make):
     """The norm is that of all gradients as one dense vector."""
     torch.manual_seed(3)
     net, expected = make(), []
