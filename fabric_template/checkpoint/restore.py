@@ -169,7 +169,10 @@ def restore_training(run: Run, checkpoint: dict[str, Any]) -> None:
     own = run.plan.start.training_state(run.stop.max_steps != -1)
     if own["writer"] == "MiniLoop":
         restore_mini_attributes(run)
-    restore_options(run, own.get("options", {}))
+    # Other options may have to be as given until on_train_start.
+    options = own.get("options", {})
+    limits = {name: options[name] for name in ("max_epochs", "max_steps") if name in options}
+    restore_options(run, limits)
     check_counters(run, own["progress"])
     epochs_done, max_epochs = own["progress"]["epochs_done"], run.stop.max_epochs
     if -1 < max_epochs < epochs_done:

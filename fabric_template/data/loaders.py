@@ -534,18 +534,17 @@ def combine_loaders(source: Any, is_training: bool = False) -> CombinedLoader:
         # CombinedLoader uses a class of torch that is deprecated.
         warnings.filterwarnings("ignore", ".*LeafSpec", FutureWarning)
         combined = CombinedLoader(source, mode)
-    is_list = isinstance(source, list | tuple)
-    if any(_is_batch(part, is_list) for part in combined.flattened):
+    parts = combined.flattened
+    is_list = isinstance(source, list | tuple) and all(map(_is_other_object, parts))
+    if is_list or any(isinstance(part, Tensor | np.ndarray) for part in parts):
         return with_loaders(CombinedLoader(None, mode), [source])
     return combined
 
 
-def _is_batch(value: Any, is_in_list: bool) -> bool:
-    """Return whether a value is an array, or an object in a list that cannot be a loader."""
+def _is_other_object(value: Any) -> bool:
+    """Return whether a value can only be a batch, because it is no loader and no plain value."""
     is_plain = value is None or isinstance(value, bool | int | float | str | bytes | type)
-    is_iterable = isinstance(value, Iterable) or hasattr(value, "__getitem__")
-    is_object = is_in_list and not is_plain and not is_iterable
-    return isinstance(value, Tensor | np.ndarray) or is_object
+    return not (is_plain or isinstance(value, Iterable) or hasattr(value, "__getitem__"))
 
 
 def with_loaders(combined: CombinedLoader, loaders: list[Any]) -> CombinedLoader:
