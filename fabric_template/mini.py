@@ -956,7 +956,7 @@ class MiniLoop:
                 text = f"{damaged}: the file is damaged. Using the previous checkpoint instead."
                 warnings.warn(text, stacklevel=3)
             if found and intact is None:
-                # Do not use an older run instead.
+                # All checkpoints of the newest run are damaged. Do not continue an older run.
                 break
             checkpoint = {} if intact is None else read_checkpoint(intact)
             if checkpoint and not is_replaced(checkpoint, folder):
@@ -1860,7 +1860,7 @@ class Placeholder:
 def load_file(file: Path | io.BytesIO) -> dict[str, Any]:
     """Load a file of torch.save with a placeholder for each object that torch.load refuses."""
     find_names = getattr(torch.serialization, "get_unsafe_globals_in_checkpoint", None)
-    # Reading the names moves the position in a file that is in memory.
+    # Search a copy, because the search moves the position in an io.BytesIO.
     names = find_names(copy.copy(file)) if find_names else []
     kinds: Any = [(type(name, (Placeholder,), {}), name) for name in names]
     with torch.serialization.safe_globals(kinds):

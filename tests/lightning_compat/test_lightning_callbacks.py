@@ -211,7 +211,7 @@ def test_callbacks_log_as_in_trainer(tmp_path):
     assert "log" not in vars(ours.callbacks[0])  # as it was found
 
 
-def test_callbacks_have_trainers_order_and_the_modules_replace_others(tmp_path):
+def test_callbacks_of_the_module_replace_others_and_come_in_trainers_order(tmp_path):
     """Checkpoint callbacks come last. The module's own callbacks replace those of their classes."""
 
     class Stop(cb.EarlyStopping):
