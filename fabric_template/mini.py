@@ -100,6 +100,8 @@ END: Any = object()  # Marks the end of a loader.
 CHECKPOINTS = ("last.ckpt", "best.ckpt", "epoch=*-step=*.ckpt")
 # Attributes that every nn.Module has. They are not the user's own state.
 MODULE_ATTRIBUTES = vars(nn.Module()).keys()
+# Attributes of optimizers that state_dict contains, or that schedulers set for a warning.
+OPTIMIZER_ATTRIBUTES = ("state", "param_groups", "_opt_called", "_step_count")
 GENERATORS = (torch.Generator, random.Random, np.random.Generator, np.random.RandomState)
 NUMPY: Any = (np.generic, np.ndarray)
 # The types of the attributes that checkpoints contain, besides tensors and NumPy arrays.
@@ -458,10 +460,14 @@ class MiniLoop:
             self._epoch_start = {**state, "parts": parts}
         else:
             # Draw the same order of samples again.
+            kept = []
             for place, start in self._start_states.items():
-                if place.startswith("train "):
-                    load_plain_state(self._parts[place], start, self.fabric.device)
-            self._load_state(self._epoch_start)
+                if place.startswith(("train ", "val ")) and start:
+                    attributes = vars(self._parts[place])
+                    kept.append((attributes, {n: attributes[n] for n in start if n in attributes}))
+                    self._load_parts({place: start}, is_in_place=False)
+            self._load_parts(self._epoch_start["parts"], is_in_place=False)
+            set_rng_state(self._epoch_start)
         batches, length = iter(self.train_loader), self.num_training_batches
         if length == math.inf and self.fabric.world_size > 1:
             batches = until_first_end(batches, self.fabric)
@@ -469,6 +475,9 @@ class MiniLoop:
         if self.batches_done > 0:
             for _ in range(self.batches_done):
                 next(self._batches)
+            # The model and the loaders may share lists and tensors, so put these objects back.
+            for attributes, values in kept:
+                attributes.update(values)
             self._load_state(state)
 
     def _mark_last(self, batches: Iterator[Any], length: float) -> Iterator[tuple[bool, Any]]:
@@ -493,7 +502,7 @@ class MiniLoop:
         changed = {}
         for place, part in self._parts.items():
             start, state = self._start_states.get(place, {}), {}
-            for name, value in plain_state(part, self.fabric.device).items():
+            for name, value in self._plain_state(place).items():
                 is_random = isinstance(getattr(part, name), GENERATORS)
                 if is_random or name not in start or not is_same(value, start[name]):
                     state[name] = value
@@ -501,10 +510,34 @@ class MiniLoop:
                 changed[place] = state
         return {**get_rng_state(), "parts": changed}
 
+    def _plain_state(self, place: str) -> dict[str, Any]:
+        # Loaders and data sets save no objects, such as a stream that a model holds, too.
+        is_loader = place.startswith(("train ", "val "))
+        saved = [self.optimizer, *(config["scheduler"] for config in self.schedulers)]
+        return plain_state(self._parts[place], self.fabric.device, None if is_loader else saved)
+
     def _load_state(self, state: dict[str, Any]) -> None:
         set_rng_state(state)
-        for place, changed in state.get("parts", {}).items():
-            load_plain_state(self._parts.get(place), changed, self.fabric.device)
+        self._load_parts(state.get("parts", {}))
+
+    def _load_parts(self, states: dict[str, dict[str, Any]], is_in_place: bool = True) -> None:
+        """Restore attributes. Parts that share a list or a tensor keep sharing it."""
+        holders: dict[int, list[Any]] = defaultdict(list)
+        for place, part in self._parts.items():
+            for name, value in getattr(part, "__dict__", {}).items():
+                holders[id(value)].append(states.get(place, {}).get(name, END))
+        weights = set(map(address_of, self._unwrapped.state_dict().values())) - {None}
+
+        def can_fill(current: Any, value: Any) -> bool:
+            """Return whether all objects that hold a value get the same new value."""
+            is_weight = address_of(current) in weights
+            if not is_in_place or (is_weight and not is_same(current, value)):
+                return False
+            first, *others = holders.get(id(current), [END])
+            return all(is_same(first, other) for other in others)
+
+        for place, state in states.items():
+            load_plain_state(self._parts.get(place), state, self.fabric.device, can_fill)
 
     def _train_batches(self) -> Iterator[Any]:
         """Yield the remaining batches of the epoch. Set _is_last before the last batch."""
@@ -1184,6 +1217,8 @@ class MiniLoop:
         self.optimizers = optimizers  # Modules read this attribute of Trainer.
         self.optimizer, self._learning_rate = optimizers[0], math.nan
         self._num_groups: int = len(self.optimizer.param_groups)
+        if type(self.optimizer).state_dict is torch.optim.Optimizer.state_dict:
+            self._parts["optimizer"] = self.optimizer
         self.schedulers = [make_scheduler_config(item, self.optimizer) for item in schedulers]
         states = [config["scheduler"].state_dict() for config in self.schedulers]
         states += [self.optimizer.param_groups, self._unwrapped.state_dict()]
@@ -1198,8 +1233,7 @@ class MiniLoop:
         text = f"hparams: got other values of {other} than the model has saved. Leave them out, or"
         check(not other, f"{text} give them other names.")
         self._settings = {**saved, **own}
-        device, parts = self.fabric.device, self._parts.items()
-        self._start_states = {place: plain_state(part, device) for place, part in parts}
+        self._start_states = {place: self._plain_state(place) for place in self._parts}
         if resumed:
             self._check_resume(resumed)
         modes = [module.training for module in self.network.modules()]
@@ -1601,18 +1635,28 @@ def load_optimizer(optimizer: Any, saved: dict[str, Any]) -> None:
 # State that no state_dict() has
 
 
-def plain_state(part: Any, device: torch.device) -> dict[str, Any]:
-    """Return an object's random states, and its encoded plain attributes."""
+def plain_state(part: Any, device: torch.device, saved: list[Any] | None) -> dict[str, Any]:
+    """Return an object's random states, its encoded plain attributes, and states of objects.
+
+    Args:
+        saved: Save the state of any object in an attribute but these. None: of no object.
+    """
     values, is_module = {**getattr(part, "__dict__", {})}, isinstance(part, nn.Module)
     if is_module:
         values = {name: values[name] for name in values if name not in MODULE_ATTRIBUTES}
         values.update((name, part._buffers[name]) for name in part._non_persistent_buffers_set)
+    elif isinstance(part, torch.optim.Optimizer):
+        values = {name: values[name] for name in values if name not in OPTIMIZER_ATTRIBUTES}
     found = {}
     for name, value in values.items():
         if isinstance(value, GENERATORS):
             found[name] = random_state(value)
             continue
         with suppress(TypeError):
+            if saved is not None and is_stateful(value):
+                if not any(value is other for other in saved):
+                    found[name] = "state", encode(value.state_dict(), device, None)
+                continue
             found[name] = encode(value, device, None if is_module else 10_000)
         if name not in found and isinstance(value, list | tuple | dict):
             items = islice(value.values() if isinstance(value, dict) else value, 64)
@@ -1620,6 +1664,14 @@ def plain_state(part: Any, device: torch.device) -> dict[str, Any]:
             text = f"{name}: got random generators in a {type(value).__name__}, expected each in"
             check(not has_generators, f"{text} an attribute of its own. Or use FabricLoop.")
     return found
+
+
+def is_stateful(value: Any) -> bool:
+    """Return whether a value saves its own state. Modules and loaders are saved elsewhere."""
+    kind = type(value)
+    has_methods = hasattr(kind, "state_dict") and hasattr(kind, "load_state_dict")
+    is_loader = hasattr(kind, "__iter__") or hasattr(kind, "__getitem__")
+    return has_methods and not is_loader and not isinstance(value, nn.Module)
 
 
 def encode(value: Any, device: torch.device, most: int | None, depth: int = 0) -> Any:
@@ -1675,21 +1727,57 @@ def decode(encoded: Any, device: torch.device) -> Any:
     return made
 
 
-def load_plain_state(part: Any, state: dict[str, Any], device: torch.device) -> None:
+def load_plain_state(
+    part: Any, state: dict[str, Any], device: torch.device, can_fill: Callable[[Any, Any], bool]
+) -> None:
     for name, value in state.items() if part is not None else ():
         places = [vars(part), part._buffers if isinstance(part, nn.Module) else {}]
-        current = getattr(part, name, None)
+        current: Any = getattr(part, name, None)
         if isinstance(current, np.random.Generator):
             current.bit_generator.state = value
         elif isinstance(current, random.Random):
             current.setstate(value)
         elif isinstance(current, torch.Generator | np.random.RandomState):
             current.set_state(value)
+        elif isinstance(value, tuple) and value[0] == "state":
+            text = (
+                f"resume: got a state of {name!r}, which was created during training and is missing"
+            )
+            check(is_stateful(current), f"{text} now. Create it in __init__.")
+            current.load_state_dict(decode(value[1], device))
         else:
             value = decode(value, device)
             if isinstance(value, defaultdict):
                 value.default_factory = getattr(current, "default_factory", None)
-            places[name in places[1]][name] = value
+            if not (can_fill(current, value) and fill(current, value)):
+                places[name in places[1]][name] = value
+
+
+def fill(current: Any, value: Any) -> bool:
+    """Give a tensor or a container another content. Return False if it is of another kind."""
+    names = ("shape", "dtype", "requires_grad", "maxlen")
+    if any(getattr(current, name, None) != getattr(value, name, None) for name in names):
+        return False
+    if type(current) is not type(value):
+        return False
+    if isinstance(current, Tensor | np.ndarray):
+        with torch.no_grad():
+            current[...] = value
+    elif isinstance(current, list | deque):
+        current.clear()
+        current.extend(value)
+    elif isinstance(current, dict | set):
+        current.clear()
+        current.update(value)
+    else:
+        return False
+    return True
+
+
+def address_of(value: Any) -> int | None:
+    """Return the address of a tensor's memory, which its views share, or None."""
+    is_dense = isinstance(value, Tensor) and value.layout is torch.strided
+    return value.untyped_storage().data_ptr() if is_dense else None
 
 
 def convert_attributes(of_process: dict[str, Any], parts: Iterable[str]) -> dict[str, Any] | None:

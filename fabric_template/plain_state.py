@@ -5,7 +5,8 @@ values. Only attributes that have changed since the start are saved. They are sa
 a kind and its contents, which torch.load(weights_only=True) reads. Values of other types are left
 out. An error never reaches the caller: it becomes a warning, and the attribute is left out.
 
-The values are keyed by place: the names of the object and of its attribute.
+The values are keyed by place: the names of the object and of its attribute. Of an attribute that has
+state_dict() and load_state_dict(), such as a scheduler that a module steps itself, the state is saved.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ from __future__ import annotations
 import warnings
 import zlib
 from collections import Counter, OrderedDict, defaultdict, deque
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from typing import Any
@@ -138,6 +139,14 @@ def _digest_array(array: np.ndarray) -> Any:
 
 def is_plain_dtype(dtype: np.dtype) -> bool:
     return not dtype.hasobject and dtype.names is None
+
+
+def is_stateful(value: Any) -> bool:
+    """Return whether a value saves its own state. Modules and loaders are saved elsewhere."""
+    kind = type(value)
+    has_methods = hasattr(kind, "state_dict") and hasattr(kind, "load_state_dict")
+    is_loader = hasattr(kind, "__iter__") or hasattr(kind, "__getitem__")
+    return has_methods and not is_loader and not isinstance(value, nn.Module)
 
 
 # Encoding values
@@ -283,6 +292,12 @@ def replace_content(current: Any, value: Any) -> bool:
     return True
 
 
+def load_object(current: Any, state: Any) -> None:
+    if not is_stateful(current):
+        raise ValueError("an object with a state was created during training, and is missing now")
+    current.load_state_dict(state)
+
+
 # Objects
 
 
@@ -335,7 +350,17 @@ class PlainState:
         self._parts, self._network = parts, network
         self._device = torch.device("cpu") if device is None else device
         self._warned: set[str] = set()
+        # The objects whose state is saved by others, by id. None: save no states of objects.
+        self._saved: dict[int, Any] | None = None
         self._at_start = self.digests()
+
+    def add(self, parts: dict[str, Part], saved: Iterable[Any]) -> None:
+        """Save further objects, and the states of objects in attributes, except for the given ones."""
+        self._saved = {id(part): part for part in saved}
+        self._parts |= parts
+        for place, found in self.digests().items():
+            if place[0] in parts:
+                self._at_start[place] = found
 
     def generators(self) -> dict[str, Any]:
         """Return each generator once, keyed by the names of its object and attribute."""
@@ -366,9 +391,14 @@ class PlainState:
         changed: dict[Place, Any] = {}
         for place, value in self.attributes():
             with self._guarded(f"the attribute {'.'.join(place)}"):
-                if digest(value) != self._at_start.get(place, self):
+                if self._is_saved_as_state(value):
+                    changed[place] = "state", encoder.encode_attribute(value.state_dict())
+                elif digest(value) != self._at_start.get(place, self):
                     changed[place] = encoder.encode_attribute(value)
         return changed
+
+    def _is_saved_as_state(self, value: Any) -> bool:
+        return self._saved is not None and id(value) not in self._saved and is_stateful(value)
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self.load_generator_states(state["generators"])
@@ -394,6 +424,10 @@ class PlainState:
                 namespace.pop(attribute, None)
                 continue
             with self._guarded(f"the attribute {name}.{attribute}"):
+                if isinstance(encoded, tuple) and encoded[0] == "state":
+                    if is_in_place:
+                        load_object(namespace.get(attribute), decoder.decode(encoded[1]))
+                    continue
                 if id(encoded) not in placed:
                     current, value = namespace.get(attribute), decoder.decode(encoded)
                     is_alone = len(targets.get(id(current), ())) <= 1

@@ -15,7 +15,7 @@ from lightning.fabric.utilities import move_data_to_device
 from torch import Tensor, nn
 
 from ..errors import CheckpointError, ConfigurationError, OtherModelError
-from ..plain_state import Decoder
+from ..plain_state import Decoder, load_object
 from ..rng_state import is_generator, restore_rng_state
 from .distributed import SHARDS_KEY, load_shards
 from .state import key_of, run_settings
@@ -213,11 +213,15 @@ def restore_mini_attributes(run: Run) -> None:
     """Restore the attributes of modules that MiniLoop has saved."""
     parts = run.plan.start.state_of_process(run.fabric.global_rank)["rng"].get("parts", {})
     modules = {**dict(run.network.named_modules()), "": run.model}
+    modules["optimizer"] = run.optimization.optimizers[0]
     decoder = Decoder(run.fabric.device)
     for place, attributes in parts.items():
         part = modules.get(place)
         buffers = getattr(part, "_buffers", {})
         for name, value in attributes.items():
+            if isinstance(value, tuple) and value[0] == "state":
+                load_object(getattr(part, name, None), decoder.decode(value[1]))
+                continue
             # The attribute may be a class attribute.
             is_known = name in {**getattr(part, "__dict__", {}), **buffers} or hasattr(
                 type(part), name
@@ -246,17 +250,29 @@ def load_states(run: Run, states: dict[str, Any]) -> None:
 
 def restore_position(run: Run) -> None:
     """Restore random generators, loaders and running sums right before training continues."""
+    attributes = restore_states(run)
+    if run.progress.is_in_epoch:
+        run.data.train.set_epoch()
+        run.data.train.start()
+    # The samplers have drawn the order of the epoch with the values that the model shares with them.
+    if attributes is not None:
+        run.plain_state.load_state_dict(attributes)
+
+
+def restore_states(run: Run) -> dict[str, Any] | None:
+    """Restore what the loaders need. Return the state of the attributes of the other objects."""
     rank = run.fabric.global_rank
     of_process = run.plan.start.state_of_process(rank)
     own = run.plan.start.take()
     if not own:
-        return
+        return None
     if own["writer"] == "Trainer":
         # Trainer saves no random states.
         run.data.load_loader_states(own["loader_states"])
-        return
+        return None
     # Hooks such as on_train_start may have changed the options that were restored before.
     restore_options(run, own.get("options", {}))
+    attributes: dict[str, Any] | None = of_process.pop("plain_state", None)
     if own["writer"] == "MiniLoop":
         # MiniLoop saves no positions of loaders.
         run.data.check_restart()
@@ -273,6 +289,7 @@ def restore_position(run: Run) -> None:
         torch.manual_seed(seed)
         np.random.seed(seed % 2**32)
         random.seed(seed)
+    return attributes
 
 
 def check_settings(run: Run, saved: dict[str, Any]) -> None:

@@ -34,6 +34,8 @@ _COUNTS = ("ready", "started", "processed", "completed")
 # Lightning sets these attributes itself.
 _OF_MODULE = frozenset(vars(LightningModule()))
 _OF_DATAMODULE = frozenset(vars(LightningDataModule()))
+# Optimizers save the first two themselves. Schedulers set the other ones, for a warning.
+_OF_OPTIMIZER = ("state", "param_groups", "_opt_called", "_step_count")
 # StochasticWeightAveraging sets the momentum of BatchNorm, and sets it back at the end of training.
 _OF_AVERAGING = _OF_MODULE | {"momentum"}
 _LIGHTNINGS_CALLBACKS = ("lightning.pytorch.callbacks.", "pytorch_lightning.callbacks.")
@@ -314,6 +316,26 @@ def make_plain_state(run: Run) -> PlainState:
         has_no_state = overridden(run.datamodule, "state_dict") is None
         parts["datamodule"] = Part(run.datamodule, _OF_DATAMODULE, has_no_state)
     return PlainState(parts, run.fabric.device, run.network)
+
+
+def watch_optimizers(run: Run) -> None:
+    """Save the attributes of the optimizers, and the states of objects in attributes of the model.
+
+    The states of the run's own optimizers, schedulers and callbacks are in the checkpoint anyway.
+    """
+    optimization = run.optimization
+    optimizers, schedulers = optimization.optimizers, optimization.lr_schedulers
+    parts = {
+        f"optimizer.{index}": Part(item, _OF_OPTIMIZER, has_attributes=not has_own_state(item))
+        for index, item in enumerate(optimizers)
+    }
+    saved = [*optimizers, *optimization.lightning_optimizers, *run.hooks.callbacks, run.datamodule]
+    run.plain_state.add(parts, [*saved, *(config.scheduler for config in schedulers)])
+
+
+def has_own_state(optimizer: Any) -> bool:
+    usual = torch.optim.Optimizer.state_dict
+    return getattr(type(optimizer), "state_dict", usual) is not usual
 
 
 def parts_of_model(run: Run) -> Iterator[tuple[str, Part]]:

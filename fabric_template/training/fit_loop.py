@@ -92,9 +92,7 @@ def start_epoch(run: Run) -> None:
 
 
 def resume_epoch(run: Run) -> None:
-    """Restart the loader at its saved position, and finish an interrupted batch."""
-    run.data.train.set_epoch()
-    run.data.train.start()
+    """Finish an interrupted batch. The loader is at its saved position."""
     if run.progress.phase in PHASES_AFTER_BATCH:
         run_phases(run, run.progress.phase)
 

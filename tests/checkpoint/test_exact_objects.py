@@ -1,0 +1,185 @@
+"""Objects that keep a state outside of state_dict resume exactly in both loops, killed anywhere."""
+
+import csv
+from itertools import count
+
+import pytest
+import torch
+from modules import Classifier, make_data
+from runs import TIMES
+from torch.optim.lr_scheduler import LambdaLR
+from torch.utils.data import DataLoader
+
+from fabric_template import FabricLoop, MiniLoop
+
+SAVES = {FabricLoop: "save_every_n_steps", MiniLoop: "validate_every_n_steps"}
+
+
+class KilledError(Exception):
+    pass
+
+
+class Model(Classifier):
+    """A classifier that is killed before the training step with a given number."""
+
+    kill_at = None
+
+    def __init__(self):
+        super().__init__()
+        self.counter = count()
+
+    def training_step(self, batch, batch_idx):
+        if next(self.counter) == self.kill_at:
+            raise KilledError
+        return super().training_step(batch, batch_idx)
+
+
+class NoisySGD(torch.optim.SGD):
+    """SGD with noise from its own generator, which becomes smaller with each step."""
+
+    def __init__(self, params, lr):
+        super().__init__(params, lr)
+        self.generator, self.steps = torch.Generator().manual_seed(3), 0
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        loss = super().step(closure)
+        self.steps += 1
+        for parameter in self.param_groups[0]["params"]:
+            noise = torch.randn(parameter.shape, generator=self.generator)
+            parameter.add_(noise, alpha=0.01 / self.steps)
+        return loss
+
+
+class Noisy(Model):
+    def configure_optimizers(self):
+        return NoisySGD(self.parameters(), 0.1)
+
+
+class StepsItself(Model):
+    """Steps a scheduler that the loop does not know."""
+
+    def configure_optimizers(self):
+        optimizer = super().configure_optimizers()
+        self.schedule = LambdaLR(optimizer, lambda step: 0.8**step)
+        return optimizer
+
+    def on_train_batch_end(self, *args):
+        self.schedule.step()
+
+
+class Average:
+    """Averages weights, with a state_dict, but it is no module."""
+
+    def __init__(self, net):
+        self.mean = {name: value.clone() for name, value in net.state_dict().items()}
+
+    def update(self, net):
+        for name, value in net.state_dict().items():
+            self.mean[name].lerp_(value, 0.1)
+
+    def state_dict(self):
+        return dict(self.mean)
+
+    def load_state_dict(self, state):
+        self.mean = dict(state)
+
+
+class Averaged(Model):
+    """Keeps its weights near their average."""
+
+    def __init__(self):
+        super().__init__()
+        self.average = Average(self.net)
+
+    def training_step(self, batch, batch_idx):
+        pairs = [(p, self.average.mean[name]) for name, p in self.net.named_parameters()]
+        return super().training_step(batch, batch_idx) + sum(((p - q) ** 2).sum() for p, q in pairs)
+
+    def on_train_batch_end(self, *args):
+        self.average.update(self.net)
+
+
+class View(Model):
+    """Changes a buffer through an attribute that is a view of the buffer."""
+
+    def __init__(self):
+        super().__init__()
+        self.register_buffer("scales", torch.ones(2))
+        self.first = self.scales[0]
+
+    def training_step(self, batch, batch_idx):
+        self.first.add_(0.1)
+        return super().training_step(batch, batch_idx) * self.scales[0]
+
+
+class Weighted:
+    """Samples in proportion to weights, which the model changes."""
+
+    def __init__(self, weights):
+        self.weights = weights
+
+    def __len__(self):
+        return len(self.weights)
+
+    def __iter__(self):
+        weights = torch.as_tensor(self.weights)
+        return iter(torch.multinomial(weights, len(self), replacement=True).tolist())
+
+
+class Weights(Model):
+    def __init__(self, weights):
+        super().__init__()
+        self.weights = weights
+
+    def training_step(self, batch, batch_idx):
+        label = int(batch[1][0])
+        self.weights[label] = self.weights[label] + 1.0
+        return super().training_step(batch, batch_idx)
+
+
+def shuffled(make):
+    return lambda: (make(), DataLoader(make_data(16), 4, shuffle=True))
+
+
+def shared(make_weights):
+    def make():
+        weights = make_weights()
+        return Weights(weights), DataLoader(make_data(16), 4, sampler=Weighted(weights))
+
+    return make
+
+
+CASES = {
+    "optimizer": shuffled(Noisy),
+    "scheduler": shuffled(StepsItself),
+    "object": shuffled(Averaged),
+    "view of a buffer": shuffled(View),
+    "shared tensor": shared(lambda: torch.ones(16)),
+    "shared list": shared(lambda: [1.0] * 16),
+}
+
+
+def train(kind, root, make, kill_at=None, resume=None):
+    """Return the weights and the rows of a run."""
+    torch.manual_seed(1)
+    model, loader = make()
+    model.kill_at = kill_at
+    quiet = {"enable_progress_bar": False, "enable_model_summary": False, "num_sanity_val_steps": 0}
+    options = {**(quiet if kind is FabricLoop else {}), SAVES[kind]: 2, "max_epochs": 3}
+    loop = kind(default_root_dir=str(root), accelerator="cpu", **options)
+    loop.fit(model, loader, DataLoader(make_data(8), 4), resume=resume)
+    text = next((root / "logs").rglob("metrics.csv")).read_text()
+    rows = [{n: v for n, v in row.items() if n not in TIMES} for row in csv.DictReader(text.split())]
+    return {name: value.tolist() for name, value in model.state_dict().items()}, rows
+
+
+@pytest.mark.parametrize("kind", SAVES)
+@pytest.mark.parametrize("name", CASES)
+def test_state_of_objects_is_exact_after_a_kill(tmp_path, name, kind):
+    whole = train(kind, tmp_path / "whole", CASES[name])
+    for batches in (2, 3, 5, 8, 11):
+        root = tmp_path / str(batches)
+        with pytest.raises(KilledError):
+            train(kind, root, CASES[name], kill_at=batches)
+        assert train(kind, root, CASES[name], resume="last") == whole
