@@ -48,8 +48,10 @@ from dataclasses import dataclass, fields, is_dataclass
 from difflib import get_close_matches
 from functools import cache, partial
 from itertools import chain, count, islice, repeat
+from logging import Logger
 from numbers import Real
 from pathlib import Path
+from types import FunctionType, MethodType, ModuleType
 from typing import IO, Any
 
 import numpy as np
@@ -104,6 +106,8 @@ MODULE_ATTRIBUTES = vars(nn.Module()).keys()
 OPTIMIZER_ATTRIBUTES = ("state", "param_groups", "_opt_called", "_step_count")
 GENERATORS = (torch.Generator, random.Random, np.random.Generator, np.random.RandomState)
 NUMPY: Any = (np.generic, np.ndarray)
+# Values of data sets that are neither searched nor saved as objects.
+NOT_ENTERED = (type, FunctionType, MethodType, ModuleType, Logger, Tensor, nn.Module, Fabric)
 # The types of the attributes that checkpoints contain, besides tensors and NumPy arrays.
 ATOMS = frozenset((type(None), bool, int, float, complex, str, bytes))
 CONTAINERS: dict[str, Any] = {kind.__name__: kind for kind in (list, tuple, set, frozenset, deque)}
@@ -1145,10 +1149,11 @@ class MiniLoop:
             reset_seed()
         seed = int(os.environ.get("PL_GLOBAL_SEED", 0))
         self._sampler_seed = resumed.get("fabric_template", {}).get("sampler_seed", seed)
-        parts = dict(self._unwrapped.named_modules())
-        parts[""] = unwrap_compiled(self.model)
-        parts.update((f"train {name}", part) for name, part in parts_of(train).items())
+        parts = {f"train {name}": part for name, part in parts_of(train).items()}
         parts.update((f"val {name}", part) for name, part in parts_of(val).items())
+        # A data set may hold the model, too.
+        parts.update(self._unwrapped.named_modules())
+        parts[""] = unwrap_compiled(self.model)
         places = {id(part): place for place, part in parts.items()}
         self._parts = {place: parts[place] for place in places.values()}
         self.train_loader, self.val_loader = self._share(train, True), self._share(val, False)
@@ -1500,17 +1505,24 @@ def parts_of(loader: Any) -> dict[str, Any]:
     names = ("sampler", "batch_sampler", "dataset", "collate_fn")
     parts = {name: getattr(loader, name, None) for name in names}
     parts["inner sampler"] = getattr(parts["batch_sampler"], "sampler", None)
-    parts.update((f"dataset {n}", part) for n, part in enumerate(datasets_in(parts["dataset"])))
+    parts.update((f"dataset {n}", part) for n, part in enumerate(objects_in(parts["dataset"])))
     return {"loader": loader, **parts}
 
 
-def datasets_in(dataset: Any) -> Iterator[Any]:
-    """Yield the datasets inside a dataset of torch, such as Subset or ConcatDataset."""
-    if type(dataset).__module__.startswith("torch."):
-        inner = getattr(dataset, "datasets", [getattr(dataset, "dataset", None)])
-        for part in inner.values() if isinstance(inner, dict) else inner:
-            yield part
-            yield from datasets_in(part)
+def objects_in(dataset: Any) -> list[Any]:
+    """Return the objects inside a data set, such as the data set of a Subset, or a transform."""
+    found, waiting = {id(dataset): dataset}, deque([dataset])
+    while waiting and len(found) < 64:
+        part = waiting.popleft()
+        attributes = part if isinstance(part, dict) else getattr(part, "__dict__", {})
+        for value in part if isinstance(part, list | tuple) else attributes.values():
+            is_short = isinstance(value, list | tuple | dict) and len(value) <= 500
+            is_known = isinstance(value, (*NOT_ENTERED, *GENERATORS, MiniLoop))
+            is_object = hasattr(value, "__dict__") and not is_known
+            if id(value) not in found and (is_short or is_object):
+                found[id(value)] = value
+                waiting.append(value)
+    return [part for part in found.values() if hasattr(part, "__dict__") and part is not dataset]
 
 
 def set_epoch(loader: Any, epoch: int) -> None:

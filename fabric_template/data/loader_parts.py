@@ -9,6 +9,7 @@ from contextlib import contextmanager, suppress
 from copy import deepcopy
 from functools import partial
 from itertools import islice
+from logging import Logger
 from types import FunctionType, MethodType, ModuleType
 from typing import Any
 
@@ -31,9 +32,10 @@ from .tensor_loader import TensorLoader
 # Values that contain no objects of a stream.
 _LEAVES = (
     *(str, bytes, int, float, type, FunctionType, MethodType, ModuleType, io.IOBase, type(None)),
-    *(torch.Tensor, torch.Generator, nn.Module, np.ndarray, np.generic),
+    *(torch.Tensor, torch.Generator, nn.Module, np.ndarray, np.generic, Logger),
 )
 _MOST_VALUES = 500
+_MOST_OBJECTS = 64
 _LIGHTNING = ("lightning.", "pytorch_lightning.")
 _LIBRARIES = ("torch.", "torchdata.", *_LIGHTNING)
 # A stream may hold the loop or a callback, whose attributes are not state of the stream.
@@ -43,6 +45,8 @@ _DRAWING_SAMPLERS: Any = (
 )
 # DataLoader sets these attributes itself.
 _OF_LOADER = frozenset(vars(DataLoader([])))  # type: ignore[arg-type]
+# The loop sets the epoch of a sampler.
+_OF_SAMPLER = ("epoch",)
 # The iterator of a pass is not part of the state between passes.
 _ITERATOR_OF_PASS = ("_iterator",)
 
@@ -68,7 +72,7 @@ def parts_of_order(loader: Any) -> dict[str, Part]:
     samplers = samplers_of(loader)
     samplers += [part.given_sampler for part in samplers if hasattr(part, "given_sampler")]
     parts = {
-        f"sampler {index}": Part(part, has_attributes=not (has_state(part) or is_of_library(part)))
+        f"sampler {index}": Part(part, _OF_SAMPLER, has_attributes=not has_state(part))
         for index, part in enumerate(samplers)
     }
     has_attributes = not (has_state(loader) or isinstance(loader, TensorLoader))
@@ -84,9 +88,10 @@ def parts_of_samples(loader: Any) -> dict[str, Part]:
 
 
 def objects_of_samples(dataset: Any, collate_fn: Any) -> dict[str, Any]:
-    """Return the dataset with the datasets inside it, and the objects of the collate_fn."""
-    found, inside = {"dataset": dataset}, list(datasets_in(dataset))
-    found.update({f"dataset {index}": part for index, part in enumerate(inside)})
+    """Return the dataset with the objects inside it, and the objects of the collate_fn."""
+    found: dict[str, Any] = {"dataset": dataset}
+    if not has_state(dataset):
+        found.update(objects_in(dataset))
     if isinstance(collate_fn, partial):
         arguments = [collate_fn.func, *collate_fn.args, *collate_fn.keywords.values()]
         found.update({f"collate_fn {index}": part for index, part in enumerate(arguments)})
@@ -94,16 +99,12 @@ def objects_of_samples(dataset: Any, collate_fn: Any) -> dict[str, Any]:
     return {name: part for name, part in found.items() if not isinstance(part, type | ModuleType)}
 
 
-def datasets_in(dataset: Any) -> Iterator[Any]:
-    """Yield the datasets inside a Subset, a ConcatDataset or another dataset of torch."""
-    if not is_of_library(dataset):
-        return
-    datasets = getattr(dataset, "datasets", ())
-    inner = datasets.values() if isinstance(datasets, dict) else datasets
-    for part in (getattr(dataset, "dataset", None), *inner):
-        if part is not None:
-            yield part
-            yield from datasets_in(part)
+def objects_in(dataset: Any) -> dict[str, Any]:
+    """Return the objects inside a dataset, such as the dataset of a Subset, or a transform."""
+    values = find_values(dataset, enters_data=False)
+    values.pop("stream", None)
+    objects = ((name, value) for name, value in values.items() if hasattr(value, "__dict__"))
+    return {f"dataset {name}": value for name, value in islice(objects, _MOST_OBJECTS)}
 
 
 def is_of_library(part: Any) -> bool:
@@ -155,11 +156,14 @@ def starts_over(iterator: Iterator[Any]) -> bool:
     return code is not None and bool(code.co_names)
 
 
-def find_values(owner: Any, enters_iterators: bool = True) -> dict[str, Any]:
+def find_values(
+    owner: Any, enters_iterators: bool = True, enters_data: bool = True
+) -> dict[str, Any]:
     """Return an object, and the values in its attributes and containers, keyed by their names.
 
     Args:
         enters_iterators: Include the attributes of iterators, which ``__iter__`` may have created.
+        enters_data: Enter the first items of long containers, too.
     """
     found: dict[str, Any] = {}
     waiting, seen = deque([("stream", owner)]), set()
@@ -176,6 +180,9 @@ def find_values(owner: Any, enters_iterators: bool = True) -> dict[str, Any]:
         items: Any = value if isinstance(value, dict) else getattr(value, "__dict__", {})
         if isinstance(value, list | tuple):
             items = dict(enumerate(value[:_MOST_VALUES]))
+        is_long = isinstance(value, dict | list | tuple) and len(value) > _MOST_VALUES
+        if is_long and not enters_data:
+            continue
         for key, item in islice(items.items(), _MOST_VALUES):
             if key not in _ITERATOR_OF_PASS:
                 waiting.append((f"{name}.{key}", item))

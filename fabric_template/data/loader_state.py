@@ -23,7 +23,7 @@ from torch.utils.data import DataLoader, IterableDataset, get_worker_info
 
 from ..errors import CheckpointError
 from ..plain_state import Part, PlainState
-from ..rng_state import capture_rng_state, restore_rng_state, unchanged_rng_state
+from ..rng_state import capture_rng_state, find_generators, restore_rng_state, unchanged_rng_state
 from .loader_parts import (
     StreamState,
     find_restart_problem,
@@ -401,7 +401,12 @@ class WorkerRecorder:
         self._worker = (worker + self._first) % len(self._states)
         dataset: Any = get_worker_info().dataset  # type: ignore[union-attr]
         objects = objects_of_samples(dataset, self._collate_fn)
-        parts = {name: Part(part, has_attributes=False) for name, part in objects.items()}
+        # Search the objects inside a dataset only once, because collate() reads all parts.
+        parts = {
+            name: Part(part, has_attributes=False)
+            for name, part in objects.items()
+            if not name.startswith("dataset ") or find_generators(vars(part))
+        }
         self._plain_state = PlainState(parts)
         state = self._states[self._worker]
         if state is not None:

@@ -3,12 +3,13 @@
 import csv
 from itertools import count
 
+import numpy as np
 import pytest
 import torch
 from modules import Classifier, make_data
 from runs import TIMES
 from torch.optim.lr_scheduler import LambdaLR
-from torch.utils.data import DataLoader
+from torch.utils.data import DataLoader, Dataset, WeightedRandomSampler
 
 from fabric_template import FabricLoop, MiniLoop
 
@@ -138,6 +139,64 @@ class Weights(Model):
         return super().training_step(batch, batch_idx)
 
 
+class Jitter:
+    """A transform with a generator, whose strength a hook changes."""
+
+    def __init__(self):
+        self.generator, self.strength = np.random.default_rng(3), 0.1
+
+    def __call__(self, x):
+        return x + self.strength * float(self.generator.standard_normal())
+
+
+class Points(Dataset):
+    """Applies the transforms to the points of another dataset."""
+
+    def __init__(self, points):
+        self.points, self.transforms = points, [Jitter()]
+
+    def __len__(self):
+        return len(self.points)
+
+    def __getitem__(self, index):
+        x, y = self.points[index]
+        return self.transforms[0](x), y
+
+
+class Stronger(Model):
+    """Makes the transform of its dataset stronger after each batch."""
+
+    def __init__(self, jitter):
+        super().__init__()
+        self.jitters = [jitter]
+
+    def on_train_batch_end(self, *args):
+        self.jitters[0].strength += 0.1
+
+
+class Mining(Model):
+    """Gives the samples of a sampler of torch other weights after each epoch."""
+
+    def __init__(self, sampler):
+        super().__init__()
+        self.samplers = [sampler]
+
+    def on_train_epoch_end(self):
+        weights = self.samplers[0].weights
+        self.samplers[0].weights = weights * 2 + self.net[0].weight.detach().abs().sum()
+        weights[3] += 1
+
+
+def transformed():
+    data = Points(Points(make_data(16)))
+    return Stronger(data.points.transforms[0]), DataLoader(data, 4, shuffle=True)
+
+
+def mining():
+    sampler = WeightedRandomSampler(torch.arange(1.0, 17.0), 16)
+    return Mining(sampler), DataLoader(make_data(16), 4, sampler=sampler)
+
+
 def shuffled(make):
     return lambda: (make(), DataLoader(make_data(16), 4, shuffle=True))
 
@@ -155,6 +214,8 @@ CASES = {
     "scheduler": shuffled(StepsItself),
     "object": shuffled(Averaged),
     "view of a buffer": shuffled(View),
+    "objects of a dataset": transformed,
+    "sampler of torch": mining,
     "shared tensor": shared(lambda: torch.ones(16)),
     "shared list": shared(lambda: [1.0] * 16),
 }
