@@ -1228,6 +1228,8 @@ class MiniLoop:
         states = [config["scheduler"].state_dict() for config in self.schedulers]
         states += [self.optimizer.param_groups, self._unwrapped.state_dict()]
         apply_to_collection(states, NUMPY, to_python)
+        groups = [{**group, "params": []} for group in self.optimizer.param_groups]
+        check_readable({"optimizer_states": groups, "lr_schedulers": states[:-2]})
 
     def _prepare_training(self, resumed: dict[str, Any]) -> None:
         """Find what checkpoints contain, and check the resumed checkpoint and the modules' modes."""
@@ -1975,20 +1977,34 @@ def is_intact(path: Path) -> bool:
     return False
 
 
-def read_checkpoint(path: Path) -> dict[str, Any]:
+def read_checkpoint(file: Path | io.BytesIO, name: str = "") -> dict[str, Any]:
     """Read a checkpoint. Only hyperparameters may be objects that torch.load refuses."""
+    name = name or str(file)
     try:
-        checkpoint = load_file(path)
+        checkpoint = load_file(file)
     except pickle.UnpicklingError as error:
-        text = f"{path}: got objects that torch.load refuses, such as one of a nested class."
+        text = f"{name}: got objects that torch.load refuses, such as one of a nested class."
         raise ValueError(f"{text} Use FabricLoop.") from error
 
     def refuse(value: Any) -> None:
-        check(False, f"{path}: got {value!r}, expected plain values. Use FabricLoop.")
+        kind = value if isinstance(value, type) else type(value)
+        check(False, f"{name}: got {kind.__name__}, expected plain values. Use FabricLoop.")
 
-    for name in ("state_dict", "optimizer_states", "lr_schedulers", "fabric_template"):
-        apply_to_collection(checkpoint.get(name), (Placeholder, type), refuse)
+    for part in ("state_dict", "optimizer_states", "lr_schedulers", "fabric_template"):
+        apply_to_collection(checkpoint.get(part), (Placeholder, type), refuse)
     return checkpoint
+
+
+def check_readable(states: dict[str, Any]) -> None:
+    """Raise an error for states that a resumed run could not read from a checkpoint."""
+    file = io.BytesIO()
+    try:
+        torch.save(states, file)
+    except Exception as error:
+        text = f"optimizer: got a state that no checkpoint can contain ({error})."
+        raise ValueError(f"{text} Leave it out of state_dict().") from error
+    file.seek(0)
+    read_checkpoint(file, "the state of the optimizer or a scheduler")
 
 
 def find_hparams(model: Any) -> dict[str, Any]:

@@ -139,7 +139,7 @@ def read_archive(path: str | Path, map_location: Any = None, is_trusted: bool = 
 
 
 def read_plain(
-    path: str | Path,
+    path: str | Path | IO[bytes],
     map_location: Any = None,
     sizes: dict[str, int] | None = None,
     is_mapped: bool = False,

@@ -24,6 +24,7 @@ from ..loggers.result_collection import find_torchmetrics
 from ..plain_state import Part, PlainState
 from ..rng_state import capture_rng_state
 from .distributed import OWN_KEY
+from .reader import find_unbuilt_parts, read_plain
 
 if TYPE_CHECKING:
     from ..training.progress import Progress
@@ -271,10 +272,10 @@ def add_hyperparameters(run: Run, checkpoint: dict[str, Any], part: Any) -> None
 
 
 def check_saved_state(run: Run) -> None:
-    """Warn or raise an error before training, if checkpoints could not be saved.
+    """Warn or raise an error before training, if checkpoints could not be saved or read.
 
     Raises:
-        CheckpointError: An optimizer or a scheduler has a state that cannot be pickled.
+        CheckpointError: An optimizer or a scheduler has a state that no checkpoint can contain.
     """
     if run.checkpoints.folder is None and not run.hooks.callbacks_of("Checkpoint"):
         return
@@ -282,13 +283,24 @@ def check_saved_state(run: Run) -> None:
         add_hyperparameters(run, {}, part)
     optimization = run.optimization
     states = {
-        "optimizers": [optimizer.param_groups for optimizer in optimization.optimizers],
+        "optimizers": [
+            [{**group, "params": []} for group in optimizer.param_groups]
+            for optimizer in optimization.optimizers
+        ],
         "lr_schedulers": [item.scheduler.state_dict() for item in optimization.lr_schedulers],
     }
     if (place := find_unpicklable(states)) is not None:
         raise CheckpointError(
             f"{place}: got a value that cannot be pickled, expected one that a checkpoint can contain."
             " Define a function or a class at module level, or leave the value out of state_dict()."
+        )
+    file = io.BytesIO()
+    torch.save(states, file)
+    file.seek(0)
+    for problem in find_unbuilt_parts(read_plain(file)).values():
+        raise CheckpointError(
+            f"{problem.rpartition(' ')[2]}: got {problem.partition(' in the part ')[0]}, which a resumed run"
+            " would not read, because reading a checkpoint runs no code. Leave it out of state_dict()."
         )
 
 

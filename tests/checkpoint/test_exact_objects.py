@@ -244,3 +244,24 @@ def test_state_of_objects_is_exact_after_a_kill(tmp_path, name, kind):
         with pytest.raises(KilledError):
             train(kind, root, CASES[name], kill_at=batches)
         assert train(kind, root, CASES[name], resume="last") == whole
+
+
+class Curve(LambdaLR):
+    """A scheduler whose state has an object that no checkpoint may build."""
+
+    def __init__(self, optimizer):
+        self.generator = torch.Generator()
+        super().__init__(optimizer, lambda step: 1.0)
+
+
+class Curved(Model):
+    def configure_optimizers(self):
+        optimizer = super().configure_optimizers()
+        return [optimizer], [Curve(optimizer)]
+
+
+@pytest.mark.parametrize("kind", SAVES)
+def test_a_state_that_cannot_be_read_is_refused_before_training(tmp_path, kind):
+    with pytest.raises(ValueError, match="got .*Generator"):
+        train(kind, tmp_path, shuffled(Curved))
+    assert not list(tmp_path.rglob("*.ckpt"))
