@@ -432,6 +432,10 @@ class MiniLoop:
         if len(self.optimizer.param_groups) != self._num_groups:
             text = "optimizer: got a parameter group that a hook has added. Use FabricLoop."
             raise ValueError(text)
+        text = (
+            "optimizers: got other optimizers from a hook, expected the first one. Use FabricLoop."
+        )
+        check(self.optimizers == [self.optimizer], text)
         try:
             self._precision.optimizer_step(self.optimizer)
         except TypeError as error:

@@ -369,6 +369,9 @@ def add_missing_groups(run: Run, states: list[dict[str, Any]]) -> None:
 
 
 def load_optimizer_state(run: Run, optimizer: Any, state: dict[str, Any]) -> None:
+    # A scheduler of this run may have added "initial_lr" to the groups.
+    options = set(getattr(optimizer, "defaults", ()))
+    known = [options & set(group) for group in optimizer.param_groups]
     try:
         optimizer.load_state_dict(state)
     except ValueError as error:
@@ -383,6 +386,12 @@ def load_optimizer_state(run: Run, optimizer: Any, state: dict[str, Any]) -> Non
             f" {sizes[1]}. Add the same groups before the run resumes, in configure_optimizers or"
             " on_fit_start, or use load=."
         ) from error
+    for names, group in zip(known, optimizer.param_groups, strict=False):
+        if missing := sorted(names - set(group)):
+            raise CheckpointError(
+                f"{run.plan.start.path}: got the state of another optimizer, without {missing}, expected one of"
+                f" {type(optimizer).__name__}. Create the optimizer of the saved run, or use load=."
+            )
 
 
 def restore_outside_parameters(run: Run, saved: dict[str, torch.Tensor]) -> None:

@@ -265,3 +265,19 @@ def test_a_state_that_cannot_be_read_is_refused_before_training(tmp_path, kind):
     with pytest.raises(ValueError, match="got .*Generator"):
         train(kind, tmp_path, shuffled(Curved))
     assert not list(tmp_path.rglob("*.ckpt"))
+
+
+class Exchanged(Model):
+    def on_train_epoch_start(self):
+        if self.current_epoch == 1:
+            self.trainer.optimizers = [torch.optim.Adam(self.parameters(), lr=0.01)]
+
+
+def test_exchanged_optimizers_are_refused_by_name(tmp_path):
+    """FabricLoop trains with the new optimizer, but a resumed run has the first one."""
+    with pytest.raises(ValueError, match="got other optimizers from a hook"):
+        train(MiniLoop, tmp_path / "mini", shuffled(Exchanged))
+    with pytest.raises(KilledError):
+        train(FabricLoop, tmp_path / "loop", shuffled(Exchanged), kill_at=7)
+    with pytest.raises(ValueError, match="got the state of another optimizer"):
+        train(FabricLoop, tmp_path / "loop", shuffled(Exchanged), resume="last")
