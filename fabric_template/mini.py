@@ -322,6 +322,7 @@ class MiniLoop:
         epoch, is_validated = self.current_epoch, False
         if self.batches_done == 0:
             self._call("on_train_epoch_start")
+        self._accumulated = self.accumulate_grad_batches
         for batch in self._train_batches():
             self._train_batch(batch)
             # A checkpoint contains no gradients, so save and stop only after an optimizer step.
@@ -349,12 +350,17 @@ class MiniLoop:
 
     def _train_batch(self, batch: Any) -> None:
         """Compute the gradients of a batch, and step the optimizer after an accumulation window."""
-        batch_idx, every = self.batches_done, self.log_every_n_steps
-        self._is_row_due = bool(every) and (self.global_step + 1) % every == 0
+        batch_idx, interval = self.batches_done, self.log_every_n_steps
+        self._is_row_due = bool(interval) and (self.global_step + 1) % interval == 0
         self._batch_size, self._logged_batch_size = find_batch_size(batch), None
         self._step_values = {}
         if self._call("on_train_batch_start", batch, batch_idx) == -1:
             raise TypeError("on_train_batch_start: got -1, which ends an epoch. Use FabricLoop.")
+        every = self.accumulate_grad_batches
+        is_window_start = self._batches_in_window == 0 and batch_idx % every == 0
+        text = f"accumulate_grad_batches: got {every} from a hook at batch {batch_idx}, expected a"
+        check(is_window_start or every == self._accumulated, f"{text} change between epochs.")
+        self._accumulated = every
         is_window_end = self._is_window_end(batch)
         if is_window_end or self.fabric.world_size == 1:
             self._compute_gradients(batch, batch_idx)

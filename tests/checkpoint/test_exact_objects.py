@@ -281,3 +281,14 @@ def test_exchanged_optimizers_are_refused_by_name(tmp_path):
         train(FabricLoop, tmp_path / "loop", shuffled(Exchanged), kill_at=7)
     with pytest.raises(ValueError, match="got the state of another optimizer"):
         train(FabricLoop, tmp_path / "loop", shuffled(Exchanged), resume="last")
+
+
+class Accumulates(Model):
+    def on_train_batch_start(self, batch, batch_idx):
+        self.trainer.accumulate_grad_batches = 3 if batch_idx >= 2 else 2
+
+
+def test_mini_loop_refuses_to_change_the_accumulation_within_a_window(tmp_path):
+    """Trainer adds the gradients of the next batch to gradients that it has used."""
+    with pytest.raises(ValueError, match="accumulate_grad_batches: got 3 from a hook at batch 2"):
+        train(MiniLoop, tmp_path, shuffled(Accumulates))
