@@ -105,6 +105,7 @@ def split_runs(columns: Columns) -> dict[str, Columns]:
     names = ["name", "version"] if {"name", "version"} <= {*columns} else names
     axis = find_axis(columns, "epoch") or find_axis(columns, "step")
     keys = [*zip(*(columns[name] for name in names), strict=True)] if names and axis else []
+    keys = keys or count_fits(columns)
     # Runs have the same epochs. Half-empty rows have no name of a run.
     is_repeated = axis is not None and len({*columns[axis]}) < len(keys)
     if len({*keys}) < 2 or not is_repeated or not all(map(all, keys)):
@@ -113,13 +114,48 @@ def split_runs(columns: Columns) -> dict[str, Columns]:
     for key in dict.fromkeys(keys):
         rows = [row for row, other in enumerate(keys) if other == key]
         # A number needs the name of its column, as in "fold=0".
-        label = f"{names[0]}={key[0]}" if len(key) == 1 and has_number(key) else "/".join(key)
+        label = "/".join(key)
+        if len(key) == 1 and has_number(key):
+            label = f"{names[0]}={label}"
         runs[label] = {
             name: [cells[row] for row in rows]
             for name, cells in columns.items()
             if name not in names
         }
     return runs
+
+
+def count_fits(columns: Columns) -> list[tuple[str, ...]]:
+    """Return "fit 1" or "fit 2" for each row of a file in which epochs and steps start again."""
+    places = []
+    is_complete = all(map(all, columns.values()))
+    with suppress(ValueError):
+        axes = [axis for axis in (find_axis(columns, "epoch"), find_axis(columns, "step")) if axis]
+        places = [tuple(map(float, row)) for row in zip(*(columns[a] for a in axes), strict=True)]
+    number, labels = 1, list[tuple[str, ...]]()
+    for row, place in enumerate(places):
+        # A resumed run repeats later epochs only.
+        is_back = row > 0 and all(
+            now < last for now, last in zip(place, places[row - 1], strict=True)
+        )
+        number += is_back and place[0] == places[0][0]
+        labels.append((f"fit {number}",))
+    return labels if number > 1 and is_complete else []
+
+
+def name_columns(cells: list[str], has_rows: bool) -> list[str]:
+    """Return a name for each column, of which several may have one name, or none a name at all."""
+    if has_rows and all(map(is_number, cells)):
+        return [f"column {index}" for index in range(1, len(cells) + 1)]
+    names: list[str] = []
+    for cell in cells:
+        count = sum(cell == other or other.startswith(f"{cell}.") for other in names)
+        names.append(f"{cell}.{count}" if cell and cell in names else cell)
+    return names
+
+
+def is_number(cell: str) -> bool:
+    return has_number([cell])
 
 
 def split_exported(columns: Columns, exported: list[str], others: list[str]) -> dict[str, Columns]:

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from ..files import number_of, sort_key
 from ..metric_names import find_axis, parse_metric
-from .csv_formats import RUN, decode, has_number, split_runs, to_commas, to_wide
+from .csv_formats import RUN, decode, has_number, name_columns, split_runs, to_commas, to_wide
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -169,12 +169,15 @@ def read_table(path: Path) -> CSVTable:
         text = to_commas(text).rstrip("\r\n") + "\n"
     complete, line_break, rest = text.rpartition("\n")
     records, damaged = read_records((complete + line_break).replace("\0", ""))
-    columns = records[0] if records else []
+    header = records[0] if records else []
+    columns = name_columns(header, has_rows=len(records) > 1)
+    # Without a header, the first record is a row.
+    records = records[1:] if columns[:1] == header[:1] else records
     rows, names, num_cells = [], columns, len(columns)
-    for cells in records[1:]:
+    for cells in records:
         if cells[0] == columns[0] and not has_number(cells):
             # A file that was written in several parts may have a header in each part.
-            names = cells
+            names = name_columns(cells, has_rows=False)
         rows.append(dict(zip(names, cells, strict=False)))
         num_cells = len(cells)
     is_short = num_cells < len(names)

@@ -290,3 +290,36 @@ def test_plot_logs_draws_the_named_file_of_a_folder():
 def test_the_columns_of_a_quantity_are_in_one_panel(columns, lines):
     frame = pd.DataFrame({"epoch": [0, 1], **{name: [2.0, 1.0] for name in columns.split()}})
     assert lines_of(plot_logs(frame)) == lines
+
+
+def test_columns_of_the_same_name_are_kept_apart():
+    file = write("epoch,loss,loss\n0,1.0,2.0\n1,0.5,1.5\n")
+    table = read_logs(file)
+    assert table[["loss", "loss.1"]].to_numpy().tolist() == [[1.0, 2.0], [0.5, 1.5]]
+
+
+def test_a_file_without_a_header_keeps_its_first_row():
+    table = read_logs(write("0,1.0\n1,0.5\n"))
+    assert table[["column 1", "column 2"]].to_numpy().tolist() == [[0, 1.0], [1, 0.5]]
+
+
+def test_a_second_fit_in_the_same_file_is_another_run():
+    table = read_logs(write("epoch,loss\n0,1.0\n1,0.5\n0,0.4\n1,0.3\n"))
+    assert table[["name", "loss"]].to_numpy().tolist() == [
+        ["fit 1", 1.0],
+        ["fit 1", 0.5],
+        ["fit 2", 0.4],
+        ["fit 2", 0.3],
+    ]
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "epoch,loss\n0,1.0\n1,0.5\n2,0.4\n1,0.6\n2,0.3\n",
+        "epoch,step,loss\n0,1,1.0\n1,2,0.5\n0,3,0.4\n1,4,0.3\n",
+    ],
+    ids=["resumed", "steps continue"],
+)
+def test_a_resumed_run_is_one_run(text):
+    assert len({*read_logs(write(text))["name"]}) == 1
