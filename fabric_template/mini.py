@@ -102,8 +102,9 @@ END: Any = object()  # Marks the end of a loader.
 CHECKPOINTS = ("last.ckpt", "best.ckpt", "epoch=*-step=*.ckpt")
 # Attributes that every nn.Module has. They are not the user's own state.
 MODULE_ATTRIBUTES = vars(nn.Module()).keys()
-# Attributes of optimizers that state_dict contains, or that schedulers set for a warning.
-OPTIMIZER_ATTRIBUTES = ("state", "param_groups", "_opt_called", "_step_count")
+# Attributes of optimizers that state_dict contains, that hold the tensor of a group, or that
+# schedulers set for a warning.
+OPTIMIZER_ATTRIBUTES = ("state", "param_groups", "defaults", "_opt_called", "_step_count")
 GENERATORS = (torch.Generator, random.Random, np.random.Generator, np.random.RandomState)
 NUMPY: Any = (np.generic, np.ndarray)
 # Values of data sets that are neither searched nor saved as objects.

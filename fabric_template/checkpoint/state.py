@@ -35,8 +35,9 @@ _COUNTS = ("ready", "started", "processed", "completed")
 # Lightning sets these attributes itself.
 _OF_MODULE = frozenset(vars(LightningModule()))
 _OF_DATAMODULE = frozenset(vars(LightningDataModule()))
-# Optimizers save the first two themselves. Schedulers set the other ones, for a warning.
-_OF_OPTIMIZER = ("state", "param_groups", "_opt_called", "_step_count")
+# Optimizers save the first two themselves. The lr of the defaults may be the tensor of a group.
+# Schedulers set the last two, for a warning.
+_OF_OPTIMIZER = ("state", "param_groups", "defaults", "_opt_called", "_step_count")
 # StochasticWeightAveraging sets the momentum of BatchNorm, and sets it back at the end of training.
 _OF_AVERAGING = _OF_MODULE | {"momentum"}
 _LIGHTNINGS_CALLBACKS = ("lightning.pytorch.callbacks.", "pytorch_lightning.callbacks.")
