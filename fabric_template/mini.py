@@ -1236,11 +1236,12 @@ class MiniLoop:
         if type(self.optimizer).state_dict is torch.optim.Optimizer.state_dict:
             self._parts["optimizer"] = self.optimizer
         self.schedulers = [make_scheduler_config(item, self.optimizer) for item in schedulers]
-        states = [config["scheduler"].state_dict() for config in self.schedulers]
-        states += [self.optimizer.param_groups, self._unwrapped.state_dict()]
-        apply_to_collection(states, NUMPY, to_python)
-        groups = [{**group, "params": []} for group in self.optimizer.param_groups]
-        check_readable({"optimizer_states": groups, "lr_schedulers": states[:-2]})
+        states: dict[str, Any] = {
+            "optimizer_states": [{**g, "params": []} for g in self.optimizer.param_groups],
+            "lr_schedulers": [config["scheduler"].state_dict() for config in self.schedulers],
+        }
+        check_readable(apply_to_collection(states, NUMPY, to_python))
+        apply_to_collection(self._unwrapped.state_dict(), NUMPY, to_python)
 
     def _prepare_training(self, resumed: dict[str, Any]) -> None:
         """Find what checkpoints contain, and check the resumed checkpoint and the modules' modes."""

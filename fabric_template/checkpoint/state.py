@@ -23,6 +23,7 @@ from ..lightning_compat.private import hyperparameters_name
 from ..loggers.result_collection import find_torchmetrics
 from ..plain_state import Part, PlainState
 from ..rng_state import capture_rng_state
+from .checkpoint_io import replace_numpy
 from .distributed import OWN_KEY
 from .reader import find_unbuilt_parts, read_plain
 
@@ -296,7 +297,7 @@ def check_saved_state(run: Run) -> None:
             " Define a function or a class at module level, or leave the value out of state_dict()."
         )
     file = io.BytesIO()
-    torch.save(states, file)
+    torch.save(replace_numpy(states), file)
     file.seek(0)
     for problem in find_unbuilt_parts(read_plain(file)).values():
         raise CheckpointError(
