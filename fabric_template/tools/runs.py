@@ -39,7 +39,7 @@ def list_runs(
 
     The state is "running", "finished", "interrupted" (also when killed), "failed", or "unknown" for
     a run of Trainer. `changed` lists the options that a run's user has set and that differ between
-    runs of the same name.
+    runs of the same name, and the settings of hparams= that all runs have and that differ.
 
     Args:
         folder: The folder of all logs, or a folder in it.
@@ -81,8 +81,11 @@ def find_runs(
     for run in runs:
         by_name.setdefault(run["name"], []).append(run)
         run |= find_best(run, metric, mode)
+    settings = [run["options"].keys() - DEFAULTS.keys() - run["recorded"].keys() for run in runs]
+    common = set.intersection(*settings) if settings else set()
+    differing = [name for name in differing_options(runs) if name in common]
     for others in by_name.values():
-        names = differing_options(others)
+        names = dict.fromkeys([*differing, *differing_options(others)])
         for run in others:
             run["changed"] = {name: run["options"][name] for name in names if is_set(run, name)}
     return runs

@@ -329,3 +329,9 @@ def test_best_of_runs_with_several_monitors_needs_a_metric(capsys):
 def test_names_of_others_do_not_control_the_terminal(capsys):
     make_run(hparams={HOSTILE: HOSTILE})
     assert "\x1b" not in run_command(capsys)[1]
+
+
+def test_settings_of_all_runs_are_compared_across_names():
+    make_run("narrow", hparams={"width": 8, "lr": 0.1})
+    make_run("wide", hparams={"width": 64, "lr": 0.1, "depth": 2})
+    assert list_runs("logs")["changed"].tolist() == [{"width": 8}, {"width": 64}]
