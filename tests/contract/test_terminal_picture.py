@@ -28,7 +28,7 @@ def check_picture(picture):
     for line in lines:
         if line.startswith("$ "):
             tables.append([])
-        if line.startswith("epoch "):
+        if line.startswith("epoch   step"):
             # On a busy machine, a second header has the column "waiting".
             header = line.split()
         if re.match(r" +\d+ ", line):
