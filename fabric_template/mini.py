@@ -108,7 +108,7 @@ OPTIMIZER_ATTRIBUTES = ("state", "param_groups", "defaults", "_opt_called", "_st
 GENERATORS = (torch.Generator, random.Random, np.random.Generator, np.random.RandomState)
 NUMPY: Any = (np.generic, np.ndarray)
 # Values of data sets that are neither searched nor saved as objects.
-NOT_ENTERED = (type, FunctionType, MethodType, ModuleType, Logger, Tensor, nn.Module, Fabric)
+NOT_SEARCHED = (type, FunctionType, MethodType, ModuleType, Logger, Tensor, nn.Module, Fabric)
 # The types of the attributes that checkpoints contain, besides tensors and NumPy arrays.
 ATOMS = frozenset((type(None), bool, int, float, complex, str, bytes))
 CONTAINERS: dict[str, Any] = {kind.__name__: kind for kind in (list, tuple, set, frozenset, deque)}
@@ -323,7 +323,7 @@ class MiniLoop:
         epoch, is_validated = self.current_epoch, False
         if self.batches_done == 0:
             self._call("on_train_epoch_start")
-        self._accumulated = self.accumulate_grad_batches
+        self._window_size = self.accumulate_grad_batches
         for batch in self._train_batches():
             self._train_batch(batch)
             # A checkpoint contains no gradients, so save and stop only after an optimizer step.
@@ -360,8 +360,8 @@ class MiniLoop:
         every = self.accumulate_grad_batches
         is_window_start = self._batches_in_window == 0 and batch_idx % every == 0
         text = f"accumulate_grad_batches: got {every} from a hook at batch {batch_idx}, expected a"
-        check(is_window_start or every == self._accumulated, f"{text} change between epochs.")
-        self._accumulated = every
+        check(is_window_start or every == self._window_size, f"{text} change between epochs.")
+        self._window_size = every
         is_window_end = self._is_window_end(batch)
         if is_window_end or self.fabric.world_size == 1:
             self._compute_gradients(batch, batch_idx)
@@ -543,7 +543,7 @@ class MiniLoop:
                 holders[id(value)].append(states.get(place, {}).get(name, END))
         weights = set(map(address_of, self._unwrapped.state_dict().values())) - {None}
 
-        def can_fill(current: Any, value: Any) -> bool:
+        def may_change_in_place(current: Any, value: Any) -> bool:
             """Return whether all objects that hold a value get the same new value."""
             is_weight = address_of(current) in weights
             if not is_in_place or (is_weight and not is_same(current, value)):
@@ -552,7 +552,7 @@ class MiniLoop:
             return all(is_same(first, other) for other in others)
 
         for place, state in states.items():
-            load_plain_state(self._parts.get(place), state, self.fabric.device, can_fill)
+            load_plain_state(self._parts.get(place), state, self.fabric.device, may_change_in_place)
 
     def _train_batches(self) -> Iterator[Any]:
         """Yield the remaining batches of the epoch. Set _is_last before the last batch."""
@@ -862,6 +862,11 @@ class MiniLoop:
 
     def _build_checkpoint(self) -> dict[str, Any]:
         """Return a checkpoint in Lightning's format, with MiniLoop's own state under one key."""
+        trained = {p for group in self.optimizer.param_groups for p in group["params"]}
+        text = (
+            "optimizer: got a parameter that a hook has replaced in the model, expected the one of"
+        )
+        check(trained <= {*self.network.parameters()}, f"{text} the start. Change its values only.")
         checkpoint = {
             "epoch": self.current_epoch - (self.batches_done == 0),
             "global_step": self.global_step,
@@ -885,7 +890,9 @@ class MiniLoop:
         of_process["before_next"] = self._before_next if is_in_epoch else None
         of_process |= {"sums": self._sums, "callback_metrics": self.callback_metrics}
         counts = {name: {"rows": n, "columns": c} for name, (n, c) in self._tables.items()}
-        options = {name: (value, getattr(self, name)) for name, value in self._given.items()}
+        options = {
+            name: (value, getattr(self, name)) for name, value in self._given_options.items()
+        }
         return {
             "saved_at": max(time.time(), self._started_at),
             "progress": {
@@ -912,7 +919,7 @@ class MiniLoop:
 
     def _restore_options(self, changed: dict[str, Any]) -> None:
         for name, (given, value) in changed.items():
-            if name in self._given and self._given[name] == given:
+            if name in self._given_options and self._given_options[name] == given:
                 setattr(self, name, value)
 
     def _build_trainer_loops(self) -> dict[str, Any]:
@@ -1234,7 +1241,7 @@ class MiniLoop:
         self.optimizer, self._learning_rate = optimizers[0], math.nan
         self._num_groups: int = len(self.optimizer.param_groups)
         if type(self.optimizer).state_dict is torch.optim.Optimizer.state_dict:
-            self._parts["optimizer"] = self.optimizer
+            self._parts["fit optimizer"] = self.optimizer
         self.schedulers = [make_scheduler_config(item, self.optimizer) for item in schedulers]
         states: dict[str, Any] = {
             "optimizer_states": [{**g, "params": []} for g in self.optimizer.param_groups],
@@ -1245,7 +1252,7 @@ class MiniLoop:
 
     def _prepare_training(self, resumed: dict[str, Any]) -> None:
         """Find what checkpoints contain, and check the resumed checkpoint and the modules' modes."""
-        self._given = {name: getattr(self, name) for name in SMALLEST}
+        self._given_options = {name: getattr(self, name) for name in SMALLEST}
         self._hparams = find_hparams(self.model)
         own, saved = to_plain(self.hparams or {}), to_plain(self._hparams["hyper_parameters"])
         other = [name for name in own.keys() & saved.keys() if own[name] != saved[name]]
@@ -1531,7 +1538,7 @@ def objects_in(dataset: Any) -> list[Any]:
         attributes = part if isinstance(part, dict) else getattr(part, "__dict__", {})
         for value in part if isinstance(part, list | tuple) else attributes.values():
             is_short = isinstance(value, list | tuple | dict) and len(value) <= 500
-            is_known = isinstance(value, (*NOT_ENTERED, *GENERATORS, MiniLoop))
+            is_known = isinstance(value, (*NOT_SEARCHED, *GENERATORS, MiniLoop))
             is_object = hasattr(value, "__dict__") and not is_known
             if id(value) not in found and (is_short or is_object):
                 found[id(value)] = value
@@ -1665,7 +1672,7 @@ def plain_state(part: Any, device: torch.device, saved: list[Any] | None) -> dic
     """Return an object's random states, its encoded plain attributes, and states of objects.
 
     Args:
-        saved: Save the state of any object in an attribute but these. None: of no object.
+        saved: Objects whose state is saved elsewhere. None: save no states of objects.
     """
     values, is_module = {**getattr(part, "__dict__", {})}, isinstance(part, nn.Module)
     if is_module:
@@ -1704,7 +1711,7 @@ def encode(value: Any, device: torch.device, most: int | None, depth: int = 0) -
     """Return a value in the form in which both loops save attributes, or raise a TypeError.
 
     Args:
-        most: Large containers and a data set's large tensors are data, which nothing changes.
+        most: The largest number of elements of a tensor or an array. None: any number.
     """
     kind, name = type(value), type(value).__name__
     if kind in ATOMS:
@@ -1714,7 +1721,7 @@ def encode(value: Any, device: torch.device, most: int | None, depth: int = 0) -
         return "tensor", value.detach().clone(), has_gradient, value.device == device
     if (
         isinstance(value, NUMPY)
-        and value.dtype.kind in "biufc"
+        and not (value.dtype.hasobject or value.dtype.names)
         and (not most or value.size <= most)
     ):
         data = np.frombuffer(bytearray(value.tobytes()), np.uint8)
@@ -1754,7 +1761,10 @@ def decode(encoded: Any, device: torch.device) -> Any:
 
 
 def load_plain_state(
-    part: Any, state: dict[str, Any], device: torch.device, can_fill: Callable[[Any, Any], bool]
+    part: Any,
+    state: dict[str, Any],
+    device: torch.device,
+    may_change_in_place: Callable[[Any, Any], bool],
 ) -> None:
     for name, value in state.items() if part is not None else ():
         places = [vars(part), part._buffers if isinstance(part, nn.Module) else {}]
@@ -1775,11 +1785,11 @@ def load_plain_state(
             value = decode(value, device)
             if isinstance(value, defaultdict):
                 value.default_factory = getattr(current, "default_factory", None)
-            if not (can_fill(current, value) and fill(current, value)):
+            if not (may_change_in_place(current, value) and replace_content(current, value)):
                 places[name in places[1]][name] = value
 
 
-def fill(current: Any, value: Any) -> bool:
+def replace_content(current: Any, value: Any) -> bool:
     """Give a tensor or a container another content. Return False if it is of another kind."""
     names = ("shape", "dtype", "requires_grad", "maxlen")
     if any(getattr(current, name, None) != getattr(value, name, None) for name in names):

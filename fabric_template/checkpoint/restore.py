@@ -6,6 +6,7 @@ import random
 from collections import OrderedDict, defaultdict
 from collections.abc import Mapping
 from copy import deepcopy
+from itertools import chain
 from textwrap import shorten
 from typing import TYPE_CHECKING, Any
 
@@ -18,7 +19,7 @@ from ..errors import CheckpointError, ConfigurationError, OtherModelError
 from ..plain_state import Decoder, load_object
 from ..rng_state import is_generator, restore_rng_state
 from .distributed import SHARDS_KEY, load_shards
-from .state import key_of, run_settings
+from .state import key_of, names_of_groups, run_settings
 
 if TYPE_CHECKING:
     from ..training.run import Run
@@ -169,7 +170,7 @@ def restore_training(run: Run, checkpoint: dict[str, Any]) -> None:
     own = run.plan.start.training_state(run.stop.max_steps != -1)
     if own["writer"] == "MiniLoop":
         restore_mini_attributes(run)
-    # Other options may have to be as given until on_train_start.
+    # Callbacks may check the other given options in on_train_start.
     options = own.get("options", {})
     limits = {name: options[name] for name in ("max_epochs", "max_steps") if name in options}
     restore_options(run, limits)
@@ -213,7 +214,7 @@ def restore_mini_attributes(run: Run) -> None:
     """Restore the attributes of modules that MiniLoop has saved."""
     parts = run.plan.start.state_of_process(run.fabric.global_rank)["rng"].get("parts", {})
     modules = {**dict(run.network.named_modules()), "": run.model}
-    modules["optimizer"] = run.optimization.optimizers[0]
+    modules["fit optimizer"] = run.optimization.optimizers[0]
     decoder = Decoder(run.fabric.device)
     for place, attributes in parts.items():
         part = modules.get(place)
@@ -332,6 +333,7 @@ def restore_optimizers(run: Run, checkpoint: dict[str, Any]) -> None:
     optimizers, schedulers = run.optimization.optimizers, run.optimization.lr_schedulers
     states = checkpoint["optimizer_states"]
     add_missing_groups(run, states)
+    check_replaced_parameters(run)
     # Accept an empty list, because on_load_checkpoint hooks may have removed the optimizer states.
     if states and len(states) != len(optimizers):
         raise CheckpointError(
@@ -366,6 +368,20 @@ def add_missing_groups(run: Run, states: list[dict[str, Any]]) -> None:
             if all(name in parameters for name in group_names):
                 group = {**group, "params": [parameters[name] for name in group_names]}
                 optimizer.add_param_group(group)
+
+
+def check_replaced_parameters(run: Run) -> None:
+    """Raise an error if a hook of the saved run had replaced a parameter that an optimizer trains."""
+    saved = run.plan.start.own.get("parameter_groups", ())
+    pairs = zip(saved, names_of_groups(run), strict=False)
+    names = [(chain(*old), chain(*new)) for old, new in pairs]
+    for old, new in chain(*(zip(*pair, strict=False) for pair in names)):
+        # An optimizer numbers the parameters that are not in the model.
+        if str(old).startswith("optimizer.") and not str(new).startswith("optimizer."):
+            raise CheckpointError(
+                f"{run.plan.start.path}: got {new!r}, which a hook had replaced in the saved run while the"
+                " optimizer trained the first one, expected the parameters of the start. Use load=."
+            )
 
 
 def load_optimizer_state(run: Run, optimizer: Any, state: dict[str, Any]) -> None:

@@ -104,7 +104,7 @@ class RunFolders:
         return max(time.time(), self._newest)
 
     def record_save(self, path: Path, saved_at: float) -> None:
-        """Record a complete checkpoint. The first one of a new run removes the replaced run's."""
+        """Record a complete checkpoint. The first one of a new run removes the old ones."""
         # A save in another folder, such as that of a ModelCheckpoint, also removes these logs.
         self.remove_replaced_logs()
         folders = {Path(os.path.abspath(folder)) for folder in self._files}

@@ -332,7 +332,7 @@ def make_plain_state(run: Run) -> PlainState:
     return PlainState(parts, run.fabric.device, run.network)
 
 
-def watch_optimizers(run: Run) -> None:
+def watch_objects(run: Run) -> None:
     """Save the attributes of the optimizers, and the states of objects in attributes of the model.
 
     The states of the run's own optimizers, schedulers and callbacks are in the checkpoint anyway.

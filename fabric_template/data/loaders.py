@@ -535,13 +535,13 @@ def combine_loaders(source: Any, is_training: bool = False) -> CombinedLoader:
         warnings.filterwarnings("ignore", ".*LeafSpec", FutureWarning)
         combined = CombinedLoader(source, mode)
     parts = combined.flattened
-    is_list = isinstance(source, list | tuple) and all(map(_is_other_object, parts))
+    is_list = isinstance(source, list | tuple) and all(map(_can_only_be_batch, parts))
     if is_list or any(isinstance(part, Tensor | np.ndarray) for part in parts):
         return with_loaders(CombinedLoader(None, mode), [source])
     return combined
 
 
-def _is_other_object(value: Any) -> bool:
+def _can_only_be_batch(value: Any) -> bool:
     """Return whether a value can only be a batch, because it is no loader and no plain value."""
     is_plain = value is None or isinstance(value, bool | int | float | str | bytes | type)
     return not (is_plain or isinstance(value, Iterable) or hasattr(value, "__getitem__"))

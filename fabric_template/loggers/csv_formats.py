@@ -144,7 +144,7 @@ def count_fits(columns: Columns) -> list[tuple[str, ...]]:
 
 
 def name_columns(cells: list[str], has_rows: bool) -> list[str]:
-    """Return a name for each column, of which several may have one name, or none a name at all."""
+    """Return the names of the columns. Number repeated names, and columns without a header."""
     if has_rows and all(map(is_number, cells)):
         return [f"column {index}" for index in range(1, len(cells) + 1)]
     names: list[str] = []

@@ -12,6 +12,7 @@ from torch.optim.lr_scheduler import LambdaLR
 from torch.utils.data import DataLoader, Dataset, WeightedRandomSampler
 
 from fabric_template import FabricLoop, MiniLoop
+from fabric_template.errors import CheckpointError
 
 SAVES = {FabricLoop: "save_every_n_steps", MiniLoop: "validate_every_n_steps"}
 
@@ -292,3 +293,57 @@ def test_mini_loop_refuses_to_change_the_accumulation_within_a_window(tmp_path):
     """Trainer adds the gradients of the next batch to gradients that it has used."""
     with pytest.raises(ValueError, match="accumulate_grad_batches: got 3 from a hook at batch 2"):
         train(MiniLoop, tmp_path, shuffled(Accumulates))
+
+
+class ReplacesLayer(Model):
+    """Has a new layer from the second epoch on, which its optimizer does not train."""
+
+    def on_train_epoch_start(self):
+        if self.current_epoch == 1:
+            self.net[0] = torch.nn.Linear(8, 16)
+
+
+def test_a_layer_that_a_hook_has_replaced_is_refused(tmp_path):
+    with pytest.raises(ValueError, match="parameter that a hook has replaced"):
+        train(MiniLoop, tmp_path / "mini", shuffled(ReplacesLayer))
+    with pytest.raises(KilledError):
+        train(FabricLoop, tmp_path / "loop", shuffled(ReplacesLayer), kill_at=10)
+    with pytest.raises(CheckpointError, match="which a hook had replaced in the saved run"):
+        train(FabricLoop, tmp_path / "loop", shuffled(ReplacesLayer), resume="last")
+
+
+class HasTexts(torch.nn.Module):
+    """Its output depends on arrays of text and of dates, which change."""
+
+    def __init__(self):
+        super().__init__()
+        self.net = torch.nn.Linear(8, 3)
+        self.names = np.zeros(4, "S4")
+        self.days = np.zeros(2, "datetime64[D]")
+
+    def forward(self, x):
+        if self.training:
+            self.names[np.count_nonzero(self.names) % 4] = b"seen"
+            self.days += np.timedelta64(1, "D")
+        scale = np.count_nonzero(self.names) + int(self.days[0].astype(int))
+        return self.net(x) * (1 + 0.01 * scale)
+
+
+@pytest.mark.parametrize("reader", SAVES)
+@pytest.mark.parametrize("writer", SAVES)
+def test_arrays_of_text_and_dates_are_restored(tmp_path, writer, reader):
+    def fit(kind, name, epochs, resume=None):
+        torch.manual_seed(1)
+        net = HasTexts()
+        step = lambda net, batch: torch.nn.functional.cross_entropy(net(batch[0]), batch[1])  # noqa: E731
+        loop = kind(max_epochs=epochs, name=name, default_root_dir=tmp_path, accelerator="cpu")
+        optimizer = torch.optim.SGD(net.parameters(), 0.1)
+        loop.fit(net, DataLoader(make_data(12), 4), optimizer=optimizer, training_step=step, resume=resume)
+        return net
+
+    whole = fit(FabricLoop, "whole", 2)
+    fit(writer, "parts", 1)
+    found = fit(reader, "parts", 2, "last")
+    assert torch.equal(found.net.weight, whole.net.weight)
+    assert np.array_equal(found.names, whole.names)
+    assert np.array_equal(found.days, whole.days)
