@@ -31,7 +31,7 @@ def files_of(root):
 
 
 @pytest.mark.parametrize(("top_k", "mode"), [(1, "min"), (2, "max")])
-def test_best_checkpoints_have_the_names_of_trainers_files(tmp_path, mode, top_k):
+def test_fit_keeps_the_same_best_checkpoints_as_trainer(tmp_path, mode, top_k):
     make, options = scored(5, 1, 3, 4, 2, 6, 0.5, 9), {"val_check_interval": 0.25, "max_epochs": 2}
     callback = ModelCheckpoint(tmp_path / "trainer", monitor="score", mode=mode, save_top_k=top_k)
     saving = {"enable_checkpointing": True, "callbacks": [callback], "num_sanity_val_steps": 0}
@@ -51,7 +51,7 @@ def test_best_checkpoints_have_the_names_of_trainers_files(tmp_path, mode, top_k
     assert reader.ckpt_path == saver.best_model_path
 
 
-def test_a_resume_after_a_validation_is_exact(tmp_path):
+def test_a_run_killed_after_a_validation_resumes_exactly(tmp_path):
     options = {**EPOCH, "monitor": "val_loss", "save_top_k": 2, "max_epochs": 2}
     options |= {"val_check_interval": 3, "accumulate_grad_batches": 2}
     whole = fit(tmp_path / "run", callbacks=[Snapshots(tmp_path / "run", tmp_path / "killed")], **options)
@@ -62,7 +62,7 @@ def test_a_resume_after_a_validation_is_exact(tmp_path):
         assert tree(root) == tree(tmp_path / "run")
 
 
-def test_a_monitored_epoch_mean_is_compared_at_the_end_of_the_epoch(tmp_path):
+def test_a_monitored_epoch_mean_ranks_checkpoints_at_the_end_of_the_epoch(tmp_path):
     loop, _, history = fit(
         tmp_path, max_epochs=2, val_check_interval=2, monitor="train_loss_epoch", save_top_k=-1, **EPOCH
     )
@@ -72,7 +72,7 @@ def test_a_monitored_epoch_mean_is_compared_at_the_end_of_the_epoch(tmp_path):
 
 
 @pytest.mark.parametrize(("top_k", "kept"), [(1, 1), (-1, 2)])
-def test_nan_is_never_the_best(tmp_path, top_k, kept):
+def test_a_nan_score_is_never_the_best(tmp_path, top_k, kept):
     make = scored(math.nan, 3, math.nan, 2, every=8)
     loop, *_ = fit(tmp_path, make, monitor="score", mode="min", save_top_k=top_k, max_epochs=4, **EPOCH)
     assert loop.checkpoint_callback.best_model_score == 2
@@ -81,7 +81,7 @@ def test_nan_is_never_the_best(tmp_path, top_k, kept):
     assert FabricLoop(**quiet()).checkpoint_path("best") is None
 
 
-def test_best_checkpoints_are_kept_after_a_stop_in_a_validation(tmp_path):
+def test_best_checkpoints_survive_a_stop_during_validation(tmp_path):
 
     class Stops(Callback):
         def on_validation_end(self, trainer, module):
@@ -122,7 +122,7 @@ LOSS, ACC = {"monitor": "loss"}, {"monitor": "acc"}
     ],
     ids=str,
 )
-def test_scores_of_another_metric_do_not_compete(tmp_path, first, second, best):
+def test_a_new_monitor_ignores_the_scores_of_the_old_one(tmp_path, first, second, best):
     fit(tmp_path, Two, max_epochs=2, **EPOCH, **first)
     loop, *_ = fit(tmp_path, Two, max_epochs=4, resume="last", **EPOCH, **second)
     saver, path = loop.checkpoint_callback, loop.checkpoint_path("best")
@@ -160,7 +160,7 @@ def test_a_resume_without_a_monitor_keeps_the_best_checkpoints(loops, save_top_k
 
 @pytest.mark.parametrize("second", [1, 2, 3, -1])
 @pytest.mark.parametrize("first", [1, 2, -1])
-def test_a_resume_may_keep_another_number_of_best_checkpoints(tmp_path, first, second):
+def test_a_resume_may_change_save_top_k(tmp_path, first, second):
     """The best of all epochs are kept, but no file that the first run has removed."""
     scores = [5, 3, 4, 2.5, 3.5, 1]
     options = {**EPOCH, "monitor": "score", "mode": "min"}

@@ -58,7 +58,7 @@ def kept(root):
 # ---- the layout
 
 
-def test_checkpoints_have_the_keys_of_trainer(tmp_path):
+def test_a_checkpoint_has_the_same_keys_as_one_from_trainer(tmp_path):
     loop, module, _ = fit(tmp_path, Sized, plain_loader, val_loader, max_epochs=2)
     trainer = _trainer(tmp_path / "trainer", max_epochs=2)
     _fit_trainer(trainer, Sized())
@@ -76,7 +76,7 @@ def test_checkpoints_have_the_keys_of_trainer(tmp_path):
     assert (ours["global_step"], ours["fabric_template"]["progress"]["epochs_done"]) == (12, 2)
 
 
-def test_a_checkpoint_of_a_plain_object_has_trainers_keys(tmp_path):
+def test_a_checkpoint_of_a_plain_object_has_the_same_keys_as_trainers(tmp_path):
     _, owner, _ = fit(tmp_path, Plain, max_epochs=1)
     found = torch.load(last_of(tmp_path), weights_only=True)
     assert set(found) == TRAINER_KEYS | {"fabric_template"}
@@ -130,7 +130,7 @@ LAYOUTS = ["state_dict", "model", "bare", "module.", "fabric.save", "_orig_mod."
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_load_reads_plain_files(tmp_path, layout):
+def test_load_reads_weights_saved_by_torch_and_fabric(tmp_path, layout):
     net = nn.Linear(8, 3)
     weights = {key: torch.full_like(value, 0.5) for key, value in net.state_dict().items()}
     path = tmp_path / "w.pt"
@@ -185,14 +185,14 @@ def test_options_select_the_checkpoints_to_keep(tmp_path, options, files):
         assert torch.load(last_of(tmp_path), weights_only=True)["epoch"] == 4
 
 
-def test_a_missing_callback_is_named(tmp_path):
+def test_resume_warns_about_a_missing_callback(tmp_path):
     stop = pl.callbacks.EarlyStopping("val_loss", patience=9)
     fit(tmp_path, Scored, plain_loader, val_loader, max_epochs=1, callbacks=[stop])
     with pytest.warns(UserWarning, match=r"Please add the following callbacks: .*EarlyStopping"):
         fit(tmp_path, Scored, plain_loader, val_loader, max_epochs=2, resume="last")
 
 
-def test_trainers_model_checkpoint_takes_over(tmp_path):
+def test_a_model_checkpoint_callback_replaces_the_loops_own_saving(tmp_path):
     """A ModelCheckpoint among the callbacks keeps the files; the loop keeps none of its own."""
     callback = ModelCheckpoint(dirpath=tmp_path / "own", monitor="val_loss", save_top_k=1, filename="{epoch}")
     fit(tmp_path, Scored, plain_loader, val_loader, max_epochs=5, callbacks=[callback], logger=False)
@@ -215,7 +215,7 @@ class Counting(TorchCheckpointIO):
         super().save_checkpoint(checkpoint, path, storage_options)
 
 
-def test_a_users_checkpoint_io_writes_the_files(tmp_path):
+def test_a_custom_checkpoint_io_writes_the_checkpoints(tmp_path):
     io = Counting()
     fit(tmp_path, max_epochs=2, plugins=[io])
     assert io.saved == ["last.ckpt", "last.ckpt"]
@@ -223,7 +223,7 @@ def test_a_users_checkpoint_io_writes_the_files(tmp_path):
 
 
 @pytest.mark.parametrize("name", ["best", "last"])
-def test_best_and_last_are_the_files_of_a_model_checkpoint(tmp_path, name):
+def test_best_and_last_refer_to_the_files_of_model_checkpoint(tmp_path, name):
     saving = pl.callbacks.ModelCheckpoint(tmp_path / "mine", monitor="val_loss", filename="{epoch}", save_last=True)
     loop, module, _ = fit(tmp_path, Classifier, make_loader, val_loader, max_epochs=2, callbacks=[saving])
     assert loop.checkpoint_path(name) == Path(getattr(saving, f"{name}_model_path"))
@@ -232,7 +232,7 @@ def test_best_and_last_are_the_files_of_a_model_checkpoint(tmp_path, name):
 
 
 @pytest.mark.parametrize(("save_last", "expected"), [(True, [3, 6, 9]), (False, [3, 6, 9])])
-def test_save_every_n_steps_saves_the_end_of_an_epoch_once(tmp_path, save_last, expected):
+def test_save_every_n_steps_does_not_save_twice_at_the_end_of_an_epoch(tmp_path, save_last, expected):
     seen = []
 
     class Seen(pl.Callback):

@@ -36,7 +36,7 @@ DAMAGES = {
 
 
 @pytest.mark.parametrize("damage", DAMAGES)
-def test_a_damaged_file_is_named_and_the_one_before_it_is_used(tmp_path, damage):
+def test_resume_skips_a_damaged_checkpoint_with_a_warning(tmp_path, damage):
     fit(tmp_path, **RUN)
     last = tmp_path / FOLDER / "last.ckpt"
     DAMAGES[damage](last)
@@ -49,7 +49,7 @@ def test_a_damaged_file_is_named_and_the_one_before_it_is_used(tmp_path, damage)
     assert read_checkpoint(last)["epoch"] == 2
 
 
-def test_without_a_checkpoint_auto_starts_a_run_and_last_is_refused(tmp_path):
+def test_without_a_checkpoint_auto_starts_a_run_and_last_raises(tmp_path):
     with pytest.raises(MissingCheckpointError, match="resume: got 'last', expected a checkpoint"):
         fit(tmp_path, resume="last")
     assert fit(tmp_path, resume="auto", max_epochs=1)[0].ckpt_path is None
@@ -89,7 +89,7 @@ def test_auto_starts_a_new_run_if_all_checkpoints_are_damaged(tmp_path):
     assert (tmp_path / FOLDER / "last.ckpt").read_bytes() == content
 
 
-def test_a_link_is_replaced_and_its_target_is_not_written(tmp_path):
+def test_saving_replaces_a_symlink_and_not_its_target(tmp_path):
     folder, mine = tmp_path / FOLDER, tmp_path / "mine.ckpt"
     folder.mkdir(parents=True)
     mine.write_bytes(b"mine")
@@ -99,7 +99,7 @@ def test_a_link_is_replaced_and_its_target_is_not_written(tmp_path):
     assert read_checkpoint(folder / "last.ckpt")["epoch"] == 0
 
 
-def test_names_in_a_checkpoint_stay_in_the_folder_of_the_run(tmp_path):
+def test_a_resume_removes_no_file_outside_the_run_directory(tmp_path):
     """A checkpoint of someone else names a file to remove, and the file stays."""
     fit(tmp_path, **RUN)
     (tmp_path / "precious.ckpt").write_bytes(b"mine")
@@ -112,7 +112,7 @@ def test_names_in_a_checkpoint_stay_in_the_folder_of_the_run(tmp_path):
 
 
 @pytest.mark.parametrize("code", [errno.EIO, errno.EMFILE])
-def test_an_error_of_the_disk_is_not_taken_for_damage(tmp_path, monkeypatch, code):
+def test_a_disk_error_is_not_reported_as_a_damaged_checkpoint(tmp_path, monkeypatch, code):
     fit(tmp_path, **RUN)
     read = open
 
@@ -141,7 +141,7 @@ def test_a_save_syncs_its_files_and_folders(tmp_path, monkeypatch):
 
 
 @pytest.mark.skipif(not Path("/proc/self/fd").exists(), reason="the names of open files")
-def test_a_failed_save_costs_a_warning(tmp_path, monkeypatch):
+def test_a_failed_save_only_warns(tmp_path, monkeypatch):
     disk = Disk(monkeypatch, "last.ckpt", [2])
     with pytest.warns(UserWarning, match=r"last\.ckpt: the checkpoint could not be saved: No space left"):
         loop, module, _ = fit(tmp_path / "cut", callbacks=[disk])
@@ -151,7 +151,7 @@ def test_a_failed_save_costs_a_warning(tmp_path, monkeypatch):
 
 
 @pytest.mark.skipif(not Path("/proc/self/fd").exists(), reason="the names of open files")
-def test_a_run_that_could_not_save_ends_with_an_error(tmp_path, monkeypatch):
+def test_a_run_whose_last_save_failed_ends_with_an_error(tmp_path, monkeypatch):
     disk = Disk(monkeypatch, "last.ckpt", [2, 3])
     could_not_save = pytest.warns(UserWarning, match="could not be saved")
     with could_not_save, pytest.raises(CheckpointError, match="Training has ended, but not every"):
@@ -161,7 +161,7 @@ def test_a_run_that_could_not_save_ends_with_an_error(tmp_path, monkeypatch):
     assert fit(tmp_path, resume="last")[0].global_step == 18
 
 
-def test_two_runs_cannot_write_to_one_version(tmp_path):
+def test_two_runs_cannot_write_to_the_same_version(tmp_path):
     fit(tmp_path, max_epochs=1)
     with RunFolders().locked([tmp_path / FOLDER]):
         with pytest.raises(CheckpointError, match=r"another run \(process \d+\) writes there"):
@@ -170,7 +170,7 @@ def test_two_runs_cannot_write_to_one_version(tmp_path):
     assert fit(tmp_path, resume="last", version=0, max_epochs=2)[0].current_epoch == 2
 
 
-def test_runs_that_start_at_once_get_versions_of_their_own(tmp_path):
+def test_runs_that_start_at_the_same_time_get_different_versions(tmp_path):
     found = []
     threads = [threading.Thread(target=lambda: found.append(claim_version(tmp_path))) for _ in range(8)]
     for thread in threads:
@@ -192,7 +192,7 @@ class Saved(Net):
         return torch.nn.functional.cross_entropy(self.net[:2](batch[0])[:, :3], batch[1])
 
 
-def test_hyperparameters_of_every_plain_kind_are_read_with_weights_only(tmp_path):
+def test_plain_hyperparameters_can_be_loaded_with_weights_only(tmp_path):
     values = {"path": Path("data"), "sizes": (1, 2), "rate": 0.1, "layers": {"a": [None, True]}}
     loop, *_ = fit(tmp_path, make_module=lambda: Saved(**values), max_epochs=1)
     found = read_checkpoint(loop.checkpoint_path())

@@ -88,7 +88,7 @@ ONLY_WEIGHTS = {"swa_batchnorm": (10,)}
 
 
 @pytest.mark.parametrize("name", CALLBACKS)
-def test_a_killed_run_resumes_exactly(tmp_path, name):
+def test_a_killed_run_with_a_callback_resumes_exactly(tmp_path, name):
     make, make_callback = CALLBACKS[name]
     options = {"max_epochs": 3, "val": val_loader, "log_every_n_steps": 2, "save_every_n_steps": 1}
     train = lambda: make_loader(12)  # noqa: E731
@@ -115,7 +115,7 @@ AVERAGES = {
 
 @pytest.mark.parametrize("resume", ["auto", "last"])
 @pytest.mark.parametrize("name", AVERAGES)
-def test_a_finished_run_that_is_started_again_ends_with_the_average(tmp_path, name, resume):
+def test_resuming_a_finished_run_keeps_the_averaged_weights(tmp_path, name, resume):
     """A new fit without a batch, such as max_epochs=0, averages nothing."""
     make, make_callback = AVERAGES[name]
     options = {"max_epochs": 3, "train": lambda: make_loader(12)}
@@ -142,7 +142,7 @@ class Frozen(Classifier):
         return torch.optim.SGD(self.parameters(), lr=0.1)
 
 
-def test_layers_frozen_after_the_save_stay_frozen(tmp_path):
+def test_resume_leaves_newly_frozen_layers_frozen(tmp_path):
     """A resume restores what hooks have changed, and leaves what the module sets up now."""
     fit(tmp_path, Frozen, max_epochs=1)
     _, module, _ = fit(tmp_path, lambda: Frozen(freezes_last=True), resume="last", max_epochs=2)
@@ -181,7 +181,7 @@ def saver():
 
 
 @pytest.mark.parametrize("make", [EvalBackbone, EvalInStep, EvalFromOwnHook])
-def test_resume_restores_the_modes_of_modules(tmp_path, make):
+def test_resume_restores_train_and_eval_modes(tmp_path, make):
     options = {"max_epochs": 3, "val": val_loader, "save_every_n_steps": 1}
     train = lambda: make_loader(12)  # noqa: E731
     snapshots = Snapshots(tmp_path / "whole", tmp_path / "killed")
@@ -193,7 +193,7 @@ def test_resume_restores_the_modes_of_modules(tmp_path, make):
 
 @pytest.mark.filterwarnings("ignore:Checkpoint directory", "ignore:The dirpath has changed")
 @pytest.mark.parametrize("make", [EvalBackbone, EvalInStep, EvalFromOwnHook])
-def test_checkpoint_saved_in_a_validation_has_the_modes_of_training(tmp_path, make):
+def test_a_checkpoint_saved_during_validation_restores_the_training_modes(tmp_path, make):
     options = {"max_epochs": 2, "val": val_loader, "val_check_interval": 2}
     train = lambda: make_loader(18)  # noqa: E731
     snapshots = Snapshots(tmp_path / "whole", tmp_path / "killed")

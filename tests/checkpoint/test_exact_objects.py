@@ -238,7 +238,7 @@ def train(kind, root, make, kill_at=None, resume=None):
 
 @pytest.mark.parametrize("kind", SAVES)
 @pytest.mark.parametrize("name", CASES)
-def test_state_of_objects_is_exact_after_a_kill(tmp_path, name, kind):
+def test_a_killed_run_restores_the_state_of_objects(tmp_path, name, kind):
     whole = train(kind, tmp_path / "whole", CASES[name])
     for batches in (2, 3, 5, 8, 11):
         root = tmp_path / str(batches)
@@ -262,7 +262,7 @@ class Curved(Model):
 
 
 @pytest.mark.parametrize("kind", SAVES)
-def test_a_state_that_cannot_be_read_is_refused_before_training(tmp_path, kind):
+def test_an_unreadable_scheduler_state_is_refused_before_training(tmp_path, kind):
     with pytest.raises(ValueError, match="got .*Generator"):
         train(kind, tmp_path, shuffled(Curved))
     assert not list(tmp_path.rglob("*.ckpt"))
@@ -274,7 +274,7 @@ class Exchanged(Model):
             self.trainer.optimizers = [torch.optim.Adam(self.parameters(), lr=0.01)]
 
 
-def test_exchanged_optimizers_are_refused_by_name(tmp_path):
+def test_an_optimizer_that_a_hook_replaces_is_refused(tmp_path):
     """FabricLoop trains with the new optimizer, but a resumed run has the first one."""
     with pytest.raises(ValueError, match="got other optimizers from a hook"):
         train(MiniLoop, tmp_path / "mini", shuffled(Exchanged))
@@ -289,7 +289,7 @@ class Accumulates(Model):
         self.trainer.accumulate_grad_batches = 3 if batch_idx >= 2 else 2
 
 
-def test_mini_loop_refuses_to_change_the_accumulation_within_a_window(tmp_path):
+def test_mini_loop_refuses_a_change_of_accumulation_between_optimizer_steps(tmp_path):
     """Trainer adds the gradients of the next batch to gradients that it has used."""
     with pytest.raises(ValueError, match="accumulate_grad_batches: got 3 from a hook at batch 2"):
         train(MiniLoop, tmp_path, shuffled(Accumulates))
@@ -303,7 +303,7 @@ class ReplacesLayer(Model):
             self.net[0] = torch.nn.Linear(8, 16)
 
 
-def test_a_layer_that_a_hook_has_replaced_is_refused(tmp_path):
+def test_a_layer_that_a_hook_replaces_is_refused(tmp_path):
     with pytest.raises(ValueError, match="parameter that a hook has replaced"):
         train(MiniLoop, tmp_path / "mini", shuffled(ReplacesLayer))
     with pytest.raises(KilledError):
@@ -331,7 +331,7 @@ class HasTexts(torch.nn.Module):
 
 @pytest.mark.parametrize("reader", SAVES)
 @pytest.mark.parametrize("writer", SAVES)
-def test_arrays_of_text_and_dates_are_restored(tmp_path, writer, reader):
+def test_numpy_arrays_of_strings_and_dates_are_restored(tmp_path, writer, reader):
     def fit(kind, name, epochs, resume=None):
         torch.manual_seed(1)
         net = HasTexts()

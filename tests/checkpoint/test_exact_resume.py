@@ -202,7 +202,7 @@ def test_a_run_resumes_exactly_after_an_exception(tmp_path, hook, options):
 
 @pytest.mark.filterwarnings("ignore:The dirpath has changed")
 @pytest.mark.parametrize("when", ["every_n_train_steps", "every_n_epochs", "validation"])
-def test_a_file_of_a_model_checkpoint_resumes_exactly(tmp_path, when):
+def test_a_file_from_model_checkpoint_resumes_exactly(tmp_path, when):
     """A resume completes the work after the hook that saved: the row of the step, the validation, the epoch's end."""
     options = {"val_check_interval": 2, "log_every_n_steps": 1}
     saves = {"every_n_epochs": 1, "save_on_train_epoch_end": False} if when == "validation" else {when: 1}
@@ -267,7 +267,7 @@ class Data(pl.LightningDataModule):
         return loader()
 
 
-def test_state_of_callbacks_and_datamodules_is_restored(tmp_path):
+def test_resume_restores_the_state_of_callbacks_and_datamodules(tmp_path):
     for max_epochs, resume in ((1, None), (3, "last")):
         counts, data = Counts(), Data()
         loop = FabricLoop(**loud(tmp_path), max_epochs=max_epochs, callbacks=[counts])
@@ -302,7 +302,7 @@ class FreezesAndKeepsZeros(Net):
         return torch.optim.SGD(self.parameters(), lr=0.1, momentum=0.9)
 
 
-def test_frozen_parameters_with_zero_gradients_still_move_after_a_resume(tmp_path):
+def test_momentum_still_moves_frozen_parameters_after_a_resume(tmp_path):
     def train(epochs, folder, resume=None):
         torch.manual_seed(1)
         module = FreezesAndKeepsZeros()
@@ -315,7 +315,7 @@ def test_frozen_parameters_with_zero_gradients_still_move_after_a_resume(tmp_pat
     assert runs.same(train(3, "parts", "last"), expected)
 
 
-def test_buffers_of_averaged_weights_are_restored(tmp_path):
+def test_resume_restores_the_buffers_of_the_averaged_model(tmp_path):
     """The averaged model has its own copy of the buffer, which training ends with."""
     make = lambda: [pl.callbacks.WeightAveraging()]  # noqa: E731
     snapshots = Snapshots(tmp_path / "whole", tmp_path)
@@ -338,7 +338,7 @@ class RandomSplit(pl.LightningDataModule):
 
 
 @pytest.mark.parametrize("batch", [3, 8])
-def test_validation_data_that_are_drawn_after_the_kill_are_the_same(tmp_path, batch):
+def test_a_random_validation_split_is_the_same_after_a_resume(tmp_path, batch):
     options = {**loud(tmp_path / "whole"), "max_epochs": 4, "check_val_every_n_epoch": 2, "num_sanity_val_steps": 0}
     options |= {"save_every_n_steps": 1, "seed": 3}
     ends = []
@@ -349,7 +349,7 @@ def test_validation_data_that_are_drawn_after_the_kill_are_the_same(tmp_path, ba
     assert_same(*ends, tmp_path / "whole", tmp_path / str(batch))
 
 
-def test_the_time_of_an_epoch_excludes_the_set_up(tmp_path, monkeypatch):
+def test_the_time_of_a_resumed_epoch_excludes_the_setup(tmp_path, monkeypatch):
     clock = itertools.count()
     monkeypatch.setattr("fabric_template.loggers.row.time.monotonic", lambda: 10.0 * next(clock))
     with pytest.raises(RuntimeError):

@@ -27,7 +27,7 @@ def file(path):
 @pytest.mark.parametrize("version", [None, 0, "best"])
 @pytest.mark.parametrize("place", ["logs", "logs/run", "checkpoints", "checkpoints/run"])
 @pytest.mark.parametrize("make", [link, loop_of_links, file])
-def test_a_link_or_a_file_in_place_of_a_folder_is_named(tmp_path, make, place, version):
+def test_an_error_names_a_link_or_file_in_place_of_a_folder(tmp_path, make, place, version):
     path = tmp_path / place
     path.parent.mkdir(exist_ok=True)
     make(path)
@@ -39,7 +39,7 @@ def test_a_link_or_a_file_in_place_of_a_folder_is_named(tmp_path, make, place, v
 
 
 @pytest.mark.parametrize("make", [link, file])
-def test_a_version_number_taken_by_a_link_or_file_is_skipped(tmp_path, make):
+def test_a_new_run_skips_a_version_taken_by_a_link_or_file(tmp_path, make):
     folder = tmp_path / "logs/run"
     folder.mkdir(parents=True)
     make(folder / "version_4")
@@ -47,7 +47,7 @@ def test_a_version_number_taken_by_a_link_or_file_is_skipped(tmp_path, make):
     assert loop.checkpoint_dir.name == "version_5"
 
 
-def test_only_numbers_count_as_versions(tmp_path):
+def test_next_version_counts_only_numbered_folders(tmp_path):
     for name in ("version_3", "version_²", "version_٣٤", "version_12b", "version_-7", "Version_9", "version_"):
         (tmp_path / name).mkdir()
     assert next_version(tmp_path, tmp_path / "missing") == 4
@@ -57,7 +57,7 @@ def test_only_numbers_count_as_versions(tmp_path):
     assert fit(tmp_path, Plain, make_loader, max_epochs=2, resume="last")[0].current_epoch == 2
 
 
-def test_a_temporary_file_is_not_written_through_a_link(tmp_path):
+def test_writing_a_temporary_file_does_not_follow_a_symlink(tmp_path):
     victim, target = tmp_path / "victim", tmp_path / "last.ckpt"
     victim.write_bytes(b"mine")
     temporary = tmp_path / f".last.ckpt.{os.getpid()}.tmp"
@@ -68,7 +68,7 @@ def test_a_temporary_file_is_not_written_through_a_link(tmp_path):
     assert not os.path.lexists(temporary)
 
 
-def test_a_lock_file_is_not_written_through_a_link(tmp_path):
+def test_writing_a_lock_file_does_not_follow_a_symlink(tmp_path):
     victim, folder = tmp_path / "victim", tmp_path / "checkpoints/run/version_0"
     victim.write_bytes(b"mine")
     folder.mkdir(parents=True)
@@ -99,7 +99,7 @@ class Odd(Plain):
 
 
 @pytest.mark.parametrize("name", ["[1]", "a[b]c", "%s {0}", "ü ñ 漢字", "-x", "run.ckpt", "..."])
-def test_names_with_special_characters_resume_exactly(tmp_path, name):
+def test_a_run_whose_name_has_special_characters_resumes_exactly(tmp_path, name):
     monitor = 'val_[a]*/..\\"%,ü\n'
     options = {"name": name, "version": f"{name}-0", "monitor": monitor, "mode": "min", "save_top_k": 2}
     root = tmp_path / "[x] *" / name

@@ -67,7 +67,7 @@ def make_empty_folders(root):
 
 @pytest.mark.parametrize("change", [touch, copy, copy_older_files, make_empty_folders])
 @pytest.mark.parametrize("keyword", ["last", "auto"])
-def test_the_run_that_saved_last_is_continued(tmp_path, change, keyword):
+def test_resume_continues_the_run_that_saved_last(tmp_path, change, keyword):
     for _ in range(3):
         fit(tmp_path, Plain, max_epochs=1)
     fit(tmp_path, Plain, max_epochs=2, resume="last", version=0)
@@ -76,7 +76,7 @@ def test_the_run_that_saved_last_is_continued(tmp_path, change, keyword):
     assert (loop.ckpt_path, loop.current_epoch) == (str(folder(tmp_path, 0) / "last.ckpt"), 3)
 
 
-def test_a_moved_run_keeps_its_time(tmp_path):
+def test_resume_finds_the_newest_run_after_it_was_moved(tmp_path):
     """The time inside the checkpoints is used where the .lock file is missing."""
     fit(tmp_path / "a", Plain, max_epochs=1)
     fit(tmp_path / "b", Plain, max_epochs=2)
@@ -96,7 +96,7 @@ class WithClass(Classifier):
         self.save_hyperparameters({"activation": torch.nn.ReLU})
 
 
-def test_the_time_is_found_beside_classes_among_hyperparameters(tmp_path):
+def test_resume_finds_the_newest_run_with_classes_in_its_hyperparameters(tmp_path):
     for _ in range(2):
         fit(tmp_path, WithClass, max_epochs=1)
     fit(tmp_path, WithClass, max_epochs=2, resume="last", version=0)
@@ -106,7 +106,7 @@ def test_the_time_is_found_beside_classes_among_hyperparameters(tmp_path):
     assert loop.checkpoint_dir.name == "version_0"
 
 
-def test_the_best_checkpoint_is_of_the_newest_run(tmp_path):
+def test_load_best_takes_the_best_checkpoint_of_the_newest_run(tmp_path):
     options = {"val": val_loader, "monitor": "val_loss"}
     for version in ("b", "a"):
         fit(tmp_path, Plain, max_epochs=1, version=version, **options)
@@ -115,7 +115,7 @@ def test_the_best_checkpoint_is_of_the_newest_run(tmp_path):
     assert loop.ckpt_path == str(folder(tmp_path, "b") / "best.ckpt")
 
 
-def test_last_prefers_runs_to_files_of_other_programs(tmp_path):
+def test_resume_last_prefers_runs_of_this_package_to_other_checkpoints(tmp_path):
     fit(tmp_path, Plain, max_epochs=2)
     path = folder(tmp_path, 0) / "last.ckpt"
     foreign = read_checkpoint(path)
@@ -130,7 +130,7 @@ def test_last_prefers_runs_to_files_of_other_programs(tmp_path):
 
 
 @pytest.mark.parametrize("text", ["", "1\nstarted\nsaved nan\n", "saved 99999999999", "\0\n" * 99, "finished"])
-def test_a_lock_file_without_times_is_no_problem(tmp_path, text):
+def test_resume_ignores_a_lock_file_without_times(tmp_path, text):
     for epochs in (1, 2):
         fit(tmp_path, Plain, max_epochs=epochs)
     (folder(tmp_path, 0) / ".lock").write_text(text)
@@ -138,7 +138,7 @@ def test_a_lock_file_without_times_is_no_problem(tmp_path, text):
     assert loop.checkpoint_dir.name == "version_1"
 
 
-def test_a_newer_run_without_a_checkpoint_is_named(tmp_path):
+def test_resume_warns_about_a_newer_run_without_a_checkpoint(tmp_path):
     fit(tmp_path, Plain, max_epochs=1)
     fail(tmp_path)
     with pytest.warns(UserWarning, match="resume: version_1 was started later and has no checkpoint. Continuing ver"):
@@ -148,7 +148,7 @@ def test_a_newer_run_without_a_checkpoint_is_named(tmp_path):
     fit(tmp_path, Plain, max_epochs=3, resume="last")
 
 
-def test_the_lock_records_when_a_run_started_and_saved(tmp_path):
+def test_the_lock_file_records_when_a_run_started_and_saved(tmp_path):
     before = time.time()
     fit(tmp_path, Plain, max_epochs=2)
     started, saved = read_times(folder(tmp_path, 0))
@@ -159,7 +159,7 @@ def test_the_lock_records_when_a_run_started_and_saved(tmp_path):
     assert (tmp_path / "logs/run/version_0/.lock").read_text().splitlines()[1:] == lines[1:]
 
 
-def test_a_clock_that_is_behind_changes_nothing(tmp_path, monkeypatch):
+def test_resume_finds_the_newest_run_after_the_clock_was_set_back(tmp_path, monkeypatch):
     fit(tmp_path, Plain, max_epochs=1, version=0)
     now = time.time
     monkeypatch.setattr(time, "time", lambda: now() - 1000)
@@ -181,7 +181,7 @@ BEST = {"val": val_loader, "monitor": "val_loss"}
     [{}, BEST, {**BEST, "save_top_k": 2}, {**BEST, "save_last": False}],
     ids=["last", "best", "best 2", "best only"],
 )
-def test_a_run_that_died_early_is_not_confused_with_the_one_before(tmp_path, first, version):
+def test_resume_last_refuses_the_replaced_run_if_the_new_run_saved_nothing(tmp_path, first, version):
     root = tmp_path / "runs"
     fit(root, Plain, max_epochs=2, version=version, **first)
     old = {path.name: path.read_bytes() for path in folder(root, version).glob("*.ckpt")}
@@ -207,7 +207,7 @@ def test_a_run_that_died_early_is_not_confused_with_the_one_before(tmp_path, fir
     assert {read_checkpoint(folder(root, version) / name)["global_step"] for name in names} == {10}
 
 
-def test_the_files_of_the_replaced_run_are_removed_by_the_first_checkpoint(tmp_path):
+def test_the_first_checkpoint_removes_the_files_of_the_replaced_run(tmp_path):
     fit(tmp_path, Plain, max_epochs=4, version=0, **BEST, save_top_k=3)
     (folder(tmp_path, 0) / "mine.ckpt").write_bytes(b"mine")
     (folder(tmp_path, 0) / "notes.txt").write_text("mine")
@@ -224,7 +224,7 @@ def test_the_files_of_the_replaced_run_are_removed_by_the_first_checkpoint(tmp_p
 
 
 @pytest.mark.parametrize("step", [3, 9, 10, 11])
-def test_a_new_run_killed_at_any_step_leaves_a_run_to_continue(tmp_path, step):
+def test_auto_restarts_a_run_killed_at_any_step_in_a_used_version(tmp_path, step):
     fit(tmp_path, Plain, max_epochs=2, version=0, **BEST, save_top_k=2)
     codes, errors = externally(kill_new_run, str(tmp_path), step, ranks=1, is_launched=False)
     assert codes == [-signal.SIGKILL], errors
@@ -243,7 +243,7 @@ def kill_new_run(rank, root, step):
     fit(root, Plain, max_epochs=2, version=0, callbacks=[Kills(step)])
 
 
-def test_a_run_that_resumes_from_another_version_replaces_its_own(tmp_path):
+def test_resuming_from_another_version_replaces_the_run_in_this_version(tmp_path):
     fit(tmp_path, Plain, max_epochs=1, version=0)
     fit(tmp_path, Plain, max_epochs=4, version=1, **BEST)
     path = folder(tmp_path, 0) / "last.ckpt"
@@ -252,7 +252,7 @@ def test_a_run_that_resumes_from_another_version_replaces_its_own(tmp_path):
     assert fit(tmp_path, Plain, max_epochs=3, version=1, resume="last")[0].global_step == 30
 
 
-def test_a_copy_of_a_checkpoint_continues_its_run(tmp_path):
+def test_a_copied_checkpoint_continues_its_run(tmp_path):
     whole = fit(tmp_path / "whole", Plain, max_epochs=3, version=0, **BEST)
     fit(tmp_path / "cut", Plain, max_epochs=2, version=0, **BEST)
     shutil.copy(folder(tmp_path / "cut", 0) / "last.ckpt", tmp_path / "copy.ckpt")
@@ -263,7 +263,7 @@ def test_a_copy_of_a_checkpoint_continues_its_run(tmp_path):
     assert scores[0] == scores[1]
 
 
-def test_a_run_without_checkpoints_of_its_own_replaces_the_older_run(tmp_path):
+def test_a_run_without_checkpointing_replaces_the_older_run(tmp_path):
     fit(tmp_path, Plain, max_epochs=1, version=0)
     fit(tmp_path, Plain, max_epochs=1, version=0, enable_checkpointing=False)
     with pytest.raises(MissingCheckpointError, match="newest run"):
@@ -274,7 +274,7 @@ def test_a_run_without_checkpoints_of_its_own_replaces_the_older_run(tmp_path):
 
 
 @pytest.mark.filterwarnings("ignore:Checkpoint directory .* exists and is not empty")
-def test_checkpoints_of_a_callback_follow_the_same_rule(tmp_path):
+def test_resume_finds_the_newest_run_of_a_model_checkpoint_callback(tmp_path):
     def run(resume=None, callbacks=(), **options):
         callbacks = [ModelCheckpoint(save_last=True), *callbacks]
         return fit(tmp_path, Classifier, resume=resume, callbacks=callbacks, **options)[0]

@@ -43,7 +43,7 @@ def assert_same_value(found, expected):
 
 
 @pytest.mark.parametrize("value", SCALARS + ARRAYS, ids=repr)
-def test_a_value_is_restored_bit_for_bit(tmp_path, value):
+def test_a_numpy_value_is_restored_bit_for_bit(tmp_path, value):
     path = tmp_path / "a.ckpt"
     places = {
         "dict": {"a": value, 3: [value]},
@@ -66,7 +66,7 @@ def test_a_value_is_restored_bit_for_bit(tmp_path, value):
     assert found["deque"].maxlen == 2
 
 
-def test_the_saved_values_are_not_changed():
+def test_saving_does_not_change_the_values_of_the_run():
     state = {"a": [np.float32(1)], "b": {"c": torch.ones(1)}}
     plain = replace_numpy({"state": state})
     assert type(state["a"][0]) is np.float32
@@ -75,7 +75,7 @@ def test_the_saved_values_are_not_changed():
     assert replace_numpy({"epoch": 3}) == {"epoch": 3}
 
 
-def test_numbers_of_numpy_in_sets_and_keys_become_numbers(tmp_path):
+def test_numpy_numbers_in_sets_and_dict_keys_are_restored(tmp_path):
     saved = {"set": {np.int64(1), 2}, "keys": {np.int64(5): np.float32(1), "a": 1}}
     AtomicCheckpointIO().save_checkpoint(saved, tmp_path / "a.ckpt")
     found = read_checkpoint(tmp_path / "a.ckpt")
@@ -95,7 +95,7 @@ def test_a_container_that_contains_itself_can_be_saved(tmp_path):
 @pytest.mark.parametrize(
     "dtypes", [{"a": "O"}, {"a": "V8"}, {"a": "<f4,<f8"}, {"a": 3}, {"b": "<f4"}, {"a": {0: "<f4"}}, 5]
 )
-def test_crafted_dtypes_are_refused(dtypes):
+def test_restore_numpy_refuses_crafted_dtypes(dtypes):
     with pytest.raises(CheckpointError, match="dtypes"):
         restore_numpy({"a": 1.0, NUMPY_KEY: dtypes})
 
@@ -169,7 +169,7 @@ class SavesArray(Classifier):
 
 @pytest.mark.filterwarnings("ignore:.*is not in the range")
 @pytest.mark.parametrize("optimizers", OPTIMIZERS)
-def test_a_resume_computes_in_the_precision_of_numpy(tmp_path, optimizers):
+def test_a_resumed_run_keeps_the_precision_of_numpy_values(tmp_path, optimizers):
     def run(name, max_epochs, resume=None):
         average = Average()
         options = {"max_epochs": max_epochs, "callbacks": [average], "resume": resume}
@@ -199,7 +199,7 @@ def test_trainer_continues_a_run_with_numpy_values(tmp_path, optimizers):
     assert trainer.current_epoch == 3
 
 
-def test_own_checkpoints_of_level_1_keep_numpy_values(tmp_path):
+def test_loop_save_and_load_keep_numpy_values(tmp_path):
     loop, net = FabricLoop(**loud(tmp_path)), torch.nn.Linear(2, 2)
     optimizer = sgd(net, np.float32(0.1))
     state = {"net": net, "optimizer": optimizer, "errors": np.arange(3.0), "best": np.float64(1)}
@@ -216,7 +216,7 @@ class Structured(Callback):
         return {"values": np.zeros(2, [("a", "f4"), ("b", "i8")])}
 
 
-def test_an_array_that_cannot_be_restored_is_named_at_the_resume(tmp_path):
+def test_resume_names_an_array_that_it_cannot_restore(tmp_path):
     fit(tmp_path, max_epochs=1, callbacks=[Structured()])
     with pytest.raises(CheckpointError, match=r"numpy.* in the part 'callbacks/Structured/values'"):
         fit(tmp_path, max_epochs=2, resume="last", callbacks=[Structured()])

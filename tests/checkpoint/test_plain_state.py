@@ -72,7 +72,7 @@ VALUES = {
 
 @pytest.mark.parametrize("is_new", [False, True])
 @pytest.mark.parametrize("name", VALUES)
-def test_an_attribute_of_each_type_is_restored(tmp_path, name, is_new):
+def test_attributes_of_every_plain_type_are_restored(tmp_path, name, is_new):
     """The attribute is None or missing before."""
     before = {} if is_new else {"value": "before"}
     found = restored(before, {"value": VALUES[name]}, before, tmp_path).value
@@ -85,7 +85,7 @@ def test_an_attribute_of_each_type_is_restored(tmp_path, name, is_new):
         assert getattr(found, "default_factory", 0) == getattr(VALUES[name], "default_factory", 0)
 
 
-def test_restored_containers_and_tensors_are_filled_in_place(tmp_path):
+def test_containers_and_tensors_are_restored_in_place(tmp_path):
     """Containers and tensors that other objects hold, too, are filled, not replaced."""
     fresh = {"list": [], "dict": {}, "tensor": torch.zeros(3), "array": np.zeros(2), "set": set()}
     fresh["queue"], fresh["factory"] = deque(maxlen=2), defaultdict(lambda: 7)
@@ -100,7 +100,7 @@ def test_restored_containers_and_tensors_are_filled_in_place(tmp_path):
     assert (new.factory["a"], new.factory["b"]) == (1, 7)
 
 
-def test_shared_values_are_shared_again_after_a_resume(tmp_path):
+def test_values_that_attributes_share_are_shared_again_after_a_resume(tmp_path):
     """Values that the objects of the saved run share are shared again, and no others."""
     shared = torch.zeros(2)
     history = []
@@ -131,7 +131,7 @@ def test_only_changed_plain_values_are_saved():
     assert sorted(state.changed_attributes()) == [("a", "size"), ("a", "table")]
 
 
-def test_a_change_of_one_number_is_found():
+def test_changed_attributes_finds_a_change_of_one_number():
     tensors = torch.zeros(300, 1000), torch.zeros(7)
     owner = Holder(large=tensors[0], small=[tensors[1]], array=np.zeros((300, 1000)), items=[0] * 9999)
     owner.texts = np.zeros(40_000, "S1000")
@@ -149,7 +149,7 @@ class Refuses(dict):
         raise RuntimeError("closed")
 
 
-def test_an_attribute_that_cannot_be_saved_costs_one_warning():
+def test_an_attribute_that_cannot_be_saved_warns_once():
     owner = Holder()
     state = PlainState({"a": Part(owner), "b": Part(object()), "c": Part(Holder)})
     owner.cache, owner.count = list(range(1_000_001)), 3
@@ -189,7 +189,7 @@ def test_a_restored_generator_draws_the_same_numbers(tmp_path, name):
     assert [draw(generator) for _ in range(2)] == [draw(other) for _ in range(2)]
 
 
-def test_find_generators_leaves_out_the_global_ones():
+def test_find_generators_leaves_out_the_global_generators():
     """The global generators, which are saved anyway, are left out."""
     own = {name: make() for name, make in GENERATORS.items()}
     others = {"system": random.SystemRandom(), "a": random._inst, "b": torch.default_generator, "c": np.random}
@@ -344,7 +344,7 @@ RUNS = {
 
 @pytest.mark.filterwarnings("ignore:The number of training batches", "ignore:.*weight_norm.* is deprecated")
 @pytest.mark.parametrize("name", RUNS)
-def test_a_killed_run_resumes_exactly(tmp_path, name):
+def test_a_killed_run_restores_the_attributes_of_its_objects(tmp_path, name):
     make, options = RUNS[name]
     options = {"max_epochs": 3, "val": val_loader, "save_every_n_steps": 1, **options}
     options["train"] = lambda: make_loader(20)
@@ -365,7 +365,7 @@ def test_a_killed_run_resumes_exactly(tmp_path, name):
 
 @pytest.mark.filterwarnings("ignore:The dirpath has changed", "ignore:The number of training batches")
 @pytest.mark.parametrize("when", ["every_n_train_steps", "every_n_epochs", "validation"])
-def test_files_saved_in_hooks_resume_exactly(tmp_path, when):
+def test_checkpoints_saved_in_hooks_resume_exactly(tmp_path, when):
     """In on_train_batch_end, on_train_epoch_end and on_validation_end."""
     saves = {"every_n_epochs": 1, "save_on_train_epoch_end": when != "validation"}
     saves = {when: 1} if when == "every_n_train_steps" else saves
@@ -386,7 +386,7 @@ def test_files_saved_in_hooks_resume_exactly(tmp_path, when):
         assert whole[1].losses == resumed[1].losses
 
 
-def test_state_of_a_datamodule_is_restored_before_loaders_are_reloaded(tmp_path):
+def test_a_datamodule_is_restored_before_its_loaders_are_reloaded(tmp_path):
     """Its attributes and generators are restored before a loader is reloaded."""
 
     def run(root, **arguments):
@@ -402,7 +402,7 @@ def test_state_of_a_datamodule_is_restored_before_loaders_are_reloaded(tmp_path)
         assert rows[0] == rows[1]
 
 
-def test_two_processes_have_states_of_their_own(tmp_path):
+def test_each_process_restores_its_own_state(tmp_path):
     class PerRank(Remembers):
         def on_train_start(self):
             if not self.losses:

@@ -116,7 +116,7 @@ TENSORS = {
 
 
 @pytest.mark.parametrize("protocol", [2, 4, 5])
-def test_plain_values_and_tensors_are_read_as_they_were(tmp_path, protocol):
+def test_plain_values_and_tensors_are_read_unchanged(tmp_path, protocol):
     saved = {"plain": PLAIN, "tensors": TENSORS}
     found = write_and_read(saved, tmp_path / "a.ckpt", pickle_protocol=protocol)
     assert type(found) is dict
@@ -132,14 +132,14 @@ def test_plain_values_and_tensors_are_read_as_they_were(tmp_path, protocol):
 
 @pytest.mark.filterwarnings("ignore:Sparse .* tensor support is in beta state")
 @pytest.mark.parametrize("layout", ["sparse_coo", "sparse_csr", "sparse_csc"])
-def test_sparse_tensors_are_read(tmp_path, layout):
+def test_sparse_tensors_are_read_unchanged(tmp_path, layout):
     layout = getattr(torch, layout)
     found = write_and_read({"a": MATRIX.to_sparse(layout=layout)}, tmp_path / "a.ckpt")["a"]
     assert found.layout == layout
     assert torch.equal(found.to_dense(), MATRIX)
 
 
-def test_attributes_of_a_tensor_are_dropped(tmp_path):
+def test_python_attributes_of_a_tensor_are_dropped(tmp_path):
     weight, buffer = nn.Parameter(torch.ones(2)), torch.zeros(2)
     weight.scale, buffer.names_of_rows = 3, ["a", "b"]
     found = write_and_read({"weight": weight, "buffer": buffer}, tmp_path / "a.ckpt")
@@ -181,7 +181,7 @@ class WithObjects(Classifier):
 
 
 @pytest.mark.filterwarnings("ignore:Attribute 'module' is an instance of `nn.Module`")
-def test_a_run_with_any_hyperparameters_resumes_exactly(tmp_path):
+def test_a_run_with_any_type_of_hyperparameter_resumes_exactly(tmp_path):
     def make():
         # Lightning copies hyperparameters, and a copy would call what a pickle calls.
         values = {name: v for name, v in objects(tmp_path).items() if name not in ("call", "state")}
@@ -211,7 +211,7 @@ def test_an_object_among_hyperparameters_becomes_a_placeholder(tmp_path, kind, p
 
 
 @pytest.mark.parametrize("part", ["state_dict", "callbacks", "optimizer_states", "mine"])
-def test_a_part_with_an_object_is_an_error_where_the_part_is_read(tmp_path, part):
+def test_reading_a_checkpoint_key_that_contains_an_object_raises(tmp_path, part):
     found = write_and_read({part: {"a": [{"b": Color.RED}]}, "epoch": 3}, tmp_path / "a.ckpt")
     assert found["epoch"] == 3
     for read in (lambda: found[part], lambda: found.get(part), lambda: found.pop(part)):
@@ -240,14 +240,14 @@ class ReadsColor(SavesColor):
         self.color = checkpoint.get("color")
 
 
-def test_a_resume_that_needs_an_object_names_part_and_class(tmp_path):
+def test_a_resume_error_names_the_key_and_class_of_a_saved_object(tmp_path):
     fit(tmp_path, ReadsColor, max_epochs=1)
     with pytest.raises(CheckpointError, match=r"Color in the part 'color'"):
         fit(tmp_path, ReadsColor, max_epochs=2, resume="last")
     assert fit(tmp_path, SavesColor, max_epochs=2, resume="last")[0].current_epoch == 2
 
 
-def test_a_callback_whose_state_holds_an_object_cannot_resume(tmp_path):
+def test_a_callback_with_an_object_in_its_state_cannot_resume(tmp_path):
     options = {"callbacks": [Colored()]}
     fit(tmp_path, max_epochs=1, **options)
     with pytest.raises(CheckpointError, match=r"Color in the part 'callbacks/Colored/color'"):
@@ -256,13 +256,13 @@ def test_a_callback_whose_state_holds_an_object_cannot_resume(tmp_path):
     assert fit(tmp_path, max_epochs=1, load="last", **options)[0].current_epoch == 1
 
 
-def test_a_pickled_module_is_no_checkpoint(tmp_path):
+def test_a_pickled_module_is_refused_as_a_checkpoint(tmp_path):
     torch.save(nn.Linear(2, 2), tmp_path / "a.ckpt")
     with pytest.raises(CheckpointError, match=r"got an object of torch\.nn\..*Linear, expected a dict"):
         read_checkpoint(tmp_path / "a.ckpt")
 
 
-def test_a_trusted_file_is_read_by_torch(tmp_path):
+def test_weights_only_false_reads_any_object(tmp_path):
     torch.save({"mine": functools.partial}, tmp_path / "a.ckpt")
     assert read_checkpoint(tmp_path / "a.ckpt", weights_only=False)["mine"] is functools.partial
 
@@ -356,7 +356,7 @@ def test_a_crafted_pickle_is_refused(tmp_path, kind):
 
 
 @pytest.mark.parametrize("depth", [1, 5000])
-def test_an_object_beside_a_nested_key_is_named(tmp_path, depth):
+def test_an_error_names_an_object_under_a_nested_key(tmp_path, depth):
     key = b")" + b"\x85" * depth
     content = b"\x80\x02}X\x01\x00\x00\x00a}" + key + b"cunknown\nObject\nss."
     write_pickle(content, tmp_path / "a.ckpt")
@@ -382,7 +382,7 @@ class ObjectArray:
 
 
 @pytest.mark.parametrize("part", ["hyper_parameters", "callbacks", "state_dict"])
-def test_no_class_of_numpy_is_built(tmp_path, part):
+def test_a_crafted_numpy_array_becomes_a_placeholder(tmp_path, part):
     found = write_and_read({part: {"a": ObjectArray(), "b": np.float64(1)}}, tmp_path / "a.ckpt")
     values = list(dict.values(found))[0]
     assert all(map(is_placeholder, values.values()))
@@ -399,7 +399,7 @@ def saved_file(folder):
 
 @pytest.mark.parametrize("weights_only", [True, False])
 @pytest.mark.parametrize("bit", [0, 3, 4, 7])
-def test_a_flipped_bit_anywhere_is_found_or_changes_nothing(tmp_path, bit, weights_only):
+def test_a_flipped_bit_is_detected_or_harmless(tmp_path, bit, weights_only):
     path, content = saved_file(tmp_path)
     expected = read_checkpoint(path)
     count_of_damages = 0
@@ -414,7 +414,7 @@ def test_a_flipped_bit_anywhere_is_found_or_changes_nothing(tmp_path, bit, weigh
     assert len(content) > count_of_damages > len(content) // 4
 
 
-def test_a_file_that_was_cut_is_damaged(tmp_path):
+def test_a_truncated_file_is_reported_as_damaged(tmp_path):
     path, content = saved_file(tmp_path)
     for size in range(0, len(content), 13):
         path.write_bytes(content[:size])
@@ -422,7 +422,7 @@ def test_a_file_that_was_cut_is_damaged(tmp_path):
             read_checkpoint(path)
 
 
-def test_a_resume_falls_back_from_a_damaged_directory(tmp_path):
+def test_resume_falls_back_if_the_zip_directory_is_damaged(tmp_path):
     """The names and positions of a zip archive's entries are at its end."""
     options = {"monitor": "train_loss", "save_top_k": -1}
     fit(tmp_path, max_epochs=2, **options)
@@ -436,7 +436,7 @@ def test_a_resume_falls_back_from_a_damaged_directory(tmp_path):
     assert loop.current_epoch == 3
 
 
-def test_a_file_that_grows_when_it_is_unpacked_is_refused(tmp_path):
+def test_a_compressed_checkpoint_is_refused(tmp_path):
     path = tmp_path / "a.ckpt"
     with zipfile.ZipFile(path, "w", zipfile.ZIP_DEFLATED) as archive:
         archive.writestr("archive/data.pkl", pickle.dumps({}, 2))
@@ -445,7 +445,7 @@ def test_a_file_that_grows_when_it_is_unpacked_is_refused(tmp_path):
         read_checkpoint(path)
 
 
-def test_entries_that_share_their_bytes_are_refused(tmp_path):
+def test_zip_entries_that_overlap_are_refused(tmp_path):
     path = tmp_path / "a.ckpt"
     write_pickle(pickle.dumps({}, 2), path, [bytes(5000), bytes(5000)])
     content = path.read_bytes()
@@ -462,7 +462,7 @@ def test_entries_that_share_their_bytes_are_refused(tmp_path):
         read_checkpoint(path)
 
 
-def test_a_format_of_old_versions_is_named(tmp_path):
+def test_an_error_names_the_format_of_an_old_checkpoint(tmp_path):
     path = tmp_path / "a.ckpt"
     torch.save({"epoch": 3}, path, _use_new_zipfile_serialization=False)
     with pytest.raises(CheckpointError, match=r"torch before 1\.6.*torch\.save\(torch\.load"):
@@ -472,7 +472,7 @@ def test_a_format_of_old_versions_is_named(tmp_path):
     assert read_checkpoint(path) == {"epoch": 3}
 
 
-def test_a_storage_is_moved_as_map_location_says(tmp_path):
+def test_load_checkpoint_moves_tensors_to_map_location(tmp_path):
     torch.save({"a": MATRIX}, tmp_path / "a.ckpt")
     for location in ("meta", torch.device("meta"), {"cpu": "meta"}, lambda storage, place: None):
         found = AtomicCheckpointIO().load_checkpoint(tmp_path / "a.ckpt", map_location=location)
@@ -480,7 +480,7 @@ def test_a_storage_is_moved_as_map_location_says(tmp_path):
         assert found["a"].is_meta != callable(location)
 
 
-def test_an_archive_of_numpy_is_no_checkpoint(tmp_path):
+def test_an_npz_file_is_refused_as_a_checkpoint(tmp_path):
     np.savez(tmp_path / "a.npz", a=np.ones(2))
     with pytest.raises(CheckpointError, match="damaged"):
         read_checkpoint(tmp_path / "a.npz")

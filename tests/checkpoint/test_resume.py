@@ -79,7 +79,7 @@ def test_schedulers_resume_exactly(tmp_path, optimizers, accumulate):
 
 
 @pytest.mark.filterwarnings("ignore:ReduceLROnPlateau conditioned on metric val_loss which is not available")
-def test_plateau_reads_the_last_validation_also_after_a_resume(tmp_path):
+def test_reduce_lr_on_plateau_reads_the_last_validation_after_a_resume(tmp_path):
     """In an epoch without validation the scheduler reads the value of the last one, also from before the resume."""
     whole, _ = two_and_two(tmp_path, classifier(plateau_strict_off), check_val_every_n_epoch=2)
     assert whole[0].lr_scheduler_configs[0].scheduler.num_bad_epochs == 0
@@ -94,7 +94,7 @@ def test_step_functions_resume_exactly(tmp_path):
     two_and_two(tmp_path, make, given=given)
 
 
-def test_no_hook_is_called_twice(tmp_path):
+def test_a_resume_calls_no_hook_twice(tmp_path):
     """A run that is resumed in mid-epoch starts with the next batch."""
     seen = []
 
@@ -116,7 +116,7 @@ def test_no_hook_is_called_twice(tmp_path):
     assert (loop.current_epoch, loop.global_step, len(history)) == (1, 6, 1)
 
 
-def test_resume_takes_keywords_and_paths(tmp_path):
+def test_resume_accepts_last_auto_and_a_path(tmp_path):
     options = {"monitor": "val_loss", "save_top_k": 1}
     whole = fit(tmp_path / "whole", val=val_loader, max_epochs=4, **options)
     fit(tmp_path / "a", val=val_loader, max_epochs=2, **options)
@@ -128,7 +128,7 @@ def test_resume_takes_keywords_and_paths(tmp_path):
         assert tree(root) == tree(tmp_path / "whole")
 
 
-def test_a_moved_checkpoint_starts_a_version_with_the_old_rows(tmp_path):
+def test_a_moved_checkpoint_starts_a_new_version_with_the_old_rows(tmp_path):
     """A checkpoint that was moved with its log starts a new version, whose metrics.csv has the rows of the old one."""
     whole = fit(tmp_path / "whole", val=val_loader, max_epochs=3)
     fit(tmp_path / "a", val=val_loader, max_epochs=2)
@@ -139,7 +139,7 @@ def test_a_moved_checkpoint_starts_a_version_with_the_old_rows(tmp_path):
     assert logs_of(tmp_path / "b") == logs_of(tmp_path / "whole")
 
 
-def test_resume_best_drops_later_rows(tmp_path):
+def test_resume_best_drops_the_rows_after_the_best_epoch(tmp_path):
     """ "best" continues after the best epoch, and the rows of later ones are cut."""
 
     class Worse(Classifier):
@@ -154,13 +154,13 @@ def test_resume_best_drops_later_rows(tmp_path):
     assert read_logs(tmp_path / "logs")["epoch"].tolist() == [0, 1, 2]
 
 
-def test_a_resume_beyond_max_epochs_is_refused(tmp_path):
+def test_resume_refuses_a_checkpoint_beyond_max_epochs(tmp_path):
     fit(tmp_path, max_epochs=2)
     with pytest.raises(ValueError, match=r"current_epoch=2, but you have set Trainer\(max_epochs=1\)"):
         fit(tmp_path, resume="last", max_epochs=1)
 
 
-def test_load_takes_weights_only(tmp_path):
+def test_load_restores_only_the_weights(tmp_path):
     _, trained, _ = fit(tmp_path, max_epochs=2)
     found = {}
 

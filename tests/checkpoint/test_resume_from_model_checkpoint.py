@@ -55,7 +55,7 @@ def test_auto_resumes_the_newest_version_with_a_checkpoint(tmp_path):
 
 
 @pytest.mark.parametrize("place", ["beside_our_logs", "no_logger", "own_folder"])
-def test_auto_continues_a_run_that_was_killed_before_its_first_last_ckpt(tmp_path, place):
+def test_auto_continues_a_run_killed_before_its_first_last_ckpt(tmp_path, place):
     make_options, make_logger = PLACES[place]
 
     def run(epochs, resume=None):

@@ -70,7 +70,7 @@ def test_metrics_csv_and_steps_csv_have_the_logged_values(tmp_path):
     assert (hparams["hparams"], hparams["config"]["max_epochs"]) == ({"lr": 0.5}, 2)
 
 
-def test_no_value_of_an_earlier_validation_is_repeated(tmp_path):
+def test_a_row_without_validation_repeats_no_earlier_value(tmp_path):
     _, _, history = fit(tmp_path, Known, four, four, max_epochs=4, check_val_every_n_epoch=2)
     assert history["val_loss"].isna().tolist() == [True, False, True, False]
     fit(tmp_path / "inside", Known, four, four, max_epochs=2, val_check_interval=0.5, log_every_n_steps=0)
@@ -89,7 +89,7 @@ def test_log_every_n_steps_selects_the_rows_of_steps_csv(tmp_path, every, steps)
         assert found.splitlines() == ["step,epoch,train_loss,lr,loss_of_batch", *rows]
 
 
-def test_each_fit_of_a_loop_has_a_version_of_its_own(tmp_path):
+def test_each_fit_gets_a_new_version(tmp_path):
     loop = FabricLoop(**loud(tmp_path, max_epochs=1))
     for version in (0, 1):
         loop.fit(Known(), four())
@@ -134,7 +134,7 @@ LOGGERS = {
 
 
 @pytest.mark.parametrize("loggers", LOGGERS)
-def test_a_resumed_run_has_the_rows_of_an_uninterrupted_one(tmp_path, loggers):
+def test_a_resumed_run_writes_the_same_rows_as_an_uninterrupted_run(tmp_path, loggers):
     whole = fit(tmp_path / "whole", Odd, two, max_epochs=4, **LOGGERS[loggers]())
     for epochs in (1, 2, 4):
         resume = None if epochs == 1 else "last"
@@ -165,7 +165,7 @@ def test_a_run_that_continues_in_another_folder_copies_its_rows(tmp_path, place)
 
 
 @pytest.mark.parametrize("loss", ["removed", "shortened", "of another run", "never written"])
-def test_a_lost_metrics_csv_costs_its_rows_and_not_the_run(tmp_path, loss):
+def test_a_run_resumes_without_its_metrics_csv(tmp_path, loss):
     whole = fit(tmp_path / "whole", Odd, two, max_epochs=3)
     fit(tmp_path, Odd, two, max_epochs=2, logger=loss != "never written")
     path = tmp_path / "logs/run/version_0/metrics.csv"
@@ -205,7 +205,7 @@ class Watch(Callback):
     ],
     ids=["max_epochs", "max_steps", "early stopping"],
 )
-def test_a_finished_run_that_is_started_again_stays_as_it_ended(tmp_path, capsys, options, place, reason):
+def test_restarting_a_finished_run_changes_nothing(tmp_path, capsys, options, place, reason):
     stops = options.pop("stops", False)
 
     def start(*callbacks, **more):
@@ -244,7 +244,7 @@ class Raises(Plain):
 @pytest.mark.parametrize(
     ("error", "state"), [(None, "finished"), (RuntimeError("mine"), "failed"), (KeyboardInterrupt(), "interrupted")]
 )
-def test_the_state_of_a_run_is_listed(tmp_path, error, state):
+def test_list_runs_shows_whether_a_run_finished_or_failed(tmp_path, error, state):
     seen = []
 
     class Look(Callback):
@@ -267,7 +267,7 @@ def test_the_state_of_a_run_is_listed(tmp_path, error, state):
         assert list_runs(tmp_path / "logs")["state"].tolist() == ["finished"]
 
 
-def test_the_message_of_an_interrupt_names_the_saved_checkpoint(capsys):
+def test_the_message_after_ctrl_c_names_the_saved_checkpoint(capsys):
     class Interrupt(Callback):
         def on_train_batch_end(self, trainer, module, outputs, batch, batch_idx):
             if batch_idx == 1:
@@ -314,7 +314,7 @@ class Recorder(Logger):
     ids=str,
 )
 @pytest.mark.parametrize("make", [Known, lambda: Classifier(on_step=True)], ids=["known", "classifier"])
-def test_a_logger_gets_the_calls_of_trainer(make, options):
+def test_a_logger_gets_the_same_calls_as_from_trainer(make, options):
     calls = []
     for kind in (pl.Trainer, FabricLoop):
         pl.seed_everything(3, verbose=False)

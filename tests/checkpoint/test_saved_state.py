@@ -63,7 +63,7 @@ def test_hyperparameters_that_cannot_be_pickled_are_dropped_with_one_warning(tmp
     assert_same_weights(resumed, whole)
 
 
-def test_a_run_without_checkpoints_does_not_warn_of_pickling(tmp_path, recwarn):
+def test_a_run_without_checkpoints_does_not_warn_about_pickling(tmp_path, recwarn):
     make = lambda: WithHyperparameters(rate=0.1)  # noqa: E731
     fit(tmp_path, make, max_epochs=1, enable_checkpointing=False)
     assert not [warning for warning in recwarn if "cannot be pickled" in str(warning.message)]
@@ -95,7 +95,7 @@ def group_with_lambda(module):
     ("optimizers", "place"),
     [(with_lambda, "lr_schedulers/0/function"), (group_with_lambda, "optimizers/0/0/rule")],
 )
-def test_a_scheduler_or_optimizer_that_cannot_be_saved_is_named_before_training(tmp_path, optimizers, place):
+def test_an_optimizer_or_scheduler_that_cannot_be_saved_raises_before_training(tmp_path, optimizers, place):
     seen = []
 
     class Watch(Callback):
@@ -132,7 +132,7 @@ class AddsLock(Classifier):
     ("make", "callbacks", "part"),
     [(Classifier, [Keeps()], "callbacks/Keeps/inside/0"), (AddsLock, [], "mine/lock")],
 )
-def test_the_first_save_names_what_cannot_be_pickled(tmp_path, make, callbacks, part):
+def test_the_first_save_names_the_value_that_cannot_be_pickled(tmp_path, make, callbacks, part):
     with pytest.raises(CheckpointError, match=f"the part '{part}' of the checkpoint cannot be pickled"):
         fit(tmp_path, make, max_epochs=3, callbacks=callbacks)
 
@@ -151,7 +151,7 @@ WRONG = [float("nan"), -1, 10**30, 2.0, "3", None, True]
 
 @pytest.mark.parametrize("value", WRONG, ids=repr)
 @pytest.mark.parametrize("name", ["global_step", "epochs_done", "batches_done", "is_in_epoch"])
-def test_an_impossible_counter_is_refused(tmp_path, name, value):
+def test_resume_refuses_an_impossible_step_or_epoch_counter(tmp_path, name, value):
     fit(tmp_path, max_epochs=1)
     checkpoint = read_checkpoint(tmp_path / LAST)
     checkpoint["fabric_template"]["progress"][name] = value
@@ -174,7 +174,7 @@ def scheduled(*kinds):
 
 
 @pytest.mark.parametrize("kinds", [(), (ExponentialLR, ExponentialLR)])
-def test_another_number_of_schedulers_is_named(tmp_path, kinds):
+def test_resume_warns_if_the_number_of_schedulers_changed(tmp_path, kinds):
     fit(tmp_path, scheduled(ExponentialLR), max_epochs=1)
     with pytest.warns(UserWarning, match=f"resume: 1 lr_schedulers were saved, now {len(kinds)}"):
         fit(tmp_path, scheduled(*kinds), max_epochs=2, resume="last")

@@ -85,7 +85,7 @@ def values(net):
 
 
 @pytest.mark.parametrize("shape", ALL)
-def test_a_model_of_any_shape_resumes_exactly(tmp_path, shape):
+def test_a_wrapped_or_compiled_model_resumes_exactly(tmp_path, shape):
     whole = train(tmp_path / "whole", ALL[shape], 3)
     train(tmp_path / "parts", ALL[shape], 1)
     resumed = train(tmp_path / "parts", ALL[shape], 3, resume="last")
@@ -94,7 +94,7 @@ def test_a_model_of_any_shape_resumes_exactly(tmp_path, shape):
 
 @pytest.mark.parametrize("after", SHAPES)
 @pytest.mark.parametrize("before", ["plain", "compiled", "parallel compiled", "child called module"])
-def test_the_wrapper_of_a_model_may_change(tmp_path, before, after):
+def test_a_run_resumes_with_another_wrapper_around_the_model(tmp_path, before, after):
     """A run continues with the same model in another wrapper."""
     whole = train(tmp_path / "whole", make_net, 2)
     train(tmp_path / "parts", SHAPES[before], 1)
@@ -108,7 +108,7 @@ def test_the_wrapper_of_a_model_may_change(tmp_path, before, after):
 
 
 @pytest.mark.parametrize(("before", "after"), [("part", "compiled part"), ("compiled part", "part")])
-def test_a_part_may_be_compiled_or_not_at_a_resume(tmp_path, before, after):
+def test_a_resume_may_compile_a_submodule_or_not(tmp_path, before, after):
     whole = train(tmp_path / "whole", OTHERS[before], 2)
     train(tmp_path / "parts", OTHERS[before], 1)
     resumed = train(tmp_path / "parts", OTHERS[after], 2, resume="last")
@@ -127,7 +127,7 @@ class TwoNames(nn.Module):
         return self.body(x) + self.module["body"](x)
 
 
-def test_names_that_are_not_unique_without_wrappers_are_kept(tmp_path):
+def test_parameter_names_that_differ_only_by_a_wrapper_prefix_are_kept(tmp_path):
     whole = train(tmp_path / "whole", TwoNames, 2)
     train(tmp_path / "parts", TwoNames, 1)
     resumed = train(tmp_path / "parts", TwoNames, 2, resume="last")
@@ -164,7 +164,7 @@ def test_an_extra_state_of_any_type_is_restored(tmp_path, make_state, wrap):
 
 
 @pytest.mark.parametrize("key", ["state_dict", "model", "model_state_dict", None])
-def test_load_takes_each_usual_layout(tmp_path, key):
+def test_load_accepts_each_usual_checkpoint_layout(tmp_path, key):
     weights = make_net().state_dict()
     torch.save({key: weights, "epoch": 3} if key else weights, tmp_path / "w.pt")
     net = nn.DataParallel(make_net())
@@ -184,7 +184,7 @@ WRONG = {
 
 
 @pytest.mark.parametrize("kind", WRONG)
-def test_wrong_weights_are_named(tmp_path, kind):
+def test_load_explains_why_weights_do_not_fit(tmp_path, kind):
     content, message = WRONG[kind]
     torch.save(content, tmp_path / "w.pt")
     with pytest.raises(CheckpointError, match=message):
@@ -231,7 +231,7 @@ class BuildsInCallback(Callback):
 
 
 @pytest.mark.parametrize("hook", ["setup", "configure_model", "on_fit_start", "callback"])
-def test_modules_that_a_hook_builds_are_restored(tmp_path, hook):
+def test_resume_restores_modules_that_a_hook_builds(tmp_path, hook):
     def run(name, max_epochs, resume=None):
         make = lambda: BuildsAverage(hook)  # noqa: E731
         options = {"max_epochs": max_epochs, "resume": resume, "callbacks": [BuildsInCallback()]}
@@ -242,7 +242,7 @@ def test_modules_that_a_hook_builds_are_restored(tmp_path, hook):
     assert_same_weights(run("parts", 3, resume="last"), whole)
 
 
-def test_modules_that_no_hook_builds_are_an_error(tmp_path):
+def test_resume_refuses_saved_modules_that_no_hook_builds(tmp_path):
     fit(tmp_path, BuildsAverage, max_epochs=1)
     with pytest.raises(OtherModelError, match=r"Unexpected key.*average"):
         fit(tmp_path, Classifier, max_epochs=2, resume="last")
