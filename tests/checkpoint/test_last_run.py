@@ -181,7 +181,7 @@ BEST = {"val": val_loader, "monitor": "val_loss"}
     [{}, BEST, {**BEST, "save_top_k": 2}, {**BEST, "save_last": False}],
     ids=["last", "best", "best 2", "best only"],
 )
-def test_resume_last_refuses_the_replaced_run_if_the_new_run_saved_nothing(tmp_path, first, version):
+def test_resume_last_does_not_continue_a_run_that_was_replaced(tmp_path, first, version):
     root = tmp_path / "runs"
     fit(root, Plain, max_epochs=2, version=version, **first)
     old = {path.name: path.read_bytes() for path in folder(root, version).glob("*.ckpt")}
@@ -224,7 +224,7 @@ def test_the_first_checkpoint_removes_the_files_of_the_replaced_run(tmp_path):
 
 
 @pytest.mark.parametrize("step", [3, 9, 10, 11])
-def test_auto_restarts_a_run_killed_at_any_step_in_a_used_version(tmp_path, step):
+def test_resume_auto_works_after_a_new_run_in_an_old_version_was_killed(tmp_path, step):
     fit(tmp_path, Plain, max_epochs=2, version=0, **BEST, save_top_k=2)
     codes, errors = externally(kill_new_run, str(tmp_path), step, ranks=1, is_launched=False)
     assert codes == [-signal.SIGKILL], errors

@@ -28,7 +28,7 @@ TOY = {
 
 
 @pytest.mark.parametrize("name", ROWS)
-def test_each_benchmark_prints_its_rows(name, monkeypatch, capsys):
+def test_each_benchmark_prints_all_rows_of_its_table(name, monkeypatch, capsys):
     monkeypatch.syspath_prepend(str(BENCHMARKS))
     monkeypatch.setattr(sys, "argv", [name, *TOY[name]])
     script = __import__(name)
@@ -39,7 +39,7 @@ def test_each_benchmark_prints_its_rows(name, monkeypatch, capsys):
     assert not [line for line in lines if line.startswith("left out") and "not installed" not in line]
 
 
-def test_make_runs_the_benchmarks_of_the_results():
+def test_make_runs_every_benchmark_in_results_md():
     results = (BENCHMARKS / "RESULTS.md").read_text(encoding="utf-8")
     commands = set(re.findall(r"`python (benchmarks/[^`]*)`", results))
     makefile = (BENCHMARKS.parent / "Makefile").read_text(encoding="utf-8")
@@ -48,7 +48,7 @@ def test_make_runs_the_benchmarks_of_the_results():
     assert {command.split()[0] for command in commands} == scripts
 
 
-def test_each_table_names_its_command():
+def test_each_table_in_results_md_names_its_command():
     results = (BENCHMARKS / "RESULTS.md").read_text(encoding="utf-8")
     sections = re.split(r"^##+ ", results, flags=re.M)
     tables = [part for part in sections if re.search(r"^(\||```)", part, re.M)]

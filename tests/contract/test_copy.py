@@ -94,14 +94,14 @@ def test_no_file_imports_the_package_by_name(path):
 
 
 @pytest.mark.parametrize("path", FILES, ids=lambda path: path.relative_to(PACKAGE).as_posix())
-def test_no_file_looks_itself_up_by_a_name_that_a_copy_does_not_have(path):
+def test_no_file_looks_up_the_package_by_its_name(path):
     """import_module("fabric_template..."), entry in sys.modules, resources of the package by name."""
     source = path.read_text(encoding="utf-8")
     lookups = r"(?:import_module|__import__|resources\.files|sys\.modules\[|find_spec)"
     assert not re.findall(lookups + r"""\(?\s*f?["']fabric_template""", source)
 
 
-def test_importing_the_copy_imports_nothing_heavy(tmp_path):
+def test_importing_the_copy_does_not_import_heavy_packages(tmp_path):
     """Pandas, matplotlib, jsonargparse and scikit-learn are for those who ask; what Lightning itself brings aside."""
     copy_to(tmp_path)
     code = """

@@ -167,7 +167,7 @@ SAVERS = {
 
 @pytest.mark.parametrize("where", SAVERS)
 @pytest.mark.parametrize("case", CASES)
-def test_loops_continue_each_other_at_the_end_of_an_epoch(tmp_path, case, where):
+def test_each_loop_resumes_the_others_checkpoint_after_an_epoch(tmp_path, case, where):
     """2 + 2 epochs by any two loops equal Trainer's 4 bit for bit: weights, optimizers, schedulers, scaler, callbacks.
 
     A scheduler that follows a metric is the exception. It steps after these hooks, and Trainer does not save the metric.
@@ -198,7 +198,7 @@ EVERY_STEP = {"filename": "{step}", "every_n_train_steps": 1, "save_top_k": -1}
 @exact_trainer
 @pytest.mark.parametrize("step", [4, 10, 12])
 @pytest.mark.parametrize("case", [case for case in CASES if case != "accumulate"])
-def test_trainer_checkpoints_within_an_epoch_are_refused(tmp_path, case, step):
+def test_fabric_loop_refuses_trainer_checkpoints_from_within_an_epoch(tmp_path, case, step):
     """FabricLoop resumes its own files exactly, and refuses Trainer's files from the middle of an epoch.
 
     With FabricLoop's file, Trainer starts a new pass of the loader, takes the number of batches that were left, and
@@ -254,7 +254,7 @@ class SanityCounter(cb.Callback):
 @pytest.mark.filterwarnings("ignore:Be aware that when using `ckpt_path`")
 @pytest.mark.parametrize("where", SAVERS)
 @pytest.mark.parametrize("limit", [{}, {"max_steps": 14}])
-def test_trainers_file_is_continued_with_trainers_sanity_check(tmp_path, where, limit):
+def test_resuming_a_trainer_checkpoint_runs_trainers_sanity_check(tmp_path, where, limit):
     """Trainer makes a sanity check after a finished epoch, without max_steps. It draws numbers."""
     options = {**limit, "num_sanity_val_steps": 2}
     saver = SAVERS[where](tmp_path)
@@ -276,7 +276,7 @@ def test_trainers_file_is_continued_with_trainers_sanity_check(tmp_path, where, 
 
 
 @pytest.mark.parametrize("keyword", ["resume", "ckpt_path"])
-def test_trainers_file_of_an_unfinished_epoch_is_refused(tmp_path, keyword):
+def test_resume_refuses_a_trainer_checkpoint_of_an_unfinished_epoch(tmp_path, keyword):
     """max_steps, an error, a validation within the epoch: only load= and validate take such a file."""
     saver = cb.ModelCheckpoint(tmp_path, "{step}", save_top_k=-1, every_n_train_steps=2)
     options = {"enable_checkpointing": True, "callbacks": [saver], "max_epochs": 1, "val_check_interval": 3}

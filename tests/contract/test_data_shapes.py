@@ -224,7 +224,7 @@ def test_each_kind_of_loader_resumes_exactly(tmp_path, loop_name, name, limit):
 
 @pytest.mark.parametrize("limit", [{"max_epochs": 2}, {"max_steps": 8}], ids=["after an epoch", "in an epoch"])
 @pytest.mark.parametrize("loop_name", LOOPS)
-def test_attributes_resume_exactly(tmp_path, loop_name, limit):
+def test_a_network_with_changing_attributes_resumes_exactly(tmp_path, loop_name, limit):
     options = {"make_loader": LOADERS["shuffled"], "make_net": Remembers}
     expected, rows = train(loop_name, tmp_path / "whole", max_epochs=3, **options)
     train(loop_name, tmp_path / "cut", **options, **limit)
@@ -235,7 +235,7 @@ def test_attributes_resume_exactly(tmp_path, loop_name, limit):
 
 @pytest.mark.parametrize("limit", [{"max_steps": 8}, {"max_epochs": 2}, {"max_steps": 12}], ids=str)
 @pytest.mark.parametrize("loop_name", LOOPS)
-def test_a_resume_of_a_finished_run_changes_nothing(tmp_path, loop_name, limit):
+def test_resuming_a_finished_run_changes_nothing(tmp_path, loop_name, limit):
     """A resume of a finished run keeps its weights, its rows and the row of the last steps."""
     make_loader = LOADERS["shuffled"]
     expected, rows = train(loop_name, tmp_path, make_loader, **limit)
@@ -274,7 +274,7 @@ class Graph:
 
 
 @pytest.mark.parametrize("loop_name", LOOPS)
-def test_a_list_of_objects_is_a_list_of_batches(tmp_path, loop_name):
+def test_a_list_of_objects_is_used_as_batches(tmp_path, loop_name):
     pairs = list(DataLoader(DATA, 4))
     expected, _ = train(loop_name, tmp_path, lambda: pairs, max_epochs=2)
     torch.manual_seed(1)

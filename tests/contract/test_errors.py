@@ -61,25 +61,25 @@ def fitting(root, *args, options=None, **given):
         ({"acelerator": "cpu"}, TypeError, "FabricLoop: got the unknown option acelerator. Did you mean accelerator?"),
     ],
 )
-def test_all_wrong_options_are_named_at_once(tmp_path, options, kind, message):
+def test_one_error_names_all_wrong_options(tmp_path, options, kind, message):
     check_error(kind, message, lambda: FabricLoop(**options), tmp_path)
 
 
-def test_a_missing_optimizer_is_refused(tmp_path):
+def test_fit_without_an_optimizer_is_refused(tmp_path):
     message = "optimizer: got None, expected an optimizer. Write fit(..., optimizer=torch.optim.Adam("
     call = fitting(tmp_path, nn.Linear(8, 3), make_loader(), training_step=lambda net, batch: net(batch[0]).sum())
     check_error(ValueError, message, call, tmp_path)
 
 
 @pytest.mark.parametrize("stage", ["train", "val"])
-def test_a_fraction_of_a_loader_without_length_is_refused(tmp_path, stage):
+def test_a_fractional_limit_for_a_loader_without_length_is_refused(tmp_path, stage):
     loaders = {"train": make_loader(), "val": make_loader()} | {stage: Endless()}
     call = fitting(tmp_path, Plain(), *loaders.values(), options={f"limit_{stage}_batches": 0.5})
     with pytest.raises(ValueError, match=rf"`FabricLoop\(limit_{stage}_batches\)` must be `1.0` or an int"):
         call()
 
 
-def test_a_validation_loader_without_a_step_warns(tmp_path):
+def test_a_validation_loader_without_a_validation_step_warns(tmp_path):
     class Half(Classifier):
         validation_step = None
 
@@ -105,7 +105,7 @@ def test_a_validation_loader_without_a_step_warns(tmp_path):
     ],
     ids=["None", "float", "no_loss_key", "detached"],
 )
-def test_a_wrong_loss_is_refused(tmp_path, step, kind, message):
+def test_a_training_step_that_returns_no_loss_is_refused(tmp_path, step, kind, message):
     model = type("Wrong", (Plain,), {"training_step": step})()
     with pytest.raises(kind, match=re.escape(message)):
         fitting(tmp_path, model, make_loader())()
@@ -113,7 +113,7 @@ def test_a_wrong_loss_is_refused(tmp_path, step, kind, message):
 
 
 @pytest.mark.parametrize("argument", ["resume", "load"])
-def test_a_checkpoint_that_is_damaged_or_of_another_size_is_refused(tmp_path, argument):
+def test_a_damaged_or_mismatched_checkpoint_is_refused(tmp_path, argument):
     fit(tmp_path / "other", max_epochs=1)
     path = tmp_path / "other/checkpoints/run/version_0/last.ckpt"
     root = tmp_path / "mine"
@@ -134,7 +134,7 @@ def test_a_checkpoint_that_is_damaged_or_of_another_size_is_refused(tmp_path, ar
     )
 
 
-def test_load_takes_a_file_that_is_a_state_dict(tmp_path):
+def test_load_accepts_a_plain_state_dict(tmp_path):
     trained = Classifier()
     torch.save(trained.state_dict(), tmp_path / "w.pt")
     loop = FabricLoop(**loud(tmp_path, max_epochs=1, limit_train_batches=0))
@@ -143,7 +143,7 @@ def test_load_takes_a_file_that_is_a_state_dict(tmp_path):
     assert all(map(torch.equal, trained.parameters(), model.parameters()))
 
 
-def test_a_monitor_that_is_never_logged_is_an_error_after_the_epoch(tmp_path):
+def test_a_monitor_that_is_never_logged_raises_after_the_first_epoch(tmp_path):
     """The error is raised at the end of the first epoch, after its checkpoint is saved."""
     call = fitting(tmp_path, Classifier(), make_loader(), val_loader(), options={"monitor": "val_mse"})
     with pytest.raises(ValueError, match=r"^monitor: got 'val_mse', expected a logged metric: .*'val_loss'"):
@@ -198,7 +198,7 @@ def test_a_step_function_with_dataloader_iter_is_refused(tmp_path):
 
 
 @pytest.mark.parametrize("where", [".", "logs", "logs/run"])
-def test_a_file_in_place_of_a_folder_is_refused(tmp_path, where):
+def test_a_file_in_place_of_the_log_folder_is_refused(tmp_path, where):
     root = tmp_path / "mine"
     blocked = root / where
     blocked.parent.mkdir(parents=True, exist_ok=True)
@@ -208,7 +208,7 @@ def test_a_file_in_place_of_a_folder_is_refused(tmp_path, where):
 
 
 @pytest.mark.parametrize("kind", [MisconfigurationException, ValueError])
-def test_configuration_error_is_lightnings_and_a_value_error(tmp_path, kind):
+def test_a_wrong_value_raises_misconfiguration_exception_and_value_error(tmp_path, kind):
     with pytest.raises(kind, match="^max_epochs: got -7"):
         FabricLoop(max_epochs=-7)
     with pytest.raises(kind, match="^training_step: got None"):
@@ -216,7 +216,7 @@ def test_configuration_error_is_lightnings_and_a_value_error(tmp_path, kind):
 
 
 @pytest.mark.parametrize("kind", [MisconfigurationException, TypeError])
-def test_configuration_type_error_is_lightnings_and_a_type_error(tmp_path, kind):
+def test_a_wrong_type_raises_misconfiguration_exception_and_type_error(tmp_path, kind):
     with pytest.raises(kind, match="^max_epochs: got '3'"):
         FabricLoop(max_epochs="3")
     with pytest.raises(kind, match="^optimizer: got 'sgd'"):

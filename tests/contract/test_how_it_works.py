@@ -106,7 +106,7 @@ def traced(tmp_path_factory):
     return module.batch - {"demos/digits.py"}, module.log_call, resume
 
 
-def test_the_files_of_a_batch_are_named(traced):
+def test_how_it_works_lists_the_files_that_a_batch_runs_through(traced):
     batch, log_call, resume = traced
     assert batch == named("A batch")
     assert len(batch) <= 10
@@ -116,7 +116,7 @@ def test_the_files_of_a_batch_are_named(traced):
     assert len(resume) <= 24, sorted(resume)
 
 
-def test_the_files_that_are_named_exist():
+def test_files_named_in_how_it_works_exist():
     files = set(re.findall(r"`([\w/]+\.py)`", PAGE))
     tree = re.search(r"^```text\nfabric_template/\n(.*?)^```$", PAGE, re.M | re.S)[1]
     entries = {line.split()[0] for line in tree.splitlines()}
@@ -268,7 +268,7 @@ def edits(title):
 
 
 @pytest.mark.parametrize("title", CHECKS)
-def test_each_change_edits_at_most_two_files_and_works(title, tmp_path):
+def test_each_documented_change_edits_at_most_two_files_and_works(title, tmp_path):
     copy = tmp_path / "my_loop"
     shutil.copytree(PACKAGE, copy, ignore=shutil.ignore_patterns("__pycache__"))
     changed = set()

@@ -1,7 +1,6 @@
-"""Faults of Lightning's build_your_own_trainer example, as tests of both loops.
+"""Test that both loops are free of the faults of Lightning's build_your_own_trainer example.
 
-The number in a test's name is that of the fault, which its docstring describes. Faults of other numbers are
-tested in the folders of what they concern.
+The docstring of each test describes the fault.
 """
 
 import ast
@@ -109,7 +108,7 @@ SHAPES = {
 
 @pytest.mark.parametrize("shape", SHAPES)
 @both_loops
-def test_fault_02_09_10_13_each_shape_of_configure_optimizers_is_accepted(loop_class, shape):
+def test_both_loops_accept_each_shape_of_configure_optimizers(loop_class, shape):
     """The example fails for some shapes that Lightning accepts, and ignores the scheduler of others."""
     make_optimizer, rates = SHAPES[shape]
     loop, net = fit(Net(make_optimizer), max_epochs=3, loop_class=loop_class)
@@ -117,7 +116,7 @@ def test_fault_02_09_10_13_each_shape_of_configure_optimizers_is_accepted(loop_c
 
 
 @both_loops
-def test_fault_03_accumulation_steps_every_n_batches(loop_class):
+def test_accumulation_steps_the_optimizer_every_n_batches(loop_class):
     """In the example, global_step decides when the optimizer steps, so 24 batches give 1 step instead of 6."""
     loop, net = fit(train=batches(24), accumulate_grad_batches=4, loop_class=loop_class)
     assert (loop.global_step, net.trained) == (6, 24)
@@ -135,7 +134,7 @@ def weight_after(loop_class, accumulate, x, batch_size):
 
 
 @both_loops
-def test_fault_04_06_accumulated_gradients_are_divided_and_cleared(loop_class):
+def test_accumulated_gradients_are_averaged_and_cleared(loop_class):
     """The example does not divide the loss by N, and keeps the last gradients for the next epoch."""
     x = torch.tensor([1.0, 2.0, 3.0, 6.0])
     assert weight_after(loop_class, 4, x, 1) == weight_after(loop_class, 1, x, 4) == -3.0
@@ -145,7 +144,7 @@ def test_fault_04_06_accumulated_gradients_are_divided_and_cleared(loop_class):
 
 
 @both_loops
-def test_fault_14_monitored_value_is_the_mean(loop_class):
+def test_a_monitoring_scheduler_gets_the_epoch_mean(loop_class):
     """In the example, the scheduler gets the value of the last batch."""
     seen = []
 
@@ -167,7 +166,7 @@ def test_fault_14_monitored_value_is_the_mean(loop_class):
 
 
 @both_loops
-def test_fault_16_scheduler_of_an_epoch_that_max_steps_ends(loop_class):
+def test_a_scheduler_does_not_step_after_an_epoch_that_max_steps_ends(loop_class):
     """In the example, the scheduler steps after an epoch that max_steps has ended."""
     loop, net = fit(Net(halving), max_epochs=-1, max_steps=6, loop_class=loop_class)
     assert (loop.global_step, net.trained) == (6, 6)
@@ -175,7 +174,7 @@ def test_fault_16_scheduler_of_an_epoch_that_max_steps_ends(loop_class):
 
 
 @both_loops
-def test_fault_18_submodules_stay_in_eval_mode_after_a_validation(loop_class):
+def test_submodules_in_eval_mode_stay_so_after_a_validation(loop_class):
     """In the example, validation switches submodules in eval mode back to training mode."""
 
     class Modes(Net):
@@ -196,7 +195,7 @@ def test_fault_18_submodules_stay_in_eval_mode_after_a_validation(loop_class):
 
 @pytest.mark.parametrize("precision", ["bf16-mixed", "bf16-true"])
 @both_loops
-def test_fault_19_training_step_runs_in_the_precision(loop_class, precision):
+def test_training_step_runs_in_the_given_precision(loop_class, precision):
     """In the example, training_step runs in float32 on one device."""
 
     class Look(Net):
@@ -210,7 +209,7 @@ def test_fault_19_training_step_runs_in_the_precision(loop_class, precision):
 
 
 @both_loops
-def test_fault_22_25_max_epochs_counts_the_epochs_of_each_fit(loop_class):
+def test_a_second_fit_trains_max_epochs_again(loop_class):
     """In the example, max_epochs=0 trains one epoch, and so does a second fit."""
     loop, net = fit(max_epochs=0, loop_class=loop_class)
     assert (loop.global_step, net.trained) == (0, 0)
@@ -221,7 +220,7 @@ def test_fault_22_25_max_epochs_counts_the_epochs_of_each_fit(loop_class):
 
 
 @both_loops
-def test_fault_23_resume_at_the_end(loop_class, tmp_path):
+def test_resuming_a_run_at_max_steps_takes_no_further_step(loop_class, tmp_path):
     """In the example, a run that is resumed at max_steps takes one more step."""
     options = {"max_epochs": -1, "max_steps": 6}
     saving_loop(loop_class, **options).fit(Net(), batches())
@@ -238,7 +237,7 @@ def test_fault_23_resume_at_the_end(loop_class, tmp_path):
 
 
 @both_loops
-def test_fault_24_training_without_limits_ends(loop_class):
+def test_training_without_limits_stops_after_1000_epochs(loop_class):
     """In the example, training without limits never ends."""
 
     class Stops(Net):
@@ -265,7 +264,7 @@ class CountReads(TorchDispatchMode):
 
 
 @both_loops
-def test_fault_33_no_value_is_read_in_a_step(loop_class):
+def test_a_training_step_reads_no_value_from_the_device(loop_class):
     """The example reads each value in each batch, and a step can return only scalars."""
 
     class Returns(pl.LightningModule):
@@ -302,7 +301,7 @@ class Rows(IterableDataset):
 
 
 @both_loops
-def test_fault_34_loaders_without_length_are_accepted(loop_class):
+def test_both_loops_accept_loaders_without_length(loop_class):
     """The example calls len(loader), which fails for an iterable dataset."""
 
     class Unpacked(Net):
@@ -316,7 +315,7 @@ def test_fault_34_loaders_without_length_are_accepted(loop_class):
 
 
 @both_loops
-def test_fault_39_hooks_of_an_earlier_module_are_not_called(loop_class):
+def test_a_second_fit_does_not_call_the_hooks_of_the_first_module(loop_class):
     """Fabric keeps each LightningModule as a callback, so that the next fit calls its hooks."""
 
     class Named(Classifier):
@@ -336,7 +335,7 @@ def test_fault_39_hooks_of_an_earlier_module_are_not_called(loop_class):
     assert fabric._callbacks == []
 
 
-def test_fault_40_miniloop_imports_public_names_and_no_trainer():
+def test_mini_loop_imports_only_public_names_and_no_trainer():
     """tests/contract/test_private_names.py checks the same for the package."""
     found = set()
     for node in ast.walk(ast.parse((PACKAGE / "mini.py").read_text())):

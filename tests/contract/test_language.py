@@ -88,7 +88,7 @@ def worse_language(repository, limits):
     return found
 
 
-def test_the_language_does_not_get_worse():
+def test_no_folder_has_more_banned_expressions_than_its_limit():
     assert worse_language(REPOSITORY, LANGUAGE_LIMITS) == []
 
 
@@ -111,7 +111,7 @@ def small_project(tmp_path):
         'raise ValueError("a word that is not known")',
     ],
 )
-def test_the_old_dialect_fails(small_project, line):
+def test_the_check_finds_a_banned_expression(small_project, line):
     limits = measure_language(small_project)
     assert worse_language(small_project, limits) == []
     path = small_project / "fabric_template/data/loaders.py"

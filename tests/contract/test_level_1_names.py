@@ -16,7 +16,7 @@ def make_net():
 
 
 @pytest.mark.parametrize("precision", ["32-true", "bf16-mixed"])
-def test_setup_keeps_parameters_and_names(precision):
+def test_setup_keeps_the_parameters_and_their_names(precision):
     bare = make_net()
     loop = FabricLoop(**quiet(precision=precision))
     net, optimizer = loop.setup(bare, torch.optim.SGD(bare.parameters(), lr=0.1))
@@ -60,7 +60,7 @@ def log_alone(fabric, loop):
     loop.log_dict({"epoch": 1, "own": rank, "all": 1 + rank}, sync_dist=True)
 
 
-def test_a_loop_of_several_processes_logs_once(monkeypatch, capfd):
+def test_a_hand_written_loop_on_two_processes_logs_once(monkeypatch, capfd):
     """Write one row and one line for all processes, with their means if sync_dist is set."""
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
     loop = FabricLoop(**quiet(logger=True, name="ranks", devices=2, strategy="ddp_fork"))

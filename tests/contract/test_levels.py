@@ -84,7 +84,7 @@ def assert_history(history, expected_rows):
     torch.testing.assert_close(values, torch.tensor(expected_rows, dtype=values.dtype), rtol=1e-6, atol=1e-7)
 
 
-def test_level_1_setup_backward_and_log_work_in_a_plain_loop(expected, tmp_path):
+def test_level_1_setup_backward_and_log_work_in_a_hand_written_loop(expected, tmp_path):
     torch.manual_seed(1)
     loop = make_loop("parts")
     bare = make_net()
@@ -119,7 +119,7 @@ def test_level_1_setup_backward_and_log_work_in_a_plain_loop(expected, tmp_path)
     assert all(torch.equal(first[i]["momentum_buffer"], second[i]["momentum_buffer"]) for i in first)
 
 
-def test_level_1_a_row_without_step_has_no_empty_column():
+def test_level_1_log_dict_without_step_writes_no_empty_column():
     loop = make_loop("rows")
     loop.log_dict({"epoch": 0, "loss": torch.tensor(0.5)})
     assert Path("logs/rows/version_0/metrics.csv").read_text().splitlines() == ["epoch,loss", "0,0.5"]
@@ -127,7 +127,7 @@ def test_level_1_a_row_without_step_has_no_empty_column():
     assert Path("logs/rows/version_0/steps.csv").read_text().splitlines() == ["step,loss", "3,0.25"]
 
 
-def test_level_1_precision_is_live_and_a_dataloader_is_set_up():
+def test_level_1_setup_applies_the_precision_and_wraps_a_dataloader():
     loop = make_loop("bf16", precision="bf16-mixed", logger=False)
     bare, seen = make_net(), []
     loader = torch.utils.data.DataLoader(make_data(8), batch_size=4)
@@ -139,7 +139,7 @@ def test_level_1_precision_is_live_and_a_dataloader_is_set_up():
 
 
 @pytest.mark.gpu
-def test_level_1_setup_moves_a_tensor_loader():
+def test_level_1_setup_moves_a_tensor_loader_to_the_gpu():
     loop = FabricLoop(accelerator="gpu", devices=1, logger=False)
     net = make_net()
     _, _, batches = loop.setup(net, make_optimizer(net), make_loaders()[0])
@@ -209,7 +209,7 @@ def test_level_3_an_object_with_step_methods_trains(expected, cls, given):
     assert_history(history, expected[1])
 
 
-def test_level_3_last_and_best_are_known_after_validate():
+def test_level_3_loop_finds_last_and_best_after_validate():
     model = PlainModule()
     train, val = make_loaders()
     loop = make_loop("known", monitor="val_loss")
@@ -262,7 +262,7 @@ def make_lightning(package):
 
 @pytest.mark.parametrize("package", [pl, pytorch_lightning], ids=["lightning.pytorch", "pytorch_lightning"])
 @pytest.mark.parametrize("with_datamodule", [False, True])
-def test_level_4_lightnings_classes_train(expected, package, with_datamodule):
+def test_level_4_lightning_modules_and_datamodules_train(expected, package, with_datamodule):
     make_module, make_datamodule, make_callback = make_lightning(package)
     torch.manual_seed(1)
     module, callback = make_module(), make_callback()
@@ -273,7 +273,7 @@ def test_level_4_lightnings_classes_train(expected, package, with_datamodule):
     assert callback.seen == list(enumerate(history["val_loss"]))
 
 
-def test_level_4_validate_takes_the_datamodule_of_fit():
+def test_level_4_validate_uses_the_datamodule_given_to_fit():
     make_module, _, _ = make_lightning(pl)
 
     class Data(pl.LightningDataModule):

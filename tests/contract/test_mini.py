@@ -52,7 +52,7 @@ def run_mini(
 
 @pytest.mark.parametrize("level", LEVELS)
 @pytest.mark.parametrize("case", sorted(PLAIN.keys() - {"clipped_by_value"}))
-def test_mini_loop_has_the_bits_of_a_hand_written_loop(case, level):
+def test_mini_loop_trains_the_same_weights_as_a_hand_written_loop(case, level):
     plain_options, make_optimizer, options = PLAIN[case]
     torch.manual_seed(1)
     expected = make_net()
@@ -157,7 +157,7 @@ TRAINER = {
 
 
 @pytest.mark.parametrize("case", TRAINER)
-def test_mini_loop_has_the_bits_and_metrics_of_trainer(case):
+def test_mini_loop_gives_the_same_weights_and_metrics_as_trainer(case):
     make_module, options = TRAINER[case]
     make_train = (lambda: DataLoader(Stream(), batch_size=4)) if case == "no_length" else make_loader
     options = {"max_epochs": 4, **options}
@@ -172,7 +172,7 @@ def test_mini_loop_has_the_bits_and_metrics_of_trainer(case):
         assert module.order == expected.order
 
 
-def test_mini_loop_writes_the_rows_of_fabric_loop():
+def test_mini_loop_writes_the_same_rows_as_fabric_loop():
     for module in (Classifier, Hooked, Plain):
         rows = [fit(kind, kind, 2, make_module=module)[2] for kind in LOOPS]
         pd.testing.assert_frame_equal(*rows, check_exact=True)
@@ -196,7 +196,7 @@ def csv_of(name, file):
     return pd.read_csv(f"logs/{name}/version_0/{file}").drop(columns=["time", "waiting"], errors="ignore")
 
 
-def test_a_resume_after_two_epochs_equals_four_epochs():
+def test_two_epochs_and_a_resume_equal_four_epochs():
     _, expected, rows = fit("MiniLoop", "whole", 4)
     fit("MiniLoop", "parts", 2)
     _, module, again = fit("MiniLoop", "parts", 4, resume="last")
@@ -214,7 +214,7 @@ def test_a_resume_after_two_epochs_equals_four_epochs():
 
 
 @pytest.mark.parametrize(("before", "after"), [("MiniLoop", "FabricLoop"), ("FabricLoop", "MiniLoop")])
-def test_a_run_continues_in_the_other_loop(before, after):
+def test_each_loop_resumes_a_run_of_the_other(before, after):
     _, expected, rows = fit("MiniLoop", "whole", 4)
     fit(before, "parts", 2)
     _, module, again = fit(after, "parts", 4, resume="last")
@@ -228,7 +228,7 @@ def test_a_run_continues_in_the_other_loop(before, after):
 
 @pytest.mark.parametrize("options", [{}, {"accumulate_grad_batches": 3}, {"gradient_clip_val": 0.1}])
 @pytest.mark.parametrize("optimizer", [by_epoch, by_step])
-def test_trainer_continues_a_run_at_the_end_of_an_epoch(optimizer, options):
+def test_trainer_resumes_a_mini_loop_run_after_an_epoch(optimizer, options):
     def train(epochs, path=None):
         quiet = dict.fromkeys(("logger", "enable_checkpointing", "enable_progress_bar", "enable_model_summary"), False)
         trainer = pl.Trainer(max_epochs=epochs, accelerator="cpu", num_sanity_val_steps=0, **quiet, **options)
@@ -273,7 +273,7 @@ class Freezes(Classifier):
 @pytest.mark.parametrize("make_module", [Moves, Freezes])
 @pytest.mark.parametrize("after", LOOPS)
 @pytest.mark.parametrize("before", LOOPS)
-def test_attributes_that_a_run_has_changed_are_restored(before, after, make_module):
+def test_resume_restores_attributes_that_the_run_has_changed(before, after, make_module):
     _, expected, rows = fit("FabricLoop", "whole", 4, make_module=make_module)
     fit(before, "parts", 2, make_module=make_module)
     _, module, again = fit(after, "parts", 4, resume="last", make_module=make_module)
@@ -292,7 +292,7 @@ class Counts(torch.utils.data.TensorDataset):
         return super().__getitem__(index)
 
 
-def test_mini_loop_refuses_attributes_of_loaders_that_fabric_loop_has_saved():
+def test_mini_loop_refuses_loader_attributes_saved_by_fabric_loop():
     def train(kind, epochs, resume=None):
         known_class, options = LOOPS[kind]
         loop = known_class(max_epochs=epochs, accelerator="cpu", **options)
@@ -330,7 +330,7 @@ class HasContainers(torch.nn.Module):
 
 @pytest.mark.parametrize("reader", LOOPS)
 @pytest.mark.parametrize("writer", LOOPS)
-def test_containers_in_attributes_are_resumed_by_both_loops(writer, reader):
+def test_both_loops_restore_containers_in_attributes(writer, reader):
     def train(kind, epochs, name, resume=None):
         torch.manual_seed(1)
         net = HasContainers()
@@ -363,7 +363,7 @@ class ChangesOptions(Classifier):
 
 @pytest.mark.parametrize("reader", LOOPS)
 @pytest.mark.parametrize("writer", LOOPS)
-def test_options_that_hooks_have_changed_are_restored(writer, reader):
+def test_both_loops_restore_options_that_hooks_have_changed(writer, reader):
     def train(kind, name, fails=False, resume=None):
         torch.manual_seed(1)
         module = ChangesOptions()
@@ -396,12 +396,12 @@ def test_a_step_based_run_resumes_exactly_within_an_epoch():
 
 
 @pytest.mark.parametrize("options", [{"validate_every_n_steps": 4}, {"max_steps": 14}])
-def test_torchmetrics_objects_in_a_run_by_steps_are_refused(options):
+def test_a_step_based_run_refuses_torchmetrics_objects(options):
     with pytest.raises(ValueError, match="log: got the torchmetrics object 'mean' with validate_every_n_steps or max_"):
         fit("MiniLoop", "run", 2, make_module=Hooked, **options)
 
 
-def test_torchmetrics_objects_of_a_run_that_stopped_in_an_epoch_are_refused():
+def test_resume_within_an_epoch_refuses_torchmetrics_objects():
     class Stops(Hooked):
         def on_train_batch_end(self, outputs, batch, batch_idx):
             self.trainer.should_stop = True
@@ -422,7 +422,7 @@ class Noisy(Plain):
         return super().training_step(batch) * torch.rand((), generator=self.rng)
 
 
-def test_generators_of_modules_continue_only_in_the_same_loop():
+def test_random_generators_of_a_module_resume_only_in_the_same_loop():
     _, expected, _ = fit("MiniLoop", "whole", 4, make_module=Noisy)
     for kind, other in itertools.permutations(LOOPS):
         fit(kind, kind, 2, make_module=Noisy)
@@ -433,7 +433,7 @@ def test_generators_of_modules_continue_only_in_the_same_loop():
 
 
 @pytest.mark.parametrize("kind", [list, tuple, dict])
-def test_generators_in_a_container_are_refused(kind):
+def test_random_generators_in_a_container_are_refused(kind):
     """MiniLoop saves only generators in attributes."""
     generators = [("a", torch.Generator()), ("b", random.Random(1))]
 
@@ -446,7 +446,7 @@ def test_generators_in_a_container_are_refused(kind):
         fit("MiniLoop", "run", 1, make_module=Holds)
 
 
-def test_a_run_that_max_steps_ends_within_an_epoch_resumes():
+def test_a_run_stopped_by_max_steps_within_an_epoch_resumes():
     _, expected, whole = fit("MiniLoop", "whole", -1, max_steps=24)
     _, _, rows = fit("MiniLoop", "parts", -1, max_steps=14)
     assert rows["step"].tolist() == [10, 14]
@@ -458,7 +458,7 @@ def test_a_run_that_max_steps_ends_within_an_epoch_resumes():
     assert again["val_loss"].isna().tolist() == [False, False, True]
 
 
-def test_load_takes_the_weights_and_validate_measures_them():
+def test_validate_and_fit_load_the_saved_weights():
     _, module, rows = fit("MiniLoop", "run", 2)
     other = Classifier(by_epoch)
     [found] = MiniLoop(name="run", accelerator="cpu").validate(other, val_loader(), load="last")
@@ -471,7 +471,7 @@ def test_load_takes_the_weights_and_validate_measures_them():
 
 
 @pytest.mark.parametrize("before", LOOPS)
-def test_a_new_run_does_not_replace_a_version(before):
+def test_a_new_run_cannot_replace_an_existing_version(before):
     fit(before, "run", 3)
     with pytest.raises(ValueError, match=r"version: got 'version_0', expected a version without a run\. Continue"):
         fit("MiniLoop", "run", 1, version=0)
@@ -487,7 +487,7 @@ def test_a_new_run_does_not_replace_a_version(before):
     assert torch.load(path, weights_only=True)["epoch"] == 2
 
 
-def test_a_checkpoint_of_another_name_is_refused():
+def test_resume_refuses_a_checkpoint_of_another_run_name():
     fit("MiniLoop", "run", 1)
     path = "checkpoints/run/version_0/last.ckpt"
     for options in ({"name": "other"}, {"name": "run", "version": "own"}):
@@ -496,7 +496,7 @@ def test_a_checkpoint_of_another_name_is_refused():
     assert os.listdir("logs") == ["run"]
 
 
-def test_a_hook_that_adds_a_parameter_group_is_refused():
+def test_mini_loop_refuses_a_hook_that_adds_a_parameter_group():
     class Grows(Classifier):
         def on_train_epoch_start(self):
             if self.current_epoch == 1:
@@ -507,7 +507,7 @@ def test_a_hook_that_adds_a_parameter_group_is_refused():
         fit("MiniLoop", "run", 2, make_module=Grows)
 
 
-def test_a_run_without_a_checkpoint_leaves_its_version_free():
+def test_a_version_without_a_checkpoint_can_be_used_again():
     with pytest.raises(ValueError, match="broken"):
         fit("MiniLoop", "run", 1, make_module=Broken, version=0, log_every_n_steps=1)
     _, _, rows = fit("MiniLoop", "run", 1, version=0, resume="auto")
@@ -529,7 +529,7 @@ class LogsInTurn(Classifier):
         return super().training_step(batch, batch_idx)
 
 
-def test_a_row_of_steps_has_the_values_of_its_batch():
+def test_a_row_of_steps_csv_has_the_values_of_its_batch():
     fit("MiniLoop", "run", 1, make_module=LogsInTurn, log_every_n_steps=2)
     assert csv_of("run", "steps.csv").filter(like="number").sum(axis=1).tolist() == [1, 3, 5, 7, 9]
 
@@ -549,7 +549,7 @@ def train_until(rank, step):
     torch.save(module.state_dict(), "end.pt")
 
 
-def test_killed_runs_end_with_the_same_weights_and_rows():
+def test_a_killed_and_resumed_run_ends_with_the_same_weights_and_rows():
     _, expected, rows = fit("MiniLoop", "whole", 4)
     for step, code in ((5, -signal.SIGKILL), (17, -signal.SIGKILL), (25, -signal.SIGKILL), (None, 0)):
         codes, errors = externally(train_until, step, ranks=1, is_launched=False)
@@ -607,7 +607,7 @@ def train_ranked(rank, epochs, resume, file):
 
 
 @pytest.mark.usefixtures("quick_spawn")
-def test_two_processes_have_trainers_bits_and_resume():
+def test_two_processes_train_the_same_weights_as_trainer_and_resume():
     options = {"max_epochs": 2, "devices": 2, "accumulate_grad_batches": 2, "num_sanity_val_steps": 0}
     _, expected = run_trainer(Ranked, make_loader, val_loader, strategy="ddp_fork", **options)
     for arguments in ((2, None, "whole"), (1, None, "parts"), (2, "last", "parts")):
@@ -645,7 +645,7 @@ def train_on_uneven_streams(rank):
 
 @pytest.mark.usefixtures("quick_spawn")
 @pytest.mark.filterwarnings("ignore:train_dataloaders. the streams")
-def test_an_epoch_ends_with_the_first_stream_that_ends():
+def test_an_epoch_ends_when_the_shortest_stream_ends():
     """The processes would wait forever for the batches of the other one. A resume is exact."""
     codes, errors = externally(train_on_uneven_streams, ranks=2, timeout=90)
     assert codes == [0, 0], errors
@@ -787,7 +787,7 @@ def changed_loop(changes):
     return module.MiniLoop
 
 
-def test_a_changed_loop_accumulates_by_tokens():
+def test_an_edited_copy_of_mini_py_accumulates_by_tokens():
     _, expected, _ = fit("MiniLoop", "whole", 2, accumulate_grad_batches=2)
     _, module, _ = fit("MiniLoop", "tokens", 2, loop_class=changed_loop(BY_TOKENS), tokens_per_step=64)
     torch.testing.assert_close(module.state_dict(), expected.state_dict())
@@ -813,12 +813,12 @@ def resume_changed_loop(rank, name, ranks):
 @pytest.mark.usefixtures("quick_spawn")
 @pytest.mark.parametrize("ranks", [1, 2])
 @pytest.mark.parametrize("name", CHANGES)
-def test_a_changed_loop_resumes_in_an_epoch(name, ranks):
+def test_an_edited_copy_of_mini_py_resumes_within_an_epoch(name, ranks):
     codes, errors = externally(resume_changed_loop, name, ranks, ranks=ranks)
     assert codes == [0] * ranks, errors
 
 
-def test_a_changed_loop_logs_the_gradient_norm():
+def test_an_edited_copy_of_mini_py_logs_the_gradient_norm():
     fit("MiniLoop", "run", 1, loop_class=changed_loop(GRADIENT_NORM), log_every_n_steps=1)
     assert csv_of("run", "steps.csv")["grad_norm"].gt(0).sum() == 10
 
@@ -869,7 +869,7 @@ print("well")
 """
 
 
-def test_the_file_works_alone_and_in_a_notebook_cell(tmp_path):
+def test_mini_py_works_as_a_single_file_and_in_a_notebook_cell(tmp_path):
     Path("my_own_loop.py").write_bytes(FILE.read_bytes())
     options = {"capture_output": True, "text": True, "env": {**os.environ, "PYTHONPATH": str(tmp_path)}}
     for how in ("from my_own_loop import MiniLoop", "exec(open('my_own_loop.py').read())"):
@@ -942,7 +942,7 @@ def test_hyperparameters_that_cannot_be_read_back_are_refused_before_training(ca
 
 
 @pytest.mark.parametrize("value", [LOOPS, {"kind": Nested.Kind}, WithHparam, UserDict(a=1), Path("a"), np.ones(3)])
-def test_hyperparameters_of_other_classes_resume(value):
+def test_a_run_with_hyperparameters_of_other_classes_resumes(value):
     run_mini(partial(WithHparam, value), max_epochs=1)
     loop, _ = run_mini(partial(WithHparam, value), max_epochs=2, fit={"resume": "last"})
     assert loop.current_epoch == 2
@@ -1015,7 +1015,7 @@ ERRORS = {
 
 
 @pytest.mark.parametrize("case", ERRORS)
-def test_errors_name_the_argument_and_the_fix(case):
+def test_each_error_names_the_argument_and_the_fix(case):
     call, message = ERRORS[case]
     with pytest.raises((TypeError, ValueError, FileNotFoundError)) as error:
         call()
@@ -1026,7 +1026,7 @@ def test_errors_name_the_argument_and_the_fix(case):
 
 
 @pytest.mark.parametrize("name", ["SLURM_NTASKS", "OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "WORLD_SIZE"])
-def test_launchers_other_than_torchrun_are_refused(monkeypatch, name):
+def test_mini_loop_refuses_launchers_other_than_torchrun(monkeypatch, name):
     monkeypatch.setenv(name, "2")
     if name == "WORLD_SIZE":
         monkeypatch.setenv("RANK", "0")
@@ -1046,7 +1046,7 @@ def test_an_interactive_slurm_job_is_one_process(monkeypatch):
     assert MiniLoop(accelerator="cpu").fabric.world_size == 1
 
 
-def test_a_list_that_contains_itself_is_left_out():
+def test_a_list_that_contains_itself_is_not_saved():
     class Nested(Plain):
         def __init__(self):
             super().__init__()
@@ -1059,7 +1059,7 @@ def test_a_list_that_contains_itself_is_left_out():
     assert_same_weights(expected.net, model.net)
 
 
-def test_a_hook_that_ends_the_epoch_is_refused():
+def test_mini_loop_refuses_a_hook_that_ends_the_epoch():
     class Ends(Classifier):
         def on_train_batch_start(self, batch, batch_idx):
             return -1 if batch_idx == 2 else None
@@ -1069,7 +1069,7 @@ def test_a_hook_that_ends_the_epoch_is_refused():
 
 
 @pytest.mark.parametrize("kind", LOOPS)
-def test_values_named_step_and_epoch_do_not_replace_the_columns(kind):
+def test_logged_values_named_step_and_epoch_do_not_replace_the_columns(kind):
     class LogsStep(Classifier):
         def on_train_batch_end(self, outputs, batch, batch_idx):
             # A usual way to have epochs on the x axis of TensorBoard.
@@ -1097,7 +1097,7 @@ BATCHES = {
 
 
 @pytest.mark.parametrize("case", BATCHES)
-def test_means_of_batches_of_any_kind_are_those_of_fabric_loop(case):
+def test_both_loops_compute_the_same_mean_for_each_kind_of_batch(case):
     make_batch, find_input = BATCHES[case]
     batches = [make_batch(x) for x in make_data(20).tensors[0].split(8)]
     loader = DataLoader(batches, batch_size=None)
@@ -1112,14 +1112,14 @@ def test_means_of_batches_of_any_kind_are_those_of_fabric_loop(case):
     assert losses[0] == losses[1]
 
 
-def test_a_monitor_that_was_never_logged_costs_no_epoch():
+def test_the_error_about_an_unknown_monitor_loses_no_epoch():
     with pytest.raises(ValueError, match=r"monitor: got 'val_mse', expected one of .*val_loss"):
         run_mini(monitor="val_mse", make_val=val_loader, max_epochs=2)
     loop, _ = run_mini(make_val=val_loader, max_epochs=2, fit={"resume": "last"})
     assert len(loop.history) == 2
 
 
-def test_a_nan_is_reported_with_its_place():
+def test_a_nan_loss_warns_with_its_epoch():
     with pytest.warns(UserWarning, match=r"train_loss: got nan in epoch 0"):
         fit_functions(lambda net, batch: net(batch[0]).mean() * float("nan"))
 
@@ -1131,7 +1131,7 @@ def damage(path):
 
 
 @pytest.mark.parametrize("kind", LOOPS)
-def test_a_damaged_last_checkpoint_is_named_and_best_is_used(kind):
+def test_resume_warns_about_a_damaged_last_ckpt_and_uses_best_ckpt(kind):
     # The loss falls, so that best.ckpt is that of the first epoch.
     options = {"monitor": "train_loss", "mode": "max"}
     _, expected, rows = fit(kind, "whole", 3, **options)
@@ -1144,7 +1144,7 @@ def test_a_damaged_last_checkpoint_is_named_and_best_is_used(kind):
 
 
 @pytest.mark.parametrize("kind", LOOPS)
-def test_no_run_continues_if_each_checkpoint_is_damaged(kind):
+def test_resume_last_refuses_a_run_whose_checkpoints_are_all_damaged(kind):
     fit(kind, "run", 1, version="older", monitor=None)
     fit(kind, "run", 1, monitor=None)
     path = Path("checkpoints/run/version_0/last.ckpt")
@@ -1159,7 +1159,7 @@ def test_no_run_continues_if_each_checkpoint_is_damaged(kind):
         fit(kind, "run", 2, resume=path)
 
 
-def test_a_stop_waits_for_the_end_of_the_accumulation_window():
+def test_should_stop_waits_for_the_end_of_the_accumulation_window():
     class Stops(Classifier):
         def on_train_batch_end(self, outputs, batch, batch_idx):
             self.trainer.should_stop = True

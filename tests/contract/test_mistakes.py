@@ -64,13 +64,13 @@ def forgets(net, batch):
 
 
 @OF_LOOP
-def test_a_training_step_without_return_is_refused(name):
+def test_a_training_step_without_a_return_value_is_refused(name):
     with pytest.raises(TypeError, match="^training_step: got .*None.* expected .*loss"):
         fit(name, forgets, {"monitor": "train_loss"})
 
 
 @OF_LOOP
-def test_a_validation_step_without_return_warns(name):
+def test_a_validation_step_without_a_return_value_warns(name):
     text = "validation_step has returned and logged no value. Write return loss"
     with pytest.warns(UserWarning, match=text):
         _, history = fit(name, val=make_loader(), validation_step=forgets)
@@ -99,7 +99,7 @@ def test_a_module_that_returns_no_loss_has_no_metric_to_monitor():
     assert any("metrics.csv has no metric" in str(warning.message) for warning in warned)
 
 
-def test_dict_without_loss_in_manual_optimization_is_logged():
+def test_a_dict_without_loss_from_manual_optimization_is_logged():
     """The values are in metrics.csv under the names that automatic optimization gives them."""
     first, second = make_net(), make_net()
     optimizers = [sgd(first), sgd(second)]
@@ -209,7 +209,7 @@ def refused(name, step):
 @OF_LOOP
 @pytest.mark.parametrize("precision", ["bf16-mixed", "16-mixed", "64-true"])
 @pytest.mark.parametrize("step", [backward_twice, adversarial])
-def test_own_backward_is_refused_in_each_precision(name, precision, step):
+def test_a_step_that_calls_backward_is_refused_in_each_precision(name, precision, step):
     options = {"precision": precision}
     if precision == "16-mixed":
         scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
@@ -239,7 +239,7 @@ class TrainsAnotherNet:
     ("name", "make_step"),
     [("FabricLoop", lambda: adversarial), ("FabricLoop", TrainsAnotherNet), ("MiniLoop", TrainsAnotherNet)],
 )
-def test_backward_of_another_loss_is_supported(name, make_step):
+def test_a_step_may_call_backward_on_another_loss(name, make_step):
     expected, step = make_net(), make_step()
     optimizer = sgd(expected)
     for batch in make_loader(shuffle=False):
@@ -252,7 +252,7 @@ def test_backward_of_another_loss_is_supported(name, make_step):
 
 
 @OF_LOOP
-def test_gradients_from_before_the_run_are_dropped(name):
+def test_fit_drops_gradients_from_before_the_run(name):
     def make_optimizer(net):
         loss_of(net, next(iter(make_loader(shuffle=False)))).backward()
         return sgd(net)
@@ -262,7 +262,7 @@ def test_gradients_from_before_the_run_are_dropped(name):
 
 
 @OF_LOOP
-def test_a_hidden_state_that_is_not_detached_is_named(name):
+def test_an_error_suggests_detach_for_a_hidden_state(name):
     state = torch.zeros(8)
 
     def step(net, batch):
@@ -283,7 +283,7 @@ def fit_in_process(rank, name, step, accumulated):
 
 @OF_LOOP
 @pytest.mark.parametrize(("step", "accumulated"), [(backward_twice, 1), (backward_twice, 2), (adversarial, 1)])
-def test_own_backward_is_refused_in_two_processes(name, step, accumulated):
+def test_a_step_that_calls_backward_is_refused_in_two_processes(name, step, accumulated):
     codes, errors = externally(fit_in_process, name, step, accumulated, ranks=2)
     assert codes == [0, 0], errors
 
@@ -296,7 +296,7 @@ def fit_with_own_backward_in_one_process(rank, own_step):
 
 
 @pytest.mark.parametrize("own_step", [backward_twice, adversarial])
-def test_own_backward_in_one_of_two_processes_is_refused(own_step):
+def test_a_step_that_calls_backward_in_one_of_two_processes_is_refused(own_step):
     """The check of the first step does not wait for the process without a backward pass."""
     codes, errors = externally(fit_with_own_backward_in_one_process, own_step, ranks=2, timeout=120)
     assert codes == [0, 0], errors
@@ -338,7 +338,7 @@ def test_batches_of_numpy_arrays_are_refused_unless_the_step_converts_them(name)
 
 
 @OF_LOOP
-def test_an_error_of_the_users_own_code_stays(name):
+def test_an_error_in_the_users_step_is_raised_unchanged(name):
     def step(net, batch):
         raise TypeError("mine")
 
@@ -351,7 +351,7 @@ def test_an_error_of_the_users_own_code_stays(name):
 
 @OF_LOOP
 @pytest.mark.parametrize("argument", ["gradient_clip_val", "max_epochs", "seed"])
-def test_an_option_of_the_loop_is_refused_in_fit(name, argument):
+def test_fit_refuses_an_option_that_belongs_to_the_loop(name, argument):
     message = rf"^fit: got {argument}=1, expected it as an option of the loop. Write {name}\({argument}=1\)"
     with pytest.raises(TypeError, match=message):
         fit(name, **{argument: 1})
@@ -359,13 +359,13 @@ def test_an_option_of_the_loop_is_refused_in_fit(name, argument):
         fit(name, val_dataloader=make_loader())
 
 
-def test_an_option_of_the_loop_is_refused_in_validate():
+def test_validate_refuses_an_option_that_belongs_to_the_loop():
     with pytest.raises(TypeError, match="^validate: got max_epochs=2, expected it as an option"):
         make_loop("FabricLoop").validate(make_net(), make_loader(), validation_step=loss_of, max_epochs=2)
 
 
 @OF_LOOP
-def test_a_missing_loader_is_refused(name):
+def test_fit_without_a_training_loader_is_refused(name):
     net = make_net()
     with pytest.raises(TypeError, match="train_dataloaders"):
         make_loop(name).fit(net, None, optimizer=sgd(net), training_step=loss_of)
@@ -380,7 +380,7 @@ def test_a_scheduler_of_another_optimizer_is_refused(name):
 
 
 @OF_LOOP
-def test_log_dict_in_a_step_has_the_arguments_of_log(name, tmp_path):
+def test_log_dict_in_a_step_takes_the_same_arguments_as_log(name, tmp_path):
     options = {"log_every_n_steps": 1, "validate_every_n_steps": 5}
 
     def run(log):
@@ -411,7 +411,7 @@ def test_log_dict_in_a_step_has_the_arguments_of_log(name, tmp_path):
 
 
 @pytest.mark.parametrize("option", ["gradient_clip_val", "accumulate_grad_batches"])
-def test_messages_for_functions_name_no_trainer(option):
+def test_errors_about_step_functions_do_not_mention_trainer(option):
     """A user of step functions has neither a Trainer nor a LightningModule."""
     net = make_net()
     loop = make_loop("FabricLoop", **{option: 2})

@@ -537,7 +537,7 @@ def test_mini_loop_refuses_containers_of_modules(tmp_path, kind):
 
 @pytest.mark.parametrize("name", CROSSING)
 @pytest.mark.parametrize("first", LOOPS)
-def test_the_other_loop_continues_the_run(tmp_path, first, name):
+def test_each_loop_resumes_a_run_of_the_other(tmp_path, first, name):
     """The other loop continues after an epoch, with the same result."""
     second = next(loop for loop in LOOPS if loop != first)
     _, expected = train(name, "FabricLoop", tmp_path / "whole", max_epochs=2)
@@ -595,7 +595,7 @@ def test_two_processes_save_the_trained_weights(tmp_path, monkeypatch, name):
         ("functions, lazy", "Modules with uninitialized parameters can't be used"),
     ],
 )
-def test_two_processes_refuse_parameters_that_hooks_create(tmp_path, monkeypatch, name, message):
+def test_two_processes_refuse_parameters_created_in_hooks(tmp_path, monkeypatch, name, message):
     """Parameters that the processes would not share are an error before training."""
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
     monkeypatch.setitem(MODELS, "Lightning, on_fit_start", lambda: (LowRank("on_fit_start"), {}))
@@ -617,7 +617,7 @@ def test_two_processes_refuse_parameters_that_hooks_create(tmp_path, monkeypatch
     ],
     ids=["list", "nested", "optimizer"],
 )
-def test_modules_in_containers_of_a_state_are_refused(tmp_path, method, state, place):
+def test_save_and_load_refuse_modules_inside_containers(tmp_path, method, state, place):
     loop, path = FabricLoop(**loud(tmp_path)), tmp_path / "mine.ckpt"
     with pytest.raises(TypeError, match=f"^loop.{method}: got {place}, expected modules and optimizers as values"):
         getattr(loop, method)(path, state)
@@ -625,7 +625,7 @@ def test_modules_in_containers_of_a_state_are_refused(tmp_path, method, state, p
 
 
 @pytest.mark.parametrize("make", [mlp, compiled, Tied, Complex, lambda: nn.ModuleList([mlp(), mlp()])])
-def test_state_of_a_module_is_saved_and_loaded(tmp_path, make):
+def test_load_restores_the_modules_and_optimizers_of_save(tmp_path, make):
     loop, path = FabricLoop(**loud(tmp_path)), tmp_path / "mine.ckpt"
     torch.manual_seed(1)
     net, other = make(), make()

@@ -75,7 +75,7 @@ def claims(cell):
     return [line for text in found for line in text.split() if line in ("True", "False")]
 
 
-def test_the_lessons_are_numbered():
+def test_the_notebooks_are_numbered_without_gaps():
     assert [path.stem[:3] for path in NOTEBOOKS] == [f"0{number}_" for number in range(1, 10)]
 
 
@@ -93,7 +93,7 @@ def test_a_notebook_runs_in_a_new_kernel(path, tmp_path):
 
 
 @pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
-def test_a_notebook_has_outputs_that_name_no_machine(path):
+def test_notebook_outputs_contain_no_paths_warnings_or_errors(path):
     notebook = read(path)
     nbformat.validate(notebook)
     for text in texts(notebook):
@@ -116,7 +116,7 @@ def test_a_notebook_has_outputs_that_name_no_machine(path):
 
 
 @pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
-def test_a_notebook_is_a_lesson_in_short_cells(path):
+def test_a_notebook_has_short_text_short_cells_and_three_pictures(path):
     """The prose is short, there are three pictures, and cells have at most 14 lines. Classes and scripts may be longer."""
     notebook = read(path)
     prose = [cell.source for cell in notebook.cells if cell.cell_type == "markdown"]

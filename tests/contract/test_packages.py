@@ -71,7 +71,7 @@ class OwnLogAgain(OwnLog):
 
 
 @pytest.mark.parametrize("make_module", [OwnLog, OwnLogAgain])
-def test_a_module_that_calls_super_log_logs_as_in_trainer(make_module):
+def test_a_module_that_overrides_log_logs_as_under_trainer(make_module):
     trainer, _, loop, module = both(make_module)
     assert set(loop.progress_bar_metrics) == set(trainer.progress_bar_metrics)
     assert "log" not in vars(module)
@@ -89,14 +89,14 @@ class Chooses(Classifier):
 
 
 @pytest.mark.parametrize("make_val", [None, val])
-def test_a_scheduler_monitors_the_metric_that_trainer_monitors(make_val):
+def test_a_scheduler_monitors_the_same_metric_as_under_trainer(make_val):
     trainer, expected = run_trainer(Chooses, make_loader, make_val, max_epochs=3)
     loop, module = run_loop(Chooses, make_loader, make_val, max_epochs=3)
     assert_same_weights(expected, module)
     assert loop.strategy.lr_scheduler_configs[0].monitor == trainer.strategy.lr_scheduler_configs[0].monitor
 
 
-def test_an_evaluation_after_fit_sees_the_last_epoch_and_step():
+def test_validate_and_test_after_fit_see_the_last_epoch_and_step():
     class Tested(Classifier):
         def test_step(self, batch, batch_idx):
             self.log("seen", self.trainer.current_epoch * 100.0 + self.trainer.global_step, on_step=True, on_epoch=True)
@@ -138,7 +138,7 @@ class OwnLoader(Classifier):
         self.validation_step(batch, batch_idx)
 
 
-def test_after_fit_a_datamodule_stays_but_the_modules_loaders_come_first():
+def test_after_fit_the_modules_loaders_precede_those_of_the_datamodule():
     seen = []
     for run in (run_trainer, run_loop):
         trainer, module = run(OwnLoader, lambda: None, fit={"datamodule": (data := Data())}, max_epochs=1)
@@ -197,7 +197,7 @@ class CountsItself(Gan):
 @pytest.mark.filterwarnings("ignore:You passed in a `val_dataloader`")
 @pytest.mark.parametrize("options", [{}, {"max_steps": 7}], ids=["epochs", "steps"])
 @pytest.mark.parametrize("make_module", [Uncounted, PutOnce, Elsewhere, CountsItself])
-def test_steps_are_counted_as_in_trainer(make_module, options):
+def test_global_step_counts_the_same_steps_as_trainer(make_module, options):
     trainer, _, loop, _ = both(make_module, **options)
     assert (loop.global_step, loop.current_epoch) == (trainer.global_step, trainer.current_epoch)
 
@@ -239,7 +239,7 @@ class SetsEpoch(Classifier):
 
 
 @pytest.mark.parametrize("count", [1, 2])
-def test_module_finds_the_datasets_in_the_loops(count):
+def test_a_module_finds_its_datasets_through_fit_loop(count):
     def make_loaders():
         loaders = [DataLoader(ShuffledByEpoch(), batch_size=5) for _ in range(count)]
         return loaders[0] if count == 1 else {str(index): part for index, part in enumerate(loaders)}
@@ -260,7 +260,7 @@ def test_module_finds_the_datasets_in_the_loops(count):
         loop.fit_loop._combined_loader.flattened = []
 
 
-def test_loops_have_no_loaders_before_they_are_created():
+def test_fit_loop_has_no_loader_yet_in_setup():
     seen = []
 
     class Looks(Classifier):

@@ -124,7 +124,7 @@ def section(text, title):
 @pytest.mark.parametrize(
     "page", [page for page, text in PAGES.items() if blocks(text, "python") and page != "docs/ray.md"]
 )
-def test_every_python_block_runs(page, tmp_path):
+def test_every_python_block_of_the_documentation_runs(page, tmp_path):
     missing = {package for package in OPTIONAL if not find_spec(package)}
     text = NEWER_LINE.sub(lambda line: line[0] if RequirementCache(line[1]) else "", PAGES[page])
     sources = [
@@ -137,7 +137,7 @@ def test_every_python_block_runs(page, tmp_path):
 
 
 @pytest.mark.parametrize("page", PAGES)
-def test_a_page_starts_with_a_block_and_renders_as_written(page):
+def test_each_page_starts_with_a_code_block_and_renders_as_written(page):
     """On the site, longer lines of a block are cut off, <name> is a tag, and four spaces nest a list."""
     opened = re.findall(r"^```(.*)$", PAGES[page], re.M)
     assert set(opened[::2]) <= {"python", "bash", "text", "diff"}
@@ -158,7 +158,7 @@ def prose_of(text):
 # README
 
 
-def test_the_readme_is_short_and_starts_with_the_picture_and_a_script():
+def test_the_readme_is_short_and_starts_with_a_picture_and_a_script():
     assert len(README.splitlines()) <= 160
     assert README.index("![") < 500
     assert README.index("```python") < README.index("```bash") < README.index("```diff")
@@ -166,7 +166,7 @@ def test_the_readme_is_short_and_starts_with_the_picture_and_a_script():
     assert sum(sizes) < 1_000_000
 
 
-def test_the_readme_states_the_length_of_both_loops():
+def test_the_readme_states_the_number_of_lines_of_both_loops():
     package = REPOSITORY / "fabric_template"
     files = {path.relative_to(package): path for path in package.rglob("*.py")}
     lines = {name: len(path.read_text(encoding="utf-8").splitlines()) for name, path in files.items()}
@@ -197,14 +197,14 @@ def compare_scripts(folder, **scripts):
     return done.stdout
 
 
-def test_compare_proves_the_readmes_example(tmp_path):
+def test_compare_finds_no_difference_in_the_readmes_example(tmp_path):
     ((_, diff),) = blocks(README, "diff")
     lines = diff.splitlines(keepends=True)
     old, new = ("".join(line[1:] for line in lines if line[0] != other) for other in "+-")
     assert compare_scripts(tmp_path, old=old, new=new).startswith("equal    no difference in 15 steps")
 
 
-def test_the_figures_of_the_readme_are_in_the_results():
+def test_the_figures_in_the_readme_are_in_results_md():
     results = (REPOSITORY / "benchmarks" / "RESULTS.md").read_text(encoding="utf-8")
     figures = set(re.findall(r"(?<![\w.-])\d+(?:,\d{3})*(?:\.\d+)?(?![\w-])", section(README, "## Measured")))
     assert len(figures) > 4
@@ -216,7 +216,7 @@ def test_the_figures_of_the_readme_are_in_the_results():
 # AGENTS.md
 
 
-def test_the_guide_is_short_and_names_existing_files():
+def test_agents_md_is_short_and_names_existing_files():
     assert len(AGENTS.splitlines()) <= 80
     named = re.findall(r"`((?:[\w.]+/)+(?:[\w.]+)?)`", AGENTS)
     assert len(named) > 10
@@ -259,13 +259,13 @@ loop.fit(net, train, train, optimizer=optimizer, scheduler=scheduler, **function
 """
 
 
-def test_a_loop_that_the_guide_has_moved_takes_the_same_steps(tmp_path):
+def test_the_loop_moved_in_agents_md_takes_the_same_steps(tmp_path):
     start = OLD_LOOP.partition("for epoch")[0]
     assert compare_scripts(tmp_path, old=OLD_LOOP, new=start + NEW_LOOP).startswith("equal    no difference in 9 steps")
 
 
 @pytest.mark.parametrize("command", blocks(AGENTS, "bash")[0][1].splitlines())
-def test_quick_commands_of_the_guide_run(command):
+def test_the_quick_commands_in_agents_md_run(command):
     arguments = command.split()
     assert arguments[0] == "python"
     done = subprocess.run([sys.executable, *arguments[1:]], capture_output=True, text=True, cwd=REPOSITORY)
@@ -288,7 +288,7 @@ def test_workflows_use_existing_targets_and_files(path):
         assert (REPOSITORY / name).exists(), name
 
 
-def test_a_workflow_runs_the_suite_each_week_with_other_versions():
+def test_a_weekly_workflow_tests_the_newest_and_lowest_versions():
     (text,) = [text for path in WORKFLOWS if "schedule:" in (text := path.read_text(encoding="utf-8"))]
     job = yaml.safe_load(text)["jobs"]["suite"]
     assert {row["name"] for row in job["strategy"]["matrix"]["include"]} == {"newest", "lowest"}
@@ -297,7 +297,7 @@ def test_a_workflow_runs_the_suite_each_week_with_other_versions():
     assert "tests/" not in command
 
 
-def test_no_address_is_a_placeholder():
+def test_no_web_address_is_a_placeholder():
     paths = [*REPOSITORY.glob("*.*"), *(REPOSITORY / ".github").rglob("*.*"), *DOCS.glob("*.*")]
     texts = {
         path.name: path.read_text(encoding="utf-8") for path in paths if path.suffix in (".md", ".toml", ".yml", ".cff")
@@ -309,7 +309,7 @@ def test_no_address_is_a_placeholder():
 # Commands
 
 
-def test_the_page_names_the_files_of_a_run(tmp_path):
+def test_logging_and_plots_md_names_the_files_of_a_run(tmp_path):
     short = ["--limit_train_batches", "2", "--max_epochs", "2", "--log_every_n_steps", "1"]
     command = [sys.executable, "-m", "fabric_template", "fit", *short]
     done = subprocess.run(ready(command), capture_output=True, text=True, cwd=tmp_path, env=ENVIRONMENT)
@@ -321,11 +321,11 @@ def test_the_page_names_the_files_of_a_run(tmp_path):
 
 
 @pytest.mark.parametrize("target", sorted({line.split()[1] for line in ALL_COMMANDS if line.startswith("make ")}))
-def test_make_targets_exist(target):
+def test_make_targets_named_in_the_documentation_exist(target):
     assert re.search(rf"^{target}:", (REPOSITORY / "Makefile").read_text(), re.M)
 
 
-def test_commands_of_the_command_line_exist():
+def test_commands_named_in_the_documentation_exist():
     named = {line.split()[1] for line in ALL_COMMANDS if line.startswith("fabric-template")}
     assert named >= {"fit", "validate", "plot", "verify", "copy", "diff", "update"}
     done = subprocess.run(
@@ -338,7 +338,7 @@ def test_commands_of_the_command_line_exist():
     assert {name for row in table for name in re.findall(r"\w+", row)} >= existing
 
 
-def test_torch_is_installed_by_the_version_of_the_constraints():
+def test_the_documentation_installs_the_torch_version_of_constraints_txt():
     torch_line = next(line for line in ALL_COMMANDS if line.startswith("pip install torch="))
     version = re.search(r"^torch==.*$", (REPOSITORY / "constraints.txt").read_text(), re.M)[0]
     assert torch_line == f"pip install {version}"
@@ -351,7 +351,7 @@ OF_FABRIC = {name for name, p in inspect.signature(FabricLoop).parameters.items(
 OF_TRAINER = set(inspect.signature(lightning.pytorch.Trainer.__init__).parameters) - {"self"}
 
 
-def test_the_reference_has_the_table_of_options(monkeypatch):
+def test_reference_md_lists_all_options(monkeypatch):
     """If this fails, run python docs/options_table.py."""
     monkeypatch.syspath_prepend(DOCS)
     import options_table
@@ -360,19 +360,19 @@ def test_the_reference_has_the_table_of_options(monkeypatch):
     assert set(re.findall(r"^\| `(\w+)` \| `", PAGES["docs/reference.md"], re.M)) == OWN | OF_FABRIC
 
 
-def test_the_reference_has_the_arguments_of_fit():
+def test_reference_md_lists_all_arguments_of_fit():
     rows = re.findall(r"^\| (`.*?) \|", section(PAGES["docs/reference.md"], "## Arguments of fit"), re.M)
     named = {name for row in rows for name in re.findall(r"`(\w+)`", row)}
     assert named == set(inspect.signature(FabricLoop.fit).parameters) - {"self"}
     assert named >= set(inspect.signature(MiniLoop.fit).parameters) - {"self", "others"}
 
 
-def test_no_option_of_trainer_is_forgotten():
+def test_coming_from_md_lists_each_trainer_option_that_is_refused():
     refused = set(re.findall(r"^\| `(?:fit\()?([a-z_]+)=?\)?` \|", TRAINER_PAGE, re.M))
     assert refused >= OF_TRAINER - OWN - OF_FABRIC
 
 
-def test_each_argument_that_trainer_lacks_has_a_row():
+def test_coming_from_md_lists_each_argument_that_trainer_lacks():
     """Each argument that Trainer lacks has a row with Trainer's way to write it."""
     rows = section(TRAINER_PAGE, "## The way back to Trainer").splitlines()
     left = " ".join(row.split(" | ")[0] for row in rows if row.startswith("| "))
@@ -394,7 +394,7 @@ def anchors(text):
 
 
 @pytest.mark.parametrize("page", PAGES)
-def test_links_lead_somewhere(page):
+def test_relative_links_have_existing_targets(page):
     for target in re.findall(r"\]\((?!https?://)([^)]+)\)", prose_of(PAGES[page])):
         path, _, anchor = target.partition("#")
         found = ((REPOSITORY / page).parent / path).resolve() if path else REPOSITORY / page
@@ -404,14 +404,14 @@ def test_links_lead_somewhere(page):
             assert anchor in anchors(found.read_text(encoding="utf-8")), target
 
 
-def test_the_site_loads_nothing_from_other_servers():
+def test_the_documentation_site_loads_nothing_from_other_servers():
     """Without the setting of the theme, each page loads fonts of Google."""
     assert re.search(r"^  font: false\b", (REPOSITORY / "mkdocs.yml").read_text(), re.M)
     assert [page for page, text in PAGES.items() if re.search(r"!\[[^]]*\]\(https?:", text)] == []
     assert not re.search(r"https?:|@import", (DOCS / "site.css").read_text())
 
 
-def test_the_first_page_and_the_site_have_every_page():
+def test_the_index_and_the_navigation_list_every_page():
     names = {path.relative_to(DOCS).as_posix() for path in DOCS.rglob("*.md")}
     listed = re.findall(r"^ +- (?:[^:]+: )?([\w/-]+\.md)$", (REPOSITORY / "mkdocs.yml").read_text(), re.M)
     assert sorted(listed) == sorted(names)

@@ -126,7 +126,7 @@ CLIPPING = {"gradient_clip_val": 0.05, "gradient_clip_algorithm": "value"}
         (Clips, CLIPPING),
     ],
 )
-def test_modules_get_the_weights_of_trainer(module, options):
+def test_each_kind_of_module_trains_the_same_weights_as_under_trainer(module, options):
     assert_parity(module, train, val, max_epochs=3, **options)
 
 
@@ -140,15 +140,15 @@ def test_modules_get_the_weights_of_trainer(module, options):
         {"precision": "bf16-true"},
     ],
 )
-def test_options_give_the_weights_of_trainer(options):
+def test_each_option_gives_the_same_weights_as_trainer(options):
     assert_parity(Classifier, train, val, **{"max_epochs": 3, **options})
 
 
-def test_loaders_with_workers_give_the_bits_of_trainer():
+def test_loaders_with_workers_give_the_same_weights_as_trainer():
     assert_parity(Classifier, lambda: make_loader(40, num_workers=2), val, max_epochs=2)
 
 
-def test_modules_of_pytorch_lightning_get_the_same_bits():
+def test_modules_from_pytorch_lightning_train_the_same_weights():
     """The other package's class has the same shape and gets the same bits."""
 
     class Other(pytorch_lightning.LightningModule):

@@ -163,7 +163,7 @@ def assert_equal_weights(expected, net):
 
 @pytest.mark.parametrize("level", LEVELS)
 @pytest.mark.parametrize("case", CASES)
-def test_fit_has_the_bits_of_the_plain_loop(case, level):
+def test_fit_trains_the_same_weights_as_a_plain_loop(case, level):
     plain_options, make_optimizer, options = CASES[case]
     torch.manual_seed(1)
     expected = make_net()
@@ -178,7 +178,7 @@ def test_fit_has_the_bits_of_the_plain_loop(case, level):
     assert (loop.current_epoch, loop.global_step) == (EPOCHS, 12 if case == "accumulated" else 30)
 
 
-def test_tensor_loader_draws_the_same_order_in_both_loops():
+def test_a_tensor_loader_shuffles_the_same_way_in_fit_and_a_plain_loop():
     """The loader draws the same global random numbers in both loops."""
     x, y = torch.randn(40, 8), torch.randint(3, (40,))
     torch.manual_seed(1)
@@ -214,7 +214,7 @@ def plain_with_validation(net, loader, val_loader):
 
 
 @pytest.mark.parametrize("level", LEVELS)
-def test_validation_changes_no_bit_and_has_the_means_of_a_plain_loop(level):
+def test_validation_changes_no_weight_and_gives_a_plain_loops_means(level):
     """42 and 18 samples in fours: the last batches are smaller, and weigh less in the means."""
 
     def loaders():
@@ -233,7 +233,7 @@ def test_validation_changes_no_bit_and_has_the_means_of_a_plain_loop(level):
         assert row == pytest.approx(expected_row, rel=1e-6)  # the same sums, in another order
 
 
-def test_setup_and_backward_in_a_plain_loop_keep_its_bits():
+def test_setup_and_backward_do_not_change_a_plain_loops_weights():
     """Level 1: setup and backward of the loop inside the hand-written loop give the hand-written loop's bits."""
     torch.manual_seed(1)
     expected = make_net()

@@ -89,7 +89,7 @@ def assert_same(ours, theirs):
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_each_case_trains_with_trainers_bits(name, tmp_path):
+def test_each_case_gives_the_same_weights_and_metrics_as_trainer(name, tmp_path):
     """The weights, the metrics, the counters and the next random numbers are Trainer's."""
     theirs = run(pl.Trainer, tmp_path / "trainer", CASES[name])
     expected = torch.rand(3)
@@ -100,7 +100,7 @@ def test_each_case_trains_with_trainers_bits(name, tmp_path):
 
 @pytest.mark.parametrize("name", ["plateau", "odd_accumulation", "manual", "datamodule"])
 @pytest.mark.parametrize("ours_first", [True, False])
-def test_each_loop_continues_the_checkpoints_of_the_other(name, ours_first, tmp_path):
+def test_fabric_loop_and_trainer_resume_each_others_checkpoints(name, ours_first, tmp_path):
     """A run that starts with one and continues with the other ends with the bits of Trainer alone."""
     if not ours_first and pl.__version__.startswith("2.4."):
         pytest.skip("Trainer 2.4 draws other random numbers when it resumes its own file")
@@ -152,7 +152,7 @@ def record_hooks(part, names, label, calls):
 @pytest.mark.parametrize(
     "name", ["plain", "odd_accumulation", "own_hooks", "manual", "skipping", "validate_by_fraction"]
 )
-def test_hooks_are_called_in_trainers_order(name, tmp_path):
+def test_hooks_are_called_in_the_same_order_as_by_trainer(name, tmp_path):
     """Every hook of the callbacks and the module is called as often and in the same order."""
     orders = []
     of_module = hook_names(pl.LightningModule) - hook_names(nn.Module) - {"all_gather", "freeze", "unfreeze", "print"}
@@ -169,7 +169,7 @@ def test_hooks_are_called_in_trainers_order(name, tmp_path):
     assert orders[0] == orders[1]
 
 
-def test_evaluations_return_what_trainers_do(tmp_path):
+def test_validate_test_and_predict_return_the_same_as_trainers(tmp_path):
     """validate, test and predict return the same values for one and for several loaders."""
     Module.test_step, results = Module.validation_step, []
     for kind in (pl.Trainer, FabricLoop):
@@ -201,7 +201,7 @@ class PlainObject:
 
 
 @pytest.mark.parametrize("level", ["object", "functions"])
-def test_plain_models_equal_a_hand_written_loop(level, tmp_path):
+def test_objects_and_functions_train_like_a_hand_written_loop(level, tmp_path):
     """Objects and step functions give the weights and the means of a hand-written loop."""
     torch.manual_seed(0)
     net = nn.Sequential(nn.Linear(4, 8), nn.Dropout(0.1), nn.Linear(8, 1))

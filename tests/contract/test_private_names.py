@@ -102,13 +102,13 @@ OFFERED = [
 
 
 @pytest.mark.parametrize("name", OF_LIGHTNING)
-def test_lightning_still_has_a_name_that_private_py_uses(name):
+def test_lightning_still_has_each_name_that_private_py_uses(name):
     assert name in inspect.getsource(private), f"private.py no longer uses {name}: remove it from the table"
     assert name in dir(OF_LIGHTNING[name]()), f"Lightning no longer has {name}, which private.py uses"
 
 
 @pytest.mark.parametrize(("path", "file"), OFFERED, ids=[row[0] for row in OFFERED])
-def test_lightning_still_reads_each_private_name_of_the_loop(path, file):
+def test_lightning_still_reads_each_private_name_that_the_loop_offers(path, file):
     *parents, name = path.split(".")
     trainer, loop = pl.Trainer(**quiet()), fabric_template.FabricLoop(**quiet())
     loop.fit(Classifier(), make_loader(4))
@@ -120,14 +120,14 @@ def test_lightning_still_reads_each_private_name_of_the_loop(path, file):
     assert name in source, f"lightning.pytorch.{file} no longer asks for {name}, which FabricLoop offers"
 
 
-def test_lightnings_private_names_are_few_and_in_one_file():
+def test_private_py_uses_at_most_15_private_names_of_lightning():
     used = {name for name in OF_LIGHTNING if name in inspect.getsource(private)}
     assert used == foreign_names(ast.parse(inspect.getsource(private)))
     assert len(used) <= 15
     assert len(OFFERED) <= 15
 
 
-def test_no_other_private_names_are_used():
+def test_the_package_uses_no_unlisted_private_names():
     trees = {path: ast.parse(path.read_text()) for path in sorted(PACKAGE.rglob("*.py"))}
     own = set().union(*map(own_names, trees.values()))
     listed = {*NAMES_OF_OTHERS, *OF_LIGHTNING, *DOCUMENTED}

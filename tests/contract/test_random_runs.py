@@ -48,14 +48,14 @@ def found():
 
 
 @pytest.mark.parametrize("name", ["functions", "lightning", "stream", "killed"])
-def test_random_runs_equal_trainer_or_a_plain_loop(found, name):
+def test_random_programs_give_the_same_result_as_trainer_or_a_plain_loop(found, name):
     compared, differences, refusals = found[name]
     assert differences == []
     assert refusals == {}
     assert len(compared) >= 2
 
 
-def test_a_planted_fault_is_found(found):
+def test_the_comparison_finds_a_planted_fault(found):
     compared, differences, refusals = found["fault"]
     assert [kind for kind, details in differences] == [
         "FabricLoop differs from HandLoop",
@@ -64,7 +64,7 @@ def test_a_planted_fault_is_found(found):
     assert all("weights" in details[0] for kind, details in differences)
 
 
-def test_programs_are_drawn_from_seed_and_number_and_each_shape_is_drawn():
+def test_the_same_seed_draws_the_same_random_programs():
     code = """
 import random_runs as runs, program_pieces as pieces
 drawn = [runs.draw(0, number) for number in range(1500)]

@@ -32,7 +32,7 @@ def steps_in(version):
 
 @pytest.mark.parametrize(("first", "second"), PAIRS)
 @pytest.mark.parametrize("keyword", ["last", "auto"])
-def test_the_run_that_saved_last_is_continued(first, second, keyword):
+def test_resume_continues_the_run_that_saved_last(first, second, keyword):
     train(first, 1)
     train(second, 1)
     train(first, 2, resume="last", version=0)
@@ -44,7 +44,7 @@ def test_the_run_that_saved_last_is_continued(first, second, keyword):
 
 
 @pytest.mark.parametrize("kind", LOOPS)
-def test_a_version_may_look_like_a_pattern(kind):
+def test_a_version_name_may_contain_brackets(kind):
     train(kind, 1, version="a1")
     train(kind, 1, version="a[1]")
     train(kind, 2, version="a[1]", resume="last")
@@ -60,7 +60,7 @@ class Dies(Classifier):
 
 @pytest.mark.parametrize(("first", "second", "third"), itertools.product(LOOPS, repeat=3))
 @pytest.mark.parametrize("version", [0, "tuned"])
-def test_a_run_that_died_early_is_not_confused_with_the_one_before(first, second, third, version):
+def test_resume_last_does_not_continue_a_run_that_was_replaced(first, second, third, version):
     folder = "version_0" if version == 0 else version
     train(first, 2, version=version, monitor="val_loss")
     if second == "MiniLoop":
@@ -87,7 +87,7 @@ def check_is_refused(message, *arguments, **options):
 
 
 @pytest.mark.parametrize(("first", "third"), PAIRS)
-def test_a_path_continues_the_replaced_run(first, third):
+def test_resume_with_a_path_continues_a_replaced_run(first, third):
     train(first, 2, version=0, monitor="val_loss")
     with pytest.raises(RuntimeError, match="stopped"):
         train("FabricLoop", 2, version=0, model=Dies)
@@ -121,7 +121,7 @@ class Scored(Classifier):
     ],
     ids=str,
 )
-def test_scores_of_another_metric_do_not_compete(first, second, before, after, best):
+def test_a_new_monitor_ignores_the_scores_of_the_old_one(first, second, before, after, best):
     train(first, 2, model=Scored, **before)
     train(second, 4, model=Scored, resume="last", **after)
     assert steps_in("version_0") == {"best.ckpt": best, "last.ckpt": 24}

@@ -15,7 +15,7 @@ from fabric_template import FabricLoop
 from fabric_template.config import LoopArguments, document_fields
 
 
-def test_signature_has_the_fields_of_loop_config():
+def test_fabric_loops_signature_lists_every_option():
     parameters = inspect.signature(FabricLoop).parameters
     fields = {field.name: field.default for field in dataclasses.fields(LoopArguments)}
     assert {name: parameter.default for name, parameter in parameters.items()} == fields
@@ -24,7 +24,7 @@ def test_signature_has_the_fields_of_loop_config():
     assert {*kinds.values()} == {inspect.Parameter.KEYWORD_ONLY}
 
 
-def test_help_explains_each_option():
+def test_help_of_fabric_loop_explains_each_option():
     text = pydoc.plain(pydoc.render_doc(FabricLoop))
     assert "max_epochs: 'int | None' = None" in text
     documented = document_fields()
@@ -33,7 +33,7 @@ def test_help_explains_each_option():
         assert f"{name}: {explanation}" in text
 
 
-def test_notebook_completes_and_explains_the_options():
+def test_ipython_completes_and_explains_the_options():
     pytest.importorskip("IPython.core.interactiveshell")
     # A shell changes the prompts of its process for good.
     codes, output = externally(complete, ranks=1, is_launched=False)
@@ -54,7 +54,7 @@ def complete(rank):
     assert document_fields()["save_top_k"] in shown
 
 
-def test_type_checker_knows_the_options(tmp_path):
+def test_mypy_finds_wrong_options(tmp_path):
     pytest.importorskip("mypy")
     Path("script.py").write_text(
         "from fabric_template import FabricLoop\n"

@@ -47,7 +47,7 @@ def logged(loop, log):
     return step
 
 
-def test_log_and_scheduler_give_trainers_numbers():
+def test_a_step_function_that_logs_gives_the_same_metrics_as_trainer():
     """Weights, learning rates and metrics equal those of a LightningModule that logs and schedules the same."""
 
     class Lit(Classifier):
@@ -73,7 +73,7 @@ def test_log_and_scheduler_give_trainers_numbers():
     assert optimizer.param_groups[0]["lr"] == trainer.optimizers[0].param_groups[0]["lr"] < 0.1
 
 
-def test_schedulers_in_a_list_step_and_plateau_follows_its_metric():
+def test_each_scheduler_in_a_list_steps():
     net = make_net()
     optimizer = sgd(net)
     plateau = torch.optim.lr_scheduler.ReduceLROnPlateau(
@@ -95,7 +95,7 @@ def named_fit(epochs=2, **more):
     return net, loop, loop.fit(net, make_loader(), loaders, optimizer=sgd(net), **functions)
 
 
-def test_names_of_loaders_are_prefixes_of_columns():
+def test_loader_names_become_prefixes_of_columns():
     """Each column is as if its loader had been validated alone. validate uses the same names."""
     net, loop, history = named_fit()
     assert list(history.columns) == [
@@ -155,7 +155,7 @@ def make_gan():
     return parts, [sgd(parts["g"]), sgd(parts["d"])]
 
 
-def test_several_optimizers_are_stepped_by_the_function():
+def test_a_step_function_steps_several_optimizers():
     """The weights are those of the same loop without FabricLoop. Each optimizer step counts."""
     parts, optimizers = make_gan()
     step = gan_step(parts, optimizers)
@@ -200,7 +200,7 @@ def test_a_step_function_may_step_a_single_optimizer_itself():
     assert loop.global_step == 20
 
 
-def test_loss_backward_in_several_processes_is_refused(monkeypatch):
+def test_loss_backward_in_two_processes_is_refused(monkeypatch):
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
     parts, optimizers = make_gan()
     loop = FabricLoop(**quiet(max_epochs=1, devices=2, strategy="ddp_fork"))
@@ -209,7 +209,7 @@ def test_loss_backward_in_several_processes_is_refused(monkeypatch):
 
 
 @pytest.mark.parametrize("loop_class", [FabricLoop, MiniLoop])
-def test_argument_with_a_default_gets_no_batch_idx(loop_class):
+def test_an_argument_with_a_default_does_not_get_batch_idx(loop_class):
     """A factor of 0, 1, 2 ... would train unnoticed."""
     seen = []
 
@@ -237,7 +237,7 @@ class IteratesItself(nn.Linear):
         return self(torch.ones(1, 8)).square().mean()
 
 
-def test_a_step_without_a_signature_gets_model_and_batch():
+def test_a_step_function_without_a_signature_gets_model_and_batch():
     """Compiled functions such as next(model, batch) have no signature, and get model and batch."""
     net = IteratesItself(8, 3)
     before = net.weight.clone()

@@ -334,7 +334,7 @@ def error_of(call, folder):
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_error_is_one_line_before_anything_is_written(name, tmp_path):
+def test_each_wrong_input_raises_one_line_before_anything_is_written(name, tmp_path):
     error, line, files = error_of(CASES[name], tmp_path)
     expected = ERRORS[name]
     if expected.endswith("..."):
@@ -345,5 +345,5 @@ def test_error_is_one_line_before_anything_is_written(name, tmp_path):
     assert files == []
 
 
-def test_every_error_has_its_case():
+def test_each_expected_error_has_an_input():
     assert list(ERRORS) == list(CASES)
