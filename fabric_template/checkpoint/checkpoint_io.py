@@ -19,17 +19,17 @@ from .reader import is_placeholder, kind_of, read_archive
 if TYPE_CHECKING:
     from lightning.fabric import Fabric
 NUMPY_KEY = "fabric_template_numpy"
-# Booleans, numbers, durations, dates and text.
+# Matches the dtypes of booleans, numbers, durations, dates and text.
 _DTYPE = re.compile(r"[<>|=][biufcmMSU]\d*(\[\w+\])?")
 _CONTAINERS = (dict, OrderedDict, defaultdict, Counter, list, tuple, deque)
-# A random state of Python holds 625 numbers, so these types are skipped first.
+# Skip values of these types early, because Python's random state alone holds 625 numbers.
 _PLAIN_TYPES = (int, float, str, bool, bytes, type(None), torch.Tensor)
 
 
 class AtomicCheckpointIO(CheckpointIO):
-    """Writes a checkpoint to a temporary file, syncs it to the disk, and renames it.
+    """Writes a checkpoint to a temporary file, flushes this file to disk, and renames it.
 
-    Reading runs no code of the file, and checks the CRC of every entry.
+    Reading checks the CRC of every entry, and never runs code from the file.
 
     Example:
         >>> from tempfile import mkdtemp
@@ -60,7 +60,7 @@ class AtomicCheckpointIO(CheckpointIO):
 
 
 def find_checkpoint_io(fabric: Fabric) -> CheckpointIO:
-    """Return the CheckpointIO among Fabric's plugins, or an AtomicCheckpointIO."""
+    """Return the user's CheckpointIO plugin, or an AtomicCheckpointIO if there is none."""
     try:
         given = fabric.strategy.checkpoint_io
     except NotImplementedError:
@@ -76,11 +76,11 @@ def find_checkpoint_io(fabric: Fabric) -> CheckpointIO:
 def read_checkpoint(
     path: str | Path, weights_only: bool = True, map_location: Any = None
 ) -> dict[str, Any]:
-    """Read a checkpoint.
+    """Read a checkpoint file, and restore its NumPy values.
 
     Args:
-        weights_only: Run no code of the file. Reading a part of the checkpoint raises an error if the
-            part holds other objects than plain values and tensors. False: read with ``torch.load``.
+        weights_only: Run no code from the file. Using a part of the checkpoint raises an error if
+            it holds anything but plain values and tensors. False: read with ``torch.load``.
 
     Raises:
         MissingCheckpointError: There is no such file.
@@ -98,8 +98,8 @@ def read_checkpoint(
         ) from error
     except OSError as error:
         raise CheckpointError(
-            f"{path}: the file could not be read: {error.strerror or error}. It may be undamaged."
-            " Try again."
+            f"{path}: the file could not be read: {error.strerror or error}."
+            " It may still be intact. Try again."
         ) from error
     if not isinstance(checkpoint, dict):
         raise CheckpointError(
@@ -117,12 +117,12 @@ def describe_content(content: Any) -> str:
 
 # NumPy values
 
-# The reader builds no class of NumPy. Therefore a file contains Python numbers and tensors, which
-# Trainer can read, too. NUMPY_KEY contains the dtypes of the values that were replaced.
+# The reader builds no NumPy objects. Therefore NumPy values are saved as Python numbers and
+# tensors, which Trainer can read, too. NUMPY_KEY holds their original dtypes.
 
 
 def replace_numpy(checkpoint: dict[str, Any]) -> dict[str, Any]:
-    """Return a checkpoint without NumPy values. NUMPY_KEY describes where they were."""
+    """Replace the NumPy values in a checkpoint, and record their dtypes under NUMPY_KEY."""
     plain, dtypes = to_plain(checkpoint, [])
     return {**plain, NUMPY_KEY: dtypes} if dtypes else plain
 
@@ -132,21 +132,21 @@ def restore_numpy(checkpoint: dict[str, Any]) -> dict[str, Any]:
     dtypes = checkpoint.pop(NUMPY_KEY, {})
     try:
         for key, dtypes_of_part in dtypes.items():
-            # Do not use checkpoint[key], which is an error for a part with placeholders.
+            # Do not use checkpoint[key], which raises an error if the part has placeholders.
             part = dict.__getitem__(checkpoint, key)
             dict.__setitem__(checkpoint, key, to_numpy(part, dtypes_of_part))
     except (AttributeError, LookupError, RecursionError, TypeError, ValueError) as error:
         raise CheckpointError(
-            f"checkpoint: got wrong dtypes of NumPy values in its part {NUMPY_KEY!r}. {error}"
+            f"checkpoint: got invalid NumPy dtypes in the part {NUMPY_KEY!r}: {error}"
         ) from error
     return checkpoint
 
 
 def to_plain(value: Any, parents: list[Any]) -> tuple[Any, Any]:
-    """Replace the NumPy values in a value, and return the result and their dtypes.
+    """Convert NumPy values to plain values. Return the result and the NumPy dtypes.
 
     Args:
-        parents: The containers around the value. A container is not converted again inside its own items.
+        parents: The containers around the value. One that contains itself is converted only once.
 
     Returns:
         dtypes: The dtype of a NumPy value, or a dict of dtypes by key or index, or None.
@@ -154,7 +154,7 @@ def to_plain(value: Any, parents: list[Any]) -> tuple[Any, Any]:
     if isinstance(value, np.generic | np.ndarray):
         return plain_value(value)
     if type(value) in (set, frozenset):
-        # A NumPy number and the Python number of the same value are the same item of a set.
+        # A set does not distinguish a NumPy number from an equal Python number, so keep no dtype.
         items = [plain_value(item)[0] for item in value]
         is_changed = any(isinstance(item, np.generic) for item in value)
         return (type(value)(items) if is_changed else value), None
@@ -173,7 +173,7 @@ def to_plain(value: Any, parents: list[Any]) -> tuple[Any, Any]:
 
 
 def to_numpy(value: Any, dtypes: Any) -> Any:
-    """Return a value with NumPy values where ``dtypes`` has a dtype."""
+    """Convert the values that have an entry in ``dtypes`` back to NumPy values."""
     if isinstance(dtypes, str):
         return numpy_value(value, dtypes)
     replaced = {key: to_numpy(value[key], dtype) for key, dtype in dtypes.items()}
@@ -185,7 +185,7 @@ def items_of(container: Any) -> Any:
 
 
 def with_items(container: Any, replaced: dict[Any, Any]) -> Any:
-    """Return a copy of a container with other items at some keys, and with plain keys."""
+    """Replace some items of a container, and convert NumPy keys to plain keys."""
     has_keys = isinstance(container, dict) and any(isinstance(k, np.generic) for k in container)
     if not replaced and not has_keys:
         return container
@@ -202,9 +202,9 @@ def with_items(container: Any, replaced: dict[Any, Any]) -> Any:
 
 
 def plain_value(value: Any) -> tuple[Any, str | None]:
-    """Return a plain value in place of a NumPy value, and the dtype with which to restore it.
+    """Convert a NumPy value to a plain value. Return the plain value and the NumPy dtype.
 
-    A value that cannot be restored bit for bit is returned unchanged, as a structured array.
+    A value that cannot be restored bit for bit, such as a structured array, is returned unchanged.
     """
     if not isinstance(value, np.generic) and type(value) is not np.ndarray:
         return value, None
@@ -219,7 +219,7 @@ def plain_value(value: Any) -> tuple[Any, str | None]:
 
 
 def plain_array(array: np.ndarray) -> Any:
-    """Return a tensor of numbers, or a list of texts."""
+    """Convert an array of numbers to a tensor, or an array of text to a list."""
     if array.dtype.kind in "SU":
         return array.tolist()
     is_time = array.dtype.kind in "mM"
@@ -228,7 +228,7 @@ def plain_array(array: np.ndarray) -> Any:
 
 
 def numpy_value(plain: Any, dtype: str) -> Any:
-    """Return the NumPy value of a dtype such as "<f4"."""
+    """Convert a plain value to a NumPy value with a dtype such as "<f4"."""
     if not _DTYPE.fullmatch(dtype):
         raise ValueError(f"got the dtype {dtype!r}")
     if isinstance(plain, torch.Tensor):

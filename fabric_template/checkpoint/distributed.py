@@ -1,8 +1,8 @@
-"""Save a sharded model with torch.distributed.checkpoint: a small file and a folder of shards.
+"""Save a sharded model with torch.distributed.checkpoint, as a small file and a folder of shards.
 
-Each process writes its shards into a new folder beside the file, such as ``last.ckpt.step=400``.
-The file contains the name of the folder and all values that are not sharded. The file replaces the
-old file after the shards are written, so a killed save leaves the previous checkpoint intact.
+Each process writes its shards to a new folder beside the file, such as ``last.ckpt.step=400``.
+The file contains the folder's name and all values that are not sharded. The old file is replaced
+only after all shards are written. A killed save therefore leaves the previous checkpoint intact.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from .checkpoint_io import replace_numpy
 if TYPE_CHECKING:
     from ..training.run import Run
 
-# The key of the state that only this package saves.
+# The checkpoint key for the state that only this package saves.
 OWN_KEY = "fabric_template"
 SHARDS_KEY = "fabric_template_shards"
 _PLACEHOLDER = "sharded"
@@ -42,11 +42,11 @@ _PLACEHOLDER = "sharded"
 def save_checkpoint(
     run: Run, checkpoint: dict[str, Any], path: Path, storage_options: Any = None
 ) -> None:
-    """Write shards and the checkpoint file. All processes must call this function."""
+    """Write the shards and the checkpoint file. All processes must call this function."""
     content = save_shards(run, checkpoint, path)
     if not run.fabric.is_global_zero:
         return
-    # A CheckpointIO of the user may not replace these values itself.
+    # Replace NumPy values here, because a user's CheckpointIO may not do so.
     content = replace_numpy(content)
     try:
         run.loop.checkpoint_io.save_checkpoint(content, path, storage_options=storage_options)
@@ -67,10 +67,10 @@ def remove_checkpoint(path: Path) -> None:
 
 
 def save_shards(run: Run, checkpoint: dict[str, Any], path: Path) -> dict[str, Any]:
-    """Write the sharded tensors of a checkpoint into a new folder, on all processes.
+    """Write a checkpoint's sharded tensors to a new folder. All processes must call this function.
 
     Returns:
-        The checkpoint with placeholders for its sharded tensors, and the name of their folder.
+        The checkpoint, with placeholders for the sharded tensors and the name of their folder.
     """
     if not run.steps.is_model_parallel:
         return checkpoint
@@ -109,7 +109,7 @@ def map_items(function: Callable[[str, Any], Any], value: Any, name: str) -> Any
     """Replace each item in nested dicts and lists with ``function(name, item)``.
 
     Args:
-        name: The name of ``value``. The name of an item appends the keys: "state_dict/weight".
+        name: The name of ``value``. The name of an item also has its keys: "state_dict/weight".
     """
     if isinstance(value, dict):
         return {key: map_items(function, item, f"{name}/{key}") for key, item in value.items()}
@@ -119,7 +119,7 @@ def map_items(function: Callable[[str, Any], Any], value: Any, name: str) -> Any
 
 
 def new_folder(path: Path, step: int) -> Path:
-    """Return an unused path for a folder of shards beside a file."""
+    """Return an unused path beside a checkpoint file for its folder of shards."""
     folder, number = path.with_name(f"{path.name}.step={step}"), 1
     while folder.exists():
         folder = path.with_name(f"{path.name}.step={step}-{number}")
@@ -128,9 +128,9 @@ def new_folder(path: Path, step: int) -> Path:
 
 
 def remove_shards(path: Path, keep: dict[str, Any] | None = None) -> None:
-    """Remove all folders of shards of a checkpoint file, except the folder named in ``keep``.
+    """Remove a checkpoint file's shard folders, except the folder that ``keep`` names.
 
-    If a folder cannot be removed, the next save of the checkpoint file tries again.
+    If a folder cannot be removed, the next save to this file tries again.
     """
     kept = (keep or {}).get(SHARDS_KEY, {}).get("folder")
     with suppress(OSError):
@@ -143,7 +143,7 @@ def remove_shards(path: Path, keep: dict[str, Any] | None = None) -> None:
 
 
 def shard_folder(index: dict[str, Any], path: str | Path) -> Path:
-    """Return the path of the folder of shards, which is beside the checkpoint file."""
+    """Return the path of the shard folder, which is beside the checkpoint file."""
     for name in (index["folder"], *index["files"]):
         if os.path.basename(name) != name or name in ("", ".", ".."):
             raise CheckpointError(
@@ -153,13 +153,13 @@ def shard_folder(index: dict[str, Any], path: str | Path) -> Path:
 
 
 def verify_shards(path: str | Path, index: dict[str, Any]) -> None:
-    """Check that the files of shards exist and have the recorded sizes.
+    """Check that all shard files exist and have their recorded sizes.
 
     Args:
         index: The value of SHARDS_KEY in the checkpoint file.
 
     Raises:
-        DamagedCheckpointError: A file is missing or has another size.
+        DamagedCheckpointError: A file is missing, or its size is wrong.
     """
     folder = shard_folder(index, path)
     for name, size in index["files"].items():
@@ -175,10 +175,10 @@ def verify_shards(path: str | Path, index: dict[str, Any]) -> None:
 
 
 def load_shards(run: Run, checkpoint: dict[str, Any], key: str) -> None:
-    """Load the sharded tensors of a checkpoint. All processes must call this function.
+    """Load a checkpoint's sharded tensors. All processes must call this function.
 
-    The number of processes may have changed. If the run's model is not sharded, each process reads
-    whole tensors.
+    The number of processes may differ from that of the saved run. If the run's model is not
+    sharded, each process reads whole tensors.
 
     Args:
         key: The part of the checkpoint to read: "state_dict" or "optimizer_states".
@@ -200,7 +200,7 @@ def load_shards(run: Run, checkpoint: dict[str, Any], key: str) -> None:
 
 
 def read_shards(folder: Path, value: Any, key: str, own: dict[str, Any]) -> Any:
-    """Return a part of a checkpoint with its tensors. Each process reads only its own shards."""
+    """Read the tensors of one part of a checkpoint. Each process reads only its own shards."""
     reader = dcp.FileSystemReader(folder)
     saved: dict[str, Any] = reader.read_metadata().state_dict_metadata
     tensors: dict[str, torch.Tensor] = {}
@@ -218,7 +218,7 @@ def read_shards(folder: Path, value: Any, key: str, own: dict[str, Any]) -> Any:
 
     value = map_items(make_empty, value, key)
     with warnings.catch_warnings():
-        # Hide the warning, because a single process needs no process group to read shards.
+        # Hide torch's warning, because a single process can read shards without a process group.
         warnings.filterwarnings("ignore", "torch.distributed is disabled")
         dcp.load(tensors, storage_reader=reader)
     return value
@@ -237,6 +237,6 @@ def collect_tensors(run: Run, key: str) -> dict[str, Any]:
 
 
 def find_sharded_tensor(own: dict[str, Any], name: str, size: torch.Size) -> DTensor | None:
-    """Return the model's sharded tensor for an entry of a checkpoint, or None."""
+    """Return the model's sharded tensor that matches a checkpoint entry, or None."""
     found = own.get(name, own.get(name.rpartition("/")[0]))
     return found if isinstance(found, DTensor) and found.shape == size else None

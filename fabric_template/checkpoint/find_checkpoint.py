@@ -74,7 +74,7 @@ def find_start_point(
 
 
 def read_file(io: CheckpointIO, is_safe: bool, path: str | Path) -> dict[str, Any]:
-    """Read a checkpoint. A safe read runs no code of the file."""
+    """Read a checkpoint. A safe read never runs code from the file."""
     checkpoint = restore_numpy(io.load_checkpoint(path, weights_only=is_safe))
     if SHARDS_KEY in checkpoint:
         verify_shards(path, checkpoint[SHARDS_KEY])
@@ -82,14 +82,14 @@ def read_file(io: CheckpointIO, is_safe: bool, path: str | Path) -> dict[str, An
 
 
 def read_again(plan: Plan) -> None:
-    """Read the checkpoint in a spawned process, which gets only its path."""
+    """Read the checkpoint again in a spawned process, which receives only the path."""
     start = plan.start
     if start.path is not None and not start.is_pending:
         start.load(read_file(plan.loop.checkpoint_io, start.is_safe, start.path))
 
 
 def choose_argument(stage: str, given: dict[str, Any]) -> tuple[str, Any]:
-    """Return the name and the value of the argument that was given: a path, a keyword or None."""
+    """Return the name and the value of the given argument. The value is a path, keyword or None."""
     given = {name: value for name, value in given.items() if value is not None}
     if len(given) > 1:
         values = " and ".join(f"{name}={describe(value)}" for name, value in given.items())
@@ -133,7 +133,7 @@ def default_keyword(plan: Plan) -> str | None:
 def find_checkpoint(
     plan: Plan, argument: str, keyword: str, read: Callable[[str | Path], dict[str, Any]]
 ) -> tuple[str | Path | None, dict[str, Any]]:
-    """Return the path and the content of the checkpoint for a keyword or a path."""
+    """Find the checkpoint for a keyword or a path. Return its path and its content."""
     if keyword not in KEYWORDS:
         return keyword, read(keyword)
     if keyword == "best" and (best := best_of_loop(plan)):
@@ -150,15 +150,15 @@ def find_checkpoint(
 
 @dataclass
 class Version:
-    """The checkpoints of one version that a keyword may select.
+    """One version of a run, with the checkpoints that a keyword may select.
 
     Attributes:
         name: The name of the version folder, or "" for files elsewhere.
         find_files: A function that lists the checkpoints.
         started: The time at which the newest run of the version started, or 0.0.
         time: The time at which the version last started or saved a checkpoint, or 0.0.
-        damaged, replaced: The files that were read and are not used. Those of an older run are
-            replaced by a newer run of the version.
+        damaged, replaced: The files that were read and rejected. A newer run of the version
+            replaces the files of an older run.
     """
 
     name: str
@@ -170,18 +170,18 @@ class Version:
 
     @cached_property
     def files(self) -> list[Path]:
-        """The checkpoints. They are listed only if the version is needed."""
+        """The version's checkpoints, which are listed on first use."""
         return self.find_files()
 
 
 def best_of_loop(plan: Plan) -> str:
-    """Return the best checkpoint of the loop's last run, or "" if it has not saved one."""
+    """Return the best checkpoint of the loop's last run, or "" if that run has saved none."""
     saver = plan.loop.checkpoint_callback
     best = getattr(saver, "best_model_path", None)
     if not best and (saver is None or callbacks_of(plan, "Checkpoint")):
         raise ValueError(
             f'`.{plan.stage}(ckpt_path="best")` is set but `ModelCheckpoint` is not configured to save'
-            " the best model. Give an exact path, as with `fast_dev_run=True`."
+            " the best model. Give the path of a checkpoint instead."
         )
     return best or ""
 
@@ -192,7 +192,7 @@ def read_newest(
     versions: list[Version],
     read: Callable[[str | Path], dict[str, Any]],
 ) -> tuple[Path | None, dict[str, Any]]:
-    """Return the newest checkpoint that is not damaged and not replaced, with its content."""
+    """Return the path and content of the newest checkpoint that is neither damaged nor replaced."""
     for index, version in enumerate(versions):
         for path in newest_first(version.files):
             try:
@@ -205,18 +205,18 @@ def read_newest(
                 if version.name and index > 0 and versions[0].time > version.time:
                     plan.warn(
                         f"{argument}: {versions[0].name} was started later and has no checkpoint. Continuing"
-                        f" {version.name}. To continue another run, write version= or its path."
+                        f" {version.name}. To continue another run, give its version= or a path."
                     )
                 return path, checkpoint
             version.replaced.append(path)
         if version.damaged:
-            # Do not use an older run instead.
+            # Do not fall back to an older run.
             break
     return None, {}
 
 
 def best_beside(newest: Path, checkpoint: dict[str, Any]) -> Path | None:
-    """Return the best checkpoint of a version. The newest checkpoint contains its name."""
+    """Return the best checkpoint of a version. The newest checkpoint records its name."""
     names = ["best.ckpt"]
     if OWN_KEY in checkpoint:
         names = list(checkpoint[OWN_KEY]["checkpoints"]["kept"])
@@ -225,7 +225,7 @@ def best_beside(newest: Path, checkpoint: dict[str, Any]) -> Path | None:
 
 
 def list_candidates(plan: Plan, keyword: str) -> list[Version]:
-    """Return the versions that "last", "best" or "auto" may select, the newest run first."""
+    """Return the versions that "last", "best" or "auto" may select, with the newest run first."""
     loop = plan.loop
     savers = callbacks_of(plan, "Checkpoint")
     if not savers:
@@ -251,9 +251,9 @@ def list_candidates(plan: Plan, keyword: str) -> list[Version]:
 
 
 def list_versions(plan: Plan, folder: Path, pattern: str) -> list[Version]:
-    """Return the versions in a folder. The run that started or saved last is first.
+    """Return the versions in a folder. The version that started or saved last comes first.
 
-    Each run records its times in its own folder. The times of files change when files are copied.
+    Each run records these times in its own folder, because copying a file changes its timestamp.
     """
     given = plan.config.version
     names = list_names(folder) if given is None else [version_folder(given)]
@@ -279,19 +279,19 @@ def list_files(folder: Path, pattern: str) -> list[Path]:
 
 
 def newest_first(files: Iterable[Path]) -> Iterator[Path]:
-    """Yield the checkpoints of a version. Files such as last.ckpt are before all others."""
+    """Yield a version's checkpoints, newest first. Files such as last.ckpt precede all others."""
     groups: dict[bool, list[Path]] = {True: [], False: []}
     for path in files:
         groups[path.name.startswith("last")].append(path)
     for group in groups.values():
-        # An age is read from the file, so read it only if it is needed.
+        # Reading an age opens the file, so compare ages only if there are several files.
         yield from sorted(group, key=read_age, reverse=True) if len(group) > 1 else group
 
 
 def read_age(path: Path) -> tuple[float, int, str]:
-    """Return the time and the step in a checkpoint, without reading its tensors."""
+    """Read the time and the step of a checkpoint, but not its tensors."""
     time, step = 0.0, 0
-    # The resume reports a damaged file.
+    # Ignore a damaged file here, because the resume reports it later.
     with suppress(Exception):
         checkpoint = read_plain(path, is_mapped=True)
         time = time_of(checkpoint, 0.0)
@@ -300,7 +300,7 @@ def read_age(path: Path) -> tuple[float, int, str]:
 
 
 def time_of(checkpoint: dict[str, Any], default: float) -> float:
-    """Return the time that a checkpoint contains. Lightning's Trainer saves none."""
+    """Return the time at which a checkpoint was saved. Trainer's checkpoints contain none."""
     own = checkpoint.get(OWN_KEY)
     time = own.get("saved_at") if isinstance(own, dict) else None
     return time if isinstance(time, float) and math.isfinite(time) else default
@@ -312,7 +312,7 @@ def run_folder(plan: Plan, kind: str = "checkpoints") -> Path:
 
 
 def version_of_checkpoint(plan: Plan, path: str) -> int | str | None:
-    """Return the version of a checkpoint, or None if its path is outside of the run's folders."""
+    """Return the version of a checkpoint, or None if its path is outside the run's folders."""
     file = Path(path).resolve()
     for kind in ("checkpoints", "logs"):
         # Look in the log folder, too, because Lightning's ModelCheckpoint saves there.
@@ -336,7 +336,7 @@ def report_missing(plan: Plan, argument: str, keyword: str, versions: list[Versi
     if replaced:
         raise MissingCheckpointError(
             f"{argument}: got {keyword!r}, expected a checkpoint of the newest run in {replaced[0].parent},"
-            " which has none. Train again. To continue the run that it replaced, write"
+            " but that run has saved none. Train again. To continue the run that it replaced, write"
             f" {argument}={str(replaced[0])!r}."
         )
     if (argument, keyword) != ("ckpt_path", "last"):
@@ -364,7 +364,7 @@ def check_same_checkpoint(run: Run) -> None:
         if text != found[0]:
             raise CheckpointError(
                 f"resume: the processes have found different checkpoints. Process 0: {found[0]}. Process"
-                f" {rank}: {text}. Write default_root_dir= with a folder that all machines share."
+                f" {rank}: {text}. Set default_root_dir= to a folder that all machines share."
             )
     if start.error is not None:
         raise start.error

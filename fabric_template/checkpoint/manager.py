@@ -1,4 +1,4 @@
-"""Save last.ckpt, and best.ckpt or the best k checkpoints."""
+"""Save last.ckpt, and either best.ckpt or the best k checkpoints."""
 
 from __future__ import annotations
 
@@ -23,8 +23,8 @@ if TYPE_CHECKING:
 class CheckpointManager:
     """Saves checkpoints at the end of epochs, after validations and every N steps.
 
-    If a file cannot be written, training continues with a warning. At the end of training,
-    ``finish`` raises an error if the newest version of a file could not be written.
+    If a file cannot be written, training continues with a warning. If the newest version of a file
+    is still unsaved at the end of training, ``finish`` raises an error.
 
     Args:
         config: The options monitor, mode, save_top_k, save_last and save_every_n_steps.
@@ -43,7 +43,7 @@ class CheckpointManager:
         self.folders = RunFolders()
         self._is_continued = False
         self.last_model_path = ""
-        # The monitored value of each of the best checkpoints, keyed by path.
+        # The monitored values of the best checkpoints, keyed by path.
         self._kept: dict[str, float] = {}
         self._resumed_metric: tuple[str | None, str] = (None, config.mode)
         self._has_saved = False
@@ -54,16 +54,17 @@ class CheckpointManager:
     def use_folder(
         self, folder: Path | None, is_continued: bool, last_model_path: str = ""
     ) -> None:
-        """Save in a folder, or nothing. The run continues the checkpoints there if it resumes them.
+        """Save to this folder, or save nothing if it is None.
 
         Args:
+            is_continued: Whether the run resumes from this folder and keeps its best checkpoints.
             last_model_path: The last.ckpt that a spawned process has saved there.
         """
         self.folder, self._is_continued = folder, is_continued
         self.last_model_path = last_model_path
 
     def set_options(self, config: Any) -> None:
-        """Use other options from now on."""
+        """Use new options from now on."""
         self.config = config
 
     @property
@@ -99,15 +100,15 @@ class CheckpointManager:
             self.save_last(run)
 
     def save_after_validation(self, run: Run) -> None:
-        """Save after a validation, except at the end of an epoch, where save_after_epoch saves."""
+        """Save after a validation, but leave the end of an epoch to ``save_after_epoch``."""
         self._is_validated = self.folder is not None
         if run.progress.is_epoch_complete:
             return
-        # Do not compare training metrics, which still have the values of the previous epoch.
+        # Do not compare training metrics, which still hold the values of the previous epoch.
         if self.config.monitor in run.results.evaluated:
             self.save_best(run)
         self.save_in_epoch(run)
-        # A training metric may be logged only at the end of the epoch.
+        # Check only validation metrics now. Training metrics may be logged only after the epoch.
         if str(self.config.monitor).startswith("val"):
             self._check_monitor(run)
 
@@ -124,7 +125,7 @@ class CheckpointManager:
             self._check_monitor(run)
 
     def _check_monitor(self, run: Run) -> None:
-        """Raise an error if the monitor is not logged."""
+        """Raise an error if the monitored metric is not logged."""
         monitor, metrics = self.config.monitor, run.results.monitored_metrics()
         if self.folder is None or monitor is None or monitor in metrics or self._kept:
             return
@@ -158,7 +159,7 @@ class CheckpointManager:
         if self.folder is None or config.monitor is None or config.save_top_k == 0:
             return
         is_validated, self._is_validated = self._is_validated, False
-        # Compare the value of each validation only once.
+        # Compare each validation's value only once.
         is_repeated = config.monitor in run.results.evaluated and not is_validated
         run.row.check_loss(run.row.step_values)
         if is_repeated or run.stop.divergence:
@@ -177,7 +178,7 @@ class CheckpointManager:
         ranked = sorted(previous, key=self._rank)
         if k != -1 and len(ranked) >= k and self._sort_key(value) >= self._rank(ranked[k - 1]):
             return
-        # Keep k files, also if the resumed run has kept more.
+        # Keep k files, even if the resumed run had kept more.
         others = [name for name in ranked if name != path]
         kept = others if k == -1 else others[: k - 1]
         self._kept = {**{name: previous[name] for name in kept}, path: value}
@@ -195,7 +196,7 @@ class CheckpointManager:
         return self._path(re.sub(r"[^\w.=+-]", "_", name) + ".ckpt")
 
     def _epoch(self, run: Run) -> int:
-        """Return the index of the current epoch or, between two epochs, of the finished epoch."""
+        """Return the current epoch's index. Between epochs, return that of the finished epoch."""
         progress = run.progress
         return max(0, progress.epochs_done - (not progress.is_in_epoch))
 
@@ -206,7 +207,7 @@ class CheckpointManager:
         return self._sort_key(self._kept[path])
 
     def finish(self, run: Run) -> None:
-        """Write files that could not be written during training, such as last.ckpt and the logs.
+        """Retry writes that failed during training, such as those of last.ckpt and the logs.
 
         Raises:
             CheckpointError: A file could not be written, even at the end of training.
@@ -225,9 +226,9 @@ class CheckpointManager:
             )
 
     def write(self, run: Run, path: Path) -> bool:
-        """Write the state of a run to a file. Returns whether the file was written."""
+        """Write the run's state to a file, and return whether this succeeded."""
         for logger in run.loggers.csv_loggers:
-            # A checkpoint contains the number of CSV rows, so write these rows to the disk first.
+            # A checkpoint records the number of CSV rows, so write the rows to disk first.
             with suppress(OSError):
                 logger.sync()
         checkpoint = build_checkpoint(run, epoch=self._epoch(run))
@@ -241,10 +242,10 @@ class CheckpointManager:
         if run.fabric.world_size > 1:
             reason, part = run.fabric.broadcast((reason, part))
         if part is not None and not self._has_saved:
-            # Every later save would fail, too.
+            # Stop training, because every later save would fail, too.
             raise CheckpointError(
                 f"{path}: the part {part!r} of the checkpoint cannot be pickled. Save numbers, text,"
-                f" tensors and containers of them in its place. {reason}"
+                f" tensors, or containers of these instead. {reason}"
             )
         if reason is None:
             self._unsaved.pop(path.name, None)
@@ -277,8 +278,8 @@ class CheckpointManager:
         self._is_validated, self._last_step = state["is_validated"], state["last_step"]
         self._resumed_metric = state["monitor"], state["mode"]
         if self._resumed_metric != self._metric or not self._is_continued:
-            # Scores of another metric cannot be compared. Files in another folder are not this run's.
+            # Another metric's scores are not comparable. Another folder belongs to another run.
             return
-        # Ignore folders in the names, because an untrusted checkpoint may name any file.
+        # Drop the folders from the names, because an untrusted checkpoint could name any file.
         kept = {self._path(os.path.basename(name)): v for name, v in state["kept"].items()}
         self._kept = {str(path): value for path, value in kept.items() if path.exists()}

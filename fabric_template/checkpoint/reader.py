@@ -1,9 +1,9 @@
 """Read checkpoint files without running code from them.
 
-A file of ``torch.save`` is a zip archive with a pickle and an entry per storage. A pickle may name
-any class or function. The unpickler below returns plain classes, functions that build tensors, and
-a new Placeholder class for every other name. It builds no class of NumPy, because NumPy trusts the
-content of pickles.
+``torch.save`` writes a zip archive that contains a pickle and one entry per storage. A pickle may
+name any class or function. The unpickler below returns plain classes, functions that build tensors,
+and a new Placeholder class for every other name. It builds no NumPy objects, because NumPy trusts
+the content of pickles.
 """
 
 from __future__ import annotations
@@ -24,28 +24,28 @@ import torch
 
 from ..errors import CheckpointError, DamagedCheckpointError
 
-# Keys of Lightning's hyperparameters. A run can resume without them.
+# Lightning saves hyperparameters under these keys. A run can resume without them.
 _HYPERPARAMETERS = (
     *("hyper_parameters", "hparams_name", "hparams_type"),
     *("datamodule_hyper_parameters", "datamodule_hparams_name", "datamodule_hparams_type"),
 )
-# The bit of a zip entry that makes it a folder. torch reads such an entry as an empty file.
+# This bit marks a zip entry as a folder, which torch would read as an empty file.
 _FOLDER = 0x10
 
 
 class Placeholder:
-    """Takes the place of a saved object, which is not built, because building it could run code.
+    """Replaces a saved object, because building that object could run code.
 
-    The unpickler makes a subclass for each name in the file. A class or function of the file is such
-    a subclass, and an object is an instance of it. The methods below are those that an unpickler
-    calls, and they do nothing.
+    The unpickler creates a subclass for each unknown name in the file. This subclass replaces a
+    class or a function, and its instances replace objects. An unpickler calls the methods below,
+    which do nothing.
     """
 
     def __new__(cls, *args: Any, **kwargs: Any) -> Any:
         if cls.__name__ == "builtins.getattr" and len(args) == 2:
-            # A class inside a class, or a method. Only a class can be both called and instantiated.
+            # The name is a nested class or a method. Return a class, which can replace either.
             return type(f"{kind_of(args[0]).__name__}.{args[1]}", (Placeholder,), {})
-        # The functions of copyreg get the object's class as their first argument.
+        # The functions in copyreg get the object's class as their first argument.
         is_of_copyreg = cls.__name__.startswith("copyreg.")
         return object.__new__(kind_of(args[0]) if is_of_copyreg and args else cls)
 
@@ -59,7 +59,7 @@ class Placeholder:
 
 
 def kind_of(value: Any) -> type[Placeholder]:
-    """Return the Placeholder class of a class, a function or an object that was not built."""
+    """Return the Placeholder class that replaces an unbuilt class, function or object."""
     if isinstance(value, Placeholder):
         return type(value)
     return value if is_placeholder(value) else Placeholder
@@ -71,7 +71,7 @@ def is_placeholder(value: Any) -> bool:
 
 
 class PartialCheckpoint(dict[Any, Any]):
-    """A checkpoint with parts that hold placeholders. Reading one of these parts raises an error.
+    """A checkpoint in which some parts contain placeholders. Reading such a part raises an error.
 
     Args:
         values: The checkpoint.
@@ -105,10 +105,10 @@ class PartialCheckpoint(dict[Any, Any]):
 
 
 def read_archive(path: str | Path, map_location: Any = None, is_trusted: bool = False) -> Any:
-    """Return the content of a file of ``torch.save``, after a check of every entry's CRC.
+    """Return the content of a ``torch.save`` file, after checking the CRC of every entry.
 
     Args:
-        is_trusted: Build any object, which runs the code that the file names.
+        is_trusted: Build every object, which runs code that the file names.
 
     Raises:
         DamagedCheckpointError: The file is damaged, or was not written by torch.save.
@@ -119,7 +119,7 @@ def read_archive(path: str | Path, map_location: Any = None, is_trusted: bool = 
     try:
         sizes = verify_archive(path)
     except CheckpointError as error:
-        # Only torch.load reads the format of torch before 1.6.
+        # Only torch.load can read the format that torch used before version 1.6.
         if isinstance(error, DamagedCheckpointError) or not is_trusted:
             raise
     try:
@@ -144,16 +144,16 @@ def read_plain(
     sizes: dict[str, int] | None = None,
     is_mapped: bool = False,
 ) -> Any:
-    """Read a file without running its code. Other objects than plain values become placeholders.
+    """Read a file without running its code. Only plain values and tensors are built.
 
     Args:
-        sizes: The number of bytes of each storage, which are compared with the pickle.
-        is_mapped: Read a tensor's values from the disk when they are used.
+        sizes: The size of each storage in bytes, to compare with the size in the pickle.
+        is_mapped: Read a tensor's values from disk only when they are used.
     """
-    # torch.load asks a module for the class Unpickler.
+    # torch.load gets the class Unpickler from a module.
     unpickler = type("Unpickler", (PlainUnpickler,), {"sizes": sizes or {}})
     module = SimpleNamespace(__name__="pickle", Unpickler=unpickler)
-    # The indices of a sparse tensor must be inside of its size.
+    # Check that the indices of sparse tensors are within bounds.
     with torch.sparse.check_sparse_tensor_invariants():
         return torch.load(
             path,
@@ -165,7 +165,7 @@ def read_plain(
 
 
 def find_unbuilt_parts(checkpoint: dict[Any, Any]) -> dict[Any, str]:
-    """Describe the first object that was not built in each part, except in hyperparameters."""
+    """Describe the first unbuilt object in each part. Ignore the hyperparameters."""
     parts = {key: part for key, part in checkpoint.items() if key not in _HYPERPARAMETERS}
     found = {key: find_placeholder(part, str(key)) for key, part in parts.items()}
     return {key: text for key, text in found.items() if text is not None}
@@ -182,7 +182,7 @@ def find_placeholder(value: Any, name: str) -> str | None:
             seen.add(id(item))
             pairs = item.items() if isinstance(item, dict) else enumerate(item)
             for key, part in pairs:
-                # The repr of a nested tuple could be endless.
+                # Do not print nested keys, because their repr could be huge.
                 part_name = key if isinstance(key, str | int) else type(key).__name__
                 waiting += [(f"{place}/{part_name}", part), (place, key)]
     return None
@@ -192,7 +192,7 @@ def find_placeholder(value: Any, name: str) -> str | None:
 
 
 def verify_archive(path: str | Path) -> dict[str, int]:
-    """Check the entries of an archive and their CRC. Return the size of each storage by its key."""
+    """Check an archive's entries and their CRCs. Return the size of each storage."""
     with open(path, "rb") as file:
         check_start(file, path)
         size = file.seek(0, io.SEEK_END)
@@ -206,7 +206,7 @@ def verify_archive(path: str | Path) -> dict[str, int]:
         except MemoryError:
             raise
         except Exception as error:
-            # A wrong position in a file is damage. Any other OSError is a failure of the disk.
+            # EINVAL means a wrong position in a damaged file. Other OSErrors are disk failures.
             if isinstance(error, OSError) and error.errno != errno.EINVAL:
                 raise
             raise DamagedCheckpointError(f"{path}: the file is damaged. {error}") from error
@@ -218,8 +218,8 @@ def check_start(file: IO[bytes], path: str | Path) -> None:
     start = file.read(4)
     if start[:1] == b"\x80":
         raise CheckpointError(
-            f"{path}: got a file in the format of torch before 1.6, expected a zip archive. Write"
-            " torch.save(torch.load(path, weights_only=True), path)."
+            f"{path}: got a file in the format that torch used before 1.6, expected a zip archive."
+            " Write torch.save(torch.load(path, weights_only=True), path)."
         )
     if start != b"PK\x03\x04":
         given = f"a file that starts with {start!r}" if start else "an empty file"
@@ -227,19 +227,19 @@ def check_start(file: IO[bytes], path: str | Path) -> None:
 
 
 def check_entries(infos: list[zipfile.ZipInfo], size: int) -> None:
-    """Raise an error for other entries than those of torch.save, such as compressed ones."""
+    """Raise an error for entries that torch.save does not write, such as compressed ones."""
     names = {info.filename.partition("/")[2] for info in infos}
     for info in infos:
         is_inside = info.header_offset + info.compress_size <= size
         is_plain = info.compress_type == zipfile.ZIP_STORED and info.file_size == info.compress_size
         if not is_inside or not is_plain or info.external_attr & _FOLDER:
-            raise ValueError("An entry is compressed, or is not inside of the file.")
-    # Overlapping entries could be many times larger than the file.
+            raise ValueError("An entry is compressed, or extends beyond the file.")
+    # Overlapping entries could together be many times larger than the file.
     if sum(info.file_size for info in infos) > size:
         raise ValueError("The entries are larger than the file.")
     # An archive with constants.pkl is a TorchScript program, which torch.load would run.
     if len(names) < len(infos) or "data.pkl" not in names or "constants.pkl" in names:
-        raise ValueError("It has other entries than files of torch.save.")
+        raise ValueError("It has entries that torch.save does not write.")
 
 
 # The pickle
@@ -248,19 +248,18 @@ def check_entries(infos: list[zipfile.ZipInfo], size: int) -> None:
 class PlainUnpickler(pickle.Unpickler):
     """Builds plain values and tensors, and placeholders for all other objects.
 
-    A pickle runs code through the classes and functions that ``find_class`` returns, and it can
-    change them. Therefore ``find_class`` returns nothing that another part of the program uses,
-    except for classes in C, which cannot be changed.
+    A pickle can call and even modify the classes and functions that ``find_class`` returns.
+    Therefore ``find_class`` returns only immutable built-ins and objects that nothing else uses.
 
     Attributes:
-        sizes: The number of bytes of each storage in the archive. torch does not compare it with
-            the size that the pickle names. Empty: the sizes are not checked.
+        sizes: The size of each storage in bytes, because torch does not compare it with the size in
+            the pickle. Empty: the sizes are not checked.
     """
 
     sizes: ClassVar[dict[str, int]] = {}
 
     def find_class(self, module: str, name: str) -> Any:
-        """Return a plain class, a Builder, or a new Placeholder class for any other name."""
+        """Return a plain class or a Builder. For other names, return a new Placeholder class."""
         full_name = f"{_MODULES.get(module, module)}.{name}"
         if full_name == "torch.storage.UntypedStorage":
             # torch.load reads the dtype of a storage from this attribute.
@@ -270,22 +269,22 @@ class PlainUnpickler(pickle.Unpickler):
         return VALUES[full_name] if full_name in VALUES else type(full_name, (Placeholder,), {})
 
     def __setattr__(self, name: str, value: Any) -> None:
-        # torch.load sets a function that reads the storage of a tensor.
+        # torch.load sets persistent_load to a function that reads the storage of a tensor.
         is_reader = name == "persistent_load"
         super().__setattr__(name, partial(self._read_storage, value) if is_reader else value)
 
     def _read_storage(self, read: Callable[[Any], Any], saved: Any) -> Any:
-        """Read a storage if the archive has as many bytes as the pickle names."""
+        """Read a storage if its size in the archive matches its size in the pickle."""
         _, kind, key, _, count = saved
         if is_placeholder(kind):
             return kind()
         if self.sizes and self.sizes[key] != count * kind.dtype.itemsize:
-            raise pickle.UnpicklingError(f"storage {key} has another size")
+            raise pickle.UnpicklingError(f"storage {key} has the wrong size")
         return read(saved)
 
 
 class Builder:
-    """Calls a function that builds a value. The result is a Placeholder if one of the arguments is."""
+    """Calls a function that builds a value. If an argument is a Placeholder, so is the result."""
 
     __slots__ = ("_function",)
 
@@ -300,7 +299,7 @@ class Builder:
 
 
 def build_tensor_of_type(function: Builder, kind: Any, args: Any, state: Any) -> Any:
-    """Build a tensor with attributes of the user, which are dropped."""
+    """Build a tensor, but drop the attributes that the user has set on it."""
     return function(*args) if kind_of(kind).__name__ == "torch.Tensor" else kind_of(kind)()
 
 
@@ -315,13 +314,13 @@ def build_counter(counts: Any = None) -> Counter[Any]:
 
 
 def encode_text(text: str, encoding: str) -> bytes:
-    """Return bytes, which pickles of protocol 2 contain as a string."""
+    """Convert text to bytes, because pickle protocol 2 stores bytes as text."""
     return text.encode("latin-1")
 
 
-# Pickles of protocol 2 contain names of Python 2.
+# Pickle protocol 2 uses the module names of Python 2. Python 3.13 moved pathlib's classes.
 _MODULES = {"__builtin__": "builtins", "copy_reg": "copyreg", "pathlib._local": "pathlib"}
-# The values that the reader returns for the name of a class or of a constant.
+# Maps the names of classes and constants to the objects that the reader returns for them.
 VALUES: dict[str, Any] = {
     f"builtins.{kind.__name__}": kind for kind in (bool, dict, float, int, list, str, tuple)
 }
@@ -330,7 +329,7 @@ VALUES |= {"builtins.long": int, "builtins.unicode": str}
 _BUILTINS = (bytearray, bytes, complex, frozenset, range, set, slice)
 _OF_DATETIME = ("date", "datetime", "time", "timedelta", "timezone")
 _LAYOUTS = {str(v): v for v in vars(torch).values() if isinstance(v, torch.layout)}
-# The functions that build objects, by the name of the class or function in the pickle.
+# Maps the names of classes and functions in a pickle to the functions that build objects.
 BUILDERS: dict[str, Callable[..., Any]] = {
     **{f"builtins.{kind.__name__}": kind for kind in _BUILTINS},
     **{f"datetime.{name}": getattr(datetime, name) for name in _OF_DATETIME},
@@ -338,7 +337,7 @@ BUILDERS: dict[str, Callable[..., Any]] = {
     "builtins.xrange": range,
     "collections.Counter": build_counter,
     "_codecs.encode": encode_text,
-    # The class of Path() on this system.
+    # Path() creates an instance of this class on the current system.
     f"pathlib.{type(Path()).__name__}": Path,
     "torch.Size": torch.Size,
     "torch.device": torch.device,

@@ -1,4 +1,4 @@
-"""Restore the model, the training and the position of a run from a checkpoint."""
+"""Restore a run's model, training state and data position from a checkpoint."""
 
 from __future__ import annotations
 
@@ -24,9 +24,9 @@ from .state import key_of, names_of_groups, run_settings
 if TYPE_CHECKING:
     from ..training.run import Run
 
-# The keys of a state_dict in checkpoints of Lightning, Fabric and PyTorch's tutorials.
+# Lightning, Fabric and PyTorch's tutorials save the weights under one of these keys.
 _WEIGHTS_KEYS = ("state_dict", "model", "model_state_dict")
-# The attributes in which DistributedDataParallel and torch.compile keep the original module.
+# DistributedDataParallel and torch.compile keep the wrapped module in these attributes.
 _WRAPPERS = ("module", "_orig_mod")
 
 
@@ -36,7 +36,7 @@ _WRAPPERS = ("module", "_orig_mod")
 def restore_model(run: Run, checkpoint: dict[str, Any]) -> bool:
     """Restore the weights, the datamodule and the callbacks. Return whether the weights were loaded.
 
-    In fit, weights that do not match are loaded after on_fit_start, which may add modules.
+    In fit, weights that do not match yet are loaded after on_fit_start, which may add modules.
     """
     is_weights_only = run.stage == "fit" and not run.plan.start.resumes
     if not is_weights_only:
@@ -80,7 +80,7 @@ def restore_callbacks(run: Run, checkpoint: dict[str, Any]) -> None:
 
 
 def load_weights(run: Run, checkpoint: dict[str, Any]) -> None:
-    """Load the weights of a checkpoint into the model.
+    """Load a checkpoint's weights into the model.
 
     Raises:
         OtherModelError: The weights do not match the model.
@@ -92,7 +92,7 @@ def load_weights(run: Run, checkpoint: dict[str, Any]) -> None:
     try:
         target.load_state_dict(weights, strict=is_strict)
     except RuntimeError as error:
-        # Shorten load_state_dict's error, because every different parameter adds a line to it.
+        # Shorten load_state_dict's error, because it has one line per mismatched parameter.
         differences = shorten(" ".join(str(error).split()), 400, placeholder=" ...")
         raise OtherModelError(
             f"{differences} The weights in '{path}' do not match the model."
@@ -101,7 +101,7 @@ def load_weights(run: Run, checkpoint: dict[str, Any]) -> None:
 
 
 def find_weights(checkpoint: dict[str, Any], path: Any) -> Mapping[str, Any]:
-    """Return the state_dict in a checkpoint. The checkpoint itself may be a state_dict."""
+    """Return the state_dict in a checkpoint, which may itself be a state_dict."""
     weights: Any = None
     for key in _WEIGHTS_KEYS:
         if weights is None and key in checkpoint:
@@ -113,7 +113,7 @@ def find_weights(checkpoint: dict[str, Any], path: Any) -> Mapping[str, Any]:
     if weights is None:
         keys = sorted(map(str, checkpoint))[:5]
         raise CheckpointError(
-            f"{path}: got the keys {keys}, expected a checkpoint with state_dict."
+            f"{path}: got the keys {keys}, expected a checkpoint with the key state_dict."
         )
     for name in weights:
         if not isinstance(name, str):
@@ -124,15 +124,15 @@ def find_weights(checkpoint: dict[str, Any], path: Any) -> Mapping[str, Any]:
 
 
 def is_weight(name: Any, value: Any) -> bool:
-    """Return whether an item may be part of a state_dict. Only an extra state may be of any type."""
+    """Return whether a state_dict may contain this item. Only an extra state may have any type."""
     return isinstance(value, Tensor) or str(name).endswith("_extra_state")
 
 
 def rename_weights(weights: Mapping[str, Any], target: nn.Module) -> Mapping[str, Any]:
-    """Give saved weights the names that they have in the model.
+    """Rename saved weights to match the names in the model.
 
-    DistributedDataParallel, DataParallel and torch.compile insert a part into the names, such as
-    ``module.weight``. Names without these parts must be unique. Otherwise nothing is renamed.
+    DistributedDataParallel, DataParallel and torch.compile insert a part into each name, as in
+    ``module.weight``. If the names without these parts are not unique, nothing is renamed.
     """
     own = list(target.state_dict())
     if weights.keys() == set(own):
@@ -141,7 +141,7 @@ def rename_weights(weights: Mapping[str, Any], target: nn.Module) -> Mapping[str
     if len(own_names) < len(own) or len(set(map(plain_name, weights))) < len(weights):
         return weights
     renamed = OrderedDict((own_names.get(plain_name(k), k), value) for k, value in weights.items())
-    # load_state_dict needs the versions of modules, to convert old weights.
+    # load_state_dict needs the version of each module to convert old weights.
     versions = getattr(weights, "_metadata", None) or {}
     versions = {plain_name(name): version for name, version in versions.items()}
     paths = [path for path, _ in target.named_modules() if plain_name(path) in versions]
@@ -150,7 +150,7 @@ def rename_weights(weights: Mapping[str, Any], target: nn.Module) -> Mapping[str
 
 
 def plain_name(name: str) -> str:
-    """Remove the parts of a name that wrappers have inserted.
+    """Remove the parts that wrappers have inserted into a name.
 
     Example:
         >>> plain_name("module._orig_mod.net.0.weight")
@@ -163,14 +163,14 @@ def plain_name(name: str) -> str:
 
 
 def restore_training(run: Run, checkpoint: dict[str, Any]) -> None:
-    """Restore optimizers, schedulers, counters and the CSV files."""
+    """Restore the optimizers, the schedulers, the counters and the CSV files."""
     restore_optimizers(run, checkpoint)
     precision = run.fabric.strategy.precision
     load_state(precision, checkpoint.get(type(precision).__qualname__))
     own = run.plan.start.training_state(run.stop.max_steps != -1)
     if own["writer"] == "MiniLoop":
         restore_mini_attributes(run)
-    # Callbacks may check the other given options in on_train_start.
+    # Restore only the limits, because callbacks may check the other options in on_train_start.
     options = own.get("options", {})
     limits = {name: options[name] for name in ("max_epochs", "max_steps") if name in options}
     restore_options(run, limits)
@@ -185,13 +185,13 @@ def restore_training(run: Run, checkpoint: dict[str, Any]) -> None:
     run.progress.load_state_dict(own.pop("progress"))
     if run.plan.start.keyword != "auto" and run.stop.can_stop_early:
         # Ignore the saved should_stop, so that resume="last" continues a run that EarlyStopping
-        # stopped. resume="auto" keeps should_stop, because job schedulers restart ended runs, too.
+        # stopped. resume="auto" keeps it, because job schedulers also restart finished runs.
         own.pop("stop", None)
     load_states(run, own)
 
 
 def restore_options(run: Run, changed: dict[str, Any]) -> None:
-    """Set the options that hooks changed in the saved run, unless this run got other values."""
+    """Restore options that hooks changed in the saved run, unless this run sets other values."""
     options = vars(run.plan.config)
     for name, (given, value) in changed.items():
         if name in options and options[name] == given:
@@ -199,7 +199,7 @@ def restore_options(run: Run, changed: dict[str, Any]) -> None:
 
 
 def check_counters(run: Run, counters: dict[str, Any]) -> None:
-    """Raise an error for counters that no run can have, such as negative numbers."""
+    """Raise an error for impossible counters, such as negative numbers."""
     for name, value in counters.items():
         kind = type(getattr(run.progress, name, None))
         is_wrong = kind in (int, bool) and type(value) is not kind
@@ -211,7 +211,7 @@ def check_counters(run: Run, counters: dict[str, Any]) -> None:
 
 
 def restore_mini_attributes(run: Run) -> None:
-    """Restore the attributes of modules that MiniLoop has saved."""
+    """Restore the module attributes that MiniLoop has saved."""
     parts = run.plan.start.state_of_process(run.fabric.global_rank)["rng"].get("parts", {})
     modules = {**dict(run.network.named_modules()), "": run.model}
     modules["fit optimizer"] = run.optimization.optimizers[0]
@@ -231,7 +231,7 @@ def restore_mini_attributes(run: Run) -> None:
             if not is_known or is_generator(current):
                 raise CheckpointError(
                     f"resume: got {run.plan.start.path}, in which MiniLoop saved the state of {place!r},"
-                    " expected only attributes of modules. Continue it with MiniLoop, or use load=."
+                    " expected only attributes of modules. Resume it with MiniLoop, or use load=."
                 )
             namespace = buffers if name in buffers else vars(part)
             namespace[name] = decoder.decode(value)
@@ -243,7 +243,7 @@ def restore_mini_attributes(run: Run) -> None:
 
 
 def load_states(run: Run, states: dict[str, Any]) -> None:
-    """Restore the parts of a run that have a saved state."""
+    """Restore every part of a run that has a saved state."""
     for name, part in run.saved_parts().items():
         if name in states:
             part.load_state_dict(states[name])
@@ -255,13 +255,13 @@ def restore_position(run: Run) -> None:
     if run.progress.is_in_epoch:
         run.data.train.set_epoch()
         run.data.train.start()
-    # The samplers have drawn the order of the epoch with the values that the model shares with them.
+    # Restore attributes last, because a sampler that reads them has now drawn the epoch's order.
     if attributes is not None:
         run.plain_state.load_state_dict(attributes)
 
 
 def restore_states(run: Run) -> dict[str, Any] | None:
-    """Restore what the loaders need. Return the state of the attributes of the other objects."""
+    """Restore everything that the loaders need. Return the attributes to restore after that."""
     rank = run.fabric.global_rank
     of_process = run.plan.start.state_of_process(rank)
     own = run.plan.start.take()
@@ -271,11 +271,11 @@ def restore_states(run: Run) -> dict[str, Any] | None:
         # Trainer saves no random states.
         run.data.load_loader_states(own["loader_states"])
         return None
-    # Hooks such as on_train_start may have changed the options that were restored before.
+    # Restore all options now. Hooks such as on_train_start may have changed those set before.
     restore_options(run, own.get("options", {}))
     attributes: dict[str, Any] | None = of_process.pop("plain_state", None)
     if own["writer"] == "MiniLoop":
-        # MiniLoop saves no positions of loaders.
+        # MiniLoop saves no loader positions.
         run.data.check_restart()
         restore_network(run, own["flags"], {})
     else:
@@ -285,7 +285,7 @@ def restore_states(run: Run) -> dict[str, Any] | None:
         load_states(run, of_process)
     restore_rng_state(of_process["rng"])
     if rank >= len(own["ranks"]):
-        # The saved run had no process of this rank. Use different random numbers in each process.
+        # The saved run had no process with this rank. Use different random numbers per process.
         seed = int(torch.randint(2**31, ())) + rank
         torch.manual_seed(seed)
         np.random.seed(seed % 2**32)
@@ -294,7 +294,7 @@ def restore_states(run: Run) -> dict[str, Any] | None:
 
 
 def check_settings(run: Run, saved: dict[str, Any]) -> None:
-    """Warn about changed settings. Within an epoch, require the processes and batch sizes saved."""
+    """Warn about changed settings. Within an epoch, refuse other batch sizes or process counts."""
     current = run_settings(run)
     changed = [name for name in saved if saved[name] != current[name]]
     is_in_epoch = run.progress.is_in_epoch and not run.progress.is_last_batch
@@ -302,23 +302,23 @@ def check_settings(run: Run, saved: dict[str, Any]) -> None:
     for name in ("number of processes", "batch size"):
         if is_in_epoch and name in changed and has_same_loaders:
             raise CheckpointError(
-                f"{run.plan.start.path}: it is from the middle of an epoch in which the {name} was"
-                f" {saved[name]}, and it is {current[name]} now. The position is counted in batches. Use"
-                f" {saved[name]}, a checkpoint from the end of an epoch, or load= to start a new run from"
-                " the weights."
+                f"{run.plan.start.path}: it was saved in the middle of an epoch, when the {name}"
+                f" was {saved[name]}. Now it is {current[name]}. The position is counted in"
+                f" batches. Use {saved[name]}, a checkpoint from the end of an epoch, or load= to"
+                " start a new run from the weights."
             )
     if changed:
         texts = [f"{name} {saved[name]} was saved, now {current[name]}" for name in changed]
         run.warn_once(
-            f"resume: {'; '.join(texts)}. The run continues. Its results differ from those of an"
-            " uninterrupted run."
+            f"resume: {'; '.join(texts)}. The run continues, but its results differ from those of"
+            " an uninterrupted run."
         )
 
 
 def restore_network(
     run: Run, flags: dict[str, dict[str, bool]], gradients: dict[str, torch.Tensor]
 ) -> None:
-    """Restore changed flags, and the gradients of an unfinished optimizer step."""
+    """Restore changed flags, and the gradients of an unfinished accumulation window."""
     run.steps.set_training_modes(flags["training"])
     requires_grad = flags["requires_grad"]
     for name, parameter in run.optimization.named_parameters().items():
@@ -338,30 +338,30 @@ def restore_optimizers(run: Run, checkpoint: dict[str, Any]) -> None:
     if states and len(states) != len(optimizers):
         raise CheckpointError(
             f"{run.plan.start.path}: got the states of {len(states)} optimizers, expected {len(optimizers)}."
-            " Give the optimizers that the run was started with, or use load=."
+            " Give the same optimizers as in the saved run, or use load=."
         )
     for optimizer, state in zip(optimizers, states, strict=False):
         load_optimizer_state(run, optimizer, state)
         restore_dtypes(optimizer, state)
     saved = checkpoint.get("lr_schedulers", ())
-    # StochasticWeightAveraging exchanges the schedulers during training.
+    # StochasticWeightAveraging replaces the schedulers during training.
     is_averaging = bool(run.hooks.callbacks_of("StochasticWeightAveraging"))
     if saved and len(saved) != len(schedulers) and not is_averaging:
         run.warn_once(
             f"resume: {len(saved)} lr_schedulers were saved, now {len(schedulers)}. The states are"
-            " restored in this order, and a scheduler without a state starts again."
+            " restored in order, and a scheduler without a saved state starts from scratch."
         )
     for config, state in zip(schedulers, saved, strict=False):
         config.scheduler.load_state_dict(state)
 
 
 def add_missing_groups(run: Run, states: list[dict[str, Any]]) -> None:
-    """Add the parameter groups that the saved run has added to its optimizers during training."""
+    """Add the parameter groups that the saved run added to its optimizers during training."""
     parameters = run.optimization.named_parameters()
     saved = run.plan.start.own.get("parameter_groups", ())
     for optimizer, state, names in zip(run.optimization.optimizers, states, saved, strict=False):
         known = len(optimizer.param_groups)
-        # A user's optimizer may save its state in another form.
+        # A user's optimizer may save its state in another format.
         groups = state.get("param_groups", ())
         added = zip(groups[known:], names[known:], strict=False)
         for group, group_names in added:
@@ -371,21 +371,21 @@ def add_missing_groups(run: Run, states: list[dict[str, Any]]) -> None:
 
 
 def check_replaced_parameters(run: Run) -> None:
-    """Raise an error if a hook of the saved run had replaced a parameter that an optimizer trains."""
+    """Raise an error if a hook of the saved run replaced a parameter that an optimizer trains."""
     saved = run.plan.start.own.get("parameter_groups", ())
     pairs = zip(saved, names_of_groups(run), strict=False)
     names = [(chain(*old), chain(*new)) for old, new in pairs]
     for old, new in chain(*(zip(*pair, strict=False) for pair in names)):
-        # An optimizer numbers the parameters that are not in the model.
+        # Parameters outside the model have names such as "optimizer.0.3".
         if str(old).startswith("optimizer.") and not str(new).startswith("optimizer."):
             raise CheckpointError(
-                f"{run.plan.start.path}: got {new!r}, which a hook had replaced in the saved run while the"
-                " optimizer trained the first one, expected the parameters of the start. Use load=."
+                f"{run.plan.start.path}: got {new!r}, which a hook of the saved run replaced,"
+                " expected the original parameter, which the optimizer trained. Use load=."
             )
 
 
 def load_optimizer_state(run: Run, optimizer: Any, state: dict[str, Any]) -> None:
-    # A scheduler of this run may have added "initial_lr" to the groups.
+    # Compare only the optimizer's own options. A scheduler may have added "initial_lr".
     options = set(getattr(optimizer, "defaults", ()))
     known = [options & set(group) for group in optimizer.param_groups]
     try:
@@ -398,20 +398,21 @@ def load_optimizer_state(run: Run, optimizer: Any, state: dict[str, Any]) -> Non
         if sizes[0] == sizes[1]:
             raise
         raise CheckpointError(
-            f"{run.plan.start.path}: got an optimizer with groups of {sizes[0]} parameters, expected"
-            f" {sizes[1]}. Add the same groups before the run resumes, in configure_optimizers or"
-            " on_fit_start, or use load=."
+            f"{run.plan.start.path}: got an optimizer whose groups have {sizes[0]} parameters,"
+            f" expected {sizes[1]}. Add the same groups in configure_optimizers or on_fit_start,"
+            " before the run resumes, or use load=."
         ) from error
     for names, group in zip(known, optimizer.param_groups, strict=False):
         if missing := sorted(names - set(group)):
             raise CheckpointError(
-                f"{run.plan.start.path}: got the state of another optimizer, without {missing}, expected one of"
-                f" {type(optimizer).__name__}. Create the optimizer of the saved run, or use load=."
+                f"{run.plan.start.path}: got the state of another optimizer, without {missing},"
+                f" expected that of {type(optimizer).__name__}. Create the same optimizer as in the"
+                " saved run, or use load=."
             )
 
 
 def restore_outside_parameters(run: Run, saved: dict[str, torch.Tensor]) -> None:
-    """Restore the parameters that only optimizers have, because state_dict lacks them."""
+    """Restore the parameters that only optimizers hold, because the state_dict lacks them."""
     with torch.no_grad():
         for name, parameter in run.optimization.outside_parameters().items():
             if name in saved:
@@ -419,7 +420,7 @@ def restore_outside_parameters(run: Run, saved: dict[str, torch.Tensor]) -> None
 
 
 def restore_dtypes(optimizer: Any, saved: dict[str, Any]) -> None:
-    """Undo torch's cast of optimizer states to the dtypes of the parameters."""
+    """Restore the dtypes of optimizer states, which torch casts to those of the parameters."""
     parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
     for index, values in saved.get("state", {}).items():
         if not isinstance(index, int) or not isinstance(values, dict):

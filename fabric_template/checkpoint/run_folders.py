@@ -1,4 +1,4 @@
-"""Choose the version folders of a run, and lock them."""
+"""Choose and lock the version folders of a run."""
 
 from __future__ import annotations
 
@@ -34,16 +34,16 @@ from .find_checkpoint import run_folder, version_of_checkpoint
 if TYPE_CHECKING:
     from ..training.run import Run
 
-# The names of the checkpoints that both loops write.
+# Matches the names of the checkpoints that both loops write.
 _CHECKPOINT = re.compile(r"(last|best|epoch=[0-9]+-step=[0-9]+-.*)\.ckpt")
 
 
 class RunFolders:
-    """The version folders that a run writes, with the times that the run records in them.
+    """The version folders that a run writes to, and the times that it records in them.
 
-    A new run records in the files .lock when it starts, and each run when it saves. The times
-    decide which run resume="last" continues, and which checkpoints in the folder of a fixed version
-    a new run replaces.
+    A new run records its start in the .lock files, and every run records its saves. These times
+    decide which run resume="last" continues. They also show which checkpoints of a fixed version
+    belong to a replaced run.
     """
 
     def __init__(self) -> None:
@@ -54,10 +54,10 @@ class RunFolders:
 
     @contextmanager
     def locked(self, folders: Iterable[Path]) -> Iterator[None]:
-        """Make this process the only writer of some folders, and record how the run ends.
+        """Make this process the only writer of the folders, and record how the run ends.
 
-        The system releases the lock of a killed process. Each .lock file contains the process id. At
-        the end of a run, "finished", "interrupted" or "failed" is appended to the .lock file.
+        The operating system releases the locks of a killed process. Each .lock file contains the
+        process ID and, after the run, "finished", "interrupted" or "failed".
         """
         with ExitStack() as stack:
             opened = {folder: open_lock(folder, stack) for folder in folders}
@@ -78,13 +78,13 @@ class RunFolders:
                 self._files = {}
 
     def start_new_run(self, folder: Path | None, log_folder: Path | None) -> None:
-        """Record that a new run has started, which replaces the run in the folders.
+        """Record the start of a new run, which replaces the previous run in the folders.
 
         Args:
             folder: The folder of the checkpoints, or None.
             log_folder: The folder of CSV files that are not continued, or None.
         """
-        # The clock of another machine may have been ahead.
+        # The recorded times may be in the future, because another machine's clock may differ.
         self._newest = max(time.time(), self._newest + 0.001)
         self._write(f"started {self._newest!r}", is_synced=True)
         names = [] if folder is None else list_names(folder)
@@ -94,18 +94,18 @@ class RunFolders:
             set_aside(log_folder, self._replaced_logs)
 
     def restore_replaced_run(self, log_folder: Path | None) -> None:
-        """Record that the checkpoints in the folders are in use again."""
+        """Record that the replaced run's checkpoints in the folders are valid again."""
         self._write("started 0.0", is_synced=True)
-        # The resume copies the rows, so remove these files after the next save.
+        # The resume copies the CSV rows, so these files can be removed after the next save.
         self._replaced_logs = None if log_folder is None else log_folder / REPLACED_LOGS
 
     def save_time(self) -> float:
-        """Return the time for a checkpoint, which is not before the times in the folders."""
+        """Return the current time, or the newest time in the folders if that is later."""
         return max(time.time(), self._newest)
 
     def record_save(self, path: Path, saved_at: float) -> None:
-        """Record a complete checkpoint. The first one of a new run removes the old ones."""
-        # A save in another folder, such as that of a ModelCheckpoint, also removes these logs.
+        """Record a saved checkpoint. A new run's first save removes the replaced checkpoints."""
+        # Do this even if a ModelCheckpoint has saved to a folder of its own.
         self.remove_replaced_logs()
         folders = {Path(os.path.abspath(folder)) for folder in self._files}
         if folders.isdisjoint(Path(os.path.abspath(path)).parents):
@@ -117,7 +117,7 @@ class RunFolders:
                 remove_checkpoint(old)
 
     def remove_replaced_logs(self) -> None:
-        """Remove the CSV files of the replaced run, after a save or at the end of training."""
+        """Remove the replaced run's CSV files, after a save or at the end of training."""
         if self._replaced_logs is not None:
             shutil.rmtree(self._replaced_logs, ignore_errors=True)
             self._replaced_logs = None
@@ -133,7 +133,7 @@ class RunFolders:
 
 
 def open_folders(run: Run, stack: ExitStack) -> None:
-    """Choose and lock the folders of a fit. Unless the fit resumes, empty their CSV files."""
+    """Choose and lock the folders of a fit. Unless the fit resumes, empty the CSV files there."""
     own, version = run.loop.own_logger, run.config.version
     folder = choose_checkpoint_folder(run)
     run.checkpoints.use_folder(folder, folder is not None and continues_in(run, folder))
@@ -142,7 +142,7 @@ def open_folders(run: Run, stack: ExitStack) -> None:
     folders = [Path(logger.log_dir) for logger in run.loggers.csv_loggers]
     checkpoint_folder = folder
     if checkpoint_folder is None and folders and version is not None:
-        # A run that saves in another folder, or not at all, also replaces the version's run.
+        # A run that saves elsewhere, or not at all, also replaces the previous run of its version.
         checkpoint_folder = run_folder(run.plan) / version_folder(version)
     if checkpoint_folder is not None and (folder or checkpoint_folder.is_dir()):
         folders.append(checkpoint_folder)
@@ -160,7 +160,7 @@ def open_folders(run: Run, stack: ExitStack) -> None:
 
 
 def set_aside(folder: Path, target: Path) -> None:
-    """Move CSV files away. If a run that saved nothing has moved files before, keep those."""
+    """Move CSV files to ``target``, unless an earlier run has already moved its files there."""
     names = [name for name in FILES if (folder / name).exists()]
     with suppress(OSError):
         if names and not target.exists():
@@ -170,12 +170,12 @@ def set_aside(folder: Path, target: Path) -> None:
 
 
 def continues_in(run: Run, folder: Path) -> bool:
-    """Return whether the run resumes from a checkpoint that was saved in a folder."""
+    """Return whether the run resumes from a checkpoint that was saved in this folder."""
     if not run.plan.start.resumes:
         return False
     if folder.resolve() in Path(str(run.plan.start.path)).resolve().parents:
         return True
-    # The checkpoint may be a copy in another folder.
+    # The checkpoint may have been copied out of this folder.
     return (
         f"saved {run.plan.start.saved_at!r}".encode()
         in read_end(str(folder / ".lock")).splitlines()
@@ -183,7 +183,7 @@ def continues_in(run: Run, folder: Path) -> bool:
 
 
 def choose_version(run: Run) -> None:
-    """Continue the version of a resumed checkpoint, or let a second fit of the loop take a new one."""
+    """Continue the version of a resumed checkpoint. The second fit of a loop uses a new version."""
     loop, start = run.loop, run.plan.start
     if run.config.version is not None:
         return
@@ -196,7 +196,7 @@ def choose_version(run: Run) -> None:
 
 
 def choose_checkpoint_folder(run: Run) -> Path | None:
-    """Return the folder of the checkpoints, or None if a Checkpoint callback saves them."""
+    """Return the folder for checkpoints, or None if the loop does not save them itself."""
     config, loggers = run.config, run.loggers.csv_loggers
     if not config.enable_checkpointing or run.loop.checkpoint_callbacks:
         return None
@@ -222,13 +222,13 @@ def _close_in_child() -> None:
 
 
 if hasattr(os, "register_at_fork"):
-    # Close lock files in forked processes. DataLoader workers outlive a killed run by seconds, and
-    # would keep the run's folders locked.
+    # Close lock files in forked processes. DataLoader workers outlive a killed run by a few
+    # seconds, and would keep its folders locked.
     os.register_at_fork(after_in_child=_close_in_child)
 
 
 def open_lock(folder: Path, stack: ExitStack) -> IO[str] | None:
-    """Lock a folder and remove a killed run's temporary files. Returns the lock file or None."""
+    """Lock a folder, and remove a killed run's temporary files. Return the lock file, or None."""
     make_folder(folder)
     for parent in folder.parents[:3]:
         sync_folder(parent)
@@ -244,7 +244,7 @@ def open_lock(folder: Path, stack: ExitStack) -> IO[str] | None:
             stacklevel=2,
         )
         return None
-    # Windows and some network drives cannot lock files. The run continues without a lock.
+    # Windows and some network drives have no file locks, so the run continues without a lock.
     with suppress(ImportError, OSError):
         import fcntl
 
@@ -255,7 +255,7 @@ def open_lock(folder: Path, stack: ExitStack) -> IO[str] | None:
             numbers = [line for line in file.read().splitlines() if line.isdigit()]
             raise CheckpointError(
                 f"{folder}: another run (process {numbers[-1] if numbers else '?'}) writes there, expected"
-                " a free folder. Give this run another name or version, or stop the other one."
+                " a folder for this run only. Set another name or version, or stop the other run."
             ) from None
         # Also clean the folder "checkpoints" in the logs, where Lightning's ModelCheckpoint saves.
         for path in [*folder.glob(".*.tmp"), *folder.glob("checkpoints/.*.tmp")]:

@@ -1,6 +1,6 @@
-"""The checkpoint that a run starts from, in the layout of FabricLoop.
+"""The checkpoint that a run starts from, in FabricLoop's layout.
 
-The key "writer" names the loop that wrote the state of the training: FabricLoop, MiniLoop or Trainer.
+The key "writer" names the loop that wrote the training state: FabricLoop, MiniLoop or Trainer.
 """
 
 from __future__ import annotations
@@ -20,14 +20,14 @@ class StartPoint:
         path: The path of the checkpoint.
         keyword: The argument of the call, such as "last" or a path.
         resumes: Whether the run also restores the optimizers and the counters.
-        is_safe: Whether the file was read without running code of the file.
-        error: The error of this process, which has found no checkpoint.
+        is_safe: Whether the file was read without running its code.
+        error: The error if this process has found no checkpoint.
         checkpoint: The content in Trainer's layout, until the run has restored it.
-        own: The state of the training in FabricLoop's layout, which hooks do not get. Empty unless
-            the run resumes.
+        own: The training state in FabricLoop's layout, which hooks do not receive. Empty unless the
+            run resumes.
         sampler_seed: The seed with which the processes of the saved run shuffled, or None.
-        restarts_epoch: Whether Trainer would first finish the saved epoch, if it continued the
-            checkpoint. None if the checkpoint is not from Trainer.
+        restarts_epoch: Whether Trainer would finish the saved epoch before it starts the next one.
+            None if the checkpoint is not from Trainer.
     """
 
     path: str | None = None
@@ -50,17 +50,17 @@ class StartPoint:
             self.sampler_seed = self.own.get("sampler_seed")
 
     def __getstate__(self) -> dict[str, Any]:
-        """Pickle no content, because a spawned process reads the file itself."""
+        """Leave out the content, because a spawned process reads the file itself."""
         return {**vars(self), "checkpoint": None, "own": {}}
 
     @property
     def is_pending(self) -> bool:
-        """Return whether the run still has to restore the checkpoint, or a part of it."""
+        """Return whether the run still has to restore all or part of the checkpoint."""
         return self.checkpoint is not None
 
     @property
     def saved_at(self) -> float | None:
-        """The time at which the saved run wrote the checkpoint, until the run is restored."""
+        """The time at which the checkpoint was saved, or None once the run is restored."""
         return self.own.get("saved_at")
 
     def finish_loading(self) -> None:
@@ -69,19 +69,19 @@ class StartPoint:
             self.checkpoint = None
 
     def training_state(self, has_max_steps: bool) -> dict[str, Any]:
-        """Return the state of the training."""
+        """Return the training state. For a checkpoint of Trainer, also set ``restarts_epoch``."""
         if self.own["writer"] == "Trainer" and self.checkpoint is not None:
             self.restarts_epoch = restarts_epoch(self.checkpoint, has_max_steps)
         return self.own
 
     def state_of_process(self, rank: int) -> dict[str, Any]:
-        """Return the state that a process has saved. If none has this rank, return another one's."""
+        """Return the saved state of a process. If no process had this rank, use another's state."""
         ranks = self.own.get("ranks") or [{}]
         state: dict[str, Any] = ranks[rank % len(ranks)]
         return state
 
     def take(self) -> dict[str, Any]:
-        """Return the state of the training, and free the checkpoint."""
+        """Return the training state, and free the checkpoint."""
         own, self.own, self.checkpoint = self.own, {}, None
         return own
 
@@ -89,13 +89,13 @@ class StartPoint:
 def convert_training_state(
     path: Any, checkpoint: dict[str, Any], own: dict[str, Any] | None
 ) -> dict[str, Any]:
-    """Return the state of the training in FabricLoop's layout.
+    """Convert the training state in a checkpoint to FabricLoop's layout.
 
     Args:
         own: The state in the checkpoint that only this package saves.
 
     Raises:
-        WeightsOnlyError, CheckpointError: No training can continue from the checkpoint.
+        WeightsOnlyError, CheckpointError: Training cannot continue from the checkpoint.
     """
     if "optimizer_states" not in checkpoint:
         raise WeightsOnlyError(
@@ -115,8 +115,8 @@ def convert_mini_state(path: Any, own: dict[str, Any]) -> dict[str, Any]:
     progress = own["progress"]
     if progress["is_in_epoch"]:
         raise CheckpointError(
-            f"resume: got {path}, which MiniLoop saved in the middle of an epoch, expected the end of"
-            " one. Continue it with MiniLoop, or use load=."
+            f"resume: got {path}, which MiniLoop saved in the middle of an epoch, expected one from"
+            " the end of an epoch. Resume it with MiniLoop, or use load=."
         )
     step = progress["global_step"]
     row = {
@@ -143,15 +143,15 @@ def check_trainer_position(path: str, checkpoint: dict[str, Any]) -> None:
     if epoch["started"] > epoch["processed"] and not is_after_last_batch:
         raise CheckpointError(
             f"resume: got '{path}', which Trainer saved in the middle of epoch"
-            f" {epoch['processed']}, expected the end of an epoch. Trainer saves no position in the"
-            " loader. Resume from a checkpoint that Trainer saved at the end of an epoch, as with"
-            f" ModelCheckpoint(every_n_epochs=1), or write load='{path}' to start a new run from"
-            " the weights."
+            f" {epoch['processed']}, expected one from the end of an epoch. Trainer saves no"
+            " position in the loader. Resume from a checkpoint that Trainer saved at the end of an"
+            f" epoch, as with ModelCheckpoint(every_n_epochs=1), or write load='{path}' to start a"
+            " new run from the weights."
         )
 
 
 def convert_trainer_state(checkpoint: dict[str, Any]) -> dict[str, Any]:
-    """Convert the counters and loader states of Trainer's checkpoint to the format of OWN_KEY."""
+    """Convert the counters and loader states of a Trainer checkpoint to FabricLoop's layout."""
     progress: dict[str, Any] = {
         "global_step": checkpoint["global_step"],
         "epochs_done": checkpoint["epoch"],
@@ -167,20 +167,20 @@ def convert_trainer_state(checkpoint: dict[str, Any]) -> dict[str, Any]:
     progress["total_batches"] = batch["total"]["processed"]
     loop_state = fit_loop["epoch_loop.state_dict"]
     progress["logging_step"] = loop_state.get("_batches_that_stepped", 0)
-    # A file saved in on_train_epoch_start still contains the batch counts of the previous epoch.
+    # A file saved in on_train_epoch_start still contains the previous epoch's batch counts.
     if epoch["started"] == epoch["processed"]:
         return own
     # Like Trainer, start the next epoch. Skip the saved epoch's final validation and hooks.
     progress["epochs_done"] += 1
-    # Trainer increases the step of the loggers after on_train_batch_end.
+    # Trainer increments the loggers' step only after on_train_batch_end.
     progress["logging_step"] += batch["total"]["ready"] > batch["total"]["completed"]
     return own
 
 
 def restarts_epoch(checkpoint: dict[str, Any], has_max_steps: bool) -> bool:
-    """Return whether Trainer would first finish the saved epoch, if it continued its checkpoint.
+    """Return whether Trainer would finish the saved epoch before it starts the next one.
 
-    Otherwise, Trainer makes a sanity check and starts the next epoch. Both draw random numbers.
+    Otherwise, Trainer runs a sanity check and starts the next epoch. Both draw random numbers.
     """
     fit_loop = checkpoint.get("loops", {}).get("fit_loop")
     if fit_loop is None or has_max_steps:

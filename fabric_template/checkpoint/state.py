@@ -1,8 +1,8 @@
 """Build a checkpoint in Lightning's layout.
 
 ``LitModel.load_from_checkpoint(path)`` and ``Trainer.fit(ckpt_path=path)`` can read the files.
-OWN_KEY holds the states that Trainer does not save: random generators, loaders, running metrics and
-the number of CSV rows. The functions of ``restore.py`` restore a run from a checkpoint.
+OWN_KEY holds the state that Trainer does not save: random generators, loaders, running metrics and
+the number of CSV rows. ``restore.py`` restores a run from a checkpoint.
 """
 
 from __future__ import annotations
@@ -31,15 +31,15 @@ if TYPE_CHECKING:
     from ..training.progress import Progress
     from ..training.run import Run
 
-# The counters in each progress object of Trainer.
+# Each progress object of Trainer has these counters.
 _COUNTS = ("ready", "started", "processed", "completed")
 # Lightning sets these attributes itself.
 _OF_MODULE = frozenset(vars(LightningModule()))
 _OF_DATAMODULE = frozenset(vars(LightningDataModule()))
-# Optimizers save the first two themselves. The lr of the defaults may be the tensor of a group.
-# Schedulers set the last two, for a warning.
+# A state_dict contains "state" and "param_groups". "defaults" may share a group's lr tensor.
+# Schedulers set the last two to warn about steps in the wrong order.
 _OF_OPTIMIZER = ("state", "param_groups", "defaults", "_opt_called", "_step_count")
-# StochasticWeightAveraging sets the momentum of BatchNorm, and sets it back at the end of training.
+# StochasticWeightAveraging changes BatchNorm's momentum, and restores it after training.
 _OF_AVERAGING = _OF_MODULE | {"momentum"}
 _LIGHTNINGS_CALLBACKS = ("lightning.pytorch.callbacks.", "pytorch_lightning.callbacks.")
 
@@ -54,7 +54,7 @@ def build_checkpoint(
         epoch: The number of the epoch in the checkpoint. None: the current epoch.
     """
     source: Any = run.module if run.is_lightning_module else run.network
-    # Save the names of the network that torch.compile has wrapped, so that the plain network loads.
+    # Save the names without torch.compile's prefix, so that an uncompiled network can load them.
     source = source._orig_mod if is_instance_of(source, "OptimizedModule") else source
     checkpoint: dict[str, Any] = {
         "epoch": run.progress.epochs_done if epoch is None else epoch,
@@ -109,7 +109,7 @@ def state_of(part: Any) -> Any:
 
 
 def own_state(run: Run) -> dict[str, Any]:
-    """Return the states that Trainer does not save. The list "ranks" has one entry per process."""
+    """Return the state that Trainer does not save. The list "ranks" has one entry per process."""
     of_process = {
         "rng": capture_rng_state(),
         "gradients": run.optimization.accumulated_gradients(),
@@ -125,7 +125,7 @@ def own_state(run: Run) -> dict[str, Any]:
         "outside_parameters": {name: value.detach() for name, value in outside.items()},
         "parameter_groups": names_of_groups(run),
         "settings": run_settings(run),
-        # Save the seed even if no loader has used it, because a resumed run may use it.
+        # Save the seed even if no loader has used it, because a resumed run may need it.
         "sampler_seed": run.data.common_seed(),
         "ranks": gather_objects(run, of_process),
     }
@@ -160,7 +160,7 @@ def run_settings(run: Run) -> dict[str, Any]:
 
 
 def loops_state(run: Run) -> dict[str, Any]:
-    """Return the counters of Trainer's loops, with which Trainer can resume this run."""
+    """Return counters in the format of Trainer's loops, so that Trainer can resume this run."""
     loaders = [loader.state_dict() for loader in run.data.stateful_loaders()]
     is_automatic = run.module.automatic_optimization
     return make_loop_counters(run.progress, run.hooks.current, is_automatic, loaders)
@@ -172,7 +172,7 @@ def make_loop_counters(
     saved = progress.state_dict()
     epoch = make_counts(progress.epochs_done, progress.epochs_done)
     batches = make_counts(saved["total_batches"], saved["batches_done"])
-    # Only "ready" counts the batches of an unfinished accumulation window.
+    # Only "ready" includes the batches of an unfinished accumulation window.
     batches["total"]["ready"] = progress.total_batches
     batches["current"]["ready"] = progress.batches_done
     if progress.is_in_epoch:
@@ -217,7 +217,7 @@ def names_of_groups(run: Run) -> list[list[list[str | None]]]:
 
 
 class _TrialPickler(pickle.Pickler):
-    """Pickles a value without the content of its tensors, which can always be pickled."""
+    """Pickles a value without its tensors, which can always be pickled."""
 
     def persistent_id(self, value: Any) -> str | None:
         is_tensor = isinstance(value, torch.Tensor | torch.UntypedStorage)
@@ -228,17 +228,17 @@ def is_picklable(value: Any) -> bool:
     try:
         _TrialPickler(io.BytesIO(), protocol=2).dump(value)
     except Exception:
-        # An object may raise any error when it is pickled.
+        # Pickling a user's object may raise any error.
         return False
     return True
 
 
 def picklable_part(value: Any, name: str, dropped: list[str]) -> Any:
-    """Return a value without the items of dicts that cannot be pickled.
+    """Return a value without the dict items that cannot be pickled.
 
     Args:
         name: The name of the value, such as "model/activation".
-        dropped: A list, to which the names of dropped items are added.
+        dropped: A list that receives the names of dropped items.
     """
     if not isinstance(value, dict) or is_picklable(value):
         return value
@@ -268,13 +268,13 @@ def add_hyperparameters(run: Run, checkpoint: dict[str, Any], part: Any) -> None
         if dropped:
             run.warn_once(
                 f"hparams: {', '.join(map(repr, dropped))} cannot be pickled. Checkpoints are saved"
-                " without these hyperparameters. load_from_checkpoint needs them as arguments."
+                " without these hyperparameters. Pass them to load_from_checkpoint as arguments."
             )
     checkpoint[part.CHECKPOINT_HYPER_PARAMS_KEY] = hparams
 
 
 def check_saved_state(run: Run) -> None:
-    """Warn or raise an error before training, if checkpoints could not be saved or read.
+    """Warn or raise an error before training if a checkpoint could not be saved or read back.
 
     Raises:
         CheckpointError: An optimizer or a scheduler has a state that no checkpoint can contain.
@@ -294,7 +294,7 @@ def check_saved_state(run: Run) -> None:
     if (place := find_unpicklable(states)) is not None:
         raise CheckpointError(
             f"{place}: got a value that cannot be pickled, expected one that a checkpoint can contain."
-            " Define a function or a class at module level, or leave the value out of state_dict()."
+            " Define functions and classes at module level, or leave the value out of state_dict()."
         )
     file = io.BytesIO()
     torch.save(replace_numpy(states), file)
@@ -302,12 +302,13 @@ def check_saved_state(run: Run) -> None:
     for problem in find_unbuilt_parts(read_plain(file)).values():
         raise CheckpointError(
             f"{problem.rpartition(' ')[2]}: got {problem.partition(' in the part ')[0]}, which a resumed run"
-            " would not read, because reading a checkpoint runs no code. Leave it out of state_dict()."
+            " could not read, because reading a checkpoint runs no code. Leave it out of"
+            " state_dict()."
         )
 
 
 def find_unpicklable(value: Any, name: str = "") -> str | None:
-    """Return the name of the first item of nested containers that cannot be pickled, or None."""
+    """Return the name of the first unpicklable item in nested containers, or None."""
     if is_picklable(value):
         return None
     items: Any = value.items() if isinstance(value, dict) else ()
@@ -333,7 +334,7 @@ def make_plain_state(run: Run) -> PlainState:
 
 
 def watch_objects(run: Run) -> None:
-    """Save the attributes of the optimizers, and the states of objects in attributes of the model.
+    """Also save the optimizers' attributes, and the states of objects in the model's attributes.
 
     The states of the run's own optimizers, schedulers and callbacks are in the checkpoint anyway.
     """
@@ -353,14 +354,14 @@ def has_own_state(optimizer: Any) -> bool:
 
 
 def parts_of_model(run: Run) -> Iterator[tuple[str, Part]]:
-    """Yield the attributes of the model and its submodules, and the buffers that are not saved."""
+    """Yield the attributes and the non-persistent buffers of the model and its submodules."""
     metrics = tuple(find_torchmetrics(run.network))
     saved = run.network.state_dict(keep_vars=True)
     is_averaging = bool(run.hooks.callbacks_of("StochasticWeightAveraging"))
     if run.model is not run.network:
         yield "model", Part(run.model)
     for name, module in run.network.named_modules():
-        # The state of torchmetrics objects is saved with the results.
+        # Skip torchmetrics objects, because their state is saved with the results.
         if any(name == metric or name.startswith(f"{metric}.") for metric in metrics):
             continue
         path = f"model.{name}" if name else "model"
@@ -370,9 +371,9 @@ def parts_of_model(run: Run) -> Iterator[tuple[str, Part]]:
 
 
 def buffers_of(module: torch.nn.Module, name: str, saved: Collection[str]) -> Part:
-    """Return the buffers of a submodule that its network's state_dict does not contain."""
+    """Return the submodule's buffers that are missing from the network's state_dict."""
     prefix = f"{name}." if name else ""
-    # A scripted module has no plain dict of buffers.
+    # Use named_buffers(), because a scripted module has no plain dict of buffers.
     buffers = [buffer for buffer, _ in module.named_buffers(recurse=False)]
     persistent = [buffer for buffer in buffers if prefix + buffer in saved]
     return Part(module, persistent, has_buffers=True)
@@ -390,10 +391,10 @@ def parts_of_callbacks(run: Run) -> Iterator[tuple[str, Part]]:
         path = f"callbacks.{name}.{counts[name]}"
         yield path, Part(callback, has_attributes=has_attributes)
         for attribute, network in vars(callback).items():
-            # For example, the model that WeightAveraging averages.
+            # Save the buffers of a callback's network, such as WeightAveraging's averaged model.
             if not isinstance(network, torch.nn.Module):
                 continue
-            # A callback may also hold the model of the run, or its wrapper.
+            # Skip the run's own model or its wrapper, which a callback may also hold.
             if own.isdisjoint(map(id, network.modules())):
                 saved = network.state_dict(keep_vars=True)
                 for inner, module in network.named_modules():

@@ -308,7 +308,7 @@ def test_a_layer_that_a_hook_replaces_is_refused(tmp_path):
         train(MiniLoop, tmp_path / "mini", shuffled(ReplacesLayer))
     with pytest.raises(KilledError):
         train(FabricLoop, tmp_path / "loop", shuffled(ReplacesLayer), kill_at=10)
-    with pytest.raises(CheckpointError, match="which a hook had replaced in the saved run"):
+    with pytest.raises(CheckpointError, match="which a hook of the saved run replaced"):
         train(FabricLoop, tmp_path / "loop", shuffled(ReplacesLayer), resume="last")
 
 

@@ -189,7 +189,7 @@ def test_resume_last_does_not_continue_a_run_that_was_replaced(tmp_path, first, 
     fail(root, version=version, step=3)
     assert {path.name: path.read_bytes() for path in folder(root, version).glob("*.ckpt")} == old
     for given in (version, None):
-        with pytest.raises(MissingCheckpointError, match=r"resume: got 'last'.*newest run in .*, which has none") as e:
+        with pytest.raises(MissingCheckpointError, match=r"resume: got 'last'.*newest run in .* saved none") as e:
             fit(root, Plain, max_epochs=3, version=given, resume="last")
     # The error names a checkpoint of the older run, which a path continues.
     path = re.search(r"write resume='(.*?)'", str(e.value))[1]

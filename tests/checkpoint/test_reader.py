@@ -465,7 +465,7 @@ def test_zip_entries_that_overlap_are_refused(tmp_path):
 def test_an_error_names_the_format_of_an_old_checkpoint(tmp_path):
     path = tmp_path / "a.ckpt"
     torch.save({"epoch": 3}, path, _use_new_zipfile_serialization=False)
-    with pytest.raises(CheckpointError, match=r"torch before 1\.6.*torch\.save\(torch\.load"):
+    with pytest.raises(CheckpointError, match=r"torch used before 1\.6.*torch\.save\(torch\.load"):
         read_checkpoint(path)
     assert read_checkpoint(path, weights_only=False) == {"epoch": 3}
     AtomicCheckpointIO().save_checkpoint(torch.load(path, weights_only=True), path)

@@ -116,7 +116,7 @@ def test_another_batch_size_is_refused_in_the_middle_of_an_epoch(tmp_path):
     """In the middle of an epoch it is refused, at the end of an epoch it is a warning."""
     other = lambda: make_loader(24, batch_size=6)  # noqa: E731
     fit(tmp_path, train=lambda: make_loader(24), max_steps=4)
-    message = r"middle of an epoch in which the batch size was \[4\], and it is \[6\] now.* or load="
+    message = r"middle of an epoch, when the batch size was \[4\]. Now it is \[6\].* or load="
     with pytest.raises(CheckpointError, match=message):
         fit(tmp_path, train=other, max_steps=8, resume="last")
     fit(tmp_path / "whole", train=lambda: make_loader(24), max_epochs=1)
