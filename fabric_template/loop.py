@@ -347,17 +347,19 @@ class FabricLoop(TrainerAPI):
         metrics.csv. In a hook, "epoch" with the number of the current epoch adds them to its row.
 
         Args:
-            dictionary: Numbers by name.
+            dictionary: Numbers by name, or in a step a MetricCollection of torchmetrics.
             step: The number of optimizer steps so far.
             sync_dist: Log the means over the processes. Every process must call log_dict.
             **options: Arguments of ``log``, such as on_step, on_epoch and batch_size.
         """
+        # A MetricCollection of torchmetrics is no Mapping.
+        is_collection = hasattr(dictionary, "add_metrics")
         expected = "a dict of numbers. Write loop.log_dict({'epoch': 0, 'train_loss': loss})"
-        check_type("log_dict", dictionary, Mapping, expected)
+        check_type("log_dict", dictionary, object if is_collection else Mapping, expected)
         run = self.active_run
         is_row = step is not None or "epoch" in dictionary
         is_in_step = run is not None and str(run.hooks.current).endswith("_step")
-        if run is not None and not is_row and (options or is_in_step):
+        if run is not None and not is_row and (options or is_in_step or is_collection):
             run.results.log_dict(dictionary, sync_dist=sync_dist, **options)
             return
         if options:

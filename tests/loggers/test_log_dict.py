@@ -4,8 +4,13 @@ import csv
 import io
 
 import pytest
+import torch
 from lightning.pytorch.callbacks import Callback
 from runs import Plain, Snapshots, fit, logs_of, val_loader
+from torchmetrics import MetricCollection
+from torchmetrics.classification import MulticlassAccuracy, MulticlassRecall
+
+from fabric_template import FabricLoop, MiniLoop, TensorLoader
 
 
 class Logs(Callback):
@@ -55,3 +60,36 @@ def test_values_logged_without_the_epoch_are_a_row_of_steps_csv(tmp_path, hook):
     }[hook]  # fmt: skip
     assert [(row["step"], row["epoch"]) for row in found] == expected
     assert all(row["mine"] for row in found)
+
+
+@pytest.mark.parametrize("loop_class", [FabricLoop, MiniLoop])
+@pytest.mark.parametrize("is_logged_in_step", [True, False])
+def test_the_metrics_of_a_collection_are_columns(tmp_path, loop_class, is_logged_in_step):
+    metrics = MetricCollection([MulticlassAccuracy(3, average="micro"), MulticlassRecall(3)], prefix="val_")
+
+    class Classifier(torch.nn.Linear):
+        def training_step(self, batch):
+            return torch.nn.functional.cross_entropy(self(batch[0]), batch[1])
+
+        def validation_step(self, batch):
+            metrics(self(batch[0]), batch[1])
+            if is_logged_in_step:
+                loop.log_dict(metrics)
+
+        def on_validation_epoch_end(self):
+            if not is_logged_in_step:
+                loop.log_dict(metrics)
+
+        def configure_optimizers(self):
+            return torch.optim.SGD(self.parameters(), lr=0.1)
+
+    x, y = torch.randn(20, 4), torch.arange(20) % 3
+    net = Classifier(4, 3)
+    loop = loop_class(max_epochs=1, default_root_dir=tmp_path)
+    loop.fit(net, TensorLoader(x, y, batch_size=4), TensorLoader(x, y, batch_size=7))
+    expected = metrics.clone()
+    expected.reset()
+    expected.update(net(x), y)
+    (row,) = rows(tmp_path / "logs/run/version_0/metrics.csv")
+    found = {name: float(row[name]) for name in expected.compute()}
+    assert found == {name: pytest.approx(value.item()) for name, value in expected.compute().items()}
