@@ -60,7 +60,7 @@ def assert_same(sides):
         ("on_train_epoch_start", "accumulate_grad_batches", 2),
     ],
 )
-def test_option_is_set_before_fit_or_in_a_hook(hook, name, value, tmp_path):
+def test_an_option_set_before_fit_or_in_a_hook_takes_effect(hook, name, value, tmp_path):
     sides = []
     for kind in LOOPS.values():
         hooks = {} if hook is None else {hook: lambda self, trainer, *rest: setattr(trainer, name, value)}
@@ -73,7 +73,7 @@ def test_option_is_set_before_fit_or_in_a_hook(hook, name, value, tmp_path):
     assert_same(sides)
 
 
-def test_an_attribute_refuses_the_values_that_its_option_refuses():
+def test_a_setter_refuses_the_same_values_as_its_option():
     loop = FabricLoop(**quiet())
     with pytest.raises(ConfigurationError, match="limit_val_batches: got 1.5"):
         loop.limit_val_batches = 1.5
@@ -96,7 +96,7 @@ def test_an_attribute_refuses_the_values_that_its_option_refuses():
     ],
     ids=str,
 )
-def test_a_value_is_judged_together_with_the_other_options(given, name, value):
+def test_a_setter_accepts_values_that_fit_the_other_options(given, name, value):
     loop = FabricLoop(**quiet(**given))
     setattr(loop, name, value)
     assert getattr(loop.config, name) == value
@@ -116,7 +116,7 @@ def test_a_value_is_judged_together_with_the_other_options(given, name, value):
     ],
     ids=str,
 )
-def test_a_contradiction_to_the_other_options_is_refused(given, name, value, message):
+def test_a_setter_refuses_values_that_contradict_the_other_options(given, name, value, message):
     loop = FabricLoop(**quiet(**given))
     before = loop.config
     with pytest.raises(ConfigurationError, match=message):
@@ -124,7 +124,7 @@ def test_a_contradiction_to_the_other_options_is_refused(given, name, value, mes
     assert loop.config == before
 
 
-def test_steps_between_validations_are_switched_on_and_off(tmp_path):
+def test_validate_every_n_steps_can_be_set_and_unset(tmp_path):
     loop, module = made(FabricLoop, tmp_path, num_sanity_val_steps=0), Notes()
     loop.validate_every_n_steps = 3
     loop.fit(module)
@@ -134,7 +134,7 @@ def test_steps_between_validations_are_switched_on_and_off(tmp_path):
     assert again.seen == ["loader", 4, 8, 12]
 
 
-def test_no_limit_of_epochs_is_the_default_in_a_hook(tmp_path):
+def test_max_epochs_none_in_a_hook_means_the_default(tmp_path):
     """As max_epochs=None at creation, None means 1000 epochs, or no limit beside max_steps."""
 
     class Sets(Callback):
@@ -146,7 +146,7 @@ def test_no_limit_of_epochs_is_the_default_in_a_hook(tmp_path):
     assert (loop.global_step, loop.max_epochs) == (7, -1)
 
 
-def test_an_option_of_checkpoints_takes_effect_in_a_hook(tmp_path):
+def test_save_top_k_can_be_changed_in_a_hook(tmp_path):
     class Sets(Callback):
         def on_train_epoch_start(self, trainer, module):
             if trainer.current_epoch == 1:

@@ -101,7 +101,7 @@ def by_hand(net, batches):
     return (sum(values) / 12).tolist()
 
 
-def test_evaluation_uses_the_functions_of_fit():
+def test_validate_test_and_predict_use_the_step_functions_of_fit():
     loop, net, _ = fit("functions", monitor="val_loss", name="stages")
     _, val = make_loaders()
     loss, acc = by_hand(net, val)
@@ -116,7 +116,7 @@ def test_evaluation_uses_the_functions_of_fit():
         assert result == {name: pytest.approx(v) for name, v in loop.callback_metrics.items() if "val" in name}
 
 
-def test_evaluation_in_a_new_process_takes_functions():
+def test_a_new_loop_evaluates_with_given_step_functions():
     _, net, _ = fit("functions", name="stages")
     _, val = make_loaders()
     loss, acc = by_hand(net, val)
@@ -143,7 +143,7 @@ class Sees(Callback):
 
 
 @pytest.mark.parametrize("kind", LEVELS)
-def test_the_users_callback_gets_the_model_of_fit(kind):
+def test_a_callback_gets_the_model_that_was_given_to_fit(kind):
     class Plain:
         def on_train_end(self, loop, module):
             callback.seen.append(module)
@@ -172,7 +172,7 @@ CALLBACKS = {
 
 @pytest.mark.parametrize("name", CALLBACKS)
 @pytest.mark.parametrize("kind", LEVELS)
-def test_lightnings_callbacks_work_with_functions_and_objects(kind, name, capsys, tmp_path):
+def test_lightning_callbacks_work_with_step_functions_and_plain_objects(kind, name, capsys, tmp_path):
     """Weights, optimizer and what is printed; the names of the weights in files are the net's, as without callbacks."""
     expected, _, net = fit(Lit, max_epochs=3, callbacks=[CALLBACKS[name]()], default_root_dir=str(tmp_path / "lit"))
     shown = capsys.readouterr().out

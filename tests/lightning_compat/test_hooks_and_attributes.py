@@ -38,13 +38,13 @@ class Adds(Classifier):
             self.trainer.callbacks.append(end)
 
 
-def test_a_callback_that_is_added_in_a_batch_gets_the_outputs_of_this_batch():
+def test_a_callback_added_during_a_batch_gets_the_outputs_of_this_batch():
     (_, theirs), (_, ours) = (run(Adds, plain_loader, max_epochs=1) for run in (run_trainer, run_loop))
     assert ours.seen == theirs.seen != []
 
 
 @pytest.mark.parametrize("is_of_class", [True, False])
-def test_an_own_zero_grad_is_called_before_each_step(is_of_class, monkeypatch):
+def test_an_overridden_zero_grad_is_called_before_each_step(is_of_class, monkeypatch):
     calls = []
 
     def configure(module):
@@ -57,7 +57,7 @@ def test_an_own_zero_grad_is_called_before_each_step(is_of_class, monkeypatch):
     assert len(calls) == 6
 
 
-def test_checkpoint_hooks_get_the_keys_of_trainer(tmp_path):
+def test_checkpoint_hooks_get_the_same_keys_as_from_trainer(tmp_path):
     """... at the end of an epoch with the number of the epoch that ended; what we add stays out of their sight."""
     callback = ModelCheckpoint(dirpath=tmp_path / "trainer", filename="x")
     _, theirs = run_trainer(
@@ -81,7 +81,7 @@ class Scored(Classifier):
 
 
 @pytest.mark.parametrize("own", [True, False])
-def test_without_a_model_the_best_weights_are_tested(tmp_path, own):
+def test_loop_test_without_a_model_loads_the_best_weights(tmp_path, own):
     """Without a model, test loads the best weights of the last fit and warns, as Trainer does. A given model is unchanged."""
     callback = ModelCheckpoint(dirpath=tmp_path / "trainer", monitor="val_loss")
     trainer, _ = run_trainer(
@@ -116,18 +116,18 @@ class NoClosure(Classifier):
 @pytest.mark.parametrize(
     "make", [NoClosure, lambda: Classifier(lambda m: Ignores(m.parameters(), lr=0.1))], ids=["hook", "step"]
 )
-def test_a_closure_that_is_not_called_is_refused(run, make):
+def test_an_optimizer_that_does_not_call_its_closure_is_refused(run, make):
     """If no closure is called, nothing is trained, so this is an error."""
     with pytest.raises(MisconfigurationException, match="The closure hasn't been executed. HINT: did you call"):
         run(make, plain_loader, max_epochs=1)
 
 
-def test_init_module_creates_weights_in_the_precision():
+def test_init_module_creates_weights_in_the_given_precision():
     with FabricLoop(accelerator="cpu", precision="64-true").init_module():
         assert torch.nn.Linear(1, 1).weight.dtype == torch.float64
 
 
-def test_setup_and_teardown_get_trainers_stage():
+def test_setup_and_teardown_get_the_same_stage_as_from_trainer():
     """The stage is TrainerFn, as in Trainer, and equals its name."""
     received = []
 
@@ -146,7 +146,7 @@ def test_setup_and_teardown_get_trainers_stage():
     assert {type(stage) for stage in received} == {TrainerFn}
 
 
-def test_reading_the_progress_bar_adds_no_callback():
+def test_reading_progress_bar_callback_adds_no_callback():
     loop = FabricLoop(accelerator="cpu", enable_model_summary=False)
     before = list(loop.callbacks)
     assert not loop.progress_bar_callback.is_enabled
@@ -154,7 +154,7 @@ def test_reading_the_progress_bar_adds_no_callback():
     assert FabricLoop(accelerator="cpu", enable_progress_bar=False).progress_bar_callback is None
 
 
-def test_loops_can_be_read_before_the_first_run():
+def test_fit_loop_and_validate_loop_can_be_read_before_the_first_run():
     """Trainer's loops can be read from the start. Packages read their counters in a constructor."""
     sides = [kind(accelerator="cpu", logger=False, barebones=True) for kind in (pl.Trainer, FabricLoop)]
     first, second = (

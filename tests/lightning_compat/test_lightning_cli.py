@@ -58,7 +58,7 @@ SGD = ["--optimizer=SGD", "--optimizer.lr=0.1"]
     ids=["fit", "test"],
 )  # fmt: skip
 @pytest.mark.filterwarnings("ignore")
-def test_commands_give_the_results_of_lightning_cli(typed, tmp_path, monkeypatch, capsys):
+def test_fabric_loop_in_lightning_cli_gives_the_same_results_as_trainer(typed, tmp_path, monkeypatch, capsys):
     (by_trainer, there), (by_loop, here) = (run(cli, typed, tmp_path, monkeypatch) for cli in (LightningCLI, LoopCLI))
     assert type(by_loop.trainer) is FabricLoop
     pairs = zip(by_trainer.model.parameters(), by_loop.model.parameters(), strict=True)

@@ -45,7 +45,7 @@ class RecordingLogger(CSVLogger):
 
 
 @pytest.mark.parametrize("stage_name", ["fit", "validate", "test", "predict"])
-def test_loggers_get_hyperparameters_in_each_stage(tmp_path, stage_name):
+def test_loggers_get_the_hyperparameters_in_each_stage(tmp_path, stage_name):
     calls = []
     for name, kind in LOOPS.items():
         logger = RecordingLogger(tmp_path / name)

@@ -36,7 +36,7 @@ class OwnOfNone(Own):
 
 @pytest.mark.filterwarnings("ignore:.*returned `None`, this fit will run with no optimizer")
 @pytest.mark.parametrize("make", [Own, OwnOfNone])
-def test_a_module_with_its_own_optimizers_trains_as_in_trainer(make):
+def test_a_module_with_its_own_optimizers_trains_as_under_trainer(make):
     assert_parity(make, make_loader, max_epochs=2)
 
 
@@ -64,7 +64,7 @@ class Shown:
 @pytest.mark.parametrize(
     ("options", "end"), [({"max_steps": 26, "max_epochs": 50}, (2, 26)), ({"max_epochs": 1}, (1, 20))]
 )
-def test_a_plain_object_steps_the_optimizers_of_the_loop(tmp_path, options, end):
+def test_a_plain_object_steps_the_optimizers_in_loop_optimizers(tmp_path, options, end):
     """Each of ten batches has two steps. max_steps ends the run, and every third step is saved."""
 
     class Tells(pl.Callback):

@@ -36,7 +36,7 @@ def trained(tmp_path):
 @pytest.mark.parametrize(
     ("call", "path"), [("validate", "last"), ("test", "best"), ("predict", "path"), ("test", None)]
 )
-def test_ckpt_path_means_load_in_validate_test_and_predict(trained, call, path):
+def test_ckpt_path_is_an_alias_of_load_in_validate_test_and_predict(trained, call, path):
     path = trained.checkpoint_path("last") if path == "path" else path
     results = [results_of(trained, call, **{argument: path}) for argument in ("ckpt_path", "load")]
     assert results[0] == results[1]
@@ -44,14 +44,14 @@ def test_ckpt_path_means_load_in_validate_test_and_predict(trained, call, path):
 
 
 @pytest.mark.parametrize("kind", [pl.Trainer, FabricLoop])
-def test_ckpt_path_last_starts_where_there_is_none(tmp_path, kind):
+def test_ckpt_path_last_without_a_checkpoint_starts_a_new_run(tmp_path, kind):
     loop = kind(**loud(tmp_path, max_epochs=1, logger=False))
     with pytest.warns(UserWarning, match=r'\.fit\(ckpt_path="last"\) is set, but there is no last checkpoint avail'):
         loop.fit(Classifier(), make_loader(), val_loader(), ckpt_path="last", weights_only=None)
     assert loop.global_step == 10
 
 
-def test_weights_only_false_reads_any_checkpoint(tmp_path, trained):
+def test_weights_only_false_loads_a_checkpoint_with_any_object(tmp_path, trained):
     path = tmp_path / "old.ckpt"
     torch.save({"state_dict": WithTest().state_dict(), "callbacks": {"Mine": {"kind": Path}}}, path)
     with pytest.raises(CheckpointError, match="pass weights_only=False"):
@@ -83,7 +83,7 @@ LIMITS = [f"limit_{stage}_batches" for stage in ("train", "val", "test", "predic
 
 @pytest.mark.parametrize("value", [0, 1, 2, 7, 0.0, 0.3, 1.0, 2.0, 5.0, 1.2, 2.5, -1, -0.5, float("inf"), float("nan")])
 @pytest.mark.parametrize("name", [*LIMITS, "val_check_interval", "overfit_batches"])
-def test_limits_are_read_as_by_trainer(name, value):
+def test_limit_options_have_the_same_meaning_as_in_trainer(name, value):
     """Floats up to 1.0 are fractions, and larger whole floats are numbers of batches."""
     results = []
     for kind in (pl.Trainer, FabricLoop):
@@ -122,7 +122,7 @@ NUMPY = {
 }
 
 
-def test_options_of_numpy_are_plain_numbers(tmp_path):
+def test_numpy_values_of_options_become_plain_numbers(tmp_path):
     plain = {name: value.item() for name, value in NUMPY.items()}
     loops = []
     for folder, options in (("plain", plain), ("numpy", NUMPY)):
@@ -137,6 +137,6 @@ def test_options_of_numpy_are_plain_numbers(tmp_path):
 
 
 @pytest.mark.parametrize("value", [np.float64(2.5), np.array([2, 3]), np.str_("3"), np.True_, np.datetime64("2020")])
-def test_other_values_of_numpy_are_refused_by_name(value):
+def test_max_epochs_refuses_numpy_values_that_are_not_whole_numbers(value):
     with pytest.raises(ConfigurationTypeError, match="^max_epochs: got .*expected a whole number of epochs"):
         FabricLoop(max_epochs=value)

@@ -10,7 +10,7 @@ SCRIPT = Path(__file__).parents[2] / "soak" / "trainer_messages.py"
 
 
 @pytest.mark.parametrize("kind", ["log ", "optimizer ", "manual"])
-def test_messages_differ_only_for_known_reasons(kind):
+def test_messages_differ_from_trainers_only_where_a_reason_is_listed(kind):
     command = [sys.executable, SCRIPT, "--only", kind]
     finished = subprocess.run(command, capture_output=True, text=True)
     assert finished.returncode == 0, finished.stdout + finished.stderr

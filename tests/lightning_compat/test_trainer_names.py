@@ -130,7 +130,7 @@ def asked(request, tmp_path_factory):
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_attributes_have_trainers_value_in_every_hook(asked, name):
+def test_attributes_have_the_same_value_as_trainers_in_every_hook(asked, name):
     """A name that a new Lightning brings fails here until it is added, or listed in DIFFERENT."""
     expected, ours = (seen[name] for seen in asked)
     assert [place[:2] for place in expected] == [place[:2] for place in ours]
@@ -139,13 +139,13 @@ def test_attributes_have_trainers_value_in_every_hook(asked, name):
     assert where is None or not [pair for pair in pairs if pair[0][1] not in where], (name, reason)
 
 
-def test_only_listed_names_differ_from_trainer(tmp_path):
+def test_only_listed_attributes_differ_from_trainer(tmp_path):
     expected, ours = ask_both(tmp_path, OPTIONS["plain"])
     assert {name for name in NAMES if expected[name] != ours[name]} == set(DIFFERENT)
 
 
 @pytest.mark.parametrize("options", [{}, {"devices": 2, "strategy": "ddp_spawn"}, {"num_nodes": 2}], ids=str)
-def test_device_attributes_equal_trainers_before_the_launch(options):
+def test_attributes_about_devices_equal_trainers_before_the_launch(options):
     names = ("num_devices", "device_ids", "num_nodes", "world_size", "local_rank", "global_rank", "node_rank",
              "is_global_zero", "distributed_sampler_kwargs")  # fmt: skip
     sides = [kind(**quiet(**options)) for kind in LOOPS.values()]
@@ -153,7 +153,7 @@ def test_device_attributes_equal_trainers_before_the_launch(options):
     assert first == second
 
 
-def test_an_error_names_the_attribute_of_fabric():
+def test_an_error_about_a_missing_attribute_suggests_the_one_of_fabric():
     loop = FabricLoop(accelerator="cpu")
     with pytest.raises(AttributeError, match=r"FabricLoop has no attribute 'device'\. Write loop\.fabric\.device\."):
         _ = loop.device

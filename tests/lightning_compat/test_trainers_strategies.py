@@ -16,7 +16,7 @@ from fabric_template.errors import ConfigurationError
 
 
 @pytest.mark.parametrize("name", sorted(name for name in trainers.StrategyRegistry if name.startswith("ddp")))
-def test_each_name_of_ddp_means_trainers_strategy(name):
+def test_each_ddp_strategy_name_selects_the_same_strategy_as_in_trainer(name):
     expected = trainers.StrategyRegistry.get(name)
     found = FabricLoop(accelerator="cpu", devices=2, strategy=name).fabric.strategy
     assert type(found) is fabrics.DDPStrategy
@@ -24,7 +24,7 @@ def test_each_name_of_ddp_means_trainers_strategy(name):
     assert settings[0] == settings[1]
 
 
-def test_objects_keep_their_arguments():
+def test_trainers_strategy_objects_are_converted_with_their_arguments():
     arguments = {"process_group_backend": "gloo", "timeout": timedelta(seconds=7), "start_method": "fork"}
     found = convert_strategy(trainers.DDPStrategy(**arguments, static_graph=True))
     assert type(found) is fabrics.DDPStrategy
@@ -63,7 +63,7 @@ class OwnPrecision(DoublePrecision):
     ],
     ids=["deepspeed", "fsdp", "own", "hook", "precision"],
 )
-def test_strategies_without_equivalent_are_refused(strategy, message):
+def test_strategies_that_fabric_loop_does_not_support_are_refused(strategy, message):
     with pytest.raises(ConfigurationError, match=message):
         FabricLoop(strategy=strategy)
 
@@ -73,13 +73,13 @@ def test_strategies_without_equivalent_are_refused(strategy, message):
     [Precision(), DoublePrecision(), MixedPrecision("bf16-mixed", "cpu"), HalfPrecision("bf16-true")],
     ids=["32", "64", "mixed", "half"],
 )
-def test_precision_plugins_give_the_bits_of_trainer(plugin):
+def test_precision_plugins_give_the_same_weights_as_trainer(plugin):
     trainer, loop = assert_parity(
         Classifier, make_loader, val_loader, plugins=[plugin], max_epochs=2, gradient_clip_val=0.5
     )
     assert trainer.precision == loop.precision
 
 
-def test_a_precision_plugin_of_an_own_class_is_refused():
+def test_a_custom_precision_plugin_for_trainer_is_refused():
     with pytest.raises(ConfigurationError, match="plugins: got OwnPrecision, which is made for Trainer"):
         FabricLoop(plugins=[OwnPrecision()])

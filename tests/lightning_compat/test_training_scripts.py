@@ -15,13 +15,13 @@ SHORT = {
 }  # fmt: skip
 
 
-def test_callbacks_may_be_in_a_list_of_any_class():
+def test_callbacks_may_be_given_in_any_kind_of_list():
     """Hydra's ListConfig is not a list either."""
     one, two = Callback(), ModelCheckpoint()
     assert FabricLoop(callbacks=UserList([two, one]), **SHORT).callbacks == [one, two]
 
 
-def test_values_logged_before_fit_are_in_the_folder_of_the_fit():
+def test_fit_continues_the_log_directory_used_before_it():
     loop = FabricLoop(**SHORT)
     logger, folder = loop.logger, Path(loop.log_dir)
     folder.mkdir(parents=True, exist_ok=True)

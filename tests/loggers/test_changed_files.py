@@ -50,7 +50,7 @@ def with_quotes(lines):
 
 
 @pytest.mark.parametrize("change", [with_carriage_returns, with_mark, with_blank_lines, with_quotes])
-def test_rows_in_another_csv_dialect_are_kept_at_a_resume(cut, whole, change):
+def test_a_resume_keeps_rows_in_another_csv_dialect(cut, whole, change):
     for path in (cut / "logs").rglob("*.csv"):
         lines = path.read_text().split("\n")
         change(lines)
@@ -73,7 +73,7 @@ def with_comment(lines):
 
 
 @pytest.mark.parametrize("change", [with_stray_quote, with_long_cell, with_comment])
-def test_a_damaged_row_loses_no_other_row(cut, whole, change):
+def test_a_resume_keeps_the_rows_around_a_damaged_row(cut, whole, change):
     for path in (cut / "logs").rglob("*.csv"):
         lines = path.read_text().split("\n")
         change(lines)
@@ -91,7 +91,7 @@ def test_a_damaged_row_loses_no_other_row(cut, whole, change):
             assert row | {"time": "", "waiting": ""} == other | {"time": "", "waiting": ""}
 
 
-def test_a_resume_drops_later_rows_although_rows_were_edited(cut, whole):
+def test_a_resume_drops_rows_after_the_checkpoint_in_an_edited_file(cut, whole):
     """The rows end with the checkpoint's last row, not with the number of rows at the checkpoint."""
     folder = cut / "logs/run/version_0"
     for name in ("metrics.csv", "steps.csv"):
@@ -109,7 +109,7 @@ def test_a_resume_drops_later_rows_although_rows_were_edited(cut, whole):
     assert logs_of(cut)[0].split("\n")[1:] == logs_of(whole)[0].split("\n")[2:]
 
 
-def test_a_rounded_last_row_is_found_by_its_step(cut):
+def test_a_resume_finds_a_rounded_last_row_by_its_step(cut):
     """A spreadsheet has rounded the numbers."""
     path = cut / "logs/run/version_0/steps.csv"
     header, *lines = path.read_text().splitlines()
@@ -120,14 +120,14 @@ def test_a_rounded_last_row_is_found_by_its_step(cut):
     assert read_logs(cut / "logs", steps=True)["step"].tolist() == list(range(2, 41, 2))
 
 
-def test_a_missing_file_is_named(cut):
+def test_a_resume_warns_about_a_missing_metrics_csv(cut):
     Path(cut, "logs/run/version_0/metrics.csv").unlink()
     with pytest.warns(UserWarning, match=r"metrics\.csv: the rows before the checkpoint are missing"):
         _, _, rows = run(cut, max_epochs=4, resume="last")
     assert rows["epoch"].tolist() == [2, 3]
 
 
-def test_rows_of_others_are_kept_during_training(tmp_path, whole):
+def test_training_keeps_rows_that_another_program_adds(tmp_path, whole):
     class Edits:
         def on_train_epoch_start(self, trainer, module):
             if trainer.current_epoch == 2:

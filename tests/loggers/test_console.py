@@ -86,7 +86,7 @@ def fit(terminal, root, *args, **options):
 # The bar
 
 
-def test_one_bar_counts_batches_and_names_the_validation(tmp_path, terminal):
+def test_one_progress_bar_shows_training_and_validation(tmp_path, terminal):
     fit(terminal, tmp_path, train=lambda: make_loader(16), val=val_loader, max_epochs=2, val_check_interval=2)
     epoch = [
         "epoch {}/2:  25% 1/4",
@@ -100,7 +100,7 @@ def test_one_bar_counts_batches_and_names_the_validation(tmp_path, terminal):
     assert drawn(terminal) == ["epoch 0/2:   0% 0/4", *lines, "2 epochs: 100% 4/4"]
 
 
-def test_a_validation_alone_shows_a_bar(terminal):
+def test_validate_shows_a_progress_bar(terminal):
     class Two(Classifier):
         def validation_step(self, batch, batch_idx, dataloader_idx=0):
             super().validation_step(batch, batch_idx)
@@ -111,7 +111,7 @@ def test_a_validation_alone_shows_a_bar(terminal):
     assert drawn(terminal) == [f"validate: {n * 10:3}% {n}/10" for n in range(11)]
 
 
-def test_logged_values_are_shown_beside_the_bar(tmp_path, terminal):
+def test_values_logged_with_prog_bar_are_shown_in_the_progress_bar(tmp_path, terminal):
     """The bar shows the values that were logged with prog_bar=True."""
     fit(terminal, tmp_path, train=lambda: make_loader(16), val=val_loader, max_epochs=1)
     assert ", val_loss=" in terminal.getvalue()
@@ -134,7 +134,7 @@ def test_a_disabled_console_prints_nothing(tmp_path, terminal, options):
     assert terminal.getvalue() == ""
 
 
-def test_an_error_in_the_console_is_shown_once_and_training_continues(tmp_path, terminal, monkeypatch):
+def test_an_error_in_the_progress_bar_warns_once_and_training_continues(tmp_path, terminal, monkeypatch):
     def fail(run):
         raise ZeroDivisionError("mine")
 
@@ -148,7 +148,7 @@ def test_an_error_in_the_console_is_shown_once_and_training_continues(tmp_path, 
 
 
 @pytest.mark.parametrize("columns", [60, 80, 160])
-def test_values_that_do_not_fit_are_left_out(tmp_path, terminal, monkeypatch, columns):
+def test_the_progress_bar_omits_values_that_do_not_fit(tmp_path, terminal, monkeypatch, columns):
     class Verbose(Classifier):
         def training_step(self, batch, batch_idx):
             for name in ("accuracy", "gradient_norm", "kl_divergence", "reconstruction"):
@@ -166,7 +166,7 @@ def test_values_that_do_not_fit_are_left_out(tmp_path, terminal, monkeypatch, co
     assert ("reconstruction=0.5" in bars[-1]) == (columns == 160)
 
 
-def test_after_a_signal_the_message_is_on_its_own_line(tmp_path):
+def test_the_message_after_a_signal_starts_on_a_new_line(tmp_path):
     script = SCRIPT[: SCRIPT.index('fit("limit")')].replace("raise RuntimeError", "os.kill(os.getpid(), 2)  #")
     command = [sys.executable, "-W", "ignore", "-c", f"import os\n{script}fit('signal', fails=True)\n"]
     text = run_in_terminal(command, tmp_path)
@@ -249,7 +249,7 @@ def run_in_terminal(command, folder):
 
 
 @pytest.mark.parametrize("is_terminal", [False, True], ids=["log_file", "terminal"])
-def test_a_program_prints_the_expected_lines(tmp_path, is_terminal):
+def test_a_script_prints_the_expected_lines(tmp_path, is_terminal):
     command = [sys.executable, "-W", "ignore", "-c", SCRIPT]
     if is_terminal:
         text = run_in_terminal(command, tmp_path)
@@ -265,7 +265,7 @@ def test_a_program_prints_the_expected_lines(tmp_path, is_terminal):
 # The table
 
 
-def test_a_validation_inside_an_epoch_has_a_line(tmp_path, capsys):
+def test_each_validation_within_an_epoch_prints_a_line(tmp_path, capsys):
     options = {"val": val_loader, "max_epochs": 1, "val_check_interval": 4, "enable_progress_bar": True}
     fit_quietly(tmp_path, Plain, monitor="val_loss", **options)
     lines = [line.split() for line in capsys.readouterr().out.splitlines()]
@@ -275,7 +275,7 @@ def test_a_validation_inside_an_epoch_has_a_line(tmp_path, capsys):
 
 @pytest.mark.parametrize("columns", [60, 80, 100])
 @pytest.mark.parametrize("num_metrics", [1, 12])
-def test_the_table_fits_into_a_terminal(tmp_path, terminal, monkeypatch, columns, num_metrics):
+def test_the_printed_table_fits_into_the_terminal(tmp_path, terminal, monkeypatch, columns, num_metrics):
     class Verbose(Plain):
         def training_step(self, batch):
             self.log_dict({f"metric_{i}": 1.0 for i in range(num_metrics)}, on_epoch=True, on_step=False)
@@ -294,7 +294,7 @@ def test_the_table_fits_into_a_terminal(tmp_path, terminal, monkeypatch, columns
     assert (header[-1] == "…") is not is_complete
 
 
-def test_a_long_epoch_has_a_line_per_minute_in_a_log_file(tmp_path, capsys, monkeypatch):
+def test_a_long_epoch_prints_a_line_per_minute_into_a_log_file(tmp_path, capsys, monkeypatch):
     now = [100.0]
     monkeypatch.setattr(console.time, "monotonic", lambda: now[0])
 
@@ -312,7 +312,7 @@ def test_a_long_epoch_has_a_line_per_minute_in_a_log_file(tmp_path, capsys, monk
     assert "train_loss=" in lines[0]
 
 
-def test_a_resumed_run_continues_the_table(tmp_path, capsys):
+def test_a_resumed_run_continues_the_printed_table(tmp_path, capsys):
     options = {"train": make_loader, "val": val_loader, "monitor": "val_loss", "enable_progress_bar": True}
     parts = []
     for root, epochs, resume in (("cut", 3, None), ("cut", 5, "last"), ("whole", 5, None)):
@@ -347,7 +347,7 @@ def test_repr_of_a_loop_shows_how_the_run_ended():
     assert loop.ending()["ended"] == ["ZeroDivisionError: division by zero"]
 
 
-def test_an_evaluation_prints_a_table(capsys):
+def test_validate_prints_a_table(capsys):
     loop = FabricLoop(accelerator="cpu", logger=False, enable_progress_bar=False, enable_model_summary=False)
     results = loop.validate(Classifier(), make_loader())
     lines = capsys.readouterr().out.splitlines()
@@ -396,7 +396,7 @@ None
 
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning:(zmq|jupyter_client|jupyter_core|nbclient).*")
-def test_a_notebook_keeps_the_table_and_the_bar_in_one_output(tmp_path, monkeypatch):
+def test_a_notebook_shows_the_table_and_the_progress_bar_in_one_output(tmp_path, monkeypatch):
     """One output holds the table and the bar. It is no widget, so a saved notebook keeps it."""
     monkeypatch.setenv("PYTHONPATH", f"{REPOSITORY}:{SUPPORT}")
     for name in ("JUPYTER_RUNTIME_DIR", "IPYTHONDIR"):

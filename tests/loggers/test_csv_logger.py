@@ -36,14 +36,14 @@ def metrics_csv(tmp_path):
     return tmp_path / "logs/digits/version_0/metrics.csv"
 
 
-def test_a_row_is_on_disk_when_it_is_logged(tmp_path, logger):
+def test_each_logged_row_is_written_at_once(tmp_path, logger):
     logger.log_epoch({"epoch": 0, "step": 10, "val_loss": 0.5})
     assert files(tmp_path) == {"logs/digits/version_0/metrics.csv": b"epoch,step,val_loss\n0,10,0.5\n"}
     logger.log_epoch({"epoch": 1, "step": 20, "val_loss": 0.25})
     assert files(tmp_path) == {"logs/digits/version_0/metrics.csv": b"epoch,step,val_loss\n0,10,0.5\n1,20,0.25\n"}
 
 
-def test_steps_have_a_file_of_their_own(tmp_path, logger):
+def test_log_metrics_writes_steps_to_a_separate_file(tmp_path, logger):
     logger.log_metrics({"train_loss": torch.tensor(0.5), "epoch": 0}, step=49)
     logger.log_metrics({"train_loss": np.float64(0.25), "epoch": torch.tensor(0)}, step=99)
     logger.log_metrics({"train_loss": 1})
@@ -52,7 +52,7 @@ def test_steps_have_a_file_of_their_own(tmp_path, logger):
     assert files(tmp_path) == {"logs/digits/version_0/steps.csv": expected}
 
 
-def test_each_type_of_value_is_written(logger, metrics_csv):
+def test_a_row_can_contain_each_type_of_value(logger, metrics_csv):
     row = {"f": 0.1, "i": 3, "b": True, "none": None, "nan": math.nan, "inf": -math.inf, "text": 'ünï, "x"'}
     logger.log_epoch(row)
     assert metrics_csv.read_text("utf-8") == 'f,i,b,none,nan,inf,text\n0.1,3,True,,nan,-inf,"ünï, ""x"""\n'
@@ -74,7 +74,7 @@ def test_only_a_new_column_rewrites_the_file(logger, metrics_csv):
     assert files(metrics_csv.parent) == {"metrics.csv": expected}
 
 
-def test_an_existing_version_is_continued(tmp_path, logger, metrics_csv):
+def test_a_logger_appends_to_an_existing_version(tmp_path, logger, metrics_csv):
     logger.log_epoch(epoch(0, loss=1.0))
     logger.finalize("success")
     logger.log_epoch(epoch(1, loss=0.5))
@@ -93,7 +93,7 @@ def test_an_existing_version_is_continued(tmp_path, logger, metrics_csv):
 
 
 @pytest.mark.parametrize("tail", [b"2,3", b"2,30,0.1", b"2,30\n", b"\0\0\0\0\0", b"2,30,\xc3"])
-def test_an_incomplete_last_line_is_dropped(tmp_path, logger, metrics_csv, tail):
+def test_a_logger_drops_an_incomplete_last_line(tmp_path, logger, metrics_csv, tail):
     logger.log_epoch(epoch(0, loss=1.0))
     complete = metrics_csv.read_bytes()
     metrics_csv.write_bytes(complete + tail)
@@ -102,7 +102,7 @@ def test_an_incomplete_last_line_is_dropped(tmp_path, logger, metrics_csv, tail)
     assert metrics_csv.read_bytes() == complete + b"1,20,0.5\n"
 
 
-def test_rows_that_do_not_fit_on_the_disk_are_written_later(tmp_path, logger, metrics_csv, monkeypatch):
+def test_rows_that_a_full_disk_refuses_are_written_later(tmp_path, logger, metrics_csv, monkeypatch):
     logger.log_epoch(epoch(0))
 
     def refuse(path, text):
@@ -135,7 +135,7 @@ def log_everything(logger, epochs, saved, rows=()):
 @pytest.mark.parametrize("saved_after", [0, 1, 2, 3])
 @pytest.mark.parametrize("same_logger", [True, False])
 @pytest.mark.parametrize("tail", [b"", b"2,30,0.1"])
-def test_rewound_and_continued_is_the_uninterrupted_run_byte_for_byte(tmp_path, saved_after, same_logger, tail):
+def test_a_rewound_log_ends_with_the_same_bytes_as_an_uninterrupted_one(tmp_path, saved_after, same_logger, tail):
     complete, broken, saved = CSVLogger(tmp_path / "complete"), CSVLogger(tmp_path / "broken"), []
     log_everything(complete, range(5), [])
     log_everything(broken, range(4), saved)
@@ -156,7 +156,7 @@ def test_rewound_and_continued_is_the_uninterrupted_run_byte_for_byte(tmp_path, 
 CELLS = ["1", "", "0.5", 'a "quoted" cell', "a,b", "two\nlines", '"', '""', "\n\n", " x ", "ü", "'", ";", "x" * 200_000]
 
 
-def test_every_name_and_text_is_read_back(metrics_csv, logger):
+def test_read_table_returns_every_column_name_and_text_unchanged(metrics_csv, logger):
     names = [cell for cell in CELLS if cell]
     for shift in range(len(CELLS)):
         logger.log_epoch({name: CELLS[(shift + i) % len(CELLS)] for i, name in enumerate(names)})
@@ -188,7 +188,7 @@ LINES = {
 @pytest.mark.parametrize("name", LINES)
 @pytest.mark.parametrize("end", ["\n", "\r\n"])
 @pytest.mark.parametrize("start", ["", "\ufeff"])
-def test_a_changed_line_hides_no_other_line(tmp_path, name, end, start):
+def test_read_table_reads_the_lines_around_a_changed_line(tmp_path, name, end, start):
     text, cells = LINES[name]
     lines = lines_of(8)
     lines[4] = text
@@ -204,14 +204,14 @@ def test_a_changed_line_hides_no_other_line(tmp_path, name, end, start):
     assert found.damaged == ([] if name == "zero bytes" else [5])
 
 
-def test_a_column_name_may_contain_a_quote(tmp_path):
+def test_read_table_reads_a_column_name_with_a_quote(tmp_path):
     path = tmp_path / "steps.csv"
     path.write_text("\n".join(['"epoch,step,loss,note', *lines_of(3)[1:], ""]))
     found = read_table(path)
     assert (found.columns, len(found.rows), found.damaged) == (["epoch", "step", "loss", "note"], 3, [1])
 
 
-def test_a_changed_file_is_kept_before_a_new_column_replaces_it(logger, metrics_csv):
+def test_a_new_column_keeps_a_copy_of_a_file_that_was_changed(logger, metrics_csv):
     logger.log_epoch(epoch(0, loss=1.0))
     content = metrics_csv.read_bytes() + b'"1,20,0.5\n'
     metrics_csv.write_bytes(content)
@@ -224,7 +224,7 @@ def test_a_changed_file_is_kept_before_a_new_column_replaces_it(logger, metrics_
     assert metrics_csv.read_bytes() == b"epoch,step,loss,acc\n0,10,1.0,\n1,20,0.5,\n2,30,0.25,\n3,40,,0.5\n"
 
 
-def test_a_file_that_cannot_be_read_stops_nothing(tmp_path, metrics_csv):
+def test_rows_are_kept_while_the_file_cannot_be_written(tmp_path, metrics_csv):
     """The rows are written when the path is free again."""
     logger = CSVLogger(tmp_path / "logs", name="digits", version=0)
     metrics_csv.mkdir(parents=True)
@@ -250,7 +250,7 @@ def test_a_new_logger_takes_the_next_free_version(tmp_path):
         assert sorted(found) == list(range(32))
 
 
-def test_hyperparameters_of_any_type_are_written(tmp_path, logger):
+def test_hparams_yaml_can_contain_values_of_any_type(tmp_path, logger):
     class Thing:
         def __str__(self):
             return "a Thing"

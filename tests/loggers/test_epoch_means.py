@@ -39,7 +39,7 @@ class ManyWays(Classifier):
 @pytest.mark.parametrize(
     ("batch_size", "precision"), [(4, "32-true"), (3, "32-true"), (3, "64-true"), (4, "bf16-mixed")]
 )
-def test_means_equal_those_of_trainer(batch_size, precision):
+def test_epoch_means_equal_trainers(batch_size, precision):
     options = {"max_epochs": 3, "precision": precision, "num_sanity_val_steps": 0}
     loaders = lambda: make_loader(38, batch_size=batch_size)  # noqa: E731
     (trainer, theirs), (loop, ours) = (run(ManyWays, loaders, **options) for run in (run_trainer, run_loop))
@@ -61,7 +61,7 @@ class Reads(Classifier):
         return loss
 
 
-def test_reading_in_mid_epoch_changes_no_mean(tmp_path):
+def test_reading_a_mean_within_an_epoch_does_not_change_it(tmp_path):
     """A checkpoint in mid-epoch has all sums, and a reader that changes a value changes no sum."""
     make_train = lambda: make_loader(40, batch_size=4)  # noqa: E731
     _, _, whole = fit(tmp_path / "whole", Reads, make_train, max_epochs=2)

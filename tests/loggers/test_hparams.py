@@ -43,14 +43,14 @@ def train(kind, model=None, **options):
 
 
 @pytest.mark.parametrize("kind", LOOPS)
-def test_own_settings_are_written_beside_those_of_the_module(kind):
+def test_hparams_are_written_beside_the_modules_hyperparameters(kind):
     train(kind, WithHyperparameters(hidden=8), hparams={"rate": 0.1, "augment": "flip"})
     found = yaml.safe_load(FILE.read_text())["hparams"]
     assert found == {"hidden": 8, "rate": 0.1, "augment": "flip"}
 
 
 @pytest.mark.parametrize("kind", LOOPS)
-def test_list_runs_and_runs_diff_compare_own_settings(kind, capsys):
+def test_list_runs_and_runs_diff_compare_the_hparams_of_runs(kind, capsys):
     for version, width in enumerate((8, 16)):
         train(kind, hparams={"width": width, "depth": 2}, version=version)
     assert list_runs()["changed"].tolist() == [{"width": 8}, {"width": 16}]
@@ -60,7 +60,7 @@ def test_list_runs_and_runs_diff_compare_own_settings(kind, capsys):
 
 
 @pytest.mark.parametrize("kind", LOOPS)
-def test_settings_of_any_type_do_not_stop_a_run(kind):
+def test_hparams_of_any_type_do_not_stop_a_run(kind):
     cycle = {}
     cycle["cycle"] = cycle
     settings = {
@@ -103,7 +103,7 @@ def make_settings():
 
 
 @pytest.mark.parametrize("kind", LOOPS)
-def test_equal_settings_are_no_difference(kind):
+def test_equal_hparams_are_not_listed_as_changed(kind):
     """Objects have other addresses, and in another process a set has another order."""
     settings = []
     for version, rate in enumerate((0.1, 0.2)):
@@ -117,13 +117,13 @@ def test_equal_settings_are_no_difference(kind):
 
 @pytest.mark.parametrize("kind", LOOPS)
 @pytest.mark.parametrize("settings", [3, "lr=0.1", [("lr", 0.1)], {"lr"}, dict])
-def test_settings_that_are_no_dict_are_refused(kind, settings):
+def test_hparams_that_are_not_a_dict_are_refused(kind, settings):
     with pytest.raises((ValueError, TypeError), match="hparams: got .*, expected a dict of your settings"):
         LOOPS[kind](hparams=settings)
 
 
 @pytest.mark.parametrize("kind", LOOPS)
-def test_another_value_than_that_of_the_module_is_refused(kind):
+def test_hparams_that_contradict_the_modules_hyperparameters_are_refused(kind):
     with pytest.raises(ValueError, match="hparams: got .*rate.*(an)?other names?"):
         train(kind, WithHyperparameters(rate=0.1), hparams={"rate": 0.2})
     assert not Path("logs").exists()
@@ -131,13 +131,13 @@ def test_another_value_than_that_of_the_module_is_refused(kind):
 
 
 @pytest.mark.parametrize("kind", LOOPS)
-def test_own_settings_are_no_arguments_of_the_module(kind):
+def test_load_from_checkpoint_ignores_hparams_of_the_loop(kind):
     train(kind, WithHyperparameters(hidden=8), hparams={"augment": "flip"})
     path = Path("checkpoints/run/version_0/last.ckpt")
     assert WithHyperparameters.load_from_checkpoint(path).hparams["hidden"] == 8
 
 
-def test_other_loggers_get_the_settings():
+def test_other_loggers_get_the_hparams():
     class Logger:
         def log_metrics(self, metrics, step=None):
             pass

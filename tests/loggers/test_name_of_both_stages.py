@@ -54,7 +54,7 @@ def loader(length):
 @pytest.mark.parametrize("length", [3, 4])
 @pytest.mark.parametrize("val", [{}, {"on_step": True}], ids=["epoch", "step"])
 @pytest.mark.parametrize("train", [{"prog_bar": True}, BOTH, EPOCH], ids=["step", "both", "epoch"])
-def test_a_name_logged_in_both_stages_has_trainers_values(tmp_path, train, val, length, interval):
+def test_a_name_logged_in_both_stages_has_the_same_values_as_in_trainer(tmp_path, train, val, length, interval):
     seen = []
     for make in (pl.Trainer, FabricLoop):
         stopping = EarlyStopping("x", patience=1, mode="max")
@@ -68,7 +68,7 @@ def test_a_name_logged_in_both_stages_has_trainers_values(tmp_path, train, val, 
     assert seen[0] == seen[1]
 
 
-def test_a_resumed_run_has_the_same_logged_values(tmp_path):
+def test_a_resumed_run_has_the_same_logged_values_as_the_first_run(tmp_path):
     """The checkpoint is that of the validation after an epoch's last batch."""
     keep = ModelCheckpoint(tmp_path, "{epoch}", save_top_k=-1, save_on_train_epoch_end=False)
     (first, whole), (second, resumed) = recorder(), recorder()
@@ -81,7 +81,7 @@ def test_a_resumed_run_has_the_same_logged_values(tmp_path):
 
 
 @pytest.mark.parametrize("make", [FabricLoop, MiniLoop])
-def test_the_monitor_follows_validation(tmp_path, make):
+def test_monitor_reads_the_validation_value_of_a_name_in_both_stages(tmp_path, make):
     loop = make(max_epochs=2, monitor="x", mode="min", default_root_dir=tmp_path)
     history = loop.fit(Same({}, {}), loader(3), loader(2))
     assert history["x"].tolist() == [200.5, 190.5]
@@ -96,7 +96,7 @@ class Breaks(Same):
         return super().training_step(batch, batch_idx)
 
 
-def test_the_last_values_are_seen_after_an_error(tmp_path):
+def test_the_last_logged_values_can_be_read_after_an_error(tmp_path):
     found = []
     for make in (pl.Trainer, FabricLoop):
         trainer = make(**quiet(max_epochs=1, default_root_dir=tmp_path))

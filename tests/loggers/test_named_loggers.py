@@ -10,7 +10,7 @@ from fabric_template import FabricLoop
 
 
 @pytest.mark.parametrize("given", ["tensorboard", ["tensorboard", "csv"], [True, "tensorboard"]], ids=str)
-def test_tensorboard_shares_the_folder_of_the_run(tmp_path, given):
+def test_tensorboard_writes_into_the_run_directory(tmp_path, given):
     pytest.importorskip("tensorboard")
     for version in (0, 1):
         loop, _, _ = fit(tmp_path, Plain, val=val_loader, max_epochs=1, logger=given)
@@ -21,7 +21,7 @@ def test_tensorboard_shares_the_folder_of_the_run(tmp_path, given):
 
 
 @pytest.mark.parametrize("name", ["wandb", "mlflow"])
-def test_an_installed_package_gets_the_run(tmp_path, name, monkeypatch):
+def test_wandb_and_mlflow_record_the_run_if_installed(tmp_path, name, monkeypatch):
     pytest.importorskip(name)
     monkeypatch.setenv("WANDB_MODE", "offline")
     loop, _, _ = fit(tmp_path, Plain, val=val_loader, max_epochs=1, logger=name)
@@ -30,7 +30,7 @@ def test_an_installed_package_gets_the_run(tmp_path, name, monkeypatch):
 
 
 @pytest.mark.parametrize("name", ["wandb", "mlflow"])
-def test_a_missing_package_is_named_with_its_installation(tmp_path, name):
+def test_an_error_names_the_pip_command_for_a_missing_logger_package(tmp_path, name):
     if find_spec(name):
         pytest.skip(f"{name} is installed")
     with pytest.raises(ValueError, match=f"logger: got '{name}', .* Run pip install {name}."):

@@ -29,7 +29,7 @@ def three_runs(tmp_path):
     return root
 
 
-def test_all_runs_are_sorted_by_name_and_version(three_runs):
+def test_read_logs_sorts_runs_by_name_and_version(three_runs):
     expected = pd.DataFrame(
         {
             "name": ["a/b", "digits", "digits", "digits"],
@@ -45,7 +45,7 @@ def test_all_runs_are_sorted_by_name_and_version(three_runs):
     assert (set(one_run["name"]), one_run["version"].tolist()) == ({"digits"}, [9, 10, 10])
 
 
-def test_numbers_in_names_are_sorted_by_value(tmp_path):
+def test_run_names_are_sorted_by_the_value_of_their_numbers(tmp_path):
     names = ["lr_0.1/width_4", "lr_0.1/width_16", "lr_0.1/width_128", "width_4", "width_04b", "width_16"]
     for name in reversed(names):
         CSVLogger(tmp_path, name=name, version=0).log_epoch(epoch(0, val_loss=1.0))
@@ -59,7 +59,7 @@ def test_numbers_in_names_are_sorted_by_value(tmp_path):
 
 @pytest.mark.parametrize("path", ["digits/version_10", "digits/version_10/metrics.csv"])
 @pytest.mark.parametrize("make", [str, lambda path: path], ids=["str", "path"])
-def test_read_logs_reads_one_version(three_runs, path, make):
+def test_read_logs_reads_a_single_version(three_runs, path, make):
     found = read_logs(make(three_runs / path))
     assert found["version"].tolist() == [10, 10]
     assert found["loss"].tolist() == [1.0, 0.5]
@@ -72,7 +72,7 @@ def test_read_logs_returns_the_rows_of_steps_csv(three_runs, path, losses):
     assert found["loss"].tolist() == losses
 
 
-def test_every_kind_of_value_is_read_back(tmp_path):
+def test_read_logs_returns_every_kind_of_value_unchanged(tmp_path):
     logger = CSVLogger(tmp_path, name="digits")
     floats = [0.1, 1 / 3, 5e-324, 1.7976931348623157e308, -0.0]
     for index, value in enumerate(floats):
@@ -86,7 +86,7 @@ def test_every_kind_of_value_is_read_back(tmp_path):
     assert found["version"].tolist() == [0] * 6
 
 
-def test_half_empty_rows_of_lightning_are_joined(tmp_path):
+def test_read_logs_joins_the_half_empty_rows_of_lightning(tmp_path):
     logger = LightningCSVLogger(tmp_path, name="lit")
     for i in range(2):
         # LearningRateMonitor logs rows without an epoch.
@@ -104,7 +104,7 @@ def test_half_empty_rows_of_lightning_are_joined(tmp_path):
     assert read_logs(tmp_path)["val_loss"].tolist() == [3.0, 3.0, 0.5]
 
 
-def test_an_incomplete_line_is_left_out_with_a_warning(tmp_path):
+def test_read_logs_warns_about_an_incomplete_line_and_skips_it(tmp_path):
     CSVLogger(tmp_path).log_epoch(epoch(0, loss=1.0))
     path = tmp_path / "run/version_0/metrics.csv"
     path.write_bytes(path.read_bytes() + b"1,20,0.12")
@@ -112,7 +112,7 @@ def test_an_incomplete_line_is_left_out_with_a_warning(tmp_path):
         assert read_logs(tmp_path)["loss"].tolist() == [1.0]
 
 
-def test_paths_without_logs_are_refused(tmp_path, three_runs):
+def test_read_logs_refuses_a_path_without_logs(tmp_path, three_runs):
     missing = three_runs / "digitz"
     with pytest.raises(ValueError, match=r"expected a metrics\.csv.* The path does not exist\."):
         read_logs(missing)
@@ -123,7 +123,7 @@ def test_paths_without_logs_are_refused(tmp_path, three_runs):
         read_logs(pd.DataFrame())
 
 
-def test_neither_torch_nor_lightning_is_imported(three_runs):
+def test_read_logs_imports_neither_torch_nor_lightning(three_runs):
     code = (
         f"import sys; from fabric_template.loggers.read_logs import read_logs; read_logs({str(three_runs)!r});"
         " print(sorted({'torch', 'lightning'} & set(sys.modules)))"

@@ -101,7 +101,7 @@ def test_validations_inside_an_epoch_have_rows_in_steps_csv(tmp_path, make):
     assert torch.isfinite(torch.tensor(history["train_loss"].tolist())).all()
 
 
-def test_values_of_several_loaders_have_trainers_names(tmp_path):
+def test_values_of_several_loaders_have_the_same_names_as_in_trainer(tmp_path):
     """The values of each loader have Trainer's names."""
 
     class Two(Half):
@@ -160,7 +160,7 @@ class LitImageModule(ImageSteps, pl.LightningModule):
 
 
 @pytest.mark.parametrize("make", [ImageModule, LitImageModule])
-def test_the_batch_size_of_self_log_weights_what_the_step_returns(tmp_path, make):
+def test_the_batch_size_given_to_log_also_weights_returned_values(tmp_path, make):
     """No warning appears, because the suite makes each warning an error."""
     _, _, history = fit(tmp_path, make, make_images, make_images, max_epochs=1)
     assert history[["train_loss", "other", "val_loss", "val_other"]].iloc[0].tolist() == pytest.approx(
@@ -168,7 +168,7 @@ def test_the_batch_size_of_self_log_weights_what_the_step_returns(tmp_path, make
     )
 
 
-def test_the_time_of_a_resumed_epoch_is_that_of_the_whole_epoch(tmp_path, monkeypatch):
+def test_the_time_of_a_resumed_epoch_includes_the_time_before_the_resume(tmp_path, monkeypatch):
     now = [100.0]
     monkeypatch.setattr(rows.time, "monotonic", lambda: now[0])
 

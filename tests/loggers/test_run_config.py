@@ -27,7 +27,7 @@ def test_a_resumed_run_does_not_rewrite_config_yaml(tmp_path):
     assert (tmp_path / FILE).read_text() == "max_epochs: 7\n"
 
 
-def test_config_yaml_lists_the_objects_that_yaml_cannot_hold(tmp_path):
+def test_config_yaml_names_the_objects_that_yaml_cannot_represent(tmp_path):
     class Profiler:
         pass
 
@@ -45,7 +45,7 @@ def test_config_yaml_lists_the_objects_that_yaml_cannot_hold(tmp_path):
     assert not {*unknown} & {*found}
 
 
-def test_a_file_that_cannot_be_written_costs_a_warning(tmp_path, monkeypatch):
+def test_a_config_yaml_that_cannot_be_written_only_warns(tmp_path, monkeypatch):
     def refuse(path, *args):
         raise OSError(28, "No space left on device")
 

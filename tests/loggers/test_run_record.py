@@ -72,7 +72,7 @@ def test_config_yaml_records_command_versions_device_and_optimizer(kind, monkeyp
 
 
 @pytest.mark.parametrize("kind", LOOPS)
-def test_a_scheduler_does_not_change_the_recorded_rate(kind):
+def test_config_yaml_records_the_learning_rate_before_the_scheduler(kind):
     def warm_up(optimizer):
         return torch.optim.lr_scheduler.LinearLR(optimizer, start_factor=0.01)
 
@@ -80,7 +80,7 @@ def test_a_scheduler_does_not_change_the_recorded_rate(kind):
 
 
 @pytest.mark.parametrize("kind", LOOPS)
-def test_an_argument_of_each_group_is_a_list(kind):
+def test_config_yaml_lists_the_learning_rates_of_all_parameter_groups(kind):
     def by_group(parameters, lr):
         weight, bias = parameters
         return torch.optim.SGD([{"params": [weight]}, {"params": [bias], "lr": lr / 10}], lr=lr)
@@ -90,7 +90,7 @@ def test_an_argument_of_each_group_is_a_list(kind):
 
 
 @pytest.mark.parametrize("kind", LOOPS)
-def test_the_commit_and_the_number_of_changed_files_are_recorded(kind):
+def test_config_yaml_records_the_commit_and_the_number_of_changed_files(kind):
     git = ["git", "-c", "user.name=a", "-c", "user.email=a@b.c"]
     subprocess.run([*git, "init", "-q"], check=True)
     Path("train.py").write_text("lr = 0.1\n")
@@ -107,7 +107,7 @@ def test_the_commit_and_the_number_of_changed_files_are_recorded(kind):
 
 @pytest.mark.parametrize("kind", LOOPS)
 @pytest.mark.parametrize("content", [None, "#!/bin/sh\nexec sleep 30\n", "#!/bin/sh\nexit 128\n"])
-def test_a_missing_slow_or_failing_git_stops_no_run(kind, content, monkeypatch):
+def test_a_missing_slow_or_failing_git_does_not_stop_a_run(kind, content, monkeypatch):
     Path("bin").mkdir()
     path = os.path.abspath("bin")
     if content is not None:
@@ -123,7 +123,7 @@ def test_a_missing_slow_or_failing_git_stops_no_run(kind, content, monkeypatch):
 
 
 @pytest.mark.parametrize("kind", LOOPS)
-def test_unusual_arguments_of_an_optimizer_stop_no_run(kind):
+def test_unusual_optimizer_arguments_do_not_stop_a_run(kind):
     class Unusual(torch.optim.SGD):
         def __init__(self, parameters, lr):
             super().__init__(parameters, lr=lr)
@@ -132,7 +132,7 @@ def test_unusual_arguments_of_an_optimizer_stop_no_run(kind):
     assert train(kind, Unusual)["optimizer"]["lr"] == 0.1
 
 
-def test_both_loops_have_the_same_version():
+def test_mini_py_has_the_same_version_as_the_package():
     assert fabric_template.__version__ == mini.VERSION
 
 
@@ -185,7 +185,7 @@ WAYS = [train_by_hand, train_with_functions, train_a_module, train_a_trial]
 
 @pytest.mark.parametrize("kind", LOOPS)
 @pytest.mark.parametrize("way", WAYS)
-def test_changed_settings_are_shown_for_each_run(kind, way, capsys):
+def test_list_runs_shows_the_learning_rate_that_changed(kind, way, capsys):
     for rate in (0.1, 0.4):
         way(kind, rate)
     runs = list_runs().sort_values("best")
@@ -198,13 +198,13 @@ def test_changed_settings_are_shown_for_each_run(kind, way, capsys):
     assert f"{name}=0.4" in capsys.readouterr().out
 
 
-def test_arguments_of_other_optimizers_are_no_difference():
+def test_list_runs_ignores_arguments_that_only_one_optimizer_has():
     train("FabricLoop", torch.optim.SGD)
     train("FabricLoop", torch.optim.Adam)
     assert list_runs()["changed"].tolist() == [{"optimizer": "SGD"}, {"optimizer": "Adam"}]
 
 
-def test_an_own_loop_records_its_settings():
+def test_a_hand_written_loop_records_its_optimizers_and_hparams():
     loop = make_loop("FabricLoop", hparams={"width": 8})
     for net, lr in ((nn.Linear(8, 3), 0.1), (nn.Linear(3, 8), 0.2)):
         loop.setup(net, torch.optim.SGD(net.parameters(), lr=lr))
@@ -217,7 +217,7 @@ def test_an_own_loop_records_its_settings():
     assert hparams == {"width": 8}
 
 
-def test_runs_diff_compares_the_records(capsys, monkeypatch):
+def test_runs_diff_compares_the_recorded_command_and_batch_size(capsys, monkeypatch):
     for batch_size, name in ((2, "a.py"), (4, "b.py")):
         monkeypatch.setattr(sys, "argv", [name])
         train("MiniLoop", batch_size=batch_size)

@@ -119,7 +119,7 @@ def answers_of(table, resume=None):
 
 
 @pytest.mark.filterwarnings("ignore")
-def test_every_metric_returns_the_same_after_a_resume():
+def test_each_metric_computes_the_same_value_after_a_resume():
     whole = answers_of(METRICS)
     for file, num_answers in (("3.ckpt", 4), ("4.ckpt", 3)):
         resumed = answers_of(METRICS, resume=file)
@@ -157,7 +157,7 @@ class Evaluated(nn.Module):
     configure_optimizers = Measures.configure_optimizers
 
 
-def test_a_metric_of_an_evaluation_is_saved_only_after_the_evaluation():
+def test_a_validation_metric_is_saved_only_after_the_validation():
     """A resumed run repeats an evaluation in which it was saved."""
 
     def train(max_epochs, resume=None):

@@ -55,7 +55,7 @@ def read(root, name):
 
 @pytest.mark.parametrize("make", [Plain, Silent, Means])
 @pytest.mark.parametrize("train", [make_loader, endless], ids=["epochs", "endless"])
-def test_each_validation_and_the_last_step_have_a_row(tmp_path, make, train):
+def test_each_validation_and_the_last_step_write_a_row(tmp_path, make, train):
     options = {"max_steps": 25, "validate_every_n_steps": 10, "log_every_n_steps": 5, "log_grad_norm": True}
     _, module, history = fit(tmp_path, make, train, val_loader, gradient_clip_val=0.1, **options)
     rows, steps = read(tmp_path, "metrics.csv"), read(tmp_path, "steps.csv")
@@ -120,7 +120,7 @@ def test_a_finished_run_keeps_its_last_row(tmp_path):
         assert read(tmp_path, "metrics.csv")["step"].tolist() == [5, 10, 13]
 
 
-def test_a_resume_after_a_validation_repeats_no_row(tmp_path):
+def test_a_resume_after_a_validation_does_not_repeat_its_row(tmp_path):
     """The row of the validation is written once: by the run that saved, and by the one that resumes."""
 
     class Saves(Callback):

@@ -62,7 +62,7 @@ def train(train_data, val_data=None, step_seconds=0.0, resume=None, make=FabricL
 @pytest.mark.parametrize("make", [FabricLoop, MiniLoop])
 @pytest.mark.parametrize("options", [{}, {"validate_every_n_steps": 2}, {"max_steps": 8}], ids=str)
 @pytest.mark.parametrize("data", [Slow(0.02), SlowStream()], ids=["map_style", "stream"])
-def test_each_row_has_the_share_of_waiting(data, options, make):
+def test_each_row_has_the_share_of_time_spent_waiting(data, options, make):
     _, history = train(data, Slow(0.02), step_seconds=0.01, make=make, **options)
     written = pd.read_csv("logs/run/version_0/metrics.csv")
     assert len(written) == len(history)
@@ -71,20 +71,20 @@ def test_each_row_has_the_share_of_waiting(data, options, make):
 
 
 @pytest.mark.parametrize("make", [FabricLoop, MiniLoop])
-def test_the_time_of_steps_is_not_waiting(make):
+def test_the_time_of_steps_does_not_count_as_waiting(make):
     _, history = train(Slow(0.0), Slow(0.0), step_seconds=0.05, make=make)
     assert (history["waiting"] == 0).all()
 
 
 @pytest.mark.parametrize("make", [FabricLoop, MiniLoop])
-def test_waiting_for_validation_batches_counts(make):
+def test_waiting_for_validation_batches_counts_as_waiting(make):
     _, history = train(Slow(0.0), Slow(0.03), step_seconds=0.01, make=make)
     assert history["waiting"].tolist() == [0.75, 0.75]
 
 
 @pytest.mark.parametrize(("make", "options"), [(FabricLoop, {"enable_progress_bar": True}), (MiniLoop, {})])
 @pytest.mark.parametrize("seconds", [0.0, 0.03])
-def test_the_table_shows_waiting_that_is_worth_a_change(seconds, make, options, capsys):
+def test_the_printed_table_shows_waiting_only_if_it_is_long(seconds, make, options, capsys):
     train(Slow(seconds), step_seconds=0.03, make=make, max_epochs=3, **options)
     out = capsys.readouterr().out
     hints = re.findall(r"Training waits for batches for \d\d% of the time. .*\.tune\(", out)
@@ -94,7 +94,7 @@ def test_the_table_shows_waiting_that_is_worth_a_change(seconds, make, options, 
     assert len(re.findall(r" (?:\d\d%|0\.\d{4})$", out, re.MULTILINE)) == 3 * is_slow
 
 
-def test_a_resumed_row_has_the_waiting_before_the_checkpoint():
+def test_a_resumed_row_includes_the_waiting_before_the_checkpoint():
     class Stops(Slow):
         def __getitem__(self, index):
             if index == 6:
@@ -109,7 +109,7 @@ def test_a_resumed_row_has_the_waiting_before_the_checkpoint():
     assert (history["time"] * history["waiting"]).tolist() == [pytest.approx(0.4, abs=0.001)]
 
 
-def test_a_resumed_row_leaves_the_validation_out_of_the_rate():
+def test_samples_per_second_of_a_resumed_row_excludes_the_validation():
     """The file is saved after the validation, and before the row of the epoch is written."""
     options = {"max_steps": 4, "max_epochs": 1}
     _, whole = train(Slow(0.0), Slow(0.03), 0.01, callbacks=[ModelCheckpoint("saved")], **options)
@@ -119,7 +119,7 @@ def test_a_resumed_row_leaves_the_validation_out_of_the_rate():
     assert resumed["samples_per_second"].tolist() == [200.0]
 
 
-def test_waiting_is_no_metric():
+def test_list_runs_does_not_rank_runs_by_waiting():
     assert not is_metric("waiting")
     assert not is_metric("gpu_memory")
     train(Slow(0.0))
