@@ -208,8 +208,8 @@ class LoopConfig:
             )
         if self.mode == "auto" and self.monitor and find_direction(self.monitor) is None:
             yield (
-                f"mode: got 'auto' for monitor={self.monitor!r}, whose name is not known, expected"
-                ' "min" or "max". Write mode=\'min\' if its smallest value is the best.'
+                f"mode: got 'auto' for monitor={self.monitor!r}, whose direction is unknown, expected"
+                ' "min" or "max". Write mode=\'min\' if the smallest value is the best.'
             )
         if self.barebones:
             yield from self._contradictions_of_barebones()

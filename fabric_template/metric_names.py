@@ -1,4 +1,4 @@
-"""Find by a column's name what its values are, and whether small or large values are good."""
+"""Recognize the kind of a column by its name, and whether small or large values are best."""
 
 from __future__ import annotations
 
@@ -6,14 +6,14 @@ import re
 from collections.abc import Iterable
 from typing import NamedTuple
 
-# The names of the columns of epochs and of steps, in the logs of this package and of others.
+# Names of epoch and step columns in the logs of this package and of other tools.
 EPOCH_NAMES = ("epoch", "epochs", "ep", "epoch_idx")
 STEP_NAMES = (
     *("step", "steps", "global_step", "trainer/global_step", "train/global_step", "_step"),
     *("iteration", "iterations", "iter", "iters", "boosting_round", "round"),
     *("training_iteration", "num_updates", "total_timesteps", "time/total_timesteps"),
 )
-# Other columns that are not metrics, and the last parts of the names of durations, sizes and ids.
+# Names of other columns that are not metrics, and last parts of names for durations, sizes and ids.
 NOT_METRICS = (
     *("name", "version", "index", "batch", "batch_idx", "seed", "best_epoch", "best_step"),
     *("total_flos", "number", "trial", "fold", "rank", "pid", "timesteps_total"),
@@ -26,7 +26,7 @@ SPLITS = {"train": "train", "training": "train", "test": "test", "testing": "tes
 SPLITS |= {"tr": "train", "te": "test"}
 SPLITS |= dict.fromkeys(("val", "valid", "validation", "eval", "dev"), "validation")
 _SPLIT = f"(?P<split>{'|'.join(SPLITS)})"
-# Names such as "val_loss", "valLoss", "validation_0-rmse" and "valid_0's l2", or "Loss/val".
+# These match "val_loss", "valLoss", "validation_0-rmse" and "valid_0's l2", or "Loss/val".
 _PREFIX = re.compile(
     rf"(?is){_SPLIT}(?:_\d+)?(?:'s)?(?:[\W_]+|(?-i:(?<=[a-z])(?=[A-Z])))(?P<quantity>.+)"
 )
@@ -48,7 +48,7 @@ class Metric(NamedTuple):
 
 
 def parse_metric(column: str) -> Metric:
-    """Split the name of a column into its parts. Column names of other loggers are accepted."""
+    """Split a column's name into its parts. Names that other loggers use are also accepted."""
     match = _PREFIX.fullmatch(column) or _SUFFIX.fullmatch(column)
     split, quantity = SPLITS.get(column.lower(), ""), column
     if match is not None:
@@ -62,24 +62,24 @@ def parse_metric(column: str) -> Metric:
 
 
 def find_axis(columns: Iterable[str], axis: str) -> str | None:
-    """Return the column of epochs (axis="epoch") or of steps (axis="step"), or None."""
+    """Return the name of the epoch column (axis="epoch") or step column (axis="step"), or None."""
     names = {str(column).strip().lower(): str(column) for column in reversed([*columns])}
     known = {"epoch": EPOCH_NAMES, "step": STEP_NAMES}.get(axis, (axis.lower(),))
     return next((names[name] for name in known if name in names), None)
 
 
 def is_metric(column: str) -> bool:
-    """Return whether a column may contain a metric, and not an epoch, a duration or the like."""
+    """Return whether a column may contain a metric, rather than epochs, durations or similar."""
     name = column.strip().lower()
     if name in (*EPOCH_NAMES, *STEP_NAMES, *NOT_METRICS) or name.startswith("unnamed:"):
         return False
     parts = re.split(r"[\W_]+", name.strip("_() "))
-    # Columns such as "time/fps", "time_ms" and "Relative Time (Process)" are no metrics.
+    # Columns such as "time/fps", "time_ms" and "Relative Time (Process)" are not metrics.
     return parts[-1] not in DURATIONS and not ("time" in parts and find_direction(name) is None)
 
 
-# mini.py imports nothing of the package, so it has its own copy of the following code.
-# Names of metrics, or parts of them, by the best value: the smallest, the largest, or neither.
+# mini.py imports nothing from this package, so it has its own copy of the following code.
+# Metric names, or parts of names, by which value is best: the smallest, the largest, or neither.
 SMALLEST_IS_BEST = """
     loss losses abs_rel ade aepe aic asd assd bce bic bits bpb bpc bpd bpp brier brisque ce cer
     chamfer cost cross_entropy crossentropy crps dcf der deviance distance distortion divergence ece
@@ -116,21 +116,21 @@ NEGATED = re.compile(r"(^|(?<!false)(?<!true)[\W_])(neg|negative|minus)[\W_]|^1 
 
 def find_direction(metric: str) -> str | None:
     """Return "min" if a metric's smallest value is the best, "max" if its largest is, or None."""
-    # "fpr@recall" and "fpr_at_recall" are an fpr.
+    # "fpr@recall" and "fpr_at_recall" are kinds of "fpr".
     name = re.split(r"@|[\W_]at[\W_]", metric, flags=re.IGNORECASE)[0]
     spaced = re.sub(r"(?<=[a-z\d])(?=[A-Z])|(?<=[A-Z])(?=[A-Z][a-z])", "_", name)
     for spelling in (name.lower(), spaced.lower()):
         direction, before = "", ""
         parts = re.split(r"[\W_]+", spelling)
         for part in parts:
-            # Accept "top5", "map50" and "valloss", too.
+            # Also accept names such as "top5", "map50" and "valloss".
             without_digits = part.rstrip("0123456789")
             end = ENDING.search(without_digits)
             keys = [f"{before}_{part}", part, without_digits, end[0] if end else ""]
             direction = next((DIRECTIONS[key] for key in keys if key in DIRECTIONS), direction)
             before = part
         if direction and {"loss", "losses"} & {*parts}:
-            # In names such as "loss_iou", the last part is the kind of the loss.
+            # In a name such as "loss_iou", the last part only names the kind of loss.
             direction = "min"
         if direction and NEGATED.search(spelling):
             direction = "max" if direction == "min" else "min"

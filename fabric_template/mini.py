@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: MIT
-"""Train PyTorch models with a loop in one file, to read, to copy and to change.
+"""Train PyTorch models with a training loop in one file that you can read, copy and change.
 
-This file is a part of fabric_template, under the MIT License (file LICENSE). It needs torch and
-lightning, which install NumPy, PyYAML and tqdm. Read `fit`, `_train_epoch` and `_train_batch` first.
+This file is part of fabric_template, under the MIT License (see LICENSE). It needs torch and
+lightning, which install NumPy, PyYAML and tqdm. First read `fit`, `_train_epoch`, `_train_batch`.
 
 To change a part of the training, edit one of these methods:
 
@@ -12,7 +12,7 @@ To change a part of the training, edit one of these methods:
 - `_is_done`: when training stops
 - `_set_up_optimizer`: the optimizer and the schedulers, such as a warm-up
 - `_validate`: the validation sets, and the weights that are validated
-- `_end_row` and `_log_step`: the rows of metrics.csv and of steps.csv
+- `_end_row` and `_log_step`: the rows of metrics.csv and steps.csv
 - `log` and `_log_output`: the values in these rows
 - `_save`: which checkpoints are written
 - `_build_checkpoint` and `_restore`: the content of a checkpoint
@@ -81,13 +81,13 @@ REFUSED_HOOKS = """
     on_save_checkpoint on_load_checkpoint training_epoch_end validation_epoch_end
 """
 VERSION = "0.2.0"
-# The smallest value of each option that is a number.
+# The smallest allowed value of each numeric option.
 SMALLEST = {"max_epochs": -1, "max_steps": -1, "accumulate_grad_batches": 1, "seed": 0}
 SMALLEST |= {"validate_every_n_steps": 1, "log_every_n_steps": 0, "gradient_clip_val": 0}
-# The values that log() accepts for the other arguments of Trainer's self.log.
+# Arguments of Trainer's self.log that log() accepts only with these values, or with None.
 LOG_ARGUMENTS = {"reduce_fx": "mean", "enable_graph": False, "sync_dist_group": None}
 LOG_ARGUMENTS |= {"rank_zero_only": False, "add_dataloader_idx": True, "logger": True}
-# The messages of torch whose advice does not apply in a loop, and what to write instead.
+# torch's advice in these messages does not apply in a loop. Each value replaces such a message.
 INSTEAD = {
     "numpy.ndarray": "batch: got NumPy arrays in a step, expected tensors. Write TensorLoader(x, y,"
     " batch_size=32), or convert the batch in the step with torch.as_tensor.",
@@ -97,19 +97,19 @@ INSTEAD = {
     " graph, expected one. Remove loss.backward(), because the loop calls it, or call detach() on"
     " tensors that the step keeps for later batches.",
 }
-NEEDS_CLOSURE = "optimizer: got one whose step needs a closure, expected another. Use FabricLoop."
-END: Any = object()  # Marks the end of a loader.
+NEEDS_CLOSURE = "optimizer: got one whose step() needs a closure. Use FabricLoop, which passes one."
+END: Any = object()  # A marker for the end of a loader.
 CHECKPOINTS = ("last.ckpt", "best.ckpt", "epoch=*-step=*.ckpt")
 # Attributes that every nn.Module has. They are not the user's own state.
 MODULE_ATTRIBUTES = vars(nn.Module()).keys()
-# Attributes of optimizers that state_dict contains, that hold the tensor of a group, or that
-# schedulers set for a warning.
+# Optimizer attributes that need no saving. state_dict() contains the first two, "defaults" may
+# share a tensor with a group, and schedulers set the others only to warn about a wrong order.
 OPTIMIZER_ATTRIBUTES = ("state", "param_groups", "defaults", "_opt_called", "_step_count")
 GENERATORS = (torch.Generator, random.Random, np.random.Generator, np.random.RandomState)
 NUMPY: Any = (np.generic, np.ndarray)
-# Values of data sets that are neither searched nor saved as objects.
+# The search for objects inside a data set skips these types.
 NOT_SEARCHED = (type, FunctionType, MethodType, ModuleType, Logger, Tensor, nn.Module, Fabric)
-# The types of the attributes that checkpoints contain, besides tensors and NumPy arrays.
+# Besides tensors and NumPy arrays, checkpoints contain attributes of these types.
 ATOMS = frozenset((type(None), bool, int, float, complex, str, bytes))
 CONTAINERS: dict[str, Any] = {kind.__name__: kind for kind in (list, tuple, set, frozenset, deque)}
 CONTAINERS["Size"] = torch.Size
@@ -119,28 +119,28 @@ OPEN_LOCKS: list[IO[str]] = []
 
 @dataclass(kw_only=True, eq=False)
 class MiniLoop:
-    """Train a model with step functions, or an object with a method ``training_step``."""
+    """Train a model with step functions, or an object that has a ``training_step`` method."""
 
     max_epochs: int | None = None  # -1: no limit. None: 1000, or no limit if max_steps is set.
     max_steps: int = -1  # Stop after this many optimizer steps. -1: no limit.
-    name: str = "run"  # The files are in logs/<name>/version_<n>, checkpoints/<name>/version_<n>.
+    name: str = "run"  # Files go to logs/<name>/version_<n> and checkpoints/<name>/version_<n>.
     version: int | str | None = None  # None: the next free number, or the resumed version.
     monitor: str | None = None  # The metric that selects best.ckpt.
-    # "min": the smallest value of monitor is the best. "max": the largest. "auto": by its name.
+    # "min" if the smallest value of monitor is the best, "max" if the largest is. "auto": by name.
     mode: str = "auto"
     accumulate_grad_batches: int = 1  # The number of batches per optimizer step.
     gradient_clip_val: float | None = None  # Clip the total gradient norm to this value.
-    validate_every_n_steps: int | None = None  # Validate and save every N steps. None: each epoch.
+    validate_every_n_steps: int | None = None  # Validate and save every N steps. None: every epoch.
     log_every_n_steps: int = 50  # Write a row to steps.csv every N optimizer steps. 0: never.
-    seed: int | None = None  # Seeds the random generators at creation and at the start of a run.
-    default_root_dir: str | os.PathLike[str] = "."  # The folder of logs/ and checkpoints/.
-    accelerator: Any = "auto"  # An argument of lightning.Fabric, like strategy, devices, precision.
+    seed: int | None = None  # Seeds the random generators when the loop is created and in fit.
+    default_root_dir: str | os.PathLike[str] = "."  # The folder for logs/ and checkpoints/.
+    accelerator: Any = "auto"  # Passed to lightning.Fabric, like strategy, devices and precision.
     strategy: Any = "auto"
-    devices: Any = "auto"  # "auto" also joins the processes that torchrun has started.
+    devices: Any = "auto"  # "auto" also uses the processes that torchrun has started.
     precision: Any = None
     fabric: Any = None  # A lightning.Fabric object to use instead of the four options above.
-    hparams: Any = None  # Your own settings, as {"lr": 0.1}, for hparams.yaml and list_runs.
-    # Modules read these attributes of Trainer. MiniLoop has no sanity check and no loggers.
+    hparams: Any = None  # Your own settings for hparams.yaml and list_runs, such as {"lr": 0.1}.
+    # A LightningModule may read these attributes from its trainer, which is the loop.
     sanity_checking, logger, loggers = False, None, ()
 
     def __new__(cls, **options: Any) -> MiniLoop:
@@ -148,7 +148,7 @@ class MiniLoop:
         return super().__new__(cls)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> MiniLoop:
-        # A model refers to the loop through log(), and so does a copy of the model.
+        # A model refers to the loop through log(). A copy of the model must use the same loop.
         return self
 
     def __post_init__(self) -> None:
@@ -175,7 +175,7 @@ class MiniLoop:
         is_script = "MultiProcessing" not in type(strategy.launcher).__name__
         text = f"strategy: got {self.strategy!r} ({type(strategy).__name__}), expected one device"
         is_known = is_one_device or (type(strategy) is DDPStrategy and is_script)
-        check(is_known, f'{text} or "ddp" in a script. Use FabricLoop for others.')
+        check(is_known, f'{text} or "ddp" in a script. Use FabricLoop for other strategies.')
         self._precision = strategy.precision
         precision = str(self._precision.precision)
         self._converts_dtype = precision.endswith("-true") and precision != "32-true"
@@ -188,8 +188,8 @@ class MiniLoop:
         check(is_mode, f'mode: got {self.mode!r}, expected "auto", "min" or "max".')
         if self.mode == "auto":
             direction = "min" if self.monitor is None else find_direction(str(self.monitor))
-            text = f"mode: got 'auto' for monitor={self.monitor!r}, whose name is not known"
-            fix = "Write mode='min' if its smallest value is the best."
+            text = f"mode: got 'auto' for monitor={self.monitor!r}, whose direction is unknown"
+            fix = "Write mode='min' if the smallest value is the best."
             check(direction is not None, f'{text}, expected "min" or "max". {fix}')
             self.mode = str(direction)
         text = f"hparams: got {type(self.hparams).__name__}, expected a dict of your settings."
@@ -198,7 +198,7 @@ class MiniLoop:
             value = getattr(self, option)
             is_name = isinstance(value, str) and value.strip(".") and not {*value} & {*'/\\:*?"<>|'}
             is_number = option == "version" and isinstance(value, int | None)
-            check(is_name or is_number, f"{option}: got {value!r}, expected the name of a folder.")
+            check(is_name or is_number, f"{option}: got {value!r}, expected a folder name.")
         for option, least in SMALLEST.items():
             value = getattr(self, option)
             is_number = isinstance(value, int) or (isinstance(value, Real) and "clip" in option)
@@ -209,36 +209,36 @@ class MiniLoop:
         """Seed the random generators, and set the initial state of a run."""
         if self.seed is not None:
             Fabric.seed_everything(self.seed, workers=True, verbose=False)
-        self.current_epoch = self.global_step = 0  # Numbers of finished epochs and steps.
+        self.current_epoch = self.global_step = 0  # Count finished epochs and optimizer steps.
         self.batches_done = 0  # The number of finished batches in this epoch.
-        self.should_stop = False  # Set True on all processes to stop after the current step.
+        self.should_stop = False  # Set it to True on all processes to stop after the current step.
         self.history: list[dict[str, Any]] = []  # The rows of metrics.csv.
         self.best_score: float | None = None
-        # The names and values of the best checkpoints, and their metric.
+        # The best checkpoints with their scores, and the metric that selects them.
         self._best: dict[str, Any] = {"kept": {}, "monitor": self.monitor, "mode": self.mode}
-        # The sums of the epoch and, if rows are written every N steps, of the next row. A sum is
-        # [total, weight, is_synced]. The key is the hook that has logged the value, and the name.
+        # Running sums for the epoch and, with validate_every_n_steps, also for the next row.
+        # Each sum is [total, weight, is_synced]. Its key is (logging hook, metric name).
         self._sums: list[dict[tuple[str, str], Any]] = [{}]
-        self._torchmetrics: dict[tuple[str, str], Any] = {}  # The logged objects of torchmetrics.
+        self._torchmetrics: dict[tuple[str, str], Any] = {}  # The logged torchmetrics objects.
         self.callback_metrics: dict[str, Tensor] = {}  # The newest value of each logged metric.
-        self._validated: dict[str, Tensor] = {}  # The validation metrics of the next row.
-        self._validation_names: set[str] = set()  # The names of the newest validation metrics.
-        # The values for steps.csv that the current training batch has logged. None between batches.
+        self._validated: dict[str, Tensor] = {}  # The validation metrics for the next row.
+        self._validation_names: set[str] = set()  # The names of the latest validation's metrics.
+        # The values that the current training batch has logged for steps.csv. None between batches.
         self._step_values: Any = None
-        self._is_first_batch = True  # Whether this run has not trained a batch yet.
-        self._hook = ""  # The hook or step that runs.
-        self._batch_size = 1  # The weight of the current batch in the mean of a metric.
+        self._is_first_batch = True  # True until this run has trained a batch.
+        self._hook = ""  # The hook or step that is running.
+        self._batch_size = 1  # The current batch's weight in the mean of a metric.
         self._logged_batch_size: int | None = None  # The batch_size that a step passes to log().
         self._batches_in_window = 0  # The number of batches since the last optimizer step.
-        self._batches: Any = None  # The iterator of the training loader in this epoch.
+        self._batches: Any = None  # This epoch's iterator over the training loader.
         self._epoch_start: Any = None  # The random state at the start of this epoch.
-        self._before_next: Any = None  # The random state before a batch that was read ahead.
+        self._before_next: Any = None  # The random state before the next batch was read ahead.
         self._resumed_state: Any = None  # The random state of the resumed checkpoint.
-        self._saved_step: int | None = None  # The step of last.ckpt. None: nothing is saved.
-        # The number of rows and the columns of each CSV file.
+        self._saved_step: int | None = None  # The step of last.ckpt. None: there is no last.ckpt.
+        # Each CSV file's number of rows, and its columns.
         self._tables: dict[str, Any] = {"metrics.csv": (0, []), "steps.csv": (0, [])}
         self._columns: list[str] = []  # The columns of the printed rows.
-        # The start of the next row, and the seconds since then that went into waiting for batches.
+        # The time at which the next row starts, and the seconds spent waiting for batches since.
         self._row_started, self._waited = time.monotonic(), 0.0
 
     # Training
@@ -252,10 +252,10 @@ class MiniLoop:
         resume: str | Path | None = None,  # A path, "last", "best" or "auto".
         load: str | Path | None = None,  # Start with these weights: a path, "last" or "best".
         optimizer: Any = None,  # An optimizer, or any value that configure_optimizers may return.
-        scheduler: Any = None,  # A scheduler to step once per epoch, or Lightning's dict.
-        training_step: Callable[..., Any] | None = None,  # fn(model, batch[, batch_idx]): the loss
-        validation_step: Callable[..., Any] | None = None,  # fn(model, batch): loss or (loss, acc)
-        **others: Any,  # Refused by name.
+        scheduler: Any = None,  # A scheduler to step once per epoch, or Lightning's scheduler dict.
+        training_step: Callable[..., Any] | None = None,  # fn(model, batch[, batch_idx]) -> loss
+        validation_step: Callable[..., Any] | None = None,  # fn(model, batch) -> loss or loss, acc
+        **others: Any,  # Unknown arguments, which raise an error that names them.
     ) -> Any:
         """Train a model. Return the rows of metrics.csv, as a DataFrame if pandas is installed."""
         refuse_unknown("fit", others, inspect.signature(self.fit).parameters)
@@ -283,17 +283,17 @@ class MiniLoop:
         return to_table(self.history)
 
     def _train(self) -> None:
-        """Train until a limit is reached. As in Trainer, call no hooks without a batch."""
+        """Train until a limit is reached. As in Trainer, call no hooks if it already is."""
         is_done, is_resumed = self._is_done(), self._resumed_state is not None
         if not is_done:
             if not is_resumed:
-                # As in Trainer, create the first iterator before the hooks.
+                # As in Trainer, create the first iterator before any hook runs.
                 self._start_batches()
             self._call("on_train_start")
         if is_resumed:
-            # The hook may have changed the options that were restored before it.
+            # on_train_start may have changed options that were restored before it.
             self._restore_options(self._resumed_options)
-            # Draw no random numbers between this line and the first batch.
+            # After this restore, draw no random numbers before the first batch.
             self._load_state(self._resumed_state)
         while not self._is_done():
             self._train_epoch()
@@ -302,11 +302,11 @@ class MiniLoop:
         # As in Trainer, an epoch that a limit has ended early counts as finished.
         self.current_epoch += self.batches_done > 0
         if self.global_step > (self.history[-1]["step"] if self.history else 0):
-            # A resumed run replaces this row, because the row may not be complete.
+            # This row may be incomplete. A resumed run replaces it.
             self._end_row(self.current_epoch - 1)
 
     def _raise_instead(self, error: Exception) -> None:
-        """Raise an error again, with the loop's advice if torch's advice does not apply in a loop."""
+        """Reraise an error. Replace torch's advice if it does not apply in a loop."""
         text = next((INSTEAD[part] for part in INSTEAD if part in str(error)), None)
         if text is None or not self._hook.endswith("_step"):
             raise error
@@ -350,13 +350,13 @@ class MiniLoop:
             self._save(is_validated)
 
     def _train_batch(self, batch: Any) -> None:
-        """Compute the gradients of a batch, and step the optimizer after an accumulation window."""
+        """Compute a batch's gradients. Step the optimizer at the end of an accumulation window."""
         batch_idx, interval = self.batches_done, self.log_every_n_steps
         self._is_row_due = bool(interval) and (self.global_step + 1) % interval == 0
         self._batch_size, self._logged_batch_size = find_batch_size(batch), None
         self._step_values = {}
         if self._call("on_train_batch_start", batch, batch_idx) == -1:
-            raise TypeError("on_train_batch_start: got -1, which ends an epoch. Use FabricLoop.")
+            raise TypeError("on_train_batch_start: got -1 to end the epoch early. Use FabricLoop.")
         every = self.accumulate_grad_batches
         is_window_start = self._batches_in_window == 0 and batch_idx % every == 0
         text = f"accumulate_grad_batches: got {every} from a hook at batch {batch_idx}, expected a"
@@ -366,7 +366,7 @@ class MiniLoop:
         if is_window_end or self.fabric.world_size == 1:
             self._compute_gradients(batch, batch_idx)
         else:
-            # DDP reduces gradients only in the last batch before an optimizer step.
+            # With DDP, reduce gradients only for the last batch before an optimizer step.
             with self._step_module.no_sync():
                 self._compute_gradients(batch, batch_idx)
         self.batches_done += 1
@@ -382,7 +382,7 @@ class MiniLoop:
         self._batch_size, self._step_values = 1, None
 
     def _compute_gradients(self, batch: Any, batch_idx: int) -> None:
-        """Run the forward and the backward pass, which adds to the gradients of earlier batches."""
+        """Run the forward and backward pass. Gradients add up over the accumulation window."""
         if self._is_first_batch:
             output = self._run_first_step(batch, batch_idx)
         else:
@@ -394,22 +394,22 @@ class MiniLoop:
             clear_gradients(self.optimizer)
         if self.accumulate_grad_batches > 1:
             loss = loss / self.accumulate_grad_batches
-        # As in Trainer, on_train_batch_end gets the divided loss.
+        # As in Trainer, on_train_batch_end gets the loss divided by accumulate_grad_batches.
         self._outputs = {**(output if isinstance(output, Mapping) else {}), "loss": loss.detach()}
         self._precision.backward(loss, None)
 
     def _run_first_step(self, batch: Any, batch_idx: int) -> Any:
-        """Run the first training step. Refuse one that calls backward() or optimizer.step()."""
+        """Run the first training step. Refuse a step that calls backward() or optimizer.step()."""
         self._is_first_batch = False
         parameters = {p for group in self.optimizer.param_groups for p in group["params"]}
         text = "expected only the loss. Remove loss.backward(), optimizer.step() and zero_grad()"
         text += " from the step, because the loop calls them."
-        text += " For other losses, use torch.autograd.grad()."
+        text += " For gradients of other losses, use torch.autograd.grad()."
 
         def refuse_step(other: Any, *_: Any) -> None:
             given = {p for group in other.param_groups for p in group["params"]}
             is_other = given.isdisjoint(parameters)
-            check(is_other, f"training_step: got a call of optimizer.step(), {text}")
+            check(is_other, f"training_step: got a call to optimizer.step(), {text}")
 
         clear_gradients(self.optimizer)
         hook = register_optimizer_step_pre_hook(refuse_step)
@@ -418,18 +418,18 @@ class MiniLoop:
         finally:
             hook.remove()
         has_gradients = any(parameter.grad is not None for parameter in parameters)
-        check(not has_gradients, f"training_step: got a call of loss.backward(), {text}")
+        check(not has_gradients, f"training_step: got a call to loss.backward(), {text}")
         return output
 
     def _is_window_end(self, batch: Any) -> bool:
-        """Return whether the optimizer steps after this batch. All processes return the same."""
+        """Return whether the optimizer steps after this batch. All processes agree."""
         if self.accumulate_grad_batches == 1:
             return True
         is_last = self._is_last
         is_end = is_last or self._batches_in_window + 1 == self.accumulate_grad_batches
         if self.fabric.world_size == 1:
             return is_end
-        # All processes must step together, because DDP averages gradients over all processes.
+        # All processes must step together, because DDP averages their gradients.
         return bool(self.fabric.all_reduce(int(is_end), reduce_op="max"))
 
     def _step_optimizer(self) -> None:
@@ -439,9 +439,7 @@ class MiniLoop:
         if len(self.optimizer.param_groups) != self._num_groups:
             text = "optimizer: got a parameter group that a hook has added. Use FabricLoop."
             raise ValueError(text)
-        text = (
-            "optimizers: got other optimizers from a hook, expected the first one. Use FabricLoop."
-        )
+        text = "optimizers: got a list that a hook has changed, expected no change. Use FabricLoop."
         check(self.optimizers == [self.optimizer], text)
         try:
             self._precision.optimizer_step(self.optimizer)
@@ -453,7 +451,7 @@ class MiniLoop:
         self._learning_rate = copy.deepcopy(self.optimizer.param_groups[0].get("lr", math.nan))
 
     def _step_schedulers(self, interval: str, is_plateau: bool) -> None:
-        """Step the schedulers that are due. As in Trainer, plateau schedulers step later."""
+        """Step the due schedulers. As in Trainer, plateau schedulers step after validation."""
         count = self.batches_done if interval == "step" else self.current_epoch + 1
         for config in self.schedulers:
             scheduler, monitor = config["scheduler"], config["monitor"]
@@ -467,14 +465,14 @@ class MiniLoop:
                 scheduler.step()
 
     def _start_batches(self) -> None:
-        """Create the iterator of the epoch. After a resume, skip the finished batches."""
+        """Create the epoch's iterator. After a resume, skip the batches that are finished."""
         set_epoch(self.train_loader, self.current_epoch)
         state = self._state()
         if self.batches_done == 0:
             parts = {p: v for p, v in state["parts"].items() if p.startswith(("train ", "val "))}
             self._epoch_start = {**state, "parts": parts}
         else:
-            # Draw the same order of samples again.
+            # Draw the samples in the same order as the saved run.
             kept = []
             for place, start in self._start_states.items():
                 if place.startswith(("train ", "val ")) and start:
@@ -490,7 +488,7 @@ class MiniLoop:
         if self.batches_done > 0:
             for _ in range(self.batches_done):
                 next(self._batches)
-            # The model and the loaders may share lists and tensors, so put these objects back.
+            # Put the loaders' lists and tensors back, because the model may share these objects.
             for attributes, values in kept:
                 attributes.update(values)
             self._load_state(state)
@@ -506,14 +504,14 @@ class MiniLoop:
                 return
             batch = following
             if number == done and resumed is not None:
-                # In the saved run, a step has drawn random numbers before this read.
+                # In the saved run, the step drew random numbers before this batch was read.
                 set_rng_state(resumed)
             self._before_next = get_rng_state()
             following = next(batches, END)
             yield following is END, batch
 
     def _state(self) -> dict[str, Any]:
-        """Return the random states, and what has changed in the attributes of model and loaders."""
+        """Return the random states, and the changed attributes of the model and the loaders."""
         changed = {}
         for place, part in self._parts.items():
             start, state = self._start_states.get(place, {}), {}
@@ -526,7 +524,7 @@ class MiniLoop:
         return {**get_rng_state(), "parts": changed}
 
     def _plain_state(self, place: str) -> dict[str, Any]:
-        # Loaders and data sets save no objects, such as a stream that a model holds, too.
+        # For loaders, save no states of objects: the model may hold the same object and save it.
         is_loader = place.startswith(("train ", "val "))
         saved = [self.optimizer, *(config["scheduler"] for config in self.schedulers)]
         return plain_state(self._parts[place], self.fabric.device, None if is_loader else saved)
@@ -536,7 +534,7 @@ class MiniLoop:
         self._load_parts(state.get("parts", {}))
 
     def _load_parts(self, states: dict[str, dict[str, Any]], is_in_place: bool = True) -> None:
-        """Restore attributes. Parts that share a list or a tensor keep sharing it."""
+        """Restore attributes. Objects that share a list or a tensor still share it afterwards."""
         holders: dict[int, list[Any]] = defaultdict(list)
         for place, part in self._parts.items():
             for name, value in getattr(part, "__dict__", {}).items():
@@ -544,7 +542,7 @@ class MiniLoop:
         weights = set(map(address_of, self._unwrapped.state_dict().values())) - {None}
 
         def may_change_in_place(current: Any, value: Any) -> bool:
-            """Return whether all objects that hold a value get the same new value."""
+            """Return whether all objects that hold the current value get the same new one."""
             is_weight = address_of(current) in weights
             if not is_in_place or (is_weight and not is_same(current, value)):
                 return False
@@ -559,7 +557,7 @@ class MiniLoop:
         self._is_last, length = False, self.num_training_batches
         if self._batches is None:
             self._start_batches()
-        # A log file gets a line per minute. A notebook shows the output to stderr in red.
+        # Log files get one line per minute. Notebooks show text from stderr in red.
         is_notebook = "ipykernel" in sys.modules
         seconds = 0.2 if sys.stderr.isatty() or is_notebook else 60.0
         bar: dict[str, Any] = {"mininterval": seconds, "delay": seconds, "leave": False}
@@ -573,7 +571,7 @@ class MiniLoop:
         check(self._is_last, text)
 
     def _timed(self, batches: Iterable[Any]) -> Iterator[Any]:
-        """Yield batches, and count the seconds of waiting for them."""
+        """Yield batches, and add up the seconds spent waiting for them."""
         started = time.monotonic()
         for batch in batches:
             self._waited += time.monotonic() - started
@@ -581,7 +579,7 @@ class MiniLoop:
             started = time.monotonic()
 
     def _move(self, batch: Any) -> Any:
-        """Move a batch to the device, and convert its dtype for a precision like "bf16-true"."""
+        """Move a batch to the device. Convert its dtype for a precision such as "bf16-true"."""
         if self._is_one_cpu_in_32_bits:
             return batch
         if self._converts_dtype:
@@ -595,7 +593,7 @@ class MiniLoop:
             return self._steps[name](batch, batch_idx)
         with self._precision.forward_context():
             if isinstance(self._precision, MixedPrecision):
-                # As in Trainer, cast a weight again each time it is used.
+                # As in Trainer, do not cache weights that autocast has converted.
                 torch.set_autocast_cache_enabled(False)
             return self._step_module(self._steps[name], batch, batch_idx)
 
@@ -604,10 +602,10 @@ class MiniLoop:
     def validate(
         self, model: Any, dataloaders: Any, load: Any = None, validation_step: Any = None
     ) -> list[dict[str, float]]:
-        """Validate a model. Return the metrics as a list of one dict, like Trainer."""
+        """Validate a model. Like Trainer, return the metrics as a list that contains one dict."""
         self._set_up_steps(model, None, validation_step)
         if "validation_step" not in self._steps:
-            raise TypeError("validate: got no validation_step. Pass it or write the method.")
+            raise TypeError("validate: got no validation_step. Pass one, or define the method.")
         path, checkpoint = self._find_start(None, load)
         self._set_up_loaders(None, dataloaders, path, {})
         with self._prepared_model(path, checkpoint):
@@ -615,14 +613,14 @@ class MiniLoop:
         return [{name: value.item() for name, value in self._validated.items()}]
 
     def _validate_if_due(self) -> bool:
-        """Validate every N steps or at the end of an epoch, and if should_stop was set."""
+        """Validate if a validation is due, or if should_stop was set."""
         is_due = self._is_last if self._every is None else self.global_step % self._every == 0
         if self.val_loader is None or not (is_due or self.should_stop):
             return False
         state = get_rng_state()
         self._validate()
         if not is_due:
-            # A resumed run does not repeat a validation that should_stop has caused.
+            # A resumed run does not repeat a validation that was caused by should_stop.
             set_rng_state(state)
         return True
 
@@ -650,7 +648,7 @@ class MiniLoop:
                 module.training = is_training
         self._validated = self._update_metrics()
         if not self._validated:
-            text = "validation_step has returned and logged no value. Write return loss at its end."
+            text = "validation_step has returned and logged no value. Return the loss at its end."
             warnings.warn(text, stacklevel=3)
         self._reset_metrics()
         self._sums, self._torchmetrics = training
@@ -678,7 +676,7 @@ class MiniLoop:
         self._logged_batch_size = batch_size or self._logged_batch_size
         if not isinstance(value, Tensor) and hasattr(value, "compute"):
             self._add_torchmetric(name, value, on_epoch)
-            # torchmetrics has no public name for the value of the current batch.
+            # torchmetrics has no public attribute for the current batch's value.
             value, on_epoch = getattr(value, "_forward_cache", None), False
         if value is None or not (on_epoch or on_step):
             return
@@ -687,7 +685,7 @@ class MiniLoop:
             weight = batch_size or self._batch_size
             self._add_to_mean((self._hook, name), value, weight, sync_dist)
         if on_step and is_in_batch:
-            # Clone the value, because the step may change it.
+            # Clone the value, because the step may change it later.
             value = value.clone()
             self.callback_metrics[name] = self.fabric.all_reduce(value) if sync_dist else value
             if self._is_row_due and name not in ("step", "epoch"):
@@ -697,7 +695,7 @@ class MiniLoop:
         is_in_epoch = self._every is not None or self.max_steps != -1
         text = f"log: got the torchmetrics object {name!r} with validate_every_n_steps or max_steps"
         is_saved = is_in_epoch and on_epoch and "validation" not in self._hook
-        check(not is_saved, f"{text}, whose state no checkpoint has. Use FabricLoop.")
+        check(not is_saved, f"{text}. MiniLoop cannot save its state. Use FabricLoop.")
         self._torchmetrics[self._hook, name] = metric
         for sums in self._sums if on_epoch else ():
             sums.setdefault((self._hook, name), [None, 0, False])
@@ -709,13 +707,13 @@ class MiniLoop:
         sync_dist: bool = False,
         **options: Any,
     ) -> None:
-        """Log each value of a dict, with the arguments of log()."""
-        check(step is None, "log_dict: got step=, expected only a dict. Use FabricLoop.")
+        """Log each value of a dict. The other arguments are those of log()."""
+        check(step is None, f"log_dict: got step={step}, expected no step. Use FabricLoop.")
         for name, value in dictionary.items():
             self.log(name, value, sync_dist=sync_dist, **options)
 
     def _log_output(self, output: Any, prefix: str) -> None:
-        """Add the output of a step to the next row: a loss, a pair (loss, acc) or a dict."""
+        """Add a step's output, which is a loss, a pair (loss, acc) or a dict, to the next row."""
         if isinstance(output, tuple) and len(output) == 2:
             output = {"loss": output[0], "acc": output[1]}
         for key, value in (output if isinstance(output, Mapping) else {"loss": output}).items():
@@ -751,10 +749,10 @@ class MiniLoop:
         return values
 
     def _update_metrics(self) -> dict[str, Tensor]:
-        """Update callback_metrics. Return the metrics of the epoch so far."""
+        """Update callback_metrics. Return the epoch's metrics so far."""
         values = self._compute(self._sums[0])
         for (hook, name), value in values.items():
-            # As in Trainer, callback_metrics has only what a LightningModule logs.
+            # As in Trainer, callback_metrics contains only the values that a LightningModule logs.
             if hook != "returned" or not self._is_lightning_module:
                 self.callback_metrics[name] = value
         return {name: value for (_, name), value in values.items()}
@@ -788,7 +786,7 @@ class MiniLoop:
         seconds = time.monotonic() - self._row_started
         share = round(min(self._waited / max(seconds, 1e-9), 1.0), 3)
         is_slow = share > 0.1 and self._waited >= 0.1
-        # A value that the user has logged under one of these names has precedence.
+        # Values that the user has logged under these names take precedence.
         row.setdefault("lr", float(self._learning_rate))
         row.setdefault("time", seconds)
         row.setdefault("waiting", share)
@@ -804,7 +802,7 @@ class MiniLoop:
         self.history.append(row)
         self._append_row("metrics.csv", row)
         if is_slow and "waiting" not in self._columns and self.fabric.is_global_zero:
-            text = f"Training waits for batches for {share:.0%} of the time."
+            text = f"Training spends {share:.0%} of the time waiting for batches."
             tqdm.write(f"{text} Try FabricLoop().tune(...).", file=sys.stdout)
         self._print_row({name: row[name] for name in row if is_slow or name != "waiting"})
 
@@ -840,7 +838,7 @@ class MiniLoop:
     def _save(self, is_validated: bool) -> None:
         """Save last.ckpt, and best.ckpt if the monitored value is the best one so far."""
         names, is_in_epoch, metrics = ["last.ckpt"], self.batches_done > 0, self.callback_metrics
-        # Compare the value of each validation once, and a mean of training batches per epoch.
+        # Compare a validation metric once per validation, and a training metric once per epoch.
         is_of_validation = self.monitor in self._validation_names
         is_new = is_validated if is_of_validation else not is_in_epoch or self._is_done()
         score = float(metrics[self.monitor]) if is_new and self.monitor in metrics else math.nan
@@ -854,7 +852,7 @@ class MiniLoop:
                 with replaced(self.checkpoint_dir / name) as file:
                     torch.save(checkpoint, file)
             self._record(f"saved {checkpoint['fabric_template']['saved_at']!r}")
-        # A training metric may be logged only at the end of the epoch.
+        # Some training metrics are logged only at the end of the epoch.
         can_follow = is_in_epoch and not str(self.monitor).startswith("val")
         is_complete = is_validated or not (is_in_epoch or self.val_loader)
         if self.monitor is not None and is_complete and not can_follow:
@@ -863,10 +861,8 @@ class MiniLoop:
     def _build_checkpoint(self) -> dict[str, Any]:
         """Return a checkpoint in Lightning's format, with MiniLoop's own state under one key."""
         trained = {p for group in self.optimizer.param_groups for p in group["params"]}
-        text = (
-            "optimizer: got a parameter that a hook has replaced in the model, expected the one of"
-        )
-        check(trained <= {*self.network.parameters()}, f"{text} the start. Change its values only.")
+        text = "optimizer: got a parameter that a hook has replaced in the model. Change only its"
+        check(trained <= {*self.network.parameters()}, f"{text} values.")
         checkpoint = {
             "epoch": self.current_epoch - (self.batches_done == 0),
             "global_step": self.global_step,
@@ -883,7 +879,7 @@ class MiniLoop:
         return {**checkpoint, **self._hparams, "fabric_template": own}
 
     def _build_own_state(self) -> dict[str, Any]:
-        """Return the state that Trainer does not save. The list "ranks" has one item per process."""
+        """Return the state that Trainer does not save. The list "ranks" has an item per process."""
         is_in_epoch = self.batches_done > 0
         epoch_start = self._epoch_start if is_in_epoch else None
         of_process = {"rng": self._state(), "epoch_start": epoch_start}
@@ -910,7 +906,7 @@ class MiniLoop:
                 "learning_rates": [float(self._learning_rate)],
             },
             "checkpoints": dict(self._best),
-            # The given and the current value of each option that hooks have changed.
+            # The original and the current value of each option that hooks have changed.
             "options": {name: pair for name, pair in options.items() if pair[0] != pair[1]},
             "flags": changed_flags(self._start_flags, flags_of(self._unwrapped)),
             "sampler_seed": self._sampler_seed,
@@ -923,7 +919,7 @@ class MiniLoop:
                 setattr(self, name, value)
 
     def _build_trainer_loops(self) -> dict[str, Any]:
-        """Return the counters of Trainer's loops, with which Trainer continues this run."""
+        """Return the counters of Trainer's loops, so that Trainer can continue this run."""
 
         def count(total: float, current: float) -> dict[str, Any]:
             names = ("ready", "started", "processed", "completed")
@@ -963,7 +959,7 @@ class MiniLoop:
         self.batches_done = progress["batches_done"] if progress["is_in_epoch"] else 0
         self._resumed_options = own.get("options", {})
         self._restore_options(self._resumed_options)
-        # Job schedulers restart finished runs, too.
+        # A job scheduler may restart a stopped run. With resume="auto", the run stays stopped.
         self.should_stop = is_automatic and own["stop"]["should_stop"]
         self._resumed_state, self._epoch_start = of_process["rng"], of_process.get("epoch_start")
         self._before_next = of_process.get("before_next")
@@ -973,7 +969,7 @@ class MiniLoop:
         saved = {name: best.get(name) for name in self._best}
         is_same = (saved["monitor"], saved["mode"]) == (self.monitor, self.mode)
         if is_same or self.monitor is None:
-            # Without a monitor, the best checkpoints stay those of the saved run.
+            # Without a monitor, keep the saved run's best checkpoints.
             self._best, choose_best = saved, min if saved["mode"] == "min" else max
             self.best_score = choose_best(saved["kept"].values(), default=None)
         for name, table in (row["files"] or [{}])[0].items():
@@ -989,7 +985,7 @@ class MiniLoop:
     def _find_start(self, resume: Any, load: Any) -> tuple[Path | None, dict[str, Any]]:
         """Read the checkpoint that "last", "best", "auto" or a path refers to."""
         argument, given = ("load", load) if resume is None else ("resume", resume)
-        check(resume is None or load is None, "fit: got resume= and load=, expected one of them.")
+        check(resume is None or load is None, "fit: got resume= and load=, expected only one.")
         if given is None:
             return None, {}
         expected = f"{argument}: got {str(given)!r}, expected a checkpoint"
@@ -1000,10 +996,10 @@ class MiniLoop:
             check(is_intact(path), f"{path}: the file is damaged. Use another checkpoint.")
             return path, read_checkpoint(path)
         skipped: list[Path] = []
-        # The version may contain characters such as * and [, which have a meaning in patterns.
+        # The version may contain characters such as * and [, which are special in glob patterns.
         folders = self._checkpoints.glob(glob.escape(str(self.version)) if self.version else "*")
         for folder in sorted(folders, key=age_of, reverse=True):
-            # A run may have been killed between the saves of its first best.ckpt and last.ckpt.
+            # A run may have been killed after it saved best.ckpt, but before it saved last.ckpt.
             names = ["best.ckpt"] if given == "best" else ["last.ckpt", "best.ckpt"]
             found = [folder / name for name in names if (folder / name).is_file()]
             intact = next(filter(is_intact, found), None)
@@ -1011,7 +1007,7 @@ class MiniLoop:
                 text = f"{damaged}: the file is damaged. Using the previous checkpoint instead."
                 warnings.warn(text, stacklevel=3)
             if found and intact is None:
-                # All checkpoints of the newest run are damaged. Do not continue an older run.
+                # If all checkpoints of the newest run are damaged, do not continue an older run.
                 break
             checkpoint = {} if intact is None else read_checkpoint(intact)
             if checkpoint and not is_replaced(checkpoint, folder):
@@ -1022,11 +1018,11 @@ class MiniLoop:
             skipped.append(folder)
         if given != "auto":
             text = f"{expected} in {self._checkpoints} that is not damaged"
-            raise FileNotFoundError(f"{text}. Pass a path for others.")
+            raise FileNotFoundError(f"{text}. To use another checkpoint, pass its path.")
         return None, {}
 
     def _choose_version(self, path: Path | None, resumed: dict[str, Any]) -> Any:
-        """Return the version of the resumed run, or a free version. None: the next free number."""
+        """Return the resumed run's version, or a free one. None means the next free number."""
         if path is None or not resumed:
             folder = self._checkpoints / str(self.version)
             text = f"version: got {self.version!r}, expected a version without a run. Continue the"
@@ -1036,14 +1032,14 @@ class MiniLoop:
         folder = path.resolve().parent
         is_own = folder.parent == self._checkpoints.resolve()
         text = f"resume: got {path}, expected a checkpoint of this name and version. Use FabricLoop"
-        check(is_own and self.version in (None, folder.name), f"{text} to copy a run, or load=.")
-        text = f"resume: got {path}, which a newer run has replaced. Use FabricLoop, or load=."
+        check(is_own and self.version in (None, folder.name), f"{text}, or pass the path as load=.")
+        text = f"resume: got {path}, whose run was replaced by a newer run. Pass the path as load=."
         check(not is_replaced(resumed, folder), text)
         return folder.name
 
     @contextmanager
     def _opened_folders(self, version: Any, is_new: bool) -> Iterator[None]:
-        """Create and lock the folders of a run. Record how the run ends."""
+        """Create and lock a run's folders, and record how the run ends."""
         if version is None and self.fabric.is_global_zero:
             version = claim_version(self._logs, self._checkpoints)
         version = self.fabric.broadcast(version)
@@ -1057,7 +1053,7 @@ class MiniLoop:
                 self._start_version(is_new)
             try:
                 yield
-                # The other processes may resume this run next, so wait for its last checkpoint.
+                # Other processes may resume this run next, so wait until its checkpoint is saved.
                 self.fabric.barrier()
                 state = "finished"
             except KeyboardInterrupt:
@@ -1074,19 +1070,19 @@ class MiniLoop:
             self._started_at = max(time.time(), max(started, saved) + 0.001)
             self._record(f"started {self._started_at!r}")
             for name in self._tables:
-                # An earlier run may have written rows and ended before its first checkpoint.
+                # An earlier run may have written rows here and ended before its first checkpoint.
                 (self.log_dir / name).unlink(missing_ok=True)
         options = {field.name: getattr(self, field.name) for field in fields(self)}
         del options["fabric"], options["hparams"]
         options = to_plain(options)
         write_yaml(self.log_dir / "hparams.yaml", hparams=self._settings, config=options)
         if is_new:
-            # A run that repeats this one takes a new version.
+            # A run that is started from this config.yaml gets a new version.
             options |= {"version": None, "hparams": to_plain(self.hparams or {})}
             write_yaml(self.log_dir / "config.yaml", **options, about=self._describe_run())
 
     def _describe_run(self) -> dict[str, Any]:
-        """Return the command, versions, device and objects of the run. A failure stops no run."""
+        """Return the run's command, versions, device, model and optimizer, if they can be read."""
         versions = {"fabric_template": VERSION, "torch": str(torch.__version__)}
         versions |= {"lightning": lightning_version, "python": platform.python_version()}
         about: dict[str, Any] = {"command": shlex.join(sys.argv), "versions": versions}
@@ -1101,7 +1097,7 @@ class MiniLoop:
         with suppress(Exception):
             about["optimizer"] = {"class": type(self.optimizer).__name__}
             for name in self.optimizer.defaults:
-                # A scheduler changes "lr" when it is created, and keeps the first value.
+                # A new scheduler changes "lr", and keeps the original value as "initial_lr".
                 values = [
                     g.get(f"initial_{name}", g.get(name)) for g in self.optimizer.param_groups
                 ]
@@ -1118,7 +1114,7 @@ class MiniLoop:
     # Set-up
 
     def _set_up_steps(self, model: Any, training_step: Any, validation_step: Any) -> None:
-        """Find the network and the steps of a model. Refuse hooks that MiniLoop never calls."""
+        """Find a model's network and steps. Refuse hooks that MiniLoop never calls."""
         self._is_lightning_module = isinstance(getattr(type(model), "trainer", None), property)
         kind, has_functions = type(model).__name__, bool(training_step or validation_step)
         refused = [name for name in REFUSED_HOOKS.split() if find_method(model, name)]
@@ -1132,7 +1128,7 @@ class MiniLoop:
             raise TypeError(f"model: got {kind} with {', '.join(refused)}. Use FabricLoop.")
         self.model, self._steps = model, {}
         self.network = model if isinstance(model, nn.Module) else collect_modules(model)
-        # Checkpoints have the names of the module that torch.compile() has wrapped.
+        # Checkpoints use the parameter names of the module that torch.compile() has wrapped.
         self._unwrapped: Any = unwrap_compiled(self.network)
         given = {"training_step": training_step, "validation_step": validation_step}
         for name, function in given.items():
@@ -1143,15 +1139,15 @@ class MiniLoop:
     def _check_fit(self, train: Any, val: Any, validation_step: Any, optimizer: Any) -> None:
         given = ""
         if train is None:
-            given = "train_dataloaders=None. Pass batches, as of a DataLoader."
+            given = "train_dataloaders=None. Pass batches, such as a DataLoader."
         elif "training_step" not in self._steps:
-            given = "no training_step. Pass training_step= or write the method."
+            given = "no training_step. Pass training_step=, or define the method."
         elif val is not None and "validation_step" not in self._steps:
             given = "val_dataloaders without validation_step. Pass both, or neither."
         elif validation_step is not None and val is None:
             given = "validation_step without val_dataloaders. Pass both, or neither."
         elif optimizer is None and find_method(self.model, "configure_optimizers") is None:
-            given = "no optimizer. Pass optimizer=, as torch.optim.Adam(...)."
+            given = "no optimizer. Pass optimizer=torch.optim.Adam(...) or another one."
         if given:
             raise TypeError(f"fit: got {given}")
 
@@ -1163,13 +1159,13 @@ class MiniLoop:
             # The command `fabric run` sets this variable, and launches the processes itself.
             if "LT_CLI_USED" not in os.environ:
                 self.fabric.launch()
-            # Like Trainer, start each call on all processes with the same random numbers.
+            # Like Trainer, set the same random state on all processes at the start of each call.
             reset_seed()
         seed = int(os.environ.get("PL_GLOBAL_SEED", 0))
         self._sampler_seed = resumed.get("fabric_template", {}).get("sampler_seed", seed)
         parts = {f"train {name}": part for name, part in parts_of(train).items()}
         parts.update((f"val {name}", part) for name, part in parts_of(val).items())
-        # A data set may hold the model, too.
+        # If a data set holds modules of the model, save them only as parts of the model.
         parts.update(self._unwrapped.named_modules())
         parts[""] = unwrap_compiled(self.model)
         places = {id(part): place for place, part in parts.items()}
@@ -1180,11 +1176,11 @@ class MiniLoop:
         length, val_length = sized_len(self.train_loader), sized_len(self.val_loader)
         self.num_training_batches = math.inf if length is None else length
         found = self._gather([length, val_length, str(path), resumed.get("global_step")])
-        text = f"fit: got {found} by process, expected the same lengths of loaders and checkpoint."
+        text = f"fit: got {found}, expected the same loader lengths and checkpoint on each process."
         check(found.count(found[0]) == len(found), text)
 
     def _share(self, loader: Any, is_train: bool) -> Any:
-        """Return a loader of this process's samples, with the sampler that Trainer would use."""
+        """Return a loader for this process's samples, with the sampler that Trainer would use."""
         rank, size, seed = self.fabric.global_rank, self.fabric.world_size, self._sampler_seed
         if size > 1 and hasattr(loader, "for_rank"):
             return loader.for_rank(rank, size, seed)
@@ -1201,18 +1197,18 @@ class MiniLoop:
         is_known = kinds[0] in ("BatchSampler", "NoneType")
         is_known = is_known and kinds[1] in ("RandomSampler", "SequentialSampler")
         text = f"sampler: got {' of '.join(kinds)} with {size} processes, expected shuffle=True or"
-        check(is_known, f"{text} False, or a DistributedSampler. Use FabricLoop for others.")
+        check(is_known, f"{text} False, or a DistributedSampler. Or use FabricLoop.")
         is_shuffled = is_train or isinstance(given, torch_data.RandomSampler)
         sampler: Any = torch_data.DistributedSampler(loader.dataset, shuffle=is_shuffled, seed=seed)
         if batches is not None:
             batches = torch_data.BatchSampler(sampler, batches.batch_size, batches.drop_last)
         shared = copy.copy(loader)
-        # DataLoader does not allow a change of its samplers.
+        # DataLoader refuses to assign new samplers, so change its __dict__.
         vars(shared).update(sampler=sampler, batch_sampler=batches)
         return shared
 
     def _gather(self, item: Any) -> list[Any]:
-        """Return the items of all processes."""
+        """Return a list of each process's item."""
         items = [item] * self.fabric.world_size
         if self.fabric.world_size > 1:
             torch.distributed.all_gather_object(items, item)
@@ -1220,7 +1216,7 @@ class MiniLoop:
 
     @property
     def estimated_stepping_batches(self) -> int | float:
-        """Return the number of optimizer steps of the run, as Trainer does."""
+        """Return the number of optimizer steps in the whole run, as Trainer does."""
         length, epochs = self.num_training_batches, self.max_epochs or 1
         if epochs == -1 or length == math.inf:
             return math.inf if epochs == self.max_steps == -1 else self.max_steps
@@ -1228,7 +1224,7 @@ class MiniLoop:
         return steps if self.max_steps == -1 else min(steps, self.max_steps)
 
     def _set_up_optimizer(self, optimizer: Any, scheduler: Any) -> None:
-        """Find the optimizer and the schedulers in the output of configure_optimizers."""
+        """Set up the optimizer and the schedulers of the arguments or of configure_optimizers()."""
         if optimizer is None:
             optimizer = self.model.configure_optimizers()
         elif inspect.isroutine(optimizer):
@@ -1237,7 +1233,7 @@ class MiniLoop:
         if scheduler is not None:
             schedulers = scheduler if isinstance(scheduler, list) else [scheduler]
         check_optimizer(optimizers, set(self.network.parameters()))
-        self.optimizers = optimizers  # Modules read this attribute of Trainer.
+        self.optimizers = optimizers  # LightningModules may read this attribute of Trainer.
         self.optimizer, self._learning_rate = optimizers[0], math.nan
         self._num_groups: int = len(self.optimizer.param_groups)
         if type(self.optimizer).state_dict is torch.optim.Optimizer.state_dict:
@@ -1251,12 +1247,12 @@ class MiniLoop:
         apply_to_collection(self._unwrapped.state_dict(), NUMPY, to_python)
 
     def _prepare_training(self, resumed: dict[str, Any]) -> None:
-        """Find what checkpoints contain, and check the resumed checkpoint and the modules' modes."""
+        """Record the initial state. Check the resumed checkpoint and the modules' modes."""
         self._given_options = {name: getattr(self, name) for name in SMALLEST}
         self._hparams = find_hparams(self.model)
         own, saved = to_plain(self.hparams or {}), to_plain(self._hparams["hyper_parameters"])
         other = [name for name in own.keys() & saved.keys() if own[name] != saved[name]]
-        text = f"hparams: got other values of {other} than the model has saved. Leave them out, or"
+        text = f"hparams: got values of {other} that differ from the model's. Leave them out, or"
         check(not other, f"{text} give them other names.")
         self._settings = {**saved, **own}
         self._start_states = {place: self._plain_state(place) for place in self._parts}
@@ -1264,7 +1260,7 @@ class MiniLoop:
             self._check_resume(resumed)
         modes = [module.training for module in self.network.modules()]
         if not self._is_lightning_module and not any(modes):
-            # A network of which only some modules are in eval mode stays unchanged.
+            # If only some modules are in eval mode, leave the network as it is.
             self.network.train()
         count = sum(not module.training for module in self.network.modules())
         if count:
@@ -1273,38 +1269,38 @@ class MiniLoop:
         self._start_flags = flags_of(self._unwrapped)
 
     def _check_resume(self, checkpoint: dict[str, Any]) -> None:
-        """Raise an error for a checkpoint that this run cannot continue."""
+        """Raise an error if this run cannot continue from the checkpoint."""
         own = checkpoint.get("fabric_template", {})
         progress, ranks = own.get("progress", {}), own.get("ranks", [])
         is_in_epoch, epochs = progress.get("is_in_epoch"), progress.get("epochs_done")
         is_own = bool(ranks) and not (is_in_epoch and "epoch_start" not in ranks[0])
-        check(is_own, "resume: got a checkpoint of another loop. Use FabricLoop, or load=.")
+        check(is_own, "resume: got another loop's checkpoint. Use FabricLoop, or pass it as load=.")
         text = f"resume: got max_epochs={self.max_epochs} and a checkpoint of epoch {epochs}."
         check(not -1 < (self.max_epochs or 0) < epochs, f"{text} Write a larger max_epochs.")
         if own.get("writer") == "FabricLoop":
             converted = [convert_attributes(of_process, self._parts) for of_process in ranks]
-            # Nothing has changed yet, so that only random generators have a state.
+            # No attribute has changed yet, so only random generators have a state here.
             is_complete = None not in converted and not self._state()["parts"]
-            text = "resume: got attributes of loaders, or random generators, that FabricLoop has saved,"
-            text += " expected only plain attributes of the model. Use FabricLoop, or load=."
+            text = "resume: got loader attributes or random generators that FabricLoop has saved,"
+            text += " expected only plain attributes of the model. Use FabricLoop, or pass load=."
             check(is_complete, text)
             for of_process, parts in zip(ranks, converted, strict=True):
                 of_process["rng"]["parts"] = parts
         objects = [key[1] for key, mean in ranks[0].get("sums", [{}])[0].items() if mean[0] is None]
-        text = f"resume: got the epoch means of the torchmetrics objects {objects}, which no"
-        check(not objects, f"{text} checkpoint has. Use FabricLoop, or resume from an epoch's end.")
+        text = f"resume: got a checkpoint without the state of the torchmetrics objects {objects}."
+        check(not objects, f"{text} Use FabricLoop, or resume from the end of an epoch.")
         groups = self.optimizer.param_groups, checkpoint["optimizer_states"][0]["param_groups"]
         sizes = [[len(group["params"]) for group in given] for given in groups]
         compared: dict[str, Any] = {
             "schedulers": (len(self.schedulers), len(checkpoint["lr_schedulers"])),
-            "parameters by group of the optimizer": sizes,
+            "parameters per optimizer group": sizes,
         }
         if is_in_epoch:
             given = self.num_training_batches, self.fabric.world_size
             compared["(batches, processes)"] = (given, (progress.get("num_batches"), len(ranks)))
         for name, (found, saved) in compared.items():
             text = f"resume: got {found} {name}, expected {saved} as in the saved run."
-            check(found == saved, f"{text} Use load= to start a new run from the weights.")
+            check(found == saved, f"{text} Use load= to start a new run from its weights.")
 
     @contextmanager
     def _prepared_model(self, path: Path | None, checkpoint: dict[str, Any]) -> Iterator[None]:
@@ -1347,7 +1343,7 @@ class MiniLoop:
 
 
 class StepModule(nn.Module):
-    """Run a step as forward(), so that DDP applies to everything in the step."""
+    """Run a step as forward(), so that DDP covers the whole step."""
 
     def __init__(self, network: nn.Module) -> None:
         super().__init__()
@@ -1377,7 +1373,7 @@ def refuse_unknown(call: str, given: dict[str, Any], known: Iterable[str]) -> No
 
 
 def find_method(model: Any, name: str) -> Callable[..., Any] | None:
-    """Return a method of a model, or None for the empty methods of LightningModule."""
+    """Return a model's method, or None if it is only an empty method of LightningModule."""
     method = getattr(model, name, None)
     module = getattr(method, "__module__", None) or ""
     is_empty = module.startswith(("lightning.pytorch.core.", "pytorch_lightning.core."))
@@ -1385,27 +1381,27 @@ def find_method(model: Any, name: str) -> Callable[..., Any] | None:
 
 
 def unwrap_compiled(model: Any) -> Any:
-    """Return the module that torch.compile() has wrapped, and any other object unchanged."""
+    """Return the module that torch.compile() has wrapped. Return any other object unchanged."""
     return model._orig_mod if type(model).__name__ == "OptimizedModule" else model
 
 
 def has_no_log(part: Any) -> bool:
-    """Return whether an object has no attribute ``log`` of its own."""
+    """Return whether an object has no ``log`` attribute of its own."""
     return not hasattr(part, "log") or (callable(part.log) and not find_method(part, "log"))
 
 
 def collect_modules(model: Any) -> nn.Module:
-    """Return the modules and parameters in the attributes of an object that is no nn.Module."""
+    """Collect the modules and parameters in an object's attributes in one nn.Module."""
     network = nn.Module()
     for name, value in getattr(model, "__dict__", {}).items():
-        # Assign to the dicts, because add_module() refuses names such as "forward".
+        # Write to the dicts, because add_module() refuses names such as "forward".
         if isinstance(value, nn.Parameter):
             network._parameters[name] = value
         elif isinstance(value, nn.Module):
             network._modules[name] = value
         elif has_modules(value):
             text = f"model: got a {type(value).__name__} of modules in the attribute {name}"
-            raise ValueError(f"{text}, expected nn.ModuleList or nn.ModuleDict. Or use FabricLoop.")
+            raise ValueError(f"{text}. Write nn.ModuleList or nn.ModuleDict, or use FabricLoop.")
     network.training = any(child.training for child in network.children())
     return network
 
@@ -1423,10 +1419,10 @@ def with_batch_idx(step: Callable[..., Any], name: str) -> Callable[..., Any]:
     parameters = inspect.signature(step).parameters
     places = [p for p in parameters.values() if p.kind < p.KEYWORD_ONLY]
     required = [p.name for p in places if p.default is p.empty and p.kind != p.VAR_POSITIONAL]
-    expected = "batch and optionally batch_idx, in a step function after the model"
+    expected = "batch and optionally batch_idx. In a step function, the model comes first"
     if len(required) > 2 or not places or "dataloader_iter" in parameters:
         raise TypeError(f"{name}: got the arguments {required}, expected {expected}.")
-    # A second argument with a default value receives the index in a method, not in a function.
+    # A method's second argument receives the index even if it has a default, a function's does not.
     given = required if isinstance(step, partial) else [p.name for p in places]
     has_any = any(p.kind is p.VAR_POSITIONAL for p in places)
     if has_any or "batch_idx" in parameters or len({*given} - {"dataloader_idx"}) > 1:
@@ -1435,7 +1431,7 @@ def with_batch_idx(step: Callable[..., Any], name: str) -> Callable[..., Any]:
 
 
 def find_loss(output: Any, batch_idx: int) -> Tensor:
-    """Return the loss in the output of a training step."""
+    """Return the loss from a training step's output."""
     loss: Any = output.get("loss") if isinstance(output, Mapping) else output
     if isinstance(output, tuple) and len(output) == 2:
         loss = output[0]
@@ -1445,11 +1441,11 @@ def find_loss(output: Any, batch_idx: int) -> Tensor:
     if isinstance(loss, Tensor):
         kind = "several losses" if loss.requires_grad else "a detached loss"
     text = f"training_step: got {kind} at batch {batch_idx}, expected a loss with a gradient, or a"
-    raise TypeError(f"{text} dict with the key 'loss'. Return it without detach() and item().")
+    raise TypeError(f"{text} dict with the key 'loss'. Do not call detach() or item() on the loss.")
 
 
 def find_batch_size(batch: Any) -> Any:
-    """Return the length of the first tensor in a batch, or None if a batch has no tensor."""
+    """Return the length of the first tensor in a batch, or None if there is no tensor."""
     if isinstance(batch, Tensor):
         return batch.size(0) if batch.dim() > 0 else 1
     if isinstance(batch, Mapping):
@@ -1491,7 +1487,7 @@ def started_processes() -> tuple[int, int]:
     if "LT_CLI_USED" in env:
         return 1, 1
     names = ["OMPI_COMM_WORLD_SIZE", "PMI_SIZE"]
-    # An interactive job has this variable, too, but only one process.
+    # An interactive SLURM job also sets this variable, but has only one process.
     if SLURMEnvironment.detect():
         names.append("SLURM_NTASKS")
     total = max(int(env.get(name, 1)) for name in names)
@@ -1499,13 +1495,13 @@ def started_processes() -> tuple[int, int]:
         total = int(env.get("WORLD_SIZE", 1))
     if group.is_available() and group.is_initialized():
         total = group.get_world_size()
-    text = f"devices: got {total} processes of another launcher than torchrun. Use torchrun,"
-    check(total == 1 or "LOCAL_RANK" in env, f"{text} or FabricLoop for srun and mpirun.")
+    text = f"devices: got {total} processes that torchrun has not started. Use torchrun,"
+    check(total == 1 or "LOCAL_RANK" in env, f"{text} or use FabricLoop with srun or mpirun.")
     return total, total // int(env.get("LOCAL_WORLD_SIZE", total))
 
 
 def check_loader(loader: Any, argument: str) -> None:
-    """Raise an error for an object that does not yield batches."""
+    """Raise an error if an object is not one loader that yields batches."""
     kind, given = type(loader).__name__, loader if isinstance(loader, list | tuple) else []
     arrays = Tensor | np.ndarray | str | bytes
     has_loaders = any(isinstance(p, torch_data.DataLoader) or hasattr(p, "for_rank") for p in given)
@@ -1513,16 +1509,16 @@ def check_loader(loader: Any, argument: str) -> None:
     is_array = isinstance(loader, arrays) or hasattr(loader, "iloc")
     is_array = is_array or (isinstance(loader, tuple) and all(isinstance(p, arrays) for p in given))
     if is_several or is_array or not isinstance(loader, Iterable | None):
-        text = f"{argument}: got a {kind}, expected batches, as of a DataLoader."
+        text = f"{argument}: got a {kind}, expected batches, such as a DataLoader."
         raise TypeError(f"{text} Use FabricLoop for several loaders.")
     text = f"{argument}: got an empty {kind}, expected at least one batch."
     check(loader is None or sized_len(loader) != 0, text)
-    text = f"{argument}: got persistent_workers=True, whose random states no checkpoint has."
+    text = f"{argument}: got persistent_workers=True. MiniLoop cannot save the workers' state."
     check(not getattr(loader, "persistent_workers", False), f"{text} Remove it, or use FabricLoop.")
 
 
 def parts_of(loader: Any) -> dict[str, Any]:
-    """Return a loader, its samplers, its data set and its collate function."""
+    """Return a loader with its samplers, data set and collate function, by name."""
     names = ("sampler", "batch_sampler", "dataset", "collate_fn")
     parts = {name: getattr(loader, name, None) for name in names}
     parts["inner sampler"] = getattr(parts["batch_sampler"], "sampler", None)
@@ -1531,7 +1527,7 @@ def parts_of(loader: Any) -> dict[str, Any]:
 
 
 def objects_in(dataset: Any) -> list[Any]:
-    """Return the objects inside a data set, such as the data set of a Subset, or a transform."""
+    """Return the objects inside a data set, such as a transform or the data set of a Subset."""
     found, waiting = {id(dataset): dataset}, deque([dataset])
     while waiting and len(found) < 64:
         part = waiting.popleft()
@@ -1553,14 +1549,14 @@ def set_epoch(loader: Any, epoch: int) -> None:
 
 
 def until_first_end(batches: Iterator[Any], fabric: Fabric) -> Iterator[Any]:
-    """End in all processes with the first loader that ends. DDP would wait for the others."""
+    """Yield batches until a process has no more. DDP would wait for that process forever."""
     for batch in chain(batches, repeat(END)):
         has_batch: Any = int(batch is not END)
         count: Any = fabric.all_reduce(has_batch, reduce_op="sum")
         if count < fabric.world_size:
-            text = "train_dataloaders: the streams of the processes end after different numbers of"
+            text = "train_dataloaders: the streams of the processes have different numbers of"
             if count > 0 and fabric.is_global_zero:
-                text = f"{text} batches. Each epoch ends with the first stream that ends."
+                text = f"{text} batches. Each epoch ends with the shortest stream."
                 warnings.warn(text, stacklevel=2)
             return
         yield batch
@@ -1570,14 +1566,14 @@ def until_first_end(batches: Iterator[Any], fabric: Fabric) -> Iterator[Any]:
 
 
 def clear_gradients(optimizer: Any) -> None:
-    """Set the gradients to None. zero_grad() also records an event, which takes 20 us."""
+    """Set the gradients to None. zero_grad() would also record a profiler event, in 20 us."""
     for group in optimizer.param_groups:
         for parameter in group["params"]:
             parameter.grad = None
 
 
 def split_optimizers(given: Any) -> tuple[list[Any], list[Any]]:
-    """Return the optimizers and the schedulers in a value of configure_optimizers."""
+    """Return the optimizers and schedulers that configure_optimizers() has returned."""
     if isinstance(given, Mapping):
         scheduler = given.get("lr_scheduler")
         config = scheduler if isinstance(scheduler, Mapping) else {"scheduler": scheduler}
@@ -1593,7 +1589,7 @@ def split_optimizers(given: Any) -> tuple[list[Any], list[Any]]:
 def check_optimizer(optimizers: list[Any], own: set[nn.Parameter]) -> None:
     kinds = " and ".join(type(item).__name__ for item in optimizers)
     if len(optimizers) != 1 or not isinstance(optimizers[0], torch.optim.Optimizer):
-        raise TypeError(f"optimizer: got {kinds}, expected an optimizer. Or use FabricLoop.")
+        raise TypeError(f"optimizer: got {kinds}, expected one optimizer. Or use FabricLoop.")
     closure = inspect.signature(optimizers[0].step).parameters.get("closure")
     needs_closure = closure is not None and closure.default is closure.empty
     check(not needs_closure, NEEDS_CLOSURE)
@@ -1601,27 +1597,27 @@ def check_optimizer(optimizers: list[Any], own: set[nn.Parameter]) -> None:
     text = (
         "optimizer: got one with its own zero_grad(), which may keep gradients that no checkpoint"
     )
-    check(is_usual, f"{text} has. Use FabricLoop.")
+    check(is_usual, f"{text} contains. Use FabricLoop.")
     given = [p for group in optimizers[0].param_groups for p in group["params"]]
     outside = sum(parameter not in own for parameter in given)
     text = f"optimizer: got {outside} of {len(given)} parameters that are not in the model, so no"
-    check(outside == 0, f"{text} checkpoint has them. Make them attributes of the model.")
+    check(outside == 0, f"{text} checkpoint contains them. Make them attributes of the model.")
 
 
 def make_scheduler_config(item: Any, optimizer: Any) -> dict[str, Any]:
-    """Return a scheduler in the form of Lightning's dict."""
+    """Return a scheduler in the form of Lightning's scheduler dict."""
     config: dict[str, Any] = {"interval": "epoch", "frequency": 1, "monitor": None}
     config.update(item if isinstance(item, Mapping) else {"scheduler": item})
     scheduler, is_strict = config.get("scheduler"), config.get("strict", True)
     if not isinstance(scheduler, LRScheduler | ReduceLROnPlateau):
         kind = type(scheduler).__name__
-        raise TypeError(f"scheduler: got {kind}, expected a scheduler of torch. Or use FabricLoop.")
+        raise TypeError(f"scheduler: got {kind}, expected a torch scheduler. Or use FabricLoop.")
     is_own = getattr(scheduler, "optimizer", optimizer) is optimizer
-    text = "scheduler: got one of another optimizer, expected one of the optimizer of this run."
+    text = "scheduler: got one for another optimizer, expected one for this run's optimizer."
     check(is_own, f"{text} Write StepLR(optimizer, step_size=1).")
     is_usual = config["interval"] in ("step", "epoch") and is_strict
     text = f'scheduler: got {config}, expected interval="step" or "epoch", and strict=True.'
-    check(is_usual and not config.get("reduce_on_plateau"), f"{text} Use FabricLoop for others.")
+    check(is_usual and not config.get("reduce_on_plateau"), f"{text} Or use FabricLoop.")
     has_monitor = config["monitor"] is not None or not isinstance(scheduler, ReduceLROnPlateau)
     text = "scheduler: got ReduceLROnPlateau without a monitor. Write"
     check(has_monitor, f'{text} scheduler={{"scheduler": scheduler, "monitor": "val_loss"}}.')
@@ -1629,12 +1625,12 @@ def make_scheduler_config(item: Any, optimizer: Any) -> dict[str, Any]:
 
 
 def to_plain(values: Mapping[Any, Any]) -> dict[str, Any]:
-    """Return values as numbers, text, lists and dicts. A record of settings never stops a run."""
+    """Convert values to numbers, text, lists and dicts. No value of the user stops a run here."""
 
     def convert(value: Any) -> Any:
         if isinstance(value, set | frozenset):
             return sorted(value, key=str)
-        # The address of an object differs between processes.
+        # Leave out an object's address, which differs between processes.
         text = re.sub(r" at 0x\w+", "", str(getattr(value, "__qualname__", value)))
         return value.item() if getattr(value, "shape", None) == () else text
 
@@ -1646,16 +1642,16 @@ def to_plain(values: Mapping[Any, Any]) -> dict[str, Any]:
 
 
 def to_python(value: Any) -> Any:
-    """Return a number of NumPy as a number of Python, because checkpoints have only these."""
+    """Convert a NumPy number to a Python number, because checkpoints contain no NumPy numbers."""
     is_exact = isinstance(value, np.float64 | np.integer | np.bool_)
-    text = f"checkpoint: got {value!r} of NumPy, which a resumed run would not restore exactly."
+    text = f"checkpoint: got NumPy's {value!r}, which a resumed run would not restore exactly."
     is_array = isinstance(value, np.ndarray)
     check(is_exact, f"{text} Write {'a list or a tensor' if is_array else f'float({value})'}.")
     return value.item()
 
 
 def load_optimizer(optimizer: Any, saved: dict[str, Any]) -> None:
-    """Load the state of an optimizer without torch's conversion to the dtypes of the parameters."""
+    """Load an optimizer's state. Keep its dtypes, which torch would change to the parameters'."""
     optimizer.load_state_dict(saved)
     parameters = [p for group in optimizer.param_groups for p in group["params"]]
     for index, values in saved["state"].items():
@@ -1665,11 +1661,11 @@ def load_optimizer(optimizer: Any, saved: dict[str, Any]) -> None:
                 state[name] = value.to(state[name].device)
 
 
-# State that no state_dict() has
+# State that no state_dict() contains
 
 
 def plain_state(part: Any, device: torch.device, saved: list[Any] | None) -> dict[str, Any]:
-    """Return an object's random states, its encoded plain attributes, and states of objects.
+    """Return the random states, encoded plain attributes and objects' states in an object.
 
     Args:
         saved: Objects whose state is saved elsewhere. None: save no states of objects.
@@ -1694,13 +1690,13 @@ def plain_state(part: Any, device: torch.device, saved: list[Any] | None) -> dic
         if name not in found and isinstance(value, list | tuple | dict):
             items = islice(value.values() if isinstance(value, dict) else value, 64)
             has_generators = any(isinstance(item, GENERATORS) for item in items)
-            text = f"{name}: got random generators in a {type(value).__name__}, expected each in"
-            check(not has_generators, f"{text} an attribute of its own. Or use FabricLoop.")
+            text = f"{name}: got random generators in a {type(value).__name__}. Assign each one to"
+            check(not has_generators, f"{text} an attribute of its own, or use FabricLoop.")
     return found
 
 
 def is_stateful(value: Any) -> bool:
-    """Return whether a value saves its own state. Modules and loaders are saved elsewhere."""
+    """Return whether a value has a state_dict to save. Modules and loaders are saved elsewhere."""
     kind = type(value)
     has_methods = hasattr(kind, "state_dict") and hasattr(kind, "load_state_dict")
     is_loader = hasattr(kind, "__iter__") or hasattr(kind, "__getitem__")
@@ -1708,7 +1704,7 @@ def is_stateful(value: Any) -> bool:
 
 
 def encode(value: Any, device: torch.device, most: int | None, depth: int = 0) -> Any:
-    """Return a value in the form in which both loops save attributes, or raise a TypeError.
+    """Encode a value as both loops save it. Raise a TypeError for a type that neither saves.
 
     Args:
         most: The largest number of elements of a tensor or an array. None: any number.
@@ -1738,7 +1734,7 @@ def encode(value: Any, device: torch.device, most: int | None, depth: int = 0) -
 
 
 def decode(encoded: Any, device: torch.device) -> Any:
-    """Return the value that ``encode`` was given."""
+    """Return the value that ``encode`` has encoded."""
     if not isinstance(encoded, list | tuple):
         return encoded
     kind, content, *options = encoded
@@ -1777,7 +1773,7 @@ def load_plain_state(
             current.set_state(value)
         elif isinstance(value, tuple) and value[0] == "state":
             text = (
-                f"resume: got a state of {name!r}, which was created during training and is missing"
+                f"resume: got a state of the attribute {name!r}, which is missing or has no state"
             )
             check(is_stateful(current), f"{text} now. Create it in __init__.")
             current.load_state_dict(decode(value[1], device))
@@ -1790,7 +1786,7 @@ def load_plain_state(
 
 
 def replace_content(current: Any, value: Any) -> bool:
-    """Give a tensor or a container another content. Return False if it is of another kind."""
+    """Replace the content of a tensor or container. Return False if the value's kind differs."""
     names = ("shape", "dtype", "requires_grad", "maxlen")
     if any(getattr(current, name, None) != getattr(value, name, None) for name in names):
         return False
@@ -1811,13 +1807,13 @@ def replace_content(current: Any, value: Any) -> bool:
 
 
 def address_of(value: Any) -> int | None:
-    """Return the address of a tensor's memory, which its views share, or None."""
+    """Return the memory address that a tensor shares with its views, or None for other values."""
     is_dense = isinstance(value, Tensor) and value.layout is torch.strided
     return value.untyped_storage().data_ptr() if is_dense else None
 
 
 def convert_attributes(of_process: dict[str, Any], parts: Iterable[str]) -> dict[str, Any] | None:
-    """Return the attributes and buffers that FabricLoop has saved of the modules. None: others."""
+    """Return the module attributes that FabricLoop has saved, or None if it also saved others."""
     if has_attributes(of_process["data"]):
         return None
     converted: dict[str, Any] = {}
@@ -1825,14 +1821,14 @@ def convert_attributes(of_process: dict[str, Any], parts: Iterable[str]) -> dict
         if path.partition(".")[0] != "model":
             return None
         place = path.removeprefix("model").removeprefix(".")
-        # FabricLoop adds "buffers" to the name of a module, and saves its buffers under this name.
+        # FabricLoop saves a module's buffers under the module's name with the ending "buffers".
         place = place if place in parts else place.removesuffix("buffers").removesuffix(".")
         converted.setdefault(place, {})[name] = value
     return converted
 
 
 def has_attributes(state: Any) -> bool:
-    """Return whether a state of FabricLoop's loaders has attributes."""
+    """Return whether a state of FabricLoop's loaders contains attributes."""
     if isinstance(state, dict):
         return bool(state.get("attributes")) or any(map(has_attributes, state.values()))
     return isinstance(state, list) and any(map(has_attributes, state))
@@ -1853,7 +1849,7 @@ def changed_flags(start: dict[str, Any], current: dict[str, Any]) -> dict[str, d
 def random_state(generator: Any) -> Any:
     state = getattr(generator, "getstate", getattr(generator, "get_state", None))
     found = generator.bit_generator.state if state is None else state()
-    # Save NumPy arrays as lists, because reading a checkpoint builds no NumPy objects.
+    # Save NumPy arrays as lists, because no NumPy object is built when a checkpoint is read.
     return apply_to_collection(found, np.ndarray, np.ndarray.tolist)
 
 
@@ -1870,7 +1866,7 @@ def is_same(one: Any, other: Any) -> bool:
 
 
 def get_rng_state() -> dict[str, Any]:
-    """Return the states of the random generators of this process."""
+    """Return the states of this process's global random generators."""
     numpy_state: Any = np.random.get_state()
     name, keys, *position = numpy_state
     state: dict[str, Any] = {
@@ -1894,7 +1890,7 @@ def set_rng_state(state: dict[str, Any]) -> None:
 
 # Metrics
 
-# Names of metrics, or parts of them, by the best value: the smallest, the largest, or neither.
+# Metric names, or parts of names, by which value is best: the smallest, the largest, or neither.
 SMALLEST_IS_BEST = """
     loss losses abs_rel ade aepe aic asd assd bce bic bits bpb bpc bpd bpp brier brisque ce cer
     chamfer cost cross_entropy crossentropy crps dcf der deviance distance distortion divergence ece
@@ -1931,21 +1927,21 @@ NEGATED = re.compile(r"(^|(?<!false)(?<!true)[\W_])(neg|negative|minus)[\W_]|^1 
 
 def find_direction(metric: str) -> str | None:
     """Return "min" if a metric's smallest value is the best, "max" if its largest is, or None."""
-    # "fpr@recall" and "fpr_at_recall" are an fpr.
+    # "fpr@recall" and "fpr_at_recall" are kinds of "fpr".
     name = re.split(r"@|[\W_]at[\W_]", metric, flags=re.IGNORECASE)[0]
     spaced = re.sub(r"(?<=[a-z\d])(?=[A-Z])|(?<=[A-Z])(?=[A-Z][a-z])", "_", name)
     for spelling in (name.lower(), spaced.lower()):
         direction, before = "", ""
         parts = re.split(r"[\W_]+", spelling)
         for part in parts:
-            # Accept "top5", "map50" and "valloss", too.
+            # Also accept names such as "top5", "map50" and "valloss".
             without_digits = part.rstrip("0123456789")
             end = ENDING.search(without_digits)
             keys = [f"{before}_{part}", part, without_digits, end[0] if end else ""]
             direction = next((DIRECTIONS[key] for key in keys if key in DIRECTIONS), direction)
             before = part
         if direction and {"loss", "losses"} & {*parts}:
-            # In names such as "loss_iou", the last part is the kind of the loss.
+            # In a name such as "loss_iou", the last part only names the kind of loss.
             direction = "min"
         if direction and NEGATED.search(spelling):
             direction = "max" if direction == "min" else "min"
@@ -1959,21 +1955,21 @@ def find_direction(metric: str) -> str | None:
 
 @contextmanager
 def replaced(path: Path) -> Iterator[IO[bytes]]:
-    """Write a file through a temporary file, which is renamed at the end."""
+    """Write to a temporary file, and rename it at the end."""
     temporary = path.with_name(f".{path.name}.tmp")
     temporary.unlink(missing_ok=True)
     # Mode "x" creates a new file, and never writes through a link.
     with temporary.open("xb") as file:
         yield file
         if path.suffix != ".yaml":
-            # A power failure may damage a YAML file, which no run reads.
+            # No run reads a YAML file, so a power failure may damage it.
             file.flush()
             os.fsync(file.fileno())
     os.replace(temporary, path)
 
 
 class Placeholder:
-    """Takes the place of a saved object, which is not built, because building it could run code."""
+    """Take the place of a saved object, because building the object could run any code."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         pass
@@ -1982,7 +1978,7 @@ class Placeholder:
 
 
 def load_file(file: Path | io.BytesIO) -> dict[str, Any]:
-    """Load a file of torch.save with a placeholder for each object that torch.load refuses."""
+    """Load a file that torch.save has written. A placeholder replaces each unsafe object."""
     find_names = getattr(torch.serialization, "get_unsafe_globals_in_checkpoint", None)
     # Search a copy, because the search moves the position in an io.BytesIO.
     names = find_names(copy.copy(file)) if find_names else []
@@ -1993,19 +1989,19 @@ def load_file(file: Path | io.BytesIO) -> dict[str, Any]:
 
 
 def is_intact(path: Path) -> bool:
-    """Return whether a checkpoint has no damage. torch.load would load damaged weights silently."""
+    """Return whether a checkpoint is undamaged. torch.load would load damaged weights silently."""
     with suppress(zipfile.BadZipFile, ValueError, EOFError, NotImplementedError):
         return zipfile.ZipFile(path).testzip() is None
     return False
 
 
 def read_checkpoint(file: Path | io.BytesIO, name: str = "") -> dict[str, Any]:
-    """Read a checkpoint. Only hyperparameters may be objects that torch.load refuses."""
+    """Read a checkpoint. Only its hyperparameters may contain objects that torch.load refuses."""
     name = name or str(file)
     try:
         checkpoint = load_file(file)
     except pickle.UnpicklingError as error:
-        text = f"{name}: got objects that torch.load refuses, such as one of a nested class."
+        text = f"{name}: got objects that torch.load refuses, such as objects of nested classes."
         raise ValueError(f"{text} Use FabricLoop.") from error
 
     def refuse(value: Any) -> None:
@@ -2047,13 +2043,13 @@ def find_hparams(model: Any) -> dict[str, Any]:
 
 
 def is_replaced(checkpoint: dict[str, Any], folder: Path) -> bool:
-    """Return whether a newer run was started in the folder of a checkpoint."""
+    """Return whether a newer run was started in a checkpoint's folder after it was saved."""
     started, _ = read_times(folder)
     return bool(checkpoint.get("fabric_template", {}).get("saved_at", started) < started)
 
 
 def read_times(folder: Path) -> tuple[float, float]:
-    """Return when the newest run in a version started and saved, from the end of its .lock file."""
+    """Read when a version's newest run started and last saved, from the end of its .lock file."""
     times, lines = {"started": 0.0, "saved": 0.0}, []
     with suppress(OSError), (folder / ".lock").open("rb") as file:
         file.seek(max(0, os.fstat(file.fileno()).st_size - 4096))
@@ -2066,13 +2062,13 @@ def read_times(folder: Path) -> tuple[float, float]:
 
 
 def age_of(folder: Path) -> tuple[float, int]:
-    """Return the time of a version's newest start or save, and its number."""
+    """Return the time of a version's latest start or save, and the version's number."""
     number = folder.name.removeprefix("version_")
     return max(read_times(folder)), int(number) if number.isdigit() else -1
 
 
 def claim_version(*folders: Path) -> str:
-    """Create the folder of the next version. Runs that start together get different numbers."""
+    """Create the next version's folder. Runs that start at the same time get different numbers."""
     names = [path.name[8:] for folder in folders for path in folder.glob("version_*")]
     version = max((int(name) for name in names if name.isdigit()), default=-1) + 1
     while True:
@@ -2084,7 +2080,7 @@ def claim_version(*folders: Path) -> str:
 
 @cache
 def read_git(folder: str) -> dict[str, Any]:
-    """Return a folder's commit and the number of changed files, unless git fails or is slow."""
+    """Return a folder's git commit and number of changed files, or {} if git fails or is slow."""
     command = ["git", "--no-optional-locks", "status", "--porcelain=v2", "--branch", "-uno"]
     with suppress(Exception):
         done = subprocess.run(command, cwd=folder, capture_output=True, timeout=1.0, check=True)
@@ -2096,10 +2092,10 @@ def read_git(folder: str) -> dict[str, Any]:
 
 @contextmanager
 def opened_lock(folder: Path) -> Iterator[IO[str]]:
-    """Open and lock the .lock file of a folder. The system unlocks it when this process ends."""
+    """Open and lock a folder's .lock file. The system unlocks it when this process ends."""
     folder.mkdir(parents=True, exist_ok=True)
     with open(folder / ".lock", "a") as file:
-        # Windows and some network drives cannot lock files.
+        # Windows has no fcntl, and some network drives cannot lock files.
         with suppress(ImportError, OSError):
             import fcntl
 
@@ -2121,12 +2117,12 @@ def close_locks() -> None:
 
 
 if hasattr(os, "register_at_fork"):
-    # The workers of a killed run live for seconds, and would keep its folders locked.
+    # After a kill, the workers of a run live for seconds, and would keep its folders locked.
     os.register_at_fork(after_in_child=close_locks)
 
 
 def read_rows(path: Path) -> list[dict[str, Any]]:
-    """Return the rows of a CSV file as numbers, without an incomplete last line."""
+    """Read the rows of a CSV file as numbers, except for an incomplete last line."""
     text = path.read_text("utf-8", "replace") if path.exists() else ""
     columns, *lines = [next(csv.reader([line]), []) for line in text.split("\n")[:-1]] or [[]]
     rows: list[dict[str, Any]] = []

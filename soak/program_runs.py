@@ -388,7 +388,7 @@ def is_refusal(error, points):
         "resume: StatefulDataLoader has persistent workers",
         "on_train_batch_start: got -1",
         "training_step: got NoneType",
-        "optimizer: got one whose step needs a closure",
+        "optimizer: got one whose step() needs a closure",
         "optimizer: got a parameter group that a hook has added",
     )
     return not points.counts["backward"] or str(error).startswith(late)

@@ -419,8 +419,8 @@ class StageLoaders:
                 continue
             if has_item:
                 self.run.warn_once(
-                    "train_dataloader: the streams of the processes end after different numbers of"
-                    " batches. Each epoch ends with the first stream that ends."
+                    "train_dataloader: the streams of the processes have different numbers of"
+                    " batches. Each epoch ends with the shortest stream."
                 )
             return
 

@@ -1,6 +1,6 @@
-"""Provide small complete models with their data, one file for each kind of task.
+"""Provide small, complete models with their data. Each kind of task has one file.
 
-DEMOS maps each demo's name to the options that `fabric-template fit --model demos.NAME` uses.
+DEMOS maps a demo's name to the options that `fabric-template fit --model demos.NAME` uses.
 """
 
 from typing import Any

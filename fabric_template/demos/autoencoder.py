@@ -1,6 +1,6 @@
-"""Compress each digit to eight numbers, without labels.
+"""Compress images of digits to eight numbers each, without using labels.
 
-The model is an nn.Module with step methods. The data is DigitsData of digits.py.
+The model is an nn.Module with step methods. The data is DigitsData from digits.py.
 """
 
 from __future__ import annotations
@@ -13,11 +13,11 @@ Batch = tuple[Tensor, Tensor]
 
 
 class Autoencoder(nn.Module):
-    """Encode 8x8 images as a few numbers, and decode the numbers to images.
+    """Encode 8x8 images as a few numbers, and decode these numbers to images.
 
     Args:
-        code: Size of the code of an image.
-        noise: Standard deviation of the noise on training images. The target is the clean image.
+        code: The number of values that encode an image.
+        noise: Standard deviation of the noise that is added to the training images.
     """
 
     def __init__(self, code: int = 8, noise: float = 0.1, lr: float = 2e-3) -> None:
@@ -46,13 +46,13 @@ class Autoencoder(nn.Module):
         return self.decoder(self.encoder(images))
 
     def training_step(self, batch: Batch) -> Tensor:
-        """Return the squared error per image. Only the inputs have noise, not the targets."""
+        """Return the squared error per image. Only the inputs are noisy, not the targets."""
         images, _ = batch
         noisy = images + self.noise * torch.randn_like(images)
         return squared_error(self(noisy), images)
 
     def validation_step(self, batch: Batch) -> dict[str, Tensor]:
-        """Return the squared error and the share of the variance that the output explains."""
+        """Return the squared error, and the share of the variance that the output explains."""
         images, _ = batch
         error = squared_error(self(images), images)
         variance = squared_error(images.mean(0, keepdim=True).expand_as(images), images)
@@ -61,7 +61,7 @@ class Autoencoder(nn.Module):
     test_step = validation_step
 
     def predict_step(self, batch: Batch) -> dict[str, Tensor]:
-        """Return the codes ``(batch, code)`` and the labels ``(batch,)`` of the images."""
+        """Return the images' codes ``(batch, code)`` and labels ``(batch,)``."""
         images, labels = batch
         return {"code": self.encoder(images), "label": labels}
 

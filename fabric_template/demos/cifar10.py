@@ -1,7 +1,7 @@
-"""Classify CIFAR-10, 60,000 color images of ten classes, with a ResNet-18 for 32x32 pixels.
+"""Classify CIFAR-10's 60,000 color images in ten classes with a ResNet-18 for 32x32 pixels.
 
-The model is a LightningModule whose learning rate changes in every step. The images are converted
-from bytes to floats on the device. The first run downloads the images. Without internet access,
+The model is a LightningModule whose learning rate changes at every step. The model converts the
+images from bytes to floats on the device. The first run downloads them. Without internet access,
 copy cifar-10-binary.tar.gz from cs.toronto.edu/~kriz/cifar.html to ``data``.
 """
 
@@ -29,7 +29,7 @@ class CIFAR10Data(SplitData):
     A batch is ``(images, labels)``: ``uint8 (batch, 3, 32, 32)`` and ``int64 (batch,)``.
 
     Args:
-        path: Folder of data_batch_1.bin to data_batch_5.bin and test_batch.bin. If it does not
+        path: Folder with data_batch_1.bin to data_batch_5.bin and test_batch.bin. If it does not
             exist, the files are downloaded (170 MB).
     """
 
@@ -38,28 +38,28 @@ class CIFAR10Data(SplitData):
         self.path = Path(path)
 
     def prepare_data(self) -> None:
-        """Download and unpack the files unless the folder exists."""
+        """Download and unpack the files, unless the folder exists."""
         if not self.path.exists():
             archive = self.path.with_name("cifar-10-binary.tar.gz")
             download(URL, archive)
             shutil.unpack_archive(archive, self.path.parent, filter="data")
 
     def setup(self, stage: str | None = None) -> None:
-        """Read the files. The last tenth of the training images is for validation."""
+        """Read the files. Use the last tenth of the training images for validation."""
         self.splits = hold_out(self.read_files(TRAIN), self.read_files(TEST))
 
     def read_files(self, names: list[str]) -> Batch:
-        # A row has a byte for the label and 32 * 32 bytes for each colour.
+        # A row is one byte for the label, followed by 32 * 32 bytes for each color.
         content = b"".join((self.path / name).read_bytes() for name in names)
         rows = torch.frombuffer(bytearray(content), dtype=torch.uint8).reshape(-1, 3073)
         return rows[:, 1:].reshape(-1, 3, 32, 32), rows[:, 0].long()
 
 
 class CIFAR10Net(LightningModule):
-    """Classify 32x32 images with a ResNet-18 whose first layer keeps the image size.
+    """Classify 32x32 images with a ResNet-18 whose first layer keeps the images' size.
 
     Args:
-        width: Number of channels of the first layer. ResNet-18 has 64.
+        width: Number of channels in the first layer. ResNet-18 has 64.
         lr: Highest learning rate of the one-cycle schedule.
     """
 
@@ -90,7 +90,7 @@ class CIFAR10Net(LightningModule):
         return self(batch[0]).argmax(dim=1)
 
     def log_loss_and_acc(self, stage: str, images: Tensor, labels: Tensor) -> Tensor:
-        """Log loss and accuracy, averaged over the epoch. Return the loss."""
+        """Log the epoch's mean loss and accuracy. Return the batch's loss."""
         logits = self(images)
         loss = functional.cross_entropy(logits, labels)
         acc = (logits.argmax(dim=1) == labels).float().mean()
@@ -107,7 +107,7 @@ class CIFAR10Net(LightningModule):
 
 
 class ResidualBlock(nn.Module):
-    """Add the output of two convolutions to a shortcut."""
+    """Add a shortcut to the output of two convolutions."""
 
     def __init__(self, in_channels: int, out_channels: int, stride: int = 1) -> None:
         super().__init__()
@@ -128,7 +128,7 @@ class ResidualBlock(nn.Module):
 
 
 def augment(images: Tensor) -> Tensor:
-    """Flip images at random, and shift the whole batch by up to four pixels."""
+    """Flip images at random, and shift all images of a batch equally by up to four pixels."""
     is_flipped = torch.rand(len(images), 1, 1, 1, device=images.device) < 0.5
     images = torch.where(is_flipped, images.flip(3), images)
     top, left = torch.randint(0, 9, (2,)).tolist()

@@ -1,4 +1,4 @@
-"""Provide the splits, loaders and downloads of the demos."""
+"""Provide splits, loaders and downloads for the demos."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ Tensors = tuple[Tensor, ...]
 class SplitData:
     """Return loaders for the datasets in ``splits``, like a LightningDataModule.
 
-    A subclass fills ``splits`` with "train", "val" and "test" in ``setup()``.
+    In ``setup()``, a subclass stores a "train", "val" and "test" dataset in ``splits``.
     """
 
     def __init__(self, batch_size: int) -> None:
@@ -38,12 +38,12 @@ class SplitData:
     predict_dataloader = test_dataloader
 
     def make_loader(self, split: str, shuffle: bool = False) -> Any:
-        """Return a loader for one split. Override this method to return another kind of loader."""
+        """Return a loader for one split. Override this method to use another kind of loader."""
         return DataLoader(self.splits[split], batch_size=self.batch_size, shuffle=shuffle)
 
 
 def hold_out(train: Tensors, test: Tensors) -> dict[str, TensorDataset]:
-    """Return a dict of three datasets. The last tenth of the training samples becomes "val"."""
+    """Return a dict of three datasets. "val" is the last tenth of the training samples."""
     val_size = len(train[0]) // 10
     return {
         "train": TensorDataset(*(tensor[:-val_size] for tensor in train)),
@@ -55,7 +55,7 @@ def hold_out(train: Tensors, test: Tensors) -> dict[str, TensorDataset]:
 def split_indices(count: int, seed: int = 0, labels: Any = None) -> dict[str, np.ndarray]:
     """Split ``range(count)`` at random: 70 % "train", 20 % "val" and 10 % "test".
 
-    With ``labels``, a NumPy array, each split has the same share of each class.
+    With ``labels``, a NumPy array, every split has the same class proportions.
     """
     import numpy as np
     from sklearn.model_selection import train_test_split
@@ -68,7 +68,7 @@ def split_indices(count: int, seed: int = 0, labels: Any = None) -> dict[str, np
 
 
 def download(url: str, path: Path) -> None:
-    """Download a file unless it exists."""
+    """Download a file, unless it exists."""
     if path.exists():
         return
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -76,4 +76,6 @@ def download(url: str, path: Path) -> None:
     try:
         torch.hub.download_url_to_file(url, str(path), progress=False)
     except OSError as error:
-        raise ValueError(f"download of {url}: got {error}. Copy the file to {path}.") from error
+        raise ValueError(
+            f"The download of {url} failed: {error}. Copy the file to {path}."
+        ) from error

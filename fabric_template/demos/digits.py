@@ -1,6 +1,6 @@
 """Classify 1,797 images of handwritten digits with a small convolutional network.
 
-This is the default demo, an nn.Module with step methods. The images come with scikit-learn.
+This default demo is an nn.Module with step methods. The images come with scikit-learn.
 """
 
 from __future__ import annotations
@@ -27,13 +27,13 @@ class DigitsData(SplitData):
         self.seed = seed
 
     def setup(self, stage: str | None = None) -> None:
-        """Read and split the images, unless an earlier call has done this."""
+        """Read and split the images, unless an earlier call has done so."""
         if self.splits:
             return
         from sklearn.datasets import load_digits
 
         digits = load_digits()
-        # scikit-learn's pixels have values from 0 to 16.
+        # The pixel values of scikit-learn's images range from 0 to 16.
         images = torch.as_tensor(digits.images, dtype=torch.float32).unsqueeze(1) / 16
         labels = torch.as_tensor(digits.target, dtype=torch.int64)
         indices = split_indices(len(images), seed=self.seed, labels=digits.target)
@@ -44,13 +44,13 @@ class DigitsData(SplitData):
 class DigitsClassifier(nn.Module):
     """Classify 8x8 images with two convolutions and two linear layers.
 
-    The loss is the cross-entropy in nats per image. The accuracy is a share from 0 to 1.
+    The loss is the cross-entropy in nats per image. The accuracy is a fraction from 0 to 1.
 
     Args:
         hidden: Width of the first linear layer.
-        dropout: Share of activations dropped before each linear layer.
+        dropout: Fraction of activations that are dropped before each linear layer.
         lr: Learning rate of Adam in the first epoch.
-        lr_decay: Factor of the learning rate after every epoch. 1: a constant learning rate.
+        lr_decay: The learning rate is multiplied by this factor after every epoch.
     """
 
     def __init__(

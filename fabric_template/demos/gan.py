@@ -1,7 +1,7 @@
 """Train a generator and a critic with one optimizer each.
 
 The model is a LightningModule with manual optimization. The data consists of points around eight
-centers. A good generator makes points near all eight centers.
+centers. A good generator creates points near all of them.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ SPREAD = 0.05
 
 
 def make_points(count: int, seed: int = 0) -> Tensor:
-    """Sample points ``(count, 2)`` around the eight centers."""
+    """Sample points of shape ``(count, 2)`` around the eight centers."""
     generator = torch.Generator().manual_seed(seed)
     center = torch.randint(len(CENTERS), (count,), generator=generator)
     return CENTERS[center] + SPREAD * torch.randn(count, 2, generator=generator)
@@ -38,10 +38,10 @@ class RingData(SplitData):
 
 
 def judge(points: Tensor) -> dict[str, float]:
-    """Return the fraction of centers that are covered, and the fraction of points near a center.
+    """Return the fraction of centers that are covered, and of points that are near a center.
 
-    A point is near a center if their distance is below four standard deviations. A center is
-    covered if at least a fifth of the expected number of points is near the center.
+    A point is near a center if it is less than four standard deviations away. A center is
+    covered if at least a fifth of the expected number of points are near it.
     """
     distance, nearest = torch.cdist(points, CENTERS.to(points)).min(dim=1)
     is_good = distance < 4 * SPREAD
@@ -51,7 +51,7 @@ def judge(points: Tensor) -> dict[str, float]:
 
 
 class GAN(LightningModule):
-    """Train a generator of points against a critic.
+    """Train a generator of points, and a critic that judges them.
 
     Args:
         noise: Size of the generator's random input.
@@ -86,17 +86,17 @@ class GAN(LightningModule):
         self.log_dict(losses, on_step=False, on_epoch=True)
 
     def validation_step(self, points: Tensor, batch_idx: int) -> None:
-        """Generate one point for each point of the batch, and log ``val_places`` and ``val_good``."""
+        """Generate a point for each point in the batch, and log ``val_places`` and ``val_good``."""
         judged = judge(self.predict_step(points, batch_idx))
         self.log_dict({f"val_{name}": value for name, value in judged.items()})
 
     def predict_step(self, points: Tensor, batch_idx: int) -> Tensor:
-        """Generate one point for each point of the batch, from the same noise in every epoch."""
+        """Generate a point for each point in the batch, always from the same noise."""
         generator = torch.Generator().manual_seed(batch_idx)
         return self(torch.randn(len(points), self.hparams["noise"], generator=generator).to(points))
 
     def configure_optimizers(self) -> list[torch.optim.Optimizer]:
-        """Return two Adam optimizers. Their low momentum stabilizes the training of a GAN."""
+        """Return two Adam optimizers whose low momentum stabilizes the training of a GAN."""
         options: dict[str, Any] = {"lr": self.hparams["lr"], "betas": (0.5, 0.99)}
         return [
             torch.optim.Adam(self.generator.parameters(), **options),

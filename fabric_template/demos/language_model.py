@@ -1,6 +1,6 @@
-"""Train a small GPT on the bytes of a text, and generate text.
+"""Train a small GPT on a text's bytes, and generate text.
 
-The default text comes from Python's help topics. Try also ``--compile true``,
+The default text comes from Python's help topics. Also try ``--compile true``,
 ``--precision bf16-mixed`` and ``--max_steps 5000``.
 """
 
@@ -19,7 +19,7 @@ from torch.nn import functional
 
 from .data import SplitData
 
-VOCABULARY = 256  # There is a token for each byte, so any text works.
+VOCABULARY = 256  # Each byte is a token, so any text works.
 
 
 class TextData(SplitData):
@@ -27,7 +27,7 @@ class TextData(SplitData):
 
     Args:
         path: A text file. The default text comes from Python's help topics.
-        block: Context length. A block has one more byte, the target of the last position.
+        block: Context length. A block has one more byte, which is the last position's target.
     """
 
     def __init__(self, path: str | None = None, block: int = 64, batch_size: int = 32) -> None:
@@ -44,12 +44,12 @@ class TextData(SplitData):
         cut = len(tokens) * 9 // 10
         train = tokens[:cut].unfold(0, self.block + 1, max(self.block // 2, 1))
         val = tokens[cut:].unfold(0, self.block + 1, self.block)
-        # The command predict generates text after each block of the test split.
+        # The command `predict` continues each block of the test split.
         self.splits = {"train": train, "val": val, "test": val[:3]}
 
 
 class GPT(LightningModule):
-    """Predict the next byte. Print a generated text at the end of training.
+    """Predict the next byte. At the end of training, print a generated text.
 
     Args:
         block: Context length, at least as large as the ``block`` of TextData.
@@ -72,7 +72,7 @@ class GPT(LightningModule):
         self.head = nn.Sequential(nn.LayerNorm(width), nn.Linear(width, VOCABULARY))
 
     def forward(self, tokens: Tensor) -> Tensor:
-        """Return logits of the next token, ``(batch, time, 256)``, for tokens ``(batch, time)``."""
+        """Return the next tokens' logits ``(batch, time, 256)`` for tokens ``(batch, time)``."""
         positions = torch.arange(tokens.shape[1], device=tokens.device)
         x = self.token_embedding(tokens) + self.position_embedding(positions)
         # The mask keeps each position from attending to later positions.
@@ -82,7 +82,7 @@ class GPT(LightningModule):
         return self.head(x)
 
     def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
-        """Return the cross-entropy in nats per byte. The loop logs this loss as ``train_loss``."""
+        """Return the cross-entropy in nats per byte, which the loop logs as ``train_loss``."""
         return functional.cross_entropy(self(batch[:, :-1]).flatten(0, 1), batch[:, 1:].flatten())
 
     def validation_step(self, batch: Tensor, batch_idx: int) -> None:
@@ -95,7 +95,7 @@ class GPT(LightningModule):
     on_validation_end = on_train_start
 
     def on_train_batch_end(self, outputs: Any, batch: Tensor, batch_idx: int) -> None:
-        """Log the tokens per second since the previous batch."""
+        """Log the number of tokens per second since the previous batch."""
         now = perf_counter()
         speed = batch[:, 1:].numel() / (now - self.since)
         self.log("tokens_per_second", speed, on_step=True, on_epoch=True, prog_bar=True)
@@ -110,7 +110,7 @@ class GPT(LightningModule):
 
     @torch.no_grad()
     def generate(self, tokens: Tensor) -> Tensor:
-        """Append ``length`` tokens. Sample each token from the 20 most likely ones."""
+        """Append ``length`` tokens, each sampled from the 20 most likely ones."""
         generator = torch.Generator(tokens.device).manual_seed(0)
         for _ in range(self.hparams["length"]):
             scores, candidates = self(tokens[:, -self.hparams["block"] :])[:, -1].topk(20)
@@ -120,7 +120,7 @@ class GPT(LightningModule):
         return tokens
 
     def configure_optimizers(self) -> tuple[list, list]:
-        """Return AdamW and a schedule with a warm-up over the first tenth of the steps."""
+        """Return AdamW and a schedule that warms up during the first tenth of the steps."""
         optimizer = torch.optim.AdamW(self.parameters(), lr=self.hparams["lr"])
         steps = int(self.trainer.estimated_stepping_batches)
         warm_up = steps // 10

@@ -1,4 +1,4 @@
-"""Classify the 70,000 handwritten digits of MNIST with a network of 784-100-10 units.
+"""Classify MNIST's 70,000 handwritten digits with a network of 784-100-10 units.
 
 The model is a plain object with step methods, because the loop needs no base class. The first run
 downloads the files. Without internet access, copy MNIST's files to ``data/mnist``.
@@ -30,7 +30,7 @@ class MNISTData(SplitData):
     ``int64 (batch,)``.
 
     Args:
-        path: Folder of the four IDX files. Missing files are downloaded to this folder (12 MB).
+        path: Folder with the four IDX files. Missing files are downloaded to it (12 MB).
     """
 
     def __init__(self, path: str = "data/mnist", batch_size: int = 64) -> None:
@@ -42,7 +42,7 @@ class MNISTData(SplitData):
             download(f"{MIRROR}{name}", self.path / name)
 
     def setup(self, stage: str | None = None) -> None:
-        """Read the files. The last tenth of the training images is for validation."""
+        """Read the files. Use the last tenth of the training images for validation."""
         self.splits = hold_out(self.read_part(TRAIN), self.read_part(TEST))
 
     def read_part(self, names: tuple[str, str]) -> tuple[Tensor, Tensor]:
@@ -50,13 +50,13 @@ class MNISTData(SplitData):
         return images.float() / 255, labels.long()
 
     def make_loader(self, split: str, shuffle: bool = False) -> TensorLoader:
-        """Return a TensorLoader, which is faster than a DataLoader for data in memory."""
+        """Return a TensorLoader, which is faster than a DataLoader if the data is in memory."""
         tensors = self.splits[split].tensors
         return TensorLoader(*tensors, batch_size=self.batch_size, shuffle=shuffle)
 
 
 def read_idx(path: Path) -> Tensor:
-    """Read a compressed IDX file of bytes.
+    """Read a compressed IDX file that contains bytes.
 
     An IDX file has three bytes for the type, one byte for the number of dimensions, the sizes as
     big-endian integers, and the values.
@@ -76,7 +76,7 @@ class MNISTNet:
         self.net = nn.Sequential(nn.Flatten(), hidden_layer, nn.Linear(hidden, 10))
 
     def training_step(self, batch: Batch) -> Tensor:
-        """Return the cross-entropy. The loop logs this loss as ``train_loss``."""
+        """Return the cross-entropy, which the loop logs as ``train_loss``."""
         images, labels = batch
         return functional.cross_entropy(self.net(images), labels)
 

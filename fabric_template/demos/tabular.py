@@ -17,12 +17,12 @@ from torchmetrics import R2Score
 
 from .data import SplitData, split_indices
 
-RENTS = {"harbour": 16, "old town": 21, "hills": 25, "station": 13}  # Per square metre.
+RENTS = {"harbour": 16, "old town": 21, "hills": 25, "station": 13}  # Rents per square metre.
 Batch = tuple[Tensor, Tensor]
 
 
 def make_flats(count: int = 2000) -> pd.DataFrame:
-    """Return a table of flats and their rents, with missing values."""
+    """Return a table of flats and their rents, in which some values are missing."""
     random = np.random.default_rng(seed=0)
     flats = pd.DataFrame({"district": random.choice(list(RENTS), count)})
     flats["area"] = random.gamma(9, 8, count).clip(15).round()
@@ -38,10 +38,10 @@ def make_flats(count: int = 2000) -> pd.DataFrame:
 
 
 class TabularData(SplitData, LightningDataModule):
-    """Turn a table into batches of features ``(batch, n)`` and targets ``(batch,)``.
+    """Split a table into batches of features ``(batch, n)`` and targets ``(batch,)``.
 
     Args:
-        path: A CSV file with a header. The default is a generated table.
+        path: A CSV file with a header. By default, a table is generated.
         target: The column to predict. Rows without a target are left out.
     """
 
@@ -51,7 +51,7 @@ class TabularData(SplitData, LightningDataModule):
         self.target = target
 
     def setup(self, stage: str | None = None) -> None:
-        """Read and split the table. The preprocessing is fitted on the training split."""
+        """Read and split the table. Fit the preprocessing on the training split."""
         if self.splits:
             return
         table = make_flats() if self.path is None else pd.read_csv(self.path)
@@ -71,10 +71,10 @@ class TabularData(SplitData, LightningDataModule):
 
 
 class TabularNet(LightningModule):
-    """Predict a number with two hidden layers.
+    """Predict a number with a network of two hidden layers.
 
     Args:
-        features: Number of features per row after the preprocessing.
+        features: Number of features per row after preprocessing.
     """
 
     def __init__(self, features: int = 10, hidden: int = 64, lr: float = 3e-3) -> None:
@@ -115,7 +115,7 @@ class TabularNet(LightningModule):
         return loss
 
     def validation_step(self, batch: Batch, batch_idx: int) -> None:
-        """Log the loss and the R2 score. The loop computes the score at the end of the epoch."""
+        """Log the loss and the R2 score, which the loop computes at the end of the epoch."""
         features, target = batch
         predicted = self(features)
         self.val_r2(predicted, target)

@@ -1,4 +1,4 @@
-"""Start the processes of a run, or connect the processes that a launcher has started."""
+"""Start the processes of a run, or connect those that a launcher has started."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ if TYPE_CHECKING:
     from ..training.plan import Plan
     from ..training.run import Run
 
-# Attributes of a run whose state a spawned process sends to the caller's run.
+# A spawned process sends the state of these attributes of its run to the caller's run.
 _PARTS = ("progress", "stop", "checkpoints")
 _PATHS = ("best_model_path", "last_model_path", "best_model_score")
 
@@ -44,7 +44,7 @@ _PATHS = ("best_model_path", "last_model_path", "best_model_score")
 
 
 def join_processes(fabric: Fabric) -> None:
-    """Join the process group of the run, unless an earlier call has joined it."""
+    """Join the run's process group, unless an earlier call has joined it."""
     strategy: Any = fabric.strategy
     is_from_cli = os.environ.get("LT_CLI_USED") == "1"
     if not isinstance(strategy, ParallelStrategy) or is_from_cli:
@@ -67,7 +67,7 @@ def _leave_group() -> None:
 
 
 def gather_objects(run: Run, item: Any) -> list[Any]:
-    """Gather an object from every process, in the order of their ranks."""
+    """Gather an object from each process, in the order of the ranks."""
     if run.fabric.world_size == 1:
         return [item]
     gathered: list[Any] = [None] * run.fabric.world_size
@@ -76,9 +76,9 @@ def gather_objects(run: Run, item: Any) -> list[Any]:
 
 
 def open_store_of_attempt() -> TCPStore | None:
-    """Open a new TCPStore, because torchrun's store keeps the addresses of dead processes.
+    """Open a new TCPStore, because torchrun's store still has the addresses of dead processes.
 
-    Rank 0 writes the address of the new store to torchrun's store. All processes read the address
+    Rank 0 writes the new store's address to torchrun's store. All processes read the address from
     there, and connect to the new store.
     """
     env = os.environ
@@ -93,8 +93,8 @@ def open_store_of_attempt() -> TCPStore | None:
         shared.set("fabric_template/address", f"{host} {store.port}")
     while True:
         host, port = shared.get("fabric_template/address").decode().split()
-        # Until rank 0 writes the new address, torchrun's store may return the address of a closed
-        # store. Retry without a limit, because torchrun kills this process if rank 0 fails.
+        # Until rank 0 writes the new address, torchrun's store may return a closed store's address.
+        # There is no limit for retries, because torchrun kills this process if rank 0 fails.
         with suppress(DistError):
             TCPStore(host, int(port), is_master=False, timeout=timedelta(seconds=2))
             break
@@ -106,32 +106,32 @@ def open_store_of_attempt() -> TCPStore | None:
 
 
 def check_new_parameters(run: Run, before: list[str], hook: str) -> None:
-    """Raise an error for parameters that a hook has created, and that processes would not share.
+    """Raise an error if a hook has created parameters that the processes would not share.
 
     Args:
         before: The names of the parameters before the hook.
     """
     reason = ""
     if hook == "on_fit_start":
-        reason = "in a run of several processes, which would not synchronize it"
+        reason = ", which the processes of the run would not synchronize"
     elif is_spawning(run.fabric):
-        reason = "in a process that the strategy spawns. The caller's model would lack it"
+        reason = " in a spawned process. The caller's model would lack it"
     known = set(before)
     created = [name for name, _ in run.network.named_parameters() if name not in known]
     if created and reason and run.fabric.world_size > 1:
         raise ConfigurationError(
-            f"{hook}: got the new parameter {created[0]!r} {reason}. Create it in __init__ or configure_model."
+            f"{hook}: got the new parameter {created[0]!r}{reason}. Create it in __init__ or configure_model."
         )
 
 
 def starts_processes(fabric: Fabric) -> bool:
-    """Return whether this process has to spawn or fork the processes of a call."""
+    """Return whether this process must spawn or fork other processes for a call."""
     return is_spawning(fabric) and not is_joined()
 
 
 def launch_processes(run: Run, run_plan: Callable[[Plan], Any]) -> Any:
-    """Run the plan of ``run`` in new processes. Copy the results to this process."""
-    # Undo changes of the environment at the end, because the next call needs another MASTER_PORT.
+    """Run the plan of ``run`` in new processes, and copy the results to this process."""
+    # Restore os.environ at the end, because the next call needs a different MASTER_PORT.
     with tempfile.TemporaryDirectory(prefix="fabric_template_") as folder, patch.dict(os.environ):
         call = partial(_run_in_process, folder, run.plan, run_plan)
         with SignalForwarder() as signals:
@@ -143,8 +143,8 @@ def launch_processes(run: Run, run_plan: Callable[[Plan], Any]) -> Any:
                 raise (_first_error(folder) or error) from error
             except (AttributeError, TypeError, pickle.PicklingError) as error:
                 raise ConfigurationTypeError(
-                    "strategy: got one that spawns processes, which get the arguments of the call"
-                    f" by pickle: {error}. Define functions and classes at module level, or use"
+                    "strategy: got one that spawns processes, but the arguments cannot be pickled:"
+                    f" {error}. Define functions and classes at module level, or use"
                     " strategy='ddp' in a script and 'ddp_fork' in a notebook."
                 ) from error
         outcome = torch.load(Path(folder, "outcome"), weights_only=False)
@@ -159,15 +159,15 @@ def launch_processes(run: Run, run_plan: Callable[[Plan], Any]) -> Any:
 def _run_in_process(
     folder: str, plan: Plan, run_plan: Callable[[Plan], Any], fabric: Fabric
 ) -> None:
-    """Run a plan in a launched process, and write the results to a file.
+    """Run a plan in a launched process, and write its results to a file.
 
-    The launcher's own queue is not used for the results. The queue blocks on objects that are
-    larger than the pipe buffer, and transfers only the message of an exception.
+    The launcher's own queue is not suitable for the results. It blocks on objects that exceed the
+    pipe buffer, and transfers only the message of an exception.
     """
     loop: Any = plan.loop
     remember_group(fabric.strategy, is_spawned=True)
     if isinstance(multiprocessing.current_process(), SpawnProcess):
-        # The tensors of a spawned process are in shared memory, so copy them.
+        # A spawned process receives tensors in shared memory, so copy them.
         plan = plan.copied()
     ending = result = None
     try:
@@ -176,9 +176,9 @@ def _run_in_process(
         run = loop.run
         if run is None or run.stop.signal is None or isinstance(error, Exception):
             _write_error(error, folder)
-            # Raise a RuntimeError, because torch treats a KeyboardInterrupt as a regular exit.
+            # Raise RuntimeError, because torch treats KeyboardInterrupt as a regular exit.
             raise RuntimeError(repr(error)) from error
-        # A signal has ended the run in all processes after the same step. Keep the results.
+        # A signal has ended the run after the same step in all processes. Keep the results.
         ending = error
     outcome = _outcome_of(loop.run)
     if fabric.local_rank == 0:
@@ -204,7 +204,7 @@ def _outcome_of(run: Run) -> dict[str, Any]:
 
 
 def _apply_outcome(run: Run, outcome: dict[str, Any]) -> None:
-    """Update the caller's objects with the results of the first process."""
+    """Update the caller's objects with the results from the first process."""
     weights = outcome["weights"]
     if configure_model := overridden(run.module, "configure_model"):
         configure_model()
@@ -220,7 +220,7 @@ def _apply_outcome(run: Run, outcome: dict[str, Any]) -> None:
     run.row.continue_rows(outcome["rows"])
     with_state = filter(has_state, run.hooks.callbacks)
     for callback, state in zip(with_state, outcome["callbacks"], strict=False):
-        # Ignore the error of Lightning's SpikeDetection, whose load_state_dict does not work.
+        # Ignore the error of SpikeDetection, whose load_state_dict fails in Lightning itself.
         with suppress(AttributeError):
             callback.load_state_dict(state)
     savers = run.hooks.callbacks_of("Checkpoint")
@@ -230,8 +230,8 @@ def _apply_outcome(run: Run, outcome: dict[str, Any]) -> None:
 
 
 def _write_error(error: BaseException, folder: str) -> None:
-    """Write the first error to a file. Later errors are often consequences of the first."""
-    # If the error cannot be pickled, the launcher shows its message.
+    """Write the first error to a file. Later errors are often consequences of it."""
+    # If the error cannot be pickled, the launcher still shows its message.
     with suppress(Exception):
         data = pickle.dumps(error)
         pickle.loads(data)

@@ -1,4 +1,4 @@
-"""Find the process group that a launcher or the user has started, and join it by default."""
+"""Find a process group that a launcher or the user has started, and join it by default."""
 
 from __future__ import annotations
 
@@ -22,17 +22,17 @@ from ..lightning_compat.overrides import is_instance_of
 if TYPE_CHECKING:
     from lightning.fabric import Fabric
 
-# The variables that describe a process, in the order of preference: those of torch.distributed, of
-# Open MPI, and of MPICH and Intel MPI.
+# Environment variables that describe a process, in the order of preference: from torch.distributed,
+# from Open MPI, and from MPICH or Intel MPI.
 _VARIABLES = {
     "world_size": ("WORLD_SIZE", "OMPI_COMM_WORLD_SIZE", "PMI_SIZE"),
     "rank": ("RANK", "OMPI_COMM_WORLD_RANK", "PMI_RANK"),
     "local_size": ("LOCAL_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_SIZE", "MPI_LOCALNRANKS"),
     "local_rank": ("LOCAL_RANK", "OMPI_COMM_WORLD_LOCAL_RANK", "MPI_LOCALRANKID"),
 }
-# Processes per machine and machines of the group that a loop of this process has created.
+# The processes per machine, and the machines, in the group that a loop in this process has created.
 _own_group = (1, 1)
-# True if a loop has spawned or forked this process for a call.
+# Whether a loop has spawned or forked this process for a call.
 _is_spawned = False
 
 
@@ -47,14 +47,14 @@ def is_spawning(fabric: Fabric) -> bool:
 
 
 def remember_group(strategy: Any, is_spawned: bool = False) -> None:
-    """Remember the size of a group that a loop creates, for later loops of this process."""
+    """Remember the size of a group that a loop creates, for later loops in this process."""
     global _own_group, _is_spawned
     _own_group = strategy.num_processes, getattr(strategy, "num_nodes", 1)
     _is_spawned = is_spawned
 
 
 def launched_processes() -> tuple[int, int] | None:
-    """Return (processes per machine, machines) of an existing group, or None for one process."""
+    """Return an existing group's (processes per machine, machines), or None for one process."""
     if os.environ.get("LT_CLI_USED") == "1":
         return None
     total, local_size = _read_sizes()
@@ -71,7 +71,7 @@ def launched_processes() -> tuple[int, int] | None:
 
 
 def _read_sizes() -> tuple[int, int]:
-    """Return the number of processes, and the number on this machine."""
+    """Return the total number of processes, and the number on this machine."""
     if is_joined():
         total = torch.distributed.get_world_size()
     elif SLURMEnvironment.detect() and not TorchElasticEnvironment.detect():
@@ -91,7 +91,7 @@ def read_variable(name: str, default: int) -> int:
 
 
 def join_by_default(arguments: dict[str, Any]) -> dict[str, Any]:
-    """Return Fabric's arguments with which devices="auto" joins an existing group."""
+    """Return the arguments of Fabric. With devices="auto", they join an existing group."""
     started = launched_processes()
     if arguments["devices"] != "auto" or started is None:
         return arguments
@@ -103,32 +103,32 @@ def join_by_default(arguments: dict[str, Any]) -> dict[str, Any]:
 
 
 def needs_environment(strategy: Any, plugins: list[Any]) -> bool:
-    """Return whether neither the user nor Lightning provides an environment of the group."""
+    """Return whether neither the user nor Lightning provides an environment that fits the group."""
     if isinstance(strategy, Strategy) and getattr(strategy, "cluster_environment", None):
         return False
     if any(isinstance(plugin, ClusterEnvironment) for plugin in plugins):
         return False
     if is_joined():
-        # The variables of SLURM may describe other processes, such as the driver of Ray.
+        # SLURM's variables may describe other processes, such as Ray's driver.
         return not TorchElasticEnvironment.detect()
     kinds = (TorchElasticEnvironment, SLURMEnvironment, MPIEnvironment)
     return not any(kind.detect() for kind in kinds)
 
 
 def check_launched(fabric: Fabric) -> None:
-    """Raise an error if devices and num_nodes differ from the processes that were launched."""
+    """Raise an error if devices and num_nodes do not match the launched processes."""
     strategy, started = fabric.strategy, launched_processes()
     given = getattr(strategy, "num_processes", 1), getattr(strategy, "num_nodes", 1)
     would_spawn = is_spawning(fabric) and not _is_spawned
     if started is not None and (given != started or would_spawn):
         raise ConfigurationError(
             f"devices, num_nodes: got {given[0]} and {given[1]}, but {started[0]} processes were started on each"
-            f" of {started[1]} machines. Leave both out, and use strategy='ddp' or none."
+            f" of {started[1]} machines. Leave out both, and use strategy='ddp' or no strategy."
         )
 
 
 class GroupEnvironment(TorchElasticEnvironment):
-    """Describes a group that exists, or that RANK and WORLD_SIZE or the variables of MPI describe.
+    """Describe an existing group, or one that the variables of torch.distributed or MPI define.
 
     Args:
         local_size: The number of processes on each machine.
@@ -159,13 +159,13 @@ class GroupEnvironment(TorchElasticEnvironment):
 
 
 def choose_address(local_size: int, num_nodes: int) -> None:
-    """Choose the same address in all processes of a job of MPI on one machine."""
+    """Choose the same address in all processes of an MPI job on one machine."""
     names = ("PMIX_NAMESPACE", "OMPI_MCA_ess_base_jobid", "PMI_JOBID")
     job = next((os.environ[name] for name in names if name in os.environ), None)
     if job is None or num_nodes > 1:
         raise ConfigurationError(
-            f"MASTER_ADDR, MASTER_PORT: got none for a group of {local_size * num_nodes} processes, expected"
-            " the address of the first process in both variables. Set them, or start the script with torchrun."
+            f"MASTER_ADDR, MASTER_PORT: got no address for a group of {local_size * num_nodes} processes,"
+            " expected that of the first process. Set both variables, or start the script with torchrun."
         )
     os.environ["MASTER_ADDR"] = "127.0.0.1"
     os.environ["MASTER_PORT"] = str(20000 + zlib.crc32(job.encode()) % 20000)

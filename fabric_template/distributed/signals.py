@@ -1,4 +1,4 @@
-"""On Ctrl-C, SIGTERM or SIGUSR1, finish the current step, save the run and end training."""
+"""On Ctrl-C, SIGTERM or SIGUSR1, finish the current step, save a checkpoint and end training."""
 
 from __future__ import annotations
 
@@ -25,26 +25,26 @@ _DEFAULTS = (signal.default_int_handler, signal.SIG_DFL)
 
 
 class SignalHandler:
-    """Records the first signal during a run. A second signal ends the program immediately.
+    """Record the first signal during a run. A second signal ends the program immediately.
 
-    SIGTERM and SIGUSR1 also call the handlers that the user has set for these signals. A user's
-    handler for Ctrl-C is not replaced, and ignored signals stay ignored. After the run, the
-    previous handlers are restored.
+    SIGTERM and SIGUSR1 also call the handlers that the user has set for them. If the user handles
+    Ctrl-C or ignores a signal, nothing changes for this signal. After the run, the previous
+    handlers are restored.
 
     Args:
-        fabric: The Fabric object of the run. Only its main process prints that a signal arrived.
+        fabric: The run's Fabric object. Only its main process prints that a signal has arrived.
             None: this process prints nothing.
 
     Attributes:
         received: The signal that this process has received.
-        is_check_due: Whether a signal has arrived, here or perhaps in another process.
+        is_check_due: Whether a signal has arrived here, or may have arrived in another process.
     """
 
     def __init__(self, fabric: Fabric | None = None) -> None:
         self.received: int | None = None
         self._is_main = fabric is not None and fabric.is_global_zero
         self._has_others = self.is_check_due = fabric is not None and fabric.world_size > 1
-        # A launcher may repeat a signal of the terminal, so ignore a second one within two seconds.
+        # A launcher may repeat the terminal's signal, so ignore a second one within two seconds.
         is_launched = self._has_others or "TORCHELASTIC_RUN_ID" in os.environ
         self._patience = 2.0 if is_launched else 0.0
         self._received_at = 0.0
@@ -56,7 +56,7 @@ class SignalHandler:
         if threading.current_thread() is threading.main_thread():
             for number in SIGNALS:
                 previous = signal.getsignal(number)
-                # A run inside another run leaves signals to the outer run.
+                # If a run starts inside another run, only the outer run handles signals.
                 is_ours = isinstance(getattr(previous, "__self__", None), SignalHandler)
                 is_of_user = callable(previous) and number != signal.SIGINT and not is_ours
                 if previous in _DEFAULTS or is_of_user:
@@ -78,9 +78,9 @@ class SignalHandler:
             self.is_check_due = True
             if self._is_main:
                 # Do not use sys.stderr, because this handler may interrupt a write to sys.stderr.
-                text = f"{signal.Signals(number).name}: stopping after this step. Again: stop at once.\n"
+                text = f"{signal.Signals(number).name}: stopping after this step. Repeat it to stop at once.\n"
                 with suppress(OSError):
-                    # In a terminal, the cursor is at the end of the progress bar.
+                    # In a terminal, start a new line, because the progress bar fills the current one.
                     os.write(2, f"\n{text}".encode() if os.isatty(2) else text.encode())
         elif time.monotonic() - self._received_at < self._patience:
             return
@@ -92,16 +92,16 @@ class SignalHandler:
             raise error_of_signal(number)
 
     def agree(self, known: int | None, batches: int, is_due: bool = False) -> int | None:
-        """Return the signal that any process has received, or None.
+        """Return the signal that one of the processes has received, or None.
 
-        Several processes must stop at the same step, so ``agree`` communicates about once a second.
-        Rank 0 decides after how many batches the processes communicate again. A call without
-        communication only compares two integers.
+        All processes must stop after the same step, so they communicate about once a second. Rank 0
+        decides after how many batches they communicate again. A call without communication only
+        compares two integers.
 
         Args:
             known: The result of the previous call.
             batches: The number of training batches so far.
-            is_due: Communicate now.
+            is_due: Whether to communicate now.
         """
         if not self._has_others:
             return self.received
@@ -118,31 +118,31 @@ class SignalHandler:
         return known or number or None
 
     def broadcast(self, numbers: list[int]) -> list[int]:
-        """Return the numbers of the first process in every process."""
+        """Return the first process's numbers in every process."""
         values = torch.tensor(numbers)
         torch.distributed.broadcast(values, 0, self._cpu_group)
         return values.tolist()
 
     def find_largest(self, numbers: list[int]) -> list[int]:
-        """Return the largest value of each number in all processes."""
+        """Return each number's largest value over all processes."""
         values = torch.tensor(numbers)
         torch.distributed.all_reduce(values, torch.distributed.ReduceOp.MAX, self._cpu_group)
         return values.tolist()
 
     @cached_property
     def _cpu_group(self) -> Any:
-        """A process group for communication between CPUs, so that no step waits for a GPU."""
+        """The process group for communication between CPUs, so that no step waits for a GPU."""
         if torch.distributed.get_backend() == "gloo":
             return torch.distributed.group.WORLD
         return torch.distributed.new_group(backend="gloo")
 
 
 class SignalForwarder(SignalHandler):
-    """Forwards the first signal to the child processes, which then save the run and stop."""
+    """Forward the first signal to the child processes, which then save a checkpoint and stop."""
 
     def __enter__(self) -> SignalForwarder:
         self._pid = os.getpid()
-        # Reset the handlers in a forked process, so that a signal ends this process. Python's
+        # In a forked process, reset the handlers, so that a signal ends this process. Python's own
         # handler for SIGINT raises KeyboardInterrupt, which torch treats as a regular exit.
         register_after_fork(self, SignalForwarder._restore_defaults)
         super().__enter__()
@@ -162,13 +162,13 @@ class SignalForwarder(SignalHandler):
 
 
 def error_of_signal(number: int) -> BaseException:
-    """Return the exception that ends the program with the exit code of a signal."""
+    """Return the exception that ends the program with a signal's exit code."""
     if number == signal.SIGINT:
         return KeyboardInterrupt()
     return SIGTERMException(143) if number == signal.SIGTERM else SystemExit(128 + number)
 
 
 def is_notebook() -> bool:
-    """Return whether the Python process keeps running after an interrupt, as in a notebook."""
+    """Return whether Python keeps running after an interrupt, as in a notebook or a shell."""
     get_ipython = getattr(sys.modules.get("IPython"), "get_ipython", None)
     return hasattr(sys, "ps1") or (get_ipython is not None and get_ipython() is not None)

@@ -1,4 +1,4 @@
-"""Convert Trainer's strategies to Fabric's, and shard networks (FSDP2 and tensor parallel)."""
+"""Convert Trainer's strategies to Fabric's, and shard networks with FSDP2 or tensor parallelism."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ _CONVERTED = ("DDPStrategy", "SingleDeviceStrategy", "ModelParallelStrategy")
 
 
 def convert_strategy(strategy: Any) -> Any:
-    """Replace a strategy of Trainer with Fabric's, and leave other strategies unchanged.
+    """Replace a strategy of Trainer by Fabric's. Return other strategies unchanged.
 
     Example:
         >>> type(convert_strategy("ddp_fork_find_unused_parameters_false")).__name__
@@ -58,16 +58,16 @@ def _is_trainers(part: Any) -> bool:
 
 
 def _convert_object(strategy: Any) -> Any:
-    """Create Fabric's strategy, and copy all attributes of Trainer's strategy."""
+    """Create Fabric's strategy, and copy all attributes from Trainer's strategy."""
     name = type(strategy).__name__
     has_plugin = type(getattr(strategy, "precision_plugin", None)).__name__ != "Precision"
     if name not in _CONVERTED or has_plugin or has_communication_hook(strategy):
         raise ConfigurationError(
-            f"strategy: got {name}, which is made for Trainer or has a precision plugin or a communication hook."
+            f"strategy: got {name}, which only Trainer supports, or which has a precision plugin or communication hook."
             " Use a strategy of lightning.fabric.strategies or a name, such as 'ddp', and the options"
             " precision and plugins."
         )
-    # A LightningModule shards itself in configure_model, so parallelize_fn changes nothing.
+    # The LightningModule shards itself in configure_model, so parallelize_fn must change nothing.
     arguments = [_return_model] if name == "ModelParallelStrategy" else []
     made = getattr(strategies, name)(*arguments)
     vars(made).update({key: value for key, value in vars(strategy).items() if key in vars(made)})
@@ -79,15 +79,15 @@ def _return_model(model: nn.Module, mesh: Any) -> nn.Module:
 
 
 def convert_plugin(plugin: Any) -> Any:
-    """Replace Trainer's precision plugin with Fabric's, and leave other plugins unchanged."""
+    """Replace a precision plugin of Trainer by Fabric's. Return other plugins unchanged."""
     if not (isinstance(plugin, precision.Precision) and _is_trainers(plugin)):
         return plugin
     name = type(plugin).__name__
     own = getattr(precision, name, None)
     if own is None:
         raise ConfigurationError(
-            f"plugins: got {name}, which is made for Trainer, expected a class of"
-            " lightning.fabric.plugins.precision or one derived from it."
+            f"plugins: got {name}, which only Trainer supports, expected a plugin from"
+            " lightning.fabric.plugins.precision, or one derived from it."
         )
     made = object.__new__(own)
     vars(made).update(vars(plugin))
@@ -98,11 +98,11 @@ def convert_plugin(plugin: Any) -> Any:
 
 
 def has_mesh(strategy: Any) -> bool:
-    """Return whether the strategy has created its device mesh."""
+    """Return whether a strategy has already created its device mesh."""
     try:
         return isinstance(strategy, ModelParallelStrategy) and strategy.device_mesh is not None
     except RuntimeError:
-        # Lightning raises this error before the mesh exists.
+        # Lightning raises this error if there is no mesh yet.
         return False
 
 
@@ -111,7 +111,7 @@ def is_sharded(network: nn.Module) -> bool:
 
 
 def broadcast_network(fabric: Fabric, network: nn.Module) -> None:
-    """Give all processes the parameters and buffers of rank 0."""
+    """Copy the parameters and buffers of rank 0 to all processes."""
     for tensor in (*network.parameters(), *network.buffers()):
         if not tensor.is_meta:
             value = tensor.detach().to(fabric.device).contiguous()
@@ -120,12 +120,12 @@ def broadcast_network(fabric: Fabric, network: nn.Module) -> None:
 
 
 def shard_network(fabric: Fabric, network: nn.Module, name: str) -> None:
-    """Broadcast the weights of rank 0, and shard the network in place with ``parallelize_fn``.
+    """Broadcast rank 0's weights, and shard the network in place with ``parallelize_fn``.
 
     A network that is already sharded is left unchanged.
 
     Args:
-        name: The name of the model in messages.
+        name: The model's name in error messages.
     """
     strategy: Any = fabric.strategy
     tensors = [*network.parameters(), *network.buffers()]
@@ -133,22 +133,22 @@ def shard_network(fabric: Fabric, network: nn.Module, name: str) -> None:
     if not is_sharded(network):
         broadcast_network(fabric, network)
     if is_on_meta or not is_sharded(network):
-        # Fabric also allocates and initializes tensors that are on the meta device.
+        # Fabric also allocates and initializes tensors on the meta device.
         made = strategy.setup_module(network)
         if made is not network:
             raise ConfigurationError(
-                f"parallelize_fn: got another object, a {type(made).__name__}, expected {name} itself, changed"
-                " in place. To compile the model, use compile=True."
+                f"parallelize_fn: got another object, a {type(made).__name__}, expected {name} itself. Change the"
+                " model in place. To compile it, use compile=True."
             )
     check_sharding(strategy.device_mesh, network, name)
 
 
 def check_sharding(mesh: Any, network: nn.Module, name: str) -> None:
-    """Raise an error for parameters that each process would train separately."""
+    """Raise an error if the processes would train some parameters separately."""
     if not is_sharded(network):
         raise ConfigurationError(
             f"parallelize_fn: got {name} back without sharded parameters. Write fully_shard(model,"
-            " mesh=mesh['data_parallel']) or parallelize_module(model, mesh['tensor_parallel'], plan) in it."
+            " mesh=mesh['data_parallel']) or parallelize_module(model, mesh['tensor_parallel'], plan)."
         )
     if mesh["data_parallel"].size() == 1:
         return
@@ -157,21 +157,21 @@ def check_sharding(mesh: Any, network: nn.Module, name: str) -> None:
         is_whole = mesh_of is None or mesh_of.mesh_dim_names == ("tensor_parallel",)
         if is_whole and parameter.requires_grad:
             raise ConfigurationError(
-                f"parallelize_fn: got {name} back with the parameter {parameter_name!r} whole in each of the"
+                f"parallelize_fn: got {name} back with the unsharded parameter {parameter_name!r} in each of the"
                 f" {mesh['data_parallel'].size()} data-parallel processes, which would train it"
                 " separately. End parallelize_fn with fully_shard(model, mesh=mesh['data_parallel'])."
             )
 
 
 def wrap_step(network: nn.Module, step: Callable) -> Callable:
-    """Return a function that calls ``step`` and gathers the sharded tensors in its output."""
+    """Return a function that calls ``step`` and gathers sharded tensors in its output."""
 
     def run_step(*args: Any, **kwargs: Any) -> Any:
         return gather_tensors(call(partial(step, *args, **kwargs)))
 
     call: Any = _call
     if isinstance(network, FSDPModule):
-        # Run the step as the network's forward, because FSDP gathers parameters in forward hooks.
+        # Run the step as a forward method, because FSDP gathers parameters in forward hooks.
         root: Any = network
         root.run_step = _call
         register_fsdp_forward_method(root, "run_step")
@@ -186,7 +186,7 @@ def _call(function: Callable[[], Any]) -> Any:
 
 @contextmanager
 def no_gradient_sync(network: nn.Module) -> Iterator[None]:
-    """Accumulate gradients in each process, without reducing them over the processes."""
+    """Accumulate gradients in each process without reducing them across processes."""
     parts = [module for module in network.modules() if isinstance(module, FSDPModule)]
     for part in parts:
         part.set_requires_gradient_sync(False)
@@ -198,5 +198,5 @@ def no_gradient_sync(network: nn.Module) -> Iterator[None]:
 
 
 def gather_tensors(item: Any) -> Any:
-    """Replace sharded tensors in nested containers by full tensors, on all processes."""
+    """On all processes, replace sharded tensors in nested containers by full tensors."""
     return apply_to_collection(item, DTensor, DTensor.full_tensor)

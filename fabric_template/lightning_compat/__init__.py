@@ -1,1 +1,1 @@
-"""Provide the attributes and methods of Trainer that Lightning's modules and callbacks use."""
+"""Provide what Lightning's modules and callbacks expect from a Trainer."""

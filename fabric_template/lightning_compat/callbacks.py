@@ -1,4 +1,4 @@
-"""Collect the callbacks of a loop, and resume Lightning's callbacks that average weights."""
+"""Collect a loop's callbacks, and resume Lightning's callbacks that average weights."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def parse_callbacks(given: Any, config: LoopConfig) -> list[Any]:
         callbacks.append(Timer(duration=config.max_time, interval="step"))
     if config.enable_model_summary and not find_callbacks(callbacks, "ModelSummary"):
         summary = ModelSummary()
-        # Lightning logs a longer table to stderr, which notebooks show in red.
+        # Lightning would log a longer table to stderr, which notebooks show in red.
         summary.summarize = print_summary  # type: ignore[method-assign]
         callbacks.append(summary)
     for entry in _entry_points(tuple(sys.path)):
@@ -50,9 +50,9 @@ def print_summary(
     *args: Any,
     **kwargs: Any,
 ) -> None:
-    """Print a table of the model's layers, with the arguments of Lightning's ModelSummary."""
+    """Print a table of the model's layers. ModelSummary passes the arguments."""
     columns = [[title, *(str(cell).strip() for cell in cells)] for title, cells in summary_data]
-    # FLOPs are known only for a module with an example_input_array.
+    # The FLOPs are known only if the module has an example_input_array.
     columns = [column for column in columns if {*column} - {"FLOPs", "0", "n/a"}]
     lines = list(zip(*columns, strict=True))
     if any("other params" not in line for line in lines[1:]):
@@ -70,12 +70,12 @@ def _entry_points(path: tuple[str, ...]) -> tuple[EntryPoint, ...]:
 
 
 def find_callbacks(callbacks: list[Any], kind: str) -> list[Any]:
-    """Return the callbacks that are instances of the Lightning class with the given name."""
+    """Return the callbacks that are instances of Lightning's class with the given name."""
     return [callback for callback in callbacks if is_instance_of(callback, kind)]
 
 
 def check_options(callbacks: list[Any], config: LoopConfig) -> None:
-    """Raise an error if callbacks contradict each other or an option."""
+    """Raise an error if the callbacks contradict each other or an option."""
     bars = find_callbacks(callbacks, "ProgressBar")
     if len(bars) > 1:
         raise ConfigurationError(
@@ -122,26 +122,26 @@ def check_callbacks(callbacks: list[Any]) -> None:
 
 
 def sort_callbacks(callbacks: list[Any]) -> list[Any]:
-    """Return the callbacks in the order in which they are called, checkpoint callbacks last."""
+    """Return the callbacks in the order of their calls. Checkpoint callbacks come last."""
     return sorted(callbacks, key=lambda callback: is_instance_of(callback, "Checkpoint"))
 
 
 def add_model_callbacks(callbacks: list[Any], own: list[Any]) -> list[Any]:
-    """Add the module's callbacks, which replace given callbacks of the same class."""
+    """Add the module's own callbacks, which replace given callbacks of the same class."""
     replaced = {base for callback in own for base in type(callback).__mro__} - {Callback, object}
     kept = [callback for callback in callbacks if type(callback) not in replaced]
     check_callbacks([*kept, *own])
     return sort_callbacks([*kept, *own])
 
 
-# StochasticWeightAveraging and WeightAveraging do some work in on_train_epoch_start and
-# on_train_end, and do not save its result.
+# StochasticWeightAveraging and WeightAveraging do not save all results of on_train_epoch_start and
+# on_train_end, so a resumed run has to call these hooks again.
 
 
 def resume_averaging(run: Run) -> None:
-    """Repeat the start of a resumed epoch for StochasticWeightAveraging, which sets its scheduler.
+    """Repeat on_train_epoch_start for StochasticWeightAveraging, so that it sets its scheduler.
 
-    The hook also sets learning rates and resets statistics of BatchNorm. Here, these are restored.
+    The hook also changes learning rates and BatchNorm statistics, which are then restored.
     """
     callbacks = run.hooks.callbacks_of("StochasticWeightAveraging")
     if not (callbacks and run.plan.start.resumes and run.progress.is_in_epoch):
@@ -158,12 +158,12 @@ def resume_averaging(run: Run) -> None:
 
 
 def finish_averaging(run: Run) -> None:
-    """Give the model of a finished run that was resumed the averaged weights, as at the run's end."""
+    """If a finished run is resumed, set the averaged weights again, as at the end of the run."""
     if not run.plan.start.resumes:
         return
     callbacks = run.hooks.callbacks_of("WeightAveraging")
     for callback in run.hooks.callbacks_of("StochasticWeightAveraging"):
-        # Skip a callback whose additional epoch for BatchNorm has already set the averaged weights.
+        # Skip a callback whose extra epoch for BatchNorm has already set the averaged weights.
         if callback.swa_end in (run.progress.epochs_done - 1, math.inf):
             callbacks.append(callback)
     run.hooks.call_callbacks("on_train_end", callbacks=callbacks)

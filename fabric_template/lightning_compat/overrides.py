@@ -1,12 +1,12 @@
-"""Tell what an object overrides, which class of Lightning it has, and whether it has a state."""
+"""Find which hooks an object overrides, its Lightning class, and whether it has a state."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence, Set, ValuesView
 from typing import Any
 
-# Lightning's base classes define every hook with an empty body. A method that is defined in one of
-# the modules below does not count as an override.
+# Lightning's base classes define every hook with an empty body. A method from one of these modules
+# therefore does not count as an override.
 _EMPTY_HOOKS = tuple(
     f"{package}.{module}"
     for package in ("lightning.pytorch", "pytorch_lightning")
@@ -15,7 +15,7 @@ _EMPTY_HOOKS = tuple(
 
 
 def overridden(part: Any, name: str) -> Callable | None:
-    """Return a method of an object, or None if the method is missing or Lightning's empty hook."""
+    """Return an object's method, or None if it is missing or only Lightning's empty hook."""
     method = getattr(part, name, None)
     if not callable(method):
         return None
@@ -26,7 +26,7 @@ def overridden(part: Any, name: str) -> Callable | None:
 def is_instance_of(part: Any, *class_names: str) -> bool:
     """Return whether an object is an instance of a Lightning class with one of these names.
 
-    isinstance() is not used: Lightning's classes also exist in the package ``pytorch_lightning``.
+    isinstance() would miss the same classes in the package ``pytorch_lightning``.
     """
     return any(base.__name__ in class_names for base in type(part).__mro__)
 

@@ -1,6 +1,6 @@
-"""Access private names of Lightning.
+"""Access Lightning's private names.
 
-The private names that Lightning reads from a Trainer are in trainer_api.py.
+Private names that Lightning reads from a Trainer are in trainer_api.py.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ def set_current_hook(module: Any, hook: str | None) -> None:
 
 
 def hyperparameters_name(part: Any) -> str | None:
-    """Return the name of the argument to which load_from_checkpoint passes hyperparameters."""
+    """Return the name of the argument through which load_from_checkpoint passes hyperparameters."""
     return getattr(part, "_hparams_name", None)
 
 
@@ -52,7 +52,7 @@ def combined_mode(combined: Any) -> str:
 
 
 def set_profiled_module(profiler: Any, module: Any) -> None:
-    """Tell PyTorchProfiler which module's layers to label."""
+    """Set the module whose layers PyTorchProfiler labels."""
     profiler._lightning_module = module
 
 
@@ -72,5 +72,5 @@ def has_communication_hook(strategy: Any) -> bool:
 
 
 def saves_shards(strategy: Any) -> bool:
-    """Return whether a ModelParallelStrategy was made with save_distributed_checkpoint=True."""
+    """Return whether a ModelParallelStrategy was created with save_distributed_checkpoint=True."""
     return getattr(strategy, "_save_distributed_checkpoint", True)

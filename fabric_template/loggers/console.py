@@ -192,7 +192,7 @@ class Console:
         self._print(align_cells(cells, self._shown))
         if is_slow and not self._has_hinted:
             self._has_hinted = True
-            text = f"Training waits for batches for {share:.0%} of the time."
+            text = f"Training spends {share:.0%} of the time waiting for batches."
             self._print(f"{text} Try loop.tune(model, loader).")
 
     def _is_best(self, value: float) -> bool:

@@ -1,6 +1,6 @@
-"""Parse the command line, and run fit, validate, test, predict and verify.
+"""Parse the command line, and run the commands fit, validate, test, predict and verify.
 
-Each command imports its module when it runs, so that `--help` does not import torch.
+A command's module is imported only when the command runs, so that `--help` does not import torch.
 """
 
 from __future__ import annotations
@@ -31,17 +31,17 @@ if TYPE_CHECKING:
 
 PACKAGE = __package__.rpartition(".")[0]
 COMMANDS = {  # name: (module, help)
-    "fit": ("cli", "train a model; without options the digits demo"),
-    "validate": ("cli", "run a model's validation_step over its data"),
-    "test": ("cli", "run a model's test_step over its data"),
-    "predict": ("cli", "run a model's predict_step over its data"),
+    "fit": ("cli", "train a model, or without options the digits demo"),
+    "validate": ("cli", "run a model's validation_step on its data"),
+    "test": ("cli", "run a model's test_step on its data"),
+    "predict": ("cli", "run a model's predict_step on its data"),
     "plot": ("plots", "draw the logs of one or several runs"),
-    "runs": ("runs_command", "list runs, compare two (diff RUN RUN), find the best one (best)"),
+    "runs": ("runs_command", "list runs, compare two (diff RUN RUN) or find the best (best)"),
     "compare": ("compare", "find the first step in which two training runs differ"),
-    "profile": ("profile", "show where the time of a training step goes"),
-    "tune": ("tune", "find faster settings, or a learning rate with --lr"),
-    "copy": ("package_copy", "copy this package or its single file into a project"),
-    "diff": ("package_copy", "show the changes to a copy, by you and by the installed version"),
+    "profile": ("profile", "show how long each part of a training step takes"),
+    "tune": ("tune", "find faster settings, or with --lr a learning rate"),
+    "copy": ("package_copy", "copy this package, or only mini.py, into a project"),
+    "diff": ("package_copy", "show how you and the installed version have changed a copy"),
     "update": ("package_copy", "merge the installed version into a copy"),
     "verify": ("cli", "check that checkpoints are intact"),
 }
@@ -61,40 +61,40 @@ OPTIONS: dict[str, dict[str, dict[str, Any]]] = {  # by command
     "test": LOAD,
     "predict": {
         **LOAD,
-        "--out": {"help": "The file: .csv (a row per sample) or .pt (the list of batches)."},
+        "--out": {"help": "The output file: .csv (one row per sample) or .pt (a list of batches)."},
     },
     "plot": {
         "paths": {"nargs": "*", "default": ["logs"], "help": "CSV files, or folders of runs."},
-        "--metrics": {"nargs": "*", "help": "Columns or names (f1, lr). Default: loss, accuracy."},
+        "--metrics": {"nargs": "*", "help": "Columns or names like f1. Default: loss, accuracy."},
         "--x": {"help": "The horizontal axis: epoch, step or time."},
-        "--smooth": {"type": float, "help": "Weight of the earlier points, from 0 to below 1."},
+        "--smooth": {"type": float, "help": "The weight of earlier points: at least 0, below 1."},
         "--log": {**FLAG, "help": "Draw the values on a logarithmic scale."},
-        "--out": {"help": "The picture. Default: history.png in the folder."},
+        "--out": {"help": "The image file. Default: history.png in the folder."},
     },
     "runs": {
         "paths": {"nargs": "*", "default": [], "help": "A folder, diff RUN RUN, or best FOLDER."},
         "--metric": {"help": "The metric that ranks the runs. Default: the run's monitor."},
-        "--mode": {"help": "min if the smallest value of the metric is the best, or max."},
-        "--html": {"help": "Write the table and the curves into this file, for a browser."},
+        "--mode": {"help": "min if the metric's smallest value is the best, else max."},
+        "--html": {"help": "Write an HTML page with the table and the curves."},
     },
     "compare": {
         "first": {"help": 'The correct script, such as "train.py --lr 0.1", or its recording.'},
-        "second": {"help": "The script to compare with it, or a recording."},
-        "--steps": {"type": int, "default": 50, "help": "The number of optimizer steps."},
+        "second": {"help": "The script to compare with the first, or its recording."},
+        "--steps": {"type": int, "default": 50, "help": "The number of steps to compare."},
     },
     "profile": {
-        "--out": {"help": "Draw the table into this file."},
+        "--out": {"help": "Draw the result to this file."},
         "--steps": {"type": int, "default": 50, "help": "The number of timed batches."},
     },
     "tune": {
-        "--lr": {**FLAG, "help": "Find a learning rate: raise it until the loss diverges."},
+        "--lr": {**FLAG, "help": "Find a learning rate by raising it until the loss diverges."},
         "--only": {"nargs": "*", "help": "Try only these settings, such as threads batch_size."},
-        "--seconds": {"type": float, "default": 2.0, "help": "The duration of a trial in seconds."},
-        "--out": {"default": "tuned.yaml", "help": "The file for fit --config, or the curve."},
+        "--seconds": {"type": float, "default": 2.0, "help": "The seconds that a trial takes."},
+        "--out": {"default": "tuned.yaml", "help": "The written config, or with --lr the curve."},
     },
     "copy": {
-        "path": {"help": "The folder to write, or with --mini the file, src/train_loop.py."},
-        "--mini": {**FLAG, "help": "Copy MiniLoop, the single file."},
+        "path": {"help": "The folder to write, or with --mini the file to write."},
+        "--mini": {**FLAG, "help": "Copy only MiniLoop, which is one file."},
     },
     "diff": {
         **COPY,
@@ -103,11 +103,11 @@ OPTIONS: dict[str, dict[str, dict[str, Any]]] = {  # by command
     },
     "update": {
         **COPY,
-        "--dry-run": {**FLAG, "help": "Write nothing, only show what would change."},
+        "--dry-run": {**FLAG, "help": "Show what would change, and write nothing."},
     },
-    "verify": {"path": {"help": "A checkpoint, or a folder of them."}},
+    "verify": {"path": {"help": "A checkpoint, or a folder of checkpoints."}},
 }
-# Options that take objects are not on the command line, except for callbacks (CLASS_OPTIONS).
+# The command line has no options that take objects, except for those in CLASS_OPTIONS.
 NOT_TYPED: set[str | int] = {"fabric", "plugins", "loggers", "callbacks"}
 FIELDS = [field.name for field in dataclasses.fields(LoopArguments) if field.name not in NOT_TYPED]
 
@@ -127,14 +127,14 @@ class Class(metaclass=ShortName):
 
     @classmethod
     def __subclasshook__(cls, other: type) -> bool:
-        # Reject built-in types, metaclasses and classes of jsonargparse.
+        # Reject built-in types, metaclasses and jsonargparse's own classes.
         is_plain = other.__module__.partition(".")[0] in ("builtins", "jsonargparse")
         return not is_plain and not issubclass(other, type)
 
 
 CLASS_OPTIONS = {  # name: (type, help)
-    "model": (Class, "package.module:Class, or demos.NAME. --model.help=CLASS: its arguments."),
-    "data": (Class, "package.module:Class of an object with train_dataloader and the like."),
+    "model": (Class, "package.module:Class or demos.NAME. --model.help=CLASS shows its arguments."),
+    "data": (Class, "package.module:Class of an object with methods such as train_dataloader."),
     "callbacks": (
         list[Class] | None,
         "--callbacks+=EarlyStopping --callbacks.monitor=val_loss, or your own class.",
@@ -162,7 +162,7 @@ def main(argv: list[str] | None = None) -> int:
         sys.stdout.flush()
         return exit_code
     except BrokenPipeError:
-        # The reader, such as `head`, has closed the pipe. Prevent another error at the exit.
+        # A reader such as `head` has closed the pipe. Prevent a second error at exit.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 141
     except SystemExit as stop:
@@ -177,7 +177,7 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def is_users_mistake(error: Exception) -> bool:
-    """Return whether a check of this package raised the error, and not the user's code."""
+    """Return whether a check of this package raised the error, rather than the user's code."""
     packages = []
     for frame, _ in traceback.walk_tb(error.__traceback__):
         name = str(frame.f_globals.get("__name__"))
@@ -187,13 +187,13 @@ def is_users_mistake(error: Exception) -> bool:
 
 
 def program() -> str:
-    """Return the command that starts this program, such as "fabric-template"."""
+    """Return the command that started this program, such as "fabric-template"."""
     name = Path(sys.argv[0]).stem
     return name if name == "fabric-template" else f"python -m {PACKAGE}"
 
 
 def run_command(name: str, argv: list[str]) -> int:
-    """Parse the arguments of a command, create its loop, model and data, and run it."""
+    """Parse a command's arguments, create its loop, model and data, and run it."""
     if name not in COMMANDS:
         raise ValueError(f"got the command {name}, expected one of {', '.join(COMMANDS)}.")
     parser = make_parser(name)
@@ -216,13 +216,13 @@ def run_command(name: str, argv: list[str]) -> int:
     command = getattr(module, f"{name}_command")
     exit_code: int = command(*parts, **{key: settings[key] for key in names})
     if name in EVALUATION_COMMANDS and settings.load is None and parts[0].fabric.is_global_zero:
-        hint = "the weights were untrained; --load best reads the weights of the last fit"
+        hint = "the weights were untrained. To use the weights of the last fit, add --load best"
         print(f"{program()}: {hint}", file=sys.stderr)
     return exit_code
 
 
 def put_paths_first(argv: list[str]) -> list[str]:
-    """Move paths before options with a value, because argparse reads paths only in one place."""
+    """Move all paths to the front, because argparse accepts them only in one place."""
     paths: list[str] = []
     options: list[str] = []
     for previous, token in zip(["", *argv], argv, strict=False):
@@ -257,11 +257,11 @@ def complete_arguments(command: str, argv: list[str]) -> list[str]:
 
 
 def resolve_config(path: str) -> str:
-    """Return a config's path, or its text with package.module.Class for package.module:Class."""
+    """Return a config's path, or its text if package.module:Class must become a dotted path."""
     try:
         text = Path(path).read_text("utf-8")
     except (OSError, ValueError):
-        # The parser accepts the text of a config, too, and refuses a missing file.
+        # The parser also accepts a config's text, and refuses a missing file.
         return path
     start = r"""(\b(?:model|data|class_path)["']?:\s*["']?)"""
     resolved = re.sub(rf"{start}([A-Za-z_][\w.]*):([A-Za-z_])", r"\1\2.\3", text)
@@ -269,7 +269,7 @@ def resolve_config(path: str) -> str:
 
 
 def resolve_token(token: str) -> str:
-    """Replace the class in an option such as --callbacks+=EarlyStopping with its import path."""
+    """Replace the class name in an option such as --callbacks+=EarlyStopping by its import path."""
     match = re.fullmatch(r"(--(model|data|callbacks)(?:\+|\.help)?=)(\w[\w.:]*)", token)
     if match is None:
         return token
@@ -281,7 +281,7 @@ def resolve_token(token: str) -> str:
 
 
 def read_run(command: str, folder: Path, is_new_run: bool) -> dict[str, Any]:
-    """Return the options in a run's config.yaml. To continue the run, add its name and version."""
+    """Return the options in a run's config.yaml, with its name and version to continue it."""
     import yaml
 
     try:
@@ -298,7 +298,7 @@ def read_run(command: str, folder: Path, is_new_run: bool) -> dict[str, Any]:
 
 
 def to_yaml(config: dict[str, Any]) -> str:
-    """Return a config as one line of YAML, with quotation marks around all texts."""
+    """Return a config as one line of YAML in which every string is quoted."""
     import yaml
 
     class QuotingDumper(yaml.SafeDumper):
@@ -322,7 +322,7 @@ def make_parser(name: str) -> ArgumentParser:
     )
     if name in LOOP_COMMANDS:
         parser.usage = f"{parser.prog} [options]"
-        text = "A YAML file of options, which can import any class. Later files override others."
+        text = "A YAML file of options. It can import any class. Later files override earlier ones."
         parser.add_argument("--config", action="config", help=text)
         text = "Read the model, the data and all options from this run, logs/<name>/version_<n>."
         parser.add_argument("--run", help=text)
@@ -339,9 +339,9 @@ def make_parser(name: str) -> ArgumentParser:
 
 
 def explain(parser: ArgumentParser, message: str) -> str:
-    """Shorten a message of jsonargparse to one line that names the option."""
+    """Shorten a message from jsonargparse to one line that names the option."""
     text = " ".join(message.split())
-    # Search without regard to case, because jsonargparse's versions have different messages.
+    # Ignore the case, because it differs between versions of jsonargparse.
     if unknown := re.match(r"(?i)unrecognized arguments:.*?(--[\w.]+)", text):
         options = [option for action in parser._actions for option in action.option_strings]
         near = difflib.get_close_matches(unknown[1], options, n=1)
@@ -350,13 +350,13 @@ def explain(parser: ArgumentParser, message: str) -> str:
     keys = re.findall(r'Parser key "([\w.]+)": ', text)
     text = re.sub(r'Parser key "[\w.]+": ', "", text)
     if union := re.search(r"Subtypes: \[(.*?)\] Errors: (.*) Given value type: .*: (.*)", text):
-        # Show the error of a class's constructor without messages such as "Expected a bool".
+        # Show the constructor's own error, without messages such as "Expected a bool".
         reasons = [reason for reason in union[2].split("- ") if "Expected a" not in reason]
         expected = " or ".join(sorted(union[1].split(", ")))
         text = " ".join(reasons) or f"got {union[3]}, expected {expected}."
     if default := re.search(r"determine the import path for object (.*)\.$", text):
-        text = f"got {default[1]} as the default of an argument with the type Callable, expected a"
-        text += " function or None. Leave the type out, or create the object in the constructor."
+        text = f"got {default[1]} as the default of an argument of type Callable, expected a"
+        text += " function or None. Remove the type, or create the object in the constructor."
     text = re.sub(r"<class '([\w.]+)'>", r"\1", text).replace(f"{__name__}.Class", "class")
     return f"--{'.'.join(dict.fromkeys(keys))}: {text}" if keys else text
 
@@ -378,20 +378,20 @@ def build(parser: ArgumentParser, settings: Namespace) -> tuple[FabricLoop, Any,
     except (ValueError, TypeError, ImportError, MisconfigurationException) as error:
         raise ValueError(explain(parser, str(error))) from error
     loop.recipe = {**plain, **record_classes(parser, settings)}
-    # Create the model after the loop, because the loop seeds the random generators.
+    # Create the loop before the model, because the loop seeds the random generators.
     made = instantiate("model", "data")
     return loop, made["model"], made["data"]
 
 
 def record_classes(parser: ArgumentParser, settings: Namespace) -> dict[str, Any]:
-    """Return the classes of model, data and callbacks, and their arguments, in types of YAML."""
+    """Return the classes and arguments of the model, data and callbacks, as YAML values."""
     import yaml
 
     given, texts = settings.as_dict(), {}
     with contextlib.suppress(Exception):
         dumped = parser.dump(settings, skip_none=False)
         texts = yaml.safe_load(dumped)
-        # parse_object changes its argument.
+        # parse_object modifies its argument, so parse the text a second time.
         repeated = parser.parse_object(yaml.safe_load(dumped)).as_dict()
         if all(repeated[name] == given[name] for name in CLASS_OPTIONS):
             return {name: texts.get(name) for name in CLASS_OPTIONS}
@@ -407,7 +407,7 @@ def record_classes(parser: ArgumentParser, settings: Namespace) -> dict[str, Any
 
 
 def record_class(part: Any, text: Any) -> Any:
-    """Leave out arguments that YAML cannot hold if they are defaults. Write others as text."""
+    """Convert an argument that YAML cannot hold to text, or leave it out if it is a default."""
     if not isinstance(part, dict):
         return part
     defaults = find_defaults(part["class_path"])
@@ -422,7 +422,7 @@ def record_class(part: Any, text: Any) -> Any:
 
 
 def find_defaults(path: str) -> dict[str, Any]:
-    """Return the default values of the arguments of a class and its base classes."""
+    """Return the default arguments of a class and its base classes."""
     module, _, name = path.rpartition(".")
     kind = getattr(importlib.import_module(module), name)
     defaults: dict[str, Any] = {}
@@ -433,7 +433,7 @@ def find_defaults(path: str) -> dict[str, Any]:
 
 
 def is_plain(value: Any) -> bool:
-    """Return whether a value has the same type after it was written to YAML and read again."""
+    """Return whether a value keeps its type when it is written to YAML and read again."""
     if type(value) is dict:
         return all(map(is_plain, [*value, *value.values()]))
     if type(value) is list:
@@ -444,7 +444,7 @@ def is_plain(value: Any) -> bool:
 def fit_command(
     loop: FabricLoop, model: Any, data: Any, *, resume: str | None, load: str | None
 ) -> int:
-    """Train, then print the results and the next commands."""
+    """Train, and print the results and the commands to run next."""
     from ..loggers.console import format_summary
 
     try:
@@ -453,7 +453,7 @@ def fit_command(
         folder = run_folder(loop)
         if folder is not None and loop.fabric.is_global_zero and loop.checkpoint_path("last"):
             command = f"{program()} fit --run {shlex.quote(folder)} --resume last"
-            print(f"\ninterrupted; continue with\n{command}", file=sys.stderr)
+            print(f"\nThe run was interrupted. Continue it with\n{command}", file=sys.stderr)
         raise
     if loop.fabric.is_global_zero:
         print(f"\n{format_summary(summarize(loop))}")
@@ -461,7 +461,7 @@ def fit_command(
 
 
 def summarize(loop: FabricLoop) -> dict[str, list[str]]:
-    """Return the results and files of a run, and the commands that use these files."""
+    """Return a run's results and files, and the commands that use these files."""
     from .plots import save_picture
 
     summary = loop.ending()
@@ -470,7 +470,7 @@ def summarize(loop: FabricLoop) -> dict[str, list[str]]:
     folder = run_folder(loop)
     if folder is None:
         return summary
-    # The command succeeds even if the picture cannot be drawn.
+    # A picture that cannot be drawn must not fail the command.
     with contextlib.suppress(Exception):
         summary["picture"] = [str(save_picture([folder], Path(folder, "history.png")))]
     run = shlex.quote(folder)
@@ -507,10 +507,10 @@ def predict_command(
     import torch
 
     if out is not None and Path(out).suffix not in (".csv", ".pt"):
-        raise ValueError(f"--out: got {out}, expected a file name in .csv or .pt.")
+        raise ValueError(f"--out: got {out}, expected a file name that ends in .csv or .pt.")
     batches = loop.predict(model, data, load=load) or []
     if loop.fabric.is_global_zero:
-        print(f"predicted   {len(batches)} batches; the first: {str(batches[:1])[1:200]}")
+        print(f"predicted   {len(batches)} batches, first: {str(batches[:1])[1:200]}")
         if out is not None:
             Path(out).parent.mkdir(parents=True, exist_ok=True)
             if out.endswith(".csv"):
@@ -522,7 +522,7 @@ def predict_command(
 
 
 def make_table(batches: list[Any]) -> Any:
-    """Convert predictions to a DataFrame. A predicted vector takes one column per element."""
+    """Convert predictions to a DataFrame. A predicted vector fills one column per element."""
     import pandas as pd
     import torch
 
@@ -539,7 +539,7 @@ def make_table(batches: list[Any]) -> Any:
 
 
 def verify_command(path: str) -> int:
-    """Read checkpoints from end to end and compare their checksums."""
+    """Read checkpoints completely and verify their checksums."""
     from ..checkpoint.reader import verify_archive
     from ..errors import CheckpointError, DamagedCheckpointError
 

@@ -37,7 +37,7 @@ with record_training(recording, int(steps), stop=True):
 """
 Record = dict[str, Any]  # The recorded values of one optimizer step.
 
-# The reason and the fix for the first difference in a quantity.
+# By quantity: the likely reason for a first difference in it, and the fix.
 EXPLANATIONS = {
     "optimizer": (
         "the optimizers have different classes, or step in a different order",
@@ -48,15 +48,15 @@ EXPLANATIONS = {
         "the same model and parameters in both",
     ),
     "norm of an initial weight": (
-        "one run initialized, loaded or trained {names} differently",
+        "one run has initialized, loaded or trained {names} differently",
         "torch.manual_seed(0) before the model is created, and the same checkpoint, in both",
     ),
     "norm of a weight": (
-        "only one run clamps, averages or loads {names}, or the state of the optimizer",
-        "the same changes of weights and optimizer in both",
+        "only one run clamps, averages or loads {names}, or loads an optimizer state",
+        "the same changes to weights and optimizer in both",
     ),
     "backward passes": (
-        "the step accumulates gradients of a different number of batches",
+        "the runs accumulate gradients over different numbers of batches",
         "the same accumulate_grad_batches= in both",
     ),
     "batch size": (
@@ -64,11 +64,11 @@ EXPLANATIONS = {
         "the same batch_size= and drop_last= in both",
     ),
     "digest of a sample": (
-        "the loaders have other samples, transforms or another order",
+        "the loaders have different samples or transforms, or a different order",
         "the same dataset, shuffle=, generator= and seed, and sampler.set_epoch(epoch)",
     ),
     "is trained": (
-        "only one run freezes or does not use {names}",
+        "only one run freezes {names}, or leaves them unused",
         "requires_grad_() and the optimizer for the same parameters in both",
     ),
 }
@@ -76,7 +76,7 @@ EXPLANATIONS = {
 
 @dataclass
 class Comparison:
-    """The first difference between two training runs. Without a difference, ``step`` is None."""
+    """The first difference between two training runs. If nothing differs, ``step`` is None."""
 
     steps: int
     step: int | None = None
@@ -100,13 +100,13 @@ class Comparison:
 def compare(first: Any, second: Any, steps: int = 50) -> Comparison:
     """Find the first optimizer step in which two training runs differ.
 
-    Give each run as a script with its arguments (``"train.py --lr 0.1"``), as a function
-    without arguments, or as a file written by `record_training`. A script runs in its own process.
+    Each run is a script with its arguments (``"train.py --lr 0.1"``), a function without
+    arguments, or a file written by `record_training`. A script runs in its own process.
 
     Args:
         first: The correct run.
         second: The run to compare with the first.
-        steps: The number of optimizer steps to compare. Scripts and functions then end.
+        steps: The number of optimizer steps to compare. A script or function ends after them.
 
     Raises:
         ValueError: If a file is missing, a script fails or a run takes no optimizer step.
@@ -120,7 +120,7 @@ def find_first_difference(*recordings: list[Record]) -> Comparison:
         for quantity in a["quantities"]:
             pairs = find_differences(quantity, a, b)
             if pairs:
-                # A tensor is recorded as its norm and its digest.
+                # Recordings contain the norm and the digest of a tensor. Show only the norm.
                 values = [value[0] if "norm" in quantity else value for value in pairs[0]]
                 reason, fix = explain(quantity, a, b, step)
                 return Comparison(min(lengths), step, quantity, tuple(values), reason, fix)
@@ -140,12 +140,12 @@ def compare_command(first: str, second: str, *, steps: int = 50) -> int:
 def find_differences(quantity: str, first: Record, second: Record) -> list[tuple[Any, Any]]:
     a, b = (record["quantities"].get(quantity, []) for record in (first, second))
     if quantity == "digest of a sample" and ({*a} <= {*b} or {*b} <= {*a}):
-        # One model may receive only the inputs, and the other also the targets.
+        # One model may receive only the inputs, and the other one the targets, too.
         return []
     if quantity == "batch size" and 0 in (*a, *b):
         # A batch size of 0 means that no module with parameters has received the batch.
         return []
-    # Compare as strings, because NaN != NaN.
+    # Compare the values as strings, because NaN differs from itself.
     return [(x, y) for x, y in zip_longest(a, b) if str(x) != str(y)]
 
 
@@ -169,26 +169,26 @@ def explain(quantity: str, first: Record, second: Record, step: int) -> tuple[st
 
 
 def explain_loss(first: Record, second: Record) -> tuple[str, str]:
-    # Without a backward pass, no modules in eval mode were recorded.
+    # A step without a backward pass has no record of modules in eval mode.
     modes = first.get("eval modules", []), second.get("eval modules", [])
     if len(modes[0]) != len(modes[1]):
         which = "first" if len(modes[0]) > len(modes[1]) else "second"
         names = ", ".join(sorted({*max(modes, key=len)}))
         fix = "model.train() before training and after each validation"
-        return f"more modules are in eval mode in the {which}: {names}", fix
+        return f"the {which} has more modules in eval mode: {names}", fix
     losses, others = first["quantities"]["loss"], second["quantities"]["loss"]
     passes = len(losses)
     if passes > 1 and isclose(losses[0], others[0] * passes, rel_tol=1e-3):
-        reason = f"{passes} times smaller: fit divides by accumulate_grad_batches, like the step"
+        reason = f"{passes} times smaller: fit divides by accumulate_grad_batches, as the step does"
         return reason, "return the loss of the batch undivided"
-    reason = "other targets, outputs, loss functions, precision or random numbers (dropout)"
+    reason = "different targets, outputs, loss functions, precision or random numbers (dropout)"
     return reason, "the same model, loss function, outputs, seed= and precision= in both"
 
 
 def explain_gradients(first: Record, second: Record) -> tuple[str, str]:
     if first.get("has old gradients") != second.get("has old gradients"):
         which = "first" if first.get("has old gradients") else "second"
-        reason = f"zero_grad() is missing in the {which}: it adds up the gradients of all steps"
+        reason = f"the {which} does not call zero_grad(), so gradients of all steps add up"
         return reason, "optimizer.zero_grad() before each backward"
     a, b = (
         [norm for norm, _ in record["quantities"]["norm of a gradient"]]
@@ -196,18 +196,18 @@ def explain_gradients(first: Record, second: Record) -> tuple[str, str]:
     )
     if all(isclose(x, y, rel_tol=1e-3) for x, y in zip(a, b, strict=True)):
         reason = "rounding: sums (such as the norm for clipping) are added in a different order"
-        return reason, "nothing if the last bits may differ, else the same order of parameters"
+        return reason, "none if the last bits may differ, else the same order of parameters"
     which = "first" if hypot(*a) < hypot(*b) else "second"
     fix = f"gradient_clip_val={hypot(*a):.4g}" if which == "first" else "no clipping"
-    return f"only the {which} clips, scales or detaches gradients, or its limit is stricter", fix
+    return f"only the {which} clips, scales or detaches gradients, or it clips more", fix
 
 
 class EnoughSteps(BaseException):
-    """Raised to end a training run after the last recorded step."""
+    """Raised after the last recorded step, to end a training run."""
 
 
 def record_steps(training: Any, steps: int, is_shown: bool = False) -> list[Record]:
-    """Run a function or a script, or read a recording, and return the recorded steps."""
+    """Record a function or script, or read an existing recording. Return the recorded steps."""
     with tempfile.TemporaryDirectory() as folder:
         recording = Path(folder, "recording.json")
         if callable(training):
@@ -219,13 +219,13 @@ def record_steps(training: Any, steps: int, is_shown: bool = False) -> list[Reco
             run_script(str(training), recording, steps, is_shown)
         recorded: list[Record] = json.loads(recording.read_text(encoding="utf-8"))[:steps]
     if not recorded:
-        expected = "expected a training run in one process with an optimizer of torch.optim"
+        expected = "expected training in one process with an optimizer of torch.optim"
         raise ValueError(f"compare: got {training!r}, which takes no optimizer step, {expected}.")
     return recorded
 
 
 def run_script(script: str, recording: Path, steps: int, is_shown: bool) -> None:
-    """Record a script in its own process. Show each second that it runs."""
+    """Record a script in its own process, and show how long it has been running."""
     root = str(Path(__file__).resolve().parents[__name__.count(".")])
     code = CHILD_PROCESS.format(root=root, module=__name__)
     command = [sys.executable, "-c", code, str(recording), str(steps), *shlex.split(script)]
@@ -251,12 +251,12 @@ def run_script(script: str, recording: Path, steps: int, is_shown: bool) -> None
 
 @contextmanager
 def record_training(path: str | Path, steps: int = 50, stop: bool = False) -> Iterator[None]:
-    """Record the training inside this context to a JSON file for `compare`.
+    """Record the training inside this context in a JSON file, which `compare` can read.
 
     Args:
         path: The file to write.
         steps: The number of optimizer steps to record.
-        stop: Leave the context after the last recorded step. By default the training continues.
+        stop: Leave the context after the last recorded step. By default, training continues.
     """
     recorder = Recorder(steps, stop)
     try:
@@ -269,7 +269,7 @@ def record_training(path: str | Path, steps: int = 50, stop: bool = False) -> It
 
 
 class Recorder:
-    """Record each optimizer step as a dict of plain values, with PyTorch's global hooks."""
+    """Use PyTorch's global hooks to record each optimizer step as a dict of plain values."""
 
     def __init__(self, limit: int, stop: bool) -> None:
         self.limit, self.stop = limit, stop
@@ -301,7 +301,7 @@ class Recorder:
         self.batch_size = 0
 
     def before_forward(self, module: torch.nn.Module, args: Any) -> None:
-        """Record the input data of modules with parameters."""
+        """Record the input data of a module that has parameters of its own."""
         if torch.compiler.is_compiling() or not torch.is_grad_enabled():
             return
         if id(module) not in self.modules:
@@ -309,12 +309,12 @@ class Recorder:
         data = [tensor for tensor in find_tensors(args) if not tensor.requires_grad]
         if data and next(module.parameters(recurse=False), None) is not None:
             rows = [list(torch.atleast_1d(tensor)) for tensor in data]
-            # Record only the last forward pass. An earlier one may have no backward pass.
+            # Keep only the last forward pass. An earlier one may have had no backward pass.
             self.inputs[id(module)] = [digest(row) for tensor in rows for row in tensor]
             self.batch_size = len(rows[0])
 
     def before_backward(self, loss: Any) -> None:
-        """Record the loss, and the forward pass that computed the loss."""
+        """Record the loss and the inputs of the forward pass that computed it."""
         if not self.step:
             gradients = [p.grad for p in self.parameters if p.grad is not None]
             self.step["has old gradients"] = any(bool(gradient.any()) for gradient in gradients)
@@ -331,7 +331,7 @@ class Recorder:
         self.weights = [fingerprint(p) for p in self.parameters]
 
     def after_step(self, optimizer: Any, args: Any, kwargs: Any) -> None:
-        """Record an optimizer step. Remove the hooks after the last step to record."""
+        """Record an optimizer step. After the last one to record, remove the hooks."""
         if optimizer not in self.optimizers:
             self.optimizers.append(optimizer)
         self.steps.append(self.describe_step(optimizer))
@@ -343,15 +343,15 @@ class Recorder:
 
     def describe_step(self, optimizer: Any) -> Record:
         named = [pair for module in self.modules.values() for pair in module.named_parameters()]
-        # The module that was called first contains the other modules. Use its parameter names.
+        # The first called module usually contains the others. Prefer its parameter names.
         names = {id(parameter): name for name, parameter in reversed(named)}
         groups = [group for group in optimizer.param_groups for _ in group["params"]]
         entries = list(zip(self.parameters, self.weights, groups, strict=True))
-        # Sort the parameters, because two optimizers may have them in a different order.
+        # Sort the parameters, because their order may differ between the two optimizers.
         entries.sort(key=lambda entry: (tuple(entry[0].shape), entry[1]))
         parameters = [parameter for parameter, *_ in entries]
         number = self.optimizers.index(optimizer) + 1
-        # A difference in a quantity can cause differences in the quantities after it.
+        # Order the quantities so that a difference in one can only affect later ones.
         quantities = {
             "optimizer": [f"{type(optimizer).__name__} (number {number})"],
             "shape of a parameter": [list(p.shape) for p in parameters],
@@ -380,5 +380,5 @@ def digest(tensor: torch.Tensor) -> str:
 
 
 def fingerprint(tensor: torch.Tensor) -> list[Any]:
-    """Describe a tensor by its norm and a digest of its bits."""
+    """Return the norm of a tensor and a digest of its bits."""
     return [float(tensor.detach().double().nan_to_num().norm()), digest(tensor)]

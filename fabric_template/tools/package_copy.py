@@ -17,11 +17,11 @@ from .. import __version__
 PACKAGE = Path(__file__).resolve().parents[1]
 MINI = "mini.py"
 README = """\
-fabric_template {version} as it was copied.
+fabric_template {version} in its original state, which you have copied.
 `fabric-template diff` and `fabric-template update` need these files. Commit them unchanged.
 """
 Files = dict[str, bytes]  # Maps the path of a file in the package to its content.
-Changes = dict[str, bytes | None]  # Maps a path to new content, or to None to remove the file.
+Changes = dict[str, bytes | None]  # Maps a path to its new content. None removes the file.
 
 
 class Copy:
@@ -30,7 +30,9 @@ class Copy:
     def __init__(self, path: str) -> None:
         self.target = Path(os.path.abspath(path))
         if PACKAGE in (self.target.resolve(), *self.target.resolve().parents):
-            raise ValueError(f"got {path}, the package itself, expected a path outside of it.")
+            raise ValueError(
+                f"got {path}, which is in the package itself, expected a path outside of it."
+            )
         self.is_file = self.target.suffix == ".py"
         if self.is_file:
             self.hidden = self.target.with_name(f".{self.target.stem}.fabric_template")
@@ -51,7 +53,7 @@ class Copy:
         return self.target if self.is_file else self.target / name
 
     def write(self, changes: Changes) -> None:
-        """Write or remove files, and update the hidden folder with the original files."""
+        """Write or remove files. Replace the original files in the hidden folder."""
         for name, data in changes.items():
             write_file(self.path(name), data)
         for name in {*self.original, *self.upstream}:
@@ -61,7 +63,7 @@ class Copy:
 
 def copy_command(path: str, *, mini: bool = False) -> int:
     copy = Copy(path)
-    problem = "" if copy.is_file == mini else f"expected a {'file in .py' if mini else 'folder'}"
+    problem = "" if copy.is_file == mini else f"expected a {'.py file' if mini else 'folder'}"
     problem = problem or find_problem(copy.target)
     if problem:
         example = "--mini src/train_loop.py" if mini or copy.is_file else "src/my_loop"
@@ -76,7 +78,7 @@ def copy_command(path: str, *, mini: bool = False) -> int:
 
 
 def find_problem(target: Path) -> str:
-    """Return why a copy cannot have this path, or an empty text."""
+    """Return the reason why a copy cannot have this path, or an empty string."""
     name = target.stem if target.suffix == ".py" else target.name
     if not name.isidentifier() or keyword.iskeyword(name) or name.startswith("__"):
         return "expected a Python name"
@@ -87,17 +89,17 @@ def find_problem(target: Path) -> str:
     is_installed = spec is not None and spec.origin is not None
     if is_installed or name in (*sys.stdlib_module_names, __name__.partition(".")[0]):
         return f"which would hide the package {name}, expected another name"
-    # A package hides a module of the same name beside it.
+    # A package hides a module with the same name in the same folder.
     other = target.with_suffix("" if target.suffix == ".py" else ".py")
     is_hidden = other.exists() and not target.exists()
-    return f"with {other.name} beside it, expected another name" if is_hidden else ""
+    return f"next to {other.name}, expected another name" if is_hidden else ""
 
 
 def diff_command(path: str, *, yours: bool = False, upstream: bool = False) -> int:
-    """Show how a copy and the installed version differ from the version that was copied.
+    """Show how a copy and the installed version differ from the copied version.
 
     Returns:
-        1 if something differs, else 0.
+        1 if anything differs, else 0.
     """
     copy = find_copy("diff", path)
     sides = {}
@@ -119,9 +121,9 @@ def diff_command(path: str, *, yours: bool = False, upstream: bool = False) -> i
 
 
 def update_command(path: str, *, dry_run: bool = False) -> int:
-    """Merge the installed version into a copy and keep your changes.
+    """Merge the installed version into a copy, and keep your changes.
 
-    git merges the files that you and the new version have changed, and marks conflicts.
+    git merges files that both you and the new version have changed, and marks conflicts.
 
     Returns:
         1 if a file needs your attention ("conflict" or "kept"), else 0.
@@ -150,7 +152,7 @@ def update_command(path: str, *, dry_run: bool = False) -> int:
 
 
 def combine_versions(copy: Copy, name: str) -> tuple[str, bytes | None]:
-    """Return the outcome for a file ("" if unchanged) and its new content (None to remove it)."""
+    """Return a file's outcome ("" if it is unchanged) and its new content (None to remove it)."""
     mine, old, new = (files.get(name) for files in (copy.current, copy.original, copy.upstream))
     if new in (mine, old):
         return "", mine
@@ -171,7 +173,7 @@ def combine_versions(copy: Copy, name: str) -> tuple[str, bytes | None]:
 
 
 def check_committed(copy: Copy, names: Iterable[str]) -> None:
-    """Raise an error if an update would overwrite files that git cannot restore."""
+    """Raise an error if an update would overwrite a file that git cannot restore."""
     paths = [copy.hidden / "README.md", *(copy.path(name) for name in names)]
     existing = [str(path) for path in paths if path.exists()]
     args = ["--literal-pathspecs", "status", "--porcelain", "--ignored", "--untracked-files=all"]
@@ -195,15 +197,15 @@ def run_git(folder: str | Path, *args: str) -> subprocess.CompletedProcess[bytes
     try:
         done = subprocess.run(["git", *args], cwd=folder, capture_output=True, check=False)
     except FileNotFoundError as error:
-        raise ValueError("got no git, expected it on the PATH. Install git.") from error
-    # Exit codes up to 127 report differences (git diff) or conflicts (git merge-file).
+        raise ValueError("git is not on the PATH. Install git.") from error
+    # Exit codes up to 127 report differences (git diff) or conflicts (git merge-file), not errors.
     if done.returncode > 127:
         raise ValueError(f"git: {' '.join(done.stderr.decode(errors='replace').split())}")
     return done
 
 
 def read_files(folder: Path) -> Files:
-    """Read the Python files, the license and the page of `runs`, except hidden files."""
+    """Read a package's Python files, license and HTML pages, except hidden files."""
     files = {}
     pages = folder.glob("tools/*.html")
     for path in sorted([*folder.rglob("*.py"), *folder.glob("LICENSE"), *pages]):

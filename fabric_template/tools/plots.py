@@ -1,4 +1,4 @@
-"""Draw the curves of recorded runs, with a panel for each quantity and a color for each run."""
+"""Draw the curves of recorded runs. Each quantity has a panel, and each run has a color."""
 
 from __future__ import annotations
 
@@ -27,19 +27,19 @@ if TYPE_CHECKING:
 # The Okabe-Ito palette is color-blind safe. Dashes keep overlapping runs visible.
 PALETTE = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9")
 DASHES = ("-", "--", "-.")
-# Of more runs than colors and dashes, draw the best ones in color and the others in gray.
+# If there are more runs than colors and dashes, draw only the best runs in color.
 MOST_COLORED = len(PALETTE) * len(DASHES)
 NUM_BEST = 8
-# Without a choice of metrics, draw at most this many panels, which takes about a second.
+# If no metrics are chosen, draw at most this many panels. That takes about a second.
 MOST_PANELS = 18
-# The longest label of a panel. Longer names keep their end.
+# The longest label of a panel, in characters. Longer names are cut at the start.
 LONGEST_LABEL = 28
 GRAY = "0.72"
 
 
 @dataclass(eq=False)
 class Run:
-    """One run, or several runs that differ only in their seed."""
+    """A run, or several runs that differ only in their seed."""
 
     label: str
     tables: list[pd.DataFrame]
@@ -61,20 +61,20 @@ def plot_logs(
     """Draw the logs of one or several runs with a panel for each quantity.
 
     Args:
-        logs: A path that `read_logs` reads, a DataFrame that `fit` returned, a list of these, or
-            a dict of these with a label as the key.
+        logs: A path that `read_logs` accepts, a DataFrame that `fit` returned, a list of these,
+            or a dict that maps labels to these.
         x: "epoch", "step" (with steps.csv), "time" (of training) or a column. None: "step" for
             step-based runs, otherwise "epoch".
         metrics: Columns, or quantities such as "f1" (train_f1 and val_f1) and "lr". None: losses
             and accuracies, or all metrics if there are none of them.
         ax: Draw into these Axes instead of a new figure.
-        smooth: Weight of the earlier points in a moving average, from 0 to below 1. None: average
-            training values of more than 50 steps. A pale line shows the original points.
-        log: Draw the panels without negative values on a logarithmic scale.
-        seeds: Draw runs of a name that differ only in the seed as a mean and a range.
+        smooth: The weight of earlier points in a moving average: at least 0, below 1. None:
+            average training values of more than 50 steps. A pale line shows the original points.
+        log: Use a logarithmic scale in panels without negative values.
+        seeds: Draw the mean and the range of runs with the same name that differ only in the seed.
 
     Returns:
-        The Axes, or an array of them if there are several panels.
+        The Axes, or an array of Axes if there are several panels.
 
     Example:
         >>> import pandas as pd
@@ -89,13 +89,13 @@ def plot_logs(
 
 
 def prepare_runs(runs: list[Run], x: str | None, smooth: float | None) -> tuple[list[Run], str]:
-    """Return the runs that have rows, in tables with the x axis, and the x axis."""
+    """Return the runs that have rows, with an x column in their tables, and the x axis."""
     if smooth is not None and not 0 <= smooth < 1:
-        raise ValueError(f"smooth: got {smooth}, expected 0 to below 1. Write 0.9, for example.")
+        raise ValueError(f"smooth: got {smooth}, expected at least 0 and below 1, such as 0.9.")
     # A run that was stopped before its first row has nothing to draw.
     runs = [run for run in runs if any(map(len, run.tables))]
     if not runs:
-        raise ValueError("plot_logs: got logs without a row of numbers, expected at least one.")
+        raise ValueError("plot_logs: got logs without numbers, expected at least one row of them.")
     x = choose_x([table for run in runs for table in run.tables], x)
     for number, run in enumerate(runs):
         run.tables = [prepare_table(table, x) for table in run.tables]
@@ -106,7 +106,7 @@ def prepare_runs(runs: list[Run], x: str | None, smooth: float | None) -> tuple[
 def draw_into(
     ax: Axes, runs: list[Run], metrics: list[Metric], x: str, smooth: float | None, log: bool
 ) -> Axes:
-    """Draw all lines into the given Axes, in the next colors of these Axes."""
+    """Draw all lines into the given Axes, which choose the colors."""
     for run in runs:
         for metric in metrics:
             draw_line(ax, run, metric, x, smooth, f"{run.label} {metric.column}".strip())
@@ -124,7 +124,7 @@ def draw_panels(
     log: bool,
     most: int | None,
 ) -> Axes | np.ndarray:
-    """Draw a new figure with a panel for each quantity, and at most `most` panels."""
+    """Draw a new figure with a panel for each quantity, up to `most` panels."""
     import numpy as np
 
     panels: dict[str, list[Metric]] = {}
@@ -137,7 +137,7 @@ def draw_panels(
         for run in runs:
             for metric in found:
                 if len(runs) == 1:
-                    # Columns of the same split, such as those of two loaders, differ in color.
+                    # Columns of the same split, such as those of two loaders, get different colors.
                     same = [other for other in found if other.split == metric.split]
                     run.color = PALETTE[same.index(metric) % len(PALETTE)]
                 draw_line(panel, run, metric, x, smooth, run.label or name_line(metric, found))
@@ -147,7 +147,7 @@ def draw_panels(
     if any(len(run.tables) > 1 for run in runs):
         notes.append("band: range of the seeds")
     if len(drawn) < len(panels):
-        notes.append(f"{len(drawn)} of {len(panels)} metrics, choose others with metrics")
+        notes.append(f"{len(drawn)} of {len(panels)} metrics, choose others with metrics=")
     add_legend(axes, ", ".join(notes))
     return axes[0] if len(axes) == 1 else np.array(axes)
 
@@ -179,7 +179,7 @@ def load_runs(logs: Any, seeds: bool) -> list[Run]:
 
 
 def read_runs(path: Path, seeds: bool) -> list[Run]:
-    """Read runs from a file or folder. Join runs of the same name that differ only in the seed."""
+    """Read runs from a file or folder. Combine runs of one name that differ only in the seed."""
     if not path.exists():
         raise ValueError(f"plot_logs: got {str(path)!r}, expected a folder or a CSV file.")
     runs: dict[str, Run] = {}
@@ -188,7 +188,7 @@ def read_runs(path: Path, seeds: bool) -> list[Run]:
     for found, table in zip(all_found, make_tables(all_found), strict=True):
         label = group = found["label"]
         if counts[label] > 1:
-            # Two exports may contain runs of the same name.
+            # Two exported files may contain runs of the same name.
             label = group = f"{label} ({found['file'].name})"
         changed = dict(found["changed"])
         if seeds and changed.pop("seed", None) is not None and len(table):
@@ -204,7 +204,7 @@ def read_runs(path: Path, seeds: bool) -> list[Run]:
 
 
 def make_tables(found: Sequence[Mapping[str, Any]]) -> list[pd.DataFrame]:
-    """Return a table for each run of `find_runs`, with its file if the file has no other run."""
+    """Return a table for each run. Attach the run's file if it contains no other run."""
     import pandas as pd
 
     files = Counter(run["file"] for run in found)
@@ -216,7 +216,7 @@ def make_tables(found: Sequence[Mapping[str, Any]]) -> list[pd.DataFrame]:
 
 
 def choose_x(tables: list[pd.DataFrame], x: str | None) -> str:
-    """Return the given x axis if a table has it, or one that all tables have."""
+    """Return the given x axis if a table has it. By default, choose one that all tables have."""
     if x is None:
         has = {axis: all(find_axis(table, axis) for table in tables) for axis in ("step", "epoch")}
         if has["step"] and any(map(is_step_based_table, tables)):
@@ -230,17 +230,17 @@ def choose_x(tables: list[pd.DataFrame], x: str | None) -> str:
 
 
 def is_step_based_table(table: pd.DataFrame) -> bool:
-    """Return whether a table has rows of steps or validations, and not one row per epoch."""
+    """Return whether a table has a row per step or validation, instead of one per epoch."""
     if "samples_per_second" in table and bool(table["samples_per_second"].notna().any()):
         return True
     if not has_row_per_epoch(table):
         return True
-    # Draw the steps of a single epoch, because an epoch is only one point.
+    # If there is only one epoch, draw its steps, because the epoch would be a single point.
     return len(table) == 1 and "file" in table.attrs and len(read_steps(table)) > 1
 
 
 def has_row_per_epoch(table: pd.DataFrame) -> bool:
-    """Return whether no two rows are of the same epoch, and no row is of a part of an epoch."""
+    """Return whether each row belongs to a different whole epoch."""
     column = find_axis(table, "epoch")
     if column is None or column not in table.select_dtypes("number"):
         return False
@@ -249,7 +249,7 @@ def has_row_per_epoch(table: pd.DataFrame) -> bool:
 
 
 def read_steps(table: pd.DataFrame) -> pd.DataFrame:
-    """Return the run's rows per step if its file has them, and else the given table."""
+    """Return the run's rows per step if there are any, or else the given table."""
     import pandas as pd
 
     file = table.attrs.get("file")
@@ -257,20 +257,20 @@ def read_steps(table: pd.DataFrame) -> pd.DataFrame:
         return table
     has_own_file = file.name == "metrics.csv" and file.with_name("steps.csv").is_file()
     if not has_own_file and find_axis(table, "epoch") is None:
-        # Without epochs, the table already has a row per step.
+        # A table without an epoch column already has a row per step.
         return table
     steps = read_logs(file, steps=True)
     if find_axis(steps, "step") != find_axis(table, "step"):
         return table
     if not has_own_file:
         return steps
-    # If metrics.csv and steps.csv have the same column, use steps.csv, which has more rows.
+    # If both files have a column, use the one in steps.csv, which has more rows.
     others = table[["step", *table.columns.difference(steps.columns)]]
     return pd.concat([others, steps])
 
 
 def prepare_table(table: pd.DataFrame, x: str) -> pd.DataFrame:
-    """Return one row per value of the x axis, which is the column ``x``."""
+    """Return a table with one row per value of the x axis, and these values in a column ``x``."""
     if x == "row":
         return table.assign(row=range(len(table)))
     if x == "step":
@@ -280,7 +280,7 @@ def prepare_table(table: pd.DataFrame, x: str) -> pd.DataFrame:
         return table
     file = table.attrs.get("file")
     if x == "time" and (file is None or file.name == "metrics.csv"):
-        # In runs of this package, `time` is the number of seconds since the previous row.
+        # This package writes the seconds since the previous row to `time`.
         table = table.assign(time=table["time"].fillna(0).cumsum())
     rows = table.groupby(column, as_index=False).last()
     rows = (
@@ -291,13 +291,13 @@ def prepare_table(table: pd.DataFrame, x: str) -> pd.DataFrame:
 
 
 def name_axis(runs: list[Run], x: str) -> str:
-    """Return the name of the column of the x axis in the logs."""
+    """Return the label of the x axis, which is the name of its column in the logs."""
     names = {table.attrs.get("x", x) for run in runs for table in run.tables}
     return "seconds of training" if x == "time" else names.pop() if len(names) == 1 else x
 
 
 def find_metrics(runs: list[Run], x: str) -> tuple[list[Metric], list[Metric]]:
-    """Return the numeric columns of runs, and the columns among them that are metrics."""
+    """Return the numeric columns of all runs, and those among them that are metrics."""
     tables = [table for run in runs for table in run.tables]
     names = dict.fromkeys(str(name) for table in tables for name in table)
     numeric = {
@@ -306,13 +306,13 @@ def find_metrics(runs: list[Run], x: str) -> tuple[list[Metric], list[Metric]]:
     columns = add_splits([parse_metric(name) for name in names if name in numeric])
     metrics = [metric for metric in columns if is_metric(metric.column) and metric.column != x]
     if x != "step":
-        # Skip "<name>_step", which Lightning logs in addition to the mean of the epoch.
+        # Skip "<name>_step", which Lightning logs in addition to the epoch's mean.
         metrics = [metric for metric in metrics if not metric.column.endswith("_step")] or metrics
     return columns, metrics
 
 
 def choose_metrics(runs: list[Run], x: str, wanted: Sequence[str] | None) -> list[Metric]:
-    """Return the metrics to draw, in the order losses, accuracies, other metrics, learning rates."""
+    """Return the metrics to draw, in the order losses, accuracies, others, learning rates."""
     columns, metrics = find_metrics(runs, x)
     names = ", ".join(metric.column for metric in columns)
     known = f"expected one of the columns {names or '(none)'}"
@@ -320,7 +320,7 @@ def choose_metrics(runs: list[Run], x: str, wanted: Sequence[str] | None) -> lis
     if wanted is not None:
         chosen = []
         for name in wanted:
-            # Keras writes the training values as "loss", beside "val_loss".
+            # With Keras's columns "loss" and "val_loss", the name "loss" selects both.
             found = [metric for metric in metrics if name in (metric.quantity, metric.kind)]
             found = found or [metric for metric in columns if metric.column == name]
             found = [metric for metric in columns if metric.column == name and not found] or found
@@ -329,7 +329,7 @@ def choose_metrics(runs: list[Run], x: str, wanted: Sequence[str] | None) -> lis
             chosen += found
     chosen = chosen or [metric for metric in metrics if metric.kind != "learning rate"]
     if not chosen:
-        hint = "Only numbers are drawn. Log numbers, such as loss.item()."
+        hint = "Only numbers are drawn. Log a number, such as loss.item()."
         hint = f"Write metrics=[{metrics[0].column!r}]." if metrics else hint
         raise ValueError(f"metrics: got nothing to draw, {known}. {hint}")
     return sort_metrics(chosen)
@@ -341,9 +341,9 @@ def sort_metrics(metrics: Sequence[Metric]) -> list[Metric]:
 
 
 def add_splits(metrics: list[Metric]) -> list[Metric]:
-    """Mark a column such as Keras's "loss" as training values if there is also a "val_loss".
+    """Mark a column without a split as training values if there is a validation column for it.
 
-    A bare loss is a training loss, even without a validation.
+    A loss without a split is always a training loss, as in the logs of Keras.
     """
     splits: dict[str, set[str]] = {}
     for metric in metrics:
@@ -357,14 +357,14 @@ def add_splits(metrics: list[Metric]) -> list[Metric]:
 
 
 def name_line(metric: Metric, others: list[Metric]) -> str:
-    """Return the label of a metric's line in its panel. A label after "_" is not in the legend."""
+    """Return the label of a metric's line. Matplotlib hides labels that start with "_"."""
     if [other.split for other in others].count(metric.split) > 1:
         return metric.column
     return metric.split or (metric.column if len(others) > 1 else f"_{metric.quantity}")
 
 
 def choose_colors(runs: list[Run], metrics: list[Metric]) -> None:
-    """Give each run a color and a dash. If there are too many runs, color only the best ones."""
+    """Give each run a color and a dash pattern. With too many runs, color only the best ones."""
     colored = runs
     if len(runs) > MOST_COLORED:
         colored = rank_runs(runs, metrics)[:NUM_BEST]
@@ -377,7 +377,7 @@ def choose_colors(runs: list[Run], metrics: list[Metric]) -> None:
 
 
 def rank_runs(runs: list[Run], metrics: list[Metric]) -> list[Run]:
-    """Sort runs by the best value of the first drawn metric that is not a training metric."""
+    """Sort runs by their best value of the first metric that is not a training metric."""
     ranking = sorted(metrics, key=lambda metric: metric.split == "train")[0]
     mode = best_mode(ranking.column, runs[0].options)
 
@@ -415,14 +415,14 @@ def make_axes(quantities: list[str], x_label: str) -> list[Axes]:
 
 
 def format_axes(ax: Axes, x: str, log: bool) -> None:
-    """Set ticks that fit, for the lines of a panel."""
+    """Set the scale and the ticks of a panel to fit its lines."""
     import numpy as np
     from matplotlib.ticker import LogLocator, MaxNLocator, NullFormatter
 
     first, last = ax.get_xlim()
     drawn = [np.asarray(line.get_xydata(), float).T for line in ax.get_lines()]
     is_integer = x != "time" and all((places % 1 == 0).all() for places, _ in drawn)
-    # Draw at least three ticks, or one per epoch if there are fewer epochs.
+    # Draw at least three ticks, or one per epoch if there are fewer than three epochs.
     count = min(3, max(1, math.floor(last) - math.ceil(first) + 1))
     steps = {"integer": is_integer, "steps": [1, 2, 5, 10]}
     ax.xaxis.set_major_locator(MaxNLocator("auto", min_n_ticks=count, **steps))
@@ -444,7 +444,7 @@ def format_axes(ax: Axes, x: str, log: bool) -> None:
 
 
 def draw_line(ax: Axes, run: Run, metric: Metric, x: str, smooth: float | None, label: str) -> None:
-    """Draw a metric of a run and its best value, or the mean and range of several seeds."""
+    """Draw a run's metric and mark its best value. Draw several seeds as a mean and a range."""
     import pandas as pd
 
     tables = [table for table in run.tables if {x, metric.column} <= set(table)]
@@ -459,7 +459,7 @@ def draw_line(ax: Axes, run: Run, metric: Metric, x: str, smooth: float | None, 
     elif metric.split == "test":
         style["linestyle"] = ":"
     if len(rows) > 1:
-        # Average the n-th rows of all seeds, because rows of different seeds have different times.
+        # Average the n-th rows of all seeds, because their times differ.
         groups = points.groupby(level=0)
         points, low, high = groups.mean(), groups["y"].min(), groups["y"].max()
         if metric.split != "train":
@@ -469,7 +469,7 @@ def draw_line(ax: Axes, run: Run, metric: Metric, x: str, smooth: float | None, 
     if smooth or (smooth is None and is_raw and len(points) > 50):
         ax.plot(points["x"], values, color=run.color, alpha=0.35, linewidth=0.8)
         values = values.ewm(alpha=1 - smooth).mean() if smooth else average_steps(values)
-    # Mark the points of short lines. Draw short lines above longer lines, to keep both visible.
+    # Mark each point of a short line. Draw short lines above long ones, so that both are visible.
     style.update(marker="." if len(points) <= 30 else "", zorder=2 + 1 / (1 + len(points)))
     if run.color == GRAY:
         style.update(linewidth=0.6, marker="", linestyle="-", zorder=1.5)
@@ -482,7 +482,7 @@ def draw_line(ax: Axes, run: Run, metric: Metric, x: str, smooth: float | None, 
 
 
 def has_raw_steps(table: pd.DataFrame, metric: Metric, x: str) -> bool:
-    """Return whether a column has the training values of single steps, and not means."""
+    """Return whether a column contains training values of single steps, rather than means."""
     if x == "row" or metric.split != "train" or has_row_per_epoch(table):
         return False
     counts = table.notna().sum()
@@ -491,14 +491,14 @@ def has_raw_steps(table: pd.DataFrame, metric: Metric, x: str) -> bool:
 
 
 def average_steps(values: pd.Series) -> Any:
-    """Return moving averages over up to 4 % of all points, and over fewer at the start.
+    """Return moving averages over at most 4 % of all points, and over fewer at the start.
 
-    An average reaches back at most a quarter of the steps before it. Otherwise it would show the
-    steep start of a training for a long time.
+    An average covers at most the last quarter of the steps so far. Otherwise the high losses at
+    the start would raise it for a long time.
     """
     import numpy as np
 
-    # Add in the highest precision, because the first losses may be large.
+    # Sum in the highest precision, because the first losses may be very large.
     sums = np.concatenate([[0.0], np.cumsum(values.to_numpy(np.longdouble))])
     ends = np.arange(1, len(sums))
     sizes = np.clip(ends // 4, 1, max(1, len(values) // 25))
@@ -506,7 +506,7 @@ def average_steps(values: pd.Series) -> Any:
 
 
 def add_legend(axes: list[Axes], title: str) -> None:
-    """Add a legend below the panels with one entry for each label."""
+    """Add a legend below the panels, with one entry per label."""
     entries: dict[str, Any] = {}
     for ax in axes:
         handles, labels = ax.get_legend_handles_labels()
@@ -517,7 +517,7 @@ def add_legend(axes: list[Axes], title: str) -> None:
         if label == "best" or label.endswith(" other runs"):
             entries[label] = entries.pop(label)
     figure: Any = axes[0].figure
-    # Estimate how many entries of the legend fit into a line, with 1/14 inch per letter.
+    # Estimate how many legend entries fit into a line. A letter takes about 1/14 inch.
     letters = int(figure.get_figwidth() * 14)
     labels = [textwrap.fill(label, int(0.7 * letters)) for label in entries]
     width = max(1, letters // (max(map(len, entries)) + 10))
@@ -530,7 +530,7 @@ def add_legend(axes: list[Axes], title: str) -> None:
 
 
 def render_picture(logs: Any, file_format: str = "png", **options: Any) -> bytes:
-    """Call `plot_logs`, and return the figure as the bytes of an image file."""
+    """Call `plot_logs`, and return the figure as an image file's bytes."""
     import numpy as np
     from matplotlib import pyplot
 
@@ -538,7 +538,7 @@ def render_picture(logs: Any, file_format: str = "png", **options: Any) -> bytes
     figure = np.ravel(axes)[0].figure
     content = io.BytesIO()
     figure.savefig(content, dpi=120, format=file_format)
-    # Close the figure, because a notebook would display an open figure again.
+    # Close the figure, because a notebook would display an open figure a second time.
     pyplot.close(figure)
     return content.getvalue()
 
@@ -548,7 +548,7 @@ def save_picture(paths: Sequence[str | Path], out: Path, **options: Any) -> Path
 
     matplotlib.use("Agg")
     if not out.parent.is_dir() or out.suffix not in (".png", ".pdf", ".svg"):
-        expected = "expected a .png, .pdf or .svg in a folder that exists. Write runs.png."
+        expected = "expected a .png, .pdf or .svg file in an existing folder, such as runs.png."
         raise ValueError(f"out: got {str(out)!r}, {expected}")
     logs = paths[0] if len(paths) == 1 else list(paths)
     out.write_bytes(render_picture(logs, out.suffix[1:], **options))
@@ -556,7 +556,7 @@ def save_picture(paths: Sequence[str | Path], out: Path, **options: Any) -> Path
 
 
 class LivePlot:
-    """Draw the curves in a notebook while a run trains. Outside of notebooks, do nothing.
+    """Draw the curves in a notebook while a run trains. Outside of a notebook, do nothing.
 
     Args:
         **options: Options of `plot_logs`, such as x="step" or metrics=["loss", "lr"].
@@ -570,14 +570,14 @@ class LivePlot:
         self.options = options
         self.display: Any = None
         self.next_time = 0.0
-        # The sizes of the CSV files that are drawn.
+        # The sizes that the CSV files had when they were drawn.
         self.sizes: list[int] = []
 
     def on_fit_start(self, trainer: Any, module: Any) -> None:
         self.display, self.next_time, self.sizes = None, 0.0, []
 
     def on_train_batch_start(self, trainer: Any, module: Any, *batch: Any) -> None:
-        """Draw new rows at most once a second, and use at most 5 % of the training time."""
+        """Draw new rows at most once a second, and in at most 5 % of the training time."""
         start = time.monotonic()
         if start < self.next_time:
             return
@@ -589,7 +589,7 @@ class LivePlot:
             self.on_fit_end(trainer, module)
             seconds = time.monotonic() - start
             if not drawn:
-                # The first picture also imports matplotlib, which takes seconds.
+                # The first picture takes seconds longer, because it imports matplotlib.
                 seconds = min(seconds, 0.1)
             self.next_time = start + max(1.0, 20 * seconds)
 
@@ -603,7 +603,7 @@ class LivePlot:
         try:
             image = Image(render_picture(log, **self.options), format="png")
         except Exception as problem:
-            warnings.warn(f"LivePlot: the run is not drawn. {problem}", stacklevel=2)
+            warnings.warn(f"LivePlot: the run cannot be drawn. {problem}", stacklevel=2)
             return
         if self.display is None:
             self.display = display(image, display_id=True)

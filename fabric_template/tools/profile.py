@@ -1,4 +1,4 @@
-"""Measure the parts of a training step, and find settings that make the step faster."""
+"""Measure the parts of a training step, and find settings that make it faster."""
 
 from __future__ import annotations
 
@@ -19,16 +19,16 @@ from .tune import SETTINGS, compare
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
-MIN_GAIN = 1.1  # A setting with a smaller gain is not suggested.
+MIN_GAIN = 1.1  # Settings with a smaller speed-up are not suggested.
 
-# In these methods, the CPU waits until the GPU has computed the tensor's value.
+# These methods make the CPU wait until the GPU has computed the tensor's value.
 READS = (torch.Tensor.item, torch.Tensor.__float__, torch.Tensor.cpu, torch.Tensor.tolist)
 LIBRARIES = (f"{__package__.rpartition('.')[0]}.", "torch.", "lightning.", "torchmetrics.")
 
 
 @dataclass(frozen=True)
 class Profile:
-    """The median milliseconds of each part of a step, and settings that made the step faster."""
+    """The median duration of each part of a step in ms, and settings that made the step faster."""
 
     parts: dict[str, float]
     device: str
@@ -47,7 +47,7 @@ class Profile:
             lines.append(f"{part:10}{ms:11,.3f} ms{ms / self.milliseconds:9.1%}")
         lines += [f"faster: {text}" for text in self.suggestions]
         lines += [
-            f"wait: {line} reads a value. The step waits there for the GPU." for line in self.reads
+            f"wait: {line} reads a value. The step waits for the GPU there." for line in self.reads
         ]
         return "\n".join(lines)
 
@@ -58,7 +58,7 @@ class Profile:
         bars = axes.barh(list(self.parts), list(self.parts.values()))
         shares = [ms / self.milliseconds for ms in self.parts.values()]
         axes.bar_label(bars, [f"{share:.1%}" for share in shares], padding=4)
-        # Leave space for the label of the longest bar.
+        # Leave space for the longest bar's label.
         axes.margins(x=0.15)
         axes.invert_yaxis()
         axes.set(xlabel="median, ms", title=f"{self.milliseconds:,.3f} ms a step on {self.device}")
@@ -76,15 +76,15 @@ def profile(
 ) -> Profile:
     """Train a copy of the model for a few steps, time each part, and try faster settings.
 
-    Weights, optimizers, callbacks, random generators and loaders stay unchanged, and no files
-    remain. Validation and callbacks do not run. The only logger is the CSV logger.
+    The model, optimizers, callbacks, random generators and loaders stay unchanged. No files are
+    left over. Validation and callbacks do not run. The CSV logger is the only logger.
 
     Args:
         loop: The loop with the training options.
         model: The argument `model` of `fit`.
         train_dataloaders: One loader, such as a DataLoader.
-        datamodule: A datamodule, in place of the loader.
-        steps: Number of timed batches.
+        datamodule: A datamodule to use instead of the loader.
+        steps: The number of timed batches.
         arguments: Other arguments of `fit`, such as optimizer, scheduler and training_step.
     """
     if not isinstance(steps, int) or steps < 1:
@@ -115,7 +115,7 @@ def profile_command(loop: Any, model: Any, data: Any, *, out: str | None, steps:
 
 
 class ValueReadRecorder(TorchFunctionMode):
-    """Collect the user's lines that read the value of a tensor, such as loss.item()."""
+    """Collect the lines of user code that read a tensor's value, for example by loss.item()."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -132,7 +132,7 @@ class ValueReadRecorder(TorchFunctionMode):
 
 
 def find_faster(loop: Any, parts: dict[str, Any], milliseconds: float) -> list[str]:
-    """Try settings that do not change the results, and describe the faster ones."""
+    """Try settings that do not change results, and describe those that are faster."""
     steps = min(max(int(200 / milliseconds), 10), 200)
 
     def trial(choice: Choice) -> float:
@@ -141,7 +141,7 @@ def find_faster(loop: Any, parts: dict[str, Any], milliseconds: float) -> list[s
     settings = {"tensor_loader": True, "num_workers": min(os.cpu_count() or 1, 8), "threads": 1}
     gains: dict[str, float] = {}
     for name, value in settings.items():
-        # Do not suggest a setting that fails.
+        # A setting that fails is not suggested.
         with suppress(Exception):
             gain = compare(trial, {}, {name: value})
             if gain >= MIN_GAIN:

@@ -24,12 +24,12 @@ if TYPE_CHECKING:
 
 COLUMNS = ["name", "version", "state", "epochs", "metric", "best", "best_epoch", "seconds"]
 COLUMNS += ["changed", "folder"]
-# Ignore options that differ in every run or do not influence training.
+# Ignore options that always differ between runs, or that do not influence training.
 NOT_COMPARED = ("name", "version", "default_root_dir", "enable_progress_bar", "resume", "load")
 DEFAULTS = {field.name: field.default for field in fields(LoopArguments)}
 DEFAULTS |= vars(LoopConfig().resolve())
 Columns = dict[str, list[Any]]  # The values of each numeric column of a CSV file.
-Run = dict[str, Any]  # A row of list_runs, with the additional keys "options" and "rows".
+Run = dict[str, Any]  # A row of list_runs with further keys, such as "options" and "rows".
 
 
 def list_runs(
@@ -37,15 +37,15 @@ def list_runs(
 ) -> pd.DataFrame:
     """List all runs below a folder, or in a CSV file of any tool.
 
-    The state is "running", "finished", "interrupted" (also when killed), "failed", or "unknown" for
-    a run of Trainer. `changed` lists the options that a run's user has set and that differ between
-    runs of the same name, and the settings of hparams= that all runs have and that differ.
+    `state` is "running", "finished", "interrupted" (or killed), "failed", or "unknown" for a run of
+    Trainer. `changed` lists options that were set and differ between runs of the same name. It also
+    lists the settings in hparams= that all runs have, but with different values.
 
     Args:
         folder: The folder of all logs, or a folder in it.
-        metric: The metric that ranks the runs. Default: the run's monitor, or a validation metric.
-        mode: "min" if the smallest value of metric is the best, or "max". Default: the run's mode
-            for its monitor, and for other metrics by their name. `best` is empty if it is unknown.
+        metric: The metric that ranks the runs. Default: each run's monitor or a validation metric.
+        mode: "min" or "max", whether the metric's smallest or largest value is the best. Default:
+            the run's own mode, or the metric's name decides. `best` is empty if neither does.
 
     Example:
         >>> from tempfile import mkdtemp
@@ -92,22 +92,22 @@ def find_runs(
 
 
 def differing_options(runs: Sequence[Run]) -> list[str]:
-    """Return the options that a user has set and that differ between runs."""
+    """Return the options that have been set and that differ between runs."""
     differing = []
     recorded = {name for run in runs for name in run["recorded"]}
     for option in dict.fromkeys(name for run in runs for name in run["options"]):
         values = [run["options"][option] if is_set(run, option) else None for run in runs]
         if option in recorded:
-            # An argument that only one class has, such as Adam's betas, is no further difference.
+            # Ignore arguments that only one class has, because the classes already differ.
             values = [value for value in values if value is not None]
-        # NaN differs from itself.
+        # Compare strings, too, because NaN differs from itself.
         if any(value != values[0] and str(value) != str(values[0]) for value in values):
             differing.append(option)
     return differing
 
 
 def is_set(run: Run, option: str) -> bool:
-    """Return whether an option of a run has another value than its default."""
+    """Return whether an option differs from its default."""
     options = run["options"]
     value = options.get(option)
     if value is None or option in NOT_COMPARED:
@@ -115,13 +115,13 @@ def is_set(run: Run, option: str) -> bool:
     if option == "mode":
         return bool(value not in ("auto", find_direction(str(options.get("monitor"))) or "min"))
     if option == "max_epochs" and value in (-1, 1000):
-        # MiniLoop replaces None by these values before it records the options.
+        # MiniLoop replaces the default None by these values before it records the options.
         return False
     return option not in DEFAULTS or bool(value != DEFAULTS[option])
 
 
 def read_run(folder: Path, root: Path) -> Run:
-    """Read the run in a folder, which ``list_runs`` names relative to root."""
+    """Read the run in a folder. Its name is relative to root."""
     name, version = name_run(folder, root)
     run: Run = {
         "name": name,
@@ -137,13 +137,13 @@ def read_run(folder: Path, root: Path) -> Run:
 
 
 def read_files(path: Path, root: Path) -> list[Run]:
-    """Read the runs in the CSV file of any tool. A file may contain several runs."""
+    """Read the runs in a CSV file that any tool has written. It may contain several runs."""
     if path.name == "metrics.csv":
         return [read_run(path.parent, path.parent)]
     rows, names = read_rows(path)
     has_axis = find_axis(rows, "epoch") or find_axis(rows, "step")
     if path != root and not has_axis and not any(parse_metric(name).split for name in rows):
-        # Other tables, such as predictions, are no logs.
+        # Other tables, such as predictions, are not logs.
         return []
     folder = path.parent.relative_to(root).as_posix() if root in path.parents else "."
     name = path.parent.name if folder == "." else folder
@@ -159,7 +159,7 @@ def read_files(path: Path, root: Path) -> list[Run]:
         run: Run = {"name": name, "version": version, "state": "unknown", "file": path}
         run |= {"options": {}, "about": {}, "recorded": {}}
         label = version if path == root else f"{name}/{version}"
-        # The column "time" of other tools has another meaning.
+        # In other tools' files, the column "time" has a different meaning.
         runs.append(describe_run(run, table, label) | {"seconds": 0.0})
     return runs
 
@@ -170,7 +170,7 @@ def describe_run(run: Run, rows: Columns, label: str) -> Run:
     epochs = [] if column is None else [epoch for epoch in rows[column] if epoch == epoch]
     count = 0
     if epochs:
-        # Other tools count from 1, or write fractional epochs.
+        # Some tools count epochs from 1, or write fractions of epochs.
         is_from_one = min(epochs) == 1 or any(epoch % 1 for epoch in epochs)
         count = math.ceil(max(epochs)) if is_from_one else int(max(epochs)) + 1
     return run | {
@@ -183,7 +183,7 @@ def describe_run(run: Run, rows: Columns, label: str) -> Run:
 
 
 def choose_metric(run: Run) -> str | None:
-    """Return a run's monitor, or else a validation metric, or else the first metric."""
+    """Return a run's monitor, otherwise a validation metric, otherwise the first metric."""
     monitor = run["options"].get("monitor")
     if monitor in run["rows"]:
         return str(monitor)
@@ -199,7 +199,7 @@ def choose_metric(run: Run) -> str | None:
 
 
 def best_mode(metric: str, options: dict[str, Any]) -> str | None:
-    """Return a run's own mode for its monitor, and for other metrics the direction of their name."""
+    """Return the run's mode if the metric is its monitor, or else the direction of its name."""
     mode = options.get("mode") if metric == options.get("monitor") else None
     return mode if mode in ("min", "max") else find_direction(metric)
 
@@ -231,9 +231,9 @@ def find_best(run: Run, metric: str | None = None, mode: str | None = None) -> d
 
 
 def read_rows(path: Path) -> tuple[Columns, list[str]]:
-    """Return the numeric columns of a CSV file, and each row's run in a file of several runs.
+    """Return a CSV file's numeric columns, and for a file of several runs, the run of each row.
 
-    A damaged file has no columns. pandas is not used, because it would take most of the time.
+    A damaged file has no columns. Reading with pandas would be much slower.
     """
     columns: dict[str, list[Any]] = {}
     with warnings.catch_warnings(), suppress(OSError, ValueError):
@@ -247,10 +247,10 @@ def read_rows(path: Path) -> tuple[Columns, list[str]]:
 
 
 def read_state(path: Path) -> str:
-    """Return the state of a run from its lock file.
+    """Read the state of a run from its lock file.
 
-    While a run trains, its process locks the file. At the end of the run, the process appends
-    "finished", "interrupted" or "failed". A killed run leaves an unlocked file without a state.
+    While a run trains, its process locks the file. At the end, the process appends "finished",
+    "interrupted" or "failed". A killed run leaves an unlocked file without one of these.
     """
     if not path.is_file():
         return "unknown"
@@ -270,7 +270,7 @@ def is_locked(path: Path) -> bool:
     except BlockingIOError:
         return True
     except (ImportError, OSError):
-        # Windows and some network drives have no file locks, so an active run looks interrupted.
+        # Without file locks, as on Windows or some network drives, an active run looks interrupted.
         return False
     return False
 
@@ -279,12 +279,12 @@ def is_locked(path: Path) -> bool:
 def parse_yaml(text: str) -> Any:
     import yaml
 
-    # The parser in C is ten times faster.
+    # The C parser is ten times faster.
     return yaml.load(text, getattr(yaml, "CSafeLoader", yaml.SafeLoader))
 
 
 def find_recorded(about: dict[str, Any], options: dict[str, Any]) -> dict[str, Any]:
-    """Return the classes, arguments and batch size that a run has recorded and no option has."""
+    """Return the recorded classes, arguments and batch size that are not also options."""
     found: dict[str, Any] = {}
     for part, value in about.items():
         kind, _, number = part.partition("_")
@@ -302,12 +302,12 @@ def find_recorded(about: dict[str, Any], options: dict[str, Any]) -> dict[str, A
                 known.append(options.get("learning_rate"))
             if entry not in known:
                 found[f"optimizer.{numbered}" if numbered in options else numbered] = entry
-    # A setting of the user may have the name of a recorded class.
+    # The user's own settings take precedence over recorded entries of the same name.
     return {name: entry for name, entry in found.items() if name not in options}
 
 
 def parse_section(text: str) -> Any:
-    """Parse a section of a YAML file. Most are equal in all runs, so parse each only once."""
+    """Parse a section of a YAML file. Cache its entries, because most are equal in all runs."""
     if not text.startswith("about:\n"):
         return parse_yaml(text)
     about: dict[str, Any] = {}
@@ -318,9 +318,9 @@ def parse_section(text: str) -> Any:
 
 
 def read_options(folder: Path) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Return the options in config.yaml and hparams.yaml without their section names.
+    """Return the options in config.yaml and hparams.yaml, without section names.
 
-    The second dict is the section "about" of config.yaml, which records what made the run.
+    The second dict is the section "about" of config.yaml, which describes the run's environment.
     """
     import yaml
 
@@ -345,6 +345,6 @@ def read_options(folder: Path) -> tuple[dict[str, Any], dict[str, Any]]:
                 options |= {f"{prefix}{key}": entry for key, entry in entries.items()}
             if section == "hparams":
                 hparams |= entries
-    # A setting of the user may have the name of an option that is not set.
+    # A user's setting may have the name of an option. Use it if the option is not set.
     unset = [name for name in hparams if options[name] == DEFAULTS.get(name)]
     return options | {name: hparams[name] for name in unset}, about

@@ -1,4 +1,4 @@
-"""Implement the command ``runs``: a table of runs, their differences, the best run, a web page."""
+"""Implement the command ``runs``: list runs, compare two, find the best one, or write a page."""
 
 from __future__ import annotations
 
@@ -24,12 +24,12 @@ def runs_command(
     mode: str | None = None,
     html: str | None = None,
 ) -> int:
-    """List runs, compare two (`diff RUN RUN`), or find the best (`best`)."""
+    """List runs, compare two of them (`diff RUN RUN`), or find the best one (`best`)."""
     action, *folders = paths if paths and paths[0] in ("diff", "best") else ["list", *paths]
     if len(folders) != 2 if action == "diff" else len(folders) > 1:
-        expected = "one folder. Write logs/digits"
+        expected = "one folder, such as logs/digits"
         if action == "diff":
-            expected = "two runs. Write runs diff digits/version_0 digits/version_1"
+            expected = "two runs, such as digits/version_0 and digits/version_1"
         raise ValueError(f"runs: got {' '.join(paths)}, expected {expected}.")
     if mode not in (None, "min", "max"):
         raise ValueError(f'--mode: got {mode}, expected "min" or "max".')
@@ -42,9 +42,7 @@ def runs_command(
     folder = folders[0] if folders else "logs"
     runs = find_runs(folder, metric, mode)
     if not runs and action == "best":
-        raise ValueError(
-            f"runs: got {folder}, expected a folder with runs. Write logs, for example."
-        )
+        raise ValueError(f"runs: got {folder}, expected a folder with runs, such as logs.")
     names = dict.fromkeys(name for run in runs for name in run["rows"] if is_metric(name))
     if metric is not None and metric not in names:
         expected = ", ".join(names) or "a logged metric"
@@ -59,7 +57,7 @@ def runs_command(
 
 
 def find_run(name: str) -> Run:
-    """Return the run of a folder such as logs/digits/version_0, a CSV file, or a name in `runs`."""
+    """Find a run by its folder, such as logs/digits/version_0, its CSV file, or its listed name."""
     for folder in (Path(name), Path("logs", name)):
         if Path(folder, "metrics.csv").is_file():
             run = read_run(folder.absolute(), Path("logs").absolute())
@@ -67,7 +65,7 @@ def find_run(name: str) -> Run:
     for file in (Path(name), Path(f"{name}.csv"), Path("logs", f"{name}.csv")):
         if file.is_file():
             return find_runs(file)[0]
-    raise ValueError(f"runs: got {name}, expected a run. Write digits/version_0, for example.")
+    raise ValueError(f"runs: got {name}, expected a run, such as digits/version_0.")
 
 
 def to_cells(run: Run) -> tuple[str, ...]:
@@ -75,7 +73,7 @@ def to_cells(run: Run) -> tuple[str, ...]:
     if run["best"] is not None:
         epoch = "" if run["best_epoch"] is None else str(run["best_epoch"])
         best = (run["metric"], f"{run['best']:.5g}", epoch)
-    # Rows of other tools may have no epochs and no durations.
+    # Rows that other tools have written may lack epochs and durations.
     is_unknown = bool(run["rows"])
     epochs = "" if is_unknown and not run["epochs"] else str(run["epochs"])
     seconds = round(run["seconds"])
@@ -85,14 +83,14 @@ def to_cells(run: Run) -> tuple[str, ...]:
 
 
 def format_table(rows: Sequence[Sequence[str]]) -> str:
-    """Align the columns of a table, and replace characters that cannot be printed."""
+    """Align the columns of a table. Replace characters that cannot be printed."""
     cells = [["".join(c if c.isprintable() else "?" for c in cell) for cell in row] for row in rows]
     widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
     return "\n".join("  ".join(map(str.ljust, row, widths)).rstrip() for row in cells)
 
 
 def wrap_table(rows: Sequence[Sequence[str]]) -> str:
-    """Align the columns of a table, and wrap the last one at spaces if it is wider than a terminal."""
+    """Align a table's columns. Wrap the last one at spaces if the table exceeds the terminal."""
     if not (sys.stdout.isatty() or "COLUMNS" in os.environ):
         return format_table(rows)
     widths = [max(map(len, column)) + 2 for column in zip(*rows, strict=True)]
@@ -128,7 +126,7 @@ def diff_runs(a: Run, b: Run) -> list[tuple[str, ...]]:
 
 
 def describe_record(run: Run) -> dict[str, str]:
-    """Return the command, the code, the versions, the device and the size of the model of a run."""
+    """Return a run's command, git commit, versions, device and model size as text."""
     texts = {}
     for part in ("command", "git", "versions", "device", "processes", "model"):
         value = run["about"].get(part)
@@ -140,7 +138,7 @@ def describe_record(run: Run) -> dict[str, str]:
 
 
 def print_best(runs: Sequence[Run]) -> None:
-    """Print the best run, its best epoch and the checkpoints that have this epoch."""
+    """Print the best run, its best epoch, and the checkpoints of this epoch."""
     found = [run for run in runs if run["best"] is not None]
     metrics = sorted({run["metric"] for run in found or runs if run["metric"] is not None})
     if len(metrics) != 1:
@@ -151,8 +149,8 @@ def print_best(runs: Sequence[Run]) -> None:
     if len(modes) != 1:
         known = "different modes" if modes else "no known direction"
         raise ValueError(
-            f"--mode: got none, and {metrics[0]} has {known}, expected min or max. Write --mode min if"
-            " its smallest value is the best."
+            f"--mode: got none, and {metrics[0]} has {known}, expected min or max. Write --mode min"
+            " if the smallest value is the best."
         )
     choose = min if modes == {"min"} else max
     best = choose(found, key=lambda run: run["best"])
@@ -160,21 +158,21 @@ def print_best(runs: Sequence[Run]) -> None:
     print(f"best        {best['metric']} {best['best']:.6g}{epoch}")
     is_own_folder = best["file"].name == "metrics.csv"
     print(f"run         {best['folder'] if is_own_folder else best['file']}")
-    # The checkpoints beside the CSV file of another tool may be of other runs.
+    # Checkpoints next to another tool's CSV file may belong to other runs.
     paths = find_checkpoints(best) if is_own_folder else []
     for path in paths:
         print(f"checkpoint  {path}")
     if not paths:
-        print("checkpoint  none has this epoch")
+        print("checkpoint  none of this epoch")
 
 
 def find_checkpoints(run: Run) -> list[Path]:
     """Return a run's checkpoints that were saved at its best epoch and step."""
-    # The run logs/digits/version_0 has its checkpoints in checkpoints/digits/version_0.
+    # The checkpoints of logs/digits/version_0 are in checkpoints/digits/version_0.
     folder = Path("/checkpoints/".join(run["folder"].rsplit("/logs/", 1)))
     found = []
     for path in sorted(folder.rglob("*.ckpt")):
-        # Import torch only for a run with checkpoints, because the import takes seconds.
+        # Import torch only if there is a checkpoint, because the import takes seconds.
         from ..checkpoint.reader import read_archive
         from ..errors import CheckpointError
 
@@ -183,7 +181,7 @@ def find_checkpoints(run: Run) -> list[Path]:
             epoch, step = checkpoint.get("epoch"), checkpoint.get("global_step")
         except (CheckpointError, OSError, ValueError):
             continue
-        # Trainer writes the index of the step to its CSV file, which is one less.
+        # In its CSV file, Trainer counts steps from 0, so its number is one less.
         is_same_step = run["best_step"] is None or step in (run["best_step"], run["best_step"] + 1)
         if epoch == run["best_epoch"] and is_same_step:
             found.append(path)

@@ -1,4 +1,4 @@
-"""Write the page of `runs --html`: one file with the table and the curves of the runs."""
+"""Write the HTML page of `runs --html`, which shows a table of the runs and their curves."""
 
 from __future__ import annotations
 
@@ -21,20 +21,20 @@ if TYPE_CHECKING:
     import numpy as np
 
 TEMPLATE = Path(__file__).with_name("runs_page.html")
-# Long curves are thinned to this many points in total, which need about a megabyte.
+# The page contains at most about this many points, which need a megabyte.
 MOST_POINTS = 60_000
 # The number of panels in the row above the table.
 MOST_MAIN = 3
-# The first options have their own columns, except those with a value longer than LONGEST_VALUE.
+# The first options get their own columns, unless one of their values exceeds LONGEST_VALUE.
 MOST_OPTIONS = 8
 LONGEST_VALUE = 24
 
 
 def write_page(runs: Sequence[Run], metric: str | None, path: Path, source: str) -> None:
-    """Write the table and the curves of runs into a file that needs no other file."""
+    """Write a table and the curves of runs to one self-contained HTML file."""
     data = make_panels(runs, metric)
     columns, rows = make_table(runs, data)
-    # In a script, "<" could start a tag such as "</script>".
+    # Escape "<", because it could start a tag such as "</script>" inside the script.
     script = json.dumps(data, separators=(",", ":")).replace("<", "\\u003c")
     parts = {
         "title": html.escape(f"Runs in {source}"),
@@ -57,7 +57,7 @@ def count_runs(runs: Sequence[Run]) -> str:
 
 
 def summarize(runs: Sequence[Run], data: dict[str, Any]) -> str:
-    """Describe in a line how many runs there are, the best run, and how many points are drawn."""
+    """Return one line with the number of runs, the best run, and the number of drawn points."""
     texts = [count_runs(runs)]
     ranking = rank_runs(runs)
     modes = {run["mode"] for run in runs if run["best"] is not None}
@@ -67,14 +67,14 @@ def summarize(runs: Sequence[Run], data: dict[str, Any]) -> str:
     if data["thinned"]:
         most, points = data["thinned"]
         texts.append(
-            f"curves of up to {most:,} values are drawn with {points:,} of them, which include the"
+            f"curves of up to {most:,} values are drawn with {points:,} points, which include the"
             " smallest and the largest value of each section"
         )
     return "; ".join(texts) + "."
 
 
 def rank_runs(runs: Sequence[Run]) -> list[int]:
-    """Return the numbers of the runs, sorted by the best value of the most frequent metric."""
+    """Return the indices of the runs, sorted by the best value of the most frequent metric."""
     counts = Counter(run["metric"] for run in runs if run["best"] is not None)
     ranking = next((metric for metric, _ in counts.most_common(1)), None)
 
@@ -88,7 +88,7 @@ def rank_runs(runs: Sequence[Run]) -> list[int]:
 
 
 def make_table(runs: Sequence[Run], data: dict[str, Any]) -> tuple[list[str], list[str]]:
-    """Return the names of the columns, and the rows as HTML."""
+    """Return the column names, and the rows as HTML."""
     names = dict.fromkeys(name for run in runs for name in run["changed"])
     long = [name for name in names if max(map(len, list_values(runs, name))) > LONGEST_VALUE]
     options = [name for name in names if name not in long][:MOST_OPTIONS]
@@ -126,7 +126,7 @@ def list_values(runs: Sequence[Run], option: str) -> list[str]:
 
 
 def make_cell(column: str, value: Any, order: Any) -> str:
-    """Return a cell of the table. A number, also in a text, is the order of its row."""
+    """Return a table cell. A number, even one written as text, determines the sort order."""
     text = "" if value is None else str(value)
     shown = f"{value:.6g}" if isinstance(value, float) else text
     number = math.nan
@@ -143,14 +143,14 @@ def make_cell(column: str, value: Any, order: Any) -> str:
 
 
 def make_panels(runs: Sequence[Run], metric: str | None) -> dict[str, Any]:
-    """Return the panels of the page with the points of their curves, as plain data."""
+    """Return the page's panels and the points of their curves as plain data."""
     drawn: dict[int, plots.Run] = {}
     for number, table in enumerate(plots.make_tables(runs)):
         if len(table):
             drawn[number] = plots.Run("", [table], runs[number]["options"])
     styles = [*range(len(runs))]
     if len(runs) > plots.MOST_COLORED:
-        # The best runs have a color.
+        # Only the first styles have a color, so give them to the best runs.
         for style, number in enumerate(rank_runs(runs)):
             styles[number] = style
     data: dict[str, Any] = {"x": "epoch", "thinned": None, "panels": [], "styles": styles}
@@ -176,14 +176,14 @@ def make_panels(runs: Sequence[Run], metric: str | None) -> dict[str, Any]:
 
 
 def choose_main(metrics: Sequence[Metric], ranking: set[str | None]) -> list[str]:
-    """Return the quantities above the table: those that rank the runs, losses and accuracies."""
+    """Choose the quantities above the table: those that rank runs, then losses and accuracies."""
     ranked = [metric for metric in metrics if metric.column in ranking]
     usual = [metric for metric in metrics if metric.kind in ("loss", "accuracy")]
     return list(dict.fromkeys(metric.quantity.lower() for metric in ranked + usual))[:MOST_MAIN]
 
 
 def make_curves(number: int, run: plots.Run, metric: Metric, x: str) -> list[dict[str, Any]]:
-    """Return the curve of a metric. Values of steps also have a curve of averages."""
+    """Return a metric's curve. Values of single steps also get a curve of averages."""
     import numpy as np
     import pandas as pd
 
@@ -210,10 +210,10 @@ def make_curves(number: int, run: plots.Run, metric: Metric, x: str) -> list[dic
 
 
 def thin_curves(curves: list[dict[str, Any]]) -> list[int] | None:
-    """Thin curves in place, and convert their points to lists.
+    """Reduce the number of points of the curves in place, and convert the points to lists.
 
     Returns:
-        The points of the longest curve and of a thinned one, or None if no curve was thinned.
+        The lengths of the longest curve and of a reduced one, or None if no curve was reduced.
     """
     most = max(20, MOST_POINTS // max(1, len(curves)))
     longest = max((len(curve["x"]) for curve in curves), default=0)
@@ -225,7 +225,7 @@ def thin_curves(curves: list[dict[str, Any]]) -> list[int] | None:
 
 
 def thin(values: np.ndarray, most: int) -> list[int]:
-    """Return the places of at most `most` values: each section keeps its smallest and largest."""
+    """Return the indices of at most `most` values: the smallest and largest of each section."""
     import numpy as np
 
     if len(values) <= most:
@@ -237,5 +237,5 @@ def thin(values: np.ndarray, most: int) -> list[int]:
 
 
 def shorten(value: float) -> float:
-    """Return a number that needs few characters: six digits, or an integer."""
+    """Return a number that takes few characters: an integer, or a number of six digits."""
     return int(value) if value == int(value) and abs(value) < 1e15 else float(f"{value:.6g}")

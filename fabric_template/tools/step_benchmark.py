@@ -25,7 +25,7 @@ from ..data.tensor_loader import TensorLoader
 
 PARTS = ("data", "transfer", "forward", "backward", "optimizer", "rest")
 WARM_UP = 5
-# The options of the loop that change the time of a step.
+# The loop's options that influence how long a step takes.
 OPTIONS = ["accumulate_grad_batches", "gradient_clip_val", "gradient_clip_algorithm", "compile"]
 OPTIONS += ["log_every_n_steps", "deterministic", "benchmark", "detect_anomaly"]
 OFF = ("enable_checkpointing", "enable_progress_bar", "enable_model_summary")
@@ -33,11 +33,11 @@ Choice = dict[str, Any]  # The keys are names from tune.SETTINGS.
 
 
 class EnoughSteps(BaseException):
-    """Raised to end `fit` after the last timed step, in the middle of an epoch."""
+    """Raised after the last timed step, to end `fit` in the middle of an epoch."""
 
 
 class StepTimer:
-    """A callback that times the parts of each step. The parts add up to the whole step."""
+    """A callback that times the parts of each step, which add up to the whole step."""
 
     def __init__(self, steps: int, seconds: float, is_fused: bool, synchronize: bool) -> None:
         self.limit, self.seconds = steps, seconds
@@ -50,8 +50,8 @@ class StepTimer:
         self.since = self.begin = time.perf_counter()
 
     def get_median(self, *parts: str) -> float:
-        """Average the step times in each of ten groups of steps. Return the averages' median."""
-        # Do not compare single steps, because workers send several batches at once.
+        """Return the median of ten averages, each over a tenth of the steps."""
+        # Single steps are not comparable, because workers send several batches at once.
         times = [sum(step[part] for part in parts) for step in self.steps]
         size = max(1, len(times) // 10)
         return median(fmean(times[i : i + size]) for i in range(0, len(times), size))
@@ -64,7 +64,7 @@ class StepTimer:
         self.part, self.since = part, now
 
     def iterate(self, loader: Any) -> Generator[Any, None, None]:
-        """Yield batches without end. Restart an exhausted loader."""
+        """Yield batches forever by restarting the loader when it ends."""
         iterator: Any = None
         is_empty = False
         try:
@@ -78,7 +78,7 @@ class StepTimer:
                     yield batch
                     self.switch("data")
         finally:
-            # Shut down the workers, which otherwise run until the iterator is deleted.
+            # Shut down the workers, which would otherwise run until the iterator is deleted.
             if hasattr(iterator, "_shutdown_workers"):
                 iterator._shutdown_workers()
 
@@ -110,7 +110,7 @@ class StepTimer:
     on_before_zero_grad = on_after_backward
 
     def after_optimizer_step(self, *args: Any) -> None:
-        # In manual optimization, the rest of training_step follows the optimizer step.
+        # In manual optimization, training_step may continue after the optimizer step.
         self.switch("forward")
 
     def on_train_batch_end(self, *args: Any) -> None:
@@ -127,7 +127,7 @@ def time_steps(
 ) -> StepTimer:
     """Train a copy of the model with the chosen settings, for a number of steps or seconds.
 
-    With `synchronize`, each part of a step waits for the GPU and includes its own GPU work.
+    With `synchronize`, the time of each part includes the GPU work that the part has started.
     """
     timer = StepTimer(steps, seconds, "fused" in choice, synchronize)
     data = parts["train_dataloaders"]
@@ -154,20 +154,20 @@ def time_steps(
         warnings.simplefilter("ignore")
         make_loop(loop, choice, timer, folder).fit(**parts)
     if not timer.steps:
-        expected = "expected a longer one. Give more batches, and remove what stops it"
+        expected = "expected more. Give more batches, and remove what ends training early"
         raise ValueError(f"profile: got a training run of {timer.started} batches, {expected}.")
     return timer
 
 
 def make_loop(loop: Any, choice: Choice, timer: StepTimer, folder: str) -> Any:
-    """Return a loop with the options of another one, the chosen settings and a timer."""
+    """Return a new loop with the given loop's options, the chosen settings and a timer."""
     options = copy_options(loop) | {"logger": bool(loop.loggers), "default_root_dir": folder}
     options |= {name: choice[name] for name in choice if name in ("precision", "compile")}
     return type(loop)(callbacks=[timer], **options)
 
 
 def copy_options(loop: Any) -> dict[str, Any]:
-    """Return the options for a copy of a loop. The copy trains on one device, without output."""
+    """Return options for a copy of a loop that trains on one device, without any output."""
     device = loop.fabric.device
     options = {name: getattr(loop.config, name) for name in OPTIONS} | dict.fromkeys(OFF, False)
     options |= {"accelerator": device.type, "devices": [device.index] if device.index else 1}
@@ -177,7 +177,7 @@ def copy_options(loop: Any) -> dict[str, Any]:
 
 def copy_loader(loader: Any) -> Any:
     """Copy a loader and its generators, but share its dataset."""
-    # Leave out the iterator of persistent workers, which cannot be copied.
+    # Leave out the iterator over persistent workers, because it cannot be copied.
     shared = [getattr(loader, "dataset", None), *getattr(loader, "tensors", ())]
     memo: dict[int, Any] = {id(part): part for part in shared}
     memo[id(getattr(loader, "_iterator", None))] = None
@@ -185,7 +185,7 @@ def copy_loader(loader: Any) -> Any:
 
 
 def change_loader(loader: Any, choice: Choice) -> Any:
-    """Return a loader for the same samples with the chosen settings."""
+    """Return a loader with the same samples and the chosen settings."""
     changes = {name: choice[name] for name in choice if name in ("num_workers", "batch_size")}
     if not changes and "tensor_loader" not in choice:
         return loader

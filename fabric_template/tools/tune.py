@@ -19,15 +19,15 @@ from lightning.pytorch.utilities.data import extract_batch_size
 
 from .step_benchmark import PARTS, Choice, copy_options, time_steps
 
-# Keep a setting if all ROUNDS trials with the setting are faster than all trials without the
-# setting, by the factor MIN_GAIN.
+# Keep a setting only if each of the ROUNDS trials with it is faster than each trial without it, by
+# the factor MIN_GAIN.
 MIN_GAIN, ROUNDS = 1.03, 3
 TIME_LIMIT = 120.0  # Seconds after which a trial counts as hung.
 
-# For each setting, the values to try, and the code with which the user applies a value.
+# For each setting, the values to try, and the code to write for a chosen value.
 SETTINGS: dict[str, tuple[tuple[Any, ...], str]] = {
     "threads": ((1, 2, 4, 8), "torch.set_num_threads({0}), or OMP_NUM_THREADS={0}"),
-    "tensor_loader": ((True,), "TensorLoader(x, y, ...) in place of the DataLoader"),
+    "tensor_loader": ((True,), "TensorLoader(x, y, ...) instead of the DataLoader"),
     "num_workers": (
         (0, 1, 2, 4, 8),
         "DataLoader(..., num_workers={0}, persistent_workers={0} > 0)",
@@ -35,7 +35,7 @@ SETTINGS: dict[str, tuple[tuple[Any, ...], str]] = {
     "fused": ((True,), "fused=True for the optimizer, as in torch.optim.Adam(..., fused=True)"),
     "precision": (("bf16-mixed",), "FabricLoop(precision={0!r})"),
     "compile": ((True,), "FabricLoop(compile={0})"),
-    "batch_size": ((64, 128, 256, 512, 1024), "batch_size={0}; then find the learning rate again"),
+    "batch_size": ((64, 128, 256, 512, 1024), "batch_size={0}, and find the learning rate again"),
 }
 
 
@@ -73,9 +73,9 @@ def tune(
         loop: The loop with the training options. tune does not change this loop.
         model: The argument `model` of `fit`.
         train_dataloaders: One loader, such as a DataLoader.
-        datamodule: A datamodule, in place of the loader.
+        datamodule: A datamodule to use instead of the loader.
         only: The settings to try, such as ["threads", "batch_size"].
-        seconds: The duration of a trial in seconds.
+        seconds: The duration of each trial.
         **fit_arguments: Other arguments of fit, such as optimizer and training_step.
 
     Raises:
@@ -94,7 +94,7 @@ def tune(
         return rate or 0.0
 
     if not trial({}):
-        raise ValueError("tune: got a run that fails, expected one that works. Try fit first.")
+        raise ValueError("tune: training fails with the current settings. Call fit first.")
     return Tuned(*choose_settings(trial, names))
 
 
@@ -104,7 +104,7 @@ def measure(loop: Any, parts: dict[str, Any], seconds: float, choice: Choice) ->
 
 
 def choose_settings(trial: Callable[[Choice], float], names: Iterable[str]) -> tuple[Choice, float]:
-    """Try one setting after the other. Return the faster ones and their combined speed-up."""
+    """Try one setting after another. Return those that help, and their combined speed-up."""
     choice: Choice = {}
     for name in names:
         for value in SETTINGS[name][0]:
@@ -118,7 +118,7 @@ def choose_settings(trial: Callable[[Choice], float], names: Iterable[str]) -> t
 
 
 def compare(trial: Callable[[Choice], float], before: Choice, after: Choice) -> float:
-    """Time two sets of settings alternately. Return the speed-up, or 0.0 if it may be noise."""
+    """Time two sets of settings in turn. Return the speed-up, or 0.0 if it may be noise."""
     slow: list[float] = []
     fast: list[float] = []
     for _ in range(ROUNDS):
@@ -138,7 +138,7 @@ def run_in_process(function: Callable[[], Any]) -> Any:
     child.start()
     sender.close()
     try:
-        # recv() raises EOFError if the process ends without a result.
+        # recv() raises EOFError if the child ends without a result.
         with suppress(EOFError):
             if receiver.poll(TIME_LIMIT):
                 return receiver.recv()
@@ -153,10 +153,10 @@ def run_in_process(function: Callable[[], Any]) -> Any:
 def send_result(function: Callable[[], Any], sender: Any, threads: int) -> None:
     """Call a function, discard what it prints, and send its result or error to the parent."""
     if hasattr(signal, "SIGCHLD"):
-        # Remove torch's SIGCHLD handler for DataLoader workers, which would end this process.
+        # torch's SIGCHLD handler for DataLoader workers would end this process, so remove it.
         signal.signal(signal.SIGCHLD, signal.SIG_DFL)
     with open(os.devnull, "w") as null, redirect_stdout(null), redirect_stderr(null):
-        # OpenMP may hang in the first thread of a forked process, so use a new thread.
+        # OpenMP may hang in a forked process's first thread, so use a new thread.
         executor = ThreadPoolExecutor(1, initializer=torch.set_num_threads, initargs=(threads,))
         future = executor.submit(function)
         error = future.exception()
@@ -179,7 +179,7 @@ class LearningRateRamp:
                 group["lr"] = self.rates[-1]
 
     def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, *batch: Any) -> None:
-        """Record the loss. Stop if the loss is not finite or far above the lowest loss."""
+        """Record the loss. Stop if it is not finite, or far above the lowest loss."""
         self.losses.append(float(outputs["loss"] if isinstance(outputs, dict) else outputs))
         lowest = min(self.losses)
         limit = lowest + 4 * max(abs(lowest), self.losses[0] - lowest)
@@ -188,11 +188,11 @@ class LearningRateRamp:
 
 
 def save_curve(rates: list[float], losses: list[float], path: Path) -> float | None:
-    """Plot the smoothed loss to a file. Return the learning rate with the steepest descent."""
+    """Plot the smoothed loss to a file. Return the learning rate at which it falls fastest."""
     from pandas import DataFrame
 
     curve = DataFrame({"loss": losses}, index=rates).rolling(9, center=True, min_periods=1).mean()
-    # Search only up to the lowest loss. At higher rates, the loss diverges and may fall by chance.
+    # Search only up to the lowest loss. At higher rates, a diverging loss may fall by chance.
     change = curve["loss"].diff().loc[: curve["loss"].idxmin()]
     suggestion = float(change.idxmin()) if change.min() < 0 else None
     limits = (min(losses), 2 * losses[0] - min(losses) + 1e-9)

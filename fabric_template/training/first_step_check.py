@@ -52,7 +52,7 @@ class FirstStepCheck:
         trained = {id(parameter) for parameter in self.parameters}
         groups = optimizer.param_groups
         if any(id(parameter) in trained for group in groups for parameter in group["params"]):
-            raise ConfigurationError(f"training_step: got a call of optimizer.step(), {REMEDY}")
+            raise ConfigurationError(f"training_step: got a call to optimizer.step(), {REMEDY}")
 
     def check_gradients(self) -> None:
         """Raise an error if the backward pass has computed the gradients of the step again.
@@ -73,7 +73,7 @@ class FirstStepCheck:
         # A factor changes the rounding of half precision.
         is_float32 = self.fabric.strategy.precision.precision == "32-true"
         if (own / own.norm() - loops / loops.norm()).norm() < (1e-4 if is_float32 else 1e-2):
-            raise ConfigurationError(f"training_step: got a call of loss.backward(), {REMEDY}")
+            raise ConfigurationError(f"training_step: got a call to loss.backward(), {REMEDY}")
 
     def _means(self, tensors: list[Any]) -> Tensor:
         """Return the means over the processes as one vector on the CPU."""

@@ -299,7 +299,7 @@ def test_mini_loop_refuses_loader_attributes_saved_by_fabric_loop():
         loop.fit(Classifier(), DataLoader(Counts(*make_data(20).tensors), 4), resume=resume)
 
     train("FabricLoop", 1)
-    with pytest.raises(ValueError, match=r"resume: got attributes of loaders.* that FabricLoop has saved"):
+    with pytest.raises(ValueError, match=r"resume: got loader attributes.* that FabricLoop has saved"):
         train("MiniLoop", 2, resume="last")
     train("FabricLoop", 2, resume="last")
 
@@ -481,7 +481,7 @@ def test_a_new_run_cannot_replace_an_existing_version(before):
     with pytest.raises(ValueError, match="broken"):
         loop.fit(Broken(), make_loader())
     path = Path("checkpoints/run/version_0/last.ckpt")
-    for resume, message in (("last", "resume: got 'last'"), ("auto", "version: got"), (path, "has replaced")):
+    for resume, message in (("last", "resume: got 'last'"), ("auto", "version: got"), (path, "was replaced by")):
         with pytest.raises((ValueError, FileNotFoundError), match=message):
             fit("MiniLoop", "run", 4, resume=resume, version=0)
     assert torch.load(path, weights_only=True)["epoch"] == 2
@@ -635,7 +635,7 @@ def train_on_uneven_streams(rank):
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("default")
         loop, whole = run_mini(Ranked, make_train, name="whole", **options)
-    assert sum("first stream that ends" in str(warning.message) for warning in caught) == (rank == 0)
+    assert sum("shortest stream" in str(warning.message) for warning in caught) == (rank == 0)
     assert (loop.current_epoch, loop.global_step) == (3, 6)
     for steps, seed in ((3, 1), (4, 7), (-1, 9)):
         given = {"max_steps": steps, "seed": seed, "fit": {"resume": "auto"}}
@@ -979,9 +979,9 @@ def fit_optimizer(make):
 
 
 ERRORS = {
-    "LBFGS": (lambda: fit_optimizer(torch.optim.LBFGS), "whose step needs a closure"),
-    "closure": (lambda: fit_optimizer(lambda p: ClosesInStep(p, lr=0.1)), "whose step needs a closure"),
-    "hidden closure": (lambda: fit_optimizer(hidden_closure), "whose step needs a closure"),
+    "LBFGS": (lambda: fit_optimizer(torch.optim.LBFGS), "whose step() needs a closure"),
+    "closure": (lambda: fit_optimizer(lambda p: ClosesInStep(p, lr=0.1)), "whose step() needs a closure"),
+    "hidden closure": (lambda: fit_optimizer(hidden_closure), "whose step() needs a closure"),
     "NumPy's lr": (lambda: fit_optimizer(lambda p: torch.optim.Adam(p, np.float32(0.5))), "Write float(0.5)"),
     "NumPy's extra state": (lambda: run_mini(NumPyState), "Write a list or a tensor."),
     "NumPy's scheduler": (lambda: fit_optimizer(make_numpy_scheduler), "Write float(0.25)"),
@@ -989,7 +989,7 @@ ERRORS = {
     "hyperparameters": (lambda: run_mini(Unpicklable), "hparams: got values that no checkpoint can contain"),
     "unknown option": (lambda: MiniLoop(max_epoch=1), "unknown option max_epoch. Did you mean max_epochs?"),
     "mode": (lambda: MiniLoop(mode="best"), "mode: got 'best'"),
-    "name": (lambda: MiniLoop(name="a/b"), "name: got 'a/b', expected the name of a folder"),
+    "name": (lambda: MiniLoop(name="a/b"), "name: got 'a/b', expected a folder name"),
     "manual": (lambda: run_mini(Manual), "got Manual with manual optimization. Use FabricLoop."),
     "hook": (lambda: run_mini(OwnBackward), "got OwnBackward with backward. Use FabricLoop."),
     "log": (lambda: run_mini(Misspelled), "unexpected keyword argument on_epch=True"),
@@ -999,14 +999,17 @@ ERRORS = {
         lambda: fit_functions(optimizer=sgd(nn.Linear(1, 1))),
         "got 2 of 2 parameters that are not in the model",
     ),
-    "optimizer": (lambda: fit_functions(optimizer="adam"), "optimizer: got str, expected an optimizer"),
+    "optimizer": (lambda: fit_functions(optimizer="adam"), "optimizer: got str, expected one optimizer"),
     "None": (lambda: fit_functions(lambda net, batch: None), "training_step: got NoneType at batch 0"),
     "float": (lambda: fit_functions(lambda net, batch: 1.0), "training_step: got float at batch 0"),
     "detached": (lambda: fit_functions(lambda net, batch: net(batch[0]).mean().detach()), "got a detached loss"),
     "arguments": (lambda: fit_functions(lambda net: 0), "training_step: got the arguments []"),
     "val without step": (lambda: fit_functions(val_dataloaders=make_loader()), "without validation_step"),
     "step without val": (lambda: fit_functions(validation_step=lambda net, batch: 0), "without val_dataloaders"),
-    "dataset": (lambda: fit_functions(train=make_data()), "got a TensorDataset, expected batches, as of a DataLoader"),
+    "dataset": (
+        lambda: fit_functions(train=make_data()),
+        "got a TensorDataset, expected batches, such as a DataLoader",
+    ),
     "empty": (lambda: fit_functions(train=[]), "train_dataloaders: got an empty list"),
     "read once": (lambda: fit_functions(train=(b for b in ())), "train_dataloaders: got 0 batches, expected inf"),
     "resume": (lambda: fit_functions(resume="last"), "resume: got 'last'"),
@@ -1030,7 +1033,7 @@ def test_mini_loop_refuses_launchers_other_than_torchrun(monkeypatch, name):
     monkeypatch.setenv(name, "2")
     if name == "WORLD_SIZE":
         monkeypatch.setenv("RANK", "0")
-    with pytest.raises(ValueError, match="devices: got 2 processes of another launcher than torchrun"):
+    with pytest.raises(ValueError, match="devices: got 2 processes that torchrun has not started"):
         MiniLoop(accelerator="cpu")
     monkeypatch.delenv(name)
     for variable, value in {"LOCAL_RANK": "0", "RANK": "0", "WORLD_SIZE": "2"}.items():
@@ -1064,7 +1067,7 @@ def test_mini_loop_refuses_a_hook_that_ends_the_epoch():
         def on_train_batch_start(self, batch, batch_idx):
             return -1 if batch_idx == 2 else None
 
-    with pytest.raises(TypeError, match=r"on_train_batch_start: got -1, which ends an epoch\. Use FabricLoop\."):
+    with pytest.raises(TypeError, match=r"on_train_batch_start: got -1 to end the epoch early\. Use FabricLoop\."):
         run_mini(Ends, max_epochs=1)
 
 

@@ -71,7 +71,7 @@ def test_a_training_step_without_a_return_value_is_refused(name):
 
 @OF_LOOP
 def test_a_validation_step_without_a_return_value_warns(name):
-    text = "validation_step has returned and logged no value. Write return loss"
+    text = "validation_step has returned and logged no value. Return the loss"
     with pytest.warns(UserWarning, match=text):
         _, history = fit(name, val=make_loader(), validation_step=forgets)
     assert "train_loss" in history
@@ -160,10 +160,10 @@ class StepsItself:
 
 OWN_STEPS = {
     "backward": (lambda: backward, "(second backward pass|loss.backward).*Remove loss.backward"),
-    "retain_graph": (lambda: backward_twice, r"got a call of loss.backward\(\), expected only the loss. Remove"),
-    "scaled": (lambda: scaled_backward, r"got a call of loss.backward\(\), expected only the loss. Remove"),
-    "step": (StepsItself, r"got a call of optimizer.step\(\), expected only the loss. Remove"),
-    "step, then zero_grad": (partial(StepsItself, clears_last=True), r"got a call of optimizer.step\(\)"),
+    "retain_graph": (lambda: backward_twice, r"got a call to loss.backward\(\), expected only the loss. Remove"),
+    "scaled": (lambda: scaled_backward, r"got a call to loss.backward\(\), expected only the loss. Remove"),
+    "step": (StepsItself, r"got a call to optimizer.step\(\), expected only the loss. Remove"),
+    "step, then zero_grad": (partial(StepsItself, clears_last=True), r"got a call to optimizer.step\(\)"),
 }
 
 
@@ -188,7 +188,7 @@ def test_an_object_whose_step_calls_backward_is_refused(name):
         def configure_optimizers(self):
             return sgd(self.net)
 
-    with pytest.raises(ValueError, match=r"^training_step: got a call of loss.backward\(\)"):
+    with pytest.raises(ValueError, match=r"^training_step: got a call to loss.backward\(\)"):
         make_loop(name).fit(Model(), make_loader())
 
 
@@ -201,7 +201,7 @@ def adversarial(net, batch):
 
 def refused(name, step):
     """Return a context for a step with a backward pass. FabricLoop accepts that of another loss."""
-    message = r"^training_step: got a call of loss.backward\(\)"
+    message = r"^training_step: got a call to loss.backward\(\)"
     is_refused = step is backward_twice or name == "MiniLoop"
     return pytest.raises(ValueError, match=message) if is_refused else nullcontext()
 

@@ -29,7 +29,7 @@ def test_the_numbers_of_processes_are_those_of_the_launcher(variables, tmp_path,
     loop = FabricLoop(**quiet())
     assert (loop.world_size, loop.num_devices, loop.num_nodes) == (4, 2, 2)
     for arguments in ({"devices": 4, "strategy": "ddp"}, {"devices": 1}, {"devices": 2, "strategy": "ddp_fork"}):
-        with pytest.raises(ConfigurationError, match="2 processes were started on each of 2 machines. Leave both out"):
+        with pytest.raises(ConfigurationError, match="2 processes were started on each of 2 machines. Leave out both"):
             FabricLoop(accelerator="cpu", **arguments).fit(Classifier(), make_loader(8))
     assert list(tmp_path.iterdir()) == []
 

@@ -291,7 +291,7 @@ def test_parameters_that_each_process_would_train_for_itself_are_refused():
     codes, errors = externally(refused)
     assert codes == [0, 0], errors
     forgotten, nothing, other = torch.load("found1.pt", weights_only=True)
-    assert "the parameter 'net.3.weight' whole in each of the 2 data-parallel processes" in forgotten
+    assert "the unsharded parameter 'net.3.weight' in each of the 2 data-parallel processes" in forgotten
     assert "without sharded parameters. Write fully_shard(model, " in nothing
     assert "got another object, a Linear, expected Classifier itself" in other
 

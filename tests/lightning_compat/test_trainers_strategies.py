@@ -50,15 +50,15 @@ class OwnPrecision(DoublePrecision):
         (trainers.FSDPStrategy(), "got FSDPStrategy, which FabricLoop does not support"),
         (
             Mine(),
-            "got Mine, which is made for Trainer or has .* Use a strategy of lightning.fabric.strategies or a name",
+            "got Mine, which only Trainer supports, or which has .* Use a strategy of lightning.fabric.strategies or a name",
         ),
         (
             trainers.DDPStrategy(ddp_comm_hook=print),
-            "got DDPStrategy, which is made for Trainer or has a precision plugin or a comm",
+            "got DDPStrategy, which only Trainer supports, or which has a precision plugin or comm",
         ),
         (
             trainers.DDPStrategy(precision_plugin=MixedPrecision("bf16-mixed", "cpu")),
-            "got DDPStrategy, which is made for",
+            "got DDPStrategy, which only Trainer supports",
         ),
     ],
     ids=["deepspeed", "fsdp", "own", "hook", "precision"],
@@ -81,5 +81,5 @@ def test_precision_plugins_give_the_same_weights_as_trainer(plugin):
 
 
 def test_a_custom_precision_plugin_for_trainer_is_refused():
-    with pytest.raises(ConfigurationError, match="plugins: got OwnPrecision, which is made for Trainer"):
+    with pytest.raises(ConfigurationError, match="plugins: got OwnPrecision, which only Trainer supports"):
         FabricLoop(plugins=[OwnPrecision()])

@@ -87,7 +87,7 @@ def test_waiting_for_validation_batches_counts_as_waiting(make):
 def test_the_printed_table_shows_waiting_only_if_it_is_long(seconds, make, options, capsys):
     train(Slow(seconds), step_seconds=0.03, make=make, max_epochs=3, **options)
     out = capsys.readouterr().out
-    hints = re.findall(r"Training waits for batches for \d\d% of the time. .*\.tune\(", out)
+    hints = re.findall(r"Training spends \d\d% of the time waiting for batches. .*\.tune\(", out)
     is_slow = seconds > 0
     assert len(hints) == is_slow
     assert len(re.findall(r" waiting$", out, re.MULTILINE)) == is_slow

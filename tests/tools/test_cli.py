@@ -222,7 +222,7 @@ def test_a_signal_names_the_command_to_continue(capsys):
     code, _, err = run(capsys, "fit", "--model=lit:Stops", *FIT[3:], *QUIET, "--save_every_n_steps", 1)
     assert code == 130
     command = "fabric-template fit --run logs/run/version_0 --resume last"
-    assert err.endswith(f"\ninterrupted; continue with\n{command}\n")
+    assert err.endswith(f"\nThe run was interrupted. Continue it with\n{command}\n")
 
 
 # Files and runs
@@ -336,7 +336,7 @@ def test_every_command_works_in_the_run(capsys):
     assert float(re.search(r"val_loss +([\d.]+)", out)[1]) == pytest.approx(float(row.split(",")[3]), rel=1e-6)
     code, out, err = run(capsys, "test", *FOLDER)
     assert (code, "test_loss" in out) == (0, True)
-    assert err == "fabric-template: the weights were untrained; --load best reads the weights of the last fit\n"
+    assert err == "fabric-template: the weights were untrained. To use the weights of the last fit, add --load best\n"
     assert "predicted   4 batches" in run(capsys, "predict", *FOLDER, "--data.batch_size", 8, "--load", "best")[1]
     assert not Path("logs/run/version_2").exists()
 
@@ -386,7 +386,7 @@ def test_a_default_without_an_import_path_is_named(capsys):
     Path("partials.py").write_text("\n".join(lines))
     error = refused(capsys, "fit", "--model", "partials:Model", *FIT[3:])
     assert "--model: got functools.partial(" in error
-    assert "as the default of an argument with the type Callable, expected a function or None." in error
+    assert "as the default of an argument of type Callable, expected a function or None." in error
 
 
 def test_errors_in_code_of_the_user_keep_their_traceback():
@@ -407,7 +407,7 @@ def test_predictions_are_a_table_or_the_list_of_batches(capsys):
     header, *rows = Path("new/preds.csv").read_text().splitlines()
     assert (header, len(rows)) == ("score,both_0,both_1,name", 32)
     assert torch.tensor([float(row.split(",")[0]) for row in rows]).tolist() == scores
-    assert refused(capsys, *argv, "x.json") == "--out: got x.json, expected a file name in .csv or .pt."
+    assert refused(capsys, *argv, "x.json") == "--out: got x.json, expected a file name that ends in .csv or .pt."
 
 
 def test_verify_names_damaged_checkpoints(capsys):

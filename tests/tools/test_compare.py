@@ -244,20 +244,20 @@ InOrder = change(Script, loader=loader_in_order)
 MISTAKES = [
     # The eight mistakes that compare has to find: first, second, options of fit or None for a
     # second training by hand, step, quantity, part of the reason, and fix.
-    (Dropping, InEvalMode, None, 0, "loss", "eval mode in the second: Dropout, Linear, ReLU", "model.train() before training"),
+    (Dropping, InEvalMode, None, 0, "loss", "second has more modules in eval mode: Dropout,", "model.train() before"),
     (Script, FrozenLater, {}, 7, "is trained", "one run freezes", "requires_grad_() and"),
     (Accumulating, DividedTwice, {}, 0, "loss", "3 times smaller: fit divides", "return the loss of the batch undivided"),
-    (Script, NeverCleared, None, 1, "norm of a gradient", "zero_grad() is missing in the second", "optimizer.zero_grad()"),
+    (Script, NeverCleared, None, 1, "norm of a gradient", "the second does not call zero_grad()", "optimizer.zero_grad()"),
     (Clipping, Clipping, {"gradient_clip_val": 0.0}, 0, "norm of a gradient", "only the first clips", "gradient_clip_val=0.1"),
     (TwoGroups, OneGroup, {}, 0, "lr", "different values for 0.bias, 0.weight", "lr=0.01"),
-    (Script, InOrder, {}, 0, "digest of a sample", "another order", "shuffle="),
-    (Clipping, ClippedInReverse, None, None, "norm of a gradient", "rounding", "nothing if the last bits may differ"),
+    (Script, InOrder, {}, 0, "digest of a sample", "a different order", "shuffle="),
+    (Clipping, ClippedInReverse, None, None, "norm of a gradient", "rounding", "none if the last bits may differ"),
     # Others.
     (ScheduledByStep, ByEpoch, {}, 1, "lr", "step at different times", '"interval": "step"'),
     (Script, Slower, {}, 0, "lr", "have different values for 2.bias, 2.weight, 0.bias", "lr=0.1"),
     (Script, WithAdamW, {}, 0, "optimizer", "different classes", "the same optimizers in both"),
     (Script, change(Script, batch_size=4), {}, 0, "batch size", "different batch sizes", "batch_size="),
-    (Script, Accumulating, {}, 0, "backward passes", "different number of batches", "accumulate_grad_batches="),
+    (Script, Accumulating, {}, 0, "backward passes", "different numbers of batches", "accumulate_grad_batches="),
     (Drawing, Dropping, {}, 3, "loss", "random numbers (dropout)", "seed="),
     (Script, HalfPrecision, {}, 0, "loss", "precision", "precision="),
     (change(Script, epochs=4), Script, {}, 15, "number of steps", "ends earlier", "the same number of epochs"),
@@ -349,7 +349,7 @@ def test_scripts_are_compared_with_their_arguments(tmp_path, capsys):
     ("arguments", "message"),
     [
         (["fails.py", "fails.py"], "'fails.py', which fails (ValueError: mine). Run it alone"),
-        (["empty.py", "empty.py"], "'empty.py', which takes no optimizer step, expected a training"),
+        (["empty.py", "empty.py"], "'empty.py', which takes no optimizer step, expected training"),
         (["missing.py", "empty.py"], "'missing.py', which fails (FileNotFoundError: "),
     ],
 )

@@ -94,6 +94,6 @@ def test_a_picture_without_new_rows_is_not_drawn_again(notebook):
 def test_what_cannot_be_drawn_does_not_stop_the_run(notebook, monkeypatch):
     fit(LivePlot(), epochs=1, logger=False)
     monkeypatch.setattr(plots, "render_picture", lambda *args, **options: 1 / 0)
-    with pytest.warns(UserWarning, match="LivePlot: the run is not drawn. division by zero"):
+    with pytest.warns(UserWarning, match="LivePlot: the run cannot be drawn. division by zero"):
         fit(LivePlot(), epochs=1)
     assert notebook.shown == []

@@ -87,7 +87,7 @@ def test_copy_writes_the_single_file_with_its_licence(release, capsys):
         ("fabric_template", {}, "another name. Write `copy src/my_loop`."),
         ("other", {}, "another name. Write `copy src/my_loop`."),
         ("package.py", {"mini": True}, "another name. Write `copy --mini src/train_loop.py`."),
-        ("lib/loop", {"mini": True}, "a file in .py. Write `copy --mini src/train_loop.py`."),
+        ("lib/loop", {"mini": True}, "a .py file. Write `copy --mini src/train_loop.py`."),
         ("lib/loop.py", {}, "a folder. Write `copy --mini src/train_loop.py`."),
         ("mine", {}, "a new path. To update a copy, use update."),
         ("../upstream/inside", {}, "a path outside of it."),
@@ -181,7 +181,7 @@ def test_update_and_diff_refuse_unusable_copies_in_one_line(release, monkeypatch
     release({"loop.py": RELEASED})
     assert_refused(update_command, r"update: got a conflict in loop\.py, expected none\. Resolve it first\.")
     monkeypatch.setenv("PATH", "")
-    assert_refused(diff_command, r"got no git, expected it on the PATH\. Install git\.")
+    assert_refused(diff_command, r"git is not on the PATH\. Install git\.")
 
 
 # ---- diff, and the command line

@@ -209,11 +209,11 @@ def test_runs_diff_compares_two_runs(capsys):
     ("arguments", "error"),
     [
         (["nowhere"], "runs: got 'nowhere', expected a folder."),
-        (["logs", "more"], "runs: got logs more, expected one folder."),
-        (["diff", "digits/version_0"], "runs: got diff digits/version_0, expected two runs."),
-        (["diff", "logs/digits/version_0", "b"], "runs: got b, expected a run."),
+        (["logs", "more"], "runs: got logs more, expected one folder, such as"),
+        (["diff", "digits/version_0"], "runs: got diff digits/version_0, expected two runs, such as"),
+        (["diff", "logs/digits/version_0", "b"], "runs: got b, expected a run, such as"),
         (["--metric", "f1"], "--metric: got f1, expected val_loss."),
-        (["best", "empty"], "runs: got empty, expected a folder with runs."),
+        (["best", "empty"], "runs: got empty, expected a folder with runs, such as"),
     ],
 )
 def test_errors_are_one_line(capsys, arguments, error):

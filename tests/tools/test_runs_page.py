@@ -195,7 +195,7 @@ def test_long_curves_are_thinned():
     assert points <= MOST_POINTS
     assert Path("pages/runs.html").stat().st_size < 2_000_000
     text = Path("pages/runs.html").read_text()
-    assert f"curves of up to 2,000 values are drawn with {page.data['thinned'][1]} of them" in text
+    assert f"curves of up to 2,000 values are drawn with {page.data['thinned'][1]} points" in text
 
 
 def test_a_run_by_steps_has_the_values_of_steps_csv():

@@ -82,7 +82,7 @@ def test_a_failing_batch_size_is_reported_and_changes_nothing(tmp_path, capsys):
     loader = DataLoader(Samples(), batch_size=32, shuffle=True)
     found = tuned(loader, step, only=["batch_size"])
     assert found.choice == {"batch_size": 128}
-    assert "\nwrite       batch_size=128; then find" in str(found)
+    assert "\nwrite       batch_size=128, and find" in str(found)
     assert "failed  batch_size 256  MemoryError: out of memory" in capsys.readouterr().out
     assert loader.batch_size == 32
     assert os.listdir(tmp_path) == []
@@ -155,7 +155,7 @@ def test_a_loader_that_cannot_be_changed_is_refused():
 
 
 def test_tune_refuses_failing_runs_and_unknown_settings():
-    with pytest.raises(ValueError, match="tune: got a run that fails"):
+    with pytest.raises(ValueError, match="tune: training fails with the current settings"):
         tuned([torch.zeros(4, 2)], lambda net, batch: 1 / 0)
     with pytest.raises(ValueError, match="only: got warp, expected some of threads, tensor_loader"):
         tuned([], only=["warp"])
