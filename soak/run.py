@@ -9,15 +9,15 @@ Parts: `workers` is soak/elastic.py (a worker killed under torchrun), `workers_s
 `kills` and `ranks` are tests/faults/kills.py with one process and with two, `sharded` with a sharded model on two,
 `programs` is soak/random_runs.py (random programs by both loops and by an oracle), `programs2` with two processes,
 `killed` and `killed2` end them by an event and resume them, `sweep` is tests/faults/sweep.py (every operation on the
-disk fails once in each way), `reads` is soak/reads.py (every look at it), `raised` is
-tests/training/test_raised_anywhere.py (an exception at every hook and call), `syscalls` is soak/syscalls.py (real
-system calls fail, below Python; needs a C compiler).
+disk fails once in each way), `reads` is soak/reads.py (every look at it), `tests` are the tests with the mark `soak`,
+which the suite leaves out, `syscalls` is soak/syscalls.py (real system calls fail, below Python; needs a C compiler).
 A seed is printed, and gives the same instants and inputs again, as far as clocks allow. Ends with 1 if anything was lost.
 """
 
 import argparse
 import json
 import random
+import re
 import subprocess
 import sys
 import time
@@ -42,7 +42,7 @@ PARTS = (
     "launchers",
     "reads",
     "sweep",
-    "raised",
+    "tests",
 )  # the longest first
 SKIPPED = 77  # the exit code of a part that this machine cannot run
 
@@ -90,7 +90,7 @@ def command_of(part, options, seed):
         "killed2": [*programs, "--count", options.killed // 10, "--killed", "--ranks", 2],
         "sweep": [*python, FAULTS / "sweep.py", "--buffer", options.buffer],
         "reads": [*python, SOAK / "reads.py", "--every", "1"],
-        "raised": [*python, "-m", "pytest", "-q", ROOT / "tests/training/test_raised_anywhere.py"],
+        "tests": [*python, "-m", "pytest", "-q", "-m", "soak", ROOT / "tests"],
         "syscalls": [
             *python,
             SOAK / "syscalls.py",
@@ -110,6 +110,9 @@ def run(part, options, seed):
     done = subprocess.run(command, stdout=subprocess.PIPE, text=True)
     lines = [line for line in done.stdout.splitlines() if line[:1] in "{["]
     seconds, figures = time.monotonic() - started, json.loads(lines[-1]) if lines else None
+    if part == "tests":
+        print(done.stdout, file=sys.stderr)
+        figures = figures_of_tests(done.stdout)
     figures = figures or ({} if done.returncode == SKIPPED else None)
     print(
         f"\n{part} has ended\n{table(rows_of(part, seconds, figures))}\n",
@@ -117,6 +120,18 @@ def run(part, options, seed):
         flush=True,
     )
     return seconds, figures
+
+
+def figures_of_tests(output):
+    """Return the figures in pytest's last line, or None if it has run no test."""
+    counts = {
+        kind: int(count)
+        for count, kind in re.findall(r"(\d+) (passed|failed|errors?)\b", output[-500:])
+    }
+    if not counts:
+        return None
+    lost = sum(count for kind, count in counts.items() if kind != "passed")
+    return {"tests": sum(counts.values()), "losses": [None] * lost}
 
 
 def rows_of(part, seconds, figures):
@@ -154,16 +169,8 @@ def rows_of(part, seconds, figures):
     if part == "reads":
         remark = f"{figures['looks']} looks of a resumed run, each alone and with a later one"
         return [("failing reads", figures["faults"], len(figures["losses"]), seconds, remark)]
-    if part == "raised":
-        return [
-            (
-                "exceptions at every hook and call",
-                figures["raised"],
-                len(figures["losses"]),
-                seconds,
-                "each of five kinds",
-            )
-        ]
+    if part == "tests":
+        return [("tests", figures["tests"], len(figures["losses"]), seconds, "the mark soak")]
     if part == "syscalls":
         remark = (
             ", ".join(f"{end} {count}" for end, count in figures["ends"].items())

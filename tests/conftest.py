@@ -103,6 +103,14 @@ def own_temporary_files(tmp_path_factory):
         yield
 
 
+@pytest.fixture(scope="session", autouse=True)
+def quick_disk():
+    """Do not wait for the disk. No test cuts the power: tests/faults simulates what would be lost."""
+    with pytest.MonkeyPatch.context() as session:
+        session.setattr("os.fsync", lambda descriptor: None)
+        yield
+
+
 @pytest.fixture(autouse=True)
 def own_folder(monkeypatch, tmp_path):
     """Run each test in its own folder, and check that it writes nothing in the repository."""

@@ -10,6 +10,7 @@ from lightning.fabric.plugins.precision import MixedPrecision as FabricMixedPrec
 from lightning.pytorch import callbacks as cb
 from lightning.pytorch.plugins.precision import MixedPrecision
 from modules import Classifier, make_loader, quiet
+from parameters import sample
 from runs import Record, same, val_loader
 from torch import nn
 from torch.optim.lr_scheduler import ReduceLROnPlateau, StepLR
@@ -196,8 +197,7 @@ EVERY_STEP = {"filename": "{step}", "every_n_train_steps": 1, "save_top_k": -1}
 
 
 @exact_trainer
-@pytest.mark.parametrize("step", [4, 10, 12])
-@pytest.mark.parametrize("case", [case for case in CASES if case != "accumulate"])
+@pytest.mark.parametrize(("case", "step"), sample(4, [case for case in CASES if case != "accumulate"], [4, 10, 12]))
 def test_fabric_loop_refuses_trainer_checkpoints_from_within_an_epoch(tmp_path, case, step):
     """FabricLoop resumes its own files exactly, and refuses Trainer's files from the middle of an epoch.
 

@@ -1,12 +1,15 @@
 """Every shape of data and of attributes, resumed by a fresh model after an epoch and in its middle, on both loops."""
 
+import functools
 import random
+import tempfile
 from collections import deque
 
 import numpy as np
 import pytest
 import torch
 from modules import assert_same_weights
+from parameters import keep
 from torch import nn
 from torch.utils.data import (
     BatchSampler,
@@ -209,13 +212,33 @@ def train(loop_name, root, make_loader, seed=None, resume=None, make_net=make_ne
     return net, [{name: value for name, value in row.items() if value == value} for row in rows]
 
 
+@functools.cache
+def train_without_break(loop_name, name):
+    return train(loop_name, tempfile.mkdtemp(), LOADERS[name], max_epochs=3)
+
+
+# tests/checkpoint/test_exact_resume.py and tests/data resume FabricLoop with the loaders that are not kept here.
+OF_FABRIC_LOOP = keep(LOADERS, "weights", "own state", "stateful, own sampler", "stateful, own batch sampler",
+                      "stateful, weights", "stateful, random batches")  # fmt: skip
+
+
 @pytest.mark.filterwarnings("ignore:resume. .* batches of .*DataLoader are read again")
 @pytest.mark.parametrize("limit", [{"max_epochs": 2}, {"max_steps": 8}], ids=["after an epoch", "in an epoch"])
 @pytest.mark.parametrize("name", LOADERS)
-@pytest.mark.parametrize("loop_name", LOOPS)
-def test_each_kind_of_loader_resumes_exactly(tmp_path, loop_name, name, limit):
+def test_each_kind_of_loader_resumes_exactly_with_mini_loop(tmp_path, name, limit):
+    check_resume(tmp_path, "MiniLoop", name, limit)
+
+
+@pytest.mark.filterwarnings("ignore:resume. .* batches of .*DataLoader are read again")
+@pytest.mark.parametrize("limit", [{"max_epochs": 2}, {"max_steps": 8}], ids=["after an epoch", "in an epoch"])
+@pytest.mark.parametrize("name", OF_FABRIC_LOOP)
+def test_each_kind_of_loader_resumes_exactly_with_fabric_loop(tmp_path, name, limit):
+    check_resume(tmp_path, "FabricLoop", name, limit)
+
+
+def check_resume(tmp_path, loop_name, name, limit):
     make_loader = LOADERS[name]
-    expected, rows = train(loop_name, tmp_path / "whole", make_loader, max_epochs=3)
+    expected, rows = train_without_break(loop_name, name)
     train(loop_name, tmp_path / "cut", make_loader, **limit)
     resumed, found = train(loop_name, tmp_path / "cut", make_loader, seed=9, resume="last", max_epochs=3)
     assert_same_weights(expected, resumed)
@@ -257,8 +280,8 @@ def test_a_run_killed_before_its_first_last_ckpt_resumes_exactly(tmp_path, loop_
 
 
 @pytest.mark.parametrize("name", LOADERS)
-def test_both_loops_train_the_same_weights_with_each_loader(tmp_path, name):
-    (net, rows), (other, found) = (train(loop, tmp_path / loop, LOADERS[name], max_epochs=2) for loop in LOOPS)
+def test_both_loops_train_the_same_weights_with_each_loader(name):
+    (net, rows), (other, found) = (train_without_break(loop, name) for loop in LOOPS)
     assert_same_weights(net, other)
     assert found == rows
 

@@ -23,7 +23,7 @@ import sklearn.datasets  # noqa: F401
 import torch
 import yaml
 from externally import externally
-from interpreter import ready
+from interpreter import ready, ready_python
 from lightning_utilities.core.imports import RequirementCache
 
 from fabric_template import FabricLoop, MiniLoop
@@ -192,7 +192,8 @@ def compare_scripts(folder, **scripts):
     for name, script in scripts.items():
         (folder / f"{name}.py").write_text(START + script)
     command = [sys.executable, "-m", "fabric_template", "compare", "old.py", "new.py"]
-    done = subprocess.run(command, capture_output=True, text=True, cwd=folder, env=ENVIRONMENT)
+    environment = {**ENVIRONMENT, "READY_PYTHON": ready_python()}
+    done = subprocess.run(ready(command), capture_output=True, text=True, cwd=folder, env=environment)
     assert done.returncode == 0, done.stderr
     return done.stdout
 
@@ -265,11 +266,10 @@ def test_the_loop_moved_in_agents_md_takes_the_same_steps(tmp_path):
 
 
 @pytest.mark.parametrize("command", blocks(AGENTS, "bash")[0][1].splitlines())
-def test_the_quick_commands_in_agents_md_run(command):
-    arguments = command.split()
-    assert arguments[0] == "python"
-    done = subprocess.run([sys.executable, *arguments[1:]], capture_output=True, text=True, cwd=REPOSITORY)
-    assert done.returncode == 0, done.stdout + done.stderr
+def test_the_quick_commands_in_agents_md_name_modules_and_files(command):
+    python, option, module, *arguments = command.split()
+    assert (python, option, find_spec(module) is None) == ("python", "-m", False)
+    assert [path for path in arguments if "/" in path and not (REPOSITORY / path).exists()] == []
 
 
 # The repository

@@ -107,11 +107,17 @@ def test_lightning_still_has_each_name_that_private_py_uses(name):
     assert name in dir(OF_LIGHTNING[name]()), f"Lightning no longer has {name}, which private.py uses"
 
 
-@pytest.mark.parametrize(("path", "file"), OFFERED, ids=[row[0] for row in OFFERED])
-def test_lightning_still_reads_each_private_name_that_the_loop_offers(path, file):
-    *parents, name = path.split(".")
-    trainer, loop = pl.Trainer(**quiet()), fabric_template.FabricLoop(**quiet())
+@pytest.fixture(scope="module")
+def trained_loop():
+    loop = fabric_template.FabricLoop(**quiet())
     loop.fit(Classifier(), make_loader(4))
+    return loop
+
+
+@pytest.mark.parametrize(("path", "file"), OFFERED, ids=[row[0] for row in OFFERED])
+def test_lightning_still_reads_each_private_name_that_the_loop_offers(trained_loop, path, file):
+    *parents, name = path.split(".")
+    trainer, loop = pl.Trainer(**quiet()), trained_loop
     for parent in parents:
         trainer, loop = getattr(trainer, parent), getattr(loop, parent)
     assert name in dir(trainer), f"Lightning no longer has trainer.{path}, which FabricLoop offers"

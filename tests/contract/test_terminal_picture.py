@@ -47,6 +47,7 @@ def test_the_readme_picture_shows_the_kill_and_the_resume():
     assert path.stat().st_size < 1_000_000
 
 
+@pytest.mark.soak
 @pytest.mark.skipif(sys.platform != "linux", reason="needs /proc and a pseudoterminal")
 def test_the_recording_script_writes_a_complete_picture(tmp_path):
     command = [sys.executable, str(DOCS / "terminal_picture.py"), "--epochs", "3", "--out", str(tmp_path / "out.svg")]

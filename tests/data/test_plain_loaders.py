@@ -228,7 +228,7 @@ def test_a_killed_run_resumes_exactly(tmp_path, name):
     snapshots = Snapshots(tmp_path / "whole", tmp_path)
     whole = fit(tmp_path / "whole", TakesAll, callbacks=[snapshots], **options)
     batches = whole[0].global_step
-    for batch in (2, batches // 3, batches // 2 + 1):
+    for batch in (batches // 3, batches // 2 + 1):
         root = tmp_path / str(batch)
         assert list(root.rglob("last.ckpt"))
         assert_same_end(whole, fit(root, TakesAll, resume="auto", seed=9, **options))

@@ -7,6 +7,7 @@ import torch
 from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.utilities import CombinedLoader
 from modules import Classifier
+from parameters import keep
 from runs import Snapshots, assert_same_end, fit, val_loader
 from torch.utils.data import DataLoader, IterableDataset
 from torchdata.stateful_dataloader import StatefulDataLoader
@@ -189,7 +190,7 @@ class OwnLoaderWithLength(OwnLoader):
 
 STREAMS = [Sticky, StickyWithPosition, SetsNewAttribute, KeepsState, Resets, Cursor, Epochs, Buffered]
 LOADERS = {kind.__name__: lambda kind=kind: DataLoader(kind(), 4) for kind in STREAMS}
-LOADERS |= {f"torchdata {kind.__name__}": lambda kind=kind: StatefulDataLoader(kind(), 4) for kind in STREAMS}
+TORCHDATA = {f"torchdata {kind.__name__}": lambda kind=kind: StatefulDataLoader(kind(), 4) for kind in STREAMS}
 LOADERS |= {
     "own loader": OwnLoader,
     "own loader with a length": OwnLoaderWithLength,
@@ -207,19 +208,20 @@ class TakesAll(Classifier):
         return super().training_step(batch, batch_idx)
 
 
-@pytest.mark.parametrize("name", LOADERS)
+KEPT = (*LOADERS, "torchdata KeepsState", "torchdata Cursor", "torchdata Epochs")
+LOADERS |= TORCHDATA
+
+
+@pytest.mark.parametrize("name", keep(LOADERS, *KEPT))
 def test_a_killed_run_resumes_exactly(tmp_path, name):
-    """Kill at several batches, resume, kill the resumed run, and resume it."""
+    """Kill in and after the first epoch, resume, kill a resumed run, and resume it."""
     options = {"max_epochs": 4, "save_every_n_steps": 1, "train": LOADERS[name]}
     snapshots = Snapshots(tmp_path / "whole", tmp_path)
     whole = fit(tmp_path / "whole", TakesAll, callbacks=[snapshots], **options)
     batches = whole[0].global_step // 4
-    for batch in (2, batches, batches + 2):
-        root = tmp_path / str(batch)
-        again = [Snapshots(root, tmp_path / f"{batch} again")]
-        assert_same_end(whole, fit(root, TakesAll, resume="auto", seed=9, callbacks=again, **options))
-    for later in (1, batches):
-        root = tmp_path / "2 again" / str(later)
+    again = [Snapshots(tmp_path / "2", tmp_path / "again")]
+    assert_same_end(whole, fit(tmp_path / "2", TakesAll, resume="auto", seed=9, callbacks=again, **options))
+    for root in (tmp_path / str(batches), tmp_path / "again" / str(batches)):
         assert_same_end(whole, fit(root, TakesAll, resume="auto", seed=8, **options))
 
 

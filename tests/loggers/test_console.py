@@ -13,6 +13,7 @@ from pathlib import Path
 import nbformat
 import pytest
 from clock import DURATION
+from interpreter import ready
 from lightning.pytorch.callbacks import TQDMProgressBar
 from modules import Classifier, make_loader
 from nbclient import NotebookClient
@@ -166,22 +167,10 @@ def test_the_progress_bar_omits_values_that_do_not_fit(tmp_path, terminal, monke
     assert ("reconstruction=0.5" in bars[-1]) == (columns == 160)
 
 
-def test_the_message_after_a_signal_starts_on_a_new_line(tmp_path):
-    script = SCRIPT[: SCRIPT.index('fit("limit")')].replace("raise RuntimeError", "os.kill(os.getpid(), 2)  #")
-    command = [sys.executable, "-W", "ignore", "-c", f"import os\n{script}fit('signal', fails=True)\n"]
-    text = run_in_terminal(command, tmp_path)
-    before, message = text.split("SIGINT: training stops ")
-    assert before.endswith("\n")
-    assert message.startswith(
-        "in epoch 1, after step 7. 'checkpoints/signal/version_0/last.ckpt' is saved: resume='last'"
-    )
-    assert "\nSIGINT: stopping after this step" in before
-    assert len(re.findall(r"in epoch \d", text)) == 1
-
-
 # A real terminal and a log file
 
 SCRIPT = f"""
+import signal
 import sys
 sys.path[:0] = [{str(REPOSITORY)!r}, {str(SUPPORT)!r}]
 import torch
@@ -189,6 +178,9 @@ from lightning.pytorch.callbacks import EarlyStopping
 from modules import make_data
 from torch import nn
 from fabric_template import FabricLoop, TensorLoader
+
+def fail():
+    raise RuntimeError("mine")
 
 def fit(name, fails=False, **options):
     print(f"=== {{name}}", flush=True)
@@ -198,7 +190,7 @@ def fit(name, fails=False, **options):
 
     def step(net, batch, batch_idx):
         if fails and loop.current_epoch == 1 and batch_idx == 2 and net.training:
-            raise RuntimeError("mine")
+            fail()
         return nn.functional.cross_entropy(net(batch[0]), batch[1])
 
     options = {{"max_epochs": 2, "monitor": "val_loss", "name": name, "log_every_n_steps": 1, **options}}
@@ -213,6 +205,12 @@ fit("limit")
 fit("stopping", max_epochs=9, callbacks=[EarlyStopping("val_loss", patience=1, min_delta=1.0)])
 fit("error", fails=True)
 """
+SIGNAL = """
+def fail():
+    signal.raise_signal(signal.SIGINT)
+
+fit("signal", fails=True)
+"""
 TABLE = """\
 epoch   step  train_loss  val_loss        lr   time
     0      4      1.1708   1.0459*       0.1    # s
@@ -224,6 +222,7 @@ LINES = {
     + "ended in epoch 1, after step 8: should_stop was set by EarlyStopping on 'val_loss'\n",
     "error": TABLE,
 }
+ENDS = {"error": "RuntimeError: mine\n"}
 BARS = {
     "limit": "2 epochs: 100%|=| 4/4 [#, train_loss=1.009, val_loss=0.9169]\n",
     "stopping": "2 epochs: 100%|=| 4/4 [#, train_loss=1.009, val_loss=0.9169]\n",
@@ -248,18 +247,35 @@ def run_in_terminal(command, folder):
     return visible(found.decode())
 
 
-@pytest.mark.parametrize("is_terminal", [False, True], ids=["log_file", "terminal"])
-def test_a_script_prints_the_expected_lines(tmp_path, is_terminal):
-    command = [sys.executable, "-W", "ignore", "-c", SCRIPT]
-    if is_terminal:
-        text = run_in_terminal(command, tmp_path)
-    else:
-        done = subprocess.run(command, cwd=tmp_path, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
-        text = done.stdout
-    found = dict(part.split("\n", 1) for part in without_times(text).split("=== ")[1:])
-    ends = {"error": "RuntimeError: mine\n"}
-    bars = BARS if is_terminal else {}
-    assert found == {name: lines + bars.get(name, "") + ends.get(name, "") for name, lines in LINES.items()}
+@pytest.fixture(scope="module")
+def in_terminal(tmp_path_factory):
+    """Return the output of the script, and of a run that a signal ends, in a terminal."""
+    text = run_in_terminal([sys.executable, "-W", "ignore", "-c", SCRIPT + SIGNAL], tmp_path_factory.mktemp("terminal"))
+    return text.split("=== signal\n")
+
+
+def runs_of(text):
+    return dict(part.split("\n", 1) for part in without_times(text).split("=== ")[1:])
+
+
+def test_a_log_file_has_the_table(tmp_path):
+    command = ready([sys.executable, "-c", f"import warnings; warnings.simplefilter('ignore')\n{SCRIPT}"])
+    done = subprocess.run(command, cwd=tmp_path, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+    assert runs_of(done.stdout) == {name: lines + ENDS.get(name, "") for name, lines in LINES.items()}
+
+
+def test_a_terminal_has_the_table_and_the_bar(in_terminal):
+    assert runs_of(in_terminal[0]) == {name: LINES[name] + BARS[name] + ENDS.get(name, "") for name in LINES}
+
+
+def test_the_message_after_a_signal_starts_on_a_new_line(in_terminal):
+    before, message = in_terminal[1].split("SIGINT: training stops ")
+    assert before.endswith("\n")
+    assert message.startswith(
+        "in epoch 1, after step 7. 'checkpoints/signal/version_0/last.ckpt' is saved: resume='last'"
+    )
+    assert "\nSIGINT: stopping after this step" in before
+    assert len(re.findall(r"in epoch \d", in_terminal[1])) == 1
 
 
 # The table

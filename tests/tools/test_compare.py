@@ -4,6 +4,7 @@ import re
 
 import pytest
 import torch
+from interpreter import ready_python
 from modules import Classifier, make_data
 from runs import loud
 from torch import nn
@@ -329,7 +330,13 @@ while True:
 """
 
 
-def test_scripts_are_compared_with_their_arguments(tmp_path, capsys):
+@pytest.fixture
+def quick_scripts(monkeypatch):
+    """Let the command start its scripts in processes that have imported torch."""
+    monkeypatch.setattr("sys.executable", ready_python())
+
+
+def test_scripts_are_compared_with_their_arguments(tmp_path, capsys, quick_scripts):
     (tmp_path / "train.py").write_text(SCRIPT)
     with record_training("recording.json"):
         Script().by_hand()
@@ -353,7 +360,7 @@ def test_scripts_are_compared_with_their_arguments(tmp_path, capsys):
         (["missing.py", "empty.py"], "'missing.py', which fails (FileNotFoundError: "),
     ],
 )
-def test_errors_are_one_line(tmp_path, capsys, arguments, message):
+def test_errors_are_one_line(tmp_path, capsys, quick_scripts, arguments, message):
     (tmp_path / "fails.py").write_text("raise ValueError('mine')\n")
     (tmp_path / "empty.py").write_text("raise SystemExit(0)\n")
     assert main(["compare", *arguments]) == 2

@@ -3,6 +3,7 @@
 import pytest
 import torch
 from modules import Classifier, Gan, make_loader
+from parameters import sample
 from runs import fit, logs_of, loud, val_loader
 from torch import nn
 
@@ -30,8 +31,11 @@ class Calls(Classifier):
         self.results.append(getattr(loop, self.method)(self, val_loader(), **given))
 
 
-@pytest.mark.parametrize("hook", ["on_fit_start", "on_train_batch_end", "on_validation_epoch_end", "on_train_end"])
-@pytest.mark.parametrize("method", ["fit", "validate", "test", "predict"])
+HOOKS = ["on_fit_start", "on_train_batch_end", "on_validation_epoch_end", "on_train_end"]
+METHODS = ["fit", "validate", "test", "predict"]
+
+
+@pytest.mark.parametrize(("hook", "method"), sample(3, HOOKS, METHODS))
 def test_calling_the_same_loop_in_a_hook_is_refused(tmp_path, hook, method):
     options = {"val": val_loader, "max_epochs": 1, "num_sanity_val_steps": 0}
     with pytest.raises(ValueError, match=f"^{method}: got a call inside of fit, expected a call after fit has ended"):

@@ -1,15 +1,19 @@
 """An exception in user code reaches the caller unchanged. A resume is exact, and no half step is saved."""
 
+import functools
 import multiprocessing
 import os
 import signal
 import subprocess
 import sys
+import tempfile
+from pathlib import Path
 
 import pytest
 import torch
 from interpreter import ready, ready_python
 from modules import Classifier, make_data, make_loader
+from parameters import sample
 from runs import assert_same_end, fit, logs_of, source_of, val_loader
 from torch.utils.data import DataLoader, Dataset
 
@@ -75,33 +79,37 @@ def train():
     return make_loader(24)
 
 
-@pytest.mark.parametrize(
-    ("hook", "at"),
-    [
-        *[("training_step", at) for at in (2, 8, 12)],
-        ("on_train_batch_start", 8),
-        ("on_before_backward", 12),
-        ("on_before_optimizer_step", 4),
-        *[("on_train_batch_end", at) for at in (2, 7, 12)],
-        *[(hook, at) for hook in ("validation_step", "on_validation_epoch_end") for at in (2, 3)],
-        ("on_train_epoch_end", 2),
-    ],
-)
-@pytest.mark.parametrize(
-    "options",
-    [
-        {},
-        {"save_every_n_steps": 1},
-        {"save_every_n_steps": 2, "accumulate_grad_batches": 2},
-        {"accumulate_grad_batches": 4, "val_check_interval": 3},
-    ],
-    ids=str,
-)
-def test_resume_is_exact(tmp_path, hook, at, options):
+PLACES = [
+    *[("training_step", at) for at in (2, 8, 12)],
+    ("on_train_batch_start", 8),
+    ("on_before_backward", 12),
+    ("on_before_optimizer_step", 4),
+    *[("on_train_batch_end", at) for at in (2, 7, 12)],
+    *[(hook, at) for hook in ("validation_step", "on_validation_epoch_end") for at in (2, 3)],
+    ("on_train_epoch_end", 2),
+]
+OPTIONS = {
+    "by epochs": {},
+    "each step": {"save_every_n_steps": 1},
+    "accumulation": {"save_every_n_steps": 2, "accumulate_grad_batches": 2},
+    "validation inside": {"accumulate_grad_batches": 4, "val_check_interval": 3},
+}
+
+
+@functools.cache
+def fit_without_break(name):
+    root = Path(tempfile.mkdtemp())
+    options = {"max_epochs": 3, "num_sanity_val_steps": 0, "log_every_n_steps": 1, **OPTIONS[name]}
+    return fit(root, Fails, train, val_loader, **options), logs_of(root)
+
+
+@pytest.mark.parametrize(("place", "name"), sample(3, PLACES, OPTIONS), ids=str)
+def test_resume_is_exact(tmp_path, place, name):
     """A resume continues from the newest checkpoint, as after a kill."""
-    options = {"max_epochs": 3, "num_sanity_val_steps": 0, "log_every_n_steps": 1, **options}
-    loaders = lambda: make_loader(24), val_loader  # noqa: E731
-    whole = fit(tmp_path / "whole", Fails, *loaders, **options)
+    hook, at = place
+    options = {"max_epochs": 3, "num_sanity_val_steps": 0, "log_every_n_steps": 1, **OPTIONS[name]}
+    loaders = train, val_loader
+    whole, logs = fit_without_break(name)
     with pytest.raises(Broken):
         fit(tmp_path / "cut", lambda: Fails(hook, at), *loaders, **options)
     saved = [path.name for path in (tmp_path / "cut").rglob("*.ckpt")]
@@ -109,7 +117,7 @@ def test_resume_is_exact(tmp_path, hook, at, options):
     # Without a checkpoint, "auto" starts a new run, which needs the seed of the first run.
     resumed = fit(tmp_path / "cut", Fails, *loaders, resume="auto", seed=9 if saved else 1, **options)
     assert_same_end(whole, resumed)
-    assert logs_of(tmp_path / "whole") == logs_of(tmp_path / "cut", version=0 if saved else 1)
+    assert logs == logs_of(tmp_path / "cut", version=0 if saved else 1)
 
 
 @pytest.mark.parametrize("hook", ["training_step", "before the step", "on_train_batch_end", "validation_step"])

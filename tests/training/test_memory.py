@@ -7,6 +7,7 @@ import lightning.pytorch as pl
 import pytest
 import torch
 from modules import make_data
+from parameters import sample
 from runs import loud
 from torch import nn
 from torch.nn.functional import cross_entropy
@@ -79,14 +80,18 @@ PLACES = [
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize(
-    "options",
-    [{}, {"manual": True}, {"optimizer": OwnSGD}, {"accumulate_grad_batches": 2}, {"data": Stream}],
-    ids=["automatic", "manual", "closure", "accumulation", "stream"],
-)
-@pytest.mark.parametrize(("hook", "at"), PLACES)
-def test_fit_releases_its_objects(tmp_path, hook, at, options):
-    options = dict(options)
+OPTIONS = {
+    "automatic": {},
+    "manual": {"manual": True},
+    "closure": {"optimizer": OwnSGD},
+    "accumulation": {"accumulate_grad_batches": 2},
+    "stream": {"data": Stream},
+}
+
+
+@pytest.mark.parametrize(("place", "name"), sample(3, PLACES, OPTIONS), ids=str)
+def test_fit_releases_its_objects(tmp_path, place, name):
+    (hook, at), options = place, dict(OPTIONS[name])
     data = options.pop("data", lambda: make_data(24))()
     module = Watched(hook, at, options.pop("manual", False), options.pop("optimizer", torch.optim.SGD))
     loop = FabricLoop(**loud(tmp_path, max_epochs=2, num_sanity_val_steps=0, **options))

@@ -1,0 +1,17 @@
+"""Choose the parameters that the suite runs. The others have the mark `soak`, and run by `make soak`."""
+
+import itertools
+
+import pytest
+
+
+def keep(parameters, *kept):
+    """Return the names of parameters. All but the kept ones get the mark `soak`."""
+    assert set(kept) <= set(parameters), f"keep: got {set(kept) - set(parameters)}, expected names of the table"
+    return [name if name in kept else pytest.param(name, marks=pytest.mark.soak) for name in parameters]
+
+
+def sample(step, *tables):
+    """Return all combinations of the tables' values. All but every `step`-th get the mark `soak`."""
+    cases = enumerate(itertools.product(*tables))
+    return [pytest.param(*case, marks=[pytest.mark.soak] if number % step else []) for number, case in cases]
