@@ -129,7 +129,7 @@ def weights(place):
 
 
 @pytest.mark.parametrize("argv", [[], ["--help"]])
-def test_help_lists_the_commands(capsys, argv):
+def test_help_lists_every_command(capsys, argv):
     code, out, _ = run(capsys, *argv)
     assert code == 0
     assert re.findall(r"^  (\w+) ", out, re.MULTILINE) == list(cli.COMMANDS)
@@ -155,7 +155,7 @@ assert not {"torch", "lightning", "pytorch_lightning"} & {*sys.modules}
     assert done.returncode == 0, done.stderr
 
 
-def test_the_package_is_lazy_and_complete(capsys):
+def test_importing_the_package_is_lazy_and_offers_every_public_name(capsys):
     import fabric_template
 
     assert {*fabric_template.__all__} <= {*dir(fabric_template)}
@@ -165,7 +165,7 @@ def test_the_package_is_lazy_and_complete(capsys):
     assert run(capsys, "--version") == (0, f"fabric_template {fabric_template.__version__}\n", "")
 
 
-def test_help_has_every_option_with_its_documentation(capsys):
+def test_help_of_fit_documents_every_option(capsys):
     text = " ".join(run(capsys, "fit", "--help")[1].split())
     names = [*LoopConfig.__dataclass_fields__, "precision", "resume", "load", "config", "run"]
     assert all(f"--{name} " in text for name in names)
@@ -177,7 +177,7 @@ def test_help_has_every_option_with_its_documentation(capsys):
 # Options
 
 
-def test_options_of_model_data_and_fabric_reach_their_objects(capsys):
+def test_options_of_model_data_and_fabric_take_effect(capsys):
     options = ["--max_epochs", 2, "--precision", "bf16-mixed", "--model.hidden", 7, "--data.batch_size", 16]
     code, out, _ = run(capsys, *FIT, *QUIET, *options)
     assert (code, "trained     Lit on Data: 2 epochs, 4 steps" in out) == (0, True)
@@ -186,7 +186,7 @@ def test_options_of_model_data_and_fabric_reach_their_objects(capsys):
     assert "net.1.weight" in weights("run/version_1")
 
 
-def test_fit_takes_callbacks_by_class_and_loggers_by_name(capsys):
+def test_fit_accepts_callbacks_by_class_and_loggers_by_name(capsys):
     argv = ["--callbacks+=EarlyStopping", "--callbacks.monitor=val_loss", "--callbacks.stopping_threshold", 100]
     argv += ["--callbacks+=lit:Hears", "--callbacks.text", "hello", "--logger", "tensorboard", "--max_epochs", 5]
     code, out, _ = run(capsys, *FIT, *QUIET, *argv)
@@ -202,7 +202,7 @@ def lines(out):
     return dict(re.findall(r"^(\w[\w ]*?)  +(.*)$", out, re.MULTILINE))
 
 
-def test_the_default_trains_the_digits_and_names_the_next_commands(capsys):
+def test_fit_without_a_model_trains_digits_and_prints_the_next_commands(capsys):
     code, out, _ = run(capsys, "fit", "--max_epochs", 1, "--accelerator", "cpu", "--devices", 1, *QUIET)
     shown, folder = lines(out), "logs/digits/version_0"
     assert code == 0
@@ -218,7 +218,7 @@ def test_the_default_trains_the_digits_and_names_the_next_commands(capsys):
     assert (code, "val_acc" in out) == (0, True)
 
 
-def test_a_signal_names_the_command_to_continue(capsys):
+def test_an_interrupted_fit_prints_the_command_to_continue(capsys):
     code, _, err = run(capsys, "fit", "--model=lit:Stops", *FIT[3:], *QUIET, "--save_every_n_steps", 1)
     assert code == 130
     command = "fabric-template fit --run logs/run/version_0 --resume last"
@@ -242,7 +242,7 @@ def config_of(place):
     return yaml.safe_load(Path("logs", place, "config.yaml").read_text("utf-8"))
 
 
-def test_a_run_is_repeated_bit_for_bit(capsys):
+def test_fit_repeats_a_run_exactly_from_its_config_yaml(capsys):
     argv = [*FIT, *QUIET, *OPTIONS, "--callbacks+=lit:Hears"]
     Path("run.yaml").write_text(run(capsys, *argv, "--print_config")[1])
     assert run(capsys, *argv)[0] == 0
@@ -282,7 +282,7 @@ ARGUMENTS = [
 ]
 
 
-def test_a_run_with_any_default_is_repeated(capsys):
+def test_fit_repeats_a_run_with_any_type_of_default_argument(capsys):
     given = ", ".join(argument for argument, _ in ARGUMENTS)
     lines = ["import collections, enum, pathlib, torch", "from torch import nn", "from lit import Lit"]
     lines += ["class Color(enum.Enum):", "    RED = 1", "class Any(Lit):", f"    def __init__(self, {given}):"]
@@ -302,14 +302,14 @@ def test_a_run_with_any_default_is_repeated(capsys):
         '{"model": {"class_path": "lit:Lit"}, "data": "lit:Data"}',
     ],
 )
-def test_a_config_may_have_classes_with_a_colon(capsys, text):
+def test_a_config_file_may_write_classes_with_a_colon(capsys, text):
     Path("colon.yaml").write_text(text)
     assert run(capsys, "fit", "--config", "colon.yaml", "--max_epochs", 1, *QUIET)[0] == 0
     assert config_of("run/version_0")["model"]["class_path"] == "lit.Lit"
 
 
 @pytest.mark.parametrize("command", ["fit", "validate", "profile"])
-def test_help_has_no_internal_names(capsys, command):
+def test_help_shows_no_internal_names(capsys, command):
     out = run(capsys, command, "--help")[1]
     assert "(type: class," in " ".join(out.split())
     assert not re.search(r"<class|<function|AnyClass|object at", out)
@@ -325,7 +325,7 @@ def test_later_files_and_typed_options_override_earlier_files(capsys):
     assert found["model"] == {"class_path": "lit.Lit", "init_args": {"hidden": 6, "lr": 0.3, "act": None}}
 
 
-def test_every_command_works_in_the_run(capsys):
+def test_validate_test_and_predict_use_the_run_given_by_run(capsys):
     assert run(capsys, *FIT, *QUIET, *OPTIONS)[0] == 0
     run(capsys, *FIT, *QUIET, "--max_epochs", 1)  # a newer version, of another model
     code, out, err = run(capsys, "validate", *FOLDER, "--load", "best")
@@ -339,7 +339,7 @@ def test_every_command_works_in_the_run(capsys):
     assert not Path("logs/run/version_2").exists()
 
 
-def test_a_run_is_continued_or_gives_its_weights_to_a_new_one(capsys):
+def test_fit_resumes_a_run_or_loads_its_weights(capsys):
     run(capsys, *FIT, *QUIET, *OPTIONS)
     first = Path("logs/run/version_0/config.yaml").read_bytes()
     run(capsys, *FIT, *QUIET, "--max_epochs", 1)  # a newer version, of another model
@@ -373,12 +373,12 @@ def test_a_run_is_continued_or_gives_its_weights_to_a_new_one(capsys):
          "EarlyStopping': "),
     ],
 )  # fmt: skip
-def test_a_mistake_is_one_line_and_writes_nothing(capsys, argv, expected):
+def test_a_mistake_prints_one_line_and_writes_nothing(capsys, argv, expected):
     assert expected in refused(capsys, *argv)
     assert not {"logs", "checkpoints"} & {path.name for path in Path().iterdir()}
 
 
-def test_a_default_without_an_import_path_is_named(capsys):
+def test_an_error_names_a_default_argument_without_an_import_path(capsys):
     lines = ["import collections, functools, torch", "from lit import Lit", "class Model(Lit):"]
     lines += ["    def __init__(self, act: collections.abc.Callable = functools.partial(torch.relu)): ..."]
     Path("partials.py").write_text("\n".join(lines))
@@ -387,7 +387,7 @@ def test_a_default_without_an_import_path_is_named(capsys):
     assert "as the default of an argument of type Callable, expected a function or None." in error
 
 
-def test_errors_in_code_of_the_user_keep_their_traceback():
+def test_errors_in_the_users_code_keep_their_traceback():
     with pytest.raises(ValueError, match="inside the step"):
         cli.main(["fit", "--model", "lit:Broken", *FIT[3:], *QUIET])
     with pytest.raises(ValueError, match="inside the constructor"):
@@ -397,7 +397,7 @@ def test_errors_in_code_of_the_user_keep_their_traceback():
 # Predictions and verify
 
 
-def test_predictions_are_a_table_or_the_list_of_batches(capsys):
+def test_predict_writes_a_csv_table_or_a_list_of_batches(capsys):
     argv = ["predict", "--model", "lit:Wide", *FIT[3:], "--seed", 1, "--out"]
     for out in ("new/preds.csv", "preds.pt"):
         assert run(capsys, *argv, out)[0] == 0

@@ -161,13 +161,13 @@ ADOPTIONS += [(kind, MiniLoop) for kind in (Script, Accumulating, Clipping, Sche
 
 
 @pytest.mark.parametrize(("kind", "loop"), ADOPTIONS)
-def test_a_correct_adoption_is_equal(tmp_path, kind, loop):
+def test_compare_finds_no_difference_in_a_correctly_moved_loop(tmp_path, kind, loop):
     result = compare(kind().by_hand, lambda: kind().with_fit(tmp_path, loop))
     steps = 6 if kind is Accumulating else 15
     assert str(result) == f"equal    no difference in {steps} steps"
 
 
-def test_a_lightning_module_around_the_net_is_equal(tmp_path):
+def test_compare_finds_no_difference_in_a_lightning_module_around_the_net(tmp_path):
     def with_module():
         module = Classifier(lambda module: optimizer)
         module.net, optimizer, _, train, _ = Dropping().make()
@@ -267,7 +267,7 @@ MISTAKES = [
 
 @pytest.mark.filterwarnings("ignore:Detected call of `lr_scheduler.step", "ignore:A `OneCycleLR` scheduler is using")
 @pytest.mark.parametrize(("first", "second", "options", "step", "quantity", "reason", "fix"), MISTAKES)
-def test_a_mistake_is_explained(tmp_path, first, second, options, step, quantity, reason, fix):
+def test_compare_explains_each_mistake(tmp_path, first, second, options, step, quantity, reason, fix):
     script = second()
     training = script.by_hand if options is None else lambda: script.with_fit(tmp_path, **options)
     result = compare(first().by_hand, training)
@@ -279,7 +279,7 @@ def test_a_mistake_is_explained(tmp_path, first, second, options, step, quantity
     assert fix in result.fix
 
 
-def test_a_step_of_another_optimizer_is_found():
+def test_compare_finds_a_step_of_another_optimizer():
     def train(order):
         torch.manual_seed(0)
         nets = [Script().net(), nn.Sequential(nn.Linear(3, 4), nn.Linear(4, 1))]
@@ -299,7 +299,7 @@ def test_a_step_of_another_optimizer_is_found():
 # Recordings, scripts and the command
 
 
-def test_a_recording_changes_neither_training_nor_torch(tmp_path):
+def test_record_training_changes_neither_the_training_nor_torch(tmp_path):
     def train():
         net, optimizer, _, train, _ = Dropping().make()
         for batch in train:
@@ -336,7 +336,7 @@ def quick_scripts(monkeypatch):
     monkeypatch.setattr("sys.executable", ready_python())
 
 
-def test_scripts_are_compared_with_their_arguments(tmp_path, capsys, quick_scripts):
+def test_compare_runs_scripts_with_their_arguments(tmp_path, capsys, quick_scripts):
     (tmp_path / "train.py").write_text(SCRIPT)
     with record_training("recording.json"):
         Script().by_hand()
@@ -360,7 +360,7 @@ def test_scripts_are_compared_with_their_arguments(tmp_path, capsys, quick_scrip
         (["missing.py", "empty.py"], "'missing.py', which fails (FileNotFoundError: "),
     ],
 )
-def test_errors_are_one_line(tmp_path, capsys, quick_scripts, arguments, message):
+def test_errors_of_the_compare_command_are_one_line(tmp_path, capsys, quick_scripts, arguments, message):
     (tmp_path / "fails.py").write_text("raise ValueError('mine')\n")
     (tmp_path / "empty.py").write_text("raise SystemExit(0)\n")
     assert main(["compare", *arguments]) == 2

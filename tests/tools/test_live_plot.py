@@ -47,7 +47,7 @@ def fit(*callbacks, epochs=8, **options):
     return loop
 
 
-def test_redrawing_the_picture_takes_at_most_5_percent_of_the_time(notebook, monkeypatch):
+def test_redrawing_the_plot_takes_at_most_5_percent_of_the_time(notebook, monkeypatch):
     render = plots.render_picture
 
     def render_slowly(*args, **options):
@@ -64,7 +64,7 @@ def test_redrawing_the_picture_takes_at_most_5_percent_of_the_time(notebook, mon
     assert all(picture.startswith(b"\x89PNG") for _, picture in notebook.shown)
 
 
-def test_each_epoch_is_drawn_although_the_first_picture_is_slow(notebook, monkeypatch):
+def test_every_epoch_is_drawn_even_if_the_first_plot_is_slow(notebook, monkeypatch):
     """The first picture imports matplotlib, which the later ones do not pay for."""
     render = plots.render_picture
 
@@ -82,7 +82,7 @@ def test_each_epoch_is_drawn_although_the_first_picture_is_slow(notebook, monkey
     assert len(notebook.shown) == 6
 
 
-def test_a_picture_without_new_rows_is_not_drawn_again(notebook):
+def test_a_plot_without_new_rows_is_not_drawn_again(notebook):
     class SlowBatches(Callback):
         def on_train_batch_end(self, *args):
             notebook.clock.sleep(5.0)
@@ -91,7 +91,7 @@ def test_a_picture_without_new_rows_is_not_drawn_again(notebook):
     assert len(notebook.shown) == 3
 
 
-def test_what_cannot_be_drawn_does_not_stop_the_run(notebook, monkeypatch):
+def test_an_error_while_drawing_does_not_stop_the_run(notebook, monkeypatch):
     fit(LivePlot(), epochs=1, logger=False)
     monkeypatch.setattr(plots, "render_picture", lambda *args, **options: 1 / 0)
     with pytest.warns(UserWarning, match="LivePlot: the run cannot be drawn. division by zero"):

@@ -55,7 +55,7 @@ def lines_of(ax):
     return {line.get_label(): len(line.get_xdata()) for line in ax.get_lines() if line.get_label() != "best"}
 
 
-def test_each_log_file_has_expected_curves():
+def test_each_example_file_has_expected_curves():
     assert {path.stem for path in FOLDER.iterdir()} == {*EXPECTED}
 
 
@@ -70,14 +70,14 @@ def test_plot_logs_draws_the_files_of_other_tools(name):
 
 
 @pytest.mark.parametrize("name", EXPECTED)
-def test_list_runs_finds_the_best_value(name):
+def test_list_runs_finds_the_best_value_in_each_file(name):
     runs = list_runs(FOLDER / f"{name}.csv").astype(object)
     runs = runs.where(runs.notna(), None)
     metric, best, epoch = EXPECTED[name][3]
     assert runs.loc[0, ["metric", "best", "best_epoch"]].tolist() == [metric, pytest.approx(best), epoch]
 
 
-def test_a_folder_of_files_is_listed():
+def test_list_runs_lists_a_folder_of_files():
     runs = list_runs(FOLDER)
     assert runs["version"].tolist() == sorted([*(EXPECTED.keys() - {"wandb_chart"}), "brisk-sun-3", "calm-sea-4"])
 
@@ -97,7 +97,7 @@ def test_read_logs_reads_the_files_of_other_tools(name, column, values):
     assert read_logs(FOLDER / f"{name}.csv")[column].tolist() == values
 
 
-def test_the_steps_of_half_empty_rows_are_read():
+def test_read_logs_reads_the_steps_of_half_empty_rows():
     table = read_logs(FOLDER / "lightning.csv", steps=True)
     assert table["step"].tolist() == [9, 19, 29, 39, 49, 59, 69, 79, 89, 99, 109, 119]
     assert table["train_loss_step"].notna().all()
@@ -114,7 +114,7 @@ def write(text, name="log.csv"):
     return name
 
 
-def test_validations_within_an_epoch_keep_their_steps():
+def test_read_logs_keeps_the_steps_of_validations_within_an_epoch():
     rows = "".join(f"0,{step},{9 - step / 10},\n0,{step},,{8 - step / 10}\n" for step in (10, 20, 30))
     path = write(f"epoch,step,train_loss,val_loss\n{rows}0,40,1.0,\n1,50,0.5,\n1,50,,0.4\n")
     table = read_logs(path)
@@ -150,7 +150,7 @@ def test_validations_within_an_epoch_keep_their_steps():
         *("spaces", "comments", "json comment", "long comment", "units", "shorter header", "percent"),
     ],
 )
-def test_csv_dialects_are_read(text):
+def test_read_logs_reads_each_csv_dialect(text):
     path = write(text)
     table = read_logs(path)
     assert table[["epoch", "val_loss"]].values.tolist() == [[0, 3], [1, 2]]
@@ -160,12 +160,12 @@ def test_csv_dialects_are_read(text):
 
 
 @pytest.mark.parametrize("encoding", ["utf-16", "utf-8-sig"])
-def test_encodings_are_read(encoding):
+def test_read_logs_reads_each_encoding(encoding):
     Path("log.csv").write_text("epoch\tval_loss\n0\t3,5\n1\t2,5\n", encoding)
     assert read_logs("log.csv")["val_loss"].tolist() == [3.5, 2.5]
 
 
-def test_a_second_header_may_have_more_columns():
+def test_read_logs_reads_a_second_header_with_more_columns():
     table = read_logs(write("epoch,loss\n0,3\n1,2\nepoch,loss,val_acc\n2,1,0.5\n3,0.5,0.6\n"))
     assert table["loss"].tolist() == [3, 2, 1, 0.5]
     assert table["val_acc"].tolist()[2:] == [0.5, 0.6]
@@ -184,7 +184,7 @@ def test_a_second_header_may_have_more_columns():
         ("step,split,metric,value\n5,train,loss,3\n5,val,loss,4\n9,train,loss,2\n9,val,loss,3\n", "val_loss"),
     ],
 )
-def test_a_table_with_a_row_per_value_is_read(text, columns):
+def test_read_logs_reads_a_table_with_a_row_per_value(text, columns):
     path = write(text)
     ax = plot_logs(path, metrics="loss")
     lines = {line.get_label(): line.get_xydata().tolist() for line in ax.get_lines()}
@@ -203,7 +203,7 @@ def test_a_table_with_a_row_per_value_is_read(text, columns):
         (["x", "seed"], ["seed=0", "seed=1"]),
     ],
 )
-def test_a_table_of_several_runs_is_split(columns, names):
+def test_read_logs_splits_a_table_of_several_runs(columns, names):
     frame = pd.DataFrame({"epoch": [0, 1, 0, 1], "val_loss": [3, 2, 5, 4]})
     for column, values in zip(columns, (["a", "a", "b", "b"], [0, 0, 1, 1]), strict=False):
         frame[column] = values
@@ -214,7 +214,7 @@ def test_a_table_of_several_runs_is_split(columns, names):
     assert read_logs("all.csv")["name"].tolist() == [names[0]] * 2 + [names[1]] * 2
 
 
-def test_runs_of_the_same_name_in_two_files_are_two_lines():
+def test_plot_logs_draws_runs_of_the_same_name_in_two_files_separately():
     Path("exports").mkdir()
     for name, loss in (("a", 1), ("b", 5)):
         write(f"fold,epoch,val_loss\n0,0,9\n0,1,{loss}\n1,0,8\n1,1,{loss}\n", f"exports/{name}.csv")
@@ -222,20 +222,20 @@ def test_runs_of_the_same_name_in_two_files_are_two_lines():
     assert {*lines_of(plot_logs("exports"))} == {*labels}
 
 
-def test_a_table_with_a_row_per_run_has_each_run():
+def test_list_runs_reads_a_table_with_a_row_per_run():
     path = write('"Name","State","lr","epoch","val/loss"\n"a","finished",0.1,9,0.5\n"b","finished",0.2,9,0.4\n')
     runs = list_runs(path)
     assert (runs["version"].tolist(), runs["best"].tolist()) == (["a", "b"], [0.5, 0.4])
 
 
 @pytest.mark.parametrize("seeds", ["1,,", "1,1,1"])
-def test_a_setting_in_the_rows_is_no_name_of_a_run(seeds):
+def test_read_logs_does_not_take_a_seed_column_for_a_run_name(seeds):
     rows = zip("001", seeds.split(","), ["3,", ",2", "1,1"], strict=True)
     path = write("epoch,seed,train_loss,val_loss\n" + "".join(",".join(row) + "\n" for row in rows))
     assert read_logs(path)[["epoch", "train_loss", "val_loss"]].values.tolist() == [[0, 3, 2], [1, 1, 1]]
 
 
-def test_an_export_by_relative_time_is_read():
+def test_read_logs_reads_a_wandb_export_by_relative_time():
     header = '"Relative Time (Process)","big - train/loss","big - train/loss__MIN","big - train/loss__MAX"\n'
     table = read_logs(write(header + '"0.5","3","2","4"\n"1.5","2","1","3"\n'))
     assert list(table) == ["name", "version", "Relative Time (Process)", "train/loss"]
@@ -243,12 +243,12 @@ def test_an_export_by_relative_time_is_read():
 
 
 @pytest.mark.parametrize("text", ["epoch,val_loss\n", "", "epoch,val_loss"])
-def test_a_file_without_rows_is_refused_by_name(text):
+def test_plot_logs_refuses_a_file_without_rows(text):
     with pytest.raises(ValueError, match="plot_logs: got logs without a row"):
         plot_logs(write(text))
 
 
-def test_a_log_without_epochs_has_row_numbers_or_a_named_axis():
+def test_plot_logs_draws_a_log_without_epochs_over_its_row_numbers():
     path = write("minutes,loss,val_loss\n2,3,4\n4,2,3\n8,1,2.5\n")
     ax = plot_logs(path)
     assert (ax.get_xlabel(), ax.get_lines()[0].get_xdata().tolist()) == ("row", [0, 1, 2])
@@ -258,7 +258,7 @@ def test_a_log_without_epochs_has_row_numbers_or_a_named_axis():
         plot_logs(path, x="epoch")
 
 
-def test_plot_logs_draws_the_named_file_of_a_folder():
+def test_plot_logs_draws_the_given_file_of_a_folder():
     Path("a").mkdir()
     write("epoch,step,val_loss\n0,5,77\n", "a/steps.csv")
     for name, loss in (("metrics.csv", 1), ("results.csv", 9)):
@@ -287,23 +287,23 @@ def test_plot_logs_draws_the_named_file_of_a_folder():
         ("VALUE_LOSS val_VALUE_LOSS", {"train": 2, "validation": 2}),
     ],
 )
-def test_the_columns_of_a_quantity_are_in_one_panel(columns, lines):
+def test_plot_logs_draws_train_and_validation_columns_in_one_panel(columns, lines):
     frame = pd.DataFrame({"epoch": [0, 1], **{name: [2.0, 1.0] for name in columns.split()}})
     assert lines_of(plot_logs(frame)) == lines
 
 
-def test_columns_of_the_same_name_are_kept_apart():
+def test_read_logs_renames_columns_of_the_same_name():
     file = write("epoch,loss,loss\n0,1.0,2.0\n1,0.5,1.5\n")
     table = read_logs(file)
     assert table[["loss", "loss.1"]].to_numpy().tolist() == [[1.0, 2.0], [0.5, 1.5]]
 
 
-def test_a_file_without_a_header_keeps_its_first_row():
+def test_read_logs_keeps_the_first_row_of_a_file_without_a_header():
     table = read_logs(write("0,1.0\n1,0.5\n"))
     assert table[["column 1", "column 2"]].to_numpy().tolist() == [[0, 1.0], [1, 0.5]]
 
 
-def test_a_second_fit_in_the_same_file_is_another_run():
+def test_read_logs_splits_two_fits_in_the_same_file():
     table = read_logs(write("epoch,loss\n0,1.0\n1,0.5\n0,0.4\n1,0.3\n"))
     assert table[["name", "loss"]].to_numpy().tolist() == [
         ["fit 1", 1.0],
@@ -321,5 +321,5 @@ def test_a_second_fit_in_the_same_file_is_another_run():
     ],
     ids=["resumed", "steps continue"],
 )
-def test_a_resumed_run_is_one_run(text):
+def test_read_logs_reads_a_resumed_run_as_one_run(text):
     assert len({*read_logs(write(text))["name"]}) == 1

@@ -37,7 +37,7 @@ UNKNOWN = """
 @pytest.mark.parametrize(
     ("names", "direction"), [(SMALLEST, "min"), (LARGEST, "max"), (UNKNOWN, None)], ids=["min", "max", "none"]
 )
-def test_find_direction_knows_names_of_metrics(names, direction):
+def test_find_direction_knows_common_metric_names(names, direction):
     assert {name: find_direction(name) for name in names.split()} == dict.fromkeys(names.split(), direction)
 
 
@@ -48,12 +48,12 @@ def test_find_direction_knows_names_of_metrics(names, direction):
         ("trial_id number time_ms data_time time/fps time_total_s training_iteration dur GPU_mem", False),
     ],
 )
-def test_times_numbers_and_ids_are_no_metrics(names, expected):
+def test_is_metric_excludes_times_counts_and_ids(names, expected):
     assert {name: is_metric(name) for name in names.split()} == dict.fromkeys(names.split(), expected)
     assert is_metric("Relative Time (Process)") is False
 
 
-def test_both_loops_have_the_same_table():
+def test_both_loops_have_the_same_table_of_metric_names():
     assert metric_names.DIRECTIONS == mini.DIRECTIONS
     assert inspect.getsource(metric_names.find_direction) == inspect.getsource(mini.find_direction)
 
@@ -63,7 +63,7 @@ def mode_of(loop):
 
 
 @pytest.mark.parametrize("make", [FabricLoop, MiniLoop])
-def test_mode_follows_from_the_monitor(make):
+def test_the_default_mode_follows_from_the_name_of_the_monitor(make):
     found = [mode_of(make(monitor=name)) for name in ("val_acc", "val_smape", None)]
     assert found == ["max", "min", "min"]
     assert mode_of(make(monitor="val_acc", mode="min")) == "min"
@@ -72,7 +72,7 @@ def test_mode_follows_from_the_monitor(make):
 
 @pytest.mark.parametrize("make", [FabricLoop, MiniLoop])
 @pytest.mark.parametrize("name", ["val_gap", "score", "val_los"])
-def test_a_monitor_without_a_direction_needs_a_mode(make, name):
+def test_a_monitor_with_an_unknown_direction_needs_a_mode(make, name):
     expected = f"mode: got 'auto' for monitor='{name}', .* expected \"min\" or \"max\". Write mode='min' if"
     with pytest.raises(ValueError, match=expected):
         make(monitor=name)
@@ -93,7 +93,7 @@ def return_nothing(net, batch):
     ids=str,
 )
 @pytest.mark.parametrize(("monitor", "validation_step"), [("val_loss", return_nothing), ("val_mse", square)])
-def test_a_monitor_that_is_not_logged_stops_at_the_first_validation(make, options, step, monitor, validation_step):
+def test_a_monitor_that_is_not_logged_raises_at_the_first_validation(make, options, step, monitor, validation_step):
     net, loader = torch.nn.Linear(2, 1), TensorLoader(torch.ones(8, 2), batch_size=2)
     loop = make(**{"max_epochs": 5, **options}, monitor=monitor, accelerator="cpu")
     with pytest.raises(ValueError, match=f"monitor: got '{monitor}', expected"):
@@ -109,7 +109,7 @@ def test_a_monitor_that_is_not_logged_stops_at_the_first_validation(make, option
 
 
 @pytest.mark.parametrize("make", [FabricLoop, MiniLoop])
-def test_a_training_metric_may_follow_at_the_end_of_the_epoch(make):
+def test_a_monitored_training_metric_may_be_logged_after_a_validation(make):
     net, loader = torch.nn.Linear(2, 1), TensorLoader(torch.ones(8, 2), batch_size=2)
     loop = make(max_epochs=2, validate_every_n_steps=1, monitor="train_loss", accelerator="cpu")
     optimizer = torch.optim.SGD(net.parameters(), 0.1)

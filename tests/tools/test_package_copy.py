@@ -66,7 +66,7 @@ def release(tmp_path, monkeypatch):
 # ---- copy
 
 
-def test_copy_writes_the_single_file_with_its_licence(release, capsys):
+def test_copy_writes_mini_py_with_its_licence(release, capsys):
     assert copy_command("src/train_loop.py", mini=True) == 0
     assert "from train_loop import MiniLoop\n" in capsys.readouterr().out
     copied = tree("src")
@@ -146,7 +146,7 @@ def test_update_merges_each_kind_of_change(release, capsys, case):
     assert tree("mine") == after
 
 
-def test_update_refuses_what_git_could_not_restore(release, capsys):
+def test_update_refuses_to_overwrite_files_that_git_cannot_restore(release, capsys):
     def assert_refused(found):
         before = tree("mine")
         with pytest.raises(ValueError, match=re.escape(f"update: got files that git cannot restore ({found}")):
@@ -187,7 +187,7 @@ def test_update_and_diff_refuse_unusable_copies_in_one_line(release, monkeypatch
 # ---- diff, and the command line
 
 
-def test_diff_tells_your_changes_from_those_of_upstream(release, capsys):
+def test_diff_separates_your_changes_from_upstream_changes(release, capsys):
     copy_command("mine")
     write("mine", {"loop.py": EDITED, "extra.py": "extra", "mini.py": None})
     release({"loop.py": RELEASED, "new.py": "new\n"})
@@ -208,7 +208,7 @@ def test_diff_tells_your_changes_from_those_of_upstream(release, capsys):
     assert diff_command("mine", yours=True) == 0
 
 
-def test_the_commands_of_the_page_work_with_the_real_package(tmp_path, monkeypatch, capsys):
+def test_the_commands_in_copying_md_work(tmp_path, monkeypatch, capsys):
     """A new version is installed between copying and updating."""
     page = (REPOSITORY / "docs/copying.md").read_text(encoding="utf-8")
     blocks = re.findall(r"^```bash\n(.*?)^```$", page, re.M | re.S)
@@ -230,7 +230,7 @@ def test_the_commands_of_the_page_work_with_the_real_package(tmp_path, monkeypat
     assert Path("my_project/training/mini.py").read_text().endswith("NEW = True\n")
 
 
-def test_a_wheel_has_each_file_of_the_package():
+def test_pyproject_includes_each_data_file_of_the_package():
     tomllib = pytest.importorskip("tomllib")
     settings = tomllib.loads(Path(REPOSITORY, "pyproject.toml").read_text())["tool"]["setuptools"]
     package = REPOSITORY / "fabric_template"

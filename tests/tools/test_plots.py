@@ -52,7 +52,7 @@ def legend(ax):
     return found.get_title().get_text(), [text.get_text() for text in found.get_texts()]
 
 
-def test_one_run_has_a_panel_per_quantity_and_a_dot_at_the_best_value():
+def test_plot_logs_draws_a_panel_per_quantity_and_marks_the_best_value():
     losses, accuracies = plot_logs(HISTORY)
     assert lines(losses) == [
         ("train", PALETTE[0], [[0, 3], [1, 2], [2, 1]]),
@@ -75,20 +75,20 @@ def test_one_run_has_a_panel_per_quantity_and_a_dot_at_the_best_value():
         (["val_acc", "val_acc"], ["acc"]),
     ],
 )
-def test_metrics_are_columns_quantities_or_kinds(metrics, labels):
+def test_metrics_accepts_column_names_and_quantities(metrics, labels):
     axes = np.ravel(plot_logs(HISTORY.assign(val_f1=0.5, train_f1=0.4), metrics=metrics))
     assert [ax.get_ylabel() for ax in axes] == labels
     axes[0].figure.canvas.draw()
 
 
 @pytest.mark.parametrize(("metric", "best"), [("val_mse", [[1, 1]]), ("val_f1", [[0, 3]]), ("val_gap", None)])
-def test_the_best_value_is_marked_only_where_the_direction_is_known(metric, best):
+def test_the_best_value_is_marked_only_if_its_direction_is_known(metric, best):
     ax = plot_logs(pd.DataFrame({"epoch": [0, 1, 2], metric: [3.0, 1.0, 2.0]}), metrics=metric)
     assert lines(ax, "best") == ([best] if best else [])
     assert ("best" in legend(ax)[1]) == bool(best)
 
 
-def test_runs_have_a_color_each_and_version_10_comes_last():
+def test_each_run_has_its_own_color_and_version_10_comes_last():
     for version in (10, 2):
         write_run("digits", version, [2.0, 1.0])
     ax = plot_logs("logs")
@@ -101,13 +101,13 @@ def test_runs_have_a_color_each_and_version_10_comes_last():
     assert [label for label in labels if label != "best"] == expected
 
 
-def test_eighteen_runs_differ_in_color_or_dash():
+def test_eighteen_runs_differ_in_color_or_dash_pattern():
     ax = plot_logs([HISTORY] * 18, metrics="val_loss")
     runs = [line for line in ax.get_lines() if line.get_label() != "best"]
     assert len({(line.get_color(), line.get_linestyle()) for line in runs}) == 18
 
 
-def test_lists_and_dicts_label_their_runs():
+def test_runs_in_a_list_or_dict_are_labeled():
     write_run("digits", 0, [1.0])
     path = Path("logs/digits/version_0")
     for logs, labels in (
@@ -121,7 +121,7 @@ def test_lists_and_dicts_label_their_runs():
 
 
 @pytest.mark.parametrize("x", ["epoch", "step", "time"])
-def test_seeds_are_a_mean_with_its_range(x):
+def test_runs_that_differ_only_in_the_seed_are_drawn_as_mean_and_range(x):
     for version, (seed, hidden) in enumerate([(0, 32), (1, 32), (2, 32), (0, 64)]):
         write_run("digits", version, [float(seed), seed - 2.0], seed=seed, hidden=hidden)
     ax = plot_logs("logs", x=x, metrics="val_loss")
@@ -133,7 +133,7 @@ def test_seeds_are_a_mean_with_its_range(x):
     assert len(lines(plot_logs("logs", seeds=False, metrics="val_loss"), "best")) == 4
 
 
-def test_plots_over_steps_draw_the_values_of_steps_csv():
+def test_a_plot_over_steps_draws_the_values_of_steps_csv():
     logger = write_run("digits", 0, [0.5])
     for step in (5, 10):
         logger.log_metrics({"train_loss": 1.0 / step, "val_other_loss": 1.0}, step)
@@ -142,7 +142,7 @@ def test_plots_over_steps_draw_the_values_of_steps_csv():
     assert lines(loss, "validation") == [[[10, 0.5]]]
 
 
-def test_a_run_by_steps_is_drawn_over_steps():
+def test_a_step_based_run_is_drawn_over_steps():
     """The losses of single batches are pale, their average is a line, and validations are joined points."""
     logger = CSVLogger("logs", name="steps", version=0)
     for step in range(1, 101):
@@ -158,7 +158,7 @@ def test_a_run_by_steps_is_drawn_over_steps():
     assert (validation.get_xdata().tolist(), validation.get_marker()) == ([30, 60, 100], ".")
 
 
-def test_moving_averages_are_drawn_over_many_points():
+def test_long_noisy_curves_get_a_moving_average():
     frame = pd.DataFrame({"step": range(2000), "train_loss": [1.0, 3.0] * 1000})
     raw, smooth = plot_logs(frame, x="step").get_lines()
     assert np.ptp(raw.get_ydata()) == 2
@@ -176,7 +176,7 @@ def test_moving_averages_are_drawn_over_many_points():
         ([5.0, 0.1, 0.005], ["0.005", "0.01", "0.02", "0.05", "0.1", "0.2", "0.5", "1", "2", "5"]),
     ],
 )
-def test_the_ticks_of_a_log_scale_are_plain_numbers(losses, expected):
+def test_tick_labels_of_a_log_scale_are_plain_numbers(losses, expected):
     ax = plot_logs(pd.DataFrame({"epoch": [0, 1, 2], "val_loss": losses}), log=True)
     ax.figure.canvas.draw()
     low, high = ax.get_ylim()
@@ -186,7 +186,7 @@ def test_the_ticks_of_a_log_scale_are_plain_numbers(losses, expected):
 
 
 @pytest.mark.parametrize("num_epochs", [60, 10_000])
-def test_means_of_epochs_are_drawn_as_they_are(num_epochs):
+def test_epoch_means_are_drawn_without_smoothing(num_epochs):
     epochs = np.arange(num_epochs)
     loss = 10.0 * np.exp(-epochs / 3) + 1e-3
     frame = pd.DataFrame({"epoch": epochs, "step": 10 * epochs, "train_loss": loss, "val_loss": loss})
@@ -195,7 +195,7 @@ def test_means_of_epochs_are_drawn_as_they_are(num_epochs):
         assert train.get_ydata().tolist() == validation.get_ydata().tolist() == loss.tolist()
 
 
-def test_an_average_of_steps_follows_a_steep_start():
+def test_the_moving_average_follows_a_steep_start():
     steps = np.arange(10_000)
     loss = 100 / (1 + steps)
     _, average = plot_logs(pd.DataFrame({"step": steps, "train_loss": loss})).get_lines()
@@ -205,7 +205,7 @@ def test_an_average_of_steps_follows_a_steep_start():
     assert ratios.max() < 1.25
 
 
-def test_a_run_without_rows_is_left_out():
+def test_plot_logs_omits_a_run_without_rows():
     logger = write_run("digits", 0, [2.0, 1.0])
     logger.log_metrics({"train_loss": 3.0}, 5)
     CSVLogger("logs", name="digits", version=1).log_hyperparams({"config": {"seed": 1}})
@@ -217,7 +217,7 @@ def test_a_run_without_rows_is_left_out():
         plot_logs("logs/digits/version_2")
 
 
-def test_only_the_best_of_75_runs_have_a_color():
+def test_only_the_best_eight_of_75_runs_are_drawn_in_color():
     runs = {f"width {i} of the sweep": HISTORY.assign(val_loss=HISTORY["val_loss"] + 75 - i) for i in range(75)}
     ax = plot_logs(runs, metrics="loss")
     best = [f"width {i} of the sweep" for i in range(67, 75)]
@@ -227,7 +227,7 @@ def test_only_the_best_of_75_runs_have_a_color():
 
 
 @pytest.mark.parametrize(("count", "note"), [(18, ""), (60, "18 of 60 metrics, choose others with metrics=")])
-def test_18_panels_fit_on_a_screen(count, note):
+def test_a_figure_with_18_panels_fits_on_a_screen(count, note):
     history = HISTORY[["epoch"]].assign(**{f"val_m{i}": 1.0 * i for i in range(count)})
     axes = plot_logs(history)
     assert (len(axes), axes[0].figure.get_figheight() * 120 < 1400) == (18, True)
@@ -245,7 +245,7 @@ def test_a_long_name_fits_beside_its_panel():
 
 
 @pytest.mark.parametrize("decades", [2, 5, 9, 14])
-def test_a_log_scale_has_labels(decades):
+def test_a_log_scale_has_3_to_12_tick_labels(decades):
     ax = plot_logs(pd.DataFrame({"epoch": [0, 1], "val_loss": [10.0**-decades, 1.0]}), log=True)
     ax.figure.canvas.draw()
     low, high = ax.get_ylim()
@@ -262,7 +262,7 @@ def test_a_log_scale_has_labels(decades):
         ([0, 1], [1000.0, 1000.0002], "1", "1000.000100"),
     ],
 )
-def test_ticks_have_labels_that_can_be_read(places, values, x_label, y_label):
+def test_tick_labels_of_large_and_close_values_are_readable(places, values, x_label, y_label):
     axis = "epoch" if places[-1] == 1 else "step"
     ax = plot_logs(pd.DataFrame({axis: places, "val_loss": values}))
     ax.figure.canvas.draw()
@@ -271,12 +271,12 @@ def test_ticks_have_labels_that_can_be_read(places, values, x_label, y_label):
     assert y_label in labels[1]
 
 
-def test_negative_values_stay_visible_with_log():
+def test_a_panel_with_negative_values_ignores_log():
     axes = plot_logs(pd.DataFrame({"epoch": [0, 1], "val_loss": [1.0, -1.0], "val_acc": [0.1, 0.2]}), log=True)
     assert [ax.get_yscale() for ax in axes] == ["linear", "log"]
 
 
-def test_two_columns_of_a_split_differ_in_color():
+def test_two_validation_columns_in_one_panel_differ_in_color():
     columns = {"train_loss": [3, 2], "val_loss/dataloader_idx_0": [3, 2], "val_loss/dataloader_idx_1": [4, 3]}
     ax = plot_logs(pd.DataFrame({"epoch": [0, 1], **columns}))
     drawn = {label: color for label, color, _ in lines(ax) if label != "best"}
@@ -284,7 +284,7 @@ def test_two_columns_of_a_split_differ_in_color():
     assert len(set(drawn.values())) == 2
 
 
-def test_long_labels_of_runs_are_wrapped():
+def test_long_run_labels_fit_into_the_figure():
     label = "width=128, dropout=0.1, optimizer=adamw, schedule=cosine, warmup=500, batch_size=32, seed="
     ax = plot_logs({f"{label}{seed}": HISTORY for seed in range(3)}, metrics="loss")
     ax.figure.canvas.draw()
@@ -293,7 +293,7 @@ def test_long_labels_of_runs_are_wrapped():
     assert ax.get_window_extent().height > 0.3 * figure.height
 
 
-def test_plot_logs_draws_into_given_axes():
+def test_plot_logs_draws_into_the_given_axes():
     _, ax = pyplot.subplots()
     assert plot_logs(HISTORY, ax=ax) is ax
     plot_logs({"second": HISTORY, "third": HISTORY}, metrics="val_loss", ax=ax)
@@ -303,19 +303,19 @@ def test_plot_logs_draws_into_given_axes():
     assert len(pyplot.get_fignums()) == 1
 
 
-def test_given_axes_have_a_log_scale():
+def test_plot_logs_applies_log_to_the_given_axes():
     _, ax = pyplot.subplots()
     assert plot_logs(HISTORY, ax=ax, log=True).get_yscale() == "log"
 
 
-def test_time_of_other_tools_is_drawn_as_it_is():
+def test_the_cumulative_time_of_other_tools_is_not_summed_again():
     table = pd.DataFrame({"epoch": [1, 2, 3], "time": [10.0, 20.0, 31.0], "val_loss": [3.0, 2.0, 1.0]})
     for path, places in (("results.csv", [10, 20, 31]), ("metrics.csv", [10, 30, 61])):
         table.to_csv(path, index=False)
         assert plot_logs(path, x="time").get_lines()[0].get_xdata().tolist() == places
 
 
-def test_infinite_values_and_odd_names_are_drawn():
+def test_plot_logs_draws_infinite_values_and_unusual_column_names():
     plot_logs(pd.DataFrame({"epoch": [5, 5, 6], "val_$loss\n": [math.inf, 1, 2]})).figure.canvas.draw()
 
 
@@ -333,13 +333,13 @@ def test_infinite_values_and_odd_names_are_drawn():
         (".", {}, ValueError, "got '.', expected a folder with a metrics.csv"),
     ],
 )
-def test_what_cannot_be_drawn_is_named(logs, options, error, message):
+def test_plot_logs_refuses_arguments_that_it_cannot_draw(logs, options, error, message):
     with pytest.raises(error, match=message):
         plot_logs(logs, **options)
     assert pyplot.get_fignums() == []
 
 
-def test_the_command_writes_a_picture(capsys):
+def test_the_plot_command_writes_a_picture(capsys):
     write_run("a", 0, [1.0])
     write_run("b", 0, [1.0])
     assert main(["plot"]) == 0

@@ -83,12 +83,12 @@ def profile_net(loader=None, step=loss_of, optimizer=torch.optim.SGD, steps=6, *
     ("backward", {"step": lambda net, batch: SlowBackward.apply(loss_of(net, batch))}),
     ("optimizer", {"optimizer": SlowOptimizer}),
 ], ids=lambda value: value if isinstance(value, str) else "")  # fmt: skip
-def test_time_is_charged_to_its_part(part, slow, fake_clock):
+def test_profile_measures_the_time_of_each_part(part, slow, fake_clock):
     found = profile_net(**slow)
     assert (found.parts, found.milliseconds) == ({part: 5.0}, 5.0)
 
 
-def test_manual_optimization_is_timed(fake_clock):
+def test_profile_measures_manual_optimization(fake_clock):
     class Manual(Classifier):
         automatic_optimization = False
 
@@ -104,7 +104,7 @@ def test_manual_optimization_is_timed(fake_clock):
     assert found.parts == {"forward": 10, "backward": 10, "optimizer": 10}
 
 
-def test_parts_of_a_profile_add_up_in_table_and_picture():
+def test_the_parts_of_a_profile_add_up_in_its_table_and_plot():
     """Options that end a fit do not end a profile."""
     found = profile_net(steps=12, accumulate_grad_batches=2, max_steps=1, limit_train_batches=1)
     table = [line.split() for line in str(found).splitlines()[1 : len(found.parts) + 2]]
@@ -144,7 +144,7 @@ IN_MEMORY = TensorDataset(torch.ones(64, 4), torch.zeros(64, 1))
     ({"loader": DataLoader(IN_MEMORY, 8)}, r"1\.8x by TensorLoader\(x, y, \.\.\.\)"),
     ({"step": threaded_step}, r"2\.0x by torch.set_num_threads\(1\)"),
 ], ids=["no workers", "tensors in memory", "threads"])  # fmt: skip
-def test_each_fault_has_a_suggestion_that_helps(fault, suggestion, fake_clock, slow_samples, monkeypatch):
+def test_profile_suggests_a_faster_setting_for_each_slow_part(fault, suggestion, fake_clock, slow_samples, monkeypatch):
     monkeypatch.setattr("os.cpu_count", lambda: 2)
     threads = torch.get_num_threads()
     torch.set_num_threads(2)
@@ -162,7 +162,7 @@ def reading_step(net, batch):
     return loss
 
 
-def test_a_line_that_reads_a_value_is_named(fake_clock):
+def test_profile_names_a_line_that_reads_a_value_from_the_device(fake_clock):
     """A GPU waits at such a line. A healthy training has neither suggestions nor such lines."""
     assert re.search(r"\nwait: .*test_profile\.py:\d+ reads a value\.", str(profile_net(step=reading_step)))
     healthy = profile_net(step=slow_step)
@@ -202,7 +202,7 @@ def fit_module(root, profiles):
 
 
 @pytest.mark.filterwarnings("ignore")
-def test_a_fit_after_a_profile_is_the_fit_without_it(tmp_path):
+def test_a_profile_does_not_change_the_next_fit(tmp_path):
     roots = [tmp_path / "with", tmp_path / "without"]
     for root in roots:
         root.mkdir()
@@ -219,7 +219,7 @@ def test_profile_refuses_wrong_arguments(arguments, error, message):
         profile_net(**arguments)
 
 
-def test_no_worker_outlives_a_profile(monkeypatch):
+def test_profile_leaves_no_worker_process(monkeypatch):
     """Abandoned workers would live until garbage collection, and keep the pipes of their parent open."""
     monkeypatch.setattr("os.cpu_count", lambda: 2)
     running = len(multiprocessing.active_children())

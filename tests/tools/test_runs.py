@@ -79,7 +79,7 @@ def test_list_runs_of_an_empty_folder_is_empty():
         (None, "unknown"),
     ],
 )
-def test_state_is_the_last_line_of_the_lock(lock, state):
+def test_list_runs_reads_the_state_from_the_lock_file(lock, state):
     folder = make_run(rows=2, lock=lock)
     assert list_runs()["state"].tolist() == [state]
     with RunFolders().locked([folder]):
@@ -96,7 +96,7 @@ def test_state_is_the_last_line_of_the_lock(lock, state):
         ({"val_rmse": [3.0, 1.0, float("inf")]}, {}, "val_rmse", ("val_rmse", 1.0, 1)),
     ],
 )
-def test_runs_are_ranked_by_their_monitor_or_a_validation_metric(columns, config, asked, expected):
+def test_list_runs_finds_the_best_value_of_the_monitor_or_metric(columns, config, asked, expected):
     make_run(config=config, **columns)
     assert list_runs(metric=asked)[["metric", "best", "best_epoch"]].values.tolist() == [list(expected)]
 
@@ -111,7 +111,7 @@ def test_list_runs_reads_runs_of_lightning():
 
 
 @pytest.mark.parametrize("content", [b"\xff\xfe\x00\n", b"<html>\n", b"", b"x: !!python/object/apply:os.mkdir [bad]\n"])
-def test_damaged_files_count_as_empty_and_execute_nothing(content):
+def test_list_runs_reads_damaged_files_as_empty_and_executes_no_code(content):
     make_run()
     folder = make_run(version=1)
     for name in ("metrics.csv", "hparams.yaml", "config.yaml"):
@@ -121,7 +121,7 @@ def test_damaged_files_count_as_empty_and_execute_nothing(content):
     assert not Path("bad").exists()
 
 
-def test_config_yaml_adds_options_and_hparams_yaml_wins():
+def test_hparams_yaml_takes_precedence_over_config_yaml():
     for version, hidden in ((0, 8), (1, 16)):
         folder = make_run(version=version, config={"max_epochs": 5 + version})
         config = {"model": {"class_path": "a.B", "init_args": {"hidden": hidden}}, "max_epochs": 3}
@@ -152,7 +152,7 @@ loop.fit(net, [torch.ones(4, 2)], optimizer=torch.optim.SGD(net.parameters(), lr
     ("statement", "state"),
     [("pass", "finished"), ("raise RuntimeError", "failed"), ("os.kill(os.getpid(), 2)", "interrupted")],
 )
-def test_list_runs_shows_state_and_options_of_mini_loop(statement, state):
+def test_list_runs_shows_the_state_and_options_of_a_mini_loop_run(statement, state):
     with pytest.raises(RuntimeError) if state == "failed" else contextlib.nullcontext():
         exec(TRAIN.format(statement), {})
     (run,) = list_runs().to_dict("records")
@@ -164,7 +164,7 @@ def test_list_runs_shows_state_and_options_of_mini_loop(statement, state):
 # ---- the command
 
 
-def test_runs_lists_runs_and_names_the_best(capsys):
+def test_the_runs_command_lists_runs_and_names_the_best(capsys):
     make_run(hparams={"hidden": 8}, val_acc=[0.1, 0.6, 0.4])
     make_run(version=1, hparams={"hidden": 16}, rows=2, lock="17\nfailed\n", loss=2.0, val_acc=[0.1, 0.5])
     assert run_command(capsys) == (
@@ -216,7 +216,7 @@ def test_runs_diff_compares_two_runs(capsys):
         (["best", "empty"], "runs: got empty, expected a folder with runs, such as"),
     ],
 )
-def test_errors_are_one_line(capsys, arguments, error):
+def test_errors_of_the_runs_command_are_one_line(capsys, arguments, error):
     make_run()
     Path("empty").mkdir()
     code, out, err = run_command(capsys, *arguments)
@@ -224,7 +224,7 @@ def test_errors_are_one_line(capsys, arguments, error):
     assert error in err
 
 
-def test_diff_accepts_the_names_that_runs_prints(capsys):
+def test_runs_diff_accepts_the_names_that_runs_prints(capsys):
     make_run(hparams={"hidden": 8})
     make_run("a/b", version=1)
     names = [line.split()[0] for line in run_command(capsys)[1].splitlines()[1:]]
@@ -233,7 +233,7 @@ def test_diff_accepts_the_names_that_runs_prints(capsys):
     assert (code, out.split()[:3]) == (0, [*names, "hidden"])
 
 
-def test_diff_accepts_csv_files(capsys):
+def test_runs_diff_accepts_csv_files(capsys):
     Path("exports").mkdir()
     for name, loss in (("keras", 0.5), ("other", 0.25)):
         Path("exports", f"{name}.csv").write_text(f"epoch,loss,val_loss\n0,2,1\n1,1,{loss}\n")
@@ -252,13 +252,13 @@ def test_options_may_precede_paths(capsys, arguments):
     assert run_command(capsys, *arguments.split())[:2] == run_command(capsys, "best", "logs")[:2]
 
 
-def test_best_names_the_file_of_another_tool(capsys):
+def test_runs_best_names_the_csv_file_of_another_tool(capsys):
     Path("keras.csv").write_text("epoch,loss,val_loss,val_loss\n0,2,3,1\n1,1,2,0.5\n")
     code, out, _ = run_command(capsys, "best", "keras.csv")
     assert (code, out.splitlines()[1]) == (0, f"run         {Path('keras.csv').absolute()}")
 
 
-def test_a_closed_pipe_ends_quietly():
+def test_the_runs_command_ends_quietly_if_its_pipe_is_closed():
     for version in range(300):
         make_run(version=version)
     command = [sys.executable, "-m", "fabric_template", "runs"]
@@ -268,7 +268,7 @@ def test_a_closed_pipe_ends_quietly():
         assert process.stderr.read() == b""
 
 
-def test_a_table_wraps_at_spaces(capsys, monkeypatch):
+def test_the_runs_command_wraps_long_lines_at_spaces(capsys, monkeypatch):
     monkeypatch.setenv("COLUMNS", "100")
     hparams = {f"option_{i}": "a-b-c/d" for i in range(6)}
     make_run(hparams=hparams)
@@ -279,7 +279,7 @@ def test_a_table_wraps_at_spaces(capsys, monkeypatch):
     assert " ".join(found).strip() == ", ".join(f"{name}=a-b-c/d" for name in hparams)
 
 
-def test_list_runs_shows_the_options_that_a_user_has_set():
+def test_list_runs_shows_the_options_that_the_user_has_set():
     config = vars(LoopConfig(max_epochs=3, monitor="val_loss", seed=1).resolve())
     make_run(config={name: value for name, value in config.items() if name not in ("name", "version")})
     exec(TRAIN.format("pass").replace("seed=3", "seed=3, name='digits', gradient_clip_val=2.0"), {})
@@ -291,12 +291,12 @@ def test_list_runs_shows_the_options_that_a_user_has_set():
 
 
 @pytest.mark.parametrize("metric", ["val_smape", "eval/bpb", "val_brier_score", "test_wer"])
-def test_the_smallest_error_is_the_best(capsys, metric):
+def test_runs_best_finds_the_smallest_error(capsys, metric):
     make_run(config={"monitor": metric}, **{metric: [3.0, 1.0, 2.0]})
     assert run_command(capsys, "best")[1].startswith(f"best        {metric} 1 in epoch 1\n")
 
 
-def test_a_metric_without_a_direction_needs_a_mode(capsys):
+def test_a_metric_with_an_unknown_direction_needs_a_mode(capsys):
     make_run(config={"monitor": None}, val_gap=[3.0, 1.0, 2.0])
     assert list_runs(metric="val_gap")["best"].isna().all()
     assert list_runs(metric="val_gap", mode="max")["best"].tolist() == [3.0]
@@ -306,13 +306,13 @@ def test_a_metric_without_a_direction_needs_a_mode(capsys):
     assert run_command(capsys, "best", "--mode", "low")[0] == 2
 
 
-def test_a_learning_rate_is_no_best_metric():
+def test_list_runs_does_not_rank_runs_by_the_learning_rate():
     logger = CSVLogger("logs", name="rates")
     logger.log_epoch({"epoch": 0, "step": 10, "lr": 0.1, "lr-SGD": 0.1, "train_loss": 2.0})
     assert list_runs()["metric"].tolist() == ["train_loss"]
 
 
-def test_best_of_runs_with_several_monitors_needs_a_metric(capsys):
+def test_runs_best_needs_a_metric_for_runs_with_different_monitors(capsys):
     make_run(val_acc=[0.1, 0.5, 0.4])
     make_run(version=1, config={"monitor": "val_acc", "mode": "max"}, val_acc=[0.1, 0.7, 0.4])
     code, _, err = run_command(capsys, "best")
@@ -326,12 +326,12 @@ def test_best_of_runs_with_several_monitors_needs_a_metric(capsys):
 # ---- names of others
 
 
-def test_names_of_others_do_not_control_the_terminal(capsys):
+def test_the_runs_command_escapes_terminal_codes_in_names(capsys):
     make_run(hparams={HOSTILE: HOSTILE})
     assert "\x1b" not in run_command(capsys)[1]
 
 
-def test_settings_of_all_runs_are_compared_across_names():
+def test_list_runs_compares_hparams_across_run_names():
     make_run("narrow", hparams={"width": 8, "lr": 0.1})
     make_run("wide", hparams={"width": 64, "lr": 0.1, "depth": 2})
     assert list_runs("logs")["changed"].tolist() == [{"width": 8}, {"width": 64}]

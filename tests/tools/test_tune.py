@@ -62,7 +62,7 @@ def failure_of(function):
 # ---- processes
 
 
-def test_failures_of_a_process_are_reasons(monkeypatch):
+def test_run_in_process_returns_the_reason_of_a_failure(monkeypatch):
     assert run_in_process(lambda: os.getpid() != os.getppid()) == (True, "")
     assert failure_of(lambda: os._exit(3)) == "no result within 120 seconds, exit code 3"
     assert failure_of(lambda: {}["lost"]) == "KeyError: 'lost'"
@@ -73,7 +73,7 @@ def test_failures_of_a_process_are_reasons(monkeypatch):
 # ---- what is kept
 
 
-def test_a_failing_batch_size_is_reported_and_changes_nothing(tmp_path, capsys):
+def test_tune_reports_a_batch_size_that_does_not_fit_into_memory(tmp_path, capsys):
     def step(net, batch):
         if len(batch) > 128:
             raise MemoryError("out of memory")
@@ -88,7 +88,7 @@ def test_a_failing_batch_size_is_reported_and_changes_nothing(tmp_path, capsys):
     assert os.listdir(tmp_path) == []
 
 
-def test_a_setting_that_is_faster_is_kept():
+def test_tune_keeps_a_faster_setting():
     def rate(choice):
         return 100.0 * (2 if "precision" in choice else 1) * (0.9 if "fused" in choice else 1)
 
@@ -96,13 +96,13 @@ def test_a_setting_that_is_faster_is_kept():
 
 
 @pytest.mark.parametrize("gains", [(1.02,), (1.5, 1.02), (1.5, 1.5, 1.0), (1.5, 1.5, 1.5, 1.0)], ids=str)
-def test_a_setting_that_is_not_faster_in_each_round_is_dropped(gains):
+def test_tune_drops_a_setting_that_is_not_faster_in_each_round(gains):
     remaining = iter(gains)
     assert choose_settings(lambda choice: next(remaining) if choice else 1.0, ["fused"]) == ({}, 1.0)
     assert list(remaining) == []
 
 
-def test_precision_fused_and_own_loaders_of_a_model_reach_the_trial():
+def test_a_trial_uses_the_given_precision_fused_option_and_loaders():
     class Model(LightningModule):
         def __init__(self):
             super().__init__()
@@ -133,7 +133,7 @@ def batches_of(loader):
     return [[part.tolist() for part in batch] for batch in loader]
 
 
-def test_changed_loaders_have_the_same_samples():
+def test_change_loader_keeps_the_samples():
     data = TensorDataset(torch.arange(10), torch.arange(10, 20))
     loader, plain = DataLoader(data, 4, shuffle=True), DataLoader(data, 3)
     assert batches_of(change_loader(loader, {"num_workers": 2})) == batches_of(loader)
@@ -143,7 +143,7 @@ def test_changed_loaders_have_the_same_samples():
     assert sorted(sum((batch[0] for batch in batches_of(changed)), [])) == list(range(10))
 
 
-def test_a_loader_that_cannot_be_changed_is_refused():
+def test_change_loader_refuses_a_loader_that_it_cannot_change():
     loader = DataLoader(TensorDataset(torch.arange(10)), 4, collate_fn=list)
     with pytest.raises(ValueError, match="not read a TensorDataset with torch's samplers"):
         change_loader(loader, {"tensor_loader": True})
@@ -174,7 +174,7 @@ class Model(nn.Linear):
         return torch.optim.SGD(self.parameters(), lr=0.1)
 
 
-def test_the_command_writes_a_file_for_fit(tmp_path, capsys):
+def test_the_tune_command_writes_a_config_file_for_fit(tmp_path, capsys):
     loop, out = FabricLoop(accelerator="cpu"), tmp_path / "tuned.yaml"
     loop.recipe["data"] = {"class_path": f"{__name__}.Data", "init_args": {"batch_size": 32}}
     options = {"lr": False, "only": ["batch_size"], "seconds": 0.1, "out": str(out)}
@@ -203,7 +203,7 @@ def ramped(steps, **options):
     return ramp
 
 
-def test_the_learning_rate_finder_ends_at_divergence(tmp_path):
+def test_the_learning_rate_finder_stops_when_the_loss_diverges(tmp_path):
     ramp = ramped(steps=80)
     assert ramp.losses[0] == pytest.approx(18)
     assert ramp.rates[1] / ramp.rates[0] == pytest.approx(1e5 ** (1 / 79))
@@ -212,7 +212,7 @@ def test_the_learning_rate_finder_ends_at_divergence(tmp_path):
     assert 1e-3 < save_curve(ramp.rates, ramp.losses, tmp_path / "tuned.png") < 0.5
 
 
-def test_the_command_writes_the_curve_and_prints_the_rate(tmp_path, capsys):
+def test_the_tune_command_plots_the_curve_and_prints_a_learning_rate(tmp_path, capsys):
     options = {"lr": True, "only": None, "seconds": 2.0, "out": str(tmp_path / "tuned.yaml")}
     assert tune_command(FabricLoop(accelerator="cpu"), Model(2, 1), Data(), **options) == 0
     assert "suggested   " in capsys.readouterr().out

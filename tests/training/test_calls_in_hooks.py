@@ -36,7 +36,7 @@ METHODS = ["fit", "validate", "test", "predict"]
 
 
 @pytest.mark.parametrize(("hook", "method"), sample(3, HOOKS, METHODS))
-def test_calling_the_same_loop_in_a_hook_is_refused(tmp_path, hook, method):
+def test_a_call_of_the_same_loop_in_a_hook_is_refused(tmp_path, hook, method):
     options = {"val": val_loader, "max_epochs": 1, "num_sanity_val_steps": 0}
     with pytest.raises(ValueError, match=f"^{method}: got a call inside of fit, expected a call after fit has ended"):
         fit(tmp_path, lambda: Calls(hook, method), **options)
@@ -45,7 +45,7 @@ def test_calling_the_same_loop_in_a_hook_is_refused(tmp_path, hook, method):
 
 
 @pytest.mark.parametrize("method", ["validate", "test"])
-def test_another_loop_may_be_called_in_a_hook(tmp_path, method):
+def test_a_hook_may_call_another_loop(tmp_path, method):
     """The outer run keeps its trainer, its log method and its numbers."""
     train = lambda: make_loader(24, shuffle=False)  # noqa: E731
     options = {"train": train, "val": val_loader, "max_epochs": 2, "log_every_n_steps": 1}
@@ -61,7 +61,7 @@ def test_another_loop_may_be_called_in_a_hook(tmp_path, method):
 
 
 @pytest.mark.parametrize("make", [Gan, Classifier])
-def test_backward_after_a_run_belongs_to_the_users_loop(tmp_path, make):
+def test_loop_backward_after_a_run_calls_no_hook_of_the_module(tmp_path, make):
     """The hooks of the trained module are not called again."""
     called = []
 
@@ -83,7 +83,7 @@ def test_backward_after_a_run_belongs_to_the_users_loop(tmp_path, make):
     assert len(called) == count
 
 
-def test_loop_runs_again_after_an_interrupted_end(tmp_path):
+def test_a_loop_can_fit_again_after_an_interrupted_clean_up(tmp_path):
     """A second Ctrl-C may interrupt what a loop does after an error."""
 
     class Interrupts:

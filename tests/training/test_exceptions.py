@@ -104,7 +104,7 @@ def fit_without_break(name):
 
 
 @pytest.mark.parametrize(("place", "name"), sample(3, PLACES, OPTIONS), ids=str)
-def test_resume_is_exact(tmp_path, place, name):
+def test_a_run_resumes_exactly_after_an_exception(tmp_path, place, name):
     """A resume continues from the newest checkpoint, as after a kill."""
     hook, at = place
     options = {"max_epochs": 3, "num_sanity_val_steps": 0, "log_every_n_steps": 1, **OPTIONS[name]}
@@ -147,7 +147,7 @@ class HalfStep(torch.optim.Adam):
 
 @pytest.mark.parametrize("resume", ["auto", "last"])
 @pytest.mark.parametrize("options", [{}, {"save_every_n_steps": 1}], ids=str)
-def test_an_error_within_an_optimizer_step_saves_no_half_step(tmp_path, monkeypatch, options, resume):
+def test_an_error_within_an_optimizer_step_saves_no_incomplete_step(tmp_path, monkeypatch, options, resume):
     class Steps(Classifier):
         def configure_optimizers(self):
             return HalfStep(self.parameters(), lr=0.02)
@@ -181,7 +181,7 @@ class UnreadableOnce(Dataset):
 
 
 @pytest.mark.parametrize("options", [{}, {"accumulate_grad_batches": 2}], ids=str)
-def test_unreadable_sample_resumes_exactly(tmp_path, options):
+def test_a_run_resumes_exactly_after_an_unreadable_sample(tmp_path, options):
     """The error of a worker strikes between two steps."""
     options = {"max_epochs": 2, "log_every_n_steps": 2, "save_every_n_steps": 1, **options}
     make = lambda: Classifier(on_step=True)  # noqa: E731
@@ -196,7 +196,7 @@ def test_unreadable_sample_resumes_exactly(tmp_path, options):
     assert_same_end(whole, fit(tmp_path / "cut", make, loader("unread"), seed=9, resume="last", **options))
 
 
-def test_a_loader_that_fails_early_leaves_a_run_to_resume(tmp_path):
+def test_a_run_can_resume_after_an_error_of_its_loader(tmp_path):
     class EndsWithError(TensorLoader):
         def __iter__(self):
             yield from list(super().__iter__())[:3]
@@ -224,7 +224,7 @@ class OneRankFails(Classifier):
 
 
 @pytest.mark.parametrize("rank", [0, 1])
-def test_one_rank_that_fails_ends_all(tmp_path, monkeypatch, rank):
+def test_all_forked_processes_end_if_one_fails(tmp_path, monkeypatch, rank):
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
     monkeypatch.setattr(OneRankFails, "rank", rank)
     with pytest.raises(Exception, match="only here|Connection closed by peer|terminated"):
@@ -240,7 +240,7 @@ fit({root!r}, OneRankFails, max_epochs=2, strategy="ddp", devices=2)
 
 
 @pytest.mark.skipif(sys.platform == "win32", reason="signals end programs differently there")
-def test_one_rank_of_a_script_that_fails_ends_all(tmp_path):
+def test_all_processes_of_a_script_end_if_one_fails(tmp_path):
     script = tmp_path / "script.py"
     script.write_text(source_of("", __file__)[-1] + SCRIPT.format(root=str(tmp_path / "run")))
     environment = {**os.environ, "READY_PYTHON": ready_python()}

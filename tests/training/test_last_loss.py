@@ -20,7 +20,7 @@ class Noting(Classifier):
         return loss
 
 
-def test_only_the_last_loss_is_alive():
+def test_fit_frees_every_loss_but_the_last():
     module = Noting()
     FabricLoop(**quiet(max_epochs=2)).fit(module, make_loader(16))
     assert module.alive == [[False] * (count - 1) + [True] * (count > 0) for count in range(8)]
@@ -35,7 +35,7 @@ class Keeping(Noting):
         loss.backward(retain_graph=True)
 
 
-def test_outputs_with_a_graph_are_freed_after_each_batch():
+def test_fit_frees_step_outputs_after_each_batch():
     module = Keeping()
     FabricLoop(**quiet(max_epochs=1)).fit(module, make_loader(16))
     assert module.alive == [[False] * count for count in range(4)]

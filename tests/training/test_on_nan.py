@@ -73,7 +73,7 @@ def test_on_nan_stop_ends_training(tmp_path, options, stops_at, saved_at):
 
 
 @pytest.mark.parametrize(("every", "stops_at"), [(50, 10), (1, 7)])
-def test_on_nan_stop_ends_training_after_one_infinite_loss(tmp_path, every, stops_at):
+def test_on_nan_stop_ends_training_after_a_single_infinite_loss(tmp_path, every, stops_at):
     """The weights and the next losses are finite, but the mean of the epoch is not."""
     options = {"log_every_n_steps": every, "on_nan": "stop"}
     with pytest.warns(UserWarning, match="^on_nan: the loss is not finite"):
@@ -81,13 +81,13 @@ def test_on_nan_stop_ends_training_after_one_infinite_loss(tmp_path, every, stop
     assert (loop.global_step, saved_step(loop)) == (stops_at, 5)
 
 
-def test_on_nan_stop_before_the_first_checkpoint_saves_none(tmp_path):
+def test_on_nan_stop_before_the_first_checkpoint_saves_no_checkpoint(tmp_path):
     with pytest.warns(UserWarning, match="at step 5 "):
         loop, _, _ = fit(tmp_path, {0}, on_nan="stop", min_epochs=2)
     assert loop.checkpoint_path("last") is None
 
 
-def test_finite_losses_train_to_the_end(tmp_path):
+def test_on_nan_stop_does_not_stop_a_run_with_finite_losses(tmp_path):
     loop, _, batches = fit(tmp_path, {}, on_nan="stop", save_every_n_steps=1)
     assert (batches, saved_step(loop)) == (15, 15)
 
@@ -115,7 +115,7 @@ def test_on_nan_stop_ends_the_training_of_a_lightning_module(tmp_path, manual):
 
 
 @pytest.mark.parametrize("on_nan", ["warn", "off"])
-def test_on_nan_warns_once_or_never(tmp_path, on_nan):
+def test_on_nan_warn_warns_once_and_off_does_not_warn(tmp_path, on_nan):
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         loop, _, batches = fit(tmp_path, {7}, on_nan=on_nan)
@@ -126,7 +126,7 @@ def test_on_nan_warns_once_or_never(tmp_path, on_nan):
 
 
 @pytest.mark.filterwarnings("ignore:on_nan")
-def test_two_processes_stop_together(tmp_path, monkeypatch):
+def test_on_nan_stop_ends_both_processes_at_the_same_step(tmp_path, monkeypatch):
     """The loss of one process is not finite."""
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
     net = nn.Linear(4, 1)

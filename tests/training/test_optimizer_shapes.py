@@ -155,7 +155,7 @@ class Lit(pl.LightningModule):
 
 
 @pytest.mark.parametrize("name", OPTIMIZERS)
-def test_each_optimizer_equals_a_loop_by_hand_and_resumes(tmp_path, name):
+def test_each_optimizer_trains_like_a_hand_written_loop_and_resumes(tmp_path, name):
     make = OPTIMIZERS[name]
     expected = train_by_hand(make, name in NEEDS_CLOSURE).state_dict()
     whole, net = train(make, tmp_path / "whole")
@@ -169,7 +169,7 @@ def test_each_optimizer_equals_a_loop_by_hand_and_resumes(tmp_path, name):
 
 @pytest.mark.parametrize("accumulated", [1, 4])
 @pytest.mark.parametrize("name", [name for name in OPTIMIZERS if name not in NOT_OF_TRAINER])
-def test_optimizers_give_the_weights_and_metrics_of_trainer(tmp_path, name, accumulated):
+def test_each_optimizer_gives_the_same_weights_and_metrics_as_trainer(tmp_path, name, accumulated):
     ends = []
     for loop_class in (pl.Trainer, FabricLoop):
         module, loader = Lit(OPTIMIZERS[name]), make_loader()
@@ -183,12 +183,12 @@ def test_optimizers_give_the_weights_and_metrics_of_trainer(tmp_path, name, accu
     assert same(*ends)
 
 
-def test_optimizer_that_ignores_its_closure_is_refused(tmp_path):
+def test_an_optimizer_that_ignores_its_closure_is_refused(tmp_path):
     with pytest.raises(ValueError, match=r"Call the argument closure in IgnoresClosure.step, or define step\(self\)"):
         train(IgnoresClosure, tmp_path)
 
 
-def test_optimizer_without_hooks_in_manual_optimization_is_refused(tmp_path):
+def test_manual_optimization_refuses_an_optimizer_without_hooks(tmp_path):
     net = make_net()
     optimizers = [NoSubclass(net[0].parameters()), NoSubclass(net[2].parameters())]
     loop = FabricLoop(**loud(tmp_path, max_epochs=1))
@@ -209,7 +209,7 @@ def make_sgd(net, lr):
     ],
     ids=["partial of a class", "partial of a function", "function"],
 )
-def test_a_function_may_create_the_optimizer(tmp_path, given):
+def test_the_optimizer_may_be_given_as_a_function(tmp_path, given):
     net, loop = make_net(), FabricLoop(**loud(tmp_path, max_epochs=2))
     loader = make_loader()
     torch.manual_seed(5)
@@ -233,7 +233,7 @@ class AddsGroup(Lit):
 
 @pytest.mark.parametrize("hook", ["on_fit_start", "on_train_epoch_start", "on_train_batch_end"])
 @pytest.mark.parametrize("limit", [{"max_epochs": 2}, {"max_steps": 7}], ids=["epochs", "steps"])
-def test_a_parameter_group_that_a_hook_adds_is_resumed(tmp_path, hook, limit):
+def test_a_run_resumes_with_a_parameter_group_that_a_hook_has_added(tmp_path, hook, limit):
     """A resume adds the group again before it restores the optimizer."""
 
     def make():
@@ -246,7 +246,7 @@ def test_a_parameter_group_that_a_hook_adds_is_resumed(tmp_path, hook, limit):
     assert [group["lr"] for group in resumed[0].optimizers[0].param_groups] == [0.1, 0.05]
 
 
-def test_group_of_unknown_parameters_is_refused(tmp_path):
+def test_resume_refuses_a_parameter_group_of_unknown_parameters(tmp_path):
     """The resumed module does not have the parameters that the group had."""
 
     class Grows(AddsGroup):
@@ -316,7 +316,7 @@ def test_log_grad_norm_logs_the_norm_of_all_gradients(tmp_path, make):
     assert [float(line.split(",")[column]) for line in lines[1:]] == pytest.approx(expected, rel=1e-3)
 
 
-def test_the_column_lr_is_the_rate_of_the_first_group(tmp_path):
+def test_the_lr_column_has_the_rate_of_the_first_parameter_group(tmp_path):
     """The column lr has the rate of the first group, which a scheduler changes by its own factor."""
     net = make_net()
     optimizer = in_groups(net.parameters())

@@ -68,7 +68,7 @@ def training_step(model, batch):
 
 @pytest.mark.parametrize("precision", PRECISIONS)
 @pytest.mark.parametrize("level", ["functions", "module", "lightning_module"])
-def test_each_step_runs_in_the_dtypes_of_the_precision(precision, level):
+def test_each_step_runs_in_the_dtypes_of_its_precision(precision, level):
     options = scaled() if precision == "16-mixed" else {"precision": precision}
     output, other = PRECISIONS[precision]
     model = LitLook() if level == "lightning_module" else Look()
@@ -109,7 +109,7 @@ def val():
     ],
     ids=["plain", "accumulated", "clip_norm", "clip_value"],
 )
-def test_a_scaled_run_has_trainers_bits(options):
+def test_a_run_with_a_gradient_scaler_gives_the_same_weights_as_trainer(options):
     scaler = {"growth_interval": 4}
     trainer, expected = run_trainer(
         Classifier, train, val, max_epochs=3, **options, **scaled(TrainerMixedPrecision, **scaler)
@@ -121,7 +121,7 @@ def test_a_scaled_run_has_trainers_bits(options):
     assert loop.scaler.get_scale() > 2.0**8  # it has grown
 
 
-def test_scaler_skips_steps_that_overflow_as_in_trainer():
+def test_the_gradient_scaler_skips_the_same_steps_as_under_trainer():
     trainer, expected = run_trainer(Overflows, train, max_epochs=2, **scaled(TrainerMixedPrecision))
     loop, module = run_loop(Overflows, train, max_epochs=2, **scaled())
     assert_same_weights(expected, module)
@@ -147,7 +147,7 @@ class Gradients(Classifier):
         self.at_end.append(self.norm())
 
 
-def test_clipping_under_the_scaler_clips_the_true_gradients():
+def test_clipping_with_a_gradient_scaler_clips_unscaled_gradients():
     """Scaled gradients would all be clipped: their norm is 256 times larger than what a limit of 1 means."""
     _, module = run_loop(Gradients, train, max_epochs=2, gradient_clip_val=1.0, **scaled())
     limited = [min(norm, 1.0) for norm in module.before_step]
@@ -155,7 +155,7 @@ def test_clipping_under_the_scaler_clips_the_true_gradients():
     assert {norm > 1.0 for norm in module.before_step} == {True, False}  # both kinds occur
 
 
-def test_scaler_is_saved_and_restored(tmp_path):
+def test_resume_restores_the_gradient_scaler(tmp_path):
     """2 + 2 epochs equal 4, with a scale that grows at every seventh step."""
 
     def fit(folder, max_epochs, resume=None):

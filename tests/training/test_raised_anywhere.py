@@ -64,7 +64,7 @@ PLACES = [("fit", name) for name in FIT_HOOKS] + [
 
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize(("place", "kind"), sample(2, PLACES, [Broken, KeyboardInterrupt, SystemExit]))
-def test_an_error_in_a_hook_leaves_model_and_loop_usable(place, kind):
+def test_an_error_in_a_hook_leaves_the_model_and_the_loop_usable(place, kind):
     stage, hook = place
     module, error = Complete(), kind("mine")
 
@@ -139,7 +139,7 @@ class FailsToClose(Foreign):
         raise OSError("no network")
 
 
-def test_an_error_during_clean_up_does_not_replace_the_first_error():
+def test_an_error_during_clean_up_does_not_hide_the_first_error():
     recorder = RecordsException()
     loop = FabricLoop(**loud(callbacks=[Worse(), recorder], logger=[FailsToClose()]))
     given = Fails("training_step", Broken("mine")), DataLoader(make_data(8), batch_size=4)
@@ -154,7 +154,7 @@ def test_an_error_during_clean_up_does_not_replace_the_first_error():
 
 
 @pytest.mark.parametrize("stage", ["fit", "predict"])
-def test_no_worker_process_stays(stage):
+def test_an_error_leaves_no_worker_process(stage):
     module = Fails(f"{stage.replace('fit', 'training')}_step", Broken("mine"))
     loop = FabricLoop(**loud(max_epochs=1, logger=False, enable_checkpointing=False))
     before = multiprocessing.active_children()

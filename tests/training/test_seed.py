@@ -38,7 +38,7 @@ def draw():
     return random.random(), np.random.rand(), torch.rand(()).item()
 
 
-def test_both_loops_have_the_same_losses():
+def test_both_loops_train_the_same_losses_with_the_same_seed():
     losses = []
     for kind in LOOPS:
         loop = make_loop(kind, max_epochs=2, name=kind, seed=5)
@@ -49,7 +49,7 @@ def test_both_loops_have_the_same_losses():
 
 
 @pytest.mark.parametrize("kind", LOOPS)
-def test_the_first_weights_follow_from_the_seed(kind):
+def test_creating_a_loop_with_a_seed_fixes_the_first_weights(kind):
     weights = []
     for _ in range(2):
         make_loop(kind, seed=3)
@@ -58,7 +58,7 @@ def test_the_first_weights_follow_from_the_seed(kind):
 
 
 @pytest.mark.parametrize("kind", LOOPS)
-def test_without_a_seed_nothing_is_seeded(kind):
+def test_a_loop_without_a_seed_does_not_seed(kind):
     torch.manual_seed(1)
     make_loop(kind)
     first = draw()[2]
@@ -69,7 +69,7 @@ def test_without_a_seed_nothing_is_seeded(kind):
 
 
 @pytest.mark.parametrize("kind", LOOPS)
-def test_a_resumed_run_continues_the_random_numbers(kind):
+def test_a_resumed_run_continues_the_saved_random_numbers(kind):
     whole = train(make_loop(kind, max_epochs=3, name="whole", seed=4))
     train(make_loop(kind, max_epochs=2, name="cut", seed=4))
     net = nn.Sequential(nn.Linear(8, 3), nn.Dropout(0.5))
@@ -82,7 +82,7 @@ def test_a_resumed_run_continues_the_random_numbers(kind):
 
 
 @pytest.mark.parametrize("kind", LOOPS)
-def test_an_evaluation_does_not_seed(kind):
+def test_validate_does_not_seed(kind):
     loop, drawn = make_loop(kind, seed=2), []
     for seed in (0, 1):
         torch.manual_seed(seed)

@@ -25,7 +25,7 @@ def train():
 
 @pytest.mark.parametrize("options", [{}, {"accumulate_grad_batches": 2}, {"monitor": "val_loss"}], ids=str)
 @pytest.mark.parametrize("steps", [1, 7, 8])
-def test_max_steps_ends_an_epoch_early_and_continues_exactly(tmp_path, options, steps):
+def test_an_epoch_that_max_steps_ends_early_resumes_exactly(tmp_path, options, steps):
     """A repeated command changes nothing. With more steps, the run continues exactly."""
     options = {"max_epochs": 3, "log_every_n_steps": 2, **options}
     make = lambda: Classifier(on_step=True)  # noqa: E731
@@ -70,7 +70,7 @@ class StopsAt(Callback):
 
 
 @pytest.mark.parametrize("options", [{}, {"accumulate_grad_batches": 2}], ids=str)
-def test_should_stop_ends_an_epoch_that_a_resume_continues(tmp_path, options):
+def test_an_epoch_that_should_stop_ends_early_resumes_exactly(tmp_path, options):
     options = {"max_epochs": 3, "log_every_n_steps": 2, **options}
     make = lambda: Classifier(on_step=True)  # noqa: E731
     whole = fit(tmp_path / "whole", make, train, **options)
@@ -109,7 +109,7 @@ def plateau(module):
 
 
 @pytest.mark.parametrize("optimizers", [by_epoch, plateau])
-def test_a_loader_shorter_than_its_length_ends_the_epoch(tmp_path, optimizers):
+def test_an_epoch_ends_if_the_loader_is_shorter_than_its_length(tmp_path, optimizers):
     """Weights, rows and files are those of a loader with the right length, also resumed after each step."""
     make = lambda: Classifier(optimizers)  # noqa: E731
     options = {"val": val_loader, "max_epochs": 2, "save_every_n_steps": 1}
@@ -136,7 +136,7 @@ def test_a_loader_shorter_than_its_length_ends_the_epoch(tmp_path, optimizers):
     ],
     ids=str,
 )
-def test_a_short_loader_is_validated_once_at_its_end(tmp_path, options, steps):
+def test_an_epoch_with_a_short_loader_validates_once_at_its_end(tmp_path, options, steps):
     """A whole epoch that would validate at its end does so, also if it is short."""
     seen = []
 
@@ -150,7 +150,7 @@ def test_a_short_loader_is_validated_once_at_its_end(tmp_path, options, steps):
 
 
 @pytest.mark.filterwarnings("ignore:train_dataloaders. .* to resume this run after its first epoch")
-def test_a_pass_without_batches_is_an_error(tmp_path):
+def test_a_later_epoch_without_batches_raises(tmp_path):
     """last.ckpt is that of the epoch before."""
     message = r"The train loader \(generator\) gave no batch in this pass. An iterator is used up"
     with pytest.raises(ValueError, match=message):

@@ -80,7 +80,7 @@ def assert_resumes(tmp_path, whole, make=Classifier, val=None, seed=9, **options
         (18, "on_train_batch_end", "SIGINT", {}),  # the last batch of the fit
     ],
 )
-def test_notebook_gets_the_history(tmp_path, notebook, at, hook, number, options):
+def test_fit_in_a_notebook_returns_the_history_after_ctrl_c(tmp_path, notebook, at, hook, number, options):
     options = {"max_epochs": 3, "log_every_n_steps": 2, **options}
     whole = fit(tmp_path / "whole", on_step, train, val_loader, **options)
     interrupt = Interrupt(at, getattr(signal, number), hook)
@@ -95,7 +95,7 @@ def test_notebook_gets_the_history(tmp_path, notebook, at, hook, number, options
     assert_resumes(tmp_path, whole, on_step, val_loader, **options)
 
 
-def test_a_run_that_a_signal_stops_in_the_last_hook_can_be_resumed(tmp_path, notebook):
+def test_a_run_can_resume_after_a_signal_in_its_last_hook(tmp_path, notebook):
     whole = fit(tmp_path / "whole", train=train, max_epochs=2)
     interrupt = LambdaCallback(on_train_epoch_end=lambda *_: signal.raise_signal(signal.SIGINT))
     fit(tmp_path / "cut", train=train, max_steps=4, callbacks=[interrupt])
@@ -108,7 +108,7 @@ def on_step():
     return module
 
 
-def test_on_exception_is_called_in_a_script(tmp_path):
+def test_ctrl_c_in_a_script_calls_on_exception(tmp_path):
     errors = []
 
     class Listener(Callback):
@@ -122,7 +122,7 @@ def test_on_exception_is_called_in_a_script(tmp_path):
     assert signal.getsignal(signal.SIGINT) in DEFAULTS
 
 
-def test_second_ctrl_c_ends_at_once(tmp_path, notebook):
+def test_a_second_ctrl_c_stops_immediately(tmp_path, notebook):
     interrupt, modules = Interrupt(times=2), []
 
     def make():
@@ -180,7 +180,7 @@ def received():
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1])
-def test_handler_of_the_user_is_called(tmp_path, received, number):
+def test_a_signal_also_calls_the_users_handler(tmp_path, received, number):
     whole = fit(tmp_path / "whole", train=train, max_epochs=3)
     with pytest.raises(SystemExit) as ended:
         fit(tmp_path / "cut", train=train, max_epochs=3, callbacks=[Interrupt(8, number)])
@@ -188,7 +188,7 @@ def test_handler_of_the_user_is_called(tmp_path, received, number):
     assert_resumes(tmp_path, whole, max_epochs=3)
 
 
-def test_exception_of_a_handler_reaches_the_caller(tmp_path, received):
+def test_an_exception_of_the_users_handler_reaches_the_caller(tmp_path, received):
     def raises(number, frame):
         raise SystemExit("mine")
 
@@ -200,7 +200,7 @@ def test_exception_of_a_handler_reaches_the_caller(tmp_path, received):
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-def test_own_ctrl_c_handler_and_ignored_signals_stay(tmp_path, received, number):
+def test_fit_keeps_the_users_ctrl_c_handler_and_ignored_signals(tmp_path, received, number):
     handler = signal.SIG_IGN if number == signal.SIGTERM else lambda number, frame: received.append(number)
     before = signal.signal(number, handler)
     try:
@@ -216,7 +216,7 @@ def test_own_ctrl_c_handler_and_ignored_signals_stay(tmp_path, received, number)
 
 
 @pytest.mark.parametrize(("rank", "number", "code"), [(0, signal.SIGTERM, 143), (1, signal.SIGINT, 130)])
-def test_ranks_agree_on_the_step(tmp_path, monkeypatch, rank, number, code):
+def test_two_processes_stop_at_the_same_step_after_a_signal(tmp_path, monkeypatch, rank, number, code):
     monkeypatch.setattr(signals, "SECONDS_BETWEEN_CHECKS", 0.0)
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
     whole = fit(tmp_path / "whole", train=train, max_epochs=4, **FORK)
@@ -284,7 +284,7 @@ class OutOfTime(Callback):
 
 @pytest.mark.parametrize("options", [{}, {"accumulate_grad_batches": 2}, {"val_check_interval": 2}], ids=str)
 @pytest.mark.parametrize("at", [2, 8, 12])
-def test_max_time_ends_the_epoch_early_and_continues_exactly(tmp_path, options, at):
+def test_an_epoch_that_max_time_ends_early_resumes_exactly(tmp_path, options, at):
     """The epoch ends early, with its row. A resume continues in the middle of it."""
     options = {"max_epochs": 3, "log_every_n_steps": 2, **options}
     whole = fit(tmp_path / "whole", on_step, train, val_loader, **options)
