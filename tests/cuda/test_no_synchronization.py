@@ -48,7 +48,7 @@ class Waits(Classifier):
         return loss if loss.item() < 1e9 else None
 
 
-def test_a_synchronization_is_an_error_here():
+def test_the_check_raises_at_a_synchronizing_operation():
     with pytest.raises(RuntimeError, match="called a synchronizing CUDA operation"):
         fit(Waits())
 
@@ -63,7 +63,7 @@ LOADERS = {
 
 @pytest.mark.parametrize("name", LOADERS)
 @pytest.mark.parametrize("precision", ["32-true", "bf16-mixed"])
-def test_loaders_do_not_synchronize(precision, name):
+def test_training_with_each_loader_does_not_synchronize(precision, name):
     assert fit(train=LOADERS[name], precision=precision) in (12, 20)
 
 
@@ -75,7 +75,7 @@ def test_16_mixed_with_a_fused_optimizer_does_not_synchronize():
 
 
 @pytest.mark.parametrize("options", [{"accumulate_grad_batches": 3}, {"gradient_clip_val": 0.1}], ids=str)
-def test_options_read_nothing_from_the_device(options):
+def test_accumulation_and_clipping_do_not_synchronize(options):
     assert fit(train=on_device, **options) == 20
 
 

@@ -31,7 +31,7 @@ def test_a_killed_run_resumes_exactly(tmp_path, precision, optimizers, loader):
 
 
 @pytest.mark.parametrize(("first", "then"), [(CPU, ON), (ON, CPU)], ids=["to the device", "to the CPU"])
-def test_a_resume_on_another_device_restores_everything_but_rounding(tmp_path, first, then):
+def test_a_resume_on_another_device_differs_only_in_rounding(tmp_path, first, then):
     """Weights, optimizer, counters and order of the data are those of the file. Only the arithmetic differs."""
     options = {"make_module": lambda: Still(fused_adam), "val": val_loader, "save_every_n_steps": 3}
     loop, module, _ = fit(tmp_path, **first, max_epochs=1, **options)
@@ -44,7 +44,7 @@ def test_a_resume_on_another_device_restores_everything_but_rounding(tmp_path, f
         torch.testing.assert_close(module.state_dict()[name], weight, rtol=1e-3, atol=1e-4)
 
 
-def test_mini_loop_resumes_exactly(tmp_path):
+def test_mini_loop_resumes_exactly_after_an_epoch(tmp_path):
     """MiniLoop resumes at an epoch's end."""
     ends = {}
     for name, epochs in (("whole", [3]), ("parts", [1, 3])):

@@ -22,7 +22,7 @@ def devices_of(module):
 
 @pytest.mark.parametrize("kind", [FabricLoop, MiniLoop])
 @pytest.mark.parametrize("optimizers", [by_epoch, fused_adam])
-def test_the_module_stays_where_it_was_given(tmp_path, kind, optimizers):
+def test_fit_leaves_the_module_on_its_device(tmp_path, kind, optimizers):
     options = {**ON, "max_epochs": 1, "default_root_dir": str(tmp_path)}
     module = Drawing(optimizers)
     loop = kind(**options)
@@ -75,7 +75,7 @@ def test_the_module_is_back_on_the_cpu_after_an_error():
     assert devices_of(module) == {"cpu"}
 
 
-def test_an_error_of_the_device_is_shown(tmp_path):
+def test_a_failed_save_does_not_hide_a_cuda_error(tmp_path):
     """After it nothing can be read from the device. A failed save does not take the place of the error."""
     code = f"""
 import torch
@@ -101,7 +101,7 @@ fit({str(tmp_path)!r}, Fails, on_device, max_epochs=1, save_every_n_steps=2, **O
 
 
 @pytest.mark.parametrize("precision", PRECISIONS)
-def test_evaluations_give_the_bits_of_trainer(precision):
+def test_validate_test_and_predict_give_the_same_values_as_trainer(precision):
     """validate, test and predict give Trainer's bits. Predictions are on the CPU."""
 
     class Evaluated(Drawing):
@@ -127,7 +127,7 @@ def test_evaluations_give_the_bits_of_trainer(precision):
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::UserWarning")
 @pytest.mark.parametrize("compile", [True, "reduce-overhead", {"dynamic": False}], ids=str)
-def test_a_compiled_module_trains(tmp_path, compile):
+def test_a_compiled_module_trains_like_an_uncompiled_one(tmp_path, compile):
     rows, modules = [], []
     for value in (False, compile):
         options = {**ON, "max_epochs": 3, "compile": value}
@@ -141,11 +141,11 @@ def test_a_compiled_module_trains(tmp_path, compile):
     assert list(file["state_dict"]) == list(modules[0].state_dict())
 
 
-def test_auto_takes_the_device():
+def test_accelerator_auto_selects_the_gpu():
     assert FabricLoop(max_epochs=1).fabric.device.type == DEVICE
 
 
-def test_ddp_of_one_process_has_the_weights_of_one_device(tmp_path):
+def test_ddp_with_one_process_trains_the_same_weights_as_one_device(tmp_path):
     code = f"""
 from device import *
 from runs import *
@@ -176,7 +176,7 @@ def test_profile_runs_on_a_gpu(precision):
     assert torch.equal(torch.cuda.get_rng_state(), drawn)
 
 
-def test_each_row_has_the_peak_of_the_memory(tmp_path):
+def test_each_row_has_the_peak_gpu_memory(tmp_path):
     _, _, history = fit(tmp_path, train=make_loader, max_epochs=2, **ON)
     peak = torch.cuda.max_memory_allocated() / 2**30
     assert (history["gpu_memory"] >= 0).all()

@@ -69,7 +69,7 @@ own_batches = partial(torch.utils.data.DataLoader, make_loader(24).dataset, **OW
 
 
 @pytest.mark.parametrize("make", [Own, OwnWithLength, Function, Items, OwnDataLoader, own_batches])
-def test_iterables_give_the_batches_of_trainer(make):
+def test_iterables_give_the_same_batches_as_under_trainer(make):
     """In training, the sanity check and validation. Those with a length are limited."""
     limits = {"limit_train_batches": 4, "limit_val_batches": 3} if hasattr(make, "__len__") else {}
     assert_parity(Classifier, make, make, max_epochs=2, **limits)
@@ -90,11 +90,11 @@ def once():
     return itertools.chain(BATCHES)
 
 
-def test_an_iterator_of_one_pass_trains_one_epoch():
+def test_a_one_pass_iterator_trains_one_epoch():
     assert_parity(Classifier, once, once, max_epochs=1, num_sanity_val_steps=0)
 
 
-def test_an_exhausted_iterator_is_an_error_or_a_warning(tmp_path):
+def test_an_exhausted_iterator_raises_in_training_and_warns_in_validation(tmp_path):
     """An error where nothing would be trained, a warning where nothing is evaluated."""
     hint = r"loader \(chain\) gave no batch in .* An iterator is used up after one pass: give an object"
     with pytest.raises(ValueError, match=f"The train {hint}"):
@@ -163,7 +163,7 @@ CONTINUED = {Slices: {}, Nested: {}, cycle: {}, Queue: {"limit_train_batches": 5
 
 @pytest.mark.filterwarnings("ignore:resume. .* are read again")
 @pytest.mark.parametrize("make", CONTINUED)
-def test_a_stream_that_continues_in_each_epoch_resumes_in_the_first_epoch_only(tmp_path, make):
+def test_a_stream_that_continues_across_epochs_resumes_only_in_epoch_0(tmp_path, make):
     options = {"train": make, "max_epochs": 3, "save_every_n_steps": 1, **CONTINUED[make]}
     whole = fit(tmp_path / "whole", callbacks=[Snapshots(tmp_path / "whole", tmp_path / "killed")], **options)
     root = tmp_path / "killed" / "2"
@@ -175,7 +175,7 @@ def test_a_stream_that_continues_in_each_epoch_resumes_in_the_first_epoch_only(t
 
 
 @pytest.mark.parametrize("make", CONTINUED)
-def test_a_stream_that_mini_loop_has_continued_is_refused(tmp_path, make):
+def test_a_stream_that_continues_across_epochs_cannot_resume_a_mini_loop_run(tmp_path, make):
     """A file of MiniLoop has no position."""
     loop = MiniLoop(max_epochs=1, name="run", default_root_dir=tmp_path, accelerator="cpu")
     loop.fit(Classifier(), make() if make is not Queue else list(itertools.islice(Queue(), 5)))
@@ -184,7 +184,7 @@ def test_a_stream_that_mini_loop_has_continued_is_refused(tmp_path, make):
 
 
 @pytest.mark.filterwarnings("ignore:resume. .* are read again", "ignore:.set_vital. is deprecated")
-def test_persistent_workers_of_a_stateful_loader_resume_in_the_first_epoch_only(tmp_path):
+def test_persistent_workers_resume_only_in_epoch_0(tmp_path):
     def make():
         return StatefulDataLoader(make_data(24), 4, num_workers=2, persistent_workers=True)
 
@@ -196,12 +196,12 @@ def test_persistent_workers_of_a_stateful_loader_resume_in_the_first_epoch_only(
 
 
 @pytest.mark.parametrize("make", CONTINUED)
-def test_a_run_that_cannot_resume_later_warns_before_the_first_batch(tmp_path, make):
+def test_a_stream_that_continues_across_epochs_warns_before_the_first_batch(tmp_path, make):
     with pytest.warns(UserWarning, match="train_dataloaders: .* to resume this run after its first epoch"):
         fit(tmp_path, train=make, max_steps=1, max_epochs=1)
 
 
-def test_resume_reads_a_stream_from_the_start_of_its_epoch(tmp_path):
+def test_resume_warns_that_it_reads_a_stream_from_the_start_of_the_epoch(tmp_path):
     options = {"train": Own, "max_epochs": 2, "save_every_n_steps": 1}
     fit(tmp_path / "whole", callbacks=[Snapshots(tmp_path / "whole", tmp_path / "killed")], **options)
     with pytest.warns(UserWarning, match="resume: 3 batches of Own are read again"):
@@ -209,5 +209,5 @@ def test_resume_reads_a_stream_from_the_start_of_its_epoch(tmp_path):
 
 
 @pytest.mark.parametrize("make", [Slices, Nested, cycle])
-def test_a_stream_that_continues_in_each_epoch_has_trainers_bits(make):
+def test_a_stream_that_continues_across_epochs_trains_as_under_trainer(make):
     assert_parity(Classifier, make, make, max_epochs=3)

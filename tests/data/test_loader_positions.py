@@ -57,7 +57,7 @@ class CountsReads:
 
 
 @pytest.mark.parametrize("name", SAMPLERS)
-def test_data_loader_reads_no_sample_that_is_done(name):
+def test_a_resumed_data_loader_does_not_read_trained_samples_again(name):
     data = CountsReads()
 
     def make():
@@ -112,7 +112,7 @@ def test_a_resume_with_another_number_of_loaders_is_refused(tmp_path):
         fit(tmp_path, TakesSeveral, loader, resume="last", max_epochs=2)
 
 
-def test_another_batch_size_is_refused_in_the_middle_of_an_epoch(tmp_path):
+def test_a_resume_within_an_epoch_refuses_another_batch_size(tmp_path):
     """In the middle of an epoch it is refused, at the end of an epoch it is a warning."""
     other = lambda: make_loader(24, batch_size=6)  # noqa: E731
     fit(tmp_path, train=lambda: make_loader(24), max_steps=4)
@@ -125,7 +125,7 @@ def test_another_batch_size_is_refused_in_the_middle_of_an_epoch(tmp_path):
     assert loop.global_step == 10
 
 
-def test_a_loader_without_state_is_read_again():
+def test_a_resumed_loader_without_state_reads_its_batches_again():
     expected, resumed = resume_at(streams(Stream), 4)
     with pytest.warns(UserWarning, match="resume: 4 batches of DataLoader are read again .* StatefulDataLoader"):
         assert same(list(resumed), expected)

@@ -97,7 +97,7 @@ def structure(loaders):
 
 @pytest.mark.parametrize("call", STAGE_NAMES)
 @pytest.mark.parametrize("shape", SHAPES)
-def test_loaders_of_each_shape_give_the_batches_of_trainer(call, shape):
+def test_loaders_of_each_shape_give_the_same_batches_as_under_trainer(call, shape):
     """Batches, their indices, their counts and the structure of the loaders equal Trainer's."""
 
     def act(loop, module):
@@ -115,7 +115,7 @@ def test_loaders_of_each_shape_give_the_batches_of_trainer(call, shape):
 @pytest.mark.parametrize("call", ["fit", "validate", "test"])
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("limit", [1.0, 2])
-def test_combined_loaders_give_trainers_batches_in_every_mode(call, mode, limit):
+def test_combined_loaders_give_the_same_batches_as_under_trainer(call, mode, limit):
     def act(loop, module):
         getattr(loop, call)(module, CombinedLoader({"a": ones(6), "b": [ones(4, 10), range(4)]}, mode))
         return loop.num_sanity_val_batches, loop.num_val_batches, loop.num_test_batches
@@ -132,7 +132,7 @@ NO_LOADERS = {"None": None, "object": object(), "a list of this and that": [1, o
 
 @pytest.mark.parametrize("call", STAGE_NAMES)
 @pytest.mark.parametrize("name", NO_LOADERS)
-def test_an_object_that_is_no_loader_is_refused(call, name):
+def test_an_object_that_is_not_a_loader_is_refused(call, name):
     argument = "train_dataloaders" if call == "fit" else "dataloaders"
     with pytest.raises(TypeError, match=rf"An invalid dataloader was passed to `Trainer.{call}\({argument}="):
         getattr(FabricLoop(**quiet(max_epochs=1)), call)(Sees(), NO_LOADERS[name])
@@ -142,14 +142,14 @@ def test_an_object_that_is_no_loader_is_refused(call, name):
         getattr(FabricLoop(**quiet(max_epochs=1)), call)(module)
 
 
-def test_a_loader_of_validation_is_refused_before_anything_is_trained():
+def test_a_wrong_validation_loader_is_refused_before_training():
     module = Sees()
     with pytest.raises(TypeError, match=r"An invalid dataloader was passed to `Trainer.fit\(val_dataloaders="):
         FabricLoop(**quiet(max_epochs=1)).fit(module, ones(4), object())
     assert module.seen == []
 
 
-def test_loaders_that_a_datamodule_lacks_are_not_the_modules():
+def test_a_datamodules_missing_loaders_are_not_taken_from_the_module():
     """Loaders that the datamodule lacks are not taken from the module, as in Trainer."""
 
     class Module(Sees):
@@ -185,7 +185,7 @@ class Sized(Stream):
 
 
 @pytest.mark.parametrize("call", STAGE_NAMES)
-def test_streams_give_the_batches_of_trainer(call):
+def test_streams_give_the_same_batches_as_under_trainer(call):
     _, seen = assert_both_see(lambda loop, module: getattr(loop, call)(module, ones_of(Stream(5))))
     assert [len(place[1]) for place in seen] == [2, 2, 1]
     _, seen = assert_both_see(
@@ -201,7 +201,7 @@ def ones_of(stream):
 
 @pytest.mark.filterwarnings("ignore:You defined a `validation_step` but have no `val_dataloader`")
 @pytest.mark.parametrize("call", STAGE_NAMES)
-def test_a_fraction_of_a_stream_is_refused(call):
+def test_a_fractional_limit_for_a_stream_is_refused(call):
     limit = {f"limit_{STAGES[call]}_batches": 0.5}
     for make in (pl.Trainer, FabricLoop):
         with pytest.raises(Exception, match=r"When using an `IterableDataset`, .* must be `1.0` or an int"):
@@ -210,7 +210,7 @@ def test_a_fraction_of_a_stream_is_refused(call):
             getattr(make(**quiet(max_epochs=1, **dict.fromkeys(limit, 0.1))), call)(Sees(), ones(4))
 
 
-def test_an_empty_loader_trains_nothing():
+def test_an_empty_loader_from_the_module_warns_and_trains_nothing():
     """Given by the module; fit refuses one that it can see before."""
 
     class Empty(Sees):
@@ -257,7 +257,7 @@ class EpochSampler(RandomSampler):
 
 
 @pytest.mark.parametrize("in_batches", [False, True])
-def test_set_epoch_is_called_as_by_trainer(in_batches):
+def test_set_epoch_gets_the_same_epochs_as_from_trainer(in_batches):
     def make():
         sampler = EpochSampler(range(4))
         sampler.epochs = []
@@ -297,7 +297,7 @@ def test_a_loader_with_few_workers_warns(monkeypatch):
     assert warnings_of(loader=ones(4, num_workers=2)) == []
 
 
-def test_import_adds_no_filter_of_warnings():
+def test_importing_the_package_adds_no_warning_filter():
     """The user's filters stay as they are; the loop's dependencies are imported before."""
     code = (
         "import warnings, jsonargparse, pandas, torchmetrics, lightning.pytorch;"
@@ -312,7 +312,7 @@ def test_an_iterable_dataset_with_a_length_warns():
     assert text.startswith("Your `IterableDataset` has `__len__` defined")
 
 
-def test_overfitting_is_unshuffled_in_fit_only():
+def test_overfit_batches_turns_off_shuffling_only_in_fit():
     class Both(Sees):
         def val_dataloader(self):
             return ones(8, shuffle=True)
@@ -332,7 +332,7 @@ def test_overfitting_is_unshuffled_in_fit_only():
 # ---- what stays as it was
 
 
-def test_a_given_loader_is_not_changed():
+def test_predict_does_not_change_the_given_loader():
     loader = ones(5, drop_last=True)
     given = dict(vars(loader))
     loop = FabricLoop(**quiet())
@@ -343,7 +343,7 @@ def test_a_given_loader_is_not_changed():
 
 
 @pytest.mark.parametrize("kind", ["plain", "channels_last", "a subclass"])
-def test_a_shuffled_tensor_loader_gives_the_indexed_samples(kind):
+def test_a_shuffled_tensor_loader_gives_the_same_samples_as_indexing(kind):
     x = torch.randn(10, 3, 4, 4).to(memory_format=torch.channels_last)
     if kind != "channels_last":
         x = x.contiguous()

@@ -223,7 +223,7 @@ class TakesAll(Classifier):
 
 
 @pytest.mark.parametrize("name", LOADERS)
-def test_a_killed_run_resumes_exactly(tmp_path, name):
+def test_a_killed_run_restores_the_state_of_samplers_and_datasets(tmp_path, name):
     options = {"max_epochs": 3, "save_every_n_steps": 1, "train": LOADERS[name]}
     snapshots = Snapshots(tmp_path / "whole", tmp_path)
     whole = fit(tmp_path / "whole", TakesAll, callbacks=[snapshots], **options)

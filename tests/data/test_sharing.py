@@ -68,7 +68,7 @@ LOADERS = {
 
 
 @pytest.mark.parametrize("kind", LOADERS)
-def test_evaluation_has_the_samples_of_trainer(tmp_path, kind):
+def test_each_process_tests_the_same_samples_as_under_trainer(tmp_path, kind):
     for name, run in (("trainer", pl.Trainer), ("loop", FabricLoop)):
         (tmp_path / name).mkdir()
         loader = LOADERS["DataLoader" if name == "trainer" else kind](7, 3)
@@ -76,7 +76,7 @@ def test_evaluation_has_the_samples_of_trainer(tmp_path, kind):
     assert seen(tmp_path / "loop", "test") == seen(tmp_path / "trainer", "test")
 
 
-def test_predict_sees_each_sample_once(tmp_path):
+def test_two_processes_predict_each_sample_once(tmp_path):
     """As under Trainer, drop_last is ignored."""
     loader = DataLoader(numbers(7), batch_size=2, drop_last=True)
     FabricLoop(**quiet(**FORK)).predict(Sees(tmp_path), loader, return_predictions=False)
@@ -94,7 +94,7 @@ class Stream(IterableDataset):
 
 
 @pytest.mark.filterwarnings("ignore")
-def test_a_loader_empty_on_one_rank_only_is_refused(tmp_path):
+def test_a_loader_that_is_empty_in_one_process_is_refused(tmp_path):
     with pytest.raises(Exception, match=r"got \[0, 1\] batches by process"):
         FabricLoop(**quiet(max_epochs=1, **FORK)).fit(Sees(tmp_path), DataLoader(Stream(), batch_size=None))
 
@@ -116,7 +116,7 @@ class KeptAt(pl.Callback):
 
 @pytest.mark.parametrize("reload", [0, 1])
 @pytest.mark.parametrize("kind", LOADERS)
-def test_the_order_of_samples_does_not_depend_on_the_seed_of_the_resume(tmp_path, kind, reload):
+def test_the_seed_of_a_resume_does_not_change_the_order_of_samples(tmp_path, kind, reload):
     """The checkpoint holds the seed by which the processes draw their common order."""
 
     def fit(seed, **options):

@@ -213,7 +213,7 @@ LOADERS |= TORCHDATA
 
 
 @pytest.mark.parametrize("name", keep(LOADERS, *KEPT))
-def test_a_killed_run_resumes_exactly(tmp_path, name):
+def test_a_killed_run_on_a_stream_resumes_exactly(tmp_path, name):
     """Kill in and after the first epoch, resume, kill a resumed run, and resume it."""
     options = {"max_epochs": 4, "save_every_n_steps": 1, "train": LOADERS[name]}
     snapshots = Snapshots(tmp_path / "whole", tmp_path)
@@ -239,14 +239,14 @@ def test_a_resume_after_the_last_batch_draws_no_random_number(tmp_path):
         assert_same_end(whole, run(tmp_path / path.stem, max_epochs=3, seed=9, resume=path))
 
 
-def test_a_loop_in_an_attribute_of_a_stream_is_not_saved():
+def test_a_loop_that_a_stream_refers_to_is_not_saved():
     stream = StreamOfIndices()
     stream.parts = [Source()]
     stream.parts[0].trainer = FabricLoop(accelerator="cpu")
     assert list(find_values(stream)) == ["stream", "stream.parts", "stream.parts.0"]
 
 
-def test_a_stream_whose_state_cannot_be_set_back_is_named(tmp_path):
+def test_resume_warns_about_a_stream_whose_position_cannot_be_reset(tmp_path):
     """Its position is in a worker, which lives on, or is no attribute."""
     positions = {"start": 0, "position": 0}
 
@@ -292,7 +292,7 @@ class StreamOfPositions(StreamOfIndices):
 
 
 @pytest.mark.parametrize("is_persistent", [False, True])
-def test_a_resume_names_the_random_states_of_workers_that_are_not_saved(tmp_path, is_persistent):
+def test_resume_warns_that_random_states_of_workers_are_not_saved(tmp_path, is_persistent):
     """Between epochs, only persistent workers have random states to restore."""
 
     def make():
@@ -307,7 +307,7 @@ def test_a_resume_names_the_random_states_of_workers_that_are_not_saved(tmp_path
         assert is_named == (is_persistent or root.name == "within")
 
 
-def test_a_stream_that_ends_at_once_is_refused(tmp_path):
+def test_a_resumed_stream_without_batches_is_refused(tmp_path):
     """Nothing would be trained any more."""
     positions = {"start": 0}
 

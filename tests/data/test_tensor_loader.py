@@ -118,14 +118,14 @@ UNSHUFFLED = [name for name in RULES if "shuffle" not in name]
 
 @pytest.mark.parametrize("call", STAGES)
 @pytest.mark.parametrize("name", UNSHUFFLED)
-def test_tensor_loader_gives_the_batches_of_a_data_loader(tmp_path, call, name):
+def test_a_tensor_loader_gives_the_same_batches_as_a_data_loader(tmp_path, call, name):
     if not (name.startswith("overfit") and call != "fit"):
         assert_same_batches(tmp_path, call, name)
 
 
 @pytest.mark.parametrize("call", ["validate", "test", "predict"])
 @pytest.mark.parametrize("name", ["last batch", "fraction"])
-def test_several_tensor_loaders_give_the_same_batches(tmp_path, call, name):
+def test_several_tensor_loaders_give_the_same_batches_as_data_loaders(tmp_path, call, name):
     assert_same_batches(tmp_path, call, name, several=True)
 
 
@@ -145,7 +145,7 @@ def test_two_processes_share_the_batches_of_a_tensor_loader(tmp_path, call, name
     assert_same_batches(tmp_path, call, name, FORK)
 
 
-def test_two_processes_predict_each_sample_once_in_a_shuffled_order(tmp_path):
+def test_two_processes_predict_each_shuffled_sample_once(tmp_path):
     options = {"shuffle": True, "drop_last": True}
     found = run_stage(FabricLoop, tensor_loader, tmp_path / "loop", "predict", options, FORK)
     predicted = [json.loads(line)[0] for rank in (0, 1) for line in found[f"predict{rank}.jsonl"]]
@@ -176,7 +176,7 @@ RESUMES = {
 
 
 @pytest.mark.parametrize(("name", "devices"), [*[(name, 1) for name in RESUMES], ("own generator", 2), ("overfit", 2)])
-def test_resume_continues_the_epoch(tmp_path, name, devices):
+def test_a_killed_run_with_a_tensor_loader_resumes_exactly(tmp_path, name, devices):
     make, options = RESUMES[name]
     options = {"max_epochs": 3, "save_every_n_steps": 1, "train": make, **options}
     if devices == 2:

@@ -34,7 +34,7 @@ def run(command, demo, options=""):
         ("gan", "--max_epochs 4", "val_places", 0.875),  # Of an untrained network 0.
     ],
 )
-def test_demo_learns(demo, options, column, least):
+def test_each_demo_learns(demo, options, column, least):
     run("fit", demo, options)
     assert read_logs("logs")[column].iloc[-1] >= least
     run("validate", demo, "--load best")
@@ -54,7 +54,7 @@ def probe(load):
     return cross_val_score(LogisticRegression(max_iter=5000), codes, labels, cv=5).mean()
 
 
-def test_language_model_is_trained_by_steps_and_writes_a_text(capsys):
+def test_the_language_model_trains_by_steps_and_generates_text(capsys):
     run("fit", "language_model", f"{SMALL_GPT} --max_steps 240 --validate_every_n_steps 80 --log_every_n_steps 10")
     data = TextData(block=32)
     data.setup()
@@ -73,7 +73,7 @@ def test_language_model_is_trained_by_steps_and_writes_a_text(capsys):
     assert [texts[0][:33], *map(len, texts)] == [start, 33 + 20, 33 + 20, 33 + 20]
 
 
-def test_splits_are_stratified_seeded_and_do_not_leak():
+def test_data_splits_are_stratified_and_seeded_and_do_not_leak():
     first, again, other = (DigitsData(seed=seed) for seed in (0, 0, 1))
     table = TabularData()
     for data in (first, again, other, table):
@@ -88,7 +88,7 @@ def test_splits_are_stratified_seeded_and_do_not_leak():
     assert means["train"].max() < 1e-6 < 1e-4 < means["val"].min()
 
 
-def test_tabular_reads_a_csv_file(capsys):
+def test_the_tabular_demo_reads_a_csv_file(capsys):
     table = pd.DataFrame({"price": [1.0, 2.0, None, 4.0] * 20, "size": range(80), "colour": ["red", None] * 40})
     table.to_csv("mine.csv", index=False)
     own = ["fit", "--model", "demos.tabular", "--max_epochs", "1", *QUIET, "--data.path", "mine.csv", "--data.target"]
@@ -97,6 +97,6 @@ def test_tabular_reads_a_csv_file(capsys):
     assert main([*own, "price", "--model.features", "3"]) == 0
 
 
-def test_each_file_has_a_short_name():
+def test_each_demo_file_has_a_short_name():
     files = {path.stem for path in Path(gan.__file__).parent.glob("[a-z]*.py")}
     assert {*DEMOS, "data"} == files

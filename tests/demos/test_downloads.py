@@ -43,14 +43,14 @@ def write_cifar10(folder, count=300):
         (folder / name).write_bytes(rows.astype("uint8").tobytes())
 
 
-def test_mnist_is_learned():
+def test_the_mnist_demo_learns():
     write_mnist(Path("idx"))
     options = ["--model", "demos.mnist", "--data.path", "idx", "--max_epochs", "4", *QUIET]
     assert main(["fit", *options]) == 0
     assert read_logs("logs")["val_acc"].iloc[-1] > 0.85
 
 
-def test_mnist_is_downloaded_once(monkeypatch):
+def test_mnist_is_downloaded_only_once(monkeypatch):
     write_mnist(Path("mirror"))
     monkeypatch.setattr(mnist, "MIRROR", Path("mirror").resolve().as_uri() + "/")
     data = mnist.MNISTData()
@@ -64,7 +64,7 @@ def test_mnist_is_downloaded_once(monkeypatch):
     assert sorted(path.suffix for path in Path("data/mnist").iterdir()) == [".gz"] * 4
 
 
-def test_cifar10_is_learned_after_a_download(monkeypatch):
+def test_the_cifar10_demo_downloads_its_data_and_learns(monkeypatch):
     write_cifar10(Path("cifar-10-batches-bin"))
     archive = shutil.make_archive("mirror/cifar-10-binary", "gztar", ".", "cifar-10-batches-bin")
     monkeypatch.setattr(cifar10, "URL", Path(archive).as_uri())
@@ -74,7 +74,7 @@ def test_cifar10_is_learned_after_a_download(monkeypatch):
     assert Path("data/cifar-10-batches-bin/test_batch.bin").exists()
 
 
-def test_cifar10_reads_binary_batches():
+def test_the_cifar10_demo_reads_binary_batches():
     write_cifar10(Path("bin"), count=20)
     data = cifar10.CIFAR10Data("bin")
     data.setup()
@@ -86,7 +86,7 @@ def test_cifar10_reads_binary_batches():
 
 
 @pytest.mark.parametrize("demo", ["mnist", "cifar10"])
-def test_a_missing_network_is_named(monkeypatch, capsys, demo):
+def test_a_failed_download_names_the_file_to_copy(monkeypatch, capsys, demo):
     monkeypatch.setenv("https_proxy", "http://127.0.0.1:9")  # Nothing listens there.
     assert main(["fit", "--model", f"demos.{demo}", *QUIET]) == 2
     error = capsys.readouterr().err

@@ -59,7 +59,7 @@ def read_epoch(epoch, ranks):
     return [torch.load(f"epoch{epoch}_rank{rank}.pt", weights_only=True) for rank in range(ranks)]
 
 
-def test_another_number_of_processes_resumes_between_two_epochs(recwarn):
+def test_a_run_resumes_between_epochs_with_another_number_of_processes(recwarn):
     """The run resumes with 1 and 3 processes. Each epoch starts from the saved state and has each sample once."""
     options = {"val": val_loader, "monitor": "val_loss", "log_every_n_steps": 1, **FORK}
     fit(".", Numbered, numbered, max_epochs=1, devices=2, **options)
@@ -87,7 +87,7 @@ def train_with(processes, **options):
 
 
 @pytest.mark.parametrize(("first", "second"), [(2, 1), (1, 2)])
-def test_another_number_of_processes_in_the_middle_of_an_epoch_is_refused(first, second):
+def test_a_resume_within_an_epoch_refuses_another_number_of_processes(first, second):
     train_with(first, max_steps=2)
     with pytest.raises(CheckpointError, match=f"middle of an epoch in which the number of processes was {first}, and"):
         train_with(second, max_steps=4, resume="last")
@@ -103,7 +103,7 @@ def resume_in(rank, folders, arguments):
 
 
 @pytest.mark.parametrize("arguments", [{"resume": "last"}, {"resume": "auto"}, {"load": "last"}], ids=str)
-def test_processes_that_find_different_checkpoints_end_with_one_error(arguments):
+def test_processes_that_find_different_checkpoints_raise_the_same_error(arguments):
     """All end with the same error where one has no file. With the same file they resume."""
     fit("one", Classifier, max_epochs=1, devices=2, **FORK)
     Path("empty").mkdir()
@@ -124,7 +124,7 @@ def start_alone(rank, arguments):
 @pytest.mark.parametrize(
     "arguments", [{"resume": "missing.ckpt"}, {"resume": "last"}, {"load": "missing.ckpt"}], ids=str
 )
-def test_a_launched_process_alone_refuses_a_missing_checkpoint(arguments):
+def test_a_single_launched_process_refuses_a_missing_checkpoint(arguments):
     codes, errors = externally(start_alone, arguments, ranks=1)
     assert codes == [1]
     assert "MissingCheckpointError" in errors[0]
@@ -151,7 +151,7 @@ class Sampled(Classifier):
         return DataLoader(make_data(40), batch_size=4, sampler=Longer(self.global_rank))
 
 
-def test_loaders_of_different_length_are_refused():
+def test_loaders_of_different_length_in_two_processes_are_refused():
     """The processes would wait for each other until the group's timeout of 30 minutes."""
     options = {"max_epochs": 2, "strategy": "ddp_fork", "devices": 2}
     with pytest.raises(ConfigurationError, match=r"train_dataloader: got \[5, 7\] batches by process"):
@@ -183,7 +183,7 @@ class Records(Classifier):
 
 @pytest.mark.timeout(120)
 @pytest.mark.parametrize("devices", [1, 2])
-def test_the_clock_of_the_first_process_starts_a_validation(devices):
+def test_the_first_process_decides_when_a_timed_validation_starts(devices):
     options = {"max_epochs": 2, "val_check_interval": "00:00:00:01", "num_sanity_val_steps": 0}
     fit(".", Records, val=val_loader, devices=devices, **options, **FORK)
     found = [Path(f"validated{rank}").read_text() for rank in range(devices)]

@@ -158,7 +158,7 @@ CASES = {
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_weights_and_metrics_equal_trainers(name):
+def test_ddp_gives_the_same_weights_and_metrics_as_trainer(name):
     options = {"max_epochs": 2, **FORK, **CASES[name]}
     trainer, expected = run_trainer(lambda: Synced(by_step), train, val, **options)
     loop, module = run_loop(lambda: Synced(by_step), train, val, **options)
@@ -174,7 +174,7 @@ def weighted():
 
 
 @pytest.mark.parametrize("make", [lambda: make_loader(shuffle=False), weighted], ids=["unshuffled", "weighted"])
-def test_training_loaders_have_trainers_order(make):
+def test_training_loaders_shuffle_in_the_same_order_as_under_trainer(make):
     """With several processes Trainer shuffles every training loader without a DistributedSampler."""
     _, expected = run_trainer(Synced, make, max_epochs=2, **FORK)
     _, module = run_loop(Synced, make, max_epochs=2, **FORK)
@@ -182,7 +182,7 @@ def test_training_loaders_have_trainers_order(make):
 
 
 @pytest.mark.usefixtures("quick_spawn")
-def test_spawned_processes_give_the_same_bits_as_forked_ones():
+def test_spawned_and_forked_processes_train_the_same_weights():
     """Spawned processes get the weights in shared memory, and need their own."""
     forked, expected = run_loop(Synced, train, val, max_epochs=2, **FORK)
     spawned, module = run_loop(Synced, train, val, max_epochs=2, strategy="ddp_spawn", devices=2)
@@ -207,7 +207,7 @@ class StepBoth:
 
 
 @pytest.mark.usefixtures("quick_spawn")
-def test_spawned_processes_step_the_optimizers_of_a_step_function():
+def test_a_step_function_can_step_its_optimizers_in_spawned_processes():
     nets = []
     for strategy in ("ddp_fork", "ddp_spawn"):
         torch.manual_seed(1)
@@ -231,14 +231,14 @@ class Late(Synced):
             self.net = nn.Sequential(nn.Linear(8, 4), nn.ReLU(), nn.Dropout(0.1), nn.Linear(4, 3))
 
 
-def test_layers_made_in_configure_model_come_back():
+def test_layers_created_in_configure_model_return_to_the_caller():
     loop, module = run_loop(Late, train, val, max_epochs=1, precision="64-true", **FORK)
     assert module.net[0].weight.dtype == torch.float64
     assert loop.validate(module, val(), verbose=False)[0]["val_loss"] == loop.callback_metrics["val_loss"].item()
 
 
 @pytest.mark.usefixtures("quick_spawn")
-def test_spawned_processes_copy_the_optimizer():
+def test_spawned_processes_do_not_share_the_optimizer_state():
     """Adam's moments in shared memory would be changed by both processes."""
     nets = []
     for strategy in ("ddp_fork", "ddp_spawn"):
@@ -252,7 +252,7 @@ def test_spawned_processes_copy_the_optimizer():
     assert_same_weights(*nets)
 
 
-def test_callbacks_come_back_with_their_state(tmp_path):
+def test_callbacks_return_to_the_caller_with_their_state(tmp_path):
     stopping = pl.callbacks.EarlyStopping("val_loss", patience=0, min_delta=10.0)
     saving = pl.callbacks.ModelCheckpoint(tmp_path, monitor="val_loss", filename="best")
     options = {"callbacks": [stopping, saving], "enable_checkpointing": True, **FORK}
@@ -286,7 +286,7 @@ def stateful():
 
 @pytest.mark.filterwarnings("ignore:resume. .* are read again", "ignore:.set_vital. is deprecated")
 @pytest.mark.parametrize("train", [weighted, stateful])
-def test_resume_equals_an_uninterrupted_run(tmp_path, train):
+def test_a_resumed_ddp_run_equals_an_uninterrupted_run(tmp_path, train):
     """A run that stops in its third epoch and continues has the bits and rows of a whole one."""
     options = {"max_epochs": 4, "monitor": "val_loss", **FORK}
     make = lambda: Synced(by_step)  # noqa: E731
@@ -322,7 +322,7 @@ def uneven_stream():
 
 @pytest.mark.filterwarnings("ignore:train_dataloader. the streams", "ignore:resume. .* are read again")
 @pytest.mark.parametrize("limit", [1.0, 4, 6])
-def test_an_epoch_ends_with_the_first_stream_that_ends(tmp_path, limit):
+def test_an_epoch_ends_when_the_shortest_stream_ends(tmp_path, limit):
     """The processes would wait forever for the batches of the other one. A resume is exact."""
     options = {**FORK, "max_epochs": 3, "limit_train_batches": limit, "save_every_n_steps": 1}
     whole = fit(tmp_path / "whole", Synced, uneven_stream, val, **options)
@@ -341,7 +341,7 @@ def test_an_error_in_a_process_reaches_the_caller():
         FabricLoop(**quiet(max_epochs=1, **FORK)).fit(Broken(), train())
 
 
-def test_closures_are_refused_by_strategies_that_spawn():
+def test_strategies_that_spawn_refuse_closures():
     net = nn.Linear(8, 3)
     loop = FabricLoop(**quiet(max_epochs=1, devices=2), strategy="ddp_spawn")
     with pytest.raises(TypeError) as caught:
@@ -367,7 +367,7 @@ class LogsNothing(nn.Module):
         return torch.optim.SGD(self.parameters(), lr=0.1)
 
 
-def test_returned_values_are_means_over_all_processes(tmp_path):
+def test_returned_values_are_averaged_over_all_processes(tmp_path):
     """A module that logs nothing cannot ask for sync_dist."""
     data = DataLoader(TensorDataset(torch.arange(8.0)[:, None]), batch_size=2)
     history = FabricLoop(**quiet(max_epochs=1, **FORK)).fit(LogsNothing(), data, data)
@@ -383,7 +383,7 @@ class DifferentInEachProcess(Synced):
                 parameter += self.trainer.global_rank
 
 
-def test_an_evaluation_uses_the_weights_of_the_first_process():
+def test_validate_uses_the_weights_of_the_first_process():
     """As in Trainer, although an evaluation needs no DistributedDataParallel."""
     data = make_loader(shuffle=False)
     torch.manual_seed(0)
@@ -399,6 +399,6 @@ class HasUnusedLayer(Synced):
         self.unused = nn.Linear(2, 2)
 
 
-def test_parameters_without_gradients_are_named_as_in_trainer():
+def test_unused_parameters_raise_the_same_error_as_under_trainer():
     with pytest.raises(Exception, match="parameters that were not used in producing the loss"):
         FabricLoop(**quiet(max_epochs=1, **FORK)).fit(HasUnusedLayer(), make_loader())

@@ -60,7 +60,7 @@ def train(rank, start, port, calls=1):
 
 
 @pytest.mark.parametrize("start", STARTS)
-def test_default_options_join_the_group(start):
+def test_a_loop_with_default_options_joins_an_existing_process_group(start):
     codes, errors = externally(train, start, free_port(), is_launched=False)
     assert codes == [0, 0], errors
     assert [f"size 2 rank {rank} {rank} 0" in errors[rank] for rank in range(2)] == [True, True]
@@ -89,7 +89,7 @@ def start_nothing(rank, port):
 
 
 @pytest.mark.parametrize("start", [start_nothing, set_variables])
-def test_a_second_loop_joins_the_group_of_the_first(start):
+def test_a_second_loop_uses_the_process_group_of_the_first(start):
     """An evaluation may run in one process, but a training in each process would be silent."""
     is_launched = start is start_nothing
     codes, errors = externally(train_twice, start, free_port(), is_launched=is_launched)
@@ -111,7 +111,7 @@ def test_a_second_loop_joins_the_group_of_the_first(start):
     ],
     ids=str,
 )
-def test_incomplete_variables_of_a_process_group_are_refused(variables, message, monkeypatch, tmp_path):
+def test_incomplete_environment_variables_of_a_process_group_are_refused(variables, message, monkeypatch, tmp_path):
     for name, value in variables.items():
         monkeypatch.setenv(name, value)
     with pytest.raises(ConfigurationError, match=message):
@@ -145,6 +145,6 @@ def make_loop_of_rank_5(rank):
     assert (loop.global_rank, loop.local_rank, loop.node_rank) == (5, 1, 1)
 
 
-def test_ranks_of_several_machines_are_joined():
+def test_a_loop_joins_a_process_group_of_several_machines():
     codes, errors = externally(make_loop_of_rank_5, ranks=1, is_launched=False)
     assert codes == [0], errors

@@ -67,7 +67,7 @@ def test_a_signal_to_one_process_before_training_stops_both(hook, rank, number):
     ("who", "hook", "number"),
     [("parent", "setup", "SIGINT"), ("child", "setup", "SIGINT")],
 )
-def test_a_signal_before_training_ends_forked_processes(who, hook, number):
+def test_a_signal_before_training_ends_all_forked_processes(who, hook, number):
     """The script that has forked them gets it, or one of them: the script ends so, and nobody stays."""
     (code,), (error,) = externally(set_up, who, hook, 0, number, ranks=1, is_launched=False)
     assert code == CODES[number], error

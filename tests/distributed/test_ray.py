@@ -103,14 +103,14 @@ def runs(tmp_path_factory):
 
 
 @pytest.mark.parametrize("name", ["run", "mini"])
-def test_workers_train_the_weights_of_torchrun(runs, name):
+def test_ray_workers_train_the_same_weights_as_torchrun(runs, name):
     expected = weights_of(runs / "torchrun" / f"{name}0.pt")
     for rank in (0, 1):
         assert torch.equal(weights_of(runs / "whole" / "ray_results" / f"{name}{rank}.pt"), expected)
 
 
 @pytest.mark.parametrize("name", ["run", "mini"])
-def test_a_killed_worker_changes_nothing(runs, name):
+def test_a_killed_ray_worker_does_not_change_the_result(runs, name):
     assert (runs / "killed" / "ray_results" / f"{name}.killed").exists()
     expected = weights_of(runs / "torchrun" / f"{name}0.pt")
     for rank in (0, 1):
@@ -119,7 +119,7 @@ def test_a_killed_worker_changes_nothing(runs, name):
 
 @pytest.mark.parametrize("folder", ["whole", "killed"])
 @pytest.mark.parametrize("name", ["run", "mini"])
-def test_ray_gets_the_logged_metrics_and_the_checkpoint(runs, folder, name):
+def test_ray_receives_the_logged_metrics_and_the_checkpoint(runs, folder, name):
     shared = runs / folder / "ray_results"
     reported = pandas.read_csv(shared / f"{name}.csv", index_col=0)
     logged = pandas.read_csv(runs / "torchrun" / "logs" / name / "version_0" / "metrics.csv")
@@ -131,5 +131,5 @@ def test_ray_gets_the_logged_metrics_and_the_checkpoint(runs, folder, name):
     assert torch.equal(weights_of(shared / "reported.pt"), weights_of(shared / "run0.pt"))
 
 
-def test_the_search_finds_the_learning_rate(runs):
+def test_the_search_finds_the_best_learning_rate(runs):
     assert "{'lr': 0.003}" in (runs / "out").read_text()

@@ -187,7 +187,7 @@ def against_ddp(rank):
     torch.save(found, f"found{rank}.pt")
 
 
-def test_fsdp2_has_the_weights_of_ddp():
+def test_fsdp2_trains_the_same_weights_as_ddp():
     """The norm of all gradients is summed in another order. Gradients are reduced once in an accumulation window."""
     codes, errors = externally(against_ddp)
     assert codes == [0, 0], errors
@@ -228,7 +228,7 @@ def in_tensor_parallel(rank):
     torch.save(found, f"found{rank}.pt")
 
 
-def test_tensor_parallelism_has_the_weights_of_one_process():
+def test_tensor_parallelism_trains_the_same_weights_as_one_process():
     """Both processes get the same samples, and train the weights of a single process."""
     codes, errors = externally(in_tensor_parallel)
     assert codes == [0, 0], errors
@@ -287,7 +287,7 @@ def refused(rank):
     torch.save(found, f"found{rank}.pt")
 
 
-def test_parameters_that_each_process_would_train_for_itself_are_refused():
+def test_parameters_that_are_not_sharded_are_refused():
     codes, errors = externally(refused)
     assert codes == [0, 0], errors
     forgotten, nothing, other = torch.load("found1.pt", weights_only=True)
@@ -296,7 +296,7 @@ def test_parameters_that_each_process_would_train_for_itself_are_refused():
     assert "got another object, a Linear, expected Classifier itself" in other
 
 
-def test_a_ready_optimizer_is_refused_before_the_launch(tmp_path):
+def test_an_existing_optimizer_is_refused_for_a_sharded_model(tmp_path):
     net = nn.Linear(8, 3)
     given = {"training_step": lambda net, batch: net(batch[0]).sum(), "optimizer": torch.optim.SGD(net.parameters())}
     with pytest.raises(ConfigurationError, match="got optimizer= with ModelParallelStrategy.* Write optimizer=lambda"):
@@ -371,7 +371,7 @@ ALTERED = {
 
 
 @pytest.mark.parametrize("name", ALTERED)
-def test_files_outside_of_the_folder_are_refused(name):
+def test_a_checkpoint_that_names_files_outside_its_folder_is_refused(name):
     with pytest.raises(CheckpointError, match="names files outside of its folder"):
         verify_shards("last.ckpt", ALTERED[name])
 
@@ -396,7 +396,7 @@ def fill_the_disk(rank):
         Path(f"error{rank}").write_text(str(error))
 
 
-def test_a_process_that_cannot_write_its_shards_leaves_the_older_checkpoint():
+def test_the_old_checkpoint_stays_if_a_process_cannot_write_its_shards():
     codes, errors = externally(fill_the_disk)
     assert codes == [0, 0], errors
     for rank in range(2):

@@ -22,10 +22,10 @@ def run(script, *options):
 
 
 @pytest.mark.parametrize(("ranks", "kills"), [(1, 20), (2, 4)])
-def test_runs_killed_at_random_instants_resume_exactly(ranks, kills):
+def test_runs_killed_at_random_times_resume_exactly(ranks, kills):
     assert run("kills", "--ranks", ranks, "--kills", kills, "--seed", 0)["kills"] >= kills
 
 
-def test_each_operation_on_the_disk_fails_once():
+def test_a_run_resumes_after_a_failure_of_each_disk_operation():
     figures = run("sweep", "--every", 17)
     assert figures["operations"] > 150
