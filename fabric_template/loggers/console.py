@@ -1,4 +1,4 @@
-"""Show a run in a terminal, a log file or a notebook: a progress bar, a table and the results."""
+"""Show a run's progress bar, table and results in a terminal, a log file or a notebook."""
 
 from __future__ import annotations
 
@@ -26,14 +26,14 @@ from .row import train_values_first
 if TYPE_CHECKING:
     from ..training.run import Run
 
-# Draw no more often than a reader can see, because drawing slows training down.
+# Do not draw more often than users can notice, because drawing slows training down.
 SECONDS_BETWEEN_DRAWS = {"terminal": 0.2, "notebook": 0.2, "log file": 60.0}
 LOG_FILE_BAR = "{desc}: {n_fmt}/{total_fmt} [{elapsed}<{remaining}, {rate_fmt}{postfix}]"
-# The fewest columns of the bar itself. Values that leave less space are not shown.
+# The minimum width of the bar itself. Values that would leave less space are not shown.
 MIN_BAR_WIDTH = 10
-# Limit the lines during a run, because a notebook receives all lines at each draw.
+# Limit the number of lines, because a notebook receives all of them at each draw.
 MAX_NOTEBOOK_LINES = 20
-# The columns after the metrics. The table shows "waiting" only where it is worth a change.
+# These columns follow the metrics. "waiting" is shown only if training waits noticeably long.
 CLOCKS = ("time", "waiting", "gpu_memory")
 NO_METRICS = ("epoch", "step", "samples_per_second", *CLOCKS)
 
@@ -41,15 +41,15 @@ NO_METRICS = ("epoch", "step", "samples_per_second", *CLOCKS)
 class Console:
     """Show the progress bar and the table of a run on the main process.
 
-    A terminal has the bar in its last line, and a notebook has the bar below the table. A log file
-    gets a line for each row, and in a long epoch a line per minute. If drawing fails, Console
-    warns, turns the bar off and lets training continue.
+    A terminal shows the bar in its last line, and a notebook shows it below the table. A log file
+    gets one line per row and, in long epochs, one line per minute. If drawing fails, Console warns,
+    turns the bar off and lets training continue.
     """
 
     def __init__(self, config: Any, is_enabled: bool) -> None:
         self.is_enabled = is_enabled
         self._monitor, self._mode = config.monitor or "", config.mode
-        # The best value of the monitor in the rows so far.
+        # The best monitored value in the rows so far.
         self._best = math.nan
         self._columns: list[str] = []
         # The columns that fit into the terminal.
@@ -66,7 +66,7 @@ class Console:
 
     @contextmanager
     def shown(self, run: Run) -> Iterator[None]:
-        """Show the run until the context exits. An error leaves the bar at the failed batch."""
+        """Show the run within this context. After an error, the bar stays at the failed batch."""
         is_complete = False
         try:
             yield
@@ -78,7 +78,7 @@ class Console:
         self._guard(self._start, run, run.progress.batches_done)
 
     def start_evaluation(self, run: Run, num_batches: int | float) -> None:
-        """Show the progress of an evaluation. A validation in fit is shown in the epoch's bar."""
+        """Show an evaluation's progress. A validation during fit appears in the epoch's bar."""
         self._num_eval_batches = num_batches
         if run.stage != "fit":
             self._guard(self._start, run, 0)
@@ -87,7 +87,7 @@ class Console:
         self._guard(self._add_row, row)
 
     def close(self, run: Run) -> None:
-        """Leave the bar at the current batch, so that a message about the end has its own line."""
+        """Finish the bar at the current batch, so that the final message gets its own line."""
         self._guard(self._close, run, False)
 
     def update(self, run: Run) -> None:
@@ -126,7 +126,7 @@ class Console:
         if self._output == "log file":
             print(tqdm.format_meter(**meter, postfix=values, bar_format=LOG_FILE_BAR), flush=True)
         elif self._output == "notebook":
-            # One line with the bar and the values would be wider than a notebook.
+            # Use two lines, because the bar and the values in one line would be too wide.
             self._bar = f"{tqdm.format_meter(**meter)}\n{values}".rstrip()
             self._show_in_notebook([*self._lines[:1], *self._lines[1:][-MAX_NOTEBOOK_LINES:]])
         else:
@@ -139,7 +139,7 @@ class Console:
         self._due = time.monotonic() + SECONDS_BETWEEN_DRAWS[self._output]
 
     def _measure(self, run: Run, is_complete: bool) -> dict[str, Any]:
-        """Return the arguments of tqdm.format_meter."""
+        """Return the arguments for tqdm.format_meter."""
         progress, total = run.progress, self._num_eval_batches
         done = progress.eval_batches_done
         if run.stage == "fit":
@@ -196,7 +196,7 @@ class Console:
             self._print(f"{text} Try loop.tune(model, loader).")
 
     def _is_best(self, value: float) -> bool:
-        """Return whether a monitored value is better than all earlier ones, and keep the best."""
+        """Return whether a monitored value is the best so far. If it is, store it."""
         is_better = value > self._best if self._mode == "max" else value < self._best
         if math.isnan(value) or not (is_better or math.isnan(self._best)):
             return False
@@ -249,14 +249,14 @@ def detect_output() -> str:
     """Return where the output is shown: "notebook", "terminal" or "log file"."""
     get_ipython = getattr(sys.modules.get("IPython"), "get_ipython", None)
     shell = get_ipython() if get_ipython is not None else None
-    # A process that a notebook has started cannot write into the cell.
+    # A process that a notebook has started cannot write to the notebook's cells.
     if getattr(shell, "kernel", None) is not None and multiprocessing.parent_process() is None:
         return "notebook"
     return "terminal" if sys.stderr.isatty() else "log file"
 
 
 def fitting_values(texts: Sequence[str], columns: int, meter: Mapping[str, Any]) -> list[str]:
-    """Return the texts that fit beside a bar in a terminal with this number of columns."""
+    """Return the texts that fit beside the bar in a terminal with this number of columns."""
     bar_format = None if meter["total"] is None else "{l_bar}{r_bar}"
     space = columns - len(tqdm.format_meter(**meter, bar_format=bar_format))
     if meter["total"] is not None:
@@ -281,7 +281,7 @@ def bar_values(run: Run) -> dict[str, float]:
 
 
 def align_cells(cells: Mapping[str, str], columns: Sequence[str]) -> str:
-    """Return a line of the table, in which every column has a fixed width."""
+    """Format a line of the table, in which every column has a fixed width."""
     return "  ".join(f"{cells.get(n, ''):>{column_width(n)}}" for n in columns).rstrip()
 
 
@@ -290,7 +290,7 @@ def column_width(name: str) -> int:
 
 
 def fitting_columns(columns: Sequence[str], monitor: str, width: int) -> list[str]:
-    """Return the columns of the table that fit into a terminal. metrics.csv has all columns."""
+    """Return the table columns that fit into a terminal. metrics.csv contains all columns."""
     fitting = list(columns)
     for name in reversed(columns):
         # The header ends with "…" if columns are left out.
@@ -338,7 +338,7 @@ def summarize_run(run: Run, checkpoints: Sequence[Path]) -> dict[str, list[str]]
 
 
 def format_summary(lines: Mapping[str, Sequence[str]]) -> str:
-    """Format the summary of a run, with a label before each line."""
+    """Format the summary of a run, with a heading before each line."""
     return "\n".join(f"{heading:<12}{text}" for heading, texts in lines.items() for text in texts)
 
 
@@ -373,12 +373,12 @@ def best_row(
 
 
 def format_results(results: Sequence[Mapping[str, Any]], stage: str) -> str:
-    """Return the metrics of an evaluation as a table with a column for each loader."""
+    """Format the metrics of an evaluation as a table with one column per loader."""
     import pandas
 
     loaders = {}
     for index, result in enumerate(results):
-        # Remove the loader's index from the name, because the column's header has the index.
+        # Remove the loader's index from the name, because the column header already contains it.
         values = {name.split("/dataloader_idx_")[0]: value for name, value in result.items()}
         loaders[f"DataLoader {index}"] = values
     table = pandas.DataFrame(loaders).sort_index()
@@ -404,7 +404,7 @@ def format_value(name: str, value: Any) -> str:
 
 
 def format_duration(seconds: float) -> str:
-    """Format a duration, such as "0.3 s" or "0:01:15"."""
+    """Format a duration in seconds as in "0.3 s" or "0:01:15"."""
     return f"{seconds:.1f} s" if seconds < 59.95 else str(timedelta(seconds=round(seconds)))
 
 
@@ -413,6 +413,6 @@ def format_count(number: int, noun: str) -> str:
 
 
 def shorten_path(path: Path) -> str:
-    """Return a path relative to the working directory if it is inside that directory."""
+    """Convert a path inside the working directory to a relative path. Keep any other path."""
     relative = os.path.relpath(path)
     return str(path) if relative.startswith("..") else relative

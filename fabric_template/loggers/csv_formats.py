@@ -1,4 +1,4 @@
-"""Convert CSV files in the forms of other tools to one run with a column for each metric."""
+"""Convert CSV files from other tools to runs with one column per metric."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ from typing import Any
 from ..metric_names import SPLITS, find_axis, is_metric
 
 Columns = dict[str, list[Any]]
-# The added column with the name of the run of each row, in a file of several runs.
+# In a file with several runs, this added column contains the run name of each row.
 RUN = "run of the row"
-# The columns that name the run, the metric or the split of a row.
+# Columns with these names contain the run, the metric or the split of a row.
 RUN_NAMES = ("run", "run_id", "run_name", "experiment", "trial", "trial_id", "fold", "seed", "name")
 KEY_NAMES = ("key", "tag", "metric", "variable")
 SPLIT_NAMES = ("split", "phase", "mode", "stage", "subset", "set", "dataset")
@@ -27,11 +27,11 @@ def decode(content: bytes) -> str:
 
 
 def to_commas(text: str) -> str:
-    """Remove comments before the header, and write commas between the cells."""
+    """Remove comments above the header, and separate the cells with commas."""
     if "\n" not in text:
         text = text.replace("\r", "\n")
     lines = text.lstrip("\r\n").split("\n")
-    # A header may start with "#", too. A row of numbers follows it.
+    # A header may also start with "#". Unlike a comment, it is followed by a row of numbers.
     while lines[0].startswith("#") and not has_number(re.split(r"[,;|\s]", "".join(lines[1:2]))):
         lines = lines[1:] or [""]
     header, second, text = lines[0], "".join(lines[1:2]), "\n".join(lines)
@@ -58,7 +58,7 @@ def has_number(cells: Iterable[Any]) -> bool:
 
 
 def to_wide(columns: Columns) -> Columns:
-    """Return a column for each metric of a table with a row for each value or split."""
+    """Convert a table with one row per value or split to a table with one column per metric."""
     lower = {name.lower(): name for name in reversed([*columns])}
     key = next((lower[name] for name in KEY_NAMES if name in lower), None)
     if key is not None and "value" in lower:
@@ -75,7 +75,7 @@ def to_wide(columns: Columns) -> Columns:
 
 
 def split_columns(columns: Columns, split: str) -> Columns:
-    """Return a column such as "train_loss" for each split for which a column has values."""
+    """Replace each column with values for several splits by "train_loss", "val_loss" and so on."""
     result: Columns = {}
     for name, cells in columns.items():
         parts = select(columns[split], cells)
@@ -86,7 +86,7 @@ def split_columns(columns: Columns, split: str) -> Columns:
 
 
 def select(keys: list[Any], cells: list[Any]) -> Columns:
-    """Return a column for each key, with empty cells in the rows of other keys."""
+    """Spread cells over one column per key. In each column, rows with other keys are empty."""
     pairs = list(zip(keys, cells, strict=True))
     return {
         key: [cell if other == key else "" for other, cell in pairs] for key in dict.fromkeys(keys)
@@ -94,7 +94,7 @@ def select(keys: list[Any], cells: list[Any]) -> Columns:
 
 
 def split_runs(columns: Columns) -> dict[str, Columns]:
-    """Return the columns of each run by its name. A file of one run has an empty name."""
+    """Return the columns of each run, keyed by run name. A file with one run has an empty name."""
     exported = [name for name in columns if " - " in name]
     others = [name for name in columns if name not in exported]
     if any(name.endswith("__MIN") for name in exported) or (
@@ -106,14 +106,14 @@ def split_runs(columns: Columns) -> dict[str, Columns]:
     axis = find_axis(columns, "epoch") or find_axis(columns, "step")
     keys = [*zip(*(columns[name] for name in names), strict=True)] if names and axis else []
     keys = keys or count_fits(columns)
-    # Runs have the same epochs. Half-empty rows have no name of a run.
+    # Split only if epochs repeat, as in several runs, and if every row names its run.
     is_repeated = axis is not None and len({*columns[axis]}) < len(keys)
     if len({*keys}) < 2 or not is_repeated or not all(map(all, keys)):
         return {"": columns}
     runs = {}
     for key in dict.fromkeys(keys):
         rows = [row for row, other in enumerate(keys) if other == key]
-        # A number needs the name of its column, as in "fold=0".
+        # Add the name of the column to a number, as in "fold=0".
         label = "/".join(key)
         if len(key) == 1 and has_number(key):
             label = f"{names[0]}={label}"
@@ -126,7 +126,7 @@ def split_runs(columns: Columns) -> dict[str, Columns]:
 
 
 def count_fits(columns: Columns) -> list[tuple[str, ...]]:
-    """Return "fit 1" or "fit 2" for each row of a file in which epochs and steps start again."""
+    """Label each row "fit 1", "fit 2" and so on, if epochs and steps restart within the file."""
     places = []
     is_complete = all(map(all, columns.values()))
     with suppress(ValueError):
@@ -134,7 +134,7 @@ def count_fits(columns: Columns) -> list[tuple[str, ...]]:
         places = [tuple(map(float, row)) for row in zip(*(columns[a] for a in axes), strict=True)]
     number, labels = 1, list[tuple[str, ...]]()
     for row, place in enumerate(places):
-        # A resumed run repeats later epochs only.
+        # Require the first epoch, because a resumed run may also repeat a later epoch.
         is_back = row > 0 and all(
             now < last for now, last in zip(place, places[row - 1], strict=True)
         )
@@ -144,7 +144,7 @@ def count_fits(columns: Columns) -> list[tuple[str, ...]]:
 
 
 def name_columns(cells: list[str], has_rows: bool) -> list[str]:
-    """Return the names of the columns. Number repeated names, and columns without a header."""
+    """Return unique column names. If the file has no header, number the columns."""
     if has_rows and all(map(is_number, cells)):
         return [f"column {index}" for index in range(1, len(cells) + 1)]
     names: list[str] = []
@@ -159,9 +159,9 @@ def is_number(cell: str) -> bool:
 
 
 def split_exported(columns: Columns, exported: list[str], others: list[str]) -> dict[str, Columns]:
-    """Return the rows of each run in an export of W&B, which names its columns "<run> - <metric>".
+    """Split an export of W&B, which names its columns "<run> - <metric>", into runs.
 
-    W&B adds the smallest and the largest value of each step, which are left out.
+    Leave out the minimum and the maximum, which W&B adds for each step.
     """
     runs: dict[str, dict[str, str]] = {}
     for name in exported:

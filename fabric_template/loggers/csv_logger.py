@@ -1,4 +1,4 @@
-"""Write the files metrics.csv, steps.csv and hparams.yaml of a run.
+"""Write a run's metrics.csv, steps.csv and hparams.yaml.
 
 Fabric's CSVLogger deletes the metrics.csv of an existing version, and keeps up to 100 rows in
 memory. The CSVLogger in this module appends to existing files, and writes each row immediately.
@@ -23,20 +23,20 @@ from ..config import to_plain
 from ..files import claim_version, next_version, version_folder, write_file, write_yaml
 from .read_logs import read_table
 
-# The CSV files of a run. A resume removes their rows that are newer than the checkpoint.
+# From these files, a resume removes the rows that are newer than the checkpoint.
 FILES = ("metrics.csv", "steps.csv")
 Rows = Sequence[Mapping[str, Any]]
 
 
 class CSVLogger(Logger):
-    """Write the rows of a run into CSV files.
+    """Write the rows of a run to CSV files.
 
     Args:
         root_dir: The folder of all runs.
         name: The name of the run, a folder in root_dir.
         version: A number or a name. None: the next free number.
-        checkpoint_dir: The folder of the run's checkpoints. The next free number is also
-            unused in this folder.
+        checkpoint_dir: The folder of the run's checkpoints. A free number is also unused in this
+            folder.
 
     Example:
         >>> from tempfile import mkdtemp
@@ -68,7 +68,7 @@ class CSVLogger(Logger):
 
     @property
     def version(self) -> int | str:
-        """The run's version, a number or a name. The first access chooses the version."""
+        """The run's version, a number or a name. If none was given, the first access chooses it."""
         if self._version is None:
             folders = [Path(self.root_dir, self.name)]
             if self._checkpoint_dir is not None:
@@ -77,12 +77,12 @@ class CSVLogger(Logger):
         return self._version
 
     def use_version(self, version: int | str) -> None:
-        """Write into the folder of another version, with the hyperparameters that were logged."""
+        """Write to the folder of another version, but keep the logged hyperparameters."""
         if version != self._version:
             self._version, self._tables = version, {}
 
     def start_new_version(self) -> None:
-        """Write the next run into the folder of the next free version."""
+        """Write the next run to the folder of the next free version."""
         self._version, self._tables, self._hparams = None, {}, {}
 
     @property
@@ -95,8 +95,8 @@ class CSVLogger(Logger):
 
     def __getattr__(self, name: str) -> Any:
         raise AttributeError(
-            f"The CSV logger has no attribute {name!r}: it writes metrics.csv and steps.csv. For images and"
-            " graphs write logger=TensorBoardLogger('logs')."
+            f"The CSV logger has no attribute {name!r}, because it only writes CSV files. For"
+            " images and graphs, write logger=TensorBoardLogger('logs')."
         )
 
     @rank_zero_only
@@ -107,7 +107,7 @@ class CSVLogger(Logger):
 
     @rank_zero_only
     def log_metrics(self, metrics: Mapping[str, Any], step: int | None = None) -> None:
-        """Append a row to steps.csv. The default of step is metrics["step"] or the row number."""
+        """Append a row to steps.csv. By default, step is metrics["step"] or the row number."""
         if metrics:
             table = self._table("steps.csv")
             row = {"step": table.num_rows, **metrics}
@@ -121,7 +121,7 @@ class CSVLogger(Logger):
         write_yaml(Path(self.log_dir, "hparams.yaml"), self._hparams)
 
     def position(self) -> dict[str, Any]:
-        """Return the columns and the number of rows of each file, including rows not yet on disk."""
+        """Return each file's columns and its number of rows, including rows not yet on disk."""
         return {n: self._table(n).position() for n in FILES} if is_first_process() else {}
 
     def rewind(
@@ -153,7 +153,7 @@ class CSVLogger(Logger):
 
     @rank_zero_only
     def sync(self) -> None:
-        """Write rows that could not be written so far, and flush the files to the disk."""
+        """Retry the rows that could not be written, and flush the files to disk."""
         for table in self._tables.values():
             table.sync()
 
@@ -164,9 +164,9 @@ class CSVLogger(Logger):
 
 
 class Table:
-    """Append rows to a CSV file. For a new column, rewrite the file through a temporary file.
+    """Append rows to a CSV file. If a row adds a column, rewrite the whole file atomically.
 
-    A row that cannot be written (such as on a full disk) stays in memory until the next append.
+    If a row cannot be written, such as to a full disk, it stays in memory until the next append.
 
     Attributes:
         num_rows, columns: The number of rows and the columns of the file.
@@ -178,7 +178,7 @@ class Table:
         self.waiting: list[dict[str, Any]] = []
         self._is_synced = True
         self._set_content([], [], 0)
-        # A file that cannot be read does not stop the run. The next row tries again.
+        # A file that cannot be read must not stop the run. The next row tries again.
         with suppress(OSError):
             self._read()
 
@@ -214,13 +214,13 @@ class Table:
         except OSError as error:
             if len(self.waiting) == 1:
                 warnings.warn(
-                    f"{self.path}: rows could not be written: {error.strerror}. They are written as soon as"
-                    " that is possible, and training continues.",
+                    f"{self.path}: rows could not be written: {error.strerror}. Training continues,"
+                    " and the logger will retry with the next row.",
                     stacklevel=2,
                 )
 
     def write_waiting(self) -> None:
-        """Write all rows in self.waiting, or none of them if the write fails."""
+        """Write all waiting rows, or none of them if the write fails."""
         if not self.waiting:
             return
         if file_size(self.path) != self._size:
@@ -235,10 +235,10 @@ class Table:
             self.replace(columns, [*table.rows, *self.waiting])
         else:
             content = to_lines(columns, self.waiting)
-            # Do not buffer, because close() of a buffered file would retry a failed write.
+            # Do not buffer, because closing a buffered file would retry a failed write.
             with self.path.open("ab", buffering=0) as file:
                 if file.write(content) < len(content):
-                    # Remove a partly written row, which a reader would take for a complete row.
+                    # Remove a partly written row, which would look like a complete row.
                     os.truncate(self.path, self._size)
                     raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
             self._size += len(content)
@@ -257,7 +257,7 @@ class Table:
         self._set_content(columns, rows, len(content))
 
     def sync(self) -> None:
-        """Write the rows in self.waiting, and flush the file to the disk."""
+        """Write the waiting rows, and flush the file to disk."""
         self.write_waiting()
         if not self._is_synced:
             with self.path.open("rb+") as file:
@@ -291,17 +291,17 @@ def to_cell(name: str, value: Any) -> Any:
 
 
 def cells_of(row: Mapping[str, Any]) -> dict[str, str]:
-    """Return the cells of a row that are not empty in the file."""
+    """Return the non-empty cells of a row as text."""
     return {name: str(value) for name, value in row.items() if value is not None and value != ""}
 
 
 def rows_before(
     rows: list[dict[str, str]], position: Mapping[str, Any], step: int
 ) -> tuple[list[dict[str, str]], bool]:
-    """Return the rows up to a checkpoint, and whether another program has changed the rows.
+    """Return the rows up to a checkpoint, and whether another program has changed the file.
 
     Args:
-        position: The number of rows at the checkpoint, and the last one of them if it is known.
+        position: The number of rows at the checkpoint, and the last of these rows if it is known.
         step: The number of optimizer steps before the checkpoint.
     """
     count, last = position["rows"], position.get("last")
@@ -316,7 +316,7 @@ def rows_before(
 
 
 def is_before(row: Mapping[str, str], step: int) -> bool:
-    """Return whether a row belongs to a step or an earlier one. A row without a step does."""
+    """Return whether a row belongs to this step or an earlier one, or has no step."""
     try:
         return float(row.get("step", "")) <= step
     except ValueError:
@@ -324,7 +324,7 @@ def is_before(row: Mapping[str, str], step: int) -> bool:
 
 
 def keep_copy(path: Path, damaged: Sequence[int]) -> None:
-    """Copy a CSV file that another program has changed, before the file is written again."""
+    """Back up a CSV file that another program has changed, before the file is rewritten."""
     target, number = path.with_name(f"{path.name}.changed"), 1
     while target.exists():
         target, number = path.with_name(f"{path.name}.changed-{number}"), number + 1
@@ -332,14 +332,14 @@ def keep_copy(path: Path, damaged: Sequence[int]) -> None:
         write_file(target, path.read_bytes())
     lines = f" in lines {', '.join(map(str, damaged[:5]))}" if damaged else ""
     warnings.warn(
-        f"{path}: another program has changed the file{lines}. The run continues with its rows. A"
-        f" copy of the changed file is {target.name}.",
+        f"{path}: another program has changed the file{lines}. The run continues with its rows."
+        f" The changed file was copied to {target.name}.",
         stacklevel=2,
     )
 
 
 def to_lines(columns: list[str], rows: Iterable[Mapping[str, Any]]) -> bytes:
-    """Format rows as lines of a CSV file. Columns without a value get empty cells."""
+    """Format rows as lines of a CSV file. Missing values become empty cells."""
     buffer = io.StringIO()
     writer = csv.DictWriter(buffer, columns, restval="", extrasaction="ignore", lineterminator="\n")
     writer.writerows(rows)

@@ -1,4 +1,4 @@
-"""Check the arguments of ``self.log``, and find their defaults for each hook."""
+"""Check the arguments of ``self.log``, and fill in the defaults of the calling hook."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from torch import Tensor
 
 from ..errors import ConfigurationError
 
-# Hooks that may call self.log. By default, training-step hooks log the value of each step, and
+# These hooks may call self.log. By default, training-step hooks log the value of each step, and
 # evaluation-step hooks log the mean over the epoch. Epoch hooks can log only one value per epoch.
 _TRAIN_STEP_HOOKS = [
     "training_step",
@@ -69,7 +69,7 @@ def check_arguments(hook: str | None, name: str, arguments: tuple) -> LogArgumen
         where = f"inside `{hook}`" if hook else "outside of the loop's hooks"
         raise ConfigurationError(
             f"You can't `self.log()` {where}: the loop's result collection is not registered yet, or the hook"
-            " belongs to no step and no epoch. `self.logger.experiment` logs directly to the logger."
+            " belongs to no step and no epoch. To log directly, use `self.logger.experiment`."
         )
     is_train_step = hook in _TRAIN_STEP_HOOKS
     on_step = is_train_step if on_step is None else on_step
@@ -100,7 +100,7 @@ def find_reduction(reduce_fx: Any) -> str:
 
 
 def value_error(name: str, value: Any) -> ConfigurationError:
-    """Return the error for a value that is not a number, a tensor or a torchmetrics object."""
+    """Return the error for a value that ``self.log`` cannot log."""
     call = f"`self.log({name}, {value})` was called, but"
     if isinstance(value, Tensor):
         return ConfigurationError(

@@ -1,4 +1,4 @@
-"""Send logged values to the loggers of a run."""
+"""Send logged values to a run's loggers."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 
 class LoggerConnector:
-    """Send the values of steps, epochs and evaluations to the loggers of a run."""
+    """Send the values of steps, epochs and evaluations to a run's loggers."""
 
     def __init__(self, run: Run) -> None:
         self.run = run
@@ -33,7 +33,7 @@ class LoggerConnector:
         return [logger for logger in self.loggers if isinstance(logger, CSVLogger)]
 
     def use_version(self, version: int | str) -> None:
-        """Write the CSV files of this run into the folder of a version."""
+        """Write this run's CSV files to the folder of a version."""
         for logger in self.csv_loggers:
             logger.use_version(version)
 
@@ -45,7 +45,7 @@ class LoggerConnector:
         run.row.check_loss(row)
 
     def log_evaluation_step(self, dataloader_idx: int) -> None:
-        """Send the values that an evaluation batch logged with on_step=True to the loggers."""
+        """Send the loggers the values that an evaluation batch logged with on_step=True."""
         run = self.run
         if run.progress.stage == "sanity_check":
             return
@@ -55,7 +55,7 @@ class LoggerConnector:
             self.log_metrics(values.logged, step=count, row=values.row)
 
     def log_evaluation(self, metrics: Mapping[str, Any], row: Mapping[str, Any]) -> None:
-        """Log an evaluation. An evaluation without a row in metrics.csv is written to steps.csv."""
+        """Log an evaluation. If it gets no row in metrics.csv, write its row to steps.csv."""
         run = self.run
         if run.progress.stage == "sanity_check":
             return
@@ -63,7 +63,7 @@ class LoggerConnector:
         self.log_metrics(metrics, row=None if has_row else row)
 
     def log_train_epoch(self) -> None:
-        # Loggers expect the values of an epoch at the last step of this epoch.
+        # Loggers expect an epoch's values at the epoch's last step.
         self.log_metrics(self.run.results.update_metrics().logged, step_offset=-1)
 
     def log_metrics(
@@ -78,7 +78,7 @@ class LoggerConnector:
         Args:
             step: The position on the x axis. None: the value logged as "step", or the logging step.
                 The column "step" of steps.csv always contains the number of optimizer steps.
-            row: The row that the CSV logger writes into steps.csv. None: no row.
+            row: The row that the CSV logger writes to steps.csv. None: no row.
         """
         self.run.results.logged_metrics.update(metrics)
         progress = self.run.progress
@@ -117,7 +117,7 @@ class LoggerConnector:
 
 
 class RunTensorBoardLogger(TensorBoardLogger):
-    """Write TensorBoard's files into the folder that contains metrics.csv."""
+    """Write TensorBoard's files to the folder that contains metrics.csv."""
 
     def __init__(self, own: CSVLogger) -> None:
         super().__init__(own.root_dir, own.name)
@@ -129,7 +129,7 @@ class RunTensorBoardLogger(TensorBoardLogger):
 
 
 def make_logger(given: Any, own: CSVLogger | None) -> Any:
-    """Adapt the given logger, or create the logger for a name such as "wandb"."""
+    """Adapt a given logger, or create the logger for a name such as "wandb"."""
     if given is True or given == "csv":
         return own
     if not isinstance(given, str) or own is None:
@@ -140,7 +140,7 @@ def make_logger(given: Any, own: CSVLogger | None) -> Any:
             return RunTensorBoardLogger(own)
         if given == "wandb":
             return WandbLogger(project=own.name, save_dir=folder)
-        # Write into a database, because MLflow 3 refuses to write runs into plain files.
+        # Write to a database, because MLflow 3 refuses to write runs to plain files.
         folder.mkdir(parents=True, exist_ok=True)
         database, artifacts = f"sqlite:///{folder}/mlflow.db", str(folder / "mlflow")
         return MLFlowLogger(own.name, tracking_uri=database, artifact_location=artifacts)
@@ -151,7 +151,7 @@ def make_logger(given: Any, own: CSVLogger | None) -> Any:
 
 
 class LoggerAdapter(Logger):
-    """Adapt a logger of Fabric, or any object with log_metrics, to Lightning's Logger."""
+    """Adapt a Fabric logger, or any object with log_metrics, to Lightning's Logger."""
 
     def __init__(self, logger: Any) -> None:
         super().__init__()
@@ -167,7 +167,7 @@ class LoggerAdapter(Logger):
 
     @property
     def save_dir(self) -> str | None:
-        # Loggers of Fabric have root_dir instead of save_dir.
+        # Fabric's loggers have root_dir instead of save_dir.
         return getattr(self._logger, "save_dir", None) or getattr(self._logger, "root_dir", None)
 
     def log_metrics(self, metrics: dict[str, float], step: int | None = None) -> None:

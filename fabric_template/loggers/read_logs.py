@@ -1,4 +1,4 @@
-"""Read the CSV files of one or several runs as one table."""
+"""Read the CSV files of one or several runs into one table."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ from .csv_formats import RUN, decode, has_number, name_columns, split_runs, to_c
 if TYPE_CHECKING:
     import pandas as pd
 
-# A quoted cell, which may contain line breaks, or a plain cell. A record ends with its line.
+# A quoted cell may contain line breaks. A record ends at the end of a line.
 _CELL = r'(?:"[^"]*(?:""[^"]*)*"|[^",\n]*)'
 _RECORD = re.compile(rf"{_CELL}(?:,{_CELL})*(?=\r?\n)")
 _MAX_RECORD_LENGTH = 2**20
 _CELLS = re.compile(f"(?:^|,)({_CELL})")
-# Cells without a value.
+# These texts mean that a cell has no value.
 MISSING = ("", "nan", "none", "null", "na", "n/a", "-")
 EXPECTED = "a metrics.csv, or a folder such as logs, logs/digits or logs/digits/version_0"
 
@@ -30,7 +30,7 @@ def read_logs(path: str | os.PathLike[str], steps: bool = False) -> pd.DataFrame
     """Return the rows of one or several runs as one table: `name, version, epoch, step, ...`.
 
     Half-empty rows, such as those of Lightning's CSVLogger, are merged into one row per epoch, or
-    per validation if an epoch has several. CSV files of other tools are read, too.
+    per validation if an epoch has several. The function also reads CSV files from other tools.
 
     Args:
         path: A CSV file, or a folder such as logs, logs/digits or logs/digits/version_0.
@@ -69,9 +69,9 @@ def read_logs(path: str | os.PathLike[str], steps: bool = False) -> pd.DataFrame
 
 
 def read_columns(path: Path, steps: bool = False) -> dict[str, list[Any]]:
-    """Return the columns of a CSV file as text, merged per epoch or, with steps=True, per step.
+    """Return a CSV file's columns as text. Merge its rows per epoch or, with steps=True, per step.
 
-    pandas is used only for files that need it, because `runs` reads a thousand files.
+    Use pandas only for files that need it, because the command `runs` may read a thousand files.
     """
     if steps and path.name == "metrics.csv" and path.with_name("steps.csv").exists():
         path = path.with_name("steps.csv")
@@ -81,13 +81,13 @@ def read_columns(path: Path, steps: bool = False) -> dict[str, list[Any]]:
     headers = [row for row in content.rows if [*row.values()] == [*row]]
     rows = [row for row in content.rows if row not in headers] if headers else content.rows
     if len(rows) > 1 and has_number(rows[1].values()) and not has_number(rows[0].values()):
-        # The second line has the units of the columns.
+        # Skip the second line, because it contains the units of the columns.
         rows = rows[1:]
     found = dict.fromkeys([*content.columns, *(name for header in headers for name in header)])
     names = {name: name.strip().removeprefix("#").strip() for name in found}
     columns = {names[n]: [row.get(n, "") for row in rows] for n in names if names[n]}
     if {*columns} == {"Wall time", "Step", "Value"} and (tag := re.search("tag-(.+)", path.stem)):
-        # TensorBoard exports one metric, whose name is in the name of the file.
+        # TensorBoard exports one metric per file, and the file name contains the metric's name.
         columns[tag[1]] = columns.pop("Value")
     if path.name == "steps.csv":
         return columns
@@ -117,21 +117,21 @@ def join_if_incomplete(columns: dict[str, list[Any]], steps: bool) -> dict[str, 
 
 
 def find_runs(root: Path) -> list[tuple[str, int | str, Path]]:
-    """Return the name, the version and the file of each run of a folder, or of a CSV file."""
+    """Return the name, version and file of each run in a folder, or of a single CSV file."""
     files = [root] if root.is_file() else find_files(root)
     runs = [(*name_run(file.parent, root), file) for file in files]
     return sorted(runs, key=lambda run: (sort_key(run[0]), sort_key(str(run[1]))))
 
 
 def name_run(folder: Path, root: Path) -> tuple[str, int | str]:
-    """Return a run's name, the path of its parent folder relative to root, and its version."""
+    """Return a run's name and version. Its name is the parent folder's path relative to root."""
     parent, number = folder.parent, number_of(folder.name)
     name = parent.relative_to(root).as_posix() if root in parent.parents else parent.name
     return name, folder.name if number is None else number
 
 
 def find_files(root: Path) -> list[Path]:
-    """Return each metrics.csv of a folder, or below it in folders that are not hidden."""
+    """Return the metrics.csv in a folder or, if there is none, those in its visible subfolders."""
     if (root / "metrics.csv").is_file():
         return [root / "metrics.csv"]
     found = []
@@ -148,7 +148,7 @@ class CSVTable(NamedTuple):
     Attributes:
         rows: The cells of each row as text, keyed by column.
         is_complete: Whether the last row is complete.
-        damaged: The numbers of lines that do not have the form of a row. These lines count as rows.
+        damaged: The numbers of malformed lines, which still count as rows.
     """
 
     columns: list[str]
@@ -158,14 +158,14 @@ class CSVTable(NamedTuple):
 
 
 def read_table(path: Path) -> CSVTable:
-    """Read a CSV file, whatever it contains. A missing file has no rows.
+    """Read a CSV file, even if it is damaged. A missing file has no rows.
 
-    The csv module is not used, because a stray quotation mark would hide all lines after it, and
-    because it refuses long cells.
+    The csv module is unsuitable. It refuses long cells, and with it a stray quotation mark would
+    hide all later lines.
     """
     text = decode(path.read_bytes()) if path.exists() else ""
     if path.name not in ("metrics.csv", "steps.csv"):
-        # The last line of a finished file may have no line break.
+        # Add a line break, because the last line of a complete file may have none.
         text = to_commas(text).rstrip("\r\n") + "\n"
     complete, line_break, rest = text.rpartition("\n")
     records, damaged = read_records((complete + line_break).replace("\0", ""))
@@ -185,7 +185,7 @@ def read_table(path: Path) -> CSVTable:
 
 
 def read_records(text: str) -> tuple[list[list[str]], list[int]]:
-    """Split complete lines into the cells of records. Also return the numbers of damaged lines."""
+    """Split complete lines into records of cells. Also return the numbers of damaged lines."""
     records: list[list[str]] = []
     damaged = []
     start, number = 0, 1
@@ -199,7 +199,7 @@ def read_records(text: str) -> tuple[list[list[str]], list[int]]:
             if record is not None and len(quoted) == len(records[0] if records else quoted):
                 cells, end = quoted, text.index("\n", record.end())
             else:
-                # Without quotation marks, a damaged line may still have a number in each cell.
+                # Remove quotation marks, because the cells of a damaged line may still be numbers.
                 cells, is_damaged = [cell.strip('"') for cell in cells], True
         if line:
             records.append(cells)
@@ -218,7 +218,7 @@ def unquote(record: str) -> list[str]:
 def join_rows(columns: dict[str, list[Any]], steps: bool) -> dict[str, list[Any]]:
     """Merge half-empty rows into one row per step, or per epoch and validation.
 
-    Keep the last value of each column, and the step of the validation.
+    Keep the last value of each column. The step is that of the validation.
     """
     import pandas as pd
 
@@ -226,14 +226,14 @@ def join_rows(columns: dict[str, list[Any]], steps: bool) -> dict[str, list[Any]
     epoch, step = find_axis(table, "epoch"), find_axis(table, "step")
     axes = [axis for axis in (epoch, step) if axis is not None]
     table = table.mask(table == "")
-    # Rows of LearningRateMonitor have no epoch. Use the epoch of the next or the previous row.
+    # LearningRateMonitor's rows have no epoch. Use the epoch of the next or the previous row.
     table[axes] = table[axes].bfill().ffill()
     table = table.groupby(axes, sort=False, dropna=False).last().reset_index()
     if not steps and epoch is not None and step is not None:
         validated = [name for name in table if parse_metric(name).split in ("validation", "test")]
         is_validated = table[validated].notna().any(axis=1)
         epochs = is_validated.groupby(table[epoch], sort=False, dropna=False)
-        # The number of the validation in its epoch. Rows after the last validation belong to it.
+        # Number the validations of each epoch. Later rows belong to the epoch's last validation.
         number = (epochs.cumsum() - is_validated).clip(upper=epochs.transform("sum") - 1)
         table[step] = table[step].where(is_validated | (epochs.transform("sum") == 0))
         keys = [table[epoch], number.clip(lower=0).rename("number")]
@@ -252,7 +252,7 @@ def parse_cell(cell: str) -> Any:
 
 
 def to_values(cells: list[Any]) -> list[Any]:
-    """Convert cells to numbers if possible. Unlike pandas.read_csv, float() is exact."""
+    """Convert cells to numbers if possible. Use float(), because pandas.read_csv is inexact."""
     for kind in (int, float):
         with suppress(ValueError):
             return [kind(cell) for cell in cells]

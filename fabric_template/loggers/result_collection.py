@@ -1,7 +1,7 @@
 """Collect the values that steps log or return, and compute the same means as Trainer.
 
-A mean is sum(value * batch_size) / sum(batch_size). The sums are float32 or float64, and add the
-batches in order. The sums stay on the device, so a step never synchronizes with the device.
+A mean is sum(value * batch_size) / sum(batch_size). The sums are float32 or float64, and batches
+are added in order. The sums stay on the device, so that no step waits for the device.
 """
 
 from __future__ import annotations
@@ -28,20 +28,20 @@ from .log_arguments import REDUCTIONS, LogArguments, check_arguments, value_erro
 if TYPE_CHECKING:
     from ..training.run import Run
 
-# The name in LogArguments.hook for values that a step returned instead of calling self.log().
+# LogArguments.hook has this value if a step returned a value instead of calling self.log().
 RETURNED = "returned"
 # For these weights, torch.add(total, value, alpha=weight) equals total + value * weight exactly.
 _POWERS_OF_TWO = frozenset(2**power for power in range(24))
-# Types of values that torch.load(weights_only=True) reads.
+# torch.load(weights_only=True) can read values of these types.
 _PLAIN_TYPES = (type(None), bool, int, float, complex, str, torch.dtype)
-# The attributes of LoopResults that checkpoints contain.
+# Checkpoints contain these attributes of LoopResults.
 _SAVED_ATTRIBUTES = ("is_first_batch", "last_hook", "has_new_values")
 _ATTRIBUTES_OF_MODULES = frozenset(vars(nn.Module()))
 
 
 @dataclass
 class Sums:
-    """Accumulate the values of one name for an epoch, or for a row of metrics.csv.
+    """Accumulate the values logged under one name, for an epoch or for a row of metrics.csv.
 
     Attributes:
         total: The sum, maximum or minimum of the values. For a mean, the sum of value * weight.
@@ -55,7 +55,7 @@ class Sums:
 
 
 class LoggedMetric:
-    """Keep the last value of one logged name, and accumulate its values over the epoch.
+    """Keep the last value logged under one name, and accumulate the values over the epoch.
 
     Attributes:
         call_arguments: The arguments of the last checked call. Equal arguments need no check.
@@ -89,7 +89,7 @@ class LoggedMetric:
         return name
 
     def update(self, value: Tensor, batch_size: int | None) -> None:
-        """Add a 0-dimensional tensor. The mean of an epoch needs ``batch_size``, as the weight."""
+        """Add a 0-dimensional tensor. The mean of an epoch needs ``batch_size`` as its weight."""
         self.has_value = True
         if self.arguments.on_step:
             # Clone the value, because the user may change it in place afterwards.
@@ -113,7 +113,7 @@ class LoggedMetric:
             sums.total = REDUCTIONS[self.arguments.reduction](sums.total, value)
 
     def _sync(self, value: Tensor) -> Tensor:
-        """Reduce a value over all processes, if sync_dist=True was given."""
+        """Reduce a value over all processes if sync_dist=True was given."""
         arguments = self.arguments
         if self._all_reduce is None or not arguments.sync_dist or arguments.rank_zero_only:
             return value
@@ -128,7 +128,7 @@ class LoggedMetric:
             metric.to(metric.device)
         self.torchmetric, self.has_value = metric, True
         if self.arguments.on_step:
-            # torchmetrics has no public name for the value of the last step.
+            # torchmetrics has no public attribute for the value of the last step.
             self.step_value = getattr(metric, "_forward_cache", None)
 
     def compute(self, sums: Sums | None) -> Tensor | None:
@@ -184,7 +184,7 @@ class LoopResults:
     """Hold the logged and returned values of either training or evaluation.
 
     Attributes:
-        metrics: The logged values by hook, name and index of the loader.
+        metrics: The logged values, keyed by hook, name and loader index.
         logged_names: The names of the values that ``self.log`` adds to the rows of metrics.csv.
         batch_size: The size of the current batch. None until a mean needs the size.
         logged_batch_size: The batch_size that the current step passed to ``self.log``.
@@ -220,14 +220,14 @@ class LoopResults:
                     metric.reset()
 
     def current_batch_size(self) -> int:
-        """Return the size of the current batch. Compute the batch size once per batch."""
+        """Return the size of the current batch, which is computed only once per batch."""
         if self.batch_size is None:
             self.batch_size = 1 if self.batch is None else find_batch_size(self.batch)
         return self.batch_size
 
 
 class CurrentValues(NamedTuple):
-    """The values of the current step or epoch for each receiver. ``row`` is for CSV files."""
+    """The current step's or epoch's values for callbacks, loggers, progress bar and CSV files."""
 
     callback: dict[str, Any]
     logged: dict[str, Any]
@@ -236,7 +236,7 @@ class CurrentValues(NamedTuple):
 
 
 class EvaluationValues(NamedTuple):
-    """The values of an evaluation for each loader, for loggers and for CSV files."""
+    """The values of an evaluation, in one dict per loader, one for loggers and one for CSV files."""
 
     results: list[dict[str, Any]]
     logged: dict[str, Any]
@@ -244,11 +244,11 @@ class EvaluationValues(NamedTuple):
 
 
 class ResultCollection:
-    """Implement ``self.log``, and Trainer's dicts of logged values, such as callback_metrics.
+    """Implement ``self.log`` and Trainer's dicts of logged values, such as callback_metrics.
 
     Attributes:
         active: The results of the loop that runs: ``train`` or ``evaluation``. Empty after the run.
-        callback_metrics, logged_metrics, progress_bar_metrics: Trainer's attributes of these names.
+        callback_metrics, logged_metrics, progress_bar_metrics: The same dicts as in Trainer.
         returned: The newest means of the values that steps returned.
         evaluated: The names of the values in the newest evaluation.
     """
@@ -276,16 +276,16 @@ class ResultCollection:
         self._loader_values: list[CurrentValues] = []
 
     def metrics(self) -> dict[str, dict[str, Any]]:
-        """Return Trainer's dicts of logged values by name."""
+        """Return Trainer's dicts of logged values, keyed by name."""
         names = ("callback_metrics", "logged_metrics", "progress_bar_metrics")
         return {name: getattr(self, name) for name in names}
 
     def load_metrics(self, metrics: dict[str, dict[str, Any]]) -> None:
-        """Continue with the logged values of another process."""
+        """Replace the logged values by those of another process."""
         vars(self).update(metrics)
 
     def __deepcopy__(self, memo: dict) -> ResultCollection:
-        """Return self, so that a copy of a module logs to the same run."""
+        """Return self, so that a copied module logs to the same run."""
         return self
 
     def __getstate__(self) -> dict:
@@ -309,7 +309,7 @@ class ResultCollection:
         metric_attribute: str | None = None,
         rank_zero_only: bool = False,
     ) -> None:
-        """Log a number, a tensor of one element or a torchmetrics object; see LightningModule.log."""
+        """Log a number, a one-element tensor or a torchmetrics object. See LightningModule.log."""
         if not self.is_enabled:
             self._warn_of_barebones()
             return
@@ -369,7 +369,7 @@ class ResultCollection:
         return metric
 
     def _log_torchmetric(self, metric: LoggedMetric, value: Any, attribute: str | None) -> None:
-        """Log a torchmetrics object. As in Trainer, refuse one that no LightningModule saves."""
+        """Log a torchmetrics object. As in Trainer, it must be part of the LightningModule."""
         is_known = value is metric.torchmetric or attribute is not None
         if not is_known and self.run.is_lightning_module and isinstance(value, nn.Module):
             names = {id(part): name for name, part in find_torchmetrics(self.run.module).items()}
@@ -418,17 +418,17 @@ class ResultCollection:
             return 1
 
     def start_training(self) -> None:
-        """Collect the values that are logged from now on as training results."""
+        """Treat all values that are logged from now on as training results."""
         self.active = self.train
 
     def start_evaluation(self) -> None:
-        """Collect the values that are logged from now on as evaluation results."""
+        """Treat all values that are logged from now on as evaluation results."""
         self.update_metrics()
         self.active, self._loader_values = self.evaluation, []
 
     @contextmanager
     def kept_apart(self) -> Iterator[None]:
-        """Collect the values of another evaluation, and restore the run's values at the end."""
+        """Collect the values of a separate evaluation, and then restore the run's values."""
         own = dict(vars(self))
         dicts = {name: dict(value) for name, value in own.items() if isinstance(value, dict)}
         vars(self).update(dicts)
@@ -458,7 +458,7 @@ class ResultCollection:
         if self.active.has_new_values:
             self.update_metrics()
         self.active.is_first_batch = None
-        # Reduce the means now, in all processes. Later, a hook may read the means in one process.
+        # Reduce the means in all processes now, because a hook may read them in only one later.
         for metric in self.active.current():
             value = metric.compute(metric.epoch)
             if metric.is_returned:
@@ -474,7 +474,7 @@ class ResultCollection:
         self.evaluation.dataloader_idx = None
 
     def end_evaluation(self) -> EvaluationValues:
-        """Return the values of an evaluation after its last hook that logs."""
+        """Return an evaluation's values. Call this after the last hook that may log."""
         at_end, results = self.update_metrics(), []
         for values in self._loader_values:
             # Like Trainer, return logged values. If nothing is logged, return step outputs.
@@ -558,7 +558,7 @@ class ResultCollection:
         return row
 
     def latest_means(self) -> dict[str, Tensor]:
-        """Return the means of train_loss and of returned values, from this process only."""
+        """Return this process's means of train_loss and of the returned values."""
         means = dict(self.returned)
         for metric in self.train.metrics.values():
             sums, name = metric.row or metric.epoch, metric.arguments.name
@@ -603,7 +603,7 @@ class ResultCollection:
 
 
 def find_batch_size(batch: Any) -> int:
-    """Return the batch size that Trainer would find. A tuple of tensors has a fast path."""
+    """Return the batch size that Trainer would find. Tuples of tensors take a fast path."""
     if type(batch) in (tuple, list):
         sizes = {p.size(0) if isinstance(p, Tensor) and p.dim() else -1 for p in batch}
         if len(sizes) == 1 and -1 not in sizes:
@@ -619,7 +619,7 @@ def float_type() -> torch.dtype:
 
 @cache
 def warn_of_integer(name: str) -> None:
-    """Warn once in a process, because a step may log the value."""
+    """Warn only once per process, because a step may log the value in every batch."""
     rank_zero_warn(
         f"You called `self.log({name!r}, ...)` with an integer, but the value needs to be floating to be"
         f" reduced. Converting it to {float_type()}."
@@ -627,7 +627,7 @@ def warn_of_integer(name: str) -> None:
 
 
 def to_scalar(name: str, value: Any) -> Tensor:
-    """Return a logged number or tensor as a 0-dimensional tensor of float32 or float64."""
+    """Convert a logged number or tensor to a 0-dimensional float32 or float64 tensor."""
     if not isinstance(value, Tensor):
         if not isinstance(value, numbers.Number):
             raise value_error(name, value)
@@ -646,14 +646,14 @@ def to_scalar(name: str, value: Any) -> Tensor:
 
 
 def to_float(value: Tensor) -> Tensor:
-    """Convert a tensor to float32 or float64, because Trainer adds values in these types."""
+    """Convert a tensor to float32 or float64, because Trainer sums values in these dtypes."""
     if value.dtype is torch.float32 or value.dtype is torch.float64:
         return value
     return value.to(float_type())
 
 
 def to_numbers(values: Mapping[str, Any]) -> dict[str, Any]:
-    """Return values with plain numbers in place of tensors."""
+    """Convert the tensors among the values to plain numbers."""
     return {n: v.item() if isinstance(v, Tensor) else v for n, v in values.items()}
 
 
@@ -669,7 +669,7 @@ def find_torchmetrics(module: Any) -> dict[str, Any]:
 def plain_attributes(metric: Any) -> dict[str, Any]:
     """Return copies of the attributes that torch.load(weights_only=True) can load.
 
-    state_dict() is not enough, because it contains only the persistent states of a metric.
+    state_dict() is not enough, because it contains only a metric's persistent states.
     """
     own = {k: v for k, v in vars(metric).items() if k not in _ATTRIBUTES_OF_MODULES and is_plain(v)}
     return apply_to_collection(own, Tensor, lambda tensor: tensor.detach().clone())
@@ -680,7 +680,7 @@ def load_torchmetrics(module: Any, state: Mapping[str, Mapping[str, Any]]) -> No
     for name, attributes in state.items():
         tracker: Any = metrics.get(name.rpartition(".")[0])
         if name not in metrics and hasattr(tracker, "increment"):
-            # MetricTracker.increment() adds a metric. Repeat the calls of the saved run.
+            # MetricTracker.increment() adds a metric. Repeat the calls that the saved run made.
             tracker.increment()
             metrics = find_torchmetrics(module)
         if name in metrics:

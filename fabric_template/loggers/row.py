@@ -22,7 +22,7 @@ from .result_collection import to_numbers
 if TYPE_CHECKING:
     from ..training.run import Run
 
-# In a log folder, the CSV files of a run that a new run replaces, until the new run has saved.
+# This subfolder of a log folder keeps a replaced run's CSV files until the new run has saved.
 REPLACED_LOGS = ".replaced"
 
 
@@ -48,29 +48,29 @@ class RowWriter:
         self.is_step_based = False
         self.learning_rates: list[Any] = []
         self.step_values: dict[str, Any] = {}
-        # Values of evaluations and of loop.log_dict, for the next row.
+        # The next row will contain these values from evaluations and loop.log_dict.
         self._collected: dict[str, Any] = {}
         self._is_validated = False
-        # Training samples of this process since the newest row.
+        # The number of training samples in this process since the newest row.
         self._num_samples = 0
-        # At a resume, the values of elapsed(), waited() and _excluded_seconds in the checkpoint.
+        # A resume takes elapsed(), waited() and _excluded_seconds from the checkpoint.
         self._seconds_before_resume: tuple[float, ...] = (0.0, 0.0, 0.0)
         self._started, self._waited_at_start = time.monotonic(), 0.0
-        # Seconds of validations and saves since the newest row, which no training rate includes.
+        # samples_per_second excludes these seconds of validations and saves since the newest row.
         self._excluded_seconds = 0.0
 
     def choose_interval(self) -> None:
-        """Choose step-based or epoch-based rows. The training loader must exist before the call."""
+        """Choose step-based or epoch-based rows. The training loader must already exist."""
         has_no_length = self.run.progress.num_train_batches == math.inf
         self.is_step_based = self.counts_steps or has_no_length
 
     @property
     def counts_steps(self) -> bool:
-        """Return True if max_steps is set or if validation runs every N steps."""
+        """Return whether max_steps is set or validation runs every N steps."""
         return self.run.stop.max_steps != -1 or self.run.config.check_val_every_n_epoch is None
 
     def continue_rows(self, rows: list[dict[str, Any]]) -> None:
-        """Continue the rows of the file, or of another process."""
+        """Continue with these rows, which come from a CSV file or from another process."""
         self.rows = rows or self.rows
 
     # The clock
@@ -86,17 +86,17 @@ class RowWriter:
         return time.monotonic() - self._started
 
     def waited(self) -> float:
-        """Return the seconds since the newest row that went into waiting for batches."""
+        """Return the seconds spent waiting for batches since the newest row."""
         return self.run.data.seconds_waited - self._waited_at_start
 
     @contextmanager
     def excluded(self) -> Iterator[None]:
-        """Leave the time of a validation or a save out of ``samples_per_second``."""
+        """Exclude the time of a validation or a save from ``samples_per_second``."""
         started, before = time.monotonic(), self._excluded_seconds
         try:
             yield
         finally:
-            # This includes the time of saves during a validation.
+            # Overwrite the time of a save during a validation, because this time includes it.
             self._excluded_seconds = before + time.monotonic() - started
 
     # Values
@@ -125,7 +125,7 @@ class RowWriter:
         self.step_values[name] = value
 
     def record_learning_rates(self) -> None:
-        """Keep the rates of this optimizer step, before the schedulers change them."""
+        """Record this optimizer step's learning rates before the schedulers change them."""
         self.learning_rates = learning_rates(self.run)
 
     def collect(self, values: Mapping[str, Any]) -> None:
@@ -192,7 +192,7 @@ class RowWriter:
             run.loggers.log_metrics(means, step_offset=-1)
 
     def _take(self) -> dict[str, Any]:
-        """Return the row, and reset its values and the clock."""
+        """Return the next row, and reset the collected values and the clock."""
         values = train_values_first({**self._collected, **self.run.results.take_means()})
         if not values and self.run.results.is_enabled:
             self.run.warn_once(
@@ -210,13 +210,14 @@ class RowWriter:
         if self.run.fabric.device.type == "cuda":
             peak = torch.cuda.max_memory_allocated(self.run.fabric.device)
             own["gpu_memory"] = round(peak / 2**30, 3)
-        # A value that the user has logged under one of these names has precedence.
+        # A value that the user has logged under one of these names takes precedence.
         own = {name: value for name, value in own.items() if name not in values}
         row = {**self._coordinates(), **values, **own}
         if not math.isfinite(row.get("train_loss", 0.0)) and self.run.config.on_nan == "warn":
             self.run.warn_once(
-                "The training loss is not finite (NaN or inf). To find the operation:"
-                " FabricLoop(detect_anomaly=True). A smaller learning rate or gradient_clip_val=1.0 often helps."
+                "The training loss is not finite (NaN or inf). To find the cause, write"
+                " FabricLoop(detect_anomaly=True). A smaller learning rate or gradient_clip_val=1.0"
+                " often helps."
             )
         self.check_loss(row)
         self._collected = {}
@@ -237,7 +238,7 @@ class RowWriter:
         is_finite = loss.isfinite().all().float()
         if not run.fabric.all_reduce(is_finite, reduce_op="min"):
             run.stop.stop_diverged_run()
-            run.warn_once(f"on_nan: {run.stop.divergence}. Training stops. No checkpoint is saved.")
+            run.warn_once(f"on_nan: {run.stop.divergence}. Training stops without saving.")
 
     def frame(self) -> Any:
         """Return the rows as a DataFrame."""
@@ -248,7 +249,7 @@ class RowWriter:
     # State
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the values of the next row, and how many rows the CSV files have."""
+        """Return the values of the next row, and the number of rows in each CSV file."""
         loggers = self.run.loggers.csv_loggers
         folders = [Path(logger.log_dir) for logger in loggers]
         return {
@@ -277,9 +278,9 @@ class RowWriter:
         self._rewind(state)
 
     def _rewind(self, state: Mapping[str, Any]) -> None:
-        """Remove the rows that are newer than the checkpoint, and read the others."""
+        """Remove the rows that are newer than the checkpoint, and read the remaining ones."""
         positions = state["files"] or [{}]
-        # A logger that is new to this run has no position in the checkpoint.
+        # Reuse the first position, because the saved run may have had fewer loggers.
         positions = chain(positions, repeat(positions[0]))
         for logger, position in zip(self.run.loggers.csv_loggers, positions, strict=False):
             folders = self._log_folders(logger, state["folder"])
@@ -294,23 +295,23 @@ class RowWriter:
                 )
 
     def _log_folders(self, logger: CSVLogger, saved: str) -> list[Path]:
-        """List the folders that may have the rows of the checkpoint, most likely first."""
+        """List the folders that may contain the checkpoint's rows, with the likeliest one first."""
         checkpoint = Path(str(self.run.plan.start.path)).absolute()
-        # The folders of the run and of its version may have other names now.
+        # The folders of the run and of its version may have been renamed.
         names = ["/".join(checkpoint.parts[-3:-1])]
         if re.fullmatch(r"[^/\\]+/[^/\\]+", saved) and ".." not in saved.split("/"):
             names.insert(0, saved)
-        # A run that continues in another version copies the rows of the first version.
+        # A run that continues in another version copies the rows of the saved version.
         folders = [Path(logger.root_dir, names[0])]
         folders += [Path(logger.log_dir, REPLACED_LOGS), Path(logger.log_dir)]
-        # The folder logs is beside the folder checkpoints, or beside a file of the user.
+        # The folder "logs" is beside the folder "checkpoints", or beside a user's own checkpoint.
         folders += [parent / "logs" / name for name in names for parent in checkpoint.parents[:4]]
-        # ModelCheckpoint saves in a folder of the log folder.
+        # ModelCheckpoint saves to a subfolder of the log folder.
         return [*folders, *checkpoint.parents[:2]]
 
 
 def has_rows(folder: Path, row: Mapping[str, Any] | None, position: Mapping[str, Any]) -> bool:
-    """Return whether the CSV files of a folder have the newest row of a checkpoint."""
+    """Return whether the CSV files in a folder contain the newest row of a checkpoint."""
     last = position.get("steps.csv", {}).get("last")
     if row is None and last is not None:
         rows = read_table(folder / "steps.csv").rows
@@ -323,12 +324,12 @@ def has_rows(folder: Path, row: Mapping[str, Any] | None, position: Mapping[str,
 
 
 def parse_row(row: Mapping[str, str]) -> dict[str, Any]:
-    """Return a row of a CSV file with numbers, without its empty cells."""
+    """Convert the cells of a CSV row to numbers if possible, and drop empty cells."""
     return {name: parse_cell(cell) for name, cell in cells_of(row).items()}
 
 
 def train_values_first(values: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the values as numbers, training values first, without the names "epoch" and "step"."""
+    """Convert values to numbers, put training values first, and drop "epoch" and "step"."""
     names = sorted(values, key=lambda name: not name.startswith("train"))
     return to_numbers({name: values[name] for name in names if name not in ("epoch", "step")})
 

@@ -1,4 +1,4 @@
-"""Collect the hyperparameters of a run, and record its code, versions and objects in config.yaml."""
+"""Collect a run's hyperparameters, and record its code, versions and objects in config.yaml."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from ..loop import FabricLoop
     from ..training.run import Run
 
-HEAD = "# `fabric-template fit --config` with this file repeats this run. It ignores `about`.\n"
+HEAD = "# Pass this file to `fabric-template fit --config` to repeat the run. `about` is ignored.\n"
 GIT_STATUS = ["git", "--no-optional-locks", "status", "--porcelain=v2", "--branch", "-uno"]
 
 
@@ -54,7 +54,7 @@ def warn_of_record(what: str, error: Exception) -> None:
 
 
 def record_own_loop(loop: FabricLoop, parts: Mapping[str, Sequence[Any]]) -> None:
-    """Write the options, settings and parts of a user's own loop, and log them.
+    """Record the options, settings and parts of a user's own loop, and log them.
 
     Args:
         parts: The descriptions of the models, optimizers and loaders that the loop has set up.
@@ -75,7 +75,7 @@ def record_own_loop(loop: FabricLoop, parts: Mapping[str, Sequence[Any]]) -> Non
 
 
 def collect_run_config(run: Run) -> dict[str, Any]:
-    """Return a run's options, model and data. "unknown" lists the parts that YAML cannot hold."""
+    """Return a run's options, model and data. "unknown" lists the parts that YAML cannot store."""
     unknown: dict[str, str] = {}
     options = {**run.loop.recipe, "hparams": run.config.hparams}
     config: dict[str, Any] = {}
@@ -108,7 +108,7 @@ def collect_run_config(run: Run) -> dict[str, Any]:
     return {**config, "about": about}
 
 
-# The record of the command, the code, the device and the optimizer
+# Command, code, device and optimizer
 
 
 def describe_process(fabric: Any) -> dict[str, Any]:
@@ -128,7 +128,7 @@ def describe_process(fabric: Any) -> dict[str, Any]:
 
 
 def attempt(describe: Callable[..., Any], *parts: Any) -> Any:
-    """Return a description, or None if it fails. A record never stops a run."""
+    """Return a description, or None after an error, because a record must never stop a run."""
     try:
         return describe(*parts)
     except Exception:
@@ -136,7 +136,7 @@ def attempt(describe: Callable[..., Any], *parts: Any) -> Any:
 
 
 def number_parts(kind: str, parts: Sequence[Any]) -> dict[str, Any]:
-    """Name the parts of one kind, such as "optimizer" and "optimizer_1"."""
+    """Number the parts of one kind, as in "optimizer" and "optimizer_1"."""
     return {f"{kind}_{index}" if index else kind: part for index, part in enumerate(parts)}
 
 
@@ -148,7 +148,7 @@ def read_command() -> str:
 
 @cache
 def read_git(folder: str) -> dict[str, Any]:
-    """Return the commit of a folder and the number of changed files. Empty if git fails or is slow."""
+    """Return a folder's commit and number of changed files, or {} if git fails or is slow."""
     try:
         done = subprocess.run(GIT_STATUS, cwd=folder, capture_output=True, timeout=1.0, check=True)
     except (OSError, subprocess.SubprocessError):
@@ -165,10 +165,10 @@ def describe_model(model: Any, network: Any) -> dict[str, Any]:
 
 
 def describe_optimizer(optimizer: Any) -> dict[str, Any]:
-    """Return an optimizer's class and arguments. An argument that differs by group is a list."""
+    """Return an optimizer's class and arguments. If an argument differs by group, return a list."""
     described: dict[str, Any] = {"class": type(optimizer).__name__}
     for name in optimizer.defaults:
-        # A scheduler may have changed "lr" already. It saves the first value as "initial_lr".
+        # A scheduler may already have changed "lr". It stores the first value as "initial_lr".
         values = [to_plain(g.get(f"initial_{name}", g.get(name))) for g in optimizer.param_groups]
         described[name] = values if any(value != values[0] for value in values) else values[0]
     return described
@@ -220,7 +220,7 @@ def keep_plain(
 
 
 def log_settings(logger: Any, hparams: dict[str, Any], config: LoopConfig) -> None:
-    """Log hyperparameters. The file hparams.yaml also contains the options of the loop."""
+    """Log hyperparameters. hparams.yaml also contains the options of the loop."""
     if isinstance(logger, CSVLogger):
         options = {name: value for name, value in vars(config).items() if name != "hparams"}
         logger.log_hyperparams({"hparams": hparams, "config": options})
@@ -229,7 +229,7 @@ def log_settings(logger: Any, hparams: dict[str, Any], config: LoopConfig) -> No
 
 
 def check_own_hparams(hparams: Mapping[str, Any], *parts: Any) -> None:
-    """Raise an error if a part has saved a hyperparameter of another value than in ``hparams``."""
+    """Raise an error if a part has saved a hyperparameter whose value differs in ``hparams``."""
     for part in parts:
         saved = dict(part.hparams_initial) if logs_hyperparameters(part) else {}
         for name in hparams.keys() & saved.keys():
@@ -253,9 +253,9 @@ def merge_hyperparameters(
     merged: dict[str, Any] = {}
     for part in (model, datamodule):
         hparams = dict(part.hparams_initial) if logs_hyperparameters(part) else {}
-        # LightningCLI adds the key _class_path, although a class is not a hyperparameter.
+        # Drop LightningCLI's key _class_path, because a class is not a hyperparameter.
         hparams.pop("_class_path", None)
-        # Compare the repr, because == of two arrays returns an array.
+        # Compare the repr, because comparing two arrays with == returns an array.
         both = hparams.keys() & merged.keys()
         different = sorted(key for key in both if repr(hparams[key]) != repr(merged[key]))
         if different:

@@ -89,7 +89,7 @@ def train_with(processes, **options):
 @pytest.mark.parametrize(("first", "second"), [(2, 1), (1, 2)])
 def test_a_resume_within_an_epoch_refuses_another_number_of_processes(first, second):
     train_with(first, max_steps=2)
-    with pytest.raises(CheckpointError, match=f"middle of an epoch in which the number of processes was {first}, and"):
+    with pytest.raises(CheckpointError, match=f"middle of an epoch, when the number of processes was {first}"):
         train_with(second, max_steps=4, resume="last")
 
 
