@@ -52,7 +52,7 @@ def check_call(plan: Plan) -> None:
 
 
 def check_idle(loop: FabricLoop, stage: str) -> None:
-    """Raise an error for a call inside of another call of the same loop, such as in a hook."""
+    """Raise an error for a call inside another call of the same loop, such as in a hook."""
     if (run := loop.active_run) is not None:
         raise ConfigurationError(
             f"{stage}: got a call inside of {run.stage}, expected a call after {run.stage} has ended."
@@ -116,12 +116,12 @@ def check_prediction(plan: Plan) -> None:
 
 
 def check_signature(plan: Plan, name: str) -> None:
-    """Raise an error for a step that accepts neither a batch nor a batch and its index."""
+    """Raise an error for a step that accepts neither (batch) nor (batch, batch_idx)."""
     method = overridden(plan.module, name)
     if method is None:
         return
     function = getattr(plan.module, "functions", {}).get(name)
-    # The first argument of a step function is the model, and that of a method is self.
+    # A step function's first argument is the model, and a method's first argument is self.
     first, step = ("self", method) if function is None else ("model", function)
     if "dataloader_iter" in parameters_of(step):
         raise ConfigurationTypeError(
@@ -136,7 +136,7 @@ def check_signature(plan: Plan, name: str) -> None:
     try:
         signature = inspect.signature(step)
     except (TypeError, ValueError):
-        # A builtin function has no signature.
+        # Some built-in functions have no signature.
         return
     named = {"dataloader_idx": 0} if "dataloader_idx" in signature.parameters else {}
     try:
@@ -152,14 +152,15 @@ def check_signature(plan: Plan, name: str) -> None:
 
 
 def check_optimization(plan: Plan) -> None:
-    """Raise an error without an optimizer, or for options that manual optimization excludes."""
+    """Raise an error for a missing optimizer, or for options that manual optimization excludes."""
     given = plan.optimizer
     is_ready = given is not None and (is_optimizer(given) or not callable(given))
     if is_ready and isinstance(plan.loop.fabric.strategy, ModelParallelStrategy):
         raise ConfigurationError(
-            "fit: got optimizer= with ModelParallelStrategy, which replaces the model's parameters, so that it"
-            " would train none of them. Write optimizer=lambda model: torch.optim.Adam(model.parameters()), or a"
-            " method configure_optimizers."
+            "fit: got optimizer= with ModelParallelStrategy, which replaces the model's parameters,"
+            " so that the optimizer would train none of them. Write"
+            " optimizer=lambda model: torch.optim.Adam(model.parameters()), or define"
+            " configure_optimizers."
         )
     if given is None and not overridden(plan.module, "configure_optimizers"):
         model = "model" if isinstance(plan.model, nn.Module) else "model.net"
@@ -186,7 +187,7 @@ def check_optimization(plan: Plan) -> None:
 
 
 def check_loaders(plan: Plan) -> None:
-    """Raise an error for a call without a loader, and for loaders that do not yield batches."""
+    """Raise an error for a missing loader, and for loaders that do not yield batches."""
     call, stage = plan.stage, LOADER_OF_STAGE[plan.stage]
     argument = loader_argument(call, stage)
     if not has_loader(plan.loaders, plan.source, stage):
@@ -207,7 +208,7 @@ def check_loaders(plan: Plan) -> None:
 
 
 def found_loader(plan: Plan, stage: str) -> str:
-    """Return the start of the error for a loader, with {} for the loader."""
+    """Return the start of a loader's error message, with {} as a placeholder for the loader."""
     argument = loader_argument(plan.stage, stage)
     if plan.is_lightning_module:
         return f"An invalid dataloader was passed to `Trainer.{plan.stage}({argument}=...)`. Found {{}}."
@@ -215,7 +216,7 @@ def found_loader(plan: Plan, stage: str) -> str:
 
 
 def warn_of_options(plan: Plan) -> None:
-    """Warn if no limit is given, or if only one of validation step and loader is given."""
+    """Warn about a missing limit, conflicting options, or a validation without step or loader."""
     has_timer = bool(find_callbacks(plan.loop.callbacks, "Timer"))
     if plan.config.max_epochs is None and plan.config.max_steps == -1 and not has_timer:
         plan.warn(

@@ -27,7 +27,7 @@ _SHAPES = (
 
 
 class NoOptimizer(Optimizer):
-    """Takes the place of an optimizer if ``configure_optimizers`` returns None."""
+    """Replaces the optimizer if ``configure_optimizers`` returns None."""
 
     def __init__(self) -> None:
         super().__init__([torch.zeros(1)], {})
@@ -55,19 +55,19 @@ def has_several_optimizers(given: Any) -> bool:
 
 
 def add_scheduler(optimizer: Any, scheduler: Any) -> Any:
-    """Return ``optimizer=`` and ``scheduler=`` in the format of ``configure_optimizers``."""
+    """Combine ``optimizer=`` and ``scheduler=`` in the format of ``configure_optimizers``."""
     if scheduler is None:
         return optimizer
     if not is_optimizer(optimizer):
         raise ConfigurationTypeError(
-            f"scheduler: got it together with optimizer={describe(optimizer)}, expected one"
+            f"scheduler: got a scheduler with optimizer={describe(optimizer)}, expected a single"
             " optimizer. Write optimizer=([optimizers], [schedulers]) without scheduler=."
         )
     return [optimizer], scheduler if isinstance(scheduler, list) else [scheduler]
 
 
 def make_optimizers(given: Any, model: Any, network: nn.Module) -> Any:
-    """Return the value of ``optimizer=``. If a function was given, call the function.
+    """Return the value of ``optimizer=``. If it is a function, return the function's result.
 
     A function gets the model. ``partial(torch.optim.SGD, lr=0.1)`` gets the model's parameters.
     """
@@ -79,10 +79,10 @@ def make_optimizers(given: Any, model: Any, network: nn.Module) -> Any:
 def parse_optimizers(
     returned: Any, is_automatic: bool, has_own_scheduler_step: bool, where: str
 ) -> tuple[list[Optimizer], list[LRSchedulerConfig]]:
-    """Return the optimizers and schedulers in any value that ``configure_optimizers`` may return.
+    """Extract the optimizers and schedulers from a value that ``configure_optimizers`` may return.
 
     Args:
-        has_own_scheduler_step: Whether lr_scheduler_step is overridden and takes any scheduler.
+        has_own_scheduler_step: Whether an overridden lr_scheduler_step handles any scheduler.
         where: The source of the value for messages: "configure_optimizers" or "optimizer".
     """
     optimizers, schedulers = _split(returned, where)
@@ -102,9 +102,10 @@ def parse_optimizers(
             text = "Some schedulers are attached with an optimizer that wasn't returned from `configure_optimizers`."
             if where == "optimizer":
                 text = (
-                    f"scheduler: got {describe(config.scheduler)} of another optimizer, expected a"
+                    f"scheduler: got {describe(config.scheduler)} for another optimizer, expected a"
+                    " scheduler for the optimizer passed to fit. Write StepLR(optimizer,"
+                    " step_size=1)."
                 )
-                text += " scheduler of the optimizer passed to fit. Write StepLR(optimizer, step_size=1)."
             raise ConfigurationError(text)
         if is_automatic and not has_own_scheduler_step:
             _check_interface(config.scheduler)
@@ -201,7 +202,7 @@ def _parse_scheduler(item: Any, is_automatic: bool, where: str) -> LRSchedulerCo
 
 
 def _missing_monitor(where: str) -> ConfigurationError:
-    """Return the error for a plateau scheduler without a monitor."""
+    """Return the error for a ReduceLROnPlateau without a monitor."""
     if where == "optimizer":
         return ConfigurationError(
             "scheduler: got ReduceLROnPlateau without a monitor, expected a metric. Write"
@@ -215,7 +216,7 @@ def _missing_monitor(where: str) -> ConfigurationError:
 
 
 def check_scheduler(scheduler: Any) -> None:
-    """Raise an error for a class or a function that creates a scheduler."""
+    """Raise an error if a class or a function was given instead of a scheduler."""
     if isinstance(scheduler, type | partial) or inspect.isroutine(scheduler):
         raise ConfigurationTypeError(
             f"scheduler: got {describe(scheduler)}, expected a scheduler. Write"
@@ -245,7 +246,7 @@ def check_parameters(
     model: Any,
     is_distributed: bool,
 ) -> None:
-    """Raise an error for the parameters ``outside`` of the model. Warn for a LightningModule."""
+    """Raise an error for parameters outside the model. For a LightningModule, only warn."""
     if not outside:
         return
     groups = [group for optimizer in optimizers for group in optimizer.param_groups]
@@ -257,21 +258,19 @@ def check_parameters(
         )
     shapes = ["unknown" if is_lazy(p) else str(tuple(p.shape)) for p in outside.values()]
     more = f" and {len(shapes) - 3} more" if len(shapes) > 3 else ""
-    text = "optimizer: got parameters that are not in the model, of the shapes"
+    text = "optimizer: got parameters that are not in the model, with the shapes"
     text += f" {', '.join(shapes[:3])}{more}"
     if is_instance_of(model, "LightningModule") and not is_distributed:
-        # Trainer accepts these parameters.
+        # Only warn here, because Trainer accepts these parameters.
         warnings.warn(
-            f"{text}. FabricLoop's resume restores them, but state_dict() and other loops do not."
+            f"{text}. A resume restores them, but state_dict() and other loops ignore them."
             " Assign them to an attribute of the LightningModule, as an nn.Module or nn.Parameter.",
             stacklevel=4,
         )
         return
-    advice = (
-        "Put them into one module with the model, as nn.ModuleDict({'net': net, 'loss': loss})."
-    )
+    advice = "Combine them with the model, as in nn.ModuleDict({'net': net, 'loss': loss})."
     if not isinstance(model, nn.Module):
-        advice = f"Assign them to attributes of {type(model).__name__}, or to lists or dicts there."
+        advice = f"Store them in attributes of {type(model).__name__}, or in lists or dicts there."
     raise ConfigurationError(
         f"{text}, expected parameters of the model. They would be neither saved, nor moved to the"
         f" device, nor synchronized between processes. {advice}"
@@ -279,7 +278,7 @@ def check_parameters(
 
 
 def move_optimizer_states(optimizers: list[Optimizer]) -> None:
-    """Move the state of each parameter in an optimizer to the parameter's device."""
+    """Move each parameter's optimizer state to the parameter's device."""
     for optimizer in optimizers:
         states = getattr(optimizer, "state", {})
         for group in optimizer.param_groups:

@@ -22,14 +22,14 @@ if TYPE_CHECKING:
 
 
 def evaluate(run: Run, stage: str, max_batches: int | float = math.inf) -> list[dict[str, Any]]:
-    """Run ``validation_step`` or ``test_step`` over the loaders of the run, one after the other.
+    """Run ``validation_step`` or ``test_step`` on each loader of the run in turn.
 
     Args:
         stage: "validate", "sanity_check" or "test".
         max_batches: Evaluate at most this many batches of each loader.
 
     Returns:
-        A dict for each loader with the values that were logged or returned.
+        For each loader, a dict of the values that were logged or returned.
     """
     name, loader_name = ("test", "test") if stage == "test" else ("validation", "val")
     if getattr(run.config, f"limit_{loader_name}_batches") == 0:
@@ -89,7 +89,7 @@ def run_batches(
 
     Args:
         name: "validation", "test" or "predict".
-        method: The method of the module that is the step.
+        method: The module's method that runs as the step.
         before_batch: Called with (batch_idx, dataloader_idx) before the hooks of a batch.
     """
     hooks, results, has_several = run.hooks, run.results, loaders.has_several
@@ -116,15 +116,14 @@ def run_batches(
 def evaluate_apart(run: Run, source: Any = None) -> dict[str, Any]:
     """Validate on other loaders or with other weights, and leave the run as it was.
 
-    The module's hooks on_validation_epoch_start and on_validation_epoch_end are called. No
-    callback and no logger is called. Logged values, torchmetrics objects and random states are
-    restored.
+    Call the module's on_validation_epoch_start and on_validation_epoch_end, but no callbacks or
+    loggers. Restore logged values, torchmetrics objects and random states afterwards.
 
     Args:
         source: A loader, or a list or dict of loaders. None: the validation loaders of the run.
 
     Returns:
-        The means of the values that were logged or returned, by name.
+        The means of the values that were logged or returned, keyed by name.
     """
     with run.progress.in_stage("validate"), run.results.kept_apart(), unchanged_rng_state():
         loaders = run.data.eval_loaders if source is None else run.data.prepare_apart(source)
@@ -150,7 +149,7 @@ def evaluate_apart(run: Run, source: Any = None) -> dict[str, Any]:
 def name_step_values(
     run: Run, loaders: StageLoaders, output: Any, dataloader_idx: int
 ) -> dict[str, torch.Tensor]:
-    """Return the values in the output of a step, keyed by their columns in metrics.csv.
+    """Return the values in a step's output, keyed by their columns in metrics.csv.
 
     For a LightningModule, which logs values itself, return only the loss.
     """
@@ -167,7 +166,7 @@ def name_step_values(
 
 
 def predict(run: Run) -> list[Any] | None:
-    """Run ``predict_step`` or ``forward`` over every batch of every loader."""
+    """Run ``predict_step`` or ``forward`` on every batch of every loader."""
     if run.config.limit_predict_batches == 0:
         return None
     run.data.setup_eval_loaders("predict")
@@ -229,7 +228,7 @@ def evaluation_mode(run: Run, name: str) -> Iterator[None]:
 
 
 def switch_mode(run: Run, hook: str, default: Callable[[], Any]) -> None:
-    """Call a hook of callbacks and module. For a module without the hook, call ``default``."""
+    """Call a hook of the callbacks and the module. If the module lacks it, call ``default``."""
     run.hooks.call_callbacks(hook)
     (run.hooks.module_method(hook) or default)()
 

@@ -1,7 +1,7 @@
 """Refuse a training step that calls backward() or optimizer.step() itself in automatic optimization.
 
-The check runs in the first batch only. Other losses may have a backward pass in the step, such as
-that of an adversarial example, because the loop clears their gradients.
+The check runs only in the first batch. A step may run the backward pass of another loss, such as
+that of an adversarial example, because the loop clears those gradients.
 """
 
 from __future__ import annotations
@@ -24,16 +24,16 @@ REMEDY = (
 
 
 class FirstStepCheck:
-    """Compares the gradients that a step leaves with the gradients of the loop's backward pass."""
+    """Compares the gradients that a step has computed with those of the loop's backward pass."""
 
     def __init__(self, optimizer: Optimizer, fabric: Fabric) -> None:
         self.fabric = fabric
         self.parameters = [p for group in optimizer.param_groups for p in group["params"]]
-        # The gradients that the step has computed, by the index of the parameter.
+        # The gradients that the step has computed, keyed by parameter index.
         self._found: dict[int, Tensor] = {}
 
     def call_step(self, step: Callable, batch: Any, batch_idx: int) -> Any:
-        """Call the step and keep the gradients that it computes. Refuse a step of an optimizer."""
+        """Call the step, and keep the gradients that it computes. Refuse optimizer.step()."""
         before = [None if p.grad is None else p.grad.clone() for p in self.parameters]
         handle = register_optimizer_step_pre_hook(self._refuse_step)
         try:
@@ -55,10 +55,10 @@ class FirstStepCheck:
             raise ConfigurationError(f"training_step: got a call to optimizer.step(), {REMEDY}")
 
     def check_gradients(self) -> None:
-        """Raise an error if the backward pass has computed the gradients of the step again.
+        """Raise an error if the step had already computed the loop's gradients.
 
-        All processes call this method, also if the step calls backward() in some of them only. The
-        loop clears the gradients of such a backward pass, so it is not refused.
+        All processes must call this method, even if only some of them called backward() in the
+        step. Such a backward pass is allowed, because the loop clears its gradients.
         """
         found = self._found
         has_all = all(self.parameters[index].grad is not None for index in found)
@@ -67,16 +67,16 @@ class FirstStepCheck:
         # Compare only if all processes have found gradients of the same parameters.
         if set(shares.tolist()) not in ({1.0}, {0.0, 1.0}):
             return
-        # Accumulation and a gradient scaler multiply the gradients by a number.
+        # Normalize the gradients, because accumulation and a scaler multiply them by a factor.
         own = self._means(list(found.values()))
         loops = self._means([self.parameters[index].grad for index in found])
-        # A factor changes the rounding of half precision.
+        # In half precision, allow a larger difference, because the factor changes the rounding.
         is_float32 = self.fabric.strategy.precision.precision == "32-true"
         if (own / own.norm() - loops / loops.norm()).norm() < (1e-4 if is_float32 else 1e-2):
             raise ConfigurationError(f"training_step: got a call to loss.backward(), {REMEDY}")
 
     def _means(self, tensors: list[Any]) -> Tensor:
-        """Return the means over the processes as one vector on the CPU."""
+        """Average the tensors over all processes. Return them as one vector on the CPU."""
         means: Any = self.fabric.all_reduce(tensors) if self.fabric.world_size > 1 else tensors
-        # The CPU has float64, which MPS lacks, and memory for two vectors of this size.
+        # Use the CPU, because MPS has no float64 and a GPU may lack memory for two such vectors.
         return torch.cat([tensor.flatten().cpu().double() for tensor in means])

@@ -54,7 +54,7 @@ def fit(run: Run) -> None:
         with run.hooks.profiled("run_training_epoch"):
             train_epoch(run)
         if run.stop.signal is not None:
-            # If a limit ended the epoch early, keep the file last.ckpt that end_epoch has saved.
+            # If a limit ended the epoch early, keep the last.ckpt that end_epoch has saved.
             if run.progress.is_in_epoch or run.progress.is_epoch_complete:
                 # Save before on_train_end, because callbacks may replace the weights there.
                 run.checkpoints.save_last(run)
@@ -75,13 +75,13 @@ def train_epoch(run: Run) -> None:
     if not run.stop.is_due and not progress.is_epoch_complete:
         train_batches(run)
     # As in Trainer, an epoch that max_steps ends early counts as finished. An epoch that a signal
-    # ends is not finished, so that a resumed run continues this epoch.
+    # interrupts does not, so that a resumed run continues it.
     if run.stop.signal is None or progress.is_epoch_complete:
         end_epoch(run)
 
 
 def start_epoch(run: Run) -> None:
-    """Reload the dataloaders if a reload is due, and call the hooks."""
+    """Create or reload the training loader if necessary, and call the hooks."""
     run.data.setup_train_loader()
     run.validation_schedule.count_batches()
     run.data.train.set_epoch()
@@ -92,13 +92,13 @@ def start_epoch(run: Run) -> None:
 
 
 def resume_epoch(run: Run) -> None:
-    """Finish an interrupted batch. The loader is at its saved position."""
+    """Finish an interrupted batch. The loader is already at its saved position."""
     if run.progress.phase in PHASES_AFTER_BATCH:
         run_phases(run, run.progress.phase)
 
 
 def train_batches(run: Run) -> None:
-    """Train on the batches of an epoch, and call ``end_train_batch`` after each."""
+    """Train on the batches of an epoch, and call ``end_train_batch`` after each of them."""
     progress, hooks, results, loaders = run.progress, run.hooks, run.results, run.data.train
     train_batch = hooks.with_profiler("run_training_batch", run.optimization.train_batch)
     for batch, _, _ in loaders.batches():
@@ -110,19 +110,19 @@ def train_batches(run: Run) -> None:
                 "train_dataloader yielded None. If this was on purpose, ignore this warning..."
             )
         elif hooks.call("on_train_batch_start", batch, batch_idx) == -1:
-            # Like Trainer, call neither on_train_batch_end nor a validation if the hook returns -1.
+            # Like Trainer, skip on_train_batch_end and the validation if the hook returns -1.
             progress.end_batches()
             progress.enter(None)
             step_schedulers_after_batch(run)
             break
         else:
-            # Run forward, loss, backward, clipping and step.
+            # This runs the forward pass, the backward pass, clipping and the optimizer step.
             outputs = train_batch(batch, batch_idx)
         end_train_batch(run, outputs, batch, batch_idx)
         if progress.is_epoch_complete or run.stop.is_due:
             break
     else:
-        # The loader yielded fewer batches than its length or the limit.
+        # The loader yielded fewer batches than its length or the limit promised.
         end_short_epoch(run)
 
 
@@ -137,7 +137,7 @@ def end_train_batch(run: Run, outputs: Any, batch: Any, batch_idx: int) -> None:
 
 
 def run_phases(run: Run, phase: str | None) -> None:
-    """Run the phases after a batch. Each returns the next one. A resume starts in a later phase."""
+    """Run the phases after a batch. Each phase returns the next one. A resume may skip some."""
     while phase is not None:
         run.progress.enter(phase)
         phase = PHASES_AFTER_BATCH[phase](run)
@@ -175,7 +175,7 @@ def free_gradients(run: Run) -> None:
 
 
 def report_validation(run: Run) -> str:
-    """Write the row of a validation, and save a checkpoint after it."""
+    """Write the row of a validation, and then save a checkpoint."""
     run.validation_schedule.restart()
     run.row.write_after_validation()
     run.checkpoints.save_after_validation(run)
@@ -204,7 +204,7 @@ PHASES_AFTER_BATCH: dict[str, Callable[[Run], str | None]] = {
 
 
 def end_short_epoch(run: Run) -> None:
-    """End an epoch whose loader yielded fewer batches than its length or the limit."""
+    """End an epoch whose loader yielded fewer batches than its length or the limit promised."""
     run.progress.end_batches()
     step_lr_schedulers(run, "epoch", reduce_on_plateau=False)
     if run.validation_schedule.is_due_at_short_end():

@@ -14,15 +14,15 @@ from ..lightning_compat.overrides import is_instance_of, overridden
 
 
 class Hooks:
-    """Calls each hook of the callbacks first, then of the module, as Trainer does.
+    """Calls each hook on the callbacks first and then on the module, as Trainer does.
 
-    The overrides of a hook are looked up at its first call, and again after the list of callbacks
+    A hook's overrides are looked up when it is first called, and again when the list of callbacks
     has changed.
 
     Args:
         loop: The loop of the callbacks, which is the argument ``trainer`` of their hooks.
         module: The LightningModule or ModuleAdapter of the run.
-        model: The given model, which callbacks that are not Lightning's get as ``pl_module``.
+        model: The given model. Callbacks get it as ``pl_module``, except for Lightning's own.
         datamodule: The datamodule of the run, or None.
 
     Attributes:
@@ -44,7 +44,7 @@ class Hooks:
         return self.loop.callbacks
 
     def call(self, name: str, *args: Any) -> Any:
-        """Call a hook of the callbacks, then of the module. Returns the module's result."""
+        """Call a hook on the callbacks and then on the module. Return the module's result."""
         callbacks = self.loop.callbacks
         if callbacks != self._known_callbacks:
             self._known_callbacks = list(callbacks)
@@ -69,7 +69,7 @@ class Hooks:
     def call_callbacks(
         self, name: str, *args: Any, callbacks: list[Any] | None = None, **kwargs: Any
     ) -> None:
-        """Call a hook of the callbacks only, including callbacks that are added in this hook.
+        """Call a hook on the callbacks only, including callbacks that the hook adds.
 
         Args:
             callbacks: The callbacks to call. None: all callbacks.
@@ -125,7 +125,7 @@ class Hooks:
         return self.inside(name, method)
 
     def _callback_method(self, callback: Any, name: str) -> Callable | None:
-        """Return a callback's hook as a function without the arguments trainer and pl_module."""
+        """Return a callback's hook with its arguments trainer and pl_module already set."""
         method = overridden(callback, name)
         if method is None:
             return None
@@ -134,7 +134,7 @@ class Hooks:
         return self.with_profiler(f"[Callback]{key}.{name}", call)
 
     def _module_for(self, callback: Any) -> Any:
-        """Return the argument ``pl_module``. Lightning's callbacks need a LightningModule."""
+        """Return a callback's ``pl_module``. Lightning's own callbacks need a LightningModule."""
         packages = ("lightning.pytorch.callbacks.", "pytorch_lightning.callbacks.")
         bases = [base for base in type(callback).__mro__ if base.__name__ != "Callback"]
         is_lightnings = any(base.__module__.startswith(packages) for base in bases)
@@ -145,7 +145,7 @@ class Hooks:
         self.current = None
 
     def inside(self, name: str, method: Callable) -> Callable:
-        """Wrap a method, so that ``Hooks.current`` is ``name`` while the method runs."""
+        """Wrap a method so that ``Hooks.current`` is ``name`` while the method runs."""
 
         def call(*args: Any, **kwargs: Any) -> Any:
             previous, self.current = self.current, name

@@ -1,4 +1,4 @@
-"""Run one call of fit, validate, test or predict, with set-up, teardown, signals and errors."""
+"""Run one call of fit, validate, test or predict, including set-up, teardown and errors."""
 
 from __future__ import annotations
 
@@ -50,11 +50,11 @@ _LIGHTNING_MODULES = ("lightning.pytorch.core.module", "pytorch_lightning.core.m
 
 
 def run_plan(plan: Plan) -> Any:
-    """Run a call with its set-up and teardown, in new processes if the strategy launches them."""
+    """Run a call with its set-up and teardown. If the strategy launches processes, run it there."""
     fabric = plan.loop.fabric
     is_launching = starts_processes(fabric)
     if not is_launching:
-        # Run(plan) needs the rank of this process, which is known after the processes have joined.
+        # Run(plan) needs this process's rank, which is known only after the processes have joined.
         join_processes(fabric)
     run = Run(plan)
     try:
@@ -90,7 +90,7 @@ def run_in_process(run: Run) -> Any:
 
 
 def set_up_process(run: Run, stack: ExitStack) -> None:
-    """Seed, set PyTorch's flags, and enter the run's contexts in ``stack``."""
+    """Seed the generators, set PyTorch's flags, and enter the run's contexts in ``stack``."""
     if run.stage == "fit":
         run.loop.seed()
         choose_version(run)
@@ -108,7 +108,7 @@ def set_up_process(run: Run, stack: ExitStack) -> None:
     stack.enter_context(torch.autograd.set_detect_anomaly(run.config.detect_anomaly))
     stack.enter_context(run.console.shown(run))
     if run.stage == "fit" and run.fabric.world_size > 1:
-        # Handle signals in the set-up, so that no process ends while other processes wait.
+        # Handle signals during the set-up, so that no process exits while others wait for it.
         stack.enter_context(run.signals)
 
 
@@ -119,7 +119,7 @@ def return_network(run: Run, device: torch.device) -> None:
 
 
 def set_up_model(run: Run, stack: ExitStack) -> bool:
-    """Set up the model, with the hooks in Trainer's order, and load the weights of a checkpoint.
+    """Set up the model, and load a checkpoint's weights. Call the hooks in Trainer's order.
 
     Returns:
         Whether the weights were loaded. If not, on_fit_start may still add the modules they need.
@@ -152,7 +152,7 @@ def set_up_model(run: Run, stack: ExitStack) -> bool:
 
 def set_up_training(run: Run, has_weights: bool) -> None:
     """Set up the optimizers, restore a checkpoint, and run the sanity check."""
-    # Attributes that change from here on are saved, also those that the sanity check changes.
+    # Checkpoints include all attributes that change from here on, even in the sanity check.
     run.watch_attributes()
     run.optimization.configure()
     names = [name for name, _ in run.network.named_parameters()]
@@ -172,9 +172,9 @@ def set_up_training(run: Run, has_weights: bool) -> None:
         print_if_finished(run)
     run.results.start_training()
     if not run.is_lightning_module and is_in_eval_mode(run.network):
-        # A network of which only some modules are in eval mode stays unchanged.
+        # Do this only if all modules are in eval mode, because a mix may be intended.
         run.network.train()
-    # A resumed run makes no sanity check, so compare with the flags before it.
+    # Record the flags before the sanity check, because a resumed run skips it.
     run.steps.record_flags(run.optimization.named_parameters())
     run_sanity_check(run)
     run.results.start_training()
@@ -213,9 +213,9 @@ def tear_down(run: Run) -> None:
 
 
 def run_sanity_check(run: Run) -> None:
-    """Validate a few batches before training, so that a broken validation fails early."""
+    """Validate on a few batches before training, so that a broken validation fails early."""
     most = run.config.num_sanity_val_steps
-    # As Trainer, make a sanity check if the run starts at the end of an epoch of Trainer.
+    # As in Trainer, skip the check on resume, unless Trainer saved the checkpoint between epochs.
     is_resumed = run.plan.start.is_pending and run.plan.start.restarts_epoch is not False
     if not run.should_validate or most == 0 or is_resumed:
         return
@@ -238,12 +238,12 @@ def set_torch_flags(config: LoopConfig) -> None:
         is_enabled = bool(deterministic)
         torch.use_deterministic_algorithms(is_enabled, warn_only=deterministic == "warn")
     if deterministic:
-        # cuBLAS is deterministic only with a workspace of fixed size.
+        # cuBLAS is deterministic only with a fixed-size workspace.
         os.environ["CUBLAS_WORKSPACE_CONFIG"] = ":4096:8"
 
 
 def attach_run(run: Run, stack: ExitStack) -> None:
-    """Set ``trainer`` and ``log`` of module, datamodule and callbacks, and set up the profiler."""
+    """Set ``trainer`` and ``log`` on module, datamodule and callbacks, and set up the profiler."""
     for part in {id(part): part for part in (run.module, run.model)}.values():
         if isinstance(getattr(type(part), "trainer", None), property):
             attach_trainer(part, run, stack)
@@ -259,13 +259,13 @@ def attach_run(run: Run, stack: ExitStack) -> None:
         attach_log(callback, run, stack)
     if (profiler := run.hooks.profiler) is not None:
         set_profiled_module(profiler, run.module)
-        # Pass the rank, which the profiler adds to the name of its file.
+        # Pass the rank, which the profiler adds to its file name.
         local_rank = run.fabric.local_rank if run.fabric.world_size > 1 else None
         profiler.setup(stage=run.stage, local_rank=local_rank, log_dir=run.loop.log_dir)
 
 
 def attach_trainer(part: Any, run: Run, stack: ExitStack) -> None:
-    """Set ``trainer``. After a run inside of another loop's run, restore the other loop."""
+    """Set ``trainer``. If another loop is running, restore that loop as ``trainer`` afterwards."""
     with suppress(RuntimeError):
         # Lightning raises a RuntimeError if there is no trainer.
         outer = getattr(part, "trainer", None)
@@ -288,12 +288,12 @@ def attach_log(part: Any, run: Run, stack: ExitStack) -> None:
         return
     for name in ("log", "log_dict"):
         own = getattr(type(part), name, None)
-        # A module also has its submodules as attributes, and one may be called "log".
+        # A module's submodules are attributes, too, and one of them may be named "log".
         previous = getattr(part, name, None) if own is None else attributes.get(name)
         if not _is_of_run(previous) or not (own is None or _is_lightnings(own)):
             continue
         method = getattr(run.results, name)
-        # self.log changes Python counters, so torch.compile would recompile the step per batch.
+        # self.log changes Python counters, so torch.compile would recompile the step every time.
         attributes[name] = torch.compiler.disable(method) if run.steps.compile else method
         if previous is None:
             stack.callback(attributes.pop, name, None)
@@ -302,7 +302,7 @@ def attach_log(part: Any, run: Run, stack: ExitStack) -> None:
 
 
 def _is_of_run(method: Any) -> bool:
-    """Return whether the object has no ``log`` method, or one that a run has set."""
+    """Return whether a ``log`` method is missing, or was set by a run."""
     owner = getattr(inspect.unwrap(method), "__self__", None) if callable(method) else method
     return method is None or isinstance(owner, ResultCollection)
 
@@ -317,7 +317,7 @@ def _call_own_log(part: Any, run: Run, *args: Any, **kwargs: Any) -> None:
 
 
 def prepare_data(run: Run) -> None:
-    """Call ``prepare_data`` on each machine's first process, while all other processes wait."""
+    """Call ``prepare_data`` in each machine's first process, while all other processes wait."""
     hooks = run.hooks
     for part, call in ((run.datamodule, hooks.call_datamodule), (run.module, hooks.call_module)):
         is_per_node = getattr(part, "prepare_data_per_node", True)
@@ -336,15 +336,15 @@ def print_if_finished(run: Run) -> None:
     if run.stop.is_due_between_epochs and not progress.is_in_epoch and run.fabric.is_global_zero:
         print(
             f"resume: {run.plan.start.path} is from a finished run (epoch {progress.epochs_done}, step"
-            f" {progress.global_step}); it trains no further: {end_reason(run)}.",
+            f" {progress.global_step}). Nothing is left to train: {end_reason(run)}.",
             file=sys.stderr,
         )
 
 
 def finish_signal(run: Run) -> None:
-    """Print where a signal ended training, and end the program with the signal's exit code.
+    """Print where a signal ended training, and exit with the signal's exit code.
 
-    In a notebook, do not end the program, so that fit returns.
+    In a notebook, do not exit, so that fit returns.
     """
     number, path, progress = run.stop.signal, run.checkpoints.last_model_path, run.progress
     if number is None:
@@ -366,7 +366,7 @@ def finish_signal(run: Run) -> None:
 def handle_exception(run: Run, error: BaseException) -> None:
     """Call ``on_exception``, and close loggers and loaders.
 
-    The error must reach the caller, so a failure in this function is only a warning.
+    The error must reach the caller, so a failure in this function only causes a warning.
     """
     run.stop.fail(error)
     run.hooks.leave()
@@ -392,6 +392,6 @@ def handle_exception(run: Run, error: BaseException) -> None:
     run.optimization.release()
     run.steps.unwrap()
     if run.stop.signal is None:
-        # End the launched processes. Otherwise, these processes wait forever for this process.
+        # End the launched processes. Otherwise, they would wait for this process forever.
         for process in getattr(run.fabric.strategy.launcher, "procs", ()):
             process.kill()

@@ -13,9 +13,9 @@ if TYPE_CHECKING:
 
 
 def step_schedulers_after_batch(run: Run) -> None:
-    """Step all schedulers except ReduceLROnPlateau, before ``on_train_batch_end`` as in Trainer.
+    """Like Trainer, step all schedulers except ReduceLROnPlateau before ``on_train_batch_end``.
 
-    ``end_batch`` or ``end_epoch`` steps ReduceLROnPlateau later, when its metric is known.
+    ``finish_batch`` or ``end_epoch`` steps ReduceLROnPlateau later, when its metric is known.
     """
     if run.progress.is_window_end:
         run.row.record_learning_rates()
@@ -28,7 +28,7 @@ def step_lr_schedulers(run: Run, interval: str, reduce_on_plateau: bool) -> None
     """Step the schedulers that are due.
 
     Args:
-        interval: "step" or "epoch", as in the ``lr_scheduler`` dict of Lightning.
+        interval: "step" or "epoch", as in Lightning's ``lr_scheduler`` dict.
         reduce_on_plateau: Step only ReduceLROnPlateau. False: step all other schedulers.
     """
     if not run.optimization.is_automatic or (interval == "step" and not run.progress.is_window_end):

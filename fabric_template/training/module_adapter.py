@@ -1,7 +1,7 @@
-"""Give a LightningModule's interface to functions and objects, and run their steps.
+"""Give functions and objects the interface of a LightningModule, and run their steps.
 
 On one device, plain Fabric calls ``model.training_step`` without autocast. With ``bf16-mixed``, the
-model then trains in float32 without a warning. StepRunner applies the precision, the strategy and
+model then silently trains in float32. StepRunner applies the precision, the strategy and
 torch.compile to every step.
 """
 
@@ -26,9 +26,9 @@ from ..distributed.strategies import broadcast_network, no_gradient_sync, shard_
 from ..errors import ConfigurationError, ConfigurationTypeError, check_object, describe
 from ..lightning_compat.overrides import is_instance_of, overridden
 
-# If an attribute of an object is one of these containers, search it for modules.
+# If an object has one of these containers as an attribute, search the container for modules.
 _CONTAINERS = (dict, list, tuple, set, frozenset, deque)
-# The methods of a LightningModule that users override.
+# Users may override these methods of a LightningModule.
 _HOOKS = ["setup", "teardown", "prepare_data", "backward", "optimizer_zero_grad"]
 _HOOKS += [n for n in dir(LightningModule) if n.startswith(("on_", "configure_", "transfer_"))]
 _HOOKS += [n for n in dir(LightningModule) if n.endswith(("_step", "_dataloader"))]
@@ -37,13 +37,13 @@ _HOOKS += [n for n in dir(LightningModule) if n.endswith(("_step", "_dataloader"
 class ModuleAdapter(LightningModule):
     """Adapts a network with step functions, or an object with step methods, to LightningModule.
 
-    The adapter has the network's parameters, buffers and submodules under their own names. A
-    checkpoint therefore has the keys of ``network.state_dict()``.
+    The adapter has the network's parameters, buffers and submodules under the same names. A
+    checkpoint therefore has the same keys as ``network.state_dict()``.
 
     Args:
         model: The model that was given to ``fit``.
         network: The module that holds the parameters.
-        functions: Step functions ``fn(model, batch[, batch_idx])``, keyed by the name of the step.
+        functions: Step functions ``fn(model, batch[, batch_idx])``, keyed by step name.
         is_manual: Whether the training step steps the optimizers itself.
     """
 
@@ -87,21 +87,21 @@ class ModuleAdapter(LightningModule):
 
 
 class ObjectNetwork(nn.Module):
-    """The modules and parameters in the attributes of an object that is no nn.Module.
+    """The modules and parameters in the attributes of an object that is not an nn.Module.
 
-    A list, tuple or dict of modules becomes a child with the names of nn.ModuleList or
-    nn.ModuleDict: ``self.nets = [a, {"b": b}]`` gives ``nets.0`` and ``nets.1.b``.
+    A list, tuple or dict of modules becomes a child that is named like an nn.ModuleList or
+    nn.ModuleDict. ``self.nets = [a, {"b": b}]`` gives ``nets.0`` and ``nets.1.b``.
     """
 
     def collect(self, model: Any) -> None:
-        """Take the modules of a model. Call collect again after hooks that create modules."""
+        """Collect the modules of a model. Call this again after hooks that create modules."""
         self._parameters.clear()
         self._modules.clear()
         for name, value in list(getattr(model, "__dict__", {}).items()):
             self._add(name, value, name, set())
 
     def _add(self, name: str, value: Any, path: str, containers: set[int]) -> None:
-        """Add a value that is, or contains, modules or parameters.
+        """Add a value if it is or contains a module or a parameter.
 
         Args:
             path: The place of the value in error messages, such as "nets[0]".
@@ -131,7 +131,7 @@ def check_container(value: Any, path: str) -> None:
     if isinstance(value, set | frozenset):
         raise ConfigurationTypeError(
             f"model: got a set of modules in the attribute {path}, expected a list or a dict. The"
-            " modules of a set have no fixed names in a checkpoint."
+            " modules in a set have no fixed names in a checkpoint."
         )
     keys = [str(key) for key in value] if isinstance(value, dict) else []
     if any("." in key or not key for key in keys) or len(set(keys)) < len(keys):
@@ -153,7 +153,7 @@ def find_network(model: Any) -> nn.Module:
 
 
 def creates_modules(model: Any) -> bool:
-    """Return whether the model has a hook that creates modules, as in Trainer."""
+    """Return whether the model has a hook that may create modules."""
     return any(overridden(model, name) is not None for name in ("setup", "configure_model"))
 
 
@@ -173,7 +173,7 @@ def is_in_eval_mode(network: nn.Module) -> bool:
 
 
 def unwrap(part: Any) -> Any:
-    """Return the model or optimizer inside Fabric's wrapper, and other objects unchanged."""
+    """Return the model or optimizer inside Fabric's wrapper. Return other objects unchanged."""
     if not is_wrapped(part):
         return part
     return part.module if isinstance(part, nn.Module) else getattr(part, "optimizer", part)
@@ -182,8 +182,8 @@ def unwrap(part: Any) -> Any:
 def unwrap_compiled(model: Any, functions: Mapping[str, Any]) -> tuple[Any, Any]:
     """Return the module inside the wrapper of ``torch.compile``, and the wrapper's compiler.
 
-    As in Trainer, each step of a compiled LightningModule is compiled. For step functions with a
-    plain network, the wrapper is kept, so that the functions call its compiled ``forward``.
+    As in Trainer, each step of a compiled LightningModule is compiled. Step functions for a plain
+    network get the wrapper instead, so that they call its compiled ``forward``.
     """
     if not is_instance_of(model, "OptimizedModule"):
         return model, None
@@ -214,7 +214,7 @@ def adapt_model(
 
 
 def parameters_of(method: Callable) -> Mapping[str, inspect.Parameter]:
-    """Return a method's parameters by name, or an empty dict for a builtin without a signature."""
+    """Return a method's parameters by name, or {} for a built-in function without a signature."""
     try:
         return inspect.signature(method).parameters
     except (TypeError, ValueError):
@@ -222,7 +222,7 @@ def parameters_of(method: Callable) -> Mapping[str, inspect.Parameter]:
 
 
 def takes_argument(method: Callable, name: str) -> bool:
-    """Return whether a method has an argument of this name, or takes any number of arguments."""
+    """Return whether a method has an argument with this name, or takes any number of arguments."""
     parameters = parameters_of(method)
     return name in parameters or any(p.kind is p.VAR_POSITIONAL for p in parameters.values())
 
@@ -230,7 +230,7 @@ def takes_argument(method: Callable, name: str) -> bool:
 def takes_batch_idx(step: Callable) -> bool:
     """Return whether a step takes ``(batch, batch_idx)`` instead of only ``(batch)``.
 
-    In a step function, an argument that has a default value does not count as ``batch_idx``.
+    In a step function, an argument with a default value does not count as ``batch_idx``.
     """
     if takes_argument(step, "batch_idx"):
         return True
@@ -258,7 +258,7 @@ class _CallStep(nn.Module):
 
 
 def needs_no_strategy(fabric: Fabric) -> bool:
-    """Return whether the run uses one device and float32. Fabric then changes nothing."""
+    """Return whether the run uses one device and float32, so that Fabric changes nothing."""
     strategy = fabric.strategy
     return type(strategy) is SingleDeviceStrategy and type(strategy.precision) is Precision
 
@@ -306,16 +306,16 @@ class StepRunner:
                 module.training = modes[name]
 
     def flags(self, parameters: Mapping[str, Any]) -> dict[str, dict[str, bool]]:
-        """Return the flags that hooks may change, and that ``state_dict()`` does not cover."""
+        """Return the flags that hooks may change and that ``state_dict()`` does not cover."""
         requires_grad = {name: part.requires_grad for name, part in parameters.items()}
         return {"requires_grad": requires_grad, "training": self.training_modes()}
 
     def record_flags(self, parameters: Mapping[str, Any]) -> None:
-        """Compare with the current flags from now on."""
+        """Record the current flags, with which ``changed_flags`` compares later flags."""
         self._flags_at_start = self.flags(parameters)
 
     def changed_flags(self, parameters: Mapping[str, Any]) -> dict[str, dict[str, bool]]:
-        """Return the flags that differ from those at the start."""
+        """Return the flags that have changed since ``record_flags`` was called."""
         return {
             kind: dict(sorted(flags.items() - self._flags_at_start[kind].items()))
             for kind, flags in self.flags(parameters).items()
@@ -323,10 +323,10 @@ class StepRunner:
 
     @contextmanager
     def captured_modes(self) -> Iterator[Callable[[], None]]:
-        """Keep the modes of training, because an evaluation switches the network to eval mode.
+        """Remember which modules are in train mode while an evaluation switches to eval mode.
 
         Yields:
-            A function that restores the modes. It is called after an error.
+            A function that restores the modes. After an error, they are restored automatically.
         """
         outer, self._modes = self._modes, self.training_modes()
         modes = [(module, module.training) for module in self.network.modules()]
@@ -362,20 +362,20 @@ class StepRunner:
             if not has_parameters:
                 raise ConfigurationError(
                     f"strategy: got {type(self.fabric.strategy).__name__} for a model without parameters"
-                    " that require a gradient, expected at least one. Each process would change its own"
-                    " buffers. Train with devices=1."
+                    " that require a gradient, expected at least one such parameter. Each process"
+                    " would change its own buffers. Train with devices=1."
                 )
             self.wrapped = self.fabric.strategy.setup_module(_CallStep(self.network))
         for module in self.network.modules():
-            # Moving a network does not call the overridden to() of a submodule, so call to() here.
-            # Call to(device) last, because to(device) resets the dtype of torchmetrics objects.
+            # Moving a network does not call a submodule's overridden to(), so call it here.
+            # Call to(device) last, because it resets the dtype of torchmetrics objects.
             if type(module).to is not nn.Module.to:
                 if self.converts_dtype:
                     self.precision.convert_module(module)
                 module.to(self.fabric.device)
 
     def get(self, name: str, method: Callable) -> Callable:
-        """Wrap a step for the compilation, the strategy and the precision of this run."""
+        """Wrap a step for this run's compilation, strategy and precision."""
         if callable(self.compile):
             method = self.compile(method)
         elif self.compile is not False:

@@ -34,7 +34,7 @@ if TYPE_CHECKING:
 
 
 def is_logging_due(run: Run) -> bool:
-    """Return whether the values of the current training or evaluation batch are logged."""
+    """Return whether the values of the current training or evaluation batch should be logged."""
     progress, every = run.progress, run.config.log_every_n_steps
     if not every:
         return False
@@ -45,13 +45,13 @@ def is_logging_due(run: Run) -> bool:
 
 
 class Optimization:
-    """The optimizers and schedulers of a run, with backward, clipping and steps.
+    """Holds a run's optimizers and schedulers, and runs backward, clipping and optimizer steps.
 
-    AutomaticOptimization and ManualOptimization train. This base class has the optimizers until
-    on_fit_start, and none in an evaluation.
+    AutomaticOptimization and ManualOptimization train. The base class itself is used until
+    on_fit_start, and in evaluations, which have no optimizers.
 
     Attributes:
-        lightning_optimizers: A wrapper of each optimizer, whose step() handles precision, hooks and
+        lightning_optimizers: A wrapper for each optimizer. Its step() handles precision, hooks and
             counters.
     """
 
@@ -88,7 +88,7 @@ class Optimization:
         self.lightning_optimizers = [wrap_optimizer(item, strategy) for item in optimizers]
 
     def start(self) -> AutomaticOptimization | ManualOptimization:
-        """Return an automatic or manual optimization with these optimizers."""
+        """Create an automatic or manual optimization with the same optimizers."""
         is_automatic = self.run.module.automatic_optimization
         optimization = (AutomaticOptimization if is_automatic else ManualOptimization)(self.run)
         optimization.use(self.optimizers, self.lr_schedulers)
@@ -96,9 +96,9 @@ class Optimization:
         return optimization
 
     def outside_parameters(self) -> dict[str, Tensor]:
-        """Return the parameters that optimizers train and the network lacks, such as a loss's weights.
+        """Return the trained parameters that are not in the network, such as those of a loss.
 
-        The names have the index of the optimizer and of the parameter, as in "optimizer.0.3".
+        The names contain the indices of the optimizer and the parameter, as in "optimizer.0.3".
         """
         found: dict[str, Tensor] = {}
         known = {id(parameter) for parameter in self.run.network.parameters()}
@@ -119,7 +119,7 @@ class Optimization:
         self.kept_loss, self._outputs = None, {}
 
     def setup(self) -> None:
-        """Cache the methods that each batch uses. Call setup again if optimizers or options change."""
+        """Cache the methods that each batch uses. Repeat this if optimizers or options change."""
         run, hooks = self.run, self.run.hooks
         step = self.run.module.training_step
         self.call_step = run.make_step("training_step", step)
@@ -133,7 +133,7 @@ class Optimization:
         self._profiled_backward = hooks.with_profiler(action, self._backward_with_hooks)
 
     def skip_backward(self, is_skipped: bool) -> None:
-        """Run only the forward pass, because StochasticWeightAveraging updates BatchNorm's statistics."""
+        """Set whether to skip backward. StochasticWeightAveraging does so to update BatchNorm."""
         self.is_backward_skipped = is_skipped
 
     def backward(self, loss: Tensor, *args: Any, **kwargs: Any) -> None:
@@ -199,10 +199,10 @@ class Optimization:
         return {}
 
     def _copy_gradients(self, cleared: Collection[int] = ()) -> dict[str, Tensor]:
-        """Return the gradients, except those of the parameters with the given ids."""
+        """Return copies of the gradients. Leave out parameters whose ids are in ``cleared``."""
         if self.run.steps.is_model_parallel:
             # FSDP accumulates gradients in private tensors, so a checkpoint cannot contain them.
-            self.run.warn_once("A checkpoint in an accumulation window lacks sharded gradients.")
+            self.run.warn_once("Within an accumulation window, checkpoints lack sharded gradients.")
             return {}
         kept = {name: p for name, p in self.named_parameters().items() if id(p) not in cleared}
         gradients = {name: p.grad for name, p in kept.items() if p.grad is not None}
@@ -239,7 +239,7 @@ class AutomaticOptimization(Optimization):
         self._take_step = hooks.with_profiler(action, step)
         if self._scaler is not None:
             self._check_scaler()
-        # The check of the first batch. None after it, and for a sharded network.
+        # This checks the first batch. It is None after that batch, and for a sharded network.
         self._first_step_check: FirstStepCheck | None = None
         if not self.run.steps.is_model_parallel:
             self._first_step_check = FirstStepCheck(optimizer, self.run.fabric)
@@ -277,10 +277,9 @@ class AutomaticOptimization(Optimization):
             self._optimizer.step()
         else:
             self.run.fabric.strategy.optimizer_step(self._optimizer)
-        # Keep the loss until the next step. Otherwise, autograd must create a node for each
-        # parameter again, which is slow. If the module overrides backward, the graph of the loss
-        # may still be in memory. Drop such a loss, so that the next step does not need memory for
-        # two graphs.
+        # Keep the loss until the next step. Otherwise, autograd has to recreate a node for each
+        # parameter, which is slow. If the module overrides backward, the loss's graph may still be
+        # in memory. Drop such a loss, so that the next step does not need memory for two graphs.
         self.kept_loss = loss if self._module_backward is None else None
 
     def _step_with_closure(self, batch: Any, batch_idx: int) -> None:
@@ -358,7 +357,7 @@ class AutomaticOptimization(Optimization):
                     parameter.grad = None
 
     def accumulated_gradients(self) -> dict[str, Tensor]:
-        """Return the gradients that the next batch uses."""
+        """Return the gradients that the next batch still needs."""
         progress, optimizer = self.run.progress, self._optimizer
         if progress.phase == "train_batch":
             # A resumed run repeats the whole accumulation window.
@@ -368,7 +367,7 @@ class AutomaticOptimization(Optimization):
         if self.run.steps.is_model_parallel:
             return {}
         cleared: set[int] = set()
-        # A zero_grad() of the user may keep gradients, or set them to zero instead of None.
+        # A user's zero_grad() may keep gradients, or set them to zero instead of None.
         if self._module_zero_grad is None and not has_own_zero_grad(optimizer):
             cleared = {id(p) for group in optimizer.param_groups for p in group["params"]}
         return self._copy_gradients(cleared)
@@ -383,12 +382,12 @@ class ManualOptimization(Optimization):
         super().setup()
         # The indices of the optimizers that have stepped since the last backward call.
         self._stepped: set[int] = set()
-        # False after a step function has called loss.backward() instead of loop.backward(loss), so
-        # that DDP has not averaged the gradients. _count_step then raises an error.
+        # With DDP, this stays False if a step function calls loss.backward() instead of
+        # loop.backward(loss). DDP then averages no gradients, and _count_step raises an error.
         self._reduces_gradients = self.run.steps.ddp is None or self.run.is_lightning_module
 
     def count_unwrapped_steps(self, stack: ExitStack) -> None:
-        """Count the steps of optimizers that Fabric has not wrapped, with hooks of torch."""
+        """Count the steps of optimizers that Fabric has not wrapped, by means of torch's hooks."""
         for index, optimizer in enumerate(self.optimizers):
             if not isinstance(optimizer, Optimizer):
                 raise ConfigurationTypeError(
@@ -432,17 +431,17 @@ class ManualOptimization(Optimization):
         has_gradients = any(p.grad is not None for p in self.run.network.parameters())
         if loss.requires_grad and not self._stepped and not has_gradients:
             raise ConfigurationError(
-                "training_step: got several optimizers and used none of them, expected zero_grad(),"
-                " loss.backward() and step() of each. Give one optimizer with all parameters to let"
-                " the loop minimize the loss."
+                "training_step: got several optimizers and used none of them, expected calls of"
+                " zero_grad(), loss.backward() and step() for each. To let the loop do this, give"
+                " one optimizer with all parameters."
             )
 
     def _count_step(self, index: int, *args: Any) -> None:
         """Count an optimizer step that ``training_step`` takes. Ignore steps that hooks take."""
         if not self._reduces_gradients:
             raise ConfigurationError(
-                "training_step: got loss.backward() in a run of several processes, expected"
-                " loop.backward(loss), which adds their gradients."
+                "training_step: got loss.backward() in a run with several processes, expected"
+                " loop.backward(loss), which averages the gradients."
             )
         self._stepped.add(index)
         if self.run.hooks.current == "training_step":
@@ -457,7 +456,7 @@ class ManualOptimization(Optimization):
         self._stepped.clear()
 
     def accumulated_gradients(self) -> dict[str, Tensor]:
-        """Return all gradients, because a step may also add to those that an optimizer has used."""
+        """Return all gradients, because a later step may add to gradients that were used before."""
         are_used = len(self._stepped) == len(self.optimizers)
         return {} if are_used and self.run.steps.is_model_parallel else self._copy_gradients()
 
@@ -483,14 +482,14 @@ def clip_gradients(optimizer: Optimizer, value: float, algorithm: str | None) ->
 
 
 def takes_closure(optimizer: Optimizer) -> bool:
-    """Return whether ``optimizer.step`` has the argument ``closure``, as torch's optimizers do."""
+    """Return whether ``optimizer.step`` accepts a ``closure``, as in torch's optimizers."""
     parameters = parameters_of(optimizer.step)
     takes_any = any(p.kind is p.VAR_KEYWORD for p in parameters.values())
     return takes_any or "closure" in parameters
 
 
 def gradient_norm(optimizer: Optimizer) -> Tensor:
-    """Return the total norm of the gradients of an optimizer's parameters.
+    """Return the total norm of an optimizer's gradients.
 
     All processes must call this function, because a sharded gradient needs all of them.
     """
@@ -504,7 +503,7 @@ def gradient_norm(optimizer: Optimizer) -> Tensor:
 def norm_of(gradient: Tensor) -> Tensor:
     """Return the norm of a gradient, which may be sparse, complex or sharded."""
     if gradient.layout is torch.sparse_coo:
-        # Repeated indices must be added before the norm.
+        # Sum the values of repeated indices before computing the norm.
         gradient = gradient.coalesce().values()
     elif gradient.layout is not torch.strided:
         gradient = gradient.values()
@@ -512,7 +511,7 @@ def norm_of(gradient: Tensor) -> Tensor:
 
 
 def find_loss(run: Run, output: Any) -> Tensor | None:
-    """Return the loss in the output of a step, or None to skip the batch."""
+    """Return the loss in a step's output, or None to skip the batch."""
     loss = output
     if isinstance(output, tuple) and len(output) == 2 and not run.is_lightning_module:
         loss = output[0]
@@ -532,7 +531,7 @@ def find_loss(run: Run, output: Any) -> Tensor | None:
         )
         raise ConfigurationTypeError(
             f"{lightnings if run.is_lightning_module else ''}training_step: got a {type(loss).__name__},"
-            " expected the loss, a tensor. Write return loss at its end."
+            " expected the loss as a tensor. Write return loss at its end."
         )
     if run.fabric.world_size > 1:
         raise RuntimeError(

@@ -1,4 +1,4 @@
-"""Check the arguments of a call of fit, validate, test or predict, and keep them in a Plan."""
+"""Check the arguments of fit, validate, test or predict, and store them in a Plan."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, eq=False)
 class Plan:
-    """The checked arguments of a call. A spawned process gets a Plan, and makes its Run from it.
+    """The checked arguments of a call. A spawned process receives them, and creates its own Run.
 
     Attributes:
         loop: The FabricLoop, which modules and callbacks get as their trainer.
@@ -63,11 +63,11 @@ class Plan:
 
     @property
     def loop_name(self) -> str:
-        """The loop's name in messages. Trainer is named only to users of a LightningModule."""
+        """The name of the loop in messages, which is "Trainer" for users of a LightningModule."""
         return "Trainer" if self.is_lightning_module else "FabricLoop"
 
     def warn(self, message: str, category: type[Warning] = UserWarning) -> None:
-        """Warn about the arguments, on the main process only."""
+        """Warn about the arguments, but only in the main process."""
         if self.loop.fabric.is_global_zero:
             warnings.warn(message, category, stacklevel=3)
 
@@ -123,7 +123,7 @@ def make_plan(
 def choose_model(
     loop: FabricLoop, model: Any, functions: dict[str, Any], optimizer: Any, last: Run | None
 ) -> dict[str, Any]:
-    """Return the model and its adapter. An evaluation without a model uses that of the last run."""
+    """Return the model and its adapter. An evaluation without a model uses the last run's model."""
     # Remove the wrapper that FabricLoop.setup() may have added. The run adds its own wrapper.
     model, compiler = unwrap_compiled(unwrap(model), functions)
     if last is not None and (model is None or model is last.model):

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from .run import Run
 
 
-# The phases that a resumed run repeats, and the counters before them.
+# A resumed run repeats these phases, and starts with the counters from before them.
 _REPEATED_PHASES: dict[str | None, dict[str, Any]] = {
     "train_batch": {"is_last_batch": False, "phase": None},
     "start_epoch": {"is_in_epoch": False, "phase": None},
@@ -27,7 +27,7 @@ _REPEATED_PHASES: dict[str | None, dict[str, Any]] = {
 
 @dataclass
 class Progress:
-    """Counts batches, steps and epochs. Other files read the counters, and call methods to count."""
+    """Counts batches, steps and epochs. Other modules change the counters only through methods."""
 
     is_per_process = False
 
@@ -47,13 +47,13 @@ class Progress:
     is_last_batch: bool = False
     """Whether the current batch is the last one of its epoch."""
     is_in_epoch: bool = False
-    """Whether an epoch has started and not ended."""
+    """Whether an epoch has started but not ended."""
     phase: str | None = None
     """The current phase of an epoch. The docstring of fit_loop.py lists the phases."""
     batches_at_window_start: int = 0
     """batches_done at the end of the last accumulation window."""
     num_train_batches: int | float = math.inf
-    """Batches of an epoch; infinite if the length is unknown."""
+    """Batches per epoch, or infinity if the length is unknown."""
     eval_batches_done: int = 0
     """Batches of the current evaluation."""
     total_eval_batches: int = 0
@@ -69,7 +69,7 @@ class Progress:
 
     @contextmanager
     def in_stage(self, stage: str) -> Iterator[None]:
-        """Run a block in another stage. As in Trainer, the stage stays after an error."""
+        """Run a block in another stage. As in Trainer, an error does not reset the stage."""
         before, self.stage = self.stage, stage
         yield
         self.stage = before
@@ -88,11 +88,11 @@ class Progress:
     # Training
 
     def start_training(self) -> None:
-        """Count from now on as Trainer does after on_train_start."""
+        """Record that on_train_start has run."""
         self.has_started = True
 
     def count_train_batches(self, num_batches: int | float) -> None:
-        """Set the number of batches of each epoch, when the training loader is created."""
+        """Set the number of batches per epoch when the training loader is created."""
         self.num_train_batches = num_batches
 
     def start_epoch(self) -> None:
@@ -102,11 +102,11 @@ class Progress:
         self.phase = "start_epoch"
 
     def enter(self, phase: str | None) -> None:
-        """Enter a phase of an epoch, which a resumed run finishes."""
+        """Enter a phase of an epoch. A run that resumes from here finishes this phase first."""
         self.phase = phase
 
     def start_batch(self, is_last: bool) -> int:
-        """Count a training batch. Returns the batch's index in the epoch."""
+        """Count a training batch, and return its index in the epoch."""
         batch_idx = self.batches_done
         self.phase = "train_batch"
         self.is_last_batch = is_last
@@ -115,12 +115,12 @@ class Progress:
         return batch_idx
 
     def count_steps(self, steps: int = 1) -> None:
-        """Count optimizer steps, which may be those of several optimizers in one batch."""
+        """Count optimizer steps. In manual optimization, one batch may take several steps."""
         self.global_step += steps
         self.optimizer_steps_in_epoch += steps
 
     def count_manual_batch(self) -> None:
-        """Count a batch of manual optimization as one step of the epoch, as Trainer does."""
+        """In manual optimization, count each batch as one step of the epoch, as Trainer does."""
         self.optimizer_steps_in_epoch = self.batches_done
 
     def finish_batch(self, is_window_end: bool) -> None:
@@ -130,7 +130,7 @@ class Progress:
             self.batches_at_window_start = self.batches_done
 
     def end_batches(self) -> None:
-        """Make the current batch the last one of its epoch."""
+        """Mark the current batch as the last one of its epoch."""
         self.is_last_batch = True
 
     def end_epoch(self) -> None:
@@ -151,20 +151,20 @@ class Progress:
         self.total_eval_batches += self.stage != "sanity_check"
 
     def count_eval_step(self, dataloader_idx: int) -> int:
-        """Count a batch of a loader. Returns how many batches of this loader came before it."""
+        """Count a batch of a loader, and return how many of the loader's batches came before it."""
         count = self.eval_batches_by_loader.get(dataloader_idx, 0)
         self.eval_batches_by_loader[dataloader_idx] = count + 1
         return count
 
     def end_validation(self) -> None:
-        """Enter the next phase of the epoch, after the last hook of a validation that logs values."""
+        """Enter the epoch's next phase after the last validation hook that may log values."""
         self.phase = "report_validation"
 
     # Questions
 
     @property
     def is_epoch_complete(self) -> bool:
-        """Return whether the current batch is the last one that this epoch trains on."""
+        """Return whether the current batch is the last one of this epoch."""
         return self.is_last_batch or self.batches_done >= self.num_train_batches
 
     @property
@@ -174,28 +174,28 @@ class Progress:
 
     @property
     def is_window_end(self) -> bool:
-        """Return whether the optimizer steps after this batch, as after each epoch's last batch."""
+        """Return whether the optimizer steps in this batch, as it does in an epoch's last batch."""
         if self.batches_done % self.accumulate_grad_batches:
             return self.is_epoch_complete
         return True
 
     def crosses(self, every: int, since: int) -> bool:
-        """Return whether the steps after the step ``since`` contain a multiple of ``every``.
+        """Return whether a step after the step ``since`` was a multiple of ``every``.
 
-        A batch may take several steps in manual optimization, so do not test step % every == 0.
+        In manual optimization, a batch may take several steps, so step % every == 0 is not enough.
         """
         return self.global_step // every > since // every
 
     @property
     def trainer_epoch(self) -> int:
-        """The epoch that Trainer shows. It counts an epoch that a resumed run has to end."""
+        """Trainer's current_epoch, which counts an epoch that a resumed run still has to end."""
         is_ending = self.phase == "end_epoch" and self.is_epoch_complete
         return self.epochs_done + (is_ending and not self.has_started)
 
     # State
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the counters, without the batches that a resumed run trains on again."""
+        """Return the counters, without the batches that a resumed run will repeat."""
         without = ("stage", "num_train_batches", "has_started", "accumulate_grad_batches")
         state = {f.name: getattr(self, f.name) for f in fields(self) if f.name not in without}
         if self.phase == "train_batch":
@@ -218,7 +218,7 @@ class StopCondition:
     Attributes:
         divergence: Why on_nan="stop" ends training, despite min_epochs and min_steps.
         failure: The class and the message of an error that ended the run. The error itself is not
-            kept, because its traceback holds the last batch and the graph of the last loss in memory.
+            kept, because its traceback would keep the last batch and the last graph in memory.
     """
 
     is_per_process = False
@@ -269,7 +269,7 @@ class StopCondition:
         return self.is_due or self.has_max_epochs or self.progress.num_train_batches == 0
 
     def request(self, is_requested: bool) -> None:
-        """Request a stop after min_epochs and min_steps, or withdraw the request of a callback."""
+        """Request a stop after min_epochs and min_steps, or withdraw a callback's request."""
         self.should_stop = bool(is_requested)
 
     def stop_diverged_run(self) -> None:
@@ -295,7 +295,7 @@ class ValidationSchedule:
     """Decides after which training batches the loop validates.
 
     Attributes:
-        every_n_batches: The interval in batches; infinite for other intervals, such as a time.
+        every_n_batches: The interval in batches, or infinity for other intervals, such as a time.
     """
 
     is_per_process = True
@@ -311,7 +311,7 @@ class ValidationSchedule:
         self.restart()
 
     def start(self) -> None:
-        """Count from now on. The training loader must exist."""
+        """Start counting. The training loader must already exist."""
         self.restart()
         self.count_batches()
 
@@ -322,7 +322,7 @@ class ValidationSchedule:
         self._is_time_up = False
 
     def count_batches(self) -> None:
-        """Compute ``every_n_batches``. Call count_batches again if the training loader changes."""
+        """Compute ``every_n_batches``. Call this again if the training loader changes."""
         config = self.run.config
         self._counts_in_epoch = config.check_val_every_n_epoch is not None
         self._is_enabled = self.run.should_validate
@@ -377,8 +377,8 @@ class ValidationSchedule:
     def _check_time(self, interval: float) -> None:
         """Set ``_is_time_up``. With several processes, the clock of the first process decides.
 
-        All processes must validate after the same batch, so they communicate: about once a second,
-        and after the batch in which the interval is expected to end.
+        All processes must validate after the same batch. They communicate about once a second, and
+        after the batch in which the interval is expected to end.
         """
         now, batches = time.monotonic(), self.run.progress.total_batches
         remaining = interval - (now - self._restarted_at)

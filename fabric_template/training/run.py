@@ -1,4 +1,4 @@
-"""Make the parts of a call of fit, validate, test or predict from its Plan."""
+"""Create the parts that a call of fit, validate, test or predict needs from its Plan."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 
 class Run:
-    """Holds the parts of one call. Each part is written by its own methods only.
+    """Holds the parts of one call. Only the methods of a part change this part.
 
     Args:
         plan: The call. The process group must exist, because parts depend on the rank.
@@ -72,30 +72,30 @@ class Run:
         self.warn_once = WarnOnce(fabric.is_global_zero)
 
     def saved_parts(self) -> dict[str, Any]:
-        """Return the parts of which a checkpoint contains the state_dict, keyed by attribute.
+        """Return the parts whose state_dict a checkpoint contains, keyed by attribute name.
 
-        ``is_per_process`` of a part's class states whether each process saves its own state.
+        A part's class attribute ``is_per_process`` states whether each process saves its own state.
         """
         parts = vars(self).items()
         return {name: part for name, part in parts if hasattr(type(part), "is_per_process")}
 
     def set_options(self, config: LoopConfig) -> None:
-        """Use other options for the rest of the run."""
+        """Use new options for the rest of the run."""
         self.config = config
         self.progress.set_options(config)
         self.stop.set_options(config)
         self.checkpoints.set_options(config)
 
     def watch_attributes(self) -> None:
-        """Save the attributes of the user's objects that change from now on."""
+        """From now on, save each attribute of the user's objects that has changed."""
         self.plain_state = make_plain_state(self)
 
     def start_optimization(self) -> None:
-        """Train with automatic or manual optimization, which hooks may choose until on_fit_start."""
+        """Start automatic or manual optimization, which hooks may choose until on_fit_start."""
         self.optimization = self.optimization.start()
 
     def find_new_modules(self) -> None:
-        """Add the modules that the hooks of an object have created. An nn.Module registers its own."""
+        """Add the modules that an object's hooks have created. An nn.Module registers its own."""
         if isinstance(self.network, ObjectNetwork) and creates_modules(self.model):
             self.network.collect(self.model)
 
@@ -105,7 +105,7 @@ class Run:
         return has_step and self.config.limit_val_batches != 0 and self.data.has_loader("val")
 
     def make_step(self, name: str, method: Callable) -> Callable:
-        """Wrap a step for precision, strategy and profiler. ``self.log`` reads the step's name."""
+        """Wrap a step for precision, strategy and profiler. ``self.log`` needs the step's name."""
         action = f"[Strategy]{type(self.fabric.strategy).__name__}.{name}"
         step = self.hooks.with_profiler(action, self.steps.get(name, method))
         return self.hooks.inside(name, step)

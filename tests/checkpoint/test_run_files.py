@@ -222,7 +222,7 @@ def test_restarting_a_finished_run_changes_nothing(tmp_path, capsys, options, pl
     assert_same_end(first, start(watch, seed=9))
     assert (watch.seen, contents()) == ([], before)
     assert capsys.readouterr().err.splitlines()[-1] == (
-        f"resume: {tmp_path / LAST} is from a finished run ({place}); it trains no further: {reason}."
+        f"resume: {tmp_path / LAST} is from a finished run ({place}). Nothing is left to train: {reason}."
     )
     if not stops:
         longer = start(**{name: 15 for name in ("max_steps",) if name in options} or {"max_epochs": 3})

@@ -90,11 +90,11 @@ def test_a_validation_loader_without_a_validation_step_warns(tmp_path):
 @pytest.mark.parametrize(
     ("step", "kind", "message"),
     [
-        (lambda self, batch: None, TypeError, "training_step: got a NoneType, expected the loss, a tensor."),
+        (lambda self, batch: None, TypeError, "training_step: got a NoneType, expected the loss as a tensor."),
         (
             lambda self, batch: 0.5,
             TypeError,
-            "training_step: got a float, expected the loss, a tensor. Write return loss",
+            "training_step: got a float, expected the loss as a tensor. Write return loss",
         ),
         (lambda self, batch: {"los": torch.zeros(())}, ValueError, "training_step: got the keys ['los']."),
         (

@@ -591,7 +591,7 @@ def test_two_processes_save_the_trained_weights(tmp_path, monkeypatch, name):
         ("object, setup", "setup: got the new parameter 'nets.0.0.weight' in a spawned process"),
         ("Lightning, setup", "setup: got the new parameter 'low.0' in a spawned process"),
         ("Lightning, on_fit_start", "on_fit_start: got the new parameter 'low.0', which the processes of the run"),
-        ("Lightning, parameters outside", r"optimizer: got parameters that are not in the model, of the shapes \(3, 3"),
+        ("Lightning, parameters outside", r"got parameters that are not in the model, with the shapes \(3, 3"),
         ("functions, lazy", "Modules with uninitialized parameters can't be used"),
     ],
 )

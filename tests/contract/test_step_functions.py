@@ -204,7 +204,7 @@ def test_loss_backward_in_two_processes_is_refused(monkeypatch):
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
     parts, optimizers = make_gan()
     loop = FabricLoop(**quiet(max_epochs=1, devices=2, strategy="ddp_fork"))
-    with pytest.raises(Exception, match=r"expected loop.backward\(loss\), which adds their gradients"):
+    with pytest.raises(Exception, match=r"expected loop.backward\(loss\), which averages the gradients"):
         loop.fit(parts, make_loader(), optimizer=optimizers, training_step=gan_step(parts, optimizers))
 
 
