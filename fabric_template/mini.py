@@ -41,6 +41,7 @@ import sys
 import time
 import warnings
 import zipfile
+import zlib
 from collections import Counter, OrderedDict, defaultdict, deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager, suppress
@@ -99,6 +100,7 @@ INSTEAD = {
 }
 NEEDS_CLOSURE = "optimizer: got one whose step() needs a closure. Use FabricLoop, which passes one."
 END: Any = object()  # A marker for the end of a loader.
+REMOVED = ("removed", None)  # The saved form of a deleted attribute.
 CHECKPOINTS = ("last.ckpt", "best.ckpt", "epoch=*-step=*.ckpt")
 # Attributes that every nn.Module has. They are not the user's own state.
 MODULE_ATTRIBUTES = vars(nn.Module()).keys()
@@ -475,6 +477,7 @@ class MiniLoop:
             # Draw the samples in the same order as the saved run.
             kept = []
             for place, start in self._start_states.items():
+                start = {n: v for n, v in start.items() if not isinstance(v, ChangeMark)}
                 if place.startswith(("train ", "val ")) and start:
                     attributes = vars(self._parts[place])
                     kept.append((attributes, {n: attributes[n] for n in start if n in attributes}))
@@ -516,9 +519,12 @@ class MiniLoop:
         for place, part in self._parts.items():
             start, state = self._start_states.get(place, {}), {}
             for name, value in self._plain_state(place).items():
-                is_random = isinstance(getattr(part, name), GENERATORS)
+                current = getattr(part, name)
+                is_random = isinstance(current, GENERATORS)
                 if is_random or name not in start or not is_same(value, start[name]):
-                    state[name] = value
+                    is_large = isinstance(value, ChangeMark)
+                    state[name] = encode(current, self.fabric.device) if is_large else value
+            state.update((name, REMOVED) for name in start if not hasattr(part, name))
             if state:
                 changed[place] = state
         return {**get_rng_state(), "parts": changed}
@@ -875,6 +881,11 @@ class MiniLoop:
             type(self._precision).__qualname__: self._precision.state_dict(),
         }
         checkpoint = apply_to_collection(checkpoint, NUMPY, to_python)
+        if self._saved_step is None:
+            # An optimizer creates its state in the first step.
+            names = ("optimizer_states", "lr_schedulers")
+            states = {name: checkpoint[name] for name in names}
+            check_readable(apply_to_collection(states, Tensor, Tensor.dim))
         own = self._build_own_state()
         return {**checkpoint, **self._hparams, "fabric_template": own}
 
@@ -909,9 +920,15 @@ class MiniLoop:
             # The original and the current value of each option that hooks have changed.
             "options": {name: pair for name, pair in options.items() if pair[0] != pair[1]},
             "flags": changed_flags(self._start_flags, flags_of(self._unwrapped)),
+            "settings": self._run_settings(),
             "sampler_seed": self._sampler_seed,
             "ranks": self._gather(of_process),
         }
+
+    def _run_settings(self) -> dict[str, Any]:
+        """Return the settings that a resumed run should share with the saved run."""
+        batch_size = getattr(self.train_loader, "batch_size", None)
+        return {"batch size": [batch_size], "optimizers": [type(self.optimizer).__name__]}
 
     def _restore_options(self, changed: dict[str, Any]) -> None:
         for name, (given, value) in changed.items():
@@ -1291,6 +1308,7 @@ class MiniLoop:
         check(not objects, f"{text} Use FabricLoop, or resume from the end of an epoch.")
         groups = self.optimizer.param_groups, checkpoint["optimizer_states"][0]["param_groups"]
         sizes = [[len(group["params"]) for group in given] for given in groups]
+        settings = [self._run_settings(), own["settings"]]
         compared: dict[str, Any] = {
             "schedulers": (len(self.schedulers), len(checkpoint["lr_schedulers"])),
             "parameters per optimizer group": sizes,
@@ -1298,9 +1316,16 @@ class MiniLoop:
         if is_in_epoch:
             given = self.num_training_batches, self.fabric.world_size
             compared["(batches, processes)"] = (given, (progress.get("num_batches"), len(ranks)))
+            compared["as the batch size"] = [s["batch size"] for s in settings]
         for name, (found, saved) in compared.items():
             text = f"resume: got {found} {name}, expected {saved} as in the saved run."
             check(found == saved, f"{text} Use load= to start a new run from its weights.")
+        kind, saved = (setting["optimizers"][0] for setting in settings)
+        if kind != saved:
+            text = f"resume: got {kind} as the optimizer, expected {saved} as in the saved run."
+            has_options = self.optimizer.defaults.keys() <= groups[1][0].keys()
+            check(has_options, f"{text} Use load= to start a new run from its weights.")
+            warnings.warn(f"{text} The run continues with the saved state.", stacklevel=3)
 
     @contextmanager
     def _prepared_model(self, path: Path | None, checkpoint: dict[str, Any]) -> Iterator[None]:
@@ -1315,6 +1340,7 @@ class MiniLoop:
             if not weights.keys() & self._unwrapped.state_dict().keys():
                 weights = {n.removeprefix("_orig_mod."): value for n, value in weights.items()}
             is_strict = getattr(self.model, "strict_loading", True)
+            create_late_buffers(self._unwrapped, weights, self.fabric.device)
             try:
                 self._unwrapped.load_state_dict(weights, is_strict)
             except RuntimeError as error:
@@ -1650,6 +1676,15 @@ def to_python(value: Any) -> Any:
     return value.item()
 
 
+def create_late_buffers(network: nn.Module, weights: dict[str, Any], device: torch.device) -> None:
+    """Create the buffers that are None at first and that the saved run has set during training."""
+    for place, module in network.named_modules():
+        for name, value in module._buffers.items():
+            late = weights.get(f"{place}.{name}".removeprefix("."))
+            if value is None and isinstance(late, Tensor):
+                module._buffers[name] = torch.empty_like(late, device=device)
+
+
 def load_optimizer(optimizer: Any, saved: dict[str, Any]) -> None:
     """Load an optimizer's state. Keep its dtypes, which torch would change to the parameters'."""
     optimizer.load_state_dict(saved)
@@ -1684,15 +1719,33 @@ def plain_state(part: Any, device: torch.device, saved: list[Any] | None) -> dic
         with suppress(TypeError):
             if saved is not None and is_stateful(value):
                 if not any(value is other for other in saved):
-                    found[name] = "state", encode(value.state_dict(), device, None)
+                    found[name] = "state", encode(value.state_dict(), device)
                 continue
-            found[name] = encode(value, device, None if is_module else 10_000)
+            most = None if is_module else 10_000
+            found[name] = change_mark(value, most) or encode(value, device, most)
         if name not in found and isinstance(value, list | tuple | dict):
             items = islice(value.values() if isinstance(value, dict) else value, 64)
             has_generators = any(isinstance(item, GENERATORS) for item in items)
             text = f"{name}: got random generators in a {type(value).__name__}. Assign each one to"
             check(not has_generators, f"{text} an attribute of its own, or use FabricLoop.")
     return found
+
+
+class ChangeMark(tuple[Any, ...]):
+    """A value that differs after a large tensor or array has changed, without a copy of it."""
+
+
+def change_mark(value: Any, most: int | None) -> ChangeMark | None:
+    """Return the mark of a tensor or an array with more than ``most`` elements, or None."""
+    kind = type(value)
+    if most is None or kind not in (Tensor, np.ndarray) or math.prod(value.shape) <= most:
+        return None
+    if kind is Tensor:
+        return ChangeMark((id(value), None if value.is_inference() else value._version))
+    if value.dtype.hasobject or value.dtype.names:
+        return None
+    items = value.reshape(-1)[:: 1 + value.size // 1_000_000]
+    return ChangeMark((value.shape, zlib.crc32(items.tobytes())))
 
 
 def is_stateful(value: Any) -> bool:
@@ -1703,8 +1756,8 @@ def is_stateful(value: Any) -> bool:
     return has_methods and not is_loader and not isinstance(value, nn.Module)
 
 
-def encode(value: Any, device: torch.device, most: int | None, depth: int = 0) -> Any:
-    """Encode a value as both loops save it. Raise a TypeError for a type that neither saves.
+def encode(value: Any, device: torch.device, most: int | None = None, depth: int = 0) -> Any:
+    """Return a value in the form in which both loops save attributes, or raise a TypeError.
 
     Args:
         most: The largest number of elements of a tensor or an array. None: any number.
@@ -1765,17 +1818,18 @@ def load_plain_state(
     for name, value in state.items() if part is not None else ():
         places = [vars(part), part._buffers if isinstance(part, nn.Module) else {}]
         current: Any = getattr(part, name, None)
-        if isinstance(current, np.random.Generator):
+        if isinstance(value, tuple) and value[0] == "removed":
+            if hasattr(part, name):
+                delattr(part, name)
+        elif isinstance(current, np.random.Generator):
             current.bit_generator.state = value
         elif isinstance(current, random.Random):
             current.setstate(value)
         elif isinstance(current, torch.Generator | np.random.RandomState):
             current.set_state(value)
         elif isinstance(value, tuple) and value[0] == "state":
-            text = (
-                f"resume: got a state of the attribute {name!r}, which is missing or has no state"
-            )
-            check(is_stateful(current), f"{text} now. Create it in __init__.")
+            text = f"resume: got a state of {name!r}, which was created during training and is"
+            check(is_stateful(current), f"{text} missing now. Create it in __init__.")
             current.load_state_dict(decode(value[1], device))
         else:
             value = decode(value, device)

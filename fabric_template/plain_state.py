@@ -41,8 +41,8 @@ _MOST_ITEMS = 1_000_000
 _COMPARED_BYTES = 2**20
 _COMPARED_ITEMS = 50_000
 _DEEPEST = 12
-# This value marks an attribute that has been removed.
-REMOVED: Any = object()
+# The encoded form of an attribute that has been deleted.
+REMOVED: Any = ("removed", None)
 
 Place = tuple[str, str]
 
@@ -388,8 +388,9 @@ class PlainState:
     def changed_attributes(self) -> dict[Place, Any]:
         """Return the encoded attributes that have changed since the start."""
         encoder = Encoder(self._device, self._addresses_of_network())
-        changed: dict[Place, Any] = {}
-        for place, value in self.attributes():
+        attributes = dict(self.attributes())
+        changed = {place: REMOVED for place in self._at_start if place not in attributes}
+        for place, value in attributes.items():
             with self._guarded(f"the attribute {'.'.join(place)}"):
                 if self._is_saved_as_state(value):
                     changed[place] = "state", encoder.encode_attribute(value.state_dict())
@@ -403,9 +404,10 @@ class PlainState:
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self.load_generator_states(state["generators"])
         self.load_attributes(state["attributes"])
-        for place in state["attributes"]:
-            # Save the attribute again, even if it had the saved value at the start.
-            self._at_start.pop(place, None)
+        for place, encoded in state["attributes"].items():
+            if encoded != REMOVED:
+                # Save the attribute again, even if it had the saved value at the start.
+                self._at_start.pop(place, None)
 
     def load_attributes(self, saved: dict[Place, Any], is_in_place: bool = True) -> None:
         """Set the saved attributes. Objects that share a list or a tensor keep sharing it.
@@ -420,7 +422,7 @@ class PlainState:
             if name not in self._parts:
                 continue
             namespace = self._parts[name].namespace()
-            if encoded is REMOVED:
+            if encoded == REMOVED:
                 namespace.pop(attribute, None)
                 continue
             with self._guarded(f"the attribute {name}.{attribute}"):
@@ -470,7 +472,7 @@ class PlainState:
         """Return the ids of the saved values that each current value would get."""
         found: dict[int, set[int]] = defaultdict(set)
         for place, value in self.attributes():
-            if type(value) not in _ATOMS and saved.get(place) is not REMOVED:
+            if type(value) not in _ATOMS and saved.get(place) != REMOVED:
                 found[id(value)].add(id(saved.get(place)))
         return found
 

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 from ..errors import CheckpointError, ConfigurationError
 from .distributed import remove_checkpoint, save_checkpoint
 from .run_folders import RunFolders
-from .state import build_checkpoint, find_unpicklable
+from .state import build_checkpoint, find_unpicklable, warn_of_unreadable
 
 if TYPE_CHECKING:
     from ..training.run import Run
@@ -249,6 +249,8 @@ class CheckpointManager:
             )
         if reason is None:
             self._unsaved.pop(path.name, None)
+            if not self._has_saved:
+                warn_of_unreadable(run, checkpoint)
             self._has_saved = True
             return True
         self._unsaved[path.name] = f"{path}: {reason}."

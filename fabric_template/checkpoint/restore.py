@@ -89,6 +89,7 @@ def load_weights(run: Run, checkpoint: dict[str, Any]) -> None:
     target = run.module if run.is_lightning_module else run.network
     weights = rename_weights(find_weights(checkpoint, path), target)
     is_strict = getattr(run.model, "strict_loading", True)
+    create_late_buffers(target, weights)
     try:
         target.load_state_dict(weights, strict=is_strict)
     except RuntimeError as error:
@@ -98,6 +99,17 @@ def load_weights(run: Run, checkpoint: dict[str, Any]) -> None:
             f"{differences} The weights in '{path}' do not match the model."
             " Create the model with the same arguments as the saved model."
         ) from error
+
+
+def create_late_buffers(network: nn.Module, weights: Mapping[str, Any]) -> None:
+    """Create the buffers that are None at first and that the saved run has set during training."""
+    modules = dict(network.named_modules())
+    device = next((value.device for value in network.parameters()), None)
+    for name, value in weights.items():
+        place, _, buffer = name.rpartition(".")
+        buffers = modules[place]._buffers if place in modules else {}
+        if buffer in buffers and buffers[buffer] is None:
+            buffers[buffer] = torch.empty_like(value, device=device)
 
 
 def find_weights(checkpoint: dict[str, Any], path: Any) -> Mapping[str, Any]:
@@ -388,21 +400,30 @@ def load_optimizer_state(run: Run, optimizer: Any, state: dict[str, Any]) -> Non
     # Compare only the optimizer's own options. A scheduler may have added "initial_lr".
     options = set(getattr(optimizer, "defaults", ()))
     known = [options & set(group) for group in optimizer.param_groups]
+    saved = state.get("param_groups", ())
     try:
         optimizer.load_state_dict(state)
-    except ValueError as error:
+    except Exception as error:
         sizes = [
-            [len(group["params"]) for group in groups]
-            for groups in (state.get("param_groups", ()), optimizer.param_groups)
+            [len(group.get("params", ())) for group in groups]
+            for groups in (saved, optimizer.param_groups)
         ]
         if sizes[0] == sizes[1]:
+            check_options(run, optimizer, known, saved)
             raise
         raise CheckpointError(
             f"{run.plan.start.path}: got an optimizer whose groups have {sizes[0]} parameters,"
             f" expected {sizes[1]}. Add the same groups in configure_optimizers or on_fit_start,"
             " before the run resumes, or use load=."
         ) from error
-    for names, group in zip(known, optimizer.param_groups, strict=False):
+    check_options(run, optimizer, known, optimizer.param_groups)
+
+
+def check_options(
+    run: Run, optimizer: Any, known: list[set[str]], groups: list[dict[str, Any]]
+) -> None:
+    """Raise an error if the groups of a saved optimizer lack options of the current one."""
+    for names, group in zip(known, groups, strict=False):
         if missing := sorted(names - set(group)):
             raise CheckpointError(
                 f"{run.plan.start.path}: got the state of another optimizer, without {missing},"

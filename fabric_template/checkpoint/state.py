@@ -10,6 +10,7 @@ from __future__ import annotations
 import io
 import pickle
 from collections.abc import Collection, Iterator
+from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -25,7 +26,7 @@ from ..plain_state import Part, PlainState
 from ..rng_state import capture_rng_state
 from .checkpoint_io import replace_numpy
 from .distributed import OWN_KEY
-from .reader import find_unbuilt_parts, read_plain
+from .reader import PlainUnpickler, find_unbuilt_parts
 
 if TYPE_CHECKING:
     from ..training.progress import Progress
@@ -41,6 +42,8 @@ _OF_DATAMODULE = frozenset(vars(LightningDataModule()))
 _OF_OPTIMIZER = ("state", "param_groups", "defaults", "_opt_called", "_step_count")
 # StochasticWeightAveraging changes BatchNorm's momentum, and restores it after training.
 _OF_AVERAGING = _OF_MODULE | {"momentum"}
+# The parts of a checkpoint that a resume reads.
+_NEEDED = ("state_dict", "optimizer_states", "lr_schedulers", "callbacks", OWN_KEY)
 _LIGHTNINGS_CALLBACKS = ("lightning.pytorch.callbacks.", "pytorch_lightning.callbacks.")
 
 
@@ -224,6 +227,13 @@ class _TrialPickler(pickle.Pickler):
         return "tensor" if is_tensor else None
 
 
+class _TrialUnpickler(PlainUnpickler):
+    """Reads what _TrialPickler has written."""
+
+    def persistent_load(self, saved: Any) -> None:
+        """Return None in place of a tensor."""
+
+
 def is_picklable(value: Any) -> bool:
     try:
         _TrialPickler(io.BytesIO(), protocol=2).dump(value)
@@ -296,15 +306,32 @@ def check_saved_state(run: Run) -> None:
             f"{place}: got a value that cannot be pickled, expected one that a checkpoint can contain."
             " Define functions and classes at module level, or leave the value out of state_dict()."
         )
-    file = io.BytesIO()
-    torch.save(replace_numpy(states), file)
-    file.seek(0)
-    for problem in find_unbuilt_parts(read_plain(file)).values():
+    for problem in find_unreadable(states):
         raise CheckpointError(
             f"{problem.rpartition(' ')[2]}: got {problem.partition(' in the part ')[0]}, which a resumed run"
             " could not read, because reading a checkpoint runs no code. Leave it out of"
             " state_dict()."
         )
+
+
+def find_unreadable(states: dict[str, Any]) -> list[str]:
+    """Describe the first object in each state that the reader of checkpoints does not build."""
+    file = io.BytesIO()
+    _TrialPickler(file, protocol=2).dump(replace_numpy(states))
+    file.seek(0)
+    return list(find_unbuilt_parts(_TrialUnpickler(file).load()).values())
+
+
+def warn_of_unreadable(run: Run, checkpoint: dict[str, Any]) -> None:
+    """Warn of objects in a saved checkpoint that a resume refuses. Training may have added them."""
+    # A hook may save anything under its own keys.
+    states = {key: checkpoint[key] for key in _NEEDED if key in checkpoint}
+    with suppress(Exception):
+        for problem in find_unreadable(states):
+            run.warn_once(
+                f"checkpoint: got {problem}, expected plain values and tensors. A resume will refuse it"
+                " unless you pass weights_only=False. Keep such objects out of state_dict()."
+            )
 
 
 def find_unpicklable(value: Any, name: str = "") -> str | None:

@@ -224,7 +224,7 @@ class StreamState:
     def attributes(self) -> dict[Place, Any]:
         """Return the changed attributes, with the saved values of those that load_state_dict has set."""
         attributes = {**self._plain.changed_attributes(), **self._unused()}
-        return {place: value for place, value in attributes.items() if value is not REMOVED}
+        return {place: value for place, value in attributes.items() if value != REMOVED}
 
     @contextmanager
     def loaded(self, state: dict[str, Any]) -> Iterator[None]:

@@ -188,6 +188,55 @@ class Mining(Model):
         weights[3] += 1
 
 
+class WarmUp(Model):
+    """Deletes an attribute and a buffer at the end of its warm-up."""
+
+    def __init__(self):
+        super().__init__()
+        self.factor = 0.5
+        self.register_buffer("shift", torch.ones(3), persistent=False)
+
+    def forward(self, x):
+        logits = super().forward(x) * getattr(self, "factor", 1.0)
+        return logits + self.shift if hasattr(self, "shift") else logits
+
+    def on_train_epoch_start(self):
+        if self.current_epoch == 1:
+            del self.factor
+            del self.shift
+
+
+class Centered(Model):
+    """Creates the value of a buffer in its first batch."""
+
+    def __init__(self):
+        super().__init__()
+        self.net[0].register_buffer("center", None)
+
+    def forward(self, x):
+        if self.net[0].center is None:
+            self.net[0].center = x.mean(0)
+        return super().forward(x - self.net[0].center)
+
+
+class Worn(Dataset):
+    """Changes its large table in place each time an item is read."""
+
+    def __init__(self, table):
+        self.table, self.labels = table, make_data(16).tensors[1]
+
+    def __len__(self):
+        return len(self.labels)
+
+    def __getitem__(self, index):
+        self.table[index] *= 1.5
+        return torch.as_tensor(self.table[index][:8]).clone(), self.labels[index]
+
+
+def worn(make_table):
+    return lambda: (Model(), DataLoader(Worn(make_table()), 4, shuffle=True))
+
+
 def transformed():
     data = Points(Points(make_data(16)))
     return Stronger(data.points.transforms[0]), DataLoader(data, 4, shuffle=True)
@@ -217,6 +266,10 @@ CASES = {
     "view of a buffer": shuffled(View),
     "objects of a dataset": transformed,
     "sampler of torch": mining,
+    "deleted attributes": shuffled(WarmUp),
+    "late buffer": shuffled(Centered),
+    "large tensor of a dataset": worn(lambda: torch.linspace(-1, 1, 16_000).reshape(16, 1000)),
+    "large array of a dataset": worn(lambda: np.linspace(-1, 1, 16_000, dtype="f4").reshape(16, 1000)),
     "shared tensor": shared(lambda: torch.ones(16)),
     "shared list": shared(lambda: [1.0] * 16),
 }
@@ -266,6 +319,55 @@ def test_an_unreadable_scheduler_state_is_refused_before_training(tmp_path, kind
     with pytest.raises(ValueError, match="got .*Generator"):
         train(kind, tmp_path, shuffled(Curved))
     assert not list(tmp_path.rglob("*.ckpt"))
+
+
+class Note:
+    """An object that no checkpoint may build."""
+
+
+class NotingSGD(torch.optim.SGD):
+    """Keeps an object in its state from the first step on."""
+
+    def step(self, closure=None):
+        self.state[self.param_groups[0]["params"][0]]["note"] = Note()
+        return super().step(closure)
+
+
+class Noting(Model):
+    def configure_optimizers(self):
+        return NotingSGD(self.parameters(), 0.1)
+
+
+def test_an_object_that_a_step_has_created_is_reported_at_the_first_save(tmp_path):
+    """FabricLoop can read it with weights_only=False. MiniLoop has no such option."""
+    with pytest.warns(UserWarning, match="got an object of .*Note in the part 'optimizer_states"):
+        train(FabricLoop, tmp_path / "loop", shuffled(Noting))
+    with pytest.raises(ValueError, match="got .*Note, expected plain values"):
+        train(MiniLoop, tmp_path / "mini", shuffled(Noting))
+
+
+class Trained(Model):
+    def __init__(self, kind, **options):
+        super().__init__()
+        self.make_optimizers = lambda module: kind(module.parameters(), lr=0.01, **options)
+
+
+@pytest.mark.parametrize("kind", SAVES)
+def test_a_resume_with_another_optimizer_is_refused_or_warns(tmp_path, kind):
+    def with_optimizer(name, **options):
+        return shuffled(lambda: Trained(getattr(torch.optim, name), **options))
+
+    with pytest.raises(KilledError):
+        train(kind, tmp_path, with_optimizer("SGD", momentum=0.9), kill_at=6)
+    for name in ("Adam", "Adagrad", "RMSprop"):
+        match = "got the state of another optimizer|got .* as the optimizer, expected SGD"
+        with pytest.raises(ValueError, match=match):
+            train(kind, tmp_path, with_optimizer(name), resume="last")
+    # NAdam has the options of RAdam, and more.
+    with pytest.raises(KilledError):
+        train(kind, tmp_path / "same options", with_optimizer("NAdam"), kill_at=6)
+    with pytest.warns(UserWarning, match=r"RAdam.* as the optimizer|optimizers \['NAdam'\] was saved"):
+        train(kind, tmp_path / "same options", with_optimizer("RAdam"), resume="last")
 
 
 class Exchanged(Model):
