@@ -1,4 +1,4 @@
-"""Find the objects of a loader that have a state, and restore the state of a stream for one pass."""
+"""Find the stateful objects in a loader, and restore the state of a stream for one pass."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ from ..lightning_compat.overrides import has_state
 from ..plain_state import REMOVED, Decoder, Part, Place, PlainState, digest
 from .tensor_loader import TensorLoader
 
-# Values that contain no objects of a stream.
+# Do not search values of these types for objects that belong to a stream.
 _LEAVES = (
     *(str, bytes, int, float, type, FunctionType, MethodType, ModuleType, io.IOBase, type(None)),
     *(torch.Tensor, torch.Generator, nn.Module, np.ndarray, np.generic, Logger),
@@ -38,37 +38,37 @@ _MOST_VALUES = 500
 _MOST_OBJECTS = 64
 _LIGHTNING = ("lightning.", "pytorch_lightning.")
 _LIBRARIES = ("torch.", "torchdata.", *_LIGHTNING)
-# A stream may hold the loop or a callback, whose attributes are not state of the stream.
+# A stream may hold the loop or a callback, whose attributes are not part of the stream's state.
 _NOT_ENTERED = (__name__.partition(".")[0] + ".", *_LIGHTNING)
 _DRAWING_SAMPLERS: Any = (
     RandomSampler | WeightedRandomSampler | SubsetRandomSampler | DistributedSamplerWrapper
 )
 # DataLoader sets these attributes itself.
 _OF_LOADER = frozenset(vars(DataLoader([])))  # type: ignore[arg-type]
-# The loop sets the epoch of a sampler.
+# The loop sets this attribute of a sampler.
 _OF_SAMPLER = ("epoch",)
 # The iterator of a pass is not part of the state between passes.
 _ITERATOR_OF_PASS = ("_iterator",)
 
 
 def find_stateful_part(loader: Any) -> Any:
-    """Return the object that saves the position: the loader, or an iterable dataset, or None."""
+    """Return the object that can save the position: the loader, its iterable dataset, or None."""
     for sampler in samplers_of(loader):
         is_known = has_state(sampler) or is_of_library(sampler)
         if isinstance(sampler, _DRAWING_SAMPLERS) or not is_known:
-            # The state of a loader does not contain the order that such a sampler has drawn.
+            # The loader's state does not contain the order that such a sampler has drawn.
             return None
     dataset, has_workers = getattr(loader, "dataset", None), getattr(loader, "num_workers", 0) > 0
     is_stream = isinstance(dataset, IterableDataset)
     if has_workers and not is_stream:
-        # The state of a StatefulDataLoader lacks the random generators of its workers.
+        # A StatefulDataLoader's state does not contain the random states of its workers.
         return None
     parts = [loader, dataset] if is_stream and not has_workers else [loader]
     return next(filter(has_state, parts), None)
 
 
 def parts_of_order(loader: Any) -> dict[str, Part]:
-    """Return the objects that decide about the order of samples: the loader and its samplers."""
+    """Return the objects that determine the order of the samples: the loader and its samplers."""
     samplers = samplers_of(loader)
     samplers += [part.given_sampler for part in samplers if hasattr(part, "given_sampler")]
     parts = {
@@ -80,7 +80,7 @@ def parts_of_order(loader: Any) -> dict[str, Part]:
 
 
 def parts_of_samples(loader: Any) -> dict[str, Part]:
-    """Return the objects that make batches: the dataset and the object of the collate_fn."""
+    """Return the objects that create batches: the dataset and the parts of the collate_fn."""
     found = objects_of_samples(
         getattr(loader, "dataset", None), getattr(loader, "collate_fn", None)
     )
@@ -88,7 +88,7 @@ def parts_of_samples(loader: Any) -> dict[str, Part]:
 
 
 def objects_of_samples(dataset: Any, collate_fn: Any) -> dict[str, Any]:
-    """Return the dataset with the objects inside it, and the objects of the collate_fn."""
+    """Return the dataset, the objects inside the dataset, and the parts of the collate_fn."""
     found: dict[str, Any] = {"dataset": dataset}
     if not has_state(dataset):
         found.update(objects_in(dataset))
@@ -100,7 +100,7 @@ def objects_of_samples(dataset: Any, collate_fn: Any) -> dict[str, Any]:
 
 
 def objects_in(dataset: Any) -> dict[str, Any]:
-    """Return the objects inside a dataset, such as the dataset of a Subset, or a transform."""
+    """Return the objects inside a dataset, such as a transform or a Subset's dataset."""
     values = find_values(dataset, enters_data=False)
     values.pop("stream", None)
     objects = ((name, value) for name, value in values.items() if hasattr(value, "__dict__"))
@@ -108,7 +108,7 @@ def objects_in(dataset: Any) -> dict[str, Any]:
 
 
 def is_of_library(part: Any) -> bool:
-    """Return whether an object is of a class of torch or Lightning, whose attributes are known."""
+    """Return whether an object's class is from torch or Lightning, so its attributes are known."""
     return type(part).__module__.startswith(_LIBRARIES)
 
 
@@ -121,10 +121,10 @@ def samplers_of(loader: Any) -> list[Any]:
 
 
 def find_restart_problem(loader: Any, hides_workers: bool) -> str:
-    """Return the reason why a loader continues in each epoch, and cannot start in a later one.
+    """Return why a loader cannot resume after its first epoch, or "" if it can.
 
     Args:
-        hides_workers: Whether the loader has workers, whose random states are not recorded.
+        hides_workers: Whether the loader has workers whose random states are not recorded.
     """
     kind = type(loader).__name__
     if hides_workers and getattr(loader, "persistent_workers", False):
@@ -135,7 +135,7 @@ def find_restart_problem(loader: Any, hides_workers: bool) -> str:
     if holds_iterator(loader):
         return (
             f"{kind} holds an iterator that continues in each epoch, so its position cannot be"
-            " restored. Give the loader or its dataset state_dict() and load_state_dict()"
+            " restored. Define state_dict() and load_state_dict() in the loader or its dataset"
         )
     return ""
 
@@ -151,7 +151,7 @@ def holds_iterator(loader: Any) -> bool:
 
 
 def starts_over(iterator: Iterator[Any]) -> bool:
-    """Return whether ``__iter__`` of an iterator does more than return the iterator."""
+    """Return whether an iterator's ``__iter__`` does more than return the iterator itself."""
     code = getattr(type(iterator).__iter__, "__code__", None)
     return code is not None and bool(code.co_names)
 
@@ -159,11 +159,11 @@ def starts_over(iterator: Iterator[Any]) -> bool:
 def find_values(
     owner: Any, enters_iterators: bool = True, enters_data: bool = True
 ) -> dict[str, Any]:
-    """Return an object, and the values in its attributes and containers, keyed by their names.
+    """Return an object and all values in its attributes and containers, keyed by name.
 
     Args:
         enters_iterators: Include the attributes of iterators, which ``__iter__`` may have created.
-        enters_data: Enter the first items of long containers, too.
+        enters_data: Include the first items of long containers, too.
     """
     found: dict[str, Any] = {}
     waiting, seen = deque([("stream", owner)]), set()
@@ -195,10 +195,10 @@ def find_values(
 class StreamState:
     """The state of a loader or stream that implements ``state_dict`` and ``load_state_dict``.
 
-    ``load_state_dict`` may set the position at which each later pass starts. Those passes would
-    have only the rest of the data. It may also set an attribute that later passes need, such as the
-    number of an epoch. An attribute is needed if it had the same value in the saved run. After the
-    resumed pass, StreamState sets the other attributes back.
+    ``load_state_dict`` may set the position at which all later passes start, so that these passes
+    yield only the rest of the data. It may also set attributes that later passes need, such as the
+    epoch. After the resumed pass, StreamState keeps each attribute that had the same value in the
+    saved run, and resets the others.
     """
 
     def __init__(self, stream: Any) -> None:
@@ -208,29 +208,29 @@ class StreamState:
             for name, owner in find_values(stream).items()
         }
         self._plain = PlainState(parts)
-        # Attributes that have another value than in the saved run, because load_state_dict has
-        # set them: the digest of the loaded value, and the encoded value of the saved run.
+        # The attributes that load_state_dict has set to other values than those of the saved run.
+        # Each entry contains the digest of the loaded value, and the encoded saved value.
         self._different: dict[Place, tuple[Any, Any]] = {}
-        # The state that was loaded, until a batch is read.
+        # This keeps the loaded state until a batch is read.
         self._loaded: Any = None
 
     def state(self) -> Any:
-        """Return the stream's state. Until a batch is read, use the loaded one."""
+        """Return the stream's state or, until a batch is read, the loaded state."""
         return deepcopy(self._stream.state_dict() if self._loaded is None else self._loaded)
 
     def start_reading(self) -> None:
         self._loaded = None
 
     def attributes(self) -> dict[Place, Any]:
-        """Return the changed attributes, with the saved values of those that load_state_dict has set."""
+        """Return the changed attributes. If load_state_dict has set one, return its saved value."""
         attributes = {**self._plain.changed_attributes(), **self._unused()}
         return {place: value for place, value in attributes.items() if value != REMOVED}
 
     @contextmanager
     def loaded(self, state: dict[str, Any]) -> Iterator[None]:
-        """Load a state. Create the iterator of the resumed pass in the block."""
-        # The digest and the value of each attribute in the saved run. An attribute without a
-        # saved value had not changed there.
+        """Load a state. The block must create the iterator of the resumed pass."""
+        # The digest and the value that each attribute had in the saved run. An attribute without a
+        # saved value had not changed in that run.
         expected: dict[Place, Any] = dict.fromkeys(place for place, _ in self._plain.attributes())
         expected.update(self._plain.small_attributes())
         for place, value in state["attributes"].items():
@@ -241,18 +241,18 @@ class StreamState:
         self._loaded = state["state"]
         yield
         for place, loaded in self._plain.digests().items():
-            # The saved run has recorded no value of a large attribute.
+            # The saved run has not recorded the values of large attributes.
             saved = expected.get(place, (None, REMOVED))
             if saved is not None and saved[0] != loaded:
                 self._different[place] = loaded, saved[1]
 
     def end_pass(self) -> None:
-        """Undo what load_state_dict has set, unless the resumed pass has changed it since."""
+        """Reset the attributes that load_state_dict has set, unless they have changed since."""
         self._plain.load_attributes(self._unused())
         self._different.clear()
 
     def _unused(self) -> dict[Place, Any]:
-        """Return the different attributes that still have the value that was loaded."""
+        """Return the differing attributes that still have their loaded values."""
         digests = self._plain.digests() if self._different else {}
         return {
             place: value

@@ -1,12 +1,12 @@
-"""Save and restore the position in a loader, to resume with the next batch.
+"""Save and restore the position in a loader to resume with the next batch.
 
-- A loader with ``state_dict`` and ``load_state_dict`` (StatefulDataLoader) restores itself.
+- A loader with ``state_dict`` and ``load_state_dict``, as in torchdata, restores itself.
 - A map-style DataLoader draws the indices of the finished batches again, but reads no samples,
   unless only some of its workers have returned a batch.
 - Any other loader reads all finished batches again. If it holds an iterator that continues in
   the next epoch, it cannot resume after the first epoch.
 
-The position cannot be restored exactly if the loader has workers, and its sampler draws each batch
+The position cannot be restored exactly if the loader has workers and its sampler draws each batch
 from the global random generator.
 """
 
@@ -44,7 +44,7 @@ STICKY_POSITION = (
 
 
 class ResumableLoader:
-    """Iterates over a loader. A resumed run continues with the next batch of the loader.
+    """Iterates over a loader. A resumed run continues with the loader's next batch.
 
     When a loader's iterator is created, the random generators determine the order of the samples.
     A resume therefore restores the saved random states before it creates the iterator.
@@ -62,7 +62,7 @@ class ResumableLoader:
         self.loader = loader
         self.passes = self.batches = 0
         self.is_finished = False
-        # A subclass of DataLoader may ignore the sampler and the collate_fn that are set here.
+        # Exclude subclasses with their own __iter__, which may ignore a new sampler or collate_fn.
         is_plain = isinstance(loader, DataLoader) and type(loader).__iter__ is DataLoader.__iter__
         self._is_indexed = is_plain and not isinstance(loader.dataset, IterableDataset)
         self._is_persistent = is_plain and loader.persistent_workers
@@ -77,11 +77,11 @@ class ResumableLoader:
         self._reader: Generator[Any] | None = None
         stream = find_stateful_part(loader)
         self._stream = None if stream is None else StreamState(stream)
-        # The index of the first batch of a resumed pass. At the end of the pass, the number of
-        # all its batches, and of the batches that the resumed run read.
+        # _resumed_at is the index of a resumed pass's first batch. At the end of that pass,
+        # _resumed holds the number of all its batches and of those read after the resume.
         self._resumed_at: int | None = None
         self._resumed: tuple[int, int] | None = None
-        # True if this pass has only the batches that the resumed pass read after the resume.
+        # True if this pass has only as many batches as the resumed pass had after the resume.
         self.is_sticky = False
         self._plain_states = {
             "order": PlainState(parts_of_order(loader)),
@@ -92,7 +92,7 @@ class ResumableLoader:
         self.restart_problem = ""
         if stream is None:
             self.restart_problem = find_restart_problem(loader, self._hides_workers)
-        # True after the end of a pass. A loader that continues in each epoch cannot resume then.
+        # True after the first pass. From then on, a loader that never restarts cannot resume.
         self._has_continued = False
 
     def __iter__(self) -> Iterator[Any]:
@@ -126,7 +126,7 @@ class ResumableLoader:
         return self.batches > 0 or self.is_finished
 
     def end_pass(self) -> None:
-        """Read prefetched batches of persistent workers, to record the workers' random states."""
+        """Read the prefetched batches of persistent workers to record their random states."""
         if self._is_persistent and self._reader is not None and not self.is_finished:
             # Without further indices, the workers prefetch no more batches.
             self.loader._iterator._sampler_iter = iter(())
@@ -176,9 +176,9 @@ class ResumableLoader:
                 skip_indices(iterator, done)
         if done and not (self._is_indexed or isinstance(self.loader, Sequence | TensorLoader)):
             warnings.warn(
-                f"resume: {done} batches of {type(self.loader).__name__} are read again and dropped, because"
-                " it cannot start in the middle. A loader whose samplers, too, have state_dict() and"
-                " load_state_dict(), such as torchdata's StatefulDataLoader, continues without that.",
+                f"resume: {done} batches of {type(self.loader).__name__} are read again and dropped."
+                " To avoid this, use a loader that, like its samplers, has state_dict() and"
+                " load_state_dict(), such as torchdata's StatefulDataLoader.",
                 stacklevel=2,
             )
         reader = self._read(iterator)
@@ -204,7 +204,7 @@ class ResumableLoader:
                 self.batches += 1
                 yield batch
         except Exception:
-            # The traceback of the error would keep the workers alive.
+            # Shut down the workers, because the error's traceback would keep them alive.
             if self.workers and not self._is_persistent:
                 iterator._shutdown_workers()
             raise
@@ -213,7 +213,7 @@ class ResumableLoader:
             self._check_length()
 
     def _check_length(self) -> None:
-        """Warn if the pass after a resumed pass has only the batches after the resume."""
+        """Warn if the pass after a resumed pass also lacks the batches from before the resume."""
         if self._resumed_at is not None:
             self._resumed = (self.batches, self.batches - self._resumed_at)
             self._resumed_at = None
@@ -235,11 +235,11 @@ class ResumableLoader:
         recorder = WorkerRecorder(self.loader, self.workers, self._first_worker)
         sampler = self.loader._index_sampler if sampler is None else sampler
         clone, indices = copy(self.loader), SkippingSampler(sampler, first)
-        # Bypass DataLoader.__setattr__, which does not allow changes of the samplers.
+        # Bypass DataLoader.__setattr__, which does not allow changes to the samplers.
         vars(clone)["sampler" if clone.batch_sampler is None else "batch_sampler"] = indices
         vars(clone).update(collate_fn=recorder.collate, worker_init_fn=recorder.start_worker)
         if self._is_persistent and not self._is_indexed:
-            # The recorder drops a short batch, because reading it may have drawn random numbers.
+            # Let the recorder drop a short batch, because reading it may draw random numbers.
             vars(clone)["drop_last"] = False
         if clone._iterator is not None:
             # Without this line, persistent workers would keep the sampler of their first epoch.
@@ -249,7 +249,7 @@ class ResumableLoader:
         return iterator
 
     def _start_persistent_workers(self, first: int) -> None:
-        """Start the workers in their saved random states, without drawing a random number."""
+        """Start the workers in their saved random states, without drawing random numbers."""
         captured, self.loader._iterator = self._capture(), None
         self._iterate(first, ())
         self._restore(captured)
@@ -260,14 +260,14 @@ class ResumableLoader:
         """Return the position in the loader.
 
         Args:
-            is_in_pass: Whether a resumed run reads only the remaining batches of the loader. If no
-                batch was read yet, the value counts as True.
+            is_in_pass: Whether a resumed run reads only the remaining batches of the loader. Before
+                the first batch, the value counts as True.
             is_per_batch: Leave out attributes that a resumed run sets by reading batches again.
         """
         if self._restored is not None:
             return self._restored
         is_over = self.is_finished or (self.is_used and not is_in_pass)
-        # Otherwise a resumed run reads the finished batches again in this process.
+        # If this is False, a resumed run reads the samples of the finished batches again.
         is_read_by_index = self._is_indexed and not self.workers
         state = {
             "is_in_pass": (is_in_pass or not self.is_used) and self._at_start is not None,
@@ -287,13 +287,13 @@ class ResumableLoader:
         return state if is_per_batch else self.with_attributes(state)
 
     def with_attributes(self, state: dict[str, Any]) -> dict[str, Any]:
-        """Add the current attributes of a stream to the saved position of a loader."""
+        """Add a stream's current attributes to a loader's saved position."""
         if self._stream is None or "stream" not in state:
             return state
         return {**state, "stream": {**state["stream"], "attributes": self._stream.attributes()}}
 
     def check_restart(self) -> None:
-        """Raise an error for a loader that continues in each epoch, because it would start again."""
+        """Raise an error for a loader that continues across epochs, because it would restart."""
         if self.restart_problem:
             text = "or use load= to start a new run from the weights."
             raise CheckpointError(f"resume: {self.restart_problem}, {text}")
@@ -319,7 +319,7 @@ class ResumableLoader:
                 # The loader has no batches left in the restored epoch. This iterator ends that
                 # epoch, so the next iterator starts a new epoch.
                 iter(self.loader)
-                # A sampler of torchdata moves to its restored position when an index is requested.
+                # torchdata's samplers move to their restored position when an index is requested.
                 for sampler in samplers_of(self.loader):
                     next(iter(sampler), None)
             self._stream.end_pass()
@@ -366,19 +366,19 @@ class SkippingSampler:
         self._sampler, self._first = sampler, first
 
     def __iter__(self) -> Iterator[Any]:
-        # torch calls iter(sampler) twice per epoch. Some samplers draw another order in each call.
+        # Some samplers draw another order in each call, and torch calls iter() twice per epoch.
         return islice(self._sampler, self._first, None)
 
 
 class DroppedBatch:
-    """Stands for the short batch that drop_last leaves out."""
+    """Replaces the short batch that drop_last leaves out."""
 
 
 class WorkerRecorder:
-    """Replaces collate_fn and worker_init_fn, to send a worker's random state with each batch.
+    """Replaces collate_fn and worker_init_fn to send a worker's random state with each batch.
 
-    A random state is that of the global generators, and of those of the dataset and the collate_fn.
-    A worker prefetches batches, so the worker's current state belongs to a later batch.
+    The random state covers the global generators, and those of the dataset and the collate_fn.
+    Workers prefetch batches, so a worker's current state belongs to a later batch.
     Recording the state costs 80 microseconds per batch. A worker sends the state (10 kB) only if
     the dataset has drawn random numbers for the batch.
 
@@ -401,7 +401,7 @@ class WorkerRecorder:
         self._worker = (worker + self._first) % len(self._states)
         dataset: Any = get_worker_info().dataset  # type: ignore[union-attr]
         objects = objects_of_samples(dataset, self._collate_fn)
-        # Search the objects inside a dataset only once, because collate() reads all parts.
+        # Keep only objects with generators, because collate() reads all parts for each batch.
         parts = {
             name: Part(part, has_attributes=False)
             for name, part in objects.items()
@@ -414,7 +414,7 @@ class WorkerRecorder:
             self._plain_state.load_generator_states(state["own"])
 
     def collate(self, samples: Any) -> tuple[Any, int, dict[str, Any] | None]:
-        """Return (batch, worker number, random state). An unchanged random state is None."""
+        """Return (batch, worker number, random state), with None for an unchanged random state."""
         is_short = self._smallest_batch > 0 and len(samples) < self._smallest_batch
         batch = DroppedBatch if is_short else self._collate_fn(samples)
         own = self._plain_state.generator_states()

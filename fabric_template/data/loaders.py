@@ -34,24 +34,24 @@ from .tensor_loader import TensorLoader
 if TYPE_CHECKING:
     from ..training.run import Run
 
-# Lightning's profilers record the reading of a batch under these names.
+# Lightning's profilers record the time of reading a batch under these names.
 _ACTIONS = {
     "train": "[_TrainingEpochLoop].train_dataloader_next",
     "predict": "[_PredictionLoop].predict_next",
 }
 _USED_UP = (
-    "An iterator is used up after one pass: give an object that starts from its beginning with each"
-    " iter(), such as a DataLoader or a list."
+    "An iterator is used up after one pass. Give an object that restarts with each iter(), such as"
+    " a DataLoader or a list."
 )
 
 
 class DataConnector:
-    """Creates the loaders of a run, and creates new loaders when a reload is due.
+    """Creates the loaders of a run, and recreates them when a reload is due.
 
     Attributes:
         given: The given loaders, keyed by stage: "train", "val", "test", "predict".
         source: The datamodule or module with methods such as ``train_dataloader()``.
-        created: The loaders of "train" and of "evaluation", as soon as they are created.
+        created: The loaders that were created, keyed by "train" and "evaluation".
     """
 
     is_per_process = True
@@ -60,11 +60,11 @@ class DataConnector:
         self.run, self.given, self.source = run, run.plan.loaders, run.plan.source
         self.created: dict[str, StageLoaders] = {}
         self.predictions = Predictions()
-        # The seconds of the call that went into waiting for batches of all stages.
+        # The seconds that this call has spent waiting for batches in all stages.
         self.seconds_waited = 0.0
         self._common_seed: int | None = None
         self._is_train_started = False
-        # The random states and attributes before the newest load of each stage.
+        # The random states and attributes from before each stage's newest loaders were created.
         self._loads: dict[str, Any] = {}
         self._restored_loads: dict[str, Any] = {}
 
@@ -90,7 +90,7 @@ class DataConnector:
     def request(self, stage: str) -> Any:
         """Return the given loaders, or call the method that creates them."""
         if stage in self.given:
-            # The plan has checked these loaders.
+            # The plan has already checked these loaders.
             return self.given[stage]
         name, provider = f"{stage}_dataloader", self.source
         kind = "LightningDataModule" if provider is self.run.datamodule else "LightningModule"
@@ -120,9 +120,9 @@ class DataConnector:
 
     @contextmanager
     def _state_of_load(self, stage: str) -> Iterator[None]:
-        """Save the random states and attributes before a load, because the loaders may depend on them.
+        """Save the random states and attributes on which the new loaders may depend.
 
-        A resumed run loads in the saved state, so that it gets the loaders of the saved run.
+        A resumed run restores them first, so that it creates the same loaders as the saved run.
         """
         if stage in self.given:
             yield
@@ -140,7 +140,7 @@ class DataConnector:
             yield
 
     def _saved_loads(self) -> dict[str, Any]:
-        """Return the states before each load, from the part of this process in the checkpoint."""
+        """Return the states that ``_state_of_load`` saved in this process of the saved run."""
         saved = self.run.plan.start.state_of_process(self.run.fabric.global_rank)
         return self._restored_loads or saved.get("data", {}).get("loads", {})
 
@@ -174,7 +174,7 @@ class DataConnector:
             self._is_train_started = is_first and not restarts_epoch
 
     def start_train_batches(self) -> None:
-        """Start the iterator of an epoch, unless setup_train_loader has started this iterator."""
+        """Start the iterator of an epoch, unless setup_train_loader has already started it."""
         if not self._is_train_started:
             self.train.start()
         self._is_train_started = False
@@ -195,7 +195,7 @@ class DataConnector:
     def setup_val_loaders(self) -> None:
         """Create the validation loaders before the first epoch, because progress bars need them.
 
-        A resumed run creates them when the interrupted run did, because that may draw random numbers.
+        A resumed run creates them when the interrupted run did, because it may draw random numbers.
         """
         is_early = "val" in self.given or "val" in self._saved_loads()
         if is_early or self.run.plan.start.own.get("writer") != "FabricLoop":
@@ -234,7 +234,7 @@ class DataConnector:
             self.eval_loaders.load_state_dict(state["val"])
 
     def check_restart(self) -> None:
-        """Raise an error for training loaders that need a position which the checkpoint lacks."""
+        """Raise an error for training loaders that need a position that the checkpoint lacks."""
         for loader in self.train.resumable if "train" in self.created else ():
             loader.check_restart()
 
@@ -244,7 +244,7 @@ class DataConnector:
         return list(filter(has_state, loaders))
 
     def load_loader_states(self, states: list[Any]) -> None:
-        """Restore the loader states in a checkpoint of Trainer."""
+        """Restore the loader states from a Trainer checkpoint."""
         for loader, state in zip(self.stateful_loaders(), states, strict=False):
             loader.load_state_dict(state)
             # End the iterator of the previous epoch, so that the next epoch starts a new one.
@@ -305,7 +305,7 @@ class StageLoaders:
         loaders: The loaders. ``as_given`` is their list or dict.
         resumable: A ResumableLoader around each loader. ``_combined`` iterates over these.
         limits: The number of batches to read from each loader.
-        num_batches: The number of batches of all loaders; infinite if it is unknown.
+        num_batches: The number of batches from all loaders, or infinity if it is unknown.
         names: The keys of a dict of loaders. Empty if the loaders are not in a dict.
         has_several: Whether evaluation steps and hooks get a ``dataloader_idx``.
     """
@@ -321,7 +321,7 @@ class StageLoaders:
         self.limits = [count_batches(loader, limit, stage, name) for loader in self.loaders]
         self.num_batches = self.count_batches()
         check_lengths(run, self.limits, stage)
-        # The persistent workers of a loader continue if a reload returns the same loader.
+        # If a reload returns the same loader, its persistent workers keep running.
         used = previous.resumable if previous is not None else []
         known: dict[int, Any] = {id(part.loader): part for part in used}
         self.resumable: list[ResumableLoader] = [
@@ -340,7 +340,7 @@ class StageLoaders:
         # last. A checkpoint contains the positions and the random state from before this read.
         is_training = stage == "train"
         self._is_read_ahead = is_training and self.num_batches == math.inf
-        # A stream may end earlier in one process than in another, which would wait for it forever.
+        # A stream may end earlier in one process than in another, which would then wait forever.
         has_stream = any(sized_len(loader) is None for loader in self.loaders)
         self._has_uneven_end = is_training and run.fabric.world_size > 1 and has_stream
         self._following: Any = END
@@ -355,7 +355,7 @@ class StageLoaders:
         return self._num_given == self.num_batches
 
     def count_batches(self, max_batches: int | float = math.inf) -> int | float:
-        """Return the number of batches of all loaders, with at most ``max_batches`` of each."""
+        """Return the number of batches from all loaders, with at most ``max_batches`` from each."""
         limits = [min(limit, max_batches) for limit in self.limits]
         if self._mode == "sequential":
             return sum(limits)
@@ -376,7 +376,7 @@ class StageLoaders:
         for loader in self.resumable:
             loader.passes = 0
         if self.as_given is self.loaders[0]:
-            # Bypass CombinedLoader, which adds some microseconds to each batch.
+            # Bypass CombinedLoader, which costs a few microseconds per batch.
             self.iterator = zip(self.resumable[0], count(), repeat(0), strict=False)
         else:
             self._combined.limits = [min(limit, max_batches) for limit in self.limits]
@@ -410,7 +410,7 @@ class StageLoaders:
         self._check_empty_loaders()
 
     def _until_first_end(self, items: Iterator[Any]) -> Iterator[Any]:
-        """End in all processes with the first stream that ends. Compare after each read."""
+        """End the pass in all processes when any stream ends. Compare after each read."""
         for item in chain(items, repeat(END)):
             is_end = item is END
             has_end, has_item = self.run.signals.find_largest([int(is_end), int(not is_end)])
@@ -492,7 +492,7 @@ class StageLoaders:
         if self.stage == "train" and len(state["loaders"]) != len(self.resumable):
             raise CheckpointError(
                 f"resume: got the positions of {len(state['loaders'])} training loaders, expected"
-                f" {len(self.resumable)}. Give the loaders that the run was started with, or use load=."
+                f" {len(self.resumable)}. Give the same loaders as in the saved run, or use load=."
             )
         self.loaded_in_epoch = state["loaded_in_epoch"]
         self._restored_rng = state["rng_before_following"]
@@ -500,7 +500,7 @@ class StageLoaders:
             loader.load_state_dict(position)
 
     def batch_indices(self, dataloader_idx: int, batch_idx: int) -> list[int]:
-        """Return the sample indices of a predicted batch; empty for loaders without indices."""
+        """Return the sample indices of a predicted batch, or [] for loaders without indices."""
         part = self.loaders[dataloader_idx]
         if not isinstance(part, TensorLoader):
             part = getattr(part, "batch_sampler", None)
@@ -510,10 +510,10 @@ class StageLoaders:
 
 def step_back(position: dict[str, Any], dropped: int) -> dict[str, Any]:
     """Return the position that a loader had before its last ``dropped`` batches were read."""
-    # If the loader has ended, its last read returned no batch.
+    # If the loader has ended, its last read returned no batch, but counts as one of ``dropped``.
     done = max(0, position["batches"] + position["is_finished"] - dropped)
-    # A resume draws the order again, which sets the samplers' state. The dataset's state is set by
-    # reading the samples again.
+    # A resume draws the order again, which restores the samplers' state. Reading the samples again
+    # restores the dataset's state.
     repeated = ("order",) if position["is_indexed"] else ("order", "samples")
     kept = {name: value for name, value in position.items() if name not in repeated}
     return {**kept, "batches": done, "is_finished": False}
@@ -531,7 +531,7 @@ def combine_loaders(source: Any, is_training: bool = False) -> CombinedLoader:
         return source
     mode: Any = "max_size_cycle" if is_training else "sequential"
     with warnings.catch_warnings():
-        # CombinedLoader uses a class of torch that is deprecated.
+        # Hide the warning, because CombinedLoader uses a deprecated class of torch.
         warnings.filterwarnings("ignore", ".*LeafSpec", FutureWarning)
         combined = CombinedLoader(source, mode)
     parts = combined.flattened
@@ -542,20 +542,20 @@ def combine_loaders(source: Any, is_training: bool = False) -> CombinedLoader:
 
 
 def _can_only_be_batch(value: Any) -> bool:
-    """Return whether a value can only be a batch, because it is no loader and no plain value."""
+    """Return whether a value must be a batch, because it is neither a loader nor a plain value."""
     is_plain = value is None or isinstance(value, bool | int | float | str | bytes | type)
     return not (is_plain or isinstance(value, Iterable) or hasattr(value, "__getitem__"))
 
 
 def with_loaders(combined: CombinedLoader, loaders: list[Any]) -> CombinedLoader:
-    """Return a copy of a CombinedLoader in which each loader is replaced."""
+    """Return a copy of a CombinedLoader with different loaders."""
     other = copy.copy(combined)
     other.flattened = loaders
     return other
 
 
 def count_batches(loader: Any, limit: int | float, stage: str, loop_name: str) -> int | float:
-    """Return the number of batches to read from a loader; infinite if the length is unknown."""
+    """Return the number of batches to read from a loader, or infinity if its length is unknown."""
     known_length = sized_len(loader)
     length = math.inf if known_length is None else known_length
     if length == 0:
@@ -590,8 +590,8 @@ def check_lengths(run: Run, lengths: list[int | float], stage: str) -> None:
         is_strict = run.stage == "fit" or 0 in found
         if is_strict and len(set(found)) > 1:
             raise ConfigurationError(
-                f"{stage}_dataloader: got {list(found)} batches by process, expected one number. Write"
-                f" limit_{stage}_batches={min(found)}, or leave the sampler out."
+                f"{stage}_dataloader: got {list(found)} batches in the processes, expected equal"
+                f" numbers. Write limit_{stage}_batches={min(found)}, or leave out the sampler."
             )
 
 

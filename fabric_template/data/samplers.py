@@ -55,13 +55,13 @@ def prepare_loader(run: Run, loader: Any, stage: str) -> Any:
     if batch_sampler is loader.batch_sampler and sampler is loader.sampler:
         return loader
     clone = copy.copy(loader)
-    # Bypass DataLoader.__setattr__, which does not allow changes of the samplers.
+    # Bypass DataLoader.__setattr__, which does not allow changes to the samplers.
     vars(clone).update(sampler=sampler, batch_sampler=batch_sampler, _iterator=None)
     return clone
 
 
 def prepare_tensor_loader(run: Run, loader: TensorLoader, stage: str) -> TensorLoader:
-    """Return a TensorLoader with the order of samples that a DataLoader would have in this run."""
+    """Return a TensorLoader that orders its samples as a DataLoader would in this run."""
     num_replicas, rank = replicas_and_rank(run)
     is_prediction = stage == "predict"
     shuffle = loader.shuffle and not turn_off_shuffling(run, stage)
@@ -75,7 +75,7 @@ def prepare_tensor_loader(run: Run, loader: TensorLoader, stage: str) -> TensorL
 
 
 def turn_off_shuffling(run: Run, stage: str) -> bool:
-    """Return True with a warning if the option overfit_batches turns off shuffling in this run."""
+    """Return whether the option overfit_batches turns off shuffling in this run. If so, warn."""
     is_overfitting = bool(run.config.overfit_batches) and run.stage == "fit"
     if is_overfitting:
         run.warn_once(
@@ -89,7 +89,7 @@ def replicas_and_rank(run: Run) -> tuple[int, int]:
     """Return num_replicas and rank for DistributedSampler."""
     if run.fabric.world_size == 1:
         return 1, 0
-    # The processes of a tensor-parallel group get the same rank, and so the same samples.
+    # The processes of a tensor-parallel group get the same rank, and therefore the same samples.
     kwargs = run.fabric.strategy.distributed_sampler_kwargs
     return kwargs["num_replicas"], kwargs["rank"]
 
@@ -121,7 +121,7 @@ def choose_sampler(run: Run, loader: DataLoader, stage: str) -> Any:
 
 
 def remake_batch_sampler(batch_sampler: Any, sampler: Any) -> Any:
-    """Return a batch sampler of the same class for the given sampler. None stays None."""
+    """Return a batch sampler of the same class with another sampler. None stays None."""
     if batch_sampler is None:
         return None
     kind = type(batch_sampler)
@@ -130,7 +130,7 @@ def remake_batch_sampler(batch_sampler: Any, sampler: Any) -> Any:
     except (AttributeError, TypeError) as error:
         raise ConfigurationError(
             f"batch_sampler: got {kind.__name__}, expected a class with the arguments of torch's"
-            f" BatchSampler: {error}. Or give the loader a DistributedSampler."
+            f" BatchSampler: {error}. Use such a class, or give the loader a DistributedSampler."
         ) from error
 
 
@@ -159,7 +159,7 @@ def warn_of_loader(run: Run, loader: DataLoader, stage: str) -> None:
 
 
 class TrackingBatchSampler(BatchSampler):
-    """A batch sampler that records the indices of each batch, for predictions."""
+    """A batch sampler that records the sample indices of each batch for predictions."""
 
     def __init__(self, batch_sampler: Any) -> None:
         vars(self).update(vars(batch_sampler))
@@ -180,7 +180,7 @@ class TrackingBatchSampler(BatchSampler):
 
 
 class Predictions:
-    """Collect predictions by loader and batch.
+    """Collect predictions, grouped by loader and batch.
 
     Attributes:
         outputs: The predictions on the CPU. Empty if only callbacks receive them.

@@ -23,8 +23,8 @@ class TensorLoader:
         generator: A torch.Generator on the CPU.
         device: Move the tensors to this device once.
 
-    FabricLoop treats a TensorLoader as a DataLoader: with several processes, each process gets its
-    share of the samples, and training shuffles them, as under Trainer.
+    FabricLoop treats a TensorLoader like a DataLoader. With several processes, each process gets
+    its share of the samples, and training shuffles them, as under Trainer.
 
     Example:
         >>> loader = TensorLoader(torch.arange(5), batch_size=2)
@@ -118,7 +118,7 @@ class TensorLoader:
 
 
 class UnpaddedSampler(DistributedSampler[Any]):
-    """Gives each process its samples without repeating any. Some processes get one sample more."""
+    """Gives each process its samples without repeating any. Some processes get one extra sample."""
 
     def __init__(self, samples: Any, num_replicas: int, rank: int, **options: Any) -> None:
         super().__init__(samples, num_replicas, rank, **options)
@@ -130,12 +130,12 @@ def take_rows(tensor: Tensor, rows: Tensor) -> Tensor:
     if type(tensor) is Tensor and tensor.device.type == "cpu" and tensor.is_contiguous():
         # On the CPU, index_select is twice as fast as indexing.
         return tensor.index_select(0, rows)
-    # Indexing keeps the tensor's subclass and memory format (channels_last).
+    # Indexing keeps the tensor's subclass and its memory format, such as channels_last.
     return tensor[rows]
 
 
 def check_tensors(tensors: tuple[Any, ...]) -> None:
-    """Raise an error for values that are not tensors of samples, or have different lengths."""
+    """Raise an error for values that are not tensors of samples or that differ in length."""
     wrong = [
         f"a value of type {type(part).__name__}" for part in tensors if not isinstance(part, Tensor)
     ]

@@ -96,7 +96,7 @@ def test_a_one_pass_iterator_trains_one_epoch():
 
 def test_an_exhausted_iterator_raises_in_training_and_warns_in_validation(tmp_path):
     """An error where nothing would be trained, a warning where nothing is evaluated."""
-    hint = r"loader \(chain\) gave no batch in .* An iterator is used up after one pass: give an object"
+    hint = r"loader \(chain\) gave no batch in .* An iterator is used up after one pass\. Give an object"
     with pytest.raises(ValueError, match=f"The train {hint}"):
         fit(tmp_path, train=once, max_epochs=2)
     with pytest.warns(UserWarning, match=f"The val {hint}"):

@@ -95,7 +95,7 @@ class Stream(IterableDataset):
 
 @pytest.mark.filterwarnings("ignore")
 def test_a_loader_that_is_empty_in_one_process_is_refused(tmp_path):
-    with pytest.raises(Exception, match=r"got \[0, 1\] batches by process"):
+    with pytest.raises(Exception, match=r"got \[0, 1\] batches in the processes"):
         FabricLoop(**quiet(max_epochs=1, **FORK)).fit(Sees(tmp_path), DataLoader(Stream(), batch_size=None))
 
 

@@ -154,7 +154,7 @@ class Sampled(Classifier):
 def test_loaders_of_different_length_in_two_processes_are_refused():
     """The processes would wait for each other until the group's timeout of 30 minutes."""
     options = {"max_epochs": 2, "strategy": "ddp_fork", "devices": 2}
-    with pytest.raises(ConfigurationError, match=r"train_dataloader: got \[5, 7\] batches by process"):
+    with pytest.raises(ConfigurationError, match=r"train_dataloader: got \[5, 7\] batches in the processes"):
         FabricLoop(**quiet(**options)).fit(Sampled())
     FabricLoop(**quiet(**options, limit_train_batches=5)).fit(Sampled())
 
