@@ -275,6 +275,7 @@ class MiniLoop:
                 with self._opened_folders(version, is_new=not resumed):
                     if resumed:
                         self._restore(resumed, is_automatic=resume == "auto")
+                        self._print_if_finished(path)
                     self._train()
             except (AttributeError, RuntimeError, TypeError) as error:
                 self._raise_instead(error)
@@ -283,6 +284,15 @@ class MiniLoop:
                 saved = "nothing is saved" if self._saved_step is None else saved
                 print(f"Ctrl-C in epoch {self.current_epoch}, step {self.global_step}: {saved}.")
         return to_table(self.history)
+
+    def _print_if_finished(self, path: Path | None) -> None:
+        """Print that a finished run was resumed, because it prints no rows."""
+        if self._is_done() and self.fabric.is_global_zero:
+            text = f"resume: {path} is from a finished run (epoch {self.current_epoch}, step"
+            text += (
+                f" {self.global_step}). Nothing is left to train. For a new run, leave out resume=."
+            )
+            print(text, file=sys.stderr)
 
     def _train(self) -> None:
         """Train until a limit is reached. As in Trainer, call no hooks if it already is."""

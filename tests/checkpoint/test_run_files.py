@@ -223,6 +223,7 @@ def test_restarting_a_finished_run_changes_nothing(tmp_path, capsys, options, pl
     assert (watch.seen, contents()) == ([], before)
     assert capsys.readouterr().err.splitlines()[-1] == (
         f"resume: {tmp_path / LAST} is from a finished run ({place}). Nothing is left to train: {reason}."
+        " For a new run, leave out resume=."
     )
     if not stops:
         longer = start(**{name: 15 for name in ("max_steps",) if name in options} or {"max_epochs": 3})

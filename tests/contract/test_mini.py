@@ -213,6 +213,17 @@ def test_two_epochs_and_a_resume_equal_four_epochs():
     assert list_runs("logs")["state"].tolist() == ["finished", "finished"]
 
 
+def test_restarting_a_finished_run_prints_that_nothing_is_left(capsys):
+    fit("MiniLoop", "run", 2)
+    assert "finished run" not in capsys.readouterr().err
+    _, _, rows = fit("MiniLoop", "run", 2, resume="auto")
+    message = "last.ckpt is from a finished run (epoch 2, step 20). Nothing is left to train."
+    assert message in capsys.readouterr().err
+    assert len(rows) == 2
+    fit("MiniLoop", "run", 3, resume="auto")
+    assert "finished run" not in capsys.readouterr().err
+
+
 @pytest.mark.parametrize(("before", "after"), [("MiniLoop", "FabricLoop"), ("FabricLoop", "MiniLoop")])
 def test_each_loop_resumes_a_run_of_the_other(before, after):
     _, expected, rows = fit("MiniLoop", "whole", 4)
