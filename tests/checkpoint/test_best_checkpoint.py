@@ -1,4 +1,4 @@
-"""best.ckpt and the best k files: judged after each validation, as by Trainer's ModelCheckpoint."""
+"""Test which checkpoints are kept as the best. Trainer's ModelCheckpoint is the reference."""
 
 import math
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""Test the layout of checkpoints, which is Lightning's, and which files are kept."""
+"""Test that checkpoints have Lightning's layout, and which files are kept."""
 
 import logging
 import warnings
@@ -170,7 +170,7 @@ def test_load_reads_weights_saved_by_torch_and_fabric(tmp_path, layout):
     ],
     ids=str,
 )
-def test_options_select_the_checkpoints_to_keep(tmp_path, options, files):
+def test_monitor_and_save_top_k_select_the_kept_checkpoints(tmp_path, options, files):
     loop, _, _ = fit(tmp_path, Scored, plain_loader, val_loader, max_epochs=5, **options)
     assert kept(tmp_path) == files
     saver = loop.checkpoint_callback

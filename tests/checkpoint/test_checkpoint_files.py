@@ -1,4 +1,4 @@
-"""Test damaged checkpoint files, a disk that fails, one writer per version, and exchange with Trainer."""
+"""Test damaged checkpoint files, a failing disk, and two runs that write to the same version."""
 
 import errno
 import os
@@ -128,7 +128,7 @@ def test_a_disk_error_is_not_reported_as_a_damaged_checkpoint(tmp_path, monkeypa
     assert fit(tmp_path, resume="auto", **{**RUN, "max_epochs": 3})[0].ckpt_path.endswith("last.ckpt")
 
 
-def test_a_save_syncs_its_files_and_folders(tmp_path, monkeypatch):
+def test_a_save_syncs_files_and_folders_to_disk(tmp_path, monkeypatch):
     """A save syncs the checkpoint, the CSV rows before it, and each folder with new files."""
     synced, sync = [], os.fsync
     path_of = lambda descriptor: Path(os.readlink(f"/proc/self/fd/{descriptor}"))  # noqa: E731

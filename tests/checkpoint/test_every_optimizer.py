@@ -1,4 +1,4 @@
-"""A run with any optimizer, scheduler or precision of torch resumes with the same bits.
+"""Test exact resume with every optimizer, scheduler and precision of torch.
 
 The classes are taken from torch's own modules, so that new ones are tested without a change here.
 """

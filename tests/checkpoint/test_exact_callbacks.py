@@ -1,4 +1,4 @@
-"""Callbacks that change what trains, killed at every step. A resumed run ends as the one that never stopped."""
+"""Test exact resume with callbacks that freeze layers, average weights or switch modes."""
 
 from datetime import timedelta
 

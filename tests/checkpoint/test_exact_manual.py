@@ -1,4 +1,4 @@
-"""A killed run whose gradients outlive a step continues after the last step, with the same bits."""
+"""Test exact resume of modules whose gradients remain after an optimizer step."""
 
 import pytest
 import torch

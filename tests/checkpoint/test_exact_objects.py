@@ -1,4 +1,4 @@
-"""Objects that keep a state outside of state_dict resume exactly in both loops, killed anywhere."""
+"""Test exact resume with objects that have state outside of state_dict(), in both loops."""
 
 import csv
 from itertools import count

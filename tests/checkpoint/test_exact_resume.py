@@ -1,4 +1,4 @@
-"""A run that is killed anywhere and resumed ends like the run that never stopped, bit for bit."""
+"""Test that a killed and resumed run ends exactly like an uninterrupted run."""
 
 import csv
 import itertools
@@ -159,7 +159,7 @@ class Raises(Callback):
 
 
 @pytest.mark.filterwarnings("ignore:Trying to infer the `batch_size`")
-def test_loaders_resume_exactly_after_an_exception(tmp_path):
+def test_a_cycle_of_streams_resumes_exactly_after_an_exception(tmp_path):
     train, raises = LOADERS["cycle of streams"], Raises("on_train_batch_start", 6)
     options = {"save_every_n_steps": 1}
     with pytest.raises(RuntimeError, match="stop"):
@@ -218,7 +218,7 @@ class Kills(Raises):
 
 
 @pytest.mark.parametrize("name", ["persistent", "TensorLoader"])
-def test_a_process_killed_by_sigkill_resumes_exactly(tmp_path, name):
+def test_a_run_killed_by_sigkill_resumes_exactly(tmp_path, name):
     """The run resumes from the file before the kill. The kill leaves neither a lock nor a temporary file."""
     options = {"save_every_n_steps": 2, "val_check_interval": 3}
     whole = fit(tmp_path / "whole", LOADERS[name], **options)

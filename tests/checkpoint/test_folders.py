@@ -1,4 +1,4 @@
-"""Test folders that cannot be used, links in place of files, names with special characters, many versions."""
+"""Test unusable folders, symlinks in place of files, and names with special characters."""
 
 import os
 import re

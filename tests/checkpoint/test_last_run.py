@@ -1,4 +1,4 @@
-"""Test which run resume="last" and "auto" continue, and what a new run in a fixed version replaces."""
+"""Test which run resume="last" and "auto" continue, and what a run with a given version replaces."""
 
 import os
 import re

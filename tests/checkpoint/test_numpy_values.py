@@ -1,4 +1,4 @@
-"""Test that NumPy values anywhere in a checkpoint are restored bit for bit, and that Trainer reads the files."""
+"""Test that NumPy values in a checkpoint are restored exactly, and can be read by Trainer."""
 
 import collections
 
@@ -191,7 +191,7 @@ def test_a_resumed_run_keeps_the_precision_of_numpy_values(tmp_path, optimizers)
 
 
 @pytest.mark.parametrize("optimizers", OPTIMIZERS)
-def test_trainer_continues_a_run_with_numpy_values(tmp_path, optimizers):
+def test_trainer_resumes_a_checkpoint_with_numpy_values(tmp_path, optimizers):
     fit(tmp_path, lambda: Classifier(optimizers), max_epochs=2)
     module = Classifier(optimizers)
     trainer = pl.Trainer(**quiet(max_epochs=3))

@@ -1,4 +1,4 @@
-"""State that objects keep outside of state_dict() is restored, as far as it is plain."""
+"""Test that plain attributes and generators outside of state_dict() are restored."""
 
 import random
 import warnings
@@ -114,7 +114,7 @@ def test_values_that_attributes_share_are_shared_again_after_a_resume(tmp_path):
     assert new.one[0] is new.last
 
 
-def test_only_changed_plain_values_are_saved():
+def test_changed_attributes_returns_only_changed_plain_values():
     """The saved state has no modules, functions, cycles, views of parameters and unchanged values."""
     net = nn.Linear(2, 2)
     cycle = []

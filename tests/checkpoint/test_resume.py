@@ -1,4 +1,4 @@
-"""Runs that are continued with more epochs, and the values of ``resume=`` and ``load=``.
+"""Test runs that are resumed with more epochs, and the values of ``resume=`` and ``load=``.
 
 Kills inside of an epoch are in test_exact_resume.py.
 """
@@ -74,7 +74,7 @@ def classifier(optimizers):
 
 @pytest.mark.parametrize("accumulate", [1, 3])
 @pytest.mark.parametrize("optimizers", [momentum, by_step, by_epoch, plateau, plateau_by_step])
-def test_schedulers_resume_exactly(tmp_path, optimizers, accumulate):
+def test_learning_rate_schedulers_resume_exactly(tmp_path, optimizers, accumulate):
     two_and_two(tmp_path, classifier(optimizers), accumulate_grad_batches=accumulate)
 
 
@@ -85,7 +85,7 @@ def test_reduce_lr_on_plateau_reads_the_last_validation_after_a_resume(tmp_path)
     assert whole[0].lr_scheduler_configs[0].scheduler.num_bad_epochs == 0
 
 
-def test_step_functions_resume_exactly(tmp_path):
+def test_a_run_with_step_functions_resumes_exactly(tmp_path):
     def step(net, batch):
         return nn.functional.cross_entropy(net(batch[0]), batch[1])
 

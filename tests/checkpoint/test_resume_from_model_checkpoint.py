@@ -1,4 +1,4 @@
-"""Test that resume="auto" and "last" find the files of Lightning's ModelCheckpoint in its folder."""
+"""Test that resume="auto" and "last" find the checkpoints of ModelCheckpoint."""
 
 from pathlib import Path
 

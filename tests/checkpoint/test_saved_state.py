@@ -1,4 +1,4 @@
-"""Test states that cannot be pickled, impossible counters, and a changed number of schedulers."""
+"""Test state that cannot be pickled, impossible counters, and a changed number of schedulers."""
 
 import threading
 

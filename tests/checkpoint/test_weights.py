@@ -1,4 +1,4 @@
-"""Test that weights find their model, whatever wraps the model in either run."""
+"""Test that weights are loaded into a model that is wrapped differently than the saved one."""
 
 import pytest
 import torch
@@ -154,7 +154,7 @@ class Counts(nn.Linear):
 
 @pytest.mark.parametrize("make_state", [dict, int])
 @pytest.mark.parametrize("wrap", [lambda net: net, compiled, nn.DataParallel])
-def test_an_extra_state_of_any_type_is_restored(tmp_path, make_state, wrap):
+def test_resume_restores_the_extra_state_of_a_module(tmp_path, make_state, wrap):
     train(tmp_path, lambda: Counts(make_state), 1)
     found = train(tmp_path, lambda: wrap(Counts(make_state)), 3, resume="last")
     assert next(m for m in found.modules() if isinstance(m, Counts)).calls == 9
@@ -191,7 +191,7 @@ def test_load_explains_why_weights_do_not_fit(tmp_path, kind):
         train(tmp_path, make_net, 1, load=tmp_path / "w.pt")
 
 
-def test_a_pickled_module_is_loaded_from_a_trusted_file(tmp_path):
+def test_load_accepts_a_pickled_module_with_weights_only_false(tmp_path):
     saved = make_net()
     torch.save({"model": saved}, tmp_path / "w.pt")
     net = train(tmp_path, make_net, 0, load=tmp_path / "w.pt", weights_only=False)

@@ -1,4 +1,4 @@
-"""The benchmarks run at a toy's size: every contestant that is installed, every row, is in its table."""
+"""Test that each benchmark runs at a small size and prints a row for each installed package."""
 
 import re
 import sys

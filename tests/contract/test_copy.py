@@ -1,4 +1,4 @@
-"""A copy of the folder works under any name, without fabric_template."""
+"""Test that a copy of the package works under another name, without fabric_template."""
 
 import ast
 import os

@@ -1,4 +1,4 @@
-"""Test that FabricLoop and lightning.Trainer resume each other's checkpoints, between and within epochs."""
+"""Test that FabricLoop and Trainer resume each other's checkpoints, between and within epochs."""
 
 import warnings
 

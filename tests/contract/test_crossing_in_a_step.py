@@ -1,4 +1,4 @@
-"""Test checkpoints that a hook saves within a step or before the first one. Each batch is trained once."""
+"""Test checkpoints that a hook saves within a step or before the first step."""
 
 import warnings
 

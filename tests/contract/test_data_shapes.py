@@ -1,4 +1,4 @@
-"""Every shape of data and of attributes, resumed by a fresh model after an epoch and in its middle, on both loops."""
+"""Test that both loops resume exactly with every kind of loader, after an epoch and within one."""
 
 import functools
 import random

@@ -1,4 +1,4 @@
-"""Every example in a docstring runs and prints what it promises."""
+"""Test that the examples in docstrings run and print the documented output."""
 
 import doctest
 import importlib

@@ -1,4 +1,4 @@
-"""Errors that only a run can find, and the classes of errors. tests/contract/wrong_inputs.txt has the others."""
+"""Test errors that need a run. tests/contract/wrong_inputs.txt lists the other errors."""
 
 import re
 

@@ -1,4 +1,4 @@
-"""docs/how-it-works.md names the files that a batch, a log call and a resume enter. Its diffs work."""
+"""Test the file lists and the diffs in docs/how-it-works.md."""
 
 import os
 import re

@@ -1,4 +1,4 @@
-"""Test that expressions with a plain replacement in the glossary are not used again."""
+"""Test that no file uses expressions that the style guide replaces."""
 
 import ast
 import io

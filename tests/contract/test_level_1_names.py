@@ -1,4 +1,4 @@
-"""Test the names that `loop.setup` returns, and where its loop logs."""
+"""Test what loop.setup returns, and how a hand-written loop logs."""
 
 from pathlib import Path
 

@@ -1,4 +1,4 @@
-"""MiniLoop, the single file: bits, files, resume, errors, and the file alone."""
+"""Test weights, files, resume and errors of MiniLoop, and mini.py as a single file."""
 
 import enum
 import itertools
@@ -72,7 +72,7 @@ def test_mini_loop_trains_the_same_weights_as_a_hand_written_loop(case, level):
     assert (loop.current_epoch, loop.global_step) == (EPOCHS, steps)
 
 
-def test_max_steps_stops_within_an_epoch_of_a_tensor_loader():
+def test_max_steps_can_end_an_epoch_of_a_tensor_loader_early():
     x, y = make_data(40).tensors
     torch.manual_seed(1)
     expected = make_net(dropout=0.0)
@@ -572,7 +572,7 @@ def test_a_killed_and_resumed_run_ends_with_the_same_weights_and_rows():
     pd.testing.assert_frame_equal(written, rows)
 
 
-def test_ctrl_c_returns_the_history_and_resumes(capsys):
+def test_fit_returns_the_history_after_ctrl_c_and_can_be_resumed(capsys):
     class Interrupted(Classifier):
         def on_train_batch_start(self, batch, batch_idx):
             if (self.current_epoch, batch_idx) == (2, 3):
@@ -1054,7 +1054,7 @@ def test_mini_loop_refuses_launchers_other_than_torchrun(monkeypatch, name):
         MiniLoop(accelerator="cpu", devices=1)
 
 
-def test_an_interactive_slurm_job_is_one_process(monkeypatch):
+def test_mini_loop_runs_one_process_in_an_interactive_slurm_job(monkeypatch):
     monkeypatch.setenv("SLURM_NTASKS", "2")
     monkeypatch.setenv("SLURM_JOB_NAME", "interactive")
     assert MiniLoop(accelerator="cpu").fabric.world_size == 1

@@ -1,4 +1,4 @@
-"""Mistakes of new users. Both loops name the mistake, and what to write instead."""
+"""Test that both loops explain the mistakes of new users and how to fix them."""
 
 import csv
 import re
@@ -80,7 +80,7 @@ def test_a_validation_step_without_a_return_value_warns(name):
         fit(name, options={"monitor": "val_loss"}, val=make_loader(), validation_step=forgets)
 
 
-def test_a_module_that_returns_no_loss_has_no_metric_to_monitor():
+def test_an_error_about_monitor_suggests_returning_the_loss():
     class Forgets(pl.LightningModule):
         def __init__(self):
             super().__init__()

@@ -1,4 +1,4 @@
-"""Test that every shape of model trains like a hand-written loop or Trainer, saves, resumes, loads and crosses."""
+"""Test that every kind of model trains like a hand-written loop, saves, resumes and loads."""
 
 import contextlib
 import io
@@ -500,7 +500,7 @@ def check_refused(name, loop, root):
 
 @pytest.mark.parametrize("name", MODELS)
 @pytest.mark.parametrize("loop", LOOPS)
-def test_each_model_trains_saves_resumes_and_loads(tmp_path, loop, name):
+def test_each_model_can_be_trained_saved_resumed_and_loaded(tmp_path, loop, name):
     """Train 2 epochs; stop in the middle of an epoch; resume a new model; load the weights; compare."""
     if loop == "MiniLoop" and name in REFUSED_BY_MINI_LOOP:
         check_refused(name, loop, tmp_path / "refused")
@@ -526,7 +526,7 @@ def check_load(name, loop, model, path):
 
 
 @pytest.mark.parametrize("kind", ["dict", "deque", "set"])
-def test_mini_loop_refuses_containers_of_modules(tmp_path, kind):
+def test_mini_loop_refuses_modules_in_a_dict_deque_or_set(tmp_path, kind):
     containers = {"dict": {"a": [mlp()]}, "deque": deque([mlp()]), "set": {mlp()}}
     model = Object()
     model.others = containers[kind]

@@ -1,4 +1,4 @@
-"""The notebooks run from a clean kernel in an empty folder, show what they promise, and are committed clean."""
+"""Test that the notebooks run in a new kernel and contain their expected outputs."""
 
 import json
 import os

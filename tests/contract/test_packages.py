@@ -1,4 +1,4 @@
-"""Compare Trainer and FabricLoop on LightningModules with the habits of public packages."""
+"""Compare FabricLoop with Trainer on LightningModules written like those of public packages."""
 
 import lightning.pytorch as pl
 import pytest

@@ -1,6 +1,6 @@
-"""README.md and docs/ are run and checked: Python blocks, commands, links, figures, tables of options.
+"""Test the code blocks, commands, links, figures and tables of README.md and docs/.
 
-The Python blocks of a page are one program. It runs in a process and a folder of its own.
+The Python blocks of a page run as one program, in their own process and folder.
 """
 
 import dataclasses

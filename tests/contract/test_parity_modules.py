@@ -1,4 +1,4 @@
-"""Kinds of LightningModules under lightning.Trainer and FabricLoop: the same bits."""
+"""Test that FabricLoop and Trainer train the same weights with each kind of LightningModule."""
 
 import warnings
 

@@ -1,4 +1,4 @@
-"""Weights, metrics and the order of hooks are those of lightning.Trainer, to the bit."""
+"""Test that weights, metrics and the order of hooks equal those of Trainer exactly."""
 
 import warnings
 from inspect import getmembers, isfunction

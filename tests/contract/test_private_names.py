@@ -1,4 +1,4 @@
-"""The underscored names of Lightning, torchmetrics and PyTorch on which the package depends.
+"""Test the private names of Lightning, torchmetrics and PyTorch that the package uses.
 
 When a release drops one of them, the test of its name fails with its purpose.
 """

@@ -1,4 +1,4 @@
-"""A few programs of soak/random_runs.py, which compares both loops with Trainer or with a loop written by hand."""
+"""Test a few random programs of soak/random_runs.py in both loops."""
 
 import json
 import subprocess

@@ -1,4 +1,4 @@
-"""Test that both loops continue the same run, whichever of them has written the runs."""
+"""Test that both loops continue the same run, whichever loop has written it."""
 
 import itertools
 import os

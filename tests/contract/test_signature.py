@@ -1,4 +1,4 @@
-"""FabricLoop's options are completed and explained where one types them, from one source: LoopConfig."""
+"""Test that editors and help() show FabricLoop's options, which LoopConfig defines."""
 
 import dataclasses
 import inspect

@@ -1,4 +1,4 @@
-"""Level 2: what step functions log, measure at an epoch's end, step themselves, and are validated on."""
+"""Test step functions that log, schedule, validate, or step several optimizers."""
 
 import csv
 from functools import partial

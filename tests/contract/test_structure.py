@@ -1,4 +1,4 @@
-"""Imports between the package's folders and files point down, and no files import each other."""
+"""Test that imports between folders follow one order, and that no files import each other."""
 
 import ast
 from pathlib import Path

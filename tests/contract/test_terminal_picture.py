@@ -1,4 +1,4 @@
-"""The picture of the README shows a training that SIGKILL has ended, and its resume."""
+"""Test the picture in the README of a training that SIGKILL ends, and of its resume."""
 
 import re
 import subprocess

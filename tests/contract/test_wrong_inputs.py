@@ -1,4 +1,4 @@
-"""Each plausible wrong input raises one line with the fix, before anything is written."""
+"""Test that each wrong input raises one line with the fix before anything is written."""
 
 import functools
 import json

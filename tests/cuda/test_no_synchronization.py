@@ -1,4 +1,4 @@
-"""A training step does not wait for the device, except where a value is due: rows, the bar, checkpoints, ends."""
+"""Test that a training step does not wait for the GPU, except for logs, saves and epoch ends."""
 
 import pytest
 import torch
@@ -67,7 +67,7 @@ def test_training_with_each_loader_does_not_synchronize(precision, name):
     assert fit(train=LOADERS[name], precision=precision) in (12, 20)
 
 
-def test_16_mixed_with_a_fused_optimizer_does_not_synchronize():
+def test_precision_16_mixed_with_a_fused_optimizer_does_not_synchronize():
     """With another optimizer GradScaler itself reads in each step whether the gradients are finite."""
     assert fit(Drawing(fused_adam), on_device, precision="16-mixed") == 20
     with pytest.raises(RuntimeError, match="called a synchronizing CUDA operation"):
@@ -79,7 +79,7 @@ def test_accumulation_and_clipping_do_not_synchronize(options):
     assert fit(train=on_device, **options) == 20
 
 
-def test_logs_bar_and_checkpoints_do_not_synchronize_between_steps(tmp_path):
+def test_logging_and_checkpoints_do_not_synchronize_in_other_steps(tmp_path):
     """Logs per step and per epoch, the bar, the CSV, checkpoints: nothing is read between two log points."""
     options = {"logger": None, "enable_checkpointing": None, "enable_progress_bar": True, "enable_model_summary": True}
     options |= {"default_root_dir": str(tmp_path), "monitor": "val_loss", "log_every_n_steps": 10}
@@ -87,7 +87,7 @@ def test_logs_bar_and_checkpoints_do_not_synchronize_between_steps(tmp_path):
     assert len(list(tmp_path.rglob("steps.csv"))) == len(list(tmp_path.rglob("best.ckpt"))) == 1
 
 
-def test_mini_loop_does_not_synchronize():
+def test_mini_loop_does_not_synchronize_within_an_epoch():
     """From the second batch to the one before the last."""
 
     class Watched(Drawing):

@@ -1,4 +1,4 @@
-"""A run on a CUDA device has Trainer's bits: weights, callback_metrics, counters and random numbers."""
+"""Test that a run on a GPU gives the same weights, metrics and random numbers as Trainer."""
 
 import pytest
 import torch

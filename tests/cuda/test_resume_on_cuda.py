@@ -1,4 +1,4 @@
-"""A run on a CUDA device that was killed resumes with the same bits. Checkpoints move between CPU and device."""
+"""Test exact resume on a GPU, and checkpoints that move between CPU and GPU."""
 
 import pytest
 import torch

@@ -1,4 +1,4 @@
-"""Run on a CUDA device, with evaluation, compile, errors of the device and profile."""
+"""Test training, evaluation, compile=, CUDA errors and profile on a GPU."""
 
 import subprocess
 import warnings
@@ -62,7 +62,7 @@ def test_an_optimizer_that_has_stepped_on_the_cpu_trains_on_the_gpu(fused):
     assert devices_of(net) == {"cpu"}
 
 
-def test_the_module_is_back_on_the_cpu_after_an_error():
+def test_fit_moves_the_module_back_to_the_cpu_after_an_error():
     class Fails(Drawing):
         def training_step(self, batch, batch_idx):
             if batch_idx == 3:
@@ -166,7 +166,7 @@ class Reading(Classifier):
 
 
 @pytest.mark.parametrize("precision", ["32-true", "16-mixed"])
-def test_profile_runs_on_a_gpu(precision):
+def test_profile_measures_a_run_on_the_gpu(precision):
     module = Reading()
     before, drawn = {name: one.clone() for name, one in module.state_dict().items()}, torch.cuda.get_rng_state()
     found = profile(FabricLoop(accelerator="gpu", devices=1, precision=precision), module, make_loader(), steps=6)

@@ -1,4 +1,4 @@
-"""Test the cost of a resume in mid-epoch, and a resume with different loaders."""
+"""Test the cost of a resume within an epoch, and a resume with different loaders."""
 
 import itertools
 

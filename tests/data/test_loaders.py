@@ -1,4 +1,4 @@
-"""Loaders of every shape and source give the batches that they give under Trainer."""
+"""Test that every kind of loader gives the same batches as under Trainer."""
 
 import subprocess
 import sys

@@ -1,4 +1,4 @@
-"""Loaders whose samplers, datasets and collate functions have generators and attributes of their own."""
+"""Test exact resume with samplers, datasets and collate functions that have state."""
 
 import random
 from functools import partial

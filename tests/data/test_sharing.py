@@ -1,4 +1,4 @@
-"""Shares of samples with two processes: training, evaluation and prediction."""
+"""Test which samples two processes get in training, evaluation and prediction."""
 
 import json
 import shutil

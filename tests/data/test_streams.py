@@ -1,4 +1,4 @@
-"""Streams and loaders with load_state_dict. After a resume, each later pass is that of the saved run."""
+"""Test exact resume with streams and with loaders that have load_state_dict()."""
 
 import warnings
 
@@ -226,7 +226,7 @@ def test_a_killed_run_on_a_stream_resumes_exactly(tmp_path, name):
 
 
 @pytest.mark.filterwarnings("ignore:(Checkpoint directory|The dirpath has changed)")
-def test_a_resume_after_the_last_batch_draws_no_random_number(tmp_path):
+def test_a_resume_after_the_last_batch_draws_no_random_numbers(tmp_path):
     """ModelCheckpoint saves at the end of the validation that follows the last batch."""
 
     def run(root, **options):

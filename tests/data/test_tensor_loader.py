@@ -1,4 +1,4 @@
-"""Every rule for a DataLoader holds for a TensorLoader. Trainer with a DataLoader is the oracle."""
+"""Test that a TensorLoader follows every rule for a DataLoader. Trainer is the reference."""
 
 import json
 import warnings

@@ -1,4 +1,4 @@
-"""Each demo is trained by its short name, as a user types it, and is well above chance."""
+"""Test that each demo trains by its short name and learns more than chance."""
 
 import re
 from pathlib import Path

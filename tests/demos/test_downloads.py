@@ -1,4 +1,4 @@
-"""The demos mnist and cifar10 read small files of the original formats, unpacked, packed or downloaded."""
+"""Test that the demos mnist and cifar10 read and download the original file formats."""
 
 import gzip
 import re

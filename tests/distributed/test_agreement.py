@@ -1,4 +1,4 @@
-"""Processes must agree on their checkpoint and on the length of their loaders."""
+"""Test that processes must agree on their checkpoint and on the length of their loaders."""
 
 import copy
 import os

@@ -1,6 +1,6 @@
-"""DDP with two processes (gloo): Trainer's numbers, one set of files, and results that come back to the caller.
+"""Test DDP with two gloo processes: results like Trainer's, files, and what the caller gets back.
 
-Each process writes what it has found under tmp_path, and the test reads it.
+Each process writes its results under tmp_path, and the test reads them.
 """
 
 import lightning.pytorch as pl
@@ -89,7 +89,7 @@ def files(folder):
 # ---- a run
 
 
-def test_two_processes_with_all_options_write_one_set_of_files(tmp_path):
+def test_two_processes_write_one_set_of_files(tmp_path):
     """Both processes have the same weights, there is one set of files, and the caller's objects have the results."""
     pl.seed_everything(1, verbose=False)
     module = Synced(by_step)
@@ -263,7 +263,7 @@ def test_callbacks_return_to_the_caller_with_their_state(tmp_path):
     assert files(tmp_path) == ["best.ckpt"]
 
 
-def test_gradients_are_averaged_once_per_accumulation_window(tmp_path):
+def test_ddp_averages_gradients_once_per_accumulation_window(tmp_path):
     """Before the last batch of an accumulation window the processes have different gradients."""
     loop = FabricLoop(**quiet(max_epochs=1, accumulate_grad_batches=2, callbacks=[Report(tmp_path)], **FORK))
     pl.seed_everything(1, verbose=False)

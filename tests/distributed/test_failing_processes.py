@@ -1,4 +1,4 @@
-"""One of two processes (gloo) fails or gets a signal: all end, and the state is saved where it is exact."""
+"""Test that both processes end if one fails or gets a signal, and what they save."""
 
 import os
 import signal

@@ -1,4 +1,4 @@
-"""Processes that torchrun or SLURM has started: their number is the launcher's, and torchrun may restart them."""
+"""Test processes that torchrun or SLURM has started, and that torchrun restarts."""
 
 import multiprocessing
 import os

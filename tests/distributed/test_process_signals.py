@@ -1,4 +1,4 @@
-"""Signals to one of several processes, and their group at the end."""
+"""Test signals to one of several processes."""
 
 import os
 import signal

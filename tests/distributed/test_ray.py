@@ -1,4 +1,4 @@
-"""The script of docs/ray.md trains with two workers of Ray on the CPU. It needs the extra `ray`."""
+"""Test the script of docs/ray.md with two Ray workers on the CPU. It needs the extra `ray`."""
 
 import os
 import re

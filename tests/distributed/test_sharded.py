@@ -1,6 +1,6 @@
-"""Sharded models on two processes (gloo): FSDP2 trains DDP's weights, tensor parallel those of one process.
+"""Test FSDP2 and tensor parallelism with two gloo processes.
 
-The processes are started as by torchrun. Each writes its results to a file, which the test reads.
+The processes start as under torchrun. Each writes its results to a file that the test reads.
 """
 
 import resource
@@ -251,7 +251,7 @@ def log_gradient_norms(rank):
         trained(strategy, Seeing, root=name, **options)
 
 
-def test_gradient_norms_cover_all_shards():
+def test_log_grad_norm_covers_all_shards():
     """A norm is that of all shards together."""
     codes, errors = externally(log_gradient_norms)
     assert codes == [0, 0], errors

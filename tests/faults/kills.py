@@ -1,4 +1,4 @@
-"""Kill a run at random instants and resume it until it ends. Its files must equal those of an undisturbed run.
+"""Kill a run at random times, resume it until it ends, and compare its files with an unkilled run.
 
     python tests/faults/kills.py --kills 30 --ranks 1 --seed 0
 

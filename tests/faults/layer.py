@@ -1,4 +1,4 @@
-"""Count the operations of a process on the files under a folder, and let some of them fail.
+"""Count the file operations of a process in a folder, and let some of them fail.
 
 `os.open, os.write, os.fsync, os.replace ...` and `open` are replaced for the time of a `with` block. Whatever writes
 below Python is not seen here, see soak/syscalls.py.

@@ -1,4 +1,4 @@
-"""Cut the power at every moment of a run. Data that was not synced may be lost, torn or complete.
+"""Cut the power at every moment of a run. Data that was not synced may be lost or incomplete.
 
 `record` trains once and returns the possible states of the disk after a cut at each moment. `check` restores one state
 and resumes. Every save that had returned still exists, and the run ends like an undisturbed one.

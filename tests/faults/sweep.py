@@ -1,4 +1,4 @@
-"""Let every operation of a run on the disk fail once, in each way. No saved state may be lost.
+"""Let every disk operation of a run fail once, in each way. No saved state may be lost.
 
     python tests/faults/sweep.py --kinds ENOSPC short SIGKILL
 

@@ -1,4 +1,4 @@
-"""A few of the faults that the soak runs by the thousand: kills, and operations on the disk that fail."""
+"""Test a few kills and disk faults. The soak runs thousands of them."""
 
 import json
 import subprocess

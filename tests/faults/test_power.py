@@ -1,4 +1,4 @@
-"""A power cut at any moment loses no save that had returned. Mutants show that the check sees each kind of loss."""
+"""Test that a power cut loses no completed save. Mutants prove that the check finds each loss."""
 
 import os
 import re
@@ -27,7 +27,7 @@ def complaints(recorded, tmp_path, *kinds):
             yield f"{one.kind}, {one.moment}: {problem}"
 
 
-def test_no_power_cut_loses_a_checkpoint_or_a_row(recorded, tmp_path):
+def test_a_power_cut_loses_no_saved_checkpoint_or_row(recorded, tmp_path):
     whole, states = recorded
     assert {one.kind for one in states} == set(power.KINDS)
     assert max(one.saved for one in states) == 6

@@ -1,4 +1,4 @@
-"""A short run for the fault tests, with all state that a resume can lose, and functions that compare two runs."""
+"""A short run for the fault tests, with all kinds of state, and functions to compare two runs."""
 
 import csv
 import io

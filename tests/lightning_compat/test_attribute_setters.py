@@ -1,4 +1,4 @@
-"""Options that are set on a loop between runs and in hooks take effect, as on Trainer."""
+"""Test that options set on a loop between runs and in hooks take effect, as with Trainer."""
 
 import lightning.pytorch as pl
 import pytest

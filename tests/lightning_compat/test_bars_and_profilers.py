@@ -1,4 +1,4 @@
-"""Test that model summaries, progress bars and profilers of Lightning show what they show under Trainer."""
+"""Test that Lightning's summaries, progress bars and profilers show the same as under Trainer."""
 
 import io
 import logging

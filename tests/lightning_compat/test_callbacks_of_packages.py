@@ -1,4 +1,4 @@
-"""Callbacks that an installed package adds through its entry points are called as under Trainer."""
+"""Test callbacks that an installed package adds through its entry points."""
 
 import sys
 

@@ -1,4 +1,4 @@
-"""Manual optimization on two ranks: every backward is summed over them, from the first one on, as under Trainer."""
+"""Test manual optimization with DDP on two processes."""
 
 from contextlib import nullcontext
 

@@ -1,4 +1,4 @@
-"""Levels 2 and 3 (functions, plain objects): evaluation and Lightning's callbacks."""
+"""Test evaluation and Lightning's callbacks with step functions and plain objects."""
 
 import lightning.pytorch as pl
 import pytest

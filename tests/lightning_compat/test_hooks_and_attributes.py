@@ -1,4 +1,4 @@
-"""Hooks, checkpoints and attributes of code written for Trainer."""
+"""Test hooks and attributes that code written for Trainer uses."""
 
 import warnings
 

@@ -1,4 +1,4 @@
-"""Lightning's own callbacks do the same under FabricLoop as under Trainer."""
+"""Test that Lightning's callbacks have the same effect as under Trainer."""
 
 import math
 import warnings

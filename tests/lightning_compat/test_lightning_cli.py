@@ -1,4 +1,4 @@
-"""LightningCLI with FabricLoop in place of Trainer, by one overridden method."""
+"""Test LightningCLI with FabricLoop in place of Trainer."""
 
 import lightning.pytorch as pl
 import pytest

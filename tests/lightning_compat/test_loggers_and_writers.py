@@ -1,4 +1,4 @@
-"""Loggers get Trainer's calls."""
+"""Test that loggers get the same calls as from Trainer."""
 
 import pytest
 from both import LOOPS

@@ -1,4 +1,4 @@
-"""Trainer's arguments of fit, validate, test and predict, and its options at their defaults."""
+"""Test Trainer's arguments of fit, validate, test and predict, and its default options."""
 
 import inspect
 from pathlib import Path
@@ -59,7 +59,7 @@ def test_weights_only_false_loads_a_checkpoint_with_any_object(tmp_path, trained
     assert results_of(trained, "validate", ckpt_path=path, weights_only=False)
 
 
-def test_async_checkpoint_io_writes_the_same_files(tmp_path):
+def test_async_checkpoint_io_saves_the_same_weights(tmp_path):
     """Files are complete when they are saved: the plugin's inner CheckpointIO writes them."""
     plugins = {"plain": None, "async": AsyncCheckpointIO()}
     saved = {}
@@ -69,7 +69,7 @@ def test_async_checkpoint_io_writes_the_same_files(tmp_path):
     assert all(torch.equal(saved["plain"][name], saved["async"][name]) for name in saved["plain"])
 
 
-def test_every_option_of_trainer_is_accepted_at_its_default(tmp_path):
+def test_fabric_loop_accepts_every_trainer_option_at_its_default(tmp_path):
     defaults = {name: option.default for name, option in inspect.signature(pl.Trainer).parameters.items()}
     loop = FabricLoop(**defaults | {"accelerator": "cpu", "default_root_dir": tmp_path})
     assert loop.config == FabricLoop(accelerator="cpu", default_root_dir=tmp_path).config

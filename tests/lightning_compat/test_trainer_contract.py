@@ -1,4 +1,4 @@
-"""The values that modules and callbacks read are those of Trainer, in each hook."""
+"""Test that modules and callbacks read the same values in each hook as under Trainer."""
 
 import subprocess
 import sys

@@ -1,4 +1,4 @@
-"""Errors and warnings are those of Trainer: their class and their text."""
+"""Test that errors and warnings have the same class and text as under Trainer."""
 
 import subprocess
 import sys

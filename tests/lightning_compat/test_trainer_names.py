@@ -1,4 +1,4 @@
-"""Every public name of lightning.Trainer has the same value on FabricLoop: before, in every hook of, and after each call."""
+"""Test that every public attribute of Trainer has the same value on FabricLoop."""
 
 import warnings
 

@@ -1,4 +1,4 @@
-"""Trainer's strategies and precision plugins, by name or as objects, become Fabric's."""
+"""Test that Trainer's strategies and precision plugins are converted to Fabric's."""
 
 from datetime import timedelta
 

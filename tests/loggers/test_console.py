@@ -1,4 +1,4 @@
-"""Test the console in a terminal, a log file and a notebook, and the block at the end of a run."""
+"""Test what a run prints in a terminal, a log file and a notebook."""
 
 import io
 import os
@@ -125,7 +125,7 @@ def test_values_logged_with_prog_bar_are_shown_in_the_progress_bar(tmp_path, ter
     ids=str,
 )
 @pytest.mark.filterwarnings("ignore:You are trying to `self.log")
-def test_a_disabled_console_prints_nothing(tmp_path, terminal, options):
+def test_a_disabled_progress_bar_prints_nothing(tmp_path, terminal, options):
     """Nothing is shown if it is turned off, or if Lightning's bar is used."""
     if options.get("callbacks"):
         bar = TQDMProgressBar()
@@ -258,13 +258,13 @@ def runs_of(text):
     return dict(part.split("\n", 1) for part in without_times(text).split("=== ")[1:])
 
 
-def test_a_log_file_has_the_table(tmp_path):
+def test_a_log_file_contains_the_printed_table(tmp_path):
     command = ready([sys.executable, "-c", f"import warnings; warnings.simplefilter('ignore')\n{SCRIPT}"])
     done = subprocess.run(command, cwd=tmp_path, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
     assert runs_of(done.stdout) == {name: lines + ENDS.get(name, "") for name, lines in LINES.items()}
 
 
-def test_a_terminal_has_the_table_and_the_bar(in_terminal):
+def test_a_terminal_shows_the_printed_table_and_the_progress_bar(in_terminal):
     assert runs_of(in_terminal[0]) == {name: LINES[name] + BARS[name] + ENDS.get(name, "") for name in LINES}
 
 

@@ -1,4 +1,4 @@
-"""Test CSVLogger with rows, new columns, rewinding, full disks and versions."""
+"""Test rows, new columns, rewinding, full disks and versions of CSVLogger."""
 
 import errno
 import math
@@ -60,7 +60,7 @@ def test_a_row_can_contain_each_type_of_value(logger, metrics_csv):
         logger.log_epoch({"acc": torch.zeros(2)})
 
 
-def test_only_a_new_column_rewrites_the_file(logger, metrics_csv):
+def test_the_csv_file_is_rewritten_only_for_a_new_column(logger, metrics_csv):
     logger.log_epoch(epoch(0, train_loss=1.0, val_loss=2.0))
     # An open file, so that the system cannot use its inode again.
     with metrics_csv.open("rb") as reader:

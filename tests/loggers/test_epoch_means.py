@@ -1,4 +1,4 @@
-"""Test that means of values logged in many ways have Trainer's bits, also after a resume in mid-epoch."""
+"""Test that means over an epoch equal Trainer's, also after a resume within the epoch."""
 
 import random
 

@@ -1,4 +1,4 @@
-"""Test the option hparams, a user's own settings, in both loops."""
+"""Test the option hparams in both loops."""
 
 import enum
 import math
@@ -151,7 +151,7 @@ def test_other_loggers_get_the_hparams():
 
 
 @pytest.mark.parametrize("kind", LOOPS)
-def test_hparams_override_an_unset_option_of_the_same_name(kind):
+def test_list_runs_prefers_hparams_to_an_unset_option_of_the_same_name(kind):
     for version, seed in enumerate((1, 2)):
         train(kind, hparams={"seed": seed}, version=version)
     assert list_runs()["changed"].tolist() == [{"seed": 1}, {"seed": 2}]

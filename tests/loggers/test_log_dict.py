@@ -1,4 +1,4 @@
-"""Test loop.log_dict in hooks: with the epoch it joins the epoch's row, else it is a row of steps.csv."""
+"""Test loop.log_dict in hooks. It writes to the epoch's row or to a row of steps.csv."""
 
 import csv
 import io
@@ -64,7 +64,7 @@ def test_log_dict_without_the_epoch_writes_a_row_of_steps_csv(tmp_path, hook):
 
 @pytest.mark.parametrize("loop_class", [FabricLoop, MiniLoop])
 @pytest.mark.parametrize("is_logged_in_step", [True, False])
-def test_the_metrics_of_a_collection_are_columns(tmp_path, loop_class, is_logged_in_step):
+def test_log_dict_writes_a_column_for_each_metric_of_a_collection(tmp_path, loop_class, is_logged_in_step):
     metrics = MetricCollection([MulticlassAccuracy(3, average="micro"), MulticlassRecall(3)], prefix="val_")
 
     class Classifier(torch.nn.Linear):

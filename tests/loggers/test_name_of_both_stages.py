@@ -1,4 +1,4 @@
-"""Test a name that is logged in training and in validation: every reader sees the newest value, as under Trainer."""
+"""Test a metric name that both training and validation log."""
 
 import lightning.pytorch as pl
 import pytest

@@ -1,4 +1,4 @@
-"""read_logs: one table of one run or many, of our files and of Lightning's."""
+"""Test read_logs on one run, on several runs, and on Lightning's logs."""
 
 import math
 import subprocess

@@ -1,4 +1,4 @@
-"""Test the means of returned values in the history, beside those of logged values."""
+"""Test the epoch means of returned values, beside those of logged values."""
 
 import lightning.pytorch as pl
 import pytest
@@ -51,7 +51,7 @@ def without_logging(make):
         (HalfLit, ["train_loss", "train_acc", "val_loss", "val_acc"]),
     ],
 )
-def test_returned_and_logged_values_become_columns(tmp_path, make, columns):
+def test_returned_and_logged_values_become_columns_of_the_history(tmp_path, make, columns):
     """The values are those of a module that logs nothing, and `monitor` finds them in every epoch."""
     options = {"val": val_loader, "max_epochs": 3, "monitor": "val_loss"}
     loop, module, history = fit(tmp_path / "one", make, **options)
@@ -78,7 +78,7 @@ class Silent(Classifier):
 
 
 @pytest.mark.parametrize("make", [Plain, Half, Silent, HalfLit])
-def test_validations_inside_an_epoch_have_rows_in_steps_csv(tmp_path, make):
+def test_validations_within_an_epoch_write_rows_to_steps_csv(tmp_path, make):
     """Each validation has a row in steps.csv. The last one of an epoch is in the epoch's row of metrics.csv, too."""
     options = {"val": val_loader, "max_epochs": 1, "val_check_interval": 2, "limit_train_batches": 5}
     notes = Notes()

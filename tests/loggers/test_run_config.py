@@ -1,4 +1,4 @@
-"""config.yaml: written once, by the first process; what fails in it costs a warning."""
+"""Test when config.yaml is written, and that an error in it only warns."""
 
 import pytest
 import torch

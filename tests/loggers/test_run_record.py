@@ -1,4 +1,4 @@
-"""Test what a run records by itself: command, code, versions, device, model, optimizer, batch size."""
+"""Test that config.yaml records the command, the code, versions, device, model and optimizer."""
 
 import os
 import subprocess

@@ -1,4 +1,4 @@
-"""Test that values of torchmetrics under a true precision have Trainer's dtype and bits."""
+"""Test that torchmetrics values have the same dtype as under Trainer, in each precision."""
 
 import pytest
 import torch

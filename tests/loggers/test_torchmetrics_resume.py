@@ -1,4 +1,4 @@
-"""Test that torchmetrics objects which a training feeds itself resume in the middle of an epoch."""
+"""Test that torchmetrics objects resume exactly within an epoch."""
 
 import pytest
 import torch

@@ -1,4 +1,4 @@
-"""Test step-based runs: a row of metrics.csv for each validation, steps.csv, and what a resumed run writes."""
+"""Test the rows that step-based runs and their resumed runs write."""
 
 import itertools
 import math
@@ -113,7 +113,7 @@ def test_a_killed_and_resumed_run_writes_the_same_rows(tmp_path, kind):
         pd.testing.assert_frame_equal(*(table.drop(columns=TIMES, errors="ignore") for table in (rows, history)))
 
 
-def test_a_finished_run_keeps_its_last_row(tmp_path):
+def test_resuming_a_finished_run_keeps_its_last_row(tmp_path):
     options = {"val": val_loader, "max_steps": 13, "validate_every_n_steps": 5}
     for resume in (None, "last"):
         fit(tmp_path, Plain, resume=resume, **options)

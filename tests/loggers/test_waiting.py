@@ -1,4 +1,4 @@
-"""Test the column "waiting", the share of a row's time that went into waiting for batches."""
+"""Test the column "waiting", the share of time that a row spent waiting for batches."""
 
 import re
 from pathlib import Path

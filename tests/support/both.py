@@ -1,4 +1,4 @@
-"""Run one set-up with lightning.Trainer and with FabricLoop, each in its own folder, and compare the results."""
+"""Run the same code with Trainer and with FabricLoop, each in its own folder, and compare."""
 
 import warnings
 from dataclasses import dataclass

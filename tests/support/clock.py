@@ -1,4 +1,4 @@
-"""A clock that only sleeping moves forward. It replaces `time` in a module, so that durations are exact."""
+"""A fake clock that advances only when it sleeps, so that measured durations are exact."""
 
 DURATION = r"(?:\d+(?::\d\d)+|\d+\.\d s)"  # A printed duration of any length.
 

@@ -1,4 +1,4 @@
-"""Processes as torchrun or SLURM starts them. They are forked, so that nothing is imported again."""
+"""Start processes with the variables of torchrun or SLURM. They are forked to save imports."""
 
 import atexit
 import multiprocessing

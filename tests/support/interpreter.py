@@ -1,4 +1,4 @@
-"""Start Python commands by a fork of a process that has imported torch and Lightning, which saves seconds.
+"""Start Python commands quickly, by forking a process that has imported torch and Lightning.
 
 `ready([sys.executable, "-c", code])` returns a command with the same effect. It starts a small client, which asks a
 server to fork. The fork gets the client's streams, folder, variables and arguments, runs the code as `__main__`,

@@ -1,4 +1,4 @@
-"""Choose the parameters that the suite runs. The others have the mark `soak`, and run by `make soak`."""
+"""Choose the parameters that the suite runs. `make soak` runs the others, which have the mark `soak`."""
 
 import itertools
 

@@ -1,4 +1,4 @@
-"""LightningModules and data of the parity tests."""
+"""LightningModules and data for the parity tests."""
 
 import lightning.pytorch as pl
 import torch

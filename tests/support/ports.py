@@ -1,4 +1,4 @@
-"""Free ports for process groups, outside of the range from which the system chooses."""
+"""Find free ports for process groups."""
 
 import itertools
 import os

@@ -1,4 +1,4 @@
-"""Loaders of every kind with small data, for the tests of resume."""
+"""Small loaders of every kind for the tests of resume."""
 
 import random
 

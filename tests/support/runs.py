@@ -1,4 +1,4 @@
-"""Shared code for tests of whole runs: plain objects, the files of a run, copies of a run as after a kill."""
+"""Helpers for tests of whole runs, such as plain objects, log files and copies as after a kill."""
 
 import csv
 import io

@@ -1,4 +1,4 @@
-"""Test help, options, files, runs, predictions and mistakes of the command line."""
+"""Test help, options, config files, runs, predictions and mistakes of the command line."""
 
 import os
 import re
@@ -315,7 +315,7 @@ def test_help_shows_no_internal_names(capsys, command):
     assert not re.search(r"<class|<function|AnyClass|object at", out)
 
 
-def test_later_files_and_typed_options_override_earlier_files(capsys):
+def test_options_and_later_config_files_override_earlier_config_files(capsys):
     text = "model: {class_path: lit.Lit, init_args: {hidden: 5, lr: 0.2}}\ndata: lit.Data\nmax_epochs: 7\nname: a\n"
     Path("a.yaml").write_text(text)
     Path("b.yaml").write_text("model: {class_path: lit.Lit, init_args: {hidden: 6}}\nmax_epochs: 1\n")

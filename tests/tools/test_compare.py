@@ -1,4 +1,4 @@
-"""Correct adoptions compare equal, and each mistake is explained as the first difference."""
+"""Test that compare finds no difference in a correctly moved loop, and explains each mistake."""
 
 import re
 

@@ -1,4 +1,4 @@
-"""Test when and what LivePlot draws in a notebook, and that it never stops a run."""
+"""Test when LivePlot draws in a notebook, and that it never stops a run."""
 
 from unittest.mock import Mock
 

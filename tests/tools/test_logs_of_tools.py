@@ -1,4 +1,4 @@
-"""CSV files in the form of other tools are read, drawn and ranked. The numbers are made up."""
+"""Test that CSV files of other tools are read, drawn and ranked. Their numbers are made up."""
 
 from pathlib import Path
 

@@ -1,4 +1,4 @@
-"""The direction of a metric follows from its name, in both loops, in runs and in plots."""
+"""Test that the direction of a metric follows from its name, in both loops and in the tools."""
 
 import inspect
 

@@ -1,4 +1,4 @@
-"""Copy, diff and update: what happens to each file, and what is refused."""
+"""Test the commands copy, diff and update."""
 
 import os
 import re

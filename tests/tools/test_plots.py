@@ -1,4 +1,4 @@
-"""plot_logs and `fabric-template plot`: what is drawn, what is refused, what is imported."""
+"""Test plot_logs and `fabric-template plot`."""
 
 import math
 from pathlib import Path
@@ -235,7 +235,7 @@ def test_a_figure_with_18_panels_fits_on_a_screen(count, note):
     assert len(plot_logs(history, metrics=[*history])) == count + 1
 
 
-def test_a_long_name_fits_beside_its_panel():
+def test_a_long_metric_name_fits_beside_its_panel():
     name = "info/learner/default_policy/learner_stats/total_loss"
     ax = plot_logs(pd.DataFrame({"epoch": [0, 1], name: [2.0, 1.0]}))
     ax.figure.canvas.draw()

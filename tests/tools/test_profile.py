@@ -1,4 +1,4 @@
-"""The parts of a step add up, suggestions help, and a profile leaves no trace."""
+"""Test that profile measures each part of a step, suggests settings, and changes nothing."""
 
 import gc
 import multiprocessing

@@ -1,4 +1,4 @@
-"""list_runs and the command `runs`: list, diff and best."""
+"""Test list_runs and the command `runs` with list, diff and best."""
 
 import contextlib
 import subprocess
@@ -61,7 +61,7 @@ def test_list_runs_returns_a_row_per_run():
     assert rows == [{**common, **row, **folder} for row, folder in zip(expected, folders, strict=True)]
 
 
-def test_list_runs_of_an_empty_folder_is_empty():
+def test_list_runs_returns_no_rows_for_an_empty_folder():
     Path("logs").mkdir()
     assert list(list_runs()["state"]) == []
     with pytest.raises(ValueError, match="got 'nowhere', expected a folder"):
@@ -101,7 +101,7 @@ def test_list_runs_finds_the_best_value_of_the_monitor_or_metric(columns, config
     assert list_runs(metric=asked)[["metric", "best", "best_epoch"]].values.tolist() == [list(expected)]
 
 
-def test_list_runs_reads_runs_of_lightning():
+def test_list_runs_reads_a_run_logged_by_lightning():
     folder = Path("lightning_logs/version_0")
     folder.mkdir(parents=True)
     folder.joinpath("metrics.csv").write_text("epoch,step,train_loss,val_loss\n0,9,,0.5\n0,9,0.7,\n1,19,,0.4\n")
@@ -247,7 +247,7 @@ def test_runs_diff_accepts_csv_files(capsys):
     "arguments",
     ["best logs --metric val_loss", "best --metric val_loss logs", "--mode=min best --metric val_loss logs"],
 )
-def test_options_may_precede_paths(capsys, arguments):
+def test_options_of_the_runs_command_may_precede_the_folder(capsys, arguments):
     make_run()
     assert run_command(capsys, *arguments.split())[:2] == run_command(capsys, "best", "logs")[:2]
 

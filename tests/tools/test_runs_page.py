@@ -1,4 +1,4 @@
-"""The page of `runs --html`: its table, its curves, and names that contain HTML."""
+"""Test the HTML page that `runs --html` writes."""
 
 import json
 import math

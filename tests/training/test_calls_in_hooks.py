@@ -1,4 +1,4 @@
-"""Test calls of a loop in a hook of a run, and calls of loop.backward after a run."""
+"""Test calls of a loop in a hook, and calls of loop.backward after a run."""
 
 import pytest
 import torch

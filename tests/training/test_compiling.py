@@ -1,4 +1,4 @@
-"""compile=: the numbers and the keys of a run without it."""
+"""Test that compile= changes neither the results nor the keys of the weights."""
 
 import pytest
 import torch

@@ -1,4 +1,4 @@
-"""An exception in user code reaches the caller unchanged. A resume is exact, and no half step is saved."""
+"""Test that an exception in user code reaches the caller and that the run resumes exactly."""
 
 import functools
 import multiprocessing

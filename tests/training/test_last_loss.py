@@ -1,4 +1,4 @@
-"""The graph of a loss lives until the next forward, as in a loop by hand: autograd keeps its nodes of the parameters."""
+"""Test that the graph of a loss is freed before the next backward pass."""
 
 import gc
 import weakref

@@ -1,4 +1,4 @@
-"""Test that a loop keeps neither a batch nor the graph of a loss in memory after a run, ended or failed."""
+"""Test that a loop keeps neither a batch nor the graph of a loss after a run."""
 
 import gc
 import weakref

@@ -1,4 +1,4 @@
-"""Test the option on_nan. A loss that is not finite stops the training, warns, or is ignored."""
+"""Test the option on_nan, which stops, warns or does nothing if a loss is not finite."""
 
 import warnings
 
@@ -55,7 +55,7 @@ def saved_step(loop):
     ],
     ids=str,
 )
-def test_on_nan_stop_ends_training(tmp_path, options, stops_at, saved_at):
+def test_on_nan_stop_ends_training_and_keeps_the_last_good_checkpoint(tmp_path, options, stops_at, saved_at):
     """Training stops where the loss is read. The last good checkpoint stays, and resumes."""
     reason = f"the loss is not finite (NaN or inf) at step {stops_at} (on_nan='stop')"
     with pytest.warns(UserWarning, match="^on_nan: the loss is not finite"):

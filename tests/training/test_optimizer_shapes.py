@@ -1,4 +1,4 @@
-"""Test that optimizers of every shape equal a hand-written loop or Trainer, or are refused by name."""
+"""Test that every kind of optimizer trains like a hand-written loop, or is refused."""
 
 import functools
 import warnings

@@ -1,4 +1,4 @@
-"""Test the dtypes inside every step, and the gradient scaler around the steps."""
+"""Test the dtypes in each step, and the gradient scaler."""
 
 import lightning.pytorch as pl
 import pytest

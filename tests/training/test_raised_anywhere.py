@@ -1,4 +1,4 @@
-"""Test an exception in any hook. It reaches the caller, the run restores all state, and the next run works."""
+"""Test an exception in any hook. It reaches the caller, and the loop can be used again."""
 
 import multiprocessing
 import os

@@ -1,4 +1,4 @@
-"""Test the option seed of both loops: at the creation of a loop and at the start of each fit."""
+"""Test the option seed of both loops."""
 
 import random
 

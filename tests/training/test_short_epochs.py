@@ -1,4 +1,4 @@
-"""Test epochs that a limit or should_stop ends early, and loaders that give fewer batches than their length."""
+"""Test epochs that a limit ends early, and loaders with fewer batches than their length."""
 
 import shutil
 

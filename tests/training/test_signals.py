@@ -1,4 +1,4 @@
-"""Ctrl-C, SIGTERM and SIGUSR1: the current step is finished and the run saved; a notebook gets its history, a script ends."""
+"""Test SIGINT, SIGTERM and SIGUSR1 in scripts and notebooks."""
 
 import os
 import signal
@@ -252,7 +252,7 @@ print("after fit")
     ("strategy", "process", "number", "codes"),
     [("ddp_fork", "os.getppid()", "SIGINT", (130, -2)), ("ddp", "os.getpid()", "SIGTERM", (143,))],
 )
-def test_a_signal_ends_a_script_with_two_processes(tmp_path, strategy, process, number, codes):
+def test_a_signal_ends_both_processes_of_a_script(tmp_path, strategy, process, number, codes):
     script = tmp_path / "script.py"
     options = {"root": str(tmp_path / "cut"), "strategy": strategy, "process": process, "number": number}
     script.write_text(source_of("")[-1] + TWO_RANKS.format(**options))
