@@ -103,9 +103,14 @@ def sort_key(name: str) -> list[tuple[int, str]]:
 
 def next_version(*folders: Path) -> int:
     """Return the highest version number in the given folders, plus one."""
-    names = [name for folder in folders for name in list_names(folder)]
-    numbers = [number_of(name) for name in names]
-    return max((number for number in numbers if number is not None), default=-1) + 1
+    # A folder may have thousands of versions, so do not match a pattern.
+    numbers = [
+        int(name[8:])
+        for folder in folders
+        for name in list_names(folder)
+        if name.startswith("version_") and name[8:].isdecimal()
+    ]
+    return max(numbers, default=-1) + 1
 
 
 def list_names(folder: Path) -> list[str]:

@@ -2133,8 +2133,9 @@ def age_of(folder: Path) -> tuple[float, int]:
 
 def claim_version(*folders: Path) -> str:
     """Create the next version's folder. Runs that start at the same time get different numbers."""
-    names = [path.name[8:] for folder in folders for path in folder.glob("version_*")]
-    version = max((int(name) for name in names if name.isdigit()), default=-1) + 1
+    names = [name for folder in folders if folder.is_dir() for name in os.listdir(folder)]
+    numbers = [name[8:] for name in names if name.startswith("version_")]
+    version = max((int(number) for number in numbers if number.isdecimal()), default=-1) + 1
     while True:
         with suppress(FileExistsError):
             (folders[0] / f"version_{version}").mkdir(parents=True)
