@@ -22,7 +22,7 @@ NUMPY_KEY = "fabric_template_numpy"
 # Matches the dtypes of booleans, numbers, durations, dates and text.
 _DTYPE = re.compile(r"[<>|=][biufcmMSU]\d*(\[\w+\])?")
 _CONTAINERS = (dict, OrderedDict, defaultdict, Counter, list, tuple, deque)
-# Skip values of these types early, because Python's random state alone holds 625 numbers.
+# Skip plain values early, because Python's random state alone holds 625 numbers.
 _PLAIN_TYPES = (int, float, str, bool, bytes, type(None), torch.Tensor)
 
 
@@ -143,7 +143,7 @@ def restore_numpy(checkpoint: dict[str, Any]) -> dict[str, Any]:
 
 
 def to_plain(value: Any, parents: list[Any]) -> tuple[Any, Any]:
-    """Convert NumPy values to plain values. Return the result and the NumPy dtypes.
+    """Convert NumPy values to plain values, and return the result with the NumPy dtypes.
 
     Args:
         parents: The containers around the value. One that contains itself is converted only once.
@@ -202,7 +202,7 @@ def with_items(container: Any, replaced: dict[Any, Any]) -> Any:
 
 
 def plain_value(value: Any) -> tuple[Any, str | None]:
-    """Convert a NumPy value to a plain value. Return the plain value and the NumPy dtype.
+    """Convert a NumPy value to a plain value, and return the result with the NumPy dtype.
 
     A value that cannot be restored bit for bit, such as a structured array, is returned unchanged.
     """

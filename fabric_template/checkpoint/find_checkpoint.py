@@ -89,7 +89,7 @@ def read_again(plan: Plan) -> None:
 
 
 def choose_argument(stage: str, given: dict[str, Any]) -> tuple[str, Any]:
-    """Return the name and the value of the given argument. The value is a path, keyword or None."""
+    """Return the name of the given argument, and its value: a path, a keyword or None."""
     given = {name: value for name, value in given.items() if value is not None}
     if len(given) > 1:
         values = " and ".join(f"{name}={describe(value)}" for name, value in given.items())
@@ -133,7 +133,7 @@ def default_keyword(plan: Plan) -> str | None:
 def find_checkpoint(
     plan: Plan, argument: str, keyword: str, read: Callable[[str | Path], dict[str, Any]]
 ) -> tuple[str | Path | None, dict[str, Any]]:
-    """Find the checkpoint for a keyword or a path. Return its path and its content."""
+    """Find the checkpoint for a keyword or a path, and return its path and content."""
     if keyword not in KEYWORDS:
         return keyword, read(keyword)
     if keyword == "best" and (best := best_of_loop(plan)):
@@ -216,7 +216,7 @@ def read_newest(
 
 
 def best_beside(newest: Path, checkpoint: dict[str, Any]) -> Path | None:
-    """Return the best checkpoint of a version. The newest checkpoint records its name."""
+    """Return a version's best checkpoint, whose name is recorded in the newest checkpoint."""
     names = ["best.ckpt"]
     if OWN_KEY in checkpoint:
         names = list(checkpoint[OWN_KEY]["checkpoints"]["kept"])
@@ -253,7 +253,7 @@ def list_candidates(plan: Plan, keyword: str) -> list[Version]:
 def list_versions(plan: Plan, folder: Path, pattern: str) -> list[Version]:
     """Return the versions in a folder. The version that started or saved last comes first.
 
-    Each run records these times in its own folder, because copying a file changes its timestamp.
+    Each run records its times in its own folder, because copying a file changes its timestamp.
     """
     given = plan.config.version
     names = list_names(folder) if given is None else [version_folder(given)]
@@ -284,7 +284,7 @@ def newest_first(files: Iterable[Path]) -> Iterator[Path]:
     for path in files:
         groups[path.name.startswith("last")].append(path)
     for group in groups.values():
-        # Reading an age opens the file, so compare ages only if there are several files.
+        # Reading a checkpoint's age opens the file, so sort only if there are several files.
         yield from sorted(group, key=read_age, reverse=True) if len(group) > 1 else group
 
 
@@ -300,7 +300,7 @@ def read_age(path: Path) -> tuple[float, int, str]:
 
 
 def time_of(checkpoint: dict[str, Any], default: float) -> float:
-    """Return the time at which a checkpoint was saved. Trainer's checkpoints contain none."""
+    """Return the time at which a checkpoint was saved, which Trainer does not record."""
     own = checkpoint.get(OWN_KEY)
     time = own.get("saved_at") if isinstance(own, dict) else None
     return time if isinstance(time, float) and math.isfinite(time) else default

@@ -54,7 +54,7 @@ class CheckpointManager:
     def use_folder(
         self, folder: Path | None, is_continued: bool, last_model_path: str = ""
     ) -> None:
-        """Save to this folder, or save nothing if it is None.
+        """Save to ``folder``, or save nothing if ``folder`` is None.
 
         Args:
             is_continued: Whether the run resumes from this folder and keeps its best checkpoints.
@@ -108,7 +108,7 @@ class CheckpointManager:
         if self.config.monitor in run.results.evaluated:
             self.save_best(run)
         self.save_in_epoch(run)
-        # Check only validation metrics now. Training metrics may be logged only after the epoch.
+        # Check only validation metrics here, because training metrics may be logged later.
         if str(self.config.monitor).startswith("val"):
             self._check_monitor(run)
 
@@ -196,7 +196,7 @@ class CheckpointManager:
         return self._path(re.sub(r"[^\w.=+-]", "_", name) + ".ckpt")
 
     def _epoch(self, run: Run) -> int:
-        """Return the current epoch's index. Between epochs, return that of the finished epoch."""
+        """Return the index of the current epoch, or of the epoch that has just finished."""
         progress = run.progress
         return max(0, progress.epochs_done - (not progress.is_in_epoch))
 
@@ -280,7 +280,7 @@ class CheckpointManager:
         self._is_validated, self._last_step = state["is_validated"], state["last_step"]
         self._resumed_metric = state["monitor"], state["mode"]
         if self._resumed_metric != self._metric or not self._is_continued:
-            # Another metric's scores are not comparable. Another folder belongs to another run.
+            # Do not compare scores of different metrics, or adopt files from another folder.
             return
         # Drop the folders from the names, because an untrusted checkpoint could name any file.
         kept = {self._path(os.path.basename(name)): v for name, v in state["kept"].items()}

@@ -2,8 +2,8 @@
 
 ``torch.save`` writes a zip archive that contains a pickle and one entry per storage. A pickle may
 name any class or function. The unpickler below returns plain classes, functions that build tensors,
-and a new Placeholder class for every other name. It builds no NumPy objects, because NumPy trusts
-the content of pickles.
+and a new Placeholder class for every other name. The unpickler builds no NumPy objects, because
+NumPy trusts the content of pickles.
 """
 
 from __future__ import annotations
@@ -34,16 +34,16 @@ _FOLDER = 0x10
 
 
 class Placeholder:
-    """Replaces a saved object, because building that object could run code.
+    """Replaces a saved object whose creation could run code.
 
-    The unpickler creates a subclass for each unknown name in the file. This subclass replaces a
-    class or a function, and its instances replace objects. An unpickler calls the methods below,
-    which do nothing.
+    The unpickler creates a subclass for each unknown name in the file. The subclass replaces the
+    class or function of this name, and its instances replace objects. An unpickler calls the
+    methods below, which do nothing.
     """
 
     def __new__(cls, *args: Any, **kwargs: Any) -> Any:
         if cls.__name__ == "builtins.getattr" and len(args) == 2:
-            # The name is a nested class or a method. Return a class, which can replace either.
+            # The name belongs to a nested class or a method. A placeholder class replaces either.
             return type(f"{kind_of(args[0]).__name__}.{args[1]}", (Placeholder,), {})
         # The functions in copyreg get the object's class as their first argument.
         is_of_copyreg = cls.__name__.startswith("copyreg.")
@@ -71,7 +71,7 @@ def is_placeholder(value: Any) -> bool:
 
 
 class PartialCheckpoint(dict[Any, Any]):
-    """A checkpoint in which some parts contain placeholders. Reading such a part raises an error.
+    """A checkpoint that raises an error when a part with placeholders is read.
 
     Args:
         values: The checkpoint.
@@ -192,7 +192,7 @@ def find_placeholder(value: Any, name: str) -> str | None:
 
 
 def verify_archive(path: str | Path) -> dict[str, int]:
-    """Check an archive's entries and their CRCs. Return the size of each storage."""
+    """Check an archive's entries and their CRCs, and return the size of each storage."""
     with open(path, "rb") as file:
         check_start(file, path)
         size = file.seek(0, io.SEEK_END)

@@ -102,7 +102,7 @@ def load_weights(run: Run, checkpoint: dict[str, Any]) -> None:
 
 
 def create_late_buffers(network: nn.Module, weights: Mapping[str, Any]) -> None:
-    """Create the buffers that are None at first and that the saved run has set during training."""
+    """Create the buffers that are None at first, but that the saved run has set in training."""
     modules = dict(network.named_modules())
     device = next((value.device for value in network.parameters()), None)
     for name, value in weights.items():
@@ -136,7 +136,7 @@ def find_weights(checkpoint: dict[str, Any], path: Any) -> Mapping[str, Any]:
 
 
 def is_weight(name: Any, value: Any) -> bool:
-    """Return whether a state_dict may contain this item. Only an extra state may have any type."""
+    """Return whether an item may be in a state_dict, as a tensor or as an extra state."""
     return isinstance(value, Tensor) or str(name).endswith("_extra_state")
 
 
@@ -235,7 +235,7 @@ def restore_mini_attributes(run: Run) -> None:
             if isinstance(value, tuple) and value[0] == "state":
                 load_object(getattr(part, name, None), decoder.decode(value[1]))
                 continue
-            # The attribute may be a class attribute.
+            # Also look in the class, because the attribute may be a class attribute.
             is_known = name in {**getattr(part, "__dict__", {}), **buffers} or hasattr(
                 type(part), name
             )
@@ -267,13 +267,13 @@ def restore_position(run: Run) -> None:
     if run.progress.is_in_epoch:
         run.data.train.set_epoch()
         run.data.train.start()
-    # Restore attributes last, because a sampler that reads them has now drawn the epoch's order.
+    # Restore attributes last, because samplers may first need the values from the epoch's start.
     if attributes is not None:
         run.plain_state.load_state_dict(attributes)
 
 
 def restore_states(run: Run) -> dict[str, Any] | None:
-    """Restore everything that the loaders need. Return the attributes to restore after that."""
+    """Restore what the loaders need, and return the attributes that remain to be restored."""
     rank = run.fabric.global_rank
     of_process = run.plan.start.state_of_process(rank)
     own = run.plan.start.take()
@@ -283,7 +283,7 @@ def restore_states(run: Run) -> dict[str, Any] | None:
         # Trainer saves no random states.
         run.data.load_loader_states(own["loader_states"])
         return None
-    # Restore all options now. Hooks such as on_train_start may have changed those set before.
+    # Restore all options here, because hooks such as on_train_start may have changed some.
     restore_options(run, own.get("options", {}))
     attributes: dict[str, Any] | None = of_process.pop("plain_state", None)
     if own["writer"] == "MiniLoop":

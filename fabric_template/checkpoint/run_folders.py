@@ -41,9 +41,9 @@ _CHECKPOINT = re.compile(r"(last|best|epoch=[0-9]+-step=[0-9]+-.*)\.ckpt")
 class RunFolders:
     """The version folders that a run writes to, and the times that it records in them.
 
-    A new run records its start in the .lock files, and every run records its saves. These times
-    decide which run resume="last" continues. They also show which checkpoints of a fixed version
-    belong to a replaced run.
+    A new run records its start in the .lock files, and every run records its saves. The times
+    decide which run resume="last" continues. The times also show which checkpoints of a fixed
+    version belong to a replaced run.
     """
 
     def __init__(self) -> None:
@@ -105,7 +105,7 @@ class RunFolders:
 
     def record_save(self, path: Path, saved_at: float) -> None:
         """Record a saved checkpoint. A new run's first save removes the replaced checkpoints."""
-        # Do this even if a ModelCheckpoint has saved to a folder of its own.
+        # Remove replaced logs even if a ModelCheckpoint has saved to a folder of its own.
         self.remove_replaced_logs()
         folders = {Path(os.path.abspath(folder)) for folder in self._files}
         if folders.isdisjoint(Path(os.path.abspath(path)).parents):
@@ -133,7 +133,7 @@ class RunFolders:
 
 
 def open_folders(run: Run, stack: ExitStack) -> None:
-    """Choose and lock the folders of a fit. Unless the fit resumes, empty the CSV files there."""
+    """Choose and lock the folders of a fit. Unless the fit resumes, empty its CSV files."""
     own, version = run.loop.own_logger, run.config.version
     folder = choose_checkpoint_folder(run)
     run.checkpoints.use_folder(folder, folder is not None and continues_in(run, folder))
@@ -228,7 +228,7 @@ if hasattr(os, "register_at_fork"):
 
 
 def open_lock(folder: Path, stack: ExitStack) -> IO[str] | None:
-    """Lock a folder, and remove a killed run's temporary files. Return the lock file, or None."""
+    """Lock a folder, clean it, and return the lock file, or None if no lock is possible."""
     make_folder(folder)
     for parent in folder.parents[:3]:
         sync_folder(parent)

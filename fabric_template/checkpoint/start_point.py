@@ -50,7 +50,7 @@ class StartPoint:
             self.sampler_seed = self.own.get("sampler_seed")
 
     def __getstate__(self) -> dict[str, Any]:
-        """Leave out the content, because a spawned process reads the file itself."""
+        """Pickle without the content, because a spawned process reads the file itself."""
         return {**vars(self), "checkpoint": None, "own": {}}
 
     @property
@@ -69,13 +69,13 @@ class StartPoint:
             self.checkpoint = None
 
     def training_state(self, has_max_steps: bool) -> dict[str, Any]:
-        """Return the training state. For a checkpoint of Trainer, also set ``restarts_epoch``."""
+        """Return the training state. For a Trainer checkpoint, also set ``restarts_epoch``."""
         if self.own["writer"] == "Trainer" and self.checkpoint is not None:
             self.restarts_epoch = restarts_epoch(self.checkpoint, has_max_steps)
         return self.own
 
     def state_of_process(self, rank: int) -> dict[str, Any]:
-        """Return the saved state of a process. If no process had this rank, use another's state."""
+        """Return the saved state of the process with this rank or, if missing, of another one."""
         ranks = self.own.get("ranks") or [{}]
         state: dict[str, Any] = ranks[rank % len(ranks)]
         return state
@@ -180,7 +180,7 @@ def convert_trainer_state(checkpoint: dict[str, Any]) -> dict[str, Any]:
 def restarts_epoch(checkpoint: dict[str, Any], has_max_steps: bool) -> bool:
     """Return whether Trainer would finish the saved epoch before it starts the next one.
 
-    Otherwise, Trainer runs a sanity check and starts the next epoch. Both draw random numbers.
+    Otherwise, Trainer runs a sanity check, which draws random numbers, and starts the next epoch.
     """
     fit_loop = checkpoint.get("loops", {}).get("fit_loop")
     if fit_loop is None or has_max_steps:

@@ -37,7 +37,7 @@ _COUNTS = ("ready", "started", "processed", "completed")
 # Lightning sets these attributes itself.
 _OF_MODULE = frozenset(vars(LightningModule()))
 _OF_DATAMODULE = frozenset(vars(LightningDataModule()))
-# A state_dict contains "state" and "param_groups". "defaults" may share a group's lr tensor.
+# An optimizer's state_dict has the first two. "defaults" may share the lr tensor of a group.
 # Schedulers set the last two to warn about steps in the wrong order.
 _OF_OPTIMIZER = ("state", "param_groups", "defaults", "_opt_called", "_step_count")
 # StochasticWeightAveraging changes BatchNorm's momentum, and restores it after training.
@@ -57,7 +57,7 @@ def build_checkpoint(
         epoch: The number of the epoch in the checkpoint. None: the current epoch.
     """
     source: Any = run.module if run.is_lightning_module else run.network
-    # Save the names without torch.compile's prefix, so that an uncompiled network can load them.
+    # Remove torch.compile's prefix from the names, so that an uncompiled network can load them.
     source = source._orig_mod if is_instance_of(source, "OptimizedModule") else source
     checkpoint: dict[str, Any] = {
         "epoch": run.progress.epochs_done if epoch is None else epoch,
@@ -315,7 +315,7 @@ def check_saved_state(run: Run) -> None:
 
 
 def find_unreadable(states: dict[str, Any]) -> list[str]:
-    """Describe the first object in each state that the reader of checkpoints does not build."""
+    """Describe the first object in each state that the checkpoint reader does not build."""
     file = io.BytesIO()
     _TrialPickler(file, protocol=2).dump(replace_numpy(states))
     file.seek(0)
@@ -323,7 +323,7 @@ def find_unreadable(states: dict[str, Any]) -> list[str]:
 
 
 def warn_of_unreadable(run: Run, checkpoint: dict[str, Any]) -> None:
-    """Warn of objects in a saved checkpoint that a resume refuses. Training may have added them."""
+    """Warn about objects in a new checkpoint that a resume would refuse to read."""
     # A hook may save anything under its own keys.
     states = {key: checkpoint[key] for key in _NEEDED if key in checkpoint}
     with suppress(Exception):

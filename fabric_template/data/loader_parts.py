@@ -45,7 +45,7 @@ _DRAWING_SAMPLERS: Any = (
 )
 # DataLoader sets these attributes itself.
 _OF_LOADER = frozenset(vars(DataLoader([])))  # type: ignore[arg-type]
-# The loop sets this attribute of a sampler.
+# The loop itself sets the epoch of a sampler.
 _OF_SAMPLER = ("epoch",)
 # The iterator of a pass is not part of the state between passes.
 _ITERATOR_OF_PASS = ("_iterator",)
@@ -196,9 +196,9 @@ class StreamState:
     """The state of a loader or stream that implements ``state_dict`` and ``load_state_dict``.
 
     ``load_state_dict`` may set the position at which all later passes start, so that these passes
-    yield only the rest of the data. It may also set attributes that later passes need, such as the
-    epoch. After the resumed pass, StreamState keeps each attribute that had the same value in the
-    saved run, and resets the others.
+    yield only the rest of the data. ``load_state_dict`` may also set attributes that later passes
+    need, such as the epoch. After the resumed pass, StreamState keeps each attribute that had the
+    same value in the saved run, and resets the others.
     """
 
     def __init__(self, stream: Any) -> None:
@@ -222,13 +222,13 @@ class StreamState:
         self._loaded = None
 
     def attributes(self) -> dict[Place, Any]:
-        """Return the changed attributes. If load_state_dict has set one, return its saved value."""
+        """Return changed attributes, and saved values for those that load_state_dict has set."""
         attributes = {**self._plain.changed_attributes(), **self._unused()}
         return {place: value for place, value in attributes.items() if value != REMOVED}
 
     @contextmanager
     def loaded(self, state: dict[str, Any]) -> Iterator[None]:
-        """Load a state. The block must create the iterator of the resumed pass."""
+        """Load a state. The with block must create the iterator of the resumed pass."""
         # The digest and the value that each attribute had in the saved run. An attribute without a
         # saved value had not changed in that run.
         expected: dict[Place, Any] = dict.fromkeys(place for place, _ in self._plain.attributes())

@@ -3,8 +3,8 @@
 - A loader with ``state_dict`` and ``load_state_dict``, as in torchdata, restores itself.
 - A map-style DataLoader draws the indices of the finished batches again, but reads no samples,
   unless only some of its workers have returned a batch.
-- Any other loader reads all finished batches again. If it holds an iterator that continues in
-  the next epoch, it cannot resume after the first epoch.
+- Any other loader reads all finished batches again. A loader that keeps an iterator across epochs
+  cannot resume after the first epoch.
 
 The position cannot be restored exactly if the loader has workers and its sampler draws each batch
 from the global random generator.
@@ -267,7 +267,7 @@ class ResumableLoader:
         if self._restored is not None:
             return self._restored
         is_over = self.is_finished or (self.is_used and not is_in_pass)
-        # If this is False, a resumed run reads the samples of the finished batches again.
+        # Unless a resumed run can skip finished batches by index, it reads their samples again.
         is_read_by_index = self._is_indexed and not self.workers
         state = {
             "is_in_pass": (is_in_pass or not self.is_used) and self._at_start is not None,
@@ -366,7 +366,7 @@ class SkippingSampler:
         self._sampler, self._first = sampler, first
 
     def __iter__(self) -> Iterator[Any]:
-        # Some samplers draw another order in each call, and torch calls iter() twice per epoch.
+        # Iterate again in each call, because torch calls iter() twice and samplers may reshuffle.
         return islice(self._sampler, self._first, None)
 
 

@@ -122,7 +122,7 @@ class DataConnector:
     def _state_of_load(self, stage: str) -> Iterator[None]:
         """Save the random states and attributes on which the new loaders may depend.
 
-        A resumed run restores them first, so that it creates the same loaders as the saved run.
+        A resumed run first restores these states, so that it creates the same loaders.
         """
         if stage in self.given:
             yield
@@ -140,7 +140,7 @@ class DataConnector:
             yield
 
     def _saved_loads(self) -> dict[str, Any]:
-        """Return the states that ``_state_of_load`` saved in this process of the saved run."""
+        """Return the states from which this process of the saved run created its loaders."""
         saved = self.run.plan.start.state_of_process(self.run.fabric.global_rank)
         return self._restored_loads or saved.get("data", {}).get("loads", {})
 
@@ -195,7 +195,7 @@ class DataConnector:
     def setup_val_loaders(self) -> None:
         """Create the validation loaders before the first epoch, because progress bars need them.
 
-        A resumed run creates them when the interrupted run did, because it may draw random numbers.
+        A resumed run creates these loaders at the same point, to draw the same random numbers.
         """
         is_early = "val" in self.given or "val" in self._saved_loads()
         if is_early or self.run.plan.start.own.get("writer") != "FabricLoop":
@@ -410,7 +410,7 @@ class StageLoaders:
         self._check_empty_loaders()
 
     def _until_first_end(self, items: Iterator[Any]) -> Iterator[Any]:
-        """End the pass in all processes when any stream ends. Compare after each read."""
+        """End the pass in all processes when any stream ends, and check this after each read."""
         for item in chain(items, repeat(END)):
             is_end = item is END
             has_end, has_item = self.run.signals.find_largest([int(is_end), int(not is_end)])
@@ -519,7 +519,7 @@ def step_back(position: dict[str, Any], dropped: int) -> dict[str, Any]:
     return {**kept, "batches": done, "is_finished": False}
 
 
-# Nested loaders and lengths
+# Loaders and lengths
 
 
 def combine_loaders(source: Any, is_training: bool = False) -> CombinedLoader:

@@ -39,7 +39,7 @@ NO_METRICS = ("epoch", "step", "samples_per_second", *CLOCKS)
 
 
 class Console:
-    """Show the progress bar and the table of a run on the main process.
+    """Show the progress bar and the table of a run in the main process.
 
     A terminal shows the bar in its last line, and a notebook shows it below the table. A log file
     gets one line per row and, in long epochs, one line per minute. If drawing fails, Console warns,
@@ -170,7 +170,7 @@ class Console:
         return text
 
     def _add_row(self, row: Mapping[str, Any]) -> None:
-        """Print a row. If the row has new columns, print a header first. Mark a new best value."""
+        """Print a row, after a header if the row has new columns, and mark a new best value."""
         if not self._output:
             return
         cells = {n: format_value(n, value) for n, value in row.items() if value is not None}
@@ -196,7 +196,7 @@ class Console:
             self._print(f"{text} Try loop.tune(model, loader).")
 
     def _is_best(self, value: float) -> bool:
-        """Return whether a monitored value is the best so far. If it is, store it."""
+        """Return whether a monitored value is the best so far, and store the best value."""
         is_better = value > self._best if self._mode == "max" else value < self._best
         if math.isnan(value) or not (is_better or math.isnan(self._best)):
             return False
@@ -281,7 +281,7 @@ def bar_values(run: Run) -> dict[str, float]:
 
 
 def align_cells(cells: Mapping[str, str], columns: Sequence[str]) -> str:
-    """Format a line of the table, in which every column has a fixed width."""
+    """Format a row of the table, in which every column has a fixed width."""
     return "  ".join(f"{cells.get(n, ''):>{column_width(n)}}" for n in columns).rstrip()
 
 
@@ -413,6 +413,6 @@ def format_count(number: int, noun: str) -> str:
 
 
 def shorten_path(path: Path) -> str:
-    """Convert a path inside the working directory to a relative path. Keep any other path."""
+    """Convert a path to a relative path if it is inside the working directory."""
     relative = os.path.relpath(path)
     return str(path) if relative.startswith("..") else relative

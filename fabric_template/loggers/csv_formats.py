@@ -75,7 +75,7 @@ def to_wide(columns: Columns) -> Columns:
 
 
 def split_columns(columns: Columns, split: str) -> Columns:
-    """Replace each column with values for several splits by "train_loss", "val_loss" and so on."""
+    """Split each column with values for several splits, as in "train_loss" and "val_loss"."""
     result: Columns = {}
     for name, cells in columns.items():
         parts = select(columns[split], cells)
@@ -86,7 +86,7 @@ def split_columns(columns: Columns, split: str) -> Columns:
 
 
 def select(keys: list[Any], cells: list[Any]) -> Columns:
-    """Spread cells over one column per key. In each column, rows with other keys are empty."""
+    """Spread cells over one column per key, in which the rows with other keys are empty."""
     pairs = list(zip(keys, cells, strict=True))
     return {
         key: [cell if other == key else "" for other, cell in pairs] for key in dict.fromkeys(keys)
@@ -94,7 +94,7 @@ def select(keys: list[Any], cells: list[Any]) -> Columns:
 
 
 def split_runs(columns: Columns) -> dict[str, Columns]:
-    """Return the columns of each run, keyed by run name. A file with one run has an empty name."""
+    """Return the columns of each run, keyed by run name. A single run has an empty name."""
     exported = [name for name in columns if " - " in name]
     others = [name for name in columns if name not in exported]
     if any(name.endswith("__MIN") for name in exported) or (
@@ -144,7 +144,7 @@ def count_fits(columns: Columns) -> list[tuple[str, ...]]:
 
 
 def name_columns(cells: list[str], has_rows: bool) -> list[str]:
-    """Return unique column names. If the file has no header, number the columns."""
+    """Return unique column names. Number the columns if the file has no header."""
     if has_rows and all(map(is_number, cells)):
         return [f"column {index}" for index in range(1, len(cells) + 1)]
     names: list[str] = []

@@ -68,7 +68,7 @@ class CSVLogger(Logger):
 
     @property
     def version(self) -> int | str:
-        """The run's version, a number or a name. If none was given, the first access chooses it."""
+        """The run's version, a number or a name. The first access chooses a missing version."""
         if self._version is None:
             folders = [Path(self.root_dir, self.name)]
             if self._checkpoint_dir is not None:
@@ -127,7 +127,7 @@ class CSVLogger(Logger):
     def rewind(
         self, position: Mapping[str, Any], folder: Path | None = None, step: int = 0
     ) -> list[dict[str, str]]:
-        """Drop the rows that were written after a checkpoint. Return the remaining rows of metrics.csv.
+        """Drop the rows written after a checkpoint, and return the remaining rows of metrics.csv.
 
         Args:
             position: The dict that `position` returned. If empty, drop all rows.
@@ -166,7 +166,7 @@ class CSVLogger(Logger):
 class Table:
     """Append rows to a CSV file. If a row adds a column, rewrite the whole file atomically.
 
-    If a row cannot be written, such as to a full disk, it stays in memory until the next append.
+    A row that cannot be written, such as to a full disk, stays in memory until the next append.
 
     Attributes:
         num_rows, columns: The number of rows and the columns of the file.

@@ -55,7 +55,7 @@ class LoggerConnector:
             self.log_metrics(values.logged, step=count, row=values.row)
 
     def log_evaluation(self, metrics: Mapping[str, Any], row: Mapping[str, Any]) -> None:
-        """Log an evaluation. If it gets no row in metrics.csv, write its row to steps.csv."""
+        """Log an evaluation. Without a row in metrics.csv, write the values to steps.csv."""
         run = self.run
         if run.progress.stage == "sanity_check":
             return

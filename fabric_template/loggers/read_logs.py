@@ -69,7 +69,7 @@ def read_logs(path: str | os.PathLike[str], steps: bool = False) -> pd.DataFrame
 
 
 def read_columns(path: Path, steps: bool = False) -> dict[str, list[Any]]:
-    """Return a CSV file's columns as text. Merge its rows per epoch or, with steps=True, per step.
+    """Return a CSV file's columns as text, merged per epoch or, with steps=True, per step.
 
     Use pandas only for files that need it, because the command `runs` may read a thousand files.
     """
@@ -124,7 +124,7 @@ def find_runs(root: Path) -> list[tuple[str, int | str, Path]]:
 
 
 def name_run(folder: Path, root: Path) -> tuple[str, int | str]:
-    """Return a run's name and version. Its name is the parent folder's path relative to root."""
+    """Return a run's name, which is the parent folder's path relative to root, and its version."""
     parent, number = folder.parent, number_of(folder.name)
     name = parent.relative_to(root).as_posix() if root in parent.parents else parent.name
     return name, folder.name if number is None else number
@@ -148,7 +148,7 @@ class CSVTable(NamedTuple):
     Attributes:
         rows: The cells of each row as text, keyed by column.
         is_complete: Whether the last row is complete.
-        damaged: The numbers of malformed lines, which still count as rows.
+        damaged: The line numbers of malformed lines, which still count as rows.
     """
 
     columns: list[str]
@@ -160,8 +160,8 @@ class CSVTable(NamedTuple):
 def read_table(path: Path) -> CSVTable:
     """Read a CSV file, even if it is damaged. A missing file has no rows.
 
-    The csv module is unsuitable. It refuses long cells, and with it a stray quotation mark would
-    hide all later lines.
+    The csv module is unsuitable, because it refuses long cells. After a stray quotation mark, the
+    csv module would also hide all later lines.
     """
     text = decode(path.read_bytes()) if path.exists() else ""
     if path.name not in ("metrics.csv", "steps.csv"):
@@ -185,7 +185,7 @@ def read_table(path: Path) -> CSVTable:
 
 
 def read_records(text: str) -> tuple[list[list[str]], list[int]]:
-    """Split complete lines into records of cells. Also return the numbers of damaged lines."""
+    """Split complete lines into records of cells. Also return the line numbers of damaged lines."""
     records: list[list[str]] = []
     damaged = []
     start, number = 0, 1
@@ -218,7 +218,7 @@ def unquote(record: str) -> list[str]:
 def join_rows(columns: dict[str, list[Any]], steps: bool) -> dict[str, list[Any]]:
     """Merge half-empty rows into one row per step, or per epoch and validation.
 
-    Keep the last value of each column. The step is that of the validation.
+    Keep the last value of each column, and the step of the validation.
     """
     import pandas as pd
 
@@ -252,7 +252,7 @@ def parse_cell(cell: str) -> Any:
 
 
 def to_values(cells: list[Any]) -> list[Any]:
-    """Convert cells to numbers if possible. Use float(), because pandas.read_csv is inexact."""
+    """Convert cells to numbers if possible, with float(), because pandas.read_csv is inexact."""
     for kind in (int, float):
         with suppress(ValueError):
             return [kind(cell) for cell in cells]

@@ -181,7 +181,7 @@ class LoggedMetric:
 
 @dataclass
 class LoopResults:
-    """Hold the logged and returned values of either training or evaluation.
+    """Hold the logged and returned values of the training or of the evaluation.
 
     Attributes:
         metrics: The logged values, keyed by hook, name and loader index.
@@ -369,7 +369,7 @@ class ResultCollection:
         return metric
 
     def _log_torchmetric(self, metric: LoggedMetric, value: Any, attribute: str | None) -> None:
-        """Log a torchmetrics object. As in Trainer, it must be part of the LightningModule."""
+        """Log a torchmetrics object, which must be part of the LightningModule, as in Trainer."""
         is_known = value is metric.torchmetric or attribute is not None
         if not is_known and self.run.is_lightning_module and isinstance(value, nn.Module):
             names = {id(part): name for name, part in find_torchmetrics(self.run.module).items()}
@@ -474,7 +474,7 @@ class ResultCollection:
         self.evaluation.dataloader_idx = None
 
     def end_evaluation(self) -> EvaluationValues:
-        """Return an evaluation's values. Call this after the last hook that may log."""
+        """Return an evaluation's values. The last hook that may log must have run."""
         at_end, results = self.update_metrics(), []
         for values in self._loader_values:
             # Like Trainer, return logged values. If nothing is logged, return step outputs.

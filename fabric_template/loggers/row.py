@@ -96,7 +96,7 @@ class RowWriter:
         try:
             yield
         finally:
-            # Overwrite the time of a save during a validation, because this time includes it.
+            # Do not add the time of a nested save, because this time span already includes it.
             self._excluded_seconds = before + time.monotonic() - started
 
     # Values
@@ -153,10 +153,10 @@ class RowWriter:
         epoch = max(0, progress.epochs_done - (not progress.is_in_epoch))
         return {"epoch": epoch, "step": progress.global_step}
 
-    # When a row is due
+    # Due rows
 
     def write_after_validation(self) -> None:
-        """Write a row after a validation within an epoch. An epoch-based run only prints it."""
+        """Write a row after a validation within an epoch. If each epoch has a row, only print it."""
         run = self.run
         # After the last batch of an epoch, write_after_epoch writes the row.
         if run.progress.is_epoch_complete or not self._is_validated:
@@ -174,7 +174,7 @@ class RowWriter:
             self._write(is_in_epoch=False)
 
     def write_after_training(self) -> None:
-        """Write a row for the last steps of a step-based run. Resuming the run removes this row."""
+        """Write a row for the last steps of a step-based run, which a resume removes again."""
         last_step = self.rows[-1]["step"] if self.rows else 0
         if self.is_step_based and self.run.progress.global_step > last_step:
             self._write(is_in_epoch=True)
@@ -295,7 +295,7 @@ class RowWriter:
                 )
 
     def _log_folders(self, logger: CSVLogger, saved: str) -> list[Path]:
-        """List the folders that may contain the checkpoint's rows, with the likeliest one first."""
+        """List the folders that may contain the checkpoint's rows, most likely first."""
         checkpoint = Path(str(self.run.plan.start.path)).absolute()
         # The folders of the run and of its version may have been renamed.
         names = ["/".join(checkpoint.parts[-3:-1])]
@@ -337,8 +337,8 @@ def train_values_first(values: Mapping[str, Any]) -> dict[str, Any]:
 def name_outputs(output: Any, prefix: str) -> dict[str, Tensor]:
     """Return the numbers in a step's output, keyed by their columns in metrics.csv.
 
-    A tensor becomes ``<prefix>_loss``. A dict gives ``<prefix>_<key>``. A pair (loss, accuracy)
-    gives ``<prefix>_loss`` and ``<prefix>_acc``.
+    A tensor becomes ``<prefix>_loss``. Each item of a dict becomes ``<prefix>_<key>``. A pair
+    (loss, accuracy) becomes ``<prefix>_loss`` and ``<prefix>_acc``.
     """
     named: Mapping[Any, Any] = output if isinstance(output, Mapping) else {}
     if isinstance(output, Tensor | numbers.Number):

@@ -108,7 +108,7 @@ def collect_run_config(run: Run) -> dict[str, Any]:
     return {**config, "about": about}
 
 
-# Command, code, device and optimizer
+# Environment and parts
 
 
 def describe_process(fabric: Any) -> dict[str, Any]:
@@ -165,7 +165,7 @@ def describe_model(model: Any, network: Any) -> dict[str, Any]:
 
 
 def describe_optimizer(optimizer: Any) -> dict[str, Any]:
-    """Return an optimizer's class and arguments. If an argument differs by group, return a list."""
+    """Return an optimizer's class and arguments, with a list for those that differ by group."""
     described: dict[str, Any] = {"class": type(optimizer).__name__}
     for name in optimizer.defaults:
         # A scheduler may already have changed "lr". It stores the first value as "initial_lr".

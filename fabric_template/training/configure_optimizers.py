@@ -67,7 +67,7 @@ def add_scheduler(optimizer: Any, scheduler: Any) -> Any:
 
 
 def make_optimizers(given: Any, model: Any, network: nn.Module) -> Any:
-    """Return the value of ``optimizer=``. If it is a function, return the function's result.
+    """Return the value of ``optimizer=`` or, if the value is a function, the function's result.
 
     A function gets the model. ``partial(torch.optim.SGD, lr=0.1)`` gets the model's parameters.
     """

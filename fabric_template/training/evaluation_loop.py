@@ -228,7 +228,7 @@ def evaluation_mode(run: Run, name: str) -> Iterator[None]:
 
 
 def switch_mode(run: Run, hook: str, default: Callable[[], Any]) -> None:
-    """Call a hook of the callbacks and the module. If the module lacks it, call ``default``."""
+    """Call a hook of the callbacks and the module, or ``default`` if the module lacks the hook."""
     run.hooks.call_callbacks(hook)
     (run.hooks.module_method(hook) or default)()
 

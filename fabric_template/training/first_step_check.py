@@ -1,7 +1,7 @@
 """Refuse a training step that calls backward() or optimizer.step() itself in automatic optimization.
 
 The check runs only in the first batch. A step may run the backward pass of another loss, such as
-that of an adversarial example, because the loop clears those gradients.
+an adversarial one. The loop clears the gradients of that loss.
 """
 
 from __future__ import annotations
@@ -55,10 +55,10 @@ class FirstStepCheck:
             raise ConfigurationError(f"training_step: got a call to optimizer.step(), {REMEDY}")
 
     def check_gradients(self) -> None:
-        """Raise an error if the step had already computed the loop's gradients.
+        """Raise an error if the step has already computed the gradients that the loop computes.
 
         All processes must call this method, even if only some of them called backward() in the
-        step. Such a backward pass is allowed, because the loop clears its gradients.
+        step. A call in only some processes is allowed, because the loop clears its gradients.
         """
         found = self._found
         has_all = all(self.parameters[index].grad is not None for index in found)
@@ -76,7 +76,7 @@ class FirstStepCheck:
             raise ConfigurationError(f"training_step: got a call to loss.backward(), {REMEDY}")
 
     def _means(self, tensors: list[Any]) -> Tensor:
-        """Average the tensors over all processes. Return them as one vector on the CPU."""
+        """Average the tensors over all processes, and return the means as one vector on the CPU."""
         means: Any = self.fabric.all_reduce(tensors) if self.fabric.world_size > 1 else tensors
         # Use the CPU, because MPS has no float64 and a GPU may lack memory for two such vectors.
         return torch.cat([tensor.flatten().cpu().double() for tensor in means])

@@ -37,7 +37,7 @@ def fit(run: Run) -> None:
     run.row.choose_interval()
     is_done = run.stop.is_due_between_epochs and not run.progress.is_in_epoch
     if is_done or run.config.limit_train_batches == 0:
-        # As in Trainer, a fit without a batch calls neither on_train_start nor on_train_end.
+        # As in Trainer, a fit without batches calls neither on_train_start nor on_train_end.
         restore_position(run)
         finish_averaging(run)
         run.row.write_after_training()
@@ -81,7 +81,7 @@ def train_epoch(run: Run) -> None:
 
 
 def start_epoch(run: Run) -> None:
-    """Create or reload the training loader if necessary, and call the hooks."""
+    """Create or reload the training loader if necessary, and call the hooks of a new epoch."""
     run.data.setup_train_loader()
     run.validation_schedule.count_batches()
     run.data.train.set_epoch()
@@ -137,7 +137,7 @@ def end_train_batch(run: Run, outputs: Any, batch: Any, batch_idx: int) -> None:
 
 
 def run_phases(run: Run, phase: str | None) -> None:
-    """Run the phases after a batch. Each phase returns the next one. A resume may skip some."""
+    """Run the phases after a batch, each of which returns the next phase or None."""
     while phase is not None:
         run.progress.enter(phase)
         phase = PHASES_AFTER_BATCH[phase](run)

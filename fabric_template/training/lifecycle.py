@@ -50,7 +50,7 @@ _LIGHTNING_MODULES = ("lightning.pytorch.core.module", "pytorch_lightning.core.m
 
 
 def run_plan(plan: Plan) -> Any:
-    """Run a call with its set-up and teardown. If the strategy launches processes, run it there."""
+    """Run a call from set-up to teardown, in new processes if the strategy launches them."""
     fabric = plan.loop.fabric
     is_launching = starts_processes(fabric)
     if not is_launching:
@@ -122,7 +122,7 @@ def set_up_model(run: Run, stack: ExitStack) -> bool:
     """Set up the model, and load a checkpoint's weights. Call the hooks in Trainer's order.
 
     Returns:
-        Whether the weights were loaded. If not, on_fit_start may still add the modules they need.
+        Whether the weights were loaded. Otherwise, on_fit_start may still add missing modules.
     """
     is_training = run.stage == "fit"
     attach_run(run, stack)
@@ -172,7 +172,7 @@ def set_up_training(run: Run, has_weights: bool) -> None:
         print_if_finished(run)
     run.results.start_training()
     if not run.is_lightning_module and is_in_eval_mode(run.network):
-        # Do this only if all modules are in eval mode, because a mix may be intended.
+        # Change the mode only if all modules are in eval mode, because a mix may be intended.
         run.network.train()
     # Record the flags before the sanity check, because a resumed run skips it.
     run.steps.record_flags(run.optimization.named_parameters())
@@ -227,7 +227,7 @@ def run_sanity_check(run: Run) -> None:
     run.progress.start_evaluation()
 
 
-# Parts of the set-up
+# The set-up
 
 
 def set_torch_flags(config: LoopConfig) -> None:

@@ -94,7 +94,7 @@ class ObjectNetwork(nn.Module):
     """
 
     def collect(self, model: Any) -> None:
-        """Collect the modules of a model. Call this again after hooks that create modules."""
+        """Collect the modules of a model. Call ``collect`` again after hooks that create modules."""
         self._parameters.clear()
         self._modules.clear()
         for name, value in list(getattr(model, "__dict__", {}).items()):
@@ -142,7 +142,7 @@ def check_container(value: Any, path: str) -> None:
 
 
 def find_network(model: Any) -> nn.Module:
-    """Return the model if it is an nn.Module. Otherwise, return its modules as one nn.Module."""
+    """Return the model if it is an nn.Module, or else the model's modules as one nn.Module."""
     if isinstance(model, nn.Module):
         return model
     network = ObjectNetwork()
@@ -247,7 +247,7 @@ def takes_batch_idx(step: Callable) -> bool:
 
 
 class _CallStep(nn.Module):
-    """The module that the strategy wraps. Its forward() runs a step, such as training_step."""
+    """The module that the strategy wraps, whose forward() runs a step such as training_step."""
 
     def __init__(self, network: nn.Module) -> None:
         super().__init__()
@@ -295,7 +295,7 @@ class StepRunner:
         return self.wrapped if isinstance(self.wrapped, DistributedDataParallel) else None
 
     def training_modes(self) -> dict[str, bool]:
-        """Return which modules are in train mode. Within an evaluation, return the modes before it."""
+        """Return which modules are in train mode, or were before the current evaluation."""
         if self._modes is not None:
             return self._modes
         return {name: module.training for name, module in self.network.named_modules()}
@@ -311,7 +311,7 @@ class StepRunner:
         return {"requires_grad": requires_grad, "training": self.training_modes()}
 
     def record_flags(self, parameters: Mapping[str, Any]) -> None:
-        """Record the current flags, with which ``changed_flags`` compares later flags."""
+        """Record the current flags, so that ``changed_flags`` can compare later flags with them."""
         self._flags_at_start = self.flags(parameters)
 
     def changed_flags(self, parameters: Mapping[str, Any]) -> dict[str, dict[str, bool]]:
@@ -326,7 +326,7 @@ class StepRunner:
         """Remember which modules are in train mode while an evaluation switches to eval mode.
 
         Yields:
-            A function that restores the modes. After an error, they are restored automatically.
+            A function that restores the modes. After an error, the modes are restored anyway.
         """
         outer, self._modes = self._modes, self.training_modes()
         modes = [(module, module.training) for module in self.network.modules()]
@@ -348,7 +348,7 @@ class StepRunner:
             self.precision.convert_module(self.network)
 
     def setup(self, is_training: bool) -> None:
-        """Shard the network, or move it to its device. For training, wrap it for the strategy."""
+        """Shard the network, or move it to its device and, for training, wrap it."""
         self.convert_network()
         if self.is_model_parallel:
             shard_network(self.fabric, self.network, type(self.module).__name__)

@@ -47,8 +47,8 @@ def is_logging_due(run: Run) -> bool:
 class Optimization:
     """Holds a run's optimizers and schedulers, and runs backward, clipping and optimizer steps.
 
-    AutomaticOptimization and ManualOptimization train. The base class itself is used until
-    on_fit_start, and in evaluations, which have no optimizers.
+    AutomaticOptimization and ManualOptimization train the model. The base class itself is used
+    until on_fit_start, and in evaluations, which have no optimizers.
 
     Attributes:
         lightning_optimizers: A wrapper for each optimizer. Its step() handles precision, hooks and
@@ -119,7 +119,7 @@ class Optimization:
         self.kept_loss, self._outputs = None, {}
 
     def setup(self) -> None:
-        """Cache the methods that each batch uses. Repeat this if optimizers or options change."""
+        """Cache the methods for each batch. Call setup again if optimizers or options change."""
         run, hooks = self.run, self.run.hooks
         step = self.run.module.training_step
         self.call_step = run.make_step("training_step", step)
@@ -133,7 +133,7 @@ class Optimization:
         self._profiled_backward = hooks.with_profiler(action, self._backward_with_hooks)
 
     def skip_backward(self, is_skipped: bool) -> None:
-        """Set whether to skip backward. StochasticWeightAveraging does so to update BatchNorm."""
+        """Set whether to skip backward, as StochasticWeightAveraging does to update BatchNorm."""
         self.is_backward_skipped = is_skipped
 
     def backward(self, loss: Tensor, *args: Any, **kwargs: Any) -> None:
@@ -199,7 +199,7 @@ class Optimization:
         return {}
 
     def _copy_gradients(self, cleared: Collection[int] = ()) -> dict[str, Tensor]:
-        """Return copies of the gradients. Leave out parameters whose ids are in ``cleared``."""
+        """Return copies of the gradients, except for parameters whose ids are in ``cleared``."""
         if self.run.steps.is_model_parallel:
             # FSDP accumulates gradients in private tensors, so a checkpoint cannot contain them.
             self.run.warn_once("Within an accumulation window, checkpoints lack sharded gradients.")
@@ -213,12 +213,9 @@ class Optimization:
 class AutomaticOptimization(Optimization):
     """Trains on a batch with automatic optimization: FabricLoop steps the optimizer.
 
-    Hooks fire in Trainer's order::
-
-        training_step
-        on_before_zero_grad, zero_grad              # first batch of an accumulation window
-        on_before_backward, backward, on_after_backward
-        on_before_optimizer_step, clipping, step    # last batch of an accumulation window
+    After training_step, hooks run in Trainer's order: on_before_zero_grad, on_before_backward,
+    on_after_backward and on_before_optimizer_step. Gradients are cleared in the first batch of an
+    accumulation window. The optimizer steps in the last batch of the window.
     """
 
     def setup(self) -> None:
@@ -239,7 +236,7 @@ class AutomaticOptimization(Optimization):
         self._take_step = hooks.with_profiler(action, step)
         if self._scaler is not None:
             self._check_scaler()
-        # This checks the first batch. It is None after that batch, and for a sharded network.
+        # Check only the first batch, and do not check sharded networks.
         self._first_step_check: FirstStepCheck | None = None
         if not self.run.steps.is_model_parallel:
             self._first_step_check = FirstStepCheck(optimizer, self.run.fabric)

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, eq=False)
 class Plan:
-    """The checked arguments of a call. A spawned process receives them, and creates its own Run.
+    """The checked arguments of a call, from which each spawned process creates its own Run.
 
     Attributes:
         loop: The FabricLoop, which modules and callbacks get as their trainer.

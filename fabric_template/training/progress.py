@@ -102,7 +102,7 @@ class Progress:
         self.phase = "start_epoch"
 
     def enter(self, phase: str | None) -> None:
-        """Enter a phase of an epoch. A run that resumes from here finishes this phase first."""
+        """Enter a phase of an epoch, which a run that resumes from here finishes first."""
         self.phase = phase
 
     def start_batch(self, is_last: bool) -> int:
@@ -322,7 +322,7 @@ class ValidationSchedule:
         self._is_time_up = False
 
     def count_batches(self) -> None:
-        """Compute ``every_n_batches``. Call this again if the training loader changes."""
+        """Compute ``every_n_batches``. Call count_batches again if the training loader changes."""
         config = self.run.config
         self._counts_in_epoch = config.check_val_every_n_epoch is not None
         self._is_enabled = self.run.should_validate
@@ -377,8 +377,8 @@ class ValidationSchedule:
     def _check_time(self, interval: float) -> None:
         """Set ``_is_time_up``. With several processes, the clock of the first process decides.
 
-        All processes must validate after the same batch. They communicate about once a second, and
-        after the batch in which the interval is expected to end.
+        All processes must validate after the same batch. Therefore they communicate about once a
+        second, and after the batch in which the interval is expected to end.
         """
         now, batches = time.monotonic(), self.run.progress.total_batches
         remaining = interval - (now - self._restarted_at)

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 
 class Run:
-    """Holds the parts of one call. Only the methods of a part change this part.
+    """Holds the parts of one call, each of which is changed only by its own methods.
 
     Args:
         plan: The call. The process group must exist, because parts depend on the rank.
@@ -95,7 +95,7 @@ class Run:
         self.optimization = self.optimization.start()
 
     def find_new_modules(self) -> None:
-        """Add the modules that an object's hooks have created. An nn.Module registers its own."""
+        """Add modules that an object's hooks have created. nn.Modules register their own modules."""
         if isinstance(self.network, ObjectNetwork) and creates_modules(self.model):
             self.network.collect(self.model)
 
