@@ -1,4 +1,4 @@
-"""A training loop on Lightning Fabric that you copy and edit. It has the options of Trainer."""
+"""A training loop on Lightning Fabric, with Trainer's options, that you can copy and edit."""
 
 import typing as _typing
 from importlib import import_module as _import_module
@@ -21,7 +21,7 @@ if _typing.TYPE_CHECKING:
 
 __version__ = "0.2.0"
 
-# Import names at their first use, so that `fabric-template --help` does not wait for torch.
+# Import each name at its first use, so that `fabric-template --help` does not import torch.
 _MODULES = {
     "AtomicCheckpointIO": "checkpoint.checkpoint_io",
     "CSVLogger": "loggers.csv_logger",

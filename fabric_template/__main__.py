@@ -4,5 +4,5 @@ import sys
 
 from .tools.cli import main
 
-if __name__ == "__main__":  # A spawned process imports this file again, under another name.
+if __name__ == "__main__":  # Spawned processes import this file under another name.
     sys.exit(main())

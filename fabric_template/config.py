@@ -1,4 +1,4 @@
-"""Define the options of the loop with Trainer's names, meanings and defaults."""
+"""Define the loop's options, with the names, meanings and defaults of Trainer."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ P = ParamSpec("P")
 Duration = str | timedelta | dict[str, int]
 LOGGER_NAMES = ("csv", "tensorboard", "wandb", "mlflow")
 _LIMITS = [f"limit_{stage}_batches" for stage in ("train", "val", "test", "predict")]
-# Defaults for options that are None.
+# The defaults of options that are None.
 _DEFAULTS: dict[str, Any] = {
     "logger": True,
     "enable_checkpointing": True,
@@ -30,13 +30,13 @@ _DEFAULTS: dict[str, Any] = {
     "log_every_n_steps": 50,
     "num_sanity_val_steps": 2,
 }
-# barebones=True turns the same options off, to save time.
+# To save time, barebones=True turns off all options that have these defaults.
 _OFF = {name: 0 if name.endswith("_steps") else False for name in _DEFAULTS}
 
 
 @dataclass(frozen=True, kw_only=True)
 class LoopConfig:
-    """Options for the length of training, validation, logging and checkpoints.
+    """Options for training, validation, logging and checkpoints.
 
     Example:
         >>> LoopConfig(max_epochs=3, accumulate_grad_batches=4).max_epochs
@@ -45,46 +45,46 @@ class LoopConfig:
 
     # Length of the training
     max_epochs: int | None = None
-    """Stop after this many epochs. -1: no limit. Without max_epochs, max_steps and max_time, stop
-    after 1000 epochs."""
+    """Stop after this many epochs. -1: no limit. Without max_epochs, max_steps and max_time, the
+    limit is 1000 epochs."""
     min_epochs: int | None = None
-    """Ignore requests to stop before this many epochs."""
+    """Ignore requests to stop until this many epochs are finished."""
     max_steps: int = -1
     """Stop after this many optimizer steps. -1: no limit."""
     min_steps: int | None = None
-    """Ignore requests to stop before this many optimizer steps."""
+    """Ignore requests to stop until this many optimizer steps are done."""
     max_time: Duration | None = None
-    """Stop after this time, "DD:HH:MM:SS", a timedelta, or a dict such as {"minutes": 30}."""
+    """Stop after this time: "DD:HH:MM:SS", a timedelta, or a dict such as {"minutes": 30}."""
 
     # Amount of data
     limit_train_batches: int | float | None = None
-    """Train on this many batches per epoch (int) or this fraction of them (float). None: all."""
+    """Train on this many batches per epoch (int), or on this fraction (float). None: all."""
     limit_val_batches: int | float | None = None
-    """Validate on this many batches (int) or this fraction (float) of each loader. None: all."""
+    """Validate on this many batches per loader (int), or on this fraction (float). None: all."""
     limit_test_batches: int | float | None = None
-    """Test on this many batches (int) or this fraction (float) of each loader. None: all."""
+    """Test on this many batches per loader (int), or on this fraction (float). None: all."""
     limit_predict_batches: int | float | None = None
-    """Predict this many batches (int) or this fraction (float) of each loader. None: all."""
+    """Predict this many batches per loader (int), or this fraction (float). None: all."""
     overfit_batches: int | float = 0.0
-    """Train and validate on the first N batches (int) or fraction (float), unshuffled. 0: off."""
+    """Train and validate on only the first batches, unshuffled: a number or a fraction. 0: off."""
     fast_dev_run: int | bool = False
-    """Run this many batches (True: 1) of each loader, without loggers and checkpoints."""
+    """Run only this many batches of each loader, without loggers and checkpoints. True: 1."""
 
     # Validation and logging
     val_check_interval: int | float | Duration | None = None
-    """Validate once per N batches (int), per fraction of an epoch (float) or per time interval."""
+    """Validate every N batches (int), per fraction of an epoch (float), or at time intervals."""
     check_val_every_n_epoch: int | None = 1
-    """Validate every N epochs. With check_val_every_n_epoch=None, val_check_interval counts batches
+    """Validate every N epochs. If check_val_every_n_epoch=None, val_check_interval counts batches
     across epochs."""
     validate_every_n_steps: int | None = None
-    """Validate every N optimizer steps, counted across epochs, instead of at the end of an epoch."""
+    """Validate every N optimizer steps, counted across epochs, instead of after each epoch."""
     num_sanity_val_steps: int | None = None
-    """Validate this many batches before training starts. -1: all. None: 2."""
+    """Validate on this many batches before training starts. -1: all. None: 2."""
     log_every_n_steps: int | None = None
-    """Log the loss, the learning rate and values logged per step every N optimizer steps. 0: never.
-    None: 50."""
+    """Every N optimizer steps, log the loss, the learning rate and values of single steps.
+    0: never. None: 50."""
     log_grad_norm: bool = False
-    """Also write the gradient norm before clipping into steps.csv."""
+    """Also write the gradient norm before clipping to steps.csv."""
 
     # The optimizer step
     accumulate_grad_batches: int = 1
@@ -92,61 +92,61 @@ class LoopConfig:
     gradient_clip_val: int | float | None = None
     """Clip gradients to this norm or value before each optimizer step. None or 0: off."""
     gradient_clip_algorithm: str | None = None
-    """Clip by "norm" (total norm of all gradients; the default) or by "value" (each element)."""
+    """Clip by "norm", the total norm of all gradients (default), or by "value", each element."""
 
     # Execution
     deterministic: bool | str | None = None
-    """Use only deterministic algorithms. "warn": only warn of nondeterministic operations."""
+    """Use only deterministic algorithms. "warn": only warn about nondeterministic operations."""
     benchmark: bool | None = None
-    """Set torch.backends.cudnn.benchmark. None: keep its value, or False if deterministic is on."""
+    """The value of torch.backends.cudnn.benchmark. None: unchanged, or False with deterministic."""
     inference_mode: bool = True
-    """Evaluate under torch.inference_mode. False: under torch.no_grad."""
+    """Evaluate in torch.inference_mode. False: evaluate in torch.no_grad."""
     reload_dataloaders_every_n_epochs: int = 0
-    """Get new loaders from the datamodule or module every N epochs. 0: never."""
+    """Get new loaders from the datamodule or the module every N epochs. 0: never."""
     profiler: Any = None
-    """A profiler of Lightning, or "simple" or "advanced"."""
+    """A Lightning profiler, or the name "simple", "advanced" or "pytorch"."""
     detect_anomaly: bool = False
-    """Find the operation that produced a NaN, with the slow torch.autograd.set_detect_anomaly."""
+    """Use torch.autograd.set_detect_anomaly, which is slow but finds the cause of a NaN."""
     on_nan: str = "warn"
-    """"warn": warn once if train_loss in metrics.csv is NaN or infinite. "stop": end training if
-    train_loss in metrics.csv or steps.csv is, and save no checkpoint from then on. "off": do not
+    """"warn": warn once if train_loss in metrics.csv is NaN or infinite. "stop": if train_loss in
+    metrics.csv or steps.csv is, end training without saving another checkpoint. "off": do not
     check."""
     barebones: bool = False
-    """Turn off everything except training, to measure the overhead of the loop."""
+    """Turn off everything except training, to measure the loop's overhead."""
     logger: Any = None
-    """A logger or a list of loggers. True and None mean the CSV logger, False means no logger. The
-    names "tensorboard", "wandb" and "mlflow" add Lightning's logger to the CSV logger."""
+    """A logger or a list of loggers. True or None: the CSV logger. False: no logger. The names
+    "tensorboard", "wandb" and "mlflow" add Lightning's logger to the CSV logger."""
     enable_checkpointing: bool | None = None
     """Write checkpoints."""
     enable_progress_bar: bool | None = None
-    """Show a progress bar and a line per epoch."""
+    """Show a progress bar, and print a line per epoch."""
     enable_model_summary: bool | None = None
     """Print a table of the model's layers before training."""
     default_root_dir: str | os.PathLike[str] | None = None
-    """The folder of logs/ and checkpoints/. None: the working directory."""
+    """The folder that contains logs/ and checkpoints/. None: the working directory."""
 
     # Files and checkpoints
     name: str = "run"
-    """The run's name, used in logs/<name>/version_<n> and checkpoints/<name>/version_<n>."""
+    """The run's name. Files go to logs/<name>/version_<n> and checkpoints/<name>/version_<n>."""
     version: int | str | None = None
-    """The version of the run. None: the next free number, or the version of the resumed run."""
+    """The run's version. None: the next free number, or the version of the resumed run."""
     monitor: str | None = None
-    """The metric that selects the best checkpoint. None: keep the last checkpoint only."""
+    """The metric that selects the best checkpoint. None: keep only the last checkpoint."""
     mode: str = "auto"
-    """Whether the smallest ("min") or largest ("max") value is best. "auto" decides by the name."""
+    """Whether the smallest ("min") or largest ("max") value is best. "auto": by metric name."""
     save_top_k: int = 1
-    """Keep the k best checkpoints. 1: one file, best.ckpt. -1: all files."""
+    """Keep the k best checkpoints. 1: only best.ckpt. -1: all checkpoints."""
     save_last: bool = True
     """Keep last.ckpt, and rewrite it at the end of each epoch and after each validation."""
     save_every_n_steps: int | None = None
     """Also rewrite last.ckpt every N optimizer steps."""
     seed: int | None = None
-    """Seed Python, NumPy and PyTorch when the loop is created, and again at the start of each fit."""
+    """Seed Python, NumPy and PyTorch when the loop is created, and at the start of each fit."""
     compile: bool | str | dict[str, Any] = False
-    """Compile each step method. Give True, a mode, or a dict of arguments of torch.compile."""
+    """Compile each step method: True, a mode, or a dict of arguments for torch.compile."""
     hparams: Mapping[str, Any] | None = None
-    """Your own settings, as {"lr": 0.1}. They are written to hparams.yaml, sent to the loggers and
-    compared by list_runs."""
+    """Your own settings, such as {"lr": 0.1}. They are written to hparams.yaml, sent to the loggers
+    and compared by list_runs."""
 
     def __post_init__(self) -> None:
         for name, value in vars(self).items():
@@ -155,7 +155,7 @@ class LoopConfig:
         wrong = [name for name in vars(self) if name in wrong_types or not self._is_in_range(name)]
         problems = [] if wrong else list(self._contradictions())
         if wrong or problems:
-            # Import here, because importing Lightning takes seconds, and --help does not need it.
+            # Import here, because --help does not need Lightning, whose import takes seconds.
             from .errors import ConfigurationError, ConfigurationTypeError, describe
 
             for name in wrong:
@@ -165,7 +165,7 @@ class LoopConfig:
             raise kind(" ".join(problems))
 
     def _has_type(self, name: str) -> bool:
-        """Return whether a value has the annotated type. A bool does not count as a number."""
+        """Return whether an option has its annotated type. A bool does not count as a number."""
         value, hint = vars(self)[name], _HINTS[name]
         kinds = {get_origin(kind) or kind for kind in get_args(hint) or (hint,)}
         if Any in kinds:
@@ -218,7 +218,7 @@ class LoopConfig:
         if self.on_nan == "stop":
             yield (
                 "on_nan: got 'stop' together with barebones=True, expected only one of the two."
-                " With barebones=True, the loop reads no loss."
+                " With barebones=True, the loop does not read the loss."
             )
         for name in (*_DEFAULTS, "fast_dev_run", "detect_anomaly", "profiler"):
             if value := getattr(self, name):
@@ -228,7 +228,7 @@ class LoopConfig:
                 )
 
     def resolve(self) -> LoopConfig:
-        """Return a copy in which defaults replace None, and fast_dev_run sets other options.
+        """Return a copy in which defaults replace None and fast_dev_run has set other options.
 
         Example:
             >>> LoopConfig(fast_dev_run=2).resolve().limit_train_batches
@@ -262,27 +262,27 @@ class LoopConfig:
         return self.changed(**values)
 
     def with_options(self, **values: Any) -> LoopConfig:
-        """Return a copy of resolved options with other values. All options are checked together."""
+        """Return a changed copy of resolved options, after a check of all options."""
         if self.validate_every_n_steps and "validate_every_n_steps" in values:
-            # Undo the None that validate_every_n_steps implies.
+            # Earlier, validate_every_n_steps has set check_val_every_n_epoch to None. Undo this.
             values = {"check_val_every_n_epoch": 1, **values}
         return replace(self, **values).with_defaults()
 
     def changed(self, **values: Any) -> LoopConfig:
-        """Return a copy with the given values, which are not checked."""
+        """Return a changed copy, without a check."""
         changed = copy.copy(self)
         vars(changed).update(values)
         return changed
 
 
 def _convert_option(name: str, value: Any) -> Any:
-    """Convert NumPy's numbers, and a whole float such as 3.0 where it means 3 batches."""
+    """Convert NumPy numbers to Python numbers, and 3.0 to 3 if it is a number of batches."""
     if name == "hparams" and isinstance(value, Mapping):
         return {str(setting): _to_setting(given) for setting, given in value.items()}
     if Any not in (_HINTS[name], *get_args(_HINTS[name])):
         value = _to_python(value)
     if name in _NUMBERS_OF_BATCHES and isinstance(value, float):
-        # As in Trainer, floats up to 1.0 are fractions.
+        # As in Trainer, a float up to 1.0 is a fraction.
         return int(value) if value > 1 and value.is_integer() else value
     return value
 
@@ -291,7 +291,7 @@ def to_plain(value: Any, is_strict: bool = False) -> Any:
     """Convert a value to types that YAML supports. Objects of other types become strings.
 
     Raises:
-        TypeError: The value contains an object of another type, and is_strict is set.
+        TypeError: With is_strict, the value contains an object of another type.
     """
     if value is None or isinstance(value, bool):
         return value
@@ -303,7 +303,7 @@ def to_plain(value: Any, is_strict: bool = False) -> Any:
         named = {key if isinstance(key, int) else str(key): item for key, item in items}
         return {key: to_plain(item, is_strict) for key, item in named.items()}
     if isinstance(value, set | frozenset):
-        # The order of a set differs between processes, and so does the address of an object.
+        # The order of a set differs between processes. So do addresses in an object's repr.
         value = sorted(value, key=str)
     if isinstance(value, list | tuple):
         return [to_plain(item, is_strict) for item in value]
@@ -315,7 +315,7 @@ def to_plain(value: Any, is_strict: bool = False) -> Any:
 
 
 def _to_setting(value: Any) -> Any:
-    """Convert a setting to types that YAML supports. The record of a setting never stops a run."""
+    """Convert a setting to types that YAML supports. A failed conversion stops no run."""
     try:
         return to_plain(value)
     except Exception:
@@ -323,7 +323,7 @@ def _to_setting(value: Any) -> Any:
 
 
 def _to_python(value: Any) -> Any:
-    """Convert a number of NumPy or PyTorch to a number of Python."""
+    """Convert a NumPy or PyTorch number to a Python number."""
     return value.item() if getattr(value, "shape", None) == () else value
 
 
@@ -362,7 +362,7 @@ def _is_logger(value: Any) -> bool:
 
 
 def _is_folder_name(value: int | str) -> bool:
-    """Return whether a version or a name is a valid folder name on every system."""
+    """Return whether a name or version is a valid folder name on every operating system."""
     if isinstance(value, int):
         return value >= 0
     is_plain = value.isprintable() and not set(value) & set('/\\:*?"<>|')
@@ -380,8 +380,8 @@ def _one_of(*choices: str) -> Callable[[Any], bool]:
 _DURATION = '"DD:HH:MM:SS", a timedelta, or a dict such as {"minutes": 30}'
 _LIMIT = ("a number of batches (int >= 0) or a fraction (float from 0.0 to 1.0)", _is_limit)
 _COMPILE_MODES = ("default", "reduce-overhead", "max-autotune", "max-autotune-no-cudagraphs")
-# The expected values of each option, as text for error messages and as a function that checks a
-# value. An option without an entry must be True or False.
+# Each option's expected values, as text for error messages and as a function that checks a value.
+# An option without an entry must be True or False.
 _RANGES: dict[str, tuple[str, Callable[[Any], bool]]] = {
     "max_epochs": ("a whole number of epochs, or -1 for no limit", _at_least(-1)),
     "min_epochs": ("a number of epochs", _at_least(0)),
@@ -424,23 +424,23 @@ _RANGES: dict[str, tuple[str, Callable[[Any], bool]]] = {
         f"True, False, a mode ({', '.join(map(repr, _COMPILE_MODES))}) or a dict of torch.compile's arguments",
         lambda value: isinstance(value, dict) or value in _COMPILE_MODES,
     ),
-    "hparams": ('a dict of your settings, as {"lr": 0.1}', lambda value: True),
+    "hparams": ('a dict of your settings, such as {"lr": 0.1}', lambda value: True),
 }
-# Trainer accepts overfit_batches=3.0, too, but then trains on all batches.
+# This list lacks overfit_batches, because Trainer treats overfit_batches=3.0 as all batches.
 _NUMBERS_OF_BATCHES = (*_LIMITS, "val_check_interval")
 _HINTS = get_type_hints(LoopConfig)
 
 
 @dataclass(frozen=True, kw_only=True)
 class LoopArguments(LoopConfig):
-    """All arguments of FabricLoop, which include the options of LoopConfig."""
+    """All arguments of FabricLoop, including the options of LoopConfig."""
 
     fabric: Any = field(default=None, kw_only=False)
-    """A lightning.Fabric object, instead of the following arguments."""
+    """A lightning.Fabric object to use instead of the following arguments."""
     accelerator: Any = "auto"
-    """Run on "cpu", "gpu", "mps", or "auto", which takes a GPU if there is one."""
+    """Run on "cpu", "gpu", "mps" or "auto", which uses a GPU if there is one."""
     strategy: Any = "auto"
-    """Distribute the training with "ddp", "auto" or a strategy object of lightning.fabric."""
+    """Distribute training with "ddp", "auto" or a strategy object from lightning.fabric."""
     devices: Any = "auto"
     """The number of devices, a list of their indices, or "auto" for all devices."""
     num_nodes: int = 1
@@ -448,14 +448,14 @@ class LoopArguments(LoopConfig):
     precision: Any = None
     """Compute in "32-true", "bf16-mixed", "16-mixed", "bf16-true" or another of Fabric's modes."""
     plugins: Any = None
-    """Plugins of Fabric for precision, the cluster environment or checkpoints."""
+    """Fabric plugins for the precision, the cluster environment or checkpoints."""
     callbacks: Any = None
     """Lightning's callbacks, or objects with methods such as on_fit_start."""
     loggers: Any = None
     """Another name for the option logger."""
 
 
-# Options that FabricLoop accepts only with Trainer's default values, and then ignores.
+# FabricLoop accepts these options of Trainer only with their defaults, and ignores them.
 _TRAINER_DEFAULTS = {
     "use_distributed_sampler": True,
     "sync_batchnorm": False,
@@ -465,10 +465,10 @@ _TRAINER_DEFAULTS = {
 
 
 def parse_options(options: dict[str, Any]) -> tuple[LoopConfig, dict[str, Any]]:
-    """Split FabricLoop's keyword arguments into a LoopConfig and the arguments of Fabric.
+    """Split FabricLoop's keyword arguments into a LoopConfig and Fabric's arguments.
 
     Raises:
-        TypeError: An option is unknown. The message suggests a similar name.
+        TypeError: An option is unknown. The message suggests a similar name if there is one.
     """
     from .errors import ConfigurationError, unknown_option
 
@@ -499,9 +499,9 @@ def option_names() -> list[str]:
 def with_arguments_of(
     arguments: Callable[P, Any],
 ) -> Callable[[Callable[..., None]], Callable[Concatenate[Any, P], None]]:
-    """Give a constructor the signature and the documented fields of a dataclass.
+    """Give a constructor the signature and the field documentation of a dataclass.
 
-    Editors read the types; help() and notebooks read ``__signature__`` and ``__doc__``.
+    Editors read the types. help() and notebooks read ``__signature__`` and ``__doc__``.
     """
 
     def sign(init: Any) -> Any:
@@ -515,11 +515,11 @@ def with_arguments_of(
 
 
 def document_fields() -> dict[str, str]:
-    """Return the docstring of each field of LoopConfig and LoopArguments, keyed by field name."""
+    """Return the docstring of each field of LoopConfig and LoopArguments, by field name."""
     try:
         lines = ast.parse(Path(__file__).read_text(encoding="utf-8")).body
     except OSError:
-        # The package is installed without source files, so its docstrings cannot be read.
+        # If the package is installed without its source files, there are no docstrings to read.
         return {}
     texts = {}
     for node in lines:

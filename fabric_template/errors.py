@@ -13,7 +13,7 @@ from typing import Any, TypeVar, cast
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 
 Method = TypeVar("Method", bound=Callable[..., Any])
-# Advice for names that other libraries use for options of FabricLoop.
+# Advice for option names that are common in other libraries.
 _INSTEAD = {
     "epochs": "Use max_epochs.",
     "gpus": "Use accelerator='gpu', devices=2.",
@@ -29,7 +29,7 @@ NUMPY_BATCH = (
     "got NumPy arrays in the batch, expected tensors. Write TensorLoader(x, y, batch_size=32), or"
     " convert the batch in the step with torch.as_tensor."
 )
-# The message starts as that of Trainer.
+# Trainer's message for this error has the same start.
 UNUSED_PARAMETERS = (
     "has parameters that were not used in producing the loss returned by training_step. If this is"
     " intentional, write strategy='ddp_find_unused_parameters_true'."
@@ -42,26 +42,26 @@ SECOND_BACKWARD = (
 
 
 class ConfigurationError(MisconfigurationException, ValueError):
-    """Raised for a wrong value, an unsupported model or a contradiction between options.
+    """Raised for a wrong value, an unsupported model, or options that contradict each other.
 
     Code that catches Lightning's MisconfigurationException also catches ConfigurationError.
     """
 
 
 class ConfigurationTypeError(MisconfigurationException, TypeError):
-    """Raised for an argument of a wrong type."""
+    """Raised for an argument of the wrong type."""
 
 
 class MissingDataError(ConfigurationTypeError, ConfigurationError):
-    """Raised for a call without data."""
+    """Raised for a call that lacks data."""
 
 
 class CheckpointError(ValueError):
-    """Raised if a checkpoint cannot be written, read or used. The message explains what to do."""
+    """Raised with advice if a checkpoint cannot be written, read or used."""
 
 
 class DamagedCheckpointError(CheckpointError):
-    """Raised for a checkpoint file that is incomplete, or was changed after it was written."""
+    """Raised for a checkpoint file that is incomplete or was changed later."""
 
 
 class OtherModelError(CheckpointError, RuntimeError):
@@ -81,17 +81,17 @@ class MissingCheckpointError(CheckpointError, FileNotFoundError):
 
 
 def unknown_option(name: str, known: Iterable[str]) -> str:
-    """Return the message for an option that FabricLoop does not have."""
+    """Return the error message for an option that FabricLoop does not have."""
     near = difflib.get_close_matches(name, known, n=1, cutoff=0.6)
     advice = f"Did you mean {near[0]}?" if near else "help(FabricLoop) lists the options."
     return f"FabricLoop: got the unknown option {name}. {_INSTEAD.get(name, advice)}"
 
 
 def refuse_options(options: Callable[[], Iterable[str]]) -> Callable[[Method], Method]:
-    """Make a method such as fit refuse unknown arguments, and explain where they belong.
+    """Make a method such as fit refuse unknown arguments, and name the right place for them.
 
     Args:
-        options: Returns the names of FabricLoop's options.
+        options: A function that returns the names of FabricLoop's options.
     """
 
     def decorate(method: Method) -> Method:
@@ -113,7 +113,7 @@ def refuse_options(options: Callable[[], Iterable[str]]) -> Callable[[Method], M
 def unknown_argument(
     method: str, name: str, value: str, known: Iterable[str], options: Iterable[str]
 ) -> str:
-    """Return the message for an argument that a method such as fit does not have."""
+    """Return the error message for an argument that a method such as fit does not have."""
     if name in options:
         write = f"FabricLoop({name}={value}).{method}(...)"
         return f"{method}: got {name}={value}, expected it as an option of the loop. Write {write}."
@@ -127,11 +127,11 @@ def unknown_argument(
 def explain_error(
     error: BaseException, hook: str | None, model: str, is_automatic: bool
 ) -> Exception | None:
-    """Return what to write instead, for errors of torch whose advice does not apply in a loop.
+    """Return an error with the right advice if torch's own advice does not apply in a loop.
 
     Args:
         hook: The name of the hook or step that raised the error.
-        model: The kind of the model.
+        model: The kind of model, for the message.
         is_automatic: Whether the loop calls backward() and the optimizer.
     """
     text = str(error)
@@ -148,7 +148,7 @@ def explain_error(
 
 
 def describe(value: Any) -> str:
-    """Return a value's repr for an error message, or its class name if the repr is long.
+    """Return a value's repr for an error message, or its class name if the repr is too long.
 
     Example:
         >>> describe("cpu"), describe(dict)
@@ -171,7 +171,7 @@ def check_object(argument: str, value: Any) -> None:
 
 
 class WarnOnce:
-    """Show each warning once in a run, on the main process only."""
+    """Show each warning once per run, and only in the main process."""
 
     def __init__(self, is_enabled: bool = True) -> None:
         self.is_enabled = is_enabled

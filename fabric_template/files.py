@@ -1,4 +1,4 @@
-"""Write files atomically, and choose the version folders of a run."""
+"""Write files atomically, and choose a run's version folders."""
 
 from __future__ import annotations
 
@@ -22,14 +22,14 @@ _TIME_LINE = re.compile(rb"^(started|saved) ([0-9]+\.[0-9]+)$", re.MULTILINE)
 
 @contextmanager
 def replaced_file(path: Path) -> Iterator[IO[bytes]]:
-    """Open a temporary file, which is synced and replaces the target at the end of the block.
+    """Open a temporary file. At the end of the block, sync it and replace the target with it.
 
-    After an error, a kill or a power cut, the target is the old file or the complete new file.
+    After an error, a kill or a power cut, the target is either the old file or the whole new one.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
     temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
-    # Remove the file of a killed process with the same id. "xb" then creates a new file, and never
-    # writes through a link.
+    # A killed process with the same id may have left this file. Mode "xb" requires that the file
+    # does not exist, and never writes through a link.
     temporary.unlink(missing_ok=True)
     try:
         with temporary.open("xb") as file:
@@ -45,7 +45,7 @@ def replaced_file(path: Path) -> Iterator[IO[bytes]]:
 
 
 def local_path(path: str | Path) -> str:
-    """Return a local path as a string. Raise an error for a URL."""
+    """Return a local path as a string, or raise an error for a URL."""
     text = os.fspath(path)
     if re.match(r"[A-Za-z][A-Za-z0-9+.-]+://", text):
         # Import here, because importing Lightning takes seconds, and plots do not need it.
@@ -58,7 +58,7 @@ def local_path(path: str | Path) -> str:
 
 
 def sync_folder(folder: Path) -> None:
-    """Sync a folder to the disk if possible, so that renamed files survive a power cut."""
+    """Sync a folder if possible, so that renamed files survive a power cut."""
     with suppress(OSError):
         descriptor = os.open(folder, os.O_RDONLY)
         try:
@@ -74,7 +74,7 @@ def write_file(path: Path, content: bytes) -> None:
 
 
 def write_yaml(path: Path, values: dict[str, Any], head: str = "") -> None:
-    """Write plain values into a YAML file atomically."""
+    """Atomically write plain values to a YAML file."""
     dumper = getattr(yaml, "CSafeDumper", yaml.SafeDumper)
     text = head + yaml.dump(values, Dumper=dumper, sort_keys=False, allow_unicode=True)
     write_file(path, text.encode("utf-8", "backslashreplace"))
@@ -97,7 +97,7 @@ def sort_key(name: str) -> list[tuple[int, str]]:
     """Return a key that sorts "width_4" before "width_16"."""
     parts = re.split("([0-9]+)", name)
     key = [(int(part), "") if part.isdecimal() else (-1, part) for part in parts]
-    # Order names such as "run_1" and "run_01", which differ only in zeros.
+    # The last item orders names that differ only in zeros, such as "run_1" and "run_01".
     return [*key, (-1, name)]
 
 
@@ -114,7 +114,7 @@ def next_version(*folders: Path) -> int:
 
 
 def list_names(folder: Path) -> list[str]:
-    """Return the names in a folder, or no names if there is no such folder."""
+    """Return the names in a folder, or an empty list if the folder does not exist."""
     try:
         return os.listdir(folder)
     except (FileNotFoundError, NotADirectoryError):
@@ -138,10 +138,10 @@ def claim_version(folder: Path, *others: Path) -> int:
 
 
 def read_times(folder: Path) -> tuple[float, float]:
-    """Return when the newest run of a version started, and when it last saved a checkpoint.
+    """Return when a version's newest run started, and when it last saved a checkpoint.
 
-    A new run appends the line "started 1764277654.5" to the file .lock in its version folders, and
-    each save the line "saved 1764277700.25". A time is 0.0 if there is no such line.
+    Each new run appends a line such as "started 1764277654.5" to the file .lock in its folders, and
+    each save appends "saved 1764277700.25". A time is 0.0 if there is no such line.
     """
     times = {b"started": 0.0, b"saved": 0.0}
     for event, seconds in _TIME_LINE.findall(read_end(os.path.join(folder, ".lock"))):
@@ -150,7 +150,7 @@ def read_times(folder: Path) -> tuple[float, float]:
 
 
 def read_end(path: str) -> bytes:
-    """Return the last 4096 bytes of a file, or no bytes if the file cannot be read."""
+    """Return a file's last 4096 bytes, or no bytes if the file cannot be read."""
     with suppress(OSError), open(path, "rb", buffering=0) as file:
         file.seek(max(0, os.fstat(file.fileno()).st_size - 4096))
         return file.read(4096)
@@ -158,11 +158,11 @@ def read_end(path: str) -> bytes:
 
 
 def make_folder(folder: Path) -> None:
-    """Create a folder with its parents, unless it exists.
+    """Create a folder and its parents, unless they exist.
 
     Raises:
         ConfigurationError: The folder cannot be created, for example because a parent is a file or
-            a link to a missing folder.
+            a broken link.
     """
     try:
         folder.mkdir(parents=True, exist_ok=True)
@@ -171,7 +171,7 @@ def make_folder(folder: Path) -> None:
 
 
 def folder_error(folder: Path, error: OSError) -> ConfigurationError:
-    """Return an error that names a folder, or the broken link on the way to it."""
+    """Return an error that names the folder, and the broken link in its path if there is one."""
     from .errors import ConfigurationError
 
     reason = f"The system reported: {error.strerror}."

@@ -1,4 +1,4 @@
-"""Fit, validate, test and predict on Lightning Fabric."""
+"""Fit, validate, test and predict with Lightning Fabric."""
 
 from __future__ import annotations
 
@@ -51,10 +51,10 @@ FABRIC_ARGUMENTS = ("accelerator", "strategy", "devices", "num_nodes", "precisio
 
 
 class FabricLoop(TrainerAPI):
-    """A training loop on Lightning Fabric with the options and the results of Trainer.
+    """A training loop on Lightning Fabric that has Trainer's options and gives the same results.
 
     Args:
-        fabric: A lightning.Fabric object, instead of the arguments in the next line.
+        fabric: A lightning.Fabric object to use instead of the arguments in the next line.
         accelerator, strategy, devices, num_nodes, precision, plugins: See lightning.Fabric.
         callbacks: Lightning's callbacks, or objects with methods such as on_fit_start.
         loggers: Fabric's name for the option logger.
@@ -62,7 +62,7 @@ class FabricLoop(TrainerAPI):
 
     Raises:
         TypeError: An option is unknown.
-        ConfigurationError, ConfigurationTypeError: Options have wrong values.
+        ConfigurationError, ConfigurationTypeError: An option has a wrong value.
 
     Example:
         >>> import torch
@@ -91,7 +91,7 @@ class FabricLoop(TrainerAPI):
         self.has_fitted = False
         self.loggers = self._make_loggers()
         self.profiler = make_profiler(self.config.profiler)
-        # Descriptions of what setup() got, which the first log_dict() of an own loop writes.
+        # Descriptions of setup()'s arguments, which the first log_dict() in an own loop writes.
         self._own_parts: dict[str, list[Any]] = {"model": [], "optimizer": [], "batch_size": []}
         self._is_recorded = False
         self.run: Run | None = None
@@ -107,7 +107,7 @@ class FabricLoop(TrainerAPI):
         self.seed()
 
     def seed(self) -> None:
-        """Seed the random generators with the option ``seed``, as at the start of each fit."""
+        """Seed the random generators with the option ``seed``. Each fit also seeds them."""
         if self.config.seed is not None:
             Fabric.seed_everything(self.config.seed, workers=True, verbose=False)
 
@@ -117,9 +117,9 @@ class FabricLoop(TrainerAPI):
             return []
         if config.fast_dev_run:
             return [DummyLogger()]
-        # By default, use the loggers of the given Fabric object, if it has any.
+        # By default, use the given Fabric object's loggers, if it has any.
         given = as_list(self.fabric.loggers or True if config.logger is True else config.logger)
-        # A name such as "wandb" adds a logger, and does not replace the CSV logger.
+        # A name such as "wandb" adds a logger to the CSV logger.
         names = [logger for logger in given if logger is True or isinstance(logger, str)]
         if names:
             root = Path(self.default_root_dir)
@@ -145,22 +145,22 @@ class FabricLoop(TrainerAPI):
         validation_step: Callable[..., Any] | None = None,
         weights_only: bool | None = None,
     ) -> Any:
-        """Train and validate a model. Returns the rows of metrics.csv as a DataFrame. In short::
+        """Train and validate a model. Return the rows of metrics.csv as a DataFrame. In short::
 
             for epoch in range(max_epochs):
                 for batch in train_dataloaders:
                     training_step(model, batch).backward()
                     optimizer.step()
-                    # Then step the schedulers, log, validate and save, where each is due.
+                    # Then step the schedulers, log, validate and save, if it is time to.
 
         Args:
             model: A LightningModule, an object with the same methods, or an nn.Module.
             train_dataloaders, val_dataloaders: A loader, or a list or dict of loaders.
-            datamodule: A LightningDataModule, instead of loaders.
+            datamodule: A LightningDataModule to use instead of loaders.
             resume, ckpt_path: The run to continue: a checkpoint's path, "last", "best" or "auto".
-            load: A checkpoint of which only the weights are read: a path, "last" or "best".
-            optimizer: An optimizer or a function of the model. None: configure_optimizers().
-            scheduler: A scheduler of the optimizer, or a list of schedulers.
+            load: The checkpoint whose weights to start with: a path, "last" or "best".
+            optimizer: An optimizer, or a function of the model. None: call configure_optimizers().
+            scheduler: A scheduler for the optimizer, or a list of schedulers.
             training_step, validation_step: Functions of (model, batch[, batch_idx]). None: methods.
             weights_only: False reads a checkpoint with torch's reader, which may run its code.
         """
@@ -183,7 +183,7 @@ class FabricLoop(TrainerAPI):
         ckpt_path: Any = None,
         weights_only: bool | None = None,
     ) -> list[dict[str, float]]:
-        """Run ``validation_step`` over the loaders. Returns a dict of values for each loader."""
+        """Run ``validation_step`` on all batches. Return a dict of metrics for each loader."""
         start = {"load": load, "ckpt_path": ckpt_path}
         parts = (model, {"val": dataloaders}, datamodule, {"validation_step": validation_step})
         return self._evaluate(make_plan(self, "validate", *parts, start, weights_only), verbose)
@@ -200,7 +200,7 @@ class FabricLoop(TrainerAPI):
         ckpt_path: Any = None,
         weights_only: bool | None = None,
     ) -> list[dict[str, float]]:
-        """Run ``test_step`` over the loaders. Returns a dict of values for each loader."""
+        """Run ``test_step`` on all batches. Return a dict of metrics for each loader."""
         start = {"load": load, "ckpt_path": ckpt_path}
         parts = (model, {"test": dataloaders}, datamodule, {"test_step": test_step})
         return self._evaluate(make_plan(self, "test", *parts, start, weights_only), verbose)
@@ -224,7 +224,7 @@ class FabricLoop(TrainerAPI):
         ckpt_path: Any = None,
         weights_only: bool | None = None,
     ) -> list[Any] | None:
-        """Run ``predict_step`` or ``forward`` over the loaders. Returns the batches' outputs."""
+        """Run ``predict_step`` or ``forward`` on all batches. Return the outputs."""
         start = {"load": load, "ckpt_path": ckpt_path}
         parts = (model, {"predict": dataloaders}, datamodule, {"predict_step": predict_step})
         is_returned = return_predictions is not False
@@ -236,7 +236,7 @@ class FabricLoop(TrainerAPI):
 
     @contextmanager
     def running(self, run: Run) -> Iterator[None]:
-        """Make ``run`` the loop's current run, which module and callbacks see as their trainer's."""
+        """Make ``run`` the current run, to which the attributes of Trainer refer."""
         self.run = self.runs[run.stage] = run
         self.next_ckpt_path, self.status = None, TrainerStatus.RUNNING
         try:
@@ -250,7 +250,7 @@ class FabricLoop(TrainerAPI):
         self.status = TrainerStatus.INTERRUPTED if is_interrupted else TrainerStatus.FINISHED
 
     def add_callbacks_of_model(self, callbacks: list[Any]) -> None:
-        """Add the module's callbacks, which replace given callbacks of the same class."""
+        """Add the module's own callbacks, which replace given callbacks of the same class."""
         self.callbacks = add_model_callbacks(self.callbacks, callbacks)
 
     # Your own loop
@@ -258,8 +258,8 @@ class FabricLoop(TrainerAPI):
     def setup(self, model: Any, optimizer: Any = None, *loaders: Any) -> Any:
         """Prepare a model, an optimizer and loaders for the device and the strategy.
 
-        On one device in float32, model and optimizer are returned unchanged. On several devices or in
-        another precision, Fabric's wrappers are returned, and ``model.module`` is the given model.
+        On one device in float32, the model and the optimizer are returned unchanged. Otherwise,
+        Fabric's wrappers are returned, and ``model.module`` is the given model.
         Clip gradients with ``loop.fabric.clip_gradients(model, optimizer, max_norm=1.0)``.
 
         Example:
@@ -298,7 +298,7 @@ class FabricLoop(TrainerAPI):
         return loader.for_rank(self.fabric.global_rank, self.fabric.world_size, seed)
 
     def backward(self, loss: torch.Tensor) -> None:
-        """Compute the gradients in the loop's precision, as ``fabric.backward`` does."""
+        """Compute the gradients in the loop's precision, like ``fabric.backward``."""
         expected = "the loss as a tensor. Write loop.backward(loss)"
         check_type("backward", loss, torch.Tensor, expected)
         run = self.active_run
@@ -308,7 +308,7 @@ class FabricLoop(TrainerAPI):
             run.optimization.backward(loss)
 
     def no_backward_sync(self, model: Any, enabled: bool = True) -> Any:
-        """Return a context in which backward does not reduce the gradients over processes.
+        """Return a context in which backward does not average gradients over the processes.
 
         Set ``enabled`` to False for the last batch of an accumulation window.
         """
@@ -328,7 +328,7 @@ class FabricLoop(TrainerAPI):
         batch_size: int | None = None,
         **options: Any,
     ) -> None:
-        """Log a value inside a step function or a hook, as a LightningModule's ``self.log`` does."""
+        """Log a value inside a step function or a hook, like a LightningModule's ``self.log``."""
         log = self.require_run("log").results.log
         levels: dict[str, Any] = {"on_step": on_step, "on_epoch": on_epoch}
         options |= {"sync_dist": sync_dist, "batch_size": batch_size}
@@ -341,18 +341,18 @@ class FabricLoop(TrainerAPI):
         sync_dist: bool = False,
         **options: Any,
     ) -> None:
-        """Log each value as ``log`` does in a step. Elsewhere, write a row.
+        """Log several values. In a step, log_dict works like ``log``. Elsewhere, it writes a row.
 
-        Outside of a step, the values are a row of steps.csv. With the key "epoch", they are a row of
-        metrics.csv. In a hook, "epoch" with the number of the current epoch adds them to its row.
+        Outside of a step, the values become a row of steps.csv, or with the key "epoch", a row of
+        metrics.csv. In a hook, the current epoch's number under "epoch" adds the values to its row.
 
         Args:
-            dictionary: Numbers by name, or in a step a MetricCollection of torchmetrics.
+            dictionary: The numbers to log, by name. In a step, it may be a MetricCollection.
             step: The number of optimizer steps so far.
-            sync_dist: Log the means over the processes. Every process must call log_dict.
+            sync_dist: Log the means over all processes. Then every process must call log_dict.
             **options: Arguments of ``log``, such as on_step, on_epoch and batch_size.
         """
-        # A MetricCollection of torchmetrics is no Mapping.
+        # A MetricCollection of torchmetrics is not a Mapping.
         is_collection = hasattr(dictionary, "add_metrics")
         expected = "a dict of numbers. Write loop.log_dict({'epoch': 0, 'train_loss': loss})"
         check_type("log_dict", dictionary, object if is_collection else Mapping, expected)
@@ -377,7 +377,7 @@ class FabricLoop(TrainerAPI):
             log_rows(self.loggers, scalars, step)
 
     def save(self, path: str | Path, state: dict[str, Any]) -> None:
-        """Write a checkpoint of modules, optimizers and values atomically."""
+        """Atomically write a checkpoint that contains modules, optimizers and values."""
         self._prepare_files("save", path, state)
         try:
             self.fabric.save(path, state)
@@ -387,19 +387,19 @@ class FabricLoop(TrainerAPI):
             ) from error
 
     def load(self, path: str | Path, state: dict[str, Any]) -> dict[str, Any]:
-        """Restore ``state`` from a checkpoint. Returns the remaining values of the file."""
+        """Restore ``state`` from a checkpoint. Return the remaining values in the file."""
         self._prepare_files("load", path, state)
         values: dict[str, Any] = self.fabric.load(path, state)
         return values
 
     def _prepare_files(self, method: str, path: Any, state: Any) -> None:
-        """Check the arguments. Write files atomically, unless the user gave a CheckpointIO."""
+        """Check the arguments, and make Fabric write atomically if it has no own CheckpointIO."""
         expected = f"a path and a dict. Write loop.{method}('mine.ckpt', state)"
         check_type(method, path, str | os.PathLike, expected)
         check_state(method, state)
         join_processes(self.fabric)
         strategy = self.fabric.strategy
-        # Strategies that shard a model have no checkpoint_io, and raise this error.
+        # Strategies that shard models have no checkpoint_io, and raise NotImplementedError.
         with suppress(NotImplementedError):
             if type(strategy.checkpoint_io) is TorchCheckpointIO:
                 strategy.checkpoint_io = self.checkpoint_io
@@ -407,8 +407,8 @@ class FabricLoop(TrainerAPI):
     def profile(
         self, model: Any, train_dataloaders: Any = None, datamodule: Any = None, **options: Any
     ) -> Any:
-        """Find where the time of a training step goes. See ``fabric_template.profile``."""
-        # Import here, because copies of this package may lack tools/.
+        """Measure how long each part of a training step takes. See ``fabric_template.profile``."""
+        # Import here, because a copy of this package may lack the folder tools/.
         tool = import_module(f"{__package__}.tools.profile")
         return tool.profile(self, model, train_dataloaders, datamodule, **options)
 
@@ -420,7 +420,7 @@ class FabricLoop(TrainerAPI):
         return tool.tune(self, model, train_dataloaders, datamodule, **options)
 
     def ending(self) -> dict[str, list[str]]:
-        """Return a summary of the last fit: lines of text, keyed by headings such as "ended"."""
+        """Return a summary of the last fit, as lines of text under headings such as "ended"."""
         run = self.fit_run
         if run is None:
             return {}
@@ -439,7 +439,7 @@ class FabricLoop(TrainerAPI):
     def checkpoint_path(self, keyword: str = "last") -> Path | None:
         """Return the "last" or "best" checkpoint that this loop has saved, or None.
 
-        With ModelCheckpoint callbacks, return only a file that one of these callbacks has saved.
+        If there are ModelCheckpoint callbacks, only files that they have saved are returned.
         """
         savers = self.checkpoint_callbacks or ([self.fit_run.checkpoints] if self.fit_run else [])
         paths = [getattr(saver, f"{keyword}_model_path", "") for saver in savers]
@@ -453,7 +453,7 @@ class FabricLoop(TrainerAPI):
 
 
 def make_fabric(given: dict[str, Any]) -> Any:
-    """Return the given Fabric, or create one from its arguments."""
+    """Return the given Fabric object, or create one from Fabric's arguments."""
     fabric, arguments = given["fabric"], {name: given[name] for name in FABRIC_ARGUMENTS}
     if fabric is None:
         arguments["plugins"] = [convert_plugin(plugin) for plugin in as_list(arguments["plugins"])]
@@ -479,13 +479,13 @@ def make_fabric(given: dict[str, Any]) -> Any:
 
 
 def check_type(method: str, value: Any, kind: Any, expected: str) -> None:
-    """Raise an error that shows the right call if an argument has the wrong type."""
+    """If an argument has the wrong type, raise an error that shows the right call."""
     if not isinstance(value, kind):
         raise ConfigurationTypeError(f"loop.{method}: got {describe(value)}, expected {expected}.")
 
 
 def check_state(method: str, state: Mapping[str, Any]) -> None:
-    """Raise an error for modules and optimizers in containers, which Fabric cannot restore."""
+    """Raise an error if containers hold modules or optimizers, which Fabric could not restore."""
     waiting = [(str(key), value, False) for key, value in state.items()]
     while waiting:
         place, value, is_nested = waiting.pop()
@@ -500,7 +500,7 @@ def check_state(method: str, state: Mapping[str, Any]) -> None:
 
 
 def without_coordinates(scalars: dict[str, Any]) -> dict[str, Any]:
-    """Return the values without the epoch and the step of their row."""
+    """Return the values except for the row's epoch and step."""
     return {name: value for name, value in scalars.items() if name not in ("epoch", "step")}
 
 
@@ -511,7 +511,7 @@ def mean_over_processes(fabric: Fabric, values: dict[str, Any]) -> dict[str, Any
 
 
 def log_in_run(run: Run, scalars: dict[str, Any], step: int | None) -> None:
-    """Log values to steps.csv, or to metrics.csv if "epoch" is the number of the current epoch."""
+    """Log values to steps.csv, or to metrics.csv if "epoch" is the current epoch's number."""
     is_of_row = run.stage == "fit" and run.progress.is_in_epoch
     if is_of_row and scalars.get("epoch") == run.progress.epochs_done:
         measured = without_coordinates(scalars)
@@ -522,7 +522,7 @@ def log_in_run(run: Run, scalars: dict[str, Any], step: int | None) -> None:
 
 
 def log_rows(loggers: list[Any], scalars: dict[str, Any], step: int | None) -> None:
-    """Log values outside of a run. The key "epoch" in ``scalars`` adds a row to metrics.csv."""
+    """Log values outside of a run. If ``scalars`` has the key "epoch", write to metrics.csv."""
     for logger in loggers:
         if "epoch" in scalars and hasattr(logger, "log_epoch"):
             coordinates = {} if step is None else {"epoch": scalars["epoch"], "step": step}

@@ -1,4 +1,4 @@
-"""Recognize the kind of a column by its name, and whether small or large values are best."""
+"""Find the kind of a column by its name, and whether its small or large values are best."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ STEP_NAMES = (
     *("iteration", "iterations", "iter", "iters", "boosting_round", "round"),
     *("training_iteration", "num_updates", "total_timesteps", "time/total_timesteps"),
 )
-# Names of other columns that are not metrics, and last parts of names for durations, sizes and ids.
+# Names of other columns that are not metrics, and endings of names for durations, sizes and ids.
 NOT_METRICS = (
     *("name", "version", "index", "batch", "batch_idx", "seed", "best_epoch", "best_step"),
     *("total_flos", "number", "trial", "fold", "rank", "pid", "timesteps_total"),
@@ -26,7 +26,7 @@ SPLITS = {"train": "train", "training": "train", "test": "test", "testing": "tes
 SPLITS |= {"tr": "train", "te": "test"}
 SPLITS |= dict.fromkeys(("val", "valid", "validation", "eval", "dev"), "validation")
 _SPLIT = f"(?P<split>{'|'.join(SPLITS)})"
-# These match "val_loss", "valLoss", "validation_0-rmse" and "valid_0's l2", or "Loss/val".
+# Prefixes as in "val_loss", "validation_0-rmse" and "valid_0's l2", or suffixes as in "Loss/val".
 _PREFIX = re.compile(
     rf"(?is){_SPLIT}(?:_\d+)?(?:'s)?(?:[\W_]+|(?-i:(?<=[a-z])(?=[A-Z])))(?P<quantity>.+)"
 )

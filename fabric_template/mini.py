@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: MIT
 """Train PyTorch models with a training loop in one file that you can read, copy and change.
 
-This file is part of fabric_template, under the MIT License (see LICENSE). It needs torch and
-lightning, which install NumPy, PyYAML and tqdm. First read `fit`, `_train_epoch`, `_train_batch`.
+This file is part of fabric_template, under the MIT License (see LICENSE). Its only requirements are
+torch and lightning. First read `fit`, `_train_epoch` and `_train_batch`.
 
 To change a part of the training, edit one of these methods:
 
@@ -88,7 +88,7 @@ SMALLEST |= {"validate_every_n_steps": 1, "log_every_n_steps": 0, "gradient_clip
 # Arguments of Trainer's self.log that log() accepts only with these values, or with None.
 LOG_ARGUMENTS = {"reduce_fx": "mean", "enable_graph": False, "sync_dist_group": None}
 LOG_ARGUMENTS |= {"rank_zero_only": False, "add_dataloader_idx": True, "logger": True}
-# torch's advice in these messages does not apply in a loop. Each value replaces such a message.
+# Each key is part of a torch message whose advice does not apply in a loop. The value replaces it.
 INSTEAD = {
     "numpy.ndarray": "batch: got NumPy arrays in a step, expected tensors. Write TensorLoader(x, y,"
     " batch_size=32), or convert the batch in the step with torch.as_tensor.",
@@ -105,7 +105,7 @@ CHECKPOINTS = ("last.ckpt", "best.ckpt", "epoch=*-step=*.ckpt")
 # Attributes that every nn.Module has. They are not the user's own state.
 MODULE_ATTRIBUTES = vars(nn.Module()).keys()
 # Optimizer attributes that need no saving. state_dict() contains the first two, "defaults" may
-# share a tensor with a group, and schedulers set the others only to warn about a wrong order.
+# share a tensor with a group, and schedulers set the others to warn about a wrong call order.
 OPTIMIZER_ATTRIBUTES = ("state", "param_groups", "defaults", "_opt_called", "_step_count")
 GENERATORS = (torch.Generator, random.Random, np.random.Generator, np.random.RandomState)
 NUMPY: Any = (np.generic, np.ndarray)
@@ -123,18 +123,18 @@ OPEN_LOCKS: list[IO[str]] = []
 class MiniLoop:
     """Train a model with step functions, or an object that has a ``training_step`` method."""
 
-    max_epochs: int | None = None  # -1: no limit. None: 1000, or no limit if max_steps is set.
+    max_epochs: int | None = None  # Epoch limit. -1: none. None: 1000, or none if max_steps is set.
     max_steps: int = -1  # Stop after this many optimizer steps. -1: no limit.
     name: str = "run"  # Files go to logs/<name>/version_<n> and checkpoints/<name>/version_<n>.
-    version: int | str | None = None  # None: the next free number, or the resumed version.
+    version: int | str | None = None  # The run's version. None: the next free or the resumed one.
     monitor: str | None = None  # The metric that selects best.ckpt.
-    # "min" if the smallest value of monitor is the best, "max" if the largest is. "auto": by name.
+    # "min" if the smallest value of monitor is best, "max" if the largest is. "auto" uses its name.
     mode: str = "auto"
     accumulate_grad_batches: int = 1  # The number of batches per optimizer step.
     gradient_clip_val: float | None = None  # Clip the total gradient norm to this value.
     validate_every_n_steps: int | None = None  # Validate and save every N steps. None: every epoch.
     log_every_n_steps: int = 50  # Write a row to steps.csv every N optimizer steps. 0: never.
-    seed: int | None = None  # Seeds the random generators when the loop is created and in fit.
+    seed: int | None = None  # Seeds the random generators when the loop is created and fit starts.
     default_root_dir: str | os.PathLike[str] = "."  # The folder for logs/ and checkpoints/.
     accelerator: Any = "auto"  # Passed to lightning.Fabric, like strategy, devices and precision.
     strategy: Any = "auto"
@@ -213,7 +213,7 @@ class MiniLoop:
             Fabric.seed_everything(self.seed, workers=True, verbose=False)
         self.current_epoch = self.global_step = 0  # Count finished epochs and optimizer steps.
         self.batches_done = 0  # The number of finished batches in this epoch.
-        self.should_stop = False  # Set it to True on all processes to stop after the current step.
+        self.should_stop = False  # True on all processes: stop after the current step.
         self.history: list[dict[str, Any]] = []  # The rows of metrics.csv.
         self.best_score: float | None = None
         # The best checkpoints with their scores, and the metric that selects them.
@@ -240,7 +240,7 @@ class MiniLoop:
         # Each CSV file's number of rows, and its columns.
         self._tables: dict[str, Any] = {"metrics.csv": (0, []), "steps.csv": (0, [])}
         self._columns: list[str] = []  # The columns of the printed rows.
-        # The time at which the next row starts, and the seconds spent waiting for batches since.
+        # The start time of the next row, and the seconds spent waiting for batches since then.
         self._row_started, self._waited = time.monotonic(), 0.0
 
     # Training
@@ -256,7 +256,7 @@ class MiniLoop:
         optimizer: Any = None,  # An optimizer, or any value that configure_optimizers may return.
         scheduler: Any = None,  # A scheduler to step once per epoch, or Lightning's scheduler dict.
         training_step: Callable[..., Any] | None = None,  # fn(model, batch[, batch_idx]) -> loss
-        validation_step: Callable[..., Any] | None = None,  # fn(model, batch) -> loss or loss, acc
+        validation_step: Callable[..., Any] | None = None,  # fn(model, batch) -> loss[, acc]
         **others: Any,  # Unknown arguments, which raise an error that names them.
     ) -> Any:
         """Train a model. Return the rows of metrics.csv, as a DataFrame if pandas is installed."""
@@ -286,7 +286,7 @@ class MiniLoop:
         return to_table(self.history)
 
     def _print_if_finished(self, path: Path | None) -> None:
-        """Print that a finished run was resumed, because it prints no rows."""
+        """Print a message if a finished run is resumed, because no rows follow."""
         if self._is_done() and self.fabric.is_global_zero:
             text = f"resume: {path} is from a finished run (epoch {self.current_epoch}, step"
             text += (
@@ -295,7 +295,7 @@ class MiniLoop:
             print(text, file=sys.stderr)
 
     def _train(self) -> None:
-        """Train until a limit is reached. As in Trainer, call no hooks if it already is."""
+        """Train until a limit is reached. As in Trainer, call no hooks if no batch is trained."""
         is_done, is_resumed = self._is_done(), self._resumed_state is not None
         if not is_done:
             if not is_resumed:
@@ -318,7 +318,7 @@ class MiniLoop:
             self._end_row(self.current_epoch - 1)
 
     def _raise_instead(self, error: Exception) -> None:
-        """Reraise an error. Replace torch's advice if it does not apply in a loop."""
+        """Reraise an error. Replace advice of torch that does not apply in a loop."""
         text = next((INSTEAD[part] for part in INSTEAD if part in str(error)), None)
         if text is None or not self._hook.endswith("_step"):
             raise error
@@ -463,7 +463,7 @@ class MiniLoop:
         self._learning_rate = copy.deepcopy(self.optimizer.param_groups[0].get("lr", math.nan))
 
     def _step_schedulers(self, interval: str, is_plateau: bool) -> None:
-        """Step the due schedulers. As in Trainer, plateau schedulers step after validation."""
+        """Step schedulers that are due. As in Trainer, plateau schedulers step after validation."""
         count = self.batches_done if interval == "step" else self.current_epoch + 1
         for config in self.schedulers:
             scheduler, monitor = config["scheduler"], config["monitor"]
@@ -540,7 +540,7 @@ class MiniLoop:
         return {**get_rng_state(), "parts": changed}
 
     def _plain_state(self, place: str) -> dict[str, Any]:
-        # For loaders, save no states of objects: the model may hold the same object and save it.
+        # Save no objects in loaders, because the model may hold and save the same objects.
         is_loader = place.startswith(("train ", "val "))
         saved = [self.optimizer, *(config["scheduler"] for config in self.schedulers)]
         return plain_state(self._parts[place], self.fabric.device, None if is_loader else saved)
@@ -558,7 +558,7 @@ class MiniLoop:
         weights = set(map(address_of, self._unwrapped.state_dict().values())) - {None}
 
         def may_change_in_place(current: Any, value: Any) -> bool:
-            """Return whether all objects that hold the current value get the same new one."""
+            """Return whether all objects that hold the current value get the same new value."""
             is_weight = address_of(current) in weights
             if not is_in_place or (is_weight and not is_same(current, value)):
                 return False
@@ -595,7 +595,7 @@ class MiniLoop:
             started = time.monotonic()
 
     def _move(self, batch: Any) -> Any:
-        """Move a batch to the device. Convert its dtype for a precision such as "bf16-true"."""
+        """Move a batch to the device, and convert its dtype for a precision such as "bf16-true"."""
         if self._is_one_cpu_in_32_bits:
             return batch
         if self._converts_dtype:
@@ -723,7 +723,7 @@ class MiniLoop:
         sync_dist: bool = False,
         **options: Any,
     ) -> None:
-        """Log each value of a dict. The other arguments are those of log()."""
+        """Log each value of a dict. All other arguments are passed to log()."""
         check(step is None, f"log_dict: got step={step}, expected no step. Use FabricLoop.")
         for name, value in dictionary.items():
             self.log(name, value, sync_dist=sync_dist, **options)
@@ -752,7 +752,7 @@ class MiniLoop:
             sums[key] = [total + value * weight, count + weight, is_synced]
 
     def _compute(self, sums: dict[tuple[str, str], Any]) -> dict[tuple[str, str], Tensor]:
-        """Return the means, and the values of torchmetrics objects, over all processes."""
+        """Compute the means and the values of torchmetrics objects over all processes."""
         values = {}
         for key, (total, weight, is_synced) in sums.items():
             if total is None:
@@ -1049,7 +1049,7 @@ class MiniLoop:
         return None, {}
 
     def _choose_version(self, path: Path | None, resumed: dict[str, Any]) -> Any:
-        """Return the resumed run's version, or a free one. None means the next free number."""
+        """Return the resumed run's version, a free version, or None for the next free number."""
         if path is None or not resumed:
             folder = self._checkpoints / str(self.version)
             text = f"version: got {self.version!r}, expected a version without a run. Continue the"
@@ -1235,7 +1235,7 @@ class MiniLoop:
         return shared
 
     def _gather(self, item: Any) -> list[Any]:
-        """Return a list of each process's item."""
+        """Gather one item from each process in a list."""
         items = [item] * self.fabric.world_size
         if self.fabric.world_size > 1:
             torch.distributed.all_gather_object(items, item)
@@ -1251,7 +1251,7 @@ class MiniLoop:
         return steps if self.max_steps == -1 else min(steps, self.max_steps)
 
     def _set_up_optimizer(self, optimizer: Any, scheduler: Any) -> None:
-        """Set up the optimizer and the schedulers of the arguments or of configure_optimizers()."""
+        """Set up the given optimizer and schedulers, or those from configure_optimizers()."""
         if optimizer is None:
             optimizer = self.model.configure_optimizers()
         elif inspect.isroutine(optimizer):
@@ -1427,7 +1427,7 @@ def has_no_log(part: Any) -> bool:
 
 
 def collect_modules(model: Any) -> nn.Module:
-    """Collect the modules and parameters in an object's attributes in one nn.Module."""
+    """Collect the modules and parameters among an object's attributes in one nn.Module."""
     network = nn.Module()
     for name, value in getattr(model, "__dict__", {}).items():
         # Write to the dicts, because add_module() refuses names such as "forward".
@@ -1458,7 +1458,7 @@ def with_batch_idx(step: Callable[..., Any], name: str) -> Callable[..., Any]:
     expected = "batch and optionally batch_idx. In a step function, the model comes first"
     if len(required) > 2 or not places or "dataloader_iter" in parameters:
         raise TypeError(f"{name}: got the arguments {required}, expected {expected}.")
-    # A method's second argument receives the index even if it has a default, a function's does not.
+    # A second argument with a default gets the index in a method, but not in a function.
     given = required if isinstance(step, partial) else [p.name for p in places]
     has_any = any(p.kind is p.VAR_POSITIONAL for p in places)
     if has_any or "batch_idx" in parameters or len({*given} - {"dataloader_idx"}) > 1:
@@ -1585,7 +1585,7 @@ def set_epoch(loader: Any, epoch: int) -> None:
 
 
 def until_first_end(batches: Iterator[Any], fabric: Fabric) -> Iterator[Any]:
-    """Yield batches until a process has no more. DDP would wait for that process forever."""
+    """Yield batches until any process has none left, because DDP would wait for it forever."""
     for batch in chain(batches, repeat(END)):
         has_batch: Any = int(batch is not END)
         count: Any = fabric.all_reduce(has_batch, reduce_op="sum")
@@ -1602,7 +1602,7 @@ def until_first_end(batches: Iterator[Any], fabric: Fabric) -> Iterator[Any]:
 
 
 def clear_gradients(optimizer: Any) -> None:
-    """Set the gradients to None. zero_grad() would also record a profiler event, in 20 us."""
+    """Set the gradients to None. zero_grad() would also spend 20 us on a profiler event."""
     for group in optimizer.param_groups:
         for parameter in group["params"]:
             parameter.grad = None
@@ -1641,7 +1641,7 @@ def check_optimizer(optimizers: list[Any], own: set[nn.Parameter]) -> None:
 
 
 def make_scheduler_config(item: Any, optimizer: Any) -> dict[str, Any]:
-    """Return a scheduler in the form of Lightning's scheduler dict."""
+    """Convert a scheduler to a scheduler dict of Lightning, with all defaults."""
     config: dict[str, Any] = {"interval": "epoch", "frequency": 1, "monitor": None}
     config.update(item if isinstance(item, Mapping) else {"scheduler": item})
     scheduler, is_strict = config.get("scheduler"), config.get("strict", True)
@@ -1661,7 +1661,7 @@ def make_scheduler_config(item: Any, optimizer: Any) -> dict[str, Any]:
 
 
 def to_plain(values: Mapping[Any, Any]) -> dict[str, Any]:
-    """Convert values to numbers, text, lists and dicts. No value of the user stops a run here."""
+    """Convert settings to numbers, strings, lists and dicts. A failed conversion stops no run."""
 
     def convert(value: Any) -> Any:
         if isinstance(value, set | frozenset):
@@ -1687,7 +1687,7 @@ def to_python(value: Any) -> Any:
 
 
 def create_late_buffers(network: nn.Module, weights: dict[str, Any], device: torch.device) -> None:
-    """Create the buffers that are None at first and that the saved run has set during training."""
+    """Create buffers that are None at first, and that the saved run has set during training."""
     for place, module in network.named_modules():
         for name, value in module._buffers.items():
             late = weights.get(f"{place}.{name}".removeprefix("."))
@@ -1696,7 +1696,7 @@ def create_late_buffers(network: nn.Module, weights: dict[str, Any], device: tor
 
 
 def load_optimizer(optimizer: Any, saved: dict[str, Any]) -> None:
-    """Load an optimizer's state. Keep its dtypes, which torch would change to the parameters'."""
+    """Load an optimizer's state without torch's conversion to the dtypes of the parameters."""
     optimizer.load_state_dict(saved)
     parameters = [p for group in optimizer.param_groups for p in group["params"]]
     for index, values in saved["state"].items():
@@ -1710,7 +1710,7 @@ def load_optimizer(optimizer: Any, saved: dict[str, Any]) -> None:
 
 
 def plain_state(part: Any, device: torch.device, saved: list[Any] | None) -> dict[str, Any]:
-    """Return the random states, encoded plain attributes and objects' states in an object.
+    """Return the state of an object's attributes: generators, plain values and stateful objects.
 
     Args:
         saved: Objects whose state is saved elsewhere. None: save no states of objects.
@@ -1767,7 +1767,7 @@ def is_stateful(value: Any) -> bool:
 
 
 def encode(value: Any, device: torch.device, most: int | None = None, depth: int = 0) -> Any:
-    """Return a value in the form in which both loops save attributes, or raise a TypeError.
+    """Encode a value for a checkpoint of either loop. Raise a TypeError for unsupported types.
 
     Args:
         most: The largest number of elements of a tensor or an array. None: any number.
@@ -1850,7 +1850,7 @@ def load_plain_state(
 
 
 def replace_content(current: Any, value: Any) -> bool:
-    """Replace the content of a tensor or container. Return False if the value's kind differs."""
+    """Replace a tensor's or container's content, or return False if the kinds differ."""
     names = ("shape", "dtype", "requires_grad", "maxlen")
     if any(getattr(current, name, None) != getattr(value, name, None) for name in names):
         return False
@@ -2026,7 +2026,7 @@ def replaced(path: Path) -> Iterator[IO[bytes]]:
     with temporary.open("xb") as file:
         yield file
         if path.suffix != ".yaml":
-            # No run reads a YAML file, so a power failure may damage it.
+            # YAML files are not synced to the disk, because no run reads them.
             file.flush()
             os.fsync(file.fileno())
     os.replace(temporary, path)
@@ -2042,7 +2042,7 @@ class Placeholder:
 
 
 def load_file(file: Path | io.BytesIO) -> dict[str, Any]:
-    """Load a file that torch.save has written. A placeholder replaces each unsafe object."""
+    """Load a torch.save file, with a placeholder for each object that torch.load refuses."""
     find_names = getattr(torch.serialization, "get_unsafe_globals_in_checkpoint", None)
     # Search a copy, because the search moves the position in an io.BytesIO.
     names = find_names(copy.copy(file)) if find_names else []
@@ -2060,7 +2060,7 @@ def is_intact(path: Path) -> bool:
 
 
 def read_checkpoint(file: Path | io.BytesIO, name: str = "") -> dict[str, Any]:
-    """Read a checkpoint. Only its hyperparameters may contain objects that torch.load refuses."""
+    """Read a checkpoint in which only hyperparameters may be objects that torch.load refuses."""
     name = name or str(file)
     try:
         checkpoint = load_file(file)
@@ -2107,7 +2107,7 @@ def find_hparams(model: Any) -> dict[str, Any]:
 
 
 def is_replaced(checkpoint: dict[str, Any], folder: Path) -> bool:
-    """Return whether a newer run was started in a checkpoint's folder after it was saved."""
+    """Return whether a newer run was started in a checkpoint's folder after the checkpoint."""
     started, _ = read_times(folder)
     return bool(checkpoint.get("fabric_template", {}).get("saved_at", started) < started)
 
@@ -2157,7 +2157,7 @@ def read_git(folder: str) -> dict[str, Any]:
 
 @contextmanager
 def opened_lock(folder: Path) -> Iterator[IO[str]]:
-    """Open and lock a folder's .lock file. The system unlocks it when this process ends."""
+    """Open and lock a folder's .lock file, which the system unlocks when this process ends."""
     folder.mkdir(parents=True, exist_ok=True)
     with open(folder / ".lock", "a") as file:
         # Windows has no fcntl, and some network drives cannot lock files.

@@ -1,12 +1,12 @@
-"""Save the state that objects keep outside of state_dict(): generators and plain attributes.
+"""Save state that objects keep outside of state_dict(), namely generators and plain attributes.
 
-A value is plain if it is None, a number, text, a tensor, a NumPy array, or a container of plain
-values. Only attributes that have changed since the start are saved. They are saved as tuples of
-a kind and its contents, which torch.load(weights_only=True) reads. Values of other types are left
-out. An error never reaches the caller: it becomes a warning, and the attribute is left out.
+A value is plain if it is None, a number, a string, a tensor, a NumPy array, or a container of plain
+values. Only attributes that have changed since the start are saved. Each value becomes a tuple of
+its kind and content, which torch.load(weights_only=True) can read. Other values are left out. An
+error becomes a warning instead of reaching the caller, and the attribute is left out.
 
-The values are keyed by place: the names of the object and of its attribute. Of an attribute that has
-state_dict() and load_state_dict(), such as a scheduler that a module steps itself, the state is saved.
+The key of a value is its place: the object's name and the attribute's name. Of an attribute with
+state_dict() and load_state_dict(), such as a module's own scheduler, the state is saved.
 """
 
 from __future__ import annotations
@@ -34,8 +34,8 @@ _DICTS: dict[str, type] = {
 }
 _CONTAINERS = frozenset((*_SEQUENCES.values(), *_DICTS.values()))
 _FACTORIES = {kind.__name__: kind for kind in (int, float, str, bool, list, dict, set)}
-# Limits, so that the cost of a save is bounded: bytes and items of an attribute that is saved, bytes
-# of an array that is compared as a whole, and items of a container that are compared.
+# These limits bound the cost of a save: the bytes and items of a saved attribute, the bytes of a
+# tensor that is compared as a whole, the items of a container that are compared, and its depth.
 _MOST_BYTES = 256 * 2**20
 _MOST_ITEMS = 1_000_000
 _COMPARED_BYTES = 2**20
@@ -52,20 +52,20 @@ class NotPlainError(Exception):
 
 
 class TooLargeError(Exception):
-    """Raised for a value that is too large to be saved."""
+    """Raised for a value that is too large to save."""
 
 
 # Comparing values
 
 
 def digest(value: Any, most: int = _COMPARED_ITEMS) -> Any:
-    """Return something that compares as different after a plain value has changed.
+    """Return a value that differs after a plain value has changed.
 
-    Of a large tensor, the identity, the version and a sample of the numbers are compared, and of a
-    large array or container only a sample.
+    A large tensor is compared by its identity, its version and a sample of its numbers. A large
+    array or container is compared only by a sample.
 
     Args:
-        most: Compare about this many items of a container.
+        most: About how many items of a container are compared.
     """
     kind = type(value)
     if kind in _ATOMS or kind is range:
@@ -80,7 +80,7 @@ def digest(value: Any, most: int = _COMPARED_ITEMS) -> Any:
     if set(map(type, items)) <= _ATOMS:
         return kind, len(items), _sample(items, most)
     found = _sample(items, -(-most // 8))
-    # A container that contains itself is an error, because the depth is limited.
+    # The limit decreases at each level, so a container that contains itself is refused.
     most_inside = min(most - 1, max(most // len(found), 8))
     return kind, len(items), [digest(item, most_inside) for item in found]
 
@@ -107,18 +107,18 @@ def _digest_tensor(tensor: Tensor) -> Any:
 
 
 def is_plain_tensor(tensor: Tensor) -> bool:
-    """Return whether a tensor has values in memory that can be copied."""
+    """Return whether a tensor's values are in memory, where they can be copied."""
     is_dense = tensor.layout is torch.strided and not tensor.is_nested and not tensor.is_quantized
     return is_dense and tensor.device.type != "meta"
 
 
 def address_of(tensor: Tensor) -> int:
-    """Return the address of the memory that a tensor shares with its views."""
+    """Return the memory address that a tensor shares with its views."""
     return tensor.untyped_storage().data_ptr()
 
 
 def shares_memory(value: Any, addresses: Collection[int]) -> bool:
-    """Return whether a value is a tensor in the memory of another one, such as a parameter."""
+    """Return whether a value is a tensor whose memory is at one of the given addresses."""
     return type(value) is Tensor and is_plain_tensor(value) and address_of(value) in addresses
 
 
@@ -132,7 +132,7 @@ def _digest_array(array: np.ndarray) -> Any:
     place = (array.shape, array.dtype.str)
     if array.nbytes <= 32 * _COMPARED_BYTES:
         return place, zlib.crc32(np.ascontiguousarray(array).reshape(-1).view(np.uint8).data)
-    # The items of an array of text may be large.
+    # An array of strings may have few, but large items, so the step must be at least 1.
     step = max(array.size // _COMPARED_ITEMS, 1)
     return place, array.reshape(-1)[::step].tobytes()
 
@@ -142,7 +142,7 @@ def is_plain_dtype(dtype: np.dtype) -> bool:
 
 
 def is_stateful(value: Any) -> bool:
-    """Return whether a value saves its own state. Modules and loaders are saved elsewhere."""
+    """Return whether a value has a state_dict to save. Modules and loaders are saved elsewhere."""
     kind = type(value)
     has_methods = hasattr(kind, "state_dict") and hasattr(kind, "load_state_dict")
     is_loader = hasattr(kind, "__iter__") or hasattr(kind, "__getitem__")
@@ -153,19 +153,19 @@ def is_stateful(value: Any) -> bool:
 
 
 class Encoder:
-    """Encodes plain values. A value that is in several places is encoded once.
+    """Encode plain values. A value that is in several places is encoded only once.
 
     Args:
-        device: The device of the run. A value on it is restored to the device of the resumed run.
-        covered: The addresses of memory that is saved anyway, such as that of parameters.
-        most_bytes: The largest size of an attribute.
+        device: The run's device. A tensor on it is restored to the resumed run's device.
+        covered: Memory addresses of tensors that are saved anyway, such as parameters.
+        most_bytes: The largest size of an attribute in bytes.
     """
 
     def __init__(
         self, device: torch.device, covered: Collection[int] = (), most_bytes: int = _MOST_BYTES
     ) -> None:
         self._device, self._covered, self._most_bytes = device, covered, most_bytes
-        # Keep each value, so that no other value gets its id.
+        # Keep each value alive, so that no new value gets its id.
         self._known: dict[int, tuple[Any, Any]] = {}
         self._bytes = self._items = 0
 
@@ -218,7 +218,7 @@ class Encoder:
         self._count(size=array.nbytes)
         kind = "array" if isinstance(value, np.ndarray) else "scalar"
         data = bytearray(array.tobytes())
-        # torch.frombuffer accepts no empty buffer.
+        # torch.frombuffer refuses an empty buffer.
         encoded = torch.frombuffer(data, dtype=torch.uint8) if data else None
         return kind, encoded, array.dtype.str, list(array.shape)
 
@@ -230,7 +230,7 @@ class Encoder:
 
 
 class Decoder:
-    """Decodes what an Encoder has encoded. A value that was in several places is decoded once."""
+    """Decode encoded values. A value that was in several places is decoded only once."""
 
     def __init__(self, device: torch.device | str = "cpu") -> None:
         self._device = device
@@ -257,17 +257,17 @@ class Decoder:
         if kind == "range":
             return range(*items)
         if kind in _SEQUENCES:
-            # A deque has the option maxlen.
+            # Among sequences, only a deque has an option, its maxlen.
             return _SEQUENCES[kind](items, *options)
         pairs = dict(zip(items[::2], items[1::2], strict=True))
         if kind == "defaultdict":
-            # The attribute keeps its own factory, if it has one.
+            # Only factories that are built-in types are restored.
             return defaultdict(_FACTORIES.get(*options), pairs)
         return _DICTS[kind](pairs)
 
 
 def replace_content(current: Any, value: Any) -> bool:
-    """Give an object the content of another one. Return False if this is impossible."""
+    """Replace an object's content by another object's, or return False if this is impossible."""
     kind = type(current)
     if kind is not type(value):
         return False
@@ -294,7 +294,7 @@ def replace_content(current: Any, value: Any) -> bool:
 
 def load_object(current: Any, state: Any) -> None:
     if not is_stateful(current):
-        raise ValueError("an object with a state was created during training, and is missing now")
+        raise ValueError("an object that was created during training is missing now")
     current.load_state_dict(state)
 
 
@@ -308,8 +308,8 @@ class Part:
     Args:
         instance: The object.
         ignored: The names of attributes that are not saved.
-        has_attributes: Whether attributes are saved. Generators are saved in any case.
-        has_buffers: Save the buffers of a module instead of its attributes.
+        has_attributes: Whether to save attributes. Generators are always saved.
+        has_buffers: Whether to save a module's buffers instead of its attributes.
     """
 
     instance: Any
@@ -318,7 +318,7 @@ class Part:
     has_buffers: bool = False
 
     def namespace(self) -> dict[str, Any]:
-        """Return the dict that holds the attributes, so that it can be read and changed."""
+        """Return the dict that holds the attributes. Changing this dict changes the object."""
         if isinstance(self.instance, type):
             return {}
         attributes = getattr(self.instance, "__dict__", {})
@@ -331,11 +331,11 @@ class Part:
 
 
 class PlainState:
-    """The generators and the plain attributes of some objects.
+    """The generators and plain attributes of several objects.
 
     Args:
-        parts: The objects by name. Attributes that change from now on are saved.
-        device: The device of the run.
+        parts: The objects by name. Attributes that change after this call are saved.
+        device: The run's device.
         network: A module whose state_dict is saved anyway.
     """
 
@@ -350,12 +350,12 @@ class PlainState:
         self._parts, self._network = parts, network
         self._device = torch.device("cpu") if device is None else device
         self._warned: set[str] = set()
-        # The objects whose state is saved by others, by id. None: save no states of objects.
+        # Objects whose state is saved elsewhere, by id. None: save no object's state.
         self._saved: dict[int, Any] | None = None
         self._at_start = self.digests()
 
     def add(self, parts: dict[str, Part], saved: Iterable[Any]) -> None:
-        """Save further objects, and the states of objects in attributes, except for the given ones."""
+        """Add objects to save. Also save states of objects in attributes, except for ``saved``."""
         self._saved = {id(part): part for part in saved}
         self._parts |= parts
         for place, found in self.digests().items():
@@ -363,7 +363,7 @@ class PlainState:
                 self._at_start[place] = found
 
     def generators(self) -> dict[str, Any]:
-        """Return each generator once, keyed by the names of its object and attribute."""
+        """Return each generator once, under the names of its object and attribute."""
         found: dict[int, tuple[str, Any]] = {}
         for name, part in self._parts.items():
             for attribute, generator in find_generators(part.namespace()).items():
@@ -381,7 +381,7 @@ class PlainState:
                     set_generator_state(generators[name], state)
 
     def state_dict(self, has_attributes: bool = True) -> dict[str, Any]:
-        """Return the states of the generators, and the attributes that have changed."""
+        """Return the generators' states, and the attributes that have changed."""
         attributes = self.changed_attributes() if has_attributes else {}
         return {"generators": self.generator_states(), "attributes": attributes}
 
@@ -406,14 +406,14 @@ class PlainState:
         self.load_attributes(state["attributes"])
         for place, encoded in state["attributes"].items():
             if encoded != REMOVED:
-                # Save the attribute again, even if it had the saved value at the start.
+                # Without an initial value, the attribute counts as changed, and is saved again.
                 self._at_start.pop(place, None)
 
     def load_attributes(self, saved: dict[Place, Any], is_in_place: bool = True) -> None:
-        """Set the saved attributes. Objects that share a list or a tensor keep sharing it.
+        """Set the saved attributes. Objects that share a list or a tensor continue to share it.
 
         Args:
-            is_in_place: Change the content of lists and tensors, which other objects may hold, too.
+            is_in_place: Whether to change lists and tensors in place, because others may hold them.
         """
         decoder, targets = Decoder(self._device), self._targets(saved)
         covered = self._addresses_of_network()
@@ -440,7 +440,7 @@ class PlainState:
 
     @contextmanager
     def replaced(self, state: dict[str, Any]) -> Iterator[None]:
-        """Set the generators and attributes of a state in a block, and undo this at its end."""
+        """Set a state's generators and attributes, and undo this at the end of the block."""
         generators = self.generator_states()
         previous = {name: dict(part.namespace()) for name, part in self._parts.items()}
         self.load_generator_states(state["generators"])
@@ -456,7 +456,7 @@ class PlainState:
                     self._parts[name].namespace().pop(attribute, None)
 
     def attributes(self) -> Iterator[tuple[Place, Any]]:
-        """Yield the place and the value of each attribute."""
+        """Yield each attribute's place and value."""
         for name, part in self._parts.items():
             for attribute, value in part.attributes().items():
                 yield (name, attribute), value
@@ -469,7 +469,7 @@ class PlainState:
         return {address_of(value) for value in saved if type(value) in (nn.Parameter, Tensor)}
 
     def _targets(self, saved: dict[Place, Any]) -> dict[int, set[int]]:
-        """Return the ids of the saved values that each current value would get."""
+        """For each current value, return the ids of the saved values that would replace it."""
         found: dict[int, set[int]] = defaultdict(set)
         for place, value in self.attributes():
             if type(value) not in _ATOMS and saved.get(place) != REMOVED:
@@ -485,7 +485,7 @@ class PlainState:
         return found
 
     def small_attributes(self) -> dict[Place, tuple[Any, Any]]:
-        """Return the digest and the encoded value of each small attribute, changed or not."""
+        """Return each small attribute's digest and encoded value, whether it has changed or not."""
         encoder = Encoder(self._device, most_bytes=_COMPARED_BYTES)
         found: dict[Place, tuple[Any, Any]] = {}
         for place, value in self.attributes():
@@ -495,7 +495,7 @@ class PlainState:
 
     @contextmanager
     def _guarded(self, what: str) -> Iterator[None]:
-        """Turn an error into a warning, which is shown once for each attribute."""
+        """Turn an error into a warning, which is shown once per attribute."""
         try:
             yield
         except (NotPlainError, RecursionError):
@@ -507,7 +507,7 @@ class PlainState:
             reason = f"{type(error).__name__}: {error}"
             if isinstance(error, TooLargeError):
                 reason = f"it has more than {_MOST_BYTES >> 20} MB or {_MOST_ITEMS:,} items"
-            # A filter may turn the warning into an error.
+            # A warning filter may turn the warning into an error, which must not end the run.
             with suppress(Warning):
                 warnings.warn(
                     f"checkpoint: {what} is neither saved nor restored, because {reason}. A resumed"

@@ -10,14 +10,14 @@ from typing import Any
 import numpy as np
 import torch
 
-# The generators of the modules random and np.random.
+# The global generators of the modules random and np.random.
 _OF_RANDOM: Any = getattr(random.random, "__self__", None)
 _OF_NUMPY: Any = getattr(np.random.get_state, "__self__", None)
 _MOST_ITEMS = 64
 
 
 def capture_rng_state() -> dict[str, Any]:
-    """Return the states of this process's random generators, which can be compared with ==."""
+    """Return the states of this process's random generators. States can be compared with ==."""
     numpy_state: Any = np.random.get_state()
     name, keys, *position = numpy_state
     state: dict[str, Any] = {
@@ -31,7 +31,7 @@ def capture_rng_state() -> dict[str, Any]:
 
 
 def restore_rng_state(state: dict[str, Any]) -> None:
-    """Set every random generator to a captured state."""
+    """Restore the states that capture_rng_state() has returned."""
     set_generator_state(torch.default_generator, state["torch"])
     set_generator_state(_OF_RANDOM, state["python"])
     name, keys, *position = state["numpy"]
@@ -55,7 +55,7 @@ def unchanged_rng_state() -> Iterator[None]:
 
 
 def is_generator(value: Any) -> bool:
-    """Return whether a value is a random generator with a state of its own."""
+    """Return whether a value is a random generator with its own state, and not a global one."""
     kinds = (torch.Generator, np.random.Generator, np.random.RandomState, random.Random)
     is_known = isinstance(value, kinds) and not isinstance(value, random.SystemRandom)
     is_global = any(value is part for part in (torch.default_generator, _OF_RANDOM, _OF_NUMPY))
@@ -63,9 +63,9 @@ def is_generator(value: Any) -> bool:
 
 
 def find_generators(attributes: dict[str, Any]) -> dict[str, Any]:
-    """Return the random generators among an object's attributes, keyed by the attribute's name.
+    """Return the random generators among an object's attributes, by attribute name.
 
-    Generators in a list, tuple or dict are found, too.
+    Generators in a list, tuple or dict are also found.
     """
     found = {}
     for name, value in attributes.items():
@@ -78,7 +78,7 @@ def find_generators(attributes: dict[str, Any]) -> dict[str, Any]:
 
 
 def get_generator_state(generator: Any) -> Any:
-    """Return the state of a generator as plain values, which can be compared with ==."""
+    """Return a generator's state as plain values that can be compared with ==."""
     if isinstance(generator, torch.Generator):
         return generator.get_state().numpy().tobytes()
     if isinstance(generator, random.Random):
@@ -89,12 +89,12 @@ def get_generator_state(generator: Any) -> Any:
 
 
 def set_generator_state(generator: Any, state: Any) -> None:
-    """Set a generator to a state from ``get_generator_state``."""
+    """Restore a state that ``get_generator_state`` has returned."""
     if isinstance(generator, torch.Generator):
         generator.set_state(torch.frombuffer(bytearray(state), dtype=torch.uint8))
     elif isinstance(generator, random.Random):
         version, values, gauss = state
-        # DataLoader(pin_memory=True) has turned a worker's tuples into lists.
+        # DataLoader(pin_memory=True) turns tuples from workers into lists.
         generator.setstate((version, tuple(values), gauss))
     elif isinstance(generator, np.random.RandomState):
         generator.set_state(_with_arrays(state))
@@ -103,7 +103,7 @@ def set_generator_state(generator: Any, state: Any) -> None:
 
 
 def _without_arrays(state: Any) -> Any:
-    """Replace the NumPy arrays in a nested dict with (dtype, bytes)."""
+    """Replace the NumPy arrays in a nested dict by pairs (dtype, bytes)."""
     if isinstance(state, dict):
         return {name: _without_arrays(value) for name, value in state.items()}
     return (state.dtype.str, state.tobytes()) if isinstance(state, np.ndarray) else state

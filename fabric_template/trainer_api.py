@@ -1,4 +1,4 @@
-"""Provide Trainer's attributes, which LightningModules, callbacks and loggers read."""
+"""Provide the attributes of Trainer that LightningModules, callbacks and loggers read."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ if TYPE_CHECKING:
 
 
 _OF_FABRIC = ("is_global_zero", "global_rank", "local_rank", "node_rank", "world_size", "print")
-# Read-only attributes of Trainer, with functions that compute them from a FabricLoop.
+# Trainer's read-only attributes, and functions that compute them from a FabricLoop.
 _ATTRIBUTES: dict[str, Callable[[Any], Any]] = {
     # The run
     "global_step": lambda loop: loop.run.progress.global_step if loop.run else 0,
@@ -43,7 +43,7 @@ _ATTRIBUTES: dict[str, Callable[[Any], Any]] = {
     "is_last_batch": lambda loop: bool(loop.run and loop.run.progress.is_last_batch),
     "enable_validation": lambda loop: bool(loop.run and loop.run.should_validate),
     "lightning_module": lambda loop: loop.run and loop.run.model,
-    # The wrapper is, for example, DistributedDataParallel.
+    # A strategy may wrap the model, for example in DistributedDataParallel.
     "model": lambda loop: loop.run and (loop.run.steps.wrapped or loop.run.model),
     "datamodule": lambda loop: loop.run and loop.run.datamodule,
     "lr_scheduler_configs": lambda loop: (
@@ -107,10 +107,10 @@ _ATTRIBUTES: dict[str, Callable[[Any], Any]] = {
     "predict_loop": lambda loop: LoopAPI(loop, "predict_loop"),
     # ThroughputMonitor reads the number of evaluated batches from this loop.
     "_evaluation_loop": lambda loop: LoopAPI(loop, "validate_loop"),
-    # ``LightningModule.log(sync_dist=True)`` reads ``is_distributed``.
+    # ``LightningModule.log`` reads ``is_distributed`` for sync_dist=True.
     "_accelerator_connector": lambda loop: SimpleNamespace(is_distributed=loop.world_size > 1),
 }
-# Attributes of Trainer's loops, with functions that compute them from a LoopAPI.
+# Attributes of Trainer's loops, and functions that compute them from a LoopAPI.
 _LOOP_ATTRIBUTES: dict[str, Callable[[Any], Any]] = {
     **dict.fromkeys(
         ("epoch_loop", "automatic_optimization", "manual_optimization"), lambda api: api
@@ -118,20 +118,20 @@ _LOOP_ATTRIBUTES: dict[str, Callable[[Any], Any]] = {
     "val_loop": lambda api: LoopAPI(api.trainer, "validate_loop"),
     "total_batch_idx": lambda api: api.progress.total_batches - 1,
     "batch_idx": lambda api: api.progress.batches_done - 1,
-    # LearningRateMonitor and DeviceStatsMonitor pass this step to the loggers.
+    # LearningRateMonitor and DeviceStatsMonitor log their values at this step.
     "_batches_that_stepped": lambda api: api.progress.logging_step,
     # StochasticWeightAveraging sets ``_skip_backward`` to update BatchNorm without backward passes.
     "_skip_backward": lambda api: api.current_run.optimization.is_backward_skipped,
-    # A module that steps without Lightning's optimizer wrapper increments ``completed`` itself.
+    # A module that steps an optimizer without Lightning's wrapper increments ``completed`` itself.
     **dict.fromkeys(("optim_step_progress", "total"), lambda api: api),
     "completed": lambda api: api.progress.global_step,
     # ModelCheckpoint reads ``_has_run`` if the monitored metric is missing.
     "_has_run": lambda api: api.progress.eval_batches_done > 0,
-    # Modules choose their monitor depending on whether there is a validation loader.
+    # Some modules choose their monitor depending on whether there is a validation loader.
     "_data_source": lambda api: SimpleNamespace(
         is_defined=lambda: api.current_run.data.has_loader("val")
     ),
-    # Modules call ``set_epoch`` of the datasets of ``_combined_loader.flattened``.
+    # Some modules call ``set_epoch`` on the datasets in ``_combined_loader.flattened``.
     "_combined_loader": lambda api: api.find_loaders(),
     # Prediction callbacks
     "predictions": lambda api: api.current_predictions.as_returned(),
@@ -140,7 +140,7 @@ _LOOP_ATTRIBUTES: dict[str, Callable[[Any], Any]] = {
 }
 
 
-# Options that only the constructor uses.
+# Options that are used only when the loop is created.
 _OPTIONS_OF_CREATION = ("name", "version", "max_time")
 
 
@@ -161,7 +161,7 @@ class TrainerAPI:
     enable_autolog_hparams = True
 
     def require_run(self, name: str) -> Run:
-        """Return the run, or raise an error that contains ``name`` if nothing has run yet."""
+        """Return the current run. If nothing has run yet, raise an error that contains ``name``."""
         if self.run is None:
             raise RuntimeError(
                 f"FabricLoop.{name}: nothing has run yet. Call fit, validate, test or predict first."
@@ -170,7 +170,7 @@ class TrainerAPI:
 
     @property
     def active_run(self) -> Run | None:
-        """The run whose call has not returned, or None between two calls."""
+        """The run whose call has not returned yet, or None between two calls."""
         return None if self.run is None or self.run.progress.stage is None else self.run
 
     @property
@@ -178,7 +178,7 @@ class TrainerAPI:
         """The last fit, or None before the first fit."""
         return self.runs.get("fit")
 
-    # Attributes that can be set
+    # Attributes that users can set
 
     @property
     def should_stop(self) -> bool:
@@ -195,7 +195,7 @@ class TrainerAPI:
         run = self.fit_run
         if run is None:
             return []
-        # A LightningModule with manual optimization gets wrapped optimizers from self.optimizers().
+        # LightningModule.optimizers() wraps the optimizers. Other models need wrapped ones here.
         is_plain = not run.is_lightning_module and not run.module.automatic_optimization
         optimization = run.optimization
         return optimization.lightning_optimizers if is_plain else optimization.optimizers
@@ -217,7 +217,7 @@ class TrainerAPI:
 
     @property
     def ckpt_path(self) -> str | None:
-        """The checkpoint that this run started from. An assigned path is used by the next run."""
+        """The checkpoint from which this run started. The next run uses a path that you assign."""
         return self.next_ckpt_path or (self.run.plan.start.path if self.run else None)
 
     @ckpt_path.setter
@@ -225,7 +225,7 @@ class TrainerAPI:
         self.next_ckpt_path = path
 
     def __setattr__(self, name: str, value: Any) -> None:
-        """Set an option for the current and all later runs, or set any other attribute."""
+        """Set an option for the current run and all later runs, or set any other attribute."""
         is_option = "config" in vars(self) and name in vars(self.config)
         is_attribute = name in ("default_root_dir", "profiler") or hasattr(type(self), name)
         if not is_option or is_attribute:
@@ -233,8 +233,8 @@ class TrainerAPI:
             return
         if name in _OPTIONS_OF_CREATION:
             raise ConfigurationError(
-                f"{name}: got {describe(value)} for an existing loop, which has its files or callbacks"
-                f" already. Write FabricLoop({name}={value!r})."
+                f"{name}: got {describe(value)} for an existing loop, expected it when the loop is"
+                f" created. Write FabricLoop({name}={value!r})."
             )
         self.config = self.config.with_options(**{name: value})
         if self.run is not None:
@@ -245,7 +245,7 @@ class TrainerAPI:
     def __getattr__(self, name: str) -> Any:
         if name in _ATTRIBUTES:
             return _ATTRIBUTES[name](self)
-        # Return loop.training, validating, sanity_checking, testing or predicting as a bool.
+        # Compute loop.training, validating, sanity_checking, testing and predicting.
         if name.upper() in RunningStage.__members__:
             return self.state.stage == RunningStage[name.upper()]
         if "config" in vars(self) and name in vars(self.config):
@@ -260,12 +260,12 @@ class TrainerAPI:
 
     @property
     def limits(self) -> StopCondition | LoopConfig:
-        """The limits of the current run, or the given options before a run."""
+        """The current run's limits, or the given options if nothing has run yet."""
         return self.config if self.run is None else self.run.stop
 
     @property
     def estimated_stepping_batches(self) -> int | float:
-        """The number of optimizer steps that fit will take, or infinity without a limit."""
+        """The number of optimizer steps that fit will take, or infinity if there is no limit."""
         run = self.require_run("estimated_stepping_batches")
         max_steps = math.inf if run.stop.max_steps == -1 else run.stop.max_steps
         if run.stop.max_epochs == -1:
@@ -281,7 +281,7 @@ class TrainerAPI:
         return loaders.limits if loaders else []
 
     def loaders_of(self, *stages: str) -> Any:
-        """Return the evaluation loaders of the run if its stage is one of ``stages``."""
+        """Return the run's evaluation loaders if its stage is one of ``stages``."""
         run = self.run if self.run and self.run.stage in stages else None
         return getattr(created_loaders(run, "evaluation"), "as_given", None)
 
@@ -302,7 +302,7 @@ class TrainerAPI:
 
     @property
     def progress_bar_callback(self) -> Any:
-        """The given progress bar callback, or a disabled bar because the loop draws its own."""
+        """The given progress bar callback, or a disabled one if the loop draws its own bar."""
         bars = find_callbacks(self.callbacks, "ProgressBar")
         if bars or not self.config.enable_progress_bar:
             return next(iter(bars), None)
@@ -359,7 +359,7 @@ class TrainerAPI:
 
     @property
     def _results(self) -> SimpleNamespace | None:
-        """Used by ``LightningModule.log`` if a module overrides ``log`` and calls super().log()."""
+        """Used by ``LightningModule.log`` if a module's own ``log`` calls super().log()."""
         if self.run is None or self.run.stage == "predict":
             return None
         results = self.run.results
@@ -371,7 +371,7 @@ class TrainerAPI:
 
     @property
     def _data_connector(self) -> SimpleNamespace:
-        """Used by ModelSummary to move ``example_input_array`` with the transfer hooks."""
+        """Used by ModelSummary, which moves ``example_input_array`` with the transfer hooks."""
 
         def get_instance(hook_name: str) -> Any:
             run = self.require_run("_data_connector")
@@ -385,19 +385,19 @@ class TrainerAPI:
     def save_checkpoint(
         self, filepath: str | Path, weights_only: bool | None = None, storage_options: Any = None
     ) -> None:
-        """Write a checkpoint of the current state of the run."""
+        """Write a checkpoint of the run's current state."""
         if self.run is None:
             raise AttributeError(
                 "Saving a checkpoint is only possible if a model is attached to the Trainer. Did you call"
                 " `Trainer.save_checkpoint()` before calling `Trainer.{fit,validate,test,predict}`?"
             )
         fit = self.fit_run
-        # An evaluation has no optimizers. Save the last fit's state if that fit trained this model.
+        # An evaluation has no optimizers. If the last fit has trained this model, save its state.
         run = fit if fit is not None and fit.model is self.run.model else self.run
         if run.stop.failure is not None and run.fabric.world_size > 1:
             raise RuntimeError(
-                "save_checkpoint: an error has ended the run in this process, and a checkpoint needs all"
-                " processes. Resume from the previous checkpoint with resume='last'."
+                "save_checkpoint: an error has ended the run in this process, but all processes must take"
+                " part in a save. Resume from the previous checkpoint with resume='last'."
             )
         with run.hooks.profiled("save_checkpoint"):
             checkpoint = build_checkpoint(run, bool(weights_only))
@@ -405,7 +405,7 @@ class TrainerAPI:
         self.fabric.barrier()
 
     def init_module(self, empty_init: bool | None = None) -> Any:
-        """Return a context that creates modules on the device and in the precision of the loop."""
+        """Return a context that creates modules on the loop's device and in its precision."""
         if not starts_processes(self.fabric):
             join_processes(self.fabric)
         return self.fabric.init_module(empty_init=empty_init)
@@ -417,16 +417,16 @@ def created_loaders(run: Run | None, kind: str) -> Any:
 
 
 class Loaders(NamedTuple):
-    """The attributes of Trainer's CombinedLoader that modules read. They cannot be assigned."""
+    """The attributes of Trainer's CombinedLoader that modules read. They are read-only."""
 
     iterables: Any
     flattened: tuple[Any, ...]
 
 
 class LoopAPI:
-    """Provide the attributes of one of Trainer's loops, such as ``trainer.fit_loop``.
+    """Provide the attributes of a loop of Trainer, such as ``trainer.fit_loop``.
 
-    One LoopAPI represents a Trainer loop, its inner loops and its progress counters.
+    A LoopAPI also represents the loop's inner loops and progress counters.
     """
 
     __slots__ = ("_key", "trainer")
@@ -454,7 +454,7 @@ class LoopAPI:
 
     @property
     def current_predictions(self) -> Predictions:
-        """The predictions of the current run, or none before the first run."""
+        """The current run's predictions, which are empty before the first run."""
         run = self.trainer.run
         return Predictions() if run is None else run.data.predictions
 
@@ -471,7 +471,7 @@ class LoopAPI:
         return loops[self._key]
 
     def find_loaders(self) -> Loaders | None:
-        """Return the loaders of this loop, or None before they are created."""
+        """Return this loop's loaders, or None before they are created."""
         kind = "train" if self._key == "fit_loop" else "evaluation"
         loaders = created_loaders(self.trainer.run, kind)
         return loaders and Loaders(loaders.as_given, tuple(loaders.loaders))
@@ -480,16 +480,16 @@ class LoopAPI:
         self.current_run.data.setup_train_loader()
 
     def _should_accumulate(self) -> bool:
-        """Return whether the batch ends without an optimizer step, for ThroughputMonitor."""
+        """For ThroughputMonitor, return whether the batch ends without an optimizer step."""
         return not self.progress.is_window_end
 
     def _should_check_val_epoch(self) -> bool:
-        """Return whether validation runs in this epoch, for Lightning's progress bar."""
+        """For Lightning's progress bar, return whether validation runs in this epoch."""
         run = self.current_run
         return run.should_validate and run.validation_schedule.is_in_this_epoch()
 
     def __getattr__(self, name: str) -> Any:
-        """Return an attribute of Trainer's loop, or counters such as ``epoch_progress``."""
+        """Return an attribute of Trainer's loop, such as the counters in ``epoch_progress``."""
         if name.startswith("__"):
             raise AttributeError(name)
         if name in ("max_epochs", "min_epochs", "max_steps", "min_steps", "global_step"):
@@ -522,7 +522,7 @@ def as_namespace(value: Any) -> Any:
 
 
 class StrategyAPI:
-    """Give Fabric's strategy the methods of Trainer's strategies."""
+    """Extend Fabric's strategy by the methods of Trainer's strategies."""
 
     def __init__(self, loop: TrainerAPI) -> None:
         self._loop = loop
@@ -553,7 +553,7 @@ class StrategyAPI:
 
     @property
     def precision_plugin(self) -> Any:
-        """Fabric's precision plugin with Trainer's method ``clip_gradients``."""
+        """Fabric's precision plugin, with the ``clip_gradients`` method of Trainer's plugins."""
 
         def clip(optimizer: Any, clip_val: Any = 0.0, gradient_clip_algorithm: Any = None) -> None:
             algorithm = getattr(gradient_clip_algorithm, "value", gradient_clip_algorithm)
@@ -580,7 +580,7 @@ class StrategyAPI:
 
 
 def make_profiler(given: Any) -> Any:
-    """Create the profiler for a name such as "simple". Return a profiler object unchanged."""
+    """Create a profiler from a name such as "simple". Return a profiler object unchanged."""
     if given is None:
         return PassThroughProfiler()
     if not isinstance(given, str):

@@ -46,7 +46,7 @@ class Autoencoder(nn.Module):
         return self.decoder(self.encoder(images))
 
     def training_step(self, batch: Batch) -> Tensor:
-        """Return the squared error per image. Only the inputs are noisy, not the targets."""
+        """Return the squared error per image. Only the inputs contain noise, not the targets."""
         images, _ = batch
         noisy = images + self.noise * torch.randn_like(images)
         return squared_error(self(noisy), images)

@@ -1,8 +1,8 @@
 """Classify CIFAR-10's 60,000 color images in ten classes with a ResNet-18 for 32x32 pixels.
 
 The model is a LightningModule whose learning rate changes at every step. The model converts the
-images from bytes to floats on the device. The first run downloads them. Without internet access,
-copy cifar-10-binary.tar.gz from cs.toronto.edu/~kriz/cifar.html to ``data``.
+images from bytes to floats on the device. The first run downloads the data. Without internet
+access, copy cifar-10-binary.tar.gz from cs.toronto.edu/~kriz/cifar.html to ``data``.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ class CIFAR10Data(SplitData):
         self.splits = hold_out(self.read_files(TRAIN), self.read_files(TEST))
 
     def read_files(self, names: list[str]) -> Batch:
-        # A row is one byte for the label, followed by 32 * 32 bytes for each color.
+        # A row is one byte for the label, followed by 32 * 32 bytes per color.
         content = b"".join((self.path / name).read_bytes() for name in names)
         rows = torch.frombuffer(bytearray(content), dtype=torch.uint8).reshape(-1, 3073)
         return rows[:, 1:].reshape(-1, 3, 32, 32), rows[:, 0].long()

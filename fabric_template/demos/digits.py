@@ -16,10 +16,10 @@ Batch = tuple[Tensor, Tensor]
 
 
 class DigitsData(SplitData):
-    """Load scikit-learn's digits in three stratified splits.
+    """Load scikit-learn's digits, and divide them into three stratified splits.
 
-    A batch is ``(images, labels)``: images ``float32 (batch, 1, 8, 8)`` from 0 (paper) to 1 (ink),
-    labels ``int64 (batch,)``.
+    A batch is ``(images, labels)``: images are ``float32 (batch, 1, 8, 8)`` from 0 (paper) to 1
+    (ink), and labels are ``int64 (batch,)``.
     """
 
     def __init__(self, batch_size: int = 64, seed: int = 0) -> None:
@@ -44,7 +44,7 @@ class DigitsData(SplitData):
 class DigitsClassifier(nn.Module):
     """Classify 8x8 images with two convolutions and two linear layers.
 
-    The loss is the cross-entropy in nats per image. The accuracy is a fraction from 0 to 1.
+    The loss is the cross-entropy in nats per image. The accuracy is between 0 and 1.
 
     Args:
         hidden: Width of the first linear layer.

@@ -1,7 +1,7 @@
 """Train a generator and a critic with one optimizer each.
 
 The model is a LightningModule with manual optimization. The data consists of points around eight
-centers. A good generator creates points near all of them.
+centers. A good generator creates points near each center.
 """
 
 from __future__ import annotations
@@ -38,10 +38,10 @@ class RingData(SplitData):
 
 
 def judge(points: Tensor) -> dict[str, float]:
-    """Return the fraction of centers that are covered, and of points that are near a center.
+    """Return the fraction of covered centers, and the fraction of points near a center.
 
     A point is near a center if it is less than four standard deviations away. A center is
-    covered if at least a fifth of the expected number of points are near it.
+    covered if it has at least a fifth of the points that are expected near it.
     """
     distance, nearest = torch.cdist(points, CENTERS.to(points)).min(dim=1)
     is_good = distance < 4 * SPREAD

@@ -44,7 +44,7 @@ class TextData(SplitData):
         cut = len(tokens) * 9 // 10
         train = tokens[:cut].unfold(0, self.block + 1, max(self.block // 2, 1))
         val = tokens[cut:].unfold(0, self.block + 1, self.block)
-        # The command `predict` continues each block of the test split.
+        # The command `predict` generates a continuation of each test block.
         self.splits = {"train": train, "val": val, "test": val[:3]}
 
 

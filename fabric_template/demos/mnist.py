@@ -26,8 +26,8 @@ Batch = tuple[Tensor, Tensor]
 class MNISTData(SplitData):
     """Load MNIST's IDX files.
 
-    A batch is ``(images, labels)``: images ``float32 (batch, 28, 28)`` from 0 to 1, labels
-    ``int64 (batch,)``.
+    A batch is ``(images, labels)``: images are ``float32 (batch, 28, 28)`` from 0 to 1, and
+    labels are ``int64 (batch,)``.
 
     Args:
         path: Folder with the four IDX files. Missing files are downloaded to it (12 MB).

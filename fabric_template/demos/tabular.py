@@ -38,7 +38,7 @@ def make_flats(count: int = 2000) -> pd.DataFrame:
 
 
 class TabularData(SplitData, LightningDataModule):
-    """Split a table into batches of features ``(batch, n)`` and targets ``(batch,)``.
+    """Turn a table into batches of features ``(batch, n)`` and targets ``(batch,)``.
 
     Args:
         path: A CSV file with a header. By default, a table is generated.

@@ -35,7 +35,7 @@ if TYPE_CHECKING:
     from ..training.plan import Plan
     from ..training.run import Run
 
-# A spawned process sends the state of these attributes of its run to the caller's run.
+# A spawned process sends the state of these attributes to the run of the caller.
 _PARTS = ("progress", "stop", "checkpoints")
 _PATHS = ("best_model_path", "last_model_path", "best_model_score")
 
@@ -78,8 +78,8 @@ def gather_objects(run: Run, item: Any) -> list[Any]:
 def open_store_of_attempt() -> TCPStore | None:
     """Open a new TCPStore, because torchrun's store still has the addresses of dead processes.
 
-    Rank 0 writes the new store's address to torchrun's store. All processes read the address from
-    there, and connect to the new store.
+    Rank 0 writes the new store's address to torchrun's store. All processes read this
+    address, and connect to the new store.
     """
     env = os.environ
     if env.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
@@ -94,7 +94,7 @@ def open_store_of_attempt() -> TCPStore | None:
     while True:
         host, port = shared.get("fabric_template/address").decode().split()
         # Until rank 0 writes the new address, torchrun's store may return a closed store's address.
-        # There is no limit for retries, because torchrun kills this process if rank 0 fails.
+        # The number of retries is not limited, because torchrun kills this process if rank 0 fails.
         with suppress(DistError):
             TCPStore(host, int(port), is_master=False, timeout=timedelta(seconds=2))
             break
@@ -125,12 +125,12 @@ def check_new_parameters(run: Run, before: list[str], hook: str) -> None:
 
 
 def starts_processes(fabric: Fabric) -> bool:
-    """Return whether this process must spawn or fork other processes for a call."""
+    """Return whether this process must spawn or fork the processes of a call."""
     return is_spawning(fabric) and not is_joined()
 
 
 def launch_processes(run: Run, run_plan: Callable[[Plan], Any]) -> Any:
-    """Run the plan of ``run`` in new processes, and copy the results to this process."""
+    """Run a run's plan in new processes, and copy the results to this process."""
     # Restore os.environ at the end, because the next call needs a different MASTER_PORT.
     with tempfile.TemporaryDirectory(prefix="fabric_template_") as folder, patch.dict(os.environ):
         call = partial(_run_in_process, folder, run.plan, run_plan)
@@ -161,8 +161,8 @@ def _run_in_process(
 ) -> None:
     """Run a plan in a launched process, and write its results to a file.
 
-    The launcher's own queue is not suitable for the results. It blocks on objects that exceed the
-    pipe buffer, and transfers only the message of an exception.
+    The launcher's own queue is not suitable for the results, because it blocks on objects that
+    exceed the pipe buffer, and transfers only an exception's message.
     """
     loop: Any = plan.loop
     remember_group(fabric.strategy, is_spawned=True)
@@ -230,7 +230,7 @@ def _apply_outcome(run: Run, outcome: dict[str, Any]) -> None:
 
 
 def _write_error(error: BaseException, folder: str) -> None:
-    """Write the first error to a file. Later errors are often consequences of it."""
+    """Write the first error to a file. Later errors are often consequences of the first one."""
     # If the error cannot be pickled, the launcher still shows its message.
     with suppress(Exception):
         data = pickle.dumps(error)

@@ -22,15 +22,15 @@ from ..lightning_compat.overrides import is_instance_of
 if TYPE_CHECKING:
     from lightning.fabric import Fabric
 
-# Environment variables that describe a process, in the order of preference: from torch.distributed,
-# from Open MPI, and from MPICH or Intel MPI.
+# Environment variables that describe a process, in the order of preference. They are set for
+# torch.distributed, by Open MPI, and by MPICH or Intel MPI.
 _VARIABLES = {
     "world_size": ("WORLD_SIZE", "OMPI_COMM_WORLD_SIZE", "PMI_SIZE"),
     "rank": ("RANK", "OMPI_COMM_WORLD_RANK", "PMI_RANK"),
     "local_size": ("LOCAL_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_SIZE", "MPI_LOCALNRANKS"),
     "local_rank": ("LOCAL_RANK", "OMPI_COMM_WORLD_LOCAL_RANK", "MPI_LOCALRANKID"),
 }
-# The processes per machine, and the machines, in the group that a loop in this process has created.
+# (processes per machine, machines) of the group that a loop in this process has created.
 _own_group = (1, 1)
 # Whether a loop has spawned or forked this process for a call.
 _is_spawned = False
@@ -91,7 +91,7 @@ def read_variable(name: str, default: int) -> int:
 
 
 def join_by_default(arguments: dict[str, Any]) -> dict[str, Any]:
-    """Return the arguments of Fabric. With devices="auto", they join an existing group."""
+    """Return Fabric's arguments, changed so that devices="auto" joins an existing group."""
     started = launched_processes()
     if arguments["devices"] != "auto" or started is None:
         return arguments
@@ -103,7 +103,7 @@ def join_by_default(arguments: dict[str, Any]) -> dict[str, Any]:
 
 
 def needs_environment(strategy: Any, plugins: list[Any]) -> bool:
-    """Return whether neither the user nor Lightning provides an environment that fits the group."""
+    """Return whether neither the user nor Lightning provides a ClusterEnvironment for the group."""
     if isinstance(strategy, Strategy) and getattr(strategy, "cluster_environment", None):
         return False
     if any(isinstance(plugin, ClusterEnvironment) for plugin in plugins):

@@ -27,9 +27,9 @@ _DEFAULTS = (signal.default_int_handler, signal.SIG_DFL)
 class SignalHandler:
     """Record the first signal during a run. A second signal ends the program immediately.
 
-    SIGTERM and SIGUSR1 also call the handlers that the user has set for them. If the user handles
-    Ctrl-C or ignores a signal, nothing changes for this signal. After the run, the previous
-    handlers are restored.
+    SIGTERM and SIGUSR1 also call the user's own handlers. A user's handler for Ctrl-C stays in
+    place, and signals that the user ignores stay ignored. After the run, the previous handlers
+    are restored.
 
     Args:
         fabric: The run's Fabric object. Only its main process prints that a signal has arrived.
@@ -80,7 +80,7 @@ class SignalHandler:
                 # Do not use sys.stderr, because this handler may interrupt a write to sys.stderr.
                 text = f"{signal.Signals(number).name}: stopping after this step. Repeat it to stop at once.\n"
                 with suppress(OSError):
-                    # In a terminal, start a new line, because the progress bar fills the current one.
+                    # In a terminal, start a new line below the progress bar.
                     os.write(2, f"\n{text}".encode() if os.isatty(2) else text.encode())
         elif time.monotonic() - self._received_at < self._patience:
             return
@@ -95,8 +95,8 @@ class SignalHandler:
         """Return the signal that one of the processes has received, or None.
 
         All processes must stop after the same step, so they communicate about once a second. Rank 0
-        decides after how many batches they communicate again. A call without communication only
-        compares two integers.
+        decides after how many batches the next communication takes place. A call without
+        communication only compares two integers.
 
         Args:
             known: The result of the previous call.

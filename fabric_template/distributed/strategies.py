@@ -58,7 +58,7 @@ def _is_trainers(part: Any) -> bool:
 
 
 def _convert_object(strategy: Any) -> Any:
-    """Create Fabric's strategy, and copy all attributes from Trainer's strategy."""
+    """Create the equivalent strategy of Fabric, with all attributes of Trainer's strategy."""
     name = type(strategy).__name__
     has_plugin = type(getattr(strategy, "precision_plugin", None)).__name__ != "Precision"
     if name not in _CONVERTED or has_plugin or has_communication_hook(strategy):
@@ -198,5 +198,5 @@ def no_gradient_sync(network: nn.Module) -> Iterator[None]:
 
 
 def gather_tensors(item: Any) -> Any:
-    """On all processes, replace sharded tensors in nested containers by full tensors."""
+    """Replace sharded tensors in nested containers by full tensors, on all processes."""
     return apply_to_collection(item, DTensor, DTensor.full_tensor)

@@ -50,7 +50,7 @@ def print_summary(
     *args: Any,
     **kwargs: Any,
 ) -> None:
-    """Print a table of the model's layers. ModelSummary passes the arguments."""
+    """Print a table of the model's layers from the arguments that ModelSummary passes."""
     columns = [[title, *(str(cell).strip() for cell in cells)] for title, cells in summary_data]
     # The FLOPs are known only if the module has an example_input_array.
     columns = [column for column in columns if {*column} - {"FLOPs", "0", "n/a"}]
@@ -122,7 +122,7 @@ def check_callbacks(callbacks: list[Any]) -> None:
 
 
 def sort_callbacks(callbacks: list[Any]) -> list[Any]:
-    """Return the callbacks in the order of their calls. Checkpoint callbacks come last."""
+    """Sort callbacks so that checkpoint callbacks are called last."""
     return sorted(callbacks, key=lambda callback: is_instance_of(callback, "Checkpoint"))
 
 
@@ -139,9 +139,9 @@ def add_model_callbacks(callbacks: list[Any], own: list[Any]) -> list[Any]:
 
 
 def resume_averaging(run: Run) -> None:
-    """Repeat on_train_epoch_start for StochasticWeightAveraging, so that it sets its scheduler.
+    """Call on_train_epoch_start again, so that StochasticWeightAveraging sets its scheduler.
 
-    The hook also changes learning rates and BatchNorm statistics, which are then restored.
+    The hook also changes learning rates and BatchNorm statistics. Afterwards, restore these.
     """
     callbacks = run.hooks.callbacks_of("StochasticWeightAveraging")
     if not (callbacks and run.plan.start.resumes and run.progress.is_in_epoch):
@@ -158,7 +158,7 @@ def resume_averaging(run: Run) -> None:
 
 
 def finish_averaging(run: Run) -> None:
-    """If a finished run is resumed, set the averaged weights again, as at the end of the run."""
+    """If a finished run is resumed, set the averaged weights again, as at its end."""
     if not run.plan.start.resumes:
         return
     callbacks = run.hooks.callbacks_of("WeightAveraging")

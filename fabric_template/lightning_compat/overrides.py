@@ -26,7 +26,7 @@ def overridden(part: Any, name: str) -> Callable | None:
 def is_instance_of(part: Any, *class_names: str) -> bool:
     """Return whether an object is an instance of a Lightning class with one of these names.
 
-    isinstance() would miss the same classes in the package ``pytorch_lightning``.
+    isinstance() would not recognize the same classes in the package ``pytorch_lightning``.
     """
     return any(base.__name__ in class_names for base in type(part).__mro__)
 

@@ -12,7 +12,7 @@ from lightning.pytorch.core.optimizer import LightningOptimizer
 
 
 def wrap_optimizer(optimizer: Any, strategy: Any) -> LightningOptimizer:
-    """Return an optimizer whose ``step`` goes through ``strategy.optimizer_step``.
+    """Return an optimizer whose ``step`` calls ``strategy.optimizer_step``.
 
     LightningOptimizer has no public setter for the strategy.
     """

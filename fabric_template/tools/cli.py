@@ -222,7 +222,7 @@ def run_command(name: str, argv: list[str]) -> int:
 
 
 def put_paths_first(argv: list[str]) -> list[str]:
-    """Move all paths to the front, because argparse accepts them only in one place."""
+    """Move all paths to the front, because argparse accepts paths only in one place."""
     paths: list[str] = []
     options: list[str] = []
     for previous, token in zip(["", *argv], argv, strict=False):
@@ -257,7 +257,7 @@ def complete_arguments(command: str, argv: list[str]) -> list[str]:
 
 
 def resolve_config(path: str) -> str:
-    """Return a config's path, or its text if package.module:Class must become a dotted path."""
+    """Return a config's path, or its text with package.module:Class as package.module.Class."""
     try:
         text = Path(path).read_text("utf-8")
     except (OSError, ValueError):
@@ -281,7 +281,7 @@ def resolve_token(token: str) -> str:
 
 
 def read_run(command: str, folder: Path, is_new_run: bool) -> dict[str, Any]:
-    """Return the options in a run's config.yaml, with its name and version to continue it."""
+    """Return the options in a run's config.yaml. To continue the run, add its name and version."""
     import yaml
 
     try:
@@ -341,7 +341,7 @@ def make_parser(name: str) -> ArgumentParser:
 def explain(parser: ArgumentParser, message: str) -> str:
     """Shorten a message from jsonargparse to one line that names the option."""
     text = " ".join(message.split())
-    # Ignore the case, because it differs between versions of jsonargparse.
+    # Ignore upper and lower case, which differ between versions of jsonargparse.
     if unknown := re.match(r"(?i)unrecognized arguments:.*?(--[\w.]+)", text):
         options = [option for action in parser._actions for option in action.option_strings]
         near = difflib.get_close_matches(unknown[1], options, n=1)
@@ -407,7 +407,7 @@ def record_classes(parser: ArgumentParser, settings: Namespace) -> dict[str, Any
 
 
 def record_class(part: Any, text: Any) -> Any:
-    """Convert an argument that YAML cannot hold to text, or leave it out if it is a default."""
+    """Write arguments that YAML cannot hold as text, or leave them out if they are defaults."""
     if not isinstance(part, dict):
         return part
     defaults = find_defaults(part["class_path"])

@@ -37,7 +37,7 @@ with record_training(recording, int(steps), stop=True):
 """
 Record = dict[str, Any]  # The recorded values of one optimizer step.
 
-# By quantity: the likely reason for a first difference in it, and the fix.
+# For each quantity, the likely reason for a first difference, and the fix.
 EXPLANATIONS = {
     "optimizer": (
         "the optimizers have different classes, or step in a different order",
@@ -120,7 +120,7 @@ def find_first_difference(*recordings: list[Record]) -> Comparison:
         for quantity in a["quantities"]:
             pairs = find_differences(quantity, a, b)
             if pairs:
-                # Recordings contain the norm and the digest of a tensor. Show only the norm.
+                # A recording contains the norm and the digest of each tensor. Show only the norm.
                 values = [value[0] if "norm" in quantity else value for value in pairs[0]]
                 reason, fix = explain(quantity, a, b, step)
                 return Comparison(min(lengths), step, quantity, tuple(values), reason, fix)
@@ -140,7 +140,7 @@ def compare_command(first: str, second: str, *, steps: int = 50) -> int:
 def find_differences(quantity: str, first: Record, second: Record) -> list[tuple[Any, Any]]:
     a, b = (record["quantities"].get(quantity, []) for record in (first, second))
     if quantity == "digest of a sample" and ({*a} <= {*b} or {*b} <= {*a}):
-        # One model may receive only the inputs, and the other one the targets, too.
+        # One model may receive only the inputs, and the other the inputs and the targets.
         return []
     if quantity == "batch size" and 0 in (*a, *b):
         # A batch size of 0 means that no module with parameters has received the batch.
@@ -331,7 +331,7 @@ class Recorder:
         self.weights = [fingerprint(p) for p in self.parameters]
 
     def after_step(self, optimizer: Any, args: Any, kwargs: Any) -> None:
-        """Record an optimizer step. After the last one to record, remove the hooks."""
+        """Record an optimizer step. Remove the hooks after the last recorded step."""
         if optimizer not in self.optimizers:
             self.optimizers.append(optimizer)
         self.steps.append(self.describe_step(optimizer))

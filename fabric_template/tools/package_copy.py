@@ -53,7 +53,7 @@ class Copy:
         return self.target if self.is_file else self.target / name
 
     def write(self, changes: Changes) -> None:
-        """Write or remove files. Replace the original files in the hidden folder."""
+        """Write or remove files, and replace the original files in the hidden folder."""
         for name, data in changes.items():
             write_file(self.path(name), data)
         for name in {*self.original, *self.upstream}:
@@ -89,7 +89,7 @@ def find_problem(target: Path) -> str:
     is_installed = spec is not None and spec.origin is not None
     if is_installed or name in (*sys.stdlib_module_names, __name__.partition(".")[0]):
         return f"which would hide the package {name}, expected another name"
-    # A package hides a module with the same name in the same folder.
+    # A package hides a module that has the same name and is in the same folder.
     other = target.with_suffix("" if target.suffix == ".py" else ".py")
     is_hidden = other.exists() and not target.exists()
     return f"next to {other.name}, expected another name" if is_hidden else ""

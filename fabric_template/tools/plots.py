@@ -30,7 +30,7 @@ DASHES = ("-", "--", "-.")
 # If there are more runs than colors and dashes, draw only the best runs in color.
 MOST_COLORED = len(PALETTE) * len(DASHES)
 NUM_BEST = 8
-# If no metrics are chosen, draw at most this many panels. That takes about a second.
+# If no metrics are chosen, draw at most this many panels, in about a second.
 MOST_PANELS = 18
 # The longest label of a panel, in characters. Longer names are cut at the start.
 LONGEST_LABEL = 28
@@ -89,7 +89,7 @@ def plot_logs(
 
 
 def prepare_runs(runs: list[Run], x: str | None, smooth: float | None) -> tuple[list[Run], str]:
-    """Return the runs that have rows, with an x column in their tables, and the x axis."""
+    """Return the runs that have rows, after preparing their tables, and the name of the x axis."""
     if smooth is not None and not 0 <= smooth < 1:
         raise ValueError(f"smooth: got {smooth}, expected at least 0 and below 1, such as 0.9.")
     # A run that was stopped before its first row has nothing to draw.
@@ -106,7 +106,7 @@ def prepare_runs(runs: list[Run], x: str | None, smooth: float | None) -> tuple[
 def draw_into(
     ax: Axes, runs: list[Run], metrics: list[Metric], x: str, smooth: float | None, log: bool
 ) -> Axes:
-    """Draw all lines into the given Axes, which choose the colors."""
+    """Draw all lines into the given Axes, in the colors that Matplotlib chooses."""
     for run in runs:
         for metric in metrics:
             draw_line(ax, run, metric, x, smooth, f"{run.label} {metric.column}".strip())
@@ -179,7 +179,7 @@ def load_runs(logs: Any, seeds: bool) -> list[Run]:
 
 
 def read_runs(path: Path, seeds: bool) -> list[Run]:
-    """Read runs from a file or folder. Combine runs of one name that differ only in the seed."""
+    """Read runs from a file or folder. Combine runs that differ only in the seed."""
     if not path.exists():
         raise ValueError(f"plot_logs: got {str(path)!r}, expected a folder or a CSV file.")
     runs: dict[str, Run] = {}
@@ -204,7 +204,7 @@ def read_runs(path: Path, seeds: bool) -> list[Run]:
 
 
 def make_tables(found: Sequence[Mapping[str, Any]]) -> list[pd.DataFrame]:
-    """Return a table for each run. Attach the run's file if it contains no other run."""
+    """Return a table for each run, with the run's file if that file contains no other run."""
     import pandas as pd
 
     files = Counter(run["file"] for run in found)
@@ -216,7 +216,7 @@ def make_tables(found: Sequence[Mapping[str, Any]]) -> list[pd.DataFrame]:
 
 
 def choose_x(tables: list[pd.DataFrame], x: str | None) -> str:
-    """Return the given x axis if a table has it. By default, choose one that all tables have."""
+    """Return the given x axis if a table has it, or by default an axis that all tables have."""
     if x is None:
         has = {axis: all(find_axis(table, axis) for table in tables) for axis in ("step", "epoch")}
         if has["step"] and any(map(is_step_based_table, tables)):
@@ -264,7 +264,7 @@ def read_steps(table: pd.DataFrame) -> pd.DataFrame:
         return table
     if not has_own_file:
         return steps
-    # If both files have a column, use the one in steps.csv, which has more rows.
+    # If a column is in both files, use steps.csv, which has more rows.
     others = table[["step", *table.columns.difference(steps.columns)]]
     return pd.concat([others, steps])
 
@@ -312,7 +312,7 @@ def find_metrics(runs: list[Run], x: str) -> tuple[list[Metric], list[Metric]]:
 
 
 def choose_metrics(runs: list[Run], x: str, wanted: Sequence[str] | None) -> list[Metric]:
-    """Return the metrics to draw, in the order losses, accuracies, others, learning rates."""
+    """Return the metrics to draw, starting with losses and accuracies."""
     columns, metrics = find_metrics(runs, x)
     names = ", ".join(metric.column for metric in columns)
     known = f"expected one of the columns {names or '(none)'}"
@@ -320,7 +320,7 @@ def choose_metrics(runs: list[Run], x: str, wanted: Sequence[str] | None) -> lis
     if wanted is not None:
         chosen = []
         for name in wanted:
-            # With Keras's columns "loss" and "val_loss", the name "loss" selects both.
+            # In a log of Keras, "loss" selects the columns "loss" and "val_loss".
             found = [metric for metric in metrics if name in (metric.quantity, metric.kind)]
             found = found or [metric for metric in columns if metric.column == name]
             found = [metric for metric in columns if metric.column == name and not found] or found
@@ -364,7 +364,7 @@ def name_line(metric: Metric, others: list[Metric]) -> str:
 
 
 def choose_colors(runs: list[Run], metrics: list[Metric]) -> None:
-    """Give each run a color and a dash pattern. With too many runs, color only the best ones."""
+    """Give each run a color and a dash pattern. With too many runs, color only the best runs."""
     colored = runs
     if len(runs) > MOST_COLORED:
         colored = rank_runs(runs, metrics)[:NUM_BEST]
@@ -459,7 +459,7 @@ def draw_line(ax: Axes, run: Run, metric: Metric, x: str, smooth: float | None, 
     elif metric.split == "test":
         style["linestyle"] = ":"
     if len(rows) > 1:
-        # Average the n-th rows of all seeds, because their times differ.
+        # Average the n-th rows of all seeds, because the times of these rows differ.
         groups = points.groupby(level=0)
         points, low, high = groups.mean(), groups["y"].min(), groups["y"].max()
         if metric.split != "train":
@@ -493,8 +493,8 @@ def has_raw_steps(table: pd.DataFrame, metric: Metric, x: str) -> bool:
 def average_steps(values: pd.Series) -> Any:
     """Return moving averages over at most 4 % of all points, and over fewer at the start.
 
-    An average covers at most the last quarter of the steps so far. Otherwise the high losses at
-    the start would raise it for a long time.
+    An average covers at most the last quarter of the steps so far. Otherwise high losses at the
+    start would raise the average for a long time.
     """
     import numpy as np
 

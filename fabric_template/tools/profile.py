@@ -1,4 +1,4 @@
-"""Measure the parts of a training step, and find settings that make it faster."""
+"""Measure the parts of a training step, and find settings that make steps faster."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ LIBRARIES = (f"{__package__.rpartition('.')[0]}.", "torch.", "lightning.", "torc
 
 @dataclass(frozen=True)
 class Profile:
-    """The median duration of each part of a step in ms, and settings that made the step faster."""
+    """The median duration of each part of a step in ms, and settings that made steps faster."""
 
     parts: dict[str, float]
     device: str
@@ -76,8 +76,8 @@ def profile(
 ) -> Profile:
     """Train a copy of the model for a few steps, time each part, and try faster settings.
 
-    The model, optimizers, callbacks, random generators and loaders stay unchanged. No files are
-    left over. Validation and callbacks do not run. The CSV logger is the only logger.
+    The model, optimizers, callbacks, random generators and loaders stay unchanged, and no files
+    remain. Validation and callbacks do not run. The CSV logger is the only logger.
 
     Args:
         loop: The loop with the training options.

@@ -39,7 +39,7 @@ def list_runs(
 
     `state` is "running", "finished", "interrupted" (or killed), "failed", or "unknown" for a run of
     Trainer. `changed` lists options that were set and differ between runs of the same name. It also
-    lists the settings in hparams= that all runs have, but with different values.
+    lists settings in hparams= that all runs have, but with different values.
 
     Args:
         folder: The folder of all logs, or a folder in it.
@@ -64,7 +64,7 @@ def list_runs(
 def find_runs(
     folder: str | os.PathLike[str], metric: str | None = None, mode: str | None = None
 ) -> list[Run]:
-    """Return every run of a file or below a folder, sorted by name and version."""
+    """Return all runs in a file or below a folder, sorted by name and version."""
     root = Path(os.path.abspath(folder))
     if not root.exists():
         raise ValueError(f"runs: got {str(folder)!r}, expected a folder. Write logs, for example.")
@@ -92,7 +92,7 @@ def find_runs(
 
 
 def differing_options(runs: Sequence[Run]) -> list[str]:
-    """Return the options that have been set and that differ between runs."""
+    """Return the options that differ between runs, except for options that were not set."""
     differing = []
     recorded = {name for run in runs for name in run["recorded"]}
     for option in dict.fromkeys(name for run in runs for name in run["options"]):
@@ -121,7 +121,7 @@ def is_set(run: Run, option: str) -> bool:
 
 
 def read_run(folder: Path, root: Path) -> Run:
-    """Read the run in a folder. Its name is relative to root."""
+    """Read the run in a folder, and name the run relative to root."""
     name, version = name_run(folder, root)
     run: Run = {
         "name": name,
@@ -137,7 +137,7 @@ def read_run(folder: Path, root: Path) -> Run:
 
 
 def read_files(path: Path, root: Path) -> list[Run]:
-    """Read the runs in a CSV file that any tool has written. It may contain several runs."""
+    """Read the runs in a CSV file that any tool has written. A file may contain several runs."""
     if path.name == "metrics.csv":
         return [read_run(path.parent, path.parent)]
     rows, names = read_rows(path)
@@ -205,7 +205,7 @@ def best_mode(metric: str, options: dict[str, Any]) -> str | None:
 
 
 def find_best(run: Run, metric: str | None = None, mode: str | None = None) -> dict[str, Any]:
-    """Find a metric's best value and its epoch. Both are None if its direction is unknown."""
+    """Find a metric's best value and epoch. Both are None if the metric's direction is unknown."""
     rows, metric = run["rows"], metric or choose_metric(run)
     found: Run = {
         "metric": metric,
@@ -233,7 +233,7 @@ def find_best(run: Run, metric: str | None = None, mode: str | None = None) -> d
 def read_rows(path: Path) -> tuple[Columns, list[str]]:
     """Return a CSV file's numeric columns, and for a file of several runs, the run of each row.
 
-    A damaged file has no columns. Reading with pandas would be much slower.
+    A damaged file has no columns. pandas is not used, because it is much slower.
     """
     columns: dict[str, list[Any]] = {}
     with warnings.catch_warnings(), suppress(OSError, ValueError):
@@ -250,7 +250,7 @@ def read_state(path: Path) -> str:
     """Read the state of a run from its lock file.
 
     While a run trains, its process locks the file. At the end, the process appends "finished",
-    "interrupted" or "failed". A killed run leaves an unlocked file without one of these.
+    "interrupted" or "failed". A killed run leaves an unlocked file without such a line.
     """
     if not path.is_file():
         return "unknown"
@@ -302,12 +302,12 @@ def find_recorded(about: dict[str, Any], options: dict[str, Any]) -> dict[str, A
                 known.append(options.get("learning_rate"))
             if entry not in known:
                 found[f"optimizer.{numbered}" if numbered in options else numbered] = entry
-    # The user's own settings take precedence over recorded entries of the same name.
+    # The user's own settings override recorded entries of the same name.
     return {name: entry for name, entry in found.items() if name not in options}
 
 
 def parse_section(text: str) -> Any:
-    """Parse a section of a YAML file. Cache its entries, because most are equal in all runs."""
+    """Parse a section of a YAML file. Entries are cached, because most are equal in all runs."""
     if not text.startswith("about:\n"):
         return parse_yaml(text)
     about: dict[str, Any] = {}
@@ -345,6 +345,6 @@ def read_options(folder: Path) -> tuple[dict[str, Any], dict[str, Any]]:
                 options |= {f"{prefix}{key}": entry for key, entry in entries.items()}
             if section == "hparams":
                 hparams |= entries
-    # A user's setting may have the name of an option. Use it if the option is not set.
+    # If one of the user's settings has the name of an option that is not set, use the setting.
     unset = [name for name in hparams if options[name] == DEFAULTS.get(name)]
     return options | {name: hparams[name] for name in unset}, about

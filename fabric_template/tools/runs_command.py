@@ -90,7 +90,7 @@ def format_table(rows: Sequence[Sequence[str]]) -> str:
 
 
 def wrap_table(rows: Sequence[Sequence[str]]) -> str:
-    """Align a table's columns. Wrap the last one at spaces if the table exceeds the terminal."""
+    """Align a table's columns. If the table is wider than the terminal, wrap the last column."""
     if not (sys.stdout.isatty() or "COLUMNS" in os.environ):
         return format_table(rows)
     widths = [max(map(len, column)) + 2 for column in zip(*rows, strict=True)]
@@ -181,7 +181,7 @@ def find_checkpoints(run: Run) -> list[Path]:
             epoch, step = checkpoint.get("epoch"), checkpoint.get("global_step")
         except (CheckpointError, OSError, ValueError):
             continue
-        # In its CSV file, Trainer counts steps from 0, so its number is one less.
+        # In Trainer's CSV file, the step number is one less, because Trainer counts from 0.
         is_same_step = run["best_step"] is None or step in (run["best_step"], run["best_step"] + 1)
         if epoch == run["best_epoch"] and is_same_step:
             found.append(path)

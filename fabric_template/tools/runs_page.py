@@ -21,11 +21,11 @@ if TYPE_CHECKING:
     import numpy as np
 
 TEMPLATE = Path(__file__).with_name("runs_page.html")
-# The page contains at most about this many points, which need a megabyte.
+# The page contains at most about this many points, which take up a megabyte.
 MOST_POINTS = 60_000
 # The number of panels in the row above the table.
 MOST_MAIN = 3
-# The first options get their own columns, unless one of their values exceeds LONGEST_VALUE.
+# The first options have their own columns, unless a value is longer than LONGEST_VALUE.
 MOST_OPTIONS = 8
 LONGEST_VALUE = 24
 
@@ -126,7 +126,7 @@ def list_values(runs: Sequence[Run], option: str) -> list[str]:
 
 
 def make_cell(column: str, value: Any, order: Any) -> str:
-    """Return a table cell. A number, even one written as text, determines the sort order."""
+    """Return a table cell. Numbers, even those written as text, determine the sort order."""
     text = "" if value is None else str(value)
     shown = f"{value:.6g}" if isinstance(value, float) else text
     number = math.nan
@@ -225,7 +225,7 @@ def thin_curves(curves: list[dict[str, Any]]) -> list[int] | None:
 
 
 def thin(values: np.ndarray, most: int) -> list[int]:
-    """Return the indices of at most `most` values: the smallest and largest of each section."""
+    """Return the indices of at most `most` values, which include each section's extremes."""
     import numpy as np
 
     if len(values) <= most:

@@ -19,10 +19,10 @@ from lightning.pytorch.utilities.data import extract_batch_size
 
 from .step_benchmark import PARTS, Choice, copy_options, time_steps
 
-# Keep a setting only if each of the ROUNDS trials with it is faster than each trial without it, by
-# the factor MIN_GAIN.
+# Keep a setting only if the slowest of its ROUNDS trials beats the fastest trial without it by the
+# factor MIN_GAIN.
 MIN_GAIN, ROUNDS = 1.03, 3
-TIME_LIMIT = 120.0  # Seconds after which a trial counts as hung.
+TIME_LIMIT = 120.0  # A trial that takes more seconds counts as hung.
 
 # For each setting, the values to try, and the code to write for a chosen value.
 SETTINGS: dict[str, tuple[tuple[Any, ...], str]] = {
@@ -104,7 +104,7 @@ def measure(loop: Any, parts: dict[str, Any], seconds: float, choice: Choice) ->
 
 
 def choose_settings(trial: Callable[[Choice], float], names: Iterable[str]) -> tuple[Choice, float]:
-    """Try one setting after another. Return those that help, and their combined speed-up."""
+    """Try one setting after another. Return the faster settings and their combined speed-up."""
     choice: Choice = {}
     for name in names:
         for value in SETTINGS[name][0]:
@@ -118,7 +118,7 @@ def choose_settings(trial: Callable[[Choice], float], names: Iterable[str]) -> t
 
 
 def compare(trial: Callable[[Choice], float], before: Choice, after: Choice) -> float:
-    """Time two sets of settings in turn. Return the speed-up, or 0.0 if it may be noise."""
+    """Time two sets of settings in turn. Return the speed-up, or 0.0 if noise may explain it."""
     slow: list[float] = []
     fast: list[float] = []
     for _ in range(ROUNDS):
@@ -179,7 +179,7 @@ class LearningRateRamp:
                 group["lr"] = self.rates[-1]
 
     def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, *batch: Any) -> None:
-        """Record the loss. Stop if it is not finite, or far above the lowest loss."""
+        """Record the loss. Stop if the loss is not finite, or far above the lowest loss."""
         self.losses.append(float(outputs["loss"] if isinstance(outputs, dict) else outputs))
         lowest = min(self.losses)
         limit = lowest + 4 * max(abs(lowest), self.losses[0] - lowest)
@@ -188,7 +188,7 @@ class LearningRateRamp:
 
 
 def save_curve(rates: list[float], losses: list[float], path: Path) -> float | None:
-    """Plot the smoothed loss to a file. Return the learning rate at which it falls fastest."""
+    """Plot the smoothed loss to a file. Return the learning rate of the loss's steepest descent."""
     from pandas import DataFrame
 
     curve = DataFrame({"loss": losses}, index=rates).rolling(9, center=True, min_periods=1).mean()
