@@ -437,7 +437,7 @@ def test_random_generators_of_a_module_resume_only_in_the_same_loop():
     _, expected, _ = fit("MiniLoop", "whole", 4, make_module=Noisy)
     for kind, other in itertools.permutations(LOOPS):
         fit(kind, kind, 2, make_module=Noisy)
-        with pytest.raises(ValueError, match=f"Use {kind}|Continue it with {kind}"):
+        with pytest.raises(ValueError, match=f"Use {kind}|Resume it with {kind}"):
             fit(other, kind, 4, make_module=lambda: Noisy(8), resume="last")
     _, module, _ = fit("MiniLoop", "MiniLoop", 4, make_module=lambda: Noisy(8), resume="last")
     assert_same_weights(expected.net, module.net)
