@@ -18,7 +18,7 @@ import numpy as np
 import pytest
 import torch
 from hypothesis import settings
-from interpreter import end, ready_python
+from interpreter import end, forking_python
 from ports import free_port
 
 # Variables of the user that would change tests: settings of git, of launchers and of the terminal.
@@ -77,7 +77,7 @@ def pytest_sessionfinish():
 
 
 @pytest.fixture(scope="session", autouse=True)
-def frozen():
+def freeze_collector():
     """Exclude the imported modules from garbage collections, which would look at half a million objects."""
     gc.collect()
     gc.freeze()
@@ -86,7 +86,7 @@ def frozen():
 
 
 @pytest.fixture(scope="session", autouse=True)
-def one_thread():
+def use_one_thread():
     before = torch.get_num_threads()
     torch.set_num_threads(1)  # Sums have one order, so that results are equal bit for bit.
     yield
@@ -94,7 +94,7 @@ def one_thread():
 
 
 @pytest.fixture(scope="session", autouse=True)
-def own_temporary_files(tmp_path_factory):
+def use_temporary_folder(tmp_path_factory):
     """Make `tempfile` use a folder of pytest, for examples in docstrings and for processes of torch."""
     folder = str(tmp_path_factory.mktemp("tmp"))
     with pytest.MonkeyPatch.context() as session:
@@ -104,7 +104,7 @@ def own_temporary_files(tmp_path_factory):
 
 
 @pytest.fixture(scope="session", autouse=True)
-def quick_disk():
+def skip_fsync():
     """Do not wait for the disk. No test cuts the power: tests/faults simulates what would be lost."""
     with pytest.MonkeyPatch.context() as session:
         session.setattr("os.fsync", lambda descriptor: None)
@@ -112,7 +112,7 @@ def quick_disk():
 
 
 @pytest.fixture(autouse=True)
-def own_folder(monkeypatch, tmp_path):
+def run_in_temporary_folder(monkeypatch, tmp_path):
     """Run each test in its own folder, and check that it writes nothing in the repository."""
     before = _repository_names()
     monkeypatch.chdir(tmp_path)
@@ -125,7 +125,7 @@ def own_folder(monkeypatch, tmp_path):
 
 
 @pytest.fixture(autouse=True)
-def own_environment():
+def restore_environment():
     """Restore the environment variables, which seed_everything and Lightning's launchers set."""
     before = dict(os.environ)
     yield
@@ -135,14 +135,14 @@ def own_environment():
 
 
 @pytest.fixture(autouse=True)
-def own_ports(monkeypatch, own_environment):
+def use_free_ports(monkeypatch, restore_environment):
     """Give each test ports that no other process gets."""
     monkeypatch.setattr("lightning.fabric.plugins.environments.lightning.find_free_network_port", free_port)
     os.environ["STANDALONE_PORT"] = str(free_port())
 
 
 @pytest.fixture(autouse=True)
-def own_random_numbers():
+def seed_random_numbers():
     """Seed each test, so that its numbers do not depend on the tests before it."""
     random.seed(0)
     np.random.seed(0)
@@ -150,7 +150,7 @@ def own_random_numbers():
 
 
 @pytest.fixture(autouse=True)
-def torch_as_found():
+def check_torch_state():
     """Check that a test restores torch's modes. Restore the settings that a run keeps, such as deterministic=True."""
     deterministic = torch.are_deterministic_algorithms_enabled()
     warn_only = torch.is_deterministic_algorithms_warn_only_enabled()
@@ -177,7 +177,7 @@ def torch_as_found():
 
 
 @pytest.fixture(autouse=True)
-def signals_as_found():
+def check_signal_handlers():
     before = {number: signal.getsignal(number) for number in SIGNALS}
     yield
     changed = [number for number, handler in before.items() if signal.getsignal(number) != handler]
@@ -192,11 +192,11 @@ def signals_as_found():
 def quick_spawn(monkeypatch):
     """Make multiprocessing spawn processes that have imported torch and Lightning."""
     resource_tracker.ensure_running()  # It is spawned, too, and outlives the test.
-    monkeypatch.setattr("multiprocessing.spawn._python_exe", os.fsencode(ready_python()))
+    monkeypatch.setattr("multiprocessing.spawn._python_exe", os.fsencode(forking_python()))
 
 
 @pytest.fixture(autouse=True)
-def figures_closed():
+def close_figures():
     yield
     pyplot = sys.modules.get("matplotlib.pyplot")  # Not imported only to close figures.
     if pyplot is not None:

@@ -7,7 +7,7 @@ import pytest
 import torch
 from lightning.pytorch.callbacks import Callback, ModelCheckpoint
 from modules import Classifier, make_loader, quiet, run_trainer
-from runs import Snapshots, assert_same_end, fit, logs_of, loud, same, tree, val_loader
+from runs import Snapshots, assert_same_end, fit, logs_of, same, tree, val_loader, with_files
 
 from fabric_template import FabricLoop, MiniLoop
 
@@ -46,7 +46,7 @@ def test_fit_keeps_the_same_best_checkpoints_as_trainer(tmp_path, mode, top_k):
     saver = loop.checkpoint_callback
     assert saver.best_model_score == callback.best_model_score
     assert torch.load(saver.best_model_path, weights_only=True)["global_step"] == (14 if mode == "min" else 16)
-    reader = FabricLoop(**loud(tmp_path / "loop"), mode=mode)
+    reader = FabricLoop(**with_files(tmp_path / "loop"), mode=mode)
     reader.validate(Classifier(), val_loader(), load="best", verbose=False)
     assert reader.ckpt_path == saver.best_model_path
 

@@ -12,7 +12,7 @@ from lightning.fabric import Fabric
 from lightning.fabric.plugins.io.torch_io import TorchCheckpointIO
 from lightning.pytorch.callbacks import ModelCheckpoint
 from modules import Classifier, make_loader
-from runs import Plain, fit, loud, same, tree, val_loader, weights_of
+from runs import Plain, fit, same, tree, val_loader, weights_of, with_files
 from torch import nn
 
 from fabric_template import FabricLoop
@@ -135,7 +135,7 @@ def test_load_reads_weights_saved_by_torch_and_fabric(tmp_path, layout):
     weights = {key: torch.full_like(value, 0.5) for key, value in net.state_dict().items()}
     path = tmp_path / "w.pt"
     _save_plainly(layout, weights, path)
-    loop = FabricLoop(**loud(max_epochs=0, logger=False, enable_checkpointing=False))
+    loop = FabricLoop(**with_files(max_epochs=0, logger=False, enable_checkpointing=False))
     loop.fit(net, make_loader(), load=path, optimizer=torch.optim.SGD(net.parameters(), 0.1),
              training_step=lambda net, batch: net(batch[0]).sum())  # fmt: skip
     assert same(dict(net.state_dict()), weights)

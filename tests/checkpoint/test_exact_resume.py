@@ -17,7 +17,7 @@ import torch
 import torchmetrics
 from lightning.pytorch.callbacks import Callback, ModelCheckpoint
 from resume_loaders import LOADERS, PERSISTENT, Endless, loader, seeded, tensors, with_sampler
-from runs import Snapshots, assert_same_end, logs_of, loud, source_of, tree
+from runs import Snapshots, assert_same_end, logs_of, python_command, tree, with_files
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset, random_split
 
@@ -228,7 +228,7 @@ def test_a_run_killed_by_sigkill_resumes_exactly(tmp_path, name):
             f" fit({str(tmp_path / 'cut')!r}, LOADERS[{name!r}], resume='auto', callbacks=[Kills('on_train_batch_end',"
             f" {batch})], **{options})"
         )
-        assert subprocess.run(source_of(code, __file__)).returncode == -signal.SIGKILL
+        assert subprocess.run(python_command(code, __file__)).returncode == -signal.SIGKILL
     resumed = fit(tmp_path / "cut", LOADERS[name], resume="auto", seed=99, **options)
     assert_same(whole, resumed, tmp_path / "whole", tmp_path / "cut")
 
@@ -261,7 +261,7 @@ class Data(pl.LightningDataModule):
 def test_resume_restores_the_state_of_callbacks_and_datamodules(tmp_path):
     for max_epochs, resume in ((1, None), (3, "last")):
         counts, data = Counts(), Data()
-        loop = FabricLoop(**loud(tmp_path), max_epochs=max_epochs, callbacks=[counts])
+        loop = FabricLoop(**with_files(tmp_path), max_epochs=max_epochs, callbacks=[counts])
         loop.fit(Net(), data, resume=resume)
     assert (counts.count, data.count) == (18, 2)
 
@@ -330,7 +330,12 @@ class RandomSplit(pl.LightningDataModule):
 
 @pytest.mark.parametrize("batch", [3, 8])
 def test_a_random_validation_split_is_the_same_after_a_resume(tmp_path, batch):
-    options = {**loud(tmp_path / "whole"), "max_epochs": 4, "check_val_every_n_epoch": 2, "num_sanity_val_steps": 0}
+    options = {
+        **with_files(tmp_path / "whole"),
+        "max_epochs": 4,
+        "check_val_every_n_epoch": 2,
+        "num_sanity_val_steps": 0,
+    }
     options |= {"save_every_n_steps": 1, "seed": 3}
     ends = []
     for root, resume in ((tmp_path / "whole", None), (tmp_path / str(batch), "last")):

@@ -9,9 +9,9 @@ from pathlib import Path
 
 import pytest
 import torch
-from externally import externally
 from lightning.pytorch.callbacks import Callback, ModelCheckpoint
 from modules import Classifier
+from processes import run_processes
 from runs import Plain, assert_same_end, fit, logs_of, tree, val_loader
 
 from fabric_template import list_runs, read_logs
@@ -226,7 +226,7 @@ def test_the_first_checkpoint_removes_the_files_of_the_replaced_run(tmp_path):
 @pytest.mark.parametrize("step", [3, 9, 10, 11])
 def test_resume_auto_works_after_a_new_run_in_an_old_version_was_killed(tmp_path, step):
     fit(tmp_path, Plain, max_epochs=2, version=0, **BEST, save_top_k=2)
-    codes, errors = externally(kill_new_run, str(tmp_path), step, ranks=1, is_launched=False)
+    codes, errors = run_processes(kill_new_run, str(tmp_path), step, ranks=1, is_launched=False)
     assert codes == [-signal.SIGKILL], errors
     loop, *_ = fit(tmp_path, Plain, max_epochs=2, version=0, resume="auto", seed=7)
     assert loop.global_step == 20

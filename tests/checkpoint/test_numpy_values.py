@@ -8,7 +8,7 @@ import pytest
 import torch
 from lightning.pytorch.callbacks import Callback
 from modules import Classifier, assert_same_weights, make_loader, quiet
-from runs import fit, loud, same
+from runs import fit, same, with_files
 from torch.optim import lr_scheduler as schedulers
 
 from fabric_template import FabricLoop
@@ -200,7 +200,7 @@ def test_trainer_resumes_a_checkpoint_with_numpy_values(tmp_path, optimizers):
 
 
 def test_loop_save_and_load_keep_numpy_values(tmp_path):
-    loop, net = FabricLoop(**loud(tmp_path)), torch.nn.Linear(2, 2)
+    loop, net = FabricLoop(**with_files(tmp_path)), torch.nn.Linear(2, 2)
     optimizer = sgd(net, np.float32(0.1))
     state = {"net": net, "optimizer": optimizer, "errors": np.arange(3.0), "best": np.float64(1)}
     loop.save(tmp_path / "a.ckpt", state)

@@ -10,7 +10,7 @@ import pytest
 import torch
 from lightning.pytorch.callbacks import Callback, ModelCheckpoint
 from modules import Classifier, assert_same_weights, make_loader
-from runs import Snapshots, assert_same_end, fit, logs_of, loud, val_loader
+from runs import Snapshots, assert_same_end, fit, logs_of, val_loader, with_files
 from torch import nn
 from torch.nn.utils import prune
 
@@ -391,7 +391,7 @@ def test_a_datamodule_is_restored_before_its_loaders_are_reloaded(tmp_path):
 
     def run(root, **arguments):
         pl.seed_everything(arguments.pop("seed", 1), verbose=False)
-        options = loud(root, max_epochs=4, reload_dataloaders_every_n_epochs=2, **arguments.pop("options", {}))
+        options = with_files(root, max_epochs=4, reload_dataloaders_every_n_epochs=2, **arguments.pop("options", {}))
         module, loop = Classifier(), FabricLoop(**options)
         return loop, module, loop.fit(module, datamodule=Data(), **arguments)
 

@@ -13,7 +13,7 @@ import yaml
 from lightning.pytorch.callbacks import Callback, EarlyStopping
 from lightning.pytorch.loggers.logger import Logger, rank_zero_experiment
 from modules import Classifier, make_loader, quiet
-from runs import Plain, assert_same_end, fit, logs_of, loud, same, tree, val_loader, weights_of, without_time
+from runs import Plain, assert_same_end, fit, logs_of, same, tree, val_loader, weights_of, with_files, without_time
 from torch import nn
 
 from fabric_template import list_runs
@@ -90,7 +90,7 @@ def test_log_every_n_steps_selects_the_rows_of_steps_csv(tmp_path, every, steps)
 
 
 def test_each_fit_gets_a_new_version(tmp_path):
-    loop = FabricLoop(**loud(tmp_path, max_epochs=1))
+    loop = FabricLoop(**with_files(tmp_path, max_epochs=1))
     for version in (0, 1):
         loop.fit(Known(), four())
         assert loop.log_dir.endswith(f"version_{version}")

@@ -4,7 +4,7 @@ import pytest
 import torch
 from lightning.pytorch.callbacks import Callback
 from modules import Classifier, assert_same_weights
-from runs import fit, loud, same
+from runs import fit, same, with_files
 from torch import nn
 from torch.optim.swa_utils import AveragedModel
 
@@ -74,7 +74,7 @@ def data():
 
 def train(root, make, max_epochs, **start):
     net = make()
-    loop = FabricLoop(**loud(root, max_epochs=max_epochs))
+    loop = FabricLoop(**with_files(root, max_epochs=max_epochs))
     optimizer = torch.optim.SGD(net.parameters(), lr=0.1, momentum=0.9)
     loop.fit(net, data(), optimizer=optimizer, training_step=step, validation_step=step, **start)
     return net
@@ -100,7 +100,7 @@ def test_a_run_resumes_with_another_wrapper_around_the_model(tmp_path, before, a
     train(tmp_path / "parts", SHAPES[before], 1)
     resumed = train(tmp_path / "parts", SHAPES[after], 2, resume="last")
     assert same(values(resumed), values(whole))
-    loop = FabricLoop(**loud(tmp_path / "other"))
+    loop = FabricLoop(**with_files(tmp_path / "other"))
     path = tmp_path / "parts/checkpoints/run/version_0/last.ckpt"
     net = SHAPES[after]()
     loop.validate(net, data(), load=path, validation_step=step)
@@ -169,7 +169,7 @@ def test_load_accepts_each_usual_checkpoint_layout(tmp_path, key):
     torch.save({key: weights, "epoch": 3} if key else weights, tmp_path / "w.pt")
     net = nn.DataParallel(make_net())
     nn.init.zeros_(net.module[0].weight)
-    FabricLoop(**loud(tmp_path)).validate(net, data(), load=tmp_path / "w.pt", validation_step=step)
+    FabricLoop(**with_files(tmp_path)).validate(net, data(), load=tmp_path / "w.pt", validation_step=step)
     assert same(values(net), dict(weights))
 
 

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from interpreter import ready
+from interpreter import fork_command
 
 from fabric_template.tools.package_copy import copy_command
 
@@ -55,7 +55,7 @@ print("trained")
 def run(code, folder):
     environment = {**os.environ, "CUDA_VISIBLE_DEVICES": "", "MPLBACKEND": "Agg", "OMP_NUM_THREADS": "1"}
     environment.pop("PYTHONPATH", None)
-    command = ready([sys.executable, "-c", BLOCK + code])
+    command = fork_command([sys.executable, "-c", BLOCK + code])
     return subprocess.run(command, capture_output=True, text=True, cwd=folder, env=environment)
 
 

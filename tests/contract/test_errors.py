@@ -6,7 +6,7 @@ import pytest
 import torch
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 from modules import Classifier, make_loader
-from runs import Plain, fit, loud, tree, val_loader
+from runs import Plain, fit, tree, val_loader, with_files
 from torch import nn
 
 from fabric_template import FabricLoop
@@ -30,7 +30,7 @@ def check_error(kind, message, call, root):
 
 
 def fitting(root, *args, options=None, **given):
-    loop = FabricLoop(**loud(root, max_epochs=1, **(options or {})))
+    loop = FabricLoop(**with_files(root, max_epochs=1, **(options or {})))
     return lambda: loop.fit(*args, **given)
 
 
@@ -137,7 +137,7 @@ def test_a_damaged_or_mismatched_checkpoint_is_refused(tmp_path, argument):
 def test_load_accepts_a_plain_state_dict(tmp_path):
     trained = Classifier()
     torch.save(trained.state_dict(), tmp_path / "w.pt")
-    loop = FabricLoop(**loud(tmp_path, max_epochs=1, limit_train_batches=0))
+    loop = FabricLoop(**with_files(tmp_path, max_epochs=1, limit_train_batches=0))
     model = Classifier()
     loop.fit(model, make_loader(), load=tmp_path / "w.pt")
     assert all(map(torch.equal, trained.parameters(), model.parameters()))
@@ -181,7 +181,7 @@ class FetchesInObject(Plain):
     [("fit", "training"), ("validate", "validation"), ("test", "test"), ("predict", "predict")],
 )
 def test_a_step_method_with_dataloader_iter_is_refused(tmp_path, make, stage, step):
-    loop, name = FabricLoop(**loud(tmp_path, max_epochs=1)), f"{step}_step"
+    loop, name = FabricLoop(**with_files(tmp_path, max_epochs=1)), f"{step}_step"
     message = f"{name}: got the argument dataloader_iter, expected a batch. Write {name}(self, batch, batch_idx)."
     check_error(TypeError, message, lambda: getattr(loop, stage)(make(), make_loader()), tmp_path)
 

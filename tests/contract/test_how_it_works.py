@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from interpreter import ready
+from interpreter import fork_command
 
 from fabric_template import FabricLoop
 from fabric_template.demos.digits import DigitsClassifier, DigitsData
@@ -280,6 +280,6 @@ def test_each_documented_change_edits_at_most_two_files_and_works(title, tmp_pat
     assert 1 <= len(changed) <= 2
     code = START.replace("NAME", copy.name) + CHECKS[title]
     environment = {**os.environ, "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1", "PYTHONPATH": str(tmp_path)}
-    command = ready([sys.executable, "-c", code])
+    command = fork_command([sys.executable, "-c", code])
     ended = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path, env=environment)
     assert ended.returncode == 0, ended.stderr[-3000:]

@@ -20,9 +20,9 @@ import pandas as pd
 import pytest
 import torch
 import torchmetrics
-from externally import externally
-from interpreter import ready
+from interpreter import fork_command
 from modules import Classifier, assert_same_weights, by_epoch, by_step, make_data, make_loader, run_trainer, sgd
+from processes import run_processes
 from runs import Plain, same, val_loader
 from test_parity_plain import CASES as PLAIN
 from test_parity_plain import EPOCHS, LEVELS, loss_of, make_net, plain
@@ -563,7 +563,7 @@ def train_until(rank, step):
 def test_a_killed_and_resumed_run_ends_with_the_same_weights_and_rows():
     _, expected, rows = fit("MiniLoop", "whole", 4)
     for step, code in ((5, -signal.SIGKILL), (17, -signal.SIGKILL), (25, -signal.SIGKILL), (None, 0)):
-        codes, errors = externally(train_until, step, ranks=1, is_launched=False)
+        codes, errors = run_processes(train_until, step, ranks=1, is_launched=False)
         assert codes == [code], errors
     torch.testing.assert_close(torch.load("end.pt", weights_only=True), expected.state_dict(), rtol=0, atol=0)
     # The run that was killed before its first checkpoint has left its folder.
@@ -622,7 +622,7 @@ def test_two_processes_train_the_same_weights_as_trainer_and_resume():
     options = {"max_epochs": 2, "devices": 2, "accumulate_grad_batches": 2, "num_sanity_val_steps": 0}
     _, expected = run_trainer(Ranked, make_loader, val_loader, strategy="ddp_fork", **options)
     for arguments in ((2, None, "whole"), (1, None, "parts"), (2, "last", "parts")):
-        codes, errors = externally(train_ranked, *arguments, ranks=2)
+        codes, errors = run_processes(train_ranked, *arguments, ranks=2)
         assert codes == [0, 0], errors
     for name in ("whole", "parts"):
         found = torch.load(f"{name}.pt", weights_only=True)
@@ -658,7 +658,7 @@ def train_on_uneven_streams(rank):
 @pytest.mark.filterwarnings("ignore:train_dataloaders. the streams")
 def test_an_epoch_ends_when_the_shortest_stream_ends():
     """The processes would wait forever for the batches of the other one. A resume is exact."""
-    codes, errors = externally(train_on_uneven_streams, ranks=2, timeout=90)
+    codes, errors = run_processes(train_on_uneven_streams, ranks=2, timeout=90)
     assert codes == [0, 0], errors
 
 
@@ -825,7 +825,7 @@ def resume_changed_loop(rank, name, ranks):
 @pytest.mark.parametrize("ranks", [1, 2])
 @pytest.mark.parametrize("name", CHANGES)
 def test_an_edited_copy_of_mini_py_resumes_within_an_epoch(name, ranks):
-    codes, errors = externally(resume_changed_loop, name, ranks, ranks=ranks)
+    codes, errors = run_processes(resume_changed_loop, name, ranks, ranks=ranks)
     assert codes == [0] * ranks, errors
 
 
@@ -842,7 +842,7 @@ def train_with_rule_of_one_process(rank):
 
 @pytest.mark.usefixtures("quick_spawn")
 def test_all_processes_end_an_accumulation_window_together():
-    codes, errors = externally(train_with_rule_of_one_process, ranks=2)
+    codes, errors = run_processes(train_with_rule_of_one_process, ranks=2)
     assert codes == [0, 0], errors
     (step, weights), (other_step, other_weights) = (torch.load(f"{rank}.pt", weights_only=True) for rank in (0, 1))
     assert step == other_step == 3
@@ -884,7 +884,7 @@ def test_mini_py_works_as_a_single_file_and_in_a_notebook_cell(tmp_path):
     Path("my_own_loop.py").write_bytes(FILE.read_bytes())
     options = {"capture_output": True, "text": True, "env": {**os.environ, "PYTHONPATH": str(tmp_path)}}
     for how in ("from my_own_loop import MiniLoop", "exec(open('my_own_loop.py').read())"):
-        done = subprocess.run(ready([sys.executable, "-c", ALONE.format(how=how)]), **options)
+        done = subprocess.run(fork_command([sys.executable, "-c", ALONE.format(how=how)]), **options)
         assert "well\n" in done.stdout, done.stderr
 
 

@@ -10,10 +10,10 @@ import lightning.pytorch as pl
 import numpy as np
 import pytest
 import torch
-from externally import externally
 from lightning.fabric import Fabric
 from lightning.fabric.plugins import MixedPrecision
 from modules import assert_same_weights, make_data, make_loader, sgd
+from processes import run_processes
 from torch import nn
 from torch.nn.functional import cross_entropy
 from torch.optim.lr_scheduler import ReduceLROnPlateau, StepLR
@@ -284,7 +284,7 @@ def fit_in_process(rank, name, step, accumulated):
 @OF_LOOP
 @pytest.mark.parametrize(("step", "accumulated"), [(backward_twice, 1), (backward_twice, 2), (adversarial, 1)])
 def test_a_step_that_calls_backward_is_refused_in_two_processes(name, step, accumulated):
-    codes, errors = externally(fit_in_process, name, step, accumulated, ranks=2)
+    codes, errors = run_processes(fit_in_process, name, step, accumulated, ranks=2)
     assert codes == [0, 0], errors
 
 
@@ -298,7 +298,7 @@ def fit_with_own_backward_in_one_process(rank, own_step):
 @pytest.mark.parametrize("own_step", [backward_twice, adversarial])
 def test_a_step_that_calls_backward_in_one_of_two_processes_is_refused(own_step):
     """The check of the first step does not wait for the process without a backward pass."""
-    codes, errors = externally(fit_with_own_backward_in_one_process, own_step, ranks=2, timeout=120)
+    codes, errors = run_processes(fit_with_own_backward_in_one_process, own_step, ranks=2, timeout=120)
     assert codes == [0, 0], errors
 
 

@@ -10,7 +10,7 @@ import lightning.pytorch as pl
 import pytest
 import torch
 from modules import make_data, quiet
-from runs import loud, same
+from runs import same, with_files
 from torch import nn
 from torch.nn.functional import cross_entropy
 from torch.nn.utils import parametrizations
@@ -552,7 +552,7 @@ def test_each_loop_resumes_a_run_of_the_other(tmp_path, first, name):
 def train_in_two_processes(name, root):
     model, given = make_model(name)
     options = {"devices": 2, "strategy": "ddp_fork", "max_epochs": 2, "num_sanity_val_steps": 0}
-    FabricLoop(**loud(root, **options)).fit(model, *make_loaders(), **given)
+    FabricLoop(**with_files(root, **options)).fit(model, *make_loaders(), **given)
     return model
 
 
@@ -574,7 +574,7 @@ def test_two_processes_save_the_trained_weights(tmp_path, monkeypatch, name):
     model = train_in_two_processes(name, tmp_path)
     saved = torch.load(next(tmp_path.rglob("last.ckpt")), weights_only=True)["state_dict"]
     other, given = make_model(name)
-    loaded = FabricLoop(**loud(tmp_path / "validate"))
+    loaded = FabricLoop(**with_files(tmp_path / "validate"))
     path, functions = next(tmp_path.rglob("last.ckpt")), {"validation_step": step} if given else {}
     loaded.validate(other, make_loaders()[1], load=path, verbose=False, **functions)
     assert len(saved) > 3
@@ -618,7 +618,7 @@ def test_two_processes_refuse_parameters_created_in_hooks(tmp_path, monkeypatch,
     ids=["list", "nested", "optimizer"],
 )
 def test_save_and_load_refuse_modules_inside_containers(tmp_path, method, state, place):
-    loop, path = FabricLoop(**loud(tmp_path)), tmp_path / "mine.ckpt"
+    loop, path = FabricLoop(**with_files(tmp_path)), tmp_path / "mine.ckpt"
     with pytest.raises(TypeError, match=f"^loop.{method}: got {place}, expected modules and optimizers as values"):
         getattr(loop, method)(path, state)
     assert not path.exists()
@@ -626,7 +626,7 @@ def test_save_and_load_refuse_modules_inside_containers(tmp_path, method, state,
 
 @pytest.mark.parametrize("make", [mlp, compiled, Tied, Complex, lambda: nn.ModuleList([mlp(), mlp()])])
 def test_load_restores_the_modules_and_optimizers_of_save(tmp_path, make):
-    loop, path = FabricLoop(**loud(tmp_path)), tmp_path / "mine.ckpt"
+    loop, path = FabricLoop(**with_files(tmp_path)), tmp_path / "mine.ckpt"
     torch.manual_seed(1)
     net, other = make(), make()
     values = {"epoch": 3, "numbers": [1, {"a": (2.0, "b")}]}

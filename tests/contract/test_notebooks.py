@@ -10,7 +10,7 @@ from unittest import mock
 
 import nbformat
 import pytest
-from interpreter import ready, ready_python
+from interpreter import fork_command, forking_python
 from nbclient import NotebookClient
 
 REPOSITORY = Path(__file__).resolve().parents[2]
@@ -24,7 +24,7 @@ def execute(notebook, folder, timeout=900):
     """Run every cell in a new kernel of this Python, and return the executed copy."""
     spec = folder / "jupyter" / "kernels" / KERNEL / "kernel.json"
     spec.parent.mkdir(parents=True)
-    argv = ready([sys.executable, "-m", "ipykernel_launcher", "-f", "{connection_file}"])
+    argv = fork_command([sys.executable, "-m", "ipykernel_launcher", "-f", "{connection_file}"])
     spec.write_text(json.dumps({"argv": argv, "display_name": KERNEL, "language": "python"}))
     work = folder / "work"
     work.mkdir()
@@ -36,7 +36,7 @@ def execute(notebook, folder, timeout=900):
         "CUDA_VISIBLE_DEVICES": "",
         "OMP_NUM_THREADS": "1",
         "MPLBACKEND": "module://matplotlib_inline.backend_inline",
-        "READY_PYTHON": ready_python(),
+        "FORKING_PYTHON": forking_python(),
     }
     options = {"kernel_name": KERNEL, "timeout": timeout, "resources": {"metadata": {"path": str(work)}}}
     with mock.patch.dict(os.environ, private):

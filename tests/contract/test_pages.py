@@ -22,9 +22,9 @@ import pytest
 import sklearn.datasets  # noqa: F401
 import torch
 import yaml
-from externally import externally
-from interpreter import ready, ready_python
+from interpreter import fork_command, forking_python
 from lightning_utilities.core.imports import RequirementCache
+from processes import run_processes
 
 from fabric_template import FabricLoop, MiniLoop
 from fabric_template.config import LoopConfig
@@ -132,7 +132,7 @@ def test_every_python_block_of_the_documentation_runs(page, tmp_path):
         for line, source in blocks(text, "python")
         if not missing & set(re.findall(r"^(?:import|from) (\w+)", source, re.M))
     ]
-    codes, errors = externally(run_page, page, sources, CHECKS.get(page, "True"), ranks=1, is_launched=False)
+    codes, errors = run_processes(run_page, page, sources, CHECKS.get(page, "True"), ranks=1, is_launched=False)
     assert codes == [0], errors[0][-3000:]
 
 
@@ -192,8 +192,8 @@ def compare_scripts(folder, **scripts):
     for name, script in scripts.items():
         (folder / f"{name}.py").write_text(START + script)
     command = [sys.executable, "-m", "fabric_template", "compare", "old.py", "new.py"]
-    environment = {**ENVIRONMENT, "READY_PYTHON": ready_python()}
-    done = subprocess.run(ready(command), capture_output=True, text=True, cwd=folder, env=environment)
+    environment = {**ENVIRONMENT, "FORKING_PYTHON": forking_python()}
+    done = subprocess.run(fork_command(command), capture_output=True, text=True, cwd=folder, env=environment)
     assert done.returncode == 0, done.stderr
     return done.stdout
 
@@ -312,7 +312,7 @@ def test_no_web_address_is_a_placeholder():
 def test_logging_and_plots_md_names_the_files_of_a_run(tmp_path):
     short = ["--limit_train_batches", "2", "--max_epochs", "2", "--log_every_n_steps", "1"]
     command = [sys.executable, "-m", "fabric_template", "fit", *short]
-    done = subprocess.run(ready(command), capture_output=True, text=True, cwd=tmp_path, env=ENVIRONMENT)
+    done = subprocess.run(fork_command(command), capture_output=True, text=True, cwd=tmp_path, env=ENVIRONMENT)
     assert done.returncode == 0, done.stderr
     tree = next(source for _, source in blocks(PAGES["docs/logging-and-plots.md"], "text"))
     named = {line.split()[0].replace("<name>", "digits").replace("<n>", "0") for line in tree.splitlines()}

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 from modules import Classifier, make_loader
-from runs import loud, val_loader
+from runs import val_loader, with_files
 
 from fabric_template import FabricLoop, MiniLoop
 from fabric_template.checkpoint.checkpoint_io import read_checkpoint
@@ -17,7 +17,7 @@ PAIRS = list(itertools.product(LOOPS, repeat=2))
 
 
 def train(kind, epochs, resume=None, model=Classifier, load=None, **options):
-    options = loud(max_epochs=epochs, **options)
+    options = with_files(max_epochs=epochs, **options)
     if kind == "MiniLoop":
         del options["enable_progress_bar"], options["enable_model_summary"]
     loop = LOOPS[kind](**options)

@@ -9,7 +9,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from externally import externally
+from processes import run_processes
 
 from fabric_template import FabricLoop
 from fabric_template.config import LoopArguments, document_fields
@@ -36,7 +36,7 @@ def test_help_of_fabric_loop_explains_each_option():
 def test_ipython_completes_and_explains_the_options():
     pytest.importorskip("IPython.core.interactiveshell")
     # A shell changes the prompts of its process for good.
-    codes, output = externally(complete, ranks=1, is_launched=False)
+    codes, output = run_processes(complete, ranks=1, is_launched=False)
     assert codes == [0], output
 
 

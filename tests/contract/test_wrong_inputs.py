@@ -13,7 +13,7 @@ from lightning.fabric import Fabric
 from lightning.pytorch import Trainer
 from lightning.pytorch.callbacks import EarlyStopping
 from modules import Classifier, make_data, make_loader
-from runs import Plain, loud, tree
+from runs import Plain, tree, with_files
 from torch import nn
 from torch.optim.lr_scheduler import ReduceLROnPlateau, StepLR
 from torch.utils.data import DataLoader
@@ -29,7 +29,7 @@ OTHER_KINDS = {"accelerator_missing": ModuleNotFoundError, "optimizer_two": Runt
 
 def options(**given):
     """A loop with a wrong option."""
-    return lambda root: FabricLoop(**{**loud(root), **given})
+    return lambda root: FabricLoop(**{**with_files(root), **given})
 
 
 def fit(*args, **given):
@@ -37,7 +37,7 @@ def fit(*args, **given):
 
     def call(root):
         model, *loaders = args or (Plain(),)
-        FabricLoop(**loud(root, max_epochs=1)).fit(model, *(loaders or [make_loader()]), **given)
+        FabricLoop(**with_files(root, max_epochs=1)).fit(model, *(loaders or [make_loader()]), **given)
 
     return call
 
@@ -51,7 +51,7 @@ def fit_functions(**given):
     def call(root):
         net = nn.Linear(8, 3)
         right = {"training_step": training_step, "optimizer": SGD(net.parameters(), lr=0.1)}
-        FabricLoop(**loud(root, max_epochs=1)).fit(net, make_loader(), **{**right, **given})
+        FabricLoop(**with_files(root, max_epochs=1)).fit(net, make_loader(), **{**right, **given})
 
     return call
 
@@ -68,7 +68,7 @@ def with_method(**methods):
     def call(root):
         val = make_loader() if "validation_step" in methods else None
         model = type("Own", (Plain,), methods)()
-        FabricLoop(**loud(root, max_epochs=1)).fit(model, make_loader(), val)
+        FabricLoop(**with_files(root, max_epochs=1)).fit(model, make_loader(), val)
 
     return call
 
@@ -78,14 +78,14 @@ def call_of(name, *args, model=Plain, **given):
 
     def call(root):
         made = [make_loader() if arg == "loader" else arg for arg in args]
-        getattr(FabricLoop(**loud(root)), name)(model(), *made, **given)
+        getattr(FabricLoop(**with_files(root)), name)(model(), *made, **given)
 
     return call
 
 
 def level_1(function):
     """A method of a loop of one's own with a wrong argument."""
-    return lambda root: function(FabricLoop(**loud(root)), root)
+    return lambda root: function(FabricLoop(**with_files(root)), root)
 
 
 def file(name, content, argument="resume"):
@@ -182,9 +182,9 @@ CASES = {
     "epochs_positional": lambda root: FabricLoop(10),
     "fabric_and_precision": lambda root: FabricLoop(Fabric(accelerator="cpu"), precision="bf16-mixed"),
     "root_number": options(default_root_dir=3),
-    "root_file": lambda root: FabricLoop(**loud(Path("file.txt").write_text("x") and "file.txt", max_epochs=1)).fit(
-        Plain(), make_loader()
-    ),
+    "root_file": lambda root: FabricLoop(
+        **with_files(Path("file.txt").write_text("x") and "file.txt", max_epochs=1)
+    ).fit(Plain(), make_loader()),
     "root_url": options(default_root_dir="s3://bucket/runs"),
     "log_every_float": options(log_every_n_steps=0.5),
     "sanity": options(num_sanity_val_steps=-2),
@@ -290,7 +290,7 @@ CASES = {
     "load_whole_model": file("w.pt", lambda path: torch.save(nn.Linear(8, 3), path), argument="load"),
     "load_json": file("w.json", json.dumps({"w": 1}).encode(), argument="load"),
     # ---- validate, test and predict
-    "validate_nothing": lambda root: FabricLoop(**loud(root)).validate(),
+    "validate_nothing": lambda root: FabricLoop(**with_files(root)).validate(),
     "validate_without_loader": call_of("validate"),
     "validate_dataset": call_of("validate", make_data()),
     "validate_load_auto": call_of("validate", "loader", load="auto"),

@@ -8,7 +8,7 @@ import pytest
 import torch
 from device import DEVICE, ON, PRECISIONS, Drawing, Still, fused_adam, on_device, val_on_device
 from modules import Classifier, assert_same_weights, by_epoch, make_loader, quiet
-from runs import fit, same, source_of, val_loader
+from runs import fit, python_command, same, val_loader
 from torch import nn
 
 from fabric_template import FabricLoop, MiniLoop, profile
@@ -92,7 +92,7 @@ class Fails(Drawing):
 
 fit({str(tmp_path)!r}, Fails, on_device, max_epochs=1, save_every_n_steps=2, **ON)
 """
-    done = subprocess.run(source_of(code, __file__), capture_output=True, text=True, timeout=120, cwd=tmp_path)
+    done = subprocess.run(python_command(code, __file__), capture_output=True, text=True, timeout=120, cwd=tmp_path)
     assert done.returncode == 1
     last = [line for line in done.stderr.splitlines() if "CUDA error" in line and "Error:" in line]
     assert "device-side assert triggered" in last[-1], done.stderr
@@ -151,7 +151,7 @@ from device import *
 from runs import *
 fit({str(tmp_path / "ddp")!r}, Still, on_device, max_epochs=1, strategy="ddp", **ON)
 """
-    done = subprocess.run(source_of(code, __file__), capture_output=True, text=True, timeout=120, cwd=tmp_path)
+    done = subprocess.run(python_command(code, __file__), capture_output=True, text=True, timeout=120, cwd=tmp_path)
     assert done.returncode == 0, done.stderr
     _, module, _ = fit(tmp_path / "one", Still, on_device, max_epochs=1, **ON)
     file = next((tmp_path / "ddp").rglob("last.ckpt"))

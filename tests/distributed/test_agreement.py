@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 import torch
 from clock import Clock
-from externally import externally
 from modules import Classifier, by_step, make_data, quiet
+from processes import run_processes
 from runs import fit, same, val_loader
 from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 
@@ -108,11 +108,11 @@ def test_processes_that_find_different_checkpoints_raise_the_same_error(argument
     fit("one", Classifier, max_epochs=1, devices=2, **FORK)
     Path("empty").mkdir()
     shutil.copytree("one", "same")
-    codes, errors = externally(resume_in, ["one", "empty"], arguments)
+    codes, errors = run_processes(resume_in, ["one", "empty"], arguments)
     assert codes == [1, 1]
     for error in errors:
         assert "CheckpointError: resume: the processes have found different checkpoints" in error
-    codes, errors = externally(resume_in, ["one", "same"], arguments)
+    codes, errors = run_processes(resume_in, ["one", "same"], arguments)
     assert codes == [0, 0]
     assert all("ended at step 10" in error for error in errors)
 
@@ -125,7 +125,7 @@ def start_alone(rank, arguments):
     "arguments", [{"resume": "missing.ckpt"}, {"resume": "last"}, {"load": "missing.ckpt"}], ids=str
 )
 def test_a_single_launched_process_refuses_a_missing_checkpoint(arguments):
-    codes, errors = externally(start_alone, arguments, ranks=1)
+    codes, errors = run_processes(start_alone, arguments, ranks=1)
     assert codes == [1]
     assert "MissingCheckpointError" in errors[0]
 

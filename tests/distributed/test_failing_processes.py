@@ -7,10 +7,10 @@ from pathlib import Path
 
 import pytest
 import torch
-from externally import externally
 from lightning.fabric.strategies import DDPStrategy, ModelParallelStrategy
 from modules import Classifier, make_loader, sgd
-from runs import loud
+from processes import run_processes
+from runs import with_files
 
 from fabric_template import FabricLoop
 from fabric_template.checkpoint.checkpoint_io import read_checkpoint
@@ -56,7 +56,7 @@ def train(rank, name, mode):
     signals.SECONDS_BETWEEN_CHECKS = 0
     warnings.simplefilter("ignore")
     strategy = DDPStrategy() if mode == "ddp" else ModelParallelStrategy(shard, 2, 1)
-    loop = FabricLoop(**loud(".", devices=2, max_epochs=2, seed=1, save_every_n_steps=2), strategy=strategy)
+    loop = FabricLoop(**with_files(".", devices=2, max_epochs=2, seed=1, save_every_n_steps=2), strategy=strategy)
     loop.fit(Fails(EVENTS[name][0]), make_loader(40))
 
 
@@ -66,7 +66,7 @@ def train(rank, name, mode):
 )
 def test_all_processes_end_if_one_fails(name, mode):
     _, expected, text, step = EVENTS[name]
-    codes, errors = externally(train, name, mode, timeout=100)
+    codes, errors = run_processes(train, name, mode, timeout=100)
     assert tuple(codes) == expected, errors
     assert text in errors[1]
     checkpoint = read_checkpoint(LAST)

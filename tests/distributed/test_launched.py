@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 import torch
-from externally import externally
 from modules import Classifier, by_step, make_loader, quiet
+from processes import run_processes
 from runs import fit, logs_of, same, val_loader
 from torch.distributed import TCPStore
 
@@ -69,10 +69,10 @@ def agent():
 
 def test_processes_that_torchrun_restarts_resume_exactly(agent):
     """After a SIGKILL torchrun restarts both: the same bits and rows as of a run that was not killed."""
-    codes, errors = externally(train, "killed", True, agent=agent)
+    codes, errors = run_processes(train, "killed", True, agent=agent)
     assert codes == [1, -signal.SIGKILL]
     assert "Connection closed by peer" in errors[0] or "reset by peer" in errors[0]
-    assert externally(train, "killed", False, agent=agent)[0] == [0, 0]
+    assert run_processes(train, "killed", False, agent=agent)[0] == [0, 0]
     train(None, "whole", False, strategy="ddp_fork", devices=2)
     assert logs_of("killed") == logs_of("whole")
     last = [

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from interpreter import ready, ready_python
+from interpreter import fork_command, forking_python
 from ports import free_port
 
 from fabric_template.checkpoint.checkpoint_io import read_checkpoint
@@ -72,7 +72,7 @@ TORCHRUN = [*PYTHON, "-m", "torch.distributed.run", "--standalone", "--nproc_per
 )
 def test_the_same_script_trains_under_every_launcher(launcher, strategy, ranks):
     environment = {**os.environ, "PYTHONPATH": str(REPOSITORY), "OMP_NUM_THREADS": "1"}
-    environment["READY_PYTHON"] = ready_python()  # for the processes that it starts
+    environment["FORKING_PYTHON"] = forking_python()  # for the processes that it starts
     if launcher is FABRIC:
         launcher = [*FABRIC, f"--main-port={free_port()}"]  # the default port is fixed; two suites would share it
     for attempt in ("first", "second"):
@@ -80,7 +80,7 @@ def test_the_same_script_trains_under_every_launcher(launcher, strategy, ranks):
         os.chdir(attempt)
         Path("lit.py").write_text(LIT)
         Path("script.py").write_text(SCRIPT)
-        command = ready([*launcher, "script.py", strategy])
+        command = fork_command([*launcher, "script.py", strategy])
         done = subprocess.run(command, capture_output=True, text=True, env=environment)
         # On a busy machine a thread of gloo may fail at the interpreter's exit, after all is done. See
         # https://github.com/pytorch/pytorch/pull/179291

@@ -5,9 +5,9 @@ import sys
 
 import pytest
 import torch
-from externally import externally
 from modules import Classifier, make_loader, quiet
 from ports import free_port
+from processes import run_processes
 from runs import fit, logs_of, same
 from torch import distributed
 
@@ -61,7 +61,7 @@ def train(rank, start, port, calls=1):
 
 @pytest.mark.parametrize("start", STARTS)
 def test_a_loop_with_default_options_joins_an_existing_process_group(start):
-    codes, errors = externally(train, start, free_port(), is_launched=False)
+    codes, errors = run_processes(train, start, free_port(), is_launched=False)
     assert codes == [0, 0], errors
     assert [f"size 2 rank {rank} {rank} 0" in errors[rank] for rank in range(2)] == [True, True]
     fit("expected", lambda: Classifier(sync_dist=True), make_loader, max_epochs=2, strategy="ddp_fork", devices=2)
@@ -92,7 +92,7 @@ def start_nothing(rank, port):
 def test_a_second_loop_uses_the_process_group_of_the_first(start):
     """An evaluation may run in one process, but a training in each process would be silent."""
     is_launched = start is start_nothing
-    codes, errors = externally(train_twice, start, free_port(), is_launched=is_launched)
+    codes, errors = run_processes(train_twice, start, free_port(), is_launched=is_launched)
     assert codes == [0, 0], errors
     for error in errors:
         assert "size 2\nalone 1\n" in error
@@ -146,5 +146,5 @@ def make_loop_of_rank_5(rank):
 
 
 def test_a_loop_joins_a_process_group_of_several_machines():
-    codes, errors = externally(make_loop_of_rank_5, ranks=1, is_launched=False)
+    codes, errors = run_processes(make_loop_of_rank_5, ranks=1, is_launched=False)
     assert codes == [0], errors

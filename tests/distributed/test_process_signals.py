@@ -6,8 +6,8 @@ import sys
 import time
 
 import pytest
-from externally import externally
 from modules import Classifier
+from processes import run_processes
 from runs import fit, val_loader
 
 pytestmark = pytest.mark.skipif(sys.platform == "win32", reason="signals end programs differently there")
@@ -58,7 +58,7 @@ def set_up(rank, strategy, *hit):
 )
 def test_a_signal_to_one_process_before_training_stops_both(hook, rank, number):
     """One of them gets it; the other would wait for it, or end with an error of gloo's."""
-    codes, errors = externally(set_up, "ddp", hook, rank, number)
+    codes, errors = run_processes(set_up, "ddp", hook, rank, number)
     assert codes == [CODES[number]] * 2, errors
     assert "trains" not in "".join(errors)
 
@@ -69,7 +69,7 @@ def test_a_signal_to_one_process_before_training_stops_both(hook, rank, number):
 )
 def test_a_signal_before_training_ends_all_forked_processes(who, hook, number):
     """The script that has forked them gets it, or one of them: the script ends so, and nobody stays."""
-    (code,), (error,) = externally(set_up, who, hook, 0, number, ranks=1, is_launched=False)
+    (code,), (error,) = run_processes(set_up, who, hook, 0, number, ranks=1, is_launched=False)
     assert code == CODES[number], error
     assert "trains" not in error
     assert "went on" not in error

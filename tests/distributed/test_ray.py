@@ -9,7 +9,7 @@ from pathlib import Path
 import pandas
 import pytest
 import torch
-from externally import externally
+from processes import run_processes
 
 from fabric_template import FabricLoop
 from fabric_template.demos.digits import DigitsClassifier, DigitsData
@@ -97,7 +97,7 @@ def runs(tmp_path_factory):
     with pytest.MonkeyPatch.context() as patch:
         patch.chdir(folder)
         Path("torchrun").mkdir()
-        codes, errors = externally(train_without_ray)
+        codes, errors = run_processes(train_without_ray)
     assert codes == [0, 0], errors
     return folder
 

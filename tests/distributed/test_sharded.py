@@ -11,10 +11,10 @@ from pathlib import Path
 import lightning.pytorch as pl
 import pytest
 import torch
-from externally import externally
 from lightning.fabric.strategies import ModelParallelStrategy
 from modules import Classifier, by_epoch, make_loader, quiet, sgd
-from runs import Snapshots, copied, loud, same
+from processes import run_processes
+from runs import Snapshots, copy_on_rank_0, same, with_files
 from torch import nn
 from torch.nn.functional import cross_entropy
 
@@ -64,7 +64,7 @@ def trained(strategy, make, seed=1, root=None, resume=None, validates=True, give
     """Train a model. Returns whole weights and optimizer states, the metrics, the loop and the model."""
     pl.seed_everything(seed, verbose=False)
     model = make()
-    options = {"devices": 2, "max_epochs": 2, **(quiet() if root is None else loud(root)), **options}
+    options = {"devices": 2, "max_epochs": 2, **(quiet() if root is None else with_files(root)), **options}
     loop = FabricLoop(strategy=strategy, **options)
     pl.seed_everything(1, verbose=False)
     loop.fit(model, train(), val() if validates else None, resume=resume, **(given or {}))
@@ -189,7 +189,7 @@ def against_ddp(rank):
 
 def test_fsdp2_trains_the_same_weights_as_ddp():
     """The norm of all gradients is summed in another order. Gradients are reduced once in an accumulation window."""
-    codes, errors = externally(against_ddp)
+    codes, errors = run_processes(against_ddp)
     assert codes == [0, 0], errors
     for rank in range(2):
         found = torch.load(f"found{rank}.pt", weights_only=True)
@@ -230,7 +230,7 @@ def in_tensor_parallel(rank):
 
 def test_tensor_parallelism_trains_the_same_weights_as_one_process():
     """Both processes get the same samples, and train the weights of a single process."""
-    codes, errors = externally(in_tensor_parallel)
+    codes, errors = run_processes(in_tensor_parallel)
     assert codes == [0, 0], errors
     one, other = (torch.load(f"found{rank}.pt", weights_only=True) for rank in range(2))
     assert same(one, other)
@@ -253,7 +253,7 @@ def log_gradient_norms(rank):
 
 def test_log_grad_norm_covers_all_shards():
     """A norm is that of all shards together."""
-    codes, errors = externally(log_gradient_norms)
+    codes, errors = run_processes(log_gradient_norms)
     assert codes == [0, 0], errors
     trained("auto", Seeing, root="alone", devices=1, log_grad_norm=True, log_every_n_steps=1, max_epochs=1)
     norms = {}
@@ -288,7 +288,7 @@ def refused(rank):
 
 
 def test_parameters_that_are_not_sharded_are_refused():
-    codes, errors = externally(refused)
+    codes, errors = run_processes(refused)
     assert codes == [0, 0], errors
     forgotten, nothing, other = torch.load("found1.pt", weights_only=True)
     assert "the unsharded parameter 'net.3.weight' in each of the 2 data-parallel processes" in forgotten
@@ -314,17 +314,17 @@ def save_and_resume(rank):
     full = trained(fsdp(), Adam, root="full", callbacks=[Snapshots("full", "snaps")], **SAVING)
     found = {}
     for batches in (5, 9):  # At the end of an epoch, and in the middle of the next one.
-        root = copied(rank, f"snaps/{batches}", f"from{batches}")
+        root = copy_on_rank_0(rank, f"snaps/{batches}", f"from{batches}")
         again = trained(fsdp(), Adam, seed=5, root=root, resume="auto", **SAVING)
         found[f"{batches}"] = same(again[:3], full[:3]), again[3].global_step
     strategies = {"fsdp": fsdp, "ddp": lambda: "ddp", "whole": lambda: fsdp(save_distributed_checkpoint=False)}
     first = None
     for name, make in strategies.items():  # Another strategy continues the same run.
-        root = copied(rank, "full", f"to_{name}")
+        root = copy_on_rank_0(rank, "full", f"to_{name}")
         now = trained(make(), Adam, seed=5, root=root, resume="last", **{**SAVING, "max_epochs": 4})
         first = first or now
         found[name] = same(now[:3], first[:3]), now[3].global_step
-    root = copied(rank, "to_ddp", "back")
+    root = copy_on_rank_0(rank, "to_ddp", "back")
     back = trained(fsdp(), Adam, seed=5, root=root, resume="last", **{**SAVING, "max_epochs": 5})
     found["back"] = back[3].global_step
     torch.save(found, f"found{rank}.pt")
@@ -332,7 +332,7 @@ def save_and_resume(rank):
 
 def test_sharded_checkpoints_resume_exactly():
     """Resume exactly, also in mid-epoch, and read the file with DDP and with one process."""
-    codes, errors = externally(save_and_resume)
+    codes, errors = run_processes(save_and_resume)
     assert codes == [0, 0], errors
     for rank in range(2):
         found = torch.load(f"found{rank}.pt", weights_only=True)
@@ -351,7 +351,7 @@ def test_sharded_checkpoints_resume_exactly():
     assert set(small["state_dict"].values()) == {"sharded"}
     verify_shards(last, small[SHARDS_KEY])
     model = Adam()
-    (alone,) = FabricLoop(**loud("full")).validate(model, val(), load="last", verbose=False)
+    (alone,) = FabricLoop(**with_files("full")).validate(model, val(), load="last", verbose=False)
     assert alone["val_loss"] > 0
     net = read_checkpoint(Path("to_ddp", HOME, "last.ckpt"))["state_dict"]
     assert {name: value.shape for name, value in net.items()} == {n: v.shape for n, v in model.state_dict().items()}
@@ -360,7 +360,7 @@ def test_sharded_checkpoints_resume_exactly():
     shard = last.with_name("last.ckpt.step=15") / "__0_0.distcp"
     shard.unlink()
     with pytest.warns(UserWarning, match="has None bytes.* Using the previous checkpoint instead"):
-        (loop := FabricLoop(**loud("full"))).validate(model, val(), load="last", verbose=False)
+        (loop := FabricLoop(**with_files("full"))).validate(model, val(), load="last", verbose=False)
     assert Path(loop.ckpt_path).name == "best.ckpt"
 
 
@@ -397,7 +397,7 @@ def fill_the_disk(rank):
 
 
 def test_the_old_checkpoint_stays_if_a_process_cannot_write_its_shards():
-    codes, errors = externally(fill_the_disk)
+    codes, errors = run_processes(fill_the_disk)
     assert codes == [0, 0], errors
     for rank in range(2):
         assert "process 1: " in Path(f"error{rank}").read_text()

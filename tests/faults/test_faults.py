@@ -6,14 +6,14 @@ import sys
 from pathlib import Path
 
 import pytest
-from interpreter import ready
+from interpreter import fork_command
 
 FOLDER = Path(__file__).parent
 
 
 def run(script, *options):
     """Return (figures, standard error) of a script that has to end without a loss."""
-    command = ready([sys.executable, str(FOLDER / f"{script}.py"), *map(str, options)])
+    command = fork_command([sys.executable, str(FOLDER / f"{script}.py"), *map(str, options)])
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
     figures = json.loads(done.stdout.splitlines()[-1])

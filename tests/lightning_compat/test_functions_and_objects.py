@@ -13,7 +13,7 @@ from lightning.pytorch.callbacks import (
     WeightAveraging,
 )
 from modules import assert_same_weights, make_data
-from runs import loud, same
+from runs import same, with_files
 from torch import nn
 from torch.nn.functional import cross_entropy
 
@@ -80,7 +80,7 @@ class Lit(Steps, pl.LightningModule):
 
 def fit(kind, resume=None, **options):
     """Train at one level. Return (loop, the model given to fit, its net)."""
-    loop = FabricLoop(**loud(**{"max_epochs": 2, "logger": False, **options}))
+    loop = FabricLoop(**with_files(**{"max_epochs": 2, "logger": False, **options}))
     model = make_net() if kind == "functions" else kind()
     given = {}
     if kind == "functions":
@@ -120,7 +120,7 @@ def test_a_new_loop_evaluates_with_given_step_functions():
     _, net, _ = fit("functions", name="stages")
     _, val = make_loaders()
     loss, acc = by_hand(net, val)
-    fresh = FabricLoop(**loud(name="stages", logger=False))
+    fresh = FabricLoop(**with_files(name="stages", logger=False))
     options = {"load": "last", "verbose": False}
     result = fresh.validate(make_net(), val, validation_step=loss_and_acc, **options)
     assert result == [pytest.approx({"val_loss": loss, "val_acc": acc})]

@@ -9,7 +9,7 @@ import pytest
 import torch
 from lightning.pytorch.plugins.io import AsyncCheckpointIO
 from modules import Classifier, make_loader
-from runs import fit, loud, tree, val_loader
+from runs import fit, tree, val_loader, with_files
 
 from fabric_template import FabricLoop
 from fabric_template.errors import CheckpointError, ConfigurationTypeError
@@ -45,7 +45,7 @@ def test_ckpt_path_is_an_alias_of_load_in_validate_test_and_predict(trained, cal
 
 @pytest.mark.parametrize("kind", [pl.Trainer, FabricLoop])
 def test_ckpt_path_last_without_a_checkpoint_starts_a_new_run(tmp_path, kind):
-    loop = kind(**loud(tmp_path, max_epochs=1, logger=False))
+    loop = kind(**with_files(tmp_path, max_epochs=1, logger=False))
     with pytest.warns(UserWarning, match=r'\.fit\(ckpt_path="last"\) is set, but there is no last checkpoint avail'):
         loop.fit(Classifier(), make_loader(), val_loader(), ckpt_path="last", weights_only=None)
     assert loop.global_step == 10

@@ -13,7 +13,7 @@ from pathlib import Path
 import nbformat
 import pytest
 from clock import DURATION
-from interpreter import ready
+from interpreter import fork_command
 from lightning.pytorch.callbacks import TQDMProgressBar
 from modules import Classifier, make_loader
 from nbclient import NotebookClient
@@ -259,7 +259,7 @@ def runs_of(text):
 
 
 def test_a_log_file_contains_the_printed_table(tmp_path):
-    command = ready([sys.executable, "-c", f"import warnings; warnings.simplefilter('ignore')\n{SCRIPT}"])
+    command = fork_command([sys.executable, "-c", f"import warnings; warnings.simplefilter('ignore')\n{SCRIPT}"])
     done = subprocess.run(command, cwd=tmp_path, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
     assert runs_of(done.stdout) == {name: lines + ENDS.get(name, "") for name, lines in LINES.items()}
 

@@ -4,7 +4,7 @@ import pytest
 import torch
 import yaml
 from modules import Classifier, make_loader
-from runs import fit, loud, tree
+from runs import fit, tree, with_files
 
 from fabric_template.loggers import run_config
 from fabric_template.loop import FabricLoop
@@ -31,7 +31,7 @@ def test_config_yaml_names_the_objects_that_yaml_cannot_represent(tmp_path):
     class Profiler:
         pass
 
-    loop = FabricLoop(**loud(tmp_path, max_epochs=1, max_time="00:01:00:00", default_root_dir=tmp_path))
+    loop = FabricLoop(**with_files(tmp_path, max_epochs=1, max_time="00:01:00:00", default_root_dir=tmp_path))
     loop.recipe |= {"profiler": Profiler(), "callbacks": [Profiler(), Profiler()]}
     loop.fit(Classifier(), make_loader())
     found = yaml.safe_load((tmp_path / FILE).read_text())

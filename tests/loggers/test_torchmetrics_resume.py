@@ -3,7 +3,7 @@
 import pytest
 import torch
 import torchmetrics
-from runs import RecordByKey, loud, same
+from runs import RecordByKey, same, with_files
 from torch import nn
 from torchmetrics import aggregation, classification, regression, wrappers
 
@@ -112,7 +112,7 @@ def answers_of(table, resume=None):
     torch.manual_seed(1)
     module = Measures(table)
     callbacks = [] if resume else [Saves()]
-    loop = FabricLoop(**loud(max_epochs=2, logger=False, save_last=False, callbacks=callbacks))
+    loop = FabricLoop(**with_files(max_epochs=2, logger=False, save_last=False, callbacks=callbacks))
     module.trainer = loop
     loop.fit(module, TensorLoader(torch.ones(3, 1)), resume=resume)
     return module.answers
@@ -162,7 +162,7 @@ def test_a_validation_metric_is_saved_only_after_the_validation():
 
     def train(max_epochs, resume=None):
         torch.manual_seed(1)
-        loop = FabricLoop(**loud(max_epochs=max_epochs, num_sanity_val_steps=0, callbacks=[Saves()]))
+        loop = FabricLoop(**with_files(max_epochs=max_epochs, num_sanity_val_steps=0, callbacks=[Saves()]))
         loaders = TensorLoader(torch.ones(3, 1)), TensorLoader(torch.ones(2, 1))
         return loop.fit(Evaluated(), *loaders, resume=resume)["val_best"].tolist()
 

@@ -1,6 +1,6 @@
 """Start Python commands quickly, by forking a process that has imported torch and Lightning.
 
-`ready([sys.executable, "-c", code])` returns a command with the same effect. It starts a small client, which asks a
+`fork_command([sys.executable, "-c", code])` returns a command with the same effect. It starts a small client, which asks a
 server to fork. The fork gets the client's streams, folder, variables and arguments, runs the code as `__main__`,
 and exits as Python does. The client forwards signals. If the client is killed, the fork is killed. The server has
 imported nothing of the package and nothing of the tests.
@@ -38,7 +38,7 @@ def can_fork_server():
         return False
 
 
-def ready(command):
+def fork_command(command):
     """Return a command with the same effect that forks the server, or the command itself if that is not possible."""
     if command[1][0] == "-" and command[1] not in ("-c", "-m", *OPTIONS) or not can_fork_server():
         return command
@@ -46,7 +46,7 @@ def ready(command):
     return [sys.executable, "-I", "-S", __file__, "ask", _folder(), *map(str, command[1:])]
 
 
-def ready_python():
+def forking_python():
     """Return an executable file that does the same, for code that starts `sys.executable`."""
     path = os.path.join(_folder(), "python") if can_fork_server() else sys.executable
     return path if os.access(path, os.X_OK) else sys.executable  # Temporary folders may be mounted with noexec.
@@ -218,7 +218,7 @@ def become(base, arguments, folder, variables):
         torch.default_generator.seed()
     os.chdir(folder)
     os.environ.clear()
-    sys.executable = variables.get("READY_PYTHON", sys.executable)
+    sys.executable = variables.get("FORKING_PYTHON", sys.executable)
     os.environ.update(variables)
     sys.orig_argv = [sys.executable, *arguments]
     sys.dont_write_bytecode = bool(variables.get("PYTHONDONTWRITEBYTECODE"))

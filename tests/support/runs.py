@@ -9,7 +9,7 @@ import sys
 from pathlib import Path
 
 import torch
-from interpreter import ready
+from interpreter import fork_command
 from lightning.pytorch import seed_everything
 from lightning.pytorch.callbacks import Callback
 from modules import Classifier, make_loader
@@ -23,7 +23,7 @@ logging.getLogger("lightning.fabric").setLevel(logging.ERROR)
 TIMES = ["time", "waiting", "gpu_memory", "samples_per_second"]
 
 
-def loud(root=".", **options):
+def with_files(root=".", **options):
     """Return options by which a loop writes its files and prints nothing."""
     return {
         "accelerator": "cpu",
@@ -39,7 +39,7 @@ def fit(root, make_module=Classifier, train=None, val=None, seed=1, resume=None,
     seed_everything(seed, verbose=False)
     module = make_module()
     loaders = (train or make_loader)(), (val() if val else None)
-    loop = FabricLoop(**loud(root, **options))
+    loop = FabricLoop(**with_files(root, **options))
     history = loop.fit(module, *loaders, resume=resume, load=load, **(given(module) if given else {}))
     return loop, module, history
 
@@ -142,13 +142,13 @@ class Snapshots(Callback):
             shutil.copytree(self.root, self.to / str(batches))
 
 
-def source_of(code, file=__file__):
+def python_command(code, file=__file__):
     """Return a command that runs code in a new Python, which can import the tests' modules and those beside `file`."""
     path = [str(Path(__file__).parent), str(Path(__file__).parents[2]), str(Path(file).parent)]
-    return ready([sys.executable, "-c", f"import sys; sys.path[:0] = {path!r}\n{code}"])
+    return fork_command([sys.executable, "-c", f"import sys; sys.path[:0] = {path!r}\n{code}"])
 
 
-def copied(rank, source, target):
+def copy_on_rank_0(rank, source, target):
     """Copy a folder, in a run of several processes."""
     torch.distributed.barrier()
     if rank == 0:

@@ -4,9 +4,9 @@ import re
 
 import pytest
 import torch
-from interpreter import ready_python
+from interpreter import forking_python
 from modules import Classifier, make_data
-from runs import loud
+from runs import with_files
 from torch import nn
 from torch.nn.functional import cross_entropy
 from torch.utils.data import DataLoader
@@ -83,7 +83,7 @@ class Script:
         if kind is MiniLoop:
             loop = MiniLoop(max_epochs=self.epochs, accelerator="cpu", default_root_dir=str(root), **options)
         else:
-            loop = FabricLoop(**loud(root, max_epochs=self.epochs, **options))
+            loop = FabricLoop(**with_files(root, max_epochs=self.epochs, **options))
         loop.fit(net, train, val, optimizer=optimizer, training_step=self.loss, validation_step=self.loss)
 
 
@@ -172,7 +172,7 @@ def test_compare_finds_no_difference_in_a_lightning_module_around_the_net(tmp_pa
         module = Classifier(lambda module: optimizer)
         module.net, optimizer, _, train, _ = Dropping().make()
         module.criterion = nn.CrossEntropyLoss()
-        FabricLoop(**loud(tmp_path, max_epochs=3)).fit(module, train)
+        FabricLoop(**with_files(tmp_path, max_epochs=3)).fit(module, train)
 
     script = Dropping()
     script.validate = lambda net, val: None
@@ -333,7 +333,7 @@ while True:
 @pytest.fixture
 def quick_scripts(monkeypatch):
     """Let the command start its scripts in processes that have imported torch."""
-    monkeypatch.setattr("sys.executable", ready_python())
+    monkeypatch.setattr("sys.executable", forking_python())
 
 
 def test_compare_runs_scripts_with_their_arguments(tmp_path, capsys, quick_scripts):

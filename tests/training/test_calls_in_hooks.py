@@ -4,7 +4,7 @@ import pytest
 import torch
 from modules import Classifier, Gan, make_loader
 from parameters import sample
-from runs import fit, logs_of, loud, val_loader
+from runs import fit, logs_of, val_loader, with_files
 from torch import nn
 
 from fabric_template import FabricLoop
@@ -50,7 +50,7 @@ def test_a_hook_may_call_another_loop(tmp_path, method):
     train = lambda: make_loader(24, shuffle=False)  # noqa: E731
     options = {"train": train, "val": val_loader, "max_epochs": 2, "log_every_n_steps": 1}
     expected = fit(tmp_path / "alone", Calls, **options)
-    other = FabricLoop(**loud(tmp_path, logger=False, enable_checkpointing=False))
+    other = FabricLoop(**with_files(tmp_path, logger=False, enable_checkpointing=False))
     found = fit(tmp_path / "outer", lambda: Calls("on_train_epoch_end", method, other), **options)
     assert logs_of(tmp_path / "alone") == logs_of(tmp_path / "outer")
     assert all(map(torch.equal, expected[1].parameters(), found[1].parameters()))
@@ -72,7 +72,7 @@ def test_loop_backward_after_a_run_calls_no_hook_of_the_module(tmp_path, make):
         def on_after_backward(self):
             called.append("after")
 
-    loop = FabricLoop(**loud(tmp_path, max_epochs=1))
+    loop = FabricLoop(**with_files(tmp_path, max_epochs=1))
     train = make_loader() if make is Classifier else torch.utils.data.DataLoader([(torch.ones(8),)] * 4, batch_size=2)
     loop.fit(Counts(), train)
     count = len(called)
@@ -90,7 +90,7 @@ def test_a_loop_can_fit_again_after_an_interrupted_clean_up(tmp_path):
         def on_exception(self, loop, module, error):
             raise KeyboardInterrupt
 
-    loop = FabricLoop(**loud(tmp_path, max_epochs=1, callbacks=[Interrupts()]))
+    loop = FabricLoop(**with_files(tmp_path, max_epochs=1, callbacks=[Interrupts()]))
     with pytest.raises(KeyboardInterrupt):
         loop.fit(Calls("on_train_epoch_end", "no_such_method"), make_loader())
     loop.fit(Calls(), make_loader())

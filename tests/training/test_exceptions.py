@@ -11,10 +11,10 @@ from pathlib import Path
 
 import pytest
 import torch
-from interpreter import ready, ready_python
+from interpreter import fork_command, forking_python
 from modules import Classifier, make_data, make_loader
 from parameters import sample
-from runs import assert_same_end, fit, logs_of, source_of, val_loader
+from runs import assert_same_end, fit, logs_of, python_command, val_loader
 from torch.utils.data import DataLoader, Dataset
 
 from fabric_template import TensorLoader
@@ -242,10 +242,10 @@ fit({root!r}, OneRankFails, max_epochs=2, strategy="ddp", devices=2)
 @pytest.mark.skipif(sys.platform == "win32", reason="signals end programs differently there")
 def test_all_processes_of_a_script_end_if_one_fails(tmp_path):
     script = tmp_path / "script.py"
-    script.write_text(source_of("", __file__)[-1] + SCRIPT.format(root=str(tmp_path / "run")))
-    environment = {**os.environ, "READY_PYTHON": ready_python()}
+    script.write_text(python_command("", __file__)[-1] + SCRIPT.format(root=str(tmp_path / "run")))
+    environment = {**os.environ, "FORKING_PYTHON": forking_python()}
     options = {"capture_output": True, "text": True, "cwd": tmp_path, "env": environment}
-    done = subprocess.run(ready([sys.executable, str(script)]), **options)
+    done = subprocess.run(fork_command([sys.executable, str(script)]), **options)
     # See test_signals.py.
     is_torchs = "terminate called without an active exception" in done.stderr and done.returncode == -signal.SIGABRT
     assert done.returncode in (1, -signal.SIGKILL) or is_torchs, done.stderr

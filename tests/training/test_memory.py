@@ -8,7 +8,7 @@ import pytest
 import torch
 from modules import make_data
 from parameters import sample
-from runs import loud
+from runs import with_files
 from torch import nn
 from torch.nn.functional import cross_entropy
 from torch.utils.data import DataLoader, IterableDataset
@@ -94,7 +94,7 @@ def test_fit_releases_batches_and_graphs(tmp_path, place, name):
     (hook, at), options = place, dict(OPTIONS[name])
     data = options.pop("data", lambda: make_data(24))()
     module = Watched(hook, at, options.pop("manual", False), options.pop("optimizer", torch.optim.SGD))
-    loop = FabricLoop(**loud(tmp_path, max_epochs=2, num_sanity_val_steps=0, **options))
+    loop = FabricLoop(**with_files(tmp_path, max_epochs=2, num_sanity_val_steps=0, **options))
     try:
         loop.fit(module, DataLoader(data, batch_size=4), DataLoader(make_data(16), batch_size=8))
     except Stop:
@@ -109,7 +109,7 @@ def test_fit_releases_batches_and_graphs(tmp_path, place, name):
 
 @pytest.mark.parametrize("hook", [None, "validation_step", "on_validation_batch_end"])
 def test_validate_releases_batches_and_graphs(tmp_path, hook):
-    module, loop = Watched(hook, 2), FabricLoop(**loud(tmp_path))
+    module, loop = Watched(hook, 2), FabricLoop(**with_files(tmp_path))
     try:
         loop.validate(module, DataLoader(make_data(16), batch_size=8), verbose=False)
     except Stop:

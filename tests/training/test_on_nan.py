@@ -5,7 +5,7 @@ import warnings
 import pytest
 import torch
 from modules import Classifier, make_loader
-from runs import loud
+from runs import with_files
 from torch import nn
 
 from fabric_template import FabricLoop, TensorLoader
@@ -20,7 +20,7 @@ def fit(root, bad, spoils=True, resume=None, **options):
     """
     torch.manual_seed(0)
     net, seen = nn.Linear(4, 1), []
-    loop = FabricLoop(**loud(root, max_epochs=3, **options))
+    loop = FabricLoop(**with_files(root, max_epochs=3, **options))
 
     def training_step(net, batch):
         seen.append(len(seen))
@@ -108,7 +108,7 @@ def test_on_nan_stop_ends_the_training_of_a_lightning_module(tmp_path, manual):
                 self.optimizers().step()
             return loss
 
-    loop = FabricLoop(**loud(tmp_path, max_epochs=4, on_nan="stop"))
+    loop = FabricLoop(**with_files(tmp_path, max_epochs=4, on_nan="stop"))
     with pytest.warns(UserWarning, match="^on_nan: the loss is not finite"):
         loop.fit(Diverges(), make_loader())
     assert (loop.global_step, saved_step(loop)) == (20, 10)
@@ -137,7 +137,7 @@ def test_on_nan_stop_ends_both_processes_at_the_same_step(tmp_path, monkeypatch)
         return net(batch[0]).mean() + (float("inf") if is_bad else 1.0)
 
     options = {"strategy": "ddp_fork", "devices": 2, "on_nan": "stop", "log_every_n_steps": 1}
-    loop = FabricLoop(**loud(tmp_path, max_epochs=2, **options))
+    loop = FabricLoop(**with_files(tmp_path, max_epochs=2, **options))
     optimizer = torch.optim.SGD(net.parameters(), lr=1e-4)
     loop.fit(net, loader, optimizer=optimizer, training_step=training_step)
     assert 0 < loop.global_step < 5

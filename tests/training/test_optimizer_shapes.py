@@ -7,7 +7,7 @@ import lightning.pytorch as pl
 import pytest
 import torch
 from modules import make_data, quiet
-from runs import fit, loud, same, tree
+from runs import fit, same, tree, with_files
 from torch import nn
 from torch.nn.functional import cross_entropy
 from torch.utils.data import DataLoader
@@ -115,7 +115,7 @@ def train(make, root, seed=5, resume=None, **options):
     net = make_net()
     optimizer, loader = make(net.parameters()), make_loader()
     torch.manual_seed(seed)
-    loop = FabricLoop(**loud(root, max_epochs=2, **options))
+    loop = FabricLoop(**with_files(root, max_epochs=2, **options))
     loop.fit(net, loader, optimizer=optimizer, training_step=step, resume=resume)
     return loop, net
 
@@ -191,7 +191,7 @@ def test_an_optimizer_that_ignores_its_closure_is_refused(tmp_path):
 def test_manual_optimization_refuses_an_optimizer_without_hooks(tmp_path):
     net = make_net()
     optimizers = [NoSubclass(net[0].parameters()), NoSubclass(net[2].parameters())]
-    loop = FabricLoop(**loud(tmp_path, max_epochs=1))
+    loop = FabricLoop(**with_files(tmp_path, max_epochs=1))
     with pytest.raises(TypeError, match="optimizer: got a NoSubclass in manual optimization, expected a class"):
         loop.fit(net, make_loader(), optimizer=optimizers, training_step=step)
 
@@ -210,7 +210,7 @@ def make_sgd(net, lr):
     ids=["partial of a class", "partial of a function", "function"],
 )
 def test_the_optimizer_may_be_given_as_a_function(tmp_path, given):
-    net, loop = make_net(), FabricLoop(**loud(tmp_path, max_epochs=2))
+    net, loop = make_net(), FabricLoop(**with_files(tmp_path, max_epochs=2))
     loader = make_loader()
     torch.manual_seed(5)
     loop.fit(net, loader, optimizer=given, training_step=step)
@@ -309,7 +309,7 @@ def test_log_grad_norm_logs_the_norm_of_all_gradients(tmp_path, make):
         return (net(batch[0]).sum(1) - batch[1]).square().mean()
 
     optimizer = torch.optim.SGD(net.parameters(), lr=0.01)
-    loop = FabricLoop(**loud(tmp_path, max_epochs=2, log_grad_norm=True, log_every_n_steps=1, callbacks=[Norm()]))
+    loop = FabricLoop(**with_files(tmp_path, max_epochs=2, log_grad_norm=True, log_every_n_steps=1, callbacks=[Norm()]))
     loop.fit(net, loader, optimizer=optimizer, training_step=training_step)
     lines = (tmp_path / "logs/run/version_0/steps.csv").read_text().splitlines()
     column = lines[0].split(",").index("grad_norm")
@@ -322,7 +322,7 @@ def test_the_lr_column_has_the_rate_of_the_first_parameter_group(tmp_path):
     optimizer = in_groups(net.parameters())
     factors = [lambda epoch: 0.5**epoch, lambda epoch: 0.1**epoch]
     scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, factors)
-    loop = FabricLoop(**loud(tmp_path, max_epochs=3))
+    loop = FabricLoop(**with_files(tmp_path, max_epochs=3))
     history = loop.fit(net, make_loader(), optimizer=optimizer, scheduler=scheduler, training_step=step)
     assert history["lr"].tolist() == [0.3, 0.15, 0.075]
     assert optimizer.param_groups[1]["lr"] == pytest.approx(0.1 * 0.1**3)

@@ -13,7 +13,7 @@ import torch
 from lightning.fabric.loggers.logger import Logger
 from modules import Classifier, make_data
 from parameters import sample
-from runs import loud
+from runs import with_files
 from torch.utils.data import DataLoader
 
 from fabric_template import FabricLoop
@@ -74,7 +74,7 @@ def test_an_error_in_a_hook_leaves_the_model_and_the_loop_usable(place, kind):
         raise error
 
     options = {"deterministic": True, "detect_anomaly": True, "seed": 3, "monitor": "val_loss"}
-    loop = FabricLoop(**loud(max_epochs=2, num_sanity_val_steps=1, version=0, **options))
+    loop = FabricLoop(**with_files(max_epochs=2, num_sanity_val_steps=1, version=0, **options))
     given = {"verbose": False} if stage in ("validate", "test") else {}
     loader = DataLoader(make_data(8), batch_size=4)
     loaders = (loader, loader) if stage == "fit" else (loader,)
@@ -141,7 +141,7 @@ class FailsToClose(Foreign):
 
 def test_an_error_during_clean_up_does_not_hide_the_first_error():
     recorder = RecordsException()
-    loop = FabricLoop(**loud(callbacks=[Worse(), recorder], logger=[FailsToClose()]))
+    loop = FabricLoop(**with_files(callbacks=[Worse(), recorder], logger=[FailsToClose()]))
     given = Fails("training_step", Broken("mine")), DataLoader(make_data(8), batch_size=4)
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
@@ -156,7 +156,7 @@ def test_an_error_during_clean_up_does_not_hide_the_first_error():
 @pytest.mark.parametrize("stage", ["fit", "predict"])
 def test_an_error_leaves_no_worker_process(stage):
     module = Fails(f"{stage.replace('fit', 'training')}_step", Broken("mine"))
-    loop = FabricLoop(**loud(max_epochs=1, logger=False, enable_checkpointing=False))
+    loop = FabricLoop(**with_files(max_epochs=1, logger=False, enable_checkpointing=False))
     before = multiprocessing.active_children()
     with pytest.raises(Broken, match="mine") as _held:  # keeps the frames of the exception alive
         getattr(loop, stage)(module, DataLoader(make_data(16), batch_size=4, num_workers=1))
@@ -177,7 +177,7 @@ def test_an_error_in_one_of_two_processes_reaches_the_caller(monkeypatch, stage,
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
     module, loader = Fails(at, error, rank), DataLoader(make_data(16), batch_size=4)
     options = {"strategy": "ddp_fork", "devices": 2, "deterministic": True, "version": 0}
-    loop = FabricLoop(**loud(max_epochs=1, **options))
+    loop = FabricLoop(**with_files(max_epochs=1, **options))
     before = as_found(module)
     with pytest.raises(type(error)) as caught:
         getattr(loop, stage)(module, loader)

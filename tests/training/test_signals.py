@@ -7,10 +7,10 @@ import sys
 
 import pytest
 import torch
-from interpreter import ready, ready_python
+from interpreter import fork_command, forking_python
 from lightning.pytorch.callbacks import Callback, LambdaCallback
 from modules import Classifier, make_loader
-from runs import assert_same_end, fit, logs_of, source_of, val_loader
+from runs import assert_same_end, fit, logs_of, python_command, val_loader
 
 from fabric_template.distributed import signals
 from fabric_template.training import lifecycle
@@ -151,7 +151,7 @@ print("after fit")
 def test_a_signal_ends_a_script_with_its_exit_code(tmp_path, number, codes):
     whole = fit(tmp_path / "whole", train=train, max_epochs=3)
     code = SCRIPT.format(root=str(tmp_path / "cut"), number=number)
-    done = subprocess.run(source_of(code, __file__), capture_output=True, text=True, cwd=tmp_path)
+    done = subprocess.run(python_command(code, __file__), capture_output=True, text=True, cwd=tmp_path)
     assert done.returncode in codes, done.stderr
     assert "after fit" not in done.stdout
     assert ("KeyboardInterrupt" in done.stderr) == (number == "SIGINT")
@@ -255,10 +255,10 @@ print("after fit")
 def test_a_signal_ends_both_processes_of_a_script(tmp_path, strategy, process, number, codes):
     script = tmp_path / "script.py"
     options = {"root": str(tmp_path / "cut"), "strategy": strategy, "process": process, "number": number}
-    script.write_text(source_of("")[-1] + TWO_RANKS.format(**options))
-    environment = {**os.environ, "READY_PYTHON": ready_python()}
+    script.write_text(python_command("")[-1] + TWO_RANKS.format(**options))
+    environment = {**os.environ, "FORKING_PYTHON": forking_python()}
     options = {"capture_output": True, "text": True, "cwd": tmp_path, "env": environment}
-    done = subprocess.run(ready([sys.executable, str(script)]), **options)
+    done = subprocess.run(fork_command([sys.executable, str(script)]), **options)
     # On a busy machine a thread of gloo may outlive the interpreter: https://github.com/pytorch/pytorch/pull/179291
     is_torchs = "terminate called without an active exception" in done.stderr and done.returncode == -signal.SIGABRT
     assert done.returncode in codes or is_torchs, done.stderr

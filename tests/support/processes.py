@@ -11,7 +11,7 @@ import torch
 from ports import free_port
 
 
-def externally(function, *args, ranks=2, is_launched=True, timeout=900, agent=None):
+def run_processes(function, *args, ranks=2, is_launched=True, timeout=900, agent=None):
     """Call ``function(rank, *args)`` in each process. Returns the exit codes and the texts on stderr.
 
     Args:
