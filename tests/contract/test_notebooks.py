@@ -12,6 +12,7 @@ import nbformat
 import pytest
 from interpreter import fork_command, forking_python
 from nbclient import NotebookClient
+from parameters import keep
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 NOTEBOOKS = sorted((REPOSITORY / "notebooks").glob("*.ipynb"))
@@ -79,10 +80,13 @@ def test_the_notebooks_are_numbered_without_gaps():
     assert [path.stem[:3] for path in NOTEBOOKS] == [f"0{number}_" for number in range(1, 10)]
 
 
-@pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
-def test_a_notebook_runs_in_a_new_kernel(path, tmp_path):
+@pytest.mark.parametrize(
+    "name",
+    keep([path.stem for path in NOTEBOOKS], "02_mini_loop", "06_checkpoints_and_resume", "09_trainer_and_back"),
+)
+def test_a_notebook_runs_in_a_new_kernel(name, tmp_path):
     """Each cell shows the kinds of output that are committed, and each comparison is True."""
-    committed = read(path)
+    committed = read(REPOSITORY / "notebooks" / f"{name}.ipynb")
     executed = execute(committed, tmp_path)
     for cell, expected in zip(code_cells(executed), code_cells(committed), strict=True):
         assert kinds(cell) == kinds(expected), expected.source

@@ -121,6 +121,7 @@ def section(text, title):
 
 
 # tests/distributed/test_ray.py runs docs/ray.md, because Ray's workers need a script.
+@pytest.mark.usefixtures("quick_spawn")
 @pytest.mark.parametrize(
     "page", [page for page, text in PAGES.items() if blocks(text, "python") and page != "docs/ray.md"]
 )

@@ -6,6 +6,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from interpreter import fork_command
 
 SOAK = Path(__file__).resolve().parents[2] / "soak"
 # Programs with one shape that is not the simplest, and one with an event.
@@ -42,7 +43,9 @@ print(json.dumps(found))
 
 @pytest.fixture(scope="module")
 def found():
-    done = subprocess.run([sys.executable, "-c", CODE], cwd=SOAK, capture_output=True, text=True, timeout=300)
+    done = subprocess.run(
+        fork_command([sys.executable, "-c", CODE]), cwd=SOAK, capture_output=True, text=True, timeout=300
+    )
     assert done.returncode == 0, done.stderr
     return json.loads(done.stdout.splitlines()[-1])
 
@@ -64,18 +67,17 @@ def test_the_comparison_finds_a_planted_fault(found):
     assert all("weights" in details[0] for kind, details in differences)
 
 
-def test_the_same_seed_draws_the_same_random_programs():
-    code = """
-import random_runs as runs, program_pieces as pieces
-drawn = [runs.draw(0, number) for number in range(1500)]
-assert drawn[:20] == [runs.draw(0, number) for number in range(20)]
-sources = {runs.assemble(description) for description in drawn[:200]}
-assert len(sources) == 200
-[compile(source, "program.py", "exec") for source in sources]
-tables = {"net": pieces.NETS, "loader": pieces.LOADERS, "optimizer": pieces.OPTIMIZERS, "batch": pieces.BATCHES}
-tables |= {"scheduler": pieces.SCHEDULERS, "style": pieces.STYLES, "val": pieces.VAL_LOADERS}
-for dimension, table in tables.items():
-    assert {description[dimension] for description in drawn} == set(table), dimension
-"""
-    done = subprocess.run([sys.executable, "-c", code], cwd=SOAK, capture_output=True, text=True, timeout=300)
-    assert done.returncode == 0, done.stderr
+def test_the_same_seed_draws_the_same_random_programs(monkeypatch):
+    monkeypatch.syspath_prepend(str(SOAK))
+    import program_pieces as pieces
+    from random_programs import assemble, draw
+
+    drawn = [draw(0, number) for number in range(500)]
+    assert drawn[:20] == [draw(0, number) for number in range(20)]
+    sources = {assemble(description) for description in drawn[:200]}
+    assert len(sources) == 200
+    assert [compile(source, "program.py", "exec") for source in sources]
+    tables = {"net": pieces.NETS, "loader": pieces.LOADERS, "optimizer": pieces.OPTIMIZERS, "batch": pieces.BATCHES}
+    tables |= {"scheduler": pieces.SCHEDULERS, "style": pieces.STYLES, "val": pieces.VAL_LOADERS}
+    for dimension, table in tables.items():
+        assert {description[dimension] for description in drawn} == set(table), dimension

@@ -67,7 +67,13 @@ TORCHRUN = [*PYTHON, "-m", "torch.distributed.run", "--standalone", "--nproc_per
 
 @pytest.mark.parametrize(
     ("launcher", "strategy", "ranks"),
-    [(PYTHON, "ddp", 2), (FABRIC, "ddp", 2), (TORCHRUN, "ddp", 2), (PYTHON, "ddp_spawn", 1), (PYTHON, "ddp_fork", 1)],
+    [
+        (PYTHON, "ddp", 2),
+        pytest.param(FABRIC, "ddp", 2, marks=pytest.mark.soak),
+        (TORCHRUN, "ddp", 2),
+        (PYTHON, "ddp_spawn", 1),
+        pytest.param(PYTHON, "ddp_fork", 1, marks=pytest.mark.soak),
+    ],
     ids=["python", "fabric-run", "torchrun", "spawn", "fork"],
 )
 def test_the_same_script_trains_under_every_launcher(launcher, strategy, ranks):

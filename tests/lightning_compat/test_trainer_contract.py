@@ -4,11 +4,17 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+from interpreter import fork_command
+
 SCRIPT = Path(__file__).parents[2] / "soak" / "trainer_contract.py"
 
 
-def test_attributes_differ_from_trainers_only_where_a_reason_is_listed():
-    command = [sys.executable, SCRIPT, "--module", "WithSteps"]
-    finished = subprocess.run(command, capture_output=True, text=True)
+@pytest.mark.parametrize(
+    "options", [["--module", "WithSteps"], pytest.param([], marks=pytest.mark.soak)], ids=["one module", "all modules"]
+)
+def test_attributes_differ_from_trainers_only_where_a_reason_is_listed(options):
+    command = [sys.executable, str(SCRIPT), *options]
+    finished = subprocess.run(fork_command(command), capture_output=True, text=True)
     assert finished.returncode == 0, finished.stdout + finished.stderr
     assert "0 attributes without a reason" in finished.stdout

@@ -206,8 +206,10 @@ def _watch_fork(line):
 
 def become(base, arguments, folder, variables):
     """Run `-c code`, `-m module` or `script.py` with its arguments, as a new Python does."""
+    import multiprocessing
     import runpy
     import types
+    from multiprocessing import resource_tracker
 
     matplotlib, numpy, torch = map(sys.modules.get, ("matplotlib", "numpy", "torch"))
     if matplotlib is not None and "MPLBACKEND" in variables:  # matplotlib reads it only when it is imported.
@@ -218,8 +220,11 @@ def become(base, arguments, folder, variables):
         torch.default_generator.seed()
     os.chdir(folder)
     os.environ.clear()
-    sys.executable = variables.get("FORKING_PYTHON", sys.executable)
     os.environ.update(variables)
+    if "FORKING_PYTHON" in variables:
+        sys.executable = variables["FORKING_PYTHON"]
+        resource_tracker.ensure_running()  # It needs an interpreter of its own.
+        multiprocessing.set_executable(sys.executable)
     sys.orig_argv = [sys.executable, *arguments]
     sys.dont_write_bytecode = bool(variables.get("PYTHONDONTWRITEBYTECODE"))
     while arguments[0] in OPTIONS:

@@ -6,6 +6,7 @@ import torch
 from lightning.fabric.plugins import MixedPrecision
 from lightning.pytorch.plugins import MixedPrecision as TrainerMixedPrecision
 from modules import Classifier, assert_same_metrics, assert_same_weights, make_loader, quiet, run_loop, run_trainer
+from parameters import sample
 from torch import nn
 from torch.nn.functional import cross_entropy
 
@@ -66,9 +67,8 @@ def training_step(model, batch):
     return model.look("training", batch)
 
 
-@pytest.mark.parametrize("precision", PRECISIONS)
-@pytest.mark.parametrize("level", ["functions", "module", "lightning_module"])
-def test_each_step_runs_in_the_dtypes_of_its_precision(precision, level):
+@pytest.mark.parametrize(("level", "precision"), sample(2, ["functions", "module", "lightning_module"], PRECISIONS))
+def test_each_step_runs_in_the_dtypes_of_its_precision(level, precision):
     options = scaled() if precision == "16-mixed" else {"precision": precision}
     output, other = PRECISIONS[precision]
     model = LitLook() if level == "lightning_module" else Look()
