@@ -111,7 +111,7 @@ def read_checkpoint(
 
 def describe_content(content: Any) -> str:
     if is_placeholder(content):
-        return f"an object of {kind_of(content).__name__}"
+        return f"an instance of {kind_of(content).__name__}"
     return f"a {type(content).__name__}"
 
 

@@ -165,7 +165,7 @@ def read_plain(
 
 
 def find_unbuilt_parts(checkpoint: dict[Any, Any]) -> dict[Any, str]:
-    """Describe the first unbuilt object in each part. Ignore the hyperparameters."""
+    """For each part except hyperparameters, describe the first object that was not built."""
     parts = {key: part for key, part in checkpoint.items() if key not in _HYPERPARAMETERS}
     found = {key: find_placeholder(part, str(key)) for key, part in parts.items()}
     return {key: text for key, text in found.items() if text is not None}
@@ -177,7 +177,7 @@ def find_placeholder(value: Any, name: str) -> str | None:
     while waiting:
         place, item = waiting.pop()
         if is_placeholder(item):
-            return f"an object of {kind_of(item).__name__} in the part {place!r}"
+            return f"an instance of {kind_of(item).__name__} in the part {place!r}"
         if isinstance(item, dict | list | tuple | set | frozenset | deque) and id(item) not in seen:
             seen.add(id(item))
             pairs = item.items() if isinstance(item, dict) else enumerate(item)

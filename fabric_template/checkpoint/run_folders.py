@@ -94,9 +94,9 @@ class RunFolders:
             set_aside(log_folder, self._replaced_logs)
 
     def restore_replaced_run(self, log_folder: Path | None) -> None:
-        """Record that the replaced run's checkpoints in the folders are valid again."""
+        """Record that a run continues from a checkpoint that a newer run has replaced."""
         self._write("started 0.0", is_synced=True)
-        # The resume copies the CSV rows, so these files can be removed after the next save.
+        # Remove the replaced CSV files after the next save, because the resume copies their rows.
         self._replaced_logs = None if log_folder is None else log_folder / REPLACED_LOGS
 
     def save_time(self) -> float:

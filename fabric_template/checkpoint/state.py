@@ -42,7 +42,7 @@ _OF_DATAMODULE = frozenset(vars(LightningDataModule()))
 _OF_OPTIMIZER = ("state", "param_groups", "defaults", "_opt_called", "_step_count")
 # StochasticWeightAveraging changes BatchNorm's momentum, and restores it after training.
 _OF_AVERAGING = _OF_MODULE | {"momentum"}
-# The parts of a checkpoint that a resume reads.
+# A resume reads these parts of a checkpoint.
 _NEEDED = ("state_dict", "optimizer_states", "lr_schedulers", "callbacks", OWN_KEY)
 _LIGHTNINGS_CALLBACKS = ("lightning.pytorch.callbacks.", "pytorch_lightning.callbacks.")
 
@@ -146,7 +146,7 @@ def changed_options(run: Run) -> dict[str, tuple[Any, Any]]:
 
 
 def states_of(run: Run, per_process: bool) -> dict[str, Any]:
-    """Return the states of the parts that every process saves, or that only process 0 saves."""
+    """Return the states that every process saves, or those that only process 0 saves."""
     parts = run.saved_parts().items()
     return {name: part.state_dict() for name, part in parts if part.is_per_process == per_process}
 
@@ -352,7 +352,7 @@ def find_unpicklable(value: Any, name: str = "") -> str | None:
 
 
 def make_plain_state(run: Run) -> PlainState:
-    """Return the plain state of the model, the datamodule and the callbacks."""
+    """Collect the attributes to save of the model, the datamodule and the callbacks."""
     parts = dict([*parts_of_model(run), *parts_of_callbacks(run)])
     if run.datamodule is not None:
         has_no_state = overridden(run.datamodule, "state_dict") is None

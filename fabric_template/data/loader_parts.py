@@ -222,7 +222,7 @@ class StreamState:
         self._loaded = None
 
     def attributes(self) -> dict[Place, Any]:
-        """Return changed attributes, and saved values for those that load_state_dict has set."""
+        """Return the changed attributes, with saved values in place of loaded ones."""
         attributes = {**self._plain.changed_attributes(), **self._unused()}
         return {place: value for place, value in attributes.items() if value != REMOVED}
 
@@ -252,7 +252,7 @@ class StreamState:
         self._different.clear()
 
     def _unused(self) -> dict[Place, Any]:
-        """Return the differing attributes that still have their loaded values."""
+        """Return the attributes that load_state_dict has set and that have not changed since."""
         digests = self._plain.digests() if self._different else {}
         return {
             place: value

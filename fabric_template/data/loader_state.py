@@ -337,7 +337,7 @@ class ResumableLoader:
             )
 
     def _plain(self, has_attributes: bool = True) -> dict[str, Any]:
-        """Return the plain states of the samplers ("order") and of the dataset ("samples")."""
+        """Return the states of the samplers ("order") and of the dataset ("samples")."""
         return {name: part.state_dict(has_attributes) for name, part in self._plain_states.items()}
 
     def _capture(self) -> dict[str, Any]:

@@ -75,7 +75,7 @@ def to_wide(columns: Columns) -> Columns:
 
 
 def split_columns(columns: Columns, split: str) -> Columns:
-    """Split each column with values for several splits, as in "train_loss" and "val_loss"."""
+    """Divide columns by data split, into columns such as "train_loss" and "val_loss"."""
     result: Columns = {}
     for name, cells in columns.items():
         parts = select(columns[split], cells)

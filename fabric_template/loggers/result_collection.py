@@ -236,7 +236,7 @@ class CurrentValues(NamedTuple):
 
 
 class EvaluationValues(NamedTuple):
-    """The values of an evaluation, in one dict per loader, one for loggers and one for CSV files."""
+    """An evaluation's values for each loader, for the loggers and for the CSV files."""
 
     results: list[dict[str, Any]]
     logged: dict[str, Any]

@@ -156,7 +156,7 @@ class RowWriter:
     # Due rows
 
     def write_after_validation(self) -> None:
-        """Write a row after a validation within an epoch. If each epoch has a row, only print it."""
+        """Write a row after a validation within an epoch. An epoch-based run only prints rows."""
         run = self.run
         # After the last batch of an epoch, write_after_epoch writes the row.
         if run.progress.is_epoch_complete or not self._is_validated:

@@ -128,7 +128,7 @@ def describe_process(fabric: Any) -> dict[str, Any]:
 
 
 def attempt(describe: Callable[..., Any], *parts: Any) -> Any:
-    """Return a description, or None after an error, because a record must never stop a run."""
+    """Return what ``describe`` returns, or None if it fails, so that the run continues."""
     try:
         return describe(*parts)
     except Exception:

@@ -253,7 +253,7 @@ def check_parameters(
     count = len({id(parameter) for group in groups for parameter in group.get("params", ())})
     if len(outside) == count and all(isinstance(p, nn.Parameter) for p in outside.values()):
         raise ConfigurationError(
-            f"optimizer: got {count} parameters of another model, expected parameters of"
+            f"optimizer: got {count} parameters from another model, expected parameters from"
             " the model passed to fit. Write torch.optim.SGD(model.parameters(), lr=0.1)."
         )
     shapes = ["unknown" if is_lazy(p) else str(tuple(p.shape)) for p in outside.values()]
@@ -270,7 +270,7 @@ def check_parameters(
         return
     advice = "Combine them with the model, as in nn.ModuleDict({'net': net, 'loss': loss})."
     if not isinstance(model, nn.Module):
-        advice = f"Store them in attributes of {type(model).__name__}, or in lists or dicts there."
+        advice = f"Store them in attributes of {type(model).__name__}, alone or in lists or dicts."
     raise ConfigurationError(
         f"{text}, expected parameters of the model. They would be neither saved, nor moved to the"
         f" device, nor synchronized between processes. {advice}"

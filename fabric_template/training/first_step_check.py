@@ -57,8 +57,8 @@ class FirstStepCheck:
     def check_gradients(self) -> None:
         """Raise an error if the step has already computed the gradients that the loop computes.
 
-        All processes must call this method, even if only some of them called backward() in the
-        step. A call in only some processes is allowed, because the loop clears its gradients.
+        All processes must call this method. If only some of them have called backward() in the
+        step, no error is raised, because the loop clears these gradients.
         """
         found = self._found
         has_all = all(self.parameters[index].grad is not None for index in found)

@@ -88,7 +88,7 @@ class Optimization:
         self.lightning_optimizers = [wrap_optimizer(item, strategy) for item in optimizers]
 
     def start(self) -> AutomaticOptimization | ManualOptimization:
-        """Create an automatic or manual optimization with the same optimizers."""
+        """Create an automatic or manual optimization from the current optimizers."""
         is_automatic = self.run.module.automatic_optimization
         optimization = (AutomaticOptimization if is_automatic else ManualOptimization)(self.run)
         optimization.use(self.optimizers, self.lr_schedulers)
@@ -214,8 +214,8 @@ class AutomaticOptimization(Optimization):
     """Trains on a batch with automatic optimization: FabricLoop steps the optimizer.
 
     After training_step, hooks run in Trainer's order: on_before_zero_grad, on_before_backward,
-    on_after_backward and on_before_optimizer_step. Gradients are cleared in the first batch of an
-    accumulation window. The optimizer steps in the last batch of the window.
+    on_after_backward and on_before_optimizer_step. The first batch of an accumulation window clears
+    the gradients, and the optimizer steps in the last one.
     """
 
     def setup(self) -> None:

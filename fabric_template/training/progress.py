@@ -102,7 +102,7 @@ class Progress:
         self.phase = "start_epoch"
 
     def enter(self, phase: str | None) -> None:
-        """Enter a phase of an epoch, which a run that resumes from here finishes first."""
+        """Enter a phase of an epoch. A run resumed in this phase finishes the phase first."""
         self.phase = phase
 
     def start_batch(self, is_last: bool) -> int:
@@ -174,13 +174,13 @@ class Progress:
 
     @property
     def is_window_end(self) -> bool:
-        """Return whether the optimizer steps in this batch, as it does in an epoch's last batch."""
+        """Return whether the optimizer steps in this batch, as in the last batch of every epoch."""
         if self.batches_done % self.accumulate_grad_batches:
             return self.is_epoch_complete
         return True
 
     def crosses(self, every: int, since: int) -> bool:
-        """Return whether a step after the step ``since`` was a multiple of ``every``.
+        """Return whether any step after the step ``since`` is a multiple of ``every``.
 
         In manual optimization, a batch may take several steps, so step % every == 0 is not enough.
         """

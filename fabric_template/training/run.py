@@ -1,4 +1,4 @@
-"""Create the parts that a call of fit, validate, test or predict needs from its Plan."""
+"""From a Plan, create the parts that a call of fit, validate, test or predict needs."""
 
 from __future__ import annotations
 

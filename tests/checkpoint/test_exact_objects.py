@@ -340,7 +340,7 @@ class Noting(Model):
 
 def test_an_object_that_a_step_has_created_is_reported_at_the_first_save(tmp_path):
     """FabricLoop can read it with weights_only=False. MiniLoop has no such option."""
-    with pytest.warns(UserWarning, match="got an object of .*Note in the part 'optimizer_states"):
+    with pytest.warns(UserWarning, match="got an instance of .*Note in the part 'optimizer_states"):
         train(FabricLoop, tmp_path / "loop", shuffled(Noting))
     with pytest.raises(ValueError, match="got .*Note, expected plain values"):
         train(MiniLoop, tmp_path / "mini", shuffled(Noting))

@@ -258,7 +258,7 @@ def test_a_callback_with_an_object_in_its_state_cannot_resume(tmp_path):
 
 def test_a_pickled_module_is_refused_as_a_checkpoint(tmp_path):
     torch.save(nn.Linear(2, 2), tmp_path / "a.ckpt")
-    with pytest.raises(CheckpointError, match=r"got an object of torch\.nn\..*Linear, expected a dict"):
+    with pytest.raises(CheckpointError, match=r"got an instance of torch\.nn\..*Linear, expected a dict"):
         read_checkpoint(tmp_path / "a.ckpt")
 
 
