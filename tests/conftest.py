@@ -78,7 +78,7 @@ def pytest_sessionfinish():
 
 @pytest.fixture(scope="session", autouse=True)
 def freeze_collector():
-    """Exclude the imported modules from garbage collections, which would look at half a million objects."""
+    """Exclude half a million imported objects from garbage collections."""
     gc.collect()
     gc.freeze()
     yield
@@ -198,13 +198,13 @@ def quick_spawn(monkeypatch):
 @pytest.fixture(autouse=True)
 def close_figures():
     yield
-    pyplot = sys.modules.get("matplotlib.pyplot")  # Not imported only to close figures.
+    pyplot = sys.modules.get("matplotlib.pyplot")  # Do not import pyplot only to close figures.
     if pyplot is not None:
         pyplot.close("all")
 
 
 def _repository_names() -> set[str]:
-    """Return the names in the repository's first level, and two levels of its folders of runs."""
+    """Return the paths at the top of the repository, and two levels inside logs/ and checkpoints/."""
     names = {path.name for path in REPOSITORY.iterdir() if path.name not in TOOLS and path.suffix != ".egg-info"}
     for folder in ("logs", "checkpoints"):
         for pattern in ("*", "*/*"):

@@ -55,7 +55,7 @@ def test_a_run_killed_after_a_validation_resumes_exactly(tmp_path):
     options = {**EPOCH, "monitor": "val_loss", "save_top_k": 2, "max_epochs": 2}
     options |= {"val_check_interval": 3, "accumulate_grad_batches": 2}
     whole = fit(tmp_path / "run", callbacks=[Snapshots(tmp_path / "run", tmp_path / "killed")], **options)
-    for batches in (3, 15):  # what was saved last is of the validation after 3, and after 14 = 8 + 6
+    for batches in (3, 15):  # The last saves are those of the validations after batch 3 and after batch 14 = 8 + 6.
         root = tmp_path / "killed" / str(batches)
         assert_same_end(whole, fit(root, seed=9, resume="last", **options))
         assert logs_of(root) == logs_of(tmp_path / "run")

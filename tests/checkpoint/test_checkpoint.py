@@ -92,7 +92,7 @@ def test_load_from_checkpoint_reads_weights_and_hyperparameters(tmp_path):
     assert same(dict(loaded.state_dict()), dict(module.state_dict()))
 
 
-# ---- Trainer's files and ours
+# ---- files of Trainer and of this package
 
 
 def _trainer(root, **options):
@@ -111,7 +111,7 @@ def _fit_trainer(trainer, module, **options):
 
 
 def _save_plainly(layout, weights, path):
-    """Write the weights as others do."""
+    """Write the weights in one of the layouts that other programs use."""
     if layout == "fabric.save":
         fabric = Fabric(accelerator="cpu")
         net = nn.Linear(8, 3)
@@ -202,7 +202,7 @@ def test_a_model_checkpoint_callback_replaces_the_loops_own_saving(tmp_path):
     assert set(found) >= TRAINER_KEYS
 
 
-# ---- a CheckpointIO of the user, keywords
+# ---- a custom CheckpointIO, and the names "best" and "last"
 
 
 class Counting(TorchCheckpointIO):

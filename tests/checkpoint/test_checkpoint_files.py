@@ -60,7 +60,7 @@ def test_without_a_checkpoint_auto_starts_a_run_and_last_raises(tmp_path):
 
 
 class Disk:
-    """Refuses to sync files with a name, in some epochs."""
+    """Raises an error when a file with this name is synced in one of these epochs."""
 
     def __init__(self, monkeypatch, name, epochs):
         self.loop, self.epochs, self.sync = None, epochs, os.fsync
@@ -100,7 +100,7 @@ def test_saving_replaces_a_symlink_and_not_its_target(tmp_path):
 
 
 def test_a_resume_removes_no_file_outside_the_run_directory(tmp_path):
-    """A checkpoint of someone else names a file to remove, and the file stays."""
+    """A crafted checkpoint names a file to remove, and the file stays."""
     fit(tmp_path, **RUN)
     (tmp_path / "precious.ckpt").write_bytes(b"mine")
     last = tmp_path / FOLDER / "last.ckpt"

@@ -31,7 +31,7 @@ class Backbone(Normed):
 
 
 class Thaw(cb.BaseFinetuning):
-    """Frozen parts are trained later, one after another."""
+    """Unfreezes one part of the backbone after the other."""
 
     def freeze_before_training(self, module):
         self.freeze(module.backbone, train_bn=False)
@@ -116,7 +116,7 @@ AVERAGES = {
 @pytest.mark.parametrize("resume", ["auto", "last"])
 @pytest.mark.parametrize("name", AVERAGES)
 def test_resuming_a_finished_run_keeps_the_averaged_weights(tmp_path, name, resume):
-    """A new fit without a batch, such as max_epochs=0, averages nothing."""
+    """A fit without batches does not average the weights again."""
     make, make_callback = AVERAGES[name]
     options = {"max_epochs": 3, "train": lambda: make_loader(12)}
     whole = fit(tmp_path, make, callbacks=[make_callback()], **options)
@@ -143,7 +143,7 @@ class Frozen(Classifier):
 
 
 def test_resume_leaves_newly_frozen_layers_frozen(tmp_path):
-    """A resume restores what hooks have changed, and leaves what the module sets up now."""
+    """A resume restores the flags that hooks have changed, and keeps those that __init__ sets now."""
     fit(tmp_path, Frozen, max_epochs=1)
     _, module, _ = fit(tmp_path, lambda: Frozen(freezes_last=True), resume="last", max_epochs=2)
     flags = [[p.requires_grad for p in layer.parameters()] for layer in (module.net[0], module.net[3])]

@@ -12,7 +12,7 @@ def loader():
 
 
 class KeepsGradients(Classifier):
-    """Adds to gradients that the optimizer has used, because it clears them in every second batch."""
+    """Clears gradients only in every second batch, so that a step also uses older gradients."""
 
     def __init__(self):
         super().__init__()
@@ -28,7 +28,7 @@ class KeepsGradients(Classifier):
 
 
 class DecaysGradients(Classifier):
-    """Lets a part of the gradients of the last step remain."""
+    """Halves the gradients after a step instead of clearing them."""
 
     def optimizer_zero_grad(self, epoch, batch_idx, optimizer):
         for parameter in self.parameters():
@@ -37,7 +37,7 @@ class DecaysGradients(Classifier):
 
 
 class ClipsAll(Classifier):
-    """Clips with the norm of all gradients, also of a parameter that the optimizer lacks."""
+    """Clips by the norm of all gradients, including one of a parameter that no optimizer has."""
 
     def __init__(self):
         super().__init__()

@@ -71,7 +71,7 @@ class StepsItself(Model):
 
 
 class Average:
-    """Averages weights, with a state_dict, but it is no module."""
+    """An average of weights that has a state_dict but is not a module."""
 
     def __init__(self, net):
         self.mean = {name: value.clone() for name, value in net.state_dict().items()}
@@ -116,7 +116,7 @@ class View(Model):
 
 
 class Weighted:
-    """Samples in proportion to weights, which the model changes."""
+    """A sampler that draws in proportion to weights, which the model changes."""
 
     def __init__(self, weights):
         self.weights = weights
@@ -176,7 +176,7 @@ class Stronger(Model):
 
 
 class Mining(Model):
-    """Gives the samples of a sampler of torch other weights after each epoch."""
+    """Changes the weights of a WeightedRandomSampler after each epoch."""
 
     def __init__(self, sampler):
         super().__init__()
@@ -301,7 +301,7 @@ def test_a_killed_run_restores_the_state_of_objects(tmp_path, name, kind):
 
 
 class Curve(LambdaLR):
-    """A scheduler whose state has an object that no checkpoint may build."""
+    """A scheduler with an object in its state that a resume refuses to unpickle."""
 
     def __init__(self, optimizer):
         self.generator = torch.Generator()
@@ -322,7 +322,7 @@ def test_an_unreadable_scheduler_state_is_refused_before_training(tmp_path, kind
 
 
 class Note:
-    """An object that no checkpoint may build."""
+    """An object that a resume refuses to unpickle."""
 
 
 class NotingSGD(torch.optim.SGD):
@@ -392,7 +392,7 @@ class Accumulates(Model):
 
 
 def test_mini_loop_refuses_a_change_of_accumulation_between_optimizer_steps(tmp_path):
-    """Trainer adds the gradients of the next batch to gradients that it has used."""
+    """With such a change, Trainer adds new gradients to those of the last step."""
     with pytest.raises(ValueError, match="accumulate_grad_batches: got 3 from a hook at batch 2"):
         train(MiniLoop, tmp_path, shuffled(Accumulates))
 

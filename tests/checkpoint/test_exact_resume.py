@@ -134,7 +134,7 @@ def assert_same(one, other, root, other_root):
 
 @pytest.mark.parametrize("name", CASES)
 def test_a_killed_run_resumes_exactly(tmp_path, name):
-    """Train; resume what a kill before some of the batches leaves, with another seed; compare."""
+    """Resume a copy of the run from before some of the batches, with another seed."""
     options = {"save_every_n_steps": 1, **CASES[name]}
     snapshots = Snapshots(tmp_path / "whole", tmp_path)
     whole = fit(tmp_path / "whole", callbacks=[snapshots], **options)
@@ -196,7 +196,7 @@ def test_a_run_resumes_exactly_after_an_exception(tmp_path, hook, options):
 @pytest.mark.filterwarnings("ignore:The dirpath has changed")
 @pytest.mark.parametrize("when", ["every_n_train_steps", "every_n_epochs", "validation"])
 def test_a_file_from_model_checkpoint_resumes_exactly(tmp_path, when):
-    """A resume completes the work after the hook that saved: the row of the step, the validation, the epoch's end."""
+    """A resume completes what follows the save: the row, the validation, the end of the epoch."""
     options = {"val_check_interval": 2, "log_every_n_steps": 1}
     saves = {"every_n_epochs": 1, "save_on_train_epoch_end": False} if when == "validation" else {when: 1}
     saver = lambda name: ModelCheckpoint(tmp_path / name, filename="{step}", save_top_k=-1, **saves)  # noqa: E731
@@ -234,7 +234,7 @@ def test_a_run_killed_by_sigkill_resumes_exactly(tmp_path, name):
 
 
 class Counts(Callback):
-    """State of a user's own: as a callback and as a datamodule."""
+    """A callback with state. The datamodule below has the same methods."""
 
     def __init__(self):
         self.count = 0
@@ -307,7 +307,7 @@ def test_momentum_still_moves_frozen_parameters_after_a_resume(tmp_path):
 
 
 def test_resume_restores_the_buffers_of_the_averaged_model(tmp_path):
-    """The averaged model has its own copy of the buffer, which training ends with."""
+    """The averaged model has its own copy of the buffer, which the final model takes."""
     make = lambda: [pl.callbacks.WeightAveraging()]  # noqa: E731
     snapshots = Snapshots(tmp_path / "whole", tmp_path)
     options = {"make_module": WithBank, "save_every_n_steps": 1}

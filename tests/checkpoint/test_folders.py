@@ -80,7 +80,7 @@ def test_writing_a_lock_file_does_not_follow_a_symlink(tmp_path):
 
 @pytest.mark.parametrize("name", ["model[1].ckpt", "a*.ckpt", "what?.ckpt", "[!x].ckpt"])
 def test_removing_a_checkpoint_removes_only_its_own_shards(tmp_path, name):
-    """Folders of other checkpoints match the name as a pattern."""
+    """As a glob pattern, the name would match the folders of other checkpoints."""
     others = ["model1.ckpt.step=5", "abc.ckpt.step=5", "whats.ckpt.step=5", "y.ckpt.step=5"]
     for folder in (*others, f"{name}.step=5"):
         (tmp_path / folder).mkdir()
@@ -91,7 +91,7 @@ def test_removing_a_checkpoint_removes_only_its_own_shards(tmp_path, name):
 
 
 class Odd(Plain):
-    """Return a metric whose name is a pattern, a path and a quotation."""
+    """Returns a metric whose name has characters of patterns, paths and quotes."""
 
     def validation_step(self, batch, batch_idx):
         loss, _ = super().validation_step(batch, batch_idx)

@@ -26,7 +26,7 @@ def folder(root, version):
 
 
 class Stops(Callback):
-    """End the run with an error at a step."""
+    """Raises an error at a step."""
 
     def __init__(self, step):
         self.step = step

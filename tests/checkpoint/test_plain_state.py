@@ -73,7 +73,7 @@ VALUES = {
 @pytest.mark.parametrize("is_new", [False, True])
 @pytest.mark.parametrize("name", VALUES)
 def test_attributes_of_every_plain_type_are_restored(tmp_path, name, is_new):
-    """The attribute is None or missing before."""
+    """Before the change, the attribute has another value or does not exist."""
     before = {} if is_new else {"value": "before"}
     found = restored(before, {"value": VALUES[name]}, before, tmp_path).value
     assert type(found) is type(VALUES[name])
@@ -86,7 +86,7 @@ def test_attributes_of_every_plain_type_are_restored(tmp_path, name, is_new):
 
 
 def test_containers_and_tensors_are_restored_in_place(tmp_path):
-    """Containers and tensors that other objects hold, too, are filled, not replaced."""
+    """Other objects may refer to the containers and tensors, so they are not replaced."""
     fresh = {"list": [], "dict": {}, "tensor": torch.zeros(3), "array": np.zeros(2), "set": set()}
     fresh["queue"], fresh["factory"] = deque(maxlen=2), defaultdict(lambda: 7)
     held = dict(fresh)
@@ -101,7 +101,7 @@ def test_containers_and_tensors_are_restored_in_place(tmp_path):
 
 
 def test_values_that_attributes_share_are_shared_again_after_a_resume(tmp_path):
-    """Values that the objects of the saved run share are shared again, and no others."""
+    """Only attributes that shared a value in the saved run share it again."""
     shared = torch.zeros(2)
     history = []
     before = {"start": shared, "mean": shared, "one": [], "other": history, "last": None}
@@ -115,7 +115,7 @@ def test_values_that_attributes_share_are_shared_again_after_a_resume(tmp_path):
 
 
 def test_changed_attributes_returns_only_changed_plain_values():
-    """The saved state has no modules, functions, cycles, views of parameters and unchanged values."""
+    """Modules, functions, cycles, views of parameters and unchanged values are not saved."""
     net = nn.Linear(2, 2)
     cycle = []
     cycle.append(cycle)
@@ -266,7 +266,7 @@ class Schedules(Callback):
 
 
 class Counted(Callback):
-    """A callback with a state_dict, which alone decides about its attributes."""
+    """A callback with a state_dict. Other attributes are not restored."""
 
     def __init__(self):
         self.batches = self.others = 0
@@ -366,7 +366,7 @@ def test_a_killed_run_restores_the_attributes_of_its_objects(tmp_path, name):
 @pytest.mark.filterwarnings("ignore:The dirpath has changed", "ignore:The number of training batches")
 @pytest.mark.parametrize("when", ["every_n_train_steps", "every_n_epochs", "validation"])
 def test_checkpoints_saved_in_hooks_resume_exactly(tmp_path, when):
-    """In on_train_batch_end, on_train_epoch_end and on_validation_end."""
+    """The hooks are on_train_batch_end, on_train_epoch_end and on_validation_end."""
     saves = {"every_n_epochs": 1, "save_on_train_epoch_end": when != "validation"}
     saves = {when: 1} if when == "every_n_train_steps" else saves
 

@@ -31,11 +31,11 @@ class Color(enum.Enum):
 
 
 class Point(collections.namedtuple("Point", "x y")):
-    """A named tuple, whose class only trusted files may build."""
+    """A named tuple. Only weights_only=False may create its class."""
 
 
 class Outer:
-    """Has classes inside, which a pickle of protocol 2 names by a call of getattr."""
+    """A class with nested classes, which pickle protocol 2 refers to by a call of getattr."""
 
     class Kind(enum.Enum):
         FIRST = 1
@@ -79,7 +79,7 @@ def write_and_read(value, path, **options):
 
 
 def write_pickle(content, path, storages=()):
-    """Write a file of torch.save with any pickle."""
+    """Write a file in the format of torch.save with the given pickle."""
     with zipfile.ZipFile(path, "w") as archive:
         archive.writestr("archive/data.pkl", content)
         archive.writestr("archive/version", "3")
@@ -148,7 +148,7 @@ def test_python_attributes_of_a_tensor_are_dropped(tmp_path):
     assert not hasattr(found["weight"], "scale")
 
 
-# Objects that are not built
+# Objects that are not created
 
 
 def objects(folder):
@@ -221,7 +221,7 @@ def test_reading_a_checkpoint_key_that_contains_an_object_raises(tmp_path, part)
 
 
 class Colored(Callback):
-    """Keeps a value that a resume does not build."""
+    """Has a value in its state that a resume does not create."""
 
     def __init__(self):
         self.color = Color.RED
@@ -267,7 +267,7 @@ def test_weights_only_false_reads_any_object(tmp_path):
     assert read_checkpoint(tmp_path / "a.ckpt", weights_only=False)["mine"] is functools.partial
 
 
-# Files of an attacker
+# Crafted files
 
 
 def call(name, *args):
@@ -373,7 +373,7 @@ def test_a_sparse_tensor_with_indices_out_of_range_is_refused(tmp_path):
 
 
 class ObjectArray:
-    """An array of pointers, in the disguise of numbers."""
+    """An object array whose pickle claims that its pointers are numbers."""
 
     def __reduce__(self):
         class_of_array = np.ndarray

@@ -39,7 +39,7 @@ def plateau(module):
 
 
 def plateau_strict_off(module):
-    """Nothing to follow in the first epoch is no error; Lightning warns."""
+    """Without a value in the first epoch, Lightning warns."""
     found = plateau(module)
     scheduler = {"scheduler": found["lr_scheduler"], "strict": False, "monitor": "val_loss"}
     return {"optimizer": found["optimizer"], "lr_scheduler": scheduler}
@@ -55,7 +55,7 @@ def plateau_by_step(module):
 
 
 def two_and_two(tmp_path, make_module=Classifier, train=None, val=val_loader, given=None, **options):
-    """Train 4 epochs, and 2 and 2 with another seed in between; both must end the same, files included."""
+    """Compare 4 epochs with 2 epochs and a resume with another seed, including the files."""
     options = {"log_every_n_steps": 3, **options}
     whole = fit(tmp_path / "whole", make_module, train, val, given=given, max_epochs=4, **options)
     fit(tmp_path / "parts", make_module, train, val, given=given, max_epochs=2, **options)
@@ -80,7 +80,7 @@ def test_learning_rate_schedulers_resume_exactly(tmp_path, optimizers, accumulat
 
 @pytest.mark.filterwarnings("ignore:ReduceLROnPlateau conditioned on metric val_loss which is not available")
 def test_reduce_lr_on_plateau_reads_the_last_validation_after_a_resume(tmp_path):
-    """In an epoch without validation the scheduler reads the value of the last one, also from before the resume."""
+    """In an epoch without validation, the scheduler reads the value from before the resume."""
     whole, _ = two_and_two(tmp_path, classifier(plateau_strict_off), check_val_every_n_epoch=2)
     assert whole[0].lr_scheduler_configs[0].scheduler.num_bad_epochs == 0
 
@@ -129,7 +129,7 @@ def test_resume_accepts_last_auto_and_a_path(tmp_path):
 
 
 def test_a_moved_checkpoint_starts_a_new_version_with_the_old_rows(tmp_path):
-    """A checkpoint that was moved with its log starts a new version, whose metrics.csv has the rows of the old one."""
+    """The log was moved together with the checkpoint."""
     whole = fit(tmp_path / "whole", val=val_loader, max_epochs=3)
     fit(tmp_path / "a", val=val_loader, max_epochs=2)
     shutil.move(tmp_path / "a/checkpoints/run/version_0/last.ckpt", tmp_path / "moved.ckpt")

@@ -25,7 +25,7 @@ FOLDER = "logs/run/version_0"
 
 
 class Known(pl.LightningModule):
-    """Numbers that are easy to compute: batch i of 4 logs i, the weight stays 1."""
+    """Logs numbers that are easy to compute. Batch i of 4 logs i, and the weight stays 1."""
 
     def __init__(self, lr=0.5):
         super().__init__()
@@ -95,7 +95,7 @@ def test_each_fit_gets_a_new_version(tmp_path):
         loop.fit(Known(), four())
         assert loop.log_dir.endswith(f"version_{version}")
     for _ in range(2):
-        # A version that is given is started again.
+        # A given version is used again.
         fit(tmp_path, Known, four, version=0, max_epochs=2)
         assert len(read_logs(tmp_path / "logs/run/version_0")) == 2
 
@@ -104,7 +104,7 @@ def test_each_fit_gets_a_new_version(tmp_path):
 
 
 class Odd(Classifier):
-    """Logs values of several kinds, some in some epochs only, under names that need quotes."""
+    """Logs unusual values, some only in one epoch, under names that need quotes."""
 
     def training_step(self, batch, batch_idx):
         epoch = self.current_epoch
@@ -116,7 +116,7 @@ class Odd(Classifier):
 
 
 class Foreign:
-    """A logger that is not ours, with the least that it needs."""
+    """A minimal logger of another package."""
 
     def __init__(self):
         self.steps = []

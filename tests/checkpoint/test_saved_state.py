@@ -110,7 +110,7 @@ def test_an_optimizer_or_scheduler_that_cannot_be_saved_raises_before_training(t
 
 
 class Keeps(Callback):
-    """Returns a value that cannot be pickled, from an epoch on."""
+    """Its state cannot be pickled from a given epoch on."""
 
     def __init__(self, since=0):
         self.epoch, self.since = 0, since

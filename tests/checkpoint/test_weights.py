@@ -135,7 +135,7 @@ def test_parameter_names_that_differ_only_by_a_wrapper_prefix_are_kept(tmp_path)
 
 
 class Counts(nn.Linear):
-    """Has a state of another type than a tensor."""
+    """Has an extra state that is not a tensor."""
 
     def __init__(self, make_state=dict):
         super().__init__(8, 3)

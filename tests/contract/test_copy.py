@@ -70,7 +70,7 @@ def test_a_copy_under_another_name_trains_without_the_package(tmp_path):
     assert done.stdout.endswith("trained\n")
     written = ["checkpoints", "digits.png", "logs", "runs.html", "somewhere"]
     assert sorted(path.name for path in tmp_path.iterdir()) == written
-    # what it writes names no module of it: its checkpoints outlive a change of name, and we read them
+    # Its checkpoints do not name its modules, so that they can be read after a change of name.
     checkpoint = torch.load(tmp_path / "checkpoints/digits/version_0/last.ckpt", weights_only=True)
     assert checkpoint["epoch"] == 1
     assert (tmp_path / "checkpoints/digits/version_0/last.ckpt").read_bytes().count(b"my_loop") == 0
@@ -95,14 +95,14 @@ def test_no_file_imports_the_package_by_name(path):
 
 @pytest.mark.parametrize("path", FILES, ids=lambda path: path.relative_to(PACKAGE).as_posix())
 def test_no_file_looks_up_the_package_by_its_name(path):
-    """import_module("fabric_template..."), entry in sys.modules, resources of the package by name."""
+    """For example by import_module("fabric_template...") or in sys.modules."""
     source = path.read_text(encoding="utf-8")
     lookups = r"(?:import_module|__import__|resources\.files|sys\.modules\[|find_spec)"
     assert not re.findall(lookups + r"""\(?\s*f?["']fabric_template""", source)
 
 
 def test_importing_the_copy_does_not_import_heavy_packages(tmp_path):
-    """Pandas, matplotlib, jsonargparse and scikit-learn are for those who ask; what Lightning itself brings aside."""
+    """Imports of Lightning itself do not count."""
     copy_to(tmp_path)
     code = """
 import lightning.fabric

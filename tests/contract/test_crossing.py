@@ -169,7 +169,7 @@ SAVERS = {
 @pytest.mark.parametrize("where", SAVERS)
 @pytest.mark.parametrize("case", CASES)
 def test_each_loop_resumes_the_others_checkpoint_after_an_epoch(tmp_path, case, where):
-    """2 + 2 epochs by any two loops equal Trainer's 4 bit for bit: weights, optimizers, schedulers, scaler, callbacks.
+    """Two epochs by one loop and two by another equal four epochs of Trainer bit for bit.
 
     A scheduler that follows a metric is the exception. It steps after these hooks, and Trainer does not save the metric.
     Trainer skips this step on resume. FabricLoop skips it with Trainer's files, but not with its own.
@@ -277,7 +277,7 @@ def test_resuming_a_trainer_checkpoint_runs_trainers_sanity_check(tmp_path, wher
 
 @pytest.mark.parametrize("keyword", ["resume", "ckpt_path"])
 def test_resume_refuses_a_trainer_checkpoint_of_an_unfinished_epoch(tmp_path, keyword):
-    """max_steps, an error, a validation within the epoch: only load= and validate take such a file."""
+    """After max_steps, an error or a validation within the epoch, only load= and validate read the file."""
     saver = cb.ModelCheckpoint(tmp_path, "{step}", save_top_k=-1, every_n_train_steps=2)
     options = {"enable_checkpointing": True, "callbacks": [saver], "max_epochs": 1, "val_check_interval": 3}
     pl.Trainer(**quiet(**options)).fit(Classifier(), in_order(), val_loader())

@@ -40,7 +40,7 @@ def seeded(seed=3):
 
 
 class Noisy(Dataset):
-    """A data set with its own generator, a counter and a list that changes in place."""
+    """A dataset with its own generator, a counter and a list that changes in place."""
 
     def __init__(self):
         self.noise, self.reads, self.recent = random.Random(7), 0, []
@@ -259,7 +259,7 @@ def test_a_network_with_changing_attributes_resumes_exactly(tmp_path, loop_name,
 @pytest.mark.parametrize("limit", [{"max_steps": 8}, {"max_epochs": 2}, {"max_steps": 12}], ids=str)
 @pytest.mark.parametrize("loop_name", LOOPS)
 def test_resuming_a_finished_run_changes_nothing(tmp_path, loop_name, limit):
-    """A resume of a finished run keeps its weights, its rows and the row of the last steps."""
+    """The weights and all rows stay, including the row of the last steps."""
     make_loader = LOADERS["shuffled"]
     expected, rows = train(loop_name, tmp_path, make_loader, **limit)
     resumed, found = train(loop_name, tmp_path, make_loader, seed=9, resume="auto", **limit)
@@ -287,7 +287,7 @@ def test_both_loops_train_the_same_weights_with_each_loader(name):
 
 
 class Graph:
-    """A batch that is no container."""
+    """A batch that is not a container."""
 
     def __init__(self, x, y):
         self.x, self.y = x, y

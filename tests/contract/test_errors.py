@@ -21,7 +21,7 @@ class Endless:
 
 
 def check_error(kind, message, call, root):
-    """The call raises one line that starts with the message, and leaves the files as they were."""
+    """Check that the call raises one line with this start, and changes no file."""
     before = tree(root)
     with pytest.raises(kind, match=f"^{re.escape(message)}") as caught:
         call()

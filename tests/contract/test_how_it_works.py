@@ -81,7 +81,7 @@ def named(title):
 
 @pytest.fixture(scope="module")
 def traced(tmp_path_factory):
-    """The files that a batch, a log call and the four functions of a resume enter."""
+    """Return the files that a batch, a log call and a resume run through."""
     os.chdir(tmp_path_factory.mktemp("traced"))
     torch.manual_seed(0)
     module = Logs()

@@ -79,7 +79,7 @@ def make_loop(loop_class=FabricLoop, **options):
 
 
 def saving_loop(loop_class=FabricLoop, root=".", **options):
-    """A loop that writes its files."""
+    """Return a loop that writes its files."""
     options = {"accelerator": "cpu", "default_root_dir": str(root), "max_epochs": 2, **options}
     if loop_class is FabricLoop:
         options |= {"enable_progress_bar": False, "enable_model_summary": False}
@@ -294,7 +294,7 @@ def test_a_training_step_reads_no_value_from_the_device(loop_class):
 
 
 class Rows(IterableDataset):
-    """Has no length."""
+    """A dataset without a length."""
 
     def __iter__(self):
         return (torch.ones(4) for _ in range(10))

@@ -73,7 +73,7 @@ def measure_language(repository):
         files += [path for path in (repository / folder).rglob("*") if path.suffix in (".py", ".md", ".ipynb")]
     counts = {}
     for path in files:
-        # This file lists the expressions; checkpoints of notebooks are an editor's.
+        # This file lists the expressions. Jupyter writes the checkpoints of notebooks.
         if path.name != Path(__file__).name and ".ipynb_checkpoints" not in path.parts:
             counts.setdefault(folder_of(path.relative_to(repository)), Counter()).update(language_of(path))
     return {folder: (c["expressions"], c["headings"], c["headless"]) for folder, c in sorted(counts.items())}

@@ -51,7 +51,7 @@ def loss_and_acc(net, batch):
 
 
 def by_hand():
-    """The loop that everybody writes. Random numbers are drawn by the net, then by each epoch's shuffling."""
+    """Train with a hand-written loop."""
     torch.manual_seed(1)
     net = make_net()
     optimizer = make_optimizer(net)
@@ -108,7 +108,7 @@ def test_level_1_setup_backward_and_log_work_in_a_hand_written_loop(expected, tm
     assert float(rows[-1]["val_loss"]) == pytest.approx(expected[1][-1][1])
 
     loop.save("mine.ckpt", {"net": net, "optimizer": optimizer, "epoch": 2, "note": "mine"})
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["logs", "mine.ckpt"]  # and no half file beside it
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["logs", "mine.ckpt"]  # No temporary file is left.
     fresh = make_net()
     other = make_loop("other")
     fresh_net, fresh_optimizer = other.setup(fresh, make_optimizer(fresh))

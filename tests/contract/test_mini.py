@@ -106,7 +106,7 @@ def every_second_epoch(module):
 
 
 class Stream(IterableDataset):
-    """Has no length."""
+    """A stream without a length."""
 
     def __iter__(self):
         yield from make_data(22)
@@ -395,7 +395,7 @@ def test_both_loops_restore_options_that_hooks_have_changed(writer, reader):
 
 
 def test_a_step_based_run_resumes_exactly_within_an_epoch():
-    """Rows after steps 7, 14, ... and at the end; the epoch of the checkpoint continues at its batch."""
+    """It writes rows after steps 7, 14, ... and at the end."""
     options = {"validate_every_n_steps": 7, "max_epochs": -1}
     _, expected, rows = fit("MiniLoop", "whole", -1, max_steps=24, **{**options})
     assert rows["step"].tolist() == [7, 14, 21, 24]
@@ -657,12 +657,12 @@ def train_on_uneven_streams(rank):
 @pytest.mark.usefixtures("quick_spawn")
 @pytest.mark.filterwarnings("ignore:train_dataloaders. the streams")
 def test_an_epoch_ends_when_the_shortest_stream_ends():
-    """The processes would wait forever for the batches of the other one. A resume is exact."""
+    """Otherwise, the other process would wait forever."""
     codes, errors = run_processes(train_on_uneven_streams, ranks=2, timeout=90)
     assert codes == [0, 0], errors
 
 
-# Changes as a newcomer makes them, in the one file
+# Changes that a user makes in a copy of mini.py
 
 
 BY_TOKENS = {
@@ -808,7 +808,7 @@ CHANGES = {"tokens": BY_TOKENS, "average": AVERAGED_WEIGHTS, "second": SECOND_VA
 
 
 def resume_changed_loop(rank, name, ranks):
-    """Compare a run that was stopped in an epoch with a whole run."""
+    """Compare a run that was stopped within an epoch and resumed with an uninterrupted run."""
     options = {"max_epochs": 3, "validate_every_n_steps": 2, "loop_class": changed_loop(CHANGES[name])}
     options |= {"devices": ranks, "strategy": "ddp"} if ranks > 1 else {}
     options |= {"second_val": make_loader(12)} if name == "second" else {}
@@ -849,7 +849,7 @@ def test_all_processes_end_an_accumulation_window_together():
     torch.testing.assert_close(weights, other_weights, rtol=0, atol=0)
 
 
-# The file alone
+# mini.py without the package
 
 ALONE = """
 import sys

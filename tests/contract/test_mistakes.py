@@ -56,7 +56,7 @@ class Endless(IterableDataset):
             yield torch.zeros(8), 0
 
 
-# A forgotten return
+# A missing return statement
 
 
 def forgets(net, batch):
@@ -100,7 +100,7 @@ def test_an_error_about_monitor_suggests_returning_the_loss():
 
 
 def test_a_dict_without_loss_from_manual_optimization_is_logged():
-    """The values are in metrics.csv under the names that automatic optimization gives them."""
+    """metrics.csv has the same column names as with automatic optimization."""
     first, second = make_net(), make_net()
     optimizers = [sgd(first), sgd(second)]
 
@@ -141,7 +141,7 @@ def scaled_backward(net, batch):
 
 
 class StepsItself:
-    """A step function that trains the network with an optimizer of its own."""
+    """A step function that trains the network with its own optimizer."""
 
     def __init__(self, clears_last=False):
         self.optimizer, self.clears_last = None, clears_last
@@ -200,7 +200,7 @@ def adversarial(net, batch):
 
 
 def refused(name, step):
-    """Return a context for a step with a backward pass. FabricLoop accepts that of another loss."""
+    """Return a context that expects an error, unless FabricLoop accepts the step."""
     message = r"^training_step: got a call to loss.backward\(\)"
     is_refused = step is backward_twice or name == "MiniLoop"
     return pytest.raises(ValueError, match=message) if is_refused else nullcontext()

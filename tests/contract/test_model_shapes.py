@@ -51,7 +51,7 @@ class Around(nn.Module):
 
 
 class WithHead(Around):
-    """Has a child with the name that torch.compile gives to its module, and another one."""
+    """Has a child named _orig_mod, like a compiled module, and another child."""
 
     def __init__(self):
         super().__init__(nn.Linear(8, 8), "_orig_mod")
@@ -72,7 +72,7 @@ class Tied(nn.Module):
 
 
 class CountsCalls(nn.Module):
-    """Has an extra state that is no tensor."""
+    """Has an extra state that is not a tensor."""
 
     def __init__(self):
         super().__init__()
@@ -492,7 +492,7 @@ CROSSING = [name for name in MODELS if name not in REFUSED_BY_MINI_LOOP]
 
 
 def check_refused(name, loop, root):
-    """MiniLoop refuses the model before it writes a file."""
+    """Check that MiniLoop refuses the model before it writes a file."""
     with pytest.raises((TypeError, ValueError), match=REFUSED_BY_MINI_LOOP[name]):
         train(name, loop, root, max_epochs=1)
     assert not root.exists()
@@ -501,7 +501,7 @@ def check_refused(name, loop, root):
 @pytest.mark.parametrize("name", MODELS)
 @pytest.mark.parametrize("loop", LOOPS)
 def test_each_model_can_be_trained_saved_resumed_and_loaded(tmp_path, loop, name):
-    """Train 2 epochs; stop in the middle of an epoch; resume a new model; load the weights; compare."""
+    """Compare two epochs with a run that was stopped within an epoch and resumed."""
     if loop == "MiniLoop" and name in REFUSED_BY_MINI_LOOP:
         check_refused(name, loop, tmp_path / "refused")
         return
@@ -517,7 +517,7 @@ def test_each_model_can_be_trained_saved_resumed_and_loaded(tmp_path, loop, name
 
 
 def check_load(name, loop, model, path):
-    """A new model that loads the weights is validated with the same result."""
+    """Check that a new model with the loaded weights validates with the same result."""
     other, given = make_model(name)
     functions = {"validation_step": step} if given else {}
     expected = loop.validate(model, make_loaders()[1], **functions)
@@ -569,7 +569,7 @@ def train_in_two_processes(name, root):
     ],
 )
 def test_two_processes_save_the_trained_weights(tmp_path, monkeypatch, name):
-    """The checkpoint has the weights that the caller's model has. They are not those at the start."""
+    """The checkpoint and the caller's model have the trained weights."""
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
     model = train_in_two_processes(name, tmp_path)
     saved = torch.load(next(tmp_path.rglob("last.ckpt")), weights_only=True)["state_dict"]

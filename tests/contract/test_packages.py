@@ -14,7 +14,7 @@ def val():
 
 
 class Rows(Logger):
-    """Keeps what it is given."""
+    """A logger that keeps its rows."""
 
     name, version = "rows", 0
 
@@ -30,7 +30,7 @@ class Rows(Logger):
 
 
 def both(make_module, **options):
-    """Train under both; returns (trainer, its module, loop, its module), equal in weights, metrics and logged rows."""
+    """Train with both, compare the results, and return (trainer, its module, loop, its module)."""
     rows = Rows(), Rows()
     trainer, expected = run_trainer(
         make_module, make_loader, val, max_epochs=2, log_every_n_steps=1, **{"logger": rows[0], **options}
@@ -45,7 +45,7 @@ def both(make_module, **options):
 
 
 class OwnLog(Classifier):
-    """Its own log, which ends in Lightning's; several levels down, with a metric and from every kind of hook."""
+    """Overrides log, which calls Lightning's, and logs from every kind of hook."""
 
     def __init__(self):
         super().__init__()
@@ -78,7 +78,7 @@ def test_a_module_that_overrides_log_logs_as_under_trainer(make_module):
 
 
 class Chooses(Classifier):
-    """Chooses what its scheduler follows by whether there is a validation, as it stands inside Trainer."""
+    """Chooses its scheduler's monitor by whether Trainer has validation loaders."""
 
     def configure_optimizers(self):
         validates = self.trainer.fit_loop.epoch_loop.val_loop._data_source.is_defined()
@@ -112,7 +112,7 @@ def test_validate_and_test_after_fit_see_the_last_epoch_and_step():
 
 
 class Data(pl.LightningDataModule):
-    """Draws its data when it is set up; other data than the module's own loader."""
+    """Draws its data in setup. They differ from those of the module's own loader."""
 
     def setup(self, stage):
         self.rows = torch.randn(12, 8)
@@ -146,11 +146,12 @@ def test_after_fit_the_modules_loaders_precede_those_of_the_datamodule():
         seen.append((results, module.setups, trainer.datamodule is data, torch.get_rng_state().tolist()))
     assert seen[0] == seen[1]
     assert seen[1][1] == ["fit", "validate", "test"]
-    assert list(trainer.test(verbose=False)[0]) == ["val_loss", "val_acc"]  # where Trainer refuses: the datamodule's
+    # Trainer raises an error here. FabricLoop uses the datamodule's loader.
+    assert list(trainer.test(verbose=False)[0]) == ["val_loss", "val_acc"]
 
 
 class Uncounted(Gan):
-    """Has the critic's steps not counted, as many do that have two optimizers; every third of the generator's, too."""
+    """Excludes steps of the critic from global_step, as many modules with two optimizers do."""
 
     def training_step(self, batch, batch_idx):
         of_generator, of_critic = self.optimizers()
@@ -165,7 +166,7 @@ class Uncounted(Gan):
 
 
 class PutOnce(Gan):
-    """A decorator around a step is removed after the batch."""
+    """Removes its decorator around a step after the batch."""
 
     def training_step(self, batch, batch_idx):
         if batch_idx % 4 == 0:
@@ -185,7 +186,7 @@ class Elsewhere(Gan):
 
 
 class CountsItself(Gan):
-    """Steps its optimizers as they are, which nobody counts, and counts the batches."""
+    """Steps the wrapped optimizers directly, which are not counted, and counts the batches."""
 
     def optimizers(self, use_pl_optimizer=True):
         return super().optimizers(use_pl_optimizer=False)

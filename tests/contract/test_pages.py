@@ -52,7 +52,7 @@ NEWER_LINE = re.compile(r"^.*  # needs (lightning>=[\d.]+).*$", re.M)
 
 
 def run_page(rank, page, sources, check):
-    """Run a page's blocks as one program. Warnings are errors, except those that Trainer gives, too."""
+    """Run a page's blocks as one program. Warnings are errors, except Trainer's own."""
     warnings.resetwarnings()
     warnings.simplefilter("error")
     warnings.filterwarnings("ignore", "`isinstance.treespec, LeafSpec.` is deprecated", FutureWarning)
@@ -75,7 +75,7 @@ def same(net, other):
     return all(torch.equal(net[key], other[key]) for key in net)
 
 
-# What holds after the blocks of a page have run.
+# An expression that is true after the blocks of a page have run.
 CHECKS = {
     "README.md": "history['epoch'].tolist() == list(range(10))",
     "docs/callbacks.md": "history['noisy_norm'].iloc[0] > 0",
@@ -406,7 +406,7 @@ def test_relative_links_have_existing_targets(page):
 
 
 def test_the_documentation_site_loads_nothing_from_other_servers():
-    """Without the setting of the theme, each page loads fonts of Google."""
+    """By default, the theme loads fonts from Google on each page."""
     assert re.search(r"^  font: false\b", (REPOSITORY / "mkdocs.yml").read_text(), re.M)
     assert [page for page, text in PAGES.items() if re.search(r"!\[[^]]*\]\(https?:", text)] == []
     assert not re.search(r"https?:|@import", (DOCS / "site.css").read_text())

@@ -93,7 +93,7 @@ class NoIdx(Classifier):
 
 
 class Frozen(Classifier):
-    """A part in evaluation mode stays there."""
+    """A submodule in eval mode stays in eval mode."""
 
     def __init__(self):
         super().__init__()
@@ -149,7 +149,7 @@ def test_loaders_with_workers_give_the_same_weights_as_trainer():
 
 
 def test_modules_from_pytorch_lightning_train_the_same_weights():
-    """The other package's class has the same shape and gets the same bits."""
+    """The package pytorch_lightning has its own LightningModule class."""
 
     class Other(pytorch_lightning.LightningModule):
         def __init__(self):

@@ -38,7 +38,7 @@ def loss_of(net, batch):
 
 
 def plain(net, loader, accumulate=1, clip=None, step_scheduler=False, epoch_scheduler=False, bfloat16=False):
-    """The loop that everybody writes. The last batches of an epoch are stepped, and weigh 1 / accumulate each."""
+    """Train with a hand-written loop. Each batch weighs 1 / accumulate, also at the end of an epoch."""
     if epoch_scheduler:
         [[optimizer], [scheduler]] = by_epoch(net)
     elif step_scheduler:
@@ -215,7 +215,7 @@ def plain_with_validation(net, loader, val_loader):
 
 @pytest.mark.parametrize("level", LEVELS)
 def test_validation_changes_no_weight_and_gives_a_plain_loops_means(level):
-    """42 and 18 samples in fours: the last batches are smaller, and weigh less in the means."""
+    """The last batches are smaller, and weigh less in the means."""
 
     def loaders():
         return make_loader(42), make_loader(18, shuffle=False, seed=5)
@@ -230,11 +230,11 @@ def test_validation_changes_no_weight_and_gives_a_plain_loops_means(level):
     assert list(history.columns) == ["epoch", "step", "train_loss", "val_loss", "val_acc", "lr", "time", "waiting"]
     found = history[["epoch", "train_loss", "val_loss", "val_acc"]].itertuples(index=False, name=None)
     for row, expected_row in zip(found, rows, strict=True):
-        assert row == pytest.approx(expected_row, rel=1e-6)  # the same sums, in another order
+        assert row == pytest.approx(expected_row, rel=1e-6)  # The sums are added in another order.
 
 
 def test_setup_and_backward_do_not_change_a_plain_loops_weights():
-    """Level 1: setup and backward of the loop inside the hand-written loop give the hand-written loop's bits."""
+    """This is level 1, where the user writes the loop."""
     torch.manual_seed(1)
     expected = make_net()
     plain(expected, make_loader(40))

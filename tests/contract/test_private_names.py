@@ -44,7 +44,7 @@ def trained_optimizer():
     return optimizer
 
 
-# Names of lightning_compat/private.py, whose docstrings give the reasons: what has them.
+# Names that lightning_compat/private.py uses, each with the object that has it.
 OF_LIGHTNING = {
     "_strategy": trained_optimizer,
     "_on_before_step": wrapped_optimizer,
@@ -60,7 +60,7 @@ OF_LIGHTNING = {
     "_save_distributed_checkpoint": lambda: ModelParallelStrategy(print),
 }
 
-# Names of Python, torch and torchmetrics that other files use, and what for.
+# Names of Python, torch and torchmetrics that other files use, each with its purpose.
 NAMES_OF_OTHERS = {
     "_forward_cache": "A metric's value for the current batch.",
     "_step_supports_amp_scaling": "Fused optimizers unscale the gradients themselves.",
@@ -82,7 +82,7 @@ NAMES_OF_OTHERS = {
     "_actions": "The options that a mistyped one may mean.",
 }
 
-# Names that the package offers: the path to it from a Trainer, and Lightning's file that asks for it.
+# Names that the package offers, each with its path from a Trainer and the file that reads it.
 OFFERED = [
     ("_evaluation_loop", "callbacks.throughput_monitor"),
     ("_results", "core.module"),

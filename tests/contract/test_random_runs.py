@@ -9,7 +9,7 @@ import pytest
 from interpreter import fork_command
 
 SOAK = Path(__file__).resolve().parents[2] / "soak"
-# Programs with one shape that is not the simplest, and one with an event.
+# Programs with one unusual feature, and one with an event.
 CODE = """
 import json, sys, tempfile
 from pathlib import Path

@@ -81,7 +81,7 @@ def test_resume_last_does_not_continue_a_run_that_was_replaced(first, second, th
 
 
 def check_is_refused(message, *arguments, **options):
-    """MiniLoop neither replaces a run nor continues a replaced one."""
+    """Check that MiniLoop neither replaces a run nor continues a replaced run."""
     with pytest.raises(ValueError, match=message):
         train(*arguments, **options)
 

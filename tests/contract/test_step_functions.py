@@ -96,7 +96,7 @@ def named_fit(epochs=2, **more):
 
 
 def test_loader_names_become_prefixes_of_columns():
-    """Each column is as if its loader had been validated alone. validate uses the same names."""
+    """Each column has the value of its own loader. validate uses the same names."""
     net, loop, history = named_fit()
     assert list(history.columns) == [
         "epoch",
@@ -118,7 +118,7 @@ def test_loader_names_become_prefixes_of_columns():
 
 @pytest.mark.parametrize(("accumulated", "expected"), [(1, [5, 10, 15, 20, 25, 30]), (3, [5, 10])])
 def test_validate_every_n_steps_counts_optimizer_steps(accumulated, expected):
-    """An epoch has 10 batches. Each validation is a row of metrics.csv, and the last step is one."""
+    """An epoch has 10 batches. Each validation and the last step write a row of metrics.csv."""
     net, steps = make_net(), []
 
     class Note:
@@ -210,7 +210,7 @@ def test_loss_backward_in_two_processes_is_refused(monkeypatch):
 
 @pytest.mark.parametrize("loop_class", [FabricLoop, MiniLoop])
 def test_an_argument_with_a_default_does_not_get_batch_idx(loop_class):
-    """A factor of 0, 1, 2 ... would train unnoticed."""
+    """Otherwise the step would use 0, 1, 2 ... as its factor."""
     seen = []
 
     def scaled(net, batch, factor=0.5):

@@ -28,7 +28,7 @@ OTHER_KINDS = {"accelerator_missing": ModuleNotFoundError, "optimizer_two": Runt
 
 
 def options(**given):
-    """A loop with a wrong option."""
+    """Return a call that creates a loop with a wrong option."""
     return lambda root: FabricLoop(**{**with_files(root), **given})
 
 
@@ -43,7 +43,7 @@ def fit(*args, **given):
 
 
 def fit_functions(**given):
-    """A fit of a network with step functions, one argument of which is wrong."""
+    """Return a fit with step functions and one wrong argument."""
 
     def training_step(net, batch):
         return nn.functional.cross_entropy(net(batch[0]), batch[1])
@@ -63,7 +63,7 @@ def partly_of_another(net, other=None):
 
 
 def with_method(**methods):
-    """A fit of an object with a wrong method."""
+    """Return a fit of an object with a wrong method."""
 
     def call(root):
         val = make_loader() if "validation_step" in methods else None
@@ -74,7 +74,7 @@ def with_method(**methods):
 
 
 def call_of(name, *args, model=Plain, **given):
-    """Another method with a wrong argument."""
+    """Return a call of another method with a wrong argument."""
 
     def call(root):
         made = [make_loader() if arg == "loader" else arg for arg in args]
@@ -84,12 +84,12 @@ def call_of(name, *args, model=Plain, **given):
 
 
 def level_1(function):
-    """A method of a loop of one's own with a wrong argument."""
+    """Return a call of a level 1 method with a wrong argument."""
     return lambda root: function(FabricLoop(**with_files(root)), root)
 
 
 def file(name, content, argument="resume"):
-    """A fit from a file that is no checkpoint of this model."""
+    """Return a fit from a file that is not a checkpoint of this model."""
 
     def call(root):
         path = Path("files", name)

@@ -12,7 +12,7 @@ PRECISIONS = ["32-true", "bf16-mixed", "16-mixed"]
 
 
 def on_device(batch_size=4, shuffle=False, num=40, seed=0):
-    """A TensorLoader on the device."""
+    """Return a TensorLoader on the device."""
     return TensorLoader(*make_data(num, seed=seed).tensors, batch_size=batch_size, shuffle=shuffle, device=DEVICE)
 
 
@@ -25,7 +25,7 @@ def shuffled_on_device():
 
 
 def fused_adam(module):
-    """Adam in one kernel, with its step count on the device."""
+    """Return fused Adam, which keeps its step count on the device."""
     return torch.optim.Adam(module.parameters(), lr=0.01, fused=True)
 
 

@@ -13,7 +13,7 @@ pytestmark = [pytest.mark.gpu, pytest.mark.filterwarnings("ignore:Synchronizatio
 
 
 class Refusing(Callback):
-    """From the start of the first batch to the end of an epoch's last one, a synchronization is an error."""
+    """Makes each synchronization an error from the first batch of an epoch to its last batch."""
 
     def __init__(self, first=0, last=10**9):
         self.first, self.last, self.batches = first, last, 0
@@ -35,7 +35,7 @@ def default_debug_mode():
 
 
 def fit(module=None, train=make_loader, val=None, first=0, last=10**9, **options):
-    """Train under watch; returns how many batches were watched."""
+    """Train, and return the number of batches in which synchronizations were errors."""
     refusing = Refusing(first, last)
     loop = FabricLoop(**{**quiet(), **ON, "max_epochs": 2, "callbacks": [refusing], **options})
     loop.fit(module or Drawing(), train(), val() if val else None)
@@ -68,7 +68,7 @@ def test_training_with_each_loader_does_not_synchronize(precision, name):
 
 
 def test_precision_16_mixed_with_a_fused_optimizer_does_not_synchronize():
-    """With another optimizer GradScaler itself reads in each step whether the gradients are finite."""
+    """With other optimizers, GradScaler reads in each step whether the gradients are finite."""
     assert fit(Drawing(fused_adam), on_device, precision="16-mixed") == 20
     with pytest.raises(RuntimeError, match="called a synchronizing CUDA operation"):
         fit(Drawing(sgd), on_device, precision="16-mixed")
@@ -80,7 +80,7 @@ def test_accumulation_and_clipping_do_not_synchronize(options):
 
 
 def test_logging_and_checkpoints_do_not_synchronize_in_other_steps(tmp_path):
-    """Logs per step and per epoch, the bar, the CSV, checkpoints: nothing is read between two log points."""
+    """Nothing is read from the device between two log points."""
     options = {"logger": None, "enable_checkpointing": None, "enable_progress_bar": True, "enable_model_summary": True}
     options |= {"default_root_dir": str(tmp_path), "monitor": "val_loss", "log_every_n_steps": 10}
     assert fit(train=on_device, val=val_loader, first=1, last=9, max_epochs=1, **options) == 8
@@ -88,7 +88,7 @@ def test_logging_and_checkpoints_do_not_synchronize_in_other_steps(tmp_path):
 
 
 def test_mini_loop_does_not_synchronize_within_an_epoch():
-    """From the second batch to the one before the last."""
+    """The check starts at the second batch and ends before the last one."""
 
     class Watched(Drawing):
         def on_train_batch_start(self, batch, batch_idx):

@@ -16,7 +16,7 @@ CPU = {"accelerator": "cpu"}
 @pytest.mark.parametrize("optimizers", [by_step, fused_adam])
 @pytest.mark.parametrize("precision", ["32-true", "16-mixed"])
 def test_a_killed_run_resumes_exactly(tmp_path, precision, optimizers, loader):
-    """In mid-epoch and between two: weights, optimizers, scaler, random numbers of the device, rows, files."""
+    """The resumed run equals the first one in weights, optimizers, scaler, random numbers and rows."""
     options = {**ON, "precision": precision, "max_epochs": 2, "save_every_n_steps": 3}
     options |= {"make_module": lambda: Drawing(optimizers), "train": loader, "val": val_loader}
     whole = fit(tmp_path / "whole", callbacks=[Snapshots(tmp_path / "whole", tmp_path / "cut")], **options)
@@ -45,7 +45,7 @@ def test_a_resume_on_another_device_differs_only_in_rounding(tmp_path, first, th
 
 
 def test_mini_loop_resumes_exactly_after_an_epoch(tmp_path):
-    """MiniLoop resumes at an epoch's end."""
+    """MiniLoop saves at the end of an epoch."""
     ends = {}
     for name, epochs in (("whole", [3]), ("parts", [1, 3])):
         for max_epochs in epochs:

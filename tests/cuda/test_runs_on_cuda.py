@@ -42,7 +42,7 @@ def test_fit_leaves_the_module_on_its_device(tmp_path, kind, optimizers):
 
 @pytest.mark.parametrize("fused", [False, True])
 def test_an_optimizer_that_has_stepped_on_the_cpu_trains_on_the_gpu(fused):
-    """Its state moves to the device and back: a loop by hand, fit, by hand."""
+    """Its state moves to the GPU and back."""
     net = nn.Linear(8, 3)
     optimizer = torch.optim.Adam(net.parameters(), lr=0.01, fused=fused)
 
@@ -76,7 +76,7 @@ def test_fit_moves_the_module_back_to_the_cpu_after_an_error():
 
 
 def test_a_failed_save_does_not_hide_a_cuda_error(tmp_path):
-    """After it nothing can be read from the device. A failed save does not take the place of the error."""
+    """After the error, nothing can be read from the device, so a save fails."""
     code = f"""
 import torch
 from device import *
@@ -102,7 +102,7 @@ fit({str(tmp_path)!r}, Fails, on_device, max_epochs=1, save_every_n_steps=2, **O
 
 @pytest.mark.parametrize("precision", PRECISIONS)
 def test_validate_test_and_predict_give_the_same_values_as_trainer(precision):
-    """validate, test and predict give Trainer's bits. Predictions are on the CPU."""
+    """Predictions are on the CPU."""
 
     class Evaluated(Drawing):
         def test_step(self, batch, batch_idx):

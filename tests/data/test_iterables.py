@@ -36,7 +36,7 @@ class OwnWithLength(Own):
 
 
 class Function:
-    """A generator function, which draws when its first batch is asked for."""
+    """A generator function that draws random numbers at its first batch."""
 
     def __iter__(self):
         for index in torch.randperm(6).tolist():
@@ -70,7 +70,7 @@ own_batches = partial(torch.utils.data.DataLoader, make_loader(24).dataset, **OW
 
 @pytest.mark.parametrize("make", [Own, OwnWithLength, Function, Items, OwnDataLoader, own_batches])
 def test_iterables_give_the_same_batches_as_under_trainer(make):
-    """In training, the sanity check and validation. Those with a length are limited."""
+    """The sanity check is included. Iterables with a length are limited."""
     limits = {"limit_train_batches": 4, "limit_val_batches": 3} if hasattr(make, "__len__") else {}
     assert_parity(Classifier, make, make, max_epochs=2, **limits)
 
@@ -95,7 +95,7 @@ def test_a_one_pass_iterator_trains_one_epoch():
 
 
 def test_an_exhausted_iterator_raises_in_training_and_warns_in_validation(tmp_path):
-    """An error where nothing would be trained, a warning where nothing is evaluated."""
+    """Without training data it raises an error. Without validation data it warns."""
     hint = r"loader \(chain\) gave no batch in .* An iterator is used up after one pass\. Give an object"
     with pytest.raises(ValueError, match=f"The train {hint}"):
         fit(tmp_path, train=once, max_epochs=2)
@@ -176,7 +176,7 @@ def test_a_stream_that_continues_across_epochs_resumes_only_in_epoch_0(tmp_path,
 
 @pytest.mark.parametrize("make", CONTINUED)
 def test_a_stream_that_continues_across_epochs_cannot_resume_a_mini_loop_run(tmp_path, make):
-    """A file of MiniLoop has no position."""
+    """MiniLoop does not save the position of a stream."""
     loop = MiniLoop(max_epochs=1, name="run", default_root_dir=tmp_path, accelerator="cpu")
     loop.fit(Classifier(), make() if make is not Queue else list(itertools.islice(Queue(), 5)))
     with pytest.raises(CheckpointError, match="holds an iterator that continues in each epoch"):

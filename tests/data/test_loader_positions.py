@@ -45,7 +45,7 @@ SAMPLERS = {
 
 class CountsReads:
     def __init__(self):
-        # Not a tensor, which a resumed run would restore.
+        # Not a tensor, because a resumed run would restore it.
         self.reads = Record([torch.zeros(1, dtype=torch.int64).share_memory_()])
 
     def __len__(self):

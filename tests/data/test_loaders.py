@@ -71,7 +71,7 @@ def ones(num, start=0, **options):
     return DataLoader(range(start, start + num), batch_size=2, **options)
 
 
-# ---- the shapes in which loaders come
+# ---- kinds of loaders
 
 SHAPES = {
     "one": lambda: ones(4),
@@ -125,7 +125,7 @@ def test_combined_loaders_give_the_same_batches_as_under_trainer(call, mode, lim
     assert len(seen) == (2 if mode == "min_size" or limit == 2 else 4)
 
 
-# ---- what is no loader
+# ---- objects that are not loaders
 
 NO_LOADERS = {"None": None, "object": object(), "a list of this and that": [1, object()], "a loader": [range(2), None]}
 
@@ -211,7 +211,7 @@ def test_a_fractional_limit_for_a_stream_is_refused(call):
 
 
 def test_an_empty_loader_from_the_module_warns_and_trains_nothing():
-    """Given by the module; fit refuses one that it can see before."""
+    """The module creates the loader. fit refuses an empty loader as an argument."""
 
     class Empty(Sees):
         def train_dataloader(self):
@@ -226,7 +226,7 @@ def test_an_empty_loader_from_the_module_warns_and_trains_nothing():
         FabricLoop(**quiet(max_epochs=1)).fit(Empty())
 
 
-# ---- when loaders are made
+# ---- when loaders are created
 
 
 @pytest.mark.parametrize("sanity", [0, 2])
@@ -298,7 +298,7 @@ def test_a_loader_with_few_workers_warns(monkeypatch):
 
 
 def test_importing_the_package_adds_no_warning_filter():
-    """The user's filters stay as they are; the loop's dependencies are imported before."""
+    """The dependencies are imported before."""
     code = (
         "import warnings, jsonargparse, pandas, torchmetrics, lightning.pytorch;"
         " before = list(warnings.filters); import fabric_template.loop, fabric_template.mini;"
@@ -329,7 +329,7 @@ def test_overfit_batches_turns_off_shuffling_only_in_fit():
     assert isinstance(loop.val_dataloaders.sampler, RandomSampler)
 
 
-# ---- what stays as it was
+# ---- objects that do not change
 
 
 def test_predict_does_not_change_the_given_loader():

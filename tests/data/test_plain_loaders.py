@@ -136,7 +136,7 @@ def mixes(samples, mix, scale):
 
 
 class OwnLoader:
-    """Is no DataLoader. It draws its order by the number of its passes."""
+    """A loader that is not a DataLoader. Its order depends on the number of its passes."""
 
     def __init__(self):
         self.passes = 0

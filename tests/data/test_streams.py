@@ -26,7 +26,7 @@ Y = torch.arange(24) % 3
 
 
 class StreamOfIndices(IterableDataset):
-    """Gives the samples of ``indices()``. Subclasses decide which state lasts."""
+    """Gives the samples of ``indices()``. Subclasses decide which state outlives a pass."""
 
     def __init__(self, size=24):
         self.size, self.start, self.position = size, 0, 0
@@ -103,7 +103,7 @@ class Cursor(StreamOfIndices):
 
 
 class Epochs(StreamOfIndices):
-    """The number of the pass lasts, the position in it does not. The order depends on both."""
+    """Keeps the number of the pass, but not the position in it. The order depends on both."""
 
     def __init__(self):
         super().__init__()
@@ -151,7 +151,7 @@ class Buffered(StreamOfIndices):
 
 
 class Source:
-    """An object inside a loader, which keeps the position."""
+    """An object inside a loader that keeps the position."""
 
     def __init__(self):
         self.offset = self.taken = 0
@@ -247,7 +247,7 @@ def test_a_loop_that_a_stream_refers_to_is_not_saved():
 
 
 def test_resume_warns_about_a_stream_whose_position_cannot_be_reset(tmp_path):
-    """Its position is in a worker, which lives on, or is no attribute."""
+    """Its position is in a persistent worker, or is not an attribute."""
     positions = {"start": 0, "position": 0}
 
     class Hidden(StreamOfIndices):
@@ -308,7 +308,7 @@ def test_resume_warns_that_random_states_of_workers_are_not_saved(tmp_path, is_p
 
 
 def test_a_resumed_stream_without_batches_is_refused(tmp_path):
-    """Nothing would be trained any more."""
+    """Otherwise, nothing would be trained."""
     positions = {"start": 0}
 
     class Empty(StreamOfIndices):

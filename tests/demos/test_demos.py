@@ -28,10 +28,10 @@ def run(command, demo, options=""):
 @pytest.mark.parametrize(
     ("demo", "options", "column", "least"),
     [
-        ("digits", "--max_epochs 3", "val_acc", 0.95),  # By chance 0.1.
-        ("tabular", "--max_epochs 4", "val_r2", 0.85),  # Of a constant 0.
-        ("autoencoder", "--max_epochs 15", "val_explained", 0.5),  # Of the mean image 0.
-        ("gan", "--max_epochs 4", "val_places", 0.875),  # Of an untrained network 0.
+        ("digits", "--max_epochs 3", "val_acc", 0.95),  # Chance gives 0.1.
+        ("tabular", "--max_epochs 4", "val_r2", 0.85),  # A constant prediction gives 0.
+        ("autoencoder", "--max_epochs 15", "val_explained", 0.5),  # The mean image gives 0.
+        ("gan", "--max_epochs 4", "val_places", 0.875),  # An untrained network gives 0.
     ],
 )
 def test_each_demo_learns(demo, options, column, least):

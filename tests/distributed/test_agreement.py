@@ -104,7 +104,7 @@ def resume_in(rank, folders, arguments):
 
 @pytest.mark.parametrize("arguments", [{"resume": "last"}, {"resume": "auto"}, {"load": "last"}], ids=str)
 def test_processes_that_find_different_checkpoints_raise_the_same_error(arguments):
-    """All end with the same error where one has no file. With the same file they resume."""
+    """One process has no file. With the same file, both resume."""
     fit("one", Classifier, max_epochs=1, devices=2, **FORK)
     Path("empty").mkdir()
     shutil.copytree("one", "same")

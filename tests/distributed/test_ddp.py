@@ -90,7 +90,7 @@ def files(folder):
 
 
 def test_two_processes_write_one_set_of_files(tmp_path):
-    """Both processes have the same weights, there is one set of files, and the caller's objects have the results."""
+    """Both processes have the same weights, and the caller's objects have the results."""
     pl.seed_everything(1, verbose=False)
     module = Synced(by_step)
     loop = FabricLoop(
@@ -183,7 +183,7 @@ def test_training_loaders_shuffle_in_the_same_order_as_under_trainer(make):
 
 @pytest.mark.usefixtures("quick_spawn")
 def test_spawned_and_forked_processes_train_the_same_weights():
-    """Spawned processes get the weights in shared memory, and need their own."""
+    """Spawned processes get the weights in shared memory and must copy them."""
     forked, expected = run_loop(Synced, train, val, max_epochs=2, **FORK)
     spawned, module = run_loop(Synced, train, val, max_epochs=2, strategy="ddp_spawn", devices=2)
     assert_same_weights(expected, module)
@@ -287,7 +287,7 @@ def stateful():
 @pytest.mark.filterwarnings("ignore:resume. .* are read again", "ignore:.set_vital. is deprecated")
 @pytest.mark.parametrize("train", [weighted, stateful])
 def test_a_resumed_ddp_run_equals_an_uninterrupted_run(tmp_path, train):
-    """A run that stops in its third epoch and continues has the bits and rows of a whole one."""
+    """The first run stops in its third epoch."""
     options = {"max_epochs": 4, "monitor": "val_loss", **FORK}
     make = lambda: Synced(by_step)  # noqa: E731
     whole = fit(tmp_path / "whole", make, train, val, **options)
@@ -323,7 +323,7 @@ def uneven_stream():
 @pytest.mark.filterwarnings("ignore:train_dataloader. the streams", "ignore:resume. .* are read again")
 @pytest.mark.parametrize("limit", [1.0, 4, 6])
 def test_an_epoch_ends_when_the_shortest_stream_ends(tmp_path, limit):
-    """The processes would wait forever for the batches of the other one. A resume is exact."""
+    """Otherwise, the other process would wait forever. A resume is exact."""
     options = {**FORK, "max_epochs": 3, "limit_train_batches": limit, "save_every_n_steps": 1}
     whole = fit(tmp_path / "whole", Synced, uneven_stream, val, **options)
     assert whole[0].global_step == 12
@@ -384,7 +384,7 @@ class DifferentInEachProcess(Synced):
 
 
 def test_validate_uses_the_weights_of_the_first_process():
-    """As in Trainer, although an evaluation needs no DistributedDataParallel."""
+    """Trainer does the same."""
     data = make_loader(shuffle=False)
     torch.manual_seed(0)
     [alone] = FabricLoop(**quiet(devices=1)).validate(Synced(), data, verbose=False)

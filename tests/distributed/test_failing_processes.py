@@ -27,7 +27,7 @@ def shard(model, mesh):
 
 
 class Fails(Classifier):
-    """Something happens in the second process after the fourth step."""
+    """Raises an error or a signal in the second process after the fourth step."""
 
     def __init__(self, event):
         super().__init__(sgd)

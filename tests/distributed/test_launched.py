@@ -23,7 +23,7 @@ SLURM = {"SLURM_NTASKS": "4", "SLURM_NTASKS_PER_NODE": "2", "SLURM_NNODES": "2",
 
 @pytest.mark.parametrize("variables", [TORCHRUN, SLURM], ids=["torchrun", "SLURM"])
 def test_the_loop_takes_the_number_of_processes_from_the_launcher(variables, tmp_path, monkeypatch):
-    """devices="auto" takes them; others are refused before anything is written."""
+    """devices="auto" takes it. Other numbers are refused before anything is written."""
     for name, value in variables.items():
         monkeypatch.setenv(name, value)
     loop = FabricLoop(**quiet())
@@ -68,7 +68,7 @@ def agent():
 
 
 def test_processes_that_torchrun_restarts_resume_exactly(agent):
-    """After a SIGKILL torchrun restarts both: the same bits and rows as of a run that was not killed."""
+    """After a SIGKILL, torchrun restarts both processes."""
     codes, errors = run_processes(train, "killed", True, agent=agent)
     assert codes == [1, -signal.SIGKILL]
     assert "Connection closed by peer" in errors[0] or "reset by peer" in errors[0]

@@ -85,12 +85,12 @@ def train_twice(rank, start, port):
 
 
 def start_nothing(rank, port):
-    """Leave the start to a launcher."""
+    """Do nothing. A launcher starts the processes."""
 
 
 @pytest.mark.parametrize("start", [start_nothing, set_variables])
 def test_a_second_loop_uses_the_process_group_of_the_first(start):
-    """An evaluation may run in one process, but a training in each process would be silent."""
+    """An evaluation may run in one process. Separate trainings in both processes are refused."""
     is_launched = start is start_nothing
     codes, errors = run_processes(train_twice, start, free_port(), is_launched=is_launched)
     assert codes == [0, 0], errors

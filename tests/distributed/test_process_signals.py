@@ -15,7 +15,7 @@ CODES = {"SIGTERM": 143, "SIGINT": 130, "SIGUSR1": 138}
 
 
 class Hit(Classifier):
-    """In one hook of one rank a process gets a signal: this one, or the one that has started it."""
+    """Sends a signal in one hook of one rank, to this process or to its parent."""
 
     def __init__(self, hook, rank, number, parent=None):
         super().__init__()
@@ -57,7 +57,7 @@ def set_up(rank, strategy, *hit):
     ],
 )
 def test_a_signal_to_one_process_before_training_stops_both(hook, rank, number):
-    """One of them gets it; the other would wait for it, or end with an error of gloo's."""
+    """Otherwise, the other process would wait, or end with an error from gloo."""
     codes, errors = run_processes(set_up, "ddp", hook, rank, number)
     assert codes == [CODES[number]] * 2, errors
     assert "trains" not in "".join(errors)
@@ -68,7 +68,7 @@ def test_a_signal_to_one_process_before_training_stops_both(hook, rank, number):
     [("parent", "setup", "SIGINT"), ("child", "setup", "SIGINT")],
 )
 def test_a_signal_before_training_ends_all_forked_processes(who, hook, number):
-    """The script that has forked them gets it, or one of them: the script ends so, and nobody stays."""
+    """The parent or one child gets the signal. The script ends, and no process is left."""
     (code,), (error,) = run_processes(set_up, who, hook, 0, number, ranks=1, is_launched=False)
     assert code == CODES[number], error
     assert "trains" not in error

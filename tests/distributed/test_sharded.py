@@ -83,7 +83,7 @@ class Adam(Classifier):
 
 
 class ByHand(Adam):
-    """Steps every second batch, with its own clipping."""
+    """Manual optimization that steps every second batch and clips by itself."""
 
     def __init__(self):
         super().__init__()
@@ -111,7 +111,7 @@ class Meta(Classifier):
 
 
 class Trainers(Classifier):
-    """Written for Trainer's strategy: it shards itself by its mesh."""
+    """A module written for Trainer's strategy, which shards itself by its mesh."""
 
     def __init__(self):
         super().__init__(sgd)
@@ -188,7 +188,7 @@ def against_ddp(rank):
 
 
 def test_fsdp2_trains_the_same_weights_as_ddp():
-    """The norm of all gradients is summed in another order. Gradients are reduced once in an accumulation window."""
+    """Only the norm of all gradients may differ by rounding. Gradients are reduced once per step."""
     codes, errors = run_processes(against_ddp)
     assert codes == [0, 0], errors
     for rank in range(2):
@@ -229,7 +229,7 @@ def in_tensor_parallel(rank):
 
 
 def test_tensor_parallelism_trains_the_same_weights_as_one_process():
-    """Both processes get the same samples, and train the weights of a single process."""
+    """Both processes get the same samples."""
     codes, errors = run_processes(in_tensor_parallel)
     assert codes == [0, 0], errors
     one, other = (torch.load(f"found{rank}.pt", weights_only=True) for rank in range(2))
@@ -252,7 +252,7 @@ def log_gradient_norms(rank):
 
 
 def test_log_grad_norm_covers_all_shards():
-    """A norm is that of all shards together."""
+    """A process has only a part of each gradient."""
     codes, errors = run_processes(log_gradient_norms)
     assert codes == [0, 0], errors
     trained("auto", Seeing, root="alone", devices=1, log_grad_norm=True, log_every_n_steps=1, max_epochs=1)
@@ -331,7 +331,7 @@ def save_and_resume(rank):
 
 
 def test_sharded_checkpoints_resume_exactly():
-    """Resume exactly, also in mid-epoch, and read the file with DDP and with one process."""
+    """DDP and a single process can read the checkpoint, too."""
     codes, errors = run_processes(save_and_resume)
     assert codes == [0, 0], errors
     for rank in range(2):
@@ -377,7 +377,7 @@ def test_a_checkpoint_that_names_files_outside_its_folder_is_refused(name):
 
 
 def fill_the_disk(rank):
-    """On the second process no file may grow any more, after the second step."""
+    """Let files grow no further in the second process after the second step."""
 
     class Fails(Adam):
         def __init__(self):

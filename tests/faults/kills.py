@@ -71,7 +71,7 @@ def fork(work, *args):
 
 
 def words_of(kind):
-    """Return the strategy option of all ranks. The kind "" is DDP with one file."""
+    """Return the strategy option for all ranks. The kind "" means DDP with one file."""
     return {"strategy": in_parts() if kind == "sharded" else "ddp"}
 
 
@@ -85,7 +85,7 @@ def start(root, ranks, log, kind=""):
         with open(log, "ab") as options:
             os.dup2(options.fileno(), 1)
             os.dup2(options.fileno(), 2)
-        faulthandler.dump_traceback_later(PATIENCE - 10)  # a rank that hangs prints its stack
+        faulthandler.dump_traceback_later(PATIENCE - 10)  # A rank that hangs prints its stack.
         if ranks == 1:
             return train(root)
         os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "LOCAL_RANK": str(number)}

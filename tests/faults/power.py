@@ -62,7 +62,7 @@ class PowerCut(Layer):
             self.note(f"{operation} {os.path.relpath(path, self.root)}")
 
     def note(self, moment):
-        """Keep the states that a cut at this moment could leave."""
+        """Keep the states that a power cut at this moment could leave."""
         for kind in KINDS:
             found = self._certain(self.root, "") if kind == "nothing" else self._current(kind)
             files = tuple((name, _replace_root(name, content, self.root, "ROOT")) for name, content in sorted(found))

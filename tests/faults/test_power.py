@@ -20,7 +20,7 @@ def recorded(tmp_path_factory):
 
 
 def complaints(recorded, tmp_path, *kinds):
-    """Yield what is wrong after the cuts of these kinds."""
+    """Yield the problems after power cuts of these kinds."""
     whole, states = recorded
     for one in states:
         if one.kind in kinds and (problem := power.check(whole, one, tmp_path / "cut", **OPTIONS)):

@@ -12,7 +12,7 @@ from torch.nn.functional import cross_entropy
 
 
 class Manual(pl.LightningModule):
-    """Steps every second batch; returns a loss without a graph, or nothing."""
+    """Steps in every second batch, and returns a detached loss or None."""
 
     def __init__(self, returns=True):
         super().__init__()
@@ -37,7 +37,7 @@ class Manual(pl.LightningModule):
 
 
 class Gan(Manual):
-    """Two networks, each with backwards of its own in one batch; the second one only in every second batch."""
+    """Two networks with their own backward passes. The second one trains in every second batch."""
 
     def __init__(self, toggles=False, **options):
         super().__init__(**options)
@@ -63,7 +63,7 @@ class Gan(Manual):
 
 
 class Blocks(Manual):
-    """Adds gradients over the ranks in its last backward only, and blocks the others in two ways."""
+    """Synchronizes gradients only in the last backward pass, and uses two ways to block the others."""
 
     def training_step(self, batch, batch_idx):
         trainer, loss = self.trainer, self.loss_of(batch)

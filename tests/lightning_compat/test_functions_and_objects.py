@@ -173,7 +173,7 @@ CALLBACKS = {
 @pytest.mark.parametrize("name", CALLBACKS)
 @pytest.mark.parametrize("kind", LEVELS)
 def test_lightning_callbacks_work_with_step_functions_and_plain_objects(kind, name, capsys, tmp_path):
-    """Weights, optimizer and what is printed; the names of the weights in files are the net's, as without callbacks."""
+    """The weights, the optimizer and the output equal those of a LightningModule."""
     expected, _, net = fit(Lit, max_epochs=3, callbacks=[CALLBACKS[name]()], default_root_dir=str(tmp_path / "lit"))
     shown = capsys.readouterr().out
     loop, _, mine = fit(kind, max_epochs=3, callbacks=[CALLBACKS[name]()], default_root_dir=str(tmp_path / "plain"))
@@ -184,7 +184,7 @@ def test_lightning_callbacks_work_with_step_functions_and_plain_objects(kind, na
     if name == "summary":
         table = capsys.readouterr().out
         assert shown.count("Linear") == table.count("Linear") == 2
-        assert table == shown or kind == "functions"  # whose net is not one of another's modules
+        assert table == shown or kind == "functions"  # The net is not a submodule of a LightningModule.
     last = loop.checkpoint_path("last")
     weights = torch.load(last, weights_only=True)["state_dict"]
     assert list(weights) == list((mine if kind == "functions" else nn.ModuleDict({"net": mine})).state_dict())

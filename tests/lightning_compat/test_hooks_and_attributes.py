@@ -19,7 +19,7 @@ def plain_loader():
 
 
 class Listening(Classifier):
-    """Notes what the checkpoint hooks are shown."""
+    """Records the keys that the checkpoint hooks get."""
 
     def on_save_checkpoint(self, checkpoint):
         self.saved = (sorted(checkpoint), checkpoint["epoch"], checkpoint["global_step"])
@@ -58,7 +58,7 @@ def test_an_overridden_zero_grad_is_called_before_each_step(is_of_class, monkeyp
 
 
 def test_checkpoint_hooks_get_the_same_keys_as_from_trainer(tmp_path):
-    """... at the end of an epoch with the number of the epoch that ended; what we add stays out of their sight."""
+    """The epoch is the one that ended. The keys that FabricLoop adds are hidden."""
     callback = ModelCheckpoint(dirpath=tmp_path / "trainer", filename="x")
     _, theirs = run_trainer(
         Listening, plain_loader, val_loader, max_epochs=2, enable_checkpointing=True, callbacks=[callback]
@@ -82,7 +82,7 @@ class Scored(Classifier):
 
 @pytest.mark.parametrize("own", [True, False])
 def test_loop_test_without_a_model_loads_the_best_weights(tmp_path, own):
-    """Without a model, test loads the best weights of the last fit and warns, as Trainer does. A given model is unchanged."""
+    """Trainer does the same. A given model keeps its weights."""
     callback = ModelCheckpoint(dirpath=tmp_path / "trainer", monitor="val_loss")
     trainer, _ = run_trainer(
         Scored, plain_loader, val_loader, max_epochs=3, enable_checkpointing=True, callbacks=[callback]
@@ -117,7 +117,7 @@ class NoClosure(Classifier):
     "make", [NoClosure, lambda: Classifier(lambda m: Ignores(m.parameters(), lr=0.1))], ids=["hook", "step"]
 )
 def test_an_optimizer_that_does_not_call_its_closure_is_refused(run, make):
-    """If no closure is called, nothing is trained, so this is an error."""
+    """Otherwise, nothing would be trained."""
     with pytest.raises(MisconfigurationException, match="The closure hasn't been executed. HINT: did you call"):
         run(make, plain_loader, max_epochs=1)
 
@@ -155,7 +155,7 @@ def test_reading_progress_bar_callback_adds_no_callback():
 
 
 def test_fit_loop_and_validate_loop_can_be_read_before_the_first_run():
-    """Trainer's loops can be read from the start. Packages read their counters in a constructor."""
+    """Some packages read the counters of Trainer's loops in a constructor."""
     sides = [kind(accelerator="cpu", logger=False, barebones=True) for kind in (pl.Trainer, FabricLoop)]
     first, second = (
         [

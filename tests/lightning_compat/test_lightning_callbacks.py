@@ -19,7 +19,7 @@ CKPT = {"enable_checkpointing": True}
 
 
 class Normed(Classifier):
-    """With BatchNorm, whose statistics weight averaging has to treat."""
+    """Has BatchNorm, whose statistics weight averaging must update."""
 
     def __init__(self, optimizers=None):
         super().__init__(optimizers)

@@ -41,7 +41,7 @@ def test_a_module_with_its_own_optimizers_trains_as_under_trainer(make):
 
 
 class Shown:
-    """A plain object that steps what the loop shows."""
+    """A plain object that steps loop.optimizers."""
 
     automatic_optimization = False
 

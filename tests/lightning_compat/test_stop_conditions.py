@@ -8,7 +8,7 @@ from modules import Classifier, make_loader, run_loop, run_trainer
 
 
 class Stops(Callback):
-    """Asks to stop, in one hook, each time."""
+    """Sets should_stop at each call of one hook."""
 
     def __init__(self, hook):
         setattr(self, hook, self.stop)

@@ -21,7 +21,7 @@ class WithTest(Classifier):
 
 
 def results_of(loop, call, **given):
-    """Return what a call returns for a module of other weights."""
+    """Return the result of a call with an untrained module."""
     torch.manual_seed(7)
     if call == "predict":
         return torch.cat(loop.predict(WithTest(), [batch[0] for batch in val_loader()], **given)).tolist()
@@ -60,7 +60,7 @@ def test_weights_only_false_loads_a_checkpoint_with_any_object(tmp_path, trained
 
 
 def test_async_checkpoint_io_saves_the_same_weights(tmp_path):
-    """Files are complete when they are saved: the plugin's inner CheckpointIO writes them."""
+    """The plugin's inner CheckpointIO writes the files."""
     plugins = {"plain": None, "async": AsyncCheckpointIO()}
     saved = {}
     for name, plugin in plugins.items():

@@ -50,7 +50,7 @@ class Whole(Classifier):
 
 
 def shown(value):
-    """Return a value in a form in which two runs can be compared."""
+    """Return a value in a form that can be compared between two runs."""
     if isinstance(value, torch.Tensor | float):
         return float(value)
     if isinstance(value, dict):
@@ -131,7 +131,7 @@ def asked(request, tmp_path_factory):
 
 @pytest.mark.parametrize("name", NAMES)
 def test_attributes_have_the_same_value_as_trainers_in_every_hook(asked, name):
-    """A name that a new Lightning brings fails here until it is added, or listed in DIFFERENT."""
+    """A new attribute of Lightning fails here until FabricLoop or DIFFERENT has it."""
     expected, ours = (seen[name] for seen in asked)
     assert [place[:2] for place in expected] == [place[:2] for place in ours]
     where, reason = DIFFERENT.get(name, (set(), "not listed in DIFFERENT"))

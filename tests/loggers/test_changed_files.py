@@ -92,7 +92,7 @@ def test_a_resume_keeps_the_rows_around_a_damaged_row(cut, whole, change):
 
 
 def test_a_resume_drops_rows_after_the_checkpoint_in_an_edited_file(cut, whole):
-    """The rows end with the checkpoint's last row, not with the number of rows at the checkpoint."""
+    """The last row of the checkpoint is found by its content, not by its number."""
     folder = cut / "logs/run/version_0"
     for name in ("metrics.csv", "steps.csv"):
         lines = (folder / name).read_text().split("\n")
@@ -110,7 +110,7 @@ def test_a_resume_drops_rows_after_the_checkpoint_in_an_edited_file(cut, whole):
 
 
 def test_a_resume_finds_a_rounded_last_row_by_its_step(cut):
-    """A spreadsheet has rounded the numbers."""
+    """A spreadsheet program has rounded the numbers."""
     path = cut / "logs/run/version_0/steps.csv"
     header, *lines = path.read_text().splitlines()
     rounded = [",".join(f"{float(cell):.4g}" for cell in line.split(",")) for line in lines]

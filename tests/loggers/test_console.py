@@ -28,7 +28,7 @@ SUPPORT = REPOSITORY / "tests" / "support"
 
 
 class Terminal(io.StringIO):
-    """A terminal in which both streams come together."""
+    """A terminal that gets both stdout and stderr."""
 
     encoding = "utf-8"
 
@@ -41,14 +41,14 @@ class Terminal(io.StringIO):
 
 @pytest.fixture
 def terminal(monkeypatch):
-    """stdout and stderr are a terminal of 90 columns, in which each step is drawn."""
+    """Return a terminal of 90 columns for stdout and stderr. Each step is drawn."""
     monkeypatch.setitem(console.SECONDS_BETWEEN_DRAWS, "terminal", 0.0)
     monkeypatch.setenv("COLUMNS", "90")
     return Terminal()
 
 
 def visible(text):
-    """Return the text that a terminal shows, where after a carriage return the line is overwritten."""
+    """Return the visible text. A carriage return overwrites the line."""
     lines, column = [""], 0
     for char in text.replace("\r\n", "\n"):
         if char == "\n":

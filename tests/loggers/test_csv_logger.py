@@ -170,7 +170,7 @@ def lines_of(count):
     return ["epoch,step,loss,note", *(f"{i},{10 * i},{0.5**i},n{i}" for i in range(count))]
 
 
-# What editors, spreadsheets and broken copies make of a line, and the cells that are found in it.
+# Lines as editors, spreadsheets or damaged copies write them, and the cells that are read from them.
 LINES = {
     "quote at the start": ('"3,30,0.125,n3', ["3", "30", "0.125", "n3"]),
     "quote at the end": ('3,30,0.125,n3"', ["3", "30", "0.125", "n3"]),
@@ -225,7 +225,7 @@ def test_a_new_column_keeps_a_copy_of_a_file_that_was_changed(logger, metrics_cs
 
 
 def test_rows_are_kept_while_the_file_cannot_be_written(tmp_path, metrics_csv):
-    """The rows are written when the path is free again."""
+    """The rows are written when the path can be used again."""
     logger = CSVLogger(tmp_path / "logs", name="digits", version=0)
     metrics_csv.mkdir(parents=True)
     with pytest.warns(UserWarning, match=r"metrics\.csv: rows could not be written: Is a directory"):

@@ -51,7 +51,7 @@ def test_epoch_means_equal_trainers(batch_size, precision):
 
 
 class Reads(Classifier):
-    """Reads what is logged in mid-epoch, and changes it."""
+    """Reads a logged value within an epoch, and changes the tensor that it gets."""
 
     def training_step(self, batch, batch_idx):
         loss = super().training_step(batch, batch_idx)
@@ -62,7 +62,7 @@ class Reads(Classifier):
 
 
 def test_reading_a_mean_within_an_epoch_does_not_change_it(tmp_path):
-    """A checkpoint in mid-epoch has all sums, and a reader that changes a value changes no sum."""
+    """A checkpoint within an epoch has all sums. Changing a read value does not change them."""
     make_train = lambda: make_loader(40, batch_size=4)  # noqa: E731
     _, _, whole = fit(tmp_path / "whole", Reads, make_train, max_epochs=2)
     fit(tmp_path / "cut", Reads, make_train, max_steps=7, max_epochs=2, save_every_n_steps=3)

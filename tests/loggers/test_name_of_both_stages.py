@@ -13,7 +13,7 @@ BOTH, EPOCH = {"on_step": True, "on_epoch": True}, {"on_step": False, "on_epoch"
 
 
 class Same(pl.LightningModule):
-    """Logs "x" in both steps: at least 100 in training, falling from 200 in validation."""
+    """Logs "x" in both steps. It is about 100 in training, and falls from 200 in validation."""
 
     def __init__(self, train, val):
         super().__init__()
@@ -69,7 +69,7 @@ def test_a_name_logged_in_both_stages_has_the_same_values_as_in_trainer(tmp_path
 
 
 def test_a_resumed_run_has_the_same_logged_values_as_the_first_run(tmp_path):
-    """The checkpoint is that of the validation after an epoch's last batch."""
+    """The checkpoint was saved by the validation after the last batch of an epoch."""
     keep = ModelCheckpoint(tmp_path, "{epoch}", save_top_k=-1, save_on_train_epoch_end=False)
     (first, whole), (second, resumed) = recorder(), recorder()
     options = quiet(max_epochs=2, enable_checkpointing=True, default_root_dir=tmp_path)

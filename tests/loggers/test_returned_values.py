@@ -14,7 +14,7 @@ from fabric_template.loggers import row as rows
 
 
 class Half(Plain):
-    """Returns a pair, in training a dict, and logs one value more."""
+    """Returns a pair, or a dict in training, and logs one more value."""
 
     def training_step(self, batch):
         loss = super().training_step(batch)
@@ -36,7 +36,7 @@ class HalfLit(Classifier):
 
 
 def without_logging(make):
-    """Return a class of the same steps that logs nothing."""
+    """Return a class with the same steps that logs nothing."""
 
     class Silent(make):
         log = lambda *_, **__: None  # noqa: E731
@@ -121,7 +121,7 @@ def test_values_of_several_loaders_have_the_same_names_as_in_trainer(tmp_path):
     assert history[list(everything)].iloc[0].to_dict() == everything
 
 
-# Lists of images of several sizes. The number of samples is no tensor's first dimension.
+# Lists of images of several sizes. No tensor has the number of samples as its first dimension.
 
 SIZES = [[(3, 4, 5), (3, 6, 4)], [(3, 4, 4)]]
 

@@ -136,7 +136,7 @@ def test_mini_py_has_the_same_version_as_the_package():
     assert fabric_template.__version__ == mini.VERSION
 
 
-# Which settings had the best run?
+# The settings of the best run.
 
 
 class Module(LightningModule):

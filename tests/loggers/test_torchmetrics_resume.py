@@ -158,7 +158,7 @@ class Evaluated(nn.Module):
 
 
 def test_a_validation_metric_is_saved_only_after_the_validation():
-    """A resumed run repeats an evaluation in which it was saved."""
+    """A resumed run repeats a validation within which it was saved."""
 
     def train(max_epochs, resume=None):
         torch.manual_seed(1)

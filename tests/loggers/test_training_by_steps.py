@@ -97,7 +97,7 @@ KINDS = {
 @pytest.mark.filterwarnings("ignore:resume. .* are read again")
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_killed_and_resumed_run_writes_the_same_rows(tmp_path, kind):
-    """A resumed run, and one that max_steps has ended before, write the rows of a run without a break."""
+    """The first run is killed or stopped by max_steps. The rows equal those of an uninterrupted run."""
     options = {"make_module": lambda: Classifier(on_step=True), "val": val_loader, **KINDS[kind]}
     options |= {"log_every_n_steps": 2, "save_every_n_steps": 1}
     snapshots = Snapshots(tmp_path / "whole", tmp_path)

@@ -63,7 +63,7 @@ class Side:
 
 
 def run_both(tmp_path, make_callbacks, make_module=Classifier, train=make_loader, val=val_loader, fit=None, **options):
-    """Fit with both. Return (Trainer's side, ours). An exception of fit is kept in the side's ``error``.
+    """Fit with Trainer and with FabricLoop. Return both sides. Exceptions of fit are in ``error``.
 
     Args:
         make_callbacks: Returns the callbacks of one side: ``make_callbacks(root)``.

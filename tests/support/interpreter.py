@@ -47,7 +47,7 @@ def fork_command(command):
 
 
 def forking_python():
-    """Return an executable file that does the same, for code that starts `sys.executable`."""
+    """Return an executable file that forks the server, for code that starts `sys.executable`."""
     path = os.path.join(_folder(), "python") if can_fork_server() else sys.executable
     return path if os.access(path, os.X_OK) else sys.executable  # Temporary folders may be mounted with noexec.
 
@@ -92,7 +92,7 @@ def end():
 
 
 def ask(folder, *arguments):
-    """Be the client, which sends streams, folder and arguments, forwards signals, and exits as the fork exits."""
+    """Run the client. It sends streams, folder and arguments, forwards signals, and exits like the fork."""
     signal.pthread_sigmask(signal.SIG_BLOCK, FORWARDED)  # Until the process id of the fork is known.
     inherited = [number for number in range(256) if _is_open(number)]
     with socket.socket(socket.AF_UNIX) as line:
@@ -136,7 +136,7 @@ def _number(line):
 
 
 def serve(folder, *imported):
-    """Fork for each request until the input ends. Returns the request in the forks only."""
+    """Fork for each request until the input ends. Only the forks return, with the request."""
     import gc
     import select
     import shutil

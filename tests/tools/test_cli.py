@@ -94,7 +94,7 @@ class Hears:
 
 @pytest.fixture(autouse=True)
 def typed(monkeypatch):
-    """A shell in a folder with a module of the user."""
+    """Run each test in a folder with the user's module."""
     monkeypatch.setattr(sys, "path", list(sys.path))
     monkeypatch.setattr(sys, "argv", ["fabric-template"])
     Path("lit.py").write_text(LIT)
@@ -114,7 +114,7 @@ def run(capsys, *argv):
 
 
 def refused(capsys, *argv):
-    """Return the one line on stderr of what is refused."""
+    """Return the single line on stderr of a refused command."""
     code, out, err = run(capsys, *argv)
     assert (code, out) == (2, "")
     assert err.count("\n") == 1

@@ -17,7 +17,7 @@ from fabric_template.tools.compare import record_training
 
 
 class Script:
-    """A training by hand and the same training with fit. Subclasses change a part of both."""
+    """A hand-written training and the same training with fit. Subclasses change a part of both."""
 
     epochs, accumulate, clip, interval, precision, batch_size = 3, 1, None, "epoch", None, 8
 
@@ -332,7 +332,7 @@ while True:
 
 @pytest.fixture
 def quick_scripts(monkeypatch):
-    """Let the command start its scripts in processes that have imported torch."""
+    """Start the scripts in forks of a process that has imported torch."""
     monkeypatch.setattr("sys.executable", forking_python())
 
 

@@ -12,7 +12,7 @@ from fabric_template.tools import plots
 
 
 class Notebook:
-    """Stand in for IPython's kernel and display: every picture with the time when it was shown."""
+    """A fake IPython kernel that records each picture with the time when it was shown."""
 
     kernel = events = Mock()  # matplotlib registers its events
 
@@ -65,7 +65,7 @@ def test_redrawing_the_plot_takes_at_most_5_percent_of_the_time(notebook, monkey
 
 
 def test_every_epoch_is_drawn_even_if_the_first_plot_is_slow(notebook, monkeypatch):
-    """The first picture imports matplotlib, which the later ones do not pay for."""
+    """Only the first picture needs the time to import matplotlib."""
     render = plots.render_picture
 
     def import_and_render(*args, **options):

@@ -25,7 +25,7 @@ PACKAGE = {
 
 
 def tree(folder):
-    """The text of every file by its path, without git's and Python's own files."""
+    """Return {path: text} of every file, without the files of git and Python."""
     names = {path.relative_to(folder) for path in Path(folder).rglob("*") if path.is_file()}
     names = {name for name in names if not {".git", "__pycache__"} & {*name.parts}}
     return {name.as_posix(): Path(folder, name).read_bytes().decode() for name in names}
@@ -48,7 +48,7 @@ def commit():
 
 @pytest.fixture
 def release(tmp_path, monkeypatch):
-    """Put a small package in place of the installed one; the function releases a version of it."""
+    """Replace the installed package by a small one. Return a function that releases a version."""
     write(tmp_path / "upstream", {**PACKAGE, "py.typed": ""})
     (tmp_path / "project").mkdir()
     monkeypatch.chdir(tmp_path / "project")
@@ -105,7 +105,7 @@ def test_copy_refuses_names_that_cannot_be_imported(release, path, options, expe
 
 
 CONFLICT = "<<<<<<< yours\nmine\n=======\nother\n>>>>>>> fabric_template-0.2.0\n\ntwo\n\nthree\n"
-CASES = {  # your file, upstream's new one, the outcome, the exit code, what is there afterwards
+CASES = {  # (your file, upstream's new file, the outcome, the exit code, the files afterwards)
     "only upstream": (LOOP, RELEASED, "replaced", 0, RELEASED),
     "only yours": (EDITED, LOOP, None, 0, EDITED),
     "both": (EDITED, RELEASED, "merged", 0, "mine\n\ntwo\n\nnew\n"),

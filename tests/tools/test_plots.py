@@ -143,7 +143,7 @@ def test_a_plot_over_steps_draws_the_values_of_steps_csv():
 
 
 def test_a_step_based_run_is_drawn_over_steps():
-    """The losses of single batches are pale, their average is a line, and validations are joined points."""
+    """Batch losses are pale, their average is a line, and validations are connected points."""
     logger = CSVLogger("logs", name="steps", version=0)
     for step in range(1, 101):
         logger.log_metrics({"train_loss": float(step % 2), "lr": 0.1}, step)

@@ -163,7 +163,7 @@ def reading_step(net, batch):
 
 
 def test_profile_names_a_line_that_reads_a_value_from_the_device(fake_clock):
-    """A GPU waits at such a line. A healthy training has neither suggestions nor such lines."""
+    """A GPU waits at such a line. A good training step has neither suggestions nor such lines."""
     assert re.search(r"\nwait: .*test_profile\.py:\d+ reads a value\.", str(profile_net(step=reading_step)))
     healthy = profile_net(step=slow_step)
     assert (healthy.suggestions, healthy.reads) == ([], [])
@@ -220,7 +220,7 @@ def test_profile_refuses_wrong_arguments(arguments, error, message):
 
 
 def test_profile_leaves_no_worker_process(monkeypatch):
-    """Abandoned workers would live until garbage collection, and keep the pipes of their parent open."""
+    """Otherwise, workers would stay until garbage collection and keep pipes of their parent open."""
     monkeypatch.setattr("os.cpu_count", lambda: 2)
     running = len(multiprocessing.active_children())
     gc.disable()

@@ -323,7 +323,7 @@ def test_runs_best_needs_a_metric_for_runs_with_different_monitors(capsys):
     assert run_command(capsys, "best", "--metric", "val_acc")[1].startswith("best        val_acc 0.7 in epoch 1\n")
 
 
-# ---- names of others
+# ---- names from other sources
 
 
 def test_the_runs_command_escapes_terminal_codes_in_names(capsys):

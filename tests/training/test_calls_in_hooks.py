@@ -11,7 +11,7 @@ from fabric_template import FabricLoop
 
 
 class Calls(Classifier):
-    """Calls a method of a loop in a hook. The loop is that of the run, or another one."""
+    """Calls a method of the running loop or of another loop in a hook."""
 
     def __init__(self, hook=None, method=None, loop=None):
         super().__init__(dropout=0.0)

@@ -7,7 +7,7 @@ from torch import nn
 
 from fabric_template import FabricLoop
 
-# The kernels are PyTorch's own, so that the bits can be compared.
+# The eager backend uses PyTorch's kernels, so that the results are equal bit for bit.
 EAGER = {"backend": "eager"}
 
 # torch warns of its own accesses where the graph breaks.

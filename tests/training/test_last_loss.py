@@ -29,7 +29,7 @@ def test_fit_frees_every_loss_but_the_last():
 
 
 class Keeping(Noting):
-    """Its own backward keeps what the graph has saved: two of them at a time would be twice the memory."""
+    """Its backward keeps the graph. Two graphs at a time would need twice the memory."""
 
     def backward(self, loss):
         loss.backward(retain_graph=True)

@@ -61,7 +61,7 @@ class KeepsGradients(torch.optim.SGD):
 
 
 class NoSubclass:
-    """Has an optimizer's methods without its base class."""
+    """Has the methods of an optimizer, but not its base class."""
 
     def __init__(self, parameters):
         self.inner = torch.optim.SGD(parameters, lr=0.1)

@@ -84,7 +84,7 @@ def test_each_step_runs_in_the_dtypes_of_its_precision(level, precision):
 
 
 class Overflows(Classifier):
-    """A gradient that is not finite at two batches: the scaler skips those steps and lowers its scale."""
+    """Has infinite gradients in two batches, so that the scaler skips these steps."""
 
     def training_step(self, batch, batch_idx):
         loss = super().training_step(batch, batch_idx)

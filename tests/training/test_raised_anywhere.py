@@ -173,7 +173,7 @@ def test_an_error_leaves_no_worker_process(stage):
     ],
 )
 def test_an_error_in_one_of_two_processes_reaches_the_caller(monkeypatch, stage, at, rank, error):
-    """The error of the rank that failed first arrives in the caller's process, which is as it was found."""
+    """The error is that of the rank that failed first. The caller's process keeps its state."""
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
     module, loader = Fails(at, error, rank), DataLoader(make_data(16), batch_size=4)
     options = {"strategy": "ddp_fork", "devices": 2, "deterministic": True, "version": 0}

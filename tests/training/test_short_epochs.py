@@ -77,7 +77,7 @@ def test_an_epoch_that_should_stop_ends_early_resumes_exactly(tmp_path, options)
     _, _, history = fit(tmp_path / "cut", make, train, callbacks=[StopsAt(4)], **options)
     assert history["step"].tolist()[-1] == 4
     assert_same_end(whole, fit(tmp_path / "cut", make, train, seed=9, resume="last", **options))
-    # steps.csv has a row more, of the step at the stop.
+    # steps.csv has one more row, for the step of the stop.
     assert logs_of(tmp_path / "cut")[0] == logs_of(tmp_path / "whole")[0]
 
 
@@ -137,7 +137,7 @@ def test_an_epoch_ends_if_the_loader_is_shorter_than_its_length(tmp_path, optimi
     ids=str,
 )
 def test_an_epoch_with_a_short_loader_validates_once_at_its_end(tmp_path, options, steps):
-    """A whole epoch that would validate at its end does so, also if it is short."""
+    """An epoch that validates at its end also does so if the loader ends early."""
     seen = []
 
     class Watch(Callback):
@@ -151,7 +151,7 @@ def test_an_epoch_with_a_short_loader_validates_once_at_its_end(tmp_path, option
 
 @pytest.mark.filterwarnings("ignore:train_dataloaders. .* to resume this run after its first epoch")
 def test_a_later_epoch_without_batches_raises(tmp_path):
-    """last.ckpt is that of the epoch before."""
+    """last.ckpt has the state after the previous epoch."""
     message = r"The train loader \(generator\) gave no batch in this pass. An iterator is used up"
     with pytest.raises(ValueError, match=message):
         fit(tmp_path, Classifier, lambda: (batch for batch in list(train())), max_epochs=3)

@@ -63,7 +63,7 @@ def saved_step(root):
 def assert_resumes(tmp_path, whole, make=Classifier, val=None, seed=9, **options):
     resumed = fit(tmp_path / "cut", make, train, val, seed=seed, resume="last", **options)
     assert_same_end(whole, resumed)
-    # steps.csv has a row more, of the validation at a stop.
+    # steps.csv has one more row, for the validation at the stop.
     assert logs_of(tmp_path / "cut")[0] == logs_of(tmp_path / "whole")[0]
 
 
@@ -166,7 +166,7 @@ def test_a_signal_ends_a_script_with_its_exit_code(tmp_path, number, codes):
 
 @pytest.fixture
 def received():
-    """The signals that a handler of the user's got. It is restored after the test."""
+    """Return the signals that a handler of the user has received. Restore the handler afterwards."""
     found, numbers = [], [signal.SIGTERM, signal.SIGUSR1]
 
     def handler(number, frame):
@@ -270,7 +270,7 @@ def test_a_signal_ends_both_processes_of_a_script(tmp_path, strategy, process, n
 
 
 class OutOfTime(Callback):
-    """Lets Timer's time be over at one batch."""
+    """Lets the time limit of Timer end at one batch."""
 
     def __init__(self, at):
         self.at, self.batches = at, 0
