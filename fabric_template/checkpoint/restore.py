@@ -34,7 +34,7 @@ _WRAPPERS = ("module", "_orig_mod")
 
 
 def restore_model(run: Run, checkpoint: dict[str, Any]) -> bool:
-    """Restore the weights, the datamodule and the callbacks. Return whether the weights were loaded.
+    """Restore the weights, the datamodule and the callbacks. Return whether weights were loaded.
 
     In fit, weights that do not match yet are loaded after on_fit_start, which may add modules.
     """
@@ -320,7 +320,7 @@ def check_settings(run: Run, saved: dict[str, Any]) -> None:
                 " start a new run from the weights."
             )
     if changed:
-        texts = [f"{name} {saved[name]} was saved, now {current[name]}" for name in changed]
+        texts = [f"{name} was {saved[name]} and is now {current[name]}" for name in changed]
         run.warn_once(
             f"resume: {'; '.join(texts)}. The run continues, but its results differ from those of"
             " an uninterrupted run."
@@ -360,8 +360,9 @@ def restore_optimizers(run: Run, checkpoint: dict[str, Any]) -> None:
     is_averaging = bool(run.hooks.callbacks_of("StochasticWeightAveraging"))
     if saved and len(saved) != len(schedulers) and not is_averaging:
         run.warn_once(
-            f"resume: {len(saved)} lr_schedulers were saved, now {len(schedulers)}. The states are"
-            " restored in order, and a scheduler without a saved state starts from scratch."
+            f"resume: {len(saved)} lr_schedulers were saved, but this run has {len(schedulers)}."
+            " States are restored in order, and a scheduler without a saved state starts from"
+            " scratch."
         )
     for config, state in zip(schedulers, saved, strict=False):
         config.scheduler.load_state_dict(state)

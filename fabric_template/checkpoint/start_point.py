@@ -43,7 +43,7 @@ class StartPoint:
     def load(self, checkpoint: dict[str, Any]) -> None:
         """Keep the content of the file until the run has restored it."""
         self.checkpoint = checkpoint
-        # Remove OWN_KEY, so that on_load_checkpoint hooks get only the keys of Trainer's checkpoints.
+        # Remove OWN_KEY, so that on_load_checkpoint hooks get only the keys that Trainer saves.
         own = checkpoint.pop(OWN_KEY, None)
         if self.resumes:
             self.own = convert_training_state(self.path, checkpoint, own)

@@ -80,7 +80,7 @@ def build_checkpoint(
 
 
 def training_state(run: Run) -> dict[str, Any]:
-    """Return the states of callbacks, optimizers, schedulers and the precision, as Trainer saves them."""
+    """Like Trainer, return the states of callbacks, optimizers, schedulers and the precision."""
     strategy, optimization = run.fabric.strategy, run.optimization
     # Fabric gathers the state of a ZeroRedundancyOptimizer in process 0.
     get_state: Any = strategy.get_optimizer_state

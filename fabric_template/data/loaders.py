@@ -156,7 +156,7 @@ class DataConnector:
                 problem = f"{loader.restart_problem}, to resume this run after its first epoch."
                 run.warn_once(f"train_dataloaders: {problem}")
         every = run.config.log_every_n_steps or 0
-        # Do not warn for CSV loggers. They write a row per epoch even if log_every_n_steps is large.
+        # Do not warn for CSV loggers, which write a row per epoch for any log_every_n_steps.
         has_other_logger = len(run.loggers.csv_loggers) < len(run.loop.loggers)
         if self.train.num_batches < every and has_other_logger and not run.config.fast_dev_run:
             run.warn_once(

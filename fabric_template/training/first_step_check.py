@@ -1,4 +1,4 @@
-"""Refuse a training step that calls backward() or optimizer.step() itself in automatic optimization.
+"""In automatic optimization, refuse a step that calls backward() or optimizer.step() itself.
 
 The check runs only in the first batch. A step may run the backward pass of another loss, such as
 an adversarial one. The loop clears the gradients of that loss.

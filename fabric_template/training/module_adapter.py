@@ -94,7 +94,7 @@ class ObjectNetwork(nn.Module):
     """
 
     def collect(self, model: Any) -> None:
-        """Collect the modules of a model. Call ``collect`` again after hooks that create modules."""
+        """Collect a model's modules. Call ``collect`` again after hooks that create modules."""
         self._parameters.clear()
         self._modules.clear()
         for name, value in list(getattr(model, "__dict__", {}).items()):

@@ -95,7 +95,7 @@ class Run:
         self.optimization = self.optimization.start()
 
     def find_new_modules(self) -> None:
-        """Add modules that an object's hooks have created. nn.Modules register their own modules."""
+        """Add modules that an object's hooks have created, unless the object is an nn.Module."""
         if isinstance(self.network, ObjectNetwork) and creates_modules(self.model):
             self.network.collect(self.model)
 

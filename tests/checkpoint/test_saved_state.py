@@ -176,5 +176,5 @@ def scheduled(*kinds):
 @pytest.mark.parametrize("kinds", [(), (ExponentialLR, ExponentialLR)])
 def test_resume_warns_if_the_number_of_schedulers_changed(tmp_path, kinds):
     fit(tmp_path, scheduled(ExponentialLR), max_epochs=1)
-    with pytest.warns(UserWarning, match=f"resume: 1 lr_schedulers were saved, now {len(kinds)}"):
+    with pytest.warns(UserWarning, match=f"resume: 1 lr_schedulers were saved, but this run has {len(kinds)}"):
         fit(tmp_path, scheduled(*kinds), max_epochs=2, resume="last")

@@ -89,7 +89,7 @@ def test_a_resume_with_another_number_of_workers_warns(tmp_path, before, after):
     options = {"save_every_n_steps": 1, "max_epochs": 2}
     fit(tmp_path / "whole", Sees, make(before), callbacks=[copies], **options)
     expected, seen[:] = seen[3:6], []
-    with pytest.warns(UserWarning, match=rf"num_workers \[{before}\] was saved, now \[{after}\]"):
+    with pytest.warns(UserWarning, match=rf"num_workers was \[{before}\] and is now \[{after}\]"):
         fit(tmp_path / "at/3", Sees, make(after), seed=9, resume="last", **options)
     assert seen[:3] == expected
 
@@ -106,7 +106,7 @@ class TakesSeveral(Classifier):
 def test_a_resume_with_another_number_of_loaders_is_refused(tmp_path):
     fit(tmp_path, TakesSeveral, lambda: [loader(), loader()], max_epochs=1)
     with (
-        pytest.warns(UserWarning, match=r"batch size \[4, 4\] was saved, now \[4\]"),
+        pytest.warns(UserWarning, match=r"batch size was \[4, 4\] and is now \[4\]"),
         pytest.raises(ValueError, match="got the positions of 2 training loaders, expected 1. .* or use load="),
     ):
         fit(tmp_path, TakesSeveral, loader, resume="last", max_epochs=2)
@@ -120,7 +120,7 @@ def test_a_resume_within_an_epoch_refuses_another_batch_size(tmp_path):
     with pytest.raises(CheckpointError, match=message):
         fit(tmp_path, train=other, max_steps=8, resume="last")
     fit(tmp_path / "whole", train=lambda: make_loader(24), max_epochs=1)
-    with pytest.warns(UserWarning, match=r"batch size \[4\] was saved, now \[6\]"):
+    with pytest.warns(UserWarning, match=r"batch size was \[4\] and is now \[6\]"):
         loop, *_ = fit(tmp_path / "whole", train=other, max_epochs=2, resume="last")
     assert loop.global_step == 10
 

@@ -67,7 +67,7 @@ def test_a_run_resumes_between_epochs_with_another_number_of_processes(recwarn):
     fit(".", Numbered, numbered, max_epochs=2, devices=1, resume="last", **{**options, "strategy": "auto"})
     states.append(read_checkpoint(LAST))
     _, _, history = fit(".", Numbered, numbered, max_epochs=3, devices=3, resume="auto", **options)
-    found = [str(warning.message) for warning in recwarn if "processes 2 was saved, now 1" in str(warning.message)]
+    found = [str(warning.message) for warning in recwarn if "processes was 2 and is now 1" in str(warning.message)]
     assert len(found) == 1
     for epoch, ranks in enumerate([2, 1, 3]):
         found = read_epoch(epoch, ranks)
