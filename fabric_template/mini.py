@@ -43,16 +43,17 @@ import warnings
 import zipfile
 import zlib
 from collections import Counter, OrderedDict, defaultdict, deque
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, fields, is_dataclass
 from difflib import get_close_matches
+from enum import Enum
 from functools import cache, partial
 from itertools import chain, count, islice, repeat
 from logging import Logger
 from numbers import Real
 from pathlib import Path
-from types import FunctionType, MethodType, ModuleType
+from types import FunctionType, MethodType, ModuleType, SimpleNamespace
 from typing import IO, Any
 
 import numpy as np
@@ -104,12 +105,15 @@ REMOVED = ("removed", None)  # The saved form of a deleted attribute.
 CHECKPOINTS = ("last.ckpt", "best.ckpt", "epoch=*-step=*.ckpt")
 # Attributes that every nn.Module has. They are not the user's own state.
 MODULE_ATTRIBUTES = vars(nn.Module()).keys()
+HOOKS_OF_MODULE = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks")
 # Optimizer attributes that need no saving. state_dict() contains the first two, "defaults" may
 # share a tensor with a group, and schedulers set the others to warn about a wrong call order.
 OPTIMIZER_ATTRIBUTES = ("state", "param_groups", "defaults", "_opt_called", "_step_count")
 GENERATORS = (torch.Generator, random.Random, np.random.Generator, np.random.RandomState)
 NUMPY: Any = (np.generic, np.ndarray)
-# The search for objects inside a data set skips these types.
+# The search for objects skips objects of these packages, because they may hold processes or files.
+LIBRARIES = {*sys.stdlib_module_names, "lightning", "numpy", "torch", "torchmetrics"}
+# The search for objects skips these types, too.
 NOT_SEARCHED = (type, FunctionType, MethodType, ModuleType, Logger, Tensor, nn.Module, Fabric)
 # Besides tensors and NumPy arrays, checkpoints contain attributes of these types.
 ATOMS = frozenset((type(None), bool, int, float, complex, str, bytes))
@@ -478,9 +482,11 @@ class MiniLoop:
 
     def _start_batches(self) -> None:
         """Create the epoch's iterator. After a resume, skip the batches that are finished."""
+        # Get the state first, because a sampler may draw random numbers in set_epoch().
+        state = self._state() if self.batches_done > 0 else {}
         set_epoch(self.train_loader, self.current_epoch)
-        state = self._state()
         if self.batches_done == 0:
+            state = self._state()
             parts = {p: v for p, v in state["parts"].items() if p.startswith(("train ", "val "))}
             self._epoch_start = {**state, "parts": parts}
         else:
@@ -525,25 +531,45 @@ class MiniLoop:
 
     def _state(self) -> dict[str, Any]:
         """Return the random states, and the changed attributes of the model and the loaders."""
+        self._find_objects()
         changed = {}
         for place, part in self._parts.items():
             start, state = self._start_states.get(place, {}), {}
             for name, value in self._plain_state(place).items():
-                current = getattr(part, name)
+                current = namespace_of(part).get(name)
                 is_random = isinstance(current, GENERATORS)
                 if is_random or name not in start or not is_same(value, start[name]):
                     is_large = isinstance(value, ChangeMark)
                     state[name] = encode(current, self.fabric.device) if is_large else value
-            state.update((name, REMOVED) for name in start if not hasattr(part, name))
+            state.update((name, REMOVED) for name in start if not has_value(part, name))
             if state:
                 changed[place] = state
         return {**get_rng_state(), "parts": changed}
 
+    def _find_objects(self) -> None:
+        """Add the objects in attributes of the model, of which hooks may have created some."""
+        self._weights = {*map(address_of, self._unwrapped.state_dict().values())} - {None}
+        for place in self._object_places:
+            del self._parts[place]
+        known = {id(part) for part in (*self._parts.values(), *self._saved_elsewhere())}
+        found: dict[str, Any] = {}
+        for place, part in self._parts.items():
+            if not place.startswith(("train ", "val ", "fit ")):
+                for path, value in objects_in(part, known).items():
+                    found[f"{place}.{path}".removeprefix(".")] = value
+                    known.add(id(value))
+        self._object_places[:] = found
+        self._parts |= found
+
+    def _saved_elsewhere(self) -> list[Any]:
+        schedulers = [config["scheduler"] for config in self.schedulers]
+        return [self.optimizer, *schedulers, *self._unwrapped.modules()]
+
     def _plain_state(self, place: str) -> dict[str, Any]:
         # Save no objects in loaders, because the model may hold and save the same objects.
         is_loader = place.startswith(("train ", "val "))
-        saved = [self.optimizer, *(config["scheduler"] for config in self.schedulers)]
-        return plain_state(self._parts[place], self.fabric.device, None if is_loader else saved)
+        saved = None if is_loader else self._saved_elsewhere()
+        return plain_state(self._parts[place], self.fabric.device, saved, self._weights)
 
     def _load_state(self, state: dict[str, Any]) -> None:
         set_rng_state(state)
@@ -551,16 +577,21 @@ class MiniLoop:
 
     def _load_parts(self, states: dict[str, dict[str, Any]], is_in_place: bool = True) -> None:
         """Restore attributes. Objects that share a list or a tensor still share it afterwards."""
+        for place in states:
+            create_item(self._parts, place)
+        self._find_objects()
+        missing = [place for place in states if place not in self._parts]
+        if missing:
+            text = f"resume: {missing[0]!r} was created during training, and is missing now."
+            warnings.warn(f"{text} A resumed run may differ. Create it in __init__.", stacklevel=2)
         holders: dict[int, list[Any]] = defaultdict(list)
         for place, part in self._parts.items():
-            for name, value in getattr(part, "__dict__", {}).items():
+            for name, value in namespace_of(part).items():
                 holders[id(value)].append(states.get(place, {}).get(name, END))
-        weights = set(map(address_of, self._unwrapped.state_dict().values())) - {None}
 
         def may_change_in_place(current: Any, value: Any) -> bool:
             """Return whether all objects that hold the current value get the same new value."""
-            is_weight = address_of(current) in weights
-            if not is_in_place or (is_weight and not is_same(current, value)):
+            if not is_in_place or address_of(current) in self._weights:
                 return False
             first, *others = holders.get(id(current), [END])
             return all(is_same(first, other) for other in others)
@@ -1197,6 +1228,7 @@ class MiniLoop:
         parts[""] = unwrap_compiled(self.model)
         places = {id(part): place for place, part in parts.items()}
         self._parts = {place: parts[place] for place in places.values()}
+        self._object_places: list[str] = []
         self.train_loader, self.val_loader = self._share(train, True), self._share(val, False)
         self._every = None if val is None else self.validate_every_n_steps
         self._sums = [{}] if self._every is None else [{}, {}]
@@ -1282,6 +1314,7 @@ class MiniLoop:
         text = f"hparams: got values of {other} that differ from the model's. Leave them out, or"
         check(not other, f"{text} give them other names.")
         self._settings = {**saved, **own}
+        self._find_objects()
         self._start_states = {place: self._plain_state(place) for place in self._parts}
         if resumed:
             self._check_resume(resumed)
@@ -1557,30 +1590,80 @@ def parts_of(loader: Any) -> dict[str, Any]:
     """Return a loader with its samplers, data set and collate function, by name."""
     names = ("sampler", "batch_sampler", "dataset", "collate_fn")
     parts = {name: getattr(loader, name, None) for name in names}
+    collate = parts["collate_fn"]
+    if isinstance(collate, partial):
+        arguments = (collate.func, *collate.args, *collate.keywords.values())
+        parts.update((f"collate_fn {index}", part) for index, part in enumerate(arguments))
+    parts["collate_fn"] = getattr(collate, "__self__", collate)
     parts["inner sampler"] = getattr(parts["batch_sampler"], "sampler", None)
-    parts.update((f"dataset {n}", part) for n, part in enumerate(objects_in(parts["dataset"])))
+    known = set(map(id, parts.values()))
+    for name, part in list(parts.items()):
+        inside = {} if isinstance(part, nn.Module) else objects_in(part, known)
+        known |= set(map(id, inside.values()))
+        parts.update((f"{name} {path}", value) for path, value in inside.items())
     return {"loader": loader, **parts}
 
 
-def objects_in(dataset: Any) -> list[Any]:
-    """Return the objects inside a data set, such as a transform or the data set of a Subset."""
-    found, waiting = {id(dataset): dataset}, deque([dataset])
+def objects_in(owner: Any, known: set[int]) -> dict[str, Any]:
+    """Return the objects in an object, such as a pool of images or a transform, by their paths.
+
+    Args:
+        known: The ids of other objects. Objects inside them are left out.
+    """
+    found: dict[str, Any] = {}
+    seen, waiting = {id(owner), *known}, deque([("", owner)])
     while waiting and len(found) < 64:
-        part = waiting.popleft()
-        attributes = part if isinstance(part, dict) else getattr(part, "__dict__", {})
-        for value in part if isinstance(part, list | tuple) else attributes.values():
-            is_short = isinstance(value, list | tuple | dict) and len(value) <= 500
-            is_known = isinstance(value, (*NOT_SEARCHED, *GENERATORS, MiniLoop))
-            is_object = hasattr(value, "__dict__") and not is_known
-            if id(value) not in found and (is_short or is_object):
-                found[id(value)] = value
-                waiting.append(value)
-    return [part for part in found.values() if hasattr(part, "__dict__") and part is not dataset]
+        path, part = waiting.popleft()
+        is_list = isinstance(part, list | tuple | deque)
+        items = dict(enumerate(part)) if is_list else {**namespace_of(part)}
+        if isinstance(part, nn.Module):
+            hooks = [hook for kind in HOOKS_OF_MODULE for hook in items.get(kind, {}).values()]
+            items = {name: items[name] for name in items if name not in MODULE_ATTRIBUTES}
+            items["hooks"] = [getattr(hook, "__self__", hook) for hook in hooks]
+        for name in items:
+            value, place = items[name], f"{path}.{name}".removeprefix(".")
+            if id(value) in seen or type(value) in ATOMS:
+                continue
+            is_short = isinstance(value, list | tuple | deque | dict) and len(value) <= 500
+            is_item = is_list or type(part) is dict
+            if is_item and (is_stateful(value) or isinstance(value, nn.Module)):
+                found[place] = SimpleNamespace(item=value)
+            elif is_own_object(value):
+                found[place] = value
+            if is_short or found.get(place) is value:
+                waiting.append((place, value))
+                seen.add(id(value))
+    return found
+
+
+def create_item(parts: dict[str, Any], place: str) -> None:
+    """Create the object of a place that is an item of a defaultdict, as reading it does."""
+    path, _, key = place.rpartition(".")
+    owner, _, name = path.rpartition(".")
+    container = namespace_of(parts.get(owner)).get(name)
+    if isinstance(container, defaultdict) and container.default_factory is not None:
+        container[key]
+
+
+def is_own_object(value: Any) -> bool:
+    """Return whether a value is a data set or a user's object, and saves no state itself."""
+    kind = type(value)
+    is_known = isinstance(value, (*NOT_SEARCHED, *GENERATORS, MiniLoop, Enum, tuple))
+    is_known = is_known or is_stateful(value)
+    is_library = kind.__module__.partition(".")[0] in LIBRARIES and kind is not SimpleNamespace
+    is_searched = not is_library or isinstance(value, torch_data.Dataset)
+    return hasattr(value, "__dict__") and is_searched and not is_known
+
+
+def namespace_of(part: Any) -> dict[Any, Any]:
+    """Return an object's attributes. The keys of a configuration may be its attributes."""
+    return part if isinstance(part, dict) else getattr(part, "__dict__", {})
 
 
 def set_epoch(loader: Any, epoch: int) -> None:
+    samplers = ("loader", "sampler", "batch_sampler", "inner sampler")
     for name, part in parts_of(loader).items():
-        if not name.startswith("dataset") and hasattr(part, "set_epoch"):
+        if name in samplers and hasattr(part, "set_epoch"):
             part.set_epoch(epoch)
 
 
@@ -1709,13 +1792,16 @@ def load_optimizer(optimizer: Any, saved: dict[str, Any]) -> None:
 # State that no state_dict() contains
 
 
-def plain_state(part: Any, device: torch.device, saved: list[Any] | None) -> dict[str, Any]:
+def plain_state(
+    part: Any, device: torch.device, saved: list[Any] | None, weights: set[Any]
+) -> dict[str, Any]:
     """Return the state of an object's attributes: generators, plain values and stateful objects.
 
     Args:
         saved: Objects whose state is saved elsewhere. None: save no states of objects.
+        weights: The addresses of tensors that are saved elsewhere.
     """
-    values, is_module = {**getattr(part, "__dict__", {})}, isinstance(part, nn.Module)
+    values, is_module = {**namespace_of(part)}, isinstance(part, nn.Module)
     if is_module:
         values = {name: values[name] for name in values if name not in MODULE_ATTRIBUTES}
         values.update((name, part._buffers[name]) for name in part._non_persistent_buffers_set)
@@ -1727,18 +1813,24 @@ def plain_state(part: Any, device: torch.device, saved: list[Any] | None) -> dic
             found[name] = random_state(value)
             continue
         with suppress(TypeError):
-            if saved is not None and is_stateful(value):
-                if not any(value is other for other in saved):
+            if saved is not None and (is_stateful(value) or isinstance(value, nn.Module)):
+                inside = value.modules() if isinstance(value, nn.Module) else [value]
+                if set(map(id, saved)).isdisjoint(map(id, inside)):
                     found[name] = "state", encode(value.state_dict(), device)
                 continue
-            most = None if is_module else 10_000
-            found[name] = change_mark(value, most) or encode(value, device, most)
+            most = 10_000 if saved is None else None
+            found[name] = change_mark(value, most) or encode(value, device, most, weights)
         if name not in found and isinstance(value, list | tuple | dict):
             items = islice(value.values() if isinstance(value, dict) else value, 64)
             has_generators = any(isinstance(item, GENERATORS) for item in items)
             text = f"{name}: got random generators in a {type(value).__name__}. Assign each one to"
             check(not has_generators, f"{text} an attribute of its own, or use FabricLoop.")
     return found
+
+
+def has_value(part: Any, name: Any) -> bool:
+    buffers = part._buffers if isinstance(part, nn.Module) else ()
+    return name in namespace_of(part) or name in buffers or hasattr(type(part), str(name))
 
 
 class ChangeMark(tuple[Any, ...]):
@@ -1766,18 +1858,36 @@ def is_stateful(value: Any) -> bool:
     return has_methods and not is_loader and not isinstance(value, nn.Module)
 
 
-def encode(value: Any, device: torch.device, most: int | None = None, depth: int = 0) -> Any:
+def encode(
+    value: Any,
+    device: torch.device,
+    most: int | None = None,
+    weights: Collection[Any] = (),
+    depth: int = 0,
+) -> Any:
     """Encode a value for a checkpoint of either loop. Raise a TypeError for unsupported types.
 
     Args:
         most: The largest number of elements of a tensor or an array. None: any number.
+        weights: The addresses of tensors that are saved elsewhere.
     """
     kind, name = type(value), type(value).__name__
     if kind in ATOMS:
         return value
-    if kind is Tensor and (most is None or value.numel() <= most):
+    if kind in (Tensor, nn.Parameter) and (most is None or value.numel() <= most):
+        if address_of(value) in weights:
+            raise TypeError(name)
         has_gradient = value.requires_grad and value.is_leaf
-        return "tensor", value.detach().clone(), has_gradient, value.device == device
+        copied = value.detach().to("cpu", copy=True)
+        return name.lower(), copied, has_gradient, value.device == device
+    if kind is range:
+        return name, [value.start, value.stop, value.step]
+    place = kind.__module__, kind.__qualname__
+    if isinstance(value, Enum) and find_class(kind, *place) is kind:
+        return "enum", value.name, *place
+    if isinstance(value, tuple) and hasattr(kind, "_fields") and find_class(kind, *place) is kind:
+        items = [encode(item, device, most, weights, depth + 1) for item in value]
+        return "named tuple", items, *place
     if (
         isinstance(value, NUMPY)
         and not (value.dtype.hasobject or value.dtype.names)
@@ -1790,7 +1900,7 @@ def encode(value: Any, device: torch.device, most: int | None = None, depth: int
         raise TypeError(name)
     items = list(chain.from_iterable(value.items()) if isinstance(value, dict) else value)
     if not ATOMS.issuperset(map(type, items)):
-        items = [encode(item, device, most, depth + 1) for item in items]
+        items = [encode(item, device, most, weights, depth + 1) for item in items]
     if kind in (deque, defaultdict):
         return name, items, value.maxlen if kind is deque else None
     return name, items
@@ -1801,15 +1911,22 @@ def decode(encoded: Any, device: torch.device) -> Any:
     if not isinstance(encoded, list | tuple):
         return encoded
     kind, content, *options = encoded
-    if kind == "tensor":
+    if kind in ("tensor", "parameter"):
         has_gradient, is_on_device = options
         copied = content.to(device if is_on_device else "cpu", copy=True)
-        return copied.requires_grad_(has_gradient)
+        made = nn.Parameter(copied) if kind == "parameter" else copied
+        return made.requires_grad_(has_gradient)
     if kind in ("array", "scalar"):
         data = b"" if content is None else content.numpy().tobytes()
         array = np.frombuffer(data, options[0]).reshape(options[1]).copy()
         return array if kind == "array" else array[()]
+    if kind == "enum":
+        return find_class(Enum, *options).__members__[content]
     items = [decode(item, device) for item in content]
+    if kind == "range":
+        return range(*items)
+    if kind == "named tuple":
+        return tuple.__new__(find_class(tuple, *options), items)
     if kind == "deque":
         return deque(items, *options)
     if not issubclass(CONTAINERS[kind], dict):
@@ -1819,6 +1936,14 @@ def decode(encoded: Any, device: torch.device) -> Any:
     return made
 
 
+def find_class(base: type, module: str, name: str) -> Any:
+    """Return a class with a base class in an imported module, or None. This runs no code."""
+    found: Any = sys.modules.get(module)
+    for part in name.split("."):
+        found = getattr(found, "__dict__", {}).get(part)
+    return found if isinstance(found, type) and issubclass(found, base) else None
+
+
 def load_plain_state(
     part: Any,
     state: dict[str, Any],
@@ -1826,10 +1951,13 @@ def load_plain_state(
     may_change_in_place: Callable[[Any, Any], bool],
 ) -> None:
     for name, value in state.items() if part is not None else ():
-        places = [vars(part), part._buffers if isinstance(part, nn.Module) else {}]
-        current: Any = getattr(part, name, None)
+        places = [namespace_of(part), part._buffers if isinstance(part, nn.Module) else {}]
+        of_class = getattr(type(part), str(name), None)
+        current: Any = {**places[1], **places[0]}.get(name, of_class)
         if isinstance(value, tuple) and value[0] == "removed":
-            if hasattr(part, name):
+            if isinstance(part, dict):
+                part.pop(name, None)
+            elif hasattr(part, name):
                 delattr(part, name)
         elif isinstance(current, np.random.Generator):
             current.bit_generator.state = value
@@ -1839,7 +1967,8 @@ def load_plain_state(
             current.set_state(value)
         elif isinstance(value, tuple) and value[0] == "state":
             text = f"resume: got a state of {name!r}, which was created during training and is"
-            check(is_stateful(current), f"{text} missing now. Create it in __init__.")
+            is_known = is_stateful(current) or isinstance(current, nn.Module)
+            check(is_known, f"{text} missing now. Create it in __init__.")
             current.load_state_dict(decode(value[1], device))
         else:
             value = decode(value, device)
@@ -1872,7 +2001,8 @@ def replace_content(current: Any, value: Any) -> bool:
 
 def address_of(value: Any) -> int | None:
     """Return the memory address that a tensor shares with its views, or None for other values."""
-    is_dense = isinstance(value, Tensor) and value.layout is torch.strided
+    is_dense = isinstance(value, Tensor) and not nn.parameter.is_lazy(value)
+    is_dense = is_dense and value.layout is torch.strided
     return value.untyped_storage().data_ptr() if is_dense else None
 
 

@@ -6,17 +6,21 @@ its kind and content, which torch.load(weights_only=True) can read. Other values
 error becomes a warning instead of reaching the caller, and the attribute is left out.
 
 The key of a value is its place: the object's name and the attribute's name. Of an attribute with
-state_dict() and load_state_dict(), such as a module's own scheduler, the state is saved.
+state_dict() and load_state_dict(), such as a module's own scheduler, the state is saved. Attributes
+are searched for objects of the user's classes, such as a pool of images.
 """
 
 from __future__ import annotations
 
+import sys
 import warnings
 import zlib
 from collections import Counter, OrderedDict, defaultdict, deque
 from collections.abc import Collection, Iterable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
+from enum import Enum
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -32,6 +36,7 @@ _SEQUENCES: dict[str, type] = {
 _DICTS: dict[str, type] = {
     kind.__name__: kind for kind in (dict, OrderedDict, Counter, defaultdict)
 }
+_TENSORS = (Tensor, nn.Parameter)
 _CONTAINERS = frozenset((*_SEQUENCES.values(), *_DICTS.values()))
 _FACTORIES = {kind.__name__: kind for kind in (int, float, str, bool, list, dict, set)}
 # These limits bound the cost of a save: the bytes and items of a saved attribute, the bytes of a
@@ -41,6 +46,12 @@ _MOST_ITEMS = 1_000_000
 _COMPARED_BYTES = 2**20
 _COMPARED_ITEMS = 50_000
 _DEEPEST = 12
+# Limits of the search for objects: the number of objects, and the items of a container.
+_MOST_OBJECTS = 64
+_MOST_SEARCHED = 500
+# The search skips objects of these packages, because they may hold processes or files.
+_LIBRARIES = {__name__.partition(".")[0], "lightning", "numpy", "torch", "torchmetrics"}
+_LIBRARIES |= {"pytorch_lightning", *sys.stdlib_module_names}
 # The encoded form of an attribute that has been deleted.
 REMOVED: Any = ("removed", None)
 
@@ -68,13 +79,13 @@ def digest(value: Any, most: int = _COMPARED_ITEMS) -> Any:
         most: About how many items of a container are compared.
     """
     kind = type(value)
-    if kind in _ATOMS or kind is range:
+    if kind in _ATOMS or kind is range or isinstance(value, Enum):
         return kind, value
-    if kind is Tensor:
+    if kind in _TENSORS:
         return _digest_tensor(value)
     if kind is np.ndarray or isinstance(value, np.generic):
         return _digest_array(np.asarray(value))
-    if kind not in _CONTAINERS or most == 0:
+    if not (kind in _CONTAINERS or is_named_tuple(kind)) or most == 0:
         raise NotPlainError
     items = _items_of(value)
     if set(map(type, items)) <= _ATOMS:
@@ -119,7 +130,8 @@ def address_of(tensor: Tensor) -> int:
 
 def shares_memory(value: Any, addresses: Collection[int]) -> bool:
     """Return whether a value is a tensor whose memory is at one of the given addresses."""
-    return type(value) is Tensor and is_plain_tensor(value) and address_of(value) in addresses
+    is_plain = type(value) in _TENSORS and is_plain_tensor(value)
+    return is_plain and address_of(value) in addresses
 
 
 def _checksum(values: Tensor) -> int:
@@ -147,6 +159,21 @@ def is_stateful(value: Any) -> bool:
     has_methods = hasattr(kind, "state_dict") and hasattr(kind, "load_state_dict")
     is_loader = hasattr(kind, "__iter__") or hasattr(kind, "__getitem__")
     return has_methods and not is_loader and not isinstance(value, nn.Module)
+
+
+# Enums and named tuples
+
+
+def is_named_tuple(kind: type) -> bool:
+    return issubclass(kind, tuple) and hasattr(kind, "_fields")
+
+
+def find_class(base: type, module: str, name: str) -> Any:
+    """Return a class with a base class in an imported module, or None. This runs no code."""
+    found: Any = sys.modules.get(module)
+    for part in name.split("."):
+        found = getattr(found, "__dict__", {}).get(part)
+    return found if isinstance(found, type) and issubclass(found, base) else None
 
 
 # Encoding values
@@ -179,18 +206,30 @@ class Encoder:
             return value
         if id(value) in self._known:
             return self._known[id(value)][1]
-        if kind is Tensor:
+        if kind in _TENSORS:
             encoded: Any = self._encode_tensor(value)
         elif kind is np.ndarray or isinstance(value, np.generic):
             encoded = self._encode_array(value)
         elif kind is range:
             encoded = "range", [value.start, value.stop, value.step]
+        elif isinstance(value, Enum) or is_named_tuple(kind):
+            encoded = self._encode_by_class(value, kind, depth)
         elif kind in _CONTAINERS and depth <= _DEEPEST:
             encoded = self._encode_container(value, kind, depth)
         else:
             raise NotPlainError
         self._known[id(value)] = (value, encoded)
         return encoded
+
+    def _encode_by_class(self, value: Any, kind: type, depth: int) -> Any:
+        """Encode the name of an Enum, or the items of a named tuple, with the class."""
+        place = kind.__module__, kind.__qualname__
+        if find_class(kind, *place) is not kind or depth > _DEEPEST:
+            raise NotPlainError
+        if isinstance(value, Enum):
+            return "enum", value.name, *place
+        self._count(items=len(value))
+        return "named tuple", [self._encode(item, depth + 1) for item in value], *place
 
     def _encode_container(self, value: Any, kind: type, depth: int) -> Any:
         self._count(items=len(value))
@@ -209,7 +248,8 @@ class Encoder:
         self._count(size=tensor.numel() * tensor.element_size())
         copied = tensor.detach().to("cpu", copy=True)
         has_gradient = tensor.requires_grad and tensor.is_leaf
-        return "tensor", copied, has_gradient, tensor.device == self._device
+        kind = type(tensor).__name__.lower()
+        return kind, copied, has_gradient, tensor.device == self._device
 
     def _encode_array(self, value: Any) -> Any:
         array = np.asarray(value)
@@ -244,18 +284,23 @@ class Decoder:
         return self._known[id(encoded)]
 
     def _decode(self, kind: str, content: Any, *options: Any) -> Any:
-        if kind == "tensor":
+        if kind in ("tensor", "parameter"):
             has_gradient, is_on_device = options
             value = content.to(self._device if is_on_device else "cpu", copy=True)
+            value = nn.Parameter(value) if kind == "parameter" else value
             return value.requires_grad_(has_gradient)
         if kind in ("array", "scalar"):
             dtype, shape = options
             data = b"" if content is None else content.numpy().tobytes()
             array = np.frombuffer(data, dtype).reshape(shape).copy()
             return array if kind == "array" else array[()]
+        if kind == "enum":
+            return find_class(Enum, *options).__members__[content]
         items = [self.decode(item) for item in content]
         if kind == "range":
             return range(*items)
+        if kind == "named tuple":
+            return tuple.__new__(find_class(tuple, *options), items)
         if kind in _SEQUENCES:
             # Among sequences, only a deque has an option, its maxlen.
             return _SEQUENCES[kind](items, *options)
@@ -271,12 +316,12 @@ def replace_content(current: Any, value: Any) -> bool:
     kind = type(current)
     if kind is not type(value):
         return False
-    if kind in (Tensor, np.ndarray) and (current.shape, current.dtype) != (
+    if kind in (*_TENSORS, np.ndarray) and (current.shape, current.dtype) != (
         value.shape,
         value.dtype,
     ):
         return False
-    if kind is Tensor and not current.is_inference() and current.is_leaf:
+    if kind in _TENSORS and not current.is_inference() and current.is_leaf:
         current.detach().copy_(value)
         current.requires_grad_(value.requires_grad)
     elif kind is np.ndarray and current.flags.writeable:
@@ -293,7 +338,7 @@ def replace_content(current: Any, value: Any) -> bool:
 
 
 def load_object(current: Any, state: Any) -> None:
-    if not is_stateful(current):
+    if not (is_stateful(current) or isinstance(current, nn.Module)):
         raise ValueError("an object that was created during training is missing now")
     current.load_state_dict(state)
 
@@ -321,6 +366,9 @@ class Part:
         """Return the dict that holds the attributes. Changing this dict changes the object."""
         if isinstance(self.instance, type):
             return {}
+        if isinstance(self.instance, dict):
+            # A configuration whose keys are attributes.
+            return self.instance
         attributes = getattr(self.instance, "__dict__", {})
         return attributes["_buffers"] if self.has_buffers else attributes
 
@@ -330,13 +378,58 @@ class Part:
         return {n: value for n, value in self.namespace().items() if n not in self.ignored}
 
 
+def is_own_object(value: Any) -> bool:
+    """Return whether a value is an object of a class of the user, which saves no state itself."""
+    kind = type(value)
+    is_known = isinstance(value, nn.Module | Tensor | Enum | tuple) or hasattr(kind, "state_dict")
+    is_library = kind.__module__.partition(".")[0] in _LIBRARIES and kind is not SimpleNamespace
+    return hasattr(value, "__dict__") and not (is_known or is_library)
+
+
+def searched_values(part: Part) -> dict[str, Any]:
+    """Return the attributes of an object. Of a module, also the objects of its hooks."""
+    values, module = part.attributes(), part.instance
+    if not isinstance(module, nn.Module) or part.has_buffers:
+        return values
+    kinds = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks")
+    hooks = [hook for kind in kinds for hook in getattr(module, kind, {}).values()]
+    return {**values, "hooks": [getattr(hook, "__self__", hook) for hook in hooks]}
+
+
+def find_objects(parts: dict[str, Part], known: set[int]) -> dict[str, Part]:
+    """Return the objects in attributes of parts, and in containers there, keyed by their paths.
+
+    Args:
+        known: The ids of objects that are saved elsewhere.
+    """
+    found: dict[str, Part] = {}
+    known = known | {id(part.instance) for part in parts.values()}
+    waiting = deque((path, searched_values(part), False) for path, part in parts.items())
+    while waiting and len(found) < _MOST_OBJECTS:
+        path, values, is_container = waiting.popleft()
+        for key, value in values.items():
+            if type(value) in _ATOMS or id(value) in known:
+                continue
+            known.add(id(value))
+            place = f"{path}.{key}"
+            if type(value) in _CONTAINERS and 0 < len(value) <= _MOST_SEARCHED:
+                items: Any = value if isinstance(value, dict) else dict(enumerate(value))
+                waiting.append((place, items, True))
+            elif is_own_object(value):
+                found[place] = Part(value)
+                waiting.append((place, found[place].attributes(), False))
+            elif is_container and (is_stateful(value) or isinstance(value, nn.Module)):
+                found[place] = Part(SimpleNamespace(item=value))
+    return found
+
+
 class PlainState:
     """The generators and plain attributes of several objects.
 
     Args:
         parts: The objects by name. Attributes that change after this call are saved.
         device: The run's device.
-        network: A module whose state_dict is saved anyway.
+        network: A module whose state_dict is saved anyway. Attributes are searched for objects.
     """
 
     is_per_process = True
@@ -347,20 +440,47 @@ class PlainState:
         device: torch.device | None = None,
         network: nn.Module | None = None,
     ) -> None:
-        self._parts, self._network = parts, network
+        # The given objects, and those with the objects in their attributes.
+        self._given, self._network = parts, network
+        self._parts = parts
         self._device = torch.device("cpu") if device is None else device
         self._warned: set[str] = set()
         # Objects whose state is saved elsewhere, by id. None: save no object's state.
         self._saved: dict[int, Any] | None = None
+        self._find_objects()
         self._at_start = self.digests()
 
     def add(self, parts: dict[str, Part], saved: Iterable[Any]) -> None:
         """Add objects to save. Also save states of objects in attributes, except for ``saved``."""
         self._saved = {id(part): part for part in saved}
-        self._parts |= parts
+        self._given |= parts
+        self._find_objects()
         for place, found in self.digests().items():
             if place[0] in parts:
                 self._at_start[place] = found
+
+    def _find_objects(self) -> None:
+        """Search again for the objects in attributes, because hooks create some."""
+        if self._network is not None:
+            with self._guarded("the objects in attributes"):
+                known = {*(self._saved or ()), *map(id, self._network.modules())}
+                self._parts = {**self._given, **find_objects(self._given, known)}
+
+    def objects_of(self, names: Iterable[str]) -> dict[str, Any]:
+        """Return the objects in attributes, after creating those of names, as far as possible."""
+        for name in names:
+            self._create_item(name)
+        self._find_objects()
+        return {n: part.instance for n, part in self._parts.items() if n not in self._given}
+
+    def _create_item(self, name: str) -> None:
+        """Create the object of a name that is an item of a defaultdict, as reading it does."""
+        path, _, key = name.rpartition(".")
+        owner, _, attribute = path.rpartition(".")
+        namespace = self._parts[owner].namespace() if owner in self._parts else {}
+        container = namespace.get(attribute)
+        if isinstance(container, defaultdict) and container.default_factory is not None:
+            container[key]
 
     def generators(self) -> dict[str, Any]:
         """Return each generator once, under the names of its object and attribute."""
@@ -382,26 +502,40 @@ class PlainState:
 
     def state_dict(self, has_attributes: bool = True) -> dict[str, Any]:
         """Return the generators' states, and the attributes that have changed."""
+        self._find_objects()
         attributes = self.changed_attributes() if has_attributes else {}
         return {"generators": self.generator_states(), "attributes": attributes}
 
     def changed_attributes(self) -> dict[Place, Any]:
         """Return the encoded attributes that have changed since the start."""
-        encoder = Encoder(self._device, self._addresses_of_network())
+        encoder = Encoder(self._device, self.addresses_of_network())
         attributes = dict(self.attributes())
-        changed = {place: REMOVED for place in self._at_start if place not in attributes}
+        places = [place for place in self._at_start if place[0] in self._parts]
+        changed = {place: REMOVED for place in places if place not in attributes}
         for place, value in attributes.items():
             with self._guarded(f"the attribute {'.'.join(place)}"):
-                if self._is_saved_as_state(value):
-                    changed[place] = "state", encoder.encode_attribute(value.state_dict())
-                elif digest(value) != self._at_start.get(place, self):
-                    changed[place] = encoder.encode_attribute(value)
+                is_state = self._is_saved_as_state(value)
+                is_object = is_state and not isinstance(value, nn.Module)
+                if not is_object and self._digest(value) == self._at_start.get(place, self):
+                    continue
+                plain = value.state_dict() if is_state else value
+                encoded = encoder.encode_attribute(plain)
+                changed[place] = ("state", encoded) if is_state else encoded
         return changed
 
     def _is_saved_as_state(self, value: Any) -> bool:
-        return self._saved is not None and id(value) not in self._saved and is_stateful(value)
+        if self._saved is None or id(value) in self._saved:
+            return False
+        return is_stateful(value) or self._is_hidden(value)
+
+    def _is_hidden(self, value: Any) -> bool:
+        """Return whether a value is a module of which the network's state_dict has no weights."""
+        if self._network is None or not isinstance(value, nn.Module):
+            return False
+        return set(self._network.modules()).isdisjoint(value.modules())
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.objects_of(name for name, _ in state["attributes"])
         self.load_generator_states(state["generators"])
         self.load_attributes(state["attributes"])
         for place, encoded in state["attributes"].items():
@@ -415,8 +549,12 @@ class PlainState:
         Args:
             is_in_place: Whether to change lists and tensors in place, because others may hold them.
         """
+        missing = [name for name, _ in saved if name not in self._parts]
+        with self._guarded(f"the object {missing[0]}" if missing else ""):
+            if missing:
+                raise ValueError("it was created during training, and is missing now")
         decoder, targets = Decoder(self._device), self._targets(saved)
-        covered = self._addresses_of_network()
+        covered = self.addresses_of_network()
         placed: dict[int, Any] = {}
         for (name, attribute), encoded in saved.items():
             if name not in self._parts:
@@ -461,7 +599,7 @@ class PlainState:
             for attribute, value in part.attributes().items():
                 yield (name, attribute), value
 
-    def _addresses_of_network(self) -> set[int]:
+    def addresses_of_network(self) -> set[int]:
         """Return the addresses of the tensors in the network's state_dict."""
         if self._network is None:
             return set()
@@ -481,8 +619,11 @@ class PlainState:
         found: dict[Place, Any] = {}
         for place, value in self.attributes():
             with suppress(Exception):
-                found[place] = digest(value)
+                found[place] = self._digest(value)
         return found
+
+    def _digest(self, value: Any) -> Any:
+        return digest(value.state_dict() if self._is_hidden(value) else value)
 
     def small_attributes(self) -> dict[Place, tuple[Any, Any]]:
         """Return each small attribute's digest and encoded value, whether it has changed or not."""

@@ -16,8 +16,8 @@ from lightning.fabric.utilities import move_data_to_device
 from torch import Tensor, nn
 
 from ..errors import CheckpointError, ConfigurationError, OtherModelError
-from ..plain_state import Decoder, load_object
-from ..rng_state import is_generator, restore_rng_state
+from ..plain_state import Decoder, Part, load_object, replace_content, shares_memory
+from ..rng_state import is_generator, restore_rng_state, unchanged_rng_state
 from .distributed import SHARDS_KEY, load_shards
 from .state import key_of, names_of_groups, run_settings
 
@@ -227,26 +227,31 @@ def restore_mini_attributes(run: Run) -> None:
     parts = run.plan.start.state_of_process(run.fabric.global_rank)["rng"].get("parts", {})
     modules = {**dict(run.network.named_modules()), "": run.model}
     modules["fit optimizer"] = run.optimization.optimizers[0]
+    for name, instance in run.plain_state.objects_of([f"model.{place}" for place in parts]).items():
+        modules[name.removeprefix("model.")] = instance
     decoder = Decoder(run.fabric.device)
+    weights = run.plain_state.addresses_of_network()
     for place, attributes in parts.items():
         part = modules.get(place)
-        buffers = getattr(part, "_buffers", {})
+        buffers: dict[str, Any] = part._buffers if isinstance(part, nn.Module) else {}
+        own = Part(part).namespace()
         for name, value in attributes.items():
+            of_class = getattr(type(part), str(name), None)
+            current = {**buffers, **own}.get(name, of_class)
             if isinstance(value, tuple) and value[0] == "state":
-                load_object(getattr(part, name, None), decoder.decode(value[1]))
+                load_object(current, decoder.decode(value[1]))
                 continue
             # Also look in the class, because the attribute may be a class attribute.
-            is_known = name in {**getattr(part, "__dict__", {}), **buffers} or hasattr(
-                type(part), name
-            )
-            current = getattr(part, name, None)
+            is_known = name in {**own, **buffers} or hasattr(type(part), str(name))
             if not is_known or is_generator(current):
                 raise CheckpointError(
                     f"resume: got {run.plan.start.path}, in which MiniLoop saved the state of {place!r},"
                     " expected only attributes of modules. Resume it with MiniLoop, or use load=."
                 )
-            namespace = buffers if name in buffers else vars(part)
-            namespace[name] = decoder.decode(value)
+            namespace, decoded = buffers if name in buffers else own, decoder.decode(value)
+            is_weight = shares_memory(current, weights)
+            if is_weight or not replace_content(current, decoded):
+                namespace[name] = decoded
             if isinstance(namespace[name], defaultdict):
                 namespace[name].default_factory = getattr(current, "default_factory", None)
 
@@ -265,7 +270,9 @@ def restore_position(run: Run) -> None:
     """Restore random generators, loaders and running sums right before training continues."""
     attributes = restore_states(run)
     if run.progress.is_in_epoch:
-        run.data.train.set_epoch()
+        # A sampler may draw random numbers in set_epoch().
+        with unchanged_rng_state():
+            run.data.train.set_epoch()
         run.data.train.start()
     # Restore attributes last, because samplers may first need the values from the epoch's start.
     if attributes is not None:

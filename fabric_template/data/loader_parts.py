@@ -26,7 +26,7 @@ from torch.utils.data import (
 )
 
 from ..lightning_compat.overrides import has_state
-from ..plain_state import REMOVED, Decoder, Part, Place, PlainState, digest
+from ..plain_state import REMOVED, Decoder, Part, Place, PlainState, digest, find_objects
 from .tensor_loader import TensorLoader
 
 # Do not search values of these types for objects that belong to a stream.
@@ -76,7 +76,9 @@ def parts_of_order(loader: Any) -> dict[str, Part]:
         for index, part in enumerate(samplers)
     }
     has_attributes = not (has_state(loader) or isinstance(loader, TensorLoader))
-    return {"loader": Part(loader, _OF_LOADER, has_attributes), **parts}
+    parts = {"loader": Part(loader, _OF_LOADER, has_attributes), **parts}
+    known = {id(part.instance) for part in parts_of_samples(loader).values()}
+    return {**parts, **find_objects(parts, known)}
 
 
 def parts_of_samples(loader: Any) -> dict[str, Part]:

@@ -1,15 +1,23 @@
 """Test exact resume with objects that have state outside of state_dict(), in both loops."""
 
 import csv
+import random
+from collections import defaultdict, deque
+from copy import deepcopy
+from dataclasses import dataclass, field
+from enum import Enum
+from functools import partial
 from itertools import count
+from typing import NamedTuple
 
 import numpy as np
 import pytest
 import torch
+from lightning.fabric import seed_everything
 from modules import Classifier, make_data
 from runs import TIMES
 from torch.optim.lr_scheduler import LambdaLR
-from torch.utils.data import DataLoader, Dataset, WeightedRandomSampler
+from torch.utils.data import DataLoader, Dataset, WeightedRandomSampler, default_collate
 
 from fabric_template import FabricLoop, MiniLoop
 from fabric_template.errors import CheckpointError
@@ -237,6 +245,173 @@ def worn(make_table):
     return lambda: (Model(), DataLoader(Worn(make_table()), 4, shuffle=True))
 
 
+class Pool:
+    """Keeps old values, and returns one of them in place of a new one."""
+
+    def __init__(self, size):
+        self.size, self.values, self.rng = size, [], random.Random(3)
+
+    def swap(self, value):
+        self.values.append(value)
+        return self.values.pop(self.rng.randrange(self.size)) if self.size < len(self.values) else 0
+
+
+@dataclass
+class Schedule:
+    beta: float = 0.0
+    seen: deque = field(default_factory=lambda: deque(maxlen=3))
+
+
+class Settings(dict):
+    __getattr__ = dict.__getitem__
+    __setattr__ = dict.__setitem__
+
+
+class Meter:
+    total = 0.0
+
+    def add(self, value):
+        self.total += value
+        return self.total
+
+
+class HasHelpers(Model):
+    """Its loss depends on objects of several classes, which no state_dict contains."""
+
+    def __init__(self):
+        super().__init__()
+        self.pools = {"a": Pool(3)}
+        self.schedule, self.settings = Schedule(), Settings(scale=1.0)
+        self.meters = defaultdict(Meter)
+
+    def training_step(self, batch, batch_idx):
+        loss = super().training_step(batch, batch_idx)
+        self.schedule.beta += 0.1
+        self.schedule.seen.append(float(batch[0].mean()))
+        self.settings.scale *= 0.9
+        old = self.pools["a"].swap(loss.detach()) + self.meters["loss"].add(loss.item())
+        return loss * (self.schedule.beta + sum(self.schedule.seen) + self.settings.scale) + old * loss
+
+
+class HasMeters(Model):
+    def __init__(self):
+        super().__init__()
+        self.meters, self.settings = defaultdict(Meter), Settings(scale=1.0)
+
+    def training_step(self, batch, batch_idx):
+        self.settings.scale *= 0.9
+        self.meters["scale"].add(self.settings.scale)
+        return super().training_step(batch, batch_idx) * self.meters["scale"].total
+
+
+class SlowWeights:
+    """Averages weights in copies of them, and trains a parameter by an optimizer of its own."""
+
+    def __init__(self, net):
+        self.weights, self.copies = list(net.parameters()), list(deepcopy(net).parameters())
+        self.scale = torch.nn.Parameter(torch.ones(2))
+        self.optimizer = torch.optim.Adam([self.scale], lr=0.1)
+        self.teacher, self.others = deepcopy(net).requires_grad_(False), [deepcopy(net)]
+
+    @torch.no_grad()
+    def distance(self):
+        self.scale.grad = torch.ones(2)
+        self.optimizer.step()
+        networks = (self.copies, self.teacher.parameters(), self.others[0].parameters())
+        for number, parameters in enumerate(networks):
+            for slow, weight in zip(parameters, self.weights, strict=True):
+                slow.lerp_(weight, 0.1 + 0.1 * number)
+        return self.scale.sum()
+
+
+class HasHiddenModules(Model):
+    """Stays near averages of its weights, which are in modules that it does not register."""
+
+    def __init__(self):
+        super().__init__()
+        self.slow = SlowWeights(self.net)
+
+    def training_step(self, batch, batch_idx):
+        loss = super().training_step(batch, batch_idx) * self.slow.distance()
+        outputs = [net(batch[0]) for net in (self.slow.teacher, *self.slow.others)]
+        return loss + sum((self.net(batch[0]) - output).pow(2).mean() for output in outputs)
+
+
+class Phase(Enum):
+    WARM_UP = 1.0
+    MAIN = 0.1
+
+
+class Statistics(NamedTuple):
+    mean: float
+    phases: list
+
+
+class HasPhases(Model):
+    """Keeps an Enum, and named tuples in a list."""
+
+    def __init__(self):
+        super().__init__()
+        self.phase, self.statistics = Phase.WARM_UP, []
+
+    def training_step(self, batch, batch_idx):
+        self.statistics.append(Statistics(float(batch[0].mean()), [self.phase]))
+        self.phase = Phase.MAIN if len(self.statistics) > 1 else Phase.WARM_UP
+        scale = sum(item.mean + item.phases[0].value for item in self.statistics)
+        return super().training_step(batch, batch_idx) * scale * self.phase.value
+
+
+class Recorder:
+    """A forward hook that scales outputs with the mean of earlier ones."""
+
+    mean = 0.0
+
+    def __call__(self, module, inputs, output):
+        if module.training:
+            self.mean = 0.9 * self.mean + float(output.detach().mean())
+            return output * (1 + self.mean)
+        return output
+
+
+class HasHook(Model):
+    def __init__(self):
+        super().__init__()
+        self.net[0].register_forward_hook(Recorder())
+
+
+class Groups:
+    """Draws samples from ranges, in an order that objects of the sampler draw."""
+
+    def __init__(self):
+        self.ranges = [range(i, i + 4) for i in range(0, 16, 4)]
+        self.pools = [Pool(1), Pool(2)]
+
+    def __len__(self):
+        return 16
+
+    def set_epoch(self, epoch):
+        random.shuffle(self.ranges)
+
+    def __iter__(self):
+        self.pools[0].rng.shuffle(self.ranges)
+        first = self.pools[1].rng.randrange(16)
+        yield from [(first + i) % 16 for group in self.ranges for i in group]
+
+
+def grouped():
+    return Model(), DataLoader(make_data(16), 4, sampler=Groups())
+
+
+def scaled(samples, meter, pool):
+    x, y = default_collate(samples)
+    return x * (1 + 0.01 * meter.add(1)) + pool.rng.random(), y
+
+
+def collated():
+    collate = partial(scaled, meter=Meter(), pool=Pool(3))
+    return Model(), DataLoader(make_data(16), 4, shuffle=True, collate_fn=collate)
+
+
 def transformed():
     data = Points(Points(make_data(16)))
     return Stronger(data.points.transforms[0]), DataLoader(data, 4, shuffle=True)
@@ -272,12 +447,18 @@ CASES = {
     "large array of a dataset": worn(lambda: np.linspace(-1, 1, 16_000, dtype="f4").reshape(16, 1000)),
     "shared tensor": shared(lambda: torch.ones(16)),
     "shared list": shared(lambda: [1.0] * 16),
+    "objects of a model": shuffled(HasHelpers),
+    "hidden modules": shuffled(HasHiddenModules),
+    "enums and named tuples": shuffled(HasPhases),
+    "object of a hook": shuffled(HasHook),
+    "objects of a sampler": grouped,
+    "objects of a collate function": collated,
 }
 
 
 def train(kind, root, make, kill_at=None, resume=None):
     """Return the weights and the rows of a run."""
-    torch.manual_seed(1)
+    seed_everything(1, verbose=False)
     model, loader = make()
     model.kill_at = kill_at
     quiet = {"enable_progress_bar": False, "enable_model_summary": False, "num_sanity_val_steps": 0}
@@ -449,3 +630,36 @@ def test_numpy_arrays_of_strings_and_dates_are_restored(tmp_path, writer, reader
     assert torch.equal(found.net.weight, whole.net.weight)
     assert np.array_equal(found.names, whole.names)
     assert np.array_equal(found.days, whole.days)
+
+
+@pytest.mark.parametrize("writer", SAVES)
+@pytest.mark.parametrize("make", [HasHiddenModules, HasHook, HasMeters])
+def test_objects_of_a_model_cross_from_loop_to_loop(tmp_path, writer, make):
+    def fit(kind, name, epochs, resume=None):
+        torch.manual_seed(1)
+        model = make()
+        loop = kind(max_epochs=epochs, name=name, default_root_dir=tmp_path, accelerator="cpu")
+        loop.fit(model, DataLoader(make_data(16), 4), resume=resume)
+        return model.state_dict()
+
+    whole = fit(writer, "whole", 3)
+    fit(writer, "parts", 2)
+    resumed = fit(MiniLoop if writer is FabricLoop else FabricLoop, "parts", 3, resume="last")
+    assert all(torch.equal(value, whole[name]) for name, value in resumed.items())
+
+
+class CreatesMeter(Model):
+    """Has an object from its first batch on, which a resumed run lacks."""
+
+    def training_step(self, batch, batch_idx):
+        if not hasattr(self, "meter"):
+            self.meter = Meter()
+        return super().training_step(batch, batch_idx) * self.meter.add(1)
+
+
+@pytest.mark.parametrize("kind", SAVES)
+def test_an_object_that_is_missing_at_a_resume_is_named(tmp_path, kind):
+    with pytest.raises(KilledError):
+        train(kind, tmp_path, shuffled(CreatesMeter), kill_at=5)
+    with pytest.warns(UserWarning, match=r"meter.* created during training"):
+        train(kind, tmp_path, shuffled(CreatesMeter), resume="last")
