@@ -16,7 +16,7 @@ from lightning.fabric.utilities import move_data_to_device
 from torch import Tensor, nn
 
 from ..errors import CheckpointError, ConfigurationError, OtherModelError
-from ..plain_state import Decoder, Part, load_object, replace_content, shares_memory
+from ..plain_state import REMOVED, Decoder, Part, load_object, replace_content, shares_memory
 from ..rng_state import is_generator, restore_rng_state, unchanged_rng_state
 from .distributed import SHARDS_KEY, load_shards
 from .state import key_of, names_of_groups, run_settings
@@ -248,7 +248,11 @@ def restore_mini_attributes(run: Run) -> None:
                     f"resume: got {run.plan.start.path}, in which MiniLoop saved the state of {place!r},"
                     " expected only attributes of modules. Resume it with MiniLoop, or use load=."
                 )
-            namespace, decoded = buffers if name in buffers else own, decoder.decode(value)
+            namespace = buffers if name in buffers else own
+            if value == REMOVED:
+                namespace.pop(name, None)
+                continue
+            decoded = decoder.decode(value)
             is_weight = shares_memory(current, weights)
             if is_weight or not replace_content(current, decoded):
                 namespace[name] = decoded

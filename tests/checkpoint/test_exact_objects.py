@@ -633,7 +633,7 @@ def test_numpy_arrays_of_strings_and_dates_are_restored(tmp_path, writer, reader
 
 
 @pytest.mark.parametrize("writer", SAVES)
-@pytest.mark.parametrize("make", [HasHiddenModules, HasHook, HasMeters])
+@pytest.mark.parametrize("make", [HasHiddenModules, HasHook, HasMeters, WarmUp])
 def test_objects_of_a_model_cross_from_loop_to_loop(tmp_path, writer, make):
     def fit(kind, name, epochs, resume=None):
         torch.manual_seed(1)
