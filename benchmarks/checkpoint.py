@@ -1,9 +1,9 @@
-"""Compare the cost of writing a checkpoint with plain torch.save and fsync in the same folder.
+"""Compare the speed of AtomicCheckpointIO with that of torch.save and fsync in the same folder.
 
     python benchmarks/checkpoint.py --megabytes 100 --pairs 12
 
-Both kinds take turns. Ours writes a temporary file, syncs it, renames it and syncs the folder. The plain one overwrites the
-old file and syncs it. Peak memory is the growth of the process since before the weights were made, divided by their size.
+Both ways take turns. Ours writes a temporary file, syncs it, renames it and syncs the folder. The plain way overwrites the old
+file and syncs it. Peak memory is how much the process grows from the creation of the weights on, divided by their size.
 """
 
 import argparse
@@ -24,7 +24,7 @@ from fabric_template.checkpoint.checkpoint_io import AtomicCheckpointIO
 SPEED, MEMORY = (
     0.7,
     1.1,
-)  # Goals: the least ratio of the speeds, the largest ratio of peak memory to the weights.
+)  # Goals: the smallest ratio of the speeds, and the largest ratio of peak memory to the weights.
 
 
 def ours(state, path):
@@ -56,13 +56,13 @@ def main():
     parser.add_argument("--pairs", type=int, default=12, help="of one save of each kind")
     arguments = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:
-        ours({"w": torch.zeros(1)}, Path(folder, "warm.ckpt"))  # The first call imports modules.
+        ours({"w": torch.zeros(1)}, Path(folder, "warm.ckpt"))  # This call imports modules.
         before, size = peak(), arguments.megabytes * 10**6
         layers = [torch.randn(size // 40) for _ in range(10)]
         state = {"state_dict": {f"layer{i}": layer for i, layer in enumerate(layers)}}
         times = {ours: [], plain: []}
         ours(state, Path(folder, "ours.ckpt"))
-        memory = (peak() - before) / size  # Measured before the plain save.
+        memory = (peak() - before) / size  # Measure the memory before the plain save.
         for number in range(arguments.pairs):
             for save in (ours, plain) if number % 2 else (plain, ours):
                 times[save].append(seconds(save, state, Path(folder, f"{save.__name__}.ckpt")))

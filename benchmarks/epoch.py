@@ -1,18 +1,18 @@
-"""Compare the cost of an epoch in each loop, on two problems of tutorials with images of MNIST's and CIFAR-10's shape.
+"""Compare the cost of an epoch in each loop, on two tutorial problems with images like MNIST's and CIFAR-10's.
 
-    python benchmarks/epoch.py                     # on the GPU if there is one, else on the CPU, which takes long
+    python benchmarks/epoch.py                     # on the GPU if there is one, otherwise on the CPU, which takes long
     python benchmarks/epoch.py --problem mnist --device cpu --rounds 3
     python benchmarks/epoch.py --toy               # a quick check of the script
 
 How it is measured:
 
-- The contestants take turns. The table has the median of the ratios of each round, and their range.
-- An epoch is training and validation with rows, bars and checkpoints. The first epoch of a fit (set-up, workers,
-  compilation, choice of kernels) has a column of its own, "first".
-- The table has the validation accuracy of each contestant after the same number of epochs.
+- The contestants take turns. The table shows the median and the range of the ratios within a round.
+- An epoch consists of training and validation with rows, bars and checkpoints. The column "first" shows the first epoch of a
+  fit, which includes set-up, workers, compilation and the choice of kernels.
+- The table shows each contestant's validation accuracy after the same number of epochs.
 
-The loops of the tutorials have a Dataset that normalizes each item, a shuffling DataLoader, and ``loss.item()`` in each step.
-"Tuned" adds worker processes, pinned memory and a larger batch, in float32 (cuDNN uses TF32, PyTorch's default).
+The tutorials' loops have a Dataset that normalizes each item, a shuffling DataLoader, and ``loss.item()`` in each step.
+"Tuned" adds worker processes, pinned memory and a larger batch. All train in float32, where cuDNN uses TF32 by default.
 """
 
 from __future__ import annotations
@@ -67,14 +67,14 @@ class Clock:
         self.times.append(time.perf_counter())
 
     def seconds(self) -> tuple[float, float]:
-        """Return the seconds of the first epoch, and of the later ones."""
+        """Return the duration of the first epoch, and the median duration of the later ones."""
         each = [later - sooner for sooner, later in zip(self.times, self.times[1:], strict=False)]
         return each[0], statistics.median(each[1:])
 
 
 @dataclass
 class Problem:
-    """Random images that can be learned, with a pattern for each class and noise."""
+    """Random images that can be learned, because each class has a pattern with noise."""
 
     name: str
     shape: tuple[int, ...]
@@ -120,7 +120,7 @@ class Problem:
         )
 
     def tensors(self, stage: str, channels_last: bool = False) -> tuple[Tensor, Tensor]:
-        """Return the tensors on the device as floats."""
+        """Return the data as float tensors on the device."""
         x, y = (part.to(self.device) for part in self.data(stage))
         x = x.float().div_(255).sub_(0.5).div_(0.25)
         return (x.to(memory_format=torch.channels_last) if channels_last else x), y
@@ -164,7 +164,7 @@ class Block(nn.Module):
 
 
 class Resnet18(nn.Module):
-    """ResNet-18 for 32 x 32: a first convolution of 3 x 3 without pooling. 11.2 million parameters."""
+    """A ResNet-18 for 32 x 32 pixels: its first convolution is 3 x 3, without pooling. It has 11.2 million parameters."""
 
     def __init__(self, width: int = 64) -> None:
         super().__init__()
@@ -186,7 +186,7 @@ def acc_of(logits: Tensor, y: Tensor) -> Tensor:
     return (logits.argmax(1) == y).float().mean()
 
 
-# The contestants. Each trains a number of epochs, and reports each of them to the clock.
+# The contestants. Each one trains several epochs, and reports the start of each epoch to the clock.
 
 
 def tutorial(
@@ -197,7 +197,7 @@ def tutorial(
     fabric: Any = None,
     prepare: Any = None,
 ) -> None:
-    """Train as tutorials do; also on Fabric, and with Accelerate."""
+    """Train as tutorials do, either plainly, on Fabric or with Accelerate."""
     net, train, val = problem.model(), problem.loader("train", tuned), problem.loader("val", tuned)
     optimizer = torch.optim.Adam(net.parameters(), lr=problem.lr)
     moves = fabric is None and prepare is None
@@ -256,7 +256,7 @@ def tuned(problem: Problem, epochs: int, clock: Clock) -> None:
 
 
 def by_hand(problem: Problem, epochs: int, clock: Clock) -> None:
-    """Train on tensors with our metrics: sums on the device, which are read at the end of the epoch."""
+    """Train on tensors, with metrics as in our loops: sums on the device that are read at the end of the epoch."""
     net, batch = problem.model().to(problem.device), problem.batch
     optimizer = torch.optim.Adam(net.parameters(), lr=problem.lr, fused=True)
     (x, y), (x_val, y_val) = problem.tensors("train"), problem.tensors("val")
@@ -282,7 +282,7 @@ def by_hand(problem: Problem, epochs: int, clock: Clock) -> None:
 
 
 def by_graph(problem: Problem, epochs: int, clock: Clock) -> None:
-    """Train with one CUDA graph for a step and one for a batch of validation, the fastest possible way."""
+    """Train in the fastest possible way, with one CUDA graph for a step and one for a validation batch."""
     net, batch = problem.model().to(problem.device), problem.batch
     optimizer = torch.optim.Adam(net.parameters(), lr=problem.lr, fused=True, capturable=True)
     (x, y), (x_val, y_val) = problem.tensors("train"), problem.tensors("val")
@@ -370,7 +370,7 @@ def lightning_module(problem: Problem, clock: Clock) -> Any:
 
 
 def fitted(problem: Problem, epochs: int, clock: Clock, kind: Any = None, **options: Any) -> None:
-    """Train with Trainer, or with ours with bar, CSV and a checkpoint in each epoch."""
+    """Train with Trainer or our loops, with a bar, a CSV file and a checkpoint per epoch."""
     from fabric_template import FabricLoop
 
     loop = (kind or FabricLoop)(accelerator=problem.device, devices=1, max_epochs=epochs, **options)
@@ -392,7 +392,7 @@ def trainer(problem: Problem, epochs: int, clock: Clock) -> None:
 
 
 class Returning(nn.Module):
-    """A module whose step methods return what they measure, so that they compile without a graph break."""
+    """A module whose step methods return their metrics, so that torch.compile needs no graph break."""
 
     def __init__(self, problem: Problem, clock: Clock, channels_last: bool = False) -> None:
         super().__init__()
@@ -417,7 +417,7 @@ class Returning(nn.Module):
 def tensor_loop(
     channels_last: bool = False, compiles: bool = False, **options: Any
 ) -> Callable[[Problem, int, Clock], None]:
-    """Train with ours, with tensors on the device and a fused optimizer, bar, CSV and checkpoints."""
+    """Train with our loop, on tensors on the device, with a fused optimizer, a bar, a CSV file and checkpoints."""
 
     def run(problem: Problem, epochs: int, clock: Clock) -> None:
         from fabric_template import FabricLoop, TensorLoader
@@ -483,7 +483,7 @@ GOALS = {  # problem: (contestant, against, at most)
 def measure(
     problem: Problem, contestants: dict[str, Contestant], epochs: int, rounds: int
 ) -> dict[str, list]:
-    """Return the seconds of the first and the later epochs and the final accuracy, by contestant and round."""
+    """By contestant and round, return the seconds of the first and the later epochs, and the final accuracy."""
     measured: dict[str, list] = {}
     for number in range(rounds):
         for name, (package, run) in contestants.items():
@@ -494,7 +494,7 @@ def measure(
                 with out_of_the_way():
                     torch._dynamo.reset()
                     run(problem, epochs + 2, clock)
-            except Exception as error:  # The others still get their table.
+            except Exception as error:  # Still print the table of the others.
                 print(f"left out: {name} ({type(error).__name__}: {error})")
                 measured.pop(name, None)
                 continue
@@ -572,7 +572,7 @@ def main() -> None:
     )
     arguments = parser.parse_args()
     torch.set_num_threads(1)
-    sys.path.insert(0, str(HERE.parent))  # Import the package of this clone.
+    sys.path.insert(0, str(HERE.parent))  # Import this clone's package.
     warnings.simplefilter("ignore")
     quieten()
     name = torch.cuda.get_device_name() if arguments.device == "cuda" else "CPU, 1 thread"

@@ -1,4 +1,4 @@
-"""Measure how long `import fabric_template` and `fabric-template --help` take beside `import lightning.fabric`.
+"""Measure how long `import fabric_template` and `fabric-template --help` take, compared with `import lightning.fabric`.
 
 Each timing starts a new interpreter. The contestants take turns, so that other load affects all of them.
 """
@@ -15,9 +15,9 @@ from pathlib import Path
 CONTESTANTS = {
     "import lightning.fabric": [sys.executable, "-c", "import lightning.fabric"],
     "import fabric_template": [sys.executable, "-c", "import fabric_template"],
-    # Names are loaded at their first use. A script pays for this one.
+    # A name is loaded at its first use. Most scripts use this one.
     "its FabricLoop": [sys.executable, "-c", "from fabric_template import FabricLoop"],
-    # The function of the console script, which works without an installation.
+    # The console script calls this function, which works without an installation.
     "fabric-template --help": [
         sys.executable,
         "-c",
@@ -30,7 +30,7 @@ GOALS = {
     "import fabric_template": 0.2,
     "its FabricLoop": 0.2,
     "fabric-template --help": 1.0,
-}  # Seconds more than BASE.
+}  # Limits in seconds beyond BASE.
 
 
 def seconds(command: list[str]) -> float | None:
@@ -48,7 +48,7 @@ def main() -> None:
 
     runs = {
         name: command for name, command in CONTESTANTS.items() if seconds(command) is not None
-    }  # This also fills the file caches.
+    }  # This call also fills the file caches.
     for name in CONTESTANTS.keys() - runs.keys():
         print(f"left out: {name} (it fails)")
     times: dict[str, list[float]] = {name: [] for name in runs}

@@ -1,12 +1,12 @@
-"""Count the instructions of a training step in each loop, which do not depend on the load of the machine.
+"""Count the CPU instructions of a training step in each loop. The counts do not depend on other load.
 
-    python benchmarks/instructions.py           # ten minutes; needs the program valgrind
+    python benchmarks/instructions.py           # ten minutes, needs the program valgrind
     python benchmarks/instructions.py --once    # three minutes: a fit of one step and an epoch of one step, as in once.py
 
 The script starts itself under ``valgrind --tool=cachegrind``. Each contestant of overhead.py trains an epoch of 100 steps
-and one of 200. Each epoch runs in a fork, because valgrind writes its counts when a process ends. A step is one hundredth
-of the difference. Bars are drawn once only, because a clock decides when they are drawn again. Instructions do not show
-the cost of memory and caches; overhead.py measures time.
+and one of 200. Each epoch runs in a forked process, because valgrind writes its counts when a process ends. A step's count is
+one hundredth of the difference. Bars are drawn only once, because later updates depend on a clock. Instructions do not show
+the cost of memory and caches. overhead.py measures time.
 """
 
 from __future__ import annotations
@@ -32,12 +32,12 @@ PROBLEMS = {"tiny": ((64, 32, 10), 32), "tutorial": ((784, 100, 10), 100)}  # si
 
 
 def counted(problem: Problem, folder: Path) -> None:
-    """Train each contestant in forks under valgrind, and list the files with their counts."""
+    """Train each contestant in forked processes under valgrind, and list the files that contain the counts."""
     torch.set_num_threads(1)
     draw_once()
     for name in CONTESTANTS:
         train = overhead.CONTESTANTS[name][1]
-        run(train, problem, 20)  # The first run imports and compiles.
+        run(train, problem, 20)  # The first run also imports and compiles.
         for steps in STEPS:
             child = os.fork()
             if not child:
@@ -49,7 +49,7 @@ def counted(problem: Problem, folder: Path) -> None:
 
 
 def counted_once(folder: Path) -> None:
-    """Count whole fits of no epoch, of one epoch and of eleven epochs of one step each."""
+    """Count whole fits of no epoch, one epoch and eleven epochs, with one step per epoch."""
     torch.set_num_threads(1)
     draw_once()
     for name, make in {
@@ -57,7 +57,7 @@ def counted_once(folder: Path) -> None:
         "MiniLoop": once.mini,
         "Trainer": once.trainer,
     }.items():
-        fit(make, 2)  # The first run imports.
+        fit(make, 2)  # The first run also imports modules.
         for epochs in EPOCHS:
             child = os.fork()
             if not child:
@@ -76,7 +76,7 @@ def fit(make: Callable, epochs: int) -> None:
 
 
 def draw_once() -> None:
-    """Draw each bar once only, because programs run fifty times slower under valgrind."""
+    """Draw each bar only once, because programs run fifty times slower under valgrind."""
     import tqdm
 
     from fabric_template.loggers import console
@@ -96,7 +96,7 @@ def run(train: Callable, problem: Problem, steps: int) -> None:
 
 
 def counts_in(folder: Path) -> dict[str, dict[int, int]]:
-    """Return the counts by contestant and by number of steps or epochs."""
+    """Return the counts by contestant and number of steps or epochs."""
     counts: dict[str, dict[int, int]] = {}
     for line in (folder / "names").read_text().splitlines():
         child, number, name = line.split(" ", 2)
@@ -106,7 +106,7 @@ def counts_in(folder: Path) -> dict[str, dict[int, int]]:
 
 
 def table_once(folder: Path) -> str:
-    """Return the instructions of a fit of one step and of one more epoch."""
+    """Return a table of the instructions for a fit of one step, and for another epoch."""
     none, one, more = EPOCHS
     lines = [f"{'':26}{'once: a fit of one step':>26}{'an epoch of one step':>24}"]
     for name, count in counts_in(folder).items():
@@ -117,7 +117,7 @@ def table_once(folder: Path) -> str:
 
 
 def table(folder: Path) -> str:
-    """Return the instructions of a step beside those of the plain loops."""
+    """Return a table of the instructions for a step, with their ratios to the plain loops."""
     counts = counts_in(folder)
     fewer, more = STEPS
     each = {name: (count[more] - count[fewer]) / (more - fewer) for name, count in counts.items()}
@@ -140,7 +140,7 @@ def main() -> None:
     )
     parser.add_argument(
         "--into", type=Path, help=argparse.SUPPRESS
-    )  # Given to itself under valgrind.
+    )  # The script passes this option to itself under valgrind.
     arguments = parser.parse_args()
     problem = Problem(arguments.problem, *PROBLEMS[arguments.problem], arguments.optimizer)
     sys.path.insert(0, str(Path(__file__).resolve().parent.parent))

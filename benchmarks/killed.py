@@ -1,28 +1,28 @@
-"""Kill each loop at a random time, run the command again, and compare with a run that was not killed.
+"""Kill each loop at a random time, run the command again, and compare the result with an undisturbed run.
 
     python benchmarks/killed.py --runs 30 --example PATH/TO/pytorch-lightning/examples/fabric/build_your_own_trainer
 
 How it is measured:
 
-- Each contestant is one command that starts or resumes a run in the way that its documentation recommends. A fork runs it,
-  SIGKILL ends it at a random time of the CPU clock, and a second fork runs it again.
-- All train a small model with dropout, Adam, shuffled data, 3 epochs of 8 batches, one loss per batch in a CSV. Each command
-  sets the seed first, so that a run from scratch equals a run that was not killed.
-- "same weights": the weights equal those of the contestant's own run without a kill, bit for bit. "complete CSV": each
-  batch of that run has a row with the same loss (in our metrics.csv each epoch, the time excepted). All CSV files of a
-  contestant are joined, and the later one of two rows for a batch counts.
+- Each contestant is one command that starts or resumes a run in the way that its documentation recommends. A forked process
+  runs the command, SIGKILL ends it after a random amount of CPU time, and a second forked process runs it again.
+- All contestants train a small model with dropout, Adam and shuffled data for 3 epochs of 8 batches, and write each batch's
+  loss to a CSV file. Each command sets the seed first, so that a new run equals an undisturbed run.
+- "same weights": the weights equal those of the contestant's own undisturbed run, bit for bit. "complete CSV": each batch of
+  that run has a row with the same loss. In our metrics.csv, this holds for each epoch and all columns but the time. All CSV
+  files of a contestant are combined. If a batch has two rows, the later one counts.
 - "ended": the second command ended without an error.
 
 The contestants:
 
 - ours: `resume="auto"`, `save_every_n_steps=3`.
-- MiniLoop, each epoch: `resume="auto"`. It saves at the end of each epoch, and writes a row per epoch only.
+- MiniLoop, each epoch: `resume="auto"`. It saves at the end of each epoch, and writes only a row per epoch.
 - Trainer, each epoch: `ckpt_path="last"`, ModelCheckpoint(save_last=True), which saves at the end of each epoch; CSVLogger.
 - Trainer, every 3 steps: the same with ModelCheckpoint(save_last=True, every_n_train_steps=3).
-- Accelerate, each epoch, and every 3 steps: save_state, load_state of the newest and skip_first_batches, as its page on
-  checkpointing shows, with its seedable sampler. The CSV is written and flushed by hand after each row.
+- Accelerate, each epoch, and every 3 steps: save_state, load_state with the newest checkpoint, and skip_first_batches, as its
+  page on checkpointing shows, with its seedable sampler. The script writes and flushes each row of the CSV file itself.
 - Lightning's example: its Fabric trainer "to build your own", from the folder given with --example; fit(ckpt_path=folder). It
-  writes no CSV. Lightning 2.6 lacks a name that it imports, so it is also run with that name restored.
+  writes no CSV file. It imports a name that Lightning 2.6 lacks, so it also runs with that name restored.
 """
 
 import argparse
@@ -213,7 +213,7 @@ CONTESTANTS = {
 
 
 def command(name, root, log):
-    """Train, and write the final weights beside the files of the contestant."""
+    """Train, and write the final weights next to the contestant's files."""
     with open(log, "ab") as arguments:
         os.dup2(arguments.fileno(), 1)
         os.dup2(arguments.fileno(), 2)
@@ -227,9 +227,9 @@ def weights_of(root):
 
 
 def losses_of(root):
-    """Return {step: loss} of all tables under the folder. The later one of two rows for a step counts.
+    """Return {step: loss} from all tables under the folder. If a step has two rows, the later one counts.
 
-    Rows with a learning rate are rows of our epochs, and are compared whole.
+    Rows with a learning rate are our rows of epochs, which are compared as a whole.
     """
     losses = {}
     for path in sorted(
@@ -252,15 +252,14 @@ def same(one, other):
 
 
 def warm_up(name, folder):
-    """Run a contestant once in this process, so that forks have its modules imported."""
+    """Run a contestant once in this process, so that forked processes have already imported its modules."""
     from tqdm import tqdm
 
-    tqdm.monitor_interval = (
-        0  # Otherwise a bar starts a thread, and a fork would wait for its locks.
-    )
+    # Otherwise a bar starts a thread, and a forked process would wait for the thread's locks.
+    tqdm.monitor_interval = 0
     tqdm.set_lock(
         threading.RLock()
-    )  # Forks share the lock of tqdm, and a killed one would keep it.
+    )  # Forked processes share tqdm's lock, and a killed one would never release it.
     CONTESTANTS[name](folder / "warm")
     if name in (ACCELERATE_EPOCH, ACCELERATE_STEPS):
         from accelerate.state import AcceleratorState
@@ -273,7 +272,7 @@ def warm_up(name, folder):
 
 
 def compete(name, runs, draw, folder):
-    """Kill and resume a number of runs. Write (ended, same weights, complete CSV or None), or the reason of no start."""
+    """Kill and resume several runs. Write (ended, same weights, complete CSV or None), or why a run did not start."""
     log, result = folder / "log", folder / "result.json"
     try:
         with open(log, "ab") as arguments:
@@ -289,7 +288,7 @@ def compete(name, runs, draw, folder):
     while killed < runs:
         root = folder / "run"
         (code,) = end([fork(command, name, root, log)], after=draw.uniform(0, seconds))
-        if code != 0:  # Otherwise it ended before the kill.
+        if code != 0:  # Otherwise, the command ended before the kill.
             killed += 1
             (code,) = end([fork(command, name, root, log)])
             ended += code == 0
@@ -324,7 +323,7 @@ def main():
     for name in needed + ["accelerate"] * (
         not {ACCELERATE_EPOCH, ACCELERATE_STEPS}.isdisjoint(names)
     ):
-        importlib.import_module(name)  # Forks have it imported.
+        importlib.import_module(name)  # Forked processes then have it imported.
     if arguments.example:
         sys.path.insert(0, str(arguments.example.resolve()))
     print("| contestant | killed | ended | same weights | complete CSV |\n|---|---|---|---|---|")

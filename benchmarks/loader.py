@@ -1,16 +1,16 @@
-"""Compare the cost of a batch from memory: TensorLoader, DataLoader, and slices by hand.
+"""Compare the cost of a batch from memory with TensorLoader, DataLoader and slices by hand.
 
     python benchmarks/loader.py             # a minute or two
     python benchmarks/loader.py --toy       # a quick check of the script
 
 How it is measured:
 
-- The data are images of MNIST's shape as bytes with labels, shuffled, in batches of 100. The batches are not used.
-  "A transform" makes normalized floats of them: by sample in a DataLoader, as torchvision does, by batch elsewhere.
-- One pass over all samples is timed, after a pass that is not. The contestants take turns. The table has the median of
-  the ratios of each round, and their range.
-- Worker processes are started before the timing (persistent_workers=True).
-- Before the timing the script checks that each contestant gives each sample once with the same numbers.
+- The data are shuffled images of bytes in MNIST's shape, with labels, in batches of 100. The batches are not used. "With a
+  transform" converts them to normalized floats, per sample in a DataLoader, as in torchvision, and per batch elsewhere.
+- One pass over all samples is timed, after a pass that is not timed. The contestants take turns. The table shows the median
+  and the range of the ratios within a round.
+- Worker processes start before the timing (persistent_workers=True).
+- Before the timing, the script checks that each contestant yields each sample once, with the same numbers.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # Import the package of this clone.
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # Import this clone's package.
 
 import torch
 from torch import Tensor
@@ -43,7 +43,7 @@ def normalized(x: Tensor) -> Tensor:
 
 
 class Transformed(Dataset):
-    """A dataset that transforms each sample alone, as in tutorials."""
+    """A dataset that transforms each sample separately, as in tutorials."""
 
     def __init__(self, x: Tensor, y: Tensor) -> None:
         self.x, self.y = x, y
@@ -69,7 +69,7 @@ class ByHand:
 
 
 class Whole:
-    """Transform whole batches of a loader."""
+    """Transform a loader's batches as a whole."""
 
     def __init__(self, loader: Any) -> None:
         self.loader = loader
@@ -93,7 +93,7 @@ def contestants(x: Tensor, y: Tensor, transform: bool, workers: list[int]) -> di
 
 
 def check(loader: Any, x: Tensor, y: Tensor, transform: bool) -> None:
-    """Return whether a loader gives each sample once, by sums that do not depend on the order."""
+    """Return whether a loader yields each sample once. The compared sums do not depend on the order."""
     batches = list(loader)
     expected = normalized(x) if transform else x
     assert sum(len(part) for part, _ in batches) == len(x)

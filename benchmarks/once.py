@@ -1,18 +1,18 @@
-"""Measure the costs of a run besides its steps: of a fit, an epoch, a validation and a checkpoint.
+"""Measure the costs of a run besides its steps: those of a fit, an epoch, a validation and a checkpoint.
 
     python benchmarks/once.py               # a minute
     python benchmarks/once.py --toy         # a quick check of the script
 
 How it is measured:
 
-- A tiny model trains one epoch and eleven epochs of one step each, also with a validation of one batch, and without
-  checkpoints, with the CSV file and the bar on. An epoch costs one tenth of the difference; a validation and a
-  checkpoint cost the difference between fits with and without them.
+- A tiny model trains one epoch and eleven epochs of one step each, with a CSV file and a bar. This is repeated with a
+  validation of one batch, and without checkpoints. An epoch costs one tenth of the difference. A validation or a checkpoint
+  costs the difference between fits with it and without it.
 - "once" is a whole fit of one step: set-up, folders, locks, hparams.yaml, config.yaml, one row, one checkpoint, teardown.
-  Making the loop has a row of its own, and so has the part of it that Lightning Fabric takes.
-- "by hand" is that step in a plain script. The goal is for the difference between "once" and "by hand".
-- Contestants and parts take turns. CPU time is the median of the rounds. Time by the clock is their minimum, because
-  other load can only add to it.
+  The creation of the loop has its own row, and so has Lightning Fabric's part of it.
+- "by hand" is the same step in a plain script. The goal applies to the difference between "once" and "by hand".
+- Contestants and parts take turns. CPU time is the median of the rounds. Wall-clock time is their minimum, because other
+  load can only add to it.
 """
 
 from __future__ import annotations
@@ -29,14 +29,14 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # Import the package of this clone.
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # Import this clone's package.
 
 import torch
 from overhead import Problem, lightning_module, out_of_the_way, quieten
 
-GOAL = 10.0  # Milliseconds of a fit besides its steps.
+GOAL = 10.0  # The largest cost of a fit besides its steps, in milliseconds.
 PROBLEM = Problem("tiny", (64, 32, 10), 32, "adam")
-Time = tuple[float, float]  # CPU time and time by the clock, in milliseconds.
+Time = tuple[float, float]  # CPU time and wall-clock time, in milliseconds.
 
 
 def module(validates: bool) -> Any:
@@ -89,7 +89,7 @@ def fabric() -> Any:
 
 
 def by_hand() -> Time:
-    """Train one step, which is the optimizer's first one, in a plain script."""
+    """Train one step in a plain script, which is the optimizer's first step."""
     with out_of_the_way():
         net, loader = module(False), PROBLEM.loader(1)
 
@@ -108,7 +108,7 @@ def by_hand() -> Time:
 
 
 def timed(call: Callable[[], Any]) -> Time:
-    gc.collect()  # Collect the garbage of the contestant before.
+    gc.collect()  # Collect the previous contestant's garbage.
     cpu, clock = time.process_time(), time.perf_counter()
     call()
     return 1e3 * (time.process_time() - cpu), 1e3 * (time.perf_counter() - clock)
@@ -128,7 +128,7 @@ def less(more: Time, without: Time, by: int = 1) -> Time:
 
 
 def parts(make: Callable[[int, bool], Any], epochs: int) -> dict[str, Time]:
-    """Return the costs that one round measures."""
+    """Measure one round, and return the costs."""
     by = epochs - 1
     with out_of_the_way():
         made = timed(lambda: make(1, True))
@@ -162,7 +162,7 @@ def main() -> None:
         rows["by hand", "that step"] = by_hand()
         for name, make in contestants.items():
             rows |= {(name, part): value for part, value in parts(make, epochs).items()}
-        if number or arguments.toy:  # The first round imports modules.
+        if number or arguments.toy:  # The first round also imports modules.
             for key, value in rows.items():
                 found.setdefault(key, []).append(value)
     print(

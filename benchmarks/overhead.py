@@ -5,14 +5,14 @@
 
 How it is measured:
 
-- The contestants take turns (A B C ... A B C ...). The table has the median of the ratios of each round, so that other
-  load affects a few rounds and not one contestant.
-- A step costs (time of an epoch of 3S steps - time of an epoch of S steps) / 2S. The costs of a fit and of an epoch
-  (set-up, the row of the CSV, the checkpoint, the teardown) cancel. The column "once" has them.
-- All have the same data, model, loss, optimizer and loader, and one thread. The batches are made before the timing,
-  because making them would hide the differences. Fabric and Accelerate need a DataLoader, so all get one.
+- The contestants take turns (A B C ... A B C ...). The table shows the median of the ratios within a round, so that other
+  load affects a few rounds, but no single contestant.
+- A step costs (time of an epoch of 3S steps - time of an epoch of S steps) / 2S. The costs of a fit and of an epoch cancel
+  out: set-up, a row of the CSV file, a checkpoint and teardown. The column "once" shows these costs.
+- All contestants have the same data, model, loss, optimizer and loader, and one thread. The batches are created before the
+  timing, because their creation would hide the differences. Fabric and Accelerate need a DataLoader, so all get one.
 - Bars are drawn to a terminal that discards them.
-- Before the timing the script checks that each contestant ends with the weights of the plain loop.
+- Before the timing, the script checks that each contestant ends with the same weights as the plain loop.
 """
 
 from __future__ import annotations
@@ -73,7 +73,7 @@ class Problem:
 
 
 class Batches(Dataset):
-    """Sixteen batches in memory, which are given again and again."""
+    """Sixteen batches in memory, which are yielded again and again."""
 
     def __init__(self, problem: Problem, steps: int) -> None:
         generator = torch.Generator().manual_seed(1)
@@ -117,7 +117,7 @@ def plain(problem: Problem, steps: int) -> nn.Module:
 
 
 def plain_metrics(problem: Problem, steps: int) -> nn.Module:
-    """Train with a careful loop by hand: sums on the device, which are read for rows, a bar, a CSV file, a checkpoint."""
+    """Train with a careful hand-written loop. It has a bar, a CSV file, a checkpoint, and sums on the device for the rows."""
     from tqdm import tqdm
 
     model, loader = problem.model_there(), problem.loader(steps)
@@ -180,7 +180,7 @@ def mini_everything(problem: Problem, steps: int) -> nn.Module:
 
 
 def plain_fabric(problem: Problem, steps: int) -> nn.Module:
-    """Train as Fabric's tutorial does."""
+    """Train like Fabric's tutorial."""
     from lightning.fabric import Fabric
 
     fabric = Fabric(accelerator=problem.device, devices=1)
@@ -211,7 +211,7 @@ def trainer_everything(problem: Problem, steps: int) -> nn.Module:
     from lightning import Trainer
     from lightning.pytorch.callbacks import (
         TQDMProgressBar,
-    )  # Trainer uses it if rich is not installed.
+    )  # Trainer uses this bar if rich is not installed.
     from lightning.pytorch.loggers import CSVLogger
 
     module = lightning_module(problem, log=True)
@@ -278,7 +278,7 @@ GOALS = [  # (contestant, against, at most, problem)
 
 
 def lightning_module(problem: Problem, log: bool):
-    """Return the module for Trainer and for ours. With `log` it logs two metrics per step, per epoch and in the bar."""
+    """Return the module for Trainer and our loops. With `log`, it logs two metrics per step, per epoch and in the bar."""
     import lightning
 
     class Module(lightning.LightningModule):
@@ -311,7 +311,7 @@ def lightning_module(problem: Problem, log: bool):
 
 
 class NoTerminal(io.TextIOBase):
-    """A terminal that discards what it gets."""
+    """A terminal that discards all output."""
 
     def isatty(self) -> bool:
         return True
@@ -325,7 +325,7 @@ class NoTerminal(io.TextIOBase):
 
 @contextlib.contextmanager
 def out_of_the_way():
-    """Run in a temporary folder, with the output discarded."""
+    """Run in a temporary folder, and discard the output."""
     here = Path.cwd()
     with tempfile.TemporaryDirectory() as folder, warnings.catch_warnings():
         warnings.simplefilter("ignore")
@@ -338,7 +338,7 @@ def out_of_the_way():
 
 
 def quieten() -> None:
-    """Switch off the messages of the contestants."""
+    """Turn off the contestants' messages."""
     for name in (
         "lightning",
         "lightning.pytorch",
@@ -352,7 +352,7 @@ def quieten() -> None:
 
 def seconds(train: Callable[[Problem, int], nn.Module], problem: Problem, steps: int) -> float:
     with out_of_the_way():
-        gc.collect()  # Collect the garbage of the contestant before.
+        gc.collect()  # Collect the previous contestant's garbage.
         start = time.perf_counter()
         train(problem, steps)
         if problem.device == "cuda":
@@ -361,7 +361,7 @@ def seconds(train: Callable[[Problem, int], nn.Module], problem: Problem, steps:
 
 
 def able(problem: Problem) -> list[str]:
-    """Return the contestants that are installed, run, and end with the weights of the plain loop."""
+    """Return the contestants that are installed, that run, and that end with the plain loop's weights."""
     names = []
     expected = plain(problem, steps=30).state_dict()
     for name, (package, train) in CONTESTANTS.items():
@@ -371,7 +371,7 @@ def able(problem: Problem) -> list[str]:
         try:
             with out_of_the_way():
                 weights = train(problem, 30).state_dict()
-        except Exception as error:  # The others still get their table.
+        except Exception as error:  # Still print the table of the others.
             print(f"left out: {name} ({type(error).__name__}: {error})")
             continue
         if all(torch.equal(weights[key].cpu(), value.cpu()) for key, value in expected.items()):
@@ -384,7 +384,7 @@ def able(problem: Problem) -> list[str]:
 def measure(
     problem: Problem, names: list[str], steps: int, rounds: int
 ) -> dict[str, list[tuple[float, float]]]:
-    """Return seconds per step and seconds of a fit, by contestant and round."""
+    """Return the seconds of a step and of a fit, by contestant and round."""
     measured: dict[str, list[tuple[float, float]]] = {name: [] for name in names}
     for number in range(rounds):
         if sys.stderr.isatty():
@@ -436,9 +436,7 @@ def main() -> None:
     steps, rounds = (100, 3) if arguments.quick else (arguments.steps, arguments.rounds)
 
     torch.set_num_threads(1)  # Tensors of this size are slower with more threads.
-    sys.path.insert(
-        0, str(Path(__file__).resolve().parent.parent)
-    )  # Import the package of this clone.
+    sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # Import this clone's package.
     warnings.simplefilter("ignore")
     quieten()
 

@@ -1,23 +1,23 @@
-"""Measure what grows with metrics, steps, epochs, rows, checkpoints, versions, and batches before a resume.
+"""Measure which costs grow with the number of metrics, steps, epochs, rows, checkpoints, versions or skipped batches.
 
-    python benchmarks/scaling.py                   # some ten minutes
+    python benchmarks/scaling.py                   # about ten minutes
     python benchmarks/scaling.py --only metrics rows
     python benchmarks/scaling.py --toy             # a quick check of the script
 
 How it is measured:
 
-- metrics: a step logs 0, 1, 4, 16 or 64 values per step and per epoch with a CSV. A loop by hand does the same tensor
-  arithmetic (a clone, a sum scaled by the batch size) and nothing else. The cost is the CPU time of long fits minus that
-  of short ones, the minimum of the rounds. "Of one more" compares with the row above. The first metric also pays for the
-  rows of steps.csv.
-- steps: one fit of each loop in a new process, with an epoch every 1,000 steps. Memory is the resident set size of the
-  process, handles are its open files.
-- epochs: 5,000 epochs of two steps with a validation, a row and a save. A cost is the median of a fifth of the epochs.
-- rows: a CSV of many rows is opened as by a resumed run, and continued. A row is the median of blocks.
+- metrics: each step logs 0, 1, 4, 16 or 64 values per step and per epoch to CSV files. A hand-written loop does only the same
+  tensor arithmetic (a clone, and a sum scaled by the batch size). The cost is the CPU time of long fits minus that of short
+  fits, as the minimum of the rounds. "Of one more" compares with the row above. The first metric's cost includes the rows of
+  steps.csv.
+- steps: one fit of each loop in a new process, with epochs of 1,000 steps. Memory is the process's resident set size, and
+  handles are its open files.
+- epochs: 5,000 epochs of two steps with a validation, a row and a save. A cost is the median over a fifth of the epochs.
+- rows: a CSV file of many rows is opened and continued, as by a resumed run. The cost of a row is the median over blocks.
 - checkpoints: each epoch is one step and keeps its checkpoint (save_top_k=-1). Then the finished run is resumed. CPU time.
-- versions: a run's folder is copied many times. Then a new run and a resume of each loop, and the list of runs, are
-  measured. CPU time.
-- resume: a checkpoint of batch 7 is changed to batch 1,000,000. Measured from the call of fit to the first batch.
+- versions: a run's folder is copied many times. Then each loop starts a new run and resumes a run, and the runs are listed.
+  CPU time.
+- resume: a checkpoint of batch 7 is changed to batch 1,000,000. The time is that from the call of fit to the first batch.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ from itertools import product
 from pathlib import Path
 from typing import Any
 
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # Import the package of this clone.
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # Import this clone's package.
 
 import torch
 from overhead import NoTerminal, out_of_the_way, quieten
@@ -51,7 +51,7 @@ from fabric_template.tools.runs import list_runs
 
 SILENT = {"enable_progress_bar": False, "enable_model_summary": False}
 BATCH = 32
-DONE = 7  # The batch of the checkpoint, whose position is then changed.
+DONE = 7  # The checkpoint's batch number, which is then changed.
 
 
 class Net(nn.Module):
@@ -74,7 +74,7 @@ class Net(nn.Module):
 
 
 class Repeated:
-    """A number of batches that are the same tensors, so that data cost nothing."""
+    """Several batches that are the same tensors, so that the data costs nothing."""
 
     def __init__(self, number: int) -> None:
         self.number, self.batch = number, made_batch()
@@ -146,7 +146,7 @@ def metrics(size: float) -> Iterator[str]:
     }
     beyond = {
         number: each["ours", number] - each["by hand", number] for number in numbers
-    }  # The cost that is not tensor arithmetic.
+    }  # The cost beyond tensor arithmetic.
     yield f"{'logged metrics':24}{'by hand, us a step':>20}{'ours':>10}{'beyond, us a metric':>22}{'of one more':>14}"
     for before, number in zip((0, *numbers), numbers, strict=False):
         row = f"{number:<24}{each['by hand', number]:20.1f}{each['ours', number]:10.1f}"
@@ -160,18 +160,18 @@ def metrics(size: float) -> Iterator[str]:
 
 
 def resident() -> float:
-    """Return the resident memory of this process in megabytes."""
+    """Return this process's resident memory in megabytes."""
     return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE") / 2**20
 
 
 def new_loop(kind: str, **options: Any) -> Any:
-    """Return a silent FabricLoop or MiniLoop, which saves best.ckpt by the metric."""
+    """Return a silent FabricLoop or MiniLoop that saves best.ckpt by the metric."""
     options = {"monitor": "metric", "mode": "min", "accelerator": "cpu", "devices": 1, **options}
     return MiniLoop(**options) if kind == "MiniLoop" else FabricLoop(**{**SILENT, **options})
 
 
 class Watched(Net):
-    """A network that reads memory and open files when an epoch starts and when training ends."""
+    """A network that records the memory and the open files when an epoch starts and when training ends."""
 
     trainer: Any
 
@@ -219,11 +219,11 @@ def steps(size: float) -> Iterator[str]:
 
 
 class Measurements(list[float]):
-    """A list that no checkpoint has, because its type is not plain."""
+    """A list that no checkpoint contains, because its type is not plain."""
 
 
 class Timed(Net):
-    """A network that records time and memory at each validation."""
+    """A network that records the time and the memory at each validation."""
 
     def __init__(self) -> None:
         super().__init__(("metric",))
@@ -254,7 +254,7 @@ def epochs(size: float) -> Iterator[str]:
 
 
 def filled(name: str, rows: int) -> CSVLogger:
-    """Return a logger whose file has a number of rows."""
+    """Return a logger whose file has the given number of rows."""
     logger = CSVLogger("logs", version=rows)
     append = appending(logger, name)
     append(0)
@@ -305,7 +305,7 @@ def rows(size: float) -> Iterator[str]:
 
 
 class Stopwatch:
-    """A callback that records when each epoch starts. An epoch is a step, a row and a checkpoint."""
+    """A callback that records when each epoch starts. An epoch has one step, row and checkpoint."""
 
     def __init__(self) -> None:
         self.times: list[float] = []
@@ -315,7 +315,7 @@ class Stopwatch:
 
 
 def milliseconds(call: Callable[[], Any]) -> float:
-    """Return milliseconds of CPU time."""
+    """Return the CPU time that a call takes, in milliseconds."""
     start = time.process_time()
     with redirect_stdout(NoTerminal()), redirect_stderr(NoTerminal()):
         call()
@@ -323,7 +323,7 @@ def milliseconds(call: Callable[[], Any]) -> float:
 
 
 class Better(Net):
-    """A network whose metric falls with each step."""
+    """A network whose metric decreases at each step."""
 
     def training_step(self, batch: tuple[Tensor, ...]) -> Tensor:
         self.values[0] = self.values[0] - 1
@@ -397,7 +397,7 @@ def fit_once(kind: str, resume: str | None = None) -> None:
 
 
 class Items(Dataset):
-    """A number of samples, which are made and counted when they are asked for."""
+    """Samples that are created and counted only when they are requested."""
 
     loaded = 0
 
@@ -417,7 +417,7 @@ class There(Exception):
 
 
 def moved(item: Any, to: int) -> Any:
-    """Return nested values with each DONE replaced by another number."""
+    """Replace each DONE in nested values by another number."""
     if isinstance(item, dict):
         return {key: None if key == "ahead" else moved(part, to) for key, part in item.items()}
     if isinstance(item, list | tuple):
@@ -426,7 +426,7 @@ def moved(item: Any, to: int) -> Any:
 
 
 def resumed(number: int, **loader: Any) -> tuple[float, int]:
-    """Return the seconds from fit to the first batch, and the items that were loaded until then."""
+    """Return the seconds from the call of fit to the first batch, and the number of items loaded until then."""
     data = DataLoader(Items(number + 100), batch_size=1, **loader)
     options: dict[str, Any] = {
         "enable_checkpointing": True,
@@ -501,7 +501,7 @@ def main() -> None:
     for name in arguments.only:
         lines = list(
             SECTIONS[name](0.005 if arguments.toy else 1)
-        )  # Printed at the end, because the output inside is discarded.
+        )  # Print the table at the end, because all output inside is discarded.
         print("", *lines, sep="\n", flush=True)
 
 

@@ -1,12 +1,12 @@
-"""Compare the duration of a usual step in each loop, on a machine with other load.
+"""Compare the duration of an ordinary step in each loop, even on a machine with other load.
 
     python benchmarks/steps.py                # three minutes
     python benchmarks/steps.py --rounds 5     # a quick look
 
-The contestants of overhead.py take turns, and the dataset records when each batch is asked for. Only the fast steps of an epoch
-count (the fastest tenth, quarter and half), because other load makes some steps slower and none faster. The table has the
-medians of all rounds. The row every 50 steps, the drawing of the bar and the end of an epoch are left out; overhead.py
-includes them, and needs a quiet machine.
+The contestants of overhead.py take turns, and the dataset records when each batch is requested. Only an epoch's fast steps count
+(the fastest tenth, quarter and half), because other load makes some steps slower, but none faster. The table shows the medians
+of all rounds. The row every 50 steps, the drawing of the bar and the end of an epoch are not included. overhead.py includes
+them, and needs a quiet machine.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ import sys
 import time
 from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # Import the package of this clone.
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # Import this clone's package.
 
 import overhead
 import torch
@@ -26,11 +26,11 @@ from instructions import CONTESTANTS
 from overhead import PLAIN, PLAIN_METRICS, Batches, Problem
 
 PARTS = 10, 4, 2  # The fastest tenth, quarter and half of the steps.
-WARM = 30  # The first steps do not count.
+WARM = 30  # The number of first steps that do not count.
 
 
 class Noting(Batches):
-    """Batches that record when each is asked for."""
+    """Batches that record when each one is requested."""
 
     asked: list[int] = []  # noqa: RUF012
 
@@ -40,7 +40,7 @@ class Noting(Batches):
 
 
 def microseconds(name: str, problem: Problem, steps: int) -> list[float]:
-    """Return the duration of the slowest step of each of PARTS in one epoch."""
+    """For each of PARTS, return the duration of its slowest step in one epoch."""
     Noting.asked.clear()
     gc.collect()
     with overhead.out_of_the_way():
@@ -51,7 +51,7 @@ def microseconds(name: str, problem: Problem, steps: int) -> list[float]:
 
 
 def table(measured: dict[str, list[list[float]]]) -> str:
-    """Return medians of the rounds, and medians of the ratios of the fastest tenth within a round."""
+    """Return a table of medians over the rounds, for durations and for the ratios of the fastest tenths."""
     lines = [
         f"{'us a step':26}{'tenth':>8}{'quarter':>9}{'half':>7}{'/ plain':>10}{'/ same metrics':>16}"
     ]
@@ -82,7 +82,7 @@ def main() -> None:
     for turn in range(arguments.rounds + 1):
         for name in CONTESTANTS:
             found = microseconds(name, problem, arguments.steps)
-            if turn:  # The first round imports and compiles.
+            if turn:  # The first round also imports and compiles.
                 measured[name].append(found)
     overhead.Batches = kept  # type: ignore[misc]
     print(

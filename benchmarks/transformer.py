@@ -1,11 +1,11 @@
-"""Compare the tokens per second of a GPT in a bare compiled loop and in ours.
+"""Compare a GPT's tokens per second in a bare compiled loop and in our loop.
 
     python benchmarks/transformer.py               # 124 million parameters on a GPU, 10 million on the CPU
     python benchmarks/transformer.py --toy         # a quick check of the script
 
-All use bf16-mixed, fused AdamW, torch.compile of the model with its loss, and random tokens on the device. The contestants take
-turns. The first steps of each turn (compilation) are left out. "As it comes" has the bar, the CSV and the history of the
-loss on; "bare" has them off.
+All contestants use bf16-mixed, fused AdamW, torch.compile for the model with its loss, and random tokens on the device. They take
+turns. The first steps of each turn, which compile, do not count. "As it comes" has a bar, a CSV file and a history of the loss.
+"Bare" has none of these.
 """
 
 from __future__ import annotations
@@ -74,7 +74,7 @@ class Layer(nn.Module):
 
 
 class Gpt(nn.Module):
-    """A model of GPT-2's shape. Its forward returns the loss of a batch. Embedding and head share their weights."""
+    """A model of GPT-2's shape, whose forward returns a batch's loss. The embedding and the head share their weights."""
 
     def __init__(self, size: Size) -> None:
         super().__init__()
@@ -99,7 +99,7 @@ class Gpt(nn.Module):
 
 
 class Watch:
-    """Measure the seconds between two steps, when the device has finished its work."""
+    """Measure the time between two steps, each after the device has finished its work."""
 
     def __init__(self, device: str, first: int, last: int) -> None:
         self.device, self.first, self.last, self.seconds = device, first, last, 0.0
@@ -168,7 +168,7 @@ def ours(task: Task, watch: Watch, compiles: bool) -> None:
         def configure_optimizers(self) -> torch.optim.Optimizer:
             return task.optimizer_of(self.net)
 
-    # A checkpoint after the last step is not a part of the measurement.
+    # A checkpoint after the last step is not part of the measurement.
     options = {
         "accelerator": task.device,
         "devices": 1,
@@ -222,7 +222,7 @@ CONTESTANTS: dict[str, tuple[Callable[[Task, Watch, bool], None], bool]] = {
 
 
 def measure(task: Task, names: list[str], rounds: int) -> dict[str, list[float]]:
-    """Return tokens per second by contestant and round."""
+    """Return the tokens per second, by contestant and round."""
     measured: dict[str, list[float]] = {name: [] for name in names}
     for _ in range(rounds):
         for name in names:
@@ -265,9 +265,7 @@ def main() -> None:
         "--toy", action="store_true", help="tiny, nothing compiled: to see that it runs"
     )
     arguments = parser.parse_args()
-    sys.path.insert(
-        0, str(Path(__file__).resolve().parent.parent)
-    )  # Import the package of this clone.
+    sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # Import this clone's package.
     warnings.simplefilter("ignore")
     quieten()
     name = (

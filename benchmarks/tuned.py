@@ -1,12 +1,12 @@
-"""Compare the choice of `tune` with settings chosen by hand, on three demos.
+"""Compare the settings that `tune` chooses with settings chosen by hand, on three demos.
 
-    python benchmarks/tuned.py                  # on the CPU; some ten minutes
+    python benchmarks/tuned.py                  # on the CPU, about ten minutes
     python benchmarks/tuned.py --problem digits --rounds 3 --seconds 0.5
     python benchmarks/tuned.py --toy            # a quick check of the script
 
-`tune` runs first on the unchanged training. Then all settings and its choice take turns, each in a new process, measured
-in samples per second. The table has the median of the ratios of each round, and their range. A choice that equals a
-setting of the table shares its row.
+First, `tune` runs on the unchanged training. Then all settings and tune's choice take turns, each in a new process, and their
+samples per second are measured. The table shows the median and the range of the ratios within a round. If tune's choice equals
+one of the settings, the two share a row.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from typing import Any
 import torch
 from torch.utils.data import DataLoader, TensorDataset
 
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # Import the package of this clone.
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # Import this clone's package.
 
 from fabric_template import FabricLoop
 from fabric_template.demos.digits import DigitsClassifier, DigitsData
@@ -38,7 +38,7 @@ BY_HAND: list[dict[str, Any]] = [
 
 
 def by_hand(problem: str) -> list[dict[str, Any]]:
-    """Return each setting, then all of them, then all of them with a large batch."""
+    """Return each setting, then all settings together, then all settings with a large batch."""
     large = {"batch_size": LARGE[problem]}
     return [*BY_HAND, {**ONE, **large}, {**FAST, **large}]
 
@@ -63,7 +63,7 @@ def parts(problem: str, toy: bool) -> tuple[Any, dict[str, Any]]:
 def rates(
     job: tuple[Any, dict[str, Any]], choices: list[dict[str, Any]], seconds: float, rounds: int
 ) -> list[list[float]]:
-    """Return samples per second of each choice in each round."""
+    """Return the samples per second of each choice in each round."""
     found: list[list[float]] = []
     for _ in range(rounds):
         answers = [run_in_process(partial(measure, *job, seconds, choice)) for choice in choices]

@@ -43,7 +43,7 @@ class LoopConfig:
         3
     """
 
-    # Length of the training
+    # Training length
     max_epochs: int | None = None
     """Stop after this many epochs. -1: no limit. Without max_epochs, max_steps and max_time, the
     limit is 1000 epochs."""
@@ -133,7 +133,7 @@ class LoopConfig:
     monitor: str | None = None
     """The metric that selects the best checkpoint. None: keep only the last checkpoint."""
     mode: str = "auto"
-    """Whether the smallest ("min") or largest ("max") value is best. "auto": by metric name."""
+    """Which value is best: "min" (smallest), "max" (largest), or "auto" (by the metric's name)."""
     save_top_k: int = 1
     """Keep the k best checkpoints. 1: only best.ckpt. -1: all checkpoints."""
     save_last: bool = True

@@ -146,7 +146,7 @@ class MiniLoop:
     precision: Any = None
     fabric: Any = None  # A lightning.Fabric object to use instead of the four options above.
     hparams: Any = None  # Your own settings for hparams.yaml and list_runs, such as {"lr": 0.1}.
-    # A LightningModule may read these attributes from its trainer, which is the loop.
+    # A LightningModule may read the following attributes of Trainer from the loop.
     sanity_checking, logger, loggers = False, None, ()
 
     def __new__(cls, **options: Any) -> MiniLoop:
@@ -490,7 +490,7 @@ class MiniLoop:
             parts = {p: v for p, v in state["parts"].items() if p.startswith(("train ", "val "))}
             self._epoch_start = {**state, "parts": parts}
         else:
-            # Draw the samples in the same order as the saved run.
+            # Draw the samples in the same order as in the saved run.
             kept = []
             for place, start in self._start_states.items():
                 start = {n: v for n, v in start.items() if not isinstance(v, ChangeMark)}

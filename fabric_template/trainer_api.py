@@ -178,7 +178,7 @@ class TrainerAPI:
         """The last fit, or None before the first fit."""
         return self.runs.get("fit")
 
-    # Attributes that users can set
+    # Settable attributes
 
     @property
     def should_stop(self) -> bool:
@@ -245,7 +245,7 @@ class TrainerAPI:
     def __getattr__(self, name: str) -> Any:
         if name in _ATTRIBUTES:
             return _ATTRIBUTES[name](self)
-        # Compute loop.training, validating, sanity_checking, testing and predicting.
+        # Compute flags such as loop.training, loop.validating and loop.sanity_checking.
         if name.upper() in RunningStage.__members__:
             return self.state.stage == RunningStage[name.upper()]
         if "config" in vars(self) and name in vars(self.config):

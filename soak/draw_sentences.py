@@ -1,7 +1,7 @@
 """Draw sentences at random, for a reader who has never seen the code.
 
 python soak/draw_sentences.py [SEED] prints sixty of them, twelve of each kind, as a Markdown table.
-A comment or a message counts as one, because a part of it has no context.
+A comment or a message counts as one sentence, because its parts lack context.
 """
 
 import argparse
@@ -18,7 +18,7 @@ PER_KIND = 12
 
 
 def split_sentences(text):
-    """Return the sentences that are long enough to judge."""
+    """Return the sentences that are long enough to be judged."""
     text = " ".join(re.sub(r"(?m)^ *(>>>|\.\.\.).*$", "", text).split())
     return [
         sentence
@@ -36,7 +36,7 @@ def docstrings(source):
 
 
 def comments(source):
-    """Yield each block of comment lines, and each comment beside code."""
+    """Yield each block of comment lines. A comment at the end of a code line starts a block."""
     block, last = [], 0
     for token in tokenize.generate_tokens(io.StringIO(source).readline):
         if (
@@ -59,7 +59,7 @@ def errors(lines):
 
 
 def prose(source):
-    """Yield the sentences of a page. Titles and phrases in tables are left out."""
+    """Yield a page's sentences, except for titles and for phrases in tables."""
     text = re.sub(r"(?ms)^```.*?^```$", "\n\n", source)
     text = re.sub(r"\]\([^)]*\)", "]", text)
     for block in re.split(r"\n\n|\n(?=[-|#\d])", text):
@@ -70,7 +70,7 @@ def prose(source):
 
 
 def draw(seed):
-    """Return (kind, file, sentence) of each drawn sentence."""
+    """Return (kind, file, sentence) for each drawn sentence."""
     pages = sorted((REPOSITORY / "docs").glob("*.md"))
     sources = {
         "docstring": (PACKAGE, docstrings),

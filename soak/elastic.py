@@ -1,4 +1,4 @@
-"""Kill workers under torchrun, which restarts them. Each run must end like a run without a kill.
+"""Kill workers under torchrun, which restarts them. Each run must end like an undisturbed run.
 
 python soak/elastic.py --kills 100
 python soak/elastic.py --sharded       a sharded model (FSDP2)
@@ -19,7 +19,7 @@ from pathlib import Path
 import search_path  # noqa: F401
 from victim import difference, end_of, in_parts, quiet, train
 
-# Seconds after the last kill until a run that does not end counts as hanging.
+# A run that has not ended this many seconds after the last kill counts as hanging.
 PATIENCE = 180.0
 TORCHRUN = "-m torch.distributed.run --nnodes=1 --max-restarts=10 --monitor-interval=0.05 --rdzv-backend=c10d"
 
@@ -64,7 +64,7 @@ class Run:
         return [int(pid) for pid in path.read_text().split()] if self.agent.poll() is None else []
 
     def wait_for_workers(self, killed=()):
-        """Return the workers of a new attempt, or an empty list if the run has ended."""
+        """Return a new attempt's workers, or an empty list if the run has ended."""
         while not self.is_over():
             found = [pid for pid in self.workers() if pid not in killed]
             if len(found) == self.ranks:
@@ -78,7 +78,7 @@ class Run:
             time.sleep(0.002)
 
     def end(self):
-        """Wait for the end. Return torchrun's exit code, "hang" if it was killed."""
+        """Wait for the end. Return torchrun's exit code, or "hang" if it had to be killed."""
         self.wait(PATIENCE)
         if self.agent.poll() is not None:
             return self.agent.returncode
@@ -89,11 +89,11 @@ class Run:
 
 
 def kill_workers(run, draw, seconds):
-    """Kill one worker of one to three attempts. Return the number of kills."""
+    """Kill a worker in each of one to three attempts. Return the number of kills."""
     killed, kills = [], 0
     for _ in range(draw.choice((1, 1, 2, 3))):
         workers = run.wait_for_workers(killed)
-        # Imports take most of an attempt, so three of four kills wait until training has started.
+        # Imports take up most of an attempt, so three of four kills wait until training has started.
         run.wait(draw.uniform(draw.choice((0, 0.6, 0.6, 0.6)), 1) * seconds)
         alive = [pid for pid in run.workers() if pid in workers]
         if not alive:
@@ -106,7 +106,7 @@ def kill_workers(run, draw, seconds):
 
 
 def problem_of(code, whole, root):
-    """Return the problem of a run that has ended, or None."""
+    """Describe the problem of a run that has ended, or return None."""
     if code != 0:
         return f"it ended with {code}"
     try:
@@ -116,7 +116,7 @@ def problem_of(code, whole, root):
 
 
 def campaign(kills, ranks, kind, seed, most):
-    """Run until `kills` have hit, or `most` seconds have passed. Return the figures."""
+    """Repeat runs until `kills` workers were killed or `most` seconds have passed. Return the figures."""
     figures = {
         "seed": seed,
         "ranks": ranks,

@@ -1,7 +1,7 @@
-"""A training loop written by hand, which random_runs.py compares with FabricLoop and MiniLoop.
+"""A hand-written training loop, which random_runs.py compares with FabricLoop and MiniLoop.
 
-It trains an nn.Module with step functions, or an object with step methods, as an engineer would write it for one case.
-Of the package it knows TensorLoader only.
+It trains an nn.Module with step functions, or an object with step methods, as an engineer would write it for a single case.
+The only part of the package that it uses is TensorLoader.
 """
 
 import contextlib
@@ -35,7 +35,7 @@ DTYPES = {"64-true": torch.float64, "bf16-true": torch.bfloat16}
 
 
 def modules_of(value):
-    """Yield the modules in an object, in its attributes, and in lists and dicts of them."""
+    """Yield the modules in an object, in its attributes, and in their lists and dicts."""
     if isinstance(value, nn.Module):
         yield value
     elif isinstance(value, list | tuple):
@@ -65,7 +65,7 @@ def find_step(program, name):
 
 
 def parse_optimizer(value):
-    """Return (optimizer, list of scheduler configurations) of a value of configure_optimizers."""
+    """Split a return value of configure_optimizers into (optimizer, list of scheduler configurations)."""
     schedulers, defaults = [], {"interval": "epoch", "frequency": 1, "monitor": "val_loss"}
     if isinstance(value, dict):
         given = value.get("lr_scheduler", [])
@@ -90,7 +90,7 @@ def length_of(loader):
 
 
 def set_epoch(loader, epoch):
-    """Set the epoch of a loader, and of its sampler and batch sampler."""
+    """Set the epoch of a loader, its sampler and its batch sampler."""
     if isinstance(loader, CombinedLoader):
         for part in loader.flattened:
             set_epoch(part, epoch)
@@ -107,7 +107,7 @@ def set_epoch(loader, epoch):
 
 
 def batches_of(loader):
-    """Yield the batches of a loader, or of several loaders together."""
+    """Yield the batches of a loader, or the combined batches of several loaders."""
     if isinstance(loader, CombinedLoader):
         for batch, _, _ in loader:
             yield batch
@@ -116,7 +116,7 @@ def batches_of(loader):
 
 
 class Loss:
-    """The mean of a loss, weighted by batch size, in the precision of a metric."""
+    """The mean of a loss, weighted by the batch size, in the precision of metrics."""
 
     def __init__(self):
         self.total, self.weight = torch.zeros(()), 0
@@ -140,7 +140,7 @@ class Loss:
 
 
 class Steps(nn.Module):
-    """Run a step in forward(), so that DDP sees it."""
+    """Run a step in forward(), so that DDP applies to it."""
 
     def __init__(self, networks):
         super().__init__()
@@ -151,7 +151,7 @@ class Steps(nn.Module):
 
 
 class HandLoop:
-    """Train a program's model. ``rows`` contains the means of each epoch."""
+    """Train a program's model. ``rows`` contains each epoch's means."""
 
     def __init__(self, program, ranks=1, rank=0):
         self.options = program.get("options", {})
@@ -159,7 +159,7 @@ class HandLoop:
         if "seed" in self.options:
             seed_everything(self.options["seed"], verbose=False)
         if ranks > 1:
-            # Like Lightning, start all processes with the same random numbers.
+            # Like Lightning, start all processes with the same random state.
             reset_seed()
         self.precision = self.options.get("precision", "32-true")
         self.accumulate = self.options.get("accumulate_grad_batches", 1)
@@ -182,7 +182,7 @@ class HandLoop:
         self.rate, self.is_validated = float(self.optimizer.param_groups[0]["lr"]), False
 
     def _prepare(self):
-        """Convert the dtype. Train a model in train mode if all of it is in eval mode."""
+        """Convert the dtype. If the whole model is in eval mode, set train mode."""
         modules = [module for network in self.networks for module in network.modules()]
         is_in_eval_mode = not any(module.training for module in modules)
         for network in self.networks:
@@ -192,7 +192,7 @@ class HandLoop:
                 network.train()
 
     def _share(self, loader, shuffle):
-        """Combine several loaders, and distribute the samples of each among the processes."""
+        """Combine several loaders, and distribute each loader's samples among the processes."""
         parts = loader.values() if isinstance(loader, dict) else loader
         if isinstance(loader, dict | list) and any(isinstance(p, DataLoader) for p in parts):
             loader = CombinedLoader(loader, "max_size_cycle")
@@ -218,7 +218,7 @@ class HandLoop:
         return kind(samples, num_replicas=self.ranks, rank=self.rank, shuffle=shuffle, seed=seed)
 
     def _share_data_loader(self, loader, shuffle):
-        """Return a loader of this process's samples, as Lightning makes it."""
+        """Return a loader for this process's samples, as Lightning creates it."""
         order = loader.sampler if loader.batch_size else loader.batch_sampler.sampler
         if isinstance(order, DistributedSampler):
             return loader
@@ -235,7 +235,7 @@ class HandLoop:
         return type(loader)(loader.dataset, batch_sampler=batches, **options)
 
     def fit(self, other_loader=None, from_epoch=None):
-        """Train, from a given epoch on with another loader."""
+        """Train. From the given epoch on, use the other loader."""
         while self.epoch < self.options.get("max_epochs", 1000) and not self.is_done():
             if self.epoch == from_epoch:
                 self.train_loader = self._share(other_loader, shuffle=True)
@@ -308,7 +308,7 @@ class HandLoop:
         return min(length, int(wanted * length) if isinstance(wanted, float) else wanted)
 
     def batches(self, loader):
-        """Yield (index, batch, whether it is the last one) up to limit_train_batches."""
+        """Yield (index, batch, whether the batch is the last one), up to limit_train_batches."""
         set_epoch(loader, self.epoch)
         iterator = batches_of(loader)
         length, limit = length_of(loader), self.limit_of(loader)
@@ -316,7 +316,7 @@ class HandLoop:
             for batch_idx, batch in enumerate(itertools.islice(iterator, limit)):
                 yield batch_idx, batch, batch_idx + 1 == limit
             return
-        # The end of a loader without a length is known only after a look at the next batch.
+        # If a loader has no length, only the attempt to read the next batch shows whether it has ended.
         batch, batch_idx = next(iterator, None), 0
         while batch is not None:
             following = next(iterator, None) if batch_idx + 1 < limit else None
@@ -325,9 +325,9 @@ class HandLoop:
 
     @contextlib.contextmanager
     def precision_context(self):
-        """Run a step under autocast, or with another default dtype."""
+        """Run a step under autocast or with a different default dtype."""
         if self.precision == "bf16-mixed":
-            # Like Lightning, cast a weight again at each use.
+            # Like Lightning, do not cache weights that autocast has converted.
             with torch.autocast("cpu", torch.bfloat16, cache_enabled=False):
                 yield
             return
@@ -339,7 +339,7 @@ class HandLoop:
             torch.set_default_dtype(default)
 
     def convert(self, batch):
-        """Convert the floating-point tensors of a batch to the dtype of the precision."""
+        """Convert a batch's floating-point tensors to the dtype of the precision."""
         dtype = DTYPES.get(self.precision)
         if dtype is None:
             return batch
@@ -366,7 +366,7 @@ class HandLoop:
             return loss
 
         if not is_step:
-            # DDP averages the gradients in the last batch before an optimizer step.
+            # DDP averages the gradients only in the last batch before an optimizer step.
             with self.steps.no_sync() if self.ranks > 1 else contextlib.nullcontext():
                 closure()
             return

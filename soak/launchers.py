@@ -1,11 +1,11 @@
-"""Check that a script has the same results under each launcher, and that a signal to torchrun ends it well.
+"""Check that a script gives the same results under each launcher, and that a signal to torchrun ends it properly.
 
     python soak/launchers.py                 the table of launchers, strategies and methods, and the signals
     python soak/launchers.py --only signals  only the signals
 
 The launchers are `python` (which starts the other rank as a script), spawned and forked ranks, `fabric run`, torchrun, and
 two processes with SLURM's variables. The strategies are DDP and FSDP2 on two processes, and one process. A cell names the
-methods whose results differ from those under torchrun by a bit, in weights, moments, rows, metrics or predictions. A single
+methods whose weights, moments, rows, metrics or predictions differ from those under torchrun in any bit. A single
 spawned rank is compared with a forked one, because both use DDP. `resume` continues a run from the middle of an epoch, and
 is also compared with `fit`. FSDP2 is also compared with DDP.
 """
@@ -64,7 +64,7 @@ def where(launcher, strategy):
 
 
 def whole(value):
-    """Return nested values with full tensors in place of sharded ones, in every rank."""
+    """In every rank, replace sharded tensors in nested values by full tensors."""
     if isinstance(value, dict):
         return {name: whole(part) for name, part in value.items()}
     if isinstance(value, list | tuple):
@@ -96,7 +96,7 @@ def work(launcher, strategy, folder):
             {k: v for k, v in row.items() if k not in ("time", "waiting")}
             for row in csv.DictReader(table.open())
         ]
-        # The optimizer of a forked or spawned rank is not in the caller's process.
+        # The caller's process does not have the optimizer of a forked or spawned rank.
         keeps = launcher not in ("spawn", "fork")
         return (
             loop,
@@ -116,7 +116,7 @@ def work(launcher, strategy, folder):
 
 
 class Slow(Module):
-    """Writes a file when training starts, so that a signal is sent in the middle of it."""
+    """Writes a file when training starts, so that the signal is sent during training."""
 
     def on_train_batch_start(self, batch, batch_idx):
         Path(f"trains{self.global_rank}").touch()
@@ -124,7 +124,7 @@ class Slow(Module):
 
 
 def work_slowly():
-    """Train for a number of steps with DDP, so that a signal arrives between two steps."""
+    """Train for many steps with DDP, so that a signal arrives between two steps."""
     quiet()
     data = TensorDataset(torch.randn(STEPS * 4, 8), torch.randint(0, 3, (STEPS * 4,)))
     loop, *_ = fit(
@@ -142,7 +142,7 @@ def work_slowly():
 
 
 def slurm(rank, ranks, port):
-    """Return the environment variables of one task of SLURM."""
+    """Return the environment variables of one SLURM task."""
     return {
         "SLURM_JOB_ID": "7", "SLURM_JOB_NAME": "train", "SLURM_NTASKS": str(ranks), "SLURM_NTASKS_PER_NODE": str(ranks),
         "SLURM_NNODES": "1", "SLURM_PROCID": str(rank), "SLURM_LOCALID": str(rank), "SLURM_NODEID": "0",
@@ -157,7 +157,7 @@ def free_port():
 
 
 def commands(launcher, ranks, script):
-    """Return the command, and an environment for each process that is started from outside."""
+    """Return the command, and an environment for each process that this script starts."""
     if launcher == "SLURM":
         port = free_port()
         return [([sys.executable, *script], slurm(rank, ranks, port)) for rank in range(ranks)]
@@ -175,7 +175,7 @@ def start(command, more, folder):
 
 
 def wait(processes, patience=PATIENCE):
-    """Return the exit codes. A process that does not end is killed, and its code is "hang"."""
+    """Return the exit codes. If a process does not end, kill it and return "hang" as its code."""
     until, codes = time.monotonic() + patience, []
     for process in processes:
         try:
@@ -190,7 +190,7 @@ def wait(processes, patience=PATIENCE):
 
 
 def run(launcher, strategy, folder):
-    """Run all methods. Return their results, or a text with the reason if there are none."""
+    """Run all methods. Return their results, or a text that explains why there are none."""
     folder.mkdir(parents=True)
     script = [__file__, "--work", launcher, strategy, folder]
     ranks = 1 if strategy == "single" else 2
@@ -226,14 +226,14 @@ def the_table(folder):
             if strategy == "fsdp" and launcher in (
                 "spawn",
                 "fork",
-            ):  # Fabric starts scripts for it, and nothing else
+            ):  # For this strategy, Fabric starts only scripts.
                 cells[f"{launcher}, {strategy}"] = "Fabric has no such"
                 continue
             found = run(launcher, strategy, folder / f"{launcher}-{strategy}".replace(" ", "-"))
             is_of_one = strategy == "single" and launcher in (
                 "spawn",
                 "fork",
-            )  # DDP of one rank: other random numbers
+            )  # DDP with one rank draws different random numbers.
             expected = all_found.setdefault("ddp of one" if is_of_one else strategy, found)
             problems = {"all": found} if isinstance(found, str) else compared(found, expected)
             cells[f"{launcher}, {strategy}"] = problems or "the same"
@@ -268,7 +268,7 @@ SIGNALS = {
 
 
 def signalled(name, folder):
-    """Send a signal during training. Return the seconds until the end, and an error text or ""."""
+    """Send a signal during training. Return the seconds until the end, and an error message or ""."""
     to, number, restarts, is_passed, in_slurm = SIGNALS[name]
     folder.mkdir(parents=True)
     more = {}

@@ -304,7 +304,7 @@ def make_train(batch_size=4):
     short = DataLoader(TensorDataset(X[:10], Y[:10]), batch_size, shuffle=True$collate)
     return CombinedLoader({{"a": DataLoader(data, $arguments), "b": short}}, "{_mode}")
 """
-# Loaders that take neither a dataset of the table nor a sampler nor a collate function.
+# Loaders that use no dataset from the table, no sampler and no collate function.
 OWN_LOADERS = (
     "tensor_loader", "tensor_loader_generator", "list_of_batches", "own_iterable", "own_sized_iterable",
 )  # fmt: skip
@@ -634,7 +634,7 @@ for _name, _value in {
 
 # ---- Styles: how the steps are given, and build()
 
-# $log is a line of the training step that logs, $returned is the value that it returns.
+# $log is the training step's line that logs. $returned is the value that the step returns.
 STYLES = {
     "functions": """
 def training_step(net, batch):
@@ -988,7 +988,7 @@ _LOG_VALUE = 'self.log("metric", self.metric($values), on_step=False, on_epoch=T
 _LOG_DICT = "self.log_dict(self.metric($values), on_step=False, on_epoch=True)"
 _SQUARES = "torch.arange(4.0) * (batch_idx + 1), torch.arange(4.0).sin()"
 _NUMBER = "torch.tensor(1.0 + batch_idx).sin()"
-# Metrics of torchmetrics: (constructor, line in the training step).
+# torchmetrics objects: (constructor, line in the training step).
 METRICS = {
     "accuracy": (_ACCURACY, f"self.metric({_GUESS}){_LOG_OBJECT}"),
     "accuracy_value": (_ACCURACY, fill(_LOG_VALUE, values=_GUESS)),

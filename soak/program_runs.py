@@ -1,4 +1,4 @@
-"""Run a program in a forked process, by one of the loops or by its oracle, and compare the results.
+"""Run a program in a forked process, with one of the loops or with its oracle, and compare the results.
 
 A program is source code with a function ``build()``, which returns a dict: model, train, val, options of the loop,
 and optionally callbacks and ``fit``, more arguments of fit. Each run is forked from a process that has imported
@@ -42,12 +42,12 @@ from torch.utils.data.dataloader import _BaseDataLoaderIter
 from fabric_template import FabricLoop, MiniLoop
 
 LOOPS = ("FabricLoop", "MiniLoop", "Trainer", "HandLoop")
-# Options that Trainer does not have. Its checkpoints come from a ModelCheckpoint.
+# Options that Trainer does not have. In Trainer, a ModelCheckpoint saves the checkpoints.
 OWN_OPTIONS = (
     "name", "version", "monitor", "mode", "save_top_k", "save_last", "save_every_n_steps",
     "validate_every_n_steps", "seed", "compile", "on_nan", "hparams", "log_grad_norm",
 )  # fmt: skip
-# Options without an effect on the results, which MiniLoop does not have.
+# Options that do not affect the results, and that MiniLoop does not have.
 NEUTRAL_OPTIONS = ("num_sanity_val_steps", "inference_mode", "deterministic", "detect_anomaly")
 MINI_OPTIONS = {field.name for field in fields(MiniLoop)}
 QUIET = {"enable_progress_bar": False, "enable_model_summary": False}
@@ -60,11 +60,11 @@ SECONDS = 300  # A run that takes longer counts as hanging.
 
 
 class PlannedError(Exception):
-    """The error of an event."""
+    """The error that an event raises."""
 
 
 class Points:
-    """Count visits of points in a run. The event ends the run at the n-th visit of its point."""
+    """Count a run's visits of points. The event ends the run at the n-th visit of its point."""
 
     def __init__(self, event=None):
         self.counts, self.event, self.pid = Counter(), event, os.getpid()
@@ -80,7 +80,7 @@ class Points:
         os.kill(self.pid, SIGNALS[self.event["kind"]])
 
     def install(self):
-        """Visit a point in each backward pass, optimizer step and batch of a DataLoader."""
+        """Visit a point in each backward pass, in each optimizer step and for each batch of a DataLoader."""
         backward, next_batch = torch.Tensor.backward, _BaseDataLoaderIter.__next__
 
         def visit_backward(tensor, *args, **options):
@@ -105,7 +105,7 @@ class Points:
 
 
 class FullDisk(Fault):
-    """A disk on which every write fails from the n-th operation until the run ends."""
+    """A disk on which, from the n-th operation until the end of the run, every write fails."""
 
     def before(self, operation, path, size):
         if self.count >= self.n and operation in ("write", "fsync", "mkdir"):
@@ -116,7 +116,7 @@ class FullDisk(Fault):
 
 
 def load_program(source):
-    """Return the program of a source, built in a module of its own, so that its classes can be pickled."""
+    """Build a source's program in its own module, so that its classes can be pickled."""
     module = sys.modules["program"] = types.ModuleType("program")
     exec(compile(source, "program.py", "exec"), module.__dict__)
     return module
@@ -141,7 +141,7 @@ def run_fabric_loop(program, root, points, resume=None, ranks=1, rank=0):
         "rows": history.to_dict("records"),
         "counters": [loop.current_epoch, loop.global_step],
         "options": program["options"],
-        # A validation after the run writes a row into steps.csv.
+        # A validation after the run writes a row to steps.csv.
         "files": files_of(root),
         "validated": validate(loop, program) if program["changes"].get("is_logged") else None,
     }
@@ -221,7 +221,7 @@ class RowLogger(Logger):
 
 
 def validate(trainer, program):
-    """Return the metrics of a validation after the run."""
+    """Validate after the run, and return the metrics."""
     make_val = program["make_val"]
     if make_val is None:
         return None
@@ -241,7 +241,7 @@ def distributed(ranks):
 
 
 def state_of(model, optimizers, schedulers):
-    """Return all state of a trained model."""
+    """Return the complete state of a trained model."""
     networks = list(modules_of(model))
     modules = [module for network in networks for module in network.modules()]
     names = ("hidden", "mean", "seen", "calls")
@@ -260,18 +260,18 @@ def state_of(model, optimizers, schedulers):
 
 
 class Run:
-    """One run of a program in forked processes, one per rank."""
+    """A run of a program in forked processes, one per rank."""
 
     def __init__(self, source, loop, root, ranks=1, seed=1, event=None, resume=None, **changes):
         self.source, self.loop, self.root, self.ranks = source, loop, Path(root), ranks
         self.seed, self.event, self.resume = seed, event, resume
-        # Other options, and other values of the program.
+        # Options and program values that differ in this run.
         self.options, self.changes = changes.get("options", {}), changes.get("changes", {})
         self.end_path = self.root.with_name(f"{self.root.name}.end")
         self.log_path = self.root.with_name(f"{self.root.name}.log")
 
     def run(self):
-        """Run it, and return a dict: its end, or "error", or "code" if its process ended otherwise."""
+        """Run the program. Return a dict: the end of the run, or "error", or "code" if the process ended otherwise."""
         self.root.mkdir(parents=True, exist_ok=True)
         for path in self.root.parent.glob(f"{self.end_path.name}*"):
             path.unlink()
@@ -282,7 +282,7 @@ class Run:
             end = {**read_pickle(self.end_path), "codes": codes}
             if self.ranks > 1 and "weights" in end:
                 others = read_pickle(Path(f"{self.end_path}1"))
-                # As in any run with DDP, each process has the buffers of its own last batch.
+                # As in any DDP run, each process has the buffers of its own last batch.
                 names = {name for buffers in end["buffers"] for name in buffers}
                 found = differences(end["weights"], others)
                 end["is_in_sync"] = all(any(name in line for name in names) for line in found)
@@ -290,7 +290,7 @@ class Run:
         return {"codes": codes, "log": self.log_path.read_text(errors="replace")[-2000:]}
 
     def run_here(self):
-        """Run it in this process."""
+        """Run the program in this process."""
         self.root.mkdir(parents=True)
         with open(self.log_path, "w") as log, contextlib.redirect_stdout(log):
             return self._train(Points(), 0)
@@ -370,7 +370,7 @@ def read_pickle(path):
 
 
 def describe_error(error, points):
-    """Return what decides whether an error refuses a program by name."""
+    """Return the properties of an error that decide whether it refuses a program by name."""
     frames = traceback.extract_tb(error.__traceback__)
     return {
         "error": f"{type(error).__name__}: {error}",
@@ -381,7 +381,7 @@ def describe_error(error, points):
 
 
 def is_refusal(error, points):
-    """Return whether an error comes before the first batch, or names a hook's value that was not known before."""
+    """Return whether an error is raised before the first batch, or names a hook's value that was unknown until then."""
     if not isinstance(error, TypeError | ValueError | FileNotFoundError):
         return False
     late = (
@@ -395,13 +395,13 @@ def is_refusal(error, points):
 
 
 def is_foreign(frames):
-    """Return whether an error was raised by torch or by the program, not by a loop or by Lightning."""
+    """Return whether torch or the program raised an error, rather than a loop or Lightning."""
     file = frames[-1].filename
     return not any(part in file for part in ("fabric_template", "lightning", "soak"))
 
 
 def wait(pids, is_ended):
-    """Wait for all ranks. If an event has ended one, kill the others. Return the exit codes."""
+    """Wait for all ranks, and return their exit codes. If an event has ended one rank, kill the others."""
     codes, started = dict.fromkeys(pids), time.monotonic()
     failed_at = None
     while None in codes.values():
@@ -420,7 +420,7 @@ def wait(pids, is_ended):
                 codes[pid] = -signal.SIGKILL if is_left else "hang"
         time.sleep(0.001)
     for pid in pids:
-        # End the workers of a killed run.
+        # End a killed run's workers.
         with contextlib.suppress(ProcessLookupError, PermissionError):
             os.killpg(pid, signal.SIGKILL)
     return list(codes.values())
@@ -455,7 +455,7 @@ def plain_key(key):
 
 
 def plain_text(text):
-    """Return a text without the folder of the run. A run that is killed early starts in the next version."""
+    """Remove the run's folder from a text. A run that was killed early starts again in the next version."""
     return re.sub(r"version_\d+", "version_N", text.replace(os.getcwd(), "ROOT"))
 
 
@@ -469,7 +469,7 @@ class Numbers:
         return f"{self.dtype} {self.values}"[:80]
 
 
-# Values that depend on a clock or on the number of restarts.
+# Values that depend on the time or on the number of restarts.
 CLOCKS = {
     "time", "waiting", "seconds", "seconds_waited", "eval_seconds", "samples_per_second", "time_elapsed", "elapsed", "duration", "created",
     "written", "excluded_seconds", "saved_at", "last_model_path",
@@ -477,7 +477,7 @@ CLOCKS = {
 
 
 def files_of(root):
-    """Return the contents of a run's files by name: CSV rows, and checkpoints as nested plain values."""
+    """Return a run's files by name, with CSV rows and checkpoints as nested plain values."""
     found = {}
     for path in sorted(Path(root).rglob("*")):
         name = re.sub(r"version_\d+/", "", path.relative_to(root).as_posix())
@@ -491,11 +491,11 @@ def files_of(root):
 
 
 def differences(expected, found, path="", tolerance=0.0, is_subset=False):
-    """Yield the path of each difference, with both values.
+    """Yield each difference's path and both values.
 
     Args:
-        tolerance: The relative difference that is allowed for numbers.
-        is_subset: Ignore keys that only one of the two has.
+        tolerance: The allowed relative difference of numbers.
+        is_subset: Ignore keys that are only in one of the two values.
     """
     if isinstance(expected, Numbers) and isinstance(found, Numbers):
         if tolerance == 0 and expected.dtype != found.dtype:

@@ -1,4 +1,4 @@
-"""Build small LightningModules of public packages, with data, for public_modules.py.
+"""Build small LightningModules from public packages, and their data, for public_modules.py.
 
 Each builder returns a dict of cases. A case is a function without arguments that returns a fresh
 module and the arguments of ``fit``. Some packages have estimators that create the module and call
@@ -19,7 +19,7 @@ QUIET |= {"enable_model_summary": False, "accelerator": "cpu", "devices": 1, "ma
 
 
 class FitCalledError(BaseException):
-    """Ends the call of an estimator when the estimator calls ``Trainer.fit``."""
+    """Raised when an estimator calls ``Trainer.fit``, to end the call of the estimator."""
 
 
 def capture_fit(call):
@@ -204,7 +204,7 @@ def build_chemprop():
 
 
 class Observations(Dataset):
-    """Images in the dicts that the frameworks expect, with several observations per sample."""
+    """Images in dicts of the form that the frameworks expect, with several observations per sample."""
 
     def __init__(self, count):
         self.images, self.count = random_numbers(24, 3, 8, 8).sigmoid(), count
@@ -446,7 +446,7 @@ def build_scvi():
             table.obsm["protein"] = generator.poisson(3.0, (count, 4)).astype(np.float32)
         return table
 
-    # SCANVI divides the cells that have a label and those that have none.
+    # SCANVI separates cells with a label from cells without one.
     train = {"max_epochs": 3, "batch_size": 10, "accelerator": "cpu", "train_size": 0.75}
     train |= {"enable_progress_bar": False, "check_val_every_n_epoch": 1}
 
@@ -513,7 +513,7 @@ def build_lightly():
         return TensorDataset(random_numbers(24, 3, 8, 8), random_classes(24, 3))
 
     class Named(Dataset):
-        """Adds a file name to each sample, as the package's own dataset does."""
+        """Adds a file name to each sample, like the package's own dataset."""
 
         def __init__(self):
             self.samples = images()
@@ -569,7 +569,7 @@ def build_lightly():
             return torch.optim.SGD(self.parameters(), lr=0.1, momentum=0.9)
 
     class Contrastive(benchmarking.BenchmarkModule):
-        """A subclass of the package's module with feature bank, as its documentation has it."""
+        """A subclass of the package's module with a feature bank, as in its documentation."""
 
         def __init__(self):
             super().__init__(DataLoader(Named(), 8), num_classes=3, knn_k=5)

@@ -1,18 +1,18 @@
-"""Kill and resume LightningModules of public packages, and continue checkpoints of both engines.
+"""Kill and resume LightningModules from public packages, and continue checkpoints with the other engine.
 
     python soak/public_modules.py --package mlcolvar            # all modules of one package
     python soak/public_modules.py --package darts --only TCNModel --keep /tmp/tcn
 
-The packages are not installed with this one, and packages that are missing are skipped. Each run is
-a process that is forked from one that has imported the package. For each module:
+The packages are not requirements of this one, and missing packages are skipped. Each run is a
+process that is forked from one that has imported the package. For each module:
 
-- parity: an undisturbed run of FabricLoop has the numbers of Trainer.
-- killed: a run is killed by SIGKILL, three times at random places, and resumed by a fresh model
-  with ``resume="auto"``. Two of the places are inside an epoch. The numbers are those of the
-  undisturbed run: weights, buffers, optimizers, schedulers, metrics, random states and CSV files.
+- parity: an undisturbed run of FabricLoop gives the same numbers as Trainer.
+- killed: SIGKILL ends a run three times at random places, and a fresh model resumes the run with
+  ``resume="auto"``. Two of the places are inside an epoch. The numbers must equal the undisturbed
+  run's: weights, buffers, optimizers, schedulers, metrics, random states and CSV files.
 - crossing: a fresh model continues a checkpoint from the end of the first epoch. Trainer continues
-  a file of FabricLoop, and FabricLoop continues a file of Trainer. The numbers are those of Trainer
-  that continues its own file.
+  FabricLoop's file, and FabricLoop continues Trainer's file. The numbers must be the same as when
+  Trainer continues its own file.
 """
 
 import argparse
@@ -44,7 +44,7 @@ from fabric_template import FabricLoop
 
 EPOCHS = 3
 SECONDS_PER_RUN = 180
-# Columns that depend on the clock.
+# Columns that depend on the time.
 CLOCK_COLUMNS = ("time", "waiting", "gpu_memory", "samples_per_second")
 OPTIONS = {"accelerator": "cpu", "devices": 1, "max_epochs": EPOCHS, "log_every_n_steps": 1}
 OPTIONS |= {"enable_progress_bar": False, "enable_model_summary": False}
@@ -53,7 +53,7 @@ HOOKS = [name for name in HOOKS if not name.endswith(("_checkpoint", "_exception
 
 
 class PlaceCounter(Callback):
-    """Counts the calls of hooks, and kills the process at one of them."""
+    """Counts the calls of hooks, and kills the process at one of these calls."""
 
     def __init__(self, kill_at=None):
         self.names, self.kill_at = [], kill_at
@@ -84,7 +84,7 @@ def set_random_states(seed):
 
 
 def trainer_class(model):
-    """Return the Trainer of the package that the module's base class is from."""
+    """Return the Trainer class from the same package as the module's base class."""
     if any(base.__module__.startswith("pytorch_lightning.") for base in type(model).__mro__):
         import pytorch_lightning
 
@@ -135,7 +135,7 @@ def train_with_loop(case, folder, every=1, kill_at=None, resume=None, seed=None,
 
 
 def numbers_of(model, trainer):
-    """Return what two runs are compared by."""
+    """Return the values by which two runs are compared."""
     numbers = {
         "weights": model.state_dict(),
         "parameters": dict(model.named_parameters()),
@@ -150,7 +150,7 @@ def numbers_of(model, trainer):
 
 
 def as_plain(value):
-    """Return nested values with tensors, numbers and strings. Name the class of any other value."""
+    """Convert nested values to tensors, numbers and strings. Replace any other value by its class name."""
     if isinstance(value, torch.Tensor):
         return value.detach().clone()
     if isinstance(value, dict):
@@ -171,7 +171,7 @@ def read_rows(path):
 
 
 def run_process(folder, function, *args, **options):
-    """Run ``function`` in a forked process. Return its numbers, or the text of its error."""
+    """Run ``function`` in a forked process. Return its numbers, or its error message."""
     folder.mkdir(parents=True, exist_ok=True)
     result, sys_output = folder / "result", folder / "output.txt"
     result.unlink(missing_ok=True)
@@ -266,7 +266,7 @@ def compare_values(expected, actual, name):
 
 
 def describe(expected, actual, ignored=()):
-    """Return "same", or what differs, or the error of one of the runs."""
+    """Return "same", the difference, or the error of one of the runs."""
     for numbers in (expected, actual):
         if isinstance(numbers, str):
             return numbers
@@ -295,7 +295,7 @@ def choose_places(names, generator):
 
 
 def try_module(case, folder, generator, options):
-    """Run a module in all ways. Return what was found, keyed by the way."""
+    """Check a module in all ways. Return the findings, keyed by the name of the way."""
     found = {}
     trainer = run_process(folder / "a", train_with_trainer, case, folder / "a")
     every = generator.choice([1, 1, 2, 3])
@@ -311,7 +311,7 @@ def try_module(case, folder, generator, options):
         if killed != "killed":
             found[f"killed {number + 1}"] = f"not killed at {names[place]}: {killed}"
             continue
-        # A run that was killed before its first save starts again, with the first seed.
+        # A run that was killed before its first save starts from scratch, with the first seed.
         has_saved = any(where.rglob("*.ckpt"))
         again = {"resume": "auto", "seed": options.other_seed if has_saved else None}
         resumed = run_process(where, train_with_loop, case, where, every, **again)
@@ -360,9 +360,9 @@ def try_crossing(case, folder, names, trainer):
 
 
 def describe_crossing(expected, actual):
-    """Describe a difference, but for a scheduler's step that only Trainer's own file lacks.
+    """Describe a difference, except for a scheduler step that only Trainer's own file lacks.
 
-    Trainer saves before the step of a scheduler that follows a metric, and skips it on resume.
+    Trainer saves before a scheduler that monitors a metric steps, and skips this step on resume.
     """
     difference = describe(expected, actual, ("csv",))
     if not difference.startswith("schedulers."):
@@ -372,7 +372,7 @@ def describe_crossing(expected, actual):
 
 
 def try_package(package, root, options):
-    """Try each module of a package. Return a dict of what was found, keyed by module."""
+    """Check each module of a package. Return a dict of the findings, keyed by module."""
     try:
         cases = BUILDERS[package]()
     except ImportError as error:
@@ -394,7 +394,7 @@ def try_package(package, root, options):
 
 
 def print_summary(found):
-    """Print how many modules are the same in each way."""
+    """Print for each way how many modules gave the same results."""
     for title, prefix in (("parity", "parity"), ("killed and resumed", "killed")):
         results = [[v for k, v in way.items() if k.startswith(prefix)] for way in found.values()]
         same = sum(bool(values) and set(values) == {"same"} for values in results)

@@ -1,6 +1,6 @@
-"""Draw the description of a random program, and assemble its source code from the pieces of program_pieces.py.
+"""Draw the description of a random program, and assemble its source code from the pieces in program_pieces.py.
 
-A description is a dict: the name of a shape for each dimension. It depends on a seed and a number only.
+A description is a dict with the name of a shape for each dimension. It depends only on a seed and a number.
 """
 
 import random
@@ -9,9 +9,9 @@ import re
 import program_pieces as pieces
 
 ORDERS = {**pieces.SAMPLERS, **pieces.BATCH_SAMPLERS}
-# Shapes without randomness. Trainer does not restore random states, so a run crosses to it only without randomness.
+# Shapes without randomness. Trainer does not restore random states, so it can continue only such runs.
 RANDOM_NETS = ("dropout", "library_noise", "eval_mode", "random_activation", "recomputed")
-# Networks with attributes that change, which Trainer does not save.
+# Networks with changing attributes, which Trainer does not save.
 NETS_WITH_ATTRIBUTES = ("memory_bank", "hidden_state", "running_mean", "deque", "array", "counts")
 NETS_WITH_ATTRIBUTES += ("recurrent_state", "schedule")
 HOOKS_WITH_ATTRIBUTES = {
@@ -52,7 +52,7 @@ def has_shape(description, dimension, shape):
 
 
 def choose(generator, names, odds=1.0, default=None):
-    """Return one of the names, or with the odds against it the default."""
+    """Return a random name with the probability `odds`, and otherwise the default."""
     return generator.choice(list(names)) if generator.random() < odds else default
 
 
@@ -120,7 +120,7 @@ def draw_lightning(generator, description):
     description["callbacks"] = [name for name in pieces.CALLBACKS if generator.random() < 0.04]
 
 
-# Values of the options, with the odds of each option.
+# Each option's values, and its odds.
 OPTIONS = {
     "accumulate_grad_batches": (0.12, [2, 3]),
     "gradient_clip_val": (0.12, [0.1, 1.0]),
@@ -159,7 +159,7 @@ def draw_options(generator, description, killed):
     return options
 
 
-# Kinds of events, with their weights. The kinds without a point change something between two runs.
+# Kinds of events and their weights. The kinds without a point change something between two runs.
 EVENTS = {
     "SIGKILL": 8,
     "SIGTERM": 2,
@@ -193,7 +193,7 @@ def is_lightning(description):
 
 
 def is_complete_in_trainer(d):
-    """Return whether Trainer's checkpoints have all that changes during a run."""
+    """Return whether Trainer's checkpoints contain everything that changes during a run."""
     return (
         d["net"] not in (*RANDOM_NETS, *NETS_WITH_ATTRIBUTES)
         and d["data"] in ("tensors", "points", "stream", "sized_stream")
@@ -209,7 +209,7 @@ def has_repeated_method(hooks):
     return len(set(methods)) < len(methods)
 
 
-# Callbacks that follow a metric.
+# Callbacks that monitor a metric.
 FOLLOWERS = {"early_stopping", "early_stopping_in_training", "best_checkpoint"}
 
 
@@ -217,7 +217,7 @@ def event_kind(d):
     return d["event"]["kind"] if d["event"] else None
 
 
-# Programs that make no sense: (reason, condition).
+# Programs that make no sense, as (reason, condition).
 INVALID = [
     ("persistent workers need workers", lambda d: d["persistent"] and not d["workers"]),
     (
@@ -406,7 +406,7 @@ INVALID = [
             d["loader"] == "dataloader"
             and d["sampler"] in ("in_order", "shuffle")
             and not is_lightning(d)
-            # The loop by hand starts other workers, which draws a random number.
+            # The hand-written loop starts workers at another time, which draws a random number.
             and not d["persistent"]
         ),
     ),
@@ -433,7 +433,7 @@ INVALID = [
      and "max_steps" in d["options"]),
 ]  # fmt: skip
 
-# Programs in which torch or Lightning is inexact: (reason, condition).
+# Programs in which torch or Lightning is inexact, as (reason, condition).
 EXCLUDED = [
     (
         "Trainer fails where EarlyStopping meets an interval of time",
@@ -554,7 +554,7 @@ def assemble(description):
     """Return the source code of a program."""
     d = description
     samples = 26 if d["ranks"] == 1 else 28
-    # The steps log val_loss. If there is no validation, callbacks follow train_loss.
+    # The steps log val_loss. Without a validation, callbacks monitor train_loss.
     monitor = "val_loss" if d["val"] != "none" else "train_loss"
     sampler_code, sampler = {"none": ("", "")}.get(d["sampler"]) or ORDERS[d["sampler"]]
     is_own_loader = d["loader"] in pieces.OWN_LOADERS
@@ -609,7 +609,7 @@ def data_module(d):
 
 
 def style_code(d):
-    """Return the code of a style, with the hooks, and without lines that have no effect."""
+    """Return a style's code with the hooks, but without lines that have no effect."""
     code = pieces.STYLES[d["style"]]
     for name in d["hooks"]:
         start, methods = pieces.HOOKS[name]
@@ -641,7 +641,7 @@ def style_code(d):
 
 
 def add_metric(d, code):
-    """Add a metric of torchmetrics, which is updated in the training step."""
+    """Add a torchmetrics object that the training step updates."""
     make, update = pieces.METRICS[d["metric"]]
     code = code.replace("make_net()\n", f"make_net()\n        self.metric = {make}\n", 1)
     step = "    def training_step(self, batch, batch_idx):\n"
@@ -680,7 +680,7 @@ def make_optimizer(d):
 
 
 def join_source(parts):
-    """Join pieces. Imports move to the top, and names that nothing uses are dropped."""
+    """Join pieces. Move imports to the top, and drop unused names."""
     lines = [line for part in parts for line in part.splitlines() if line.strip()]
     imports = dict.fromkeys(line for line in lines if re.match(r"(from|import) ", line))
     body = [line for line in lines if line not in imports]
@@ -699,7 +699,7 @@ def is_used(name, text):
 
 
 def script_of(description, source):
-    """Return a program as a script that compares its runs."""
+    """Return a script that contains a program and compares its runs."""
     event = description["event"]
     call = f"check(__file__, ranks={description['ranks']}, event={event!r})"
     return (
@@ -716,12 +716,12 @@ SIMPLEST = {
     "batch": "default", "drop_last": False, "loader": "dataloader", "data": "tensors", "sampler": "in_order",
     "val": "none", "net": "linear", "style": "functions", "ranks": 1,
 }  # fmt: skip
-# Options that each program has.
+# Options that every program has.
 FREE = ("max_epochs", "log_every_n_steps")
 
 
 def shapes_of(description):
-    """Return the shapes that are not the simplest ones."""
+    """Return the shapes that are not the simplest ones of their dimension."""
     shapes = []
     for dimension, shape in description.items():
         if dimension == "options":
@@ -736,7 +736,7 @@ def shapes_of(description):
 
 
 def reduce_program(description, is_same):
-    """Return a description with fewer shapes, for which is_same is still True."""
+    """Simplify a description as long as is_same returns True for it."""
     changes = [(name, SIMPLEST[name]) for name in SIMPLEST if description[name] != SIMPLEST[name]]
     for dimension in ("callbacks", "hooks"):
         changes += [(dimension, name) for name in description[dimension][1:]]
@@ -745,7 +745,7 @@ def reduce_program(description, is_same):
 
 
 def apply_changes(description, changes, is_same):
-    """Apply all changes, or else try each half of them."""
+    """Apply all changes if possible. Otherwise, try each half of them."""
     if not changes:
         return description
     changed = dict(description)

@@ -1,14 +1,14 @@
-"""Draw random programs, and compare FabricLoop and MiniLoop with an oracle: Trainer, or a loop written by hand.
+"""Draw random programs, and compare FabricLoop and MiniLoop with an oracle, which is Trainer or a hand-written loop.
 
     python soak/random_runs.py --count 100 --seed 0             one process
     python soak/random_runs.py --count 20 --seed 0 --ranks 2    two processes with DDP
-    python soak/random_runs.py --count 50 --seed 0 --killed     killed by an event, then resumed by a fresh model
+    python soak/random_runs.py --count 50 --seed 0 --killed     an event ends each run, and a fresh model resumes it
     python soak/random_runs.py --seed 0 --first 57 --count 1 --show     print the script of number 57
     python soak/random_runs.py --only net=lora --only batch=graph       only programs with these shapes
 
-A program is drawn from its seed and number. Either it ends with the results of its oracle, or it is refused by name
-before the first batch. Everything else is a difference. A program with a difference is written as a script, which
-`python SCRIPT` runs again. The last line is a JSON object with the figures.
+A seed and a number determine a program. A program must end with its oracle's results, or be refused by name before the first
+batch. Everything else is a difference. A program with a difference is written to a script, and `python SCRIPT` runs it again.
+The last line of the output is a JSON object with the figures.
 """
 
 import argparse
@@ -46,14 +46,14 @@ from victim import quiet
 # ---- Checking a program
 
 ENDS = ("weights", "buffers", "attributes", "optimizers", "schedulers", "counters")
-# The results of a resumed run that equal those of the whole run, by the kind of event.
+# By kind of event, the results of a resumed run that must equal those of an uninterrupted run.
 ALL_ENDS = (*ENDS, "metrics", "rows", "modes", "random", "files")
 OWN_LOOPS = ("FabricLoop", "MiniLoop")
 OTHER = {"FabricLoop": "MiniLoop", "MiniLoop": "FabricLoop"}
 
 
 class Outcome:
-    """The differences of one program, and the loops that refuse it."""
+    """The differences of a program, and the loops that refuse it."""
 
     def __init__(self):
         self.differences, self.refusals, self.compared = [], {}, []
@@ -70,7 +70,7 @@ class Outcome:
 
 
 class Check:
-    """Run a program by its oracle and by both loops, or with an event and without. Compare the results."""
+    """Run a program with its oracle and with both loops, or with and without an event. Compare the results."""
 
     def __init__(self, source, folder, is_lightning, ranks=1, event=None, loops=OWN_LOOPS):
         self.source, self.folder, self.ranks, self.event = source, Path(folder), ranks, event
@@ -106,7 +106,7 @@ class Check:
         return self.outcome
 
     def add_end(self, loop, end, oracle):
-        """Keep the end of a run, or the reason why there is none."""
+        """Store the end of a run, or the reason why there is none."""
         if "error" in end and not end["is_by_name"] and oracle is None:
             oracle = self.run(self.oracle)
         if "weights" in end:
@@ -114,7 +114,7 @@ class Check:
         elif end.get("is_by_name"):
             self.outcome.refusals[loop] = end["error"]
         elif "MisconfigurationException" in end.get("error", ""):
-            # Lightning refuses the program, too.
+            # Lightning also refuses the program.
             self.outcome.is_invalid = True
         elif "error" in end and oracle is not None and "error" in oracle:
             self.outcome.is_invalid = True
@@ -135,7 +135,7 @@ class Check:
                 found += differences(oracle["metrics"], end["metrics"], "metrics", is_subset=True)
                 names = ["logged", "validated", "random"] if self.event is None else ["random"]
                 found += part_differences(names, oracle, end)
-            # A run by steps has a row per validation.
+            # A step-based run has a row per validation.
             if self.oracle == "HandLoop" and len(oracle["rows"]) == len(end["rows"]):
                 found += differences(oracle["rows"], end["rows"], "rows", 1e-4, is_subset=True)
             self.outcome.add(f"{loop} differs from {self.oracle}", found)
@@ -144,7 +144,7 @@ class Check:
     # Events
 
     def check_event(self, loop, whole, oracle):
-        """Compare a run that was interrupted with the whole run."""
+        """Compare an interrupted run with an uninterrupted one."""
         kind = self.event["kind"]
         name = f"{loop}_{kind}"
         finish = getattr(self, f"finish_{kind}", self.finish_interrupted)
@@ -167,7 +167,7 @@ class Check:
             self.outcome.add_failure(f"{what}: failed", end)
 
     def finish_interrupted(self, loop, name, whole, oracle):
-        """End a run at a point, once or twice, and resume it by a fresh model."""
+        """End a run at a point, once or twice, and resume it with a fresh model."""
         visits = whole["counts"].get(self.event["at"], 0)
         n = 1 + int(self.event["part"] * visits)
         numbers = (
@@ -187,15 +187,15 @@ class Check:
         return whole, *self.resume(loop, name)
 
     def crosses(self, loop):
-        """Return whether the other loop continues, which it does only if it accepts the program."""
+        """Return whether the other loop continues the run. It does so only if it accepts the program."""
         return self.event["crosses"] and OTHER[loop] in self.ends
 
     def seed_of(self, name):
-        """Return another seed for a resumed run, because it takes no random number from its seed."""
+        """Return a different seed for a resumed run, which must not draw random numbers from it."""
         return 99 if any((self.folder / name).rglob("*.ckpt")) else 1
 
     def resume(self, loop, name, **options):
-        """Resume a run by a fresh model. Return its end, and the parts to compare."""
+        """Resume a run with a fresh model. Return its end, and the parts to compare."""
         finisher = OTHER[loop] if self.crosses(loop) else loop
         end = self.run(finisher, name, seed=self.seed_of(name), resume="auto", **options)
         return end, ALL_ENDS if finisher == loop else ENDS
@@ -209,7 +209,7 @@ class Check:
         return whole, *self.resume(loop, name)
 
     def finish_new_monitor(self, loop, name, whole, oracle):
-        """Follow another metric after the resume. The best file is then of the last epoch."""
+        """Monitor another metric after the resume. The best file is then from the last epoch."""
         first = self.run(loop, name, options={**self.fewer_epochs(), "monitor": "train_loss"})
         end, parts = self.resume(loop, name, options={"monitor": "val_loss"})
         if "files" in end:
@@ -241,32 +241,32 @@ class Check:
 
 
 def is_allowed_after_resume(line, end):
-    """Return whether a resumed run may have this difference in its files."""
+    """Return whether a resumed run's files may have this difference."""
     last = "logs/run/checkpoints/last.ckpt"
     if (
         line.startswith("files/checkpoints/run/last.ckpt")
         and end["options"].get("save_last") is False
     ):
-        # The file of an interrupted run stays.
+        # An interrupted run's file stays in place.
         return True
     if line.startswith(f"files/{last}"):
-        # ModelCheckpoint saves at the end, unless it has saved since the resume.
+        # At the end, ModelCheckpoint saves unless it has saved since the resume.
         return end["files"].get(last, {}).get("global_step") == end["counters"][1]
     if line.endswith("/differentiable: more"):
-        # torch adds this default to an optimizer that has loaded a state, so a later group gets it.
+        # When an optimizer loads a state, torch adds this default, so a group that is added later has it.
         return True
     if re.search(r"/plain_state/attributes/\(.*\): more$", line):
-        # A resumed run saves an attribute again that has changed before and has its first value now.
+        # A resumed run also saves an attribute that changed earlier but has its first value again.
         return True
     if line == "schedulers: 0 items instead of 1":
-        # StochasticWeightAveraging sets its scheduler in an epoch. This resumed run had none left.
+        # StochasticWeightAveraging sets its scheduler during an epoch. This resumed run had no epoch left.
         return True
-    # ModelCheckpoint keeps the file from which the run has resumed.
+    # ModelCheckpoint keeps the file from which the run was resumed.
     return re.fullmatch(r"files/logs/run/checkpoints/.*\.ckpt: more", line) is not None
 
 
 def check_description(description, folder, loops=OWN_LOOPS):
-    """Check the program of a description. Return the outcome."""
+    """Check a description's program, and return the outcome."""
     source, ranks, event = assemble(description), description["ranks"], description["event"]
     return Check(source, folder, is_lightning(description), ranks, event, loops).check()
 
@@ -278,7 +278,7 @@ def build_options(source):
 
 
 def part_differences(parts, expected, found):
-    """List the differences of two ends in these parts."""
+    """List the differences between the given parts of two ends."""
     return [line for part in parts for line in differences(expected[part], found[part], part)]
 
 
@@ -300,12 +300,12 @@ def loop_differences(ends):
 
 
 def best_differences(end):
-    """Compare best.ckpt with the row that has the best value of the monitor."""
+    """Compare best.ckpt with the row that has the best monitored value."""
     best = end["files"].get("checkpoints/run/best.ckpt")
     monitor, rows, options = end["options"].get("monitor"), end["rows"], end["options"]
     is_by_steps = "validate_every_n_steps" in options or "max_steps" in options
     # An epoch-based run writes one row for several validations. The monitored training loss is
-    # that of an epoch, and a row by steps has the loss since the previous row.
+    # the epoch's, whereas a row of a step-based run has the loss since the previous row.
     has_other_values = "val_check_interval" in options or (is_by_steps and monitor == "train_loss")
     if best is None or has_other_values or not all(monitor in row for row in rows):
         return []
@@ -317,7 +317,7 @@ def best_differences(end):
 
 
 def check(path, ranks=1, event=None):
-    """Check a script, and print what differs. Scripts of random programs call this."""
+    """Check a script, and print the differences. Scripts of random programs call this function."""
     source = Path(path).read_text().split("\nif __name__ ==")[0] + "\n"
     folder = Path(tempfile.mkdtemp())
     quiet()
@@ -334,7 +334,7 @@ def check(path, ranks=1, event=None):
 
 
 class Report:
-    """The figures of many programs."""
+    """The figures for many programs."""
 
     def __init__(self):
         self.programs = self.invalid = 0
@@ -405,12 +405,12 @@ def draw_program(options, number):
 def run_numbers(numbers, options, folder, pipe):
     """Check the programs with these numbers, and write each result to a pipe."""
     warm_up(folder / "warm")
-    # The causes found, each with the shapes of its reduced program.
+    # The known causes, each with the shapes of its reduced program.
     causes = []
     for number in numbers:
         description = draw_program(options, number)
         outcome = check_description(description, folder / "runs", options.loops)
-        # Reduce a program for a cause in FabricLoop first.
+        # First reduce a program for a cause in FabricLoop.
         outcome.differences.sort(key=lambda item: "FabricLoop" not in item[0].split()[0])
         reduced, script_path = description, None
         if outcome.differences:
@@ -424,7 +424,7 @@ def run_numbers(numbers, options, folder, pipe):
 
 
 def reduce_new_causes(description, outcome, causes, folder):
-    """Reduce a program for each cause that is not known. Return the first reduced description."""
+    """Reduce a program for each unknown cause. Return the first reduced description."""
     reduced = None
     for cause in dict.fromkeys(map(cause_of, outcome.differences)):
         shapes = set(shapes_of(description))
@@ -436,13 +436,13 @@ def reduce_new_causes(description, outcome, causes, folder):
 
 
 def cause_of(difference):
-    """Return the kind of a difference, and the part that differs."""
+    """Return a difference's kind, and the part that differs."""
     kind, details = difference
     return kind, re.split(r"[/:\d]", first_line(details))[0]
 
 
 def has_difference(cause, folder, description):
-    """Return whether a program differs for this cause."""
+    """Return whether a program has a difference with this cause."""
     loops = [loop for loop in OWN_LOOPS if loop in cause[0]]
     if description["event"] and description["event"]["crosses"]:
         loops = OWN_LOOPS
@@ -451,10 +451,10 @@ def has_difference(cause, folder, description):
 
 
 def warm_up(folder):
-    """Run each loop once in this process, so that forked processes have everything imported."""
+    """Run each loop once in this process, so that forked processes have already imported everything."""
     quiet()
     torch.set_num_threads(1)
-    # tqdm would start a thread that watches its bars.
+    # Otherwise, tqdm starts a thread that watches its bars.
     tqdm.monitor_interval = 0
     for style, loops in {"functions": LOOPS, "lightning": ("FabricLoop", "Trainer")}.items():
         description = {**SIMPLEST, "style": style, "options": {"max_epochs": 1}, "val": "one"}

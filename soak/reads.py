@@ -1,11 +1,11 @@
-"""Let every read of a resumed run fail once. No checkpoint may be lost, and no intact file renamed or replaced.
+"""Let every read of a resumed run fail once. No checkpoint may be lost, and no intact file may be renamed or replaced.
 
     python soak/reads.py --every 1
 
-For n = 1, 2, ... the n-th open, read, stat or listing of a resumed run fails with EIO or EMFILE, or reports that the file
-has ended. torch.load fails in the same ways. The run must end without an error, or with an error of one line. A second run
-without failures must then end with the files of an uninterrupted run. Both resume a killed run, with an intact and with a
-damaged last.ckpt.
+For n = 1, 2, ... the n-th open, read, stat or listing of a resumed run fails with EIO or EMFILE, or reports the end of the
+file. torch.load fails in the same ways. The run must end without an error, or with an error of one line. A second run without
+failures must then end with the same files as an uninterrupted run. Both runs resume a killed run, once with an intact and once
+with a damaged last.ckpt.
 """
 
 import argparse
@@ -30,7 +30,7 @@ KINDS = ("EIO", "EMFILE", "end")
 
 
 class Reads(Layer):
-    """Records the reads of a run under `root`. The n-th one fails."""
+    """Counts a run's reads under `root`, and lets the n-th one fail."""
 
     operations = ("open", "stat", "fstat", "listdir", "scandir")
 
@@ -50,7 +50,7 @@ class Reads(Layer):
         self.recorded.append((operation, os.path.relpath(path, self.root)))
         if self.count != self.n:
             return None
-        # A truncated read of a CSV file is left out, because only the file's size would reveal it.
+        # Do not truncate a read of a CSV file, because only the file's size would reveal this.
         if self.kind == "end" and operation == "read" and path.endswith(".ckpt"):
             return 0
         code = errno.EMFILE if self.kind == "EMFILE" else errno.EIO
@@ -96,13 +96,13 @@ class ReadingFile(io.FileIO):
 
 
 def contents(root):
-    """Return the bytes of every file, except for lock files, which contain a process id."""
+    """Return every file's bytes, except for lock files, which contain a process id."""
     paths = [path for path in Path(root).rglob("*") if path.is_file() and path.name != ".lock"]
     return {str(path.relative_to(root)): path.read_bytes() for path in paths}
 
 
 def prepare(folder, at=110, **options):
-    """Write the files of a run that was killed in its second epoch, and a copy with a damaged last.ckpt."""
+    """Write the files of a run that was killed in its second epoch, and a copy in which last.ckpt is damaged."""
     (code,) = end([fork(_train_until, folder / "run", at, options)])
     if code != -signal.SIGKILL or len(list((folder / "run").rglob("*.ckpt"))) < 2:
         raise RuntimeError(
@@ -121,7 +121,7 @@ def _train_until(root, at, options):
 
 
 def check(folder, files, whole, n, kind):
-    """Resume with a failure, then without. Return the problem as text, or None."""
+    """Resume with a failure, and then without one. Return a description of the problem, or None."""
     root, message = folder / "run", None
     shutil.copytree(files, root)
     before = contents(root)
@@ -150,7 +150,7 @@ def check(folder, files, whole, n, kind):
 
 
 def sweep(every, names):
-    """Return the figures of a sweep over all reads, or over every n-th one."""
+    """Sweep over all reads, or over every n-th one. Return the figures."""
     folder = Path(tempfile.mkdtemp(dir="/dev/shm" if os.access("/dev/shm", os.W_OK) else None))
     start = time.monotonic()
     figures = {"looks": 0, "faults": 0, "losses": []}

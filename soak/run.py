@@ -2,16 +2,16 @@
 
     make soak                                        all of it, about two hours on two free cores
     python soak/run.py --part kills --kills 100      one part, smaller
-    python soak/run.py --jobs 1 --seed 7             one part after the other, with a seed of an earlier run
+    python soak/run.py --jobs 1 --seed 7             one part after the other, with the seed of an earlier run
 
-Parts: `workers` is soak/elastic.py (a worker killed under torchrun), `workers_sharded` with a sharded model,
+Parts: `workers` is soak/elastic.py (workers killed under torchrun), `workers_sharded` the same with a sharded model,
 `launchers` is soak/launchers.py (launchers x strategies x methods, and signals to torchrun),
-`kills` and `ranks` are tests/faults/kills.py with one process and with two, `sharded` with a sharded model on two,
-`programs` is soak/random_runs.py (random programs by both loops and by an oracle), `programs2` with two processes,
-`killed` and `killed2` end them by an event and resume them, `sweep` is tests/faults/sweep.py (every operation on the
-disk fails once in each way), `reads` is soak/reads.py (every look at it), `tests` are the tests with the mark `soak`,
-which the suite leaves out, `syscalls` is soak/syscalls.py (real system calls fail, below Python; needs a C compiler).
-A seed is printed, and gives the same instants and inputs again, as far as clocks allow. Ends with 1 if anything was lost.
+`kills` and `ranks` are tests/faults/kills.py with one and with two processes, `sharded` with two and a sharded model,
+`programs` is soak/random_runs.py (random programs with both loops and an oracle), `programs2` with two processes,
+`killed` and `killed2` end these programs by an event and resume them, `sweep` is tests/faults/sweep.py (every disk
+operation fails once in each way), `reads` is soak/reads.py (every read fails once), `tests` are the tests marked `soak`,
+which the suite leaves out, `syscalls` is soak/syscalls.py (system calls fail below Python, which needs a C compiler).
+The printed seed reproduces the same moments and inputs, as far as clocks allow. The exit code is 1 if anything was lost.
 """
 
 import argparse
@@ -43,12 +43,12 @@ PARTS = (
     "reads",
     "sweep",
     "tests",
-)  # the longest first
-SKIPPED = 77  # the exit code of a part that this machine cannot run
+)  # The longest part comes first.
+SKIPPED = 77  # The exit code of a part that this machine cannot run.
 
 
 def command_of(part, options, seed):
-    """Return the command of one part."""
+    """Return the command that runs a part."""
     python = [sys.executable]
     programs = [*python, SOAK / "random_runs.py", "--seed", seed]
     if part.startswith("workers"):
@@ -103,7 +103,7 @@ def command_of(part, options, seed):
 
 
 def run(part, options, seed):
-    """Run one part in a process of its own; returns (seconds, figures), the figures None if it broke down."""
+    """Run a part in its own process. Return (seconds, figures), where figures is None if the part has failed."""
     command = [str(word) for word in command_of(part, options, seed)]
     print(f"{part}: {' '.join(command)}", file=sys.stderr, flush=True)
     started = time.monotonic()
@@ -135,7 +135,7 @@ def figures_of_tests(output):
 
 
 def rows_of(part, seconds, figures):
-    """Return the lines of the table."""
+    """Return a part's rows of the table."""
     if figures is None:
         return [(part, 0, "it broke down", seconds, "")]
     if not figures:

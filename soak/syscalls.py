@@ -1,11 +1,11 @@
-"""Let system calls of a run fail, with a preloaded C library, so that code in C++ is affected, too.
+"""Let system calls of a run fail with a preloaded C library, which also affects C++ code.
 
     python soak/syscalls.py --faults 100 --seed 1
 
-soak/faults.c counts each open, read, write, stat, fsync, rename and similar call on the run's folder, and lets one or two of
-them fail: with an error before, in the middle or at the end of the call, or with SIGKILL. The run is new, or it continues a
-killed run, with an intact or a damaged last.ckpt. It must end without an error, or with an error of one line. No saved
-checkpoint may be lost, and no intact file renamed. The same command must then end like a run without failures.
+soak/faults.c counts each open, read, write, stat, fsync, rename and similar call in the run's folder, and lets one or two of
+them fail: with an error before, in the middle or at the end of the call, or with SIGKILL. The run is new, or continues a
+killed run with an intact or a damaged last.ckpt. It must end without an error, or with an error of one line. No saved
+checkpoint may be lost, and no intact file may be renamed. The same command must then end like a run without failures.
 
 The script needs Linux and a C compiler (cc or gcc). Without them, it exits with 77.
 """
@@ -29,7 +29,7 @@ from pathlib import Path
 import search_path  # noqa: F401
 
 SOAK = Path(__file__).parent
-# This variable is set in processes that have preloaded the library.
+# This environment variable is set in processes that have preloaded the library.
 READY = "FABRIC_TEMPLATE_FAULTS"
 
 HOW = {"error": 1, "done": 2, "half": 3, "SIGKILL": 4}
@@ -56,7 +56,7 @@ def preload():
 
 
 def campaign(count, seed):
-    """Run a number of faults, and return the figures."""
+    """Run many faults, and return the figures."""
     from kills import end, fork, warm_up
     from reads import contents, prepare
     from victim import BEST, difference, end_of, train, without_names
@@ -67,7 +67,7 @@ def campaign(count, seed):
         read_checkpoint,
     )
 
-    library = ctypes.CDLL(os.environ[READY])  # the one that is preloaded
+    library = ctypes.CDLL(os.environ[READY])  # The preloaded library.
     library.faults_disarm.restype, library.faults_hit.restype = ctypes.c_long, ctypes.c_char_p
     library.faults_arm.argtypes = (
         ctypes.c_char_p,
@@ -95,7 +95,7 @@ def campaign(count, seed):
     }
 
     def run_with_faults(faults):
-        """Train in this process with faults. Write the saved step and the kind of end to the report."""
+        """Train with faults in this process. Write the saved step and how the run ended to the report."""
         save = AtomicCheckpointIO.save_checkpoint
 
         def noting(self, checkpoint, path, storage_options=None):
@@ -141,7 +141,7 @@ def campaign(count, seed):
         return result
 
     def steps(good):
-        """Return the step of each last.ckpt that is intact."""
+        """Return the step of each intact last.ckpt."""
         for path in good.rglob("last.ckpt") if good is not None else ():
             try:
                 yield read_checkpoint(path)["global_step"]
@@ -167,11 +167,11 @@ def campaign(count, seed):
         if at_least > max(steps(root), default=0):
             return f"saved was step {at_least}, there is {max(steps(root), default=0)}"
         if result["end"] == "a line" and previous is not None and files == contents(previous):
-            return None  # nothing was touched
+            return None  # Nothing was changed.
         train(root)
         without = (
             () if result["end"] == "SIGKILL" else BEST
-        )  # A best checkpoint that the disk refused is missing.
+        )  # A best checkpoint that could not be written is missing.
         return difference(without_names(whole, without), without_names(end_of(root), without))
 
     try:

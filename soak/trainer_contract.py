@@ -1,10 +1,10 @@
-"""Compare the values that Trainer and FabricLoop show to modules and callbacks, at each moment of a run.
+"""Compare the values that modules and callbacks see in Trainer and in FabricLoop, at each moment of a run.
 
-    python soak/trainer_contract.py              print the attributes that differ without a known reason
+    python soak/trainer_contract.py              print the attributes that differ for no known reason
     python soak/trainer_contract.py --module Manual --details
     torchrun --nproc-per-node 2 soak/trainer_contract.py     compare under DDP, in each process
 
-A value is that of one public attribute, property or hook argument at one moment: after the construction, in each hook
+A value belongs to a public attribute, property or hook argument at one moment: after the construction, in each hook
 of fit, validate, test and predict, after each call, and after an error in a training step. The attributes are read
 from the trainer, its loops, its strategy and the LightningModule. Trainer's own classes decide which names exist.
 """
@@ -56,7 +56,7 @@ MODULE_HOOKS = [
 MODULE_HOOKS += [
     name for name in dir(pl.LightningModule) if name.startswith("on_") and name != "on_gpu"
 ]
-# Without a training loader, Trainer's estimated_stepping_batches leaves the class DataLoader patched.
+# Without a training loader, Trainer's estimated_stepping_batches leaves DataLoader patched.
 NOT_READ = [
     "fit",
     "validate",
@@ -68,7 +68,7 @@ NOT_READ = [
     "estimated_stepping_batches",
 ]
 
-# A loop's own classes stand for these classes of Trainer.
+# A loop's own classes take the place of these classes of Trainer.
 OWN_CLASSES = dict.fromkeys(("FabricLoop", "Trainer"), "trainer")
 OWN_CLASSES |= dict.fromkeys(
     ("_FitLoop", "_TrainingEpochLoop", "_EvaluationLoop", "_PredictionLoop"), "a loop"
@@ -79,7 +79,7 @@ OWN_CLASSES |= dict.fromkeys(
     ("_Progress", "_BatchProgress", "_SchedulerProgress", "SimpleNamespace"), "counters"
 )
 
-# The attributes that differ on purpose: (attribute, moments, reason). docs/differences.md lists them, too.
+# Attributes that differ on purpose, as (attribute, moments, reason). docs/differences.md also lists them.
 ON_PURPOSE = [
     (r"\w+_loop\.(restart|resum|is_resuming|skip|done)\w*", ".*", "states of Trainer's own loops"),
     (r"\w+_loop\.(inference_mode|verbose|num_dataloaders)", ".*", "arguments of a call"),
@@ -104,7 +104,7 @@ ON_PURPOSE = [
 
 
 class WithSteps(Classifier):
-    """A module with a step for each call."""
+    """A module with a step for each method of the loop."""
 
     def test_step(self, batch, batch_idx):
         self.log("test_loss", torch.nn.functional.cross_entropy(self(batch[0]), batch[1]))
@@ -114,7 +114,7 @@ class WithSteps(Classifier):
 
 
 class WithoutLogs(Classifier):
-    """A module that logs nothing and has a step for each call."""
+    """A module that logs nothing, with a step for each method of the loop."""
 
     def training_step(self, batch, batch_idx):
         return torch.nn.functional.cross_entropy(self(batch[0]), batch[1])
@@ -161,7 +161,7 @@ def public_names(kind, *objects):
 
 
 def described(value, depth=0):
-    """Return a value as text that does not depend on the process or on the class of a loop."""
+    """Convert a value to text that does not depend on the process or on the loop's class."""
     if isinstance(value, str) and tempfile.gettempdir() in value:
         return f"{type(value).__name__} path"
     if value is None or isinstance(value, bool | int | str):
@@ -250,7 +250,7 @@ def names_of_trainer():
 
 
 def run_all_calls(kind, name, root):
-    """Return the recorded values of one module with Trainer or FabricLoop."""
+    """Run all calls of one module with Trainer or FabricLoop. Return the recorded values."""
     pl.seed_everything(1, verbose=False)
     module = MODULES[name]()
     recorder = Recorder(names_of_trainer())

@@ -1,11 +1,11 @@
-"""Compare the errors and warnings of Trainer and FabricLoop for the same wrong or unusual call.
+"""Compare the errors and warnings that Trainer and FabricLoop give for the same wrong or unusual call.
 
     python soak/trainer_messages.py              print the cases that differ
     python soak/trainer_messages.py --all        print all cases
     python soak/trainer_messages.py --only clip  cases whose name contains "clip"
 
-A case differs if FabricLoop's exception is not of the class that Trainer raises, or has another text, if only one of the
-loops raises, or if a warning of Trainer is missing. ON_PURPOSE has the reasons of the known differences.
+A case differs if FabricLoop's exception has another class or text than Trainer's, if only one of the loops raises an
+exception, or if a warning of Trainer is missing. ON_PURPOSE contains the reasons for the known differences.
 """
 
 import argparse
@@ -36,7 +36,7 @@ SILENT = {"enable_progress_bar": False, "enable_model_summary": False, "accelera
 
 
 def case(function):
-    """Register a function that gets the class of a loop, as a case."""
+    """Register a function, which takes a loop's class, as a case."""
     CASES[function.__name__] = function
     return function
 
@@ -55,12 +55,12 @@ def fit(loop_class, model=None, train=None, val=None, call="fit", given=None, **
 
 
 def changed(**methods):
-    """Return a module of a class with other methods."""
+    """Create a module of a class, and replace some of its methods."""
     return type("Changed", (Classifier,), methods)()
 
 
 def without(name):
-    """Return a module of a class with the empty method of LightningModule."""
+    """Create a module of a class, with a method replaced by LightningModule's empty one."""
     return changed(**{name: getattr(pl.LightningModule, name)})
 
 
@@ -552,7 +552,7 @@ for add in (add_options, add_models, add_logs, add_optimizers, add_data, add_cal
 # Comparison
 
 
-# The cases that differ on purpose. docs/differences.md lists them, too.
+# The cases that differ on purpose. docs/differences.md also lists them.
 ON_PURPOSE = [
     ("model_is_no_module|no_loader", "plain modules and objects are models, too"),
     ("half_precision_on_a_cpu|option devices=.*", "Fabric's message, with its own name"),
@@ -562,7 +562,7 @@ ON_PURPOSE = [
     ("data empty", "names the loader instead of CombinedLoader"),
     ("data too few for a row", "metrics.csv has a row for each epoch"),
 ]
-# Warnings of torch, and messages about the machine.
+# Warnings from torch, and messages about the machine.
 NOISE = re.compile(r"`isinstance\(treespec|GPU available|TPU available|HPU available|💡|Handling")
 
 
@@ -588,7 +588,7 @@ class Records(logging.Handler):
 def listen(run, loop):
     found, records = Messages(), Records()
     for module in list(sys.modules.values()):
-        # Lightning shows some warnings once in a process.
+        # Lightning shows some warnings only once per process.
         if isinstance(vars(module).get("warning_cache"), WarningCache):
             module.warning_cache.clear()
     names = (
@@ -624,7 +624,7 @@ def start_of(text, number):
 
 
 def compare(name, show=False):
-    """Return the differences between the messages of Trainer and FabricLoop. Print them."""
+    """Print and return the differences between the messages of Trainer and FabricLoop."""
     trainer, ours = (listen(CASES[name], loop) for loop in (pl.Trainer, FabricLoop))
     found = []
     if ours.error is None or trainer.error is None:
@@ -638,7 +638,7 @@ def compare(name, show=False):
         found.append("the text of the error")
     texts = [start_of(text, 5) for text in ours.warnings]
     if ours.error is None:
-        # An error of FabricLoop may come before a warning.
+        # FabricLoop may raise the error before the warning.
         missing = [text for text in trainer.warnings if start_of(text, 5) not in texts]
         found += [f"without the warning: {text}" for text in missing if not NOISE.match(text)]
     reason = next((why for names, why in ON_PURPOSE if re.fullmatch(names, name)), "")

@@ -1,11 +1,11 @@
-"""Run the contract tests with several versions of torch and Lightning, each in an environment of its own.
+"""Run the contract tests with several versions of torch and Lightning, each in its own environment.
 
-    python soak/versions.py                     # every row; an hour and some 20 GB of downloads
+    python soak/versions.py                     # every row, in an hour and with about 20 GB of downloads
     python soak/versions.py --only lowest
     python soak/versions.py --tests tests/contract/test_parity_table.py
     python soak/versions.py --only newest --python python3.10
 
-Prints a table of what passed and failed. Each environment is kept in the folder of --environments.
+The script prints a table of the passed and failed tests. The folder given by --environments keeps each environment.
 constraints.txt needs Python 3.11 or later.
 """
 
@@ -29,7 +29,7 @@ TOOLS = [
 ]
 NOTEBOOKS = ["nbmake", "nbclient", "ipykernel"]
 
-# name: (pip's arguments, versions to ask for beside torch)
+# name: (pip's arguments for torch, and those for the other packages)
 ROWS = {
     "lowest": ("torch==2.5.1", ["-c", "constraints-lowest.txt", "lightning", "pytorch-lightning"]),
     "lightning 2.4": ("torch==2.13.0", ["lightning==2.4.0", "pytorch-lightning==2.4.0"]),
@@ -61,7 +61,7 @@ def main():
 
 
 def make_environment(folder, interpreter, torch, packages):
-    """Return the Python of an environment with these versions; make it if there is none."""
+    """Return the Python of an environment with these versions. Create the environment if there is none."""
     python = folder / ("Scripts" if os.name == "nt" else "bin") / "python"
     if not (folder / "is_complete").exists():
         subprocess.run([interpreter, "-m", "venv", folder], check=True)
@@ -83,7 +83,7 @@ def run_tests(python, tests):
     versions = subprocess.run(
         [python, "-c", code], capture_output=True, text=True, check=True
     ).stdout.split()
-    # Other versions deprecate other things: warnings are no errors here.
+    # Other versions deprecate other things, so warnings are not errors here.
     command = [
         python,
         "-m",

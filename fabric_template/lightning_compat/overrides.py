@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence, Set, ValuesView
 from typing import Any
 
-# Lightning's base classes define every hook with an empty body. A method from one of these modules
-# therefore does not count as an override.
+# These modules contain Lightning's base classes, which define every hook with an empty body. A
+# method from there does not count as an override.
 _EMPTY_HOOKS = tuple(
     f"{package}.{module}"
     for package in ("lightning.pytorch", "pytorch_lightning")
