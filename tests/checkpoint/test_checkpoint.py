@@ -192,7 +192,7 @@ def test_resume_warns_about_a_missing_callback(tmp_path):
         fit(tmp_path, Scored, plain_loader, val_loader, max_epochs=2, resume="last")
 
 
-def test_a_model_checkpoint_callback_replaces_the_loops_own_saving(tmp_path):
+def test_a_model_checkpoint_callback_turns_off_the_loops_checkpoints(tmp_path):
     """A ModelCheckpoint among the callbacks keeps the files; the loop keeps none of its own."""
     callback = ModelCheckpoint(dirpath=tmp_path / "own", monitor="val_loss", save_top_k=1, filename="{epoch}")
     fit(tmp_path, Scored, plain_loader, val_loader, max_epochs=5, callbacks=[callback], logger=False)

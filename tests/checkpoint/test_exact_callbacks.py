@@ -30,7 +30,7 @@ class Backbone(Normed):
         return [optimizer], [ExponentialLR(optimizer, 0.9)]
 
 
-class Thaw(cb.BaseFinetuning):
+class Unfreezes(cb.BaseFinetuning):
     """Unfreezes one part of the backbone after the other."""
 
     def freeze_before_training(self, module):
@@ -65,7 +65,7 @@ CALLBACKS = {
         lambda: cb.StochasticWeightAveraging(0.05, swa_epoch_start=0.5, annealing_strategy="linear"),
     ),
     "backbone": (Backbone, lambda: cb.BackboneFinetuning(1, lambda epoch: 2.0, train_bn=False)),
-    "thaw": (TwoLayers, Thaw),
+    "unfreezes layers": (TwoLayers, Unfreezes),
     "freezes layer": (Normed, FreezesLayer),
     "ema": (Normed, lambda: cb.EMAWeightAveraging(decay=0.9, update_every_n_steps=2)),
     "mean": (Normed, lambda: cb.WeightAveraging(use_buffers=False)),
@@ -142,7 +142,7 @@ class Frozen(Classifier):
         return torch.optim.SGD(self.parameters(), lr=0.1)
 
 
-def test_resume_leaves_newly_frozen_layers_frozen(tmp_path):
+def test_resume_does_not_unfreeze_layers_that_the_new_module_freezes(tmp_path):
     """A resume restores the flags that hooks have changed, and keeps those that __init__ sets now."""
     fit(tmp_path, Frozen, max_epochs=1)
     _, module, _ = fit(tmp_path, lambda: Frozen(freezes_last=True), resume="last", max_epochs=2)

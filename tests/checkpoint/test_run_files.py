@@ -315,7 +315,7 @@ class Recorder(Logger):
     ids=str,
 )
 @pytest.mark.parametrize("make", [Known, lambda: Classifier(on_step=True)], ids=["known", "classifier"])
-def test_a_logger_gets_the_same_calls_as_from_trainer(make, options):
+def test_a_logger_gets_the_same_calls_as_with_trainer(make, options):
     calls = []
     for kind in (pl.Trainer, FabricLoop):
         pl.seed_everything(3, verbose=False)

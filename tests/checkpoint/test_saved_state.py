@@ -132,7 +132,7 @@ class AddsLock(Classifier):
     ("make", "callbacks", "part"),
     [(Classifier, [Keeps()], "callbacks/Keeps/inside/0"), (AddsLock, [], "mine/lock")],
 )
-def test_the_first_save_names_the_value_that_cannot_be_pickled(tmp_path, make, callbacks, part):
+def test_an_error_at_the_first_save_names_a_value_that_cannot_be_pickled(tmp_path, make, callbacks, part):
     with pytest.raises(CheckpointError, match=f"the part '{part}' of the checkpoint cannot be pickled"):
         fit(tmp_path, make, max_epochs=3, callbacks=callbacks)
 

@@ -56,8 +56,8 @@ SHAPES = {
 }
 OTHERS = {
     "averaged": lambda: AveragedModel(make_net()),
-    "compiled part": lambda: CompiledPart(True),
-    "part": lambda: CompiledPart(False),
+    "compiled submodule": lambda: CompiledPart(True),
+    "submodule": lambda: CompiledPart(False),
 }
 ALL = {**SHAPES, **OTHERS}
 
@@ -107,7 +107,9 @@ def test_a_run_resumes_with_another_wrapper_around_the_model(tmp_path, before, a
     assert same(values(net), values(resumed))
 
 
-@pytest.mark.parametrize(("before", "after"), [("part", "compiled part"), ("compiled part", "part")])
+@pytest.mark.parametrize(
+    ("before", "after"), [("submodule", "compiled submodule"), ("compiled submodule", "submodule")]
+)
 def test_a_resume_may_compile_a_submodule_or_not(tmp_path, before, after):
     whole = train(tmp_path / "whole", OTHERS[before], 2)
     train(tmp_path / "parts", OTHERS[before], 1)

@@ -76,7 +76,7 @@ def test_a_copy_under_another_name_trains_without_the_package(tmp_path):
     assert (tmp_path / "checkpoints/digits/version_0/last.ckpt").read_bytes().count(b"my_loop") == 0
 
 
-def test_the_copy_cannot_import_fabric_template(tmp_path):
+def test_a_script_beside_the_copy_cannot_import_fabric_template(tmp_path):
     done = run("import fabric_template", tmp_path)
     assert done.returncode != 0
     assert "the copy must stand on its own" in done.stderr

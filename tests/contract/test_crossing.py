@@ -168,7 +168,7 @@ SAVERS = {
 
 @pytest.mark.parametrize("where", SAVERS)
 @pytest.mark.parametrize("case", CASES)
-def test_each_loop_resumes_the_others_checkpoint_after_an_epoch(tmp_path, case, where):
+def test_fabric_loop_and_trainer_resume_each_others_epoch_checkpoints(tmp_path, case, where):
     """Two epochs by one loop and two by another equal four epochs of Trainer bit for bit.
 
     A scheduler that follows a metric is the exception. It steps after these hooks, and Trainer does not save the metric.

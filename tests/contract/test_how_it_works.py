@@ -106,7 +106,7 @@ def traced(tmp_path_factory):
     return module.batch - {"demos/digits.py"}, module.log_call, resume
 
 
-def test_how_it_works_lists_the_files_that_a_batch_runs_through(traced):
+def test_how_it_works_md_lists_the_files_that_a_batch_uses(traced):
     batch, log_call, resume = traced
     assert batch == named("A batch")
     assert len(batch) <= 10
@@ -116,7 +116,7 @@ def test_how_it_works_lists_the_files_that_a_batch_runs_through(traced):
     assert len(resume) <= 24, sorted(resume)
 
 
-def test_files_named_in_how_it_works_exist():
+def test_files_named_in_how_it_works_md_exist():
     files = set(re.findall(r"`([\w/]+\.py)`", PAGE))
     tree = re.search(r"^```text\nfabric_template/\n(.*?)^```$", PAGE, re.M | re.S)[1]
     entries = {line.split()[0] for line in tree.splitlines()}

@@ -144,7 +144,7 @@ def test_accumulated_gradients_are_averaged_and_cleared(loop_class):
 
 
 @both_loops
-def test_a_monitoring_scheduler_gets_the_epoch_mean(loop_class):
+def test_a_scheduler_with_a_monitor_gets_the_epoch_mean(loop_class):
     """In the example, the scheduler gets the value of the last batch."""
     seen = []
 
@@ -174,7 +174,7 @@ def test_a_scheduler_does_not_step_after_an_epoch_that_max_steps_ends(loop_class
 
 
 @both_loops
-def test_submodules_in_eval_mode_stay_so_after_a_validation(loop_class):
+def test_validation_leaves_submodules_in_eval_mode(loop_class):
     """In the example, validation switches submodules in eval mode back to training mode."""
 
     class Modes(Net):

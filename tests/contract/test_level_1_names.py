@@ -36,7 +36,7 @@ def test_setup_keeps_the_parameters_and_their_names(precision):
     optimizer.step()
 
 
-def test_fit_takes_the_objects_that_setup_returned():
+def test_fit_accepts_the_objects_that_setup_returned():
     """Fit does not wrap the model twice. Its weights equal those of a model that was not set up."""
 
     def fitted(through_setup):

@@ -147,7 +147,7 @@ def test_level_1_setup_moves_a_tensor_loader_to_the_gpu():
 
 
 @pytest.mark.parametrize("with_idx", [False, True])
-def test_level_2_step_functions_train_the_same_weights(expected, with_idx):
+def test_level_2_step_functions_train_like_a_hand_written_loop(expected, with_idx):
     seen = []
 
     def training_step(net, batch, batch_idx):
@@ -200,7 +200,7 @@ class PlainModule(nn.Module):
 
 @pytest.mark.parametrize("given", [{}, {"optimizer": make_optimizer}], ids=["configured", "given"])
 @pytest.mark.parametrize("cls", [PlainObject, PlainModule])
-def test_level_3_an_object_with_step_methods_trains_the_same_weights(expected, cls, given):
+def test_level_3_an_object_with_step_methods_trains_like_a_hand_written_loop(expected, cls, given):
     torch.manual_seed(1)
     model = cls()
     given = {name: make(model.net) for name, make in given.items()}
@@ -209,7 +209,7 @@ def test_level_3_an_object_with_step_methods_trains_the_same_weights(expected, c
     assert_history(history, expected[1])
 
 
-def test_level_3_loop_finds_last_and_best_after_validate():
+def test_level_3_checkpoint_path_finds_last_and_best_after_validate():
     model = PlainModule()
     train, val = make_loaders()
     loop = make_loop("known", monitor="val_loss")
@@ -262,7 +262,7 @@ def make_lightning(package):
 
 @pytest.mark.parametrize("package", [pl, pytorch_lightning], ids=["lightning.pytorch", "pytorch_lightning"])
 @pytest.mark.parametrize("with_datamodule", [False, True])
-def test_level_4_lightning_modules_train_the_same_weights(expected, package, with_datamodule):
+def test_level_4_lightning_modules_train_like_a_hand_written_loop(expected, package, with_datamodule):
     make_module, make_datamodule, make_callback = make_lightning(package)
     torch.manual_seed(1)
     module, callback = make_module(), make_callback()

@@ -213,7 +213,7 @@ def test_two_epochs_and_a_resume_equal_four_epochs():
     assert list_runs("logs")["state"].tolist() == ["finished", "finished"]
 
 
-def test_restarting_a_finished_run_prints_that_nothing_is_left(capsys):
+def test_restarting_a_finished_run_prints_that_it_is_finished(capsys):
     fit("MiniLoop", "run", 2)
     assert "finished run" not in capsys.readouterr().err
     _, _, rows = fit("MiniLoop", "run", 2, resume="auto")
@@ -1126,14 +1126,14 @@ def test_both_loops_compute_the_same_mean_for_each_kind_of_batch(case):
     assert losses[0] == losses[1]
 
 
-def test_the_error_about_an_unknown_monitor_loses_no_epoch():
+def test_a_run_can_resume_after_an_error_about_an_unknown_monitor():
     with pytest.raises(ValueError, match=r"monitor: got 'val_mse', expected one of .*val_loss"):
         run_mini(monitor="val_mse", make_val=val_loader, max_epochs=2)
     loop, _ = run_mini(make_val=val_loader, max_epochs=2, fit={"resume": "last"})
     assert len(loop.history) == 2
 
 
-def test_a_nan_loss_warns_with_its_epoch():
+def test_a_warning_names_the_epoch_of_a_nan_loss():
     with pytest.warns(UserWarning, match=r"train_loss: got nan in epoch 0"):
         fit_functions(lambda net, batch: net(batch[0]).mean() * float("nan"))
 

@@ -71,7 +71,7 @@ class OwnLogAgain(OwnLog):
 
 
 @pytest.mark.parametrize("make_module", [OwnLog, OwnLogAgain])
-def test_a_module_that_overrides_log_logs_as_under_trainer(make_module):
+def test_a_module_that_overrides_log_logs_as_with_trainer(make_module):
     trainer, _, loop, module = both(make_module)
     assert set(loop.progress_bar_metrics) == set(trainer.progress_bar_metrics)
     assert "log" not in vars(module)
@@ -89,7 +89,7 @@ class Chooses(Classifier):
 
 
 @pytest.mark.parametrize("make_val", [None, val])
-def test_a_scheduler_monitors_the_same_metric_as_under_trainer(make_val):
+def test_a_scheduler_monitors_the_same_metric_as_with_trainer(make_val):
     trainer, expected = run_trainer(Chooses, make_loader, make_val, max_epochs=3)
     loop, module = run_loop(Chooses, make_loader, make_val, max_epochs=3)
     assert_same_weights(expected, module)

@@ -126,7 +126,7 @@ CLIPPING = {"gradient_clip_val": 0.05, "gradient_clip_algorithm": "value"}
         (Clips, CLIPPING),
     ],
 )
-def test_each_kind_of_module_trains_the_same_weights_as_under_trainer(module, options):
+def test_each_kind_of_module_trains_the_same_weights_as_with_trainer(module, options):
     assert_parity(module, train, val, max_epochs=3, **options)
 
 
@@ -148,7 +148,7 @@ def test_loaders_with_workers_give_the_same_weights_as_trainer():
     assert_parity(Classifier, lambda: make_loader(40, num_workers=2), val, max_epochs=2)
 
 
-def test_modules_from_pytorch_lightning_train_the_same_weights():
+def test_modules_from_pytorch_lightning_train_like_those_from_lightning():
     """The package pytorch_lightning has its own LightningModule class."""
 
     class Other(pytorch_lightning.LightningModule):

@@ -152,7 +152,7 @@ def record_hooks(part, names, label, calls):
 @pytest.mark.parametrize(
     "name", ["plain", "odd_accumulation", "own_hooks", "manual", "skipping", "validate_by_fraction"]
 )
-def test_hooks_are_called_in_the_same_order_as_by_trainer(name, tmp_path):
+def test_hooks_are_called_in_the_same_order_as_with_trainer(name, tmp_path):
     """Every hook of the callbacks and the module is called as often and in the same order."""
     orders = []
     of_module = hook_names(pl.LightningModule) - hook_names(nn.Module) - {"all_gather", "freeze", "unfreeze", "print"}

@@ -345,5 +345,5 @@ def test_each_wrong_input_raises_one_line_before_anything_is_written(name, tmp_p
     assert files == []
 
 
-def test_each_expected_error_has_an_input():
+def test_wrong_inputs_txt_lists_exactly_the_tested_cases():
     assert list(ERRORS) == list(CASES)

@@ -48,7 +48,7 @@ class Waits(Classifier):
         return loss if loss.item() < 1e9 else None
 
 
-def test_the_check_raises_at_a_synchronizing_operation():
+def test_the_sync_debug_mode_finds_a_synchronizing_operation():
     with pytest.raises(RuntimeError, match="called a synchronizing CUDA operation"):
         fit(Waits())
 
@@ -79,7 +79,7 @@ def test_accumulation_and_clipping_do_not_synchronize(options):
     assert fit(train=on_device, **options) == 20
 
 
-def test_logging_and_checkpoints_do_not_synchronize_in_other_steps(tmp_path):
+def test_steps_between_two_logged_steps_do_not_synchronize(tmp_path):
     """Nothing is read from the device between two log points."""
     options = {"logger": None, "enable_checkpointing": None, "enable_progress_bar": True, "enable_model_summary": True}
     options |= {"default_root_dir": str(tmp_path), "monitor": "val_loss", "log_every_n_steps": 10}

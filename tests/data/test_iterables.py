@@ -69,7 +69,7 @@ own_batches = partial(torch.utils.data.DataLoader, make_loader(24).dataset, **OW
 
 
 @pytest.mark.parametrize("make", [Own, OwnWithLength, Function, Items, OwnDataLoader, own_batches])
-def test_iterables_give_the_same_batches_as_under_trainer(make):
+def test_iterables_give_the_same_batches_as_with_trainer(make):
     """The sanity check is included. Iterables with a length are limited."""
     limits = {"limit_train_batches": 4, "limit_val_batches": 3} if hasattr(make, "__len__") else {}
     assert_parity(Classifier, make, make, max_epochs=2, **limits)
@@ -209,5 +209,5 @@ def test_resume_warns_that_it_reads_a_stream_from_the_start_of_the_epoch(tmp_pat
 
 
 @pytest.mark.parametrize("make", [Slices, Nested, cycle])
-def test_a_stream_that_continues_across_epochs_trains_as_under_trainer(make):
+def test_a_stream_that_continues_across_epochs_trains_as_with_trainer(make):
     assert_parity(Classifier, make, make, max_epochs=3)

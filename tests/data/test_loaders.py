@@ -97,7 +97,7 @@ def structure(loaders):
 
 @pytest.mark.parametrize("call", STAGE_NAMES)
 @pytest.mark.parametrize("shape", SHAPES)
-def test_loaders_of_each_shape_give_the_same_batches_as_under_trainer(call, shape):
+def test_loaders_of_each_shape_give_the_same_batches_as_with_trainer(call, shape):
     """Batches, their indices, their counts and the structure of the loaders equal Trainer's."""
 
     def act(loop, module):
@@ -115,7 +115,7 @@ def test_loaders_of_each_shape_give_the_same_batches_as_under_trainer(call, shap
 @pytest.mark.parametrize("call", ["fit", "validate", "test"])
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("limit", [1.0, 2])
-def test_combined_loaders_give_the_same_batches_as_under_trainer(call, mode, limit):
+def test_combined_loaders_give_the_same_batches_as_with_trainer(call, mode, limit):
     def act(loop, module):
         getattr(loop, call)(module, CombinedLoader({"a": ones(6), "b": [ones(4, 10), range(4)]}, mode))
         return loop.num_sanity_val_batches, loop.num_val_batches, loop.num_test_batches
@@ -127,7 +127,7 @@ def test_combined_loaders_give_the_same_batches_as_under_trainer(call, mode, lim
 
 # ---- objects that are not loaders
 
-NO_LOADERS = {"None": None, "object": object(), "a list of this and that": [1, object()], "a loader": [range(2), None]}
+NO_LOADERS = {"None": None, "object": object(), "a list with an object": [1, object()], "a loader": [range(2), None]}
 
 
 @pytest.mark.parametrize("call", STAGE_NAMES)
@@ -185,7 +185,7 @@ class Sized(Stream):
 
 
 @pytest.mark.parametrize("call", STAGE_NAMES)
-def test_streams_give_the_same_batches_as_under_trainer(call):
+def test_streams_give_the_same_batches_as_with_trainer(call):
     _, seen = assert_both_see(lambda loop, module: getattr(loop, call)(module, ones_of(Stream(5))))
     assert [len(place[1]) for place in seen] == [2, 2, 1]
     _, seen = assert_both_see(
@@ -257,7 +257,7 @@ class EpochSampler(RandomSampler):
 
 
 @pytest.mark.parametrize("in_batches", [False, True])
-def test_set_epoch_gets_the_same_epochs_as_from_trainer(in_batches):
+def test_set_epoch_gets_the_same_epochs_as_with_trainer(in_batches):
     def make():
         sampler = EpochSampler(range(4))
         sampler.epochs = []

@@ -174,7 +174,7 @@ def weighted():
 
 
 @pytest.mark.parametrize("make", [lambda: make_loader(shuffle=False), weighted], ids=["unshuffled", "weighted"])
-def test_training_loaders_shuffle_in_the_same_order_as_under_trainer(make):
+def test_training_loaders_shuffle_in_the_same_order_as_with_trainer(make):
     """With several processes Trainer shuffles every training loader without a DistributedSampler."""
     _, expected = run_trainer(Synced, make, max_epochs=2, **FORK)
     _, module = run_loop(Synced, make, max_epochs=2, **FORK)
@@ -399,6 +399,6 @@ class HasUnusedLayer(Synced):
         self.unused = nn.Linear(2, 2)
 
 
-def test_unused_parameters_raise_the_same_error_as_under_trainer():
+def test_unused_parameters_raise_the_same_error_as_with_trainer():
     with pytest.raises(Exception, match="parameters that were not used in producing the loss"):
         FabricLoop(**quiet(max_epochs=1, **FORK)).fit(HasUnusedLayer(), make_loader())

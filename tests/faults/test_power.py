@@ -45,13 +45,13 @@ class WithoutSync:
         """Do nothing."""
 
 
-def test_the_check_finds_files_that_are_not_synced(tmp_path, monkeypatch):
+def test_the_power_cut_check_finds_files_that_are_not_synced(tmp_path, monkeypatch):
     monkeypatch.setattr(files, "os", WithoutSync())
     recorded = power.record(tmp_path / "run", **OPTIONS)
     assert re.search("was saved, that of step|damaged|empty", next(complaints(recorded, tmp_path, "nothing", "names")))
 
 
-def test_the_check_finds_folders_that_are_not_synced(tmp_path, monkeypatch):
+def test_the_power_cut_check_finds_folders_that_are_not_synced(tmp_path, monkeypatch):
     for module in (files, run_folders):
         monkeypatch.setattr(module, "sync_folder", lambda folder: None)
     recorded = power.record(tmp_path / "run", **OPTIONS)
@@ -59,7 +59,7 @@ def test_the_check_finds_folders_that_are_not_synced(tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize("mutant", ["random numbers", "tables"])
-def test_the_check_finds_state_that_is_not_restored(recorded, tmp_path, monkeypatch, mutant):
+def test_the_power_cut_check_finds_state_that_is_not_restored(recorded, tmp_path, monkeypatch, mutant):
     if mutant == "tables":
         monkeypatch.setattr(CSVLogger, "rewind", lambda self, *position: [])
     else:

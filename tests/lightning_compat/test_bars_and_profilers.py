@@ -26,7 +26,7 @@ class Shown(Classifier):
 
 
 @pytest.mark.parametrize("depth", [1, -1])
-def test_model_summary_prints_the_same_table_as_under_trainer(tmp_path, caplog, depth):
+def test_model_summary_prints_the_same_table_as_with_trainer(tmp_path, caplog, depth):
     logger = "lightning.pytorch.callbacks.model_summary"
     with caplog.at_level(logging.INFO, logger=logger):
         logging.getLogger(logger).addHandler(caplog.handler)
@@ -112,7 +112,7 @@ class Barred(Classifier):
     [{}, {"val_check_interval": 0.5}, {"max_epochs": -1, "max_steps": 13}, {"check_val_every_n_epoch": 2}],
     ids=str,
 )
-def test_progress_bars_show_the_same_values_as_under_trainer(tmp_path, options):
+def test_progress_bars_show_the_same_values_as_with_trainer(tmp_path, options):
     """Totals, positions, titles and values are equal after each batch of fit, test and predict."""
     options = {"max_epochs": 2, "num_sanity_val_steps": 1, **options}
     sides = run_both(tmp_path, lambda root: RecordedTqdm(refresh_rate=3), Barred, **BAR, **options)
@@ -129,7 +129,7 @@ def test_progress_bars_show_the_same_values_as_under_trainer(tmp_path, options):
 
 
 @pytest.mark.filterwarnings("ignore:.*does not have many workers")
-def test_simple_profiler_measures_the_same_actions_as_under_trainer(tmp_path):
+def test_simple_profiler_measures_the_same_actions_as_with_trainer(tmp_path):
     """Every measured action has Trainer's name and count, and each stage writes its report."""
     counts = []
     for name, kind in LOOPS.items():

@@ -57,7 +57,7 @@ def test_an_overridden_zero_grad_is_called_before_each_step(is_of_class, monkeyp
     assert len(calls) == 6
 
 
-def test_checkpoint_hooks_get_the_same_keys_as_from_trainer(tmp_path):
+def test_checkpoint_hooks_get_the_same_keys_as_with_trainer(tmp_path):
     """The epoch is the one that ended. The keys that FabricLoop adds are hidden."""
     callback = ModelCheckpoint(dirpath=tmp_path / "trainer", filename="x")
     _, theirs = run_trainer(
@@ -127,7 +127,7 @@ def test_init_module_creates_weights_in_the_given_precision():
         assert torch.nn.Linear(1, 1).weight.dtype == torch.float64
 
 
-def test_setup_and_teardown_get_the_same_stage_as_from_trainer():
+def test_setup_and_teardown_get_the_same_stage_as_with_trainer():
     """The stage is TrainerFn, as in Trainer, and equals its name."""
     received = []
 

@@ -37,7 +37,7 @@ class Normed(Classifier):
     ],
     ids=str,
 )
-def test_early_stopping_stops_at_the_same_step_as_under_trainer(tmp_path, options):
+def test_early_stopping_stops_at_the_same_step_as_with_trainer(tmp_path, options):
     options = {"monitor": "val_loss", **options}
     expected, ours = run_both(tmp_path, lambda root: cb.EarlyStopping(**options), max_epochs=5)
     first, second = expected.callbacks[0], ours.callbacks[0]
@@ -63,7 +63,7 @@ MODEL_CHECKPOINTS = {
 
 
 @pytest.mark.parametrize("name", MODEL_CHECKPOINTS)
-def test_model_checkpoint_writes_the_same_files_as_under_trainer(tmp_path, name):
+def test_model_checkpoint_writes_the_same_files_as_with_trainer(tmp_path, name):
     options = MODEL_CHECKPOINTS[name]
     expected, ours = run_both(
         tmp_path, lambda root: cb.ModelCheckpoint(root / "kept", **options), lambda: Classifier(by_step), **CKPT
@@ -84,7 +84,7 @@ class Fails(Classifier):
         return super().training_step(batch, batch_idx)
 
 
-def test_on_exception_checkpoint_saves_the_same_file_as_under_trainer(tmp_path):
+def test_on_exception_checkpoint_saves_the_same_file_as_with_trainer(tmp_path):
     expected, ours = run_both(tmp_path, lambda root: cb.OnExceptionCheckpoint(root, "rescued"), Fails, **CKPT)
     assert str(ours.error) == "mine"
     assert_same_files(expected, ours)
@@ -142,7 +142,7 @@ def test_weight_averaging_gives_the_same_weights_as_trainer(tmp_path, make):
     ],
     ids=str,
 )
-def test_learning_rate_monitor_logs_the_same_values_as_under_trainer(tmp_path, optimizers, options):
+def test_learning_rate_monitor_logs_the_same_values_as_with_trainer(tmp_path, optimizers, options):
     expected, ours = run_both(
         tmp_path, lambda root: cb.LearningRateMonitor(**options), lambda: Classifier(optimizers), logger=Notes,
         log_every_n_steps=3, accumulate_grad_batches=2,
@@ -174,7 +174,7 @@ class Predicts(Classifier):
 
 
 @pytest.mark.parametrize(("interval", "several"), [("batch", True), ("epoch", False), ("batch_and_epoch", True)])
-def test_prediction_writers_get_the_same_predictions_as_from_trainer(tmp_path, interval, several):
+def test_prediction_writers_get_the_same_predictions_as_with_trainer(tmp_path, interval, several):
     sides = run_both(tmp_path, lambda root: Writes(root, interval), Predicts, max_epochs=1)
     for side in sides:
         loaders = [make_loader(10, shuffle=False), val_loader()] if several else make_loader(10, drop_last=True)
@@ -191,7 +191,7 @@ def test_prediction_writers_get_the_same_predictions_as_from_trainer(tmp_path, i
         assert same(*(torch.load(side.root / name) for side in sides)), name
 
 
-def test_callbacks_log_the_same_values_as_under_trainer(tmp_path):
+def test_callbacks_log_the_same_values_as_with_trainer(tmp_path):
     class Logs(pl.Callback):
         def on_train_start(self, trainer, module):
             self.log("at_start", 1.0)
@@ -211,7 +211,7 @@ def test_callbacks_log_the_same_values_as_under_trainer(tmp_path):
     assert "log" not in vars(ours.callbacks[0])  # as it was found
 
 
-def test_callbacks_from_the_module_replace_given_ones_as_under_trainer(tmp_path):
+def test_callbacks_from_the_module_replace_given_ones_as_with_trainer(tmp_path):
     """Checkpoint callbacks come last. The module's own callbacks replace those of their classes."""
 
     class Stop(cb.EarlyStopping):

@@ -16,7 +16,7 @@ from fabric_template.errors import ConfigurationError
 
 
 @pytest.mark.parametrize("name", sorted(name for name in trainers.StrategyRegistry if name.startswith("ddp")))
-def test_each_ddp_strategy_name_selects_the_same_strategy_as_in_trainer(name):
+def test_each_ddp_strategy_name_selects_the_same_strategy_as_with_trainer(name):
     expected = trainers.StrategyRegistry.get(name)
     found = FabricLoop(accelerator="cpu", devices=2, strategy=name).fabric.strategy
     assert type(found) is fabrics.DDPStrategy

@@ -21,7 +21,7 @@ def test_callbacks_may_be_given_in_any_kind_of_list():
     assert FabricLoop(callbacks=UserList([two, one]), **SHORT).callbacks == [one, two]
 
 
-def test_fit_continues_the_log_directory_used_before_it():
+def test_fit_uses_the_log_directory_that_the_script_has_used_before():
     loop = FabricLoop(**SHORT)
     logger, folder = loop.logger, Path(loop.log_dir)
     folder.mkdir(parents=True, exist_ok=True)

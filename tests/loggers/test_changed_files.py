@@ -37,7 +37,7 @@ def with_carriage_returns(lines):
     lines[:] = [line + "\r" for line in lines[:-1]] + lines[-1:]
 
 
-def with_mark(lines):
+def with_byte_order_mark(lines):
     lines[0] = "\ufeff" + lines[0]
 
 
@@ -49,7 +49,7 @@ def with_quotes(lines):
     lines[1] = ",".join(f'"{cell}"' for cell in lines[1].split(","))
 
 
-@pytest.mark.parametrize("change", [with_carriage_returns, with_mark, with_blank_lines, with_quotes])
+@pytest.mark.parametrize("change", [with_carriage_returns, with_byte_order_mark, with_blank_lines, with_quotes])
 def test_a_resume_keeps_rows_in_another_csv_dialect(cut, whole, change):
     for path in (cut / "logs").rglob("*.csv"):
         lines = path.read_text().split("\n")

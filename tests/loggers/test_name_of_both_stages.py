@@ -54,7 +54,7 @@ def loader(length):
 @pytest.mark.parametrize("length", [3, 4])
 @pytest.mark.parametrize("val", [{}, {"on_step": True}], ids=["epoch", "step"])
 @pytest.mark.parametrize("train", [{"prog_bar": True}, BOTH, EPOCH], ids=["step", "both", "epoch"])
-def test_a_name_logged_in_both_stages_has_the_same_values_as_in_trainer(tmp_path, train, val, length, interval):
+def test_a_name_logged_in_both_stages_has_the_same_values_as_with_trainer(tmp_path, train, val, length, interval):
     seen = []
     for make in (pl.Trainer, FabricLoop):
         stopping = EarlyStopping("x", patience=1, mode="max")

@@ -28,7 +28,7 @@ class Measured(Classifier):
 
 
 @pytest.mark.parametrize("precision", ["64-true", "bf16-true", "16-true", "bf16-mixed"])
-def test_computed_metrics_have_the_same_dtype_as_under_trainer(precision):
+def test_computed_metrics_have_the_same_dtype_as_with_trainer(precision):
     options = {"max_epochs": 2, "precision": precision, "num_sanity_val_steps": 0}
     (trainer, _), (loop, _) = (run(Measured, make_loader, val_loader, **options) for run in (run_trainer, run_loop))
     theirs, ours = (dict(sorted(one.callback_metrics.items())) for one in (trainer, loop))
@@ -52,7 +52,7 @@ class Logged(Classifier):
 
 
 @pytest.mark.parametrize("precision", ["64-true", "bf16-true", "32-true"])
-def test_logged_metrics_have_the_same_dtype_as_under_trainer(precision):
+def test_logged_metrics_have_the_same_dtype_as_with_trainer(precision):
     options = {"max_epochs": 2, "precision": precision}
     (trainer, _), (loop, _) = (run(Logged, make_loader, None, **options) for run in (run_trainer, run_loop))
     theirs, ours = (dict(sorted(one.callback_metrics.items())) for one in (trainer, loop))

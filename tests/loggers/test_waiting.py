@@ -84,7 +84,7 @@ def test_waiting_for_validation_batches_counts_as_waiting(make):
 
 @pytest.mark.parametrize(("make", "options"), [(FabricLoop, {"enable_progress_bar": True}), (MiniLoop, {})])
 @pytest.mark.parametrize("seconds", [0.0, 0.03])
-def test_the_printed_table_shows_waiting_only_if_it_is_long(seconds, make, options, capsys):
+def test_the_printed_table_has_a_waiting_column_only_for_long_waits(seconds, make, options, capsys):
     train(Slow(seconds), step_seconds=0.03, make=make, max_epochs=3, **options)
     out = capsys.readouterr().out
     hints = re.findall(r"Training spends \d\d% of the time waiting for batches. .*\.tune\(", out)

@@ -140,7 +140,7 @@ def stream_and_short_loader():
 WORKERS = {"num_workers": 2}
 PERSISTENT = {"num_workers": 2, "persistent_workers": True}
 LOADERS = {
-    "here": loader,
+    "no workers": loader,
     "sampler generator": with_sampler(lambda data: RandomSampler(data, generator=seeded())),
     "workers": lambda: loader(**WORKERS),
     "batch sampler, persistent": lambda: DataLoader(Samples(), batch_sampler=ShufflesInIter(range(6)), **PERSISTENT),

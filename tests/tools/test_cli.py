@@ -302,7 +302,7 @@ def test_fit_repeats_a_run_with_any_type_of_default_argument(capsys):
         '{"model": {"class_path": "lit:Lit"}, "data": "lit:Data"}',
     ],
 )
-def test_a_config_file_may_write_classes_with_a_colon(capsys, text):
+def test_a_config_file_may_name_classes_with_a_colon(capsys, text):
     Path("colon.yaml").write_text(text)
     assert run(capsys, "fit", "--config", "colon.yaml", "--max_epochs", 1, *QUIET)[0] == 0
     assert config_of("run/version_0")["model"]["class_path"] == "lit.Lit"
@@ -325,7 +325,7 @@ def test_options_and_later_config_files_override_earlier_config_files(capsys):
     assert found["model"] == {"class_path": "lit.Lit", "init_args": {"hidden": 6, "lr": 0.3, "act": None}}
 
 
-def test_validate_test_and_predict_use_the_run_given_by_run(capsys):
+def test_validate_test_and_predict_load_the_run_given_by_the_run_option(capsys):
     assert run(capsys, *FIT, *QUIET, *OPTIONS)[0] == 0
     run(capsys, *FIT, *QUIET, "--max_epochs", 1)  # a newer version, of another model
     code, out, err = run(capsys, "validate", *FOLDER, "--load", "best")

@@ -55,7 +55,7 @@ def lines_of(ax):
     return {line.get_label(): len(line.get_xdata()) for line in ax.get_lines() if line.get_label() != "best"}
 
 
-def test_each_example_file_has_expected_curves():
+def test_every_example_file_is_tested():
     assert {path.stem for path in FOLDER.iterdir()} == {*EXPECTED}
 
 

@@ -75,7 +75,7 @@ def test_plot_logs_draws_a_panel_per_quantity_and_marks_the_best_value():
         (["val_acc", "val_acc"], ["acc"]),
     ],
 )
-def test_metrics_accepts_column_names_and_quantities(metrics, labels):
+def test_the_metrics_option_accepts_column_names_and_quantities(metrics, labels):
     axes = np.ravel(plot_logs(HISTORY.assign(val_f1=0.5, train_f1=0.4), metrics=metrics))
     assert [ax.get_ylabel() for ax in axes] == labels
     axes[0].figure.canvas.draw()
@@ -271,7 +271,7 @@ def test_tick_labels_of_large_and_close_values_are_readable(places, values, x_la
     assert y_label in labels[1]
 
 
-def test_a_panel_with_negative_values_ignores_log():
+def test_a_panel_with_negative_values_has_no_log_scale():
     axes = plot_logs(pd.DataFrame({"epoch": [0, 1], "val_loss": [1.0, -1.0], "val_acc": [0.1, 0.2]}), log=True)
     assert [ax.get_yscale() for ax in axes] == ["linear", "log"]
 

@@ -121,7 +121,7 @@ def test_a_run_with_a_gradient_scaler_gives_the_same_weights_as_trainer(options)
     assert loop.scaler.get_scale() > 2.0**8  # it has grown
 
 
-def test_the_gradient_scaler_skips_the_same_steps_as_under_trainer():
+def test_the_gradient_scaler_skips_the_same_steps_as_with_trainer():
     trainer, expected = run_trainer(Overflows, train, max_epochs=2, **scaled(TrainerMixedPrecision))
     loop, module = run_loop(Overflows, train, max_epochs=2, **scaled())
     assert_same_weights(expected, module)

@@ -38,7 +38,7 @@ def draw():
     return random.random(), np.random.rand(), torch.rand(()).item()
 
 
-def test_both_loops_train_the_same_losses_with_the_same_seed():
+def test_both_loops_give_the_same_losses_with_the_same_seed():
     losses = []
     for kind in LOOPS:
         loop = make_loop(kind, max_epochs=2, name=kind, seed=5)
@@ -58,7 +58,7 @@ def test_creating_a_loop_with_a_seed_fixes_the_first_weights(kind):
 
 
 @pytest.mark.parametrize("kind", LOOPS)
-def test_a_loop_without_a_seed_does_not_seed(kind):
+def test_a_loop_without_a_seed_does_not_seed_the_random_generators(kind):
     torch.manual_seed(1)
     make_loop(kind)
     first = draw()[2]
@@ -82,7 +82,7 @@ def test_a_resumed_run_continues_the_saved_random_numbers(kind):
 
 
 @pytest.mark.parametrize("kind", LOOPS)
-def test_validate_does_not_seed(kind):
+def test_validate_does_not_seed_the_random_generators(kind):
     loop, drawn = make_loop(kind, seed=2), []
     for seed in (0, 1):
         torch.manual_seed(seed)
