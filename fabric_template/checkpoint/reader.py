@@ -150,7 +150,7 @@ def read_plain(
         sizes: The size of each storage in bytes, to compare with the size in the pickle.
         is_mapped: Read a tensor's values from disk only when they are used.
     """
-    # torch.load gets the class Unpickler from a module.
+    # torch.load uses the class Unpickler of the module that is passed as pickle_module.
     unpickler = type("Unpickler", (PlainUnpickler,), {"sizes": sizes or {}})
     module = SimpleNamespace(__name__="pickle", Unpickler=unpickler)
     # Check that the indices of sparse tensors are within bounds.

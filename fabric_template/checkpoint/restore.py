@@ -385,7 +385,7 @@ def add_missing_groups(run: Run, states: list[dict[str, Any]]) -> None:
     saved = run.plan.start.own.get("parameter_groups", ())
     for optimizer, state, names in zip(run.optimization.optimizers, states, saved, strict=False):
         known = len(optimizer.param_groups)
-        # A user's optimizer may save its state in another format.
+        # Do not require param_groups, because a user's optimizer may save other keys.
         groups = state.get("param_groups", ())
         added = zip(groups[known:], names[known:], strict=False)
         for group, group_names in added:
@@ -434,7 +434,7 @@ def load_optimizer_state(run: Run, optimizer: Any, state: dict[str, Any]) -> Non
 def check_options(
     run: Run, optimizer: Any, known: list[set[str]], groups: list[dict[str, Any]]
 ) -> None:
-    """Raise an error if the groups of a saved optimizer lack options of the current one."""
+    """Raise an error if the saved parameter groups lack options of the current optimizer."""
     for names, group in zip(known, groups, strict=False):
         if missing := sorted(names - set(group)):
             raise CheckpointError(

@@ -124,7 +124,7 @@ class RunFolders:
 
     def _write(self, line: str, is_synced: bool = False) -> None:
         for file in self._files.values():
-            # If the disk is full, continue without this record.
+            # If the disk is full, continue without writing this line.
             with suppress(OSError):
                 file.write(f"{line}\n")
                 file.flush()
@@ -175,7 +175,7 @@ def continues_in(run: Run, folder: Path) -> bool:
         return False
     if folder.resolve() in Path(str(run.plan.start.path)).resolve().parents:
         return True
-    # The checkpoint may have been copied out of this folder.
+    # Also search .lock, because the checkpoint may have been copied out of this folder.
     return (
         f"saved {run.plan.start.saved_at!r}".encode()
         in read_end(str(folder / ".lock")).splitlines()

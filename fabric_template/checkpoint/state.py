@@ -324,7 +324,7 @@ def find_unreadable(states: dict[str, Any]) -> list[str]:
 
 def warn_of_unreadable(run: Run, checkpoint: dict[str, Any]) -> None:
     """Warn about objects in a new checkpoint that a resume would refuse to read."""
-    # A hook may save anything under its own keys.
+    # Check only known keys, because a hook may save anything under its own keys.
     states = {key: checkpoint[key] for key in _NEEDED if key in checkpoint}
     with suppress(Exception):
         for problem in find_unreadable(states):

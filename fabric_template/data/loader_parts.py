@@ -56,12 +56,12 @@ def find_stateful_part(loader: Any) -> Any:
     for sampler in samplers_of(loader):
         is_known = has_state(sampler) or is_of_library(sampler)
         if isinstance(sampler, _DRAWING_SAMPLERS) or not is_known:
-            # The loader's state does not contain the order that such a sampler has drawn.
+            # Do not use the loader's state, which lacks the order that the sampler has drawn.
             return None
     dataset, has_workers = getattr(loader, "dataset", None), getattr(loader, "num_workers", 0) > 0
     is_stream = isinstance(dataset, IterableDataset)
     if has_workers and not is_stream:
-        # A StatefulDataLoader's state does not contain the random states of its workers.
+        # Do not use a StatefulDataLoader's state, which lacks the random states of its workers.
         return None
     parts = [loader, dataset] if is_stream and not has_workers else [loader]
     return next(filter(has_state, parts), None)

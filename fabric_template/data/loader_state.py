@@ -366,7 +366,7 @@ class SkippingSampler:
         self._sampler, self._first = sampler, first
 
     def __iter__(self) -> Iterator[Any]:
-        # Iterate again in each call, because torch calls iter() twice and samplers may reshuffle.
+        # Start the sampler again in each call, because torch calls iter() twice per epoch.
         return islice(self._sampler, self._first, None)
 
 

@@ -115,7 +115,7 @@ def choose_sampler(run: Run, loader: DataLoader, stage: str) -> Any:
     if isinstance(given, RandomSampler | SequentialSampler):
         return DistributedSampler(dataset, **options)
     wrapper: Any = DistributedSamplerWrapper(given, **options)
-    # Checkpoints also contain the state of the given sampler.
+    # Keep the given sampler, because checkpoints also contain its state.
     wrapper.given_sampler = given
     return wrapper
 

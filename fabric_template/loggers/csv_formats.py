@@ -94,7 +94,7 @@ def select(keys: list[Any], cells: list[Any]) -> Columns:
 
 
 def split_runs(columns: Columns) -> dict[str, Columns]:
-    """Return the columns of each run, keyed by run name. A single run has an empty name."""
+    """Return the columns of each run, keyed by run name. The name is empty for a single run."""
     exported = [name for name in columns if " - " in name]
     others = [name for name in columns if name not in exported]
     if any(name.endswith("__MIN") for name in exported) or (
@@ -106,14 +106,14 @@ def split_runs(columns: Columns) -> dict[str, Columns]:
     axis = find_axis(columns, "epoch") or find_axis(columns, "step")
     keys = [*zip(*(columns[name] for name in names), strict=True)] if names and axis else []
     keys = keys or count_fits(columns)
-    # Split only if epochs repeat, as in several runs, and if every row names its run.
+    # Do not split the file unless epochs repeat and every row has a run name.
     is_repeated = axis is not None and len({*columns[axis]}) < len(keys)
     if len({*keys}) < 2 or not is_repeated or not all(map(all, keys)):
         return {"": columns}
     runs = {}
     for key in dict.fromkeys(keys):
         rows = [row for row, other in enumerate(keys) if other == key]
-        # Add the name of the column to a number, as in "fold=0".
+        # Prefix a number with the column name, as in "fold=0".
         label = "/".join(key)
         if len(key) == 1 and has_number(key):
             label = f"{names[0]}={label}"
@@ -134,7 +134,7 @@ def count_fits(columns: Columns) -> list[tuple[str, ...]]:
         places = [tuple(map(float, row)) for row in zip(*(columns[a] for a in axes), strict=True)]
     number, labels = 1, list[tuple[str, ...]]()
     for row, place in enumerate(places):
-        # Require the first epoch, because a resumed run may also repeat a later epoch.
+        # A resumed run also repeats epochs, but does not restart at the first one.
         is_back = row > 0 and all(
             now < last for now, last in zip(place, places[row - 1], strict=True)
         )
@@ -159,7 +159,7 @@ def is_number(cell: str) -> bool:
 
 
 def split_exported(columns: Columns, exported: list[str], others: list[str]) -> dict[str, Columns]:
-    """Split an export of W&B, which names its columns "<run> - <metric>", into runs.
+    """Split a W&B export, whose columns are named "<run> - <metric>", into runs.
 
     Leave out the minimum and the maximum, which W&B adds for each step.
     """

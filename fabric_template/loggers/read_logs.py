@@ -171,7 +171,7 @@ def read_table(path: Path) -> CSVTable:
     records, damaged = read_records((complete + line_break).replace("\0", ""))
     header = records[0] if records else []
     columns = name_columns(header, has_rows=len(records) > 1)
-    # Without a header, the first record is a row.
+    # If the file has no header, its first record is already a row.
     records = records[1:] if columns[:1] == header[:1] else records
     rows, names, num_cells = [], columns, len(columns)
     for cells in records:

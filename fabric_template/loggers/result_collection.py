@@ -334,7 +334,7 @@ class ResultCollection:
         metric.update(value, batch_size)
 
     def _warn_of_barebones(self) -> None:
-        # An unpickled object has no run.
+        # Do not warn after unpickling, because an unpickled object has no run.
         if vars(self):
             self.run.warn_once(
                 "You are trying to `self.log()` but `Trainer(barebones=True)` is configured. Logging can"

@@ -53,7 +53,7 @@ class RowWriter:
         self._is_validated = False
         # The number of training samples in this process since the newest row.
         self._num_samples = 0
-        # A resume takes elapsed(), waited() and _excluded_seconds from the checkpoint.
+        # After a resume, these are elapsed(), waited() and _excluded_seconds of the checkpoint.
         self._seconds_before_resume: tuple[float, ...] = (0.0, 0.0, 0.0)
         self._started, self._waited_at_start = time.monotonic(), 0.0
         # samples_per_second excludes these seconds of validations and saves since the newest row.
@@ -174,7 +174,7 @@ class RowWriter:
             self._write(is_in_epoch=False)
 
     def write_after_training(self) -> None:
-        """Write a row for the last steps of a step-based run, which a resume removes again."""
+        """Write a row for the last steps of a step-based run. A resume removes that row."""
         last_step = self.rows[-1]["step"] if self.rows else 0
         if self.is_step_based and self.run.progress.global_step > last_step:
             self._write(is_in_epoch=True)

@@ -96,7 +96,7 @@ def collect_run_config(run: Run) -> dict[str, Any]:
     if run.plan.start.path is not None:
         config["resume" if run.plan.start.resumes else "load"] = str(run.plan.start.path)
     optimizers = run.optimization.optimizers
-    # Without training batches, no loader was created.
+    # A run without training batches has created no loaders.
     loaders = run.data.train.as_given if "train" in run.data.created else None
     about = {
         **describe_process(run.fabric),
@@ -128,7 +128,7 @@ def describe_process(fabric: Any) -> dict[str, Any]:
 
 
 def attempt(describe: Callable[..., Any], *parts: Any) -> Any:
-    """Return what ``describe`` returns, or None if it fails, so that the run continues."""
+    """Call ``describe``, and return None if it fails, so that the run continues."""
     try:
         return describe(*parts)
     except Exception:

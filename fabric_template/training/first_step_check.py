@@ -57,7 +57,7 @@ class FirstStepCheck:
     def check_gradients(self) -> None:
         """Raise an error if the step has already computed the gradients that the loop computes.
 
-        All processes must call this method. If only some of them have called backward() in the
+        All processes must call this method. If only some processes have called backward() in the
         step, no error is raised, because the loop clears these gradients.
         """
         found = self._found

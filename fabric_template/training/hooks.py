@@ -141,7 +141,7 @@ class Hooks:
         return self.module if is_lightnings else self.model
 
     def leave(self) -> None:
-        """Leave the hook that has raised an error."""
+        """Reset ``current`` after a hook has raised an error."""
         self.current = None
 
     def inside(self, name: str, method: Callable) -> Callable:

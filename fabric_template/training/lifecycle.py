@@ -69,7 +69,7 @@ def run_plan(plan: Plan) -> Any:
             raise explained from error
         raise
     finally:
-        # A second Ctrl-C may have interrupted handle_exception.
+        # End the run here, because a second Ctrl-C may have interrupted handle_exception.
         run.progress.end_run()
 
 

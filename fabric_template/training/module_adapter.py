@@ -89,7 +89,7 @@ class ModuleAdapter(LightningModule):
 class ObjectNetwork(nn.Module):
     """The modules and parameters in the attributes of an object that is not an nn.Module.
 
-    A list, tuple or dict of modules becomes a child that is named like an nn.ModuleList or
+    A list, tuple or dict of modules becomes a child with the same names as in nn.ModuleList or
     nn.ModuleDict. ``self.nets = [a, {"b": b}]`` gives ``nets.0`` and ``nets.1.b``.
     """
 

@@ -357,7 +357,7 @@ class AutomaticOptimization(Optimization):
         """Return the gradients that the next batch still needs."""
         progress, optimizer = self.run.progress, self._optimizer
         if progress.phase == "train_batch":
-            # A resumed run repeats the whole accumulation window.
+            # Save no gradients, because a resumed run repeats the whole accumulation window.
             return {}
         if not progress.is_window_end:
             return self._copy_gradients()
@@ -371,7 +371,7 @@ class AutomaticOptimization(Optimization):
 
 
 class ManualOptimization(Optimization):
-    """Trains on a batch with manual optimization. ``training_step`` steps the optimizers."""
+    """Trains on a batch with manual optimization, where ``training_step`` steps the optimizers."""
 
     is_automatic = False
 

@@ -69,7 +69,7 @@ class Progress:
 
     @contextmanager
     def in_stage(self, stage: str) -> Iterator[None]:
-        """Run a block in another stage. As in Trainer, an error does not reset the stage."""
+        """Set another stage within a block. As in Trainer, an error does not reset the stage."""
         before, self.stage = self.stage, stage
         yield
         self.stage = before
@@ -377,7 +377,7 @@ class ValidationSchedule:
     def _check_time(self, interval: float) -> None:
         """Set ``_is_time_up``. With several processes, the clock of the first process decides.
 
-        All processes must validate after the same batch. Therefore they communicate about once a
+        All processes must validate after the same batch. The processes communicate about once a
         second, and after the batch in which the interval is expected to end.
         """
         now, batches = time.monotonic(), self.run.progress.total_batches
