@@ -909,7 +909,8 @@ class MiniLoop:
         """Return a checkpoint in Lightning's format, with MiniLoop's own state under one key."""
         trained = {p for group in self.optimizer.param_groups for p in group["params"]}
         text = "optimizer: got a parameter that a hook has replaced in the model. Change only its"
-        check(trained <= {*self.network.parameters()}, f"{text} values.")
+        current = {*self.network.parameters()}
+        check(trained <= current and current == self._start_parameters, f"{text} values.")
         checkpoint = {
             "epoch": self.current_epoch - (self.batches_done == 0),
             "global_step": self.global_step,
@@ -1327,6 +1328,7 @@ class MiniLoop:
             text = f"Found {count} module(s) in eval mode at the start of training. If this is"
             warnings.warn(f"{text} intentional, you can ignore this warning.", stacklevel=3)
         self._start_flags = flags_of(self._unwrapped)
+        self._start_parameters = {*self.network.parameters()}
 
     def _check_resume(self, checkpoint: dict[str, Any]) -> None:
         """Raise an error if this run cannot continue from the checkpoint."""
@@ -1384,6 +1386,7 @@ class MiniLoop:
                 weights = {n.removeprefix("_orig_mod."): value for n, value in weights.items()}
             is_strict = getattr(self.model, "strict_loading", True)
             create_late_buffers(self._unwrapped, weights, self.fabric.device)
+            check_tied_weights(self._unwrapped, weights, path)
             try:
                 self._unwrapped.load_state_dict(weights, is_strict)
             except RuntimeError as error:
@@ -1776,6 +1779,18 @@ def create_late_buffers(network: nn.Module, weights: dict[str, Any], device: tor
             late = weights.get(f"{place}.{name}".removeprefix("."))
             if value is None and isinstance(late, Tensor):
                 module._buffers[name] = torch.empty_like(late, device=device)
+
+
+def check_tied_weights(network: nn.Module, weights: dict[str, Any], path: Path | None) -> None:
+    """Raise an error for different saved values of parameters that are one parameter in the model."""
+    names: dict[Any, str] = {}
+    for name, parameter in network.named_parameters(remove_duplicate=False):
+        if isinstance(weights.get(name), Tensor):
+            first = names.setdefault(parameter, name)
+            one, two = weights[first], weights[name]
+            is_same_value = address_of(one) == address_of(two) or torch.equal(one, two)
+            text = f"{path}: got different values of {first} and {name}, expected the same values,"
+            check(is_same_value, f"{text} because they are one parameter of this model.")
 
 
 def load_optimizer(optimizer: Any, saved: dict[str, Any]) -> None:

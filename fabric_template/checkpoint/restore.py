@@ -90,6 +90,7 @@ def load_weights(run: Run, checkpoint: dict[str, Any]) -> None:
     weights = rename_weights(find_weights(checkpoint, path), target)
     is_strict = getattr(run.model, "strict_loading", True)
     create_late_buffers(target, weights)
+    check_tied_weights(target, weights, path)
     try:
         target.load_state_dict(weights, strict=is_strict)
     except RuntimeError as error:
@@ -110,6 +111,23 @@ def create_late_buffers(network: nn.Module, weights: Mapping[str, Any]) -> None:
         buffers = modules[place]._buffers if place in modules else {}
         if buffer in buffers and buffers[buffer] is None:
             buffers[buffer] = torch.empty_like(value, device=device)
+
+
+def check_tied_weights(network: nn.Module, weights: Mapping[str, Any], path: Any) -> None:
+    """Raise an error for different saved values of parameters that are one parameter in the model."""
+    tied: dict[int, list[str]] = defaultdict(list)
+    for name, parameter in network.named_parameters(remove_duplicate=False):
+        if type(weights.get(name)) in (torch.Tensor, nn.Parameter):
+            tied[id(parameter)].append(name)
+    for first, *others in tied.values():
+        for other in others:
+            one, two = weights[first], weights[other]
+            if one.data_ptr() != two.data_ptr() and not torch.equal(one, two):
+                raise OtherModelError(
+                    f"{path}: got different values of {first!r} and {other!r}, expected the same values,"
+                    " because they are one parameter of this model. Create the model with a parameter for"
+                    " each, as a hook of the saved run did."
+                )
 
 
 def find_weights(checkpoint: dict[str, Any], path: Any) -> Mapping[str, Any]:

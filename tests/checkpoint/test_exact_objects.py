@@ -578,6 +578,36 @@ def test_mini_loop_refuses_a_change_of_accumulation_between_optimizer_steps(tmp_
         train(MiniLoop, tmp_path, shuffled(Accumulates))
 
 
+class Untied(Model):
+    """Two layers share a weight in the first epoch. Then a hook gives the second its own."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.second = torch.nn.Linear(8, 8), torch.nn.Linear(8, 8)
+        self.second.weight = self.first.weight
+
+    def forward(self, x):
+        return super().forward(self.second(self.first(x)))
+
+    def on_train_epoch_start(self):
+        if self.current_epoch == 1:
+            self.second.weight = torch.nn.Parameter(self.first.weight.detach().clone())
+
+
+def test_weights_that_a_hook_has_untied_are_refused(tmp_path):
+    with pytest.raises(ValueError, match="parameter that a hook has replaced"):
+        train(MiniLoop, tmp_path / "mini", shuffled(Untied))
+    with pytest.raises(KilledError):
+        train(FabricLoop, tmp_path / "loop", shuffled(Untied), kill_at=10)
+    match = "got different values of 'first.weight' and 'second.weight'"
+    with pytest.raises(CheckpointError, match=match):
+        train(FabricLoop, tmp_path / "loop", shuffled(Untied), resume="last")
+    path = next((tmp_path / "loop").rglob("last.ckpt"))
+    loop = MiniLoop(max_epochs=1, default_root_dir=tmp_path, accelerator="cpu")
+    with pytest.raises(ValueError, match="got different values of first.weight and second.weight"):
+        loop.fit(Untied(), DataLoader(make_data(8), 4), load=path)
+
+
 class ReplacesLayer(Model):
     """Has a new layer from the second epoch on, which its optimizer does not train."""
 
