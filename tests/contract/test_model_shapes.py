@@ -482,8 +482,8 @@ REFUSED_BY_MINI_LOOP = {
     "object, configure_model": "with configure_model. Use FabricLoop",
     "Lightning, setup": "with setup. Use FabricLoop",
     "Lightning, configure_model": "with configure_model. Use FabricLoop",
-    "object, lists": "model: got a list of modules in the attribute layers, expected nn.ModuleList",
-    "object, lists in eval mode": "model: got a list of modules in the attribute layers, expected nn.ModuleList",
+    "object, lists": "model: got a list of modules in the attribute layers. Write nn.ModuleList",
+    "object, lists in eval mode": "model: got a list of modules in the attribute layers. Write nn.ModuleList",
     "Lightning, parameters outside": "optimizer: got 2 of .* parameters that are not in the model",
     "Lightning, compiled module": r"with torch\.compile\(\)\. Use FabricLoop",
 }
