@@ -141,7 +141,7 @@ def read_times(folder: Path) -> tuple[float, float]:
     """Return when a version's newest run started, and when it last saved a checkpoint.
 
     Each new run appends a line such as "started 1764277654.5" to the file .lock in its folders, and
-    each save appends "saved 1764277700.25". A time is 0.0 if there is no such line.
+    each save appends "saved 1764277700.25". A time that is not in the file is 0.0.
     """
     times = {b"started": 0.0, b"saved": 0.0}
     for event, seconds in _TIME_LINE.findall(read_end(os.path.join(folder, ".lock"))):

@@ -111,9 +111,9 @@ HOOKS_OF_MODULE = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks")
 OPTIMIZER_ATTRIBUTES = ("state", "param_groups", "defaults", "_opt_called", "_step_count")
 GENERATORS = (torch.Generator, random.Random, np.random.Generator, np.random.RandomState)
 NUMPY: Any = (np.generic, np.ndarray)
-# The search for objects skips objects of these packages, because they may hold processes or files.
+# The search for objects to save skips these packages, whose objects may hold processes or files.
 LIBRARIES = {*sys.stdlib_module_names, "lightning", "numpy", "torch", "torchmetrics"}
-# The search for objects skips these types, too.
+# The search for objects to save also skips these types.
 NOT_SEARCHED = (type, FunctionType, MethodType, ModuleType, Logger, Tensor, nn.Module, Fabric)
 # Besides tensors and NumPy arrays, checkpoints contain attributes of these types.
 ATOMS = frozenset((type(None), bool, int, float, complex, str, bytes))
@@ -127,12 +127,12 @@ OPEN_LOCKS: list[IO[str]] = []
 class MiniLoop:
     """Train a model with step functions, or an object that has a ``training_step`` method."""
 
-    max_epochs: int | None = None  # Epoch limit. -1: none. None: 1000, or none if max_steps is set.
+    max_epochs: int | None = None  # Epoch limit. -1: no limit. None: 1000, or -1 with max_steps.
     max_steps: int = -1  # Stop after this many optimizer steps. -1: no limit.
     name: str = "run"  # Files go to logs/<name>/version_<n> and checkpoints/<name>/version_<n>.
     version: int | str | None = None  # The run's version. None: the next free or the resumed one.
     monitor: str | None = None  # The metric that selects best.ckpt.
-    # "min" if the smallest value of monitor is best, "max" if the largest is. "auto" uses its name.
+    # "min" if the smallest value of monitor is best, "max" if the largest is, "auto": by name.
     mode: str = "auto"
     accumulate_grad_batches: int = 1  # The number of batches per optimizer step.
     gradient_clip_val: float | None = None  # Clip the total gradient norm to this value.
@@ -238,7 +238,7 @@ class MiniLoop:
         self._batches_in_window = 0  # The number of batches since the last optimizer step.
         self._batches: Any = None  # This epoch's iterator over the training loader.
         self._epoch_start: Any = None  # The random state at the start of this epoch.
-        self._before_next: Any = None  # The random state before the next batch was read ahead.
+        self._before_next: Any = None  # The random state from before the next batch was read.
         self._resumed_state: Any = None  # The random state of the resumed checkpoint.
         self._saved_step: int | None = None  # The step of last.ckpt. None: there is no last.ckpt.
         # Each CSV file's number of rows, and its columns.
@@ -322,7 +322,7 @@ class MiniLoop:
             self._end_row(self.current_epoch - 1)
 
     def _raise_instead(self, error: Exception) -> None:
-        """Reraise an error. Replace advice of torch that does not apply in a loop."""
+        """Reraise an error. Replace torch's advice where it does not apply in a loop."""
         text = next((INSTEAD[part] for part in INSTEAD if part in str(error)), None)
         if text is None or not self._hook.endswith("_step"):
             raise error
@@ -547,7 +547,7 @@ class MiniLoop:
         return {**get_rng_state(), "parts": changed}
 
     def _find_objects(self) -> None:
-        """Add the objects in attributes of the model, of which hooks may have created some."""
+        """Find the objects in the model's attributes again, because hooks may have created some."""
         self._weights = {*map(address_of, self._unwrapped.state_dict().values())} - {None}
         for place in self._object_places:
             del self._parts[place]
@@ -1018,7 +1018,7 @@ class MiniLoop:
         self.batches_done = progress["batches_done"] if progress["is_in_epoch"] else 0
         self._resumed_options = own.get("options", {})
         self._restore_options(self._resumed_options)
-        # A job scheduler may restart a stopped run. With resume="auto", the run stays stopped.
+        # If a job scheduler restarts a stopped run with resume="auto", the run stays stopped.
         self.should_stop = is_automatic and own["stop"]["should_stop"]
         self._resumed_state, self._epoch_start = of_process["rng"], of_process.get("epoch_start")
         self._before_next = of_process.get("before_next")
@@ -1466,7 +1466,7 @@ def collect_modules(model: Any) -> nn.Module:
     """Collect the modules and parameters among an object's attributes in one nn.Module."""
     network = nn.Module()
     for name, value in getattr(model, "__dict__", {}).items():
-        # Write to the dicts, because add_module() refuses names such as "forward".
+        # Write to nn.Module's dicts, because add_module() refuses names such as "forward".
         if isinstance(value, nn.Parameter):
             network._parameters[name] = value
         elif isinstance(value, nn.Module):
@@ -1608,7 +1608,7 @@ def parts_of(loader: Any) -> dict[str, Any]:
 
 
 def objects_in(owner: Any, known: set[int]) -> dict[str, Any]:
-    """Return the objects in an object, such as a pool of images or a transform, by their paths.
+    """Return the objects inside an object, such as a pool of images or a transform, by path.
 
     Args:
         known: The ids of other objects. Objects inside them are left out.
@@ -1640,7 +1640,7 @@ def objects_in(owner: Any, known: set[int]) -> dict[str, Any]:
 
 
 def create_item(parts: dict[str, Any], place: str) -> None:
-    """Create the object of a place that is an item of a defaultdict, as reading it does."""
+    """If a place is an item of a defaultdict, create the item by reading it."""
     path, _, key = place.rpartition(".")
     owner, _, name = path.rpartition(".")
     container = namespace_of(parts.get(owner)).get(name)
@@ -1649,7 +1649,7 @@ def create_item(parts: dict[str, Any], place: str) -> None:
 
 
 def is_own_object(value: Any) -> bool:
-    """Return whether a value is a data set or a user's object, and saves no state itself."""
+    """Return whether a value is a data set or a user's object that has no own state_dict."""
     kind = type(value)
     is_known = isinstance(value, (*NOT_SEARCHED, *GENERATORS, MiniLoop, Enum, tuple))
     is_known = is_known or is_stateful(value)
@@ -1659,7 +1659,7 @@ def is_own_object(value: Any) -> bool:
 
 
 def namespace_of(part: Any) -> dict[Any, Any]:
-    """Return an object's attributes. The keys of a configuration may be its attributes."""
+    """Return an object's attributes. Some dicts have their keys as attributes."""
     return part if isinstance(part, dict) else getattr(part, "__dict__", {})
 
 
@@ -1727,7 +1727,7 @@ def check_optimizer(optimizers: list[Any], own: set[nn.Parameter]) -> None:
 
 
 def make_scheduler_config(item: Any, optimizer: Any) -> dict[str, Any]:
-    """Convert a scheduler to a scheduler dict of Lightning, with all defaults."""
+    """Return Lightning's scheduler dict for a scheduler, with all defaults filled in."""
     config: dict[str, Any] = {"interval": "epoch", "frequency": 1, "monitor": None}
     config.update(item if isinstance(item, Mapping) else {"scheduler": item})
     scheduler, is_strict = config.get("scheduler"), config.get("strict", True)
@@ -1952,7 +1952,7 @@ def decode(encoded: Any, device: torch.device) -> Any:
 
 
 def find_class(base: type, module: str, name: str) -> Any:
-    """Return a class with a base class in an imported module, or None. This runs no code."""
+    """Find a subclass in an imported module without running any code, or return None."""
     found: Any = sys.modules.get(module)
     for part in name.split("."):
         found = getattr(found, "__dict__", {}).get(part)
@@ -2022,7 +2022,7 @@ def address_of(value: Any) -> int | None:
 
 
 def convert_attributes(of_process: dict[str, Any], parts: Iterable[str]) -> dict[str, Any] | None:
-    """Return the module attributes that FabricLoop has saved, or None if it also saved others."""
+    """Return FabricLoop's saved attributes of modules, or None if it has saved others, too."""
     if has_attributes(of_process["data"]):
         return None
     converted: dict[str, Any] = {}
@@ -2258,7 +2258,7 @@ def is_replaced(checkpoint: dict[str, Any], folder: Path) -> bool:
 
 
 def read_times(folder: Path) -> tuple[float, float]:
-    """Read when a version's newest run started and last saved, from the end of its .lock file."""
+    """Read from a version's .lock file when its newest run started and last saved."""
     times, lines = {"started": 0.0, "saved": 0.0}, []
     with suppress(OSError), (folder / ".lock").open("rb") as file:
         file.seek(max(0, os.fstat(file.fileno()).st_size - 4096))

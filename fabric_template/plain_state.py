@@ -46,10 +46,10 @@ _MOST_ITEMS = 1_000_000
 _COMPARED_BYTES = 2**20
 _COMPARED_ITEMS = 50_000
 _DEEPEST = 12
-# Limits of the search for objects: the number of objects, and the items of a container.
+# Limits of the search for objects to save: the number of objects, and the items of a container.
 _MOST_OBJECTS = 64
 _MOST_SEARCHED = 500
-# The search skips objects of these packages, because they may hold processes or files.
+# The search for objects to save skips these packages, whose objects may hold processes or files.
 _LIBRARIES = {__name__.partition(".")[0], "lightning", "numpy", "torch", "torchmetrics"}
 _LIBRARIES |= {"pytorch_lightning", *sys.stdlib_module_names}
 # The encoded form of an attribute that has been deleted.
@@ -70,7 +70,7 @@ class TooLargeError(Exception):
 
 
 def digest(value: Any, most: int = _COMPARED_ITEMS) -> Any:
-    """Return a value that differs after a plain value has changed.
+    """Return a digest that changes when a plain value changes.
 
     A large tensor is compared by its identity, its version and a sample of its numbers. A large
     array or container is compared only by a sample.
@@ -169,7 +169,7 @@ def is_named_tuple(kind: type) -> bool:
 
 
 def find_class(base: type, module: str, name: str) -> Any:
-    """Return a class with a base class in an imported module, or None. This runs no code."""
+    """Find a subclass in an imported module without running any code, or return None."""
     found: Any = sys.modules.get(module)
     for part in name.split("."):
         found = getattr(found, "__dict__", {}).get(part)
@@ -367,7 +367,7 @@ class Part:
         if isinstance(self.instance, type):
             return {}
         if isinstance(self.instance, dict):
-            # A configuration whose keys are attributes.
+            # Some dicts have their keys as attributes.
             return self.instance
         attributes = getattr(self.instance, "__dict__", {})
         return attributes["_buffers"] if self.has_buffers else attributes
@@ -379,7 +379,7 @@ class Part:
 
 
 def is_own_object(value: Any) -> bool:
-    """Return whether a value is an object of a class of the user, which saves no state itself."""
+    """Return whether a value is a user's object that has no own state_dict."""
     kind = type(value)
     is_known = isinstance(value, nn.Module | Tensor | Enum | tuple) or hasattr(kind, "state_dict")
     is_library = kind.__module__.partition(".")[0] in _LIBRARIES and kind is not SimpleNamespace
@@ -387,7 +387,7 @@ def is_own_object(value: Any) -> bool:
 
 
 def searched_values(part: Part) -> dict[str, Any]:
-    """Return the attributes of an object. Of a module, also the objects of its hooks."""
+    """Return an object's attributes, and the objects of a module's hooks."""
     values, module = part.attributes(), part.instance
     if not isinstance(module, nn.Module) or part.has_buffers:
         return values
@@ -397,7 +397,7 @@ def searched_values(part: Part) -> dict[str, Any]:
 
 
 def find_objects(parts: dict[str, Part], known: set[int]) -> dict[str, Part]:
-    """Return the objects in attributes of parts, and in containers there, keyed by their paths.
+    """Return the objects in the attributes of parts and in containers there, by path.
 
     Args:
         known: The ids of objects that are saved elsewhere.
@@ -440,7 +440,7 @@ class PlainState:
         device: torch.device | None = None,
         network: nn.Module | None = None,
     ) -> None:
-        # The given objects, and those with the objects in their attributes.
+        # The given objects. _parts also contains the objects in their attributes.
         self._given, self._network = parts, network
         self._parts = parts
         self._device = torch.device("cpu") if device is None else device
@@ -460,21 +460,21 @@ class PlainState:
                 self._at_start[place] = found
 
     def _find_objects(self) -> None:
-        """Search again for the objects in attributes, because hooks create some."""
+        """Find the objects in attributes again, because hooks may have created some."""
         if self._network is not None:
             with self._guarded("the objects in attributes"):
                 known = {*(self._saved or ()), *map(id, self._network.modules())}
                 self._parts = {**self._given, **find_objects(self._given, known)}
 
     def objects_of(self, names: Iterable[str]) -> dict[str, Any]:
-        """Return the objects in attributes, after creating those of names, as far as possible."""
+        """Create the named objects if possible, and return all objects in attributes."""
         for name in names:
             self._create_item(name)
         self._find_objects()
         return {n: part.instance for n, part in self._parts.items() if n not in self._given}
 
     def _create_item(self, name: str) -> None:
-        """Create the object of a name that is an item of a defaultdict, as reading it does."""
+        """If a name is an item of a defaultdict, create the item by reading it."""
         path, _, key = name.rpartition(".")
         owner, _, attribute = path.rpartition(".")
         namespace = self._parts[owner].namespace() if owner in self._parts else {}
@@ -529,7 +529,7 @@ class PlainState:
         return is_stateful(value) or self._is_hidden(value)
 
     def _is_hidden(self, value: Any) -> bool:
-        """Return whether a value is a module of which the network's state_dict has no weights."""
+        """Return whether a value is a module whose weights are not in the network's state_dict."""
         if self._network is None or not isinstance(value, nn.Module):
             return False
         return set(self._network.modules()).isdisjoint(value.modules())

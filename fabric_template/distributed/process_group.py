@@ -128,7 +128,7 @@ def check_launched(fabric: Fabric) -> None:
 
 
 class GroupEnvironment(TorchElasticEnvironment):
-    """Describe an existing group, or one that the variables of torch.distributed or MPI define.
+    """Describe an existing process group, or one that environment variables define.
 
     Args:
         local_size: The number of processes on each machine.

@@ -257,7 +257,7 @@ def complete_arguments(command: str, argv: list[str]) -> list[str]:
 
 
 def resolve_config(path: str) -> str:
-    """Return a config's path, or its text with package.module:Class as package.module.Class."""
+    """Return a config's path, or its text with each package.module:Class in dotted form."""
     try:
         text = Path(path).read_text("utf-8")
     except (OSError, ValueError):

@@ -100,7 +100,7 @@ def differing_options(runs: Sequence[Run]) -> list[str]:
         if option in recorded:
             # Ignore arguments that only one class has, because the classes already differ.
             values = [value for value in values if value is not None]
-        # Compare strings, too, because NaN differs from itself.
+        # Also compare the values as strings, because NaN differs from itself.
         if any(value != values[0] and str(value) != str(values[0]) for value in values):
             differing.append(option)
     return differing

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     import numpy as np
 
 TEMPLATE = Path(__file__).with_name("runs_page.html")
-# The page contains at most about this many points, which take up a megabyte.
+# The page contains about this many points at most, which take up a megabyte.
 MOST_POINTS = 60_000
 # The number of panels in the row above the table.
 MOST_MAIN = 3
