@@ -133,14 +133,14 @@ class CheckpointManager:
             return
         is_of_validation = monitor.startswith("val")
         step = "validation_step" if is_of_validation else "training_step"
-        advice = "Write monitor= with one of these"
+        advice = "Set monitor= to one of these"
         if is_of_validation and not run.should_validate:
             advice = "Pass val_dataloaders and a validation_step"
         elif not (run.results.evaluated if is_of_validation else metrics):
             advice = f"Return the loss from {step}, or log the metric in it"
         raise ConfigurationError(
             f"monitor: got {monitor!r}, expected a logged metric: {sorted(metrics)}. {advice}, and"
-            " resume='last' to continue."
+            " write resume='last' to continue."
         )
 
     def save_last(self, run: Run) -> None:

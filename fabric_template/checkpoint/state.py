@@ -352,7 +352,7 @@ def find_unpicklable(value: Any, name: str = "") -> str | None:
 
 
 def make_plain_state(run: Run) -> PlainState:
-    """Collect the attributes to save of the model, the datamodule and the callbacks."""
+    """Return the attributes of the model, the datamodule and the callbacks for checkpoints."""
     parts = dict([*parts_of_model(run), *parts_of_callbacks(run)])
     if run.datamodule is not None:
         has_no_state = overridden(run.datamodule, "state_dict") is None

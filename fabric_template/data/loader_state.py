@@ -81,7 +81,7 @@ class ResumableLoader:
         # _resumed holds the number of all its batches and of those read after the resume.
         self._resumed_at: int | None = None
         self._resumed: tuple[int, int] | None = None
-        # True if this pass has only as many batches as the resumed pass had after the resume.
+        # True if the pass after a resumed pass still skips the batches from before the resume.
         self.is_sticky = False
         self._plain_states = {
             "order": PlainState(parts_of_order(loader)),
@@ -213,7 +213,7 @@ class ResumableLoader:
             self._check_length()
 
     def _check_length(self) -> None:
-        """Warn if the pass after a resumed pass also lacks the batches from before the resume."""
+        """Warn if the pass after a resumed pass still skips the batches from before the resume."""
         if self._resumed_at is not None:
             self._resumed = (self.batches, self.batches - self._resumed_at)
             self._resumed_at = None

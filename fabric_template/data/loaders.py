@@ -90,7 +90,7 @@ class DataConnector:
     def request(self, stage: str) -> Any:
         """Return the given loaders, or call the method that creates them."""
         if stage in self.given:
-            # The plan has already checked these loaders.
+            # Do not check the given loaders, because the plan has already done so.
             return self.given[stage]
         name, provider = f"{stage}_dataloader", self.source
         kind = "LightningDataModule" if provider is self.run.datamodule else "LightningModule"

@@ -91,7 +91,7 @@ class Run:
         self.plain_state = make_plain_state(self)
 
     def start_optimization(self) -> None:
-        """Start automatic or manual optimization, which hooks may choose until on_fit_start."""
+        """Start automatic or manual optimization. Hooks may choose which one until on_fit_start."""
         self.optimization = self.optimization.start()
 
     def find_new_modules(self) -> None:
