@@ -62,7 +62,7 @@ def test_a_run_killed_after_a_validation_resumes_exactly(tmp_path):
         assert tree(root) == tree(tmp_path / "run")
 
 
-def test_a_monitored_epoch_mean_ranks_checkpoints_at_the_end_of_the_epoch(tmp_path):
+def test_with_an_epoch_mean_as_monitor_the_best_is_chosen_after_each_epoch(tmp_path):
     loop, _, history = fit(
         tmp_path, max_epochs=2, val_check_interval=2, monitor="train_loss_epoch", save_top_k=-1, **EPOCH
     )
@@ -81,7 +81,7 @@ def test_a_nan_score_is_never_the_best(tmp_path, top_k, kept):
     assert FabricLoop(**quiet()).checkpoint_path("best") is None
 
 
-def test_best_checkpoints_survive_a_stop_during_validation(tmp_path):
+def test_a_stop_during_validation_keeps_the_best_checkpoints(tmp_path):
 
     class Stops(Callback):
         def on_validation_end(self, trainer, module):

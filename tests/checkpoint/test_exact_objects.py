@@ -519,7 +519,7 @@ class Noting(Model):
         return NotingSGD(self.parameters(), 0.1)
 
 
-def test_an_object_that_a_step_has_created_is_reported_at_the_first_save(tmp_path):
+def test_the_first_save_reports_an_object_that_a_step_has_created(tmp_path):
     """FabricLoop can read it with weights_only=False. MiniLoop has no such option."""
     with pytest.warns(UserWarning, match="got an instance of .*Note in the part 'optimizer_states"):
         train(FabricLoop, tmp_path / "loop", shuffled(Noting))

@@ -195,7 +195,7 @@ def test_a_run_resumes_exactly_after_an_exception(tmp_path, hook, options):
 
 @pytest.mark.filterwarnings("ignore:The dirpath has changed")
 @pytest.mark.parametrize("when", ["every_n_train_steps", "every_n_epochs", "validation"])
-def test_a_file_from_model_checkpoint_resumes_exactly(tmp_path, when):
+def test_a_run_resumes_exactly_from_a_file_of_model_checkpoint(tmp_path, when):
     """A resume completes what follows the save: the row, the validation, the end of the epoch."""
     options = {"val_check_interval": 2, "log_every_n_steps": 1}
     saves = {"every_n_epochs": 1, "save_on_train_epoch_end": False} if when == "validation" else {when: 1}

@@ -297,7 +297,7 @@ class Graph:
 
 
 @pytest.mark.parametrize("loop_name", LOOPS)
-def test_a_list_of_objects_is_used_as_batches(tmp_path, loop_name):
+def test_fit_uses_a_list_of_objects_as_batches(tmp_path, loop_name):
     pairs = list(DataLoader(DATA, 4))
     expected, _ = train(loop_name, tmp_path, lambda: pairs, max_epochs=2)
     torch.manual_seed(1)

@@ -196,7 +196,7 @@ def csv_of(name, file):
     return pd.read_csv(f"logs/{name}/version_0/{file}").drop(columns=["time", "waiting"], errors="ignore")
 
 
-def test_two_epochs_and_a_resume_equal_four_epochs():
+def test_two_epochs_and_two_resumed_epochs_equal_four_epochs():
     _, expected, rows = fit("MiniLoop", "whole", 4)
     fit("MiniLoop", "parts", 2)
     _, module, again = fit("MiniLoop", "parts", 4, resume="last")

@@ -165,8 +165,8 @@ class Uncounted(Gan):
         return super().training_step(batch, batch_idx)
 
 
-class PutOnce(Gan):
-    """Removes its decorator around a step after the batch."""
+class OverridesOnce(Gan):
+    """Overrides the hook after a step. Trainer restores the hook after the batch."""
 
     def training_step(self, batch, batch_idx):
         if batch_idx % 4 == 0:
@@ -174,8 +174,8 @@ class PutOnce(Gan):
         return super().training_step(batch, batch_idx)
 
 
-class Elsewhere(Gan):
-    """Steps outside training_step, where none is counted."""
+class StepsInOtherHooks(Gan):
+    """Steps outside of training_step, where steps are not counted."""
 
     def on_train_batch_end(self, outputs, batch, batch_idx):
         self.optimizers()[0].step()
@@ -185,7 +185,7 @@ class Elsewhere(Gan):
             optimizer.step()
 
 
-class CountsItself(Gan):
+class CountsBatches(Gan):
     """Steps the wrapped optimizers directly, which are not counted, and counts the batches."""
 
     def optimizers(self, use_pl_optimizer=True):
@@ -197,7 +197,7 @@ class CountsItself(Gan):
 
 @pytest.mark.filterwarnings("ignore:You passed in a `val_dataloader`")
 @pytest.mark.parametrize("options", [{}, {"max_steps": 7}], ids=["epochs", "steps"])
-@pytest.mark.parametrize("make_module", [Uncounted, PutOnce, Elsewhere, CountsItself])
+@pytest.mark.parametrize("make_module", [Uncounted, OverridesOnce, StepsInOtherHooks, CountsBatches])
 def test_global_step_counts_the_same_steps_as_trainer(make_module, options):
     trainer, _, loop, _ = both(make_module, **options)
     assert (loop.global_step, loop.current_epoch) == (trainer.global_step, trainer.current_epoch)

@@ -169,7 +169,7 @@ def test_hooks_are_called_in_the_same_order_as_with_trainer(name, tmp_path):
     assert orders[0] == orders[1]
 
 
-def test_validate_test_and_predict_return_the_same_as_trainers(tmp_path):
+def test_validate_test_and_predict_return_the_same_values_as_with_trainer(tmp_path):
     """validate, test and predict return the same values for one and for several loaders."""
     Module.test_step, results = Module.validation_step, []
     for kind in (pl.Trainer, FabricLoop):

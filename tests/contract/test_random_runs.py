@@ -58,7 +58,7 @@ def test_random_programs_give_the_same_result_as_trainer_or_a_plain_loop(found, 
     assert len(compared) >= 2
 
 
-def test_the_comparison_finds_a_planted_fault(found):
+def test_the_random_programs_find_a_planted_fault(found):
     compared, differences, refusals = found["fault"]
     assert [kind for kind, details in differences] == [
         "FabricLoop differs from HandLoop",

@@ -95,7 +95,7 @@ def named_fit(epochs=2, **more):
     return net, loop, loop.fit(net, make_loader(), loaders, optimizer=sgd(net), **functions)
 
 
-def test_loader_names_become_prefixes_of_columns():
+def test_loader_names_become_prefixes_of_column_names():
     """Each column has the value of its own loader. validate uses the same names."""
     net, loop, history = named_fit()
     assert list(history.columns) == [

@@ -102,7 +102,7 @@ def test_a_logger_drops_an_incomplete_last_line(tmp_path, logger, metrics_csv, t
     assert metrics_csv.read_bytes() == complete + b"1,20,0.5\n"
 
 
-def test_rows_that_a_full_disk_refuses_are_written_later(tmp_path, logger, metrics_csv, monkeypatch):
+def test_a_logger_writes_rows_later_if_the_disk_was_full(tmp_path, logger, metrics_csv, monkeypatch):
     logger.log_epoch(epoch(0))
 
     def refuse(path, text):
@@ -211,7 +211,7 @@ def test_read_table_reads_a_column_name_with_a_quote(tmp_path):
     assert (found.columns, len(found.rows), found.damaged) == (["epoch", "step", "loss", "note"], 3, [1])
 
 
-def test_a_new_column_keeps_a_copy_of_a_file_that_was_changed(logger, metrics_csv):
+def test_a_logger_keeps_a_copy_of_a_changed_file_before_it_adds_a_column(logger, metrics_csv):
     logger.log_epoch(epoch(0, loss=1.0))
     content = metrics_csv.read_bytes() + b'"1,20,0.5\n'
     metrics_csv.write_bytes(content)
@@ -224,7 +224,7 @@ def test_a_new_column_keeps_a_copy_of_a_file_that_was_changed(logger, metrics_cs
     assert metrics_csv.read_bytes() == b"epoch,step,loss,acc\n0,10,1.0,\n1,20,0.5,\n2,30,0.25,\n3,40,,0.5\n"
 
 
-def test_rows_are_kept_while_the_file_cannot_be_written(tmp_path, metrics_csv):
+def test_a_logger_keeps_rows_while_the_file_cannot_be_written(tmp_path, metrics_csv):
     """The rows are written when the path can be used again."""
     logger = CSVLogger(tmp_path / "logs", name="digits", version=0)
     metrics_csv.mkdir(parents=True)

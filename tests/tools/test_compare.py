@@ -137,7 +137,7 @@ class HalfPrecision(Script):
         optimizer.zero_grad()
 
 
-class Sloppy(Normed):
+class Careless(Normed):
     """Validates with gradients, measures itself after each step, and calls net.forward."""
 
     def train_on(self, i, batch, net, optimizer, is_last):
@@ -155,9 +155,9 @@ class Sloppy(Normed):
 
 
 KINDS = [Script, Accumulating, Clipping, ScheduledByStep, TwoGroups, Dropping, Normed]
-KINDS += [HalfPrecision, Sloppy, Reordered]
+KINDS += [HalfPrecision, Careless, Reordered]
 ADOPTIONS = [(kind, FabricLoop) for kind in KINDS]
-ADOPTIONS += [(kind, MiniLoop) for kind in (Script, Accumulating, Clipping, ScheduledByStep, Sloppy)]
+ADOPTIONS += [(kind, MiniLoop) for kind in (Script, Accumulating, Clipping, ScheduledByStep, Careless)]
 
 
 @pytest.mark.parametrize(("kind", "loop"), ADOPTIONS)

@@ -74,7 +74,7 @@ def curves(page, title):
     return {(curve["run"], curve["column"]): curve for curve in panel["curves"]}
 
 
-def test_the_page_has_a_row_per_run_and_a_panel_per_quantity(capsys):
+def test_the_runs_page_has_a_row_per_run_and_a_panel_per_quantity(capsys):
     write_run(hparams={"lr": 1e-05, "layers": [1, 2]}, val_acc=[0.1, 0.5, 0.4], lr=[3.0, 2.0, 1.0])
     write_run(version=10, rows=2, hparams={"lr": 0.1}, val_acc=[0.1, 0.7], lr=[3.0, 2.0])
     page = make_page()
@@ -99,7 +99,7 @@ def test_the_page_has_a_row_per_run_and_a_panel_per_quantity(capsys):
     assert curves(page, "acc")[0, "val_acc"]["best"] == [1, 0.5]
 
 
-def test_html_in_a_run_name_is_shown_as_text():
+def test_the_runs_page_shows_html_in_a_run_name_as_text():
     write_run(
         hparams={HOSTILE: HOSTILE, SHORT: SHORT, "path": "https://example.com"}, **{f"val_{HOSTILE}": [1.0, 2.0, 3.0]}
     )
@@ -117,7 +117,7 @@ def test_html_in_a_run_name_is_shown_as_text():
     assert text.count("https:") == text.count("https://example.com")
 
 
-def test_further_options_and_long_values_share_one_column():
+def test_the_runs_page_shows_long_values_and_extra_options_in_one_column():
     for version in (0, 1):
         options = {f"option_{i}": version for i in range(10)}
         write_run(version=version, hparams={"path": f"/data/{version}" * 9} | options)
@@ -127,7 +127,7 @@ def test_further_options_and_long_values_share_one_column():
     assert column(page, "other options")[1][0] == f"path={'/data/1' * 9}, option_8=1, option_9=1"
 
 
-def test_the_page_omits_values_that_are_not_finite():
+def test_the_runs_page_omits_values_that_are_not_finite():
     write_run(val_loss=[math.nan, math.inf, -math.inf], train_loss=[math.inf, 2.0, math.nan])
     write_run(version=1, rows=0)
     page = make_page()
@@ -137,7 +137,7 @@ def test_the_page_omits_values_that_are_not_finite():
 
 
 @pytest.mark.parametrize("rows", [None, 0])
-def test_the_page_of_runs_without_rows_has_no_panels(rows):
+def test_the_runs_page_has_no_panels_for_runs_without_rows(rows):
     Path("logs").mkdir()
     if rows is not None:
         write_run(rows=rows)
@@ -146,14 +146,14 @@ def test_the_page_of_runs_without_rows_has_no_panels(rows):
 
 
 @pytest.mark.parametrize("path", sorted(FOLDER.iterdir()), ids=lambda path: path.stem)
-def test_the_page_shows_a_csv_file_of_another_tool(path):
+def test_the_runs_page_shows_a_csv_file_of_another_tool(path):
     page = make_page(str(path))
     assert len(page.rows) == len(page.data["labels"]) == (2 if path.stem == "wandb_chart" else 1)
     assert page.data["panels"][0]["is_main"]
     assert all(curve["y"] for panel in page.data["panels"] for curve in panel["curves"])
 
 
-def test_the_page_shows_a_folder_of_csv_files_of_other_tools():
+def test_the_runs_page_shows_a_folder_of_csv_files_of_other_tools():
     page = make_page(str(FOLDER))
     assert len(page.rows) == len(list(FOLDER.iterdir())) + 1
 
@@ -176,7 +176,7 @@ def test_thin_keeps_the_first_last_smallest_and_largest_value(count, most):
     assert {0, count - 1, int(values.argmin()), int(values.argmax())} <= {*places}
 
 
-def test_the_page_thins_long_curves():
+def test_the_runs_page_thins_long_curves():
     steps = np.arange(2_000)
     values = np.sin(steps / 500)
     values[321], values[1765] = 17.5, -12.25
@@ -198,7 +198,7 @@ def test_the_page_thins_long_curves():
     assert f"curves of up to 2,000 values are drawn with {page.data['thinned'][1]} points" in text
 
 
-def test_the_page_draws_a_step_based_run_from_steps_csv():
+def test_the_runs_page_draws_a_step_based_run_from_steps_csv():
     logger = CSVLogger("logs", name="gpt", version=0)
     for step in range(1, 101):
         logger.log_metrics({"train_loss": 100.0 - step}, step)
