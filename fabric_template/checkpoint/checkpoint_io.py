@@ -146,7 +146,7 @@ def to_plain(value: Any, parents: list[Any]) -> tuple[Any, Any]:
     """Convert NumPy values to plain values, and return the result with the NumPy dtypes.
 
     Args:
-        parents: The containers around the value. One that contains itself is converted only once.
+        parents: The containers around the value. A container inside itself is converted once.
 
     Returns:
         dtypes: The dtype of a NumPy value, or a dict of dtypes by key or index, or None.

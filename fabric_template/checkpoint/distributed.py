@@ -109,7 +109,7 @@ def map_items(function: Callable[[str, Any], Any], value: Any, name: str) -> Any
     """Replace each item in nested dicts and lists with ``function(name, item)``.
 
     Args:
-        name: The name of ``value``. The name of an item also has its keys: "state_dict/weight".
+        name: The name of ``value``. Item names also contain the keys, as in "state_dict/weight".
     """
     if isinstance(value, dict):
         return {key: map_items(function, item, f"{name}/{key}") for key, item in value.items()}

@@ -58,7 +58,7 @@ class CheckpointManager:
 
         Args:
             is_continued: Whether the run resumes from this folder and keeps its best checkpoints.
-            last_model_path: The last.ckpt that a spawned process has saved there.
+            last_model_path: The path of the last.ckpt that a spawned process has saved.
         """
         self.folder, self._is_continued = folder, is_continued
         self.last_model_path = last_model_path

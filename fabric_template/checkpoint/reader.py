@@ -75,8 +75,8 @@ class PartialCheckpoint(dict[Any, Any]):
 
     Args:
         values: The checkpoint.
-        unbuilt: A description of the first placeholder in each of these parts, by key.
-        path: The file, for the error.
+        unbuilt: A description of the first placeholder in each of these parts, keyed by part.
+        path: The path of the file, for the error message.
     """
 
     def __init__(self, values: dict[Any, Any], unbuilt: dict[Any, str], path: str | Path) -> None:
@@ -112,7 +112,7 @@ def read_archive(path: str | Path, map_location: Any = None, is_trusted: bool = 
 
     Raises:
         DamagedCheckpointError: The file is damaged, or was not written by torch.save.
-        CheckpointError: The file has wrong content.
+        CheckpointError: The file has invalid content.
         OSError: The file cannot be read.
     """
     sizes: dict[str, int] = {}
@@ -252,8 +252,8 @@ class PlainUnpickler(pickle.Unpickler):
     Therefore ``find_class`` returns only immutable built-ins and objects that nothing else uses.
 
     Attributes:
-        sizes: The size of each storage in bytes, because torch does not compare it with the size in
-            the pickle. Empty: the sizes are not checked.
+        sizes: The size of each storage in bytes, for a check against the pickle that torch omits.
+            Empty: the sizes are not checked.
     """
 
     sizes: ClassVar[dict[str, int]] = {}

@@ -281,7 +281,7 @@ class ResultCollection:
         return {name: getattr(self, name) for name in names}
 
     def load_metrics(self, metrics: dict[str, dict[str, Any]]) -> None:
-        """Replace the logged values by those of another process."""
+        """Replace the logged values with those of another process."""
         vars(self).update(metrics)
 
     def __deepcopy__(self, memo: dict) -> ResultCollection:

@@ -254,7 +254,7 @@ class AutomaticOptimization(Optimization):
             )
 
     def train_batch(self, batch: Any, batch_idx: int) -> Any:
-        """Train on one batch. Returns the argument ``outputs`` of ``on_train_batch_end``."""
+        """Train on one batch. Return the argument ``outputs`` of ``on_train_batch_end``."""
         run, progress = self.run, self.run.progress
         # A closure can return only the loss, so _forward_backward stores the outputs here.
         self._outputs = {}
@@ -304,7 +304,7 @@ class AutomaticOptimization(Optimization):
             )
 
     def _forward_backward(self, batch: Any, batch_idx: int) -> Tensor | None:
-        """Run ``training_step`` and the backward pass. Returns the loss.
+        """Run ``training_step`` and the backward pass. Return the loss.
 
         If ``training_step`` returns None, there is no backward pass, and the result is None. As in
         Trainer, the optimizer still steps, except with a gradient scaler.
@@ -395,7 +395,7 @@ class ManualOptimization(Optimization):
             stack.callback(handle.remove)
 
     def train_batch(self, batch: Any, batch_idx: int) -> Any:
-        """Run ``training_step``. Returns the argument ``outputs`` of ``on_train_batch_end``."""
+        """Run ``training_step``. Return the argument ``outputs`` of ``on_train_batch_end``."""
         run = self.run
         if run.is_lightning_module:
             # Set the step callbacks for each batch, because the module may have replaced them.
