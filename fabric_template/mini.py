@@ -568,8 +568,11 @@ class MiniLoop:
     def _plain_state(self, place: str) -> dict[str, Any]:
         # Save no objects in loaders, because the model may hold and save the same objects.
         is_loader = place.startswith(("train ", "val "))
-        saved = None if is_loader else self._saved_elsewhere()
-        return plain_state(self._parts[place], self.fabric.device, saved, self._weights)
+        saved, part = None if is_loader else self._saved_elsewhere(), self._parts[place]
+        if place in self._object_places and is_installed(type(part)):
+            generators = {n: v for n, v in vars(part).items() if isinstance(v, GENERATORS)}
+            return {name: random_state(value) for name, value in generators.items()}
+        return plain_state(part, self.fabric.device, saved, self._weights)
 
     def _load_state(self, state: dict[str, Any]) -> None:
         set_rng_state(state)
@@ -1656,6 +1659,11 @@ def is_own_object(value: Any) -> bool:
     is_library = kind.__module__.partition(".")[0] in LIBRARIES and kind is not SimpleNamespace
     is_searched = not is_library or isinstance(value, torch_data.Dataset)
     return hasattr(value, "__dict__") and is_searched and not is_known
+
+
+def is_installed(kind: type) -> bool:
+    """Return whether a class is from an installed package. Its objects may hold files or processes."""
+    return "-packages" in (getattr(sys.modules.get(kind.__module__), "__file__", None) or "")
 
 
 def namespace_of(part: Any) -> dict[Any, Any]:

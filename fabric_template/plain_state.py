@@ -396,6 +396,11 @@ def searched_values(part: Part) -> dict[str, Any]:
     return {**values, "hooks": [getattr(hook, "__self__", hook) for hook in hooks]}
 
 
+def is_installed(kind: type) -> bool:
+    """Return whether a class is from an installed package. Its objects may hold files or processes."""
+    return "-packages" in (getattr(sys.modules.get(kind.__module__), "__file__", None) or "")
+
+
 def find_objects(parts: dict[str, Part], known: set[int]) -> dict[str, Part]:
     """Return the objects in the attributes of parts and in containers there, by path.
 
@@ -416,8 +421,8 @@ def find_objects(parts: dict[str, Part], known: set[int]) -> dict[str, Part]:
                 items: Any = value if isinstance(value, dict) else dict(enumerate(value))
                 waiting.append((place, items, True))
             elif is_own_object(value):
-                found[place] = Part(value)
-                waiting.append((place, found[place].attributes(), False))
+                found[place] = Part(value, has_attributes=not is_installed(type(value)))
+                waiting.append((place, found[place].namespace(), False))
             elif is_container and (is_stateful(value) or isinstance(value, nn.Module)):
                 found[place] = Part(SimpleNamespace(item=value))
     return found

@@ -547,7 +547,7 @@ def test_a_resume_with_another_optimizer_is_refused_or_warns(tmp_path, kind):
     # NAdam has the options of RAdam, and more.
     with pytest.raises(KilledError):
         train(kind, tmp_path / "same options", with_optimizer("NAdam"), kill_at=6)
-    with pytest.warns(UserWarning, match=r"RAdam.* as the optimizer|optimizers \['NAdam'\] was saved"):
+    with pytest.warns(UserWarning, match=r"RAdam.* as the optimizer|optimizers was \['NAdam'\]"):
         train(kind, tmp_path / "same options", with_optimizer("RAdam"), resume="last")
 
 
@@ -693,3 +693,50 @@ def test_an_object_that_is_missing_at_a_resume_is_named(tmp_path, kind):
         train(kind, tmp_path, shuffled(CreatesMeter), kill_at=5)
     with pytest.warns(UserWarning, match=r"meter.* created during training"):
         train(kind, tmp_path, shuffled(CreatesMeter), resume="last")
+
+
+INSTALLED = """
+class Connection:
+    def __init__(self, generator):
+        self.socket, self.generator = 3, generator
+"""
+
+
+class Connected(Model):
+    """Holds an object of an installed package, which counts its sockets."""
+
+    def __init__(self, make):
+        super().__init__()
+        self.connection = make(torch.Generator().manual_seed(2))
+        self.seen = []
+
+    def on_train_batch_start(self, *args):
+        self.seen.append(self.connection.socket)
+        self.connection.socket += 1
+
+    def training_step(self, batch, batch_idx):
+        noise = torch.rand((), generator=self.connection.generator)
+        return super().training_step(batch, batch_idx) * (1 + noise)
+
+
+@pytest.mark.parametrize("kind", SAVES)
+def test_only_generators_of_objects_from_installed_packages_are_restored(tmp_path, monkeypatch, kind):
+    """The number of a socket is another one in the new process."""
+    package = tmp_path / "site-packages"
+    package.mkdir()
+    (package / "connections.py").write_text(INSTALLED)
+    monkeypatch.syspath_prepend(str(package))
+    connections = pytest.importorskip("connections")
+    models = []
+
+    def make():
+        models.append(Connected(connections.Connection))
+        return models[-1], DataLoader(make_data(16), 4, shuffle=True)
+
+    weights, _ = train(kind, tmp_path / "whole", make)
+    with pytest.raises(KilledError):
+        train(kind, tmp_path / "killed", make, kill_at=6)
+    resumed, _ = train(kind, tmp_path / "killed", make, resume="last")
+    assert resumed == weights
+    assert models[-1].connection.socket == 3 + 6
+    assert models[-1].seen == [*range(3, 9), *range(3, 9)]
