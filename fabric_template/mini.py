@@ -505,6 +505,8 @@ class MiniLoop:
             batches = until_first_end(batches, self.fabric)
         self._batches = self._mark_last(batches, length)
         if self.batches_done > 0:
+            # Many samplers draw their order at the first batch, after the hooks of the epoch.
+            set_rng_state(self._epoch_start["first_batch"])
             for _ in range(self.batches_done):
                 next(self._batches)
             # Put the loaders' lists and tensors back, because the model may share these objects.
@@ -607,6 +609,8 @@ class MiniLoop:
         self._is_last, length = False, self.num_training_batches
         if self._batches is None:
             self._start_batches()
+        if self.batches_done == 0:
+            self._epoch_start["first_batch"] = get_rng_state()
         # Log files get one line per minute. Notebooks show text from stderr in red.
         is_notebook = "ipykernel" in sys.modules
         seconds = 0.2 if sys.stderr.isatty() or is_notebook else 60.0

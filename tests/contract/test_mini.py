@@ -469,6 +469,28 @@ def test_a_run_stopped_by_max_steps_within_an_epoch_resumes():
     assert again["val_loss"].isna().tolist() == [False, False, True]
 
 
+@pytest.mark.parametrize("hook", ["on_train_start", "on_train_epoch_start"])
+@pytest.mark.parametrize("draw", [partial(torch.rand, 3), partial(torch.manual_seed, 7)])
+@pytest.mark.parametrize("num_workers", [0, 1])
+def test_a_run_whose_hook_draws_random_numbers_resumes_within_an_epoch(hook, draw, num_workers):
+    """Without workers, a DataLoader draws its order after these hooks."""
+
+    def make_module():
+        module = Plain()
+        setattr(module, hook, draw)
+        return module
+
+    def train(name, max_steps, resume=None):
+        loader = DataLoader(make_data(), batch_size=8, shuffle=True, num_workers=num_workers)
+        loop, module = run_mini(make_module, lambda: loader, name=name, max_steps=max_steps, fit={"resume": resume})
+        return module
+
+    expected = train("whole", 14)
+    train("parts", 3)
+    train("parts", 8, resume="last")
+    assert_same_weights(expected.net, train("parts", 14, resume="last").net)
+
+
 def test_validate_and_fit_load_the_saved_weights():
     _, module, rows = fit("MiniLoop", "run", 2)
     other = Classifier(by_epoch)
