@@ -94,7 +94,7 @@ def test_a_killed_run_with_a_callback_resumes_exactly(tmp_path, name):
     train = lambda: make_loader(12)  # noqa: E731
     snapshots = Snapshots(tmp_path / "whole", tmp_path / "killed")
     whole = fit(tmp_path / "whole", make, train, callbacks=[make_callback(), snapshots], **options)
-    for batch in (1, 2, 3, 4, 5, 7, 10):
+    for batch in (2, 3, 7, 10):
         root = tmp_path / "killed" / str(batch)
         if list(root.rglob("last.ckpt")):
             resumed = fit(root, make, train, seed=99, resume="auto", callbacks=[make_callback()], **options)
@@ -186,7 +186,7 @@ def test_resume_restores_train_and_eval_modes(tmp_path, make):
     train = lambda: make_loader(12)  # noqa: E731
     snapshots = Snapshots(tmp_path / "whole", tmp_path / "killed")
     whole = fit(tmp_path / "whole", make, train, callbacks=[snapshots], **options)
-    for batch in (1, 4, 5, 7, 8):
+    for batch in (1, 5, 8):
         root = tmp_path / "killed" / str(batch)
         assert_same_end(whole, fit(root, make, train, seed=99, resume="auto", **options))
 

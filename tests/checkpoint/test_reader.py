@@ -16,6 +16,7 @@ import pytest
 import torch
 from lightning.pytorch.callbacks import Callback
 from modules import Classifier, assert_same_weights
+from parameters import sample
 from runs import fit, same
 from torch import nn
 
@@ -397,8 +398,7 @@ def saved_file(folder):
     return path, path.read_bytes()
 
 
-@pytest.mark.parametrize("weights_only", [True, False])
-@pytest.mark.parametrize("bit", [0, 3, 4, 7])
+@pytest.mark.parametrize(("bit", "weights_only"), sample(3, [0, 3, 4, 7], [True, False]))
 def test_a_flipped_bit_is_detected_or_harmless(tmp_path, bit, weights_only):
     path, content = saved_file(tmp_path)
     expected = read_checkpoint(path)

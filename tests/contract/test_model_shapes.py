@@ -10,6 +10,7 @@ import lightning.pytorch as pl
 import pytest
 import torch
 from modules import make_data, quiet
+from parameters import sample
 from runs import same, with_files
 from torch import nn
 from torch.nn.functional import cross_entropy
@@ -535,9 +536,8 @@ def test_mini_loop_refuses_modules_in_a_dict_deque_or_set(tmp_path, kind):
     assert not (tmp_path / "refused").exists()
 
 
-@pytest.mark.parametrize("name", CROSSING)
-@pytest.mark.parametrize("first", LOOPS)
-def test_each_loop_resumes_a_run_of_the_other(tmp_path, first, name):
+@pytest.mark.parametrize(("name", "first"), sample(3, CROSSING, LOOPS))
+def test_each_loop_resumes_a_run_of_the_other(tmp_path, name, first):
     """The other loop continues after an epoch, with the same result."""
     second = next(loop for loop in LOOPS if loop != first)
     expected = train_by_hand(name)

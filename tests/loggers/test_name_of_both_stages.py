@@ -5,6 +5,7 @@ import pytest
 import torch
 from lightning.pytorch.callbacks import EarlyStopping, LambdaCallback, ModelCheckpoint
 from modules import quiet
+from parameters import sample
 from torch.utils.data import DataLoader
 
 from fabric_template import FabricLoop, MiniLoop
@@ -50,10 +51,12 @@ def loader(length):
     return DataLoader(torch.ones(length, 1))
 
 
-@pytest.mark.parametrize("interval", [1.0, 2], ids=["end", "inside"])
-@pytest.mark.parametrize("length", [3, 4])
-@pytest.mark.parametrize("val", [{}, {"on_step": True}], ids=["epoch", "step"])
-@pytest.mark.parametrize("train", [{"prog_bar": True}, BOTH, EPOCH], ids=["step", "both", "epoch"])
+TRAIN = [{"prog_bar": True}, BOTH, EPOCH]
+
+
+@pytest.mark.parametrize(
+    ("train", "val", "length", "interval"), sample(3, TRAIN, [{}, {"on_step": True}], [3, 4], [1.0, 2]), ids=str
+)
 def test_a_name_logged_in_both_stages_gives_the_same_values_as_with_trainer(tmp_path, train, val, length, interval):
     seen = []
     for make in (pl.Trainer, FabricLoop):

@@ -163,7 +163,7 @@ def test_tune_refuses_failing_runs_and_unknown_settings():
 
 class Data:
     def train_dataloader(self):
-        return DataLoader(Samples(), batch_size=32)
+        return DataLoader(Samples(), batch_size=128)
 
 
 class Model(nn.Linear):
@@ -176,7 +176,7 @@ class Model(nn.Linear):
 
 def test_the_tune_command_writes_a_config_file_for_fit(tmp_path, capsys):
     loop, out = FabricLoop(accelerator="cpu"), tmp_path / "tuned.yaml"
-    loop.recipe["data"] = {"class_path": f"{__name__}.Data", "init_args": {"batch_size": 32}}
+    loop.recipe["data"] = {"class_path": f"{__name__}.Data", "init_args": {"batch_size": 128}}
     options = {"lr": False, "only": ["batch_size"], "seconds": 0.1, "out": str(out)}
     assert tune_command(loop, Model(2, 1), Data(), **options) == 0
     found = yaml.safe_load(out.read_text())

@@ -7,6 +7,7 @@ import lightning.pytorch as pl
 import pytest
 import torch
 from modules import make_data, quiet
+from parameters import sample
 from runs import fit, same, tree, with_files
 from torch import nn
 from torch.nn.functional import cross_entropy
@@ -167,8 +168,9 @@ def test_each_optimizer_trains_like_a_hand_written_loop_and_resumes(tmp_path, na
     assert same(*states)
 
 
-@pytest.mark.parametrize("accumulated", [1, 4])
-@pytest.mark.parametrize("name", [name for name in OPTIMIZERS if name not in NOT_OF_TRAINER])
+@pytest.mark.parametrize(
+    ("name", "accumulated"), sample(3, [name for name in OPTIMIZERS if name not in NOT_OF_TRAINER], [1, 4])
+)
 def test_each_optimizer_gives_the_same_weights_and_metrics_as_trainer(tmp_path, name, accumulated):
     ends = []
     for loop_class in (pl.Trainer, FabricLoop):

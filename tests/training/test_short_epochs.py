@@ -6,6 +6,7 @@ import pytest
 import torch
 from lightning.pytorch.callbacks import Callback
 from modules import Classifier, by_epoch, make_data, make_loader
+from parameters import sample
 from runs import Snapshots, assert_same_end, fit, logs_of, val_loader
 from torch.optim.lr_scheduler import ReduceLROnPlateau
 from torch.utils.data import DataLoader, IterableDataset
@@ -23,8 +24,10 @@ def train():
 # An epoch that ends in its middle has its row. A resume continues in it, exactly. max_time: test_signals.py.
 
 
-@pytest.mark.parametrize("options", [{}, {"accumulate_grad_batches": 2}, {"monitor": "val_loss"}], ids=str)
-@pytest.mark.parametrize("steps", [1, 7, 8])
+OPTIONS = [{}, {"accumulate_grad_batches": 2}, {"monitor": "val_loss"}]
+
+
+@pytest.mark.parametrize(("options", "steps"), sample(2, OPTIONS, [1, 7, 8]), ids=str)
 def test_an_epoch_that_max_steps_ends_early_resumes_exactly(tmp_path, options, steps):
     """A repeated command changes nothing. With more steps, the run continues exactly."""
     options = {"max_epochs": 3, "log_every_n_steps": 2, **options}

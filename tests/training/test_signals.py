@@ -10,6 +10,7 @@ import torch
 from interpreter import fork_command, forking_python
 from lightning.pytorch.callbacks import Callback, LambdaCallback
 from modules import Classifier, make_loader
+from parameters import sample
 from runs import assert_same_end, fit, logs_of, python_command, val_loader
 
 from fabric_template.distributed import signals
@@ -282,8 +283,10 @@ class OutOfTime(Callback):
             timer._offset = 7200
 
 
-@pytest.mark.parametrize("options", [{}, {"accumulate_grad_batches": 2}, {"val_check_interval": 2}], ids=str)
-@pytest.mark.parametrize("at", [2, 8, 12])
+OPTIONS = [{}, {"accumulate_grad_batches": 2}, {"val_check_interval": 2}]
+
+
+@pytest.mark.parametrize(("options", "at"), sample(2, OPTIONS, [2, 8, 12]), ids=str)
 def test_an_epoch_that_max_time_ends_early_resumes_exactly(tmp_path, options, at):
     """The epoch ends early, with its row. A resume continues in the middle of it."""
     options = {"max_epochs": 3, "log_every_n_steps": 2, **options}
