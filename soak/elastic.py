@@ -17,7 +17,7 @@ import time
 from pathlib import Path
 
 import search_path  # noqa: F401
-from victim import difference, end_of, in_parts, quiet, train
+from victim import difference, end_of, quiet, sharded_strategy, train
 
 # A run that has not ended this many seconds after the last kill counts as hanging.
 PATIENCE = 180.0
@@ -28,7 +28,7 @@ def work(root, kind):
     """Train as one worker. Each attempt runs the same command."""
     quiet()
     ranks = int(os.environ["WORLD_SIZE"])
-    strategy = in_parts(ranks) if kind == "sharded" else "ddp"
+    strategy = sharded_strategy(ranks) if kind == "sharded" else "ddp"
     train(
         root,
         batch_size=8 // ranks,

@@ -28,7 +28,7 @@ import torch
 from modules import Classifier, by_epoch
 from runs import fit, val_loader
 from torch.utils.data import DataLoader, TensorDataset
-from victim import difference, in_parts, quiet
+from victim import difference, quiet, sharded_strategy
 
 LAUNCHERS = ("torchrun", "python", "spawn", "fork", "fabric run", "SLURM")
 STRATEGIES = ("ddp", "fsdp", "single")
@@ -57,7 +57,7 @@ def where(launcher, strategy):
     """Return the options for a number of ranks."""
     started_here = {"spawn": "ddp_spawn", "fork": "ddp_fork"}.get(launcher)
     if strategy == "fsdp":
-        return {"strategy": in_parts(), "devices": 2}
+        return {"strategy": sharded_strategy(), "devices": 2}
     if strategy == "single":
         return {"devices": 1, **({"strategy": started_here} if started_here else {})}
     return {"strategy": started_here or "ddp", "devices": 2}

@@ -54,7 +54,7 @@ def plateau_by_step(module):
     }
 
 
-def two_and_two(tmp_path, make_module=Classifier, train=None, val=val_loader, given=None, **options):
+def compare_with_resume(tmp_path, make_module=Classifier, train=None, val=val_loader, given=None, **options):
     """Compare 4 epochs with 2 epochs and a resume with another seed, including the files."""
     options = {"log_every_n_steps": 3, **options}
     whole = fit(tmp_path / "whole", make_module, train, val, given=given, max_epochs=4, **options)
@@ -75,13 +75,13 @@ def classifier(optimizers):
 @pytest.mark.parametrize("accumulate", [1, 3])
 @pytest.mark.parametrize("optimizers", [momentum, by_step, by_epoch, plateau, plateau_by_step])
 def test_learning_rate_schedulers_resume_exactly(tmp_path, optimizers, accumulate):
-    two_and_two(tmp_path, classifier(optimizers), accumulate_grad_batches=accumulate)
+    compare_with_resume(tmp_path, classifier(optimizers), accumulate_grad_batches=accumulate)
 
 
 @pytest.mark.filterwarnings("ignore:ReduceLROnPlateau conditioned on metric val_loss which is not available")
 def test_reduce_lr_on_plateau_reads_the_last_validation_after_a_resume(tmp_path):
     """In an epoch without validation, the scheduler reads the value from before the resume."""
-    whole, _ = two_and_two(tmp_path, classifier(plateau_strict_off), check_val_every_n_epoch=2)
+    whole, _ = compare_with_resume(tmp_path, classifier(plateau_strict_off), check_val_every_n_epoch=2)
     assert whole[0].lr_scheduler_configs[0].scheduler.num_bad_epochs == 0
 
 
@@ -91,7 +91,7 @@ def test_a_run_with_step_functions_resumes_exactly(tmp_path):
 
     make = lambda: nn.Sequential(nn.Linear(8, 16), nn.Dropout(0.3), nn.Linear(16, 3))  # noqa: E731
     given = lambda net: {"optimizer": momentum(net), "training_step": step, "validation_step": step}  # noqa: E731
-    two_and_two(tmp_path, make, given=given)
+    compare_with_resume(tmp_path, make, given=given)
 
 
 def test_a_resume_calls_no_hook_twice(tmp_path):

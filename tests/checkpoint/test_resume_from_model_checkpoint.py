@@ -24,11 +24,11 @@ PLACES = {  # location of the files: (options of the callback, logger)
     [*((place, "auto") for place in PLACES), ("beside_our_logs", "last"), ("beside_a_logger", "last")],
 )
 def test_a_run_with_a_model_checkpoint_resumes_exactly(tmp_path, place, resume):
-    make_words, make_logger = PLACES[place]
+    make_options, make_logger = PLACES[place]
 
     def run(name, **options):
         root = tmp_path / name
-        saving = ModelCheckpoint(save_last=True, **make_words(root))
+        saving = ModelCheckpoint(save_last=True, **make_options(root))
         return fit(root, val=val_loader, logger=make_logger(root), callbacks=[saving], **options)
 
     whole = run("whole", max_epochs=4, resume="auto")  # "auto" starts, because there is no file yet

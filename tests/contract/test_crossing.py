@@ -18,7 +18,7 @@ from torch.optim.lr_scheduler import ReduceLROnPlateau, StepLR
 from fabric_template import FabricLoop
 from fabric_template.errors import CheckpointError
 
-WORD = {"trainer": "ckpt_path", "loop": "resume"}
+RESUME_ARGUMENT = {"trainer": "ckpt_path", "loop": "resume"}
 CKPT = {"enable_checkpointing": True}
 
 
@@ -125,7 +125,7 @@ def run(kind, root, case, make_saver=None, path=None, stops="train", **options):
         if make_saver:
             given |= CKPT
         trainer = LOOPS[kind](**quiet(**given))
-        trainer.fit(module, in_order(), val_loader(), **({WORD[kind]: path} if path else {}))
+        trainer.fit(module, in_order(), val_loader(), **({RESUME_ARGUMENT[kind]: path} if path else {}))
     return trainer, module, callbacks
 
 
@@ -269,7 +269,7 @@ def test_resuming_a_trainer_checkpoint_runs_trainers_sanity_check(tmp_path, wher
         loop = LOOPS[kind](**quiet(default_root_dir=root, callbacks=[counter], **epochs, **options))
         pl.seed_everything(3, verbose=False)
         module = Classifier()
-        loop.fit(module, EagerLoader(), EagerLoader(), **{WORD[kind]: saver.best_model_path})
+        loop.fit(module, EagerLoader(), EagerLoader(), **{RESUME_ARGUMENT[kind]: saver.best_model_path})
         ends.append((counter.checks, end(loop, module, [])))
     assert same(*ends), ends
     assert ends[0][0] == (where == "train_epoch_end" and not limit)

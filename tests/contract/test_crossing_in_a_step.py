@@ -64,7 +64,7 @@ def run(kind, saves, make=automatic, path=None, **options):
     return trainer, module, saves.seen, saves.logged_at
 
 
-def assert_goes_on_as_the_whole(whole, found):
+def assert_equals_uninterrupted_run(whole, found):
     (trainer, module, seen, logged_at), (other, other_module, rest, rest_logged_at) = whole, found
     assert 0 < len(rest) <= len(seen)
     assert rest == seen[-len(rest) :]
@@ -102,8 +102,8 @@ def test_a_checkpoint_saved_within_a_step_resumes_at_the_last_optimizer_step(tmp
                 ends[first, second] = run(second, Saves(), make, path=path, **options)
     with pytest.raises(CheckpointError, match="trainer.ckpt', which Trainer saved in the middle of epoch"):
         run("loop", Saves(), make, path=tmp_path / "trainer.ckpt", **options)
-    assert_goes_on_as_the_whole(whole, ends["loop", "loop"])
+    assert_equals_uninterrupted_run(whole, ends["loop", "loop"])
     if options and (batches - 1) % 10 % 3:  # Trainer resumes in the accumulation window, without its gradients
         assert ends["loop", "trainer"][2][0][:2] == ends["loop", "loop"][2][0][:2]
     else:
-        assert_goes_on_as_the_whole(ends["trainer", "trainer"], ends["loop", "trainer"])
+        assert_equals_uninterrupted_run(ends["trainer", "trainer"], ends["loop", "trainer"])

@@ -214,7 +214,7 @@ def plain_with_validation(net, loader, val_loader):
 
 
 @pytest.mark.parametrize("level", LEVELS)
-def test_validation_gives_a_plain_loops_means_and_changes_no_weight(level):
+def test_validation_changes_no_weight_and_gives_the_same_means_as_a_plain_loop(level):
     """The last batches are smaller, and weigh less in the means."""
 
     def loaders():

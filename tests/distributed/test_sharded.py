@@ -73,7 +73,7 @@ def trained(strategy, make, seed=1, root=None, resume=None, validates=True, give
     return whole_state(net.state_dict()), states, {k: float(v) for k, v in loop.callback_metrics.items()}, loop, model
 
 
-def furthest(one, other):
+def largest_difference(one, other):
     return max(float((one[name].double() - other[name].double()).abs().max()) for name in one)
 
 
@@ -161,7 +161,7 @@ def counting(done):
             )
 
 
-def against_ddp(rank):
+def compare_with_ddp(rank):
     counting(reduced := [])
     found = {}
     for name, (make, options) in CASES.items():
@@ -169,7 +169,7 @@ def against_ddp(rank):
         reduced.clear()
         # All processes get the first one's weights, as under DDP.
         ours, our_states, our_metrics, loop, model = trained(fsdp(), make, seed=1 + rank, **options)
-        found[name] = furthest(weights, ours), metrics == our_metrics, len(reduced)
+        found[name] = largest_difference(weights, ours), metrics == our_metrics, len(reduced)
         if name == "plain":
             before = metrics["val_loss"]
             found["again"] = loop.validate(model, val(), verbose=False)[0]["val_loss"] == before
@@ -189,7 +189,7 @@ def against_ddp(rank):
 
 def test_fsdp2_trains_the_same_weights_as_ddp():
     """Only the norm of all gradients may differ by rounding. Gradients are reduced once per step."""
-    codes, errors = run_processes(against_ddp)
+    codes, errors = run_processes(compare_with_ddp)
     assert codes == [0, 0], errors
     for rank in range(2):
         found = torch.load(f"found{rank}.pt", weights_only=True)
@@ -219,7 +219,7 @@ class Seeing(Classifier):
 PAIRED = {"plain": {}, "clip": {"gradient_clip_val": 0.1}}
 
 
-def in_tensor_parallel(rank):
+def train_with_tensor_parallelism(rank):
     found = {}
     for name, options in PAIRED.items():
         strategy = ModelParallelStrategy(split, data_parallel_size=1, tensor_parallel_size=2)
@@ -230,13 +230,13 @@ def in_tensor_parallel(rank):
 
 def test_tensor_parallelism_trains_the_same_weights_as_one_process():
     """Both processes get the same samples."""
-    codes, errors = run_processes(in_tensor_parallel)
+    codes, errors = run_processes(train_with_tensor_parallelism)
     assert codes == [0, 0], errors
     one, other = (torch.load(f"found{rank}.pt", weights_only=True) for rank in range(2))
     assert same(one, other)
     for name, options in PAIRED.items():
         alone, _, _, _, model = trained("auto", Seeing, devices=1, **options)
-        assert furthest(alone, one[name]) < 1e-6
+        assert largest_difference(alone, one[name]) < 1e-6
     assert one["seen"] == model.seen
     assert one["kinds"] == ["DTensor"] * 4
 
@@ -306,7 +306,7 @@ def test_an_existing_optimizer_is_refused_for_a_sharded_model(tmp_path):
 
 # ---- checkpoints
 
-HOME = "checkpoints/run/version_0"
+FOLDER = "checkpoints/run/version_0"
 SAVING = {"max_epochs": 3, "monitor": "val_loss", "save_every_n_steps": 2}
 
 
@@ -339,21 +339,21 @@ def test_sharded_checkpoints_resume_exactly():
         assert {found[name] for name in ("5", "9")} == {(True, 15)}
         assert {found[name] for name in ("fsdp", "ddp", "whole")} == {(True, 20)}
         assert found["back"] == 25
-    names = sorted(path.name for path in Path("full", HOME).iterdir() if path.name != ".lock")
+    names = sorted(path.name for path in Path("full", FOLDER).iterdir() if path.name != ".lock")
     best = [name for name in names if name.startswith("best.ckpt.step=")]
     # Each file names one folder, and no other folder is left.
     assert names == ["best.ckpt", *best, "last.ckpt", "last.ckpt.step=15"]
     assert len(best) == 1
-    assert not list(Path("to_ddp", HOME).glob("last.ckpt.*"))
+    assert not list(Path("to_ddp", FOLDER).glob("last.ckpt.*"))
 
-    last = Path("full", HOME, "last.ckpt")
+    last = Path("full", FOLDER, "last.ckpt")
     small = read_checkpoint(last)
     assert set(small["state_dict"].values()) == {"sharded"}
     verify_shards(last, small[SHARDS_KEY])
     model = Adam()
     (alone,) = FabricLoop(**with_files("full")).validate(model, val(), load="last", verbose=False)
     assert alone["val_loss"] > 0
-    net = read_checkpoint(Path("to_ddp", HOME, "last.ckpt"))["state_dict"]
+    net = read_checkpoint(Path("to_ddp", FOLDER, "last.ckpt"))["state_dict"]
     assert {name: value.shape for name, value in net.items()} == {n: v.shape for n, v in model.state_dict().items()}
 
     # With a missing file "last" uses the checkpoint before.
@@ -401,7 +401,7 @@ def test_the_old_checkpoint_stays_if_a_process_cannot_write_its_shards():
     assert codes == [0, 0], errors
     for rank in range(2):
         assert "process 1: " in Path(f"error{rank}").read_text()
-    checkpoint = read_checkpoint(f"{HOME}/last.ckpt")
+    checkpoint = read_checkpoint(f"{FOLDER}/last.ckpt")
     assert checkpoint["global_step"] == 4
-    verify_shards(f"{HOME}/last.ckpt", checkpoint[SHARDS_KEY])
-    assert [path.name for path in Path(HOME).glob("last.ckpt.*")] == ["last.ckpt.step=4"]
+    verify_shards(f"{FOLDER}/last.ckpt", checkpoint[SHARDS_KEY])
+    assert [path.name for path in Path(FOLDER).glob("last.ckpt.*")] == ["last.ckpt.step=4"]

@@ -22,7 +22,7 @@ import traceback
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
-from victim import difference, end_of, in_parts, quiet, train
+from victim import difference, end_of, quiet, sharded_strategy, train
 
 PATIENCE = 600.0  # seconds until a run that does not end counts as hanging
 
@@ -70,9 +70,9 @@ def fork(work, *args):
         os._exit(code)
 
 
-def words_of(kind):
+def strategy_options(kind):
     """Return the strategy option for all ranks. The kind "" means DDP with one file."""
-    return {"strategy": in_parts() if kind == "sharded" else "ddp"}
+    return {"strategy": sharded_strategy() if kind == "sharded" else "ddp"}
 
 
 def start(root, ranks, log, kind=""):
@@ -89,7 +89,7 @@ def start(root, ranks, log, kind=""):
         if ranks == 1:
             return train(root)
         os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "LOCAL_RANK": str(number)}
-        return train(root, devices=ranks, accumulate_grad_batches=1, save_every_n_steps=3, **words_of(kind))
+        return train(root, devices=ranks, accumulate_grad_batches=1, save_every_n_steps=3, **strategy_options(kind))
 
     return [fork(rank, number) for number in range(ranks)]
 
@@ -143,7 +143,7 @@ def campaign(kills, ranks, seed, report=lambda figures: None, kind=""):
     try:
         warm_up(workspace / "warm")
         if kind:  # import once what the ranks need
-            in_parts()
+            sharded_strategy()
         codes, seconds = length_of(start(workspace / "whole", ranks, log, kind))
         if any(codes):
             raise RuntimeError(f"the undisturbed run ended with {codes}:\n{log.read_text()}")

@@ -51,7 +51,7 @@ def check(workspace, whole, n, kind):
         if kind == "SIGKILL":
             (code,) = end([fork(train_with_fault, root, n, kind)])
             if code != -signal.SIGKILL:
-                return f"the harmed run ended with {code}"
+                return f"the run with the fault ended with {code}"
         else:
             train_with_fault(root, n, kind)
         for path in root.rglob("last.ckpt"):

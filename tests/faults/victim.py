@@ -79,7 +79,7 @@ class Victim(nn.Module):
         return {"optimizer": optimizer, "lr_scheduler": {"scheduler": scheduler, "interval": "step"}}
 
 
-def in_parts(ranks=2, **options):
+def sharded_strategy(ranks=2, **options):
     """Return the strategy that shards the victim's weights over `ranks` ranks (FSDP2)."""
     from lightning.fabric.strategies import ModelParallelStrategy
     from torch.distributed.fsdp import fully_shard

@@ -86,7 +86,7 @@ def test_read_logs_returns_every_kind_of_value_unchanged(tmp_path):
     assert found["version"].tolist() == [0] * 6
 
 
-def test_read_logs_joins_the_half_empty_rows_of_lightning(tmp_path):
+def test_read_logs_joins_the_half_empty_rows_of_a_lightning_log(tmp_path):
     logger = LightningCSVLogger(tmp_path, name="lit")
     for i in range(2):
         # LearningRateMonitor logs rows without an epoch.

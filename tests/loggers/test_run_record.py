@@ -23,7 +23,7 @@ LOOPS = {"FabricLoop": FabricLoop, "MiniLoop": MiniLoop}
 
 
 @pytest.fixture(autouse=True)
-def git_is_asked_again():
+def clear_git_cache():
     run_config.read_git.cache_clear()
     mini.read_git.cache_clear()
 

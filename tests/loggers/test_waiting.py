@@ -20,7 +20,7 @@ CLOCK = Clock()
 
 
 @pytest.fixture(autouse=True)
-def a_clock_that_only_sleep_moves(monkeypatch):
+def fake_clock(monkeypatch):
     monkeypatch.setattr(loaders, "perf_counter", CLOCK.monotonic)
     monkeypatch.setattr(row, "time", CLOCK)
     monkeypatch.setattr(mini, "time", CLOCK)

@@ -360,7 +360,7 @@ def test_compare_runs_scripts_with_their_arguments(tmp_path, capsys, quick_scrip
         (["missing.py", "empty.py"], "'missing.py', which fails (FileNotFoundError: "),
     ],
 )
-def test_errors_of_the_compare_command_are_one_line(tmp_path, capsys, quick_scripts, arguments, message):
+def test_errors_of_the_compare_command_fit_on_one_line(tmp_path, capsys, quick_scripts, arguments, message):
     (tmp_path / "fails.py").write_text("raise ValueError('mine')\n")
     (tmp_path / "empty.py").write_text("raise SystemExit(0)\n")
     assert main(["compare", *arguments]) == 2

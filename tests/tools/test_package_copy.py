@@ -164,7 +164,7 @@ def test_update_refuses_to_overwrite_files_that_git_cannot_restore(release, caps
         update_command("mine")
 
 
-def test_update_and_diff_refuse_unusable_copies_in_one_line(release, monkeypatch):
+def test_update_and_diff_refuse_unusable_copies_with_a_one_line_error(release, monkeypatch):
     def assert_refused(command, message):
         before = tree("mine")
         with pytest.raises(ValueError, match=f"^{message}$"):

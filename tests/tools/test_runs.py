@@ -216,7 +216,7 @@ def test_runs_diff_compares_two_runs(capsys):
         (["best", "empty"], "runs: got empty, expected a folder with runs, such as"),
     ],
 )
-def test_errors_of_the_runs_command_are_one_line(capsys, arguments, error):
+def test_errors_of_the_runs_command_fit_on_one_line(capsys, arguments, error):
     make_run()
     Path("empty").mkdir()
     code, out, err = run_command(capsys, *arguments)

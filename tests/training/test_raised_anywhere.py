@@ -23,7 +23,7 @@ class Broken(RuntimeError):
     pass
 
 
-def as_found(module):
+def global_state(module):
     """Return the state that a run may change and must restore."""
     return {
         "grad mode": (torch.is_grad_enabled(), torch.is_inference_mode_enabled()),
@@ -79,12 +79,12 @@ def test_an_error_in_a_hook_leaves_the_model_and_the_loop_usable(place, kind):
     loader = DataLoader(make_data(8), batch_size=4)
     loaders = (loader, loader) if stage == "fit" else (loader,)
     with torch.no_grad():
-        before = as_found(module)
+        before = global_state(module)
         setattr(module, hook, fail)
         with pytest.raises(kind) as caught:
             getattr(loop, stage)(module, *loaders, **given)
         assert caught.value is error
-        assert as_found(module) == before
+        assert global_state(module) == before
     assert (loop.state.status, loop.state.stage, loop.training) == ("interrupted", None, False)
     getattr(loop, stage)(module, *loaders, **given)
 
@@ -178,12 +178,12 @@ def test_an_error_in_one_of_two_processes_reaches_the_caller(monkeypatch, stage,
     module, loader = Fails(at, error, rank), DataLoader(make_data(16), batch_size=4)
     options = {"strategy": "ddp_fork", "devices": 2, "deterministic": True, "version": 0}
     loop = FabricLoop(**with_files(max_epochs=1, **options))
-    before = as_found(module)
+    before = global_state(module)
     with pytest.raises(type(error)) as caught:
         getattr(loop, stage)(module, loader)
     assert (caught.value.args, str(caught.value)) == (error.args, str(error))
     assert "Traceback" in str(caught.value.__cause__)
-    assert as_found(module) == before
+    assert global_state(module) == before
     assert loop.state.status == "interrupted"
     if stage == "fit":
         module.at = None
