@@ -30,7 +30,7 @@ _DEFAULTS: dict[str, Any] = {
     "log_every_n_steps": 50,
     "num_sanity_val_steps": 2,
 }
-# To save time, barebones=True turns off all options that have these defaults.
+# To save time, barebones=True turns off these options.
 _OFF = {name: 0 if name.endswith("_steps") else False for name in _DEFAULTS}
 
 

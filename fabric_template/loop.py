@@ -158,11 +158,11 @@ class FabricLoop(TrainerAPI):
             train_dataloaders, val_dataloaders: A loader, or a list or dict of loaders.
             datamodule: A LightningDataModule to use instead of loaders.
             resume, ckpt_path: The run to continue: a checkpoint's path, "last", "best" or "auto".
-            load: The checkpoint whose weights to start with: a path, "last" or "best".
+            load: The checkpoint with the initial weights: a path, "last" or "best".
             optimizer: An optimizer, or a function of the model. None: call configure_optimizers().
             scheduler: A scheduler for the optimizer, or a list of schedulers.
             training_step, validation_step: Functions of (model, batch[, batch_idx]). None: methods.
-            weights_only: False reads a checkpoint with torch's reader, which may run its code.
+            weights_only: If False, use torch.load, which may run code in the checkpoint.
         """
         functions = {"training_step": training_step, "validation_step": validation_step}
         loaders = {"train": train_dataloaders, "val": val_dataloaders}

@@ -1264,7 +1264,7 @@ class MiniLoop:
         is_known = kinds[0] in ("BatchSampler", "NoneType")
         is_known = is_known and kinds[1] in ("RandomSampler", "SequentialSampler")
         text = f"sampler: got {' of '.join(kinds)} with {size} processes, expected shuffle=True or"
-        check(is_known, f"{text} False, or a DistributedSampler. Or use FabricLoop.")
+        check(is_known, f"{text} False, or a DistributedSampler. For others, use FabricLoop.")
         is_shuffled = is_train or isinstance(given, torch_data.RandomSampler)
         sampler: Any = torch_data.DistributedSampler(loader.dataset, shuffle=is_shuffled, seed=seed)
         if batches is not None:
@@ -1597,7 +1597,7 @@ def check_loader(loader: Any, argument: str) -> None:
 
 
 def parts_of(loader: Any) -> dict[str, Any]:
-    """Return a loader with its samplers, data set and collate function, by name."""
+    """Return a dict of a loader and its samplers, data set and collate function."""
     names = ("sampler", "batch_sampler", "dataset", "collate_fn")
     parts = {name: getattr(loader, name, None) for name in names}
     collate = parts["collate_fn"]
@@ -1723,7 +1723,9 @@ def split_optimizers(given: Any) -> tuple[list[Any], list[Any]]:
 def check_optimizer(optimizers: list[Any], own: set[nn.Parameter]) -> None:
     kinds = " and ".join(type(item).__name__ for item in optimizers)
     if len(optimizers) != 1 or not isinstance(optimizers[0], torch.optim.Optimizer):
-        raise TypeError(f"optimizer: got {kinds}, expected one optimizer. Or use FabricLoop.")
+        raise TypeError(
+            f"optimizer: got {kinds}, expected one optimizer. For more, use FabricLoop."
+        )
     closure = inspect.signature(optimizers[0].step).parameters.get("closure")
     needs_closure = closure is not None and closure.default is closure.empty
     check(not needs_closure, NEEDS_CLOSURE)
@@ -1745,13 +1747,15 @@ def make_scheduler_config(item: Any, optimizer: Any) -> dict[str, Any]:
     scheduler, is_strict = config.get("scheduler"), config.get("strict", True)
     if not isinstance(scheduler, LRScheduler | ReduceLROnPlateau):
         kind = type(scheduler).__name__
-        raise TypeError(f"scheduler: got {kind}, expected a torch scheduler. Or use FabricLoop.")
+        raise TypeError(
+            f"scheduler: got {kind}, expected one from torch. For others, use FabricLoop."
+        )
     is_own = getattr(scheduler, "optimizer", optimizer) is optimizer
     text = "scheduler: got one for another optimizer, expected one for this run's optimizer."
     check(is_own, f"{text} Write StepLR(optimizer, step_size=1).")
     is_usual = config["interval"] in ("step", "epoch") and is_strict
     text = f'scheduler: got {config}, expected interval="step" or "epoch", and strict=True.'
-    check(is_usual and not config.get("reduce_on_plateau"), f"{text} Or use FabricLoop.")
+    check(is_usual and not config.get("reduce_on_plateau"), f"{text} For others, use FabricLoop.")
     has_monitor = config["monitor"] is not None or not isinstance(scheduler, ReduceLROnPlateau)
     text = "scheduler: got ReduceLROnPlateau without a monitor. Write"
     check(has_monitor, f'{text} scheduler={{"scheduler": scheduler, "monitor": "val_loss"}}.')
@@ -1794,7 +1798,7 @@ def create_late_buffers(network: nn.Module, weights: dict[str, Any], device: tor
 
 
 def check_tied_weights(network: nn.Module, weights: dict[str, Any], path: Path | None) -> None:
-    """Raise an error for different saved values of parameters that are one parameter in the model."""
+    """Raise an error if a checkpoint has different values for one shared parameter."""
     names: dict[Any, str] = {}
     for name, parameter in network.named_parameters(remove_duplicate=False):
         if isinstance(weights.get(name), Tensor):
@@ -1865,7 +1869,7 @@ class ChangeMark(tuple[Any, ...]):
 
 
 def change_mark(value: Any, most: int | None) -> ChangeMark | None:
-    """Return the mark of a tensor or an array with more than ``most`` elements, or None."""
+    """Return a mark that differs after a large tensor or array has changed, or None."""
     kind = type(value)
     if most is None or kind not in (Tensor, np.ndarray) or math.prod(value.shape) <= most:
         return None
@@ -2325,7 +2329,7 @@ def opened_lock(folder: Path) -> Iterator[IO[str]]:
                 fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
             except BlockingIOError:
                 text = f"{folder}: another run writes to this folder."
-                raise ValueError(f"{text} Write another name or version.") from None
+                raise ValueError(f"{text} Choose another name or version.") from None
         OPEN_LOCKS.append(file)
         try:
             yield file

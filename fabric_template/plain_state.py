@@ -363,7 +363,7 @@ class Part:
     has_buffers: bool = False
 
     def namespace(self) -> dict[str, Any]:
-        """Return the dict that holds the attributes. Changing this dict changes the object."""
+        """Return the dict that holds the attributes, through which they can be changed."""
         if isinstance(self.instance, type):
             return {}
         if isinstance(self.instance, dict):
@@ -552,7 +552,7 @@ class PlainState:
         """Set the saved attributes. Objects that share a list or a tensor continue to share it.
 
         Args:
-            is_in_place: Whether to change lists and tensors in place, because others may hold them.
+            is_in_place: Whether to change lists and tensors in place, which other objects may hold.
         """
         missing = [name for name, _ in saved if name not in self._parts]
         with self._guarded(f"the object {missing[0]}" if missing else ""):

@@ -50,7 +50,7 @@ class DigitsClassifier(nn.Module):
         hidden: Width of the first linear layer.
         dropout: Fraction of activations that are dropped before each linear layer.
         lr: Learning rate of Adam in the first epoch.
-        lr_decay: The learning rate is multiplied by this factor after every epoch.
+        lr_decay: Factor by which the learning rate is multiplied after every epoch.
     """
 
     def __init__(

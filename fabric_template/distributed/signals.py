@@ -95,8 +95,8 @@ class SignalHandler:
         """Return the signal that one of the processes has received, or None.
 
         All processes must stop after the same step, so they communicate about once a second. Rank 0
-        decides after how many batches the next communication takes place. A call without
-        communication only compares two integers.
+        decides after how many batches the next communication takes place. A call that does not
+        communicate only compares two integers.
 
         Args:
             known: The result of the previous call.

@@ -407,7 +407,7 @@ def record_classes(parser: ArgumentParser, settings: Namespace) -> dict[str, Any
 
 
 def record_class(part: Any, text: Any) -> Any:
-    """Write arguments that YAML cannot hold as text, or leave them out if they are defaults."""
+    """Leave out default values that YAML cannot hold. Convert other such values to text."""
     if not isinstance(part, dict):
         return part
     defaults = find_defaults(part["class_path"])

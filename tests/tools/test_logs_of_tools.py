@@ -244,7 +244,7 @@ def test_read_logs_reads_a_wandb_export_by_relative_time():
 
 @pytest.mark.parametrize("text", ["epoch,val_loss\n", "", "epoch,val_loss"])
 def test_plot_logs_refuses_a_file_without_rows(text):
-    with pytest.raises(ValueError, match="plot_logs: got logs without a row"):
+    with pytest.raises(ValueError, match="plot_logs: got logs without numbers"):
         plot_logs(write(text))
 
 
