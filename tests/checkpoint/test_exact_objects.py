@@ -246,7 +246,7 @@ def worn(make_table):
 
 
 class Pool:
-    """Keeps old values, and returns one of them in place of a new one."""
+    """Keeps old values, and sometimes returns an old value instead of the new one."""
 
     def __init__(self, size):
         self.size, self.values, self.rng = size, [], random.Random(3)
@@ -305,7 +305,7 @@ class HasMeters(Model):
 
 
 class SlowWeights:
-    """Averages weights in copies of them, and trains a parameter by an optimizer of its own."""
+    """Averages weights in copies, and trains a parameter with its own optimizer."""
 
     def __init__(self, net):
         self.weights, self.copies = list(net.parameters()), list(deepcopy(net).parameters())
@@ -325,7 +325,7 @@ class SlowWeights:
 
 
 class HasHiddenModules(Model):
-    """Stays near averages of its weights, which are in modules that it does not register."""
+    """Keeps its weights near averages, which are in unregistered modules."""
 
     def __init__(self):
         super().__init__()
@@ -380,7 +380,7 @@ class HasHook(Model):
 
 
 class Groups:
-    """Draws samples from ranges, in an order that objects of the sampler draw."""
+    """Draws samples from ranges. Objects of the sampler draw the order."""
 
     def __init__(self):
         self.ranges = [range(i, i + 4) for i in range(0, 16, 4)]
@@ -534,7 +534,7 @@ class Trained(Model):
 
 
 @pytest.mark.parametrize("kind", SAVES)
-def test_a_resume_with_another_optimizer_is_refused_or_warns(tmp_path, kind):
+def test_resume_refuses_an_optimizer_of_another_class_or_warns(tmp_path, kind):
     def with_optimizer(name, **options):
         return shuffled(lambda: Trained(getattr(torch.optim, name), **options))
 
@@ -594,7 +594,7 @@ class Untied(Model):
             self.second.weight = torch.nn.Parameter(self.first.weight.detach().clone())
 
 
-def test_weights_that_a_hook_has_untied_are_refused(tmp_path):
+def test_weights_that_a_hook_unties_are_refused(tmp_path):
     with pytest.raises(ValueError, match="parameter that a hook has replaced"):
         train(MiniLoop, tmp_path / "mini", shuffled(Untied))
     with pytest.raises(KilledError):
@@ -664,7 +664,7 @@ def test_numpy_arrays_of_strings_and_dates_are_restored(tmp_path, writer, reader
 
 @pytest.mark.parametrize("writer", SAVES)
 @pytest.mark.parametrize("make", [HasHiddenModules, HasHook, HasMeters, WarmUp])
-def test_objects_of_a_model_cross_from_loop_to_loop(tmp_path, writer, make):
+def test_each_loop_restores_objects_that_the_other_loop_has_saved(tmp_path, writer, make):
     def fit(kind, name, epochs, resume=None):
         torch.manual_seed(1)
         model = make()
@@ -688,7 +688,7 @@ class CreatesMeter(Model):
 
 
 @pytest.mark.parametrize("kind", SAVES)
-def test_an_object_that_is_missing_at_a_resume_is_named(tmp_path, kind):
+def test_resume_warns_about_a_saved_object_that_the_new_model_lacks(tmp_path, kind):
     with pytest.raises(KilledError):
         train(kind, tmp_path, shuffled(CreatesMeter), kill_at=5)
     with pytest.warns(UserWarning, match=r"meter.* created during training"):
@@ -720,8 +720,8 @@ class Connected(Model):
 
 
 @pytest.mark.parametrize("kind", SAVES)
-def test_only_generators_of_objects_from_installed_packages_are_restored(tmp_path, monkeypatch, kind):
-    """The number of a socket is another one in the new process."""
+def test_resume_restores_only_the_generators_of_installed_packages_objects(tmp_path, monkeypatch, kind):
+    """The socket has another number in the new process."""
     package = tmp_path / "site-packages"
     package.mkdir()
     (package / "connections.py").write_text(INSTALLED)

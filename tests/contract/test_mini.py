@@ -472,7 +472,7 @@ def test_a_run_stopped_by_max_steps_within_an_epoch_resumes():
 @pytest.mark.parametrize("hook", ["on_train_start", "on_train_epoch_start"])
 @pytest.mark.parametrize("draw", [partial(torch.rand, 3), partial(torch.manual_seed, 7)])
 @pytest.mark.parametrize("num_workers", [0, 1])
-def test_a_run_whose_hook_draws_random_numbers_resumes_within_an_epoch(hook, draw, num_workers):
+def test_a_run_with_a_random_hook_resumes_within_an_epoch(hook, draw, num_workers):
     """Without workers, a DataLoader draws its order after these hooks."""
 
     def make_module():

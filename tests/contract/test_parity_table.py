@@ -99,7 +99,7 @@ def test_each_case_gives_the_same_weights_and_metrics_as_trainer(name, tmp_path)
 
 
 @pytest.mark.parametrize("ours_first", [True, False])
-def test_fabric_loop_and_trainer_resume_each_others_checkpoints_with_a_datamodule(ours_first, tmp_path):
+def test_each_loop_resumes_the_others_checkpoint_with_a_datamodule(ours_first, tmp_path):
     """A run that starts with one and continues with the other ends with the bits of Trainer alone."""
     if not ours_first and pl.__version__.startswith("2.4."):
         pytest.skip("Trainer 2.4 draws other random numbers when it resumes its own file")
