@@ -25,6 +25,7 @@ from __future__ import annotations
 
 import copy
 import csv
+import ctypes
 import glob
 import inspect
 import io
@@ -51,6 +52,7 @@ from enum import Enum
 from functools import cache, partial
 from itertools import chain, count, islice, repeat
 from logging import Logger
+from multiprocessing.sharedctypes import SynchronizedBase
 from numbers import Real
 from pathlib import Path
 from types import FunctionType, MethodType, ModuleType, SimpleNamespace
@@ -1662,7 +1664,8 @@ def is_own_object(value: Any) -> bool:
     is_known = is_known or is_stateful(value)
     is_library = kind.__module__.partition(".")[0] in LIBRARIES and kind is not SimpleNamespace
     is_searched = not is_library or isinstance(value, torch_data.Dataset)
-    return hasattr(value, "__dict__") and is_searched and not is_known
+    has_attributes = hasattr(value, "__dict__") or hasattr(kind, "__slots__")
+    return has_attributes and is_searched and not is_known
 
 
 def is_installed(kind: type) -> bool:
@@ -1672,7 +1675,23 @@ def is_installed(kind: type) -> bool:
 
 def namespace_of(part: Any) -> dict[Any, Any]:
     """Return an object's attributes. Some dicts have their keys as attributes."""
-    return part if isinstance(part, dict) else getattr(part, "__dict__", {})
+    if isinstance(part, dict):
+        return part
+    return vars(part) if hasattr(part, "__dict__") else SlotAttributes(part)
+
+
+class SlotAttributes(dict[str, Any]):
+    """The attributes of an object with ``__slots__``. Setting an item sets the attribute, too."""
+
+    def __init__(self, instance: Any) -> None:
+        kinds = type(instance).__mro__
+        slots = [name for kind in kinds for name in vars(kind).get("__slots__", ())]
+        super().__init__({n: getattr(instance, n) for n in slots if hasattr(instance, n)})
+        self._instance = instance
+
+    def __setitem__(self, name: str, value: Any) -> None:
+        super().__setitem__(name, value)
+        object.__setattr__(self._instance, name, value)
 
 
 def set_epoch(loader: Any, epoch: int) -> None:
@@ -1851,6 +1870,11 @@ def plain_state(
                 continue
             most = 10_000 if saved is None else None
             found[name] = change_mark(value, most) or encode(value, device, most, weights)
+        is_reading = isinstance(value, Iterator) and not isinstance(value, count | io.IOBase)
+        if saved is not None and is_reading and not is_own_object(value):
+            text = f"checkpoint: the position of {name!r}, a {type(value).__name__}, is not known."
+            text += " A resumed run may differ. Pass its loader to fit() of FabricLoop."
+            warnings.warn(text, stacklevel=2)
         if name not in found and isinstance(value, list | tuple | dict):
             items = islice(value.values() if isinstance(value, dict) else value, 64)
             has_generators = any(isinstance(item, GENERATORS) for item in items)
@@ -1913,6 +1937,8 @@ def encode(
         return name.lower(), copied, has_gradient, value.device == device
     if kind is range:
         return name, [value.start, value.stop, value.step]
+    if isinstance(value, SynchronizedBase):
+        return "shared", bytes(value.get_obj())
     place = kind.__module__, kind.__qualname__
     if isinstance(value, Enum) and find_class(kind, *place) is kind:
         return "enum", value.name, *place
@@ -1996,6 +2022,9 @@ def load_plain_state(
             current.setstate(value)
         elif isinstance(current, torch.Generator | np.random.RandomState):
             current.set_state(value)
+        elif isinstance(value, tuple) and value[0] == "shared":
+            # Worker processes share this memory.
+            ctypes.memmove(ctypes.addressof(current.get_obj()), value[1], len(value[1]))
         elif isinstance(value, tuple) and value[0] == "state":
             text = f"resume: got a state of {name!r}, which was created during training and is"
             is_known = is_stateful(current) or isinstance(current, nn.Module)

@@ -12,6 +12,8 @@ are searched for objects of the user's classes, such as a pool of images.
 
 from __future__ import annotations
 
+import ctypes
+import io
 import sys
 import warnings
 import zlib
@@ -20,6 +22,8 @@ from collections.abc import Collection, Iterable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from enum import Enum
+from itertools import count
+from multiprocessing.sharedctypes import SynchronizedBase
 from types import SimpleNamespace
 from typing import Any
 
@@ -81,6 +85,8 @@ def digest(value: Any, most: int = _COMPARED_ITEMS) -> Any:
     kind = type(value)
     if kind in _ATOMS or kind is range or isinstance(value, Enum):
         return kind, value
+    if isinstance(value, SynchronizedBase):
+        return kind, bytes(value.get_obj())
     if kind in _TENSORS:
         return _digest_tensor(value)
     if kind is np.ndarray or isinstance(value, np.generic):
@@ -210,6 +216,8 @@ class Encoder:
             encoded: Any = self._encode_tensor(value)
         elif kind is np.ndarray or isinstance(value, np.generic):
             encoded = self._encode_array(value)
+        elif isinstance(value, SynchronizedBase):
+            encoded = "shared", bytes(value.get_obj())
         elif kind is range:
             encoded = "range", [value.start, value.stop, value.step]
         elif isinstance(value, Enum) or is_named_tuple(kind):
@@ -338,12 +346,30 @@ def replace_content(current: Any, value: Any) -> bool:
 
 
 def load_object(current: Any, state: Any) -> None:
+    if isinstance(current, SynchronizedBase) and isinstance(state, bytes):
+        # Worker processes share this memory.
+        ctypes.memmove(ctypes.addressof(current.get_obj()), state, len(state))
+        return
     if not (is_stateful(current) or isinstance(current, nn.Module)):
         raise ValueError("an object that was created during training is missing now")
     current.load_state_dict(state)
 
 
 # Objects
+
+
+class SlotAttributes(dict[str, Any]):
+    """The attributes of an object with ``__slots__``. Setting an item sets the attribute, too."""
+
+    def __init__(self, instance: Any) -> None:
+        kinds = type(instance).__mro__
+        slots = [name for kind in kinds for name in vars(kind).get("__slots__", ())]
+        super().__init__({n: getattr(instance, n) for n in slots if hasattr(instance, n)})
+        self._instance = instance
+
+    def __setitem__(self, name: str, value: Any) -> None:
+        super().__setitem__(name, value)
+        object.__setattr__(self._instance, name, value)
 
 
 @dataclass(frozen=True)
@@ -369,8 +395,9 @@ class Part:
         if isinstance(self.instance, dict):
             # Some dicts have their keys as attributes.
             return self.instance
-        attributes = getattr(self.instance, "__dict__", {})
-        return attributes["_buffers"] if self.has_buffers else attributes
+        if not hasattr(self.instance, "__dict__"):
+            return SlotAttributes(self.instance)
+        return vars(self.instance)["_buffers"] if self.has_buffers else vars(self.instance)
 
     def attributes(self) -> dict[str, Any]:
         if not self.has_attributes:
@@ -383,7 +410,14 @@ def is_own_object(value: Any) -> bool:
     kind = type(value)
     is_known = isinstance(value, nn.Module | Tensor | Enum | tuple) or hasattr(kind, "state_dict")
     is_library = kind.__module__.partition(".")[0] in _LIBRARIES and kind is not SimpleNamespace
-    return hasattr(value, "__dict__") and not (is_known or is_library)
+    has_attributes = hasattr(value, "__dict__") or hasattr(kind, "__slots__")
+    return has_attributes and not (is_known or is_library)
+
+
+def is_reading(value: Any) -> bool:
+    """Return whether a value is an iterator of a library, such as that of a DataLoader."""
+    is_other = isinstance(value, count | io.IOBase) or is_own_object(value)
+    return isinstance(value, Iterator) and not is_other
 
 
 def searched_values(part: Part) -> dict[str, Any]:
@@ -519,6 +553,8 @@ class PlainState:
         changed = {place: REMOVED for place in places if place not in attributes}
         for place, value in attributes.items():
             with self._guarded(f"the attribute {'.'.join(place)}"):
+                if self._network is not None and is_reading(value):
+                    raise TypeError(f"the position of a {type(value).__name__} is not known")
                 is_state = self._is_saved_as_state(value)
                 is_object = is_state and not isinstance(value, nn.Module)
                 if not is_object and self._digest(value) == self._at_start.get(place, self):
@@ -569,9 +605,10 @@ class PlainState:
                 namespace.pop(attribute, None)
                 continue
             with self._guarded(f"the attribute {name}.{attribute}"):
-                if isinstance(encoded, tuple) and encoded[0] == "state":
-                    if is_in_place:
-                        load_object(namespace.get(attribute), decoder.decode(encoded[1]))
+                is_object = isinstance(encoded, tuple) and encoded[0] in ("state", "shared")
+                if is_object and is_in_place:
+                    load_object(namespace.get(attribute), decoder.decode(encoded[1]))
+                if is_object:
                     continue
                 if id(encoded) not in placed:
                     current, value = namespace.get(attribute), decoder.decode(encoded)

@@ -256,7 +256,7 @@ def restore_mini_attributes(run: Run) -> None:
         for name, value in attributes.items():
             of_class = getattr(type(part), str(name), None)
             current = {**buffers, **own}.get(name, of_class)
-            if isinstance(value, tuple) and value[0] == "state":
+            if isinstance(value, tuple) and value[0] in ("state", "shared"):
                 load_object(current, decoder.decode(value[1]))
                 continue
             # Also look in the class, because the attribute may be a class attribute.

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from enum import Enum
 from functools import partial
 from itertools import count
+from multiprocessing import Array, Value
 from typing import NamedTuple
 
 import numpy as np
@@ -337,6 +338,53 @@ class HasHiddenModules(Model):
         return loss + sum((self.net(batch[0]) - output).pow(2).mean() for output in outputs)
 
 
+@dataclass(slots=True)
+class Rates:
+    dropout: float = 0.1
+    seen: list = field(default_factory=list)
+
+
+class Faded(Dataset):
+    """Scales its samples with a number in shared memory."""
+
+    def __init__(self):
+        self.level, self.table = Value("d", 1.0), Array("i", 4)
+        self.samples, self.labels = make_data(16).tensors
+
+    def __len__(self):
+        return len(self.samples)
+
+    def __getitem__(self, index):
+        scale = self.level.value + self.table[1]
+        return self.samples[index] * scale, self.labels[index]
+
+
+class HasRates(Model):
+    """Changes an object with slots, and memory that it shares with the workers of its loader."""
+
+    def __init__(self, data):
+        super().__init__()
+        self.rates, self.faded = Rates(), data
+
+    def training_step(self, batch, batch_idx):
+        self.rates.dropout *= 0.9
+        self.rates.seen.append(float(batch[0].mean()))
+        loss = super().training_step(batch, batch_idx)
+        return loss * (1 + self.rates.dropout + sum(self.rates.seen))
+
+    def on_train_epoch_end(self):
+        self.faded.level.value *= 0.7
+        self.faded.table[1] += 1
+
+
+def faded(workers):
+    def make():
+        data = Faded()
+        return HasRates(data), DataLoader(data, 4, shuffle=True, num_workers=workers)
+
+    return make
+
+
 class Phase(Enum):
     WARM_UP = 1.0
     MAIN = 0.1
@@ -450,6 +498,8 @@ CASES = {
     "objects of a model": shuffled(HasHelpers),
     "hidden modules": shuffled(HasHiddenModules),
     "enums and named tuples": shuffled(HasPhases),
+    "slots and shared memory": faded(0),
+    "shared memory of workers": faded(1),
     "object of a hook": shuffled(HasHook),
     "objects of a sampler": grouped,
     "objects of a collate function": collated,
@@ -740,3 +790,20 @@ def test_resume_restores_only_the_generators_of_installed_packages_objects(tmp_p
     assert resumed == weights
     assert models[-1].connection.socket == 3 + 6
     assert models[-1].seen == [*range(3, 9), *range(3, 9)]
+
+
+class ReadsMore(Model):
+    """Reads a second loader itself."""
+
+    def __init__(self):
+        super().__init__()
+        self.more = iter(DataLoader(make_data(400), 4))
+
+    def training_step(self, batch, batch_idx):
+        return super().training_step(batch, batch_idx) + super().training_step(next(self.more), 0)
+
+
+@pytest.mark.parametrize("kind", SAVES)
+def test_an_iterator_of_a_model_is_named_at_the_first_save(tmp_path, kind):
+    with pytest.warns(UserWarning, match="position of .*DataLoaderIter.* not known"):
+        train(kind, tmp_path, shuffled(ReadsMore))
