@@ -78,7 +78,7 @@ class ResumableLoader:
         stream = find_stateful_part(loader)
         self._stream = None if stream is None else StreamState(stream)
         # _resumed_at is the index of a resumed pass's first batch. At the end of that pass,
-        # _resumed holds the number of all its batches and of those read after the resume.
+        # _resumed holds two numbers: all of its batches, and those read after the resume.
         self._resumed_at: int | None = None
         self._resumed: tuple[int, int] | None = None
         # True if the pass after a resumed pass still skips the batches from before the resume.

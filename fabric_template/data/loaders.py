@@ -64,7 +64,7 @@ class DataConnector:
         self.seconds_waited = 0.0
         self._common_seed: int | None = None
         self._is_train_started = False
-        # The random states and attributes from before each stage's newest loaders were created.
+        # The random states and attributes with which each stage's newest loaders were created.
         self._loads: dict[str, Any] = {}
         self._restored_loads: dict[str, Any] = {}
 
@@ -234,7 +234,7 @@ class DataConnector:
             self.eval_loaders.load_state_dict(state["val"])
 
     def check_restart(self) -> None:
-        """Raise an error for training loaders that need a position that the checkpoint lacks."""
+        """Raise an error for training loaders that need their position, which MiniLoop omits."""
         for loader in self.train.resumable if "train" in self.created else ():
             loader.check_restart()
 
@@ -531,7 +531,7 @@ def combine_loaders(source: Any, is_training: bool = False) -> CombinedLoader:
         return source
     mode: Any = "max_size_cycle" if is_training else "sequential"
     with warnings.catch_warnings():
-        # Hide the warning, because CombinedLoader uses a deprecated class of torch.
+        # Hide torch's warning about a deprecated class that CombinedLoader uses.
         warnings.filterwarnings("ignore", ".*LeafSpec", FutureWarning)
         combined = CombinedLoader(source, mode)
     parts = combined.flattened
