@@ -108,8 +108,8 @@ CHECKPOINTS = ("last.ckpt", "best.ckpt", "epoch=*-step=*.ckpt")
 # Attributes that every nn.Module has. They are not the user's own state.
 MODULE_ATTRIBUTES = vars(nn.Module()).keys()
 HOOKS_OF_MODULE = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks")
-# Optimizer attributes that need no saving. state_dict() contains the first two, "defaults" may
-# share a tensor with a group, and schedulers set the others to warn about a wrong call order.
+# Optimizer attributes that need no saving, because state_dict() contains them, a parameter group
+# has the same tensor, or a scheduler sets them only for a warning.
 OPTIMIZER_ATTRIBUTES = ("state", "param_groups", "defaults", "_opt_called", "_step_count")
 GENERATORS = (torch.Generator, random.Random, np.random.Generator, np.random.RandomState)
 NUMPY: Any = (np.generic, np.ndarray)
@@ -134,7 +134,7 @@ class MiniLoop:
     name: str = "run"  # Files go to logs/<name>/version_<n> and checkpoints/<name>/version_<n>.
     version: int | str | None = None  # The run's version. None: the next free or the resumed one.
     monitor: str | None = None  # The metric that selects best.ckpt.
-    # "min" if the smallest value of monitor is best, "max" if the largest is, "auto": by name.
+    # "min": the smallest value of monitor is best. "max": the largest is. "auto": its name decides.
     mode: str = "auto"
     accumulate_grad_batches: int = 1  # The number of batches per optimizer step.
     gradient_clip_val: float | None = None  # Clip the total gradient norm to this value.
@@ -1649,7 +1649,7 @@ def objects_in(owner: Any, known: set[int]) -> dict[str, Any]:
 
 
 def create_item(parts: dict[str, Any], place: str) -> None:
-    """If a place is an item of a defaultdict, create the item by reading it."""
+    """If a place refers to an item of a defaultdict, create the item by reading it."""
     path, _, key = place.rpartition(".")
     owner, _, name = path.rpartition(".")
     container = namespace_of(parts.get(owner)).get(name)
@@ -1669,7 +1669,7 @@ def is_own_object(value: Any) -> bool:
 
 
 def is_installed(kind: type) -> bool:
-    """Return whether a class is from an installed package. Its objects may hold files or processes."""
+    """Return whether a class is from an installed package, whose objects may hold processes."""
     return "-packages" in (getattr(sys.modules.get(kind.__module__), "__file__", None) or "")
 
 

@@ -150,7 +150,7 @@ def _digest_array(array: np.ndarray) -> Any:
     place = (array.shape, array.dtype.str)
     if array.nbytes <= 32 * _COMPARED_BYTES:
         return place, zlib.crc32(np.ascontiguousarray(array).reshape(-1).view(np.uint8).data)
-    # An array of strings may have few, but large items, so the step must be at least 1.
+    # An array of strings may have few but large items, so the step must be at least 1.
     step = max(array.size // _COMPARED_ITEMS, 1)
     return place, array.reshape(-1)[::step].tobytes()
 
@@ -431,7 +431,7 @@ def searched_values(part: Part) -> dict[str, Any]:
 
 
 def is_installed(kind: type) -> bool:
-    """Return whether a class is from an installed package. Its objects may hold files or processes."""
+    """Return whether a class is from an installed package, whose objects may hold processes."""
     return "-packages" in (getattr(sys.modules.get(kind.__module__), "__file__", None) or "")
 
 
@@ -513,7 +513,7 @@ class PlainState:
         return {n: part.instance for n, part in self._parts.items() if n not in self._given}
 
     def _create_item(self, name: str) -> None:
-        """If a name is an item of a defaultdict, create the item by reading it."""
+        """If a name refers to an item of a defaultdict, create the item by reading it."""
         path, _, key = name.rpartition(".")
         owner, _, attribute = path.rpartition(".")
         namespace = self._parts[owner].namespace() if owner in self._parts else {}

@@ -30,7 +30,7 @@ DASHES = ("-", "--", "-.")
 # If there are more runs than colors and dashes, draw only the best runs in color.
 MOST_COLORED = len(PALETTE) * len(DASHES)
 NUM_BEST = 8
-# If no metrics are chosen, draw at most this many panels, in about a second.
+# If no metrics are chosen, draw at most this many panels, which takes about a second.
 MOST_PANELS = 18
 # The longest label of a panel, in characters. Longer names are cut at the start.
 LONGEST_LABEL = 28
@@ -89,7 +89,7 @@ def plot_logs(
 
 
 def prepare_runs(runs: list[Run], x: str | None, smooth: float | None) -> tuple[list[Run], str]:
-    """Return the runs that have rows, after preparing their tables, and the name of the x axis."""
+    """Prepare the tables of the runs that have rows. Return these runs and the x axis."""
     if smooth is not None and not 0 <= smooth < 1:
         raise ValueError(f"smooth: got {smooth}, expected at least 0 and below 1, such as 0.9.")
     # A run that was stopped before its first row has nothing to draw.
@@ -240,7 +240,7 @@ def is_step_based_table(table: pd.DataFrame) -> bool:
 
 
 def has_row_per_epoch(table: pd.DataFrame) -> bool:
-    """Return whether each row belongs to a different whole epoch."""
+    """Return whether there is at most one row per epoch, and no row for a part of an epoch."""
     column = find_axis(table, "epoch")
     if column is None or column not in table.select_dtypes("number"):
         return False

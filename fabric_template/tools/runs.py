@@ -231,7 +231,7 @@ def find_best(run: Run, metric: str | None = None, mode: str | None = None) -> d
 
 
 def read_rows(path: Path) -> tuple[Columns, list[str]]:
-    """Return a CSV file's numeric columns, and for a file of several runs, the run of each row.
+    """Return a CSV file's numeric columns, and each row's run if the file has several runs.
 
     A damaged file has no columns. pandas is not used, because it is much slower.
     """
