@@ -53,7 +53,7 @@ class RowWriter:
         self._is_validated = False
         # The number of training samples in this process since the newest row.
         self._num_samples = 0
-        # After a resume, these are elapsed(), waited() and _excluded_seconds of the checkpoint.
+        # The values of elapsed(), waited() and _excluded_seconds that a resume has restored.
         self._seconds_before_resume: tuple[float, ...] = (0.0, 0.0, 0.0)
         self._started, self._waited_at_start = time.monotonic(), 0.0
         # samples_per_second excludes these seconds of validations and saves since the newest row.
