@@ -114,7 +114,7 @@ def test_values_that_attributes_share_are_shared_again_after_a_resume(tmp_path):
     assert new.one[0] is new.last
 
 
-def test_changed_attributes_returns_only_changed_plain_values():
+def test_plain_state_saves_only_changed_plain_values():
     """Modules, functions, cycles, views of parameters and unchanged values are not saved."""
     net = nn.Linear(2, 2)
     cycle = []
@@ -131,7 +131,7 @@ def test_changed_attributes_returns_only_changed_plain_values():
     assert sorted(state.changed_attributes()) == [("a", "size"), ("a", "table")]
 
 
-def test_changed_attributes_finds_a_change_of_one_number():
+def test_plain_state_finds_a_change_of_one_number():
     tensors = torch.zeros(300, 1000), torch.zeros(7)
     owner = Holder(large=tensors[0], small=[tensors[1]], array=np.zeros((300, 1000)), items=[0] * 9999)
     owner.texts = np.zeros(40_000, "S1000")

@@ -116,7 +116,7 @@ def test_both_loops_accept_each_shape_of_configure_optimizers(loop_class, shape)
 
 
 @both_loops
-def test_accumulation_steps_the_optimizer_every_n_batches(loop_class):
+def test_gradient_accumulation_steps_the_optimizer_every_n_batches(loop_class):
     """In the example, global_step decides when the optimizer steps, so 24 batches give 1 step instead of 6."""
     loop, net = fit(train=batches(24), accumulate_grad_batches=4, loop_class=loop_class)
     assert (loop.global_step, net.trained) == (6, 24)

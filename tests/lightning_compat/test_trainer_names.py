@@ -153,7 +153,7 @@ def test_attributes_about_devices_equal_trainers_before_the_launch(options):
     assert first == second
 
 
-def test_an_error_about_a_missing_attribute_suggests_the_one_of_fabric():
+def test_an_error_about_a_missing_attribute_suggests_loop_fabric():
     loop = FabricLoop(accelerator="cpu")
     with pytest.raises(AttributeError, match=r"FabricLoop has no attribute 'device'\. Write loop\.fabric\.device\."):
         _ = loop.device
