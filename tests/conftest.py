@@ -81,8 +81,6 @@ def freeze_collector():
     """Exclude half a million imported objects from garbage collections."""
     gc.collect()
     gc.freeze()
-    yield
-    gc.unfreeze()
 
 
 @pytest.fixture(scope="session", autouse=True)

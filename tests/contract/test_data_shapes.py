@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 from modules import assert_same_weights
-from parameters import keep
+from parameters import keep, sample
 from torch import nn
 from torch.utils.data import (
     BatchSampler,
@@ -222,15 +222,17 @@ OF_FABRIC_LOOP = keep(LOADERS, "weights", "own state", "stateful, own sampler", 
                       "stateful, weights", "stateful, random batches")  # fmt: skip
 
 
+LIMITS = {"after an epoch": {"max_epochs": 2}, "in an epoch": {"max_steps": 8}}
+
+
 @pytest.mark.filterwarnings("ignore:resume. .* batches of .*DataLoader are read again")
-@pytest.mark.parametrize("limit", [{"max_epochs": 2}, {"max_steps": 8}], ids=["after an epoch", "in an epoch"])
-@pytest.mark.parametrize("name", LOADERS)
+@pytest.mark.parametrize(("limit", "name"), sample(2, LIMITS, LOADERS))
 def test_each_kind_of_loader_resumes_exactly_with_mini_loop(tmp_path, name, limit):
     check_resume(tmp_path, "MiniLoop", name, limit)
 
 
 @pytest.mark.filterwarnings("ignore:resume. .* batches of .*DataLoader are read again")
-@pytest.mark.parametrize("limit", [{"max_epochs": 2}, {"max_steps": 8}], ids=["after an epoch", "in an epoch"])
+@pytest.mark.parametrize("limit", LIMITS)
 @pytest.mark.parametrize("name", OF_FABRIC_LOOP)
 def test_each_kind_of_loader_resumes_exactly_with_fabric_loop(tmp_path, name, limit):
     check_resume(tmp_path, "FabricLoop", name, limit)
@@ -239,7 +241,7 @@ def test_each_kind_of_loader_resumes_exactly_with_fabric_loop(tmp_path, name, li
 def check_resume(tmp_path, loop_name, name, limit):
     make_loader = LOADERS[name]
     expected, rows = train_without_break(loop_name, name)
-    train(loop_name, tmp_path / "cut", make_loader, **limit)
+    train(loop_name, tmp_path / "cut", make_loader, **LIMITS[limit])
     resumed, found = train(loop_name, tmp_path / "cut", make_loader, seed=9, resume="last", max_epochs=3)
     assert_same_weights(expected, resumed)
     assert found == rows

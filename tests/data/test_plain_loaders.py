@@ -8,6 +8,7 @@ import pytest
 import torch
 from lightning.pytorch.utilities import CombinedLoader
 from modules import Classifier
+from parameters import leave
 from resume_loaders import Stream, seeded
 from runs import Snapshots, assert_same_end, fit
 from torch.utils.data import (
@@ -222,7 +223,11 @@ class TakesAll(Classifier):
         return super().training_step(batch, batch_idx)
 
 
-@pytest.mark.parametrize("name", LOADERS)
+@pytest.mark.parametrize(
+    "name",
+    leave(LOADERS, "sampler, persistent", "draws each, workers", "counts, workers", "batch sampler, workers",
+          "dataset, random, workers", "datasets in datasets, workers", "collate, persistent"),
+)  # fmt: skip
 def test_a_killed_run_restores_the_state_of_samplers_and_datasets(tmp_path, name):
     options = {"max_epochs": 3, "save_every_n_steps": 1, "train": LOADERS[name]}
     snapshots = Snapshots(tmp_path / "whole", tmp_path)

@@ -11,6 +11,11 @@ def keep(parameters, *kept):
     return [name if name in kept else pytest.param(name, marks=pytest.mark.soak) for name in parameters]
 
 
+def leave(parameters, *left):
+    """Return the names of parameters. The ones to leave to `make soak` get the mark."""
+    return keep(parameters, *(name for name in parameters if name not in left))
+
+
 def sample(step, *tables):
     """Return all combinations of the tables' values. All but every `step`-th get the mark `soak`."""
     cases = enumerate(itertools.product(*tables))
