@@ -22,7 +22,7 @@ _TIME_LINE = re.compile(rb"^(started|saved) ([0-9]+\.[0-9]+)$", re.MULTILINE)
 
 @contextmanager
 def replaced_file(path: Path) -> Iterator[IO[bytes]]:
-    """Open a temporary file. At the end of the block, sync it and replace the target with it.
+    """Open a temporary file, which is synced and renamed to the target at the end of the block.
 
     After an error, a kill or a power cut, the target is either the old file or the whole new one.
     """

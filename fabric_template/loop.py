@@ -107,7 +107,7 @@ class FabricLoop(TrainerAPI):
         self.seed()
 
     def seed(self) -> None:
-        """Seed the random generators with the option ``seed``. Each fit also seeds them."""
+        """Seed the random generators with the option ``seed``. Each fit also does this seeding."""
         if self.config.seed is not None:
             Fabric.seed_everything(self.config.seed, workers=True, verbose=False)
 
@@ -258,8 +258,8 @@ class FabricLoop(TrainerAPI):
     def setup(self, model: Any, optimizer: Any = None, *loaders: Any) -> Any:
         """Prepare a model, an optimizer and loaders for the device and the strategy.
 
-        On one device in float32, the model and the optimizer are returned unchanged. Otherwise,
-        Fabric's wrappers are returned, and ``model.module`` is the given model.
+        On one device in float32, the model and the optimizer are returned unchanged. On several
+        devices or in another precision, Fabric wraps them, and ``model.module`` is the given model.
         Clip gradients with ``loop.fabric.clip_gradients(model, optimizer, max_norm=1.0)``.
 
         Example:
@@ -341,7 +341,7 @@ class FabricLoop(TrainerAPI):
         sync_dist: bool = False,
         **options: Any,
     ) -> None:
-        """Log several values. In a step, log_dict works like ``log``. Elsewhere, it writes a row.
+        """Log several values. Unlike ``log``, log_dict writes a row when it is called outside of a step.
 
         Outside of a step, the values become a row of steps.csv, or with the key "epoch", a row of
         metrics.csv. In a hook, the current epoch's number under "epoch" adds the values to its row.

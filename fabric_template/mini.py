@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: MIT
 """Train PyTorch models with a training loop in one file that you can read, copy and change.
 
-This file is part of fabric_template, under the MIT License (see LICENSE). Its only requirements are
+This file is part of fabric_template, under the MIT License (see LICENSE). The file needs only
 torch and lightning. First read `fit`, `_train_epoch` and `_train_batch`.
 
 To change a part of the training, edit one of these methods:

@@ -493,8 +493,8 @@ def has_raw_steps(table: pd.DataFrame, metric: Metric, x: str) -> bool:
 def average_steps(values: pd.Series) -> Any:
     """Return moving averages over at most 4 % of all points, and over fewer at the start.
 
-    An average covers at most the last quarter of the steps so far. Otherwise high losses at the
-    start would raise the average for a long time.
+    An average covers at most the last quarter of the steps so far. In a longer average, high losses
+    at the start would show for a long time.
     """
     import numpy as np
 

@@ -38,8 +38,8 @@ def list_runs(
     """List all runs below a folder, or in a CSV file of any tool.
 
     `state` is "running", "finished", "interrupted" (or killed), "failed", or "unknown" for a run of
-    Trainer. `changed` lists options that were set and differ between runs of the same name. It also
-    lists settings in hparams= that all runs have, but with different values.
+    Trainer. `changed` lists options that were set and differ between runs of the same name, and
+    settings in hparams= that all runs have, but with different values.
 
     Args:
         folder: The folder of all logs, or a folder in it.
@@ -205,7 +205,7 @@ def best_mode(metric: str, options: dict[str, Any]) -> str | None:
 
 
 def find_best(run: Run, metric: str | None = None, mode: str | None = None) -> dict[str, Any]:
-    """Find a metric's best value and epoch. Both are None if the metric's direction is unknown."""
+    """Find a metric's best value and epoch, which are None if the metric's direction is unknown."""
     rows, metric = run["rows"], metric or choose_metric(run)
     found: Run = {
         "metric": metric,

@@ -118,7 +118,7 @@ def choose_settings(trial: Callable[[Choice], float], names: Iterable[str]) -> t
 
 
 def compare(trial: Callable[[Choice], float], before: Choice, after: Choice) -> float:
-    """Time two sets of settings in turn. Return the speed-up, or 0.0 if noise may explain it."""
+    """Time two sets of settings in turn. Return the speed-up, or 0.0 if it may be noise."""
     slow: list[float] = []
     fast: list[float] = []
     for _ in range(ROUNDS):
