@@ -197,10 +197,10 @@ def find_values(
 class StreamState:
     """The state of a loader or stream that implements ``state_dict`` and ``load_state_dict``.
 
-    ``load_state_dict`` may set the position at which all later passes start, so that these passes
-    yield only the rest of the data. ``load_state_dict`` may also set attributes that later passes
-    need, such as the epoch. After the resumed pass, StreamState keeps each attribute that had the
-    same value in the saved run, and resets the others.
+    ``load_state_dict`` may set the position at which all later passes start, so that they yield
+    only the remaining data. ``load_state_dict`` may also set attributes that later passes need,
+    such as the epoch. After the resumed pass, StreamState keeps attributes that had the same value
+    in the saved run, and resets the others.
     """
 
     def __init__(self, stream: Any) -> None:

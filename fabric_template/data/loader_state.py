@@ -6,8 +6,8 @@
 - Any other loader reads all finished batches again. A loader that keeps an iterator across epochs
   cannot resume after the first epoch.
 
-The position cannot be restored exactly if the loader has workers and its sampler draws each batch
-from the global random generator.
+The restored position is inexact if the loader has workers and its sampler draws batches from the
+global random generator.
 """
 
 from __future__ import annotations

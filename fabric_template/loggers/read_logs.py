@@ -29,8 +29,8 @@ EXPECTED = "a metrics.csv, or a folder such as logs, logs/digits or logs/digits/
 def read_logs(path: str | os.PathLike[str], steps: bool = False) -> pd.DataFrame:
     """Return the rows of one or several runs as one table: `name, version, epoch, step, ...`.
 
-    Half-empty rows, such as those of Lightning's CSVLogger, are merged into one row per epoch, or
-    per validation if an epoch has several. The function also reads CSV files from other tools.
+    Half-empty rows, as in Lightning's CSVLogger, are merged into one row per epoch, or per
+    validation within an epoch. The function also reads CSV files from other tools.
 
     Args:
         path: A CSV file, or a folder such as logs, logs/digits or logs/digits/version_0.

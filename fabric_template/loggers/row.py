@@ -29,8 +29,8 @@ REPLACED_LOGS = ".replaced"
 class RowWriter:
     """Collect the values of a row, decide when the row is due, and write it to metrics.csv.
 
-    An epoch-based run has a row for each epoch. A step-based run has a row for each validation, or
-    for each epoch if it never validates, and a row at the end.
+    An epoch-based run has a row for each epoch. A step-based run has a row for each validation, and
+    one at the end. A step-based run that never validates also has a row for each epoch.
 
     Attributes:
         rows: All rows of the run so far, which ``fit`` returns.
