@@ -284,7 +284,6 @@ class WithBank(Net):
         return loss
 
 
-@pytest.mark.skipif(not hasattr(pl.callbacks, "WeightAveraging"), reason="Lightning is older")
 class FreezesAndKeepsZeros(Net):
     """Sets gradients to zero instead of None, so that the optimizer also steps a frozen bias."""
 
@@ -311,6 +310,7 @@ def test_momentum_still_moves_frozen_parameters_after_a_resume(tmp_path):
     assert runs.same(train(3, "parts", "last"), expected)
 
 
+@pytest.mark.skipif(not hasattr(pl.callbacks, "WeightAveraging"), reason="Lightning is older")
 def test_resume_restores_the_buffers_of_the_averaged_model(tmp_path):
     """The averaged model has its own copy of the buffer, which the final model takes."""
     make = lambda: [pl.callbacks.WeightAveraging()]  # noqa: E731
