@@ -341,7 +341,7 @@ class FabricLoop(TrainerAPI):
         sync_dist: bool = False,
         **options: Any,
     ) -> None:
-        """Log several values. Unlike ``log``, log_dict writes a row when it is called outside of a step.
+        """Log several values. Outside of a step, log_dict writes a row, unlike ``log``.
 
         Outside of a step, the values become a row of steps.csv, or with the key "epoch", a row of
         metrics.csv. In a hook, the current epoch's number under "epoch" adds the values to its row.
