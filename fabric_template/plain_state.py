@@ -54,8 +54,8 @@ _DEEPEST = 12
 _MOST_OBJECTS = 64
 _MOST_SEARCHED = 500
 # The search for objects to save skips these packages, whose objects may hold processes or files.
-_LIBRARIES = {__name__.partition(".")[0], "lightning", "numpy", "torch", "torchmetrics"}
-_LIBRARIES |= {"pytorch_lightning", *sys.stdlib_module_names}
+_LIBRARIES = {"lightning", "numpy", "pytorch_lightning", "torch", "torchmetrics"}
+_LIBRARIES |= sys.stdlib_module_names
 # The encoded form of an attribute that has been deleted.
 REMOVED: Any = ("removed", None)
 
@@ -410,6 +410,8 @@ def is_own_object(value: Any) -> bool:
     kind = type(value)
     is_known = isinstance(value, nn.Module | Tensor | Enum | tuple) or hasattr(kind, "state_dict")
     is_library = kind.__module__.partition(".")[0] in _LIBRARIES and kind is not SimpleNamespace
+    # A copy of this package may be inside of the user's own package.
+    is_library = is_library or kind.__module__.startswith(f"{__package__}.")
     has_attributes = hasattr(value, "__dict__") or hasattr(kind, "__slots__")
     return has_attributes and not (is_known or is_library)
 

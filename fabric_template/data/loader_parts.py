@@ -39,7 +39,7 @@ _MOST_OBJECTS = 64
 _LIGHTNING = ("lightning.", "pytorch_lightning.")
 _LIBRARIES = ("torch.", "torchdata.", *_LIGHTNING)
 # A stream may hold the loop or a callback, whose attributes are not part of the stream's state.
-_NOT_ENTERED = (__name__.partition(".")[0] + ".", *_LIGHTNING)
+_NOT_ENTERED = (str(__package__).rpartition(".")[0] + ".", *_LIGHTNING)
 _DRAWING_SAMPLERS: Any = (
     RandomSampler | WeightedRandomSampler | SubsetRandomSampler | DistributedSamplerWrapper
 )

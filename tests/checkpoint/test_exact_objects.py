@@ -1,7 +1,11 @@
 """Test exact resume with objects that have state outside of state_dict(), in both loops."""
 
 import csv
+import os
 import random
+import shutil
+import subprocess
+import sys
 from collections import defaultdict, deque
 from copy import deepcopy
 from dataclasses import dataclass, field
@@ -9,6 +13,7 @@ from enum import Enum
 from functools import partial
 from itertools import count
 from multiprocessing import Array, Value
+from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
@@ -20,6 +25,7 @@ from runs import TIMES
 from torch.optim.lr_scheduler import LambdaLR
 from torch.utils.data import DataLoader, Dataset, WeightedRandomSampler, default_collate
 
+import fabric_template
 from fabric_template import FabricLoop, MiniLoop
 from fabric_template.errors import CheckpointError
 
@@ -807,3 +813,72 @@ class ReadsMore(Model):
 def test_an_iterator_of_a_model_is_named_at_the_first_save(tmp_path, kind):
     with pytest.warns(UserWarning, match="position of .*DataLoaderIter.* not known"):
         train(kind, tmp_path, shuffled(ReadsMore))
+
+
+NETWORK = """
+import torch
+from torch import nn
+from torch.utils.data import DataLoader, IterableDataset
+
+
+class Pool:
+    def __init__(self):
+        self.seen = 0
+
+
+class Drawn:
+    def __init__(self):
+        self.position = 0
+
+
+class Stream(IterableDataset):
+    def __init__(self, drawn):
+        self.drawn = drawn
+
+    def __iter__(self):
+        for _ in range(8):
+            self.drawn.position += 1
+            yield torch.full((4,), float(self.drawn.position))
+
+
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layer, self.pool = nn.Linear(4, 1), Pool()
+
+    def training_step(self, batch):
+        self.pool.seen += 1
+        return (self.layer(batch) * self.pool.seen).pow(2).mean()
+
+    def configure_optimizers(self):
+        return torch.optim.SGD(self.parameters(), lr=1e-5)
+
+
+def train(loop_class, name, epochs, resume=None):
+    torch.manual_seed(1)
+    net = Net()
+    loop = loop_class(max_epochs=epochs, name=name, accelerator="cpu")
+    loop.fit(net, DataLoader(Stream(Drawn()), 2), resume=resume)
+    return net.layer.weight.tolist()
+"""
+COMPARE = """
+from project.fabric_template import FabricLoop
+from project.network import train
+
+whole = train(FabricLoop, "whole", 2)
+train(FabricLoop, "parts", 1)
+assert train(FabricLoop, "parts", 2, resume="last") == whole
+"""
+
+
+def test_objects_are_restored_by_a_copy_inside_the_users_package(tmp_path):
+    """The objects and the copy have the same first name, but are not of the same package."""
+    source = Path(fabric_template.__file__).parent
+    project = tmp_path / "project"
+    shutil.copytree(source, project / "fabric_template", ignore=shutil.ignore_patterns("__pycache__"))
+    (project / "network.py").write_text(NETWORK)
+    (tmp_path / "compare.py").write_text(COMPARE)
+    environment = {**os.environ, "PYTHONPATH": str(tmp_path)}
+    command = [sys.executable, "compare.py"]
+    done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
