@@ -16,7 +16,7 @@ import runs
 import torch
 import torchmetrics
 from lightning.pytorch.callbacks import Callback, ModelCheckpoint
-from parameters import leave
+from parameters import leave, sample
 from resume_loaders import LOADERS, PERSISTENT, Endless, loader, seeded, tensors, with_sampler
 from runs import Snapshots, assert_same_end, logs_of, python_command, tree, with_files
 from torch import nn
@@ -185,8 +185,9 @@ FAILURES = {
 }
 
 
-@pytest.mark.parametrize("options", [{}, {"accumulate_grad_batches": 4, "val_check_interval": 3}], ids=str)
-@pytest.mark.parametrize("hook", FAILURES)
+@pytest.mark.parametrize(
+    ("hook", "options"), sample(3, FAILURES, [{}, {"accumulate_grad_batches": 4, "val_check_interval": 3}]), ids=str
+)
 def test_a_run_resumes_exactly_after_an_exception(tmp_path, hook, options):
     train = lambda: TensorLoader(*tensors(), batch_size=4, shuffle=True, generator=seeded())  # noqa: E731
     options = {"num_sanity_val_steps": 0, "save_every_n_steps": 2, **options}

@@ -1,43 +1,33 @@
 """Test that the notebooks run in a new kernel and contain their expected outputs."""
 
-import json
 import os
 import re
 import socket
-import sys
 from pathlib import Path
 from unittest import mock
 
 import nbformat
 import pytest
-from interpreter import fork_command, forking_python
+from kernels import KERNEL, install_kernel
 from nbclient import NotebookClient
 from parameters import keep
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 NOTEBOOKS = sorted((REPOSITORY / "notebooks").glob("*.ipynb"))
-KERNEL = "fabric-template-test"
 
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning:(zmq|jupyter_client|jupyter_core|nbclient).*")
 
 
 def execute(notebook, folder, timeout=900):
     """Run every cell in a new kernel of this Python, and return the executed copy."""
-    spec = folder / "jupyter" / "kernels" / KERNEL / "kernel.json"
-    spec.parent.mkdir(parents=True)
-    argv = fork_command([sys.executable, "-m", "ipykernel_launcher", "-f", "{connection_file}"])
-    spec.write_text(json.dumps({"argv": argv, "display_name": KERNEL, "language": "python"}))
     work = folder / "work"
     work.mkdir()
     private = {
-        "JUPYTER_PATH": str(folder / "jupyter"),
-        "JUPYTER_RUNTIME_DIR": str(folder / "jupyter" / "runtime"),
-        "IPYTHONDIR": str(folder / "ipython"),
+        **install_kernel(folder),
         "PYTHONPATH": str(REPOSITORY),
         "CUDA_VISIBLE_DEVICES": "",
         "OMP_NUM_THREADS": "1",
         "MPLBACKEND": "module://matplotlib_inline.backend_inline",
-        "FORKING_PYTHON": forking_python(),
     }
     options = {"kernel_name": KERNEL, "timeout": timeout, "resources": {"metadata": {"path": str(work)}}}
     with mock.patch.dict(os.environ, private):

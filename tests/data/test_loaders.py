@@ -7,6 +7,7 @@ import warnings
 import lightning.pytorch as pl
 import pytest
 import torch
+from interpreter import fork_command
 from lightning.pytorch.utilities import CombinedLoader
 from modules import quiet
 from pandas import DataFrame
@@ -304,7 +305,7 @@ def test_importing_the_package_adds_no_warning_filter():
         " before = list(warnings.filters); import fabric_template.loop, fabric_template.mini;"
         " import fabric_template.data.loaders; assert warnings.filters == before, warnings.filters"
     )
-    subprocess.run([sys.executable, "-c", code], check=True)
+    subprocess.run(fork_command([sys.executable, "-c", code]), check=True)
 
 
 def test_an_iterable_dataset_with_a_length_warns():

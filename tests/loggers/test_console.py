@@ -14,6 +14,7 @@ import nbformat
 import pytest
 from clock import DURATION
 from interpreter import fork_command
+from kernels import KERNEL, install_kernel
 from lightning.pytorch.callbacks import TQDMProgressBar
 from modules import Classifier, make_loader
 from nbclient import NotebookClient
@@ -415,11 +416,11 @@ None
 def test_a_notebook_shows_the_table_and_the_progress_bar_in_one_output(tmp_path, monkeypatch):
     """One output holds the table and the bar. It is no widget, so a saved notebook keeps it."""
     monkeypatch.setenv("PYTHONPATH", f"{REPOSITORY}:{SUPPORT}")
-    for name in ("JUPYTER_RUNTIME_DIR", "IPYTHONDIR"):
-        monkeypatch.setenv(name, str(tmp_path / name))
+    for name, value in install_kernel(tmp_path / "kernel").items():
+        monkeypatch.setenv(name, value)
     notebook = nbformat.v4.new_notebook(cells=[nbformat.v4.new_code_cell(cell) for cell in CELLS])
     options = {"resources": {"metadata": {"path": str(tmp_path)}}, "coalesce_streams": True, "timeout": 900}
-    NotebookClient(notebook, kernel_name="python3", **options).execute()
+    NotebookClient(notebook, kernel_name=KERNEL, **options).execute()
     shown, printed = notebook.cells[1].outputs
     assert (shown.output_type, printed.output_type) == ("display_data", "stream")
     assert printed.text == "printed 0\nprinted 1\n"
