@@ -18,7 +18,7 @@ import numpy as np
 import pytest
 import torch
 from hypothesis import settings
-from interpreter import end, forking_python
+from interpreter import end, forking_python, start_server
 from ports import free_port
 
 # Variables of the user that would change tests: settings of git, of launchers and of the terminal.
@@ -70,6 +70,12 @@ def pytest_collection_modifyitems(items):
         for item in items:
             if item.get_closest_marker("gpu") is not None:
                 item.add_marker(pytest.mark.skip(reason="needs a CUDA device, which `pytest -m gpu` alone sees"))
+
+
+def pytest_sessionstart(session):
+    """Start one server of forks for all processes of pytest-xdist, while they import the tests."""
+    if getattr(session.config.option, "numprocesses", None) and hasattr(os, "pidfd_open"):
+        start_server()
 
 
 def pytest_sessionfinish():

@@ -17,6 +17,7 @@ import signal
 import socket
 import subprocess
 import sys
+import time
 
 OPTIONS = ("-u", "-B")  # torchrun gives the first, multiprocessing the second.
 SIZE = 8  # The bytes of a number on the socket.
@@ -25,6 +26,8 @@ FORWARDED = [
 ]
 POOLS = ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS")
 IMPORTED = ("lightning.fabric", "matplotlib")  # Imported before a fork.
+SHARED = "FORKING_PYTHON_FOLDER"  # The variable with the folder of the server that runs.
+SECONDS_TO_START = 300
 _server = []  # The folder and the process of the server, after the first request.
 
 
@@ -52,28 +55,37 @@ def forking_python():
     return path if os.access(path, os.X_OK) else sys.executable  # Temporary folders may be mounted with noexec.
 
 
-def _folder():
-    """Return the folder of the server's socket. Start the server if it does not run."""
+def start_server():
+    """Start the server. The processes that pytest-xdist starts later use it, too."""
     import shlex
     import tempfile
 
+    folder = tempfile.mkdtemp(prefix="python-")
+    with open(os.path.join(folder, "python"), "w") as file:
+        arguments = [sys.executable, "-I", "-S", __file__, "ask", folder]
+        file.write(f'#!/bin/sh\nexec {shlex.join(arguments)} "$@"\n')
+        os.chmod(file.name, 0o700)
+    clean = {name: value for name, value in os.environ.items() if not name.startswith(("PYTHON", "MPL"))}
+    clean |= dict.fromkeys(POOLS, "1")  # A process with threads must not fork.
+    command = [sys.executable, __file__, "serve", folder, *IMPORTED]
+    options = {"stdin": subprocess.PIPE, "stdout": subprocess.DEVNULL, "cwd": folder, "env": clean}
+    _server.extend([folder, subprocess.Popen(command, start_new_session=True, **options)])
+    os.environ[SHARED] = folder
+
+
+def _folder():
+    """Return the folder of the server's socket. Start the server if it does not run."""
     if _server and _server[1].poll() is not None:
         end()
-    if not _server:
-        folder = tempfile.mkdtemp(prefix="python-")
-        with open(os.path.join(folder, "python"), "w") as file:
-            arguments = [sys.executable, "-I", "-S", __file__, "ask", folder]
-            file.write(f'#!/bin/sh\nexec {shlex.join(arguments)} "$@"\n')
-            os.chmod(file.name, 0o700)
-        clean = {name: value for name, value in os.environ.items() if not name.startswith(("PYTHON", "MPL"))}
-        clean |= dict.fromkeys(POOLS, "1")  # A process with threads must not fork.
-        arguments = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "cwd": folder, "env": clean}
-        command = [sys.executable, __file__, "serve", folder, *IMPORTED]
-        _server.extend([folder, subprocess.Popen(command, start_new_session=True, **arguments)])
-        if (message := _server[1].stdout.readline()) != b"ready\n":
+    if SHARED not in os.environ:
+        start_server()
+    folder, deadline = os.environ[SHARED], time.monotonic() + SECONDS_TO_START
+    while not os.path.exists(os.path.join(folder, "ready")):
+        if time.monotonic() > deadline or (_server and _server[1].poll() is not None):
             end()
-            raise RuntimeError(f"the server has not started. It printed {message!r} and what is above.")
-    return _server[0]
+            raise RuntimeError("the server has not started. Its error is above.")
+        time.sleep(0.01)
+    return folder
 
 
 def end():
@@ -83,6 +95,7 @@ def end():
     if _server:
         folder, server = _server
         _server.clear()
+        os.environ.pop(SHARED, None)
         try:
             server.communicate(timeout=30)
         except subprocess.TimeoutExpired:
@@ -95,8 +108,9 @@ def ask(folder, *arguments):
     """Run the client. It sends streams, folder and arguments, forwards signals, and exits like the fork."""
     signal.pthread_sigmask(signal.SIG_BLOCK, FORWARDED)  # Until the process id of the fork is known.
     inherited = [number for number in range(256) if _is_open(number)]
+    cores = list(os.sched_getaffinity(0))
     with socket.socket(socket.AF_UNIX) as line:
-        message = json.dumps([inherited, arguments, os.getcwd(), dict(os.environ)]).encode()
+        message = json.dumps([inherited, arguments, os.getcwd(), dict(os.environ), cores]).encode()
         os.chdir(folder)
         line.connect("socket")  # A whole path may be too long for a socket.
         socket.send_fds(line, [len(message).to_bytes(SIZE, "big")], inherited)
@@ -150,7 +164,7 @@ def serve(folder, *imported):
     with socket.socket(socket.AF_UNIX) as listener:
         listener.bind("socket")  # Relative to the server's folder.
         listener.listen(64)
-        os.write(1, b"ready\n")
+        open("ready", "w").close()
         while listener in select.select([listener, 0], [], [])[0]:
             line = listener.accept()[0]
             watcher = os.fork()
@@ -204,7 +218,7 @@ def _watch_fork(line):
     return None
 
 
-def become(base, arguments, folder, variables):
+def become(base, arguments, folder, variables, cores):
     """Run `-c code`, `-m module` or `script.py` with its arguments, as a new Python does."""
     import multiprocessing
     import runpy
@@ -219,6 +233,7 @@ def become(base, arguments, folder, variables):
     if torch is not None:
         torch.default_generator.seed()
     os.chdir(folder)
+    os.sched_setaffinity(0, cores)
     os.environ.clear()
     os.environ.update(variables)
     if "FORKING_PYTHON" in variables:
