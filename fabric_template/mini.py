@@ -1408,14 +1408,26 @@ class MiniLoop:
             self.model.trainer = self
         parts = [m for m in network.modules() if hasattr(type(m), "trainer")] + [self.model]
         logging = {id(part): part for part in parts if has_no_log(part)}
+        added = {"log": self.log, "log_dict": self.log_dict}
+        if self._is_lightning_module:
+            added |= {"optimizers": self._get_optimizer, "lr_schedulers": self._get_schedulers}
         for part in logging.values():
-            vars(part).update(log=self.log, log_dict=self.log_dict)
+            vars(part).update(added)
         try:
             yield
         finally:
             network.to(device)
             for part in logging.values():
-                del vars(part)["log"], vars(part)["log_dict"]
+                for name in added:
+                    del vars(part)[name]
+
+    def _get_optimizer(self, use_pl_optimizer: bool = True) -> Any:
+        return self.optimizer
+
+    def _get_schedulers(self) -> Any:
+        """Return None, one scheduler or a list, as LightningModule.lr_schedulers() does."""
+        schedulers = [config["scheduler"] for config in self.schedulers]
+        return schedulers if len(schedulers) > 1 else next(iter(schedulers), None)
 
     def _call(self, hook: str, *args: Any) -> Any:
         self._hook = hook

@@ -192,6 +192,22 @@ SAMPLERS = {
     "own_python": own_sampler(
         "self.rng = random.Random(7)", "yield from self.rng.sample(range(self.num), self.num)"
     ),
+    "own_ranges": own_sampler(
+        "self.groups = [range(i, min(i + 4, len(data))) for i in range(0, len(data), 4)]",
+        "random.shuffle(self.groups)\n        yield from [i for group in self.groups for i in group]",
+        "    def set_epoch(self, epoch):\n        random.shuffle(self.groups)\n",
+    ),
+    "own_objects": own_sampler(
+        "self.draws = [Draw(3), Draw(4)]",
+        "yield from self.draws[1].order(self.draws[0].order(range(self.num)))",
+        """class Draw:
+    def __init__(self, seed):
+        self.rng, self.calls = random.Random(seed), 0
+    def order(self, items):
+        self.calls += 1
+        return self.rng.sample(list(items)[self.calls % 3 :] + list(items)[: self.calls % 3], len(items))
+""",
+    ),
     "own_set_epoch": own_sampler(
         "pass",
         "return iter(np.random.default_rng(self.epoch).permutation(self.num).tolist())",
@@ -605,6 +621,68 @@ NETS = {
         "if self.training:\n    self.calls += 1\n    self.beta = min(1.0, self.calls / 20)\n"
         "return self.net(x) * (1 + self.beta)",
     ),
+    "image_pool": net_class(
+        "self.net, self.pools = nn.Linear(8, 3), {'a': Pool(3)}",
+        "out = self.net(x)\nreturn out + self.pools['a'].swap(out.detach().mean(0)) if self.training else out",
+        """class Pool:
+    def __init__(self, size):
+        self.size, self.values, self.rng = size, [], random.Random(3)
+    def swap(self, value):
+        self.values.append(value)
+        return self.values.pop(self.rng.randrange(self.size)) if len(self.values) > self.size else 0
+""",
+    ),
+    "slow_weights": net_class(
+        "self.net = nn.Linear(8, 3)\nself.slow = Slow(self.net)",
+        "if self.training:\n    self.slow.update()\nreturn self.net(x) + self.slow.output(x)",
+        """class Slow:
+    def __init__(self, net):
+        copy = __import__("copy").deepcopy
+        self.weights, self.copies = list(net.parameters()), list(copy(net).parameters())
+        self.teacher, self.others = copy(net).requires_grad_(False), [copy(net).requires_grad_(False)]
+    @torch.no_grad()
+    def update(self):
+        for nets in (self.copies, self.teacher.parameters(), self.others[0].parameters()):
+            for slow, weight in zip(nets, self.weights):
+                slow.lerp_(weight, 0.2)
+    def output(self, x):
+        scale = self.copies[1].detach().mean()
+        return 0.1 * (self.teacher(x) + self.others[0](x)) + scale
+""",
+    ),
+    "own_objects": net_class(
+        "self.net, self.rates, self.meters = nn.Linear(8, 3), Rates(), defaultdict(Meter)\n"
+        "self.phase, self.statistics = Phase.FIRST, []",
+        "if self.training:\n    self.rates.beta += 0.1\n    self.phase = Phase.SECOND\n"
+        "    self.meters['x'].total += float(x.mean())\n"
+        "    self.statistics = [*self.statistics, Statistics(float(x.std()), self.phase)][-3:]\n"
+        "scale = sum(item.mean * item.phase.value for item in self.statistics)\n"
+        "return self.net(x) * (1 + self.rates.beta + self.meters['x'].total + scale)",
+        """import enum
+from collections import defaultdict, namedtuple
+from dataclasses import dataclass
+Statistics = namedtuple("Statistics", "mean phase")
+class Phase(enum.Enum):
+    FIRST, SECOND = 1.0, 0.5
+@dataclass(slots=True)
+class Rates:
+    beta: float = 0.0
+class Meter:
+    total = 0.0
+""",
+    ),
+    "hook_object": net_of(
+        "net = nn.Linear(8, 3)\nnet.register_forward_hook(Recorder())\nreturn net"
+    )
+    + """
+class Recorder:
+    def __init__(self):
+        self.mean = 0.0
+    def __call__(self, module, inputs, output):
+        if module.training:
+            self.mean = 0.9 * self.mean + 0.1 * float(output.detach().mean())
+            return output * (1 + self.mean)
+""",
     "parameter_lists": net_class(
         "self.rows = nn.ParameterList([torch.randn(8) * 0.1 for _ in range(3)])\n"
         "self.scales = nn.ParameterDict({'a': torch.ones(3)})",

@@ -547,6 +547,33 @@ def test_a_version_without_a_checkpoint_can_be_used_again():
     assert len(csv_of("run", "metrics.csv")) == len(rows) == 1
 
 
+class ReadsOptimizer(Classifier):
+    """Reads its optimizer and its scheduler in a hook, and halves the learning rate."""
+
+    def on_train_epoch_start(self):
+        assert self.lr_schedulers().get_last_lr()
+        for group in self.optimizers().param_groups:
+            group["lr"] *= 0.5
+
+    def configure_optimizers(self):
+        optimizer = torch.optim.SGD(self.parameters(), lr=0.1)
+        return [optimizer], [torch.optim.lr_scheduler.StepLR(optimizer, 2)]
+
+
+@pytest.mark.parametrize("kind", LOOPS)
+def test_hooks_read_the_optimizer_and_the_scheduler(tmp_path, kind):
+    loop, options = LOOPS[kind]
+    torch.manual_seed(1)
+    model, expected = ReadsOptimizer(), ReadsOptimizer()
+    expected.load_state_dict(model.state_dict())
+    torch.manual_seed(2)
+    loop(max_epochs=3, default_root_dir=tmp_path, accelerator="cpu", **options).fit(model, make_loader())
+    trainer = pl.Trainer(max_epochs=3, accelerator="cpu", logger=False, enable_checkpointing=False, **QUIET)
+    torch.manual_seed(2)
+    trainer.fit(expected, make_loader())
+    assert_same_weights(model, expected)
+
+
 class Broken(Classifier):
     def training_step(self, batch, batch_idx):
         if self.global_step == 2:
