@@ -25,7 +25,6 @@ from __future__ import annotations
 
 import copy
 import csv
-import ctypes
 import glob
 import inspect
 import io
@@ -1699,11 +1698,13 @@ class SlotAttributes(dict[str, Any]):
         kinds = type(instance).__mro__
         slots = [name for kind in kinds for name in vars(kind).get("__slots__", ())]
         super().__init__({n: getattr(instance, n) for n in slots if hasattr(instance, n)})
-        self._instance = instance
+        self._instance, self._slots = instance, slots
 
     def __setitem__(self, name: str, value: Any) -> None:
-        super().__setitem__(name, value)
-        object.__setattr__(self._instance, name, value)
+        # A checkpoint may name a property, whose setter runs code.
+        if name in self._slots:
+            super().__setitem__(name, value)
+            object.__setattr__(self._instance, name, value)
 
 
 def set_epoch(loader: Any, epoch: int) -> None:
@@ -1949,8 +1950,10 @@ def encode(
         return name.lower(), copied, has_gradient, value.device == device
     if kind is range:
         return name, [value.start, value.stop, value.step]
-    if isinstance(value, SynchronizedBase):
-        return "shared", bytes(value.get_obj())
+    if isinstance(value, SynchronizedBase) and depth == 0:
+        content = value.get_obj()
+        content = content.value if hasattr(content, "value") else list(content)
+        return "shared", encode(content, device, most, weights, depth + 1)
     place = kind.__module__, kind.__qualname__
     if isinstance(value, Enum) and find_class(kind, *place) is kind:
         return "enum", value.name, *place
@@ -2035,8 +2038,14 @@ def load_plain_state(
         elif isinstance(current, torch.Generator | np.random.RandomState):
             current.set_state(value)
         elif isinstance(value, tuple) and value[0] == "shared":
-            # Worker processes share this memory.
-            ctypes.memmove(ctypes.addressof(current.get_obj()), value[1], len(value[1]))
+            # Worker processes share this memory. ctypes refuses another type or length.
+            text = f"resume: got {name!r} in shared memory, which is missing now. Create it in"
+            check(isinstance(current, SynchronizedBase), f"{text} __init__.")
+            content, saved = current.get_obj(), decode(value[1], device)
+            if hasattr(content, "value"):
+                content.value = saved
+            else:
+                content[:] = saved
         elif isinstance(value, tuple) and value[0] == "state":
             text = f"resume: got a state of {name!r}, which was created during training and is"
             is_known = is_stateful(current) or isinstance(current, nn.Module)

@@ -12,7 +12,6 @@ are searched for objects of the user's classes, such as a pool of images.
 
 from __future__ import annotations
 
-import ctypes
 import io
 import sys
 import warnings
@@ -86,7 +85,7 @@ def digest(value: Any, most: int = _COMPARED_ITEMS) -> Any:
     if kind in _ATOMS or kind is range or isinstance(value, Enum):
         return kind, value
     if isinstance(value, SynchronizedBase):
-        return kind, bytes(value.get_obj())
+        return kind, read_shared(value)
     if kind in _TENSORS:
         return _digest_tensor(value)
     if kind is np.ndarray or isinstance(value, np.generic):
@@ -216,8 +215,8 @@ class Encoder:
             encoded: Any = self._encode_tensor(value)
         elif kind is np.ndarray or isinstance(value, np.generic):
             encoded = self._encode_array(value)
-        elif isinstance(value, SynchronizedBase):
-            encoded = "shared", bytes(value.get_obj())
+        elif isinstance(value, SynchronizedBase) and depth == 0:
+            encoded = "shared", self._encode(read_shared(value), depth + 1)
         elif kind is range:
             encoded = "range", [value.start, value.stop, value.step]
         elif isinstance(value, Enum) or is_named_tuple(kind):
@@ -346,13 +345,29 @@ def replace_content(current: Any, value: Any) -> bool:
 
 
 def load_object(current: Any, state: Any) -> None:
-    if isinstance(current, SynchronizedBase) and isinstance(state, bytes):
-        # Worker processes share this memory.
-        ctypes.memmove(ctypes.addressof(current.get_obj()), state, len(state))
+    if isinstance(current, SynchronizedBase):
+        write_shared(current, state)
         return
     if not (is_stateful(current) or isinstance(current, nn.Module)):
         raise ValueError("an object that was created during training is missing now")
     current.load_state_dict(state)
+
+
+# Memory that a process shares with its workers: multiprocessing.Value and Array
+
+
+def read_shared(value: Any) -> Any:
+    content = value.get_obj()
+    return content.value if hasattr(content, "value") else list(content)
+
+
+def write_shared(value: Any, saved: Any) -> None:
+    """Set the number, or all items of an array. ctypes refuses another type or length."""
+    content = value.get_obj()
+    if hasattr(content, "value"):
+        content.value = saved
+    else:
+        content[:] = saved
 
 
 # Objects
@@ -365,11 +380,13 @@ class SlotAttributes(dict[str, Any]):
         kinds = type(instance).__mro__
         slots = [name for kind in kinds for name in vars(kind).get("__slots__", ())]
         super().__init__({n: getattr(instance, n) for n in slots if hasattr(instance, n)})
-        self._instance = instance
+        self._instance, self._slots = instance, slots
 
     def __setitem__(self, name: str, value: Any) -> None:
-        super().__setitem__(name, value)
-        object.__setattr__(self._instance, name, value)
+        # A checkpoint may name a property, whose setter runs code.
+        if name in self._slots:
+            super().__setitem__(name, value)
+            object.__setattr__(self._instance, name, value)
 
 
 @dataclass(frozen=True)

@@ -882,3 +882,23 @@ def test_objects_are_restored_by_a_copy_inside_the_users_package(tmp_path):
     command = [sys.executable, "compare.py"]
     done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
+
+
+class Shared(Model):
+    def __init__(self, size):
+        super().__init__()
+        self.table = Array("i", size)
+
+    def on_train_batch_start(self, *args):
+        self.table[0] += 1
+
+
+@pytest.mark.parametrize("kind", SAVES)
+def test_shared_memory_of_another_size_is_not_overwritten(tmp_path, kind):
+    """FabricLoop warns, as for each attribute that it cannot restore."""
+    with pytest.raises(KilledError):
+        train(kind, tmp_path, shuffled(lambda: Shared(64)), kill_at=6)
+    is_mini = kind is MiniLoop
+    expected = pytest.raises(ValueError, match="same size") if is_mini else pytest.warns(match="same size")
+    with expected:
+        train(kind, tmp_path, shuffled(lambda: Shared(4)), resume="last")
