@@ -108,11 +108,13 @@ def run(part, options, seed):
     print(f"{part}: {' '.join(command)}", file=sys.stderr, flush=True)
     started = time.monotonic()
     done = subprocess.run(command, stdout=subprocess.PIPE, text=True)
-    lines = [line for line in done.stdout.splitlines() if line[:1] in "{["]
-    seconds, figures = time.monotonic() - started, json.loads(lines[-1]) if lines else None
+    seconds = time.monotonic() - started
     if part == "tests":
         print(done.stdout, file=sys.stderr)
         figures = figures_of_tests(done.stdout)
+    else:
+        lines = [line for line in done.stdout.splitlines() if line[:1] in "{["]
+        figures = json.loads(lines[-1]) if lines else None
     figures = figures or ({} if done.returncode == SKIPPED else None)
     print(
         f"\n{part} has ended\n{table(rows_of(part, seconds, figures))}\n",

@@ -77,9 +77,10 @@ def _folder():
     """Return the folder of the server's socket. Start the server if it does not run."""
     if _server and _server[1].poll() is not None:
         end()
-    if SHARED not in os.environ:
+    if not _server and SHARED not in os.environ:
         start_server()
-    folder, deadline = os.environ[SHARED], time.monotonic() + SECONDS_TO_START
+    folder = _server[0] if _server else os.environ[SHARED]
+    deadline = time.monotonic() + SECONDS_TO_START
     while not os.path.exists(os.path.join(folder, "ready")):
         if time.monotonic() > deadline or (_server and _server[1].poll() is not None):
             end()
