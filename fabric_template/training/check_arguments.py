@@ -240,6 +240,20 @@ def warn_of_options(plan: Plan) -> None:
             "You defined a `validation_step` but have no `val_dataloader`. Skipping val loop.",
             PossibleUserWarning,
         )
+    warn_of_unused_options(plan)
+
+
+def warn_of_unused_options(plan: Plan) -> None:
+    """Warn about options for the loop's own checkpoints, which a ModelCheckpoint replaces."""
+    savers = plan.loop.checkpoint_callbacks
+    defaults = {"monitor": None, "save_top_k": 1, "save_every_n_steps": None}
+    given = [name for name, value in defaults.items() if getattr(plan.config, name) != value]
+    if given and savers:
+        plan.warn(
+            f"{', '.join(given)}: got values beside a {type(savers[0]).__name__}, which saves all"
+            " checkpoints instead of the loop. Give it arguments of its own, such as"
+            " ModelCheckpoint(monitor=..., save_top_k=..., every_n_train_steps=...)."
+        )
 
 
 def warn_of_eval_modules(run: Run) -> None:

@@ -192,6 +192,14 @@ def test_resume_warns_about_a_missing_callback(tmp_path):
         fit(tmp_path, Scored, plain_loader, val_loader, max_epochs=2, resume="last")
 
 
+@pytest.mark.parametrize("options", [{"monitor": "val_loss"}, {"save_every_n_steps": 2}])
+def test_options_that_a_model_checkpoint_replaces_are_named_in_a_warning(tmp_path, options):
+    saver = ModelCheckpoint(dirpath=tmp_path / "own")
+    with pytest.warns(UserWarning, match=f"{next(iter(options))}: got values beside a ModelCheckpoint"):
+        fit(tmp_path, Scored, plain_loader, val_loader, max_epochs=1, callbacks=[saver], **options)
+    assert [path.suffix for path in (tmp_path / "own").iterdir()] == [".ckpt"]
+
+
 def test_a_model_checkpoint_callback_turns_off_the_loops_checkpoints(tmp_path):
     """A ModelCheckpoint among the callbacks keeps the files; the loop keeps none of its own."""
     callback = ModelCheckpoint(dirpath=tmp_path / "own", monitor="val_loss", save_top_k=1, filename="{epoch}")
