@@ -16,13 +16,12 @@ import runs
 import torch
 import torchmetrics
 from lightning.pytorch.callbacks import Callback, ModelCheckpoint
-from parameters import leave, sample
+from parameters import leave
 from resume_loaders import LOADERS, PERSISTENT, Endless, loader, seeded, tensors, with_sampler
 from runs import Snapshots, assert_same_end, logs_of, python_command, tree, with_files
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset, random_split
 
-from fabric_template.data.tensor_loader import TensorLoader
 from fabric_template.loop import FabricLoop
 
 pytestmark = [
@@ -171,31 +170,6 @@ def test_a_cycle_of_streams_resumes_exactly_after_an_exception(tmp_path):
         fit(tmp_path / "cut", train, callbacks=[raises], **options)
     resumed = fit(tmp_path / "cut", train, resume="last", seed=9, **options)
     whole = fit(tmp_path / "whole", train, **options)
-    assert_same(whole, resumed, tmp_path / "whole", tmp_path / "cut")
-
-
-# The hook, the call in which it raises, and the error.
-FAILURES = {
-    "on_train_batch_start": (11, KeyboardInterrupt),
-    "on_before_backward": (11, RuntimeError),
-    "on_before_optimizer_step": (4, RuntimeError),
-    "on_train_batch_end": (11, RuntimeError),
-    "on_validation_end": (3, RuntimeError),
-    "on_train_epoch_end": (3, RuntimeError),
-}
-
-
-@pytest.mark.parametrize(
-    ("hook", "options"), sample(3, FAILURES, [{}, {"accumulate_grad_batches": 4, "val_check_interval": 3}]), ids=str
-)
-def test_a_run_resumes_exactly_after_an_exception(tmp_path, hook, options):
-    train = lambda: TensorLoader(*tensors(), batch_size=4, shuffle=True, generator=seeded())  # noqa: E731
-    options = {"num_sanity_val_steps": 0, "save_every_n_steps": 2, **options}
-    whole = fit(tmp_path / "whole", train, **options)
-    at, error = FAILURES[hook]
-    with pytest.raises(error, match="stop"):
-        fit(tmp_path / "cut", train, callbacks=[Raises(hook, at, error)], **options)
-    resumed = fit(tmp_path / "cut", train, resume="last", seed=9, **options)
     assert_same(whole, resumed, tmp_path / "whole", tmp_path / "cut")
 
 
