@@ -542,8 +542,9 @@ class MiniLoop:
                 current = namespace_of(part).get(name)
                 is_random = isinstance(current, GENERATORS)
                 if is_random or name not in start or not is_same(value, start[name]):
-                    is_large = isinstance(value, ChangeMark)
-                    state[name] = encode(current, self.fabric.device) if is_large else value
+                    state[name] = value
+                    if isinstance(value, ChangeMark):
+                        state[name] = encode_large(current, self.fabric.device)
             state.update((name, REMOVED) for name in start if not has_value(part, name))
             if state:
                 changed[place] = state
@@ -1876,9 +1877,12 @@ def plain_state(
             found[name] = random_state(value)
             continue
         with suppress(TypeError):
-            if saved is not None and (is_stateful(value) or isinstance(value, nn.Module)):
-                inside = value.modules() if isinstance(value, nn.Module) else [value]
-                if set(map(id, saved)).isdisjoint(map(id, inside)):
+            if saved is not None and isinstance(value, nn.Module):
+                if set(map(id, saved)).isdisjoint(map(id, value.modules())):
+                    found[name] = ChangeMark(map(mark_tensor, value.state_dict().values()))
+                continue
+            if saved is not None and is_stateful(value):
+                if not any(value is other for other in saved):
                     found[name] = "state", encode(value.state_dict(), device)
                 continue
             most = 10_000 if saved is None else None
@@ -1902,7 +1906,7 @@ def has_value(part: Any, name: Any) -> bool:
 
 
 class ChangeMark(tuple[Any, ...]):
-    """A value that differs after a large tensor or array has changed, without a copy of it."""
+    """A value that differs after a module, a large tensor or a large array has changed."""
 
 
 def change_mark(value: Any, most: int | None) -> ChangeMark | None:
@@ -1911,11 +1915,27 @@ def change_mark(value: Any, most: int | None) -> ChangeMark | None:
     if most is None or kind not in (Tensor, np.ndarray) or math.prod(value.shape) <= most:
         return None
     if kind is Tensor:
-        return ChangeMark((id(value), None if value.is_inference() else value._version))
+        return ChangeMark((id(value), mark_tensor(value)))
     if value.dtype.hasobject or value.dtype.names:
         return None
     items = value.reshape(-1)[:: 1 + value.size // 1_000_000]
     return ChangeMark((value.shape, zlib.crc32(items.tobytes())))
+
+
+def mark_tensor(tensor: Any) -> Any:
+    """Return the version of a tensor and a checksum, because changes of ``.data`` have no version."""
+    if not isinstance(tensor, Tensor) or tensor.layout is not torch.strided or tensor.is_meta:
+        return None
+    items = tensor.detach().reshape(-1)[:: 1 + tensor.numel() // 10_000]
+    content = items.cpu().contiguous().view(torch.uint8).numpy().tobytes()
+    return None if tensor.is_inference() else tensor._version, zlib.crc32(content)
+
+
+def encode_large(value: Any, device: torch.device) -> Any:
+    """Encode a module, a tensor or an array that has changed."""
+    if isinstance(value, nn.Module):
+        return "state", encode(value.state_dict(), device)
+    return encode(value, device)
 
 
 def is_stateful(value: Any) -> bool:
