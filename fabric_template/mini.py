@@ -859,7 +859,8 @@ class MiniLoop:
         self._append_row("metrics.csv", row)
         if is_slow and "waiting" not in self._columns and self.fabric.is_global_zero:
             text = f"Training spends {share:.0%} of the time waiting for batches."
-            tqdm.write(f"{text} Try FabricLoop().tune(...).", file=sys.stdout)
+            advice = "In the DataLoader, try more num_workers, and pin_memory=True on a GPU."
+            tqdm.write(f"{text} {advice}", file=sys.stdout)
         self._print_row({name: row[name] for name in row if is_slow or name != "waiting"})
 
     def _append_row(self, name: str, row: dict[str, Any]) -> None:
