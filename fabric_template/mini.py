@@ -87,10 +87,10 @@ VERSION = "0.2.0"
 # The smallest allowed value of each numeric option.
 SMALLEST = {"max_epochs": -1, "max_steps": -1, "accumulate_grad_batches": 1, "seed": 0}
 SMALLEST |= {"validate_every_n_steps": 1, "log_every_n_steps": 0, "gradient_clip_val": 0}
-# Arguments of Trainer's self.log that log() accepts only with these values, or with None.
+# MiniLoop's log() accepts these arguments of Trainer only with the given values or None.
 LOG_ARGUMENTS = {"reduce_fx": "mean", "enable_graph": False, "sync_dist_group": None}
 LOG_ARGUMENTS |= {"rank_zero_only": False, "add_dataloader_idx": True, "logger": True}
-# Each key is part of a torch message whose advice does not apply in a loop. The value replaces it.
+# Each key is a part of a torch error whose advice does not apply in a loop, with better advice.
 INSTEAD = {
     "numpy.ndarray": "batch: got NumPy arrays in a step, expected tensors. Write TensorLoader(x, y,"
     " batch_size=32), or convert the batch in the step with torch.as_tensor.",
@@ -101,20 +101,20 @@ INSTEAD = {
     " tensors that the step keeps for later batches.",
 }
 NEEDS_CLOSURE = "optimizer: got one whose step() needs a closure. Use FabricLoop, which passes one."
-END: Any = object()  # A marker for the end of a loader.
-REMOVED = ("removed", None)  # The saved form of a deleted attribute.
+END: Any = object()  # Returned by next() at the end of a loader.
+REMOVED = ("removed", None)  # Saved instead of an attribute that was deleted.
 CHECKPOINTS = ("last.ckpt", "best.ckpt", "epoch=*-step=*.ckpt")
-# Attributes that every nn.Module has. They are not the user's own state.
+# Every nn.Module has these attributes, so they are not the user's own state.
 MODULE_ATTRIBUTES = vars(nn.Module()).keys()
 HOOKS_OF_MODULE = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks")
-# Optimizer attributes that need no saving, because state_dict() contains them, a parameter group
-# has the same tensor, or a scheduler sets them only for a warning.
+# Do not save these optimizer attributes, which state_dict() contains, which repeat parameter
+# groups, or which serve only for warnings.
 OPTIMIZER_ATTRIBUTES = ("state", "param_groups", "defaults", "_opt_called", "_step_count")
 GENERATORS = (torch.Generator, random.Random, np.random.Generator, np.random.RandomState)
 NUMPY: Any = (np.generic, np.ndarray)
-# The search for objects to save skips these packages, whose objects may hold processes or files.
+# Do not save attributes of these packages' objects, which may hold processes or files.
 LIBRARIES = {*sys.stdlib_module_names, "lightning", "numpy", "torch", "torchmetrics"}
-# The search for objects to save also skips these types.
+# Do not save attributes of objects of these types.
 NOT_SEARCHED = (type, FunctionType, MethodType, ModuleType, Logger, Tensor, nn.Module, Fabric)
 # Besides tensors and NumPy arrays, checkpoints contain attributes of these types.
 ATOMS = frozenset((type(None), bool, int, float, complex, str, bytes))
@@ -155,7 +155,7 @@ class MiniLoop:
         return super().__new__(cls)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> MiniLoop:
-        # A model refers to the loop through log(). A copy of the model must use the same loop.
+        # A model holds the loop's log() method, and a copy of the model must log to the same loop.
         return self
 
     def __post_init__(self) -> None:
@@ -218,7 +218,7 @@ class MiniLoop:
             Fabric.seed_everything(self.seed, workers=True, verbose=False)
         self.current_epoch = self.global_step = 0  # Count finished epochs and optimizer steps.
         self.batches_done = 0  # The number of finished batches in this epoch.
-        self.should_stop = False  # True on all processes: stop after the current step.
+        self.should_stop = False  # Set it to True in all processes to stop after the current step.
         self.history: list[dict[str, Any]] = []  # The rows of metrics.csv.
         self.best_score: float | None = None
         # The best checkpoints with their scores, and the metric that selects them.
@@ -230,22 +230,22 @@ class MiniLoop:
         self.callback_metrics: dict[str, Tensor] = {}  # The newest value of each logged metric.
         self._validated: dict[str, Tensor] = {}  # The validation metrics for the next row.
         self._validation_names: set[str] = set()  # The names of the latest validation's metrics.
-        # The values that the current training batch has logged for steps.csv. None between batches.
+        # Values for steps.csv that the current training batch has logged, or None between batches.
         self._step_values: Any = None
-        self._is_first_batch = True  # True until this run has trained a batch.
+        self._is_first_batch = True  # True until the first training step of this run.
         self._hook = ""  # The hook or step that is running.
         self._batch_size = 1  # The current batch's weight in the mean of a metric.
         self._logged_batch_size: int | None = None  # The batch_size that a step passes to log().
         self._batches_in_window = 0  # The number of batches since the last optimizer step.
         self._batches: Any = None  # This epoch's iterator over the training loader.
         self._epoch_start: Any = None  # The random state at the start of this epoch.
-        self._before_next: Any = None  # The random state from before the next batch was read.
+        self._before_next: Any = None  # The random state before the loader was read ahead.
         self._resumed_state: Any = None  # The random state of the resumed checkpoint.
         self._saved_step: int | None = None  # The step of last.ckpt. None: there is no last.ckpt.
         # Each CSV file's number of rows, and its columns.
         self._tables: dict[str, Any] = {"metrics.csv": (0, []), "steps.csv": (0, [])}
         self._columns: list[str] = []  # The columns of the printed rows.
-        # The start time of the next row, and the seconds spent waiting for batches since then.
+        # The time of the latest row, and the seconds spent waiting for batches since then.
         self._row_started, self._waited = time.monotonic(), 0.0
 
     # Training
@@ -262,7 +262,7 @@ class MiniLoop:
         scheduler: Any = None,  # A scheduler to step once per epoch, or Lightning's scheduler dict.
         training_step: Callable[..., Any] | None = None,  # fn(model, batch[, batch_idx]) -> loss
         validation_step: Callable[..., Any] | None = None,  # fn(model, batch) -> loss[, acc]
-        **others: Any,  # Unknown arguments, which raise an error that names them.
+        **others: Any,  # Any other argument raises an error.
     ) -> Any:
         """Train a model. Return the rows of metrics.csv, as a DataFrame if pandas is installed."""
         refuse_unknown("fit", others, inspect.signature(self.fit).parameters)
@@ -291,7 +291,7 @@ class MiniLoop:
         return to_table(self.history)
 
     def _print_if_finished(self, path: Path | None) -> None:
-        """Print a message if a finished run is resumed, because no rows follow."""
+        """Print a message if the resumed run has already finished, so that no training follows."""
         if self._is_done() and self.fabric.is_global_zero:
             text = f"resume: {path} is from a finished run (epoch {self.current_epoch}, step"
             text += (
@@ -300,30 +300,30 @@ class MiniLoop:
             print(text, file=sys.stderr)
 
     def _train(self) -> None:
-        """Train until a limit is reached. As in Trainer, call no hooks if no batch is trained."""
+        """Train until a limit is reached. If it was reached before, call no hooks, like Trainer."""
         is_done, is_resumed = self._is_done(), self._resumed_state is not None
         if not is_done:
             if not is_resumed:
-                # As in Trainer, create the first iterator before any hook runs.
+                # Like Trainer, create the training loader's first iterator before any hook runs.
                 self._start_batches()
             self._call("on_train_start")
         if is_resumed:
-            # on_train_start may have changed options that were restored before it.
+            # Restore the saved options again, because on_train_start may have changed them.
             self._restore_options(self._resumed_options)
-            # After this restore, draw no random numbers before the first batch.
+            # From here to the first batch, nothing may draw random numbers.
             self._load_state(self._resumed_state)
         while not self._is_done():
             self._train_epoch()
         if not is_done:
             self._call("on_train_end")
-        # As in Trainer, an epoch that a limit has ended early counts as finished.
+        # Like Trainer, count an epoch as finished even if a limit has ended it early.
         self.current_epoch += self.batches_done > 0
         if self.global_step > (self.history[-1]["step"] if self.history else 0):
-            # This row may be incomplete. A resumed run replaces it.
+            # The last row may cover only a part of an epoch. A resumed run replaces it.
             self._end_row(self.current_epoch - 1)
 
     def _raise_instead(self, error: Exception) -> None:
-        """Reraise an error. Replace torch's advice where it does not apply in a loop."""
+        """Reraise an error, with better advice if torch's advice does not apply inside a loop."""
         text = next((INSTEAD[part] for part in INSTEAD if part in str(error)), None)
         if text is None or not self._hook.endswith("_step"):
             raise error
@@ -367,7 +367,7 @@ class MiniLoop:
             self._save(is_validated)
 
     def _train_batch(self, batch: Any) -> None:
-        """Compute a batch's gradients. Step the optimizer at the end of an accumulation window."""
+        """Compute a batch's gradients, and step the optimizer after every accumulation window."""
         batch_idx, interval = self.batches_done, self.log_every_n_steps
         self._is_row_due = bool(interval) and (self.global_step + 1) % interval == 0
         self._batch_size, self._logged_batch_size = find_batch_size(batch), None
@@ -399,7 +399,7 @@ class MiniLoop:
         self._batch_size, self._step_values = 1, None
 
     def _compute_gradients(self, batch: Any, batch_idx: int) -> None:
-        """Run the forward and backward pass. Gradients add up over the accumulation window."""
+        """Run the forward and backward pass, and add to the accumulation window's gradients."""
         if self._is_first_batch:
             output = self._run_first_step(batch, batch_idx)
         else:
@@ -411,7 +411,7 @@ class MiniLoop:
             clear_gradients(self.optimizer)
         if self.accumulate_grad_batches > 1:
             loss = loss / self.accumulate_grad_batches
-        # As in Trainer, on_train_batch_end gets the loss divided by accumulate_grad_batches.
+        # Like Trainer, pass on_train_batch_end the loss divided by accumulate_grad_batches.
         self._outputs = {**(output if isinstance(output, Mapping) else {}), "loss": loss.detach()}
         self._precision.backward(loss, None)
 
@@ -439,7 +439,7 @@ class MiniLoop:
         return output
 
     def _is_window_end(self, batch: Any) -> bool:
-        """Return whether the optimizer steps after this batch. All processes agree."""
+        """Return whether the optimizer steps after a batch, which is the same in all processes."""
         if self.accumulate_grad_batches == 1:
             return True
         is_last = self._is_last
@@ -468,7 +468,7 @@ class MiniLoop:
         self._learning_rate = copy.deepcopy(self.optimizer.param_groups[0].get("lr", math.nan))
 
     def _step_schedulers(self, interval: str, is_plateau: bool) -> None:
-        """Step schedulers that are due. As in Trainer, plateau schedulers step after validation."""
+        """Step schedulers, but like Trainer, step plateau schedulers only after validation."""
         count = self.batches_done if interval == "step" else self.current_epoch + 1
         for config in self.schedulers:
             scheduler, monitor = config["scheduler"], config["monitor"]
@@ -482,8 +482,8 @@ class MiniLoop:
                 scheduler.step()
 
     def _start_batches(self) -> None:
-        """Create the epoch's iterator. After a resume, skip the batches that are finished."""
-        # Get the state first, because a sampler may draw random numbers in set_epoch().
+        """Start iterating the training loader. After a resume, skip the batches already used."""
+        # Record the random state first, because a sampler's set_epoch() may draw random numbers.
         state = self._state() if self.batches_done > 0 else {}
         set_epoch(self.train_loader, self.current_epoch)
         if self.batches_done == 0:
@@ -491,7 +491,7 @@ class MiniLoop:
             parts = {p: v for p, v in state["parts"].items() if p.startswith(("train ", "val "))}
             self._epoch_start = {**state, "parts": parts}
         else:
-            # Draw the samples in the same order as in the saved run.
+            # Restore the loaders' state at the start of the epoch, to repeat the order of samples.
             kept = []
             for place, start in self._start_states.items():
                 start = {n: v for n, v in start.items() if not isinstance(v, ChangeMark)}
@@ -506,17 +506,17 @@ class MiniLoop:
             batches = until_first_end(batches, self.fabric)
         self._batches = self._mark_last(batches, length)
         if self.batches_done > 0:
-            # Many samplers draw their order at the first batch, after the hooks of the epoch.
+            # Many samplers draw the order of samples only when the first batch is read.
             set_rng_state(self._epoch_start["first_batch"])
             for _ in range(self.batches_done):
                 next(self._batches)
-            # Put the loaders' lists and tensors back, because the model may share these objects.
+            # Put the loaders' own lists and tensors back, because the model may share them.
             for attributes, values in kept:
                 attributes.update(values)
             self._load_state(state)
 
     def _mark_last(self, batches: Iterator[Any], length: float) -> Iterator[tuple[bool, Any]]:
-        """Yield (is_last, batch). As in Trainer, read a loader without a length one batch ahead."""
+        """Yield (is_last, batch). Like Trainer, prefetch a batch if the loader has no length."""
         if length < math.inf:
             yield from zip((n == length for n in range(1, int(length) + 1)), batches, strict=False)
             return
@@ -526,14 +526,14 @@ class MiniLoop:
                 return
             batch = following
             if number == done and resumed is not None:
-                # In the saved run, the step drew random numbers before this batch was read.
+                # The saved run read this batch after a step, which may have drawn random numbers.
                 set_rng_state(resumed)
             self._before_next = get_rng_state()
             following = next(batches, END)
             yield following is END, batch
 
     def _state(self) -> dict[str, Any]:
-        """Return the random states, and the changed attributes of the model and the loaders."""
+        """Return the random states, and the model's and loaders' attributes that have changed."""
         self._find_objects()
         changed = {}
         for place, part in self._parts.items():
@@ -551,7 +551,7 @@ class MiniLoop:
         return {**get_rng_state(), "parts": changed}
 
     def _find_objects(self) -> None:
-        """Find the objects in the model's attributes again, because hooks may have created some."""
+        """Update the objects found in the model's attributes, because hooks may create some."""
         self._weights = {*map(address_of, self._unwrapped.state_dict().values())} - {None}
         for place in self._object_places:
             del self._parts[place]
@@ -570,7 +570,7 @@ class MiniLoop:
         return [self.optimizer, *schedulers, *self._unwrapped.modules()]
 
     def _plain_state(self, place: str) -> dict[str, Any]:
-        # Save no objects in loaders, because the model may hold and save the same objects.
+        # Save only plain values of loaders, because the model may also hold and save their objects.
         is_loader = place.startswith(("train ", "val "))
         saved, part = None if is_loader else self._saved_elsewhere(), self._parts[place]
         if place in self._object_places and is_installed(type(part)):
@@ -583,7 +583,7 @@ class MiniLoop:
         self._load_parts(state.get("parts", {}))
 
     def _load_parts(self, states: dict[str, dict[str, Any]], is_in_place: bool = True) -> None:
-        """Restore attributes. Objects that share a list or a tensor still share it afterwards."""
+        """Restore attributes. A list or tensor that several objects share stays shared."""
         for place in states:
             create_item(self._parts, place)
         self._find_objects()
@@ -597,7 +597,7 @@ class MiniLoop:
                 holders[id(value)].append(states.get(place, {}).get(name, END))
 
         def may_change_in_place(current: Any, value: Any) -> bool:
-            """Return whether all objects that hold the current value get the same new value."""
+            """Return whether all objects that share a value are restored to the same new value."""
             if not is_in_place or address_of(current) in self._weights:
                 return False
             first, *others = holders.get(id(current), [END])
@@ -607,13 +607,13 @@ class MiniLoop:
             load_plain_state(self._parts.get(place), state, self.fabric.device, may_change_in_place)
 
     def _train_batches(self) -> Iterator[Any]:
-        """Yield the remaining batches of the epoch. Set _is_last before the last batch."""
+        """Yield the epoch's remaining batches, and set ``_is_last`` before the last one."""
         self._is_last, length = False, self.num_training_batches
         if self._batches is None:
             self._start_batches()
         if self.batches_done == 0:
             self._epoch_start["first_batch"] = get_rng_state()
-        # Log files get one line per minute. Notebooks show text from stderr in red.
+        # Print to a log file only once a minute, and not to a notebook's stderr, which is red.
         is_notebook = "ipykernel" in sys.modules
         seconds = 0.2 if sys.stderr.isatty() or is_notebook else 60.0
         bar: dict[str, Any] = {"mininterval": seconds, "delay": seconds, "leave": False}
@@ -643,13 +643,13 @@ class MiniLoop:
         return self.fabric.to_device(batch)
 
     def _run_step(self, name: str, batch: Any, batch_idx: int) -> Any:
-        """Run a step in the loop's precision. With the DDP strategy, run the step through DDP."""
+        """Call a step function in the loop's precision, and with strategy="ddp" through DDP."""
         self._hook = name
         if self._is_one_cpu_in_32_bits:
             return self._steps[name](batch, batch_idx)
         with self._precision.forward_context():
             if isinstance(self._precision, MixedPrecision):
-                # As in Trainer, do not cache weights that autocast has converted.
+                # Like Trainer, do not let autocast cache converted weights.
                 torch.set_autocast_cache_enabled(False)
             return self._step_module(self._steps[name], batch, batch_idx)
 
@@ -658,7 +658,7 @@ class MiniLoop:
     def validate(
         self, model: Any, dataloaders: Any, load: Any = None, validation_step: Any = None
     ) -> list[dict[str, float]]:
-        """Validate a model. Like Trainer, return the metrics as a list that contains one dict."""
+        """Validate a model. Return its metrics as Trainer does, in a list with one dict."""
         self._set_up_steps(model, None, validation_step)
         if "validation_step" not in self._steps:
             raise TypeError("validate: got no validation_step. Pass one, or define the method.")
@@ -669,19 +669,19 @@ class MiniLoop:
         return [{name: value.item() for name, value in self._validated.items()}]
 
     def _validate_if_due(self) -> bool:
-        """Validate if a validation is due, or if should_stop was set."""
+        """Validate at the end of an epoch, every N steps, or before an early stop."""
         is_due = self._is_last if self._every is None else self.global_step % self._every == 0
         if self.val_loader is None or not (is_due or self.should_stop):
             return False
         state = get_rng_state()
         self._validate()
         if not is_due:
-            # A resumed run does not repeat a validation that was caused by should_stop.
+            # A resumed run does not repeat this validation, so it must not change the random state.
             set_rng_state(state)
         return True
 
     def _validate(self) -> None:
-        """Validate in eval mode without gradients, and keep the metrics for the next row."""
+        """Validate in eval mode without gradients, and keep the metrics for metrics.csv."""
         training = self._sums, self._torchmetrics
         self._sums, self._torchmetrics, self._step_values = [{}], {}, None
         modes = [(module, module.training) for module in self.network.modules()]
@@ -741,7 +741,7 @@ class MiniLoop:
             weight = batch_size or self._batch_size
             self._add_to_mean((self._hook, name), value, weight, sync_dist)
         if on_step and is_in_batch:
-            # Clone the value, because the step may change it later.
+            # Clone the logged tensor, because the step may later change it in place.
             value = value.clone()
             self.callback_metrics[name] = self.fabric.all_reduce(value) if sync_dist else value
             if self._is_row_due and name not in ("step", "epoch"):
@@ -763,13 +763,13 @@ class MiniLoop:
         sync_dist: bool = False,
         **options: Any,
     ) -> None:
-        """Log each value of a dict. All other arguments are passed to log()."""
+        """Call ``log`` for each value of a dict, with the same arguments."""
         check(step is None, f"log_dict: got step={step}, expected no step. Use FabricLoop.")
         for name, value in dictionary.items():
             self.log(name, value, sync_dist=sync_dist, **options)
 
     def _log_output(self, output: Any, prefix: str) -> None:
-        """Add a step's output, which is a loss, a pair (loss, acc) or a dict, to the next row."""
+        """Log a step's output, which is a loss, a pair (loss, acc) or a dict of numbers."""
         if isinstance(output, tuple) and len(output) == 2:
             output = {"loss": output[0], "acc": output[1]}
         for key, value in (output if isinstance(output, Mapping) else {"loss": output}).items():
@@ -783,7 +783,7 @@ class MiniLoop:
                 self._add_to_mean(("returned", name), to_metric(name, value), weight, True)
 
     def _add_to_mean(self, key: tuple[str, str], value: Any, weight: Any, is_synced: bool) -> None:
-        """Add a value to the sums, which stay on the device."""
+        """Add a value to the sums for its mean, without copying it from the GPU."""
         check(weight, f"log: got {key[1]!r} for a batch without tensors. Pass batch_size=.")
         for sums in self._sums:
             if key not in sums:
@@ -805,7 +805,7 @@ class MiniLoop:
         return values
 
     def _update_metrics(self) -> dict[str, Tensor]:
-        """Update callback_metrics. Return the epoch's metrics so far."""
+        """Update ``callback_metrics``, and return the means over the epoch so far."""
         values = self._compute(self._sums[0])
         for (hook, name), value in values.items():
             # As in Trainer, callback_metrics contains only the values that a LightningModule logs.
@@ -826,7 +826,7 @@ class MiniLoop:
         check(name in self.callback_metrics, f"{text}: {names}.{fix}")
 
     def _log_step(self, values: dict[str, Tensor]) -> None:
-        """Write a row to steps.csv. Training waits for the device only here and in `_end_row`."""
+        """Write a row to steps.csv. Only `_log_step` and `_end_row` wait for the GPU."""
         row: dict[str, Any] = {"step": self.global_step, "epoch": self.current_epoch}
         row.update(train_loss=self._loss.item(), lr=float(self._learning_rate))
         row.update((name, value.item()) for name, value in values.items())
@@ -842,7 +842,7 @@ class MiniLoop:
         seconds = time.monotonic() - self._row_started
         share = round(min(self._waited / max(seconds, 1e-9), 1.0), 3)
         is_slow = share > 0.1 and self._waited >= 0.1
-        # Values that the user has logged under these names take precedence.
+        # If the user has logged "lr", "time" or "waiting", keep the user's value.
         row.setdefault("lr", float(self._learning_rate))
         row.setdefault("time", seconds)
         row.setdefault("waiting", share)
@@ -893,9 +893,9 @@ class MiniLoop:
     # Checkpoints
 
     def _save(self, is_validated: bool) -> None:
-        """Save last.ckpt, and best.ckpt if the monitored value is the best one so far."""
+        """Save last.ckpt, and also best.ckpt if the monitored metric has a new best value."""
         names, is_in_epoch, metrics = ["last.ckpt"], self.batches_done > 0, self.callback_metrics
-        # Compare a validation metric once per validation, and a training metric once per epoch.
+        # Update best.ckpt after each validation, or with a training metric after each epoch.
         is_of_validation = self.monitor in self._validation_names
         is_new = is_validated if is_of_validation else not is_in_epoch or self._is_done()
         score = float(metrics[self.monitor]) if is_new and self.monitor in metrics else math.nan
@@ -909,14 +909,14 @@ class MiniLoop:
                 with replaced(self.checkpoint_dir / name) as file:
                     torch.save(checkpoint, file)
             self._record(f"saved {checkpoint['fabric_template']['saved_at']!r}")
-        # Some training metrics are logged only at the end of the epoch.
+        # Within an epoch, a monitored training metric may still be missing.
         can_follow = is_in_epoch and not str(self.monitor).startswith("val")
         is_complete = is_validated or not (is_in_epoch or self.val_loader)
         if self.monitor is not None and is_complete and not can_follow:
             self._check_is_logged(self.monitor)
 
     def _build_checkpoint(self) -> dict[str, Any]:
-        """Return a checkpoint in Lightning's format, with MiniLoop's own state under one key."""
+        """Return a checkpoint in Lightning's format, with an extra key for MiniLoop's own state."""
         trained = {p for group in self.optimizer.param_groups for p in group["params"]}
         text = "optimizer: got a parameter that a hook has replaced in the model. Change only its"
         current = {*self.network.parameters()}
@@ -934,7 +934,7 @@ class MiniLoop:
         }
         checkpoint = apply_to_collection(checkpoint, NUMPY, to_python)
         if self._saved_step is None:
-            # An optimizer creates its state in the first step.
+            # Check the first checkpoint, because an optimizer creates its state in the first step.
             names = ("optimizer_states", "lr_schedulers")
             states = {name: checkpoint[name] for name in names}
             check_readable(apply_to_collection(states, Tensor, Tensor.dim))
@@ -942,7 +942,7 @@ class MiniLoop:
         return {**checkpoint, **self._hparams, "fabric_template": own}
 
     def _build_own_state(self) -> dict[str, Any]:
-        """Return the state that Trainer does not save. The list "ranks" has an item per process."""
+        """Return MiniLoop's own state, in which the list "ranks" has an item for each process."""
         is_in_epoch = self.batches_done > 0
         epoch_start = self._epoch_start if is_in_epoch else None
         of_process = {"rng": self._state(), "epoch_start": epoch_start}
@@ -1011,7 +1011,7 @@ class MiniLoop:
         return {"fit_loop": fit_loop, "validate_loop": {}, "test_loop": {}, "predict_loop": {}}
 
     def _restore(self, checkpoint: dict[str, Any], is_automatic: bool) -> None:
-        """Restore everything except the weights. Remove CSV rows newer than the checkpoint."""
+        """Restore a run except its weights, and remove CSV rows written after its checkpoint."""
         own, name = checkpoint["fabric_template"], type(self._precision).__qualname__
         progress, best, row = own["progress"], own["checkpoints"], own["row"]
         of_process = own["ranks"][self.fabric.global_rank % len(own["ranks"])]
@@ -1065,7 +1065,7 @@ class MiniLoop:
             check(is_intact(path), f"{path}: the file is damaged. Use another checkpoint.")
             return path, read_checkpoint(path)
         skipped: list[Path] = []
-        # The version may contain characters such as * and [, which are special in glob patterns.
+        # Escape a version's name, because characters such as * and [ are special in glob patterns.
         folders = self._checkpoints.glob(glob.escape(str(self.version)) if self.version else "*")
         for folder in sorted(folders, key=age_of, reverse=True):
             # A run may have been killed after it saved best.ckpt, but before it saved last.ckpt.
@@ -1091,7 +1091,7 @@ class MiniLoop:
         return None, {}
 
     def _choose_version(self, path: Path | None, resumed: dict[str, Any]) -> Any:
-        """Return the resumed run's version, a free version, or None for the next free number."""
+        """Return the resumed run's version, the given version, or None for the next free number."""
         if path is None or not resumed:
             folder = self._checkpoints / str(self.version)
             text = f"version: got {self.version!r}, expected a version without a run. Continue the"
@@ -1122,7 +1122,7 @@ class MiniLoop:
                 self._start_version(is_new)
             try:
                 yield
-                # Other processes may resume this run next, so wait until its checkpoint is saved.
+                # Wait until rank 0 has saved the checkpoint, which the next fit may resume.
                 self.fabric.barrier()
                 state = "finished"
             except KeyboardInterrupt:
@@ -1139,7 +1139,7 @@ class MiniLoop:
             self._started_at = max(time.time(), max(started, saved) + 0.001)
             self._record(f"started {self._started_at!r}")
             for name in self._tables:
-                # An earlier run may have written rows here and ended before its first checkpoint.
+                # Remove the rows of an earlier run that ended before its first checkpoint.
                 (self.log_dir / name).unlink(missing_ok=True)
         options = {field.name: getattr(self, field.name) for field in fields(self)}
         del options["fabric"], options["hparams"]
@@ -1151,7 +1151,7 @@ class MiniLoop:
             write_yaml(self.log_dir / "config.yaml", **options, about=self._describe_run())
 
     def _describe_run(self) -> dict[str, Any]:
-        """Return the run's command, versions, device, model and optimizer, if they can be read."""
+        """Describe the run by its command, versions, device, model and optimizer."""
         versions = {"fabric_template": VERSION, "torch": str(torch.__version__)}
         versions |= {"lightning": lightning_version, "python": platform.python_version()}
         about: dict[str, Any] = {"command": shlex.join(sys.argv), "versions": versions}
@@ -1166,7 +1166,7 @@ class MiniLoop:
         with suppress(Exception):
             about["optimizer"] = {"class": type(self.optimizer).__name__}
             for name in self.optimizer.defaults:
-                # A new scheduler changes "lr", and keeps the original value as "initial_lr".
+                # A new scheduler changes "lr", and stores the given value as "initial_lr".
                 values = [
                     g.get(f"initial_{name}", g.get(name)) for g in self.optimizer.param_groups
                 ]
@@ -1183,7 +1183,7 @@ class MiniLoop:
     # Set-up
 
     def _set_up_steps(self, model: Any, training_step: Any, validation_step: Any) -> None:
-        """Find a model's network and steps. Refuse hooks that MiniLoop never calls."""
+        """Find a model's network and step methods, and refuse hooks that MiniLoop never calls."""
         self._is_lightning_module = isinstance(getattr(type(model), "trainer", None), property)
         kind, has_functions = type(model).__name__, bool(training_step or validation_step)
         refused = [name for name in REFUSED_HOOKS.split() if find_method(model, name)]
@@ -1225,16 +1225,16 @@ class MiniLoop:
         check_loader(train, "train_dataloaders")
         check_loader(val, "val_dataloaders")
         if isinstance(self.fabric.strategy, DDPStrategy):
-            # The command `fabric run` sets this variable, and launches the processes itself.
+            # LT_CLI_USED is set by the command `fabric run`, which launches the processes itself.
             if "LT_CLI_USED" not in os.environ:
                 self.fabric.launch()
-            # Like Trainer, set the same random state on all processes at the start of each call.
+            # Like Trainer, give all processes the same random state when fit or validate starts.
             reset_seed()
         seed = int(os.environ.get("PL_GLOBAL_SEED", 0))
         self._sampler_seed = resumed.get("fabric_template", {}).get("sampler_seed", seed)
         parts = {f"train {name}": part for name, part in parts_of(train).items()}
         parts.update((f"val {name}", part) for name, part in parts_of(val).items())
-        # If a data set holds modules of the model, save them only as parts of the model.
+        # If a dataset holds modules of the model, save these modules only with the model.
         parts.update(self._unwrapped.named_modules())
         parts[""] = unwrap_compiled(self.model)
         places = {id(part): place for place, part in parts.items()}
@@ -1294,7 +1294,7 @@ class MiniLoop:
         return steps if self.max_steps == -1 else min(steps, self.max_steps)
 
     def _set_up_optimizer(self, optimizer: Any, scheduler: Any) -> None:
-        """Set up the given optimizer and schedulers, or those from configure_optimizers()."""
+        """Set up the optimizer and schedulers from the arguments or from configure_optimizers()."""
         if optimizer is None:
             optimizer = self.model.configure_optimizers()
         elif inspect.isroutine(optimizer):
@@ -1303,7 +1303,7 @@ class MiniLoop:
         if scheduler is not None:
             schedulers = scheduler if isinstance(scheduler, list) else [scheduler]
         check_optimizer(optimizers, set(self.network.parameters()))
-        self.optimizers = optimizers  # LightningModules may read this attribute of Trainer.
+        self.optimizers = optimizers  # LightningModules may read ``trainer.optimizers``.
         self.optimizer, self._learning_rate = optimizers[0], math.nan
         self._num_groups: int = len(self.optimizer.param_groups)
         if type(self.optimizer).state_dict is torch.optim.Optimizer.state_dict:
@@ -1317,7 +1317,7 @@ class MiniLoop:
         apply_to_collection(self._unwrapped.state_dict(), NUMPY, to_python)
 
     def _prepare_training(self, resumed: dict[str, Any]) -> None:
-        """Record the initial state. Check the resumed checkpoint and the modules' modes."""
+        """Record the initial state, check the checkpoint, and warn about modules in eval mode."""
         self._given_options = {name: getattr(self, name) for name in SMALLEST}
         self._hparams = find_hparams(self.model)
         own, saved = to_plain(self.hparams or {}), to_plain(self._hparams["hyper_parameters"])
@@ -1351,7 +1351,7 @@ class MiniLoop:
         check(not -1 < (self.max_epochs or 0) < epochs, f"{text} Write a larger max_epochs.")
         if own.get("writer") == "FabricLoop":
             converted = [convert_attributes(of_process, self._parts) for of_process in ranks]
-            # No attribute has changed yet, so only random generators have a state here.
+            # Before training, ``_state`` contains only generators, which cannot be converted.
             is_complete = None not in converted and not self._state()["parts"]
             text = "resume: got loader attributes or random generators that FabricLoop has saved,"
             text += " expected only plain attributes of the model. Use FabricLoop, or pass load=."
@@ -1384,7 +1384,7 @@ class MiniLoop:
 
     @contextmanager
     def _prepared_model(self, path: Path | None, checkpoint: dict[str, Any]) -> Iterator[None]:
-        """Set the model's weights, device, precision and trainer. Restore the device at the end."""
+        """Prepare the model's weights, device and precision. At the end, restore its device."""
         network, strategy = self.network, self.fabric.strategy
         device = next((p.device for p in network.parameters()), self.fabric.device)
         if self._converts_dtype:
@@ -1437,7 +1437,7 @@ class MiniLoop:
 
 
 class StepModule(nn.Module):
-    """Run a step as forward(), so that DDP covers the whole step."""
+    """Call a step function in forward(), because DDP prepares its gradient sync only there."""
 
     def __init__(self, network: nn.Module) -> None:
         super().__init__()
@@ -1475,12 +1475,12 @@ def find_method(model: Any, name: str) -> Callable[..., Any] | None:
 
 
 def unwrap_compiled(model: Any) -> Any:
-    """Return the module that torch.compile() has wrapped. Return any other object unchanged."""
+    """Return the module that torch.compile() has wrapped, or any other object itself."""
     return model._orig_mod if type(model).__name__ == "OptimizedModule" else model
 
 
 def has_no_log(part: Any) -> bool:
-    """Return whether an object has no ``log`` attribute of its own."""
+    """Return whether the loop may assign its own ``log`` method to an object."""
     return not hasattr(part, "log") or (callable(part.log) and not find_method(part, "log"))
 
 
@@ -1509,14 +1509,14 @@ def has_modules(value: Any, depth: int = 0) -> bool:
 
 
 def with_batch_idx(step: Callable[..., Any], name: str) -> Callable[..., Any]:
-    """Return a step that takes (batch, batch_idx), even if the given step takes only the batch."""
+    """Return a function of (batch, batch_idx) for a step that may take only the batch."""
     parameters = inspect.signature(step).parameters
     places = [p for p in parameters.values() if p.kind < p.KEYWORD_ONLY]
     required = [p.name for p in places if p.default is p.empty and p.kind != p.VAR_POSITIONAL]
     expected = "batch and optionally batch_idx. In a step function, the model comes first"
     if len(required) > 2 or not places or "dataloader_iter" in parameters:
         raise TypeError(f"{name}: got the arguments {required}, expected {expected}.")
-    # A second argument with a default gets the index in a method, but not in a function.
+    # A method's second argument gets batch_idx even with a default, unlike a function's third.
     given = required if isinstance(step, partial) else [p.name for p in places]
     has_any = any(p.kind is p.VAR_POSITIONAL for p in places)
     if has_any or "batch_idx" in parameters or len({*given} - {"dataloader_idx"}) > 1:
@@ -1581,7 +1581,7 @@ def started_processes() -> tuple[int, int]:
     if "LT_CLI_USED" in env:
         return 1, 1
     names = ["OMPI_COMM_WORLD_SIZE", "PMI_SIZE"]
-    # An interactive SLURM job also sets this variable, but has only one process.
+    # An interactive SLURM job has one process, although it also sets SLURM_NTASKS.
     if SLURMEnvironment.detect():
         names.append("SLURM_NTASKS")
     total = max(int(env.get(name, 1)) for name in names)
@@ -1595,7 +1595,7 @@ def started_processes() -> tuple[int, int]:
 
 
 def check_loader(loader: Any, argument: str) -> None:
-    """Raise an error if an object is not one loader that yields batches."""
+    """Raise an error if an object is not a single loader, such as a DataLoader."""
     kind, given = type(loader).__name__, loader if isinstance(loader, list | tuple) else []
     arrays = Tensor | np.ndarray | str | bytes
     has_loaders = any(isinstance(p, torch_data.DataLoader) or hasattr(p, "for_rank") for p in given)
@@ -1603,7 +1603,7 @@ def check_loader(loader: Any, argument: str) -> None:
     is_array = isinstance(loader, arrays) or hasattr(loader, "iloc")
     is_array = is_array or (isinstance(loader, tuple) and all(isinstance(p, arrays) for p in given))
     if is_several or is_array or not isinstance(loader, Iterable | None):
-        text = f"{argument}: got a {kind}, expected batches, such as a DataLoader."
+        text = f"{argument}: got a {kind}, expected a loader (an iterable of batches)."
         raise TypeError(f"{text} Use FabricLoop for several loaders.")
     text = f"{argument}: got an empty {kind}, expected at least one batch."
     check(loader is None or sized_len(loader) != 0, text)
@@ -1612,7 +1612,7 @@ def check_loader(loader: Any, argument: str) -> None:
 
 
 def parts_of(loader: Any) -> dict[str, Any]:
-    """Return a dict of a loader and its samplers, data set and collate function."""
+    """Return a dict of a loader, its samplers, its dataset and its collate function."""
     names = ("sampler", "batch_sampler", "dataset", "collate_fn")
     parts = {name: getattr(loader, name, None) for name in names}
     collate = parts["collate_fn"]
@@ -1630,10 +1630,10 @@ def parts_of(loader: Any) -> dict[str, Any]:
 
 
 def objects_in(owner: Any, known: set[int]) -> dict[str, Any]:
-    """Return the objects inside an object, such as a pool of images or a transform, by path.
+    """Return a dict from attribute paths to the objects inside an object, such as a transform.
 
     Args:
-        known: The ids of other objects. Objects inside them are left out.
+        known: The ids of objects whose own attributes are not searched.
     """
     found: dict[str, Any] = {}
     seen, waiting = {id(owner), *known}, deque([("", owner)])
@@ -1662,7 +1662,7 @@ def objects_in(owner: Any, known: set[int]) -> dict[str, Any]:
 
 
 def create_item(parts: dict[str, Any], place: str) -> None:
-    """If a place refers to an item of a defaultdict, create the item by reading it."""
+    """If a path refers to a missing item of a defaultdict, create this item."""
     path, _, key = place.rpartition(".")
     owner, _, name = path.rpartition(".")
     container = namespace_of(parts.get(owner)).get(name)
@@ -1671,7 +1671,7 @@ def create_item(parts: dict[str, Any], place: str) -> None:
 
 
 def is_own_object(value: Any) -> bool:
-    """Return whether a value is a data set or a user's object that has no own state_dict."""
+    """Return whether a value is a dataset or a user's object without a ``state_dict`` method."""
     kind = type(value)
     is_known = isinstance(value, (*NOT_SEARCHED, *GENERATORS, MiniLoop, Enum, tuple))
     is_known = is_known or is_stateful(value)
@@ -1682,19 +1682,19 @@ def is_own_object(value: Any) -> bool:
 
 
 def is_installed(kind: type) -> bool:
-    """Return whether a class is from an installed package, whose objects may hold processes."""
+    """Return whether a class is part of an installed package, instead of the user's own code."""
     return "-packages" in (getattr(sys.modules.get(kind.__module__), "__file__", None) or "")
 
 
 def namespace_of(part: Any) -> dict[Any, Any]:
-    """Return an object's attributes. Some dicts have their keys as attributes."""
+    """Return an object's attributes, which are the items if the object is a dict."""
     if isinstance(part, dict):
         return part
     return vars(part) if hasattr(part, "__dict__") else SlotAttributes(part)
 
 
 class SlotAttributes(dict[str, Any]):
-    """The attributes of an object with ``__slots__``. Setting an item sets the attribute, too."""
+    """A dict of the attributes in ``__slots__``, in which a new value also changes the object."""
 
     def __init__(self, instance: Any) -> None:
         kinds = type(instance).__mro__
@@ -1703,7 +1703,7 @@ class SlotAttributes(dict[str, Any]):
         self._instance, self._slots = instance, slots
 
     def __setitem__(self, name: str, value: Any) -> None:
-        # A checkpoint may name a property, whose setter runs code.
+        # Set only slots, because a damaged checkpoint may name a property, whose setter runs code.
         if name in self._slots:
             super().__setitem__(name, value)
             object.__setattr__(self._instance, name, value)
@@ -1717,7 +1717,7 @@ def set_epoch(loader: Any, epoch: int) -> None:
 
 
 def until_first_end(batches: Iterator[Any], fabric: Fabric) -> Iterator[Any]:
-    """Yield batches until any process has none left, because DDP would wait for it forever."""
+    """End the iteration in all processes when the first one ends, because DDP would hang."""
     for batch in chain(batches, repeat(END)):
         has_batch: Any = int(batch is not END)
         count: Any = fabric.all_reduce(has_batch, reduce_op="sum")
@@ -1734,7 +1734,7 @@ def until_first_end(batches: Iterator[Any], fabric: Fabric) -> Iterator[Any]:
 
 
 def clear_gradients(optimizer: Any) -> None:
-    """Set the gradients to None. zero_grad() would also spend 20 us on a profiler event."""
+    """Set all gradients to None, without the profiler event that zero_grad() spends 20 us on."""
     for group in optimizer.param_groups:
         for parameter in group["params"]:
             parameter.grad = None
@@ -1797,12 +1797,12 @@ def make_scheduler_config(item: Any, optimizer: Any) -> dict[str, Any]:
 
 
 def to_plain(values: Mapping[Any, Any]) -> dict[str, Any]:
-    """Convert settings to numbers, strings, lists and dicts. A failed conversion stops no run."""
+    """Convert settings to numbers, strings, lists and dicts, or else to their types' names."""
 
     def convert(value: Any) -> Any:
         if isinstance(value, set | frozenset):
             return sorted(value, key=str)
-        # Leave out an object's address, which differs between processes.
+        # Remove the memory address from an object's repr, because it differs between processes.
         text = re.sub(r" at 0x\w+", "", str(getattr(value, "__qualname__", value)))
         return value.item() if getattr(value, "shape", None) == () else text
 
@@ -1823,7 +1823,7 @@ def to_python(value: Any) -> Any:
 
 
 def create_late_buffers(network: nn.Module, weights: dict[str, Any], device: torch.device) -> None:
-    """Create buffers that are None at first, and that the saved run has set during training."""
+    """Create the buffers that are still None in a new model, but have values in a checkpoint."""
     for place, module in network.named_modules():
         for name, value in module._buffers.items():
             late = weights.get(f"{place}.{name}".removeprefix("."))
@@ -1844,7 +1844,7 @@ def check_tied_weights(network: nn.Module, weights: dict[str, Any], path: Path |
 
 
 def load_optimizer(optimizer: Any, saved: dict[str, Any]) -> None:
-    """Load an optimizer's state without torch's conversion to the dtypes of the parameters."""
+    """Load an optimizer's state, but keep the saved dtypes, which torch would convert."""
     optimizer.load_state_dict(saved)
     parameters = [p for group in optimizer.param_groups for p in group["params"]]
     for index, values in saved["state"].items():
@@ -1854,17 +1854,17 @@ def load_optimizer(optimizer: Any, saved: dict[str, Any]) -> None:
                 state[name] = value.to(state[name].device)
 
 
-# State that no state_dict() contains
+# State outside of state_dict()
 
 
 def plain_state(
     part: Any, device: torch.device, saved: list[Any] | None, weights: set[Any]
 ) -> dict[str, Any]:
-    """Return the state of an object's attributes: generators, plain values and stateful objects.
+    """Return the states of the generators, plain values and stateful objects in attributes.
 
     Args:
-        saved: Objects whose state is saved elsewhere. None: save no states of objects.
-        weights: The addresses of tensors that are saved elsewhere.
+        saved: Objects whose state other checkpoint keys contain. None: save no object's state.
+        weights: The addresses of the tensors in the model's state_dict.
     """
     values, is_module = {**namespace_of(part)}, isinstance(part, nn.Module)
     if is_module:
@@ -1907,11 +1907,11 @@ def has_value(part: Any, name: Any) -> bool:
 
 
 class ChangeMark(tuple[Any, ...]):
-    """A value that differs after a module, a large tensor or a large array has changed."""
+    """A checksum of a module, a large tensor or a large array, to detect changes of its values."""
 
 
 def change_mark(value: Any, most: int | None) -> ChangeMark | None:
-    """Return a mark that differs after a large tensor or array has changed, or None."""
+    """Return a checksum of a large tensor or array, or None for any other value."""
     kind = type(value)
     if most is None or kind not in (Tensor, np.ndarray) or math.prod(value.shape) <= most:
         return None
@@ -1924,7 +1924,7 @@ def change_mark(value: Any, most: int | None) -> ChangeMark | None:
 
 
 def mark_tensor(tensor: Any) -> Any:
-    """Return the version of a tensor and a checksum, because changes of ``.data`` have no version."""
+    """Return a tensor's version and checksum. Changes through ``.data`` keep the version."""
     if not isinstance(tensor, Tensor) or tensor.layout is not torch.strided or tensor.is_meta:
         return None
     items = tensor.detach().reshape(-1)[:: 1 + tensor.numel() // 10_000]
@@ -1933,14 +1933,14 @@ def mark_tensor(tensor: Any) -> Any:
 
 
 def encode_large(value: Any, device: torch.device) -> Any:
-    """Encode a module, a tensor or an array that has changed."""
+    """Encode a module's state_dict, or a large tensor or array."""
     if isinstance(value, nn.Module):
         return "state", encode(value.state_dict(), device)
     return encode(value, device)
 
 
 def is_stateful(value: Any) -> bool:
-    """Return whether a value has a state_dict to save. Modules and loaders are saved elsewhere."""
+    """Return whether a value has a ``state_dict``, and is neither a module nor a loader."""
     kind = type(value)
     has_methods = hasattr(kind, "state_dict") and hasattr(kind, "load_state_dict")
     is_loader = hasattr(kind, "__iter__") or hasattr(kind, "__getitem__")
@@ -1954,7 +1954,7 @@ def encode(
     weights: Collection[Any] = (),
     depth: int = 0,
 ) -> Any:
-    """Encode a value for a checkpoint of either loop. Raise a TypeError for unsupported types.
+    """Encode a value as FabricLoop's checkpoints do. Raise a TypeError for unsupported types.
 
     Args:
         most: The largest number of elements of a tensor or an array. None: any number.
@@ -2000,7 +2000,7 @@ def encode(
 
 
 def decode(encoded: Any, device: torch.device) -> Any:
-    """Return the value that ``encode`` has encoded."""
+    """Restore a value from the output of ``encode``."""
     if not isinstance(encoded, list | tuple):
         return encoded
     kind, content, *options = encoded
@@ -2059,7 +2059,7 @@ def load_plain_state(
         elif isinstance(current, torch.Generator | np.random.RandomState):
             current.set_state(value)
         elif isinstance(value, tuple) and value[0] == "shared":
-            # Worker processes share this memory. ctypes refuses another type or length.
+            # Write into the memory that workers share. ctypes checks type and length.
             text = f"resume: got {name!r} in shared memory, which is missing now. Create it in"
             check(isinstance(current, SynchronizedBase), f"{text} __init__.")
             content, saved = current.get_obj(), decode(value[1], device)
@@ -2081,7 +2081,7 @@ def load_plain_state(
 
 
 def replace_content(current: Any, value: Any) -> bool:
-    """Replace a tensor's or container's content, or return False if the kinds differ."""
+    """Copy a value's content into the current object. Return False if their types differ."""
     names = ("shape", "dtype", "requires_grad", "maxlen")
     if any(getattr(current, name, None) != getattr(value, name, None) for name in names):
         return False
@@ -2109,7 +2109,7 @@ def address_of(value: Any) -> int | None:
 
 
 def convert_attributes(of_process: dict[str, Any], parts: Iterable[str]) -> dict[str, Any] | None:
-    """Return FabricLoop's saved attributes of modules, or None if it has saved others, too."""
+    """Convert modules' attributes that FabricLoop has saved, or return None for other objects."""
     if has_attributes(of_process["data"]):
         return None
     converted: dict[str, Any] = {}
@@ -2124,7 +2124,7 @@ def convert_attributes(of_process: dict[str, Any], parts: Iterable[str]) -> dict
 
 
 def has_attributes(state: Any) -> bool:
-    """Return whether a state of FabricLoop's loaders contains attributes."""
+    """Return whether FabricLoop has saved attributes of loaders."""
     if isinstance(state, dict):
         return bool(state.get("attributes")) or any(map(has_attributes, state.values()))
     return isinstance(state, list) and any(map(has_attributes, state))
@@ -2162,7 +2162,7 @@ def is_same(one: Any, other: Any) -> bool:
 
 
 def get_rng_state() -> dict[str, Any]:
-    """Return the states of this process's global random generators."""
+    """Return the states of the global random generators of Python, NumPy and torch."""
     numpy_state: Any = np.random.get_state()
     name, keys, *position = numpy_state
     state: dict[str, Any] = {
@@ -2223,21 +2223,21 @@ NEGATED = re.compile(r"(^|(?<!false)(?<!true)[\W_])(neg|negative|minus)[\W_]|^1 
 
 def find_direction(metric: str) -> str | None:
     """Return "min" if a metric's smallest value is the best, "max" if its largest is, or None."""
-    # "fpr@recall" and "fpr_at_recall" are kinds of "fpr".
+    # Names such as "fpr@recall" and "fpr_at_recall" have the direction of "fpr".
     name = re.split(r"@|[\W_]at[\W_]", metric, flags=re.IGNORECASE)[0]
     spaced = re.sub(r"(?<=[a-z\d])(?=[A-Z])|(?<=[A-Z])(?=[A-Z][a-z])", "_", name)
     for spelling in (name.lower(), spaced.lower()):
         direction, before = "", ""
         parts = re.split(r"[\W_]+", spelling)
         for part in parts:
-            # Also accept names such as "top5", "map50" and "valloss".
+            # Find "top" in "top5", "map" in "map50", and "loss" in "valloss".
             without_digits = part.rstrip("0123456789")
             end = ENDING.search(without_digits)
             keys = [f"{before}_{part}", part, without_digits, end[0] if end else ""]
             direction = next((DIRECTIONS[key] for key in keys if key in DIRECTIONS), direction)
             before = part
         if direction and {"loss", "losses"} & {*parts}:
-            # In a name such as "loss_iou", the last part only names the kind of loss.
+            # A loss such as "loss_iou" is best at its smallest value, although "iou" is not.
             direction = "min"
         if direction and NEGATED.search(spelling):
             direction = "max" if direction == "min" else "min"
@@ -2251,21 +2251,21 @@ def find_direction(metric: str) -> str | None:
 
 @contextmanager
 def replaced(path: Path) -> Iterator[IO[bytes]]:
-    """Write to a temporary file, and rename it at the end."""
+    """Open a temporary file, which replaces the file at ``path`` when it is complete."""
     temporary = path.with_name(f".{path.name}.tmp")
     temporary.unlink(missing_ok=True)
-    # Mode "x" creates a new file, and never writes through a link.
+    # Open the file in mode "x", which never writes through a symbolic link.
     with temporary.open("xb") as file:
         yield file
         if path.suffix != ".yaml":
-            # YAML files are not synced to the disk, because no run reads them.
+            # Do not sync YAML files to the disk, because a resumed run does not read them.
             file.flush()
             os.fsync(file.fileno())
     os.replace(temporary, path)
 
 
 class Placeholder:
-    """Take the place of a saved object, because building the object could run any code."""
+    """Replace an object in a checkpoint file, because creating the object could run any code."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         pass
@@ -2274,9 +2274,9 @@ class Placeholder:
 
 
 def load_file(file: Path | io.BytesIO) -> dict[str, Any]:
-    """Load a torch.save file, with a placeholder for each object that torch.load refuses."""
+    """Read a file of torch.save, with a placeholder for each object that torch.load refuses."""
     find_names = getattr(torch.serialization, "get_unsafe_globals_in_checkpoint", None)
-    # Search a copy, because the search moves the position in an io.BytesIO.
+    # Pass a copy of an io.BytesIO, because find_names() moves its position.
     names = find_names(copy.copy(file)) if find_names else []
     kinds: Any = [(type(name, (Placeholder,), {}), name) for name in names]
     with torch.serialization.safe_globals(kinds):
@@ -2310,7 +2310,7 @@ def read_checkpoint(file: Path | io.BytesIO, name: str = "") -> dict[str, Any]:
 
 
 def check_readable(states: dict[str, Any]) -> None:
-    """Raise an error for states that a resumed run could not read from a checkpoint."""
+    """Raise an error if a checkpoint with these states could not be read again."""
     file = io.BytesIO()
     try:
         torch.save(states, file)
@@ -2339,13 +2339,13 @@ def find_hparams(model: Any) -> dict[str, Any]:
 
 
 def is_replaced(checkpoint: dict[str, Any], folder: Path) -> bool:
-    """Return whether a newer run was started in a checkpoint's folder after the checkpoint."""
+    """Return whether another run has started in a checkpoint's folder since it was saved."""
     started, _ = read_times(folder)
     return bool(checkpoint.get("fabric_template", {}).get("saved_at", started) < started)
 
 
 def read_times(folder: Path) -> tuple[float, float]:
-    """Read from a version's .lock file when its newest run started and last saved."""
+    """Return the times of a version's latest start and latest save, from its .lock file."""
     times, lines = {"started": 0.0, "saved": 0.0}, []
     with suppress(OSError), (folder / ".lock").open("rb") as file:
         file.seek(max(0, os.fstat(file.fileno()).st_size - 4096))
@@ -2364,7 +2364,7 @@ def age_of(folder: Path) -> tuple[float, int]:
 
 
 def claim_version(*folders: Path) -> str:
-    """Create the next version's folder. Runs that start at the same time get different numbers."""
+    """Create a folder with the next free version number, even if several runs start at once."""
     names = [name for folder in folders if folder.is_dir() for name in os.listdir(folder)]
     numbers = [name[8:] for name in names if name.startswith("version_")]
     version = max((int(number) for number in numbers if number.isdecimal()), default=-1) + 1
@@ -2392,7 +2392,7 @@ def opened_lock(folder: Path) -> Iterator[IO[str]]:
     """Open and lock a folder's .lock file, which the system unlocks when this process ends."""
     folder.mkdir(parents=True, exist_ok=True)
     with open(folder / ".lock", "a") as file:
-        # Windows has no fcntl, and some network drives cannot lock files.
+        # Do without a lock on Windows, which lacks fcntl, and on network drives without file locks.
         with suppress(ImportError, OSError):
             import fcntl
 
@@ -2414,7 +2414,7 @@ def close_locks() -> None:
 
 
 if hasattr(os, "register_at_fork"):
-    # After a kill, the workers of a run live for seconds, and would keep its folders locked.
+    # Workers of a killed run live for some seconds, and would keep its folders locked.
     os.register_at_fork(after_in_child=close_locks)
 
 

@@ -207,7 +207,7 @@ class DataConnector:
 
     def prepare_apart(self, source: Any) -> StageLoaders:
         """Return validation loaders for ``evaluate_apart``."""
-        check_loaders(source, "evaluate_apart: got {}, expected batches.")
+        check_loaders(source, "evaluate_apart: got {}, expected a loader (an iterable of batches).")
         return StageLoaders(self.run, "val", combine_loaders(source))
 
     def teardown(self) -> None:
@@ -274,12 +274,12 @@ def find_problem(loader: Any) -> str:
     holds_arrays = isinstance(loader, Mapping | tuple) and loader and all(map(_is_array, parts))
     is_iterable = isinstance(loader, Iterable) or hasattr(loader, "__getitem__")
     if isinstance(loader, type | str | bytes) or not is_iterable:
-        return "Write DataLoader(dataset, batch_size=32), which yields batches."
+        return "Write DataLoader(dataset, batch_size=32)."
     if isinstance(loader, Dataset) and not hasattr(loader, "__iter__"):
-        return "It yields single samples, not batches. Write DataLoader(dataset, batch_size=32)."
+        return "A dataset yields single samples. Write DataLoader(dataset, batch_size=32)."
     if holds_arrays or _is_array(loader) or hasattr(loader, "iloc"):
         return (
-            "It contains all samples, not batches. Write TensorLoader(x, y, batch_size=32). Import"
+            "For data in memory, write TensorLoader(x, y, batch_size=32), and import"
             " TensorLoader from the same package as FabricLoop."
         )
     return ""

@@ -212,7 +212,7 @@ def found_loader(plan: Plan, stage: str) -> str:
     argument = loader_argument(plan.stage, stage)
     if plan.is_lightning_module:
         return f"An invalid dataloader was passed to `Trainer.{plan.stage}({argument}=...)`. Found {{}}."
-    return f"{argument}: got {{}}, expected batches."
+    return f"{argument}: got {{}}, expected a loader (an iterable of batches)."
 
 
 def warn_of_options(plan: Plan) -> None:

@@ -1068,7 +1068,7 @@ ERRORS = {
     "step without val": (lambda: fit_functions(validation_step=lambda net, batch: 0), "without val_dataloaders"),
     "dataset": (
         lambda: fit_functions(train=make_data()),
-        "got a TensorDataset, expected batches, such as a DataLoader",
+        "got a TensorDataset, expected a loader (an iterable of batches)",
     ),
     "empty": (lambda: fit_functions(train=[]), "train_dataloaders: got an empty list"),
     "read once": (lambda: fit_functions(train=(b for b in ())), "train_dataloaders: got 0 batches, expected inf"),
