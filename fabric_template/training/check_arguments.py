@@ -35,9 +35,9 @@ STEP_OF_STAGE = {"fit": "training_step", "validate": "validation_step", "test": 
 
 
 def check_call(plan: Plan) -> None:
-    """Raise an error for a model, functions or loaders that the call cannot use."""
+    """Raise an error for a model, functions or loaders with which the stage cannot run."""
     if plan.stage == "fit":
-        # fit needs every process of a group. An evaluation may run in only one of them.
+        # Every process of a process group must call fit. One process alone may run an evaluation.
         check_launched(plan.loop.fabric)
     if plan.stage == "predict":
         check_prediction(plan)
@@ -52,7 +52,7 @@ def check_call(plan: Plan) -> None:
 
 
 def check_idle(loop: FabricLoop, stage: str) -> None:
-    """Raise an error for a call inside another call of the same loop, such as in a hook."""
+    """Raise an error if a hook calls ``fit`` or another method of the loop that is running it."""
     if (run := loop.active_run) is not None:
         raise ConfigurationError(
             f"{stage}: got a call inside of {run.stage}, expected a call after {run.stage} has ended."
@@ -61,7 +61,7 @@ def check_idle(loop: FabricLoop, stage: str) -> None:
 
 
 def check_sources(stage: str, model: Any, loaders: Mapping[str, Any], datamodule: Any) -> None:
-    """Raise an error for a call without a model, or with both loaders and a datamodule."""
+    """Raise an error if the model is missing, or if both loaders and a datamodule were given."""
     check_object("datamodule", datamodule)
     if model is None and stage == "fit":
         raise TypeError("model: got None, expected a module. Write fit(model, loader).")
@@ -121,7 +121,7 @@ def check_signature(plan: Plan, name: str) -> None:
     if method is None:
         return
     function = getattr(plan.module, "functions", {}).get(name)
-    # A step function's first argument is the model, and a method's first argument is self.
+    # The first argument is the model in a step function, and self in a method.
     first, step = ("self", method) if function is None else ("model", function)
     if "dataloader_iter" in parameters_of(step):
         raise ConfigurationTypeError(
@@ -129,7 +129,7 @@ def check_signature(plan: Plan, name: str) -> None:
             f" {name}({first}, batch, batch_idx). For several batches per step, give a list of"
             " loaders, or a DataLoader with a larger batch_size."
         )
-    # As in Trainer, a LightningModule is not checked. Calling a wrong step raises a TypeError.
+    # As in Trainer, do not check a LightningModule: calling a wrong step raises a TypeError.
     if plan.is_lightning_module:
         return
     arguments = [None] * (1 + takes_batch_idx(method) + (function is not None))
@@ -152,7 +152,7 @@ def check_signature(plan: Plan, name: str) -> None:
 
 
 def check_optimization(plan: Plan) -> None:
-    """Raise an error for a missing optimizer, or for options that manual optimization excludes."""
+    """Raise an error for a missing optimizer, or for options unsupported in manual optimization."""
     given = plan.optimizer
     is_ready = given is not None and (is_optimizer(given) or not callable(given))
     if is_ready and isinstance(plan.loop.fabric.strategy, ModelParallelStrategy):
@@ -208,7 +208,7 @@ def check_loaders(plan: Plan) -> None:
 
 
 def found_loader(plan: Plan, stage: str) -> str:
-    """Return the start of a loader's error message, with {} as a placeholder for the loader."""
+    """Return the first sentence of an error message, with {} in place of the loader."""
     argument = loader_argument(plan.stage, stage)
     if plan.is_lightning_module:
         return f"An invalid dataloader was passed to `Trainer.{plan.stage}({argument}=...)`. Found {{}}."
@@ -216,7 +216,7 @@ def found_loader(plan: Plan, stage: str) -> str:
 
 
 def warn_of_options(plan: Plan) -> None:
-    """Warn about a missing limit, conflicting options, or a validation without step or loader."""
+    """Warn about a missing limit, conflicting options, or a missing validation step or loader."""
     has_timer = bool(find_callbacks(plan.loop.callbacks, "Timer"))
     if plan.config.max_epochs is None and plan.config.max_steps == -1 and not has_timer:
         plan.warn(
@@ -244,7 +244,7 @@ def warn_of_options(plan: Plan) -> None:
 
 
 def warn_of_unused_options(plan: Plan) -> None:
-    """Warn about options for the loop's own checkpoints, which a ModelCheckpoint replaces."""
+    """Warn about checkpoint options that have no effect because of a ModelCheckpoint."""
     savers = plan.loop.checkpoint_callbacks
     defaults = {"monitor": None, "save_top_k": 1, "save_every_n_steps": None}
     given = [name for name, value in defaults.items() if getattr(plan.config, name) != value]

@@ -27,7 +27,7 @@ _SHAPES = (
 
 
 class NoOptimizer(Optimizer):
-    """Replaces the optimizer if ``configure_optimizers`` returns None."""
+    """The optimizer of a run whose ``configure_optimizers`` returns None."""
 
     def __init__(self) -> None:
         super().__init__([torch.zeros(1)], {})
@@ -69,7 +69,7 @@ def add_scheduler(optimizer: Any, scheduler: Any) -> Any:
 def make_optimizers(given: Any, model: Any, network: nn.Module) -> Any:
     """Return the value of ``optimizer=`` or, if the value is a function, the function's result.
 
-    A function gets the model. ``partial(torch.optim.SGD, lr=0.1)`` gets the model's parameters.
+    Call a function with the model, but ``partial(torch.optim.SGD, lr=0.1)`` with its parameters.
     """
     if isinstance(given, partial) and isinstance(given.func, type):
         return given(network.parameters())
@@ -125,7 +125,7 @@ def _split(returned: Any, where: str) -> tuple[list[Any], list[Any]]:
     if all(map(is_optimizer, given)):
         return list(given), []
     if len(given) == 2:
-        # The value is ([optimizers], [schedulers]) or (optimizer, scheduler).
+        # configure_optimizers returned ([optimizers], [schedulers]) or (optimizer, scheduler).
         optimizers, schedulers = (
             list(part) if isinstance(part, list | tuple) else [part] for part in given
         )
@@ -246,7 +246,7 @@ def check_parameters(
     model: Any,
     is_distributed: bool,
 ) -> None:
-    """Raise an error for parameters outside the model. For a LightningModule, only warn."""
+    """Raise an error about parameters outside the model, or a warning for a LightningModule."""
     if not outside:
         return
     groups = [group for optimizer in optimizers for group in optimizer.param_groups]
@@ -261,7 +261,7 @@ def check_parameters(
     text = "optimizer: got parameters that are not in the model, with the shapes"
     text += f" {', '.join(shapes[:3])}{more}"
     if is_instance_of(model, "LightningModule") and not is_distributed:
-        # Only warn here, because Trainer accepts these parameters.
+        # Trainer accepts parameters from outside the model, so do not raise an error.
         warnings.warn(
             f"{text}. A resume restores them, but state_dict() and other loops ignore them."
             " Assign them to an attribute of the LightningModule, as an nn.Module or nn.Parameter.",

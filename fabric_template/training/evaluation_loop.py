@@ -114,10 +114,10 @@ def run_batches(
 
 
 def evaluate_apart(run: Run, source: Any = None) -> dict[str, Any]:
-    """Validate on other loaders or with other weights, and leave the run as it was.
+    """Validate within a run, for example with averaged weights, without changing its state.
 
     Call the module's on_validation_epoch_start and on_validation_epoch_end, but no callbacks or
-    loggers. Restore logged values, torchmetrics objects and random states afterwards.
+    loggers. At the end, restore logged values, torchmetrics objects and random states.
 
     Args:
         source: A loader, or a list or dict of loaders. None: the validation loaders of the run.
@@ -234,7 +234,7 @@ def switch_mode(run: Run, hook: str, default: Callable[[], Any]) -> None:
 
 
 def check_dataloader_idx(run: Run, name: str, has_several: bool) -> None:
-    """Raise an error if ``dataloader_idx`` is missing for several loaders, or required for one."""
+    """Raise an error if a hook's ``dataloader_idx`` does not match the number of loaders."""
     if not run.is_lightning_module:
         return
     loader = "val_dataloader" if name == "validation" else f"{name}_dataloader"

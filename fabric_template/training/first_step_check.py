@@ -1,7 +1,7 @@
 """In automatic optimization, refuse a step that calls backward() or optimizer.step() itself.
 
-The check runs only in the first batch. A step may run the backward pass of another loss, such as
-an adversarial one. The loop clears the gradients of that loss.
+Only the first batch is checked. A step may call backward() for another loss, such as an adversarial
+one. The loop clears the gradients of such a loss.
 """
 
 from __future__ import annotations
@@ -58,19 +58,19 @@ class FirstStepCheck:
         """Raise an error if the step has already computed the gradients that the loop computes.
 
         All processes must call this method. If only some processes have called backward() in the
-        step, no error is raised, because the loop clears these gradients.
+        step, there is no error, because the loop clears their gradients.
         """
         found = self._found
         has_all = all(self.parameters[index].grad is not None for index in found)
         flags = [float(has_all and index in found) for index in range(len(self.parameters))]
         shares = self._means([torch.tensor(flags, device=self.fabric.device)])
-        # Compare only if all processes have found gradients of the same parameters.
+        # Compare gradients only if every process has found gradients of the same parameters.
         if set(shares.tolist()) not in ({1.0}, {0.0, 1.0}):
             return
-        # Normalize the gradients, because accumulation and a scaler multiply them by a factor.
+        # Normalize the gradients, because accumulation or a scaler multiplies those of the loop.
         own = self._means(list(found.values()))
         loops = self._means([self.parameters[index].grad for index in found])
-        # In half precision, allow a larger difference, because the factor changes the rounding.
+        # In half precision, allow for the rounding errors of scaled gradients.
         is_float32 = self.fabric.strategy.precision.precision == "32-true"
         if (own / own.norm() - loops / loops.norm()).norm() < (1e-4 if is_float32 else 1e-2):
             raise ConfigurationError(f"training_step: got a call to loss.backward(), {REMEDY}")
@@ -78,5 +78,5 @@ class FirstStepCheck:
     def _means(self, tensors: list[Any]) -> Tensor:
         """Average the tensors over all processes, and return the means as one vector on the CPU."""
         means: Any = self.fabric.all_reduce(tensors) if self.fabric.world_size > 1 else tensors
-        # Use the CPU, because MPS has no float64 and a GPU may lack memory for two such vectors.
+        # MPS has no float64, and a GPU may lack memory for a second copy of all gradients.
         return torch.cat([tensor.flatten().cpu().double() for tensor in means])

@@ -1,7 +1,7 @@
 """Run the training loop over epochs and batches, and validate. Read this module first.
 
-A hook may save a checkpoint in the middle of an epoch. ``run.progress.phase`` is part of the
-checkpoint, and the resumed run finishes this phase. The phases of an epoch are:
+A checkpoint that a hook saves in the middle of an epoch includes ``run.progress.phase``. The
+resumed run finishes this phase. The phases of an epoch are:
 
 - "start_epoch": the hooks before the first batch
 - "train_batch": a batch, from on_train_batch_start to the optimizer step
@@ -48,19 +48,19 @@ def fit(run: Run) -> None:
     run.hooks.call("on_train_start")
     run.progress.start_training()
     resume_averaging(run)
-    # Nothing may draw random numbers between this line and the first batch.
+    # restore_position sets the first batch's random state. Draw no random numbers after this call.
     restore_position(run)
     while run.progress.is_in_epoch or not run.stop.is_due_between_epochs:
         with run.hooks.profiled("run_training_epoch"):
             train_epoch(run)
         if run.stop.signal is not None:
-            # If a limit ended the epoch early, keep the last.ckpt that end_epoch has saved.
+            # If max_steps or another limit ended the epoch early, end_epoch has saved last.ckpt.
             if run.progress.is_in_epoch or run.progress.is_epoch_complete:
                 # Save before on_train_end, because callbacks may replace the weights there.
                 run.checkpoints.save_last(run)
             break
     run.hooks.call("on_train_end")
-    # Write the CSV row of the last steps after the last checkpoint. A resume removes this row.
+    # Write the row of the last steps after the checkpoint, so that a resumed run removes the row.
     run.row.write_after_training()
 
 
@@ -92,7 +92,7 @@ def start_epoch(run: Run) -> None:
 
 
 def resume_epoch(run: Run) -> None:
-    """Finish an interrupted batch. The loader is already at its saved position."""
+    """Finish the batch in which the checkpoint was saved."""
     if run.progress.phase in PHASES_AFTER_BATCH:
         run_phases(run, run.progress.phase)
 
@@ -110,13 +110,13 @@ def train_batches(run: Run) -> None:
                 "train_dataloader yielded None. If this was on purpose, ignore this warning..."
             )
         elif hooks.call("on_train_batch_start", batch, batch_idx) == -1:
-            # Like Trainer, skip on_train_batch_end and the validation if the hook returns -1.
+            # As in Trainer, -1 from on_train_batch_start skips on_train_batch_end and validation.
             progress.end_batches()
             progress.enter(None)
             step_schedulers_after_batch(run)
             break
         else:
-            # This runs the forward pass, the backward pass, clipping and the optimizer step.
+            # train_batch runs the forward pass, the backward pass, clipping and the optimizer step.
             outputs = train_batch(batch, batch_idx)
         end_train_batch(run, outputs, batch, batch_idx)
         if progress.is_epoch_complete or run.stop.is_due:
@@ -175,7 +175,7 @@ def free_gradients(run: Run) -> None:
 
 
 def report_validation(run: Run) -> str:
-    """Write the row of a validation, and then save a checkpoint."""
+    """Write a row of metrics.csv after a validation, and then save a checkpoint."""
     run.validation_schedule.restart()
     run.row.write_after_validation()
     run.checkpoints.save_after_validation(run)
@@ -222,7 +222,7 @@ def end_epoch(run: Run) -> None:
         progress.enter("end_epoch")
         run.hooks.call_train_epoch_end()
         if not progress.is_epoch_complete:
-            # A limit ended the epoch early. Save, so that a run with a higher limit can continue.
+            # Save the unfinished epoch, so that a run with a higher max_steps can continue it.
             run.checkpoints.save_in_epoch(run)
     run.results.update_metrics()
     if progress.is_epoch_complete:

@@ -44,7 +44,7 @@ class Hooks:
         return self.loop.callbacks
 
     def call(self, name: str, *args: Any) -> Any:
-        """Call a hook on the callbacks and then on the module. Return the module's result."""
+        """Call a hook on the callbacks and the module. Return what the module's hook returns."""
         callbacks = self.loop.callbacks
         if callbacks != self._known_callbacks:
             self._known_callbacks = list(callbacks)
@@ -82,7 +82,7 @@ class Hooks:
         self.current = previous
 
     def call_train_epoch_end(self) -> None:
-        """Call ``on_train_epoch_end``. Callbacks that monitor a metric come last."""
+        """Call ``on_train_epoch_end``. Callbacks that monitor a metric are called last."""
         name, callbacks = "on_train_epoch_end", list(self.callbacks)
         monitors = [c for c in callbacks if is_instance_of(c, "EarlyStopping", "Checkpoint")]
         self.call_callbacks(name, callbacks=[c for c in callbacks if c not in monitors])
@@ -134,14 +134,14 @@ class Hooks:
         return self.with_profiler(f"[Callback]{key}.{name}", call)
 
     def _module_for(self, callback: Any) -> Any:
-        """Return a callback's ``pl_module``. Lightning's own callbacks need a LightningModule."""
+        """Return the argument ``pl_module``, a LightningModule for Lightning's own callbacks."""
         packages = ("lightning.pytorch.callbacks.", "pytorch_lightning.callbacks.")
         bases = [base for base in type(callback).__mro__ if base.__name__ != "Callback"]
         is_lightnings = any(base.__module__.startswith(packages) for base in bases)
         return self.module if is_lightnings else self.model
 
     def leave(self) -> None:
-        """Reset ``current`` after a hook has raised an error."""
+        """Set ``current`` to None, because a hook that raises an error does not reset it."""
         self.current = None
 
     def inside(self, name: str, method: Callable) -> Callable:

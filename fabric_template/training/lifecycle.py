@@ -113,16 +113,16 @@ def set_up_process(run: Run, stack: ExitStack) -> None:
 
 
 def return_network(run: Run, device: torch.device) -> None:
-    """Move the network and the optimizer states back to the device that they were on."""
+    """Move the network and the optimizer states to the device on which they were before the run."""
     run.network.to(device)
     move_optimizer_states(run.optimization.optimizers)
 
 
 def set_up_model(run: Run, stack: ExitStack) -> bool:
-    """Set up the model, and load a checkpoint's weights. Call the hooks in Trainer's order.
+    """Call the hooks that create modules, set up the model, and load a checkpoint's weights.
 
     Returns:
-        Whether the weights were loaded. Otherwise, on_fit_start may still add missing modules.
+        Whether the weights were loaded. If not, on_fit_start may still create missing modules.
     """
     is_training = run.stage == "fit"
     attach_run(run, stack)
@@ -152,7 +152,7 @@ def set_up_model(run: Run, stack: ExitStack) -> bool:
 
 def set_up_training(run: Run, has_weights: bool) -> None:
     """Set up the optimizers, restore a checkpoint, and run the sanity check."""
-    # Checkpoints include all attributes that change from here on, even in the sanity check.
+    # Checkpoints include attributes that hooks change from now on, such as in the sanity check.
     run.watch_attributes()
     run.optimization.configure()
     names = [name for name, _ in run.network.named_parameters()]
@@ -174,7 +174,7 @@ def set_up_training(run: Run, has_weights: bool) -> None:
     if not run.is_lightning_module and is_in_eval_mode(run.network):
         # Change the mode only if all modules are in eval mode, because a mix may be intended.
         run.network.train()
-    # Record the flags before the sanity check, because a resumed run skips it.
+    # Record requires_grad and train modes before the sanity check, which a resumed run skips.
     run.steps.record_flags(run.optimization.named_parameters())
     run_sanity_check(run)
     run.results.start_training()
@@ -259,7 +259,7 @@ def attach_run(run: Run, stack: ExitStack) -> None:
         attach_log(callback, run, stack)
     if (profiler := run.hooks.profiler) is not None:
         set_profiled_module(profiler, run.module)
-        # Pass the rank, which the profiler adds to its file name.
+        # The profiler adds the rank to the name of its output file.
         local_rank = run.fabric.local_rank if run.fabric.world_size > 1 else None
         profiler.setup(stage=run.stage, local_rank=local_rank, log_dir=run.loop.log_dir)
 
@@ -267,7 +267,7 @@ def attach_run(run: Run, stack: ExitStack) -> None:
 def attach_trainer(part: Any, run: Run, stack: ExitStack) -> None:
     """Set ``trainer``. If another loop is running, restore that loop as ``trainer`` afterwards."""
     with suppress(RuntimeError):
-        # Lightning raises a RuntimeError if there is no trainer.
+        # Reading LightningModule.trainer raises a RuntimeError if no trainer is attached.
         outer = getattr(part, "trainer", None)
         if getattr(outer, "active_run", None) is not None:
             stack.callback(setattr, part, "trainer", outer)
@@ -302,7 +302,7 @@ def attach_log(part: Any, run: Run, stack: ExitStack) -> None:
 
 
 def _is_of_run(method: Any) -> bool:
-    """Return whether a ``log`` method is missing, or was set by a run."""
+    """Return True for a missing ``log`` method, and for one that a run has set."""
     owner = getattr(inspect.unwrap(method), "__self__", None) if callable(method) else method
     return method is None or isinstance(owner, ResultCollection)
 
@@ -331,7 +331,7 @@ def prepare_data(run: Run) -> None:
 
 
 def print_if_finished(run: Run) -> None:
-    """Print that a finished run was resumed, for example by a job scheduler."""
+    """If the checkpoint is from a finished run, print that nothing is left to train."""
     progress = run.progress
     if run.stop.is_due_between_epochs and not progress.is_in_epoch and run.fabric.is_global_zero:
         print(
@@ -359,7 +359,7 @@ def finish_signal(run: Run) -> None:
         return
     environment = getattr(run.fabric.strategy, "cluster_environment", None)
     if run.fabric.local_rank > 0 and is_instance_of(environment, "LightningEnvironment"):
-        # Exit without an error. Otherwise Lightning kills the first process, which may still save.
+        # Use exit code 0. After any other, Lightning kills the first process, which may still save.
         raise SystemExit(0)
     raise error_of_signal(number)
 
@@ -377,7 +377,7 @@ def handle_exception(run: Run, error: BaseException) -> None:
             function(*args)
         except Exception as other:
             text = f"after {type(error).__name__}, {what} failed: {type(other).__name__}: {other}"
-            # Continue if a warning filter turns this warning into an error.
+            # A warning filter may turn the warning into an error, which must not end the clean-up.
             with suppress(Warning):
                 warnings.warn(text, stacklevel=4)
 

@@ -25,7 +25,7 @@ def step_schedulers_after_batch(run: Run) -> None:
 
 
 def step_lr_schedulers(run: Run, interval: str, reduce_on_plateau: bool) -> None:
-    """Step the schedulers that are due.
+    """Step the schedulers whose interval and frequency are due.
 
     Args:
         interval: "step" or "epoch", as in Lightning's ``lr_scheduler`` dict.

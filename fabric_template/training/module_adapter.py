@@ -26,9 +26,9 @@ from ..distributed.strategies import broadcast_network, no_gradient_sync, shard_
 from ..errors import ConfigurationError, ConfigurationTypeError, check_object, describe
 from ..lightning_compat.overrides import is_instance_of, overridden
 
-# If an object has one of these containers as an attribute, search the container for modules.
+# A model that is not an nn.Module may keep its modules in attributes of these types.
 _CONTAINERS = (dict, list, tuple, set, frozenset, deque)
-# Users may override these methods of a LightningModule.
+# The names of the LightningModule methods that a model may define.
 _HOOKS = ["setup", "teardown", "prepare_data", "backward", "optimizer_zero_grad"]
 _HOOKS += [n for n in dir(LightningModule) if n.startswith(("on_", "configure_", "transfer_"))]
 _HOOKS += [n for n in dir(LightningModule) if n.endswith(("_step", "_dataloader"))]
@@ -94,20 +94,20 @@ class ObjectNetwork(nn.Module):
     """
 
     def collect(self, model: Any) -> None:
-        """Collect a model's modules. Call ``collect`` again after hooks that create modules."""
+        """Collect a model's modules. Call this method again after hooks that create modules."""
         self._parameters.clear()
         self._modules.clear()
         for name, value in list(getattr(model, "__dict__", {}).items()):
             self._add(name, value, name, set())
 
     def _add(self, name: str, value: Any, path: str, containers: set[int]) -> None:
-        """Add a value if it is or contains a module or a parameter.
+        """Add a value to this network if it is, or contains, a module or a parameter.
 
         Args:
             path: The place of the value in error messages, such as "nets[0]".
             containers: The ids of the containers around the value.
         """
-        # Assign to torch's dicts, because add_module() refuses names such as "forward".
+        # Set _parameters and _modules, because add_module() refuses names such as "forward".
         if isinstance(value, nn.Parameter):
             self._parameters[name] = value
         elif isinstance(value, nn.Module):
@@ -173,7 +173,7 @@ def is_in_eval_mode(network: nn.Module) -> bool:
 
 
 def unwrap(part: Any) -> Any:
-    """Return the model or optimizer inside Fabric's wrapper. Return other objects unchanged."""
+    """Return the model or optimizer inside Fabric's wrapper, or the object if it has no wrapper."""
     if not is_wrapped(part):
         return part
     return part.module if isinstance(part, nn.Module) else getattr(part, "optimizer", part)
@@ -286,7 +286,7 @@ class StepRunner:
         self._flags_at_start: dict[str, dict[str, bool]] = {"requires_grad": {}, "training": {}}
 
     def unwrap(self) -> None:
-        """Drop the wrapper at the end of a run."""
+        """Remove the reference to the strategy's wrapper, such as DDP, at the end of a run."""
         self.wrapped = None
 
     @property
@@ -326,7 +326,7 @@ class StepRunner:
         """Remember which modules are in train mode while an evaluation switches to eval mode.
 
         Yields:
-            A function that restores the modes. After an error, the modes are restored anyway.
+            A function that restores the train modes. They are also restored after an error.
         """
         outer, self._modes = self._modes, self.training_modes()
         modes = [(module, module.training) for module in self.network.modules()]
@@ -424,7 +424,7 @@ class StepRunner:
         if isinstance(self.precision, MixedPrecision):
             is_bfloat16 = self.precision.precision == "bf16-mixed"
             dtype = torch.bfloat16 if is_bfloat16 else torch.float16
-            # As in Trainer, do not cache casts. A weight that is used twice is cast twice.
+            # As in Trainer, autocast does not cache: a weight that is used twice is cast twice.
             return partial(torch.autocast, self.precision.device, dtype=dtype, cache_enabled=False)
         return None if self.precision.precision == "32-true" else self.precision.forward_context
 

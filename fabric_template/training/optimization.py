@@ -38,7 +38,7 @@ def is_logging_due(run: Run) -> bool:
     progress, every = run.progress, run.config.log_every_n_steps
     if not every:
         return False
-    # Add 1, because logging_step does not include the current batch yet.
+    # progress.logging_step is counted after the batch, so add 1 for the current batch.
     is_training = progress.stage in ("train", None)
     count = progress.logging_step + 1 if is_training else progress.eval_batches_done
     return count % every == 0 or run.stop.should_stop or bool(run.config.fast_dev_run)
@@ -47,8 +47,8 @@ def is_logging_due(run: Run) -> bool:
 class Optimization:
     """Holds a run's optimizers and schedulers, and runs backward, clipping and optimizer steps.
 
-    AutomaticOptimization and ManualOptimization train the model. The base class itself is used
-    until on_fit_start, and in evaluations, which have no optimizers.
+    AutomaticOptimization and ManualOptimization train the model. Until on_fit_start, and in
+    evaluations, a run uses the base class Optimization.
 
     Attributes:
         lightning_optimizers: A wrapper for each optimizer. Its step() handles precision, hooks and
@@ -82,7 +82,7 @@ class Optimization:
         move_optimizer_states(optimizers)
 
     def use(self, optimizers: list[Optimizer], lr_schedulers: list[LRSchedulerConfig]) -> None:
-        """Train with these optimizers from now on. Call ``setup`` before the next batch."""
+        """Set the run's optimizers and schedulers. Call ``setup`` before the next batch."""
         strategy = self.run.loop.strategy
         self.optimizers, self.lr_schedulers = optimizers, lr_schedulers
         self.lightning_optimizers = [wrap_optimizer(item, strategy) for item in optimizers]
@@ -119,7 +119,7 @@ class Optimization:
         self.kept_loss, self._outputs = None, {}
 
     def setup(self) -> None:
-        """Cache the methods for each batch. Call setup again if optimizers or options change."""
+        """Cache the functions for all batches, until the optimizers or options change."""
         run, hooks = self.run, self.run.hooks
         step = self.run.module.training_step
         self.call_step = run.make_step("training_step", step)
@@ -206,7 +206,7 @@ class Optimization:
             return {}
         kept = {name: p for name, p in self.named_parameters().items() if id(p) not in cleared}
         gradients = {name: p.grad for name, p in kept.items() if p.grad is not None}
-        # Copy to the CPU, because the GPU may have no memory left.
+        # Copy the gradients to the CPU, because the GPU may have no memory left.
         return {name: grad.to("cpu", copy=True) for name, grad in gradients.items()}
 
 
@@ -223,7 +223,7 @@ class AutomaticOptimization(Optimization):
         hooks = self.run.hooks
         self._optimizer = optimizer = self.optimizers[0]
         self._module_zero_grad = hooks.module_method("optimizer_zero_grad")
-        # Do not profile this hook, because _take_step is profiled and calls this hook.
+        # Do not profile optimizer_step, because the profiled _take_step already includes its time.
         self._module_optimizer_step = hooks.module_method("optimizer_step", is_profiled=False)
         is_lbfgs = isinstance(optimizer, LBFGS)
         needs_closure = self._module_optimizer_step is not None or self._scaler is not None
@@ -236,7 +236,7 @@ class AutomaticOptimization(Optimization):
         self._take_step = hooks.with_profiler(action, step)
         if self._scaler is not None:
             self._check_scaler()
-        # Check only the first batch, and do not check sharded networks.
+        # Check the first batch for backward() in the step, except in a sharded network.
         self._first_step_check: FirstStepCheck | None = None
         if not self.run.steps.is_model_parallel:
             self._first_step_check = FirstStepCheck(optimizer, self.run.fabric)
@@ -254,9 +254,9 @@ class AutomaticOptimization(Optimization):
             )
 
     def train_batch(self, batch: Any, batch_idx: int) -> Any:
-        """Train on one batch. Return the argument ``outputs`` of ``on_train_batch_end``."""
+        """Train on one batch, and return the argument ``outputs`` of ``on_train_batch_end``."""
         run, progress = self.run, self.run.progress
-        # A closure can return only the loss, so _forward_backward stores the outputs here.
+        # _forward_backward stores the outputs here, because a closure can return only the loss.
         self._outputs = {}
         if progress.is_window_end:
             self._take_step(batch, batch_idx)
@@ -347,8 +347,8 @@ class AutomaticOptimization(Optimization):
         elif has_own_zero_grad(self._optimizer):
             self._optimizer.zero_grad()
         else:
-            # Optimizer.zero_grad() does the same, but also calls record_function(), which takes 20
-            # microseconds even if no profiler runs.
+            # Unlike Optimizer.zero_grad(), this loop does not call record_function(), which takes
+            # 20 microseconds even if no profiler runs.
             for group in self._optimizer.param_groups:
                 for parameter in group["params"]:
                     parameter.grad = None
@@ -379,8 +379,8 @@ class ManualOptimization(Optimization):
         super().setup()
         # The indices of the optimizers that have stepped since the last backward call.
         self._stepped: set[int] = set()
-        # With DDP, this stays False if a step function calls loss.backward() instead of
-        # loop.backward(loss). DDP then averages no gradients, and _count_step raises an error.
+        # With DDP, _reduces_gradients stays False if a step calls loss.backward() instead of
+        # loop.backward(loss). No gradients are then averaged, so _count_step raises an error.
         self._reduces_gradients = self.run.steps.ddp is None or self.run.is_lightning_module
 
     def count_unwrapped_steps(self, stack: ExitStack) -> None:
@@ -395,17 +395,17 @@ class ManualOptimization(Optimization):
             stack.callback(handle.remove)
 
     def train_batch(self, batch: Any, batch_idx: int) -> Any:
-        """Run ``training_step``. Return the argument ``outputs`` of ``on_train_batch_end``."""
+        """Run ``training_step``, and return the argument ``outputs`` of ``on_train_batch_end``."""
         run = self.run
         if run.is_lightning_module:
             # Set the step callbacks for each batch, because the module may have replaced them.
             for index, optimizer in enumerate(self.lightning_optimizers):
                 set_step_callback(optimizer, partial(self._count_step, index))
         else:
-            # loop.backward() clears the set, but a step function may call loss.backward() instead.
+            # loop.backward() clears _stepped, but a step may call loss.backward() instead.
             self._stepped.clear()
         output = self.call_step(batch, batch_idx)
-        # Like Trainer, count batches here, although global_step counts optimizer steps.
+        # Like Trainer, count each batch, although global_step counts optimizer steps.
         run.progress.count_manual_batch()
         if output is None:
             return {}
@@ -434,7 +434,7 @@ class ManualOptimization(Optimization):
             )
 
     def _count_step(self, index: int, *args: Any) -> None:
-        """Count an optimizer step that ``training_step`` takes. Ignore steps that hooks take."""
+        """Count an optimizer step in ``training_step``, but not in a hook."""
         if not self._reduces_gradients:
             raise ConfigurationError(
                 "training_step: got loss.backward() in a run with several processes, expected"
@@ -453,7 +453,7 @@ class ManualOptimization(Optimization):
         self._stepped.clear()
 
     def accumulated_gradients(self) -> dict[str, Tensor]:
-        """Return all gradients, because a later step may add to gradients that were used before."""
+        """Return all gradients, because a later optimizer step may accumulate into any of them."""
         are_used = len(self._stepped) == len(self.optimizers)
         return {} if are_used and self.run.steps.is_model_parallel else self._copy_gradients()
 

@@ -72,7 +72,7 @@ class Plan:
             warnings.warn(message, category, stacklevel=3)
 
     def copied(self) -> Plan:
-        """Return a Plan with copies of the model and the optimizer."""
+        """Return a Plan whose model and optimizer share no memory with another process."""
         names = ("model", "module", "network", "source", "optimizer")
         parts = {name: getattr(self, name) for name in names}
         kept = {id(part): part for part in (self.loop, self.datamodule)}

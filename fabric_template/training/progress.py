@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from .run import Run
 
 
-# A resumed run repeats these phases, and starts with the counters from before them.
+# The phases that a resumed run repeats, and the progress that it restores for each.
 _REPEATED_PHASES: dict[str | None, dict[str, Any]] = {
     "train_batch": {"is_last_batch": False, "phase": None},
     "start_epoch": {"is_in_epoch": False, "phase": None},
@@ -69,7 +69,7 @@ class Progress:
 
     @contextmanager
     def in_stage(self, stage: str) -> Iterator[None]:
-        """Set another stage within a block. As in Trainer, an error does not reset the stage."""
+        """Change the stage in a with block. As in Trainer, an error leaves it changed."""
         before, self.stage = self.stage, stage
         yield
         self.stage = before
@@ -102,7 +102,7 @@ class Progress:
         self.phase = "start_epoch"
 
     def enter(self, phase: str | None) -> None:
-        """Enter a phase of an epoch. A run resumed in this phase finishes the phase first."""
+        """Set the phase of the current epoch. A resumed run first finishes its saved phase."""
         self.phase = phase
 
     def start_batch(self, is_last: bool) -> int:
@@ -311,7 +311,7 @@ class ValidationSchedule:
         self.restart()
 
     def start(self) -> None:
-        """Start counting. The training loader must already exist."""
+        """Start the schedule. Call this method after the training loader was created."""
         self.restart()
         self.count_batches()
 

@@ -1,4 +1,4 @@
-"""From a Plan, create the parts that a call of fit, validate, test or predict needs."""
+"""Create the objects for one call of fit, such as Progress, Hooks and CheckpointManager."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 
 class Run:
-    """Holds the parts of one call, each of which is changed only by its own methods.
+    """Holds the objects of one call, such as ``progress``, ``hooks`` and ``data``.
 
     Args:
         plan: The call. The process group must exist, because parts depend on the rank.
@@ -72,9 +72,9 @@ class Run:
         self.warn_once = WarnOnce(fabric.is_global_zero)
 
     def saved_parts(self) -> dict[str, Any]:
-        """Return the parts whose state_dict a checkpoint contains, keyed by attribute name.
+        """Return the attributes that have a state_dict for checkpoints, keyed by name.
 
-        A part's class attribute ``is_per_process`` states whether each process saves its own state.
+        The class attribute ``is_per_process`` of such an object is True if each process saves it.
         """
         parts = vars(self).items()
         return {name: part for name, part in parts if hasattr(type(part), "is_per_process")}
@@ -91,7 +91,7 @@ class Run:
         self.plain_state = make_plain_state(self)
 
     def start_optimization(self) -> None:
-        """Start automatic or manual optimization. Hooks may choose which one until on_fit_start."""
+        """After on_fit_start, start automatic or manual optimization, as the module requests."""
         self.optimization = self.optimization.start()
 
     def find_new_modules(self) -> None:
@@ -105,7 +105,7 @@ class Run:
         return has_step and self.config.limit_val_batches != 0 and self.data.has_loader("val")
 
     def make_step(self, name: str, method: Callable) -> Callable:
-        """Wrap a step for precision, strategy and profiler. ``self.log`` needs the step's name."""
+        """Wrap a step for precision, strategy and profiler, and store its name for ``self.log``."""
         action = f"[Strategy]{type(self.fabric.strategy).__name__}.{name}"
         step = self.hooks.with_profiler(action, self.steps.get(name, method))
         return self.hooks.inside(name, step)
