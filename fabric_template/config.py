@@ -21,7 +21,7 @@ P = ParamSpec("P")
 Duration = str | timedelta | dict[str, int]
 LOGGER_NAMES = ("csv", "tensorboard", "wandb", "mlflow")
 _LIMITS = [f"limit_{stage}_batches" for stage in ("train", "val", "test", "predict")]
-# The defaults of options that are None.
+# Options that are None get these values.
 _DEFAULTS: dict[str, Any] = {
     "logger": True,
     "enable_checkpointing": True,
@@ -30,7 +30,7 @@ _DEFAULTS: dict[str, Any] = {
     "log_every_n_steps": 50,
     "num_sanity_val_steps": 2,
 }
-# To save time, barebones=True turns off these options.
+# barebones=True sets these options to False or 0, to save time.
 _OFF = {name: 0 if name.endswith("_steps") else False for name in _DEFAULTS}
 
 
@@ -155,7 +155,7 @@ class LoopConfig:
         wrong = [name for name in vars(self) if name in wrong_types or not self._is_in_range(name)]
         problems = [] if wrong else list(self._contradictions())
         if wrong or problems:
-            # Import here, because --help does not need Lightning, whose import takes seconds.
+            # Import errors.py here, because --help must not import Lightning, which takes seconds.
             from .errors import ConfigurationError, ConfigurationTypeError, describe
 
             for name in wrong:
@@ -181,7 +181,7 @@ class LoopConfig:
         return _RANGES[name][1](value)
 
     def _contradictions(self) -> Iterable[str]:
-        """Yield a message for each contradiction between options."""
+        """Yield an error message for each pair of options that contradict each other."""
         interval, algorithm = self.val_check_interval, self.gradient_clip_algorithm
         has_epochs = self.check_val_every_n_epoch is not None or self.validate_every_n_steps
         if not has_epochs and isinstance(interval, float):
@@ -228,7 +228,7 @@ class LoopConfig:
                 )
 
     def resolve(self) -> LoopConfig:
-        """Return a copy in which defaults replace None and fast_dev_run has set other options.
+        """Return a copy with defaults instead of None, and with the limits that fast_dev_run sets.
 
         Example:
             >>> LoopConfig(fast_dev_run=2).resolve().limit_train_batches
@@ -251,7 +251,7 @@ class LoopConfig:
         return self.changed(**values).with_defaults()
 
     def with_defaults(self) -> LoopConfig:
-        """Return a copy in which defaults replace None."""
+        """Return a copy with default values for the options that are None."""
         defaults = {
             **(_OFF if self.barebones else _DEFAULTS),
             **dict.fromkeys(["val_check_interval", *_LIMITS], 1.0),
@@ -262,33 +262,33 @@ class LoopConfig:
         return self.changed(**values)
 
     def with_options(self, **values: Any) -> LoopConfig:
-        """Return a changed copy of resolved options, after a check of all options."""
+        """Return a copy with changed options, or raise an error if an option is wrong."""
         if self.validate_every_n_steps and "validate_every_n_steps" in values:
-            # Earlier, validate_every_n_steps has set check_val_every_n_epoch to None. Undo this.
+            # Reset check_val_every_n_epoch, which validate_every_n_steps has set to None.
             values = {"check_val_every_n_epoch": 1, **values}
         return replace(self, **values).with_defaults()
 
     def changed(self, **values: Any) -> LoopConfig:
-        """Return a changed copy, without a check."""
+        """Return a copy with changed options, which are not checked."""
         changed = copy.copy(self)
         vars(changed).update(values)
         return changed
 
 
 def _convert_option(name: str, value: Any) -> Any:
-    """Convert NumPy numbers to Python numbers, and 3.0 to 3 if it is a number of batches."""
+    """Convert an option's NumPy number to a Python number, and a count such as 3.0 to 3."""
     if name == "hparams" and isinstance(value, Mapping):
         return {str(setting): _to_setting(given) for setting, given in value.items()}
     if Any not in (_HINTS[name], *get_args(_HINTS[name])):
         value = _to_python(value)
     if name in _NUMBERS_OF_BATCHES and isinstance(value, float):
-        # As in Trainer, a float up to 1.0 is a fraction.
+        # Keep a float up to 1.0, which is a fraction of the batches, as in Trainer.
         return int(value) if value > 1 and value.is_integer() else value
     return value
 
 
 def to_plain(value: Any, is_strict: bool = False) -> Any:
-    """Convert a value to types that YAML supports. Objects of other types become strings.
+    """Convert a value to types that YAML supports, and objects of any other type to strings.
 
     Raises:
         TypeError: With is_strict, the value contains an object of another type.
@@ -303,7 +303,7 @@ def to_plain(value: Any, is_strict: bool = False) -> Any:
         named = {key if isinstance(key, int) else str(key): item for key, item in items}
         return {key: to_plain(item, is_strict) for key, item in named.items()}
     if isinstance(value, set | frozenset):
-        # The order of a set differs between processes. So do addresses in an object's repr.
+        # Sort sets and remove addresses from reprs, because both differ between processes.
         value = sorted(value, key=str)
     if isinstance(value, list | tuple):
         return [to_plain(item, is_strict) for item in value]
@@ -315,7 +315,7 @@ def to_plain(value: Any, is_strict: bool = False) -> Any:
 
 
 def _to_setting(value: Any) -> Any:
-    """Convert a setting to types that YAML supports. A failed conversion stops no run."""
+    """Convert a setting to types that YAML supports, or else to the name of its type."""
     try:
         return to_plain(value)
     except Exception:
@@ -380,8 +380,8 @@ def _one_of(*choices: str) -> Callable[[Any], bool]:
 _DURATION = '"DD:HH:MM:SS", a timedelta, or a dict such as {"minutes": 30}'
 _LIMIT = ("a number of batches (int >= 0) or a fraction (float from 0.0 to 1.0)", _is_limit)
 _COMPILE_MODES = ("default", "reduce-overhead", "max-autotune", "max-autotune-no-cudagraphs")
-# Each option's expected values, as text for error messages and as a function that checks a value.
-# An option without an entry must be True or False.
+# For each option, the expected values as text for error messages, and a function that checks a
+# value. An option without an entry must be True or False.
 _RANGES: dict[str, tuple[str, Callable[[Any], bool]]] = {
     "max_epochs": ("a whole number of epochs, or -1 for no limit", _at_least(-1)),
     "min_epochs": ("a number of epochs", _at_least(0)),
@@ -426,7 +426,7 @@ _RANGES: dict[str, tuple[str, Callable[[Any], bool]]] = {
     ),
     "hparams": ('a dict of your settings, such as {"lr": 0.1}', lambda value: True),
 }
-# This list lacks overfit_batches, because Trainer treats overfit_batches=3.0 as all batches.
+# Do not convert overfit_batches, because Trainer uses all batches with overfit_batches=3.0.
 _NUMBERS_OF_BATCHES = (*_LIMITS, "val_check_interval")
 _HINTS = get_type_hints(LoopConfig)
 
@@ -455,7 +455,7 @@ class LoopArguments(LoopConfig):
     """Another name for the option logger."""
 
 
-# FabricLoop accepts these options of Trainer only with their defaults, and ignores them.
+# FabricLoop has no such options, but accepts and ignores the default values that Trainer has.
 _TRAINER_DEFAULTS = {
     "use_distributed_sampler": True,
     "sync_batchnorm": False,
@@ -465,10 +465,10 @@ _TRAINER_DEFAULTS = {
 
 
 def parse_options(options: dict[str, Any]) -> tuple[LoopConfig, dict[str, Any]]:
-    """Split FabricLoop's keyword arguments into a LoopConfig and Fabric's arguments.
+    """Split FabricLoop's keyword arguments into a LoopConfig and the remaining arguments.
 
     Raises:
-        TypeError: An option is unknown. The message suggests a similar name if there is one.
+        TypeError: An option is unknown. The message may suggest a similar name.
     """
     from .errors import ConfigurationError, unknown_option
 
@@ -499,9 +499,9 @@ def option_names() -> list[str]:
 def with_arguments_of(
     arguments: Callable[P, Any],
 ) -> Callable[[Callable[..., None]], Callable[Concatenate[Any, P], None]]:
-    """Give a constructor the signature and the field documentation of a dataclass.
+    """Give a constructor the signature and the field docstrings of a dataclass.
 
-    Editors read the types. help() and notebooks read ``__signature__`` and ``__doc__``.
+    Editors show the annotated types. help() and notebooks show ``__signature__`` and ``__doc__``.
     """
 
     def sign(init: Any) -> Any:
@@ -519,7 +519,7 @@ def document_fields() -> dict[str, str]:
     try:
         lines = ast.parse(Path(__file__).read_text(encoding="utf-8")).body
     except OSError:
-        # If the package is installed without its source files, there are no docstrings to read.
+        # A package installed without its source files has no field docstrings to read.
         return {}
     texts = {}
     for node in lines:

@@ -1,4 +1,4 @@
-"""Define exceptions for users, and warnings that are shown once."""
+"""Define the package's exceptions, and show each warning only once."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from typing import Any, TypeVar, cast
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 
 Method = TypeVar("Method", bound=Callable[..., Any])
-# Advice for option names that are common in other libraries.
+# Advice on unknown options and arguments that have these names in other libraries.
 _INSTEAD = {
     "epochs": "Use max_epochs.",
     "gpus": "Use accelerator='gpu', devices=2.",
@@ -29,7 +29,7 @@ NUMPY_BATCH = (
     "got NumPy arrays in the batch, expected tensors. Write TensorLoader(x, y, batch_size=32), or"
     " convert the batch in the step with torch.as_tensor."
 )
-# This message starts like Trainer's message.
+# The error about unused parameters starts like Trainer's, because people search for it.
 UNUSED_PARAMETERS = (
     "has parameters that were not used in producing the loss returned by training_step. If this is"
     " intentional, write strategy='ddp_find_unused_parameters_true'."
@@ -53,15 +53,15 @@ class ConfigurationTypeError(MisconfigurationException, TypeError):
 
 
 class MissingDataError(ConfigurationTypeError, ConfigurationError):
-    """Raised for a call that lacks data."""
+    """Raised if fit, validate, test or predict gets no loader."""
 
 
 class CheckpointError(ValueError):
-    """Raised with advice if a checkpoint cannot be written, read or used."""
+    """Raised if a checkpoint cannot be written, read or used for this run."""
 
 
 class DamagedCheckpointError(CheckpointError):
-    """Raised for a checkpoint file that is incomplete or was changed later."""
+    """Raised if a checkpoint file is incomplete, or has changed since it was saved."""
 
 
 class OtherModelError(CheckpointError, RuntimeError):
@@ -72,7 +72,7 @@ class WeightsOnlyError(CheckpointError, KeyError):
     """Raised if ``resume=`` or ``ckpt_path=`` gets a checkpoint without optimizer states."""
 
     def __str__(self) -> str:
-        # Without this method, KeyError shows the repr of its message.
+        # Return the message itself, because KeyError.__str__ returns its repr.
         return str(self.args[0])
 
 
@@ -88,7 +88,7 @@ def unknown_option(name: str, known: Iterable[str]) -> str:
 
 
 def refuse_options(options: Callable[[], Iterable[str]]) -> Callable[[Method], Method]:
-    """Make a method such as fit refuse unknown arguments, and name the right place for them.
+    """Make fit and similar methods refuse unknown arguments, with the correct call in the error.
 
     Args:
         options: A function that returns the names of FabricLoop's options.
@@ -127,7 +127,7 @@ def unknown_argument(
 def explain_error(
     error: BaseException, hook: str | None, model: str, is_automatic: bool
 ) -> Exception | None:
-    """Return an error with the right advice if torch's own advice does not apply in a loop.
+    """Return an error with better advice if the advice in torch's error does not apply to a loop.
 
     Args:
         hook: The name of the hook or step that raised the error.
@@ -148,7 +148,7 @@ def explain_error(
 
 
 def describe(value: Any) -> str:
-    """Return a value's repr for an error message, or its class name if the repr is too long.
+    """Return a value's repr for an error message, or "a <class name>" if the repr is too long.
 
     Example:
         >>> describe("cpu"), describe(dict)
@@ -163,7 +163,7 @@ def describe(value: Any) -> str:
 
 
 def check_object(argument: str, value: Any) -> None:
-    """Raise an error if the value is a class instead of an object."""
+    """Raise an error if an argument is a class instead of an instance of it."""
     if isinstance(value, type):
         raise ConfigurationTypeError(
             f"{argument}: got {describe(value)}, expected an object. Write {value.__name__}(...)."

@@ -22,14 +22,14 @@ _TIME_LINE = re.compile(rb"^(started|saved) ([0-9]+\.[0-9]+)$", re.MULTILINE)
 
 @contextmanager
 def replaced_file(path: Path) -> Iterator[IO[bytes]]:
-    """Open a temporary file, which is synced and renamed to the target at the end of the block.
+    """Open a temporary file, which replaces the file at ``path`` at the end of the block.
 
-    After an error, a kill or a power cut, the target is either the old file or the whole new one.
+    After an error, a kill or a power cut, ``path`` contains the whole old or the whole new content.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
     temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
-    # A killed process with the same id may have left this file. Mode "xb" requires that the file
-    # does not exist, and never writes through a link.
+    # Remove the temporary file of a killed process with the same id. Mode "xb" creates a new file,
+    # and never writes through a link.
     temporary.unlink(missing_ok=True)
     try:
         with temporary.open("xb") as file:
@@ -48,7 +48,7 @@ def local_path(path: str | Path) -> str:
     """Return a local path as a string, or raise an error for a URL."""
     text = os.fspath(path)
     if re.match(r"[A-Za-z][A-Za-z0-9+.-]+://", text):
-        # Import here, because importing Lightning takes seconds, and plots do not need it.
+        # Import errors.py here, because it imports Lightning, which plots do not need.
         from .errors import CheckpointError
 
         raise CheckpointError(
@@ -58,7 +58,7 @@ def local_path(path: str | Path) -> str:
 
 
 def sync_folder(folder: Path) -> None:
-    """Sync a folder if possible, so that renamed files survive a power cut."""
+    """Sync a folder to the disk if possible, so that renamed files survive a power cut."""
     with suppress(OSError):
         descriptor = os.open(folder, os.O_RDONLY)
         try:
@@ -68,7 +68,7 @@ def sync_folder(folder: Path) -> None:
 
 
 def write_file(path: Path, content: bytes) -> None:
-    """Write a file atomically."""
+    """Replace the content of a file atomically."""
     with replaced_file(path) as file:
         file.write(content)
 
@@ -88,7 +88,7 @@ def version_folder(version: int | str) -> str:
 
 
 def number_of(name: str) -> int | None:
-    """Return 3 for the folder name "version_3", or None for any other name."""
+    """Return a version's number, such as 3 for "version_3", or None for any other folder name."""
     match = re.fullmatch(r"version_(0|[1-9][0-9]*)", name)
     return int(match[1]) if match else None
 
@@ -97,13 +97,13 @@ def sort_key(name: str) -> list[tuple[int, str]]:
     """Return a key that sorts "width_4" before "width_16"."""
     parts = re.split("([0-9]+)", name)
     key = [(int(part), "") if part.isdecimal() else (-1, part) for part in parts]
-    # The last item orders names that differ only in zeros, such as "run_1" and "run_01".
+    # Also compare the whole names, because "run_1" and "run_01" have equal numbers.
     return [*key, (-1, name)]
 
 
 def next_version(*folders: Path) -> int:
     """Return the highest version number in the given folders, plus one."""
-    # A folder may have thousands of versions, so do not match a pattern.
+    # Do not use a regular expression, because a folder may have thousands of versions.
     numbers = [
         int(name[8:])
         for folder in folders
@@ -124,7 +124,7 @@ def list_names(folder: Path) -> list[str]:
 
 
 def claim_version(folder: Path, *others: Path) -> int:
-    """Create the next version's folder. Runs that start at the same time get different numbers."""
+    """Create a folder with the next free version number, even if several runs start at once."""
     make_folder(folder)
     version = next_version(folder, *others)
     while True:
@@ -138,10 +138,10 @@ def claim_version(folder: Path, *others: Path) -> int:
 
 
 def read_times(folder: Path) -> tuple[float, float]:
-    """Return when a version's newest run started, and when it last saved a checkpoint.
+    """Return the times of a version's latest start and latest save, from its file .lock.
 
-    Each new run appends a line such as "started 1764277654.5" to the file .lock in its folders, and
-    each save appends "saved 1764277700.25". A time that is not in the file is 0.0.
+    A new run appends a line such as "started 1764277654.5" to the .lock files in its folders. A
+    save appends "saved 1764277700.25". A missing time is 0.0.
     """
     times = {b"started": 0.0, b"saved": 0.0}
     for event, seconds in _TIME_LINE.findall(read_end(os.path.join(folder, ".lock"))):
@@ -150,7 +150,7 @@ def read_times(folder: Path) -> tuple[float, float]:
 
 
 def read_end(path: str) -> bytes:
-    """Return a file's last 4096 bytes, or no bytes if the file cannot be read."""
+    """Return the last 4096 bytes of a file, or b"" if the file cannot be read."""
     with suppress(OSError), open(path, "rb", buffering=0) as file:
         file.seek(max(0, os.fstat(file.fileno()).st_size - 4096))
         return file.read(4096)

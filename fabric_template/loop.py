@@ -91,7 +91,7 @@ class FabricLoop(TrainerAPI):
         self.has_fitted = False
         self.loggers = self._make_loggers()
         self.profiler = make_profiler(self.config.profiler)
-        # Descriptions of setup()'s arguments, which the first log_dict() in an own loop writes.
+        # In a hand-written loop, the first log_dict() records these descriptions of parts.
         self._own_parts: dict[str, list[Any]] = {"model": [], "optimizer": [], "batch_size": []}
         self._is_recorded = False
         self.run: Run | None = None
@@ -107,7 +107,7 @@ class FabricLoop(TrainerAPI):
         self.seed()
 
     def seed(self) -> None:
-        """Seed the random generators with the option ``seed``. Each fit also does this seeding."""
+        """Seed the random generators with the option ``seed``, as each fit also does."""
         if self.config.seed is not None:
             Fabric.seed_everything(self.config.seed, workers=True, verbose=False)
 
@@ -117,9 +117,9 @@ class FabricLoop(TrainerAPI):
             return []
         if config.fast_dev_run:
             return [DummyLogger()]
-        # By default, use the given Fabric object's loggers, if it has any.
+        # With logger=True, prefer the loggers of a Fabric object that the user has passed.
         given = as_list(self.fabric.loggers or True if config.logger is True else config.logger)
-        # A name such as "wandb" adds a logger to the CSV logger.
+        # Keep the CSV logger if a logger is given by a name such as "wandb".
         names = [logger for logger in given if logger is True or isinstance(logger, str)]
         if names:
             root = Path(self.default_root_dir)
@@ -236,7 +236,7 @@ class FabricLoop(TrainerAPI):
 
     @contextmanager
     def running(self, run: Run) -> Iterator[None]:
-        """Make ``run`` the current run, to which the attributes of Trainer refer."""
+        """Let attributes such as ``global_step`` refer to ``run`` in this context and after it."""
         self.run = self.runs[run.stage] = run
         self.next_ckpt_path, self.status = None, TrainerStatus.RUNNING
         try:
@@ -250,7 +250,7 @@ class FabricLoop(TrainerAPI):
         self.status = TrainerStatus.INTERRUPTED if is_interrupted else TrainerStatus.FINISHED
 
     def add_callbacks_of_model(self, callbacks: list[Any]) -> None:
-        """Add the module's own callbacks, which replace given callbacks of the same class."""
+        """Add the module's own callbacks, and remove the loop's callbacks of the same classes."""
         self.callbacks = add_model_callbacks(self.callbacks, callbacks)
 
     # Your own loop
@@ -308,9 +308,9 @@ class FabricLoop(TrainerAPI):
             run.optimization.backward(loss)
 
     def no_backward_sync(self, model: Any, enabled: bool = True) -> Any:
-        """Return a context in which backward does not average gradients over the processes.
+        """Return a context in which backward() does not average gradients over the processes.
 
-        Set ``enabled`` to False for the last batch of an accumulation window.
+        Pass ``enabled=False`` for the last batch before an optimizer step.
         """
         if needs_no_strategy(self.fabric):
             return nullcontext()
@@ -341,10 +341,10 @@ class FabricLoop(TrainerAPI):
         sync_dist: bool = False,
         **options: Any,
     ) -> None:
-        """Log several values. Outside of a step, log_dict writes a row, unlike ``log``.
+        """Log several values by name.
 
-        Outside of a step, the values become a row of steps.csv, or with the key "epoch", a row of
-        metrics.csv. In a hook, the current epoch's number under "epoch" adds the values to its row.
+        Outside of a step method, log_dict writes a row to steps.csv, or with the key "epoch" to
+        metrics.csv. If a hook passes the current epoch as "epoch", the epoch's row gets the values.
 
         Args:
             dictionary: The numbers to log, by name. In a step, it may be a MetricCollection.
@@ -387,19 +387,19 @@ class FabricLoop(TrainerAPI):
             ) from error
 
     def load(self, path: str | Path, state: dict[str, Any]) -> dict[str, Any]:
-        """Restore ``state`` from a checkpoint. Return the remaining values in the file."""
+        """Restore the objects in ``state`` from a checkpoint, and return its remaining values."""
         self._prepare_files("load", path, state)
         values: dict[str, Any] = self.fabric.load(path, state)
         return values
 
     def _prepare_files(self, method: str, path: Any, state: Any) -> None:
-        """Check the arguments, and make Fabric write atomically if it has no own CheckpointIO."""
+        """Check the arguments of save and load, and make Fabric use the loop's CheckpointIO."""
         expected = f"a path and a dict. Write loop.{method}('mine.ckpt', state)"
         check_type(method, path, str | os.PathLike, expected)
         check_state(method, state)
         join_processes(self.fabric)
         strategy = self.fabric.strategy
-        # Strategies that shard models have no checkpoint_io, and raise NotImplementedError.
+        # A strategy that shards models raises NotImplementedError for checkpoint_io.
         with suppress(NotImplementedError):
             if type(strategy.checkpoint_io) is TorchCheckpointIO:
                 strategy.checkpoint_io = self.checkpoint_io
@@ -408,7 +408,7 @@ class FabricLoop(TrainerAPI):
         self, model: Any, train_dataloaders: Any = None, datamodule: Any = None, **options: Any
     ) -> Any:
         """Measure how long each part of a training step takes. See ``fabric_template.profile``."""
-        # Import here, because a copy of this package may lack the folder tools/.
+        # Import the tool only when needed, because a copied package may lack the folder tools/.
         tool = import_module(f"{__package__}.tools.profile")
         return tool.profile(self, model, train_dataloaders, datamodule, **options)
 
@@ -420,7 +420,7 @@ class FabricLoop(TrainerAPI):
         return tool.tune(self, model, train_dataloaders, datamodule, **options)
 
     def ending(self) -> dict[str, list[str]]:
-        """Return a summary of the last fit, as lines of text under headings such as "ended"."""
+        """Return a summary of the last fit as lines of text, by heading, such as "ended"."""
         run = self.fit_run
         if run is None:
             return {}
@@ -433,13 +433,13 @@ class FabricLoop(TrainerAPI):
 
     @property
     def checkpoint_dir(self) -> Path | None:
-        """The checkpoint folder of the last fit, or None if there is no such folder."""
+        """The checkpoint folder of the last fit, or None if the fit has written no checkpoints."""
         return self.fit_run.checkpoints.folder if self.fit_run else None
 
     def checkpoint_path(self, keyword: str = "last") -> Path | None:
-        """Return the "last" or "best" checkpoint that this loop has saved, or None.
+        """Return the path of the "last" or "best" checkpoint that this loop has saved, or None.
 
-        If there are ModelCheckpoint callbacks, only files that they have saved are returned.
+        With ModelCheckpoint callbacks, return only a checkpoint that these callbacks have saved.
         """
         savers = self.checkpoint_callbacks or ([self.fit_run.checkpoints] if self.fit_run else [])
         paths = [getattr(saver, f"{keyword}_model_path", "") for saver in savers]
@@ -453,7 +453,7 @@ class FabricLoop(TrainerAPI):
 
 
 def make_fabric(given: dict[str, Any]) -> Any:
-    """Return the given Fabric object, or create one from Fabric's arguments."""
+    """Return the Fabric object that the user has passed, or create one from the other arguments."""
     fabric, arguments = given["fabric"], {name: given[name] for name in FABRIC_ARGUMENTS}
     if fabric is None:
         arguments["plugins"] = [convert_plugin(plugin) for plugin in as_list(arguments["plugins"])]
@@ -479,13 +479,13 @@ def make_fabric(given: dict[str, Any]) -> Any:
 
 
 def check_type(method: str, value: Any, kind: Any, expected: str) -> None:
-    """If an argument has the wrong type, raise an error that shows the right call."""
+    """Raise an error with an example call if an argument has the wrong type."""
     if not isinstance(value, kind):
         raise ConfigurationTypeError(f"loop.{method}: got {describe(value)}, expected {expected}.")
 
 
 def check_state(method: str, state: Mapping[str, Any]) -> None:
-    """Raise an error if containers hold modules or optimizers, which Fabric could not restore."""
+    """Raise an error if a list or dict in a state holds modules, which Fabric cannot restore."""
     waiting = [(str(key), value, False) for key, value in state.items()]
     while waiting:
         place, value, is_nested = waiting.pop()
@@ -500,7 +500,7 @@ def check_state(method: str, state: Mapping[str, Any]) -> None:
 
 
 def without_coordinates(scalars: dict[str, Any]) -> dict[str, Any]:
-    """Return the values except for the row's epoch and step."""
+    """Return a row's values without its epoch and its step."""
     return {name: value for name, value in scalars.items() if name not in ("epoch", "step")}
 
 
@@ -511,7 +511,7 @@ def mean_over_processes(fabric: Fabric, values: dict[str, Any]) -> dict[str, Any
 
 
 def log_in_run(run: Run, scalars: dict[str, Any], step: int | None) -> None:
-    """Log values to steps.csv, or to metrics.csv if "epoch" is the current epoch's number."""
+    """Log to steps.csv, or to the current row of metrics.csv if "epoch" is the current epoch."""
     is_of_row = run.stage == "fit" and run.progress.is_in_epoch
     if is_of_row and scalars.get("epoch") == run.progress.epochs_done:
         measured = without_coordinates(scalars)
@@ -522,7 +522,7 @@ def log_in_run(run: Run, scalars: dict[str, Any], step: int | None) -> None:
 
 
 def log_rows(loggers: list[Any], scalars: dict[str, Any], step: int | None) -> None:
-    """Log values outside of a run. If ``scalars`` has the key "epoch", write to metrics.csv."""
+    """Log values outside of fit to metrics.csv if they have the key "epoch", else to steps.csv."""
     for logger in loggers:
         if "epoch" in scalars and hasattr(logger, "log_epoch"):
             coordinates = {} if step is None else {"epoch": scalars["epoch"], "step": step}

@@ -1,4 +1,4 @@
-"""Find the kind of a column by its name, and whether its small or large values are best."""
+"""Find out from a column's name what it contains, and whether low or high values are best."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ STEP_NAMES = (
     *("iteration", "iterations", "iter", "iters", "boosting_round", "round"),
     *("training_iteration", "num_updates", "total_timesteps", "time/total_timesteps"),
 )
-# Names of other columns that are not metrics, and endings of names for durations, sizes and ids.
+# Columns with these names, or with these endings for durations, sizes and ids, are not metrics.
 NOT_METRICS = (
     *("name", "version", "index", "batch", "batch_idx", "seed", "best_epoch", "best_step"),
     *("total_flos", "number", "trial", "fold", "rank", "pid", "timesteps_total"),
@@ -26,7 +26,7 @@ SPLITS = {"train": "train", "training": "train", "test": "test", "testing": "tes
 SPLITS |= {"tr": "train", "te": "test"}
 SPLITS |= dict.fromkeys(("val", "valid", "validation", "eval", "dev"), "validation")
 _SPLIT = f"(?P<split>{'|'.join(SPLITS)})"
-# Prefixes as in "val_loss", "validation_0-rmse" and "valid_0's l2", or suffixes as in "Loss/val".
+# A split is a prefix, as in "val_loss" or "valid_0's l2", or a suffix, as in "Loss/val".
 _PREFIX = re.compile(
     rf"(?is){_SPLIT}(?:_\d+)?(?:'s)?(?:[\W_]+|(?-i:(?<=[a-z])(?=[A-Z])))(?P<quantity>.+)"
 )
@@ -48,7 +48,7 @@ class Metric(NamedTuple):
 
 
 def parse_metric(column: str) -> Metric:
-    """Split a column's name into its parts. Names that other loggers use are also accepted."""
+    """Split a column's name, which this package or another logger has chosen, into its parts."""
     match = _PREFIX.fullmatch(column) or _SUFFIX.fullmatch(column)
     split, quantity = SPLITS.get(column.lower(), ""), column
     if match is not None:
@@ -74,11 +74,11 @@ def is_metric(column: str) -> bool:
     if name in (*EPOCH_NAMES, *STEP_NAMES, *NOT_METRICS) or name.startswith("unnamed:"):
         return False
     parts = re.split(r"[\W_]+", name.strip("_() "))
-    # Columns such as "time/fps", "time_ms" and "Relative Time (Process)" are not metrics.
+    # Exclude columns such as "time/fps", "time_ms" and "Relative Time (Process)".
     return parts[-1] not in DURATIONS and not ("time" in parts and find_direction(name) is None)
 
 
-# mini.py imports nothing from this package, so it has its own copy of the following code.
+# mini.py has its own copy of the following code, because it imports nothing from this package.
 # Metric names, or parts of names, by which value is best: the smallest, the largest, or neither.
 SMALLEST_IS_BEST = """
     loss losses abs_rel ade aepe aic asd assd bce bic bits bpb bpc bpd bpp brier brisque ce cer
@@ -115,22 +115,22 @@ NEGATED = re.compile(r"(^|(?<!false)(?<!true)[\W_])(neg|negative|minus)[\W_]|^1 
 
 
 def find_direction(metric: str) -> str | None:
-    """Return "min" if a metric's smallest value is the best, "max" if its largest is, or None."""
-    # "fpr@recall" and "fpr_at_recall" are kinds of "fpr".
+    """Return "min" or "max" if a metric's smallest or largest value is best, or None if unknown."""
+    # Names such as "fpr@recall" and "fpr_at_recall" have the direction of "fpr".
     name = re.split(r"@|[\W_]at[\W_]", metric, flags=re.IGNORECASE)[0]
     spaced = re.sub(r"(?<=[a-z\d])(?=[A-Z])|(?<=[A-Z])(?=[A-Z][a-z])", "_", name)
     for spelling in (name.lower(), spaced.lower()):
         direction, before = "", ""
         parts = re.split(r"[\W_]+", spelling)
         for part in parts:
-            # Also accept names such as "top5", "map50" and "valloss".
+            # Find "top" in "top5", "map" in "map50", and "loss" in "valloss".
             without_digits = part.rstrip("0123456789")
             end = ENDING.search(without_digits)
             keys = [f"{before}_{part}", part, without_digits, end[0] if end else ""]
             direction = next((DIRECTIONS[key] for key in keys if key in DIRECTIONS), direction)
             before = part
         if direction and {"loss", "losses"} & {*parts}:
-            # In a name such as "loss_iou", the last part only names the kind of loss.
+            # A loss such as "loss_iou" is best at its smallest value, although "iou" is not.
             direction = "min"
         if direction and NEGATED.search(spelling):
             direction = "max" if direction == "min" else "min"

@@ -1,13 +1,13 @@
-"""Save state that objects keep outside of state_dict(), namely generators and plain attributes.
+"""Save the random generators and plain attributes of objects, which state_dict() lacks.
 
 A value is plain if it is None, a number, a string, a tensor, a NumPy array, or a container of plain
-values. Only attributes that have changed since the start are saved. Each value becomes a tuple of
-its kind and content, which torch.load(weights_only=True) can read. Other values are left out. An
-error becomes a warning instead of reaching the caller, and the attribute is left out.
+values. Only plain attributes that have changed since the start of the run are saved. Each one is
+encoded as a tuple of its kind and content, which torch.load(weights_only=True) can read. An
+attribute whose encoding fails is not saved, with a warning.
 
-The key of a value is its place: the object's name and the attribute's name. Of an attribute with
-state_dict() and load_state_dict(), such as a module's own scheduler, the state is saved. Attributes
-are searched for objects of the user's classes, such as a pool of images.
+The key of a value is a pair, its object's name and its attribute's name. If an attribute has a
+state_dict, such as a module's own scheduler, its state is saved. Objects of the user's classes in
+attributes, such as a pool of images, are saved in the same way.
 """
 
 from __future__ import annotations
@@ -42,31 +42,31 @@ _DICTS: dict[str, type] = {
 _TENSORS = (Tensor, nn.Parameter)
 _CONTAINERS = frozenset((*_SEQUENCES.values(), *_DICTS.values()))
 _FACTORIES = {kind.__name__: kind for kind in (int, float, str, bool, list, dict, set)}
-# These limits bound the cost of a save: the bytes and items of a saved attribute, the bytes of a
-# tensor that is compared as a whole, the items of a container that are compared, and its depth.
+# Limits of the cost of a save: the bytes and items of an attribute, the bytes of a tensor and the
+# items of a container in a digest, and the depth of containers.
 _MOST_BYTES = 256 * 2**20
 _MOST_ITEMS = 1_000_000
 _COMPARED_BYTES = 2**20
 _COMPARED_ITEMS = 50_000
 _DEEPEST = 12
-# Limits of the search for objects to save: the number of objects, and the items of a container.
+# Save at most 64 objects in attributes, and do not search containers of more than 500 items.
 _MOST_OBJECTS = 64
 _MOST_SEARCHED = 500
-# The search for objects to save skips these packages, whose objects may hold processes or files.
+# Do not save attributes of these packages' objects, which may hold processes or files.
 _LIBRARIES = {"lightning", "numpy", "pytorch_lightning", "torch", "torchmetrics"}
 _LIBRARIES |= sys.stdlib_module_names
-# The encoded form of an attribute that has been deleted.
+# Saved instead of an attribute that was deleted.
 REMOVED: Any = ("removed", None)
 
 Place = tuple[str, str]
 
 
 class NotPlainError(Exception):
-    """Raised for a value that is not plain."""
+    """Raised if an attribute is not plain, so that it cannot be saved."""
 
 
 class TooLargeError(Exception):
-    """Raised for a value that is too large to save."""
+    """Raised if an attribute is too large to be saved."""
 
 
 # Comparing values
@@ -75,11 +75,11 @@ class TooLargeError(Exception):
 def digest(value: Any, most: int = _COMPARED_ITEMS) -> Any:
     """Return a digest that changes when a plain value changes.
 
-    A large tensor is compared by its identity, its version and a sample of its numbers. A large
-    array or container is compared only by a sample.
+    The digest of a large tensor contains its id, its version and a checksum of some elements. The
+    digest of a large array or container contains only some elements.
 
     Args:
-        most: About how many items of a container are compared.
+        most: About how many items of a container the digest contains.
     """
     kind = type(value)
     if kind in _ATOMS or kind is range or isinstance(value, Enum):
@@ -96,7 +96,7 @@ def digest(value: Any, most: int = _COMPARED_ITEMS) -> Any:
     if set(map(type, items)) <= _ATOMS:
         return kind, len(items), _sample(items, most)
     found = _sample(items, -(-most // 8))
-    # The limit decreases at each level, so a container that contains itself is refused.
+    # Lower the limit at each level, so that a container that contains itself is refused.
     most_inside = min(most - 1, max(most // len(found), 8))
     return kind, len(items), [digest(item, most_inside) for item in found]
 
@@ -123,7 +123,7 @@ def _digest_tensor(tensor: Tensor) -> Any:
 
 
 def is_plain_tensor(tensor: Tensor) -> bool:
-    """Return whether a tensor's values are in memory, where they can be copied."""
+    """Return whether a tensor has a dense memory block, which can be copied."""
     is_dense = tensor.layout is torch.strided and not tensor.is_nested and not tensor.is_quantized
     return is_dense and tensor.device.type != "meta"
 
@@ -149,7 +149,7 @@ def _digest_array(array: np.ndarray) -> Any:
     place = (array.shape, array.dtype.str)
     if array.nbytes <= 32 * _COMPARED_BYTES:
         return place, zlib.crc32(np.ascontiguousarray(array).reshape(-1).view(np.uint8).data)
-    # An array of strings may have few but large items, so the step must be at least 1.
+    # A large array may have few elements, such as long strings. The step must not be 0.
     step = max(array.size // _COMPARED_ITEMS, 1)
     return place, array.reshape(-1)[::step].tobytes()
 
@@ -159,14 +159,14 @@ def is_plain_dtype(dtype: np.dtype) -> bool:
 
 
 def is_stateful(value: Any) -> bool:
-    """Return whether a value has a state_dict to save. Modules and loaders are saved elsewhere."""
+    """Return whether a value has a ``state_dict``, and is neither a module nor a loader."""
     kind = type(value)
     has_methods = hasattr(kind, "state_dict") and hasattr(kind, "load_state_dict")
     is_loader = hasattr(kind, "__iter__") or hasattr(kind, "__getitem__")
     return has_methods and not is_loader and not isinstance(value, nn.Module)
 
 
-# Enums and named tuples
+# Classes of enums and named tuples
 
 
 def is_named_tuple(kind: type) -> bool:
@@ -185,11 +185,11 @@ def find_class(base: type, module: str, name: str) -> Any:
 
 
 class Encoder:
-    """Encode plain values. A value that is in several places is encoded only once.
+    """Encode plain values, and encode an object that several attributes share only once.
 
     Args:
-        device: The run's device. A tensor on it is restored to the resumed run's device.
-        covered: Memory addresses of tensors that are saved anyway, such as parameters.
+        device: The run's device. A resumed run restores this device's tensors to its own device.
+        covered: Memory addresses of the tensors in the network's state_dict.
         most_bytes: The largest size of an attribute in bytes.
     """
 
@@ -197,7 +197,7 @@ class Encoder:
         self, device: torch.device, covered: Collection[int] = (), most_bytes: int = _MOST_BYTES
     ) -> None:
         self._device, self._covered, self._most_bytes = device, covered, most_bytes
-        # Keep each value alive, so that no new value gets its id.
+        # Hold a reference to each encoded value, so that no other value gets the same id.
         self._known: dict[int, tuple[Any, Any]] = {}
         self._bytes = self._items = 0
 
@@ -229,7 +229,7 @@ class Encoder:
         return encoded
 
     def _encode_by_class(self, value: Any, kind: type, depth: int) -> Any:
-        """Encode the name of an Enum, or the items of a named tuple, with the class."""
+        """Encode an Enum's name or a named tuple's items, together with the name of its class."""
         place = kind.__module__, kind.__qualname__
         if find_class(kind, *place) is not kind or depth > _DEEPEST:
             raise NotPlainError
@@ -265,7 +265,7 @@ class Encoder:
         self._count(size=array.nbytes)
         kind = "array" if isinstance(value, np.ndarray) else "scalar"
         data = bytearray(array.tobytes())
-        # torch.frombuffer refuses an empty buffer.
+        # Encode an empty array as None, because torch.frombuffer refuses an empty buffer.
         encoded = torch.frombuffer(data, dtype=torch.uint8) if data else None
         return kind, encoded, array.dtype.str, list(array.shape)
 
@@ -277,7 +277,7 @@ class Encoder:
 
 
 class Decoder:
-    """Decode encoded values. A value that was in several places is decoded only once."""
+    """Decode the output of an Encoder, and decode an object that attributes share only once."""
 
     def __init__(self, device: torch.device | str = "cpu") -> None:
         self._device = device
@@ -309,17 +309,17 @@ class Decoder:
         if kind == "named tuple":
             return tuple.__new__(find_class(tuple, *options), items)
         if kind in _SEQUENCES:
-            # Among sequences, only a deque has an option, its maxlen.
+            # Only a deque has an option, which is its maxlen.
             return _SEQUENCES[kind](items, *options)
         pairs = dict(zip(items[::2], items[1::2], strict=True))
         if kind == "defaultdict":
-            # Only factories that are built-in types are restored.
+            # Restore a factory only if it is a built-in type, such as int or list.
             return defaultdict(_FACTORIES.get(*options), pairs)
         return _DICTS[kind](pairs)
 
 
 def replace_content(current: Any, value: Any) -> bool:
-    """Replace an object's content by another object's, or return False if this is impossible."""
+    """Copy a value's content into the current object. Return False if this is impossible."""
     kind = type(current)
     if kind is not type(value):
         return False
@@ -362,7 +362,7 @@ def read_shared(value: Any) -> Any:
 
 
 def write_shared(value: Any, saved: Any) -> None:
-    """Set the number, or all items of an array. ctypes refuses another type or length."""
+    """Write a number or all items of an array. ctypes checks their type and number."""
     content = value.get_obj()
     if hasattr(content, "value"):
         content.value = saved
@@ -374,7 +374,7 @@ def write_shared(value: Any, saved: Any) -> None:
 
 
 class SlotAttributes(dict[str, Any]):
-    """The attributes of an object with ``__slots__``. Setting an item sets the attribute, too."""
+    """A dict of the attributes in ``__slots__``, in which a new value also changes the object."""
 
     def __init__(self, instance: Any) -> None:
         kinds = type(instance).__mro__
@@ -383,7 +383,7 @@ class SlotAttributes(dict[str, Any]):
         self._instance, self._slots = instance, slots
 
     def __setitem__(self, name: str, value: Any) -> None:
-        # A checkpoint may name a property, whose setter runs code.
+        # Set only slots, because a damaged checkpoint may name a property, whose setter runs code.
         if name in self._slots:
             super().__setitem__(name, value)
             object.__setattr__(self._instance, name, value)
@@ -391,7 +391,7 @@ class SlotAttributes(dict[str, Any]):
 
 @dataclass(frozen=True)
 class Part:
-    """An object whose state is saved.
+    """An object whose generators or attributes are saved.
 
     Args:
         instance: The object.
@@ -406,11 +406,11 @@ class Part:
     has_buffers: bool = False
 
     def namespace(self) -> dict[str, Any]:
-        """Return the dict that holds the attributes, through which they can be changed."""
+        """Return a dict of the object's attributes. Changes to the dict change the object."""
         if isinstance(self.instance, type):
             return {}
         if isinstance(self.instance, dict):
-            # Some dicts have their keys as attributes.
+            # The items are the attributes of some dict subclasses.
             return self.instance
         if not hasattr(self.instance, "__dict__"):
             return SlotAttributes(self.instance)
@@ -423,24 +423,24 @@ class Part:
 
 
 def is_own_object(value: Any) -> bool:
-    """Return whether a value is a user's object that has no own state_dict."""
+    """Return whether a value is an object of a user's class without a ``state_dict`` method."""
     kind = type(value)
     is_known = isinstance(value, nn.Module | Tensor | Enum | tuple) or hasattr(kind, "state_dict")
     is_library = kind.__module__.partition(".")[0] in _LIBRARIES and kind is not SimpleNamespace
-    # A copy of this package may be inside of the user's own package.
+    # Also exclude this package itself, which may be copied into the user's package.
     is_library = is_library or kind.__module__.startswith(f"{__package__}.")
     has_attributes = hasattr(value, "__dict__") or hasattr(kind, "__slots__")
     return has_attributes and not (is_known or is_library)
 
 
 def is_reading(value: Any) -> bool:
-    """Return whether a value is an iterator of a library, such as that of a DataLoader."""
+    """Return whether a value is a library's iterator, such as one over a DataLoader."""
     is_other = isinstance(value, count | io.IOBase) or is_own_object(value)
     return isinstance(value, Iterator) and not is_other
 
 
 def searched_values(part: Part) -> dict[str, Any]:
-    """Return an object's attributes, and the objects of a module's hooks."""
+    """Return an object's attributes. For a module, also return the objects that own its hooks."""
     values, module = part.attributes(), part.instance
     if not isinstance(module, nn.Module) or part.has_buffers:
         return values
@@ -450,15 +450,15 @@ def searched_values(part: Part) -> dict[str, Any]:
 
 
 def is_installed(kind: type) -> bool:
-    """Return whether a class is from an installed package, whose objects may hold processes."""
+    """Return whether a class is part of an installed package, instead of the user's own code."""
     return "-packages" in (getattr(sys.modules.get(kind.__module__), "__file__", None) or "")
 
 
 def find_objects(parts: dict[str, Part], known: set[int]) -> dict[str, Part]:
-    """Return the objects in the attributes of parts and in containers there, by path.
+    """Return a dict from paths to objects in attributes, and in lists and dicts in attributes.
 
     Args:
-        known: The ids of objects that are saved elsewhere.
+        known: The ids of objects that are not searched, such as the network's modules.
     """
     found: dict[str, Part] = {}
     known = known | {id(part.instance) for part in parts.values()}
@@ -482,12 +482,12 @@ def find_objects(parts: dict[str, Part], known: set[int]) -> dict[str, Part]:
 
 
 class PlainState:
-    """The generators and plain attributes of several objects.
+    """The state of several objects, namely their generators and changed plain attributes.
 
     Args:
         parts: The objects by name. Attributes that change after this call are saved.
         device: The run's device.
-        network: A module whose state_dict is saved anyway. Attributes are searched for objects.
+        network: The run's network. With a network, also save objects in attributes.
     """
 
     is_per_process = True
@@ -498,18 +498,18 @@ class PlainState:
         device: torch.device | None = None,
         network: nn.Module | None = None,
     ) -> None:
-        # The given objects. _parts also contains the objects in their attributes.
+        # Keep the objects passed here apart from _parts, which also has objects in attributes.
         self._given, self._network = parts, network
         self._parts = parts
         self._device = torch.device("cpu") if device is None else device
         self._warned: set[str] = set()
-        # Objects whose state is saved elsewhere, by id. None: save no object's state.
+        # Objects whose state another checkpoint key contains. None: save no object's state.
         self._saved: dict[int, Any] | None = None
         self._find_objects()
         self._at_start = self.digests()
 
     def add(self, parts: dict[str, Part], saved: Iterable[Any]) -> None:
-        """Add objects to save. Also save states of objects in attributes, except for ``saved``."""
+        """Add objects to save. From now on, save the states of stateful objects in attributes."""
         self._saved = {id(part): part for part in saved}
         self._given |= parts
         self._find_objects()
@@ -518,21 +518,21 @@ class PlainState:
                 self._at_start[place] = found
 
     def _find_objects(self) -> None:
-        """Find the objects in attributes again, because hooks may have created some."""
+        """Update the list of objects in attributes, because hooks may have created some."""
         if self._network is not None:
             with self._guarded("the objects in attributes"):
                 known = {*(self._saved or ()), *map(id, self._network.modules())}
                 self._parts = {**self._given, **find_objects(self._given, known)}
 
     def objects_of(self, names: Iterable[str]) -> dict[str, Any]:
-        """Create the named objects if possible, and return all objects in attributes."""
+        """Return all objects in attributes. First create the defaultdict items in ``names``."""
         for name in names:
             self._create_item(name)
         self._find_objects()
         return {n: part.instance for n, part in self._parts.items() if n not in self._given}
 
     def _create_item(self, name: str) -> None:
-        """If a name refers to an item of a defaultdict, create the item by reading it."""
+        """If a name refers to a missing item of a defaultdict, create this item."""
         path, _, key = name.rpartition(".")
         owner, _, attribute = path.rpartition(".")
         namespace = self._parts[owner].namespace() if owner in self._parts else {}
@@ -541,7 +541,7 @@ class PlainState:
             container[key]
 
     def generators(self) -> dict[str, Any]:
-        """Return each generator once, under the names of its object and attribute."""
+        """Return a dict from paths such as "object.attribute" to generators, each only once."""
         found: dict[int, tuple[str, Any]] = {}
         for name, part in self._parts.items():
             for attribute, generator in find_generators(part.namespace()).items():
@@ -559,13 +559,13 @@ class PlainState:
                     set_generator_state(generators[name], state)
 
     def state_dict(self, has_attributes: bool = True) -> dict[str, Any]:
-        """Return the generators' states, and the attributes that have changed."""
+        """Return the states of all generators, and all attributes that have changed."""
         self._find_objects()
         attributes = self.changed_attributes() if has_attributes else {}
         return {"generators": self.generator_states(), "attributes": attributes}
 
     def changed_attributes(self) -> dict[Place, Any]:
-        """Return the encoded attributes that have changed since the start."""
+        """Encode the attributes that have changed since the start of the run."""
         encoder = Encoder(self._device, self.addresses_of_network())
         attributes = dict(self.attributes())
         places = [place for place in self._at_start if place[0] in self._parts]
@@ -589,7 +589,7 @@ class PlainState:
         return is_stateful(value) or self._is_hidden(value)
 
     def _is_hidden(self, value: Any) -> bool:
-        """Return whether a value is a module whose weights are not in the network's state_dict."""
+        """Return whether a value is a module that shares no submodule with the network."""
         if self._network is None or not isinstance(value, nn.Module):
             return False
         return set(self._network.modules()).isdisjoint(value.modules())
@@ -600,14 +600,14 @@ class PlainState:
         self.load_attributes(state["attributes"])
         for place, encoded in state["attributes"].items():
             if encoded != REMOVED:
-                # Without an initial value, the attribute counts as changed, and is saved again.
+                # Forget the initial value, so that the next checkpoint also contains the attribute.
                 self._at_start.pop(place, None)
 
     def load_attributes(self, saved: dict[Place, Any], is_in_place: bool = True) -> None:
-        """Set the saved attributes. Objects that share a list or a tensor continue to share it.
+        """Restore attributes. A list or tensor that several objects share stays shared.
 
         Args:
-            is_in_place: Whether to change lists and tensors in place, which other objects may hold.
+            is_in_place: Whether to change an existing list or tensor instead of replacing it.
         """
         missing = [name for name, _ in saved if name not in self._parts]
         with self._guarded(f"the object {missing[0]}" if missing else ""):
@@ -639,7 +639,7 @@ class PlainState:
 
     @contextmanager
     def replaced(self, state: dict[str, Any]) -> Iterator[None]:
-        """Set a state's generators and attributes, and undo this at the end of the block."""
+        """Restore a state for the duration of the block, and then the previous state."""
         generators = self.generator_states()
         previous = {name: dict(part.namespace()) for name, part in self._parts.items()}
         self.load_generator_states(state["generators"])
@@ -655,7 +655,7 @@ class PlainState:
                     self._parts[name].namespace().pop(attribute, None)
 
     def attributes(self) -> Iterator[tuple[Place, Any]]:
-        """Yield each attribute's place and value."""
+        """Yield ((object name, attribute name), value) for each attribute."""
         for name, part in self._parts.items():
             for attribute, value in part.attributes().items():
                 yield (name, attribute), value
@@ -668,7 +668,7 @@ class PlainState:
         return {address_of(value) for value in saved if type(value) in (nn.Parameter, Tensor)}
 
     def _targets(self, saved: dict[Place, Any]) -> dict[int, set[int]]:
-        """For each current value, return the ids of the saved values that would replace it."""
+        """Return a dict from each current value's id to the ids of the values that replace it."""
         found: dict[int, set[int]] = defaultdict(set)
         for place, value in self.attributes():
             if type(value) not in _ATOMS and saved.get(place) != REMOVED:
@@ -676,7 +676,7 @@ class PlainState:
         return found
 
     def digests(self) -> dict[Place, Any]:
-        """Return a digest of each plain attribute."""
+        """Return a digest of each attribute that has one."""
         found: dict[Place, Any] = {}
         for place, value in self.attributes():
             with suppress(Exception):
@@ -687,7 +687,7 @@ class PlainState:
         return digest(value.state_dict() if self._is_hidden(value) else value)
 
     def small_attributes(self) -> dict[Place, tuple[Any, Any]]:
-        """Return each small attribute's digest and encoded value, whether it has changed or not."""
+        """Return the digest and the encoded value of every small attribute, even if unchanged."""
         encoder = Encoder(self._device, most_bytes=_COMPARED_BYTES)
         found: dict[Place, tuple[Any, Any]] = {}
         for place, value in self.attributes():
@@ -697,7 +697,7 @@ class PlainState:
 
     @contextmanager
     def _guarded(self, what: str) -> Iterator[None]:
-        """Turn an error into a warning, which is shown once per attribute."""
+        """Replace an error in this block by a warning, once per attribute."""
         try:
             yield
         except (NotPlainError, RecursionError):
@@ -709,7 +709,7 @@ class PlainState:
             reason = f"{type(error).__name__}: {error}"
             if isinstance(error, TooLargeError):
                 reason = f"it has more than {_MOST_BYTES >> 20} MB or {_MOST_ITEMS:,} items"
-            # A warning filter may turn the warning into an error, which must not end the run.
+            # Ignore the error that a warning filter may raise, because it must not end the run.
             with suppress(Warning):
                 warnings.warn(
                     f"checkpoint: {what} is neither saved nor restored, because {reason}. A resumed"

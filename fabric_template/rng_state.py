@@ -17,7 +17,7 @@ _MOST_ITEMS = 64
 
 
 def capture_rng_state() -> dict[str, Any]:
-    """Return the states of this process's random generators. States can be compared with ==."""
+    """Return the states of Python's, NumPy's and torch's global generators, comparable with ==."""
     numpy_state: Any = np.random.get_state()
     name, keys, *position = numpy_state
     state: dict[str, Any] = {
@@ -31,7 +31,7 @@ def capture_rng_state() -> dict[str, Any]:
 
 
 def restore_rng_state(state: dict[str, Any]) -> None:
-    """Restore the states that capture_rng_state() has returned."""
+    """Restore the states of the global random generators from ``capture_rng_state``."""
     set_generator_state(torch.default_generator, state["torch"])
     set_generator_state(_OF_RANDOM, state["python"])
     name, keys, *position = state["numpy"]
@@ -43,7 +43,7 @@ def restore_rng_state(state: dict[str, Any]) -> None:
 
 @contextmanager
 def unchanged_rng_state() -> Iterator[None]:
-    """Restore every random generator at the end of a block."""
+    """Restore the global random generators at the end of a block."""
     state = capture_rng_state()
     try:
         yield
@@ -55,7 +55,7 @@ def unchanged_rng_state() -> Iterator[None]:
 
 
 def is_generator(value: Any) -> bool:
-    """Return whether a value is a random generator with its own state, and not a global one."""
+    """Return whether a value is a random generator, except for the global generators."""
     kinds = (torch.Generator, np.random.Generator, np.random.RandomState, random.Random)
     is_known = isinstance(value, kinds) and not isinstance(value, random.SystemRandom)
     is_global = any(value is part for part in (torch.default_generator, _OF_RANDOM, _OF_NUMPY))
@@ -63,9 +63,9 @@ def is_generator(value: Any) -> bool:
 
 
 def find_generators(attributes: dict[str, Any]) -> dict[str, Any]:
-    """Return the random generators among an object's attributes, by attribute name.
+    """Return a dict of the random generators in attributes, by the attributes' names.
 
-    Generators in a list, tuple or dict are also found.
+    Generators in a list, tuple or dict are included.
     """
     found = {}
     for name, value in attributes.items():
@@ -89,12 +89,12 @@ def get_generator_state(generator: Any) -> Any:
 
 
 def set_generator_state(generator: Any, state: Any) -> None:
-    """Restore a state that ``get_generator_state`` has returned."""
+    """Restore a generator's state from ``get_generator_state``."""
     if isinstance(generator, torch.Generator):
         generator.set_state(torch.frombuffer(bytearray(state), dtype=torch.uint8))
     elif isinstance(generator, random.Random):
         version, values, gauss = state
-        # DataLoader(pin_memory=True) turns tuples from workers into lists.
+        # Build a tuple, because DataLoader(pin_memory=True) turns tuples into lists.
         generator.setstate((version, tuple(values), gauss))
     elif isinstance(generator, np.random.RandomState):
         generator.set_state(_with_arrays(state))

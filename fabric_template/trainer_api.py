@@ -1,4 +1,4 @@
-"""Provide the attributes of Trainer that LightningModules, callbacks and loggers read."""
+"""Implement the attributes of Trainer that LightningModules, callbacks and loggers read."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ _ATTRIBUTES: dict[str, Callable[[Any], Any]] = {
     "is_last_batch": lambda loop: bool(loop.run and loop.run.progress.is_last_batch),
     "enable_validation": lambda loop: bool(loop.run and loop.run.should_validate),
     "lightning_module": lambda loop: loop.run and loop.run.model,
-    # A strategy may wrap the model, for example in DistributedDataParallel.
+    # Prefer the wrapped model, such as a DistributedDataParallel.
     "model": lambda loop: loop.run and (loop.run.steps.wrapped or loop.run.model),
     "datamodule": lambda loop: loop.run and loop.run.datamodule,
     "lr_scheduler_configs": lambda loop: (
@@ -105,7 +105,7 @@ _ATTRIBUTES: dict[str, Callable[[Any], Any]] = {
     "validate_loop": lambda loop: LoopAPI(loop, "validate_loop"),
     "test_loop": lambda loop: LoopAPI(loop, "test_loop"),
     "predict_loop": lambda loop: LoopAPI(loop, "predict_loop"),
-    # ThroughputMonitor reads the number of evaluated batches from this loop.
+    # ThroughputMonitor reads the number of evaluated batches from ``_evaluation_loop``.
     "_evaluation_loop": lambda loop: LoopAPI(loop, "validate_loop"),
     # ``LightningModule.log`` reads ``is_distributed`` for sync_dist=True.
     "_accelerator_connector": lambda loop: SimpleNamespace(is_distributed=loop.world_size > 1),
@@ -118,7 +118,7 @@ _LOOP_ATTRIBUTES: dict[str, Callable[[Any], Any]] = {
     "val_loop": lambda api: LoopAPI(api.trainer, "validate_loop"),
     "total_batch_idx": lambda api: api.progress.total_batches - 1,
     "batch_idx": lambda api: api.progress.batches_done - 1,
-    # LearningRateMonitor and DeviceStatsMonitor log their values at this step.
+    # LearningRateMonitor and DeviceStatsMonitor log at the step ``_batches_that_stepped``.
     "_batches_that_stepped": lambda api: api.progress.logging_step,
     # StochasticWeightAveraging sets ``_skip_backward`` to update BatchNorm without backward passes.
     "_skip_backward": lambda api: api.current_run.optimization.is_backward_skipped,
@@ -140,7 +140,7 @@ _LOOP_ATTRIBUTES: dict[str, Callable[[Any], Any]] = {
 }
 
 
-# Options that are used only when the loop is created.
+# An existing loop cannot change these options.
 _OPTIONS_OF_CREATION = ("name", "version", "max_time")
 
 
@@ -161,7 +161,7 @@ class TrainerAPI:
     enable_autolog_hparams = True
 
     def require_run(self, name: str) -> Run:
-        """Return the current run. If nothing has run yet, raise an error that contains ``name``."""
+        """Return the current run, or raise an error about ``name`` before the first run."""
         if self.run is None:
             raise RuntimeError(
                 f"FabricLoop.{name}: nothing has run yet. Call fit, validate, test or predict first."
@@ -170,7 +170,7 @@ class TrainerAPI:
 
     @property
     def active_run(self) -> Run | None:
-        """The run whose call has not returned yet, or None between two calls."""
+        """The run that is in progress, or None outside of fit, validate, test and predict."""
         return None if self.run is None or self.run.progress.stage is None else self.run
 
     @property
@@ -195,7 +195,7 @@ class TrainerAPI:
         run = self.fit_run
         if run is None:
             return []
-        # LightningModule.optimizers() wraps the optimizers. Other models need wrapped ones here.
+        # Wrap the optimizers for models that lack LightningModule.optimizers(), which wraps them.
         is_plain = not run.is_lightning_module and not run.module.automatic_optimization
         optimization = run.optimization
         return optimization.lightning_optimizers if is_plain else optimization.optimizers
@@ -217,7 +217,7 @@ class TrainerAPI:
 
     @property
     def ckpt_path(self) -> str | None:
-        """The checkpoint from which this run started. The next run uses a path that you assign."""
+        """The checkpoint from which the current run started. Assign the path for the next run."""
         return self.next_ckpt_path or (self.run.plan.start.path if self.run else None)
 
     @ckpt_path.setter
@@ -225,7 +225,7 @@ class TrainerAPI:
         self.next_ckpt_path = path
 
     def __setattr__(self, name: str, value: Any) -> None:
-        """Set an option for the current run and all later runs, or set any other attribute."""
+        """Set any attribute. Options are set for the current run and all later runs."""
         is_option = "config" in vars(self) and name in vars(self.config)
         is_attribute = name in ("default_root_dir", "profiler") or hasattr(type(self), name)
         if not is_option or is_attribute:
@@ -245,7 +245,7 @@ class TrainerAPI:
     def __getattr__(self, name: str) -> Any:
         if name in _ATTRIBUTES:
             return _ATTRIBUTES[name](self)
-        # Compute flags such as loop.training, loop.validating and loop.sanity_checking.
+        # Answer flags such as loop.training from the current stage.
         if name.upper() in RunningStage.__members__:
             return self.state.stage == RunningStage[name.upper()]
         if "config" in vars(self) and name in vars(self.config):
@@ -260,7 +260,7 @@ class TrainerAPI:
 
     @property
     def limits(self) -> StopCondition | LoopConfig:
-        """The current run's limits, or the given options if nothing has run yet."""
+        """The current run's limits, or the loop's options before the first run."""
         return self.config if self.run is None else self.run.stop
 
     @property
@@ -281,7 +281,7 @@ class TrainerAPI:
         return loaders.limits if loaders else []
 
     def loaders_of(self, *stages: str) -> Any:
-        """Return the run's evaluation loaders if its stage is one of ``stages``."""
+        """Return the current run's evaluation loaders if its stage is in ``stages``, else None."""
         run = self.run if self.run and self.run.stage in stages else None
         return getattr(created_loaders(run, "evaluation"), "as_given", None)
 
@@ -302,7 +302,7 @@ class TrainerAPI:
 
     @property
     def progress_bar_callback(self) -> Any:
-        """The given progress bar callback, or a disabled one if the loop draws its own bar."""
+        """The progress bar callback, or a disabled bar if the loop draws its own bar."""
         bars = find_callbacks(self.callbacks, "ProgressBar")
         if bars or not self.config.enable_progress_bar:
             return next(iter(bars), None)
@@ -312,7 +312,7 @@ class TrainerAPI:
 
     @property
     def log_dir(self) -> str | None:
-        """The folder of the first logger."""
+        """The log folder of the first logger, or default_root_dir without a logger."""
         if not self.loggers:
             return self.default_root_dir
         logger = self.loggers[0]
@@ -348,7 +348,7 @@ class TrainerAPI:
 
     @property
     def _logger_connector(self) -> SimpleNamespace:
-        """Used by LearningRateMonitor, DeviceStatsMonitor, ThroughputMonitor and ``log``."""
+        """Lightning's three monitor callbacks and ``LightningModule.log`` read this object."""
         run = self.require_run("_logger_connector")
         return SimpleNamespace(
             should_update_logs=is_logging_due(run),
@@ -359,7 +359,7 @@ class TrainerAPI:
 
     @property
     def _results(self) -> SimpleNamespace | None:
-        """Used by ``LightningModule.log`` if a module's own ``log`` calls super().log()."""
+        """LightningModule.log reads this object if a module's own ``log`` calls super().log()."""
         if self.run is None or self.run.stage == "predict":
             return None
         results = self.run.results
@@ -371,7 +371,7 @@ class TrainerAPI:
 
     @property
     def _data_connector(self) -> SimpleNamespace:
-        """Used by ModelSummary, which moves ``example_input_array`` with the transfer hooks."""
+        """ModelSummary moves ``example_input_array`` with the hooks that this object returns."""
 
         def get_instance(hook_name: str) -> Any:
             run = self.require_run("_data_connector")
@@ -385,14 +385,14 @@ class TrainerAPI:
     def save_checkpoint(
         self, filepath: str | Path, weights_only: bool | None = None, storage_options: Any = None
     ) -> None:
-        """Write a checkpoint of the run's current state."""
+        """Write a checkpoint of the current run, or of the fit that has trained its model."""
         if self.run is None:
             raise AttributeError(
                 "Saving a checkpoint is only possible if a model is attached to the Trainer. Did you call"
                 " `Trainer.save_checkpoint()` before calling `Trainer.{fit,validate,test,predict}`?"
             )
         fit = self.fit_run
-        # An evaluation has no optimizers. If the last fit has trained this model, save its state.
+        # Prefer the last fit if it has trained this model, because an evaluation has no optimizers.
         run = fit if fit is not None and fit.model is self.run.model else self.run
         if run.stop.failure is not None and run.fabric.world_size > 1:
             raise RuntimeError(
@@ -412,21 +412,21 @@ class TrainerAPI:
 
 
 def created_loaders(run: Run | None, kind: str) -> Any:
-    """Return the "train" or "evaluation" loaders of a run, or None before they are created."""
+    """Return a run's "train" or "evaluation" loaders, or None if they do not exist yet."""
     return None if run is None else run.data.created.get(kind)
 
 
 class Loaders(NamedTuple):
-    """The attributes of Trainer's CombinedLoader that modules read. They are read-only."""
+    """Read-only copies of the two CombinedLoader attributes that modules read."""
 
     iterables: Any
     flattened: tuple[Any, ...]
 
 
 class LoopAPI:
-    """Provide the attributes of a loop of Trainer, such as ``trainer.fit_loop``.
+    """Implement the attributes of Trainer's loops, such as ``trainer.fit_loop.epoch_progress``.
 
-    A LoopAPI also represents the loop's inner loops and progress counters.
+    Inner loops such as ``fit_loop.epoch_loop`` and some counters are the same object.
     """
 
     __slots__ = ("_key", "trainer")
@@ -454,7 +454,7 @@ class LoopAPI:
 
     @property
     def current_predictions(self) -> Predictions:
-        """The current run's predictions, which are empty before the first run."""
+        """The current run's predictions, or an empty object before the first run."""
         run = self.trainer.run
         return Predictions() if run is None else run.data.predictions
 
@@ -471,7 +471,7 @@ class LoopAPI:
         return loops[self._key]
 
     def find_loaders(self) -> Loaders | None:
-        """Return this loop's loaders, or None before they are created."""
+        """Return the training or evaluation loaders, or None if they do not exist yet."""
         kind = "train" if self._key == "fit_loop" else "evaluation"
         loaders = created_loaders(self.trainer.run, kind)
         return loaders and Loaders(loaders.as_given, tuple(loaders.loaders))
@@ -480,16 +480,16 @@ class LoopAPI:
         self.current_run.data.setup_train_loader()
 
     def _should_accumulate(self) -> bool:
-        """For ThroughputMonitor, return whether the batch ends without an optimizer step."""
+        """Tell ThroughputMonitor whether the current batch ends without an optimizer step."""
         return not self.progress.is_window_end
 
     def _should_check_val_epoch(self) -> bool:
-        """For Lightning's progress bar, return whether validation runs in this epoch."""
+        """Tell Lightning's progress bar whether a validation takes place in the current epoch."""
         run = self.current_run
         return run.should_validate and run.validation_schedule.is_in_this_epoch()
 
     def __getattr__(self, name: str) -> Any:
-        """Return an attribute of Trainer's loop, such as the counters in ``epoch_progress``."""
+        """Return an attribute that Trainer's loops have, such as ``epoch_progress``."""
         if name.startswith("__"):
             raise AttributeError(name)
         if name in ("max_epochs", "min_epochs", "max_steps", "min_steps", "global_step"):
@@ -515,21 +515,21 @@ class LoopAPI:
 
 
 def as_namespace(value: Any) -> Any:
-    """Convert nested dicts to objects with attributes."""
+    """Convert a nested dict to nested objects whose attributes are the dict's items."""
     if not isinstance(value, dict):
         return value
     return SimpleNamespace(**{name: as_namespace(part) for name, part in value.items()})
 
 
 class StrategyAPI:
-    """Extend Fabric's strategy by the methods of Trainer's strategies."""
+    """Add the methods of Trainer's strategies to Fabric's strategy."""
 
     def __init__(self, loop: TrainerAPI) -> None:
         self._loop = loop
 
     @property
     def _lightning_optimizers(self) -> list[Any]:
-        """Used by ``LightningModule.optimizers()``."""
+        """LightningModule.optimizers() reads this list."""
         fit_run = self._loop.fit_run
         return fit_run.optimization.lightning_optimizers if fit_run else []
 
@@ -580,7 +580,7 @@ class StrategyAPI:
 
 
 def make_profiler(given: Any) -> Any:
-    """Create a profiler from a name such as "simple". Return a profiler object unchanged."""
+    """Return a profiler for a name such as "simple", or a given profiler object itself."""
     if given is None:
         return PassThroughProfiler()
     if not isinstance(given, str):
