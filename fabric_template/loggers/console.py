@@ -26,14 +26,14 @@ from .row import train_values_first
 if TYPE_CHECKING:
     from ..training.run import Run
 
-# Do not draw more often than users can notice, because drawing slows training down.
+# Drawing the progress bar slows training, so do not draw it more often than users can notice.
 SECONDS_BETWEEN_DRAWS = {"terminal": 0.2, "notebook": 0.2, "log file": 60.0}
 LOG_FILE_BAR = "{desc}: {n_fmt}/{total_fmt} [{elapsed}<{remaining}, {rate_fmt}{postfix}]"
-# The minimum width of the bar itself. Values that would leave less space are not shown.
+# The minimum width of the progress bar. Values that would make the bar shorter are not shown.
 MIN_BAR_WIDTH = 10
-# Limit the number of lines, because a notebook receives all of them at each draw.
+# Limit the table's lines, because each draw sends all of them to the notebook.
 MAX_NOTEBOOK_LINES = 20
-# These columns follow the metrics. "waiting" is shown only if training waits noticeably long.
+# The columns after the metrics. "waiting" is shown only if training waits noticeably long.
 CLOCKS = ("time", "waiting", "gpu_memory")
 NO_METRICS = ("epoch", "step", "samples_per_second", *CLOCKS)
 
@@ -52,7 +52,7 @@ class Console:
         # The best monitored value in the rows so far.
         self._best = math.nan
         self._columns: list[str] = []
-        # The columns that fit into the terminal.
+        # The table's columns that fit into the terminal.
         self._shown: list[str] = []
         # A key of SECONDS_BETWEEN_DRAWS, or an empty string before the first bar.
         self._output = ""
@@ -66,7 +66,7 @@ class Console:
 
     @contextmanager
     def shown(self, run: Run) -> Iterator[None]:
-        """Show the run within this context. After an error, the bar stays at the failed batch."""
+        """Show the progress bar. If an error is raised, the bar stays at the failed batch."""
         is_complete = False
         try:
             yield
@@ -87,7 +87,7 @@ class Console:
         self._guard(self._add_row, row)
 
     def close(self, run: Run) -> None:
-        """Finish the bar at the current batch, so that the final message gets its own line."""
+        """Stop the progress bar at the current batch, and put the cursor on a new line."""
         self._guard(self._close, run, False)
 
     def update(self, run: Run) -> None:
@@ -170,7 +170,7 @@ class Console:
         return text
 
     def _add_row(self, row: Mapping[str, Any]) -> None:
-        """Print a row, after a header if the row has new columns, and mark a new best value."""
+        """Print a row, with a header before new columns and a "*" at a new best value."""
         if not self._output:
             return
         cells = {n: format_value(n, value) for n, value in row.items() if value is not None}
@@ -204,7 +204,7 @@ class Console:
         return True
 
     def _print(self, text: str) -> None:
-        """Print a line above the bar. In a notebook, the next draw shows the line."""
+        """Print a line above the progress bar. In a notebook, the line appears at the next draw."""
         if self._output == "notebook":
             self._lines.append(text)
             return
@@ -256,7 +256,7 @@ def detect_output() -> str:
 
 
 def fitting_values(texts: Sequence[str], columns: int, meter: Mapping[str, Any]) -> list[str]:
-    """Return the texts that fit beside the bar in a terminal with this number of columns."""
+    """Return the values that fit beside the progress bar in a terminal of this width."""
     bar_format = None if meter["total"] is None else "{l_bar}{r_bar}"
     space = columns - len(tqdm.format_meter(**meter, bar_format=bar_format))
     if meter["total"] is not None:
@@ -270,7 +270,7 @@ def fitting_values(texts: Sequence[str], columns: int, meter: Mapping[str, Any])
 
 
 def bar_values(run: Run) -> dict[str, float]:
-    """Read the values to show beside the bar. Reading a value waits for the device."""
+    """Return the values beside the progress bar. Reading a value waits for the GPU to finish."""
     results = run.results
     logs_itself = run.is_lightning_module and (results.active.metrics or results.callback_metrics)
     values = {} if logs_itself else train_values_first(results.latest_means())
@@ -281,7 +281,7 @@ def bar_values(run: Run) -> dict[str, float]:
 
 
 def align_cells(cells: Mapping[str, str], columns: Sequence[str]) -> str:
-    """Format a row of the table, in which every column has a fixed width."""
+    """Format a row of the console's table with columns of fixed width."""
     return "  ".join(f"{cells.get(n, ''):>{column_width(n)}}" for n in columns).rstrip()
 
 
@@ -293,7 +293,7 @@ def fitting_columns(columns: Sequence[str], monitor: str, width: int) -> list[st
     """Return the table columns that fit into a terminal. metrics.csv contains all columns."""
     fitting = list(columns)
     for name in reversed(columns):
-        # The header ends with "…" if columns are left out.
+        # A header that leaves out columns needs space for "  …".
         space = width if len(fitting) == len(columns) else width - 3
         if sum(column_width(other) + 2 for other in fitting) - 2 < space:
             break

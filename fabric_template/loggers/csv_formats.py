@@ -10,9 +10,9 @@ from typing import Any
 from ..metric_names import SPLITS, find_axis, is_metric
 
 Columns = dict[str, list[Any]]
-# In a file with several runs, this added column contains the run name of each row.
+# The name of an added column with each row's run, for a file that contains several runs.
 RUN = "run of the row"
-# Columns with these names contain the run, the metric or the split of a row.
+# The names of columns that contain a row's run, metric or data split.
 RUN_NAMES = ("run", "run_id", "run_name", "experiment", "trial", "trial_id", "fold", "seed", "name")
 KEY_NAMES = ("key", "tag", "metric", "variable")
 SPLIT_NAMES = ("split", "phase", "mode", "stage", "subset", "set", "dataset")
@@ -86,7 +86,7 @@ def split_columns(columns: Columns, split: str) -> Columns:
 
 
 def select(keys: list[Any], cells: list[Any]) -> Columns:
-    """Spread cells over one column per key, in which the rows with other keys are empty."""
+    """Return one column per key, with empty cells in the rows of other keys."""
     pairs = list(zip(keys, cells, strict=True))
     return {
         key: [cell if other == key else "" for other, cell in pairs] for key in dict.fromkeys(keys)
@@ -134,7 +134,7 @@ def count_fits(columns: Columns) -> list[tuple[str, ...]]:
         places = [tuple(map(float, row)) for row in zip(*(columns[a] for a in axes), strict=True)]
     number, labels = 1, list[tuple[str, ...]]()
     for row, place in enumerate(places):
-        # A resumed run also repeats epochs, but does not restart at the first one.
+        # Unlike a new fit, a resumed run repeats epochs without starting at the first epoch again.
         is_back = row > 0 and all(
             now < last for now, last in zip(place, places[row - 1], strict=True)
         )
@@ -161,7 +161,7 @@ def is_number(cell: str) -> bool:
 def split_exported(columns: Columns, exported: list[str], others: list[str]) -> dict[str, Columns]:
     """Split a W&B export, whose columns are named "<run> - <metric>", into runs.
 
-    Leave out the minimum and the maximum, which W&B adds for each step.
+    Leave out the columns with __MIN and __MAX, which W&B adds to each metric.
     """
     runs: dict[str, dict[str, str]] = {}
     for name in exported:

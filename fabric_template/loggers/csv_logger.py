@@ -23,7 +23,7 @@ from ..config import to_plain
 from ..files import claim_version, next_version, version_folder, write_file, write_yaml
 from .read_logs import read_table
 
-# From these files, a resume removes the rows that are newer than the checkpoint.
+# The files from which a resume removes the rows that are newer than the checkpoint.
 FILES = ("metrics.csv", "steps.csv")
 Rows = Sequence[Mapping[str, Any]]
 
@@ -47,7 +47,7 @@ class CSVLogger(Logger):
         0,10,0.5
     """
 
-    # These attributes replace properties of Lightning's Logger.
+    # Attributes that replace the properties of Lightning's Logger.
     name: str = ""
     root_dir: str = ""
     save_dir: str = ""
@@ -68,7 +68,7 @@ class CSVLogger(Logger):
 
     @property
     def version(self) -> int | str:
-        """The run's version, a number or a name. The first access chooses a missing version."""
+        """The run's version, a number or a name. If none was given, choose it at first use."""
         if self._version is None:
             folders = [Path(self.root_dir, self.name)]
             if self._checkpoint_dir is not None:
@@ -121,7 +121,7 @@ class CSVLogger(Logger):
         write_yaml(Path(self.log_dir, "hparams.yaml"), self._hparams)
 
     def position(self) -> dict[str, Any]:
-        """Return each file's columns and its number of rows, including rows not yet on disk."""
+        """Return the columns and the number of rows of each CSV file, including rows in memory."""
         return {n: self._table(n).position() for n in FILES} if is_first_process() else {}
 
     def rewind(
@@ -178,12 +178,12 @@ class Table:
         self.waiting: list[dict[str, Any]] = []
         self._is_synced = True
         self._set_content([], [], 0)
-        # A file that cannot be read must not stop the run. The next row tries again.
+        # Training continues if the file cannot be read. The next row tries to read it again.
         with suppress(OSError):
             self._read()
 
     def position(self) -> dict[str, Any]:
-        """Return the columns, the number of rows and the last row, including waiting rows."""
+        """Return the columns, the number of rows and the last row, including rows in memory."""
         last = self.waiting[-1] if self.waiting else self._last
         return {
             "rows": self.num_rows + len(self.waiting),
@@ -197,7 +197,7 @@ class Table:
         return list(dict.fromkeys([*self.columns, *waiting]))
 
     def _read(self) -> None:
-        """Read the columns and count the rows. Drop an incomplete last row."""
+        """Read the file's columns and count its rows. Drop an incomplete last row."""
         size, table = file_size(self.path), read_table(self.path)
         self._set_content(table.columns, table.rows, size)
         if not table.is_complete:
@@ -220,7 +220,7 @@ class Table:
                 )
 
     def write_waiting(self) -> None:
-        """Write all waiting rows, or none of them if the write fails."""
+        """Append all rows in memory to the file, or none of them if the write fails."""
         if not self.waiting:
             return
         if file_size(self.path) != self._size:
@@ -235,7 +235,7 @@ class Table:
             self.replace(columns, [*table.rows, *self.waiting])
         else:
             content = to_lines(columns, self.waiting)
-            # Do not buffer, because closing a buffered file would retry a failed write.
+            # Do not buffer the file, because closing a buffered file would retry a failed write.
             with self.path.open("ab", buffering=0) as file:
                 if file.write(content) < len(content):
                     # Remove a partly written row, which would look like a complete row.
@@ -257,7 +257,7 @@ class Table:
         self._set_content(columns, rows, len(content))
 
     def sync(self) -> None:
-        """Write the waiting rows, and flush the file to disk."""
+        """Append the rows in memory, and flush the file to disk."""
         self.write_waiting()
         if not self._is_synced:
             with self.path.open("rb+") as file:
@@ -316,7 +316,7 @@ def rows_before(
 
 
 def is_before(row: Mapping[str, str], step: int) -> bool:
-    """Return whether a row belongs to this step or an earlier one, or has no step."""
+    """Return whether a CSV row was written up to the given step, or has no step."""
     try:
         return float(row.get("step", "")) <= step
     except ValueError:

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from ..errors import ConfigurationError
 
-# These hooks may call self.log. By default, training-step hooks log the value of each step, and
+# The hooks that may call self.log. By default, training-step hooks log the value of each step, and
 # evaluation-step hooks log the mean over the epoch. Epoch hooks can log only one value per epoch.
 _TRAIN_STEP_HOOKS = [
     "training_step",
@@ -57,7 +57,7 @@ class LogArguments:
 
 
 def check_arguments(hook: str | None, name: str, arguments: tuple) -> LogArguments:
-    """Return the arguments with their defaults. Raise an error if the hook forbids an argument."""
+    """Fill in a call's default arguments. Raise an error if its hook forbids an argument."""
     prog_bar, logger, on_step, on_epoch, reduce_fx, *others = arguments
     if _EPOCH_HOOK.fullmatch(str(hook)):
         for option, value, allowed in (("on_step", on_step, False), ("on_epoch", on_epoch, True)):

@@ -33,7 +33,7 @@ class LoggerConnector:
         return [logger for logger in self.loggers if isinstance(logger, CSVLogger)]
 
     def use_version(self, version: int | str) -> None:
-        """Write this run's CSV files to the folder of a version."""
+        """Write the run's CSV files to the folder of the given version."""
         for logger in self.csv_loggers:
             logger.use_version(version)
 
@@ -55,7 +55,7 @@ class LoggerConnector:
             self.log_metrics(values.logged, step=count, row=values.row)
 
     def log_evaluation(self, metrics: Mapping[str, Any], row: Mapping[str, Any]) -> None:
-        """Log an evaluation. Without a row in metrics.csv, write the values to steps.csv."""
+        """Log an evaluation's values, in steps.csv if metrics.csv gets no row for them."""
         run = self.run
         if run.progress.stage == "sanity_check":
             return
@@ -140,7 +140,7 @@ def make_logger(given: Any, own: CSVLogger | None) -> Any:
             return RunTensorBoardLogger(own)
         if given == "wandb":
             return WandbLogger(project=own.name, save_dir=folder)
-        # Write to a database, because MLflow 3 refuses to write runs to plain files.
+        # Let MLflow write to a database, because MLflow 3 refuses to write runs to plain files.
         folder.mkdir(parents=True, exist_ok=True)
         database, artifacts = f"sqlite:///{folder}/mlflow.db", str(folder / "mlflow")
         return MLFlowLogger(own.name, tracking_uri=database, artifact_location=artifacts)

@@ -21,7 +21,7 @@ _CELL = r'(?:"[^"]*(?:""[^"]*)*"|[^",\n]*)'
 _RECORD = re.compile(rf"{_CELL}(?:,{_CELL})*(?=\r?\n)")
 _MAX_RECORD_LENGTH = 2**20
 _CELLS = re.compile(f"(?:^|,)({_CELL})")
-# These texts mean that a cell has no value.
+# The texts of cells without a value.
 MISSING = ("", "nan", "none", "null", "na", "n/a", "-")
 EXPECTED = "a metrics.csv, or a folder such as logs, logs/digits or logs/digits/version_0"
 
@@ -71,7 +71,7 @@ def read_logs(path: str | os.PathLike[str], steps: bool = False) -> pd.DataFrame
 def read_columns(path: Path, steps: bool = False) -> dict[str, list[Any]]:
     """Return a CSV file's columns as text, merged per epoch or, with steps=True, per step.
 
-    Use pandas only for files that need it, because the command `runs` may read a thousand files.
+    Import pandas only to merge rows, because the command `runs` may read a thousand files.
     """
     if steps and path.name == "metrics.csv" and path.with_name("steps.csv").exists():
         path = path.with_name("steps.csv")
@@ -103,7 +103,7 @@ def read_columns(path: Path, steps: bool = False) -> dict[str, list[Any]]:
 
 
 def join_if_incomplete(columns: dict[str, list[Any]], steps: bool) -> dict[str, list[Any]]:
-    """Merge the rows of a run, unless they are complete.
+    """Merge a run's half-empty rows, and leave complete rows unchanged.
 
     An epoch with several validations has several complete rows.
     """
@@ -218,7 +218,7 @@ def unquote(record: str) -> list[str]:
 def join_rows(columns: dict[str, list[Any]], steps: bool) -> dict[str, list[Any]]:
     """Merge half-empty rows into one row per step, or per epoch and validation.
 
-    Keep the last value of each column, and the step of the validation.
+    A merged row has the last value of each column, and the step of the validation.
     """
     import pandas as pd
 

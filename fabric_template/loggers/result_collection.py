@@ -28,13 +28,13 @@ from .log_arguments import REDUCTIONS, LogArguments, check_arguments, value_erro
 if TYPE_CHECKING:
     from ..training.run import Run
 
-# LogArguments.hook has this value if a step returned a value instead of calling self.log().
+# The value of LogArguments.hook for values that a step returned instead of logging them.
 RETURNED = "returned"
-# For these weights, torch.add(total, value, alpha=weight) equals total + value * weight exactly.
+# Weights for which torch.add(total, value, alpha=weight) is exactly total + value * weight.
 _POWERS_OF_TWO = frozenset(2**power for power in range(24))
-# torch.load(weights_only=True) can read values of these types.
+# The types of values that torch.load(weights_only=True) can read.
 _PLAIN_TYPES = (type(None), bool, int, float, complex, str, torch.dtype)
-# Checkpoints contain these attributes of LoopResults.
+# The attributes of LoopResults that a checkpoint contains.
 _SAVED_ATTRIBUTES = ("is_first_batch", "last_hook", "has_new_values")
 _ATTRIBUTES_OF_MODULES = frozenset(vars(nn.Module()))
 
@@ -89,7 +89,7 @@ class LoggedMetric:
         return name
 
     def update(self, value: Tensor, batch_size: int | None) -> None:
-        """Add a 0-dimensional tensor. The mean of an epoch needs ``batch_size`` as its weight."""
+        """Add a 0-dimensional tensor to the sums. A mean needs ``batch_size`` as its weight."""
         self.has_value = True
         if self.arguments.on_step:
             # Clone the value, because the user may change it in place afterwards.
@@ -181,7 +181,7 @@ class LoggedMetric:
 
 @dataclass
 class LoopResults:
-    """Hold the logged and returned values of the training or of the evaluation.
+    """Hold the values that steps log or return in training, or in an evaluation.
 
     Attributes:
         metrics: The logged values, keyed by hook, name and loader index.
@@ -255,7 +255,7 @@ class ResultCollection:
 
     is_per_process = True
 
-    # An unpickled ResultCollection has only this class attribute, so log() does nothing.
+    # An unpickled ResultCollection is disabled by this class attribute, so log() does nothing.
     is_enabled = False
 
     def __init__(self, run: Run) -> None:
@@ -265,7 +265,7 @@ class ResultCollection:
         self.clear()
 
     def clear(self) -> None:
-        """Remove all values, at the start and after the sanity check."""
+        """Remove all logged and returned values, such as those of the sanity check."""
         self.train, self.evaluation = LoopResults(), LoopResults()
         self.active = self.train
         self.callback_metrics: dict[str, Any] = {}
@@ -458,7 +458,7 @@ class ResultCollection:
         if self.active.has_new_values:
             self.update_metrics()
         self.active.is_first_batch = None
-        # Reduce the means in all processes now, because a hook may read them in only one later.
+        # Reduce the means in all processes now, because a later hook may read them in one process.
         for metric in self.active.current():
             value = metric.compute(metric.epoch)
             if metric.is_returned:
@@ -474,7 +474,7 @@ class ResultCollection:
         self.evaluation.dataloader_idx = None
 
     def end_evaluation(self) -> EvaluationValues:
-        """Return an evaluation's values. The last hook that may log must have run."""
+        """Return an evaluation's values. Call this method after the evaluation's last hook."""
         at_end, results = self.update_metrics(), []
         for values in self._loader_values:
             # Like Trainer, return logged values. If nothing is logged, return step outputs.
@@ -572,7 +572,7 @@ class ResultCollection:
         train, metrics = self.train, find_torchmetrics(self.run.network)
         names = {id(metric): name for name, metric in metrics.items()}
         if self.active is self.evaluation:
-            # A resumed run repeats an unfinished evaluation, so leave out the evaluation's metrics.
+            # A resumed run repeats an unfinished evaluation, so do not save its partial metrics.
             evaluated = {id(metric.torchmetric) for metric in self.evaluation.metrics.values()}
             metrics = {n: m for n, m in metrics.items() if id(m) not in evaluated}
         entries = [
@@ -592,7 +592,7 @@ class ResultCollection:
         load_torchmetrics(self.run.network, state["torchmetrics"])
         train, metrics = self.train, find_torchmetrics(self.run.network)
         for entry in state["train"]:
-            # Until the resumed run logs this metric, use the self.log arguments in the checkpoint.
+            # Use the saved arguments of self.log until the resumed run logs the metric.
             arguments = LogArguments(**entry["arguments"])
             metric = self._add_metric(train, (arguments.hook, arguments.name, None), arguments)
             metric.load_state_dict(entry)
@@ -667,9 +667,9 @@ def find_torchmetrics(module: Any) -> dict[str, Any]:
 
 
 def plain_attributes(metric: Any) -> dict[str, Any]:
-    """Return copies of the attributes that torch.load(weights_only=True) can load.
+    """Copy the attributes of a metric that torch.load(weights_only=True) can load.
 
-    state_dict() is not enough, because it contains only a metric's persistent states.
+    A metric's state_dict() is not enough, because it contains only persistent states.
     """
     own = {k: v for k, v in vars(metric).items() if k not in _ATTRIBUTES_OF_MODULES and is_plain(v)}
     return apply_to_collection(own, Tensor, lambda tensor: tensor.detach().clone())
@@ -680,7 +680,7 @@ def load_torchmetrics(module: Any, state: Mapping[str, Mapping[str, Any]]) -> No
     for name, attributes in state.items():
         tracker: Any = metrics.get(name.rpartition(".")[0])
         if name not in metrics and hasattr(tracker, "increment"):
-            # MetricTracker.increment() adds a metric. Repeat the calls that the saved run made.
+            # MetricTracker.increment() adds a metric. Call it as often as the saved run has.
             tracker.increment()
             metrics = find_torchmetrics(module)
         if name in metrics:

@@ -22,7 +22,7 @@ from .result_collection import to_numbers
 if TYPE_CHECKING:
     from ..training.run import Run
 
-# This subfolder of a log folder keeps a replaced run's CSV files until the new run has saved.
+# The subfolder that keeps a replaced run's CSV files until the new run saves a checkpoint.
 REPLACED_LOGS = ".replaced"
 
 
@@ -48,7 +48,7 @@ class RowWriter:
         self.is_step_based = False
         self.learning_rates: list[Any] = []
         self.step_values: dict[str, Any] = {}
-        # The next row will contain these values from evaluations and loop.log_dict.
+        # Values from evaluations and loop.log_dict for the next row of metrics.csv.
         self._collected: dict[str, Any] = {}
         self._is_validated = False
         # The number of training samples in this process since the newest row.
@@ -56,11 +56,11 @@ class RowWriter:
         # The values of elapsed(), waited() and _excluded_seconds that a resume has restored.
         self._seconds_before_resume: tuple[float, ...] = (0.0, 0.0, 0.0)
         self._started, self._waited_at_start = time.monotonic(), 0.0
-        # samples_per_second excludes these seconds of validations and saves since the newest row.
+        # The time of validations and saves since the newest row, which samples_per_second excludes.
         self._excluded_seconds = 0.0
 
     def choose_interval(self) -> None:
-        """Choose step-based or epoch-based rows. The training loader must already exist."""
+        """After creating the training loader, choose step-based or epoch-based rows."""
         has_no_length = self.run.progress.num_train_batches == math.inf
         self.is_step_based = self.counts_steps or has_no_length
 
@@ -70,7 +70,7 @@ class RowWriter:
         return self.run.stop.max_steps != -1 or self.run.config.check_val_every_n_epoch is None
 
     def continue_rows(self, rows: list[dict[str, Any]]) -> None:
-        """Continue with these rows, which come from a CSV file or from another process."""
+        """Set the run's earlier rows, which come from a CSV file or from another process."""
         self.rows = rows or self.rows
 
     # The clock
@@ -96,7 +96,7 @@ class RowWriter:
         try:
             yield
         finally:
-            # Do not add the time of a nested save, because this time span already includes it.
+            # If a save is nested in a validation, the time of the validation already includes it.
             self._excluded_seconds = before + time.monotonic() - started
 
     # Values
@@ -156,9 +156,9 @@ class RowWriter:
     # Due rows
 
     def write_after_validation(self) -> None:
-        """Write a row after a validation within an epoch. An epoch-based run only prints rows."""
+        """Write a row after a validation within an epoch, or print it in an epoch-based run."""
         run = self.run
-        # After the last batch of an epoch, write_after_epoch writes the row.
+        # write_after_epoch writes the row after the last batch of an epoch.
         if run.progress.is_epoch_complete or not self._is_validated:
             return
         if self.is_step_based:
@@ -174,7 +174,7 @@ class RowWriter:
             self._write(is_in_epoch=False)
 
     def write_after_training(self) -> None:
-        """Write a row for the last steps of a step-based run. A resume removes that row."""
+        """Write a row for the last steps of a step-based run. A resumed run removes the row."""
         last_step = self.rows[-1]["step"] if self.rows else 0
         if self.is_step_based and self.run.progress.global_step > last_step:
             self._write(is_in_epoch=True)
@@ -210,7 +210,7 @@ class RowWriter:
         if self.run.fabric.device.type == "cuda":
             peak = torch.cuda.max_memory_allocated(self.run.fabric.device)
             own["gpu_memory"] = round(peak / 2**30, 3)
-        # A value that the user has logged under one of these names takes precedence.
+        # If the user has logged a value under a name such as "time", keep the user's value.
         own = {name: value for name, value in own.items() if name not in values}
         row = {**self._coordinates(), **values, **own}
         if not math.isfinite(row.get("train_loss", 0.0)) and self.run.config.on_nan == "warn":
@@ -280,7 +280,7 @@ class RowWriter:
     def _rewind(self, state: Mapping[str, Any]) -> None:
         """Remove the rows that are newer than the checkpoint, and read the remaining ones."""
         positions = state["files"] or [{}]
-        # Reuse the first position, because the saved run may have had fewer loggers.
+        # CSV loggers that the saved run lacked continue at its first logger's position.
         positions = chain(positions, repeat(positions[0]))
         for logger, position in zip(self.run.loggers.csv_loggers, positions, strict=False):
             folders = self._log_folders(logger, state["folder"])

@@ -54,7 +54,7 @@ def warn_of_record(what: str, error: Exception) -> None:
 
 
 def record_own_loop(loop: FabricLoop, parts: Mapping[str, Sequence[Any]]) -> None:
-    """Record the options, settings and parts of a user's own loop, and log them.
+    """Record a hand-written loop's options, models, optimizers and loaders, and log them.
 
     Args:
         parts: The descriptions of the models, optimizers and loaders that the loop has set up.
@@ -91,7 +91,7 @@ def collect_run_config(run: Run) -> dict[str, Any]:
     given_parts = {**functions, "optimizer": run.plan.optimizer}
     options |= {name: part for name, part in given_parts.items() if part is not None}
     config |= keep_plain(options, unknown)
-    # Leave out the version, so that a repeated run overwrites nothing.
+    # Write no version to config.yaml, so that repeating the run overwrites nothing.
     config["version"] = None
     if run.plan.start.path is not None:
         config["resume" if run.plan.start.resumes else "load"] = str(run.plan.start.path)
@@ -136,7 +136,7 @@ def attempt(describe: Callable[..., Any], *parts: Any) -> Any:
 
 
 def number_parts(kind: str, parts: Sequence[Any]) -> dict[str, Any]:
-    """Number the parts of one kind, as in "optimizer" and "optimizer_1"."""
+    """Number the objects of one kind, as in "optimizer" and "optimizer_1"."""
     return {f"{kind}_{index}" if index else kind: part for index, part in enumerate(parts)}
 
 
@@ -168,7 +168,7 @@ def describe_optimizer(optimizer: Any) -> dict[str, Any]:
     """Return an optimizer's class and arguments, with a list for those that differ by group."""
     described: dict[str, Any] = {"class": type(optimizer).__name__}
     for name in optimizer.defaults:
-        # A scheduler may already have changed "lr". It stores the first value as "initial_lr".
+        # A scheduler may already have changed "lr", but keeps the first value as "initial_lr".
         values = [to_plain(g.get(f"initial_{name}", g.get(name))) for g in optimizer.param_groups]
         described[name] = values if any(value != values[0] for value in values) else values[0]
     return described
@@ -229,7 +229,7 @@ def log_settings(logger: Any, hparams: dict[str, Any], config: LoopConfig) -> No
 
 
 def check_own_hparams(hparams: Mapping[str, Any], *parts: Any) -> None:
-    """Raise an error if a part has saved a hyperparameter whose value differs in ``hparams``."""
+    """Raise an error if ``hparams`` contradicts a value that the model or datamodule has saved."""
     for part in parts:
         saved = dict(part.hparams_initial) if logs_hyperparameters(part) else {}
         for name in hparams.keys() & saved.keys():
