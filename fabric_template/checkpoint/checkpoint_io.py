@@ -19,10 +19,10 @@ from .reader import is_placeholder, kind_of, read_archive
 if TYPE_CHECKING:
     from lightning.fabric import Fabric
 NUMPY_KEY = "fabric_template_numpy"
-# Matches the dtypes of booleans, numbers, durations, dates and text.
+# A pattern for the NumPy dtypes of booleans, numbers, durations, dates and text.
 _DTYPE = re.compile(r"[<>|=][biufcmMSU]\d*(\[\w+\])?")
 _CONTAINERS = (dict, OrderedDict, defaultdict, Counter, list, tuple, deque)
-# Skip plain values early, because Python's random state alone holds 625 numbers.
+# Values of these types are skipped early, because Python's random state has 625 numbers.
 _PLAIN_TYPES = (int, float, str, bool, bytes, type(None), torch.Tensor)
 
 
@@ -132,7 +132,7 @@ def restore_numpy(checkpoint: dict[str, Any]) -> dict[str, Any]:
     dtypes = checkpoint.pop(NUMPY_KEY, {})
     try:
         for key, dtypes_of_part in dtypes.items():
-            # Do not use checkpoint[key], which raises an error if the part has placeholders.
+            # checkpoint[key] would raise an error for a part with objects that were not built.
             part = dict.__getitem__(checkpoint, key)
             dict.__setitem__(checkpoint, key, to_numpy(part, dtypes_of_part))
     except (AttributeError, LookupError, RecursionError, TypeError, ValueError) as error:
@@ -154,7 +154,7 @@ def to_plain(value: Any, parents: list[Any]) -> tuple[Any, Any]:
     if isinstance(value, np.generic | np.ndarray):
         return plain_value(value)
     if type(value) in (set, frozenset):
-        # A set does not distinguish a NumPy number from an equal Python number, so keep no dtype.
+        # A set does not distinguish a NumPy number from an equal Python number, so save no dtype.
         items = [plain_value(item)[0] for item in value]
         is_changed = any(isinstance(item, np.generic) for item in value)
         return (type(value)(items) if is_changed else value), None
@@ -185,7 +185,7 @@ def items_of(container: Any) -> Any:
 
 
 def with_items(container: Any, replaced: dict[Any, Any]) -> Any:
-    """Replace some items of a container, and convert NumPy keys to plain keys."""
+    """Return a container with the items in ``replaced``, and without NumPy keys."""
     has_keys = isinstance(container, dict) and any(isinstance(k, np.generic) for k in container)
     if not replaced and not has_keys:
         return container

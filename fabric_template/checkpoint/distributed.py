@@ -46,7 +46,7 @@ def save_checkpoint(
     content = save_shards(run, checkpoint, path)
     if not run.fabric.is_global_zero:
         return
-    # Replace NumPy values here, because a user's CheckpointIO may not do so.
+    # Convert NumPy values now, because a user's CheckpointIO may not do so.
     content = replace_numpy(content)
     try:
         run.loop.checkpoint_io.save_checkpoint(content, path, storage_options=storage_options)
@@ -130,7 +130,7 @@ def new_folder(path: Path, step: int) -> Path:
 def remove_shards(path: Path, keep: dict[str, Any] | None = None) -> None:
     """Remove a checkpoint file's shard folders, except the folder that ``keep`` names.
 
-    If a folder cannot be removed, the next save to this file tries again.
+    If a folder cannot be removed, the next save of the checkpoint tries again.
     """
     kept = (keep or {}).get(SHARDS_KEY, {}).get("folder")
     with suppress(OSError):
@@ -218,7 +218,7 @@ def read_shards(folder: Path, value: Any, key: str, own: dict[str, Any]) -> Any:
 
     value = map_items(make_empty, value, key)
     with warnings.catch_warnings():
-        # Hide torch's warning, because a single process can read shards without a process group.
+        # Hide torch's warning about a missing process group, which a single process does not need.
         warnings.filterwarnings("ignore", "torch.distributed is disabled")
         dcp.load(tensors, storage_reader=reader)
     return value

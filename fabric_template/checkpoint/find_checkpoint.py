@@ -62,8 +62,8 @@ def find_start_point(
         environment = getattr(loop.fabric.strategy, "cluster_environment", None)
         if not getattr(environment, "creates_processes_externally", False):
             raise
-        # Do not raise the error yet, because processes that have the file would wait for this
-        # process. check_same_checkpoint raises the error in all processes.
+        # If only this process lacks the file, an error would leave the others waiting. Therefore
+        # check_same_checkpoint raises the error later, in all processes.
         return StartPoint(error=error)
     if path is None:
         return StartPoint()
@@ -74,7 +74,7 @@ def find_start_point(
 
 
 def read_file(io: CheckpointIO, is_safe: bool, path: str | Path) -> dict[str, Any]:
-    """Read a checkpoint. A safe read never runs code from the file."""
+    """Read a checkpoint. If ``is_safe`` is set, no code from the file runs."""
     checkpoint = restore_numpy(io.load_checkpoint(path, weights_only=is_safe))
     if SHARDS_KEY in checkpoint:
         verify_shards(path, checkpoint[SHARDS_KEY])
@@ -89,7 +89,7 @@ def read_again(plan: Plan) -> None:
 
 
 def choose_argument(stage: str, given: dict[str, Any]) -> tuple[str, Any]:
-    """Return the name of the given argument, and its value: a path, a keyword or None."""
+    """Return the name and the value of the argument ``resume``, ``load`` or ``ckpt_path``."""
     given = {name: value for name, value in given.items() if value is not None}
     if len(given) > 1:
         values = " and ".join(f"{name}={describe(value)}" for name, value in given.items())
@@ -210,7 +210,7 @@ def read_newest(
                 return path, checkpoint
             version.replaced.append(path)
         if version.damaged:
-            # Do not fall back to an older run.
+            # If checkpoints of the newest run are damaged, do not continue an older run.
             break
     return None, {}
 
@@ -251,7 +251,7 @@ def list_candidates(plan: Plan, keyword: str) -> list[Version]:
 
 
 def list_versions(plan: Plan, folder: Path, pattern: str) -> list[Version]:
-    """Return the versions in a folder. The version that started or saved last comes first.
+    """Return the versions of a run. The version that started or saved last comes first.
 
     Each run records its times in its own folder, because copying a file changes its timestamp.
     """
@@ -291,7 +291,7 @@ def newest_first(files: Iterable[Path]) -> Iterator[Path]:
 def read_age(path: Path) -> tuple[float, int, str]:
     """Read the time and the step of a checkpoint, but not its tensors."""
     time, step = 0.0, 0
-    # Ignore a damaged file here, because the resume reports it later.
+    # The resume itself reports a damaged file, so ignore the error.
     with suppress(Exception):
         checkpoint = read_plain(path, is_mapped=True)
         time = time_of(checkpoint, 0.0)
@@ -315,7 +315,7 @@ def version_of_checkpoint(plan: Plan, path: str) -> int | str | None:
     """Return the version of a checkpoint, or None if its path is outside the run's folders."""
     file = Path(path).resolve()
     for kind in ("checkpoints", "logs"):
-        # Look in the log folder, too, because Lightning's ModelCheckpoint saves there.
+        # Lightning's ModelCheckpoint saves in the log folder.
         folders = run_folder(plan, kind).resolve()
         if folders in file.parents[1:]:
             folder = file.relative_to(folders).parts[0]

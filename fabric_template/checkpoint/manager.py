@@ -64,7 +64,7 @@ class CheckpointManager:
         self.last_model_path = last_model_path
 
     def set_options(self, config: Any) -> None:
-        """Use new options from now on."""
+        """Save with the given options from now on."""
         self.config = config
 
     @property
@@ -108,7 +108,7 @@ class CheckpointManager:
         if self.config.monitor in run.results.evaluated:
             self.save_best(run)
         self.save_in_epoch(run)
-        # Check only validation metrics here, because training metrics may be logged later.
+        # Validation metrics must exist now, but training metrics may still be logged later.
         if str(self.config.monitor).startswith("val"):
             self._check_monitor(run)
 
@@ -166,7 +166,7 @@ class CheckpointManager:
             return
         value = run.results.monitored_metrics().get(config.monitor)
         if run.fabric.world_size > 1:
-            # All processes must make the same decision, even if their values differ.
+            # All processes must decide by the same value, because a save needs all of them.
             value = run.fabric.broadcast(value)
         if value is not None and not math.isnan(float(value)):
             self._save_among_best(run, float(value))
@@ -226,7 +226,7 @@ class CheckpointManager:
             )
 
     def write(self, run: Run, path: Path) -> bool:
-        """Write the run's state to a file, and return whether this succeeded."""
+        """Write the run's state to a file, and return whether the write succeeded."""
         for logger in run.loggers.csv_loggers:
             # A checkpoint records the number of CSV rows, so write the rows to disk first.
             with suppress(OSError):
@@ -282,6 +282,6 @@ class CheckpointManager:
         if self._resumed_metric != self._metric or not self._is_continued:
             # Do not compare scores of different metrics, or adopt files from another folder.
             return
-        # Drop the folders from the names, because an untrusted checkpoint could name any file.
+        # Use only the file names, because an untrusted checkpoint could contain any path.
         kept = {self._path(os.path.basename(name)): v for name, v in state["kept"].items()}
         self._kept = {str(path): value for path, value in kept.items() if path.exists()}

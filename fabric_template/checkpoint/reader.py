@@ -1,9 +1,9 @@
 """Read checkpoint files without running code from them.
 
 ``torch.save`` writes a zip archive that contains a pickle and one entry per storage. A pickle may
-name any class or function. The unpickler below returns plain classes, functions that build tensors,
-and a new Placeholder class for every other name. The unpickler builds no NumPy objects, because
-NumPy trusts the content of pickles.
+name any class or function. PlainUnpickler returns plain classes, functions that build tensors, and
+a new Placeholder class for every other name. It builds no NumPy objects, because NumPy trusts the
+content of pickles.
 """
 
 from __future__ import annotations
@@ -24,12 +24,12 @@ import torch
 
 from ..errors import CheckpointError, DamagedCheckpointError
 
-# Lightning saves hyperparameters under these keys. A run can resume without them.
+# The keys of hyperparameters in Lightning's checkpoints. A run can resume without them.
 _HYPERPARAMETERS = (
     *("hyper_parameters", "hparams_name", "hparams_type"),
     *("datamodule_hyper_parameters", "datamodule_hparams_name", "datamodule_hparams_type"),
 )
-# This bit marks a zip entry as a folder, which torch would read as an empty file.
+# The bit that marks a zip entry as a folder, which torch would read as an empty file.
 _FOLDER = 0x10
 
 
@@ -37,13 +37,13 @@ class Placeholder:
     """Replaces a saved object whose creation could run code.
 
     The unpickler creates a subclass for each unknown name in the file. The subclass replaces the
-    class or function of this name, and its instances replace objects. An unpickler calls the
-    methods below, which do nothing.
+    named class or function, and its instances replace the objects. Unpickling an object calls the
+    other methods, which do nothing.
     """
 
     def __new__(cls, *args: Any, **kwargs: Any) -> Any:
         if cls.__name__ == "builtins.getattr" and len(args) == 2:
-            # The name belongs to a nested class or a method. A placeholder class replaces either.
+            # Pickles name nested classes and methods by getattr. Return a placeholder class.
             return type(f"{kind_of(args[0]).__name__}.{args[1]}", (Placeholder,), {})
         # The functions in copyreg get the object's class as their first argument.
         is_of_copyreg = cls.__name__.startswith("copyreg.")
@@ -144,7 +144,7 @@ def read_plain(
     sizes: dict[str, int] | None = None,
     is_mapped: bool = False,
 ) -> Any:
-    """Read a file without running its code. Only plain values and tensors are built.
+    """Read a checkpoint file without running code from it. Build only plain values and tensors.
 
     Args:
         sizes: The size of each storage in bytes, to compare with the size in the pickle.
@@ -262,7 +262,7 @@ class PlainUnpickler(pickle.Unpickler):
         """Return a plain class or a Builder. For other names, return a new Placeholder class."""
         full_name = f"{_MODULES.get(module, module)}.{name}"
         if full_name == "torch.storage.UntypedStorage":
-            # torch.load reads the dtype of a storage from this attribute.
+            # torch.load reads the dtype of a storage from an attribute of the storage's class.
             return SimpleNamespace(dtype=torch.uint8)
         if full_name in BUILDERS:
             return Builder(BUILDERS[full_name])
@@ -320,7 +320,7 @@ def encode_text(text: str, encoding: str) -> bytes:
 
 # Pickle protocol 2 uses the module names of Python 2. Python 3.13 moved pathlib's classes.
 _MODULES = {"__builtin__": "builtins", "copy_reg": "copyreg", "pathlib._local": "pathlib"}
-# Maps the names of classes and constants to the objects that the reader returns for them.
+# The objects that the reader returns for names of classes and constants in a pickle.
 VALUES: dict[str, Any] = {
     f"builtins.{kind.__name__}": kind for kind in (bool, dict, float, int, list, str, tuple)
 }
@@ -329,7 +329,7 @@ VALUES |= {"builtins.long": int, "builtins.unicode": str}
 _BUILTINS = (bytearray, bytes, complex, frozenset, range, set, slice)
 _OF_DATETIME = ("date", "datetime", "time", "timedelta", "timezone")
 _LAYOUTS = {str(v): v for v in vars(torch).values() if isinstance(v, torch.layout)}
-# Maps the names of classes and functions in a pickle to the functions that build objects.
+# The functions that build objects, keyed by the class or function that a pickle names.
 BUILDERS: dict[str, Callable[..., Any]] = {
     **{f"builtins.{kind.__name__}": kind for kind in _BUILTINS},
     **{f"datetime.{name}": getattr(datetime, name) for name in _OF_DATETIME},
@@ -337,7 +337,7 @@ BUILDERS: dict[str, Callable[..., Any]] = {
     "builtins.xrange": range,
     "collections.Counter": build_counter,
     "_codecs.encode": encode_text,
-    # Path() creates an instance of this class on the current system.
+    # Path() creates a PosixPath or a WindowsPath, depending on the system.
     f"pathlib.{type(Path()).__name__}": Path,
     "torch.Size": torch.Size,
     "torch.device": torch.device,

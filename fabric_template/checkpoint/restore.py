@@ -24,9 +24,9 @@ from .state import key_of, names_of_groups, run_settings
 if TYPE_CHECKING:
     from ..training.run import Run
 
-# Lightning, Fabric and PyTorch's tutorials save the weights under one of these keys.
+# The keys under which Lightning, Fabric and PyTorch's tutorials save the weights.
 _WEIGHTS_KEYS = ("state_dict", "model", "model_state_dict")
-# DistributedDataParallel and torch.compile keep the wrapped module in these attributes.
+# The attributes in which DistributedDataParallel and torch.compile keep the wrapped module.
 _WRAPPERS = ("module", "_orig_mod")
 
 
@@ -114,7 +114,7 @@ def create_late_buffers(network: nn.Module, weights: Mapping[str, Any]) -> None:
 
 
 def check_tied_weights(network: nn.Module, weights: Mapping[str, Any], path: Any) -> None:
-    """Raise an error for different saved values of parameters that are one parameter in the model."""
+    """Raise an error if tied parameters of the model have different values in the checkpoint."""
     tied: dict[int, list[str]] = defaultdict(list)
     for name, parameter in network.named_parameters(remove_duplicate=False):
         if type(weights.get(name)) in (torch.Tensor, nn.Parameter):
@@ -259,7 +259,7 @@ def restore_mini_attributes(run: Run) -> None:
             if isinstance(value, tuple) and value[0] in ("state", "shared"):
                 load_object(current, decoder.decode(value[1]))
                 continue
-            # Also look in the class, because the attribute may be a class attribute.
+            # An attribute that the saved run set on an object may still be a class attribute.
             is_known = name in {**own, **buffers} or hasattr(type(part), str(name))
             if not is_known or is_generator(current):
                 raise CheckpointError(
@@ -282,7 +282,7 @@ def restore_mini_attributes(run: Run) -> None:
 
 
 def load_states(run: Run, states: dict[str, Any]) -> None:
-    """Restore every part of a run that has a saved state."""
+    """Call ``load_state_dict`` of each attribute of the run that has a saved state."""
     for name, part in run.saved_parts().items():
         if name in states:
             part.load_state_dict(states[name])
@@ -292,7 +292,7 @@ def restore_position(run: Run) -> None:
     """Restore random generators, loaders and running sums right before training continues."""
     attributes = restore_states(run)
     if run.progress.is_in_epoch:
-        # A sampler may draw random numbers in set_epoch().
+        # Undo the random numbers that a sampler may draw in set_epoch().
         with unchanged_rng_state():
             run.data.train.set_epoch()
         run.data.train.start()
@@ -302,7 +302,7 @@ def restore_position(run: Run) -> None:
 
 
 def restore_states(run: Run) -> dict[str, Any] | None:
-    """Restore what the loaders need, and return the attributes that remain to be restored."""
+    """Restore the state that loaders need, and return the saved attributes of objects."""
     rank = run.fabric.global_rank
     of_process = run.plan.start.state_of_process(rank)
     own = run.plan.start.take()
@@ -335,7 +335,7 @@ def restore_states(run: Run) -> dict[str, Any] | None:
 
 
 def check_settings(run: Run, saved: dict[str, Any]) -> None:
-    """Warn about changed settings. Within an epoch, refuse other batch sizes or process counts."""
+    """Warn about changed settings, or refuse them if they change the position in an epoch."""
     current = run_settings(run)
     changed = [name for name in saved if saved[name] != current[name]]
     is_in_epoch = run.progress.is_in_epoch and not run.progress.is_last_batch
@@ -359,7 +359,7 @@ def check_settings(run: Run, saved: dict[str, Any]) -> None:
 def restore_network(
     run: Run, flags: dict[str, dict[str, bool]], gradients: dict[str, torch.Tensor]
 ) -> None:
-    """Restore changed flags, and the gradients of an unfinished accumulation window."""
+    """Restore train modes, requires_grad and the gradients of an accumulation window."""
     run.steps.set_training_modes(flags["training"])
     requires_grad = flags["requires_grad"]
     for name, parameter in run.optimization.named_parameters().items():

@@ -34,7 +34,7 @@ from .find_checkpoint import run_folder, version_of_checkpoint
 if TYPE_CHECKING:
     from ..training.run import Run
 
-# Matches the names of the checkpoints that both loops write.
+# A pattern for the names of the checkpoints that FabricLoop and MiniLoop write.
 _CHECKPOINT = re.compile(r"(last|best|epoch=[0-9]+-step=[0-9]+-.*)\.ckpt")
 
 
@@ -96,7 +96,7 @@ class RunFolders:
     def restore_replaced_run(self, log_folder: Path | None) -> None:
         """Record that a run continues from a checkpoint that a newer run has replaced."""
         self._write("started 0.0", is_synced=True)
-        # Remove the replaced CSV files after the next save, because the resume copies their rows.
+        # A resume copies the rows of the replaced CSV files, so remove these after the next save.
         self._replaced_logs = None if log_folder is None else log_folder / REPLACED_LOGS
 
     def save_time(self) -> float:
@@ -124,7 +124,7 @@ class RunFolders:
 
     def _write(self, line: str, is_synced: bool = False) -> None:
         for file in self._files.values():
-            # If the disk is full, continue without writing this line.
+            # If the disk is full, continue without this line in the .lock file.
             with suppress(OSError):
                 file.write(f"{line}\n")
                 file.flush()
@@ -142,7 +142,7 @@ def open_folders(run: Run, stack: ExitStack) -> None:
     folders = [Path(logger.log_dir) for logger in run.loggers.csv_loggers]
     checkpoint_folder = folder
     if checkpoint_folder is None and folders and version is not None:
-        # A run that saves elsewhere, or not at all, also replaces the previous run of its version.
+        # A run replaces its version's previous run even if it saves nothing, or to another folder.
         checkpoint_folder = run_folder(run.plan) / version_folder(version)
     if checkpoint_folder is not None and (folder or checkpoint_folder.is_dir()):
         folders.append(checkpoint_folder)
@@ -170,12 +170,12 @@ def set_aside(folder: Path, target: Path) -> None:
 
 
 def continues_in(run: Run, folder: Path) -> bool:
-    """Return whether the run resumes from a checkpoint that was saved in this folder."""
+    """Return whether the run resumes from a checkpoint that was saved in the folder."""
     if not run.plan.start.resumes:
         return False
     if folder.resolve() in Path(str(run.plan.start.path)).resolve().parents:
         return True
-    # Also search .lock, because the checkpoint may have been copied out of this folder.
+    # Also search .lock, because the checkpoint may have been copied to another folder.
     return (
         f"saved {run.plan.start.saved_at!r}".encode()
         in read_end(str(folder / ".lock")).splitlines()
@@ -228,7 +228,7 @@ if hasattr(os, "register_at_fork"):
 
 
 def open_lock(folder: Path, stack: ExitStack) -> IO[str] | None:
-    """Lock a folder, clean it, and return the lock file, or None if no lock is possible."""
+    """Lock a folder, remove temporary files, and return the lock file, or None on failure."""
     make_folder(folder)
     for parent in folder.parents[:3]:
         sync_folder(parent)
@@ -257,7 +257,7 @@ def open_lock(folder: Path, stack: ExitStack) -> IO[str] | None:
                 f"{folder}: another run (process {numbers[-1] if numbers else '?'}) writes there, expected"
                 " a folder for this run only. Set another name or version, or stop the other run."
             ) from None
-        # Also clean the folder "checkpoints" in the logs, where Lightning's ModelCheckpoint saves.
+        # Lightning's ModelCheckpoint saves in the folder "checkpoints" of the log folder.
         for path in [*folder.glob(".*.tmp"), *folder.glob("checkpoints/.*.tmp")]:
             path.unlink(missing_ok=True)
     return file

@@ -41,7 +41,7 @@ class StartPoint:
     restarts_epoch: bool | None = field(default=None, init=False)
 
     def load(self, checkpoint: dict[str, Any]) -> None:
-        """Keep the content of the file until the run has restored it."""
+        """Keep a checkpoint's content until the run has restored it."""
         self.checkpoint = checkpoint
         # Remove OWN_KEY, so that on_load_checkpoint hooks get only the keys that Trainer saves.
         own = checkpoint.pop(OWN_KEY, None)
@@ -50,7 +50,7 @@ class StartPoint:
             self.sampler_seed = self.own.get("sampler_seed")
 
     def __getstate__(self) -> dict[str, Any]:
-        """Pickle without the content, because a spawned process reads the file itself."""
+        """Leave the checkpoint out of the pickle, because a spawned process reads the file."""
         return {**vars(self), "checkpoint": None, "own": {}}
 
     @property
@@ -75,7 +75,7 @@ class StartPoint:
         return self.own
 
     def state_of_process(self, rank: int) -> dict[str, Any]:
-        """Return the saved state of the process with this rank or, if missing, of another one."""
+        """Return the saved state for a rank, or another process's state if there is none."""
         ranks = self.own.get("ranks") or [{}]
         state: dict[str, Any] = ranks[rank % len(ranks)]
         return state
@@ -180,7 +180,7 @@ def convert_trainer_state(checkpoint: dict[str, Any]) -> dict[str, Any]:
 def restarts_epoch(checkpoint: dict[str, Any], has_max_steps: bool) -> bool:
     """Return whether Trainer would finish the saved epoch before it starts the next one.
 
-    Otherwise, Trainer runs a sanity check, which draws random numbers, and starts the next epoch.
+    Before a new epoch, Trainer runs a sanity check, which draws random numbers.
     """
     fit_loop = checkpoint.get("loops", {}).get("fit_loop")
     if fit_loop is None or has_max_steps:

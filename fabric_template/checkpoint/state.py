@@ -32,17 +32,17 @@ if TYPE_CHECKING:
     from ..training.progress import Progress
     from ..training.run import Run
 
-# Each progress object of Trainer has these counters.
+# The counters of each progress object in Trainer.
 _COUNTS = ("ready", "started", "processed", "completed")
-# Lightning sets these attributes itself.
+# The attributes that Lightning sets in every module and datamodule.
 _OF_MODULE = frozenset(vars(LightningModule()))
 _OF_DATAMODULE = frozenset(vars(LightningDataModule()))
-# An optimizer's state_dict has the first two. "defaults" may share the lr tensor of a group.
-# Schedulers set the last two to warn about steps in the wrong order.
+# Attributes of optimizers not to save. state_dict() contains two of them, and "defaults" may
+# share the lr tensor of a group. Schedulers set the last two to detect steps in the wrong order.
 _OF_OPTIMIZER = ("state", "param_groups", "defaults", "_opt_called", "_step_count")
 # StochasticWeightAveraging changes BatchNorm's momentum, and restores it after training.
 _OF_AVERAGING = _OF_MODULE | {"momentum"}
-# A resume reads these parts of a checkpoint.
+# The parts of a checkpoint that a resume reads.
 _NEEDED = ("state_dict", "optimizer_states", "lr_schedulers", "callbacks", OWN_KEY)
 _LIGHTNINGS_CALLBACKS = ("lightning.pytorch.callbacks.", "pytorch_lightning.callbacks.")
 
@@ -228,7 +228,7 @@ class _TrialPickler(pickle.Pickler):
 
 
 class _TrialUnpickler(PlainUnpickler):
-    """Reads what _TrialPickler has written."""
+    """Reads the pickles that _TrialPickler has written."""
 
     def persistent_load(self, saved: Any) -> None:
         """Return None in place of a tensor."""
@@ -324,7 +324,7 @@ def find_unreadable(states: dict[str, Any]) -> list[str]:
 
 def warn_of_unreadable(run: Run, checkpoint: dict[str, Any]) -> None:
     """Warn about objects in a new checkpoint that a resume would refuse to read."""
-    # Check only known keys, because a hook may save anything under its own keys.
+    # Check only the keys that a resume reads, because a hook may save anything under its own.
     states = {key: checkpoint[key] for key in _NEEDED if key in checkpoint}
     with suppress(Exception):
         for problem in find_unreadable(states):
@@ -398,7 +398,7 @@ def parts_of_model(run: Run) -> Iterator[tuple[str, Part]]:
 
 
 def buffers_of(module: torch.nn.Module, name: str, saved: Collection[str]) -> Part:
-    """Return the submodule's buffers that are missing from the network's state_dict."""
+    """Return the buffers of a submodule that are missing from the network's state_dict."""
     prefix = f"{name}." if name else ""
     # Use named_buffers(), because a scripted module has no plain dict of buffers.
     buffers = [buffer for buffer, _ in module.named_buffers(recurse=False)]
