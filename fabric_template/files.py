@@ -104,12 +104,9 @@ def sort_key(name: str) -> list[tuple[int, str]]:
 def next_version(*folders: Path) -> int:
     """Return the highest version number in the given folders, plus one."""
     # Do not use a regular expression, because a folder may have thousands of versions.
-    numbers = [
-        int(name[8:])
-        for folder in folders
-        for name in list_names(folder)
-        if name.startswith("version_") and name[8:].isdecimal()
-    ]
+    names = [name for folder in folders for name in list_names(folder)]
+    suffixes = [name[8:] for name in names if name.startswith("version_")]
+    numbers = [int(text) for text in suffixes if text.isdecimal() and str(int(text)) == text]
     return max(numbers, default=-1) + 1
 
 

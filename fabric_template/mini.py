@@ -558,7 +558,10 @@ class MiniLoop:
         known = {id(part) for part in (*self._parts.values(), *self._saved_elsewhere())}
         found: dict[str, Any] = {}
         for place, part in self._parts.items():
-            if not place.startswith(("train ", "val ", "fit ")):
+            if place.startswith(("train ", "val ", "fit ")):
+                continue
+            # An object may raise any error when its attributes are read.
+            with suppress(Exception):
                 for path, value in objects_in(part, known).items():
                     found[f"{place}.{path}".removeprefix(".")] = value
                     known.add(id(value))

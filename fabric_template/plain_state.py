@@ -419,7 +419,9 @@ class Part:
     def attributes(self) -> dict[str, Any]:
         if not self.has_attributes:
             return {}
-        return {n: value for n, value in self.namespace().items() if n not in self.ignored}
+        # A dict that is an object may also have other keys than names.
+        names = [n for n in self.namespace() if isinstance(n, str) and n not in self.ignored]
+        return {name: self.namespace()[name] for name in names}
 
 
 def is_own_object(value: Any) -> bool:
@@ -571,7 +573,7 @@ class PlainState:
         places = [place for place in self._at_start if place[0] in self._parts]
         changed = {place: REMOVED for place in places if place not in attributes}
         for place, value in attributes.items():
-            with self._guarded(f"the attribute {'.'.join(place)}"):
+            with self._guarded(f"the attribute {'.'.join(map(str, place))}"):
                 if self._network is not None and is_reading(value):
                     raise TypeError(f"the position of a {type(value).__name__} is not known")
                 is_state = self._is_saved_as_state(value)

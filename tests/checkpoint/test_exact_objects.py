@@ -902,3 +902,27 @@ def test_shared_memory_of_another_size_is_not_overwritten(tmp_path, kind):
     expected = pytest.raises(ValueError, match="same size") if is_mini else pytest.warns(match="same size")
     with expected:
         train(kind, tmp_path, shuffled(lambda: Shared(4)), resume="last")
+
+
+class Pairs(dict):
+    """A dict with attributes and with keys that are no names."""
+
+    def __init__(self):
+        super().__init__({(0, 1): 1.0, 2: 3.0})
+
+
+class HasPairs(Model):
+    def __init__(self):
+        super().__init__()
+        self.pairs, self.nested = Pairs(), {(1, 2): 0, "a": Pairs()}
+
+    def on_train_batch_start(self, *args):
+        self.nested[1, 2] += 1
+
+
+@pytest.mark.parametrize("kind", SAVES)
+def test_dicts_with_keys_that_are_no_names_stop_no_run(tmp_path, kind):
+    weights, _ = train(kind, tmp_path / "whole", shuffled(HasPairs))
+    with pytest.raises(KilledError):
+        train(kind, tmp_path / "killed", shuffled(HasPairs), kill_at=6)
+    assert train(kind, tmp_path / "killed", shuffled(HasPairs), resume="last")[0] == weights

@@ -79,6 +79,7 @@ NAMES_OF_OTHERS = {
     "_rebuild_sparse_tensor": "torch.save names this function for a sparse tensor.",
     "_rebuild_tensor_v2": "torch.save names this function for a tensor.",
     "_rebuild_tensor_v3": "torch.save names this function for a tensor such as float8.",
+    "_fields": "The documented names of the items of a named tuple.",
     "_actions": "The options that a mistyped one may mean.",
 }
 
