@@ -1,1 +1,1 @@
-"""Provide the command line and tools for analyzing runs. The loop does not import the tools."""
+"""Provide the command line and tools for analyzing runs. FabricLoop works without this folder."""

@@ -1,6 +1,6 @@
 """Parse the command line, and run the commands fit, validate, test, predict and verify.
 
-A command's module is imported only when the command runs, so that `--help` does not import torch.
+Each command's module is imported when the command runs, so that `--help` does not import torch.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ COMMANDS = {  # name: (module, help)
     "update": ("package_copy", "merge the installed version into a copy"),
     "verify": ("cli", "check that checkpoints are intact"),
 }
-# Commands that start a new version of a run, unless --resume is given.
+# Without --resume, these commands start a new version of a run.
 TRAINING_COMMANDS = ("fit", "profile", "tune")
 EVALUATION_COMMANDS = ("validate", "test", "predict")
 LOOP_COMMANDS = (*TRAINING_COMMANDS, *EVALUATION_COMMANDS)
@@ -107,20 +107,20 @@ OPTIONS: dict[str, dict[str, dict[str, Any]]] = {  # by command
     },
     "verify": {"path": {"help": "A checkpoint, or a folder of checkpoints."}},
 }
-# The command line has no options that take objects, except for those in CLASS_OPTIONS.
+# These options take objects, so the command line lacks them (see CLASS_OPTIONS for callbacks).
 NOT_TYPED: set[str | int] = {"fabric", "plugins", "loggers", "callbacks"}
 FIELDS = [field.name for field in dataclasses.fields(LoopArguments) if field.name not in NOT_TYPED]
 
 
 class ShortName(ABCMeta):
-    """Give a class a short name in help texts and errors."""
+    """Make jsonargparse show the type ``Class`` as "class" in help texts and errors."""
 
     def __repr__(cls) -> str:
         return "class"
 
 
 class Class(metaclass=ShortName):
-    """Let jsonargparse accept any class as a model, data or callback."""
+    """A type for options that accept any class, such as --model, --data and --callbacks."""
 
     @abstractmethod
     def __init__(self) -> None: ...
@@ -162,7 +162,7 @@ def main(argv: list[str] | None = None) -> int:
         sys.stdout.flush()
         return exit_code
     except BrokenPipeError:
-        # A reader such as `head` has closed the pipe. Prevent a second error at exit.
+        # If a program such as `head` has closed the pipe, prevent a second error at exit.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 141
     except SystemExit as stop:
@@ -177,7 +177,7 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def is_users_mistake(error: Exception) -> bool:
-    """Return whether a check of this package raised the error, rather than the user's code."""
+    """Return whether an error comes from a check of this package, not from the user's code."""
     packages = []
     for frame, _ in traceback.walk_tb(error.__traceback__):
         name = str(frame.f_globals.get("__name__"))
@@ -193,7 +193,7 @@ def program() -> str:
 
 
 def run_command(name: str, argv: list[str]) -> int:
-    """Parse a command's arguments, create its loop, model and data, and run it."""
+    """Parse a command's arguments, create the loop, the model and the data, and run the command."""
     if name not in COMMANDS:
         raise ValueError(f"got the command {name}, expected one of {', '.join(COMMANDS)}.")
     parser = make_parser(name)
@@ -222,7 +222,7 @@ def run_command(name: str, argv: list[str]) -> int:
 
 
 def put_paths_first(argv: list[str]) -> list[str]:
-    """Move all paths to the front, because argparse accepts paths only in one place."""
+    """Move all paths before the options, because argparse accepts paths only next to each other."""
     paths: list[str] = []
     options: list[str] = []
     for previous, token in zip(["", *argv], argv, strict=False):
@@ -232,7 +232,7 @@ def put_paths_first(argv: list[str]) -> list[str]:
 
 
 def complete_arguments(command: str, argv: list[str]) -> list[str]:
-    """Expand --run and demo names into options. Put --config, --model and --data first."""
+    """Expand --run and demo names into options, with --config, --model and --data first."""
     parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False, exit_on_error=False)
     parser.add_argument("--config", action="append", default=[])
     for option in ("model", "data", "run", "resume", "load"):
@@ -246,7 +246,7 @@ def complete_arguments(command: str, argv: list[str]) -> list[str]:
         run = Path(given.run).absolute()
         files.insert(0, f"--config={to_yaml(read_run(command, run, is_new_run))}")
         if given.load in ("best", "last") and is_new_run:
-            # The checkpoints of logs/digits/version_0 are in checkpoints/digits/version_0.
+            # Look in checkpoints/digits/version_0 for the checkpoints of logs/digits/version_0.
             checkpoints = run.parents[2] / "checkpoints" / run.parent.name / run.name
             given.load = f"{checkpoints / given.load}.ckpt"
     if demo in DEMOS:
@@ -257,11 +257,11 @@ def complete_arguments(command: str, argv: list[str]) -> list[str]:
 
 
 def resolve_config(path: str) -> str:
-    """Return a config's path, or its text with each package.module:Class in dotted form."""
+    """Return a config's path, or its corrected text if it names a class package.module:Class."""
     try:
         text = Path(path).read_text("utf-8")
     except (OSError, ValueError):
-        # The parser also accepts a config's text, and refuses a missing file.
+        # Leave missing files to the parser, which also accepts a config's text.
         return path
     start = r"""(\b(?:model|data|class_path)["']?:\s*["']?)"""
     resolved = re.sub(rf"{start}([A-Za-z_][\w.]*):([A-Za-z_])", r"\1\2.\3", text)
@@ -281,7 +281,7 @@ def resolve_token(token: str) -> str:
 
 
 def read_run(command: str, folder: Path, is_new_run: bool) -> dict[str, Any]:
-    """Return the options in a run's config.yaml. To continue the run, add its name and version."""
+    """Return the options in a run's config.yaml, with its name and version if the run continues."""
     import yaml
 
     try:
@@ -339,9 +339,9 @@ def make_parser(name: str) -> ArgumentParser:
 
 
 def explain(parser: ArgumentParser, message: str) -> str:
-    """Shorten a message from jsonargparse to one line that names the option."""
+    """Shorten an error message from jsonargparse to one line that starts with the option's name."""
     text = " ".join(message.split())
-    # Ignore upper and lower case, which differ between versions of jsonargparse.
+    # Ignore the case of letters, which differs between versions of jsonargparse.
     if unknown := re.match(r"(?i)unrecognized arguments:.*?(--[\w.]+)", text):
         options = [option for action in parser._actions for option in action.option_strings]
         near = difflib.get_close_matches(unknown[1], options, n=1)
@@ -350,7 +350,7 @@ def explain(parser: ArgumentParser, message: str) -> str:
     keys = re.findall(r'Parser key "([\w.]+)": ', text)
     text = re.sub(r'Parser key "[\w.]+": ', "", text)
     if union := re.search(r"Subtypes: \[(.*?)\] Errors: (.*) Given value type: .*: (.*)", text):
-        # Show the constructor's own error, without messages such as "Expected a bool".
+        # Show only the constructor's error, not others such as "Expected a bool".
         reasons = [reason for reason in union[2].split("- ") if "Expected a" not in reason]
         expected = " or ".join(sorted(union[1].split(", ")))
         text = " ".join(reasons) or f"got {union[3]}, expected {expected}."
@@ -366,7 +366,7 @@ def build(parser: ArgumentParser, settings: Namespace) -> tuple[FabricLoop, Any,
 
     from .. import FabricLoop
 
-    # jsonargparse 4.49 renamed instantiate_classes to instantiate.
+    # Before version 4.49 of jsonargparse, the method was called instantiate_classes.
     make = getattr(parser, "instantiate", None) or parser.instantiate_classes
 
     def instantiate(*options: str) -> dict[str, Any]:
@@ -407,7 +407,7 @@ def record_classes(parser: ArgumentParser, settings: Namespace) -> dict[str, Any
 
 
 def record_class(part: Any, text: Any) -> Any:
-    """Leave out default values that YAML cannot hold. Convert other such values to text."""
+    """Omit default values that YAML cannot hold, and convert other such values to text."""
     if not isinstance(part, dict):
         return part
     defaults = find_defaults(part["class_path"])
@@ -422,7 +422,7 @@ def record_class(part: Any, text: Any) -> Any:
 
 
 def find_defaults(path: str) -> dict[str, Any]:
-    """Return the default arguments of a class and its base classes."""
+    """Return the default values of the constructor arguments of a class and its base classes."""
     module, _, name = path.rpartition(".")
     kind = getattr(importlib.import_module(module), name)
     defaults: dict[str, Any] = {}
@@ -444,7 +444,7 @@ def is_plain(value: Any) -> bool:
 def fit_command(
     loop: FabricLoop, model: Any, data: Any, *, resume: str | None, load: str | None
 ) -> int:
-    """Train, and print the results and the commands to run next."""
+    """Train a model, and print the results and the commands to run next."""
     from ..loggers.console import format_summary
 
     try:
@@ -461,16 +461,16 @@ def fit_command(
 
 
 def summarize(loop: FabricLoop) -> dict[str, list[str]]:
-    """Return a run's results and files, and the commands that use these files."""
+    """Return a run's results and files, and commands that resume and validate the run."""
     from .plots import save_picture
 
     summary = loop.ending()
-    # The summary shows how to resume in Python. Show a command instead.
+    # Replace the Python code for resuming by a command.
     summary.pop("resume", None)
     folder = run_folder(loop)
     if folder is None:
         return summary
-    # A picture that cannot be drawn must not fail the command.
+    # The command must not fail if the picture cannot be drawn.
     with contextlib.suppress(Exception):
         summary["picture"] = [str(save_picture([folder], Path(folder, "history.png")))]
     run = shlex.quote(folder)
@@ -485,7 +485,7 @@ def summarize(loop: FabricLoop) -> dict[str, list[str]]:
 
 
 def run_folder(loop: FabricLoop) -> str | None:
-    """Return the run's log folder, or None if it has no config.yaml."""
+    """Return the folder of a loop's logs, or None if no config.yaml was written there."""
     if loop.log_dir is None or not Path(loop.log_dir, "config.yaml").is_file():
         return None
     return os.path.relpath(loop.log_dir)
@@ -522,7 +522,7 @@ def predict_command(
 
 
 def make_table(batches: list[Any]) -> Any:
-    """Convert predictions to a DataFrame. A predicted vector fills one column per element."""
+    """Convert predictions to a DataFrame, with one column per element of a predicted vector."""
     import pandas as pd
     import torch
 
@@ -539,7 +539,7 @@ def make_table(batches: list[Any]) -> Any:
 
 
 def verify_command(path: str) -> int:
-    """Read checkpoints completely and verify their checksums."""
+    """Read checkpoint files completely, and compare their content with the checksums in them."""
     from ..checkpoint.reader import verify_archive
     from ..errors import CheckpointError, DamagedCheckpointError
 

@@ -120,7 +120,7 @@ def find_first_difference(*recordings: list[Record]) -> Comparison:
         for quantity in a["quantities"]:
             pairs = find_differences(quantity, a, b)
             if pairs:
-                # A recording contains the norm and the digest of each tensor. Show only the norm.
+                # Show only the norm of a tensor, although a recording also contains its hash.
                 values = [value[0] if "norm" in quantity else value for value in pairs[0]]
                 reason, fix = explain(quantity, a, b, step)
                 return Comparison(min(lengths), step, quantity, tuple(values), reason, fix)
@@ -140,17 +140,17 @@ def compare_command(first: str, second: str, *, steps: int = 50) -> int:
 def find_differences(quantity: str, first: Record, second: Record) -> list[tuple[Any, Any]]:
     a, b = (record["quantities"].get(quantity, []) for record in (first, second))
     if quantity == "digest of a sample" and ({*a} <= {*b} or {*b} <= {*a}):
-        # One model may receive only the inputs, and the other the inputs and the targets.
+        # Ignore samples of only one run, because only its model may get the targets as input.
         return []
     if quantity == "batch size" and 0 in (*a, *b):
-        # A batch size of 0 means that no module with parameters has received the batch.
+        # Ignore a batch size of 0: no module with parameters has received this batch.
         return []
     # Compare the values as strings, because NaN differs from itself.
     return [(x, y) for x, y in zip_longest(a, b) if str(x) != str(y)]
 
 
 def explain(quantity: str, first: Record, second: Record, step: int) -> tuple[str, str]:
-    """Return the likely reason for the first difference, and a fix."""
+    """Return the likely reason for the first difference between two runs, and a fix."""
     if quantity == "loss":
         return explain_loss(first, second)
     if quantity == "norm of a gradient":
@@ -169,7 +169,7 @@ def explain(quantity: str, first: Record, second: Record, step: int) -> tuple[st
 
 
 def explain_loss(first: Record, second: Record) -> tuple[str, str]:
-    # A step without a backward pass has no record of modules in eval mode.
+    # If no backward pass preceded a step, its modules in eval mode are unknown.
     modes = first.get("eval modules", []), second.get("eval modules", [])
     if len(modes[0]) != len(modes[1]):
         which = "first" if len(modes[0]) > len(modes[1]) else "second"
@@ -207,7 +207,7 @@ class EnoughSteps(BaseException):
 
 
 def record_steps(training: Any, steps: int, is_shown: bool = False) -> list[Record]:
-    """Record a function or script, or read an existing recording. Return the recorded steps."""
+    """Record the optimizer steps of a function or script, or read them from a recording file."""
     with tempfile.TemporaryDirectory() as folder:
         recording = Path(folder, "recording.json")
         if callable(training):
@@ -225,7 +225,7 @@ def record_steps(training: Any, steps: int, is_shown: bool = False) -> list[Reco
 
 
 def run_script(script: str, recording: Path, steps: int, is_shown: bool) -> None:
-    """Record a script in its own process, and show how long it has been running."""
+    """Run a script in its own process to record its steps, and show the elapsed time."""
     root = str(Path(__file__).resolve().parents[__name__.count(".")])
     code = CHILD_PROCESS.format(root=root, module=__name__)
     command = [sys.executable, "-c", code, str(recording), str(steps), *shlex.split(script)]
@@ -301,7 +301,7 @@ class Recorder:
         self.batch_size = 0
 
     def before_forward(self, module: torch.nn.Module, args: Any) -> None:
-        """Record the input data of a module that has parameters of its own."""
+        """Record the input batch of a module, if the module itself has parameters."""
         if torch.compiler.is_compiling() or not torch.is_grad_enabled():
             return
         if id(module) not in self.modules:
@@ -309,12 +309,12 @@ class Recorder:
         data = [tensor for tensor in find_tensors(args) if not tensor.requires_grad]
         if data and next(module.parameters(recurse=False), None) is not None:
             rows = [list(torch.atleast_1d(tensor)) for tensor in data]
-            # Keep only the last forward pass. An earlier one may have had no backward pass.
+            # Keep only the inputs of the last forward pass before the backward pass.
             self.inputs[id(module)] = [digest(row) for tensor in rows for row in tensor]
             self.batch_size = len(rows[0])
 
     def before_backward(self, loss: Any) -> None:
-        """Record the loss and the inputs of the forward pass that computed it."""
+        """Record a loss, and the input batches of its forward pass."""
         if not self.step:
             gradients = [p.grad for p in self.parameters if p.grad is not None]
             self.step["has old gradients"] = any(bool(gradient.any()) for gradient in gradients)
@@ -331,7 +331,7 @@ class Recorder:
         self.weights = [fingerprint(p) for p in self.parameters]
 
     def after_step(self, optimizer: Any, args: Any, kwargs: Any) -> None:
-        """Record an optimizer step. Remove the hooks after the last recorded step."""
+        """Record an optimizer step, and remove the hooks if the step is the last one to record."""
         if optimizer not in self.optimizers:
             self.optimizers.append(optimizer)
         self.steps.append(self.describe_step(optimizer))
@@ -343,7 +343,7 @@ class Recorder:
 
     def describe_step(self, optimizer: Any) -> Record:
         named = [pair for module in self.modules.values() for pair in module.named_parameters()]
-        # The first called module usually contains the others. Prefer its parameter names.
+        # Prefer the parameter names of the first called module, which usually contains the others.
         names = {id(parameter): name for name, parameter in reversed(named)}
         groups = [group for group in optimizer.param_groups for _ in group["params"]]
         entries = list(zip(self.parameters, self.weights, groups, strict=True))
@@ -351,7 +351,7 @@ class Recorder:
         entries.sort(key=lambda entry: (tuple(entry[0].shape), entry[1]))
         parameters = [parameter for parameter, *_ in entries]
         number = self.optimizers.index(optimizer) + 1
-        # Order the quantities so that a difference in one can only affect later ones.
+        # List causes before effects, such as batches before losses.
         quantities = {
             "optimizer": [f"{type(optimizer).__name__} (number {number})"],
             "shape of a parameter": [list(p.shape) for p in parameters],
@@ -380,5 +380,5 @@ def digest(tensor: torch.Tensor) -> str:
 
 
 def fingerprint(tensor: torch.Tensor) -> list[Any]:
-    """Return the norm of a tensor and a digest of its bits."""
+    """Return a tensor's norm and a hash of its bits, which identify its values."""
     return [float(tensor.detach().double().nan_to_num().norm()), digest(tensor)]

@@ -20,8 +20,8 @@ README = """\
 fabric_template {version} in its original state, which you have copied.
 `fabric-template diff` and `fabric-template update` need these files. Commit them unchanged.
 """
-Files = dict[str, bytes]  # Maps the path of a file in the package to its content.
-Changes = dict[str, bytes | None]  # Maps a path to its new content. None removes the file.
+Files = dict[str, bytes]  # The content of each file, by its path in the package.
+Changes = dict[str, bytes | None]  # The new content of each file, by path. None: remove the file.
 
 
 class Copy:
@@ -53,7 +53,7 @@ class Copy:
         return self.target if self.is_file else self.target / name
 
     def write(self, changes: Changes) -> None:
-        """Write or remove files, and replace the original files in the hidden folder."""
+        """Change the copy's files, and store the installed files in the hidden folder."""
         for name, data in changes.items():
             write_file(self.path(name), data)
         for name in {*self.original, *self.upstream}:
@@ -78,25 +78,25 @@ def copy_command(path: str, *, mini: bool = False) -> int:
 
 
 def find_problem(target: Path) -> str:
-    """Return the reason why a copy cannot have this path, or an empty string."""
+    """Return why a copy cannot be written to a path, or an empty string if it can."""
     name = target.stem if target.suffix == ".py" else target.name
     if not name.isidentifier() or keyword.iskeyword(name) or name.startswith("__"):
         return "expected a Python name"
     here = (Path.cwd(), Path())
     folders = [folder for folder in sys.path if folder and Path(folder) not in here]
     spec = PathFinder.find_spec(name, folders)
-    # A folder without an __init__.py is not an installed package.
+    # Ignore folders without an __init__.py, which are not installed packages.
     is_installed = spec is not None and spec.origin is not None
     if is_installed or name in (*sys.stdlib_module_names, __name__.partition(".")[0]):
         return f"which would hide the package {name}, expected another name"
-    # A package hides a module that has the same name and is in the same folder.
+    # In one folder, a package my_loop/ would hide a module my_loop.py.
     other = target.with_suffix("" if target.suffix == ".py" else ".py")
     is_hidden = other.exists() and not target.exists()
     return f"next to {other.name}, expected another name" if is_hidden else ""
 
 
 def diff_command(path: str, *, yours: bool = False, upstream: bool = False) -> int:
-    """Show how a copy and the installed version differ from the copied version.
+    """Show how you have changed a copy, and how the installed version differs from the original.
 
     Returns:
         1 if anything differs, else 0.
@@ -121,9 +121,9 @@ def diff_command(path: str, *, yours: bool = False, upstream: bool = False) -> i
 
 
 def update_command(path: str, *, dry_run: bool = False) -> int:
-    """Merge the installed version into a copy, and keep your changes.
+    """Update a copy to the installed version, and keep your own changes.
 
-    git merges files that both you and the new version have changed, and marks conflicts.
+    Files that both you and the new version have changed are merged by git, with conflict markers.
 
     Returns:
         1 if a file needs your attention ("conflict" or "kept"), else 0.
@@ -193,19 +193,19 @@ def find_copy(command: str, path: str) -> Copy:
 
 
 def run_git(folder: str | Path, *args: str) -> subprocess.CompletedProcess[bytes]:
-    """Run git in a folder. Raise an error if git fails."""
+    """Run a git command in a folder, and raise an error if it fails."""
     try:
         done = subprocess.run(["git", *args], cwd=folder, capture_output=True, check=False)
     except FileNotFoundError as error:
         raise ValueError("git is not on the PATH. Install git.") from error
-    # Exit codes up to 127 report differences (git diff) or conflicts (git merge-file), not errors.
+    # git diff and git merge-file report differences and conflicts in exit codes up to 127.
     if done.returncode > 127:
         raise ValueError(f"git: {' '.join(done.stderr.decode(errors='replace').split())}")
     return done
 
 
 def read_files(folder: Path) -> Files:
-    """Read a package's Python files, license and HTML pages, except hidden files."""
+    """Read the Python files, license and HTML pages in a folder, except for hidden files."""
     files = {}
     pages = folder.glob("tools/*.html")
     for path in sorted([*folder.rglob("*.py"), *folder.glob("LICENSE"), *pages]):

@@ -1,4 +1,4 @@
-"""Draw the curves of recorded runs. Each quantity has a panel, and each run has a color."""
+"""Draw the curves of runs, with a panel for each quantity and a color for each run."""
 
 from __future__ import annotations
 
@@ -27,19 +27,19 @@ if TYPE_CHECKING:
 # The Okabe-Ito palette is color-blind safe. Dashes keep overlapping runs visible.
 PALETTE = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9")
 DASHES = ("-", "--", "-.")
-# If there are more runs than colors and dashes, draw only the best runs in color.
+# With more runs than combinations of color and dash, draw only the best runs in color.
 MOST_COLORED = len(PALETTE) * len(DASHES)
 NUM_BEST = 8
-# If no metrics are chosen, draw at most this many panels, which takes about a second.
+# Draw at most 18 panels unless the user chooses metrics. Drawing them takes about a second.
 MOST_PANELS = 18
-# The longest label of a panel, in characters. Longer names are cut at the start.
+# Panel labels have at most this many characters. Longer labels are cut at the start.
 LONGEST_LABEL = 28
 GRAY = "0.72"
 
 
 @dataclass(eq=False)
 class Run:
-    """A run, or several runs that differ only in their seed."""
+    """The rows and options of one run, or of several runs that differ only in their seed."""
 
     label: str
     tables: list[pd.DataFrame]
@@ -89,10 +89,10 @@ def plot_logs(
 
 
 def prepare_runs(runs: list[Run], x: str | None, smooth: float | None) -> tuple[list[Run], str]:
-    """Prepare the tables of the runs that have rows. Return these runs and the x axis."""
+    """Prepare the tables of all runs that have rows, and return these runs and the x axis."""
     if smooth is not None and not 0 <= smooth < 1:
         raise ValueError(f"smooth: got {smooth}, expected at least 0 and below 1, such as 0.9.")
-    # A run that was stopped before its first row has nothing to draw.
+    # Skip runs that were stopped before they wrote a row.
     runs = [run for run in runs if any(map(len, run.tables))]
     if not runs:
         raise ValueError("plot_logs: got logs without numbers, expected at least one row of them.")
@@ -106,7 +106,7 @@ def prepare_runs(runs: list[Run], x: str | None, smooth: float | None) -> tuple[
 def draw_into(
     ax: Axes, runs: list[Run], metrics: list[Metric], x: str, smooth: float | None, log: bool
 ) -> Axes:
-    """Draw all lines into the given Axes, in the colors that Matplotlib chooses."""
+    """Draw all lines into the user's Axes, in the colors that Matplotlib chooses."""
     for run in runs:
         for metric in metrics:
             draw_line(ax, run, metric, x, smooth, f"{run.label} {metric.column}".strip())
@@ -137,7 +137,7 @@ def draw_panels(
         for run in runs:
             for metric in found:
                 if len(runs) == 1:
-                    # Columns of the same split, such as those of two loaders, get different colors.
+                    # Give two columns of one split, such as two loaders' losses, different colors.
                     same = [other for other in found if other.split == metric.split]
                     run.color = PALETTE[same.index(metric) % len(PALETTE)]
                 draw_line(panel, run, metric, x, smooth, run.label or name_line(metric, found))
@@ -153,7 +153,7 @@ def draw_panels(
 
 
 def load_runs(logs: Any, seeds: bool) -> list[Run]:
-    """Return the runs for the argument ``logs`` of ``plot_logs``."""
+    """Return the runs in the argument ``logs`` of ``plot_logs``, such as a path or a DataFrame."""
     import pandas as pd
 
     if isinstance(logs, str | os.PathLike):
@@ -188,7 +188,7 @@ def read_runs(path: Path, seeds: bool) -> list[Run]:
     for found, table in zip(all_found, make_tables(all_found), strict=True):
         label = group = found["label"]
         if counts[label] > 1:
-            # Two exported files may contain runs of the same name.
+            # Add the file's name if two exported files contain runs of the same name.
             label = group = f"{label} ({found['file'].name})"
         changed = dict(found["changed"])
         if seeds and changed.pop("seed", None) is not None and len(table):
@@ -204,7 +204,7 @@ def read_runs(path: Path, seeds: bool) -> list[Run]:
 
 
 def make_tables(found: Sequence[Mapping[str, Any]]) -> list[pd.DataFrame]:
-    """Return a table for each run, with the run's file if that file contains no other run."""
+    """Return a table for each run, with the file in ``attrs`` if the file contains no other run."""
     import pandas as pd
 
     files = Counter(run["file"] for run in found)
@@ -216,7 +216,7 @@ def make_tables(found: Sequence[Mapping[str, Any]]) -> list[pd.DataFrame]:
 
 
 def choose_x(tables: list[pd.DataFrame], x: str | None) -> str:
-    """Return the given x axis if a table has it, or by default an axis that all tables have."""
+    """Return ``x`` if a table has this axis. If ``x`` is None, return an axis of all tables."""
     if x is None:
         has = {axis: all(find_axis(table, axis) for table in tables) for axis in ("step", "epoch")}
         if has["step"] and any(map(is_step_based_table, tables)):
@@ -230,7 +230,7 @@ def choose_x(tables: list[pd.DataFrame], x: str | None) -> str:
 
 
 def is_step_based_table(table: pd.DataFrame) -> bool:
-    """Return whether a table has a row per step or validation, instead of one per epoch."""
+    """Return whether a table has several rows per epoch, such as one per step or validation."""
     if "samples_per_second" in table and bool(table["samples_per_second"].notna().any()):
         return True
     if not has_row_per_epoch(table):
@@ -240,7 +240,7 @@ def is_step_based_table(table: pd.DataFrame) -> bool:
 
 
 def has_row_per_epoch(table: pd.DataFrame) -> bool:
-    """Return whether there is at most one row per epoch, and no row for a part of an epoch."""
+    """Return whether a table has at most one row per epoch, and no row for a part of an epoch."""
     column = find_axis(table, "epoch")
     if column is None or column not in table.select_dtypes("number"):
         return False
@@ -249,7 +249,7 @@ def has_row_per_epoch(table: pd.DataFrame) -> bool:
 
 
 def read_steps(table: pd.DataFrame) -> pd.DataFrame:
-    """Return the run's rows per step if there are any, or else the given table."""
+    """Return a run's table with one row per step, or its table of epochs if there is no other."""
     import pandas as pd
 
     file = table.attrs.get("file")
@@ -257,20 +257,20 @@ def read_steps(table: pd.DataFrame) -> pd.DataFrame:
         return table
     has_own_file = file.name == "metrics.csv" and file.with_name("steps.csv").is_file()
     if not has_own_file and find_axis(table, "epoch") is None:
-        # A table without an epoch column already has a row per step.
+        # Return a table without an epoch column, because such a table has one row per step.
         return table
     steps = read_logs(file, steps=True)
     if find_axis(steps, "step") != find_axis(table, "step"):
         return table
     if not has_own_file:
         return steps
-    # If a column is in both files, use steps.csv, which has more rows.
+    # Prefer the columns of steps.csv, which has more rows than metrics.csv.
     others = table[["step", *table.columns.difference(steps.columns)]]
     return pd.concat([others, steps])
 
 
 def prepare_table(table: pd.DataFrame, x: str) -> pd.DataFrame:
-    """Return a table with one row per value of the x axis, and these values in a column ``x``."""
+    """Return a table with one row per value of the x axis, in which the axis has the name ``x``."""
     if x == "row":
         return table.assign(row=range(len(table)))
     if x == "step":
@@ -280,7 +280,7 @@ def prepare_table(table: pd.DataFrame, x: str) -> pd.DataFrame:
         return table
     file = table.attrs.get("file")
     if x == "time" and (file is None or file.name == "metrics.csv"):
-        # This package writes the seconds since the previous row to `time`.
+        # Add up the durations, because `time` contains the seconds since the previous row.
         table = table.assign(time=table["time"].fillna(0).cumsum())
     rows = table.groupby(column, as_index=False).last()
     rows = (
@@ -291,13 +291,13 @@ def prepare_table(table: pd.DataFrame, x: str) -> pd.DataFrame:
 
 
 def name_axis(runs: list[Run], x: str) -> str:
-    """Return the label of the x axis, which is the name of its column in the logs."""
+    """Return the label of the x axis, such as the name of its column in the CSV files."""
     names = {table.attrs.get("x", x) for run in runs for table in run.tables}
     return "seconds of training" if x == "time" else names.pop() if len(names) == 1 else x
 
 
 def find_metrics(runs: list[Run], x: str) -> tuple[list[Metric], list[Metric]]:
-    """Return the numeric columns of all runs, and those among them that are metrics."""
+    """Return all numeric columns of the runs, and the metrics among these columns."""
     tables = [table for run in runs for table in run.tables]
     names = dict.fromkeys(str(name) for table in tables for name in table)
     numeric = {
@@ -306,13 +306,13 @@ def find_metrics(runs: list[Run], x: str) -> tuple[list[Metric], list[Metric]]:
     columns = add_splits([parse_metric(name) for name in names if name in numeric])
     metrics = [metric for metric in columns if is_metric(metric.column) and metric.column != x]
     if x != "step":
-        # Skip "<name>_step", which Lightning logs in addition to the epoch's mean.
+        # Skip columns such as "loss_step", which Lightning logs in addition to the epoch's mean.
         metrics = [metric for metric in metrics if not metric.column.endswith("_step")] or metrics
     return columns, metrics
 
 
 def choose_metrics(runs: list[Run], x: str, wanted: Sequence[str] | None) -> list[Metric]:
-    """Return the metrics to draw, starting with losses and accuracies."""
+    """Return the metrics to draw, with losses and accuracies first and learning rates last."""
     columns, metrics = find_metrics(runs, x)
     names = ", ".join(metric.column for metric in columns)
     known = f"expected one of the columns {names or '(none)'}"
@@ -320,7 +320,7 @@ def choose_metrics(runs: list[Run], x: str, wanted: Sequence[str] | None) -> lis
     if wanted is not None:
         chosen = []
         for name in wanted:
-            # In a log of Keras, "loss" selects the columns "loss" and "val_loss".
+            # Let "loss" select both columns "loss" and "val_loss" in a log of Keras.
             found = [metric for metric in metrics if name in (metric.quantity, metric.kind)]
             found = found or [metric for metric in columns if metric.column == name]
             found = [metric for metric in columns if metric.column == name and not found] or found
@@ -341,9 +341,9 @@ def sort_metrics(metrics: Sequence[Metric]) -> list[Metric]:
 
 
 def add_splits(metrics: list[Metric]) -> list[Metric]:
-    """Mark a column without a split as training values if there is a validation column for it.
+    """Treat a column such as "f1" as training values if there is a column "val_f1".
 
-    A loss without a split is always a training loss, as in the logs of Keras.
+    A column "loss" always contains training values, as in the logs of Keras.
     """
     splits: dict[str, set[str]] = {}
     for metric in metrics:
@@ -357,14 +357,14 @@ def add_splits(metrics: list[Metric]) -> list[Metric]:
 
 
 def name_line(metric: Metric, others: list[Metric]) -> str:
-    """Return the label of a metric's line. Matplotlib hides labels that start with "_"."""
+    """Return the label of a metric's line. The legend hides labels that start with "_"."""
     if [other.split for other in others].count(metric.split) > 1:
         return metric.column
     return metric.split or (metric.column if len(others) > 1 else f"_{metric.quantity}")
 
 
 def choose_colors(runs: list[Run], metrics: list[Metric]) -> None:
-    """Give each run a color and a dash pattern. With too many runs, color only the best runs."""
+    """Give each run a color and a dash pattern, or with more than 18 runs only the best eight."""
     colored = runs
     if len(runs) > MOST_COLORED:
         colored = rank_runs(runs, metrics)[:NUM_BEST]
@@ -377,7 +377,7 @@ def choose_colors(runs: list[Run], metrics: list[Metric]) -> None:
 
 
 def rank_runs(runs: list[Run], metrics: list[Metric]) -> list[Run]:
-    """Sort runs by their best value of the first metric that is not a training metric."""
+    """Sort runs by their best value of the first metric, preferably not a training metric."""
     ranking = sorted(metrics, key=lambda metric: metric.split == "train")[0]
     mode = best_mode(ranking.column, runs[0].options)
 
@@ -392,7 +392,7 @@ def rank_runs(runs: list[Run], metrics: list[Metric]) -> list[Run]:
 
 
 def make_axes(quantities: list[str], x_label: str) -> list[Axes]:
-    """Return the panels of a new figure, up to four in a row."""
+    """Create a figure, and return its panels, at most four in a row."""
     from matplotlib import pyplot
 
     count = len(quantities)
@@ -415,14 +415,14 @@ def make_axes(quantities: list[str], x_label: str) -> list[Axes]:
 
 
 def format_axes(ax: Axes, x: str, log: bool) -> None:
-    """Set the scale and the ticks of a panel to fit its lines."""
+    """Choose a panel's scale and ticks to fit the values of its lines."""
     import numpy as np
     from matplotlib.ticker import LogLocator, MaxNLocator, NullFormatter
 
     first, last = ax.get_xlim()
     drawn = [np.asarray(line.get_xydata(), float).T for line in ax.get_lines()]
     is_integer = x != "time" and all((places % 1 == 0).all() for places, _ in drawn)
-    # Draw at least three ticks, or one per epoch if there are fewer than three epochs.
+    # Draw at least three ticks, or one per epoch if there are only one or two epochs.
     count = min(3, max(1, math.floor(last) - math.ceil(first) + 1))
     steps = {"integer": is_integer, "steps": [1, 2, 5, 10]}
     ax.xaxis.set_major_locator(MaxNLocator("auto", min_n_ticks=count, **steps))
@@ -432,7 +432,7 @@ def format_axes(ax: Axes, x: str, log: bool) -> None:
     ax.xaxis.set_major_formatter(lambda value, _: f"{value / unit:g}{letter if value else ''}")
     values = [float(y) for _, line in drawn for y in line[line > 0]]
     if not log or not values or any((line < 0).any() for _, line in drawn):
-        # A logarithmic scale would hide negative values.
+        # Keep a linear scale for negative values, which a logarithmic scale would hide.
         ax.ticklabel_format(axis="y", useOffset=False)
         return
     ax.set_yscale("log")
@@ -444,7 +444,7 @@ def format_axes(ax: Axes, x: str, log: bool) -> None:
 
 
 def draw_line(ax: Axes, run: Run, metric: Metric, x: str, smooth: float | None, label: str) -> None:
-    """Draw a run's metric and mark its best value. Draw several seeds as a mean and a range."""
+    """Draw a run's curve with its best value, or for several seeds the mean and the range."""
     import pandas as pd
 
     tables = [table for table in run.tables if {x, metric.column} <= set(table)]
@@ -459,7 +459,7 @@ def draw_line(ax: Axes, run: Run, metric: Metric, x: str, smooth: float | None, 
     elif metric.split == "test":
         style["linestyle"] = ":"
     if len(rows) > 1:
-        # Average the n-th rows of all seeds, because the times of these rows differ.
+        # Average the n-th rows of all seeds, even if they have different times on the x axis.
         groups = points.groupby(level=0)
         points, low, high = groups.mean(), groups["y"].min(), groups["y"].max()
         if metric.split != "train":
@@ -482,7 +482,7 @@ def draw_line(ax: Axes, run: Run, metric: Metric, x: str, smooth: float | None, 
 
 
 def has_raw_steps(table: pd.DataFrame, metric: Metric, x: str) -> bool:
-    """Return whether a column contains training values of single steps, rather than means."""
+    """Return whether a metric's column contains values of single training steps, not means."""
     if x == "row" or metric.split != "train" or has_row_per_epoch(table):
         return False
     counts = table.notna().sum()
@@ -491,14 +491,14 @@ def has_raw_steps(table: pd.DataFrame, metric: Metric, x: str) -> bool:
 
 
 def average_steps(values: pd.Series) -> Any:
-    """Return moving averages over at most 4 % of all points, and over fewer at the start.
+    """Return moving averages over at most 4 % of all values, and over fewer at the start.
 
-    An average covers at most the last quarter of the steps so far. In a longer average, high losses
-    at the start would show for a long time.
+    An average covers at most the last quarter of the steps so far. Otherwise, the high losses at
+    the start would raise the averages for a long time.
     """
     import numpy as np
 
-    # Sum in the highest precision, because the first losses may be very large.
+    # Add up losses in the highest precision, because the first losses may be very large.
     sums = np.concatenate([[0.0], np.cumsum(values.to_numpy(np.longdouble))])
     ends = np.arange(1, len(sums))
     sizes = np.clip(ends // 4, 1, max(1, len(values) // 25))
@@ -506,7 +506,7 @@ def average_steps(values: pd.Series) -> Any:
 
 
 def add_legend(axes: list[Axes], title: str) -> None:
-    """Add a legend below the panels, with one entry per label."""
+    """Add a legend below the panels, with one entry for each different label."""
     entries: dict[str, Any] = {}
     for ax in axes:
         handles, labels = ax.get_legend_handles_labels()
@@ -517,7 +517,7 @@ def add_legend(axes: list[Axes], title: str) -> None:
         if label == "best" or label.endswith(" other runs"):
             entries[label] = entries.pop(label)
     figure: Any = axes[0].figure
-    # Estimate how many legend entries fit into a line. A letter takes about 1/14 inch.
+    # Estimate how many legend entries fit into a line of letters that are 1/14 inch wide.
     letters = int(figure.get_figwidth() * 14)
     labels = [textwrap.fill(label, int(0.7 * letters)) for label in entries]
     width = max(1, letters // (max(map(len, entries)) + 10))
@@ -530,7 +530,7 @@ def add_legend(axes: list[Axes], title: str) -> None:
 
 
 def render_picture(logs: Any, file_format: str = "png", **options: Any) -> bytes:
-    """Call `plot_logs`, and return the figure as an image file's bytes."""
+    """Call `plot_logs`, and return the figure as the content of an image file."""
     import numpy as np
     from matplotlib import pyplot
 
@@ -538,7 +538,7 @@ def render_picture(logs: Any, file_format: str = "png", **options: Any) -> bytes
     figure = np.ravel(axes)[0].figure
     content = io.BytesIO()
     figure.savefig(content, dpi=120, format=file_format)
-    # Close the figure, because a notebook would display an open figure a second time.
+    # Close the figure, which a notebook would otherwise display a second time.
     pyplot.close(figure)
     return content.getvalue()
 
@@ -556,7 +556,7 @@ def save_picture(paths: Sequence[str | Path], out: Path, **options: Any) -> Path
 
 
 class LivePlot:
-    """Draw the curves in a notebook while a run trains. Outside of a notebook, do nothing.
+    """Show the curves of a run during training, if the code runs in a notebook.
 
     Args:
         **options: Options of `plot_logs`, such as x="step" or metrics=["loss", "lr"].
@@ -570,14 +570,14 @@ class LivePlot:
         self.options = options
         self.display: Any = None
         self.next_time = 0.0
-        # The sizes that the CSV files had when they were drawn.
+        # The sizes of the CSV files at the time of the latest drawing.
         self.sizes: list[int] = []
 
     def on_fit_start(self, trainer: Any, module: Any) -> None:
         self.display, self.next_time, self.sizes = None, 0.0, []
 
     def on_train_batch_start(self, trainer: Any, module: Any, *batch: Any) -> None:
-        """Draw new rows at most once a second, and in at most 5 % of the training time."""
+        """Redraw the curves at most once a second, using at most 5 % of the training time."""
         start = time.monotonic()
         if start < self.next_time:
             return
@@ -589,7 +589,7 @@ class LivePlot:
             self.on_fit_end(trainer, module)
             seconds = time.monotonic() - start
             if not drawn:
-                # The first picture takes seconds longer, because it imports matplotlib.
+                # Do not count the first drawing, which takes seconds to import matplotlib.
                 seconds = min(seconds, 0.1)
             self.next_time = start + max(1.0, 20 * seconds)
 

@@ -19,7 +19,7 @@ from .tune import SETTINGS, compare
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
-MIN_GAIN = 1.1  # Settings with a smaller speed-up are not suggested.
+MIN_GAIN = 1.1  # Suggest a setting if it makes steps faster by this factor.
 
 # These methods make the CPU wait until the GPU has computed the tensor's value.
 READS = (torch.Tensor.item, torch.Tensor.__float__, torch.Tensor.cpu, torch.Tensor.tolist)
@@ -38,7 +38,7 @@ class Profile:
 
     @property
     def milliseconds(self) -> float:
-        """Return the duration of a step, which is the sum of its parts."""
+        """Return the duration of a step in ms, which is the sum over its parts."""
         return round(sum(self.parts.values()), 3)
 
     def __str__(self) -> str:
@@ -58,7 +58,7 @@ class Profile:
         bars = axes.barh(list(self.parts), list(self.parts.values()))
         shares = [ms / self.milliseconds for ms in self.parts.values()]
         axes.bar_label(bars, [f"{share:.1%}" for share in shares], padding=4)
-        # Leave space for the longest bar's label.
+        # Leave space for the percentage to the right of the longest bar.
         axes.margins(x=0.15)
         axes.invert_yaxis()
         axes.set(xlabel="median, ms", title=f"{self.milliseconds:,.3f} ms a step on {self.device}")
@@ -76,8 +76,8 @@ def profile(
 ) -> Profile:
     """Train a copy of the model for a few steps, time each part, and try faster settings.
 
-    The model, optimizers, callbacks, random generators and loaders stay unchanged, and no files
-    remain. Validation and callbacks do not run. The CSV logger is the only logger.
+    The model, optimizers, random generators and loaders stay unchanged, and no files remain. During
+    the measurement, there is no validation, no callback, and no logger except the CSV logger.
 
     Args:
         loop: The loop with the training options.
@@ -115,7 +115,7 @@ def profile_command(loop: Any, model: Any, data: Any, *, out: str | None, steps:
 
 
 class ValueReadRecorder(TorchFunctionMode):
-    """Collect the lines of user code that read a tensor's value, for example by loss.item()."""
+    """Collect the lines of the user's code that read a tensor's value, such as loss.item()."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -132,7 +132,7 @@ class ValueReadRecorder(TorchFunctionMode):
 
 
 def find_faster(loop: Any, parts: dict[str, Any], milliseconds: float) -> list[str]:
-    """Try settings that do not change results, and describe those that are faster."""
+    """Return a text for each setting that makes steps faster and does not change results."""
     steps = min(max(int(200 / milliseconds), 10), 200)
 
     def trial(choice: Choice) -> float:
@@ -141,7 +141,7 @@ def find_faster(loop: Any, parts: dict[str, Any], milliseconds: float) -> list[s
     settings = {"tensor_loader": True, "num_workers": min(os.cpu_count() or 1, 8), "threads": 1}
     gains: dict[str, float] = {}
     for name, value in settings.items():
-        # A setting that fails is not suggested.
+        # Do not suggest a setting with which training fails.
         with suppress(Exception):
             gain = compare(trial, {}, {name: value})
             if gain >= MIN_GAIN:

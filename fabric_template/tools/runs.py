@@ -1,4 +1,4 @@
-"""Find the runs below a folder, and read their state, options and metrics."""
+"""Find all runs in a folder and its subfolders, and read their states, options and metrics."""
 
 from __future__ import annotations
 
@@ -24,22 +24,22 @@ if TYPE_CHECKING:
 
 COLUMNS = ["name", "version", "state", "epochs", "metric", "best", "best_epoch", "seconds"]
 COLUMNS += ["changed", "folder"]
-# Ignore options that always differ between runs, or that do not influence training.
+# Do not compare options that differ in all runs, or that do not influence training.
 NOT_COMPARED = ("name", "version", "default_root_dir", "enable_progress_bar", "resume", "load")
 DEFAULTS = {field.name: field.default for field in fields(LoopArguments)}
 DEFAULTS |= vars(LoopConfig().resolve())
-Columns = dict[str, list[Any]]  # The values of each numeric column of a CSV file.
-Run = dict[str, Any]  # A row of list_runs with further keys, such as "options" and "rows".
+Columns = dict[str, list[Any]]  # The values in each numeric column of a CSV file.
+Run = dict[str, Any]  # A row of list_runs as a dict, with more keys, such as "options" and "rows".
 
 
 def list_runs(
     folder: str | os.PathLike[str] = "logs", metric: str | None = None, mode: str | None = None
 ) -> pd.DataFrame:
-    """List all runs below a folder, or in a CSV file of any tool.
+    """List all runs in a folder and its subfolders, or in a CSV file that any tool has written.
 
-    `state` is "running", "finished", "interrupted" (or killed), "failed", or "unknown" for a run of
-    Trainer. `changed` lists options that were set and differ between runs of the same name, and
-    settings in hparams= that all runs have, but with different values.
+    The column `state` contains "running", "finished", "interrupted" (also if killed), "failed", or
+    "unknown" for a run of Trainer. `changed` contains the options that differ between runs of one
+    name. It also contains settings in hparams= that all runs have, but not with the same value.
 
     Args:
         folder: The folder of all logs, or a folder in it.
@@ -64,7 +64,7 @@ def list_runs(
 def find_runs(
     folder: str | os.PathLike[str], metric: str | None = None, mode: str | None = None
 ) -> list[Run]:
-    """Return all runs in a file or below a folder, sorted by name and version."""
+    """Return all runs in a CSV file or in a folder and its subfolders, by name and version."""
     root = Path(os.path.abspath(folder))
     if not root.exists():
         raise ValueError(f"runs: got {str(folder)!r}, expected a folder. Write logs, for example.")
@@ -92,13 +92,13 @@ def find_runs(
 
 
 def differing_options(runs: Sequence[Run]) -> list[str]:
-    """Return the options that differ between runs, except for options that were not set."""
+    """Return the names of options that have different values in the given runs."""
     differing = []
     recorded = {name for run in runs for name in run["recorded"]}
     for option in dict.fromkeys(name for run in runs for name in run["options"]):
         values = [run["options"][option] if is_set(run, option) else None for run in runs]
         if option in recorded:
-            # Ignore arguments that only one class has, because the classes already differ.
+            # Compare an argument only between runs whose model or optimizer has it.
             values = [value for value in values if value is not None]
         # Also compare the values as strings, because NaN differs from itself.
         if any(value != values[0] and str(value) != str(values[0]) for value in values):
@@ -107,7 +107,7 @@ def differing_options(runs: Sequence[Run]) -> list[str]:
 
 
 def is_set(run: Run, option: str) -> bool:
-    """Return whether an option differs from its default."""
+    """Return whether a run's option has another value than the default."""
     options = run["options"]
     value = options.get(option)
     if value is None or option in NOT_COMPARED:
@@ -115,13 +115,13 @@ def is_set(run: Run, option: str) -> bool:
     if option == "mode":
         return bool(value not in ("auto", find_direction(str(options.get("monitor"))) or "min"))
     if option == "max_epochs" and value in (-1, 1000):
-        # MiniLoop replaces the default None by these values before it records the options.
+        # MiniLoop records max_epochs=None as -1 or 1000.
         return False
     return option not in DEFAULTS or bool(value != DEFAULTS[option])
 
 
 def read_run(folder: Path, root: Path) -> Run:
-    """Read the run in a folder, and name the run relative to root."""
+    """Read a run from its folder. The path relative to ``root`` becomes the run's name."""
     name, version = name_run(folder, root)
     run: Run = {
         "name": name,
@@ -137,13 +137,13 @@ def read_run(folder: Path, root: Path) -> Run:
 
 
 def read_files(path: Path, root: Path) -> list[Run]:
-    """Read the runs in a CSV file that any tool has written. A file may contain several runs."""
+    """Read one or several runs from a CSV file that any tool has written."""
     if path.name == "metrics.csv":
         return [read_run(path.parent, path.parent)]
     rows, names = read_rows(path)
     has_axis = find_axis(rows, "epoch") or find_axis(rows, "step")
     if path != root and not has_axis and not any(parse_metric(name).split for name in rows):
-        # Other tables, such as predictions, are not logs.
+        # Skip tables that are no logs, such as predictions.
         return []
     folder = path.parent.relative_to(root).as_posix() if root in path.parents else "."
     name = path.parent.name if folder == "." else folder
@@ -159,7 +159,7 @@ def read_files(path: Path, root: Path) -> list[Run]:
         run: Run = {"name": name, "version": version, "state": "unknown", "file": path}
         run |= {"options": {}, "about": {}, "recorded": {}}
         label = version if path == root else f"{name}/{version}"
-        # In other tools' files, the column "time" has a different meaning.
+        # Ignore the column "time", which has another meaning in the files of other tools.
         runs.append(describe_run(run, table, label) | {"seconds": 0.0})
     return runs
 
@@ -170,7 +170,7 @@ def describe_run(run: Run, rows: Columns, label: str) -> Run:
     epochs = [] if column is None else [epoch for epoch in rows[column] if epoch == epoch]
     count = 0
     if epochs:
-        # Some tools count epochs from 1, or write fractions of epochs.
+        # Do not add 1 to the last epoch of a tool that counts from 1 or writes fractions.
         is_from_one = min(epochs) == 1 or any(epoch % 1 for epoch in epochs)
         count = math.ceil(max(epochs)) if is_from_one else int(max(epochs)) + 1
     return run | {
@@ -183,7 +183,7 @@ def describe_run(run: Run, rows: Columns, label: str) -> Run:
 
 
 def choose_metric(run: Run) -> str | None:
-    """Return a run's monitor, otherwise a validation metric, otherwise the first metric."""
+    """Return the metric that ranks a run, which is its monitor or else a validation metric."""
     monitor = run["options"].get("monitor")
     if monitor in run["rows"]:
         return str(monitor)
@@ -199,13 +199,13 @@ def choose_metric(run: Run) -> str | None:
 
 
 def best_mode(metric: str, options: dict[str, Any]) -> str | None:
-    """Return the run's mode if the metric is its monitor, or else the direction of its name."""
+    """Return a run's ``mode`` for the run's monitor. For other metrics, the name decides."""
     mode = options.get("mode") if metric == options.get("monitor") else None
     return mode if mode in ("min", "max") else find_direction(metric)
 
 
 def find_best(run: Run, metric: str | None = None, mode: str | None = None) -> dict[str, Any]:
-    """Find a metric's best value and epoch, which are None if the metric's direction is unknown."""
+    """Return a metric's best value and its epoch, or None for both if the direction is unknown."""
     rows, metric = run["rows"], metric or choose_metric(run)
     found: Run = {
         "metric": metric,
@@ -231,13 +231,13 @@ def find_best(run: Run, metric: str | None = None, mode: str | None = None) -> d
 
 
 def read_rows(path: Path) -> tuple[Columns, list[str]]:
-    """Return a CSV file's numeric columns, and each row's run if the file has several runs.
+    """Return the numeric columns of a CSV file, and the name of the run in each of its rows.
 
-    A damaged file has no columns. pandas is not used, because it is much slower.
+    A damaged file gives no columns. This function does not use pandas, which is much slower.
     """
     columns: dict[str, list[Any]] = {}
     with warnings.catch_warnings(), suppress(OSError, ValueError):
-        # The last line may be incomplete while a run trains.
+        # Ignore warnings about the last line, which may be incomplete while a run trains.
         warnings.simplefilter("ignore")
         columns = read_columns(path)
     names = columns.pop(RUN, [])
@@ -270,7 +270,7 @@ def is_locked(path: Path) -> bool:
     except BlockingIOError:
         return True
     except (ImportError, OSError):
-        # Without file locks, as on Windows or some network drives, an active run looks interrupted.
+        # Without file locks, as on Windows or some network drives, a running run looks interrupted.
         return False
     return False
 
@@ -279,12 +279,12 @@ def is_locked(path: Path) -> bool:
 def parse_yaml(text: str) -> Any:
     import yaml
 
-    # The C parser is ten times faster.
+    # Prefer the YAML parser written in C, which is ten times faster.
     return yaml.load(text, getattr(yaml, "CSafeLoader", yaml.SafeLoader))
 
 
 def find_recorded(about: dict[str, Any], options: dict[str, Any]) -> dict[str, Any]:
-    """Return the recorded classes, arguments and batch size that are not also options."""
+    """Return the recorded classes, arguments and batch size, except those that options repeat."""
     found: dict[str, Any] = {}
     for part, value in about.items():
         kind, _, number = part.partition("_")
@@ -302,12 +302,12 @@ def find_recorded(about: dict[str, Any], options: dict[str, Any]) -> dict[str, A
                 known.append(options.get("learning_rate"))
             if entry not in known:
                 found[f"optimizer.{numbered}" if numbered in options else numbered] = entry
-    # The user's own settings override recorded entries of the same name.
+    # Prefer the user's settings in hparams= to recorded entries of the same name.
     return {name: entry for name, entry in found.items() if name not in options}
 
 
 def parse_section(text: str) -> Any:
-    """Parse a section of a YAML file. Entries are cached, because most are equal in all runs."""
+    """Parse a section of a YAML file, with a cache for entries that are equal in many runs."""
     if not text.startswith("about:\n"):
         return parse_yaml(text)
     about: dict[str, Any] = {}
@@ -318,16 +318,16 @@ def parse_section(text: str) -> Any:
 
 
 def read_options(folder: Path) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Return the options in config.yaml and hparams.yaml, without section names.
+    """Return the options in config.yaml and hparams.yaml in one flat dict, and the section "about".
 
-    The second dict is the section "about" of config.yaml, which describes the run's environment.
+    The section "about" of config.yaml describes the model, the machine and the versions.
     """
     import yaml
 
     options: dict[str, Any] = {}
     hparams: dict[str, Any] = {}
     about: dict[str, Any] = {}
-    # hparams.yaml overrides config.yaml, because a resumed run rewrites only hparams.yaml.
+    # Read hparams.yaml last, because a resumed run updates only this file.
     for name in ("config.yaml", "hparams.yaml"):
         try:
             text = (folder / name).read_text("utf-8")
@@ -345,6 +345,6 @@ def read_options(folder: Path) -> tuple[dict[str, Any], dict[str, Any]]:
                 options |= {f"{prefix}{key}": entry for key, entry in entries.items()}
             if section == "hparams":
                 hparams |= entries
-    # If one of the user's settings has the name of an option that is not set, use the setting.
+    # If a setting in hparams= has the name of an option with its default value, show the setting.
     unset = [name for name in hparams if options[name] == DEFAULTS.get(name)]
     return options | {name: hparams[name] for name in unset}, about

@@ -24,7 +24,7 @@ def runs_command(
     mode: str | None = None,
     html: str | None = None,
 ) -> int:
-    """List runs, compare two of them (`diff RUN RUN`), or find the best one (`best`)."""
+    """List runs, compare two runs (`runs diff RUN RUN`), or find the best run (`runs best`)."""
     action, *folders = paths if paths and paths[0] in ("diff", "best") else ["list", *paths]
     if len(folders) != 2 if action == "diff" else len(folders) > 1:
         expected = "one folder, such as logs/digits"
@@ -57,7 +57,7 @@ def runs_command(
 
 
 def find_run(name: str) -> Run:
-    """Find a run by its folder, such as logs/digits/version_0, its CSV file, or its listed name."""
+    """Find a run by its folder, its CSV file, or its name in the list, such as digits/version_0."""
     for folder in (Path(name), Path("logs", name)):
         if Path(folder, "metrics.csv").is_file():
             run = read_run(folder.absolute(), Path("logs").absolute())
@@ -73,7 +73,7 @@ def to_cells(run: Run) -> tuple[str, ...]:
     if run["best"] is not None:
         epoch = "" if run["best_epoch"] is None else str(run["best_epoch"])
         best = (run["metric"], f"{run['best']:.5g}", epoch)
-    # Rows that other tools have written may lack epochs and durations.
+    # Leave cells empty if another tool's log lacks epochs or durations.
     is_unknown = bool(run["rows"])
     epochs = "" if is_unknown and not run["epochs"] else str(run["epochs"])
     seconds = round(run["seconds"])
@@ -83,14 +83,14 @@ def to_cells(run: Run) -> tuple[str, ...]:
 
 
 def format_table(rows: Sequence[Sequence[str]]) -> str:
-    """Align the columns of a table. Replace characters that cannot be printed."""
+    """Align the columns of a table, and replace characters that cannot be printed by "?"."""
     cells = [["".join(c if c.isprintable() else "?" for c in cell) for cell in row] for row in rows]
     widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
     return "\n".join("  ".join(map(str.ljust, row, widths)).rstrip() for row in cells)
 
 
 def wrap_table(rows: Sequence[Sequence[str]]) -> str:
-    """Align a table's columns. If the table is wider than the terminal, wrap the last column."""
+    """Align a table's columns, and wrap the last one if the table is wider than the terminal."""
     if not (sys.stdout.isatty() or "COLUMNS" in os.environ):
         return format_table(rows)
     widths = [max(map(len, column)) + 2 for column in zip(*rows, strict=True)]
@@ -126,7 +126,7 @@ def diff_runs(a: Run, b: Run) -> list[tuple[str, ...]]:
 
 
 def describe_record(run: Run) -> dict[str, str]:
-    """Return a run's command, git commit, versions, device and model size as text."""
+    """Return a run's command, git commit, versions, device and model size as a dict of texts."""
     texts = {}
     for part in ("command", "git", "versions", "device", "processes", "model"):
         value = run["about"].get(part)
@@ -138,7 +138,7 @@ def describe_record(run: Run) -> dict[str, str]:
 
 
 def print_best(runs: Sequence[Run]) -> None:
-    """Print the best run, its best epoch, and the checkpoints of this epoch."""
+    """Print the best run, its best epoch, and the checkpoints that it saved at this epoch."""
     found = [run for run in runs if run["best"] is not None]
     metrics = sorted({run["metric"] for run in found or runs if run["metric"] is not None})
     if len(metrics) != 1:
@@ -158,7 +158,7 @@ def print_best(runs: Sequence[Run]) -> None:
     print(f"best        {best['metric']} {best['best']:.6g}{epoch}")
     is_own_folder = best["file"].name == "metrics.csv"
     print(f"run         {best['folder'] if is_own_folder else best['file']}")
-    # Checkpoints next to another tool's CSV file may belong to other runs.
+    # Show no checkpoints next to another tool's CSV file, which may belong to other runs.
     paths = find_checkpoints(best) if is_own_folder else []
     for path in paths:
         print(f"checkpoint  {path}")
@@ -168,11 +168,11 @@ def print_best(runs: Sequence[Run]) -> None:
 
 def find_checkpoints(run: Run) -> list[Path]:
     """Return a run's checkpoints that were saved at its best epoch and step."""
-    # The checkpoints of logs/digits/version_0 are in checkpoints/digits/version_0.
+    # Look in checkpoints/digits/version_0 for the checkpoints of logs/digits/version_0.
     folder = Path("/checkpoints/".join(run["folder"].rsplit("/logs/", 1)))
     found = []
     for path in sorted(folder.rglob("*.ckpt")):
-        # Import torch only if there is a checkpoint, because the import takes seconds.
+        # Import torch only if a checkpoint exists, because the import takes seconds.
         from ..checkpoint.reader import read_archive
         from ..errors import CheckpointError
 
@@ -181,7 +181,7 @@ def find_checkpoints(run: Run) -> list[Path]:
             epoch, step = checkpoint.get("epoch"), checkpoint.get("global_step")
         except (CheckpointError, OSError, ValueError):
             continue
-        # In Trainer's CSV file, the step number is one less, because Trainer counts from 0.
+        # Also accept the next step, because Trainer's CSV files count steps from 0.
         is_same_step = run["best_step"] is None or step in (run["best_step"], run["best_step"] + 1)
         if epoch == run["best_epoch"] and is_same_step:
             found.append(path)

@@ -1,4 +1,4 @@
-"""Write the HTML page of `runs --html`, which shows a table of the runs and their curves."""
+"""Write the HTML page of `runs --html`, which contains a table of runs and their curves."""
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ if TYPE_CHECKING:
     import numpy as np
 
 TEMPLATE = Path(__file__).with_name("runs_page.html")
-# The page contains about this many points at most, which take up a megabyte.
+# Limit the page to about this many points, which take up a megabyte.
 MOST_POINTS = 60_000
-# The number of panels in the row above the table.
+# The largest number of panels above the table.
 MOST_MAIN = 3
-# The first options have their own columns, unless a value is longer than LONGEST_VALUE.
+# Up to eight options have their own columns. Options with longer values share a column.
 MOST_OPTIONS = 8
 LONGEST_VALUE = 24
 
@@ -34,7 +34,7 @@ def write_page(runs: Sequence[Run], metric: str | None, path: Path, source: str)
     """Write a table and the curves of runs to one self-contained HTML file."""
     data = make_panels(runs, metric)
     columns, rows = make_table(runs, data)
-    # Escape "<", because it could start a tag such as "</script>" inside the script.
+    # Escape "<", because a run's name may contain a tag such as "</script>".
     script = json.dumps(data, separators=(",", ":")).replace("<", "\\u003c")
     parts = {
         "title": html.escape(f"Runs in {source}"),
@@ -57,7 +57,7 @@ def count_runs(runs: Sequence[Run]) -> str:
 
 
 def summarize(runs: Sequence[Run], data: dict[str, Any]) -> str:
-    """Return one line with the number of runs, the best run, and the number of drawn points."""
+    """Return a line of text with the number of runs, the best run, and the points per curve."""
     texts = [count_runs(runs)]
     ranking = rank_runs(runs)
     modes = {run["mode"] for run in runs if run["best"] is not None}
@@ -74,7 +74,7 @@ def summarize(runs: Sequence[Run], data: dict[str, Any]) -> str:
 
 
 def rank_runs(runs: Sequence[Run]) -> list[int]:
-    """Return the indices of the runs, sorted by the best value of the most frequent metric."""
+    """Return the runs' indices, sorted by the best value of the metric that ranks most runs."""
     counts = Counter(run["metric"] for run in runs if run["best"] is not None)
     ranking = next((metric for metric, _ in counts.most_common(1)), None)
 
@@ -88,7 +88,7 @@ def rank_runs(runs: Sequence[Run]) -> list[int]:
 
 
 def make_table(runs: Sequence[Run], data: dict[str, Any]) -> tuple[list[str], list[str]]:
-    """Return the column names, and the rows as HTML."""
+    """Return the names of the table's columns, and the table's rows as HTML."""
     names = dict.fromkeys(name for run in runs for name in run["changed"])
     long = [name for name in names if max(map(len, list_values(runs, name))) > LONGEST_VALUE]
     options = [name for name in names if name not in long][:MOST_OPTIONS]
@@ -126,7 +126,7 @@ def list_values(runs: Sequence[Run], option: str) -> list[str]:
 
 
 def make_cell(column: str, value: Any, order: Any) -> str:
-    """Return a table cell. Numbers, even those written as text, determine the sort order."""
+    """Return an HTML table cell, which is sorted as a number if its text is a number."""
     text = "" if value is None else str(value)
     shown = f"{value:.6g}" if isinstance(value, float) else text
     number = math.nan
@@ -143,14 +143,14 @@ def make_cell(column: str, value: Any, order: Any) -> str:
 
 
 def make_panels(runs: Sequence[Run], metric: str | None) -> dict[str, Any]:
-    """Return the page's panels and the points of their curves as plain data."""
+    """Return the page's panels and the points of their curves as data for JSON."""
     drawn: dict[int, plots.Run] = {}
     for number, table in enumerate(plots.make_tables(runs)):
         if len(table):
             drawn[number] = plots.Run("", [table], runs[number]["options"])
     styles = [*range(len(runs))]
     if len(runs) > plots.MOST_COLORED:
-        # Only the first styles have a color, so give them to the best runs.
+        # Give the first styles to the best runs, because the other styles are gray.
         for style, number in enumerate(rank_runs(runs)):
             styles[number] = style
     data: dict[str, Any] = {"x": "epoch", "thinned": None, "panels": [], "styles": styles}
@@ -176,14 +176,14 @@ def make_panels(runs: Sequence[Run], metric: str | None) -> dict[str, Any]:
 
 
 def choose_main(metrics: Sequence[Metric], ranking: set[str | None]) -> list[str]:
-    """Choose the quantities above the table: those that rank runs, then losses and accuracies."""
+    """Choose up to three quantities to draw above the table, such as metrics that rank runs."""
     ranked = [metric for metric in metrics if metric.column in ranking]
     usual = [metric for metric in metrics if metric.kind in ("loss", "accuracy")]
     return list(dict.fromkeys(metric.quantity.lower() for metric in ranked + usual))[:MOST_MAIN]
 
 
 def make_curves(number: int, run: plots.Run, metric: Metric, x: str) -> list[dict[str, Any]]:
-    """Return a metric's curve. Values of single steps also get a curve of averages."""
+    """Return a metric's curve, and for values of single steps also a curve of averages."""
     import numpy as np
     import pandas as pd
 
@@ -210,10 +210,10 @@ def make_curves(number: int, run: plots.Run, metric: Metric, x: str) -> list[dic
 
 
 def thin_curves(curves: list[dict[str, Any]]) -> list[int] | None:
-    """Reduce the number of points of the curves in place, and convert the points to lists.
+    """Remove points from long curves in place, and convert all curves to lists.
 
     Returns:
-        The lengths of the longest curve and of a reduced one, or None if no curve was reduced.
+        The length of the longest curve before and after, or None if no points were removed.
     """
     most = max(20, MOST_POINTS // max(1, len(curves)))
     longest = max((len(curve["x"]) for curve in curves), default=0)
@@ -225,7 +225,7 @@ def thin_curves(curves: list[dict[str, Any]]) -> list[int] | None:
 
 
 def thin(values: np.ndarray, most: int) -> list[int]:
-    """Return the indices of at most `most` values, which include each section's extremes."""
+    """Return at most `most` indices, with those of each section's smallest and largest value."""
     import numpy as np
 
     if len(values) <= most:
@@ -237,5 +237,5 @@ def thin(values: np.ndarray, most: int) -> list[int]:
 
 
 def shorten(value: float) -> float:
-    """Return a number that takes few characters: an integer, or a number of six digits."""
+    """Round a number to an integer without ".0" or to six digits, so that the page stays small."""
     return int(value) if value == int(value) and abs(value) < 1e15 else float(f"{value:.6g}")

@@ -1,4 +1,4 @@
-"""Train a copy of the model with changed settings, and time the parts of each step."""
+"""Train a copy of a model with changed settings, and time the parts of each training step."""
 
 from __future__ import annotations
 
@@ -25,11 +25,11 @@ from ..data.tensor_loader import TensorLoader
 
 PARTS = ("data", "transfer", "forward", "backward", "optimizer", "rest")
 WARM_UP = 5
-# The loop's options that influence how long a step takes.
+# Copy these options of the loop, which influence the duration of a step.
 OPTIONS = ["accumulate_grad_batches", "gradient_clip_val", "gradient_clip_algorithm", "compile"]
 OPTIONS += ["log_every_n_steps", "deterministic", "benchmark", "detect_anomaly"]
 OFF = ("enable_checkpointing", "enable_progress_bar", "enable_model_summary")
-Choice = dict[str, Any]  # The keys are names from tune.SETTINGS.
+Choice = dict[str, Any]  # Values of settings, by their names in tune.SETTINGS.
 
 
 class EnoughSteps(BaseException):
@@ -37,7 +37,7 @@ class EnoughSteps(BaseException):
 
 
 class StepTimer:
-    """A callback that times the parts of each step, which add up to the whole step."""
+    """A callback that times the parts of each training step, such as "data" and "forward"."""
 
     def __init__(self, steps: int, seconds: float, is_fused: bool, synchronize: bool) -> None:
         self.limit, self.seconds = steps, seconds
@@ -50,8 +50,8 @@ class StepTimer:
         self.since = self.begin = time.perf_counter()
 
     def get_median(self, *parts: str) -> float:
-        """Return the median of ten averages, each over a tenth of the steps."""
-        # Single steps are not comparable, because workers send several batches at once.
+        """Return the median of ten mean times, each of a tenth of the steps."""
+        # Times of single steps are not comparable, because workers deliver batches in bursts.
         times = [sum(step[part] for part in parts) for step in self.steps]
         size = max(1, len(times) // 10)
         return median(fmean(times[i : i + size]) for i in range(0, len(times), size))
@@ -64,7 +64,7 @@ class StepTimer:
         self.part, self.since = part, now
 
     def iterate(self, loader: Any) -> Generator[Any, None, None]:
-        """Yield batches forever by restarting the loader when it ends."""
+        """Yield batches without end, by starting the loader again after its last batch."""
         iterator: Any = None
         is_empty = False
         try:
@@ -78,7 +78,7 @@ class StepTimer:
                     yield batch
                     self.switch("data")
         finally:
-            # Shut down the workers, which would otherwise run until the iterator is deleted.
+            # Shut down the loader's workers, which would run until the iterator is deleted.
             if hasattr(iterator, "_shutdown_workers"):
                 iterator._shutdown_workers()
 
@@ -104,13 +104,13 @@ class StepTimer:
         self.switch("backward")
 
     def on_after_backward(self, *args: Any) -> None:
-        # The part "optimizer" includes gradient clipping.
+        # Count gradient clipping as a part of the optimizer step.
         self.switch("optimizer")
 
     on_before_zero_grad = on_after_backward
 
     def after_optimizer_step(self, *args: Any) -> None:
-        # In manual optimization, training_step may continue after the optimizer step.
+        # In manual optimization, count the rest of training_step as "forward".
         self.switch("forward")
 
     def on_train_batch_end(self, *args: Any) -> None:
@@ -125,9 +125,9 @@ def time_steps(
     seconds: float = float("inf"),
     synchronize: bool = False,
 ) -> StepTimer:
-    """Train a copy of the model with the chosen settings, for a number of steps or seconds.
+    """Train a copy of the model with the settings in ``choice``, for a number of steps or seconds.
 
-    With `synchronize`, the time of each part includes the GPU work that the part has started.
+    If `synchronize` is True, the time of each part includes its computations on the GPU.
     """
     timer = StepTimer(steps, seconds, "fused" in choice, synchronize)
     data = parts["train_dataloaders"]
@@ -160,14 +160,14 @@ def time_steps(
 
 
 def make_loop(loop: Any, choice: Choice, timer: StepTimer, folder: str) -> Any:
-    """Return a new loop with the given loop's options, the chosen settings and a timer."""
+    """Create a loop with the options of another loop, the settings in ``choice`` and a timer."""
     options = copy_options(loop) | {"logger": bool(loop.loggers), "default_root_dir": folder}
     options |= {name: choice[name] for name in choice if name in ("precision", "compile")}
     return type(loop)(callbacks=[timer], **options)
 
 
 def copy_options(loop: Any) -> dict[str, Any]:
-    """Return options for a copy of a loop that trains on one device, without any output."""
+    """Return a loop's options, changed so that a new loop trains on one device without output."""
     device = loop.fabric.device
     options = {name: getattr(loop.config, name) for name in OPTIONS} | dict.fromkeys(OFF, False)
     options |= {"accelerator": device.type, "devices": [device.index] if device.index else 1}
@@ -177,7 +177,7 @@ def copy_options(loop: Any) -> dict[str, Any]:
 
 def copy_loader(loader: Any) -> Any:
     """Copy a loader and its generators, but share its dataset."""
-    # Leave out the iterator over persistent workers, because it cannot be copied.
+    # Do not copy the iterator over persistent workers, because copying it is impossible.
     shared = [getattr(loader, "dataset", None), *getattr(loader, "tensors", ())]
     memo: dict[int, Any] = {id(part): part for part in shared}
     memo[id(getattr(loader, "_iterator", None))] = None
@@ -185,7 +185,7 @@ def copy_loader(loader: Any) -> Any:
 
 
 def change_loader(loader: Any, choice: Choice) -> Any:
-    """Return a loader with the same samples and the chosen settings."""
+    """Return a loader for the same dataset with the settings in ``choice``."""
     changes = {name: choice[name] for name in choice if name in ("num_workers", "batch_size")}
     if not changes and "tensor_loader" not in choice:
         return loader

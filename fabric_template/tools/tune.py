@@ -22,9 +22,9 @@ from .step_benchmark import PARTS, Choice, copy_options, time_steps
 # Keep a setting only if the slowest of its ROUNDS trials beats the fastest trial without it by the
 # factor MIN_GAIN.
 MIN_GAIN, ROUNDS = 1.03, 3
-TIME_LIMIT = 120.0  # A trial that takes more seconds counts as hung.
+TIME_LIMIT = 120.0  # Kill a trial after this many seconds.
 
-# For each setting, the values to try, and the code to write for a chosen value.
+# For each setting, the values to try, and the code that the user writes for a value.
 SETTINGS: dict[str, tuple[tuple[Any, ...], str]] = {
     "threads": ((1, 2, 4, 8), "torch.set_num_threads({0}), or OMP_NUM_THREADS={0}"),
     "tensor_loader": ((True,), "TensorLoader(x, y, ...) instead of the DataLoader"),
@@ -40,7 +40,7 @@ SETTINGS: dict[str, tuple[tuple[Any, ...], str]] = {
 
 
 class Tuned(NamedTuple):
-    """The settings that make training faster, and their combined speed-up."""
+    """The settings that make training faster, and the speed-up with all of them."""
 
     choice: Choice
     gain: float
@@ -67,7 +67,7 @@ def tune(
     seconds: float = 2.0,
     **fit_arguments: Any,
 ) -> Tuned:
-    """Find settings that make training faster. Each trial runs in its own process.
+    """Find settings that make training faster, in trials that run in their own processes.
 
     Args:
         loop: The loop with the training options. tune does not change this loop.
@@ -104,7 +104,7 @@ def measure(loop: Any, parts: dict[str, Any], seconds: float, choice: Choice) ->
 
 
 def choose_settings(trial: Callable[[Choice], float], names: Iterable[str]) -> tuple[Choice, float]:
-    """Try one setting after another. Return the faster settings and their combined speed-up."""
+    """Try settings one after another, and return the faster ones and their combined speed-up."""
     choice: Choice = {}
     for name in names:
         for value in SETTINGS[name][0]:
@@ -118,7 +118,7 @@ def choose_settings(trial: Callable[[Choice], float], names: Iterable[str]) -> t
 
 
 def compare(trial: Callable[[Choice], float], before: Choice, after: Choice) -> float:
-    """Time two sets of settings in turn. Return the speed-up, or 0.0 if it may be noise."""
+    """Return the speed-up between two sets of settings, or 0.0 if it may be only noise."""
     slow: list[float] = []
     fast: list[float] = []
     for _ in range(ROUNDS):
@@ -130,7 +130,7 @@ def compare(trial: Callable[[Choice], float], before: Choice, after: Choice) -> 
 
 
 def run_in_process(function: Callable[[], Any]) -> Any:
-    """Call a function in a child process. Return (result, "") or (None, error message)."""
+    """Call a function in a child process. Return (result, "") or (None, its error message)."""
     method = "fork" if sys.platform == "linux" and not torch.cuda.is_initialized() else "spawn"
     context: Any = multiprocessing.get_context(method)
     receiver, sender = context.Pipe(duplex=False)
@@ -143,7 +143,7 @@ def run_in_process(function: Callable[[], Any]) -> Any:
             if receiver.poll(TIME_LIMIT):
                 return receiver.recv()
     finally:
-        # Let the child exit normally, because a normal exit also ends its DataLoader workers.
+        # Give the child a second to exit, because a normal exit also ends its DataLoader workers.
         child.join(1)
         child.kill()
         child.join()
@@ -151,12 +151,12 @@ def run_in_process(function: Callable[[], Any]) -> Any:
 
 
 def send_result(function: Callable[[], Any], sender: Any, threads: int) -> None:
-    """Call a function, discard what it prints, and send its result or error to the parent."""
+    """Call a function without its printed output, and send its result or error to the parent."""
     if hasattr(signal, "SIGCHLD"):
-        # torch's SIGCHLD handler for DataLoader workers would end this process, so remove it.
+        # Remove torch's SIGCHLD handler for DataLoader workers, which would end this process.
         signal.signal(signal.SIGCHLD, signal.SIG_DFL)
     with open(os.devnull, "w") as null, redirect_stdout(null), redirect_stderr(null):
-        # OpenMP may hang in a forked process's first thread, so use a new thread.
+        # Use a new thread, because OpenMP may hang in the first thread of a forked process.
         executor = ThreadPoolExecutor(1, initializer=torch.set_num_threads, initargs=(threads,))
         future = executor.submit(function)
         error = future.exception()
@@ -179,7 +179,7 @@ class LearningRateRamp:
                 group["lr"] = self.rates[-1]
 
     def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, *batch: Any) -> None:
-        """Record the loss. Stop if the loss is not finite, or far above the lowest loss."""
+        """Record the loss, and stop training if it is not finite or far above the lowest loss."""
         self.losses.append(float(outputs["loss"] if isinstance(outputs, dict) else outputs))
         lowest = min(self.losses)
         limit = lowest + 4 * max(abs(lowest), self.losses[0] - lowest)
@@ -188,11 +188,11 @@ class LearningRateRamp:
 
 
 def save_curve(rates: list[float], losses: list[float], path: Path) -> float | None:
-    """Plot the smoothed loss to a file. Return the learning rate of the loss's steepest descent."""
+    """Plot the smoothed loss, and return the learning rate at which it decreases most."""
     from pandas import DataFrame
 
     curve = DataFrame({"loss": losses}, index=rates).rolling(9, center=True, min_periods=1).mean()
-    # Search only up to the lowest loss. At higher rates, a diverging loss may fall by chance.
+    # Ignore higher rates than that of the lowest loss: a diverging loss may fall by chance.
     change = curve["loss"].diff().loc[: curve["loss"].idxmin()]
     suggestion = float(change.idxmin()) if change.min() < 0 else None
     limits = (min(losses), 2 * losses[0] - min(losses) + 1e-9)
