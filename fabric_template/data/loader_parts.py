@@ -1,4 +1,4 @@
-"""Find the stateful objects in a loader, and restore the state of a stream for one pass."""
+"""Find the stateful objects in a loader, and restore the state of a stream."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ from ..lightning_compat.overrides import has_state
 from ..plain_state import REMOVED, Decoder, Part, Place, PlainState, digest, find_objects
 from .tensor_loader import TensorLoader
 
-# Do not search values of these types for objects that belong to a stream.
+# The types of values that are not searched for objects with the state of a stream.
 _LEAVES = (
     *(str, bytes, int, float, type, FunctionType, MethodType, ModuleType, io.IOBase, type(None)),
     *(torch.Tensor, torch.Generator, nn.Module, np.ndarray, np.generic, Logger),
@@ -38,21 +38,21 @@ _MOST_VALUES = 500
 _MOST_OBJECTS = 64
 _LIGHTNING = ("lightning.", "pytorch_lightning.")
 _LIBRARIES = ("torch.", "torchdata.", *_LIGHTNING)
-# A stream may hold the loop or a callback, whose attributes are not part of the stream's state.
+# The packages whose objects are skipped, because a stream may hold the loop or a callback.
 _NOT_ENTERED = (str(__package__).rpartition(".")[0] + ".", *_LIGHTNING)
 _DRAWING_SAMPLERS: Any = (
     RandomSampler | WeightedRandomSampler | SubsetRandomSampler | DistributedSamplerWrapper
 )
-# DataLoader sets these attributes itself.
+# The attributes that DataLoader itself sets, which are not saved.
 _OF_LOADER = frozenset(vars(DataLoader([])))  # type: ignore[arg-type]
-# The loop itself sets the epoch of a sampler.
+# The loop sets a sampler's epoch, so a checkpoint does not need it.
 _OF_SAMPLER = ("epoch",)
-# The iterator of a pass is not part of the state between passes.
+# The iterator of the current pass, which is not part of a stream's state.
 _ITERATOR_OF_PASS = ("_iterator",)
 
 
 def find_stateful_part(loader: Any) -> Any:
-    """Return the object that can save the position: the loader, its iterable dataset, or None."""
+    """Return the loader or its dataset if its ``state_dict`` saves the position, or None."""
     for sampler in samplers_of(loader):
         is_known = has_state(sampler) or is_of_library(sampler)
         if isinstance(sampler, _DRAWING_SAMPLERS) or not is_known:
@@ -110,7 +110,7 @@ def objects_in(dataset: Any) -> dict[str, Any]:
 
 
 def is_of_library(part: Any) -> bool:
-    """Return whether an object's class is from torch or Lightning, so its attributes are known."""
+    """Return whether an object's class is from torch, torchdata or Lightning."""
     return type(part).__module__.startswith(_LIBRARIES)
 
 
@@ -197,10 +197,10 @@ def find_values(
 class StreamState:
     """The state of a loader or stream that implements ``state_dict`` and ``load_state_dict``.
 
-    ``load_state_dict`` may set the position at which all later passes start, so that they yield
-    only the remaining data. ``load_state_dict`` may also set attributes that later passes need,
-    such as the epoch. After the resumed pass, StreamState keeps attributes that had the same value
-    in the saved run, and resets the others.
+    Some streams start every later pass at the loaded position, and skip the data before it.
+    ``load_state_dict`` may also set attributes that later passes need, such as the epoch. After the
+    resumed pass, StreamState keeps attributes that had the same value in the saved run, and resets
+    the others.
     """
 
     def __init__(self, stream: Any) -> None:
@@ -224,13 +224,13 @@ class StreamState:
         self._loaded = None
 
     def attributes(self) -> dict[Place, Any]:
-        """Return the changed attributes, with saved values in place of loaded ones."""
+        """Return the attributes that have changed, except by ``load_state_dict``."""
         attributes = {**self._plain.changed_attributes(), **self._unused()}
         return {place: value for place, value in attributes.items() if value != REMOVED}
 
     @contextmanager
     def loaded(self, state: dict[str, Any]) -> Iterator[None]:
-        """Load a state. The with block must create the iterator of the resumed pass."""
+        """Load a stream's state. Create the next iterator of the loader in the with block."""
         # The digest and the value that each attribute had in the saved run. An attribute without a
         # saved value had not changed in that run.
         expected: dict[Place, Any] = dict.fromkeys(place for place, _ in self._plain.attributes())

@@ -35,7 +35,7 @@ from .loader_parts import (
 )
 from .tensor_loader import TensorLoader
 
-# This value marks the end of an iterator.
+# The value that marks the end of an iterator.
 END: Any = object()
 STICKY_POSITION = (
     "Its load_state_dict() seems to set where each later pass starts. Reset that position at the end"
@@ -62,7 +62,7 @@ class ResumableLoader:
         self.loader = loader
         self.passes = self.batches = 0
         self.is_finished = False
-        # Exclude subclasses with their own __iter__, which may ignore a new sampler or collate_fn.
+        # A subclass with its own __iter__ may ignore a new sampler or collate_fn.
         is_plain = isinstance(loader, DataLoader) and type(loader).__iter__ is DataLoader.__iter__
         self._is_indexed = is_plain and not isinstance(loader.dataset, IterableDataset)
         self._is_persistent = is_plain and loader.persistent_workers
@@ -81,7 +81,7 @@ class ResumableLoader:
         # _resumed holds two numbers: all of its batches, and those read after the resume.
         self._resumed_at: int | None = None
         self._resumed: tuple[int, int] | None = None
-        # True if the pass after a resumed pass still skips the batches from before the resume.
+        # True if the epoch after a resumed epoch still skips the batches from before the resume.
         self.is_sticky = False
         self._plain_states = {
             "order": PlainState(parts_of_order(loader)),
@@ -213,7 +213,7 @@ class ResumableLoader:
             self._check_length()
 
     def _check_length(self) -> None:
-        """Warn if the pass after a resumed pass still skips the batches from before the resume."""
+        """Warn if the epoch after a resumed epoch still skips the resumed epoch's batches."""
         if self._resumed_at is not None:
             self._resumed = (self.batches, self.batches - self._resumed_at)
             self._resumed_at = None
@@ -242,7 +242,7 @@ class ResumableLoader:
             # Let the recorder drop a short batch, because reading it may draw random numbers.
             vars(clone)["drop_last"] = False
         if clone._iterator is not None:
-            # Without this line, persistent workers would keep the sampler of their first epoch.
+            # Give persistent workers the new sampler, because they keep that of their first epoch.
             clone._iterator._index_sampler = indices
         iterator = iter(clone)
         self.loader._iterator, clone._iterator = clone._iterator, None
@@ -293,7 +293,7 @@ class ResumableLoader:
         return {**state, "stream": {**state["stream"], "attributes": self._stream.attributes()}}
 
     def check_restart(self) -> None:
-        """Raise an error for a loader that continues across epochs, because it would restart."""
+        """Raise an error if a resume would restart a loader that continues across epochs."""
         if self.restart_problem:
             text = "or use load= to start a new run from the weights."
             raise CheckpointError(f"resume: {self.restart_problem}, {text}")
@@ -316,8 +316,8 @@ class ResumableLoader:
     def _restore_between_passes(self, state: dict[str, Any]) -> None:
         if "stream" in state and self._stream is not None:
             with unchanged_rng_state(), self._stream.loaded(state["stream"]):
-                # The loader has no batches left in the restored epoch. This iterator ends that
-                # epoch, so the next iterator starts a new epoch.
+                # The restored epoch has no batches left. Create its iterator and drop it, so that
+                # the next iterator starts a new epoch.
                 iter(self.loader)
                 # torchdata's samplers move to their restored position when an index is requested.
                 for sampler in samplers_of(self.loader):
@@ -401,7 +401,7 @@ class WorkerRecorder:
         self._worker = (worker + self._first) % len(self._states)
         dataset: Any = get_worker_info().dataset  # type: ignore[union-attr]
         objects = objects_of_samples(dataset, self._collate_fn)
-        # Keep only objects with generators, because collate() reads all parts for each batch.
+        # Keep only objects with generators, because collate() visits each kept object per batch.
         parts = {
             name: Part(part, has_attributes=False)
             for name, part in objects.items()

@@ -34,7 +34,7 @@ from .tensor_loader import TensorLoader
 if TYPE_CHECKING:
     from ..training.run import Run
 
-# Lightning's profilers record the time of reading a batch under these names.
+# The names under which Lightning's profilers record the time of reading a batch.
 _ACTIONS = {
     "train": "[_TrainingEpochLoop].train_dataloader_next",
     "predict": "[_PredictionLoop].predict_next",
@@ -60,7 +60,7 @@ class DataConnector:
         self.run, self.given, self.source = run, run.plan.loaders, run.plan.source
         self.created: dict[str, StageLoaders] = {}
         self.predictions = Predictions()
-        # The seconds that this call has spent waiting for batches in all stages.
+        # The seconds that the run has spent waiting for batches in all stages.
         self.seconds_waited = 0.0
         self._common_seed: int | None = None
         self._is_train_started = False
@@ -88,9 +88,9 @@ class DataConnector:
         return self._common_seed
 
     def request(self, stage: str) -> Any:
-        """Return the given loaders, or call the method that creates them."""
+        """Return the given loaders of a stage, or call the method that creates them."""
         if stage in self.given:
-            # Do not check the given loaders, because the plan has already done so.
+            # make_plan has already checked the given loaders.
             return self.given[stage]
         name, provider = f"{stage}_dataloader", self.source
         kind = "LightningDataModule" if provider is self.run.datamodule else "LightningModule"
@@ -185,7 +185,7 @@ class DataConnector:
         if not self._is_load_due("evaluation"):
             return
         if "evaluation" in self.created:
-            # Count the batches of the new loaders from 0. Loggers use this count as the step.
+            # After a reload, count batches from 0, because loggers use the count as the step.
             run.progress.restart_eval_steps()
         loaders = self._create("evaluation", stage)
         if run.loop.sanity_checking and run.config.check_val_every_n_epoch not in (None, 1):
@@ -234,7 +234,7 @@ class DataConnector:
             self.eval_loaders.load_state_dict(state["val"])
 
     def check_restart(self) -> None:
-        """Raise an error for training loaders that need their position, which MiniLoop omits."""
+        """Raise an error for loaders that need a saved position, because MiniLoop saves none."""
         for loader in self.train.resumable if "train" in self.created else ():
             loader.check_restart()
 
@@ -296,7 +296,7 @@ def loader_argument(call: str, stage: str) -> str:
 
 
 class StageLoaders:
-    """The loaders of a stage, with the samplers that this run needs.
+    """The loaders of a stage, with samplers for the processes and the options of the run.
 
     Args:
         previous: The loaders of the stage before a reload.
@@ -410,7 +410,7 @@ class StageLoaders:
         self._check_empty_loaders()
 
     def _until_first_end(self, items: Iterator[Any]) -> Iterator[Any]:
-        """End the pass in all processes when any stream ends, and check this after each read."""
+        """End the epoch in all processes as soon as the stream of one process ends."""
         for item in chain(items, repeat(END)):
             is_end = item is END
             has_end, has_item = self.run.signals.find_largest([int(is_end), int(not is_end)])

@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 
 
 def prepare_loader(run: Run, loader: Any, stage: str) -> Any:
-    """Return a loader with the sampler that this run needs."""
+    """Return a loader with a sampler for the processes and the options of the run."""
     if isinstance(loader, TensorLoader):
         return prepare_tensor_loader(run, loader, stage)
     if callable(getattr(loader, "for_rank", None)):
@@ -75,7 +75,7 @@ def prepare_tensor_loader(run: Run, loader: TensorLoader, stage: str) -> TensorL
 
 
 def turn_off_shuffling(run: Run, stage: str) -> bool:
-    """Return whether overfit_batches turns off shuffling in this run, and warn in this case."""
+    """Return whether overfit_batches turns off shuffling, and warn if so."""
     is_overfitting = bool(run.config.overfit_batches) and run.stage == "fit"
     if is_overfitting:
         run.warn_once(
@@ -115,7 +115,7 @@ def choose_sampler(run: Run, loader: DataLoader, stage: str) -> Any:
     if isinstance(given, RandomSampler | SequentialSampler):
         return DistributedSampler(dataset, **options)
     wrapper: Any = DistributedSamplerWrapper(given, **options)
-    # Keep the given sampler, because checkpoints also contain its state.
+    # Keep the sampler inside the wrapper, because checkpoints also contain its state.
     wrapper.given_sampler = given
     return wrapper
 

@@ -48,7 +48,7 @@ class TensorLoader:
         self.batch_size, self.shuffle, self.drop_last = batch_size, shuffle, drop_last
         self.generator = generator
         self._sampler: DistributedSampler[Any] | None = None
-        # The order of the samples in the current pass. None: the order of the tensors.
+        # The order of the samples in the current epoch. None: the order of the tensors.
         self._order: Tensor | None = None
 
     def to(self, device: torch.device | str) -> TensorLoader:
@@ -78,7 +78,7 @@ class TensorLoader:
         return other
 
     def batch_indices(self, batch_idx: int) -> list[int]:
-        """Return the indices of the samples in a batch of the current pass."""
+        """Return the indices of the samples in a batch of the current epoch."""
         indices = range(self._num_samples) if self._order is None else self._order
         part = indices[batch_idx * self.batch_size : (batch_idx + 1) * self.batch_size]
         return [int(index) for index in part]
@@ -118,7 +118,7 @@ class TensorLoader:
 
 
 class UnpaddedSampler(DistributedSampler[Any]):
-    """Gives each process its samples without repeating any. Some processes get one extra sample."""
+    """Divides samples among processes without repeats. Some processes get one extra sample."""
 
     def __init__(self, samples: Any, num_replicas: int, rank: int, **options: Any) -> None:
         super().__init__(samples, num_replicas, rank, **options)
