@@ -1,4 +1,4 @@
-"""Provide small, complete models and their data, in one file for each kind of task.
+"""Small, complete models with their data, one file for each kind of task.
 
 DEMOS maps a demo's name to the options that `fabric-template fit --model demos.NAME` uses.
 """

@@ -1,6 +1,6 @@
 """Compress images of digits to eight numbers each, without using labels.
 
-The model is an nn.Module with step methods. The data is DigitsData from digits.py.
+The model is an nn.Module with step methods. The images come from the class DigitsData in digits.py.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ Batch = tuple[Tensor, Tensor]
 
 
 class Autoencoder(nn.Module):
-    """Encode 8x8 images as a few numbers, and decode these numbers to images.
+    """Encode 8x8 images as a few numbers each, and decode the numbers to images.
 
     Args:
         code: The number of values that encode an image.
@@ -46,13 +46,13 @@ class Autoencoder(nn.Module):
         return self.decoder(self.encoder(images))
 
     def training_step(self, batch: Batch) -> Tensor:
-        """Return the squared error per image. Only the inputs contain noise, not the targets."""
+        """Return the squared error between the images and the images decoded from noisy ones."""
         images, _ = batch
         noisy = images + self.noise * torch.randn_like(images)
         return squared_error(self(noisy), images)
 
     def validation_step(self, batch: Batch) -> dict[str, Tensor]:
-        """Return the squared error, and the share of the variance that the output explains."""
+        """Return the squared error, and the explained share of the variance of the images."""
         images, _ = batch
         error = squared_error(self(images), images)
         variance = squared_error(images.mean(0, keepdim=True).expand_as(images), images)
@@ -70,5 +70,5 @@ class Autoencoder(nn.Module):
 
 
 def squared_error(decoded: Tensor, images: Tensor) -> Tensor:
-    """Return the squared error, summed over pixels and averaged over images."""
+    """Return the squared error, summed over the pixels and averaged over the images of a batch."""
     return functional.mse_loss(decoded, images, reduction="sum") / len(images)

@@ -1,8 +1,8 @@
 """Classify CIFAR-10's 60,000 color images in ten classes with a ResNet-18 for 32x32 pixels.
 
-The model is a LightningModule whose learning rate changes at every step. The model converts the
-images from bytes to floats on the device. The first run downloads the data. Without internet
-access, copy cifar-10-binary.tar.gz from cs.toronto.edu/~kriz/cifar.html to ``data``.
+The model is a LightningModule whose learning rate changes at every step. It converts the images
+from bytes to floats on the device. The first run downloads the images. Without internet access,
+copy cifar-10-binary.tar.gz from cs.toronto.edu/~kriz/cifar.html to ``data``.
 """
 
 from __future__ import annotations
@@ -38,18 +38,18 @@ class CIFAR10Data(SplitData):
         self.path = Path(path)
 
     def prepare_data(self) -> None:
-        """Download and unpack the files, unless the folder exists."""
+        """Download and unpack CIFAR-10, unless its folder exists."""
         if not self.path.exists():
             archive = self.path.with_name("cifar-10-binary.tar.gz")
             download(URL, archive)
             shutil.unpack_archive(archive, self.path.parent, filter="data")
 
     def setup(self, stage: str | None = None) -> None:
-        """Read the files. Use the last tenth of the training images for validation."""
+        """Read the images, and use the last tenth of the training images for validation."""
         self.splits = hold_out(self.read_files(TRAIN), self.read_files(TEST))
 
     def read_files(self, names: list[str]) -> Batch:
-        # A row is one byte for the label, followed by 32 * 32 bytes per color.
+        # In the files, an image is a byte for its label, followed by 32 * 32 bytes per color.
         content = b"".join((self.path / name).read_bytes() for name in names)
         rows = torch.frombuffer(bytearray(content), dtype=torch.uint8).reshape(-1, 3073)
         return rows[:, 1:].reshape(-1, 3, 32, 32), rows[:, 0].long()
@@ -90,7 +90,7 @@ class CIFAR10Net(LightningModule):
         return self(batch[0]).argmax(dim=1)
 
     def log_loss_and_acc(self, stage: str, images: Tensor, labels: Tensor) -> Tensor:
-        """Log the epoch's mean loss and accuracy. Return the batch's loss."""
+        """Log the mean loss and accuracy of the epoch. Return the batch's loss."""
         logits = self(images)
         loss = functional.cross_entropy(logits, labels)
         acc = (logits.argmax(dim=1) == labels).float().mean()

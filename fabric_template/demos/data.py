@@ -16,9 +16,9 @@ Tensors = tuple[Tensor, ...]
 
 
 class SplitData:
-    """Return loaders for the datasets in ``splits``, like a LightningDataModule.
+    """A datamodule that returns loaders for the datasets in its attribute ``splits``.
 
-    In ``setup()``, a subclass stores a "train", "val" and "test" dataset in ``splits``.
+    In ``setup()``, a subclass fills ``splits`` with the datasets "train", "val" and "test".
     """
 
     def __init__(self, batch_size: int) -> None:
@@ -38,12 +38,12 @@ class SplitData:
     predict_dataloader = test_dataloader
 
     def make_loader(self, split: str, shuffle: bool = False) -> Any:
-        """Return a loader for one split. Override this method to use another kind of loader."""
+        """Return a loader for a split. A subclass may return another kind of loader."""
         return DataLoader(self.splits[split], batch_size=self.batch_size, shuffle=shuffle)
 
 
 def hold_out(train: Tensors, test: Tensors) -> dict[str, TensorDataset]:
-    """Return a dict of three datasets. "val" is the last tenth of the training samples."""
+    """Return the datasets "train", "val" (the last tenth of the training samples) and "test"."""
     val_size = len(train[0]) // 10
     return {
         "train": TensorDataset(*(tensor[:-val_size] for tensor in train)),
@@ -68,7 +68,7 @@ def split_indices(count: int, seed: int = 0, labels: Any = None) -> dict[str, np
 
 
 def download(url: str, path: Path) -> None:
-    """Download a file, unless it exists."""
+    """Download a file to ``path``, unless the file exists."""
     if path.exists():
         return
     path.parent.mkdir(parents=True, exist_ok=True)

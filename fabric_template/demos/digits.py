@@ -1,6 +1,6 @@
 """Classify 1,797 images of handwritten digits with a small convolutional network.
 
-This default demo is an nn.Module with step methods. The images come with scikit-learn.
+This default demo is an nn.Module with step methods. The images are part of scikit-learn.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ class DigitsData(SplitData):
         self.seed = seed
 
     def setup(self, stage: str | None = None) -> None:
-        """Read and split the images, unless an earlier call has done so."""
+        """Read the images and divide them into splits, but only in the first call."""
         if self.splits:
             return
         from sklearn.datasets import load_digits

@@ -1,7 +1,7 @@
 """Train a generator and a critic with one optimizer each.
 
-The model is a LightningModule with manual optimization. The data consists of points around eight
-centers. A good generator creates points near each center.
+The GAN is a LightningModule with manual optimization. Its training data consists of points around
+eight centers. A good generator creates points near each of the centers.
 """
 
 from __future__ import annotations
@@ -38,10 +38,10 @@ class RingData(SplitData):
 
 
 def judge(points: Tensor) -> dict[str, float]:
-    """Return the fraction of covered centers, and the fraction of points near a center.
+    """Return the fraction of centers with enough points, and of points near a center.
 
-    A point is near a center if it is less than four standard deviations away. A center is
-    covered if it has at least a fifth of the points that are expected near it.
+    A point is near a center if it is less than four standard deviations away. Enough points are at
+    least a fifth of the points that are expected near a center.
     """
     distance, nearest = torch.cdist(points, CENTERS.to(points)).min(dim=1)
     is_good = distance < 4 * SPREAD
@@ -51,7 +51,7 @@ def judge(points: Tensor) -> dict[str, float]:
 
 
 class GAN(LightningModule):
-    """Train a generator of points, and a critic that judges them.
+    """Train a generator of points, and a critic that distinguishes them from real points.
 
     Args:
         noise: Size of the generator's random input.
@@ -86,17 +86,17 @@ class GAN(LightningModule):
         self.log_dict(losses, on_step=False, on_epoch=True)
 
     def validation_step(self, points: Tensor, batch_idx: int) -> None:
-        """Generate a point for each point in the batch, and log ``val_places`` and ``val_good``."""
+        """Generate as many points as in the batch, and log ``val_places`` and ``val_good``."""
         judged = judge(self.predict_step(points, batch_idx))
         self.log_dict({f"val_{name}": value for name, value in judged.items()})
 
     def predict_step(self, points: Tensor, batch_idx: int) -> Tensor:
-        """Generate a point for each point in the batch, always from the same noise."""
+        """Generate as many points as in the batch, from noise that depends only on batch_idx."""
         generator = torch.Generator().manual_seed(batch_idx)
         return self(torch.randn(len(points), self.hparams["noise"], generator=generator).to(points))
 
     def configure_optimizers(self) -> list[torch.optim.Optimizer]:
-        """Return two Adam optimizers whose low momentum stabilizes the training of a GAN."""
+        """Return two Adam optimizers, whose low momentum makes the training of GANs stable."""
         options: dict[str, Any] = {"lr": self.hparams["lr"], "betas": (0.5, 0.99)}
         return [
             torch.optim.Adam(self.generator.parameters(), **options),

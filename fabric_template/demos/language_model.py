@@ -1,6 +1,6 @@
-"""Train a small GPT on a text's bytes, and generate text.
+"""Train a small GPT on the bytes of a text, and generate a text.
 
-The default text comes from Python's help topics. Also try ``--compile true``,
+The default text comes from Python's help topics. Also try the options ``--compile true``,
 ``--precision bf16-mixed`` and ``--max_steps 5000``.
 """
 
@@ -19,7 +19,7 @@ from torch.nn import functional
 
 from .data import SplitData
 
-VOCABULARY = 256  # Each byte is a token, so any text works.
+VOCABULARY = 256  # Each byte is a token, so that any text can be used.
 
 
 class TextData(SplitData):
@@ -44,12 +44,12 @@ class TextData(SplitData):
         cut = len(tokens) * 9 // 10
         train = tokens[:cut].unfold(0, self.block + 1, max(self.block // 2, 1))
         val = tokens[cut:].unfold(0, self.block + 1, self.block)
-        # The command `predict` generates a continuation of each test block.
+        # Keep three blocks, which the command `predict` continues with generated text.
         self.splits = {"train": train, "val": val, "test": val[:3]}
 
 
 class GPT(LightningModule):
-    """Predict the next byte. At the end of training, print a generated text.
+    """Predict the next byte of a text. At the end of training, print a generated text.
 
     Args:
         block: Context length, at least as large as the ``block`` of TextData.
@@ -75,7 +75,7 @@ class GPT(LightningModule):
         """Return the next tokens' logits ``(batch, time, 256)`` for tokens ``(batch, time)``."""
         positions = torch.arange(tokens.shape[1], device=tokens.device)
         x = self.token_embedding(tokens) + self.position_embedding(positions)
-        # The mask keeps each position from attending to later positions.
+        # Mask later positions, because a token must not be predicted from the tokens after it.
         mask = nn.Transformer.generate_square_subsequent_mask(len(positions), x.device)
         for layer in self.layers:
             x = layer(x, src_mask=mask, is_causal=True)
@@ -95,7 +95,7 @@ class GPT(LightningModule):
     on_validation_end = on_train_start
 
     def on_train_batch_end(self, outputs: Any, batch: Tensor, batch_idx: int) -> None:
-        """Log the number of tokens per second since the previous batch."""
+        """Log how many tokens per second were trained on since the previous batch."""
         now = perf_counter()
         speed = batch[:, 1:].numel() / (now - self.since)
         self.log("tokens_per_second", speed, on_step=True, on_epoch=True, prog_bar=True)
@@ -110,7 +110,7 @@ class GPT(LightningModule):
 
     @torch.no_grad()
     def generate(self, tokens: Tensor) -> Tensor:
-        """Append ``length`` tokens, each sampled from the 20 most likely ones."""
+        """Append ``length`` tokens, and sample each of them from the 20 most likely tokens."""
         generator = torch.Generator(tokens.device).manual_seed(0)
         for _ in range(self.hparams["length"]):
             scores, candidates = self(tokens[:, -self.hparams["block"] :])[:, -1].topk(20)

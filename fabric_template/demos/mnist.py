@@ -1,7 +1,7 @@
 """Classify MNIST's 70,000 handwritten digits with a network of 784-100-10 units.
 
-The model is a plain object with step methods, because the loop needs no base class. The first run
-downloads the files. Without internet access, copy MNIST's files to ``data/mnist``.
+The model is an object without a base class, and has only step methods. The first run downloads the
+files. Without internet access, copy MNIST's files to ``data/mnist``.
 """
 
 from __future__ import annotations
@@ -68,7 +68,7 @@ def read_idx(path: Path) -> Tensor:
 
 
 class MNISTNet:
-    """Train a network with one hidden layer."""
+    """Classify 28x28 images with a network that has one hidden layer."""
 
     def __init__(self, hidden: int = 100, lr: float = 1e-3) -> None:
         self.lr = lr

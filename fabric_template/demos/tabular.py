@@ -1,4 +1,4 @@
-"""Predict a column of a table with a LightningModule and torchmetrics."""
+"""Predict a column of a table from its other columns with a LightningModule and torchmetrics."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ Batch = tuple[Tensor, Tensor]
 
 
 def make_flats(count: int = 2000) -> pd.DataFrame:
-    """Return a table of flats and their rents, in which some values are missing."""
+    """Return an invented table of flats and their rents, in which some values are missing."""
     random = np.random.default_rng(seed=0)
     flats = pd.DataFrame({"district": random.choice(list(RENTS), count)})
     flats["area"] = random.gamma(9, 8, count).clip(15).round()
@@ -51,7 +51,7 @@ class TabularData(SplitData, LightningDataModule):
         self.target = target
 
     def setup(self, stage: str | None = None) -> None:
-        """Read and split the table. Fit the preprocessing on the training split."""
+        """Read and split the table, and fit the preprocessing to the training rows."""
         if self.splits:
             return
         table = make_flats() if self.path is None else pd.read_csv(self.path)
@@ -71,7 +71,7 @@ class TabularData(SplitData, LightningDataModule):
 
 
 class TabularNet(LightningModule):
-    """Predict a number with a network of two hidden layers.
+    """Predict a number for each table row with a network of two hidden layers.
 
     Args:
         features: Number of features per row after preprocessing.
@@ -87,7 +87,7 @@ class TabularNet(LightningModule):
             nn.ReLU(),
             nn.Linear(hidden, 1),
         )
-        # Save the target's scale with the weights, so that predictions have the target's unit.
+        # Save the target's mean and scale with the weights, to predict in the target's unit.
         self.mean = nn.Buffer(torch.tensor(0.0))
         self.std = nn.Buffer(torch.tensor(1.0))
         self.val_r2 = R2Score()
@@ -115,7 +115,7 @@ class TabularNet(LightningModule):
         return loss
 
     def validation_step(self, batch: Batch, batch_idx: int) -> None:
-        """Log the loss and the R2 score, which the loop computes at the end of the epoch."""
+        """Log the loss, and the R2 score over all validation batches."""
         features, target = batch
         predicted = self(features)
         self.val_r2(predicted, target)

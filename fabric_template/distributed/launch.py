@@ -1,4 +1,4 @@
-"""Start the processes of a run, or connect those that a launcher has started."""
+"""Start the processes of a run, or connect the processes that a launcher has started."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ if TYPE_CHECKING:
     from ..training.plan import Plan
     from ..training.run import Run
 
-# A spawned process sends the state of these attributes to the run of the caller.
+# A new process returns the states of these attributes to the process that has started it.
 _PARTS = ("progress", "stop", "checkpoints")
 _PATHS = ("best_model_path", "last_model_path", "best_model_score")
 
@@ -44,7 +44,7 @@ _PATHS = ("best_model_path", "last_model_path", "best_model_score")
 
 
 def join_processes(fabric: Fabric) -> None:
-    """Join the run's process group, unless an earlier call has joined it."""
+    """Connect this process with the other processes of the run, unless they are connected."""
     strategy: Any = fabric.strategy
     is_from_cli = os.environ.get("LT_CLI_USED") == "1"
     if not isinstance(strategy, ParallelStrategy) or is_from_cli:
@@ -53,7 +53,7 @@ def join_processes(fabric: Fabric) -> None:
     if not is_joined():
         remember_group(strategy)
         atexit.register(_leave_group)
-        # The store has to stay open until all processes have joined.
+        # Hold the new TCPStore until all processes have connected to it.
         store = open_store_of_attempt()
     elif is_spawning(fabric) or getattr(strategy.launcher, "procs", None) or has_mesh(strategy):
         return
@@ -67,7 +67,7 @@ def _leave_group() -> None:
 
 
 def gather_objects(run: Run, item: Any) -> list[Any]:
-    """Gather an object from each process, in the order of the ranks."""
+    """Return a list with an object from each process, in the order of their ranks."""
     if run.fabric.world_size == 1:
         return [item]
     gathered: list[Any] = [None] * run.fabric.world_size
@@ -78,8 +78,8 @@ def gather_objects(run: Run, item: Any) -> list[Any]:
 def open_store_of_attempt() -> TCPStore | None:
     """Open a new TCPStore, because torchrun's store still has the addresses of dead processes.
 
-    Rank 0 writes the new store's address to torchrun's store. All processes read this
-    address, and connect to the new store.
+    Rank 0 writes the address of the new store to torchrun's store. All other processes read the
+    address there, and connect to the new store.
     """
     env = os.environ
     if env.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
@@ -87,14 +87,14 @@ def open_store_of_attempt() -> TCPStore | None:
     shared = TCPStore(env["MASTER_ADDR"], int(env["MASTER_PORT"]), is_master=False)
     store = None
     if env["RANK"] == "0":
-        # With several machines, use a name that all machines can resolve.
+        # With several machines, use a host name that all machines can resolve.
         host = "localhost" if env.get("GROUP_WORLD_SIZE", "1") == "1" else socket.getfqdn()
         store = TCPStore(host, 0, is_master=True, multi_tenant=True, wait_for_workers=False)
         shared.set("fabric_template/address", f"{host} {store.port}")
     while True:
         host, port = shared.get("fabric_template/address").decode().split()
-        # Until rank 0 writes the new address, torchrun's store may return a closed store's address.
-        # The number of retries is not limited, because torchrun kills this process if rank 0 fails.
+        # Retry until rank 0 has replaced the address of an earlier store. If rank 0 fails, torchrun
+        # kills this process, so the number of retries needs no limit.
         with suppress(DistError):
             TCPStore(host, int(port), is_master=False, timeout=timedelta(seconds=2))
             break
@@ -106,7 +106,7 @@ def open_store_of_attempt() -> TCPStore | None:
 
 
 def check_new_parameters(run: Run, before: list[str], hook: str) -> None:
-    """Raise an error if a hook has created parameters that the processes would not share.
+    """Raise an error if a hook has created parameters that would differ between processes.
 
     Args:
         before: The names of the parameters before the hook.
@@ -125,13 +125,13 @@ def check_new_parameters(run: Run, before: list[str], hook: str) -> None:
 
 
 def starts_processes(fabric: Fabric) -> bool:
-    """Return whether this process must spawn or fork the processes of a call."""
+    """Return whether fit and similar methods spawn or fork processes from this process."""
     return is_spawning(fabric) and not is_joined()
 
 
 def launch_processes(run: Run, run_plan: Callable[[Plan], Any]) -> Any:
-    """Run a run's plan in new processes, and copy the results to this process."""
-    # Restore os.environ at the end, because the next call needs a different MASTER_PORT.
+    """Run fit or a similar method in new processes, and copy the results to this process."""
+    # Restore os.environ at the end, because the next fit needs a different MASTER_PORT.
     with tempfile.TemporaryDirectory(prefix="fabric_template_") as folder, patch.dict(os.environ):
         call = partial(_run_in_process, folder, run.plan, run_plan)
         with SignalForwarder() as signals:
@@ -159,10 +159,10 @@ def launch_processes(run: Run, run_plan: Callable[[Plan], Any]) -> Any:
 def _run_in_process(
     folder: str, plan: Plan, run_plan: Callable[[Plan], Any], fabric: Fabric
 ) -> None:
-    """Run a plan in a launched process, and write its results to a file.
+    """Run fit or a similar method in a new process, and write its results to a file.
 
-    The launcher's own queue is not suitable for the results, because it blocks on objects that
-    exceed the pipe buffer, and transfers only an exception's message.
+    The launcher's queue is not suitable for results. It blocks if an object exceeds the pipe's
+    buffer, and transfers only the message of an exception.
     """
     loop: Any = plan.loop
     remember_group(fabric.strategy, is_spawned=True)
@@ -178,7 +178,7 @@ def _run_in_process(
             _write_error(error, folder)
             # Raise RuntimeError, because torch treats KeyboardInterrupt as a regular exit.
             raise RuntimeError(repr(error)) from error
-        # A signal has ended the run after the same step in all processes. Keep the results.
+        # Return the results, because a signal has ended all processes after the same step.
         ending = error
     outcome = _outcome_of(loop.run)
     if fabric.local_rank == 0:
@@ -204,7 +204,7 @@ def _outcome_of(run: Run) -> dict[str, Any]:
 
 
 def _apply_outcome(run: Run, outcome: dict[str, Any]) -> None:
-    """Update the caller's objects with the results from the first process."""
+    """Copy the first process's results to the model, the run and the callbacks of the caller."""
     weights = outcome["weights"]
     if configure_model := overridden(run.module, "configure_model"):
         configure_model()
@@ -230,8 +230,8 @@ def _apply_outcome(run: Run, outcome: dict[str, Any]) -> None:
 
 
 def _write_error(error: BaseException, folder: str) -> None:
-    """Write the first error to a file. Later errors are often consequences of the first one."""
-    # If the error cannot be pickled, the launcher still shows its message.
+    """Write an error to a file, unless another process has failed before this process."""
+    # Ignore an error that cannot be pickled, because the launcher shows at least its message.
     with suppress(Exception):
         data = pickle.dumps(error)
         pickle.loads(data)

@@ -1,4 +1,4 @@
-"""Find a process group that a launcher or the user has started, and join it by default."""
+"""Find processes that a launcher or the user has started, and use them by default."""
 
 from __future__ import annotations
 
@@ -22,17 +22,17 @@ from ..lightning_compat.overrides import is_instance_of
 if TYPE_CHECKING:
     from lightning.fabric import Fabric
 
-# Environment variables that describe a process, in the order of preference. They are set for
-# torch.distributed, by Open MPI, and by MPICH or Intel MPI.
+# Environment variables for torch.distributed, of Open MPI, and of MPICH or Intel MPI, which
+# describe a process. The first one that is set counts.
 _VARIABLES = {
     "world_size": ("WORLD_SIZE", "OMPI_COMM_WORLD_SIZE", "PMI_SIZE"),
     "rank": ("RANK", "OMPI_COMM_WORLD_RANK", "PMI_RANK"),
     "local_size": ("LOCAL_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_SIZE", "MPI_LOCALNRANKS"),
     "local_rank": ("LOCAL_RANK", "OMPI_COMM_WORLD_LOCAL_RANK", "MPI_LOCALRANKID"),
 }
-# (processes per machine, machines) of the group that a loop in this process has created.
+# (processes per machine, machines) of the process group that the latest loop has created.
 _own_group = (1, 1)
-# Whether a loop has spawned or forked this process for a call.
+# Whether a loop in another process has spawned or forked this process.
 _is_spawned = False
 
 
@@ -42,19 +42,19 @@ def is_joined() -> bool:
 
 
 def is_spawning(fabric: Fabric) -> bool:
-    """Return whether the strategy spawns or forks processes for each call."""
+    """Return whether the strategy starts new processes for each fit, as "ddp_spawn" does."""
     return is_instance_of(fabric.strategy.launcher, "_MultiProcessingLauncher")
 
 
 def remember_group(strategy: Any, is_spawned: bool = False) -> None:
-    """Remember the size of a group that a loop creates, for later loops in this process."""
+    """Store the size of a loop's process group, which later loops in this process need."""
     global _own_group, _is_spawned
     _own_group = strategy.num_processes, getattr(strategy, "num_nodes", 1)
     _is_spawned = is_spawned
 
 
 def launched_processes() -> tuple[int, int] | None:
-    """Return an existing group's (processes per machine, machines), or None for one process."""
+    """Return (processes per machine, machines) of launched processes, or None for one process."""
     if os.environ.get("LT_CLI_USED") == "1":
         return None
     total, local_size = _read_sizes()
@@ -71,14 +71,14 @@ def launched_processes() -> tuple[int, int] | None:
 
 
 def _read_sizes() -> tuple[int, int]:
-    """Return the total number of processes, and the number on this machine."""
+    """Return the number of launched processes in total, and on this machine."""
     if is_joined():
         total = torch.distributed.get_world_size()
     elif SLURMEnvironment.detect() and not TorchElasticEnvironment.detect():
         total = int(os.environ.get("SLURM_NTASKS", 1))
         return total, total // int(os.environ.get("SLURM_NNODES", 1))
     else:
-        # Lightning's own launcher sets WORLD_SIZE, but not RANK.
+        # Ignore WORLD_SIZE without RANK, which Lightning's own launcher sets.
         pairs = zip(_VARIABLES["world_size"], _VARIABLES["rank"], strict=True)
         sizes = [size for size, rank in pairs if size in os.environ and rank in os.environ]
         total = int(os.environ[sizes[0]]) if sizes else 1
@@ -91,7 +91,7 @@ def read_variable(name: str, default: int) -> int:
 
 
 def join_by_default(arguments: dict[str, Any]) -> dict[str, Any]:
-    """Return Fabric's arguments, changed so that devices="auto" joins an existing group."""
+    """Return Fabric's arguments, changed so that devices="auto" uses all launched processes."""
     started = launched_processes()
     if arguments["devices"] != "auto" or started is None:
         return arguments
@@ -103,13 +103,13 @@ def join_by_default(arguments: dict[str, Any]) -> dict[str, Any]:
 
 
 def needs_environment(strategy: Any, plugins: list[Any]) -> bool:
-    """Return whether neither the user nor Lightning provides a ClusterEnvironment for the group."""
+    """Return whether launched processes lack a ClusterEnvironment from the user or Lightning."""
     if isinstance(strategy, Strategy) and getattr(strategy, "cluster_environment", None):
         return False
     if any(isinstance(plugin, ClusterEnvironment) for plugin in plugins):
         return False
     if is_joined():
-        # SLURM's variables may describe other processes, such as Ray's driver.
+        # Ignore SLURM's variables, which may describe other processes, such as Ray's driver.
         return not TorchElasticEnvironment.detect()
     kinds = (TorchElasticEnvironment, SLURMEnvironment, MPIEnvironment)
     return not any(kind.detect() for kind in kinds)
@@ -128,7 +128,7 @@ def check_launched(fabric: Fabric) -> None:
 
 
 class GroupEnvironment(TorchElasticEnvironment):
-    """Describe an existing process group, or one that environment variables define.
+    """A ClusterEnvironment for an existing process group or for known environment variables.
 
     Args:
         local_size: The number of processes on each machine.
@@ -159,7 +159,7 @@ class GroupEnvironment(TorchElasticEnvironment):
 
 
 def choose_address(local_size: int, num_nodes: int) -> None:
-    """Choose the same address in all processes of an MPI job on one machine."""
+    """Set the same MASTER_ADDR and MASTER_PORT in all processes of an MPI job on one machine."""
     names = ("PMIX_NAMESPACE", "OMPI_MCA_ess_base_jobid", "PMI_JOBID")
     job = next((os.environ[name] for name in names if name in os.environ), None)
     if job is None or num_nodes > 1:

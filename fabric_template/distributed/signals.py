@@ -25,11 +25,11 @@ _DEFAULTS = (signal.default_int_handler, signal.SIG_DFL)
 
 
 class SignalHandler:
-    """Record the first signal during a run. A second signal ends the program immediately.
+    """Record the first signal during a run, and end the program at the second signal.
 
     SIGTERM and SIGUSR1 also call the user's own handlers. A user's handler for Ctrl-C stays in
-    place, and signals that the user ignores stay ignored. After the run, the previous handlers
-    are restored.
+    place, and signals that the user ignores stay ignored. At the end of the run, the handlers from
+    before the run are restored.
 
     Args:
         fabric: The run's Fabric object. Only its main process prints that a signal has arrived.
@@ -44,7 +44,7 @@ class SignalHandler:
         self.received: int | None = None
         self._is_main = fabric is not None and fabric.is_global_zero
         self._has_others = self.is_check_due = fabric is not None and fabric.world_size > 1
-        # A launcher may repeat the terminal's signal, so ignore a second one within two seconds.
+        # Ignore a second signal within two seconds, because launchers repeat the terminal's signal.
         is_launched = self._has_others or "TORCHELASTIC_RUN_ID" in os.environ
         self._patience = 2.0 if is_launched else 0.0
         self._received_at = 0.0
@@ -52,11 +52,11 @@ class SignalHandler:
         self._checked_at, self._checked_batch, self._next_batch = time.monotonic(), 0, 0
 
     def __enter__(self) -> SignalHandler:
-        # Python allows signal handlers only in the main thread.
+        # Set handlers only in the main thread, because Python does not allow others.
         if threading.current_thread() is threading.main_thread():
             for number in SIGNALS:
                 previous = signal.getsignal(number)
-                # If a run starts inside another run, only the outer run handles signals.
+                # Leave signals to the outer run if this run was started inside another run.
                 is_ours = isinstance(getattr(previous, "__self__", None), SignalHandler)
                 is_of_user = callable(previous) and number != signal.SIGINT and not is_ours
                 if previous in _DEFAULTS or is_of_user:
@@ -94,14 +94,13 @@ class SignalHandler:
     def agree(self, known: int | None, batches: int, is_due: bool = False) -> int | None:
         """Return the signal that one of the processes has received, or None.
 
-        All processes must stop after the same step, so they communicate about once a second. Rank 0
-        decides after how many batches the next communication takes place. A call that does not
-        communicate only compares two integers.
+        All processes must stop after the same step, so they exchange received signals about once a
+        second. Rank 0 decides after how many batches the next exchange takes place. Between
+        exchanges, this method only compares two integers.
 
         Args:
-            known: The result of the previous call.
-            batches: The number of training batches so far.
-            is_due: Whether to communicate now.
+            known: The result of the previous call. batches: The number of training batches so far.
+            is_due: Whether to exchange signals now.
         """
         if not self._has_others:
             return self.received
@@ -118,32 +117,32 @@ class SignalHandler:
         return known or number or None
 
     def broadcast(self, numbers: list[int]) -> list[int]:
-        """Return the first process's numbers in every process."""
+        """Return rank 0's numbers in all processes."""
         values = torch.tensor(numbers)
         torch.distributed.broadcast(values, 0, self._cpu_group)
         return values.tolist()
 
     def find_largest(self, numbers: list[int]) -> list[int]:
-        """Return each number's largest value over all processes."""
+        """Return the largest value of each number over all processes."""
         values = torch.tensor(numbers)
         torch.distributed.all_reduce(values, torch.distributed.ReduceOp.MAX, self._cpu_group)
         return values.tolist()
 
     @cached_property
     def _cpu_group(self) -> Any:
-        """The process group for communication between CPUs, so that no step waits for a GPU."""
+        """A process group that exchanges signals between CPUs, so that no step waits for a GPU."""
         if torch.distributed.get_backend() == "gloo":
             return torch.distributed.group.WORLD
         return torch.distributed.new_group(backend="gloo")
 
 
 class SignalForwarder(SignalHandler):
-    """Forward the first signal to the child processes, which then save a checkpoint and stop."""
+    """Send the first signal on to the child processes, which save a checkpoint and stop."""
 
     def __enter__(self) -> SignalForwarder:
         self._pid = os.getpid()
-        # In a forked process, reset the handlers, so that a signal ends this process. Python's own
-        # handler for SIGINT raises KeyboardInterrupt, which torch treats as a regular exit.
+        # Reset the handlers in a forked process, so that a signal ends it. Python's own handler for
+        # SIGINT raises KeyboardInterrupt, which torch treats as a regular exit.
         register_after_fork(self, SignalForwarder._restore_defaults)
         super().__enter__()
         return self
@@ -162,7 +161,7 @@ class SignalForwarder(SignalHandler):
 
 
 def error_of_signal(number: int) -> BaseException:
-    """Return the exception that ends the program with a signal's exit code."""
+    """Return an exception that ends the program with the usual exit code after a signal."""
     if number == signal.SIGINT:
         return KeyboardInterrupt()
     return SIGTERMException(143) if number == signal.SIGTERM else SystemExit(128 + number)

@@ -1,4 +1,4 @@
-"""Convert Trainer's strategies to Fabric's, and shard networks with FSDP2 or tensor parallelism."""
+"""Convert Trainer's strategies to Fabric's strategies, and shard networks."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ _CONVERTED = ("DDPStrategy", "SingleDeviceStrategy", "ModelParallelStrategy")
 
 
 def convert_strategy(strategy: Any) -> Any:
-    """Replace a strategy of Trainer by Fabric's. Return other strategies unchanged.
+    """Return the Fabric strategy for a strategy of Trainer, or any other strategy itself.
 
     Example:
         >>> type(convert_strategy("ddp_fork_find_unused_parameters_false")).__name__
@@ -58,7 +58,7 @@ def _is_trainers(part: Any) -> bool:
 
 
 def _convert_object(strategy: Any) -> Any:
-    """Create the equivalent strategy of Fabric, with all attributes of Trainer's strategy."""
+    """Create the Fabric strategy with the name and the attributes of a strategy of Trainer."""
     name = type(strategy).__name__
     has_plugin = type(getattr(strategy, "precision_plugin", None)).__name__ != "Precision"
     if name not in _CONVERTED or has_plugin or has_communication_hook(strategy):
@@ -67,7 +67,7 @@ def _convert_object(strategy: Any) -> Any:
             " Use a strategy of lightning.fabric.strategies or a name, such as 'ddp', and the options"
             " precision and plugins."
         )
-    # The LightningModule shards itself in configure_model, so parallelize_fn must change nothing.
+    # Pass a parallelize_fn that changes nothing, because configure_model shards the module.
     arguments = [_return_model] if name == "ModelParallelStrategy" else []
     made = getattr(strategies, name)(*arguments)
     vars(made).update({key: value for key, value in vars(strategy).items() if key in vars(made)})
@@ -79,7 +79,7 @@ def _return_model(model: nn.Module, mesh: Any) -> nn.Module:
 
 
 def convert_plugin(plugin: Any) -> Any:
-    """Replace a precision plugin of Trainer by Fabric's. Return other plugins unchanged."""
+    """Return the Fabric plugin for a precision plugin of Trainer, or any other plugin itself."""
     if not (isinstance(plugin, precision.Precision) and _is_trainers(plugin)):
         return plugin
     name = type(plugin).__name__
@@ -102,7 +102,7 @@ def has_mesh(strategy: Any) -> bool:
     try:
         return isinstance(strategy, ModelParallelStrategy) and strategy.device_mesh is not None
     except RuntimeError:
-        # Lightning raises this error if there is no mesh yet.
+        # Lightning raises a RuntimeError if a strategy has no device mesh yet.
         return False
 
 
@@ -122,7 +122,7 @@ def broadcast_network(fabric: Fabric, network: nn.Module) -> None:
 def shard_network(fabric: Fabric, network: nn.Module, name: str) -> None:
     """Broadcast rank 0's weights, and shard the network in place with ``parallelize_fn``.
 
-    A network that is already sharded is left unchanged.
+    A network that is already sharded stays unchanged.
 
     Args:
         name: The model's name in error messages.
@@ -133,7 +133,7 @@ def shard_network(fabric: Fabric, network: nn.Module, name: str) -> None:
     if not is_sharded(network):
         broadcast_network(fabric, network)
     if is_on_meta or not is_sharded(network):
-        # Fabric also allocates and initializes tensors on the meta device.
+        # Let Fabric shard the network, and allocate and initialize tensors on the meta device.
         made = strategy.setup_module(network)
         if made is not network:
             raise ConfigurationError(
@@ -171,7 +171,7 @@ def wrap_step(network: nn.Module, step: Callable) -> Callable:
 
     call: Any = _call
     if isinstance(network, FSDPModule):
-        # Run the step as a forward method, because FSDP gathers parameters in forward hooks.
+        # Register the step as a forward method, because FSDP gathers parameters in forward hooks.
         root: Any = network
         root.run_step = _call
         register_fsdp_forward_method(root, "run_step")
@@ -186,7 +186,7 @@ def _call(function: Callable[[], Any]) -> Any:
 
 @contextmanager
 def no_gradient_sync(network: nn.Module) -> Iterator[None]:
-    """Accumulate gradients in each process without reducing them across processes."""
+    """In this context, each FSDP process adds up its own gradients, which are not averaged."""
     parts = [module for module in network.modules() if isinstance(module, FSDPModule)]
     for part in parts:
         part.set_requires_gradient_sync(False)
@@ -198,5 +198,5 @@ def no_gradient_sync(network: nn.Module) -> Iterator[None]:
 
 
 def gather_tensors(item: Any) -> Any:
-    """Replace sharded tensors in nested containers by full tensors, on all processes."""
+    """Replace sharded tensors in nested containers by full tensors. All processes must call it."""
     return apply_to_collection(item, DTensor, DTensor.full_tensor)

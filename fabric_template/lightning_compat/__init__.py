@@ -1,1 +1,1 @@
-"""Provide what Lightning's modules and callbacks expect from a Trainer."""
+"""Adapt Lightning's modules and callbacks to a loop that is not a Trainer."""

@@ -1,4 +1,4 @@
-"""Collect a loop's callbacks, and resume Lightning's callbacks that average weights."""
+"""Collect and check a loop's callbacks, and resume callbacks that average weights."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 
 def parse_callbacks(given: Any, config: LoopConfig) -> list[Any]:
-    """Return the callbacks in the order in which they are called.
+    """Return all callbacks of a loop, in the order in which their hooks are called.
 
     Args:
         given: Lightning's callbacks, or objects with methods such as on_fit_start.
@@ -33,7 +33,7 @@ def parse_callbacks(given: Any, config: LoopConfig) -> list[Any]:
         callbacks.append(Timer(duration=config.max_time, interval="step"))
     if config.enable_model_summary and not find_callbacks(callbacks, "ModelSummary"):
         summary = ModelSummary()
-        # Lightning would log a longer table to stderr, which notebooks show in red.
+        # Lightning would log a longer table to stderr, which is red in notebooks.
         summary.summarize = print_summary  # type: ignore[method-assign]
         callbacks.append(summary)
     for entry in _entry_points(tuple(sys.path)):
@@ -50,9 +50,9 @@ def print_summary(
     *args: Any,
     **kwargs: Any,
 ) -> None:
-    """Print a table of the model's layers from the arguments that ModelSummary passes."""
+    """Print a table of a model's layers, instead of ModelSummary.summarize."""
     columns = [[title, *(str(cell).strip() for cell in cells)] for title, cells in summary_data]
-    # The FLOPs are known only if the module has an example_input_array.
+    # Omit the column FLOPs if the module has no example_input_array to compute them.
     columns = [column for column in columns if {*column} - {"FLOPs", "0", "n/a"}]
     lines = list(zip(*columns, strict=True))
     if any("other params" not in line for line in lines[1:]):
@@ -70,12 +70,12 @@ def _entry_points(path: tuple[str, ...]) -> tuple[EntryPoint, ...]:
 
 
 def find_callbacks(callbacks: list[Any], kind: str) -> list[Any]:
-    """Return the callbacks that are instances of Lightning's class with the given name."""
+    """Return all callbacks that are instances of the Lightning class named ``kind``."""
     return [callback for callback in callbacks if is_instance_of(callback, kind)]
 
 
 def check_options(callbacks: list[Any], config: LoopConfig) -> None:
-    """Raise an error if the callbacks contradict each other or an option."""
+    """Raise an error if two callbacks, or a callback and an option, contradict each other."""
     bars = find_callbacks(callbacks, "ProgressBar")
     if len(bars) > 1:
         raise ConfigurationError(
@@ -95,7 +95,7 @@ def check_options(callbacks: list[Any], config: LoopConfig) -> None:
 
 
 def check_callbacks(callbacks: list[Any]) -> None:
-    """Raise an error for objects without hooks, unsupported callbacks and duplicate state keys."""
+    """Raise an error for callbacks without hooks, unsupported callbacks and equal state keys."""
     keys = set()
     for callback in callbacks:
         check_object("callbacks", callback)
@@ -122,26 +122,26 @@ def check_callbacks(callbacks: list[Any]) -> None:
 
 
 def sort_callbacks(callbacks: list[Any]) -> list[Any]:
-    """Sort callbacks so that checkpoint callbacks are called last."""
+    """Move checkpoint callbacks to the end, so that their hooks are called last."""
     return sorted(callbacks, key=lambda callback: is_instance_of(callback, "Checkpoint"))
 
 
 def add_model_callbacks(callbacks: list[Any], own: list[Any]) -> list[Any]:
-    """Add the module's own callbacks, which replace given callbacks of the same class."""
+    """Add a module's own callbacks, and remove the loop's callbacks of the same classes."""
     replaced = {base for callback in own for base in type(callback).__mro__} - {Callback, object}
     kept = [callback for callback in callbacks if type(callback) not in replaced]
     check_callbacks([*kept, *own])
     return sort_callbacks([*kept, *own])
 
 
-# StochasticWeightAveraging and WeightAveraging do not save all results of on_train_epoch_start and
-# on_train_end, so a resumed run has to call these hooks again.
+# Lightning's averaging callbacks do not save all results of on_train_epoch_start and on_train_end.
+# Therefore, a resumed run calls these two hooks again.
 
 
 def resume_averaging(run: Run) -> None:
-    """Call on_train_epoch_start again, so that StochasticWeightAveraging sets its scheduler.
+    """Make StochasticWeightAveraging set its scheduler again after a resume within an epoch.
 
-    The hook also changes learning rates and BatchNorm statistics. Afterwards, restore these.
+    Restore the learning rates and BatchNorm statistics that its hook changes, too.
     """
     callbacks = run.hooks.callbacks_of("StochasticWeightAveraging")
     if not (callbacks and run.plan.start.resumes and run.progress.is_in_epoch):
@@ -158,12 +158,12 @@ def resume_averaging(run: Run) -> None:
 
 
 def finish_averaging(run: Run) -> None:
-    """If a finished run is resumed, set the averaged weights again, as at its end."""
+    """If a finished run is resumed, set the averaged weights again, as at the end of training."""
     if not run.plan.start.resumes:
         return
     callbacks = run.hooks.callbacks_of("WeightAveraging")
     for callback in run.hooks.callbacks_of("StochasticWeightAveraging"):
-        # Skip a callback whose extra epoch for BatchNorm has already set the averaged weights.
+        # Skip a callback that has set the averaged weights before its extra epoch for BatchNorm.
         if callback.swa_end in (run.progress.epochs_done - 1, math.inf):
             callbacks.append(callback)
     run.hooks.call_callbacks("on_train_end", callbacks=callbacks)

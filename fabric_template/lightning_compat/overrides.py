@@ -1,12 +1,12 @@
-"""Find which hooks an object overrides, its Lightning class, and whether it has a state."""
+"""Find an object's overridden hooks and its Lightning class, and whether it has a state."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence, Set, ValuesView
 from typing import Any
 
-# These modules contain Lightning's base classes, which define every hook with an empty body. A
-# method from there does not count as an override.
+# In these modules, Lightning's base classes define every hook with an empty body. Such a method
+# does not count as an override.
 _EMPTY_HOOKS = tuple(
     f"{package}.{module}"
     for package in ("lightning.pytorch", "pytorch_lightning")
@@ -15,7 +15,7 @@ _EMPTY_HOOKS = tuple(
 
 
 def overridden(part: Any, name: str) -> Callable | None:
-    """Return an object's method, or None if it is missing or only Lightning's empty hook."""
+    """Return an object's method, or None if the method is missing or an empty Lightning hook."""
     method = getattr(part, name, None)
     if not callable(method):
         return None
@@ -24,9 +24,9 @@ def overridden(part: Any, name: str) -> Callable | None:
 
 
 def is_instance_of(part: Any, *class_names: str) -> bool:
-    """Return whether an object is an instance of a Lightning class with one of these names.
+    """Return whether an object is an instance of a Lightning class, given by its name.
 
-    isinstance() would not recognize the same classes in the package ``pytorch_lightning``.
+    isinstance() would not recognize objects whose class is from the package ``pytorch_lightning``.
     """
     return any(base.__name__ in class_names for base in type(part).__mro__)
 

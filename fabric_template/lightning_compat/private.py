@@ -1,6 +1,6 @@
-"""Access Lightning's private names.
+"""Read and set private attributes of Lightning's objects.
 
-Private names that Lightning reads from a Trainer are in trainer_api.py.
+The private attributes of Trainer that Lightning reads are in trainer_api.py.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from lightning.pytorch.core.optimizer import LightningOptimizer
 def wrap_optimizer(optimizer: Any, strategy: Any) -> LightningOptimizer:
     """Return an optimizer whose ``step`` calls ``strategy.optimizer_step``.
 
-    LightningOptimizer has no public setter for the strategy.
+    The strategy is a private attribute, because LightningOptimizer has no public setter.
     """
     wrapped = LightningOptimizer(optimizer)
     wrapped._strategy = strategy
@@ -32,7 +32,7 @@ def _do_nothing() -> None:
 
 
 def set_current_hook(module: Any, hook: str | None) -> None:
-    """Set the name of the current hook, which LightningModule.log reads."""
+    """Set the name of the hook that is running, which LightningModule.log reads."""
     module._current_fx_name = hook
 
 
@@ -42,7 +42,7 @@ def hyperparameters_name(part: Any) -> str | None:
 
 
 def logs_hyperparameters(part: Any) -> bool:
-    """Return whether ``save_hyperparameters(logger=True)`` was called."""
+    """Return whether an object has called ``save_hyperparameters(logger=True)``."""
     return getattr(part, "_log_hyperparams", False)
 
 
@@ -52,12 +52,12 @@ def combined_mode(combined: Any) -> str:
 
 
 def set_profiled_module(profiler: Any, module: Any) -> None:
-    """Set the module whose layers PyTorchProfiler labels."""
+    """Set the module whose layers get labels in the traces of PyTorchProfiler."""
     profiler._lightning_module = module
 
 
 def last_checkpoints(callback: Any, trainer: Any) -> set[str]:
-    """Return the checkpoints that ModelCheckpoint finds for ckpt_path="last"."""
+    """Return the paths of the checkpoints that ModelCheckpoint finds for ckpt_path="last"."""
     return callback._find_last_checkpoints(trainer)
 
 
