@@ -254,7 +254,7 @@ def open_lock(folder: Path, stack: ExitStack) -> IO[str] | None:
             file.seek(0)
             numbers = [line for line in file.read().splitlines() if line.isdigit()]
             raise CheckpointError(
-                f"{folder}: another run (process {numbers[-1] if numbers else '?'}) writes there, expected"
+                f"{folder}: another run (process {numbers[-1] if numbers else '?'}) writes to it, expected"
                 " a folder for this run only. Set another name or version, or stop the other run."
             ) from None
         # Lightning's ModelCheckpoint saves in the folder "checkpoints" of the log folder.

@@ -250,8 +250,8 @@ def warn_of_unused_options(plan: Plan) -> None:
     given = [name for name, value in defaults.items() if getattr(plan.config, name) != value]
     if given and savers:
         plan.warn(
-            f"{', '.join(given)}: got values beside a {type(savers[0]).__name__}, which saves all"
-            " checkpoints instead of the loop. Give it arguments of its own, such as"
+            f"{', '.join(given)}: has no effect, because a {type(savers[0]).__name__} saves the"
+            " checkpoints. Give the callback arguments of its own, such as"
             " ModelCheckpoint(monitor=..., save_top_k=..., every_n_train_steps=...)."
         )
 

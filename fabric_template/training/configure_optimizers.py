@@ -272,8 +272,8 @@ def check_parameters(
     if not isinstance(model, nn.Module):
         advice = f"Store them in attributes of {type(model).__name__}, alone or in lists or dicts."
     raise ConfigurationError(
-        f"{text}, expected parameters of the model. They would be neither saved, nor moved to the"
-        f" device, nor synchronized between processes. {advice}"
+        f"{text}, expected parameters of the model. Parameters outside the model are neither saved,"
+        f" nor moved to the device, nor synchronized between processes. {advice}"
     )
 
 

@@ -164,7 +164,7 @@ def test_a_run_whose_last_save_failed_ends_with_an_error(tmp_path, monkeypatch):
 def test_two_runs_cannot_write_to_the_same_version(tmp_path):
     fit(tmp_path, max_epochs=1)
     with RunFolders().locked([tmp_path / FOLDER]):
-        with pytest.raises(CheckpointError, match=r"another run \(process \d+\) writes there"):
+        with pytest.raises(CheckpointError, match=r"another run \(process \d+\) writes to it"):
             fit(tmp_path, resume="last", max_epochs=2)
         assert fit(tmp_path, max_epochs=1)[0].checkpoint_dir.name == "version_1"
     assert fit(tmp_path, resume="last", version=0, max_epochs=2)[0].current_epoch == 2

@@ -79,7 +79,7 @@ def test_accumulation_and_clipping_do_not_synchronize(options):
     assert fit(train=on_device, **options) == 20
 
 
-def test_steps_between_two_logged_steps_do_not_synchronize(tmp_path):
+def test_steps_without_logging_do_not_wait_for_the_gpu(tmp_path):
     """Nothing is read from the device between two log points."""
     options = {"logger": None, "enable_checkpointing": None, "enable_progress_bar": True, "enable_model_summary": True}
     options |= {"default_root_dir": str(tmp_path), "monitor": "val_loss", "log_every_n_steps": 10}

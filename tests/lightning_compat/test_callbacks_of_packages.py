@@ -35,7 +35,7 @@ class Given(Callback):
         trainer.called.append("Given")
 
 
-def test_fit_adds_the_callbacks_of_entry_points(tmp_path, monkeypatch):
+def test_fit_adds_callbacks_registered_as_entry_points(tmp_path, monkeypatch):
     (tmp_path / "plugging_package.py").write_text(PACKAGE)
     (metadata := tmp_path / "plugging_package-1.0.dist-info").mkdir()
     (metadata / "METADATA").write_text("Name: plugging_package\nVersion: 1.0\n")

@@ -81,7 +81,7 @@ class Scored(Classifier):
 
 
 @pytest.mark.parametrize("own", [True, False])
-def test_loop_test_without_a_model_loads_the_best_weights(tmp_path, own):
+def test_calling_test_without_a_model_loads_the_best_weights(tmp_path, own):
     """Trainer does the same. A given model keeps its weights."""
     callback = ModelCheckpoint(dirpath=tmp_path / "trainer", monitor="val_loss")
     trainer, _ = run_trainer(

@@ -145,7 +145,7 @@ def test_only_listed_attributes_differ_from_trainers(tmp_path):
 
 
 @pytest.mark.parametrize("options", [{}, {"devices": 2, "strategy": "ddp_spawn"}, {"num_nodes": 2}], ids=str)
-def test_attributes_about_devices_equal_trainers_before_the_launch(options):
+def test_device_attributes_match_those_of_trainer_before_the_launch(options):
     names = ("num_devices", "device_ids", "num_nodes", "world_size", "local_rank", "global_rank", "node_rank",
              "is_global_zero", "distributed_sampler_kwargs")  # fmt: skip
     sides = [kind(**quiet(**options)) for kind in LOOPS.values()]

@@ -15,7 +15,7 @@ SHORT = {
 }  # fmt: skip
 
 
-def test_callbacks_may_be_given_in_any_kind_of_list():
+def test_the_callbacks_option_accepts_any_sequence():
     """Hydra's ListConfig is not a list either."""
     one, two = Callback(), ModelCheckpoint()
     assert FabricLoop(callbacks=UserList([two, one]), **SHORT).callbacks == [one, two]

@@ -96,7 +96,7 @@ def test_the_printed_table_has_a_waiting_column_only_for_long_waits(seconds, mak
     assert len(re.findall(r" (?:\d\d%|0\.\d{4})$", out, re.MULTILINE)) == 3 * is_slow
 
 
-def test_a_resumed_row_includes_the_waiting_before_the_checkpoint():
+def test_a_resume_keeps_the_waiting_time_from_before_the_checkpoint():
     class Stops(Slow):
         def __getitem__(self, index):
             if index == 6:
