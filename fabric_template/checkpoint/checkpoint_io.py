@@ -22,7 +22,7 @@ NUMPY_KEY = "fabric_template_numpy"
 # A pattern for the NumPy dtypes of booleans, numbers, durations, dates and text.
 _DTYPE = re.compile(r"[<>|=][biufcmMSU]\d*(\[\w+\])?")
 _CONTAINERS = (dict, OrderedDict, defaultdict, Counter, list, tuple, deque)
-# Values of these types are skipped early, because Python's random state has 625 numbers.
+# Plain types, which are skipped early because Python's random state has 625 numbers.
 _PLAIN_TYPES = (int, float, str, bool, bytes, type(None), torch.Tensor)
 
 

@@ -1,8 +1,8 @@
 """Save a sharded model with torch.distributed.checkpoint, as a small file and a folder of shards.
 
-Each process writes its shards to a new folder beside the file, such as ``last.ckpt.step=400``.
-The file contains the folder's name and all values that are not sharded. The old file is replaced
-only after all shards are written. A killed save therefore leaves the previous checkpoint intact.
+Each process writes its shards to a new folder beside the file, such as ``last.ckpt.step=400``. The
+file contains the folder's name and all values that are not sharded. The previous checkpoint is
+replaced only after all shards are written, so that a killed save leaves it intact.
 """
 
 from __future__ import annotations

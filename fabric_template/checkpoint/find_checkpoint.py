@@ -62,8 +62,8 @@ def find_start_point(
         environment = getattr(loop.fabric.strategy, "cluster_environment", None)
         if not getattr(environment, "creates_processes_externally", False):
             raise
-        # If only this process lacks the file, an error would leave the others waiting. Therefore
-        # check_same_checkpoint raises the error later, in all processes.
+        # If only this process lacks the checkpoint, an error would leave the others waiting.
+        # Therefore check_same_checkpoint raises the error later, in all processes.
         return StartPoint(error=error)
     if path is None:
         return StartPoint()

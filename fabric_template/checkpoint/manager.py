@@ -100,7 +100,7 @@ class CheckpointManager:
             self.save_last(run)
 
     def save_after_validation(self, run: Run) -> None:
-        """Save after a validation, but leave the end of an epoch to ``save_after_epoch``."""
+        """After a validation within an epoch, save a checkpoint."""
         self._is_validated = self.folder is not None
         if run.progress.is_epoch_complete:
             return
@@ -178,7 +178,7 @@ class CheckpointManager:
         ranked = sorted(previous, key=self._rank)
         if k != -1 and len(ranked) >= k and self._sort_key(value) >= self._rank(ranked[k - 1]):
             return
-        # Keep k files, even if the resumed run had kept more.
+        # Keep k files, even if the saved run kept more.
         others = [name for name in ranked if name != path]
         kept = others if k == -1 else others[: k - 1]
         self._kept = {**{name: previous[name] for name in kept}, path: value}

@@ -2,8 +2,8 @@
 
 ``torch.save`` writes a zip archive that contains a pickle and one entry per storage. A pickle may
 name any class or function. PlainUnpickler returns plain classes, functions that build tensors, and
-a new Placeholder class for every other name. It builds no NumPy objects, because NumPy trusts the
-content of pickles.
+a new Placeholder class for every other name. PlainUnpickler builds no NumPy objects, because NumPy
+trusts the content of pickles.
 """
 
 from __future__ import annotations

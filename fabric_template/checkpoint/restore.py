@@ -312,7 +312,7 @@ def restore_states(run: Run) -> dict[str, Any] | None:
         # Trainer saves no random states.
         run.data.load_loader_states(own["loader_states"])
         return None
-    # Restore all options here, because hooks such as on_train_start may have changed some.
+    # Hooks such as on_train_start may have changed options, so restore all of them now.
     restore_options(run, own.get("options", {}))
     attributes: dict[str, Any] | None = of_process.pop("plain_state", None)
     if own["writer"] == "MiniLoop":

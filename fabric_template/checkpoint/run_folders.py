@@ -124,7 +124,7 @@ class RunFolders:
 
     def _write(self, line: str, is_synced: bool = False) -> None:
         for file in self._files.values():
-            # If the disk is full, continue without this line in the .lock file.
+            # If the disk is full, continue without recording the event in the .lock file.
             with suppress(OSError):
                 file.write(f"{line}\n")
                 file.flush()

@@ -37,8 +37,8 @@ _COUNTS = ("ready", "started", "processed", "completed")
 # The attributes that Lightning sets in every module and datamodule.
 _OF_MODULE = frozenset(vars(LightningModule()))
 _OF_DATAMODULE = frozenset(vars(LightningDataModule()))
-# Attributes of optimizers not to save. state_dict() contains two of them, and "defaults" may
-# share the lr tensor of a group. Schedulers set the last two to detect steps in the wrong order.
+# Attributes of optimizers not to save. The first two are in state_dict(), and "defaults" may share
+# the lr tensor of a group. Schedulers set the last two to detect steps in the wrong order.
 _OF_OPTIMIZER = ("state", "param_groups", "defaults", "_opt_called", "_step_count")
 # StochasticWeightAveraging changes BatchNorm's momentum, and restores it after training.
 _OF_AVERAGING = _OF_MODULE | {"momentum"}

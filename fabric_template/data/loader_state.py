@@ -81,7 +81,7 @@ class ResumableLoader:
         # _resumed holds two numbers: all of its batches, and those read after the resume.
         self._resumed_at: int | None = None
         self._resumed: tuple[int, int] | None = None
-        # True if the epoch after a resumed epoch still skips the batches from before the resume.
+        # True if the epoch after a resumed one also skips the batches from before the resume.
         self.is_sticky = False
         self._plain_states = {
             "order": PlainState(parts_of_order(loader)),
@@ -92,7 +92,7 @@ class ResumableLoader:
         self.restart_problem = ""
         if stream is None:
             self.restart_problem = find_restart_problem(loader, self._hides_workers)
-        # True after the first pass. From then on, a loader that never restarts cannot resume.
+        # True after the first epoch. From then on, a loader that never restarts cannot resume.
         self._has_continued = False
 
     def __iter__(self) -> Iterator[Any]:
@@ -213,7 +213,7 @@ class ResumableLoader:
             self._check_length()
 
     def _check_length(self) -> None:
-        """Warn if the epoch after a resumed epoch still skips the resumed epoch's batches."""
+        """Warn if the epoch after a resumed one also skips the batches from before the resume."""
         if self._resumed_at is not None:
             self._resumed = (self.batches, self.batches - self._resumed_at)
             self._resumed_at = None

@@ -91,7 +91,7 @@ class Console:
         self._guard(self._close, run, False)
 
     def update(self, run: Run) -> None:
-        """Draw the bar if enough time has passed since the last draw."""
+        """Draw the progress bar if enough time has passed since the last draw."""
         if time.monotonic() >= self._due:
             self._guard(self._draw, run)
 
@@ -157,7 +157,7 @@ class Console:
         }
 
     def _describe(self, run: Run, is_complete: bool) -> str:
-        """Return the text before the bar, such as "epoch 3/10, validating 2/5"."""
+        """Return the text before the progress bar, such as "epoch 3/10, validating 2/5"."""
         if run.stage != "fit":
             return run.stage
         if is_complete:
@@ -293,7 +293,7 @@ def fitting_columns(columns: Sequence[str], monitor: str, width: int) -> list[st
     """Return the table columns that fit into a terminal. metrics.csv contains all columns."""
     fitting = list(columns)
     for name in reversed(columns):
-        # A header that leaves out columns needs space for "  …".
+        # Reserve space for the "  …" after a header that leaves out columns.
         space = width if len(fitting) == len(columns) else width - 3
         if sum(column_width(other) + 2 for other in fitting) - 2 < space:
             break

@@ -27,7 +27,7 @@ def decode(content: bytes) -> str:
 
 
 def to_commas(text: str) -> str:
-    """Remove comments above the header, and separate the cells with commas."""
+    """Remove comments above the header of a CSV file, and separate the cells with commas."""
     if "\n" not in text:
         text = text.replace("\r", "\n")
     lines = text.lstrip("\r\n").split("\n")
@@ -113,7 +113,7 @@ def split_runs(columns: Columns) -> dict[str, Columns]:
     runs = {}
     for key in dict.fromkeys(keys):
         rows = [row for row, other in enumerate(keys) if other == key]
-        # Prefix a number with the column name, as in "fold=0".
+        # Prefix a run name that is a number with the column's name, as in "fold=0".
         label = "/".join(key)
         if len(key) == 1 and has_number(key):
             label = f"{names[0]}={label}"

@@ -68,7 +68,7 @@ class CSVLogger(Logger):
 
     @property
     def version(self) -> int | str:
-        """The run's version, a number or a name. If none was given, choose it at first use."""
+        """The run's version, a number or a name, which is chosen at first use if not given."""
         if self._version is None:
             folders = [Path(self.root_dir, self.name)]
             if self._checkpoint_dir is not None:
@@ -247,7 +247,7 @@ class Table:
         self.waiting = []
 
     def replace(self, columns: list[str], rows: Rows) -> None:
-        """Replace the rows of the file. Remove the file if there are no columns."""
+        """Replace all rows of the CSV file, or remove the file if there are no columns."""
         head = [dict(zip(columns, columns, strict=True))] if columns else []
         content = to_lines(columns, [*head, *rows])
         if not content:

@@ -57,7 +57,7 @@ class LogArguments:
 
 
 def check_arguments(hook: str | None, name: str, arguments: tuple) -> LogArguments:
-    """Fill in a call's default arguments. Raise an error if its hook forbids an argument."""
+    """Fill in the defaults of self.log's arguments, or raise an error if the hook forbids one."""
     prog_bar, logger, on_step, on_epoch, reduce_fx, *others = arguments
     if _EPOCH_HOOK.fullmatch(str(hook)):
         for option, value, allowed in (("on_step", on_step, False), ("on_epoch", on_epoch, True)):

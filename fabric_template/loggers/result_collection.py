@@ -76,7 +76,7 @@ class LoggedMetric:
         self.epoch, self.row = Sums(), Sums() if has_own_row else None
 
     def full_name(self, suffix: str = "") -> str:
-        """Return the name. If there are several loaders, append the loader's index.
+        """Return the logged name, with the loader's index if there are several loaders.
 
         If on_step and on_epoch are both set, add the suffix, which is "_step" or "_epoch".
         """
@@ -603,7 +603,7 @@ class ResultCollection:
 
 
 def find_batch_size(batch: Any) -> int:
-    """Return the batch size that Trainer would find. Tuples of tensors take a fast path."""
+    """Return the batch size that Trainer would find, but faster for tuples of tensors."""
     if type(batch) in (tuple, list):
         sizes = {p.size(0) if isinstance(p, Tensor) and p.dim() else -1 for p in batch}
         if len(sizes) == 1 and -1 not in sizes:

@@ -174,7 +174,7 @@ class RowWriter:
             self._write(is_in_epoch=False)
 
     def write_after_training(self) -> None:
-        """Write a row for the last steps of a step-based run. A resumed run removes the row."""
+        """Write the row of a step-based run's last steps, which a resumed run removes."""
         last_step = self.rows[-1]["step"] if self.rows else 0
         if self.is_step_based and self.run.progress.global_step > last_step:
             self._write(is_in_epoch=True)

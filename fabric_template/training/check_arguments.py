@@ -1,4 +1,4 @@
-"""Check the arguments of a call before anything is launched, wrapped or written."""
+"""Check the arguments of fit, validate, test and predict before anything else happens."""
 
 from __future__ import annotations
 

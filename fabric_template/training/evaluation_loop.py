@@ -85,7 +85,7 @@ def run_batches(
     max_batches: int | float = math.inf,
     before_batch: Callable[[int, int], None] | None = None,
 ) -> Iterator[tuple[Any, int]]:
-    """Run a step and its hooks on every batch. Yield (output, dataloader_idx) after each step.
+    """Run an evaluation step with its hooks on every batch, and yield (output, dataloader_idx).
 
     Args:
         name: "validation", "test" or "predict".

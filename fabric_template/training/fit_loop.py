@@ -1,7 +1,7 @@
 """Run the training loop over epochs and batches, and validate. Read this module first.
 
-A checkpoint that a hook saves in the middle of an epoch includes ``run.progress.phase``. The
-resumed run finishes this phase. The phases of an epoch are:
+A checkpoint that a hook saves in the middle of an epoch includes ``run.progress.phase``. A resumed
+run first finishes the saved phase. The phases of an epoch are:
 
 - "start_epoch": the hooks before the first batch
 - "train_batch": a batch, from on_train_batch_start to the optimizer step
@@ -56,7 +56,7 @@ def fit(run: Run) -> None:
         if run.stop.signal is not None:
             # If max_steps or another limit ended the epoch early, end_epoch has saved last.ckpt.
             if run.progress.is_in_epoch or run.progress.is_epoch_complete:
-                # Save before on_train_end, because callbacks may replace the weights there.
+                # Save the checkpoint before on_train_end, where callbacks may replace the weights.
                 run.checkpoints.save_last(run)
             break
     run.hooks.call("on_train_end")
@@ -110,7 +110,7 @@ def train_batches(run: Run) -> None:
                 "train_dataloader yielded None. If this was on purpose, ignore this warning..."
             )
         elif hooks.call("on_train_batch_start", batch, batch_idx) == -1:
-            # As in Trainer, -1 from on_train_batch_start skips on_train_batch_end and validation.
+            # As in Trainer, skip the validation if on_train_batch_start returns -1.
             progress.end_batches()
             progress.enter(None)
             step_schedulers_after_batch(run)
@@ -183,7 +183,7 @@ def report_validation(run: Run) -> str:
 
 
 def finish_batch(run: Run) -> None:
-    """Step ReduceLROnPlateau, check for signals, and save every N steps."""
+    """Step ReduceLROnPlateau, check for signals, and save a checkpoint every N steps."""
     if run.optimization.lr_schedulers:
         step_lr_schedulers(run, "step", reduce_on_plateau=True)
     is_stepping = run.progress.is_window_end
@@ -215,7 +215,7 @@ def end_short_epoch(run: Run) -> None:
 
 
 def end_epoch(run: Run) -> None:
-    """Call the hooks, step the schedulers with interval "epoch", log the epoch, and save."""
+    """At the end of an epoch, call hooks, step schedulers, log values, and save a checkpoint."""
     progress = run.progress
     if progress.phase != "end_epoch":
         run.results.end_batches()

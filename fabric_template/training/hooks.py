@@ -159,7 +159,7 @@ class Hooks:
         return nullcontext() if self.profiler is None else self.profiler.profile(action)
 
     def with_profiler(self, action: str, method: Callable) -> Callable:
-        """Wrap a method for the profiler. Without a profiler, return the method unchanged."""
+        """Wrap a method so that a profiler measures it. Without a profiler, return it unchanged."""
         if self.profiler is None:
             return method
 

@@ -54,7 +54,7 @@ def run_plan(plan: Plan) -> Any:
     fabric = plan.loop.fabric
     is_launching = starts_processes(fabric)
     if not is_launching:
-        # Run(plan) needs this process's rank, which is known only after the processes have joined.
+        # Run(plan) needs the rank, which is known only after joining the process group.
         join_processes(fabric)
     run = Run(plan)
     try:
@@ -122,7 +122,7 @@ def set_up_model(run: Run, stack: ExitStack) -> bool:
     """Call the hooks that create modules, set up the model, and load a checkpoint's weights.
 
     Returns:
-        Whether the weights were loaded. If not, on_fit_start may still create missing modules.
+        Whether the weights were loaded, which may have to wait for modules from on_fit_start.
     """
     is_training = run.stage == "fit"
     attach_run(run, stack)
@@ -215,7 +215,7 @@ def tear_down(run: Run) -> None:
 def run_sanity_check(run: Run) -> None:
     """Validate on a few batches before training, so that a broken validation fails early."""
     most = run.config.num_sanity_val_steps
-    # As in Trainer, skip the check on resume, unless Trainer saved the checkpoint between epochs.
+    # As in Trainer, skip the sanity check on resume, unless Trainer saved the file between epochs.
     is_resumed = run.plan.start.is_pending and run.plan.start.restarts_epoch is not False
     if not run.should_validate or most == 0 or is_resumed:
         return

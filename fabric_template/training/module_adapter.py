@@ -94,7 +94,7 @@ class ObjectNetwork(nn.Module):
     """
 
     def collect(self, model: Any) -> None:
-        """Collect a model's modules. Call this method again after hooks that create modules."""
+        """Collect a model's modules, also after hooks that have created some."""
         self._parameters.clear()
         self._modules.clear()
         for name, value in list(getattr(model, "__dict__", {}).items()):
@@ -306,16 +306,16 @@ class StepRunner:
                 module.training = modes[name]
 
     def flags(self, parameters: Mapping[str, Any]) -> dict[str, dict[str, bool]]:
-        """Return the flags that hooks may change and that ``state_dict()`` does not cover."""
+        """Return train modes and requires_grad flags, which ``state_dict()`` does not cover."""
         requires_grad = {name: part.requires_grad for name, part in parameters.items()}
         return {"requires_grad": requires_grad, "training": self.training_modes()}
 
     def record_flags(self, parameters: Mapping[str, Any]) -> None:
-        """Record the current flags, so that ``changed_flags`` can compare later flags with them."""
+        """Record train modes and requires_grad flags, so that later changes can be saved."""
         self._flags_at_start = self.flags(parameters)
 
     def changed_flags(self, parameters: Mapping[str, Any]) -> dict[str, dict[str, bool]]:
-        """Return the flags that have changed since ``record_flags`` was called."""
+        """Return train modes and requires_grad flags that have changed since they were recorded."""
         return {
             kind: dict(sorted(flags.items() - self._flags_at_start[kind].items()))
             for kind, flags in self.flags(parameters).items()
@@ -367,15 +367,15 @@ class StepRunner:
                 )
             self.wrapped = self.fabric.strategy.setup_module(_CallStep(self.network))
         for module in self.network.modules():
-            # Moving a network does not call a submodule's overridden to(), so call it here.
-            # Call to(device) last, because it resets the dtype of torchmetrics objects.
+            # Call the overridden to() of submodules, which moving the network does not call. Call
+            # to(device) last, because it resets the dtype of torchmetrics objects.
             if type(module).to is not nn.Module.to:
                 if self.converts_dtype:
                     self.precision.convert_module(module)
                 module.to(self.fabric.device)
 
     def get(self, name: str, method: Callable) -> Callable:
-        """Wrap a step for this run's compilation, strategy and precision."""
+        """Wrap a step with torch.compile, the strategy and the precision of the run."""
         if callable(self.compile):
             method = self.compile(method)
         elif self.compile is not False:

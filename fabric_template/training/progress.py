@@ -69,7 +69,7 @@ class Progress:
 
     @contextmanager
     def in_stage(self, stage: str) -> Iterator[None]:
-        """Change the stage in a with block. As in Trainer, an error leaves it changed."""
+        """Change the stage in a with block. As in Trainer, an error leaves the stage changed."""
         before, self.stage = self.stage, stage
         yield
         self.stage = before

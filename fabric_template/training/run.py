@@ -72,9 +72,9 @@ class Run:
         self.warn_once = WarnOnce(fabric.is_global_zero)
 
     def saved_parts(self) -> dict[str, Any]:
-        """Return the attributes that have a state_dict for checkpoints, keyed by name.
+        """Return the objects whose state_dict a checkpoint contains, keyed by attribute name.
 
-        The class attribute ``is_per_process`` of such an object is True if each process saves it.
+        The class attribute ``is_per_process`` is True if each process saves its own state.
         """
         parts = vars(self).items()
         return {name: part for name, part in parts if hasattr(type(part), "is_per_process")}
@@ -95,7 +95,7 @@ class Run:
         self.optimization = self.optimization.start()
 
     def find_new_modules(self) -> None:
-        """Add modules that an object's hooks have created, unless the object is an nn.Module."""
+        """Collect modules that a model's hooks have created, unless it is an nn.Module."""
         if isinstance(self.network, ObjectNetwork) and creates_modules(self.model):
             self.network.collect(self.model)
 
