@@ -481,7 +481,7 @@ def parse_options(options: dict[str, Any]) -> tuple[LoopConfig, dict[str, Any]]:
     if arguments["loggers"] is not None:
         if arguments["logger"] is not None:
             raise ConfigurationError(
-                "FabricLoop: got logger and loggers, expected only one of the two. Both mean the same option."
+                "FabricLoop: got logger and loggers, expected only one of the two. Both name the same option."
             )
         arguments["logger"] = arguments["loggers"]
     if isinstance(arguments["devices"], list | tuple):

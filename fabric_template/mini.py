@@ -1211,7 +1211,7 @@ class MiniLoop:
     def _check_fit(self, train: Any, val: Any, validation_step: Any, optimizer: Any) -> None:
         given = ""
         if train is None:
-            given = "train_dataloaders=None. Pass batches, such as a DataLoader."
+            given = "train_dataloaders=None. Pass a loader, such as a DataLoader."
         elif "training_step" not in self._steps:
             given = "no training_step. Pass training_step=, or define the method."
         elif val is not None and "validation_step" not in self._steps:
@@ -1761,7 +1761,7 @@ def check_optimizer(optimizers: list[Any], own: set[nn.Parameter]) -> None:
     kinds = " and ".join(type(item).__name__ for item in optimizers)
     if len(optimizers) != 1 or not isinstance(optimizers[0], torch.optim.Optimizer):
         raise TypeError(
-            f"optimizer: got {kinds}, expected one optimizer. For more, use FabricLoop."
+            f"optimizer: got {kinds}, expected one optimizer. For several, use FabricLoop."
         )
     closure = inspect.signature(optimizers[0].step).parameters.get("closure")
     needs_closure = closure is not None and closure.default is closure.empty
@@ -1785,7 +1785,7 @@ def make_scheduler_config(item: Any, optimizer: Any) -> dict[str, Any]:
     if not isinstance(scheduler, LRScheduler | ReduceLROnPlateau):
         kind = type(scheduler).__name__
         raise TypeError(
-            f"scheduler: got {kind}, expected one from torch. For others, use FabricLoop."
+            f"scheduler: got {kind}, expected a scheduler from torch. For others, use FabricLoop."
         )
     is_own = getattr(scheduler, "optimizer", optimizer) is optimizer
     text = "scheduler: got one for another optimizer, expected one for this run's optimizer."

@@ -136,9 +136,7 @@ def take_rows(tensor: Tensor, rows: Tensor) -> Tensor:
 
 def check_tensors(tensors: tuple[Any, ...]) -> None:
     """Raise an error for values that are not tensors of samples or that differ in length."""
-    wrong = [
-        f"a value of type {type(part).__name__}" for part in tensors if not isinstance(part, Tensor)
-    ]
+    wrong = [f"{type(part).__name__}" for part in tensors if not isinstance(part, Tensor)]
     wrong = wrong or ["a tensor without dimensions" for part in tensors if part.dim() == 0]
     if wrong:
         raise TypeError(
@@ -149,6 +147,6 @@ def check_tensors(tensors: tuple[Any, ...]) -> None:
     if len(set(lengths)) != 1:
         given = f"the lengths {lengths}" if lengths else "no tensors"
         raise ValueError(
-            f"TensorLoader: got {given}, expected tensors of the same length."
+            f"TensorLoader: got {given}, expected one or more tensors of the same length."
             " Write TensorLoader(x, y)."
         )

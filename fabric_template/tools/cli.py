@@ -69,7 +69,7 @@ OPTIONS: dict[str, dict[str, dict[str, Any]]] = {  # by command
         "--x": {"help": "The horizontal axis: epoch, step or time."},
         "--smooth": {"type": float, "help": "The weight of earlier points: at least 0, below 1."},
         "--log": {**FLAG, "help": "Draw the values on a logarithmic scale."},
-        "--out": {"help": "The image file. Default: history.png in the folder."},
+        "--out": {"help": "The image file. Default: history.png next to the logs."},
     },
     "runs": {
         "paths": {"nargs": "*", "default": [], "help": "A folder, diff RUN RUN, or best FOLDER."},
@@ -83,14 +83,14 @@ OPTIONS: dict[str, dict[str, dict[str, Any]]] = {  # by command
         "--steps": {"type": int, "default": 50, "help": "The number of steps to compare."},
     },
     "profile": {
-        "--out": {"help": "Draw the result to this file."},
+        "--out": {"help": "Draw a chart of the times to this file."},
         "--steps": {"type": int, "default": 50, "help": "The number of timed batches."},
     },
     "tune": {
         "--lr": {**FLAG, "help": "Find a learning rate by raising it until the loss diverges."},
         "--only": {"nargs": "*", "help": "Try only these settings, such as threads batch_size."},
         "--seconds": {"type": float, "default": 2.0, "help": "The seconds that a trial takes."},
-        "--out": {"default": "tuned.yaml", "help": "The written config, or with --lr the curve."},
+        "--out": {"default": "tuned.yaml", "help": "The config file, or with --lr the curve."},
     },
     "copy": {
         "path": {"help": "The folder to write, or with --mini the file to write."},

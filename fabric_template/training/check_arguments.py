@@ -193,7 +193,7 @@ def check_loaders(plan: Plan) -> None:
     if not has_loader(plan.loaders, plan.source, stage):
         place = f"define {stage}_dataloader in the class {type(plan.model).__name__}"
         if plan.datamodule is not None:
-            place = f"pass a datamodule with {stage}_dataloader"
+            place = f"pass a datamodule that defines {stage}_dataloader"
         text = found_loader(plan, stage).format("None")
         if plan.is_lightning_module:
             text += (

@@ -165,7 +165,7 @@ def test_a_datamodules_missing_loaders_are_not_taken_from_the_module():
 
     _, seen = assert_both_see(lambda loop, module: loop.fit(module, datamodule=Data()), Module)
     assert [place[0] for place in seen] == ["train", "train"]
-    with pytest.raises(TypeError, match="pass a datamodule with test_dataloader"):
+    with pytest.raises(TypeError, match="pass a datamodule that defines test_dataloader"):
         FabricLoop(**quiet()).test(Module(), datamodule=Data())
 
 
