@@ -325,7 +325,7 @@ def version_of_checkpoint(plan: Plan, path: str) -> int | str | None:
 
 
 def report_missing(plan: Plan, argument: str, keyword: str, versions: list[Version]) -> None:
-    """Raise an error for a missing checkpoint. For ckpt_path="last", only warn, as Trainer does."""
+    """Raise an error for a missing checkpoint, or warn like Trainer for ckpt_path="last"."""
     damaged = [path for version in versions for path in version.damaged]
     replaced = [path for version in versions for path in version.replaced]
     if damaged:

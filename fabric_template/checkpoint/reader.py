@@ -37,8 +37,8 @@ class Placeholder:
     """Replaces a saved object whose creation could run code.
 
     The unpickler creates a subclass for each unknown name in the file. The subclass replaces the
-    named class or function, and its instances replace the objects. Unpickling an object calls the
-    other methods, which do nothing.
+    named class or function, and its instances replace the objects. Unpickling calls methods such as
+    append and __setstate__, which do nothing.
     """
 
     def __new__(cls, *args: Any, **kwargs: Any) -> Any:
@@ -259,7 +259,7 @@ class PlainUnpickler(pickle.Unpickler):
     sizes: ClassVar[dict[str, int]] = {}
 
     def find_class(self, module: str, name: str) -> Any:
-        """Return a plain class or a Builder. For other names, return a new Placeholder class."""
+        """Return the plain class or Builder for a name in a pickle, or a new Placeholder class."""
         full_name = f"{_MODULES.get(module, module)}.{name}"
         if full_name == "torch.storage.UntypedStorage":
             # torch.load reads the dtype of a storage from an attribute of the storage's class.

@@ -162,7 +162,7 @@ def rename_weights(weights: Mapping[str, Any], target: nn.Module) -> Mapping[str
     """Rename saved weights to match the names in the model.
 
     DistributedDataParallel, DataParallel and torch.compile insert a part into each name, as in
-    ``module.weight``. Nothing is renamed if the names are not unique without the inserted parts.
+    ``module.weight``. Nothing is renamed if two names would become equal.
     """
     own = list(target.state_dict())
     if weights.keys() == set(own):

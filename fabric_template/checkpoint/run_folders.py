@@ -41,9 +41,9 @@ _CHECKPOINT = re.compile(r"(last|best|epoch=[0-9]+-step=[0-9]+-.*)\.ckpt")
 class RunFolders:
     """The version folders that a run writes to, and the times that it records in them.
 
-    A new run records its start in the .lock files, and every run records its saves. The times
-    decide which run resume="last" continues. The times also show which checkpoints of a fixed
-    version belong to a replaced run.
+    A new run records its start in the .lock files, and every run records its saves.
+    ``resume="last"`` continues the run with the latest recorded time. In a fixed version, the times
+    show which checkpoints belong to a replaced run.
     """
 
     def __init__(self) -> None:
@@ -183,7 +183,7 @@ def continues_in(run: Run, folder: Path) -> bool:
 
 
 def choose_version(run: Run) -> None:
-    """Continue the version of a resumed checkpoint. The second fit of a loop uses a new version."""
+    """Write to the version of a resumed checkpoint. The second fit of a loop uses a new version."""
     loop, start = run.loop, run.plan.start
     if run.config.version is not None:
         return

@@ -122,7 +122,7 @@ class DataConnector:
     def _state_of_load(self, stage: str) -> Iterator[None]:
         """Save the random states and attributes on which the new loaders may depend.
 
-        A resumed run first restores these states, so that it creates the same loaders.
+        A resumed run first restores the saved states, so that it creates the same loaders.
         """
         if stage in self.given:
             yield
@@ -195,7 +195,7 @@ class DataConnector:
     def setup_val_loaders(self) -> None:
         """Create the validation loaders before the first epoch, because progress bars need them.
 
-        A resumed run creates these loaders at the same point, to draw the same random numbers.
+        A resumed run creates validation loaders at the same point, to draw the same random numbers.
         """
         is_early = "val" in self.given or "val" in self._saved_loads()
         if is_early or self.run.plan.start.own.get("writer") != "FabricLoop":

@@ -204,7 +204,7 @@ class Console:
         return True
 
     def _print(self, text: str) -> None:
-        """Print a line above the progress bar. In a notebook, the line appears at the next draw."""
+        """Print a line above the progress bar, or at the next draw in a notebook."""
         if self._output == "notebook":
             self._lines.append(text)
             return

@@ -107,7 +107,7 @@ class CSVLogger(Logger):
 
     @rank_zero_only
     def log_metrics(self, metrics: Mapping[str, Any], step: int | None = None) -> None:
-        """Append a row to steps.csv. By default, step is metrics["step"] or the row number."""
+        """Append a row to steps.csv. If step is None, use metrics["step"] or the row number."""
         if metrics:
             table = self._table("steps.csv")
             row = {"step": table.num_rows, **metrics}

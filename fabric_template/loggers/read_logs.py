@@ -21,7 +21,7 @@ _CELL = r'(?:"[^"]*(?:""[^"]*)*"|[^",\n]*)'
 _RECORD = re.compile(rf"{_CELL}(?:,{_CELL})*(?=\r?\n)")
 _MAX_RECORD_LENGTH = 2**20
 _CELLS = re.compile(f"(?:^|,)({_CELL})")
-# The texts of cells without a value.
+# The texts, such as "nan" and "-", of cells without a value.
 MISSING = ("", "nan", "none", "null", "na", "n/a", "-")
 EXPECTED = "a metrics.csv, or a folder such as logs, logs/digits or logs/digits/version_0"
 
@@ -30,7 +30,7 @@ def read_logs(path: str | os.PathLike[str], steps: bool = False) -> pd.DataFrame
     """Return the rows of one or several runs as one table: `name, version, epoch, step, ...`.
 
     Half-empty rows, as in Lightning's CSVLogger, are merged into one row per epoch, or per
-    validation within an epoch. The function also reads CSV files from other tools.
+    validation within an epoch. read_logs also reads CSV files from other tools.
 
     Args:
         path: A CSV file, or a folder such as logs, logs/digits or logs/digits/version_0.
@@ -185,7 +185,7 @@ def read_table(path: Path) -> CSVTable:
 
 
 def read_records(text: str) -> tuple[list[list[str]], list[int]]:
-    """Split complete lines into records of cells. Also return the line numbers of damaged lines."""
+    """Split the complete lines of a CSV file into cells, and list the numbers of damaged lines."""
     records: list[list[str]] = []
     damaged = []
     start, number = 0, 1

@@ -520,7 +520,7 @@ class ResultCollection:
         return {**self.returned, **self.callback_metrics}
 
     def current_values(self) -> CurrentValues:
-        """Return the current step's values. After the last batch, return the epoch's values."""
+        """Return the current step's values or, after the last batch, the epoch's values."""
         values = CurrentValues({}, {}, {}, {})
         results = self.active
         of_step = results.is_first_batch is not None

@@ -102,7 +102,7 @@ class RowWriter:
     # Values
 
     def add_train_output(self, output: Any, loss: Tensor | None) -> None:
-        """Add the values that training_step returned. For a LightningModule, add only the loss.
+        """Collect the values that training_step returned, or only the loss of a LightningModule.
 
         In manual optimization, the loss is None if the step has returned a dict without "loss".
         """

@@ -1,7 +1,7 @@
 """In automatic optimization, refuse a step that calls backward() or optimizer.step() itself.
 
-Only the first batch is checked. A step may call backward() for another loss, such as an adversarial
-one. The loop clears the gradients of such a loss.
+FirstStepCheck checks only the first batch. A step may call backward() for another loss, such as an
+adversarial one. The loop clears the gradients of such a loss.
 """
 
 from __future__ import annotations

@@ -40,7 +40,7 @@ class Hooks:
 
     @property
     def callbacks(self) -> list[Any]:
-        """The loop's callbacks in calling order. The list may change during a run."""
+        """The loop's callbacks in calling order, a list that may change during a run."""
         return self.loop.callbacks
 
     def call(self, name: str, *args: Any) -> Any:
@@ -159,7 +159,7 @@ class Hooks:
         return nullcontext() if self.profiler is None else self.profiler.profile(action)
 
     def with_profiler(self, action: str, method: Callable) -> Callable:
-        """Wrap a method so that a profiler measures it. Without a profiler, return it unchanged."""
+        """Return a method that the profiler measures, or the same method without a profiler."""
         if self.profiler is None:
             return method
 

@@ -326,7 +326,7 @@ class StepRunner:
         """Remember which modules are in train mode while an evaluation switches to eval mode.
 
         Yields:
-            A function that restores the train modes. They are also restored after an error.
+            A function that restores the train modes. An error restores the modes, too.
         """
         outer, self._modes = self._modes, self.training_modes()
         modes = [(module, module.training) for module in self.network.modules()]

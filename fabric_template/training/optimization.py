@@ -307,7 +307,7 @@ class AutomaticOptimization(Optimization):
         """Run ``training_step`` and the backward pass. Return the loss.
 
         If ``training_step`` returns None, there is no backward pass, and the result is None. As in
-        Trainer, the optimizer still steps, except with a gradient scaler.
+        Trainer, the optimizer steps even without a loss, except with a gradient scaler.
         """
         run, check = self.run, self._first_step_check
         if check is None:

@@ -115,7 +115,7 @@ class Progress:
         return batch_idx
 
     def count_steps(self, steps: int = 1) -> None:
-        """Count optimizer steps. In manual optimization, one batch may take several steps."""
+        """Count optimizer steps, of which a batch may take several in manual optimization."""
         self.global_step += steps
         self.optimizer_steps_in_epoch += steps
 
@@ -375,7 +375,7 @@ class ValidationSchedule:
         return count % self.every_n_batches == 0
 
     def _check_time(self, interval: float) -> None:
-        """Set ``_is_time_up``. With several processes, the clock of the first process decides.
+        """Set ``_is_time_up``. With several processes, decide by the clock of the first process.
 
         All processes must validate after the same batch. The processes communicate about once a
         second, and after the batch in which the interval is expected to end.
