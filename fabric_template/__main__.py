@@ -4,5 +4,5 @@ import sys
 
 from .tools.cli import main
 
-if __name__ == "__main__":  # Spawned processes import this file under another name.
+if __name__ == "__main__":  # Run nothing in spawned processes, which import this file.
     sys.exit(main())

@@ -194,7 +194,7 @@ class LoopConfig:
             yield (
                 f"`gradient_clip_algorithm` {algorithm} is invalid. Allowed algorithms: ['value', 'norm']."
             )
-        # The float 1.0 means the end of an epoch, which is the default. The int 1 means each batch.
+        # val_check_interval=1.0 is the default and means each epoch. The int 1 means each batch.
         is_given = interval is not None and not (isinstance(interval, float) and interval == 1.0)
         if self.validate_every_n_steps and is_given:
             yield (
@@ -455,7 +455,7 @@ class LoopArguments(LoopConfig):
     """Another name for the option logger."""
 
 
-# FabricLoop has no such options, but accepts and ignores the default values that Trainer has.
+# FabricLoop lacks these options of Trainer, but accepts and ignores their default values.
 _TRAINER_DEFAULTS = {
     "use_distributed_sampler": True,
     "sync_batchnorm": False,
@@ -468,7 +468,7 @@ def parse_options(options: dict[str, Any]) -> tuple[LoopConfig, dict[str, Any]]:
     """Split FabricLoop's keyword arguments into a LoopConfig and the remaining arguments.
 
     Raises:
-        TypeError: An option is unknown. The message may suggest a similar name.
+        TypeError: An option is unknown. The error message may suggest a similar option.
     """
     from .errors import ConfigurationError, unknown_option
 

@@ -103,7 +103,7 @@ def sort_key(name: str) -> list[tuple[int, str]]:
 
 def next_version(*folders: Path) -> int:
     """Return the highest version number in the given folders, plus one."""
-    # Do not use a regular expression, because a folder may have thousands of versions.
+    # Avoid a regular expression, which is slow in a folder with thousands of versions.
     names = [name for folder in folders for name in list_names(folder)]
     suffixes = [name[8:] for name in names if name.startswith("version_")]
     numbers = [int(text) for text in suffixes if text.isdecimal() and str(int(text)) == text]

@@ -91,7 +91,7 @@ class FabricLoop(TrainerAPI):
         self.has_fitted = False
         self.loggers = self._make_loggers()
         self.profiler = make_profiler(self.config.profiler)
-        # In a hand-written loop, the first log_dict() records these descriptions of parts.
+        # A hand-written loop records these descriptions at its first log_dict().
         self._own_parts: dict[str, list[Any]] = {"model": [], "optimizer": [], "batch_size": []}
         self._is_recorded = False
         self.run: Run | None = None
@@ -352,7 +352,7 @@ class FabricLoop(TrainerAPI):
             sync_dist: Log the means over all processes. Then every process must call log_dict.
             **options: Arguments of ``log``, such as on_step, on_epoch and batch_size.
         """
-        # A MetricCollection of torchmetrics is not a Mapping.
+        # Accept a MetricCollection of torchmetrics, although it is not a Mapping.
         is_collection = hasattr(dictionary, "add_metrics")
         expected = "a dict of numbers. Write loop.log_dict({'epoch': 0, 'train_loss': loss})"
         check_type("log_dict", dictionary, object if is_collection else Mapping, expected)

@@ -90,7 +90,7 @@ SMALLEST |= {"validate_every_n_steps": 1, "log_every_n_steps": 0, "gradient_clip
 # MiniLoop's log() accepts these arguments of Trainer only with the given values or None.
 LOG_ARGUMENTS = {"reduce_fx": "mean", "enable_graph": False, "sync_dist_group": None}
 LOG_ARGUMENTS |= {"rank_zero_only": False, "add_dataloader_idx": True, "logger": True}
-# Each key is a part of a torch error whose advice does not apply in a loop, with better advice.
+# Better advice for errors of torch, by a part of the error whose advice is wrong in a loop.
 INSTEAD = {
     "numpy.ndarray": "batch: got NumPy arrays in a step, expected tensors. Write TensorLoader(x, y,"
     " batch_size=32), or convert the batch in the step with torch.as_tensor.",
@@ -101,20 +101,20 @@ INSTEAD = {
     " tensors that the step keeps for later batches.",
 }
 NEEDS_CLOSURE = "optimizer: got one whose step() needs a closure. Use FabricLoop, which passes one."
-END: Any = object()  # Returned by next() at the end of a loader.
-REMOVED = ("removed", None)  # Saved instead of an attribute that was deleted.
+END: Any = object()  # next(batches, END) returns this object at the end of a loader.
+REMOVED = ("removed", None)  # Checkpoints contain this value for a deleted attribute.
 CHECKPOINTS = ("last.ckpt", "best.ckpt", "epoch=*-step=*.ckpt")
 # Every nn.Module has these attributes, so they are not the user's own state.
 MODULE_ATTRIBUTES = vars(nn.Module()).keys()
 HOOKS_OF_MODULE = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks")
-# Do not save these optimizer attributes, which state_dict() contains, which repeat parameter
-# groups, or which serve only for warnings.
+# Do not save these optimizer attributes. Their content is also in state_dict(), or serves only for
+# a warning of schedulers.
 OPTIMIZER_ATTRIBUTES = ("state", "param_groups", "defaults", "_opt_called", "_step_count")
 GENERATORS = (torch.Generator, random.Random, np.random.Generator, np.random.RandomState)
 NUMPY: Any = (np.generic, np.ndarray)
 # Do not save attributes of these packages' objects, which may hold processes or files.
 LIBRARIES = {*sys.stdlib_module_names, "lightning", "numpy", "torch", "torchmetrics"}
-# Do not save attributes of objects of these types.
+# Do not search objects of these types for attributes to save.
 NOT_SEARCHED = (type, FunctionType, MethodType, ModuleType, Logger, Tensor, nn.Module, Fabric)
 # Besides tensors and NumPy arrays, checkpoints contain attributes of these types.
 ATOMS = frozenset((type(None), bool, int, float, complex, str, bytes))
@@ -131,7 +131,7 @@ class MiniLoop:
     max_epochs: int | None = None  # Epoch limit. -1: no limit. None: 1000, or -1 with max_steps.
     max_steps: int = -1  # Stop after this many optimizer steps. -1: no limit.
     name: str = "run"  # Files go to logs/<name>/version_<n> and checkpoints/<name>/version_<n>.
-    version: int | str | None = None  # The run's version. None: the next free or the resumed one.
+    version: int | str | None = None  # The run's version. None: a free number, or the resumed one.
     monitor: str | None = None  # The metric that selects best.ckpt.
     # "min": the smallest value of monitor is best. "max": the largest is. "auto": its name decides.
     mode: str = "auto"
@@ -218,7 +218,7 @@ class MiniLoop:
             Fabric.seed_everything(self.seed, workers=True, verbose=False)
         self.current_epoch = self.global_step = 0  # Count finished epochs and optimizer steps.
         self.batches_done = 0  # The number of finished batches in this epoch.
-        self.should_stop = False  # Set it to True in all processes to stop after the current step.
+        self.should_stop = False  # If True in all processes, training stops after the step.
         self.history: list[dict[str, Any]] = []  # The rows of metrics.csv.
         self.best_score: float | None = None
         # The best checkpoints with their scores, and the metric that selects them.
@@ -300,7 +300,7 @@ class MiniLoop:
             print(text, file=sys.stderr)
 
     def _train(self) -> None:
-        """Train until a limit is reached. If it was reached before, call no hooks, like Trainer."""
+        """Train until a limit is reached. If no batch is left to train on, call no hooks."""
         is_done, is_resumed = self._is_done(), self._resumed_state is not None
         if not is_done:
             if not is_resumed:
@@ -310,7 +310,7 @@ class MiniLoop:
         if is_resumed:
             # Restore the saved options again, because on_train_start may have changed them.
             self._restore_options(self._resumed_options)
-            # From here to the first batch, nothing may draw random numbers.
+            # Between this restore and the first batch, nothing may draw random numbers.
             self._load_state(self._resumed_state)
         while not self._is_done():
             self._train_epoch()
@@ -482,7 +482,7 @@ class MiniLoop:
                 scheduler.step()
 
     def _start_batches(self) -> None:
-        """Start iterating the training loader. After a resume, skip the batches already used."""
+        """Start iterating the training loader. After a resume, skip the epoch's first batches."""
         # Record the random state first, because a sampler's set_epoch() may draw random numbers.
         state = self._state() if self.batches_done > 0 else {}
         set_epoch(self.train_loader, self.current_epoch)
@@ -551,7 +551,7 @@ class MiniLoop:
         return {**get_rng_state(), "parts": changed}
 
     def _find_objects(self) -> None:
-        """Update the objects found in the model's attributes, because hooks may create some."""
+        """Search the model's attributes for objects again, because hooks may have created some."""
         self._weights = {*map(address_of, self._unwrapped.state_dict().values())} - {None}
         for place in self._object_places:
             del self._parts[place]
@@ -616,7 +616,7 @@ class MiniLoop:
             self._start_batches()
         if self.batches_done == 0:
             self._epoch_start["first_batch"] = get_rng_state()
-        # Print to a log file only once a minute, and not to a notebook's stderr, which is red.
+        # In log files, update the bar once a minute. Notebooks show text on stderr in red.
         is_notebook = "ipykernel" in sys.modules
         seconds = 0.2 if sys.stderr.isatty() or is_notebook else 60.0
         bar: dict[str, Any] = {"mininterval": seconds, "delay": seconds, "leave": False}
@@ -661,7 +661,7 @@ class MiniLoop:
     def validate(
         self, model: Any, dataloaders: Any, load: Any = None, validation_step: Any = None
     ) -> list[dict[str, float]]:
-        """Validate a model. Return its metrics as Trainer does, in a list with one dict."""
+        """Validate a model, and return the metrics as Trainer does, in a list with one dict."""
         self._set_up_steps(model, None, validation_step)
         if "validation_step" not in self._steps:
             raise TypeError("validate: got no validation_step. Pass one, or define the method.")
@@ -679,7 +679,7 @@ class MiniLoop:
         state = get_rng_state()
         self._validate()
         if not is_due:
-            # A resumed run does not repeat this validation, so it must not change the random state.
+            # Restore the random state, because a resumed run does not repeat an early validation.
             set_rng_state(state)
         return True
 
@@ -867,7 +867,7 @@ class MiniLoop:
         self._print_row({name: row[name] for name in row if is_slow or name != "waiting"})
 
     def _append_row(self, name: str, row: dict[str, Any]) -> None:
-        """Append a row to a CSV file. If the row has a new column, rewrite the file."""
+        """Append a row to a CSV file, or rewrite the file if the row has a new column."""
         count, columns = self._tables[name]
         if self.fabric.is_global_zero and set(row) <= set(columns):
             with (self.log_dir / name).open("a") as file:
@@ -878,7 +878,7 @@ class MiniLoop:
         self._tables[name] = count + 1, columns
 
     def _print_row(self, row: dict[str, Any]) -> None:
-        """Print a row in aligned columns. Print a header before the first row."""
+        """Print a row in aligned columns, and a header before the first row."""
         names = dict.fromkeys([*row, *self._columns])
         if len(names) > len(self._columns):
             self._columns = sorted(names, key=lambda name: name in ("time", "waiting"))
@@ -930,7 +930,7 @@ class MiniLoop:
             "pytorch-lightning_version": lightning_version,
             "loops": self._build_trainer_loops(),
             "state_dict": self._unwrapped.state_dict(),
-            # Fabric gathers the state of a ZeroRedundancyOptimizer.
+            # Let Fabric gather the state of a ZeroRedundancyOptimizer from all processes.
             "optimizer_states": [self.fabric.strategy.get_optimizer_state(self.optimizer)],
             "lr_schedulers": [config["scheduler"].state_dict() for config in self.schedulers],
             type(self._precision).__qualname__: self._precision.state_dict(),
@@ -1276,12 +1276,12 @@ class MiniLoop:
         if batches is not None:
             batches = torch_data.BatchSampler(sampler, batches.batch_size, batches.drop_last)
         shared = copy.copy(loader)
-        # DataLoader refuses to assign new samplers, so change its __dict__.
+        # Change the __dict__, because a DataLoader refuses the assignment of a sampler.
         vars(shared).update(sampler=sampler, batch_sampler=batches)
         return shared
 
     def _gather(self, item: Any) -> list[Any]:
-        """Gather one item from each process in a list."""
+        """Return a list with an item from each process."""
         items = [item] * self.fabric.world_size
         if self.fabric.world_size > 1:
             torch.distributed.all_gather_object(items, item)
@@ -1387,7 +1387,7 @@ class MiniLoop:
 
     @contextmanager
     def _prepared_model(self, path: Path | None, checkpoint: dict[str, Any]) -> Iterator[None]:
-        """Prepare the model's weights, device and precision. At the end, restore its device."""
+        """Prepare the model's weights, device and precision, and restore its device at the end."""
         network, strategy = self.network, self.fabric.strategy
         device = next((p.device for p in network.parameters()), self.fabric.device)
         if self._converts_dtype:
@@ -1478,7 +1478,7 @@ def find_method(model: Any, name: str) -> Callable[..., Any] | None:
 
 
 def unwrap_compiled(model: Any) -> Any:
-    """Return the module that torch.compile() has wrapped, or any other object itself."""
+    """Return the module inside a compiled module, or any other object unchanged."""
     return model._orig_mod if type(model).__name__ == "OptimizedModule" else model
 
 
@@ -1519,7 +1519,7 @@ def with_batch_idx(step: Callable[..., Any], name: str) -> Callable[..., Any]:
     expected = "batch and optionally batch_idx. In a step function, the model comes first"
     if len(required) > 2 or not places or "dataloader_iter" in parameters:
         raise TypeError(f"{name}: got the arguments {required}, expected {expected}.")
-    # A method's second argument gets batch_idx even with a default, unlike a function's third.
+    # Pass batch_idx to a method's second argument with a default, not to a function's third.
     given = required if isinstance(step, partial) else [p.name for p in places]
     has_any = any(p.kind is p.VAR_POSITIONAL for p in places)
     if has_any or "batch_idx" in parameters or len({*given} - {"dataloader_idx"}) > 1:
@@ -1720,7 +1720,7 @@ def set_epoch(loader: Any, epoch: int) -> None:
 
 
 def until_first_end(batches: Iterator[Any], fabric: Fabric) -> Iterator[Any]:
-    """End the iteration in all processes when the first one ends, because DDP would hang."""
+    """Stop iterating in all processes when one has no batch left, because DDP would hang."""
     for batch in chain(batches, repeat(END)):
         has_batch: Any = int(batch is not END)
         count: Any = fabric.all_reduce(has_batch, reduce_op="sum")
@@ -1737,7 +1737,7 @@ def until_first_end(batches: Iterator[Any], fabric: Fabric) -> Iterator[Any]:
 
 
 def clear_gradients(optimizer: Any) -> None:
-    """Set all gradients to None, without the profiler event that zero_grad() spends 20 us on."""
+    """Set all gradients to None, 20 us faster than zero_grad(), which adds a profiler event."""
     for group in optimizer.param_groups:
         for parameter in group["params"]:
             parameter.grad = None
@@ -1800,7 +1800,7 @@ def make_scheduler_config(item: Any, optimizer: Any) -> dict[str, Any]:
 
 
 def to_plain(values: Mapping[Any, Any]) -> dict[str, Any]:
-    """Convert settings to numbers, strings, lists and dicts, or else to their types' names."""
+    """Convert settings to numbers, strings, lists and dicts, or if this fails, to type names."""
 
     def convert(value: Any) -> Any:
         if isinstance(value, set | frozenset):
@@ -1927,7 +1927,7 @@ def change_mark(value: Any, most: int | None) -> ChangeMark | None:
 
 
 def mark_tensor(tensor: Any) -> Any:
-    """Return a tensor's version and checksum. Changes through ``.data`` keep the version."""
+    """Return a tensor's version and a checksum, because ``.data`` changes keep the version."""
     if not isinstance(tensor, Tensor) or tensor.layout is not torch.strided or tensor.is_meta:
         return None
     items = tensor.detach().reshape(-1)[:: 1 + tensor.numel() // 10_000]
@@ -1957,7 +1957,7 @@ def encode(
     weights: Collection[Any] = (),
     depth: int = 0,
 ) -> Any:
-    """Encode a value as FabricLoop's checkpoints do. Raise a TypeError for unsupported types.
+    """Encode a value in the format of FabricLoop. Raise a TypeError for unsupported types.
 
     Args:
         most: The largest number of elements of a tensor or an array. None: any number.
@@ -2033,7 +2033,7 @@ def decode(encoded: Any, device: torch.device) -> Any:
 
 
 def find_class(base: type, module: str, name: str) -> Any:
-    """Find a subclass in an imported module without running any code, or return None."""
+    """Find a class by its name without running code, or return None if it is no subclass."""
     found: Any = sys.modules.get(module)
     for part in name.split("."):
         found = getattr(found, "__dict__", {}).get(part)
@@ -2084,7 +2084,7 @@ def load_plain_state(
 
 
 def replace_content(current: Any, value: Any) -> bool:
-    """Copy a value's content into the current object. Return False if their types differ."""
+    """Copy a value's content into an object, and return whether both have the same type."""
     names = ("shape", "dtype", "requires_grad", "maxlen")
     if any(getattr(current, name, None) != getattr(value, name, None) for name in names):
         return False
@@ -2112,7 +2112,7 @@ def address_of(value: Any) -> int | None:
 
 
 def convert_attributes(of_process: dict[str, Any], parts: Iterable[str]) -> dict[str, Any] | None:
-    """Convert modules' attributes that FabricLoop has saved, or return None for other objects."""
+    """Return modules' attributes that FabricLoop has saved, or None if it has saved others."""
     if has_attributes(of_process["data"]):
         return None
     converted: dict[str, Any] = {}
@@ -2148,7 +2148,7 @@ def changed_flags(start: dict[str, Any], current: dict[str, Any]) -> dict[str, d
 def random_state(generator: Any) -> Any:
     state = getattr(generator, "getstate", getattr(generator, "get_state", None))
     found = generator.bit_generator.state if state is None else state()
-    # Save NumPy arrays as lists, because no NumPy object is built when a checkpoint is read.
+    # Save NumPy arrays as lists, because reading a checkpoint creates no NumPy objects.
     return apply_to_collection(found, np.ndarray, np.ndarray.tolist)
 
 
@@ -2189,7 +2189,7 @@ def set_rng_state(state: dict[str, Any]) -> None:
 
 # Metrics
 
-# Metric names, or parts of names, by which value is best: the smallest, the largest, or neither.
+# Metric names, or parts of names, grouped by the best value: smallest, largest or neither.
 SMALLEST_IS_BEST = """
     loss losses abs_rel ade aepe aic asd assd bce bic bits bpb bpc bpd bpp brier brisque ce cer
     chamfer cost cross_entropy crossentropy crps dcf der deviance distance distortion divergence ece
@@ -2268,7 +2268,7 @@ def replaced(path: Path) -> Iterator[IO[bytes]]:
 
 
 class Placeholder:
-    """Replace an object in a checkpoint file, because creating the object could run any code."""
+    """A stand-in for an object in a checkpoint, whose creation could run any code."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         pass
@@ -2325,7 +2325,7 @@ def check_readable(states: dict[str, Any]) -> None:
 
 
 def find_hparams(model: Any) -> dict[str, Any]:
-    """Return the hyperparameters to save, under Lightning's keys."""
+    """Return a model's hyperparameters under the keys of Lightning's checkpoints."""
     hparams, file = dict(getattr(model, "hparams", {})), io.BytesIO()
     try:
         torch.save(hparams, file)

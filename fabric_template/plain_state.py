@@ -1,13 +1,13 @@
 """Save the random generators and plain attributes of objects, which state_dict() lacks.
 
 A value is plain if it is None, a number, a string, a tensor, a NumPy array, or a container of plain
-values. Only plain attributes that have changed since the start of the run are saved. Each one is
-encoded as a tuple of its kind and content, which torch.load(weights_only=True) can read. An
-attribute whose encoding fails is not saved, with a warning.
+values. Only plain attributes that have changed since the start of the run are saved. A value is
+encoded as a tuple of its kind and content, which torch.load(weights_only=True) can read. If the
+encoding of an attribute fails, a warning replaces the error.
 
 The key of a value is a pair, its object's name and its attribute's name. If an attribute has a
-state_dict, such as a module's own scheduler, its state is saved. Objects of the user's classes in
-attributes, such as a pool of images, are saved in the same way.
+state_dict, such as a module's own scheduler, its state is saved. Attributes of objects inside
+attributes, such as a pool of images, are saved, too.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ _MOST_SEARCHED = 500
 # Do not save attributes of these packages' objects, which may hold processes or files.
 _LIBRARIES = {"lightning", "numpy", "pytorch_lightning", "torch", "torchmetrics"}
 _LIBRARIES |= sys.stdlib_module_names
-# Saved instead of an attribute that was deleted.
+# Checkpoints contain this value for a deleted attribute.
 REMOVED: Any = ("removed", None)
 
 Place = tuple[str, str]
@@ -174,7 +174,7 @@ def is_named_tuple(kind: type) -> bool:
 
 
 def find_class(base: type, module: str, name: str) -> Any:
-    """Find a subclass in an imported module without running any code, or return None."""
+    """Find a class by its name without running code, or return None if it is no subclass."""
     found: Any = sys.modules.get(module)
     for part in name.split("."):
         found = getattr(found, "__dict__", {}).get(part)
@@ -309,7 +309,7 @@ class Decoder:
         if kind == "named tuple":
             return tuple.__new__(find_class(tuple, *options), items)
         if kind in _SEQUENCES:
-            # Only a deque has an option, which is its maxlen.
+            # Pass a deque its maxlen. Other sequences are encoded without options.
             return _SEQUENCES[kind](items, *options)
         pairs = dict(zip(items[::2], items[1::2], strict=True))
         if kind == "defaultdict":
@@ -319,7 +319,7 @@ class Decoder:
 
 
 def replace_content(current: Any, value: Any) -> bool:
-    """Copy a value's content into the current object. Return False if this is impossible."""
+    """Copy a value's content into an object, and return whether this was possible."""
     kind = type(current)
     if kind is not type(value):
         return False
@@ -362,7 +362,7 @@ def read_shared(value: Any) -> Any:
 
 
 def write_shared(value: Any, saved: Any) -> None:
-    """Write a number or all items of an array. ctypes checks their type and number."""
+    """Write a number or an array's items into shared memory. ctypes checks type and length."""
     content = value.get_obj()
     if hasattr(content, "value"):
         content.value = saved
@@ -406,11 +406,11 @@ class Part:
     has_buffers: bool = False
 
     def namespace(self) -> dict[str, Any]:
-        """Return a dict of the object's attributes. Changes to the dict change the object."""
+        """Return a dict of the object's attributes, in which changes also change the object."""
         if isinstance(self.instance, type):
             return {}
         if isinstance(self.instance, dict):
-            # The items are the attributes of some dict subclasses.
+            # Some dict subclasses expose their keys as attributes.
             return self.instance
         if not hasattr(self.instance, "__dict__"):
             return SlotAttributes(self.instance)
@@ -419,7 +419,7 @@ class Part:
     def attributes(self) -> dict[str, Any]:
         if not self.has_attributes:
             return {}
-        # A dict that is an object may also have other keys than names.
+        # Skip keys that are not strings, which a user's dict subclass may have.
         names = [n for n in self.namespace() if isinstance(n, str) and n not in self.ignored]
         return {name: self.namespace()[name] for name in names}
 
@@ -442,7 +442,7 @@ def is_reading(value: Any) -> bool:
 
 
 def searched_values(part: Part) -> dict[str, Any]:
-    """Return an object's attributes. For a module, also return the objects that own its hooks."""
+    """Return an object's attributes, and for a module also the objects that own its hooks."""
     values, module = part.attributes(), part.instance
     if not isinstance(module, nn.Module) or part.has_buffers:
         return values
@@ -511,7 +511,7 @@ class PlainState:
         self._at_start = self.digests()
 
     def add(self, parts: dict[str, Part], saved: Iterable[Any]) -> None:
-        """Add objects to save. From now on, save the states of stateful objects in attributes."""
+        """Add objects to save, and from now on save the states of stateful attributes."""
         self._saved = {id(part): part for part in saved}
         self._given |= parts
         self._find_objects()
@@ -527,7 +527,7 @@ class PlainState:
                 self._parts = {**self._given, **find_objects(self._given, known)}
 
     def objects_of(self, names: Iterable[str]) -> dict[str, Any]:
-        """Return all objects in attributes. First create the defaultdict items in ``names``."""
+        """Return all objects in attributes, and create items of defaultdicts in ``names``."""
         for name in names:
             self._create_item(name)
         self._find_objects()
@@ -678,7 +678,7 @@ class PlainState:
         return found
 
     def digests(self) -> dict[Place, Any]:
-        """Return a digest of each attribute that has one."""
+        """Return the digests of all plain attributes, to find changes of the attributes later."""
         found: dict[Place, Any] = {}
         for place, value in self.attributes():
             with suppress(Exception):

@@ -140,7 +140,7 @@ _LOOP_ATTRIBUTES: dict[str, Callable[[Any], Any]] = {
 }
 
 
-# An existing loop cannot change these options.
+# These options cannot be changed after the loop is created.
 _OPTIONS_OF_CREATION = ("name", "version", "max_time")
 
 
@@ -217,7 +217,7 @@ class TrainerAPI:
 
     @property
     def ckpt_path(self) -> str | None:
-        """The checkpoint from which the current run started. Assign the path for the next run."""
+        """The checkpoint from which the run started. A path that you assign is for the next run."""
         return self.next_ckpt_path or (self.run.plan.start.path if self.run else None)
 
     @ckpt_path.setter
@@ -225,7 +225,7 @@ class TrainerAPI:
         self.next_ckpt_path = path
 
     def __setattr__(self, name: str, value: Any) -> None:
-        """Set any attribute. Options are set for the current run and all later runs."""
+        """Set an attribute, or an option for the current run and all later runs."""
         is_option = "config" in vars(self) and name in vars(self.config)
         is_attribute = name in ("default_root_dir", "profiler") or hasattr(type(self), name)
         if not is_option or is_attribute:
@@ -245,7 +245,7 @@ class TrainerAPI:
     def __getattr__(self, name: str) -> Any:
         if name in _ATTRIBUTES:
             return _ATTRIBUTES[name](self)
-        # Answer flags such as loop.training from the current stage.
+        # Derive flags such as loop.training from the current stage.
         if name.upper() in RunningStage.__members__:
             return self.state.stage == RunningStage[name.upper()]
         if "config" in vars(self) and name in vars(self.config):

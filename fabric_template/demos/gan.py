@@ -1,6 +1,6 @@
 """Train a generator and a critic with one optimizer each.
 
-The GAN is a LightningModule with manual optimization. Its training data consists of points around
+The GAN is a LightningModule with manual optimization. The training data consists of points around
 eight centers. A good generator creates points near each of the centers.
 """
 
@@ -40,8 +40,8 @@ class RingData(SplitData):
 def judge(points: Tensor) -> dict[str, float]:
     """Return the fraction of centers with enough points, and of points near a center.
 
-    A point is near a center if it is less than four standard deviations away. Enough points are at
-    least a fifth of the points that are expected near a center.
+    A point is near a center if it is less than four standard deviations away. A center has enough
+    points if it has at least a fifth of the expected number.
     """
     distance, nearest = torch.cdist(points, CENTERS.to(points)).min(dim=1)
     is_good = distance < 4 * SPREAD

@@ -1,7 +1,7 @@
 """Classify MNIST's 70,000 handwritten digits with a network of 784-100-10 units.
 
-The model is an object without a base class, and has only step methods. The first run downloads the
-files. Without internet access, copy MNIST's files to ``data/mnist``.
+The model is an object without a base class, and has only step methods. The first run downloads
+MNIST's files. Without internet access, copy MNIST's files to ``data/mnist``.
 """
 
 from __future__ import annotations

@@ -78,8 +78,8 @@ def gather_objects(run: Run, item: Any) -> list[Any]:
 def open_store_of_attempt() -> TCPStore | None:
     """Open a new TCPStore, because torchrun's store still has the addresses of dead processes.
 
-    Rank 0 writes the address of the new store to torchrun's store. All other processes read the
-    address there, and connect to the new store.
+    Rank 0 writes the address of the new store to torchrun's store. The other processes read the
+    address in torchrun's store, and connect to the new store.
     """
     env = os.environ
     if env.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
@@ -161,7 +161,7 @@ def _run_in_process(
 ) -> None:
     """Run fit or a similar method in a new process, and write its results to a file.
 
-    The launcher's queue is not suitable for results. It blocks if an object exceeds the pipe's
+    Do not use the launcher's queue for results. The queue blocks on objects that exceed the pipe's
     buffer, and transfers only the message of an exception.
     """
     loop: Any = plan.loop

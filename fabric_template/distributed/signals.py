@@ -80,7 +80,7 @@ class SignalHandler:
                 # Do not use sys.stderr, because this handler may interrupt a write to sys.stderr.
                 text = f"{signal.Signals(number).name}: stopping after this step. Repeat it to stop at once.\n"
                 with suppress(OSError):
-                    # In a terminal, start a new line below the progress bar.
+                    # In a terminal, print the message below the progress bar.
                     os.write(2, f"\n{text}".encode() if os.isatty(2) else text.encode())
         elif time.monotonic() - self._received_at < self._patience:
             return

@@ -198,5 +198,5 @@ def no_gradient_sync(network: nn.Module) -> Iterator[None]:
 
 
 def gather_tensors(item: Any) -> Any:
-    """Replace sharded tensors in nested containers by full tensors. All processes must call it."""
+    """Replace sharded tensors in nested containers by full tensors, in a call on all processes."""
     return apply_to_collection(item, DTensor, DTensor.full_tensor)

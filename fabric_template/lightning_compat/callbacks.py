@@ -141,7 +141,7 @@ def add_model_callbacks(callbacks: list[Any], own: list[Any]) -> list[Any]:
 def resume_averaging(run: Run) -> None:
     """Make StochasticWeightAveraging set its scheduler again after a resume within an epoch.
 
-    Restore the learning rates and BatchNorm statistics that its hook changes, too.
+    The callback's hook also changes learning rates and BatchNorm statistics. They are restored.
     """
     callbacks = run.hooks.callbacks_of("StochasticWeightAveraging")
     if not (callbacks and run.plan.start.resumes and run.progress.is_in_epoch):
