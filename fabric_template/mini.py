@@ -616,7 +616,7 @@ class MiniLoop:
             self._start_batches()
         if self.batches_done == 0:
             self._epoch_start["first_batch"] = get_rng_state()
-        # In log files, update the bar once a minute. Notebooks show text on stderr in red.
+        # In log files, update the progress bar once a minute. Notebooks show stderr in red.
         is_notebook = "ipykernel" in sys.modules
         seconds = 0.2 if sys.stderr.isatty() or is_notebook else 60.0
         bar: dict[str, Any] = {"mininterval": seconds, "delay": seconds, "leave": False}
@@ -1488,7 +1488,7 @@ def has_no_log(part: Any) -> bool:
 
 
 def collect_modules(model: Any) -> nn.Module:
-    """Collect the modules and parameters among an object's attributes in one nn.Module."""
+    """Return one nn.Module with all modules and parameters among an object's attributes."""
     network = nn.Module()
     for name, value in getattr(model, "__dict__", {}).items():
         # Write to nn.Module's dicts, because add_module() refuses names such as "forward".

@@ -6,8 +6,8 @@ encoded as a tuple of its kind and content, which torch.load(weights_only=True) 
 encoding of an attribute fails, a warning replaces the error.
 
 The key of a value is a pair, its object's name and its attribute's name. If an attribute has a
-state_dict, such as a module's own scheduler, its state is saved. Attributes of objects inside
-attributes, such as a pool of images, are saved, too.
+state_dict, such as a module's own scheduler, its state is saved. If an attribute holds an object,
+such as a pool of images, the object's attributes are saved, too.
 """
 
 from __future__ import annotations

@@ -465,7 +465,7 @@ def summarize(loop: FabricLoop) -> dict[str, list[str]]:
     from .plots import save_picture
 
     summary = loop.ending()
-    # Replace the Python code for resuming by a command.
+    # Show a command instead of the Python code that resumes the run.
     summary.pop("resume", None)
     folder = run_folder(loop)
     if folder is None:

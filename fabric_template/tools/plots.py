@@ -179,7 +179,7 @@ def load_runs(logs: Any, seeds: bool) -> list[Run]:
 
 
 def read_runs(path: Path, seeds: bool) -> list[Run]:
-    """Read runs from a file or folder. Combine runs that differ only in the seed."""
+    """Read runs from a file or folder, and combine runs that differ only in the seed."""
     if not path.exists():
         raise ValueError(f"plot_logs: got {str(path)!r}, expected a folder or a CSV file.")
     runs: dict[str, Run] = {}
@@ -216,7 +216,7 @@ def make_tables(found: Sequence[Mapping[str, Any]]) -> list[pd.DataFrame]:
 
 
 def choose_x(tables: list[pd.DataFrame], x: str | None) -> str:
-    """Return ``x`` if a table has this axis. If ``x`` is None, return an axis of all tables."""
+    """Return ``x`` if it is an axis of a table. Choose "step" or "epoch" if ``x`` is None."""
     if x is None:
         has = {axis: all(find_axis(table, axis) for table in tables) for axis in ("step", "epoch")}
         if has["step"] and any(map(is_step_based_table, tables)):
@@ -249,7 +249,7 @@ def has_row_per_epoch(table: pd.DataFrame) -> bool:
 
 
 def read_steps(table: pd.DataFrame) -> pd.DataFrame:
-    """Return a run's table with one row per step, or its table of epochs if there is no other."""
+    """Return a run's table with one row per step, or the given table if there is no other."""
     import pandas as pd
 
     file = table.attrs.get("file")
@@ -493,8 +493,8 @@ def has_raw_steps(table: pd.DataFrame, metric: Metric, x: str) -> bool:
 def average_steps(values: pd.Series) -> Any:
     """Return moving averages over at most 4 % of all values, and over fewer at the start.
 
-    An average covers at most the last quarter of the steps so far. Otherwise, the high losses at
-    the start would raise the averages for a long time.
+    An average covers at most the last quarter of the steps so far. Longer averages would include
+    the high losses at the start for a long time.
     """
     import numpy as np
 

@@ -39,7 +39,7 @@ def list_runs(
 
     The column `state` contains "running", "finished", "interrupted" (also if killed), "failed", or
     "unknown" for a run of Trainer. `changed` contains the options that differ between runs of one
-    name. It also contains settings in hparams= that all runs have, but not with the same value.
+    name. Settings in hparams= are included if they differ and all runs have them.
 
     Args:
         folder: The folder of all logs, or a folder in it.
@@ -199,7 +199,7 @@ def choose_metric(run: Run) -> str | None:
 
 
 def best_mode(metric: str, options: dict[str, Any]) -> str | None:
-    """Return a run's ``mode`` for the run's monitor. For other metrics, the name decides."""
+    """Return "min" or "max" from a run's mode for its monitor, or from the metric's name."""
     mode = options.get("mode") if metric == options.get("monitor") else None
     return mode if mode in ("min", "max") else find_direction(metric)
 
@@ -233,7 +233,7 @@ def find_best(run: Run, metric: str | None = None, mode: str | None = None) -> d
 def read_rows(path: Path) -> tuple[Columns, list[str]]:
     """Return the numeric columns of a CSV file, and the name of the run in each of its rows.
 
-    A damaged file gives no columns. This function does not use pandas, which is much slower.
+    A damaged file gives no columns. pandas would be much slower than this function.
     """
     columns: dict[str, list[Any]] = {}
     with warnings.catch_warnings(), suppress(OSError, ValueError):
@@ -265,7 +265,7 @@ def is_locked(path: Path) -> bool:
         import fcntl
 
         with path.open("rb") as file:
-            # A shared lock is refused only while the run holds its exclusive lock.
+            # The file refuses a shared lock while the run holds its exclusive lock.
             fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
     except BlockingIOError:
         return True

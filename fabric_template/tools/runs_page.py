@@ -213,7 +213,7 @@ def thin_curves(curves: list[dict[str, Any]]) -> list[int] | None:
     """Remove points from long curves in place, and convert all curves to lists.
 
     Returns:
-        The length of the longest curve before and after, or None if no points were removed.
+        The lengths of the longest curve and of the shortened one, or None if all fit.
     """
     most = max(20, MOST_POINTS // max(1, len(curves)))
     longest = max((len(curve["x"]) for curve in curves), default=0)

@@ -19,8 +19,7 @@ from lightning.pytorch.utilities.data import extract_batch_size
 
 from .step_benchmark import PARTS, Choice, copy_options, time_steps
 
-# Keep a setting only if the slowest of its ROUNDS trials beats the fastest trial without it by the
-# factor MIN_GAIN.
+# Keep a setting if its slowest trial beats the fastest trial without the setting by MIN_GAIN.
 MIN_GAIN, ROUNDS = 1.03, 3
 TIME_LIMIT = 120.0  # Kill a trial after this many seconds.
 
@@ -130,7 +129,7 @@ def compare(trial: Callable[[Choice], float], before: Choice, after: Choice) -> 
 
 
 def run_in_process(function: Callable[[], Any]) -> Any:
-    """Call a function in a child process. Return (result, "") or (None, its error message)."""
+    """Call a function in a child process. Return (its result, "") or (None, an error message)."""
     method = "fork" if sys.platform == "linux" and not torch.cuda.is_initialized() else "spawn"
     context: Any = multiprocessing.get_context(method)
     receiver, sender = context.Pipe(duplex=False)
