@@ -104,7 +104,7 @@ class CheckpointManager:
         self._is_validated = self.folder is not None
         if run.progress.is_epoch_complete:
             return
-        # Do not compare training metrics, which still hold the values of the previous epoch.
+        # Training metrics still hold the values of the previous epoch, so do not compare them.
         if self.config.monitor in run.results.evaluated:
             self.save_best(run)
         self.save_in_epoch(run)
@@ -172,7 +172,7 @@ class CheckpointManager:
             self._save_among_best(run, float(value))
 
     def _save_among_best(self, run: Run, value: float) -> None:
-        """Save a checkpoint if its value is good enough, and remove the files that it replaces."""
+        """Save a checkpoint if its value is among the best k, and remove replaced files."""
         k, previous = self.config.save_top_k, self._kept
         path = str(self._best_path(run, value))
         ranked = sorted(previous, key=self._rank)

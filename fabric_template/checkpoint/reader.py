@@ -234,7 +234,7 @@ def check_entries(infos: list[zipfile.ZipInfo], size: int) -> None:
         is_plain = info.compress_type == zipfile.ZIP_STORED and info.file_size == info.compress_size
         if not is_inside or not is_plain or info.external_attr & _FOLDER:
             raise ValueError("An entry is compressed, or extends beyond the file.")
-    # Overlapping entries could together be many times larger than the file.
+    # Overlapping entries of an archive could together be many times larger than the file.
     if sum(info.file_size for info in infos) > size:
         raise ValueError("The entries are larger than the file.")
     # An archive with constants.pkl is a TorchScript program, which torch.load would run.
@@ -249,7 +249,7 @@ class PlainUnpickler(pickle.Unpickler):
     """Builds plain values and tensors, and placeholders for all other objects.
 
     A pickle can call and even modify the classes and functions that ``find_class`` returns.
-    Therefore ``find_class`` returns only immutable built-ins and objects that nothing else uses.
+    ``find_class`` returns only immutable built-ins, and objects that nothing else uses.
 
     Attributes:
         sizes: The size of each storage in bytes, for a check against the pickle that torch omits.

@@ -326,7 +326,7 @@ def restore_states(run: Run) -> dict[str, Any] | None:
         load_states(run, of_process)
     restore_rng_state(of_process["rng"])
     if rank >= len(own["ranks"]):
-        # The saved run had no process with this rank. Use different random numbers per process.
+        # Processes that the saved run lacked get different random numbers.
         seed = int(torch.randint(2**31, ())) + rank
         torch.manual_seed(seed)
         np.random.seed(seed % 2**32)

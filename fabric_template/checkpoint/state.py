@@ -175,7 +175,7 @@ def make_loop_counters(
     saved = progress.state_dict()
     epoch = make_counts(progress.epochs_done, progress.epochs_done)
     batches = make_counts(saved["total_batches"], saved["batches_done"])
-    # Only "ready" includes the batches of an unfinished accumulation window.
+    # The counter "ready" alone includes the batches of an unfinished accumulation window.
     batches["total"]["ready"] = progress.total_batches
     batches["current"]["ready"] = progress.batches_done
     if progress.is_in_epoch:
@@ -361,9 +361,9 @@ def make_plain_state(run: Run) -> PlainState:
 
 
 def watch_objects(run: Run) -> None:
-    """Also save the optimizers' attributes, and the states of objects in the model's attributes.
+    """Let checkpoints contain the optimizers' attributes, and states of the model's objects.
 
-    The states of the run's own optimizers, schedulers and callbacks are in the checkpoint anyway.
+    Other keys of a checkpoint contain the states of optimizers, schedulers and callbacks.
     """
     optimization = run.optimization
     optimizers, schedulers = optimization.optimizers, optimization.lr_schedulers

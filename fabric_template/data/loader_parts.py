@@ -38,7 +38,7 @@ _MOST_VALUES = 500
 _MOST_OBJECTS = 64
 _LIGHTNING = ("lightning.", "pytorch_lightning.")
 _LIBRARIES = ("torch.", "torchdata.", *_LIGHTNING)
-# The packages whose objects are skipped, because a stream may hold the loop or a callback.
+# Objects from these packages, such as the loop, are not searched for a stream's state.
 _NOT_ENTERED = (str(__package__).rpartition(".")[0] + ".", *_LIGHTNING)
 _DRAWING_SAMPLERS: Any = (
     RandomSampler | WeightedRandomSampler | SubsetRandomSampler | DistributedSamplerWrapper
@@ -230,7 +230,7 @@ class StreamState:
 
     @contextmanager
     def loaded(self, state: dict[str, Any]) -> Iterator[None]:
-        """Load a stream's state. Create the next iterator of the loader in the with block."""
+        """Load a stream's state. The loader's iterator must be created within the with block."""
         # The digest and the value that each attribute had in the saved run. An attribute without a
         # saved value had not changed in that run.
         expected: dict[Place, Any] = dict.fromkeys(place for place, _ in self._plain.attributes())

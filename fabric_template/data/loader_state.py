@@ -46,8 +46,8 @@ STICKY_POSITION = (
 class ResumableLoader:
     """Iterates over a loader. A resumed run continues with the loader's next batch.
 
-    When a loader's iterator is created, the random generators determine the order of the samples.
-    A resume therefore restores the saved random states before it creates the iterator.
+    When a loader's iterator is created, the random generators determine the order of the samples. A
+    resume restores the saved random states before it creates the iterator.
 
     Attributes:
         passes: Number of starts in this epoch. CombinedLoader restarts short loaders.
@@ -267,7 +267,7 @@ class ResumableLoader:
         if self._restored is not None:
             return self._restored
         is_over = self.is_finished or (self.is_used and not is_in_pass)
-        # Unless a resumed run can skip finished batches by index, it reads their samples again.
+        # A resumed run reads samples again unless it can skip finished batches by index.
         is_read_by_index = self._is_indexed and not self.workers
         state = {
             "is_in_pass": (is_in_pass or not self.is_used) and self._at_start is not None,
@@ -401,7 +401,7 @@ class WorkerRecorder:
         self._worker = (worker + self._first) % len(self._states)
         dataset: Any = get_worker_info().dataset  # type: ignore[union-attr]
         objects = objects_of_samples(dataset, self._collate_fn)
-        # Keep only objects with generators, because collate() visits each kept object per batch.
+        # Keep only objects with random generators, because collate() visits each object per batch.
         parts = {
             name: Part(part, has_attributes=False)
             for name, part in objects.items()

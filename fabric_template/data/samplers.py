@@ -61,7 +61,7 @@ def prepare_loader(run: Run, loader: Any, stage: str) -> Any:
 
 
 def prepare_tensor_loader(run: Run, loader: TensorLoader, stage: str) -> TensorLoader:
-    """Return a TensorLoader that orders its samples as a DataLoader would in this run."""
+    """Return a TensorLoader that orders its samples as a DataLoader would."""
     num_replicas, rank = replicas_and_rank(run)
     is_prediction = stage == "predict"
     shuffle = loader.shuffle and not turn_off_shuffling(run, stage)
@@ -121,7 +121,7 @@ def choose_sampler(run: Run, loader: DataLoader, stage: str) -> Any:
 
 
 def remake_batch_sampler(batch_sampler: Any, sampler: Any) -> Any:
-    """Return a batch sampler of the same class with another sampler. None stays None."""
+    """Return a copy of a batch sampler that draws from another sampler. None stays None."""
     if batch_sampler is None:
         return None
     kind = type(batch_sampler)

@@ -126,7 +126,7 @@ class Console:
         if self._output == "log file":
             print(tqdm.format_meter(**meter, postfix=values, bar_format=LOG_FILE_BAR), flush=True)
         elif self._output == "notebook":
-            # Use two lines, because the bar and the values in one line would be too wide.
+            # Show the bar and the values in two lines, because one line would be too wide.
             self._bar = f"{tqdm.format_meter(**meter)}\n{values}".rstrip()
             self._show_in_notebook([*self._lines[:1], *self._lines[1:][-MAX_NOTEBOOK_LINES:]])
         else:

@@ -94,7 +94,7 @@ def select(keys: list[Any], cells: list[Any]) -> Columns:
 
 
 def split_runs(columns: Columns) -> dict[str, Columns]:
-    """Return the columns of each run, keyed by run name. The name is empty for a single run."""
+    """Return the columns of each run, keyed by run name, or by "" for a single run."""
     exported = [name for name in columns if " - " in name]
     others = [name for name in columns if name not in exported]
     if any(name.endswith("__MIN") for name in exported) or (
@@ -106,7 +106,7 @@ def split_runs(columns: Columns) -> dict[str, Columns]:
     axis = find_axis(columns, "epoch") or find_axis(columns, "step")
     keys = [*zip(*(columns[name] for name in names), strict=True)] if names and axis else []
     keys = keys or count_fits(columns)
-    # Do not split the file unless epochs repeat and every row has a run name.
+    # Split a file into runs only if epochs repeat and every row has a run name.
     is_repeated = axis is not None and len({*columns[axis]}) < len(keys)
     if len({*keys}) < 2 or not is_repeated or not all(map(all, keys)):
         return {"": columns}

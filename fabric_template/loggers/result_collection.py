@@ -255,7 +255,7 @@ class ResultCollection:
 
     is_per_process = True
 
-    # An unpickled ResultCollection is disabled by this class attribute, so log() does nothing.
+    # A class attribute, so that log() does nothing in an unpickled ResultCollection.
     is_enabled = False
 
     def __init__(self, run: Run) -> None:
@@ -334,7 +334,7 @@ class ResultCollection:
         metric.update(value, batch_size)
 
     def _warn_of_barebones(self) -> None:
-        # Do not warn after unpickling, because an unpickled object has no run.
+        # An unpickled ResultCollection has no run that could warn.
         if vars(self):
             self.run.warn_once(
                 "You are trying to `self.log()` but `Trainer(barebones=True)` is configured. Logging can"

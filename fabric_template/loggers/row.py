@@ -96,7 +96,7 @@ class RowWriter:
         try:
             yield
         finally:
-            # If a save is nested in a validation, the time of the validation already includes it.
+            # The time of a validation already includes the saves within the validation.
             self._excluded_seconds = before + time.monotonic() - started
 
     # Values

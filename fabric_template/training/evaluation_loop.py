@@ -176,7 +176,7 @@ def predict(run: Run) -> list[Any] | None:
     if num_batches == 0:
         return [] if is_returned else None
     start_evaluation(run, "predict", loaders)
-    # Keep the predictions for BasePredictionWriter, even if predict does not return them.
+    # BasePredictionWriter needs the predictions, even if predict does not return them.
     intervals = [getattr(callback, "interval", None) for callback in run.hooks.callbacks]
     is_kept = is_returned or any(getattr(i, "on_epoch", False) for i in intervals)
     predictions.start(loaders)
@@ -198,7 +198,7 @@ def predict(run: Run) -> list[Any] | None:
 def evaluation_step(run: Run, name: str, method: Callable, has_several: bool) -> Callable:
     """Wrap a step as a function of (batch, batch_idx, dataloader_idx)."""
     step = run.make_step(f"{name}_step", method)
-    # Do not pass an index to forward, which takes only the batch.
+    # forward takes only the batch, so do not pass an index.
     is_step = overridden(run.module, f"{name}_step") is not None
     with_batch_idx = is_step and takes_batch_idx(method)
     with_loader = is_step and has_several and takes_argument(method, "dataloader_idx")

@@ -94,7 +94,7 @@ class Hooks:
         return None if method is None else method(*args, **kwargs)
 
     def callbacks_of(self, kind: str) -> list[Any]:
-        """Return the callbacks of the class with this name, and of derived classes."""
+        """Return the callbacks whose class, or a base class of it, has the name ``kind``."""
         return [callback for callback in self.callbacks if is_instance_of(callback, kind)]
 
     def call_datamodule(self, name: str, *args: Any, **kwargs: Any) -> None:

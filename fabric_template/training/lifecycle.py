@@ -69,7 +69,7 @@ def run_plan(plan: Plan) -> Any:
             raise explained from error
         raise
     finally:
-        # End the run here, because a second Ctrl-C may have interrupted handle_exception.
+        # A second Ctrl-C may have interrupted handle_exception, so end the run in any case.
         run.progress.end_run()
 
 
@@ -172,7 +172,7 @@ def set_up_training(run: Run, has_weights: bool) -> None:
         print_if_finished(run)
     run.results.start_training()
     if not run.is_lightning_module and is_in_eval_mode(run.network):
-        # Change the mode only if all modules are in eval mode, because a mix may be intended.
+        # Switch to train mode only if all modules are in eval mode, because a mix may be intended.
         run.network.train()
     # Record requires_grad and train modes before the sanity check, which a resumed run skips.
     run.steps.record_flags(run.optimization.named_parameters())
@@ -187,7 +187,7 @@ def train(run: Run) -> None:
             stack.enter_context(run.signals)
         if isinstance(run.optimization, ManualOptimization) and not run.is_lightning_module:
             run.optimization.count_unwrapped_steps(stack)
-        # With several processes, end the run here if a signal arrived during the set-up.
+        # With several processes, end the run now if a signal arrived during the set-up.
         run.stop.check_signals(run.signals, is_due=True)
         warn_of_eval_modules(run)
         fit(run)
@@ -393,6 +393,6 @@ def handle_exception(run: Run, error: BaseException) -> None:
     run.optimization.release()
     run.steps.unwrap()
     if run.stop.signal is None:
-        # End the launched processes. Otherwise, they would wait for this process forever.
+        # End the launched processes, which would otherwise wait for this process forever.
         for process in getattr(run.fabric.strategy.launcher, "procs", ()):
             process.kill()

@@ -26,7 +26,7 @@ from ..distributed.strategies import broadcast_network, no_gradient_sync, shard_
 from ..errors import ConfigurationError, ConfigurationTypeError, check_object, describe
 from ..lightning_compat.overrides import is_instance_of, overridden
 
-# A model that is not an nn.Module may keep its modules in attributes of these types.
+# The containers in which a model that is not an nn.Module may keep its modules.
 _CONTAINERS = (dict, list, tuple, set, frozenset, deque)
 # The names of the LightningModule methods that a model may define.
 _HOOKS = ["setup", "teardown", "prepare_data", "backward", "optimizer_zero_grad"]
@@ -37,8 +37,8 @@ _HOOKS += [n for n in dir(LightningModule) if n.endswith(("_step", "_dataloader"
 class ModuleAdapter(LightningModule):
     """Adapts a network with step functions, or an object with step methods, to LightningModule.
 
-    The adapter has the network's parameters, buffers and submodules under the same names. A
-    checkpoint therefore has the same keys as ``network.state_dict()``.
+    The adapter has the network's parameters, buffers and submodules under the same names. The keys
+    in a checkpoint are those of ``network.state_dict()``.
 
     Args:
         model: The model that was given to ``fit``.
@@ -222,7 +222,7 @@ def parameters_of(method: Callable) -> Mapping[str, inspect.Parameter]:
 
 
 def takes_argument(method: Callable, name: str) -> bool:
-    """Return whether a method has an argument with this name, or takes any number of arguments."""
+    """Return whether a method has an argument ``name``, or takes any number of arguments."""
     parameters = parameters_of(method)
     return name in parameters or any(p.kind is p.VAR_POSITIONAL for p in parameters.values())
 
@@ -258,7 +258,7 @@ class _CallStep(nn.Module):
 
 
 def needs_no_strategy(fabric: Fabric) -> bool:
-    """Return whether the run uses one device and float32, so that Fabric changes nothing."""
+    """Return whether Fabric changes nothing, because the run uses one device and float32."""
     strategy = fabric.strategy
     return type(strategy) is SingleDeviceStrategy and type(strategy.precision) is Precision
 
@@ -348,7 +348,7 @@ class StepRunner:
             self.precision.convert_module(self.network)
 
     def setup(self, is_training: bool) -> None:
-        """Shard the network, or move it to its device and, for training, wrap it."""
+        """Shard the network, or move it to its device and wrap it in DDP for training."""
         self.convert_network()
         if self.is_model_parallel:
             shard_network(self.fabric, self.network, type(self.module).__name__)

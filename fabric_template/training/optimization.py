@@ -98,7 +98,7 @@ class Optimization:
     def outside_parameters(self) -> dict[str, Tensor]:
         """Return the trained parameters that are not in the network, such as those of a loss.
 
-        The names contain the indices of the optimizer and the parameter, as in "optimizer.0.3".
+        A name such as "optimizer.0.3" contains the indices of the optimizer and the parameter.
         """
         found: dict[str, Tensor] = {}
         known = {id(parameter) for parameter in self.run.network.parameters()}
@@ -256,7 +256,7 @@ class AutomaticOptimization(Optimization):
     def train_batch(self, batch: Any, batch_idx: int) -> Any:
         """Train on one batch, and return the argument ``outputs`` of ``on_train_batch_end``."""
         run, progress = self.run, self.run.progress
-        # _forward_backward stores the outputs here, because a closure can return only the loss.
+        # _forward_backward stores outputs in this dict, because a closure can return only the loss.
         self._outputs = {}
         if progress.is_window_end:
             self._take_step(batch, batch_idx)

@@ -69,7 +69,7 @@ class Progress:
 
     @contextmanager
     def in_stage(self, stage: str) -> Iterator[None]:
-        """Change the stage in a with block. As in Trainer, an error leaves the stage changed."""
+        """Change the stage in a with block. Like Trainer, do not reset the stage after an error."""
         before, self.stage = self.stage, stage
         yield
         self.stage = before
@@ -164,7 +164,7 @@ class Progress:
 
     @property
     def is_epoch_complete(self) -> bool:
-        """Return whether the current batch is the last one of this epoch."""
+        """Return whether the current batch is the last one of the epoch."""
         return self.is_last_batch or self.batches_done >= self.num_train_batches
 
     @property
@@ -174,7 +174,7 @@ class Progress:
 
     @property
     def is_window_end(self) -> bool:
-        """Return whether the optimizer steps in this batch, as in the last batch of every epoch."""
+        """Return whether the optimizer steps in the current batch, as in an epoch's last batch."""
         if self.batches_done % self.accumulate_grad_batches:
             return self.is_epoch_complete
         return True
