@@ -108,9 +108,9 @@ class LoopConfig:
     detect_anomaly: bool = False
     """Use torch.autograd.set_detect_anomaly, which is slow but finds the cause of a NaN."""
     on_nan: str = "warn"
-    """"warn": warn once if train_loss in metrics.csv is NaN or infinite. "stop": if train_loss in
-    metrics.csv or steps.csv is, end training without saving another checkpoint. "off": do not
-    check."""
+    """"warn": warn once if train_loss in metrics.csv is NaN or infinite. "stop": end training without
+    saving another checkpoint if train_loss in metrics.csv or steps.csv is NaN or infinite.
+    "off": do not check."""
     barebones: bool = False
     """Turn off everything except training, to measure the loop's overhead."""
     logger: Any = None
@@ -436,7 +436,7 @@ class LoopArguments(LoopConfig):
     """All arguments of FabricLoop, including the options of LoopConfig."""
 
     fabric: Any = field(default=None, kw_only=False)
-    """A lightning.Fabric object to use instead of the following arguments."""
+    """A lightning.Fabric object, which replaces the options from accelerator to plugins."""
     accelerator: Any = "auto"
     """Run on "cpu", "gpu", "mps" or "auto", which uses a GPU if there is one."""
     strategy: Any = "auto"
