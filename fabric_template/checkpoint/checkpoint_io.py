@@ -132,7 +132,7 @@ def restore_numpy(checkpoint: dict[str, Any]) -> dict[str, Any]:
     dtypes = checkpoint.pop(NUMPY_KEY, {})
     try:
         for key, dtypes_of_part in dtypes.items():
-            # checkpoint[key] would raise an error for a part with objects that were not built.
+            # checkpoint[key] would raise an error for a value with objects that were not built.
             part = dict.__getitem__(checkpoint, key)
             dict.__setitem__(checkpoint, key, to_numpy(part, dtypes_of_part))
     except (AttributeError, LookupError, RecursionError, TypeError, ValueError) as error:

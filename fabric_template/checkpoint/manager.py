@@ -108,7 +108,7 @@ class CheckpointManager:
         if self.config.monitor in run.results.evaluated:
             self.save_best(run)
         self.save_in_epoch(run)
-        # Validation metrics must exist now, but training metrics may still be logged later.
+        # Monitored validation metrics must exist by now. Training metrics may be logged later.
         if str(self.config.monitor).startswith("val"):
             self._check_monitor(run)
 

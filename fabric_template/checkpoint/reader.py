@@ -71,7 +71,7 @@ def is_placeholder(value: Any) -> bool:
 
 
 class PartialCheckpoint(dict[Any, Any]):
-    """A checkpoint that raises an error when a part with placeholders is read.
+    """A checkpoint that raises an error when a value with placeholders is read.
 
     Args:
         values: The checkpoint.
@@ -165,7 +165,7 @@ def read_plain(
 
 
 def find_unbuilt_parts(checkpoint: dict[Any, Any]) -> dict[Any, str]:
-    """For each part except hyperparameters, describe the first object that was not built."""
+    """Describe the first object that was not built under each key, except for hyperparameters."""
     parts = {key: part for key, part in checkpoint.items() if key not in _HYPERPARAMETERS}
     found = {key: find_placeholder(part, str(key)) for key, part in parts.items()}
     return {key: text for key, text in found.items() if text is not None}

@@ -1,4 +1,4 @@
-"""Restore a run's model, training state and data position from a checkpoint."""
+"""Restore a run's model, training state and position in the loaders from a checkpoint."""
 
 from __future__ import annotations
 
@@ -292,7 +292,7 @@ def restore_position(run: Run) -> None:
     """Restore random generators, loaders and running sums right before training continues."""
     attributes = restore_states(run)
     if run.progress.is_in_epoch:
-        # Undo the random numbers that a sampler may draw in set_epoch().
+        # Restore the random state after set_epoch(), in which samplers may draw random numbers.
         with unchanged_rng_state():
             run.data.train.set_epoch()
         run.data.train.start()
@@ -335,7 +335,7 @@ def restore_states(run: Run) -> dict[str, Any] | None:
 
 
 def check_settings(run: Run, saved: dict[str, Any]) -> None:
-    """Warn about changed settings, or refuse them if they change the position in an epoch."""
+    """Warn about changed settings, or refuse those that change the position in an epoch."""
     current = run_settings(run)
     changed = [name for name in saved if saved[name] != current[name]]
     is_in_epoch = run.progress.is_in_epoch and not run.progress.is_last_batch

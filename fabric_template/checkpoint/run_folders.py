@@ -104,7 +104,7 @@ class RunFolders:
         return max(time.time(), self._newest)
 
     def record_save(self, path: Path, saved_at: float) -> None:
-        """Record a saved checkpoint. A new run's first save removes the replaced checkpoints."""
+        """Record a save in the .lock files, and remove the checkpoints of a replaced run."""
         # Remove replaced logs even if a ModelCheckpoint has saved to a folder of its own.
         self.remove_replaced_logs()
         folders = {Path(os.path.abspath(folder)) for folder in self._files}

@@ -38,7 +38,7 @@ _MOST_VALUES = 500
 _MOST_OBJECTS = 64
 _LIGHTNING = ("lightning.", "pytorch_lightning.")
 _LIBRARIES = ("torch.", "torchdata.", *_LIGHTNING)
-# Objects from these packages, such as the loop, are not searched for a stream's state.
+# The packages whose objects, such as the loop, are not searched for a stream's state.
 _NOT_ENTERED = (str(__package__).rpartition(".")[0] + ".", *_LIGHTNING)
 _DRAWING_SAMPLERS: Any = (
     RandomSampler | WeightedRandomSampler | SubsetRandomSampler | DistributedSamplerWrapper
@@ -82,7 +82,7 @@ def parts_of_order(loader: Any) -> dict[str, Part]:
 
 
 def parts_of_samples(loader: Any) -> dict[str, Part]:
-    """Return the objects that create batches: the dataset and the parts of the collate_fn."""
+    """Return the objects that create batches: those of the dataset and of the collate_fn."""
     found = objects_of_samples(
         getattr(loader, "dataset", None), getattr(loader, "collate_fn", None)
     )
@@ -90,7 +90,7 @@ def parts_of_samples(loader: Any) -> dict[str, Part]:
 
 
 def objects_of_samples(dataset: Any, collate_fn: Any) -> dict[str, Any]:
-    """Return the dataset, the objects inside the dataset, and the parts of the collate_fn."""
+    """Return the dataset, the collate_fn, and the objects inside both."""
     found: dict[str, Any] = {"dataset": dataset}
     if not has_state(dataset):
         found.update(objects_in(dataset))

@@ -140,7 +140,7 @@ class DataConnector:
             yield
 
     def _saved_loads(self) -> dict[str, Any]:
-        """Return the states from which this process of the saved run created its loaders."""
+        """Return the saved states with which this process created its loaders."""
         saved = self.run.plan.start.state_of_process(self.run.fabric.global_rank)
         return self._restored_loads or saved.get("data", {}).get("loads", {})
 
@@ -337,7 +337,7 @@ class StageLoaders:
         self._num_given = 0
         self.iterator: Any = None
         # A training loader without a length is read one batch ahead, to know which batch is the
-        # last. A checkpoint contains the positions and the random state from before this read.
+        # last. A checkpoint contains the positions and the random state from before the read.
         is_training = stage == "train"
         self._is_read_ahead = is_training and self.num_batches == math.inf
         # A stream may end earlier in one process than in another, which would then wait forever.
@@ -510,7 +510,7 @@ class StageLoaders:
 
 def step_back(position: dict[str, Any], dropped: int) -> dict[str, Any]:
     """Return the position that a loader had before its last ``dropped`` batches were read."""
-    # If the loader has ended, its last read returned no batch, but counts as one of ``dropped``.
+    # The last read of an ended loader returned no batch, but counts as one of ``dropped``.
     done = max(0, position["batches"] + position["is_finished"] - dropped)
     # A resume draws the order again, which restores the samplers' state. Reading the samples again
     # restores the dataset's state.

@@ -75,7 +75,7 @@ def record_own_loop(loop: FabricLoop, parts: Mapping[str, Sequence[Any]]) -> Non
 
 
 def collect_run_config(run: Run) -> dict[str, Any]:
-    """Return a run's options, model and data. "unknown" lists the parts that YAML cannot store."""
+    """Return a run's options, model and data. "unknown" lists the values that YAML cannot store."""
     unknown: dict[str, str] = {}
     options = {**run.loop.recipe, "hparams": run.config.hparams}
     config: dict[str, Any] = {}

@@ -35,7 +35,7 @@ STEP_OF_STAGE = {"fit": "training_step", "validate": "validation_step", "test": 
 
 
 def check_call(plan: Plan) -> None:
-    """Raise an error for a model, functions or loaders with which the stage cannot run."""
+    """Raise an error for a model, step functions or loaders that do not suit the called method."""
     if plan.stage == "fit":
         # Every process of a process group must call fit. One process alone may run an evaluation.
         check_launched(plan.loop.fabric)

@@ -1,7 +1,7 @@
 """Run the training loop over epochs and batches, and validate. Read this module first.
 
 A checkpoint that a hook saves in the middle of an epoch includes ``run.progress.phase``. A resumed
-run first finishes the saved phase. The phases of an epoch are:
+run continues in the saved phase. The phases of an epoch are:
 
 - "start_epoch": the hooks before the first batch
 - "train_batch": a batch, from on_train_batch_start to the optimizer step
@@ -137,7 +137,7 @@ def end_train_batch(run: Run, outputs: Any, batch: Any, batch_idx: int) -> None:
 
 
 def run_phases(run: Run, phase: str | None) -> None:
-    """Run the phases after a batch, each of which returns the next phase or None."""
+    """Run the phases after a training batch, each of which returns the next phase or None."""
     while phase is not None:
         run.progress.enter(phase)
         phase = PHASES_AFTER_BATCH[phase](run)

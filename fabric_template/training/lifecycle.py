@@ -377,7 +377,7 @@ def handle_exception(run: Run, error: BaseException) -> None:
             function(*args)
         except Exception as other:
             text = f"after {type(error).__name__}, {what} failed: {type(other).__name__}: {other}"
-            # A warning filter may turn the warning into an error, which must not end the clean-up.
+            # If a warning filter turns the warning into an error, the clean-up must continue.
             with suppress(Warning):
                 warnings.warn(text, stacklevel=4)
 

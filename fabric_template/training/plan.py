@@ -91,7 +91,7 @@ def make_plan(
     optimizer: Any = None,
     returns_predictions: bool = True,
 ) -> Plan:
-    """Check the arguments of a call, and read its checkpoint.
+    """Check the arguments of fit, validate, test or predict, and read the checkpoint.
 
     Args:
         model: The given model. None: the model of the previous call, in an evaluation.
