@@ -143,8 +143,8 @@ def launch_processes(run: Run, run_plan: Callable[[Plan], Any]) -> Any:
                 raise (_first_error(folder) or error) from error
             except (AttributeError, TypeError, pickle.PicklingError) as error:
                 raise ConfigurationTypeError(
-                    "strategy: got one that spawns processes, but the arguments cannot be pickled:"
-                    f" {error}. Define functions and classes at module level, or use"
+                    "strategy: got a strategy that spawns processes, and arguments that cannot"
+                    f" be pickled: {error}. Define functions and classes at module level, or use"
                     " strategy='ddp' in a script and 'ddp_fork' in a notebook."
                 ) from error
         outcome = torch.load(Path(folder, "outcome"), weights_only=False)

@@ -91,11 +91,11 @@ def plot_logs(
 def prepare_runs(runs: list[Run], x: str | None, smooth: float | None) -> tuple[list[Run], str]:
     """Prepare the tables of all runs that have rows, and return these runs and the x axis."""
     if smooth is not None and not 0 <= smooth < 1:
-        raise ValueError(f"smooth: got {smooth}, expected at least 0 and below 1, such as 0.9.")
+        raise ValueError(f"smooth: got {smooth}, expected a number >= 0 and < 1, such as 0.9.")
     # Skip runs that were stopped before they wrote a row.
     runs = [run for run in runs if any(map(len, run.tables))]
     if not runs:
-        raise ValueError("plot_logs: got logs without numbers, expected at least one row of them.")
+        raise ValueError("plot_logs: got logs without numbers, expected at least one row.")
     x = choose_x([table for run in runs for table in run.tables], x)
     for number, run in enumerate(runs):
         run.tables = [prepare_table(table, x) for table in run.tables]

@@ -84,7 +84,7 @@ def check_step(plan: Plan, step: str) -> None:
         text = f"{step}: got None, expected a function fn(model, batch). Write {plan.stage}(..., {step}=fn),"
         if plan.is_lightning_module:
             text = f"No `{step}()` method defined. Call {plan.stage}(..., {step}=fn) with fn(model, batch),"
-        raise ConfigurationError(f"{text} or define {step}(self, batch) in the class {name}.")
+        raise ConfigurationError(f"{text} or define {step}(self, batch) in the model's class.")
     if "optimizer_idx" in parameters_of(method):
         raise RuntimeError(
             "Training with multiple optimizers is only supported with manual optimization. Remove the"

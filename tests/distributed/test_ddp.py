@@ -346,7 +346,7 @@ def test_strategies_that_spawn_refuse_closures():
     loop = FabricLoop(**quiet(max_epochs=1, devices=2), strategy="ddp_spawn")
     with pytest.raises(TypeError) as caught:
         loop.fit(net, make_loader(), training_step=lambda net, batch: step_function(net, batch), optimizer=sgd(net))
-    assert "strategy: got one that spawns processes" in str(caught.value)
+    assert "strategy: got a strategy that spawns processes" in str(caught.value)
     assert "<lambda>" in str(caught.value)
 
 

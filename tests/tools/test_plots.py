@@ -324,7 +324,7 @@ def test_plot_logs_draws_infinite_values_and_unusual_column_names():
     [
         (HISTORY, {"metrics": "val_los"}, ValueError, "metrics: got 'val_los', expected one of the columns epoch"),
         (HISTORY, {"x": "hour"}, ValueError, "x: got 'hour', expected one of the columns epoch, step"),
-        (HISTORY, {"smooth": 1}, ValueError, "smooth: got 1, expected at least 0 and below 1"),
+        (HISTORY, {"smooth": 1}, ValueError, "smooth: got 1, expected a number >= 0 and < 1"),
         (HISTORY[["epoch", "lr"]], {}, ValueError, "metrics: got nothing to draw, .* Write metrics=.'lr'."),
         (HISTORY[["epoch", "note"]], {}, ValueError, "got nothing to draw, .* Only numbers are drawn"),
         ("no.csv", {}, ValueError, "plot_logs: got 'no.csv', expected a folder or a CSV file"),
