@@ -166,7 +166,7 @@ class CheckpointManager:
             return
         value = run.results.monitored_metrics().get(config.monitor)
         if run.fabric.world_size > 1:
-            # All processes must decide by the same value, because a save needs all of them.
+            # All processes must compare the same value, because all of them take part in a save.
             value = run.fabric.broadcast(value)
         if value is not None and not math.isnan(float(value)):
             self._save_among_best(run, float(value))

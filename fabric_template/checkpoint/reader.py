@@ -43,7 +43,7 @@ class Placeholder:
 
     def __new__(cls, *args: Any, **kwargs: Any) -> Any:
         if cls.__name__ == "builtins.getattr" and len(args) == 2:
-            # Pickles name nested classes and methods by getattr. Return a placeholder class.
+            # A pickle refers to nested classes and methods by getattr. Return a placeholder class.
             return type(f"{kind_of(args[0]).__name__}.{args[1]}", (Placeholder,), {})
         # The functions in copyreg get the object's class as their first argument.
         is_of_copyreg = cls.__name__.startswith("copyreg.")

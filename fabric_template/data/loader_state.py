@@ -239,7 +239,7 @@ class ResumableLoader:
         vars(clone)["sampler" if clone.batch_sampler is None else "batch_sampler"] = indices
         vars(clone).update(collate_fn=recorder.collate, worker_init_fn=recorder.start_worker)
         if self._is_persistent and not self._is_indexed:
-            # Let the recorder drop a short batch, because reading it may draw random numbers.
+            # Read a short last batch, which may draw random numbers, and let the recorder drop it.
             vars(clone)["drop_last"] = False
         if clone._iterator is not None:
             # Give persistent workers the new sampler, because they keep that of their first epoch.

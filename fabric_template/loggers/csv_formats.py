@@ -10,7 +10,7 @@ from typing import Any
 from ..metric_names import SPLITS, find_axis, is_metric
 
 Columns = dict[str, list[Any]]
-# The name of an added column with each row's run, for a file that contains several runs.
+# The added column that contains each row's run, for a file with several runs.
 RUN = "run of the row"
 # The names of columns that contain a row's run, metric or data split.
 RUN_NAMES = ("run", "run_id", "run_name", "experiment", "trial", "trial_id", "fold", "seed", "name")

@@ -69,7 +69,7 @@ def add_scheduler(optimizer: Any, scheduler: Any) -> Any:
 def make_optimizers(given: Any, model: Any, network: nn.Module) -> Any:
     """Return the value of ``optimizer=`` or, if the value is a function, the function's result.
 
-    Call a function with the model, but ``partial(torch.optim.SGD, lr=0.1)`` with its parameters.
+    Call a function with the model, and a ``partial(torch.optim.SGD)`` with the model's parameters.
     """
     if isinstance(given, partial) and isinstance(given.func, type):
         return given(network.parameters())

@@ -117,7 +117,7 @@ def evaluate_apart(run: Run, source: Any = None) -> dict[str, Any]:
     """Validate within a run, for example with averaged weights, without changing its state.
 
     Call the module's on_validation_epoch_start and on_validation_epoch_end, but no callbacks or
-    loggers. At the end, restore logged values, torchmetrics objects and random states.
+    loggers. Logged values, torchmetrics objects and random states are restored.
 
     Args:
         source: A loader, or a list or dict of loaders. None: the validation loaders of the run.

@@ -359,7 +359,7 @@ def finish_signal(run: Run) -> None:
         return
     environment = getattr(run.fabric.strategy, "cluster_environment", None)
     if run.fabric.local_rank > 0 and is_instance_of(environment, "LightningEnvironment"):
-        # Use exit code 0. After any other, Lightning kills the first process, which may still save.
+        # With an exit code above 0, Lightning kills the first process, which may still save.
         raise SystemExit(0)
     raise error_of_signal(number)
 

@@ -1,7 +1,7 @@
 """Give functions and objects the interface of a LightningModule, and run their steps.
 
-On one device, plain Fabric calls ``model.training_step`` without autocast. With ``bf16-mixed``, the
-model then silently trains in float32. StepRunner applies the precision, the strategy and
+On one device, plain Fabric calls ``model.training_step`` without autocast: a model with
+``bf16-mixed`` silently trains in float32. StepRunner applies the precision, the strategy and
 torch.compile to every step.
 """
 
@@ -37,8 +37,8 @@ _HOOKS += [n for n in dir(LightningModule) if n.endswith(("_step", "_dataloader"
 class ModuleAdapter(LightningModule):
     """Adapts a network with step functions, or an object with step methods, to LightningModule.
 
-    The adapter has the network's parameters, buffers and submodules under the same names. The keys
-    in a checkpoint are those of ``network.state_dict()``.
+    The adapter has the network's parameters, buffers and submodules under the same names. The
+    weights in a checkpoint have the keys of ``network.state_dict()``.
 
     Args:
         model: The model that was given to ``fit``.
@@ -94,7 +94,7 @@ class ObjectNetwork(nn.Module):
     """
 
     def collect(self, model: Any) -> None:
-        """Collect a model's modules, also after hooks that have created some."""
+        """Collect a model's modules, including those that its hooks have created since."""
         self._parameters.clear()
         self._modules.clear()
         for name, value in list(getattr(model, "__dict__", {}).items()):
@@ -182,8 +182,8 @@ def unwrap(part: Any) -> Any:
 def unwrap_compiled(model: Any, functions: Mapping[str, Any]) -> tuple[Any, Any]:
     """Return the module inside the wrapper of ``torch.compile``, and the wrapper's compiler.
 
-    As in Trainer, each step of a compiled LightningModule is compiled. Step functions for a plain
-    network get the wrapper instead, so that they call its compiled ``forward``.
+    As in Trainer, each step of a compiled LightningModule is compiled. With step functions, a
+    compiled plain network keeps its wrapper, so that steps call the compiled ``forward``.
     """
     if not is_instance_of(model, "OptimizedModule"):
         return model, None

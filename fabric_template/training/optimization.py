@@ -453,7 +453,7 @@ class ManualOptimization(Optimization):
         self._stepped.clear()
 
     def accumulated_gradients(self) -> dict[str, Tensor]:
-        """Return all gradients, because a later optimizer step may accumulate into any of them."""
+        """Return all gradients, because a later backward pass may add to any of them."""
         are_used = len(self._stepped) == len(self.optimizers)
         return {} if are_used and self.run.steps.is_model_parallel else self._copy_gradients()
 

@@ -95,7 +95,7 @@ class Run:
         self.optimization = self.optimization.start()
 
     def find_new_modules(self) -> None:
-        """Collect modules that a model's hooks have created, unless it is an nn.Module."""
+        """Unless the model is an nn.Module, collect modules that its hooks have created."""
         if isinstance(self.network, ObjectNetwork) and creates_modules(self.model):
             self.network.collect(self.model)
 
