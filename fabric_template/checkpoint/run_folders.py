@@ -175,7 +175,7 @@ def continues_in(run: Run, folder: Path) -> bool:
         return False
     if folder.resolve() in Path(str(run.plan.start.path)).resolve().parents:
         return True
-    # Also search .lock, because the checkpoint may have been copied to another folder.
+    # The .lock file lists the folder's saves, even those that were copied to another folder.
     return (
         f"saved {run.plan.start.saved_at!r}".encode()
         in read_end(str(folder / ".lock")).splitlines()

@@ -180,7 +180,7 @@ def convert_trainer_state(checkpoint: dict[str, Any]) -> dict[str, Any]:
 def restarts_epoch(checkpoint: dict[str, Any], has_max_steps: bool) -> bool:
     """Return whether Trainer would finish the saved epoch before it starts the next one.
 
-    Before a new epoch, Trainer runs a sanity check, which draws random numbers.
+    If Trainer resumes with a new epoch, it runs a sanity check, which draws random numbers.
     """
     fit_loop = checkpoint.get("loops", {}).get("fit_loop")
     if fit_loop is None or has_max_steps:

@@ -324,7 +324,7 @@ def find_unreadable(states: dict[str, Any]) -> list[str]:
 
 def warn_of_unreadable(run: Run, checkpoint: dict[str, Any]) -> None:
     """Warn about objects in a new checkpoint that a resume would refuse to read."""
-    # Check only the keys that a resume reads, because a hook may save anything under its own.
+    # Check only keys that a resume reads, because a hook may save anything under other keys.
     states = {key: checkpoint[key] for key in _NEEDED if key in checkpoint}
     with suppress(Exception):
         for problem in find_unreadable(states):

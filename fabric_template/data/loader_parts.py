@@ -213,7 +213,7 @@ class StreamState:
         # The attributes that load_state_dict has set to other values than those of the saved run.
         # Each entry contains the digest of the loaded value, and the encoded saved value.
         self._different: dict[Place, tuple[Any, Any]] = {}
-        # state() returns this loaded state until a batch is read.
+        # The loaded state, which state() returns until a batch is read.
         self._loaded: Any = None
 
     def state(self) -> Any:

@@ -1,7 +1,7 @@
 """Run the training loop over epochs and batches, and validate. Read this module first.
 
 A checkpoint that a hook saves in the middle of an epoch includes ``run.progress.phase``. A resumed
-run continues in the saved phase. The phases of an epoch are:
+run continues in the phase of its checkpoint. The phases of an epoch are:
 
 - "start_epoch": the hooks before the first batch
 - "train_batch": a batch, from on_train_batch_start to the optimizer step

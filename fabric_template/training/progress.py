@@ -102,7 +102,7 @@ class Progress:
         self.phase = "start_epoch"
 
     def enter(self, phase: str | None) -> None:
-        """Set the phase of the current epoch. A resumed run continues in its saved phase."""
+        """Set the phase of the current epoch, in which a resumed run continues."""
         self.phase = phase
 
     def start_batch(self, is_last: bool) -> int:
