@@ -21,7 +21,7 @@ P = ParamSpec("P")
 Duration = str | timedelta | dict[str, int]
 LOGGER_NAMES = ("csv", "tensorboard", "wandb", "mlflow")
 _LIMITS = [f"limit_{stage}_batches" for stage in ("train", "val", "test", "predict")]
-# Options that are None get these values.
+# Default values for the options that are None.
 _DEFAULTS: dict[str, Any] = {
     "logger": True,
     "enable_checkpointing": True,
@@ -30,7 +30,7 @@ _DEFAULTS: dict[str, Any] = {
     "log_every_n_steps": 50,
     "num_sanity_val_steps": 2,
 }
-# barebones=True sets these options to False or 0, to save time.
+# The values that barebones=True sets, to save time.
 _OFF = {name: 0 if name.endswith("_steps") else False for name in _DEFAULTS}
 
 
@@ -155,7 +155,7 @@ class LoopConfig:
         wrong = [name for name in vars(self) if name in wrong_types or not self._is_in_range(name)]
         problems = [] if wrong else list(self._contradictions())
         if wrong or problems:
-            # Import errors.py here, because --help must not import Lightning, which takes seconds.
+            # Import errors.py late, because --help must not import Lightning, which takes seconds.
             from .errors import ConfigurationError, ConfigurationTypeError, describe
 
             for name in wrong:
@@ -455,7 +455,7 @@ class LoopArguments(LoopConfig):
     """Another name for the option logger."""
 
 
-# FabricLoop lacks these options of Trainer, but accepts and ignores their default values.
+# Trainer's options that FabricLoop lacks, with the values that are accepted and ignored.
 _TRAINER_DEFAULTS = {
     "use_distributed_sampler": True,
     "sync_batchnorm": False,

@@ -13,7 +13,7 @@ from typing import Any, TypeVar, cast
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 
 Method = TypeVar("Method", bound=Callable[..., Any])
-# Advice on unknown options and arguments that have these names in other libraries.
+# Advice for names of options and arguments that are common in other libraries.
 _INSTEAD = {
     "epochs": "Use max_epochs.",
     "gpus": "Use accelerator='gpu', devices=2.",
@@ -163,7 +163,7 @@ def describe(value: Any) -> str:
 
 
 def check_object(argument: str, value: Any) -> None:
-    """Raise an error if an argument is a class instead of an instance of it."""
+    """Raise an error if an argument is a class instead of an object."""
     if isinstance(value, type):
         raise ConfigurationTypeError(
             f"{argument}: got {describe(value)}, expected an object. Write {value.__name__}(...)."

@@ -48,7 +48,7 @@ def local_path(path: str | Path) -> str:
     """Return a local path as a string, or raise an error for a URL."""
     text = os.fspath(path)
     if re.match(r"[A-Za-z][A-Za-z0-9+.-]+://", text):
-        # Import errors.py here, because it imports Lightning, which plots do not need.
+        # Import errors.py late, because it imports Lightning, which plots do not need.
         from .errors import CheckpointError
 
         raise CheckpointError(

@@ -87,7 +87,7 @@ VERSION = "0.2.0"
 # The smallest allowed value of each numeric option.
 SMALLEST = {"max_epochs": -1, "max_steps": -1, "accumulate_grad_batches": 1, "seed": 0}
 SMALLEST |= {"validate_every_n_steps": 1, "log_every_n_steps": 0, "gradient_clip_val": 0}
-# MiniLoop's log() accepts these arguments of Trainer only with the given values or None.
+# Arguments of Trainer's self.log, with the only value (besides None) that MiniLoop accepts.
 LOG_ARGUMENTS = {"reduce_fx": "mean", "enable_graph": False, "sync_dist_group": None}
 LOG_ARGUMENTS |= {"rank_zero_only": False, "add_dataloader_idx": True, "logger": True}
 # Better advice for errors of torch, by a part of the error whose advice is wrong in a loop.
@@ -101,22 +101,22 @@ INSTEAD = {
     " tensors that the step keeps for later batches.",
 }
 NEEDS_CLOSURE = "optimizer: got one whose step() needs a closure. Use FabricLoop, which passes one."
-END: Any = object()  # next(batches, END) returns this object at the end of a loader.
-REMOVED = ("removed", None)  # Checkpoints contain this value for a deleted attribute.
+END: Any = object()  # The value of next(batches, END) at the end of a loader.
+REMOVED = ("removed", None)  # The value of a deleted attribute in checkpoints.
 CHECKPOINTS = ("last.ckpt", "best.ckpt", "epoch=*-step=*.ckpt")
-# Every nn.Module has these attributes, so they are not the user's own state.
+# Attributes of every nn.Module, which are not the user's own state.
 MODULE_ATTRIBUTES = vars(nn.Module()).keys()
 HOOKS_OF_MODULE = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks")
-# Do not save these optimizer attributes. Their content is also in state_dict(), or serves only for
-# a warning of schedulers.
+# Optimizer attributes that are not saved, because their content is also in state_dict(), or serves
+# only for a warning of schedulers.
 OPTIMIZER_ATTRIBUTES = ("state", "param_groups", "defaults", "_opt_called", "_step_count")
 GENERATORS = (torch.Generator, random.Random, np.random.Generator, np.random.RandomState)
 NUMPY: Any = (np.generic, np.ndarray)
-# Do not save attributes of these packages' objects, which may hold processes or files.
+# Packages whose objects are not saved, because they may hold processes or files.
 LIBRARIES = {*sys.stdlib_module_names, "lightning", "numpy", "torch", "torchmetrics"}
-# Do not search objects of these types for attributes to save.
+# Types of other objects whose attributes are not saved.
 NOT_SEARCHED = (type, FunctionType, MethodType, ModuleType, Logger, Tensor, nn.Module, Fabric)
-# Besides tensors and NumPy arrays, checkpoints contain attributes of these types.
+# Types of attributes that checkpoints contain, besides tensors and NumPy arrays.
 ATOMS = frozenset((type(None), bool, int, float, complex, str, bytes))
 CONTAINERS: dict[str, Any] = {kind.__name__: kind for kind in (list, tuple, set, frozenset, deque)}
 CONTAINERS["Size"] = torch.Size
@@ -257,7 +257,7 @@ class MiniLoop:
         val_dataloaders: Any = None,
         # "auto" continues the newest run, or starts a new run if there is no checkpoint.
         resume: str | Path | None = None,  # A path, "last", "best" or "auto".
-        load: str | Path | None = None,  # Start with these weights: a path, "last" or "best".
+        load: str | Path | None = None,  # The initial weights: a path, "last" or "best".
         optimizer: Any = None,  # An optimizer, or any value that configure_optimizers may return.
         scheduler: Any = None,  # A scheduler to step once per epoch, or Lightning's scheduler dict.
         training_step: Callable[..., Any] | None = None,  # fn(model, batch[, batch_idx]) -> loss
@@ -526,7 +526,7 @@ class MiniLoop:
                 return
             batch = following
             if number == done and resumed is not None:
-                # The saved run read this batch after a step, which may have drawn random numbers.
+                # Restore the random state with which the saved run has read the next batch.
                 set_rng_state(resumed)
             self._before_next = get_rng_state()
             following = next(batches, END)
@@ -991,7 +991,7 @@ class MiniLoop:
                 setattr(self, name, value)
 
     def _build_trainer_loops(self) -> dict[str, Any]:
-        """Return the counters of Trainer's loops, so that Trainer can continue this run."""
+        """Return the counters of Trainer's loops, so that Trainer can continue the run."""
 
         def count(total: float, current: float) -> dict[str, Any]:
             names = ("ready", "started", "processed", "completed")
@@ -1149,7 +1149,7 @@ class MiniLoop:
         options = to_plain(options)
         write_yaml(self.log_dir / "hparams.yaml", hparams=self._settings, config=options)
         if is_new:
-            # A run that is started from this config.yaml gets a new version.
+            # A new run that is started from config.yaml gets a new version.
             options |= {"version": None, "hparams": to_plain(self.hparams or {})}
             write_yaml(self.log_dir / "config.yaml", **options, about=self._describe_run())
 
@@ -1354,7 +1354,7 @@ class MiniLoop:
         check(not -1 < (self.max_epochs or 0) < epochs, f"{text} Write a larger max_epochs.")
         if own.get("writer") == "FabricLoop":
             converted = [convert_attributes(of_process, self._parts) for of_process in ranks]
-            # Before training, ``_state`` contains only generators, which cannot be converted.
+            # Refuse random generators, whose states FabricLoop saves in another form.
             is_complete = None not in converted and not self._state()["parts"]
             text = "resume: got loader attributes or random generators that FabricLoop has saved,"
             text += " expected only plain attributes of the model. Use FabricLoop, or pass load=."
@@ -1470,7 +1470,7 @@ def refuse_unknown(call: str, given: dict[str, Any], known: Iterable[str]) -> No
 
 
 def find_method(model: Any, name: str) -> Callable[..., Any] | None:
-    """Return a model's method, or None if it is only an empty method of LightningModule."""
+    """Return a model's method, or None if the method is missing or an empty Lightning hook."""
     method = getattr(model, name, None)
     module = getattr(method, "__module__", None) or ""
     is_empty = module.startswith(("lightning.pytorch.core.", "pytorch_lightning.core."))
@@ -1519,7 +1519,7 @@ def with_batch_idx(step: Callable[..., Any], name: str) -> Callable[..., Any]:
     expected = "batch and optionally batch_idx. In a step function, the model comes first"
     if len(required) > 2 or not places or "dataloader_iter" in parameters:
         raise TypeError(f"{name}: got the arguments {required}, expected {expected}.")
-    # Pass batch_idx to a method's second argument with a default, not to a function's third.
+    # In a method, the argument after the batch is batch_idx, even with a default value.
     given = required if isinstance(step, partial) else [p.name for p in places]
     has_any = any(p.kind is p.VAR_POSITIONAL for p in places)
     if has_any or "batch_idx" in parameters or len({*given} - {"dataloader_idx"}) > 1:
@@ -1665,7 +1665,7 @@ def objects_in(owner: Any, known: set[int]) -> dict[str, Any]:
 
 
 def create_item(parts: dict[str, Any], place: str) -> None:
-    """If a path refers to a missing item of a defaultdict, create this item."""
+    """Create the missing item of a defaultdict to which a path refers."""
     path, _, key = place.rpartition(".")
     owner, _, name = path.rpartition(".")
     container = namespace_of(parts.get(owner)).get(name)
@@ -2033,7 +2033,7 @@ def decode(encoded: Any, device: torch.device) -> Any:
 
 
 def find_class(base: type, module: str, name: str) -> Any:
-    """Find a class by its name without running code, or return None if it is no subclass."""
+    """Find a subclass of ``base`` by its name, without running code. Return None if missing."""
     found: Any = sys.modules.get(module)
     for part in name.split("."):
         found = getattr(found, "__dict__", {}).get(part)
@@ -2313,7 +2313,7 @@ def read_checkpoint(file: Path | io.BytesIO, name: str = "") -> dict[str, Any]:
 
 
 def check_readable(states: dict[str, Any]) -> None:
-    """Raise an error if a checkpoint with these states could not be read again."""
+    """Raise an error if the given states could not be read again from a checkpoint."""
     file = io.BytesIO()
     try:
         torch.save(states, file)

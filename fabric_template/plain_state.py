@@ -52,10 +52,10 @@ _DEEPEST = 12
 # Save at most 64 objects in attributes, and do not search containers of more than 500 items.
 _MOST_OBJECTS = 64
 _MOST_SEARCHED = 500
-# Do not save attributes of these packages' objects, which may hold processes or files.
+# Packages whose objects are not saved, because they may hold processes or files.
 _LIBRARIES = {"lightning", "numpy", "pytorch_lightning", "torch", "torchmetrics"}
 _LIBRARIES |= sys.stdlib_module_names
-# Checkpoints contain this value for a deleted attribute.
+# The value of a deleted attribute in checkpoints.
 REMOVED: Any = ("removed", None)
 
 Place = tuple[str, str]
@@ -149,7 +149,7 @@ def _digest_array(array: np.ndarray) -> Any:
     place = (array.shape, array.dtype.str)
     if array.nbytes <= 32 * _COMPARED_BYTES:
         return place, zlib.crc32(np.ascontiguousarray(array).reshape(-1).view(np.uint8).data)
-    # A large array may have few elements, such as long strings. The step must not be 0.
+    # Use a step of at least 1, because a large array may have few elements, such as texts.
     step = max(array.size // _COMPARED_ITEMS, 1)
     return place, array.reshape(-1)[::step].tobytes()
 
@@ -174,7 +174,7 @@ def is_named_tuple(kind: type) -> bool:
 
 
 def find_class(base: type, module: str, name: str) -> Any:
-    """Find a class by its name without running code, or return None if it is no subclass."""
+    """Find a subclass of ``base`` by its name, without running code. Return None if missing."""
     found: Any = sys.modules.get(module)
     for part in name.split("."):
         found = getattr(found, "__dict__", {}).get(part)
@@ -534,7 +534,7 @@ class PlainState:
         return {n: part.instance for n, part in self._parts.items() if n not in self._given}
 
     def _create_item(self, name: str) -> None:
-        """If a name refers to a missing item of a defaultdict, create this item."""
+        """Create the missing item of a defaultdict to which a name refers."""
         path, _, key = name.rpartition(".")
         owner, _, attribute = path.rpartition(".")
         namespace = self._parts[owner].namespace() if owner in self._parts else {}

@@ -348,7 +348,7 @@ class TrainerAPI:
 
     @property
     def _logger_connector(self) -> SimpleNamespace:
-        """Lightning's three monitor callbacks and ``LightningModule.log`` read this object."""
+        """The attributes that Lightning's monitor callbacks and ``LightningModule.log`` read."""
         run = self.require_run("_logger_connector")
         return SimpleNamespace(
             should_update_logs=is_logging_due(run),
@@ -359,7 +359,7 @@ class TrainerAPI:
 
     @property
     def _results(self) -> SimpleNamespace | None:
-        """LightningModule.log reads this object if a module's own ``log`` calls super().log()."""
+        """A result collection for LightningModule.log, which a module's own ``log`` may call."""
         if self.run is None or self.run.stage == "predict":
             return None
         results = self.run.results
@@ -371,7 +371,7 @@ class TrainerAPI:
 
     @property
     def _data_connector(self) -> SimpleNamespace:
-        """ModelSummary moves ``example_input_array`` with the hooks that this object returns."""
+        """The hooks with which ModelSummary moves ``example_input_array`` to the device."""
 
         def get_instance(hook_name: str) -> Any:
             run = self.require_run("_data_connector")
@@ -529,7 +529,7 @@ class StrategyAPI:
 
     @property
     def _lightning_optimizers(self) -> list[Any]:
-        """LightningModule.optimizers() reads this list."""
+        """The wrapped optimizers, which LightningModule.optimizers() reads."""
         fit_run = self._loop.fit_run
         return fit_run.optimization.lightning_optimizers if fit_run else []
 

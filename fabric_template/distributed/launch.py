@@ -35,7 +35,7 @@ if TYPE_CHECKING:
     from ..training.plan import Plan
     from ..training.run import Run
 
-# A new process returns the states of these attributes to the process that has started it.
+# A new process returns the states of some attributes to the process that has started it.
 _PARTS = ("progress", "stop", "checkpoints")
 _PATHS = ("best_model_path", "last_model_path", "best_model_score")
 
@@ -78,7 +78,7 @@ def gather_objects(run: Run, item: Any) -> list[Any]:
 def open_store_of_attempt() -> TCPStore | None:
     """Open a new TCPStore, because torchrun's store still has the addresses of dead processes.
 
-    Rank 0 writes the address of the new store to torchrun's store. The other processes read the
+    Rank 0 writes the address of the new TCPStore to torchrun's store. The other processes read the
     address in torchrun's store, and connect to the new store.
     """
     env = os.environ

@@ -95,7 +95,7 @@ class SignalHandler:
         """Return the signal that one of the processes has received, or None.
 
         All processes must stop after the same step, so they exchange received signals about once a
-        second. Rank 0 decides after how many batches the next exchange takes place. Between
+        second. Rank 0 decides after how many batches the processes exchange signals again. Between
         exchanges, this method only compares two integers.
 
         Args:

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence, Set, ValuesView
 from typing import Any
 
-# In these modules, Lightning's base classes define every hook with an empty body. Such a method
-# does not count as an override.
+# Lightning's base classes define every hook with an empty body. A method from the modules of these
+# base classes does not count as an override.
 _EMPTY_HOOKS = tuple(
     f"{package}.{module}"
     for package in ("lightning.pytorch", "pytorch_lightning")

@@ -45,7 +45,7 @@ COMMANDS = {  # name: (module, help)
     "update": ("package_copy", "merge the installed version into a copy"),
     "verify": ("cli", "check that checkpoints are intact"),
 }
-# Without --resume, these commands start a new version of a run.
+# Commands that start a new version of a run, if --resume is not given.
 TRAINING_COMMANDS = ("fit", "profile", "tune")
 EVALUATION_COMMANDS = ("validate", "test", "predict")
 LOOP_COMMANDS = (*TRAINING_COMMANDS, *EVALUATION_COMMANDS)
@@ -107,7 +107,7 @@ OPTIONS: dict[str, dict[str, dict[str, Any]]] = {  # by command
     },
     "verify": {"path": {"help": "A checkpoint, or a folder of checkpoints."}},
 }
-# These options take objects, so the command line lacks them (see CLASS_OPTIONS for callbacks).
+# The command line lacks options that take objects, except for those in CLASS_OPTIONS.
 NOT_TYPED: set[str | int] = {"fabric", "plugins", "loggers", "callbacks"}
 FIELDS = [field.name for field in dataclasses.fields(LoopArguments) if field.name not in NOT_TYPED]
 

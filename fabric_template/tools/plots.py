@@ -153,7 +153,7 @@ def draw_panels(
 
 
 def load_runs(logs: Any, seeds: bool) -> list[Run]:
-    """Return the runs in the argument ``logs`` of ``plot_logs``, such as a path or a DataFrame."""
+    """Return the runs that the argument ``logs`` of ``plot_logs`` contains."""
     import pandas as pd
 
     if isinstance(logs, str | os.PathLike):
@@ -589,7 +589,7 @@ class LivePlot:
             self.on_fit_end(trainer, module)
             seconds = time.monotonic() - start
             if not drawn:
-                # Do not count the first drawing, which takes seconds to import matplotlib.
+                # Ignore how long the first drawing takes, because it imports matplotlib.
                 seconds = min(seconds, 0.1)
             self.next_time = start + max(1.0, 20 * seconds)
 

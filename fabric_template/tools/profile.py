@@ -19,9 +19,9 @@ from .tune import SETTINGS, compare
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
-MIN_GAIN = 1.1  # Suggest a setting if it makes steps faster by this factor.
+MIN_GAIN = 1.1  # The smallest speed-up for which a setting is suggested.
 
-# These methods make the CPU wait until the GPU has computed the tensor's value.
+# Methods that make the CPU wait until the GPU has computed a tensor's value.
 READS = (torch.Tensor.item, torch.Tensor.__float__, torch.Tensor.cpu, torch.Tensor.tolist)
 LIBRARIES = (f"{__package__.rpartition('.')[0]}.", "torch.", "lightning.", "torchmetrics.")
 

@@ -21,11 +21,11 @@ if TYPE_CHECKING:
     import numpy as np
 
 TEMPLATE = Path(__file__).with_name("runs_page.html")
-# Limit the page to about this many points, which take up a megabyte.
+# The largest number of points on a page, which take up about a megabyte.
 MOST_POINTS = 60_000
 # The largest number of panels above the table.
 MOST_MAIN = 3
-# Up to eight options have their own columns. Options with longer values share a column.
+# Up to eight options have their own columns, unless a value has over 24 characters.
 MOST_OPTIONS = 8
 LONGEST_VALUE = 24
 

@@ -21,7 +21,7 @@ from .step_benchmark import PARTS, Choice, copy_options, time_steps
 
 # Keep a setting if its slowest trial beats the fastest trial without the setting by MIN_GAIN.
 MIN_GAIN, ROUNDS = 1.03, 3
-TIME_LIMIT = 120.0  # Kill a trial after this many seconds.
+TIME_LIMIT = 120.0  # The seconds after which a trial is killed.
 
 # For each setting, the values to try, and the code that the user writes for a value.
 SETTINGS: dict[str, tuple[tuple[Any, ...], str]] = {
@@ -129,7 +129,7 @@ def compare(trial: Callable[[Choice], float], before: Choice, after: Choice) -> 
 
 
 def run_in_process(function: Callable[[], Any]) -> Any:
-    """Call a function in a child process. Return (its result, "") or (None, an error message)."""
+    """Return (result, "") or (None, error message) of a function that runs in a child process."""
     method = "fork" if sys.platform == "linux" and not torch.cuda.is_initialized() else "spawn"
     context: Any = multiprocessing.get_context(method)
     receiver, sender = context.Pipe(duplex=False)
