@@ -107,8 +107,8 @@ CHECKPOINTS = ("last.ckpt", "best.ckpt", "epoch=*-step=*.ckpt")
 # Attributes of every nn.Module, which are not the user's own state.
 MODULE_ATTRIBUTES = vars(nn.Module()).keys()
 HOOKS_OF_MODULE = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks")
-# Optimizer attributes that are not saved, because their content is also in state_dict(), or serves
-# only for a warning of schedulers.
+# Optimizer attributes that are not saved, because state_dict() contains their values, or because
+# they serve only for warnings.
 OPTIMIZER_ATTRIBUTES = ("state", "param_groups", "defaults", "_opt_called", "_step_count")
 GENERATORS = (torch.Generator, random.Random, np.random.Generator, np.random.RandomState)
 NUMPY: Any = (np.generic, np.ndarray)

@@ -140,7 +140,7 @@ _LOOP_ATTRIBUTES: dict[str, Callable[[Any], Any]] = {
 }
 
 
-# These options cannot be changed after the loop is created.
+# Options that cannot be changed after the loop is created.
 _OPTIONS_OF_CREATION = ("name", "version", "max_time")
 
 

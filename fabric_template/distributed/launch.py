@@ -35,7 +35,7 @@ if TYPE_CHECKING:
     from ..training.plan import Plan
     from ..training.run import Run
 
-# A new process returns the states of some attributes to the process that has started it.
+# Attributes whose states a new process returns to the process that has started it.
 _PARTS = ("progress", "stop", "checkpoints")
 _PATHS = ("best_model_path", "last_model_path", "best_model_score")
 

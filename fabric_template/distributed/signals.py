@@ -96,7 +96,7 @@ class SignalHandler:
 
         All processes must stop after the same step, so they exchange received signals about once a
         second. Rank 0 decides after how many batches the processes exchange signals again. Between
-        exchanges, this method only compares two integers.
+        two exchanges, this method only compares two integers.
 
         Args:
             known: The result of the previous call. batches: The number of training batches so far.

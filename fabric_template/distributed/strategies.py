@@ -33,7 +33,7 @@ _CONVERTED = ("DDPStrategy", "SingleDeviceStrategy", "ModelParallelStrategy")
 
 
 def convert_strategy(strategy: Any) -> Any:
-    """Return the Fabric strategy for a strategy of Trainer, or any other strategy itself.
+    """Return the Fabric strategy for a strategy of Trainer, or any other strategy unchanged.
 
     Example:
         >>> type(convert_strategy("ddp_fork_find_unused_parameters_false")).__name__
@@ -79,7 +79,7 @@ def _return_model(model: nn.Module, mesh: Any) -> nn.Module:
 
 
 def convert_plugin(plugin: Any) -> Any:
-    """Return the Fabric plugin for a precision plugin of Trainer, or any other plugin itself."""
+    """Return the Fabric plugin for a precision plugin of Trainer, or another plugin unchanged."""
     if not (isinstance(plugin, precision.Precision) and _is_trainers(plugin)):
         return plugin
     name = type(plugin).__name__
@@ -186,7 +186,7 @@ def _call(function: Callable[[], Any]) -> Any:
 
 @contextmanager
 def no_gradient_sync(network: nn.Module) -> Iterator[None]:
-    """In this context, each FSDP process adds up its own gradients, which are not averaged."""
+    """Return a context in which FSDP does not average gradients over the processes."""
     parts = [module for module in network.modules() if isinstance(module, FSDPModule)]
     for part in parts:
         part.set_requires_gradient_sync(False)

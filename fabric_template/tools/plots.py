@@ -32,7 +32,7 @@ MOST_COLORED = len(PALETTE) * len(DASHES)
 NUM_BEST = 8
 # Draw at most 18 panels unless the user chooses metrics. Drawing them takes about a second.
 MOST_PANELS = 18
-# Panel labels have at most this many characters. Longer labels are cut at the start.
+# The largest number of characters in a panel's label. Longer labels are cut at the start.
 LONGEST_LABEL = 28
 GRAY = "0.72"
 
