@@ -138,7 +138,7 @@ def read_times(folder: Path) -> tuple[float, float]:
     """Return the times of a version's latest start and latest save, from its file .lock.
 
     A new run appends a line such as "started 1764277654.5" to the .lock files in its folders. A
-    save appends "saved 1764277700.25". A missing time is 0.0.
+    save appends "saved 1764277700.25". A time that was not saved is 0.0.
     """
     times = {b"started": 0.0, b"saved": 0.0}
     for event, seconds in _TIME_LINE.findall(read_end(os.path.join(folder, ".lock"))):

@@ -239,7 +239,7 @@ class MiniLoop:
         self._batches_in_window = 0  # The number of batches since the last optimizer step.
         self._batches: Any = None  # This epoch's iterator over the training loader.
         self._epoch_start: Any = None  # The random state at the start of this epoch.
-        self._before_next: Any = None  # The random state before the loader was read ahead.
+        self._before_next: Any = None  # The random state before the latest batch was read ahead.
         self._resumed_state: Any = None  # The random state of the resumed checkpoint.
         self._saved_step: int | None = None  # The step of last.ckpt. None: there is no last.ckpt.
         # Each CSV file's number of rows, and its columns.
@@ -586,7 +586,7 @@ class MiniLoop:
         self._load_parts(state.get("parts", {}))
 
     def _load_parts(self, states: dict[str, dict[str, Any]], is_in_place: bool = True) -> None:
-        """Restore attributes. A list or tensor that several objects share stays shared."""
+        """Restore attributes, so that a list or tensor that several objects share stays shared."""
         for place in states:
             create_item(self._parts, place)
         self._find_objects()

@@ -5,9 +5,9 @@ values. Only plain attributes that have changed since the start of the run are s
 encoded as a tuple of its kind and content, which torch.load(weights_only=True) can read. If the
 encoding of an attribute fails, a warning replaces the error.
 
-The key of a value is a pair, its object's name and its attribute's name. If an attribute has a
-state_dict, such as a module's own scheduler, its state is saved. If an attribute holds an object,
-such as a pool of images, the object's attributes are saved, too.
+The key of a value is the pair (object name, attribute name). If an attribute has a state_dict, such
+as a module's own scheduler, its state is saved. If an attribute holds an object, such as a pool of
+images, the object's attributes are saved, too.
 """
 
 from __future__ import annotations
@@ -309,7 +309,7 @@ class Decoder:
         if kind == "named tuple":
             return tuple.__new__(find_class(tuple, *options), items)
         if kind in _SEQUENCES:
-            # Pass a deque its maxlen. Other sequences are encoded without options.
+            # Of all sequences, only a deque has an option, which is its maxlen.
             return _SEQUENCES[kind](items, *options)
         pairs = dict(zip(items[::2], items[1::2], strict=True))
         if kind == "defaultdict":
@@ -606,7 +606,7 @@ class PlainState:
                 self._at_start.pop(place, None)
 
     def load_attributes(self, saved: dict[Place, Any], is_in_place: bool = True) -> None:
-        """Restore attributes. A list or tensor that several objects share stays shared.
+        """Restore attributes, so that a list or tensor that several objects share stays shared.
 
         Args:
             is_in_place: Whether to change an existing list or tensor instead of replacing it.

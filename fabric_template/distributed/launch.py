@@ -161,8 +161,8 @@ def _run_in_process(
 ) -> None:
     """Run fit or a similar method in a new process, and write its results to a file.
 
-    Do not use the launcher's queue for results. The queue blocks on objects that exceed the pipe's
-    buffer, and transfers only the message of an exception.
+    Do not use the launcher's queue for results. The launcher's queue blocks on objects that exceed
+    the pipe's buffer, and transfers only the message of an exception.
     """
     loop: Any = plan.loop
     remember_group(fabric.strategy, is_spawned=True)

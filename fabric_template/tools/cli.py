@@ -366,7 +366,7 @@ def build(parser: ArgumentParser, settings: Namespace) -> tuple[FabricLoop, Any,
 
     from .. import FabricLoop
 
-    # Before version 4.49 of jsonargparse, the method was called instantiate_classes.
+    # ``instantiate`` was called ``instantiate_classes`` before jsonargparse 4.49.
     make = getattr(parser, "instantiate", None) or parser.instantiate_classes
 
     def instantiate(*options: str) -> dict[str, Any]:

@@ -493,8 +493,8 @@ def has_raw_steps(table: pd.DataFrame, metric: Metric, x: str) -> bool:
 def average_steps(values: pd.Series) -> Any:
     """Return moving averages over at most 4 % of all values, and over fewer at the start.
 
-    An average covers at most the last quarter of the steps so far. Longer averages would include
-    the high losses at the start for a long time.
+    The average at a step covers at most the last quarter of the steps up to it. Longer averages
+    would include the high losses at the start for a long time.
     """
     import numpy as np
 
