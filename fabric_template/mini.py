@@ -482,7 +482,7 @@ class MiniLoop:
                 scheduler.step()
 
     def _start_batches(self) -> None:
-        """Start iterating the training loader. After a resume, skip the epoch's first batches."""
+        """Start iterating the training loader, and skip the batches before a resumed checkpoint."""
         # Record the random state first, because a sampler's set_epoch() may draw random numbers.
         state = self._state() if self.batches_done > 0 else {}
         set_epoch(self.train_loader, self.current_epoch)

@@ -429,7 +429,7 @@ def is_own_object(value: Any) -> bool:
     kind = type(value)
     is_known = isinstance(value, nn.Module | Tensor | Enum | tuple) or hasattr(kind, "state_dict")
     is_library = kind.__module__.partition(".")[0] in _LIBRARIES and kind is not SimpleNamespace
-    # Also exclude this package itself, which may be copied into the user's package.
+    # Do not save this package's own objects, even if the user's package contains a copy of it.
     is_library = is_library or kind.__module__.startswith(f"{__package__}.")
     has_attributes = hasattr(value, "__dict__") or hasattr(kind, "__slots__")
     return has_attributes and not (is_known or is_library)

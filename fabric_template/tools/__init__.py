@@ -1,1 +1,1 @@
-"""Provide the command line and tools for analyzing runs. FabricLoop works without this folder."""
+"""Provide the command line and tools for analyzing runs. FabricLoop also works without tools/."""

@@ -38,8 +38,8 @@ def list_runs(
     """List all runs in a folder and its subfolders, or in a CSV file that any tool has written.
 
     The column `state` contains "running", "finished", "interrupted" (also if killed), "failed", or
-    "unknown" for a run of Trainer. The column `changed` contains the options that differ between
-    runs of one name. Settings in hparams= are included if they differ and all runs have them.
+    "unknown" for a run of Trainer. `changed` contains options that differ between runs of one name.
+    `changed` also contains settings in hparams= that exist in all runs, with different values.
 
     Args:
         folder: The folder of all logs, or a folder in it.
@@ -249,8 +249,8 @@ def read_rows(path: Path) -> tuple[Columns, list[str]]:
 def read_state(path: Path) -> str:
     """Read the state of a run from its lock file.
 
-    While a run trains, its process locks the file. When a run ends, its process appends "finished",
-    "interrupted" or "failed". A killed run leaves an unlocked file without a state.
+    While a run trains, its process locks the lock file. At the end of a run, the process appends
+    "finished", "interrupted" or "failed". A killed run leaves an unlocked file without a state.
     """
     if not path.is_file():
         return "unknown"
