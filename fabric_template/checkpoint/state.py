@@ -43,7 +43,7 @@ _OF_OPTIMIZER = ("state", "param_groups", "defaults", "_opt_called", "_step_coun
 # StochasticWeightAveraging changes BatchNorm's momentum, and restores it after training.
 _OF_AVERAGING = _OF_MODULE | {"momentum"}
 # The keys of a checkpoint that a resume reads.
-_NEEDED = ("state_dict", "optimizer_states", "lr_schedulers", "callbacks", OWN_KEY)
+_NEEDED = ("state_dict", "optimizer_states", "lr_schedulers", "callbacks")
 _LIGHTNINGS_CALLBACKS = ("lightning.pytorch.callbacks.", "pytorch_lightning.callbacks.")
 
 
