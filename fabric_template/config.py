@@ -204,7 +204,8 @@ class LoopConfig:
         if self.save_top_k not in (0, 1) and self.monitor is None:
             yield (
                 f"save_top_k: got {self.save_top_k} without monitor, expected a metric that ranks"
-                " the checkpoints. Write monitor='val_loss'."
+                " the checkpoints. Write monitor='val_loss', or keep the newest files with"
+                " ModelCheckpoint(monitor='step', mode='max', save_top_k=...)."
             )
         if self.mode == "auto" and self.monitor and find_direction(self.monitor) is None:
             yield (
