@@ -420,8 +420,8 @@ class Part:
         if not self.has_attributes:
             return {}
         # Skip keys that are not strings, which a user's dict subclass may have.
-        names = [n for n in self.namespace() if isinstance(n, str) and n not in self.ignored]
-        return {name: self.namespace()[name] for name in names}
+        values = self.namespace().items()
+        return {n: v for n, v in values if isinstance(n, str) and n not in self.ignored}
 
 
 def is_own_object(value: Any) -> bool:

@@ -904,6 +904,36 @@ def test_shared_memory_of_another_size_is_not_overwritten(tmp_path, kind):
         train(kind, tmp_path, shuffled(lambda: Shared(4)), resume="last")
 
 
+class Counted(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.register_buffer("calls", torch.zeros(()))
+
+    def forward(self, x):
+        self.calls += 1
+        return x * self.calls
+
+
+class Scripted(Model):
+    """A scripted module keeps its buffers in an object of C++."""
+
+    def __init__(self):
+        super().__init__()
+        self.counted = torch.jit.script(Counted())
+
+    def forward(self, x):
+        return super().forward(self.counted(x))
+
+
+@pytest.mark.filterwarnings("ignore:.*torch.jit:DeprecationWarning")
+@pytest.mark.parametrize("kind", SAVES)
+def test_a_killed_run_restores_a_scripted_module(tmp_path, kind):
+    whole = train(kind, tmp_path / "whole", shuffled(Scripted))
+    with pytest.raises(KilledError):
+        train(kind, tmp_path / "killed", shuffled(Scripted), kill_at=6)
+    assert train(kind, tmp_path / "killed", shuffled(Scripted), resume="last") == whole
+
+
 class Pairs(dict):
     """A dict with attributes and with keys that are no names."""
 
