@@ -115,7 +115,7 @@ NEGATED = re.compile(r"(^|(?<!false)(?<!true)[\W_])(neg|negative|minus)[\W_]|^1 
 
 
 def find_direction(metric: str) -> str | None:
-    """Return "min" or "max" if a metric's smallest or largest value is best, or None if unknown."""
+    """Return "min" if a metric's smallest value is the best, "max" if its largest is, or None."""
     # Names such as "fpr@recall" and "fpr_at_recall" have the direction of "fpr".
     name = re.split(r"@|[\W_]at[\W_]", metric, flags=re.IGNORECASE)[0]
     spaced = re.sub(r"(?<=[a-z\d])(?=[A-Z])|(?<=[A-Z])(?=[A-Z][a-z])", "_", name)
