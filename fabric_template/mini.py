@@ -2062,7 +2062,7 @@ def load_plain_state(
         elif isinstance(current, torch.Generator | np.random.RandomState):
             current.set_state(value)
         elif isinstance(value, tuple) and value[0] == "shared":
-            # Write into the memory that workers share. ctypes checks type and length.
+            # Set a value that worker processes share. ctypes checks the value's type and length.
             text = f"resume: got {name!r} in shared memory, which is missing now. Create it in"
             check(isinstance(current, SynchronizedBase), f"{text} __init__.")
             content, saved = current.get_obj(), decode(value[1], device)

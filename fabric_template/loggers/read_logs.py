@@ -161,7 +161,7 @@ def read_table(path: Path) -> CSVTable:
     """Read a CSV file, even if it is damaged. A missing file has no rows.
 
     The csv module is unsuitable, because it refuses long cells. After a stray quotation mark, the
-    csv module would also hide all later lines.
+    csv module would read all later lines as one cell.
     """
     text = decode(path.read_bytes()) if path.exists() else ""
     if path.name not in ("metrics.csv", "steps.csv"):

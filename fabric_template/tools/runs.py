@@ -250,7 +250,7 @@ def read_state(path: Path) -> str:
     """Read the state of a run from its lock file.
 
     While a run trains, its process locks the lock file. At the end of a run, the process appends
-    "finished", "interrupted" or "failed". A killed run leaves an unlocked file without a state.
+    "finished", "interrupted" or "failed". A killed run leaves its lock file unlocked, and without a final state.
     """
     if not path.is_file():
         return "unknown"

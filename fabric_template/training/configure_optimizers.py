@@ -270,7 +270,7 @@ def check_parameters(
         return
     advice = "Combine them with the model, as in nn.ModuleDict({'net': net, 'loss': loss})."
     if not isinstance(model, nn.Module):
-        advice = f"Store them in attributes of {type(model).__name__}, alone or in lists or dicts."
+        advice = f"Store them in attributes of the class {type(model).__name__}, or in lists or dicts there."
     raise ConfigurationError(
         f"{text}, expected parameters of the model. Parameters outside the model are neither saved,"
         f" nor moved to the device, nor synchronized between processes. {advice}"

@@ -67,7 +67,7 @@ def test_training_with_each_loader_does_not_synchronize(precision, name):
     assert fit(train=LOADERS[name], precision=precision) in (12, 20)
 
 
-def test_precision_16_mixed_with_a_fused_optimizer_does_not_synchronize():
+def test_precision_16_mixed_with_a_fused_optimizer_does_not_wait_for_the_gpu():
     """With other optimizers, GradScaler reads in each step whether the gradients are finite."""
     assert fit(Drawing(fused_adam), on_device, precision="16-mixed") == 20
     with pytest.raises(RuntimeError, match="called a synchronizing CUDA operation"):

@@ -231,7 +231,7 @@ def test_callbacks_from_the_module_replace_given_ones_as_with_trainer(tmp_path):
     assert list(expected.files()) == list(ours.files()) == ["checkpoints/own.ckpt"]
 
 
-def test_an_attribute_of_fit_loop_without_an_effect_cannot_be_set():
+def test_attributes_of_fit_loop_that_have_no_effect_cannot_be_set():
     loop = FabricLoop(accelerator="cpu", max_epochs=3)
     loop.fit_loop.max_epochs = 5
     assert loop.max_epochs == loop.fit_loop.max_epochs == 5

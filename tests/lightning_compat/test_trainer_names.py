@@ -130,7 +130,7 @@ def asked(request, tmp_path_factory):
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_attributes_have_the_same_value_as_trainers_in_every_hook(asked, name):
+def test_attributes_have_the_same_values_in_every_hook_as_with_trainer(asked, name):
     """A new attribute of Lightning fails here until FabricLoop or DIFFERENT has it."""
     expected, ours = (seen[name] for seen in asked)
     assert [place[:2] for place in expected] == [place[:2] for place in ours]

@@ -139,7 +139,7 @@ def test_an_epoch_ends_if_the_loader_is_shorter_than_its_length(tmp_path, optimi
     ],
     ids=str,
 )
-def test_an_epoch_with_a_short_loader_validates_once_at_its_end(tmp_path, options, steps):
+def test_a_loader_shorter_than_the_interval_is_validated_once_at_the_end_of_the_epoch(tmp_path, options, steps):
     """An epoch that validates at its end also does so if the loader ends early."""
     seen = []
 
