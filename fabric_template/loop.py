@@ -371,10 +371,14 @@ class FabricLoop(TrainerAPI):
         if run is not None:
             log_in_run(run, scalars, step)
         elif self.fabric.is_global_zero:
-            if not (self._is_recorded or self.has_fitted):
-                self._is_recorded = True
-                record_own_loop(self, self._own_parts)
+            self._record_own_loop()
             log_rows(self.loggers, scalars, step)
+
+    def _record_own_loop(self) -> None:
+        """Write the settings of your own loop before its first row."""
+        if not (self._is_recorded or self.has_fitted):
+            self._is_recorded = True
+            record_own_loop(self, self._own_parts)
 
     def save(self, path: str | Path, state: dict[str, Any]) -> None:
         """Atomically write a checkpoint that contains modules, optimizers and values."""

@@ -1378,12 +1378,16 @@ class MiniLoop:
         for name, (found, saved) in compared.items():
             text = f"resume: got {found} {name}, expected {saved} as in the saved run."
             check(found == saved, f"{text} Use load= to start a new run from its weights.")
-        kind, saved = (setting["optimizers"][0] for setting in settings)
+        self._check_optimizer_class(own["settings"]["optimizers"][0], groups[1][0])
+
+    def _check_optimizer_class(self, saved: str, group: dict[str, Any]) -> None:
+        """Refuse a saved optimizer with other options. Warn about one of another class."""
+        kind = type(self.optimizer).__name__
         if kind != saved:
             text = f"resume: got {kind} as the optimizer, expected {saved} as in the saved run."
-            has_options = self.optimizer.defaults.keys() <= groups[1][0].keys()
+            has_options = self.optimizer.defaults.keys() <= group.keys()
             check(has_options, f"{text} Use load= to start a new run from its weights.")
-            warnings.warn(f"{text} The run continues with the saved state.", stacklevel=3)
+            warnings.warn(f"{text} The run continues with the saved state.", stacklevel=4)
 
     @contextmanager
     def _prepared_model(self, path: Path | None, checkpoint: dict[str, Any]) -> Iterator[None]:
@@ -1891,17 +1895,23 @@ def plain_state(
                 continue
             most = 10_000 if saved is None else None
             found[name] = change_mark(value, most) or encode(value, device, most, weights)
-        is_reading = isinstance(value, Iterator) and not isinstance(value, count | io.IOBase)
-        if saved is not None and is_reading and not is_own_object(value):
-            text = f"checkpoint: the position of {name!r}, a {type(value).__name__}, is not known."
-            text += " A resumed run may differ. Pass its loader to fit() of FabricLoop."
-            warnings.warn(text, stacklevel=2)
-        if name not in found and isinstance(value, list | tuple | dict):
-            items = islice(value.values() if isinstance(value, dict) else value, 64)
-            has_generators = any(isinstance(item, GENERATORS) for item in items)
-            text = f"{name}: got random generators in a {type(value).__name__}. Assign each one to"
-            check(not has_generators, f"{text} an attribute of its own, or use FabricLoop.")
+        if name not in found:
+            check_unsaved(name, value, saved is None)
     return found
+
+
+def check_unsaved(name: str, value: Any, is_in_loader: bool) -> None:
+    """Warn about an iterator in an attribute. Refuse random generators in a container."""
+    is_reading = isinstance(value, Iterator) and not isinstance(value, count | io.IOBase)
+    if is_reading and not is_in_loader and not is_own_object(value):
+        text = f"checkpoint: the position of {name!r}, a {type(value).__name__}, is not known."
+        text += " A resumed run may differ. Pass its loader to fit() of FabricLoop."
+        warnings.warn(text, stacklevel=2)
+    if isinstance(value, list | tuple | dict):
+        items = islice(value.values() if isinstance(value, dict) else value, 64)
+        has_generators = any(isinstance(item, GENERATORS) for item in items)
+        text = f"{name}: got random generators in a {type(value).__name__}. Assign each one to"
+        check(not has_generators, f"{text} an attribute of its own, or use FabricLoop.")
 
 
 def has_value(part: Any, name: Any) -> bool:
@@ -1966,12 +1976,10 @@ def encode(
     kind, name = type(value), type(value).__name__
     if kind in ATOMS:
         return value
-    if kind in (Tensor, nn.Parameter) and (most is None or value.numel() <= most):
-        if address_of(value) in weights:
-            raise TypeError(name)
-        has_gradient = value.requires_grad and value.is_leaf
-        copied = value.detach().to("cpu", copy=True)
-        return name.lower(), copied, has_gradient, value.device == device
+    if kind in (Tensor, nn.Parameter):
+        return encode_tensor(value, device, most, weights)
+    if isinstance(value, NUMPY):
+        return encode_array(value, most)
     if kind is range:
         return name, [value.start, value.stop, value.step]
     if isinstance(value, SynchronizedBase) and depth == 0:
@@ -1984,14 +1992,6 @@ def encode(
     if isinstance(value, tuple) and hasattr(kind, "_fields") and find_class(kind, *place) is kind:
         items = [encode(item, device, most, weights, depth + 1) for item in value]
         return "named tuple", items, *place
-    if (
-        isinstance(value, NUMPY)
-        and not (value.dtype.hasobject or value.dtype.names)
-        and (not most or value.size <= most)
-    ):
-        data = np.frombuffer(bytearray(value.tobytes()), np.uint8)
-        name = "array" if isinstance(value, np.ndarray) else "scalar"
-        return name, torch.from_numpy(data), value.dtype.str, list(value.shape)
     if CONTAINERS.get(name) is not kind or len(value) > 10_000 or depth == 10:
         raise TypeError(name)
     items = list(chain.from_iterable(value.items()) if isinstance(value, dict) else value)
@@ -2000,6 +2000,24 @@ def encode(
     if kind in (deque, defaultdict):
         return name, items, value.maxlen if kind is deque else None
     return name, items
+
+
+def encode_tensor(
+    tensor: Tensor, device: torch.device, most: int | None, weights: Collection[Any]
+) -> Any:
+    if address_of(tensor) in weights or (most is not None and tensor.numel() > most):
+        raise TypeError("Tensor")
+    has_gradient = tensor.requires_grad and tensor.is_leaf
+    copied = tensor.detach().to("cpu", copy=True)
+    return type(tensor).__name__.lower(), copied, has_gradient, tensor.device == device
+
+
+def encode_array(value: Any, most: int | None) -> Any:
+    if value.dtype.hasobject or value.dtype.names or (most is not None and value.size > most):
+        raise TypeError("ndarray")
+    data = torch.from_numpy(np.frombuffer(bytearray(value.tobytes()), np.uint8))
+    name = "array" if isinstance(value, np.ndarray) else "scalar"
+    return name, data, value.dtype.str, list(value.shape)
 
 
 def decode(encoded: Any, device: torch.device) -> Any:
@@ -2062,14 +2080,9 @@ def load_plain_state(
         elif isinstance(current, torch.Generator | np.random.RandomState):
             current.set_state(value)
         elif isinstance(value, tuple) and value[0] == "shared":
-            # Set a value that worker processes share. ctypes checks the value's type and length.
             text = f"resume: got {name!r} in shared memory, which is missing now. Create it in"
             check(isinstance(current, SynchronizedBase), f"{text} __init__.")
-            content, saved = current.get_obj(), decode(value[1], device)
-            if hasattr(content, "value"):
-                content.value = saved
-            else:
-                content[:] = saved
+            set_shared(current, decode(value[1], device))
         elif isinstance(value, tuple) and value[0] == "state":
             text = f"resume: got a state of {name!r}, which was created during training and is"
             is_known = is_stateful(current) or isinstance(current, nn.Module)
@@ -2081,6 +2094,15 @@ def load_plain_state(
                 value.default_factory = getattr(current, "default_factory", None)
             if not (may_change_in_place(current, value) and replace_content(current, value)):
                 places[name in places[1]][name] = value
+
+
+def set_shared(current: Any, value: Any) -> None:
+    """Set a value that worker processes share. ctypes checks the value's type and length."""
+    content = current.get_obj()
+    if hasattr(content, "value"):
+        content.value = value
+    else:
+        content[:] = value
 
 
 def replace_content(current: Any, value: Any) -> bool:
