@@ -54,7 +54,7 @@ class LoopConfig:
     min_steps: int | None = None
     """Ignore requests to stop until this many optimizer steps are done."""
     max_time: Duration | None = None
-    """Stop after this time: "DD:HH:MM:SS", a timedelta, or a dict such as {"minutes": 30}."""
+    """Stop after a duration, such as "DD:HH:MM:SS", a timedelta, or {"minutes": 30}."""
 
     # Amount of data
     limit_train_batches: int | float | None = None
@@ -133,7 +133,7 @@ class LoopConfig:
     monitor: str | None = None
     """The metric that selects the best checkpoint. None: keep only the last checkpoint."""
     mode: str = "auto"
-    """Which value is best: "min" (smallest), "max" (largest), or "auto" (by the metric's name)."""
+    """Prefer the smallest value ("min"), the largest ("max"), or decide by its name ("auto")."""
     save_top_k: int = 1
     """Keep the k best checkpoints. 1: only best.ckpt. -1: all checkpoints."""
     save_last: bool = True
@@ -143,7 +143,7 @@ class LoopConfig:
     seed: int | None = None
     """Seed Python, NumPy and PyTorch when the loop is created, and at the start of each fit."""
     compile: bool | str | dict[str, Any] = False
-    """Compile each step method: True, a mode, or a dict of arguments for torch.compile."""
+    """Compile each step method, with True, a mode, or a dict of torch.compile's arguments."""
     hparams: Mapping[str, Any] | None = None
     """Your own settings, such as {"lr": 0.1}. They are written to hparams.yaml, sent to the loggers
     and compared by list_runs."""

@@ -496,7 +496,7 @@ class MiniLoop:
             for place, start in self._start_states.items():
                 start = {n: v for n, v in start.items() if not isinstance(v, ChangeMark)}
                 if place.startswith(("train ", "val ")) and start:
-                    attributes = vars(self._parts[place])
+                    attributes = namespace_of(self._parts[place])
                     kept.append((attributes, {n: attributes[n] for n in start if n in attributes}))
                     self._load_parts({place: start}, is_in_place=False)
             self._load_parts(self._epoch_start["parts"], is_in_place=False)
@@ -512,7 +512,8 @@ class MiniLoop:
                 next(self._batches)
             # Put the loaders' own lists and tensors back, because the model may share them.
             for attributes, values in kept:
-                attributes.update(values)
+                for name, value in values.items():
+                    attributes[name] = value
             self._load_state(state)
 
     def _mark_last(self, batches: Iterator[Any], length: float) -> Iterator[tuple[bool, Any]]:
@@ -577,8 +578,8 @@ class MiniLoop:
         is_loader = place.startswith(("train ", "val "))
         saved, part = None if is_loader else self._saved_elsewhere(), self._parts[place]
         if place in self._object_places and is_installed(type(part)):
-            generators = {n: v for n, v in vars(part).items() if isinstance(v, GENERATORS)}
-            return {name: random_state(value) for name, value in generators.items()}
+            values = namespace_of(part).items()
+            return {n: random_state(value) for n, value in values if isinstance(value, GENERATORS)}
         return plain_state(part, self.fabric.device, saved, self._weights)
 
     def _load_state(self, state: dict[str, Any]) -> None:
@@ -1697,23 +1698,44 @@ def namespace_of(part: Any) -> dict[Any, Any]:
     """Return an object's attributes, which are the items if the object is a dict."""
     if isinstance(part, dict):
         return part
-    return vars(part) if hasattr(part, "__dict__") else SlotAttributes(part)
+    slots = [] if isinstance(part, nn.Module) else slots_of(type(part))
+    return SlotAttributes(part, slots) if slots else getattr(part, "__dict__", {})
 
 
 class SlotAttributes(dict[str, Any]):
-    """A dict of the attributes in ``__slots__``, in which a new value also changes the object."""
+    """A dict of an object's slots and other attributes. Changes of the dict change the object."""
 
-    def __init__(self, instance: Any) -> None:
-        kinds = type(instance).__mro__
-        slots = [name for kind in kinds for name in vars(kind).get("__slots__", ())]
-        super().__init__({n: getattr(instance, n) for n in slots if hasattr(instance, n)})
+    def __init__(self, instance: Any, slots: list[str]) -> None:
         self._instance, self._slots = instance, slots
+        super().__init__(
+            {name: getattr(instance, name) for name in slots if hasattr(instance, name)}
+        )
+        self.update(getattr(instance, "__dict__", {}))
 
     def __setitem__(self, name: str, value: Any) -> None:
-        # Set only slots, because a damaged checkpoint may name a property, whose setter runs code.
+        super().__setitem__(name, value)
+        # Do not call setattr, because a damaged checkpoint may name a property, whose setter runs code.
         if name in self._slots:
-            super().__setitem__(name, value)
             object.__setattr__(self._instance, name, value)
+        elif hasattr(self._instance, "__dict__"):
+            vars(self._instance)[name] = value
+
+    def pop(self, name: str, default: Any = None) -> Any:
+        if name in self._slots and name in self:
+            object.__delattr__(self._instance, name)
+        getattr(self._instance, "__dict__", {}).pop(name, None)
+        return super().pop(name, default)
+
+
+def slots_of(kind: type) -> list[str]:
+    """Return the names of a class's slots. Python adds the class's name to private ones."""
+    names: list[str] = []
+    for base in kind.__mro__:
+        slots = vars(base).get("__slots__", ())
+        for name in [slots] if isinstance(slots, str) else slots:
+            is_private = name.startswith("__") and not name.endswith("__")
+            names.append(f"_{base.__name__.lstrip('_')}{name}" if is_private else name)
+    return [name for name in names if name not in ("__dict__", "__weakref__")]
 
 
 def set_epoch(loader: Any, epoch: int) -> None:
@@ -1890,7 +1912,7 @@ def plain_state(
                     found[name] = ChangeMark(map(mark_tensor, value.state_dict().values()))
                 continue
             if saved is not None and is_stateful(value):
-                if not any(value is other for other in saved):
+                if not any(value is part_of_run for part_of_run in saved):
                     found[name] = "state", encode(value.state_dict(), device)
                 continue
             most = 10_000 if saved is None else None
@@ -1916,7 +1938,7 @@ def check_unsaved(name: str, value: Any, is_in_loader: bool) -> None:
 
 def has_value(part: Any, name: Any) -> bool:
     buffers = part._buffers if isinstance(part, nn.Module) else ()
-    return name in namespace_of(part) or name in buffers or hasattr(type(part), str(name))
+    return name in namespace_of(part) or name in buffers
 
 
 class ChangeMark(tuple[Any, ...]):
@@ -2069,10 +2091,9 @@ def load_plain_state(
         of_class = getattr(type(part), str(name), None)
         current: Any = {**places[1], **places[0]}.get(name, of_class)
         if isinstance(value, tuple) and value[0] == "removed":
-            if isinstance(part, dict):
-                part.pop(name, None)
-            elif hasattr(part, name):
+            if name in places[1]:
                 delattr(part, name)
+            places[0].pop(name, None)
         elif isinstance(current, np.random.Generator):
             current.bit_generator.state = value
         elif isinstance(current, random.Random):

@@ -374,19 +374,39 @@ def write_shared(value: Any, saved: Any) -> None:
 
 
 class SlotAttributes(dict[str, Any]):
-    """A dict of the attributes in ``__slots__``, in which a new value also changes the object."""
+    """A dict of an object's slots and other attributes. Changes of the dict change the object."""
 
-    def __init__(self, instance: Any) -> None:
-        kinds = type(instance).__mro__
-        slots = [name for kind in kinds for name in vars(kind).get("__slots__", ())]
-        super().__init__({n: getattr(instance, n) for n in slots if hasattr(instance, n)})
+    def __init__(self, instance: Any, slots: list[str]) -> None:
         self._instance, self._slots = instance, slots
+        super().__init__(
+            {name: getattr(instance, name) for name in slots if hasattr(instance, name)}
+        )
+        self.update(getattr(instance, "__dict__", {}))
 
     def __setitem__(self, name: str, value: Any) -> None:
-        # Set only slots, because a damaged checkpoint may name a property, whose setter runs code.
+        super().__setitem__(name, value)
+        # Do not call setattr, because a damaged checkpoint may name a property, whose setter runs code.
         if name in self._slots:
-            super().__setitem__(name, value)
             object.__setattr__(self._instance, name, value)
+        elif hasattr(self._instance, "__dict__"):
+            vars(self._instance)[name] = value
+
+    def pop(self, name: str, default: Any = None) -> Any:
+        if name in self._slots and name in self:
+            object.__delattr__(self._instance, name)
+        getattr(self._instance, "__dict__", {}).pop(name, None)
+        return super().pop(name, default)
+
+
+def slots_of(kind: type) -> list[str]:
+    """Return the names of a class's slots. Python adds the class's name to private ones."""
+    names: list[str] = []
+    for base in kind.__mro__:
+        slots = vars(base).get("__slots__", ())
+        for name in [slots] if isinstance(slots, str) else slots:
+            is_private = name.startswith("__") and not name.endswith("__")
+            names.append(f"_{base.__name__.lstrip('_')}{name}" if is_private else name)
+    return [name for name in names if name not in ("__dict__", "__weakref__")]
 
 
 @dataclass(frozen=True)
@@ -412,9 +432,14 @@ class Part:
         if isinstance(self.instance, dict):
             # Some dict subclasses expose their keys as attributes.
             return self.instance
-        if not hasattr(self.instance, "__dict__"):
-            return SlotAttributes(self.instance)
-        return vars(self.instance)["_buffers"] if self.has_buffers else vars(self.instance)
+        if isinstance(self.instance, nn.Module):
+            return vars(self.instance)["_buffers"] if self.has_buffers else vars(self.instance)
+        slots = slots_of(type(self.instance))
+        return (
+            SlotAttributes(self.instance, slots)
+            if slots
+            else getattr(self.instance, "__dict__", {})
+        )
 
     def attributes(self) -> dict[str, Any]:
         if not self.has_attributes:

@@ -753,6 +753,8 @@ def test_resume_warns_about_a_saved_object_that_the_new_model_lacks(tmp_path, ki
 
 INSTALLED = """
 class Connection:
+    __slots__ = "socket", "generator"
+
     def __init__(self, generator):
         self.socket, self.generator = 3, generator
 """
@@ -956,3 +958,75 @@ def test_dicts_with_keys_that_are_no_names_stop_no_run(tmp_path, kind):
     with pytest.raises(KilledError):
         train(kind, tmp_path / "killed", shuffled(HasPairs), kill_at=6)
     assert train(kind, tmp_path / "killed", shuffled(HasPairs), resume="last")[0] == weights
+
+
+class CountsCalls:
+    __slots__ = "count"
+
+    def __init__(self):
+        self.count = 0
+
+
+class Gauge(CountsCalls):
+    """Has one slot of its base, a private slot, and a dict of attributes."""
+
+    __slots__ = ("__hidden", "once", "__dict__")
+
+    def __init__(self):
+        super().__init__()
+        self.__hidden, self.once, self.scale = 0, 1, 1.0
+
+    def add(self):
+        self.count, self.__hidden, self.scale = self.count + 1, self.__hidden + 1, self.scale * 0.9
+
+    def value(self):
+        return self.count + self.__hidden + self.scale + hasattr(self, "once")
+
+
+class Metered(Model):
+    """Hides a class attribute with an attribute of its own, and deletes this one and a slot."""
+
+    factor = 1.0
+
+    def __init__(self):
+        super().__init__()
+        self.meter, self.factor = Gauge(), 0.5
+
+    def training_step(self, batch, batch_idx):
+        self.meter.add()
+        return super().training_step(batch, batch_idx) * self.factor * self.meter.value()
+
+    def on_train_epoch_start(self):
+        if self.current_epoch == 1:
+            del self.factor
+            del self.meter.once
+
+
+class MeteredPoints(Dataset):
+    def __init__(self):
+        self.meter, self.points = Gauge(), make_data(16)
+
+    def __len__(self):
+        return len(self.points)
+
+    def __getitem__(self, index):
+        self.meter.add()
+        x, y = self.points[index]
+        return x * self.meter.value(), y
+
+
+METERED = {
+    "in the model": shuffled(Metered),
+    "in the data set": lambda: (Model(), DataLoader(MeteredPoints(), 4, shuffle=True)),
+}
+
+
+@pytest.mark.parametrize("kind", SAVES)
+@pytest.mark.parametrize("name", METERED)
+def test_a_killed_run_restores_inherited_private_and_deleted_slots(tmp_path, name, kind):
+    whole = train(kind, tmp_path / "whole", METERED[name])
+    for batches in (3, 7, 11):
+        root = tmp_path / str(batches)
+        with pytest.raises(KilledError):
+            train(kind, root, METERED[name], kill_at=batches)
+        assert train(kind, root, METERED[name], resume="last") == whole
