@@ -43,7 +43,7 @@ import warnings
 import zipfile
 import zlib
 from collections import Counter, OrderedDict, defaultdict, deque
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Generator, Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, fields, is_dataclass
 from difflib import get_close_matches
@@ -288,6 +288,8 @@ class MiniLoop:
                 saved = f"resume='last' repeats the training from step {self._saved_step}"
                 saved = "nothing is saved" if self._saved_step is None else saved
                 print(f"Ctrl-C in epoch {self.current_epoch}, step {self.global_step}: {saved}.")
+            finally:
+                self._stop_batches()
         return to_table(self.history)
 
     def _print_if_finished(self, path: Path | None) -> None:
@@ -516,7 +518,16 @@ class MiniLoop:
                     attributes[name] = value
             self._load_state(state)
 
-    def _mark_last(self, batches: Iterator[Any], length: float) -> Iterator[tuple[bool, Any]]:
+    def _stop_batches(self) -> None:
+        """End the worker processes of an unfinished epoch.
+
+        The garbage collector would end them later, and wait five seconds for each of them.
+        """
+        if self._batches is not None:
+            self._batches.close()
+        self._batches = None
+
+    def _mark_last(self, batches: Iterator[Any], length: float) -> Generator[tuple[bool, Any]]:
         """Yield (is_last, batch). Like Trainer, prefetch a batch if the loader has no length."""
         if length < math.inf:
             yield from zip((n == length for n in range(1, int(length) + 1)), batches, strict=False)

@@ -1,5 +1,6 @@
 """Test that every kind of loader gives the same batches as under Trainer."""
 
+import multiprocessing
 import subprocess
 import sys
 import warnings
@@ -13,7 +14,7 @@ from modules import quiet
 from pandas import DataFrame
 from torch.utils.data import BatchSampler, DataLoader, IterableDataset, RandomSampler, SequentialSampler
 
-from fabric_template import FabricLoop, TensorLoader
+from fabric_template import FabricLoop, MiniLoop, TensorLoader
 from fabric_template.data.samplers import TrackingBatchSampler
 
 STAGE_NAMES = ("fit", "validate", "test", "predict")
@@ -357,3 +358,30 @@ def test_a_shuffled_tensor_loader_gives_the_same_samples_as_indexing(kind):
         assert type(batch) is type(expected)
         assert torch.equal(batch, expected)
         assert (batch.stride(), batch.requires_grad) == (expected.stride(), expected.requires_grad)
+
+
+class Ends(Sees):
+    """Trains on 11 batches, then raises an error if there is one."""
+
+    def __init__(self, error=None):
+        super().__init__()
+        self.error = error
+
+    def training_step(self, batch, batch_idx):
+        if self.error is not None and len(self.seen) == 11:
+            raise self.error
+        return super().training_step(batch, batch_idx)
+
+
+@pytest.mark.parametrize("error", [None, ValueError("mine"), KeyboardInterrupt()], ids=repr)
+@pytest.mark.parametrize("loop", [FabricLoop, MiniLoop])
+def test_a_fit_that_ends_within_an_epoch_leaves_no_worker_process(loop, error):
+    """The garbage collector waits five seconds for each worker that is left."""
+    dataset, before = [torch.zeros(1)] * 16, multiprocessing.active_children()
+    caught, loop = None, loop(max_steps=13, accelerator="cpu")
+    try:
+        loop.fit(Ends(error), DataLoader(dataset, batch_size=2, num_workers=2))
+    except (ValueError, KeyboardInterrupt) as raised:
+        caught = raised  # A notebook also keeps the last error, and its frames.
+    assert loop.global_step == (13 if error is None else 11), caught
+    assert [child for child in multiprocessing.active_children() if child not in before] == []
