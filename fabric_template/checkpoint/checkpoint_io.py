@@ -76,11 +76,11 @@ def find_checkpoint_io(fabric: Fabric) -> CheckpointIO:
 def read_checkpoint(
     path: str | Path, weights_only: bool = True, map_location: Any = None
 ) -> dict[str, Any]:
-    """Read a checkpoint file, and restore its NumPy values.
+    """Read a checkpoint file, and restore the NumPy values in it.
 
     Args:
-        weights_only: Run no code from the file. Using a part of the checkpoint raises an error if
-            it holds anything but plain values and tensors. False: read with ``torch.load``.
+        weights_only: True: run no code from the file. If reading a value needs code, the value
+            stays unread, and access to its key raises an error. False: use ``torch.load``.
 
     Raises:
         MissingCheckpointError: There is no such file.
@@ -128,7 +128,7 @@ def replace_numpy(checkpoint: dict[str, Any]) -> dict[str, Any]:
 
 
 def restore_numpy(checkpoint: dict[str, Any]) -> dict[str, Any]:
-    """Put the NumPy values back into a checkpoint that ``replace_numpy`` has returned."""
+    """Restore the NumPy values that ``replace_numpy`` replaced in a checkpoint."""
     dtypes = checkpoint.pop(NUMPY_KEY, {})
     try:
         for key, dtypes_of_part in dtypes.items():
@@ -143,13 +143,13 @@ def restore_numpy(checkpoint: dict[str, Any]) -> dict[str, Any]:
 
 
 def to_plain(value: Any, parents: list[Any]) -> tuple[Any, Any]:
-    """Convert NumPy values to plain values, and return the result with the NumPy dtypes.
+    """Convert the NumPy values in nested containers to Python values and tensors.
 
     Args:
-        parents: The containers around the value. A container inside itself is converted once.
+        parents: The containers around the value, to convert a container that contains itself once.
 
     Returns:
-        dtypes: The dtype of a NumPy value, or a dict of dtypes by key or index, or None.
+        The converted value, and its NumPy dtype, a dict of dtypes by key or index, or None.
     """
     if isinstance(value, np.generic | np.ndarray):
         return plain_value(value)
@@ -185,7 +185,7 @@ def items_of(container: Any) -> Any:
 
 
 def with_items(container: Any, replaced: dict[Any, Any]) -> Any:
-    """Return a container with the items in ``replaced``, and without NumPy keys."""
+    """Return a container with replaced items, and with NumPy keys converted to Python values."""
     has_keys = isinstance(container, dict) and any(isinstance(k, np.generic) for k in container)
     if not replaced and not has_keys:
         return container
@@ -202,9 +202,9 @@ def with_items(container: Any, replaced: dict[Any, Any]) -> Any:
 
 
 def plain_value(value: Any) -> tuple[Any, str | None]:
-    """Convert a NumPy value to a plain value, and return the result with the NumPy dtype.
+    """Convert a NumPy value to a Python value or a tensor, and return it with the NumPy dtype.
 
-    A value that cannot be restored bit for bit, such as a structured array, is returned unchanged.
+    If a value cannot be restored bit for bit, such as a structured array, return it unchanged.
     """
     if not isinstance(value, np.generic) and type(value) is not np.ndarray:
         return value, None
@@ -228,7 +228,7 @@ def plain_array(array: np.ndarray) -> Any:
 
 
 def numpy_value(plain: Any, dtype: str) -> Any:
-    """Convert a plain value to a NumPy value with a dtype such as "<f4"."""
+    """Convert a Python value or a tensor to a NumPy value with a dtype such as "<f4"."""
     if not _DTYPE.fullmatch(dtype):
         raise ValueError(f"got the dtype {dtype!r}")
     if isinstance(plain, torch.Tensor):

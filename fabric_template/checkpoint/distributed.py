@@ -1,8 +1,8 @@
 """Save a sharded model with torch.distributed.checkpoint, as a small file and a folder of shards.
 
 Each process writes its shards to a new folder beside the file, such as ``last.ckpt.step=400``. The
-file contains the folder's name and all values that are not sharded. The previous checkpoint is
-replaced only after all shards are written, so that a killed save leaves it intact.
+file contains the folder's name and all values that are not sharded. The previous checkpoint stays
+intact until all shards are written, even if a process is killed.
 """
 
 from __future__ import annotations
@@ -128,7 +128,7 @@ def new_folder(path: Path, step: int) -> Path:
 
 
 def remove_shards(path: Path, keep: dict[str, Any] | None = None) -> None:
-    """Remove a checkpoint file's shard folders, except the folder that ``keep`` names.
+    """Remove a checkpoint file's shard folders, except the folder of the checkpoint ``keep``.
 
     If a folder cannot be removed, the next save of the checkpoint tries again.
     """
@@ -178,7 +178,7 @@ def load_shards(run: Run, checkpoint: dict[str, Any], key: str) -> None:
     """Load a checkpoint's sharded tensors. All processes must call this function.
 
     The number of processes may differ from that of the saved run. If the run's model is not
-    sharded, each process reads whole tensors.
+    sharded, each process reads the full tensors.
 
     Args:
         key: The part of the checkpoint to read: "state_dict" or "optimizer_states".
@@ -200,7 +200,7 @@ def load_shards(run: Run, checkpoint: dict[str, Any], key: str) -> None:
 
 
 def read_shards(folder: Path, value: Any, key: str, own: dict[str, Any]) -> Any:
-    """Read this process's shards of the tensors of the model or the optimizers."""
+    """Read this process's shards of the weights or of the optimizer states."""
     reader = dcp.FileSystemReader(folder)
     saved: dict[str, Any] = reader.read_metadata().state_dict_metadata
     tensors: dict[str, torch.Tensor] = {}
@@ -225,7 +225,7 @@ def read_shards(folder: Path, value: Any, key: str, own: dict[str, Any]) -> Any:
 
 
 def collect_tensors(run: Run, key: str) -> dict[str, Any]:
-    """Return the tensors of the model or the optimizers, keyed by their names in a checkpoint."""
+    """Return the weights or the optimizers' parameters, keyed by their names in a checkpoint."""
     if key == "state_dict":
         source = run.module if run.is_lightning_module else run.network
         return {f"{key}/{name}": tensor for name, tensor in source.state_dict().items()}
@@ -237,6 +237,6 @@ def collect_tensors(run: Run, key: str) -> dict[str, Any]:
 
 
 def find_sharded_tensor(own: dict[str, Any], name: str, size: torch.Size) -> DTensor | None:
-    """Return the model's sharded tensor that matches a checkpoint entry, or None."""
+    """Return the run's sharded tensor with the name and size of a saved tensor, or None."""
     found = own.get(name, own.get(name.rpartition("/")[0]))
     return found if isinstance(found, DTensor) and found.shape == size else None

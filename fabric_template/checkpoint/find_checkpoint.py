@@ -82,14 +82,14 @@ def read_file(io: CheckpointIO, is_safe: bool, path: str | Path) -> dict[str, An
 
 
 def read_again(plan: Plan) -> None:
-    """Read the checkpoint again in a spawned process, which receives only the path."""
+    """Read the checkpoint in a spawned process, which receives only the path of the file."""
     start = plan.start
     if start.path is not None and not start.is_pending:
         start.load(read_file(plan.loop.checkpoint_io, start.is_safe, start.path))
 
 
 def choose_argument(stage: str, given: dict[str, Any]) -> tuple[str, Any]:
-    """Return the name and the value of the argument ``resume``, ``load`` or ``ckpt_path``."""
+    """Return the name and value of the given argument: ``resume``, ``load`` or ``ckpt_path``."""
     given = {name: value for name, value in given.items() if value is not None}
     if len(given) > 1:
         values = " and ".join(f"{name}={describe(value)}" for name, value in given.items())
@@ -115,7 +115,7 @@ def callbacks_of(plan: Plan, kind: str) -> list[Any]:
 
 
 def default_keyword(plan: Plan) -> str | None:
-    """Return the keyword that Trainer uses if no checkpoint is given, or None."""
+    """Return "last", "best" or None, as Trainer chooses if no checkpoint is given."""
     loop = plan.loop
     if plan.stage == "fit":
         return "last" if callbacks_of(plan, "OnExceptionCheckpoint") else None
@@ -133,7 +133,7 @@ def default_keyword(plan: Plan) -> str | None:
 def find_checkpoint(
     plan: Plan, argument: str, keyword: str, read: Callable[[str | Path], dict[str, Any]]
 ) -> tuple[str | Path | None, dict[str, Any]]:
-    """Find the checkpoint for a keyword or a path, and return its path and content."""
+    """Find a checkpoint by path or by a keyword such as "last". Return its path and content."""
     if keyword not in KEYWORDS:
         return keyword, read(keyword)
     if keyword == "best" and (best := best_of_loop(plan)):
@@ -150,15 +150,15 @@ def find_checkpoint(
 
 @dataclass
 class Version:
-    """One version of a run, with the checkpoints that a keyword may select.
+    """One version of a run, with the checkpoints that "last", "best" or "auto" may select.
 
     Attributes:
-        name: The name of the version folder, or "" for files elsewhere.
+        name: The name of the version folder, or "" for files outside of version folders.
         find_files: A function that lists the checkpoints.
-        started: The time at which the newest run of the version started, or 0.0.
-        time: The time at which the version last started or saved a checkpoint, or 0.0.
-        damaged, replaced: The files that were read and rejected. A newer run of the version
-            replaces the files of an older run.
+        started: The time at which the newest run of the version started, or 0.0 if unknown.
+        time: The time of the latest start or save in the version, or 0.0 if unknown.
+        damaged: The files that cannot be read because they are damaged.
+        replaced: The files of an older run that a newer run of this version replaces.
     """
 
     name: str
@@ -175,7 +175,7 @@ class Version:
 
 
 def best_of_loop(plan: Plan) -> str:
-    """Return the best checkpoint of the loop's last run, or "" if that run has saved none."""
+    """Return the path of the last run's best checkpoint, or "" if that run saved none."""
     saver = plan.loop.checkpoint_callback
     best = getattr(saver, "best_model_path", None)
     if not best and (saver is None or callbacks_of(plan, "Checkpoint")):
@@ -192,7 +192,10 @@ def read_newest(
     versions: list[Version],
     read: Callable[[str | Path], dict[str, Any]],
 ) -> tuple[Path | None, dict[str, Any]]:
-    """Return the path and content of the newest checkpoint that is neither damaged nor replaced."""
+    """Return the path and content of the newest valid checkpoint, or (None, {}).
+
+    Skip damaged files, and files of a run that a newer run of the same version replaces.
+    """
     for index, version in enumerate(versions):
         for path in newest_first(version.files):
             try:
@@ -216,7 +219,7 @@ def read_newest(
 
 
 def best_beside(newest: Path, checkpoint: dict[str, Any]) -> Path | None:
-    """Return a version's best checkpoint, whose name is recorded in the newest checkpoint."""
+    """Return the path of the best checkpoint, whose name the newest checkpoint records, or None."""
     names = ["best.ckpt"]
     if OWN_KEY in checkpoint:
         names = list(checkpoint[OWN_KEY]["checkpoints"]["kept"])
@@ -251,9 +254,9 @@ def list_candidates(plan: Plan, keyword: str) -> list[Version]:
 
 
 def list_versions(plan: Plan, folder: Path, pattern: str) -> list[Version]:
-    """Return the versions of a run. The version that started or saved last comes first.
+    """Return the versions of a run, sorted by their latest start or save, newest first.
 
-    Each run records its times in its own folder, because copying a file changes its timestamp.
+    Each run records the times in its folder, because copying a checkpoint changes its timestamp.
     """
     given = plan.config.version
     names = list_names(folder) if given is None else [version_folder(given)]
@@ -289,7 +292,7 @@ def newest_first(files: Iterable[Path]) -> Iterator[Path]:
 
 
 def read_age(path: Path) -> tuple[float, int, str]:
-    """Read the time and the step of a checkpoint, but not its tensors."""
+    """Return a checkpoint's time, step and file name, without reading the tensors."""
     time, step = 0.0, 0
     # The resume itself reports a damaged file, so ignore the error.
     with suppress(Exception):
@@ -300,7 +303,7 @@ def read_age(path: Path) -> tuple[float, int, str]:
 
 
 def time_of(checkpoint: dict[str, Any], default: float) -> float:
-    """Return the time at which a checkpoint was saved, which Trainer does not record."""
+    """Return the time at which a checkpoint was saved, or ``default`` for one from Trainer."""
     own = checkpoint.get(OWN_KEY)
     time = own.get("saved_at") if isinstance(own, dict) else None
     return time if isinstance(time, float) and math.isfinite(time) else default
@@ -325,7 +328,10 @@ def version_of_checkpoint(plan: Plan, path: str) -> int | str | None:
 
 
 def report_missing(plan: Plan, argument: str, keyword: str, versions: list[Version]) -> None:
-    """Raise an error for a missing checkpoint, or warn like Trainer for ckpt_path="last"."""
+    """Raise an error for a missing checkpoint.
+
+    If ``ckpt_path="last"`` finds no file, warn instead, like Trainer.
+    """
     damaged = [path for version in versions for path in version.damaged]
     replaced = [path for version in versions for path in version.replaced]
     if damaged:
@@ -356,7 +362,7 @@ def report_missing(plan: Plan, argument: str, keyword: str, versions: list[Versi
 
 
 def check_same_checkpoint(run: Run) -> None:
-    """Raise an error if the processes have found different checkpoints."""
+    """Raise an error if the processes found different checkpoints."""
     start = run.plan.start
     step = start.checkpoint.get("global_step") if start.checkpoint is not None else None
     found = gather_objects(run, f"{start.error or start.path}, step {step}")

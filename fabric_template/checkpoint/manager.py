@@ -23,8 +23,8 @@ if TYPE_CHECKING:
 class CheckpointManager:
     """Saves checkpoints at the end of epochs, after validations and every N steps.
 
-    If a file cannot be written, training continues with a warning. If the newest version of a file
-    is still unsaved at the end of training, ``finish`` raises an error.
+    If a file cannot be written, training continues with a warning. If the last attempt to write a
+    file failed, ``finish`` raises an error at the end of training.
 
     Args:
         config: The options monitor, mode, save_top_k, save_last and save_every_n_steps.
@@ -58,13 +58,13 @@ class CheckpointManager:
 
         Args:
             is_continued: Whether the run resumes from this folder and keeps its best checkpoints.
-            last_model_path: The path of the last.ckpt that a spawned process has saved.
+            last_model_path: The path of the last.ckpt that a spawned process saved.
         """
         self.folder, self._is_continued = folder, is_continued
         self.last_model_path = last_model_path
 
     def set_options(self, config: Any) -> None:
-        """Save with the given options from now on."""
+        """Replace the options for all later saves."""
         self.config = config
 
     @property
@@ -73,7 +73,7 @@ class CheckpointManager:
 
     @property
     def _metric(self) -> tuple[str | None, str]:
-        """The monitor and the mode, or those of the resumed run if this run has no monitor."""
+        """The options monitor and mode, or those of the resumed run if this run has no monitor."""
         if self.config.monitor is None:
             return self._resumed_metric
         return self.config.monitor, self.config.mode
@@ -172,7 +172,7 @@ class CheckpointManager:
             self._save_among_best(run, float(value))
 
     def _save_among_best(self, run: Run, value: float) -> None:
-        """Save a checkpoint if its value is among the best k, and remove replaced files."""
+        """Save a checkpoint if ``value`` is among the best k. Remove files beyond the best k."""
         k, previous = self.config.save_top_k, self._kept
         path = str(self._best_path(run, value))
         ranked = sorted(previous, key=self._rank)

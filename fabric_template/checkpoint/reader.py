@@ -1,9 +1,9 @@
 """Read checkpoint files without running code from them.
 
 ``torch.save`` writes a zip archive that contains a pickle and one entry per storage. A pickle may
-name any class or function. PlainUnpickler returns plain classes, functions that build tensors, and
-a new Placeholder class for every other name. PlainUnpickler builds no NumPy objects, because NumPy
-trusts the content of pickles.
+name any class or function. PlainUnpickler builds only tensors and plain values, such as numbers,
+text, dates and containers. It replaces every other object by a placeholder. NumPy objects are
+replaced, too, because NumPy does not check the content of pickles.
 """
 
 from __future__ import annotations
@@ -37,8 +37,8 @@ class Placeholder:
     """Replaces a saved object whose creation could run code.
 
     The unpickler creates a subclass for each unknown name in the file. The subclass replaces the
-    named class or function, and its instances replace the objects. Unpickling calls methods such as
-    append and __setstate__, which do nothing.
+    named class or function, and its instances replace the objects. Methods that unpickling calls,
+    such as append and __setstate__, do nothing.
     """
 
     def __new__(cls, *args: Any, **kwargs: Any) -> Any:
@@ -59,7 +59,7 @@ class Placeholder:
 
 
 def kind_of(value: Any) -> type[Placeholder]:
-    """Return the Placeholder class that replaces an unbuilt class, function or object."""
+    """Return a value's Placeholder class, or Placeholder itself for any other value."""
     if isinstance(value, Placeholder):
         return type(value)
     return value if is_placeholder(value) else Placeholder
@@ -75,7 +75,7 @@ class PartialCheckpoint(dict[Any, Any]):
 
     Args:
         values: The checkpoint.
-        unbuilt: A description of the first placeholder in each of these parts, keyed by part.
+        unbuilt: A description of the first placeholder in each value that has one, by key.
         path: The path of the file, for the error message.
     """
 
@@ -144,7 +144,7 @@ def read_plain(
     sizes: dict[str, int] | None = None,
     is_mapped: bool = False,
 ) -> Any:
-    """Read a checkpoint file without running code from it. Build only plain values and tensors.
+    """Read a checkpoint file without running code from it. Unknown objects become placeholders.
 
     Args:
         sizes: The size of each storage in bytes, to compare with the size in the pickle.
@@ -165,14 +165,14 @@ def read_plain(
 
 
 def find_unbuilt_parts(checkpoint: dict[Any, Any]) -> dict[Any, str]:
-    """Describe the first object that was not built under each key, except for hyperparameters."""
+    """Describe the first placeholder under each key of a checkpoint, except for hyperparameters."""
     parts = {key: part for key, part in checkpoint.items() if key not in _HYPERPARAMETERS}
     found = {key: find_placeholder(part, str(key)) for key, part in parts.items()}
     return {key: text for key, text in found.items() if text is not None}
 
 
 def find_placeholder(value: Any, name: str) -> str | None:
-    """Return the type and place of an unbuilt object in nested containers, or None."""
+    """Return the type and place of the first placeholder found in nested containers, or None."""
     waiting, seen = [(name, value)], set()
     while waiting:
         place, item = waiting.pop()
@@ -246,20 +246,20 @@ def check_entries(infos: list[zipfile.ZipInfo], size: int) -> None:
 
 
 class PlainUnpickler(pickle.Unpickler):
-    """Builds plain values and tensors, and placeholders for all other objects.
+    """Builds numbers, text, containers and tensors, and placeholders for all other objects.
 
     A pickle can call and even modify the classes and functions that ``find_class`` returns.
-    ``find_class`` returns only immutable built-ins, and objects that nothing else uses.
+    Therefore, ``find_class`` returns only immutable built-ins, and objects that nothing else uses.
 
     Attributes:
-        sizes: The size of each storage in bytes, for a check against the pickle that torch omits.
-            Empty: the sizes are not checked.
+        sizes: The size of each storage in the archive, in bytes. They are compared with the sizes
+            in the pickle, which torch does not do. Empty: no comparison.
     """
 
     sizes: ClassVar[dict[str, int]] = {}
 
     def find_class(self, module: str, name: str) -> Any:
-        """Return the plain class or Builder for a name in a pickle, or a new Placeholder class."""
+        """Return the object for a known name in a pickle, or else a new Placeholder class."""
         full_name = f"{_MODULES.get(module, module)}.{name}"
         if full_name == "torch.storage.UntypedStorage":
             # torch.load reads the dtype of a storage from an attribute of the storage's class.
@@ -284,7 +284,7 @@ class PlainUnpickler(pickle.Unpickler):
 
 
 class Builder:
-    """Calls a function that builds a value. If an argument is a Placeholder, so is the result."""
+    """Calls a function that builds a value. If an argument is a placeholder, so is the result."""
 
     __slots__ = ("_function",)
 
@@ -299,7 +299,7 @@ class Builder:
 
 
 def build_tensor_of_type(function: Builder, kind: Any, args: Any, state: Any) -> Any:
-    """Build a tensor, but drop the attributes that the user has set on it."""
+    """Build a tensor without the attributes that the user set on it."""
     return function(*args) if kind_of(kind).__name__ == "torch.Tensor" else kind_of(kind)()
 
 

@@ -36,7 +36,8 @@ _WRAPPERS = ("module", "_orig_mod")
 def restore_model(run: Run, checkpoint: dict[str, Any]) -> bool:
     """Restore the weights, the datamodule and the callbacks. Return whether weights were loaded.
 
-    In fit, weights that do not match yet are loaded after on_fit_start, which may add modules.
+    In fit, weights that do not match the model are loaded after on_fit_start, because this hook may
+    add modules.
     """
     is_weights_only = run.stage == "fit" and not run.plan.start.resumes
     if not is_weights_only:
@@ -103,7 +104,7 @@ def load_weights(run: Run, checkpoint: dict[str, Any]) -> None:
 
 
 def create_late_buffers(network: nn.Module, weights: Mapping[str, Any]) -> None:
-    """Create the buffers that are None at first, but that the saved run has set in training."""
+    """Create the buffers that are None in the model, but have a value in the checkpoint."""
     modules = dict(network.named_modules())
     device = next((value.device for value in network.parameters()), None)
     for name, value in weights.items():
@@ -131,7 +132,7 @@ def check_tied_weights(network: nn.Module, weights: Mapping[str, Any], path: Any
 
 
 def find_weights(checkpoint: dict[str, Any], path: Any) -> Mapping[str, Any]:
-    """Return the state_dict in a checkpoint, which may itself be a state_dict."""
+    """Return the state_dict in a checkpoint, or the checkpoint if it is itself a state_dict."""
     weights: Any = None
     for key in _WEIGHTS_KEYS:
         if weights is None and key in checkpoint:
@@ -161,8 +162,8 @@ def is_weight(name: Any, value: Any) -> bool:
 def rename_weights(weights: Mapping[str, Any], target: nn.Module) -> Mapping[str, Any]:
     """Rename saved weights to match the names in the model.
 
-    DistributedDataParallel, DataParallel and torch.compile insert a part into each name, as in
-    ``module.weight``. Nothing is renamed if two names would become equal.
+    DistributedDataParallel, DataParallel and torch.compile add a part to each name, such as
+    "module" in ``module.weight``. Nothing is renamed if two names would become equal.
     """
     own = list(target.state_dict())
     if weights.keys() == set(own):
@@ -180,7 +181,7 @@ def rename_weights(weights: Mapping[str, Any], target: nn.Module) -> Mapping[str
 
 
 def plain_name(name: str) -> str:
-    """Remove the parts that wrappers have inserted into a name.
+    """Remove the parts that wrappers add to a parameter's name.
 
     Example:
         >>> plain_name("module._orig_mod.net.0.weight")
@@ -241,7 +242,7 @@ def check_counters(run: Run, counters: dict[str, Any]) -> None:
 
 
 def restore_mini_attributes(run: Run) -> None:
-    """Restore the module attributes that MiniLoop has saved."""
+    """Restore the module attributes from a checkpoint of MiniLoop."""
     parts = run.plan.start.state_of_process(run.fabric.global_rank)["rng"].get("parts", {})
     modules = {**dict(run.network.named_modules()), "": run.model}
     modules["fit optimizer"] = run.optimization.optimizers[0]
@@ -302,7 +303,11 @@ def restore_position(run: Run) -> None:
 
 
 def restore_states(run: Run) -> dict[str, Any] | None:
-    """Restore the state that loaders need, and return the saved attributes of objects."""
+    """Restore the states that are needed before the loaders start.
+
+    Returns:
+        The saved attributes of objects, to restore after the loaders start, or None.
+    """
     rank = run.fabric.global_rank
     of_process = run.plan.start.state_of_process(rank)
     own = run.plan.start.take()
@@ -335,7 +340,10 @@ def restore_states(run: Run) -> dict[str, Any] | None:
 
 
 def check_settings(run: Run, saved: dict[str, Any]) -> None:
-    """Warn about changed settings, or refuse those that change the position in an epoch."""
+    """Compare the settings of this run with those of the saved run.
+
+    Warn about a difference, or raise an error if it changes the position in an epoch.
+    """
     current = run_settings(run)
     changed = [name for name in saved if saved[name] != current[name]]
     is_in_epoch = run.progress.is_in_epoch and not run.progress.is_last_batch
@@ -359,7 +367,7 @@ def check_settings(run: Run, saved: dict[str, Any]) -> None:
 def restore_network(
     run: Run, flags: dict[str, dict[str, bool]], gradients: dict[str, torch.Tensor]
 ) -> None:
-    """Restore train modes, requires_grad and the gradients of an accumulation window."""
+    """Restore train modes, requires_grad and accumulated gradients."""
     run.steps.set_training_modes(flags["training"])
     requires_grad = flags["requires_grad"]
     for name, parameter in run.optimization.named_parameters().items():
@@ -463,7 +471,7 @@ def check_options(
 
 
 def restore_outside_parameters(run: Run, saved: dict[str, torch.Tensor]) -> None:
-    """Restore the parameters that only optimizers hold, because the state_dict lacks them."""
+    """Restore the parameters that are in an optimizer, but not in the model's state_dict."""
     with torch.no_grad():
         for name, parameter in run.optimization.outside_parameters().items():
             if name in saved:
@@ -471,7 +479,7 @@ def restore_outside_parameters(run: Run, saved: dict[str, torch.Tensor]) -> None
 
 
 def restore_dtypes(optimizer: Any, saved: dict[str, Any]) -> None:
-    """Restore the dtypes of optimizer states, which torch casts to those of the parameters."""
+    """Restore the saved dtypes of optimizer states, which load_state_dict may have changed."""
     parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
     for index, values in saved.get("state", {}).items():
         if not isinstance(index, int) or not isinstance(values, dict):

@@ -42,8 +42,8 @@ class RunFolders:
     """The version folders that a run writes to, and the times that it records in them.
 
     A new run records its start in the .lock files, and every run records its saves.
-    ``resume="last"`` continues the run with the latest recorded time. In a fixed version, the times
-    show which checkpoints belong to a replaced run.
+    ``resume="last"`` continues the run with the latest recorded time. If ``version=`` is given, several
+    runs may use the same folder. The times show which checkpoints are from an older run.
     """
 
     def __init__(self) -> None:
@@ -82,7 +82,7 @@ class RunFolders:
 
         Args:
             folder: The folder of the checkpoints, or None.
-            log_folder: The folder of CSV files that are not continued, or None.
+            log_folder: The folder whose CSV files the new run replaces, or None.
         """
         # The recorded times may be in the future, because another machine's clock may differ.
         self._newest = max(time.time(), self._newest + 0.001)
@@ -94,7 +94,7 @@ class RunFolders:
             set_aside(log_folder, self._replaced_logs)
 
     def restore_replaced_run(self, log_folder: Path | None) -> None:
-        """Record that a run continues from a checkpoint that a newer run has replaced."""
+        """Record that this run resumes an older run, which a newer run replaced in the folder."""
         self._write("started 0.0", is_synced=True)
         # A resume copies the rows of the replaced CSV files, so remove these after the next save.
         self._replaced_logs = None if log_folder is None else log_folder / REPLACED_LOGS
@@ -104,7 +104,7 @@ class RunFolders:
         return max(time.time(), self._newest)
 
     def record_save(self, path: Path, saved_at: float) -> None:
-        """Record a save in the .lock files, and remove the checkpoints of a replaced run."""
+        """Record a save in the .lock files, and remove the checkpoints of the replaced run."""
         # Remove replaced logs even if a ModelCheckpoint has saved to a folder of its own.
         self.remove_replaced_logs()
         folders = {Path(os.path.abspath(folder)) for folder in self._files}
@@ -133,7 +133,7 @@ class RunFolders:
 
 
 def open_folders(run: Run, stack: ExitStack) -> None:
-    """Choose and lock the folders of a fit. Unless the fit resumes, empty its CSV files."""
+    """Choose and lock the folders of a run. A run that does not resume starts new CSV files."""
     own, version = run.loop.own_logger, run.config.version
     folder = choose_checkpoint_folder(run)
     run.checkpoints.use_folder(folder, folder is not None and continues_in(run, folder))
@@ -160,7 +160,7 @@ def open_folders(run: Run, stack: ExitStack) -> None:
 
 
 def set_aside(folder: Path, target: Path) -> None:
-    """Move CSV files to ``target``, unless an earlier run has already moved its files there."""
+    """Move CSV files to ``target``, unless ``target`` already exists."""
     names = [name for name in FILES if (folder / name).exists()]
     with suppress(OSError):
         if names and not target.exists():
@@ -183,7 +183,7 @@ def continues_in(run: Run, folder: Path) -> bool:
 
 
 def choose_version(run: Run) -> None:
-    """Write to the version of a resumed checkpoint. The second fit of a loop uses a new version."""
+    """Choose the resumed checkpoint's version, or a new version in the second fit of a loop."""
     loop, start = run.loop, run.plan.start
     if run.config.version is not None:
         return

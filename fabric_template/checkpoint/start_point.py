@@ -21,7 +21,7 @@ class StartPoint:
         keyword: The argument of the call, such as "last" or a path.
         resumes: Whether the run also restores the optimizers and the counters.
         is_safe: Whether the file was read without running its code.
-        error: The error if this process has found no checkpoint.
+        error: The error if this process found no checkpoint.
         checkpoint: The content in Trainer's layout, until the run has restored it.
         own: The training state in FabricLoop's layout, which hooks do not receive. Empty unless the
             run resumes.
@@ -75,7 +75,7 @@ class StartPoint:
         return self.own
 
     def state_of_process(self, rank: int) -> dict[str, Any]:
-        """Return the saved state for a rank, or another process's state if there is none."""
+        """Return a rank's saved state. A rank without a saved state gets that of another."""
         ranks = self.own.get("ranks") or [{}]
         state: dict[str, Any] = ranks[rank % len(ranks)]
         return state

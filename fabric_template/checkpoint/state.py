@@ -80,7 +80,7 @@ def build_checkpoint(
 
 
 def training_state(run: Run) -> dict[str, Any]:
-    """Like Trainer, return the states of callbacks, optimizers, schedulers and the precision."""
+    """Return the states of callbacks, optimizers, schedulers and the precision plugin."""
     strategy, optimization = run.fabric.strategy, run.optimization
     # Fabric gathers the state of a ZeroRedundancyOptimizer in process 0.
     get_state: Any = strategy.get_optimizer_state
@@ -135,7 +135,7 @@ def own_state(run: Run) -> dict[str, Any]:
 
 
 def changed_options(run: Run) -> dict[str, tuple[Any, Any]]:
-    """Return the given and the current value of each option that hooks have changed."""
+    """Return the given value and the current value of each option that hooks have changed."""
     current = vars(run.config)
     pairs = {name: (value, current[name]) for name, value in vars(run.plan.config).items()}
     return {
@@ -146,7 +146,11 @@ def changed_options(run: Run) -> dict[str, tuple[Any, Any]]:
 
 
 def states_of(run: Run, per_process: bool) -> dict[str, Any]:
-    """Return the states that every process saves, or those that only process 0 saves."""
+    """Return the states of the run's parts by name.
+
+    Args:
+        per_process: True: the parts that every process saves. False: those that only rank 0 saves.
+    """
     parts = run.saved_parts().items()
     return {name: part.state_dict() for name, part in parts if part.is_per_process == per_process}
 
@@ -220,7 +224,7 @@ def names_of_groups(run: Run) -> list[list[list[str | None]]]:
 
 
 class _TrialPickler(pickle.Pickler):
-    """Pickles a value without its tensors, which can always be pickled."""
+    """Pickles a value without its tensors, because tensors can always be pickled."""
 
     def persistent_id(self, value: Any) -> str | None:
         is_tensor = isinstance(value, torch.Tensor | torch.UntypedStorage)
@@ -228,7 +232,7 @@ class _TrialPickler(pickle.Pickler):
 
 
 class _TrialUnpickler(PlainUnpickler):
-    """Reads the pickles that _TrialPickler has written."""
+    """Reads the pickles that _TrialPickler writes."""
 
     def persistent_load(self, saved: Any) -> None:
         """Return None in place of a tensor."""
@@ -264,7 +268,7 @@ def picklable_part(value: Any, name: str, dropped: list[str]) -> Any:
 
 
 def add_hyperparameters(run: Run, checkpoint: dict[str, Any], part: Any) -> None:
-    """Add the arguments that ``save_hyperparameters()`` has stored, under Lightning's keys."""
+    """Add a module's or datamodule's hyperparameters to a checkpoint, under Lightning's keys."""
     hparams = getattr(part, "hparams", None)
     if not hparams or not hasattr(part, "save_hyperparameters"):
         return
@@ -284,7 +288,9 @@ def add_hyperparameters(run: Run, checkpoint: dict[str, Any], part: Any) -> None
 
 
 def check_saved_state(run: Run) -> None:
-    """Warn or raise an error before training if a checkpoint could not be saved or read back.
+    """Check before training that checkpoints can be saved and read back.
+
+    Warn about hyperparameters that cannot be pickled.
 
     Raises:
         CheckpointError: An optimizer or a scheduler has a state that no checkpoint can contain.
@@ -315,7 +321,7 @@ def check_saved_state(run: Run) -> None:
 
 
 def find_unreadable(states: dict[str, Any]) -> list[str]:
-    """Describe the first object in each state that the checkpoint reader does not build."""
+    """For each state, describe the first object that the checkpoint reader cannot build."""
     file = io.BytesIO()
     _TrialPickler(file, protocol=2).dump(replace_numpy(states))
     file.seek(0)
@@ -323,7 +329,7 @@ def find_unreadable(states: dict[str, Any]) -> list[str]:
 
 
 def warn_of_unreadable(run: Run, checkpoint: dict[str, Any]) -> None:
-    """Warn about objects in a new checkpoint that a resume would refuse to read."""
+    """Warn about objects in a checkpoint that can be read only with weights_only=False."""
     # Check only keys that a resume reads, because a hook may save anything under other keys.
     states = {key: checkpoint[key] for key in _NEEDED if key in checkpoint}
     with suppress(Exception):
@@ -352,7 +358,7 @@ def find_unpicklable(value: Any, name: str = "") -> str | None:
 
 
 def make_plain_state(run: Run) -> PlainState:
-    """Return the attributes of the model, the datamodule and the callbacks for checkpoints."""
+    """Return a PlainState that saves the attributes of the model, datamodule and callbacks."""
     parts = dict([*parts_of_model(run), *parts_of_callbacks(run)])
     if run.datamodule is not None:
         has_no_state = overridden(run.datamodule, "state_dict") is None
@@ -361,9 +367,9 @@ def make_plain_state(run: Run) -> PlainState:
 
 
 def watch_objects(run: Run) -> None:
-    """Let checkpoints contain the optimizers' attributes, and states of the model's objects.
+    """Also save the attributes of optimizers, and the states of objects in the model's attributes.
 
-    Other keys of a checkpoint contain the states of optimizers, schedulers and callbacks.
+    Skip objects whose states have their own key in a checkpoint, such as schedulers.
     """
     optimization = run.optimization
     optimizers, schedulers = optimization.optimizers, optimization.lr_schedulers
