@@ -21,7 +21,7 @@ P = ParamSpec("P")
 Duration = str | timedelta | dict[str, int]
 LOGGER_NAMES = ("csv", "tensorboard", "wandb", "mlflow")
 _LIMITS = [f"limit_{stage}_batches" for stage in ("train", "val", "test", "predict")]
-# Default values for the options that are None.
+# The values that these options get if they are None.
 _DEFAULTS: dict[str, Any] = {
     "logger": True,
     "enable_checkpointing": True,
@@ -194,7 +194,8 @@ class LoopConfig:
             yield (
                 f"`gradient_clip_algorithm` {algorithm} is invalid. Allowed algorithms: ['value', 'norm']."
             )
-        # val_check_interval=1.0 is the default and means each epoch. The int 1 means each batch.
+        # val_check_interval=1.0, the default, validates after each epoch. The int 1 validates after
+        # each batch.
         is_given = interval is not None and not (isinstance(interval, float) and interval == 1.0)
         if self.validate_every_n_steps and is_given:
             yield (
@@ -265,7 +266,7 @@ class LoopConfig:
     def with_options(self, **values: Any) -> LoopConfig:
         """Return a copy with changed options, or raise an error if an option is wrong."""
         if self.validate_every_n_steps and "validate_every_n_steps" in values:
-            # Reset check_val_every_n_epoch, which validate_every_n_steps has set to None.
+            # Reset check_val_every_n_epoch, because the old validate_every_n_steps set it to None.
             values = {"check_val_every_n_epoch": 1, **values}
         return replace(self, **values).with_defaults()
 
@@ -427,7 +428,7 @@ _RANGES: dict[str, tuple[str, Callable[[Any], bool]]] = {
     ),
     "hparams": ('a dict of your settings, such as {"lr": 0.1}', lambda value: True),
 }
-# Do not convert overfit_batches, because Trainer uses all batches with overfit_batches=3.0.
+# Do not convert overfit_batches=3.0 to 3, because Trainer uses all batches with 3.0.
 _NUMBERS_OF_BATCHES = (*_LIMITS, "val_check_interval")
 _HINTS = get_type_hints(LoopConfig)
 

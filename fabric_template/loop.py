@@ -91,7 +91,7 @@ class FabricLoop(TrainerAPI):
         self.has_fitted = False
         self.loggers = self._make_loggers()
         self.profiler = make_profiler(self.config.profiler)
-        # Descriptions that the first log_dict() of a hand-written loop records.
+        # Descriptions of the parts of a hand-written loop. The first log_dict() records them.
         self._own_parts: dict[str, list[Any]] = {"model": [], "optimizer": [], "batch_size": []}
         self._is_recorded = False
         self.run: Run | None = None
@@ -412,7 +412,7 @@ class FabricLoop(TrainerAPI):
         self, model: Any, train_dataloaders: Any = None, datamodule: Any = None, **options: Any
     ) -> Any:
         """Measure how long each part of a training step takes. See ``fabric_template.profile``."""
-        # Import the tool only when needed, because a copied package may lack the folder tools/.
+        # Import the tool only when needed, because a copied package may lack the tools folder.
         tool = import_module(f"{__package__}.tools.profile")
         return tool.profile(self, model, train_dataloaders, datamodule, **options)
 

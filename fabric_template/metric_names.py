@@ -13,7 +13,8 @@ STEP_NAMES = (
     *("iteration", "iterations", "iter", "iters", "boosting_round", "round"),
     *("training_iteration", "num_updates", "total_timesteps", "time/total_timesteps"),
 )
-# Names of other columns that are not metrics, and endings of such names, as in "eval_runtime".
+# Names of other columns that are not metrics. DURATIONS may also be the end of a name, as in
+# "eval_runtime".
 NOT_METRICS = (
     *("name", "version", "index", "batch", "batch_idx", "seed", "best_epoch", "best_step"),
     *("total_flos", "number", "trial", "fold", "rank", "pid", "timesteps_total"),
@@ -78,8 +79,8 @@ def is_metric(column: str) -> bool:
     return parts[-1] not in DURATIONS and not ("time" in parts and find_direction(name) is None)
 
 
-# mini.py has its own copy of the following code, because it imports nothing from this package.
-# Metric names, or parts of names, grouped by the best value: smallest, largest or neither.
+# mini.py has its own copy of the following code, because mini.py imports nothing from this package.
+# The entries are metric names or parts of them.
 SMALLEST_IS_BEST = """
     loss losses abs_rel ade aepe aic asd assd bce bic bits bpb bpc bpd bpp brier brisque ce cer
     chamfer cost cross_entropy crossentropy crps dcf der deviance distance distortion divergence ece
@@ -116,7 +117,7 @@ NEGATED = re.compile(r"(^|(?<!false)(?<!true)[\W_])(neg|negative|minus)[\W_]|^1 
 
 def find_direction(metric: str) -> str | None:
     """Return "min" if a metric's smallest value is the best, "max" if its largest is, or None."""
-    # Names such as "fpr@recall" and "fpr_at_recall" have the direction of "fpr".
+    # Ignore the end of a name such as "fpr@recall" or "fpr_at_recall", whose metric is "fpr".
     name = re.split(r"@|[\W_]at[\W_]", metric, flags=re.IGNORECASE)[0]
     spaced = re.sub(r"(?<=[a-z\d])(?=[A-Z])|(?<=[A-Z])(?=[A-Z][a-z])", "_", name)
     for spelling in (name.lower(), spaced.lower()):

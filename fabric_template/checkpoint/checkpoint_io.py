@@ -19,10 +19,10 @@ from .reader import is_placeholder, kind_of, read_archive
 if TYPE_CHECKING:
     from lightning.fabric import Fabric
 NUMPY_KEY = "fabric_template_numpy"
-# A pattern for the NumPy dtypes of booleans, numbers, durations, dates and text.
+# The NumPy dtypes that can be restored: booleans, numbers, durations, dates and text.
 _DTYPE = re.compile(r"[<>|=][biufcmMSU]\d*(\[\w+\])?")
 _CONTAINERS = (dict, OrderedDict, defaultdict, Counter, list, tuple, deque)
-# Plain types, which are skipped early because Python's random state has 625 numbers.
+# Skip values of these types early, because Python's random state alone has 625 numbers.
 _PLAIN_TYPES = (int, float, str, bool, bytes, type(None), torch.Tensor)
 
 
@@ -117,8 +117,8 @@ def describe_content(content: Any) -> str:
 
 # NumPy values
 
-# The reader builds no NumPy objects. Therefore NumPy values are saved as Python numbers and
-# tensors, which Trainer can read, too. NUMPY_KEY holds their original dtypes.
+# Reading a checkpoint creates no NumPy objects. Therefore NumPy values are saved as Python numbers
+# and tensors, which Trainer can read, too. NUMPY_KEY holds their original dtypes.
 
 
 def replace_numpy(checkpoint: dict[str, Any]) -> dict[str, Any]:
@@ -132,7 +132,7 @@ def restore_numpy(checkpoint: dict[str, Any]) -> dict[str, Any]:
     dtypes = checkpoint.pop(NUMPY_KEY, {})
     try:
         for key, dtypes_of_part in dtypes.items():
-            # checkpoint[key] would raise an error for a value with objects that were not built.
+            # Bypass checkpoint[key], which raises an error for objects of unknown classes.
             part = dict.__getitem__(checkpoint, key)
             dict.__setitem__(checkpoint, key, to_numpy(part, dtypes_of_part))
     except (AttributeError, LookupError, RecursionError, TypeError, ValueError) as error:

@@ -62,8 +62,8 @@ def find_start_point(
         environment = getattr(loop.fabric.strategy, "cluster_environment", None)
         if not getattr(environment, "creates_processes_externally", False):
             raise
-        # If only this process lacks the checkpoint, an error would leave the others waiting.
-        # Therefore check_same_checkpoint raises the error later, in all processes.
+        # If only this process lacks the checkpoint, an error here would leave the other processes
+        # waiting. Therefore check_same_checkpoint raises the error later, in all processes.
         return StartPoint(error=error)
     if path is None:
         return StartPoint()
@@ -213,7 +213,7 @@ def read_newest(
                 return path, checkpoint
             version.replaced.append(path)
         if version.damaged:
-            # If checkpoints of the newest run are damaged, do not continue an older run.
+            # If all checkpoints of the newest run are damaged, do not continue an older run.
             break
     return None, {}
 
@@ -235,8 +235,8 @@ def list_candidates(plan: Plan, keyword: str) -> list[Version]:
         return list_versions(plan, run_folder(plan), "*.ckpt")
     has_own_folder = all(getattr(saver, "dirpath", None) for saver in savers)
     if not has_own_folder and loop.loggers and loop.loggers[0].save_dir is not None:
-        # ModelCheckpoint saves in the log folder. A killed run may have no last.ckpt, so "auto"
-        # accepts any checkpoint.
+        # ModelCheckpoint saves to the log folder. A killed run may have no last.ckpt, so
+        # resume="auto" accepts any checkpoint.
         folder = Path(loop.loggers[0].save_dir, str(loop.loggers[0].name))
         name = "*.ckpt" if keyword == "auto" else "last*.ckpt"
         found = list_versions(plan, folder, f"checkpoints/{name}")
@@ -294,7 +294,7 @@ def newest_first(files: Iterable[Path]) -> Iterator[Path]:
 def read_age(path: Path) -> tuple[float, int, str]:
     """Return a checkpoint's time, step and file name, without reading the tensors."""
     time, step = 0.0, 0
-    # The resume itself reports a damaged file, so ignore the error.
+    # Ignore errors here, because loading the checkpoint later reports a damaged file.
     with suppress(Exception):
         checkpoint = read_plain(path, is_mapped=True)
         time = time_of(checkpoint, 0.0)
@@ -318,7 +318,7 @@ def version_of_checkpoint(plan: Plan, path: str) -> int | str | None:
     """Return the version of a checkpoint, or None if its path is outside the run's folders."""
     file = Path(path).resolve()
     for kind in ("checkpoints", "logs"):
-        # Lightning's ModelCheckpoint saves in the log folder.
+        # Lightning's ModelCheckpoint saves to the log folder.
         folders = run_folder(plan, kind).resolve()
         if folders in file.parents[1:]:
             folder = file.relative_to(folders).parts[0]

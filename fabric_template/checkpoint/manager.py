@@ -159,7 +159,7 @@ class CheckpointManager:
         if self.folder is None or config.monitor is None or config.save_top_k == 0:
             return
         is_validated, self._is_validated = self._is_validated, False
-        # Compare each validation's value only once.
+        # Compare a validation metric only once after each validation.
         is_repeated = config.monitor in run.results.evaluated and not is_validated
         run.row.check_loss(run.row.step_values)
         if is_repeated or run.stop.divergence:
@@ -178,7 +178,7 @@ class CheckpointManager:
         ranked = sorted(previous, key=self._rank)
         if k != -1 and len(ranked) >= k and self._sort_key(value) >= self._rank(ranked[k - 1]):
             return
-        # Keep k files, even if the saved run kept more.
+        # Keep only k files. A resumed run may start with more, if the saved run kept more.
         others = [name for name in ranked if name != path]
         kept = others if k == -1 else others[: k - 1]
         self._kept = {**{name: previous[name] for name in kept}, path: value}
@@ -280,7 +280,8 @@ class CheckpointManager:
         self._is_validated, self._last_step = state["is_validated"], state["last_step"]
         self._resumed_metric = state["monitor"], state["mode"]
         if self._resumed_metric != self._metric or not self._is_continued:
-            # Do not compare scores of different metrics, or adopt files from another folder.
+            # Do not compare scores of different metrics. If this run saves to another folder, do
+            # not add the saved run's files to its best checkpoints.
             return
         # Use only the file names, because an untrusted checkpoint could contain any path.
         kept = {self._path(os.path.basename(name)): v for name, v in state["kept"].items()}

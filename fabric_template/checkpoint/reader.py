@@ -43,7 +43,8 @@ class Placeholder:
 
     def __new__(cls, *args: Any, **kwargs: Any) -> Any:
         if cls.__name__ == "builtins.getattr" and len(args) == 2:
-            # A pickle refers to nested classes and methods by getattr. Return a placeholder class.
+            # A pickle names a nested class or a method by a call of getattr. Return a placeholder
+            # class.
             return type(f"{kind_of(args[0]).__name__}.{args[1]}", (Placeholder,), {})
         # The functions in copyreg get the object's class as their first argument.
         is_of_copyreg = cls.__name__.startswith("copyreg.")
@@ -150,7 +151,7 @@ def read_plain(
         sizes: The size of each storage in bytes, to compare with the size in the pickle.
         is_mapped: Read a tensor's values from disk only when they are used.
     """
-    # torch.load uses the class Unpickler of the module that is passed as pickle_module.
+    # torch.load uses the Unpickler class of pickle_module.
     unpickler = type("Unpickler", (PlainUnpickler,), {"sizes": sizes or {}})
     module = SimpleNamespace(__name__="pickle", Unpickler=unpickler)
     # Check that the indices of sparse tensors are within bounds.
@@ -318,9 +319,10 @@ def encode_text(text: str, encoding: str) -> bytes:
     return text.encode("latin-1")
 
 
-# Pickle protocol 2 uses the module names of Python 2. Python 3.13 moved pathlib's classes.
+# Module names that differ between Python versions: pickle protocol 2 uses those of Python 2, and
+# Python 3.13 moved pathlib's classes.
 _MODULES = {"__builtin__": "builtins", "copy_reg": "copyreg", "pathlib._local": "pathlib"}
-# The objects that the reader returns for names of classes and constants in a pickle.
+# The classes and constants that a pickle may name, and the objects that the reader returns.
 VALUES: dict[str, Any] = {
     f"builtins.{kind.__name__}": kind for kind in (bool, dict, float, int, list, str, tuple)
 }
@@ -329,7 +331,7 @@ VALUES |= {"builtins.long": int, "builtins.unicode": str}
 _BUILTINS = (bytearray, bytes, complex, frozenset, range, set, slice)
 _OF_DATETIME = ("date", "datetime", "time", "timedelta", "timezone")
 _LAYOUTS = {str(v): v for v in vars(torch).values() if isinstance(v, torch.layout)}
-# The functions that build objects, keyed by the class or function that a pickle names.
+# The classes and functions that a pickle may call, and those that the reader calls instead.
 BUILDERS: dict[str, Callable[..., Any]] = {
     **{f"builtins.{kind.__name__}": kind for kind in _BUILTINS},
     **{f"datetime.{name}": getattr(datetime, name) for name in _OF_DATETIME},

@@ -65,8 +65,8 @@ def load_state(part: Any, state: Any) -> None:
 def restore_callbacks(run: Run, checkpoint: dict[str, Any]) -> None:
     states = checkpoint["callbacks"]
     keys = {key_of(callback) for callback in run.hooks.callbacks}
-    # Do not warn about a Timer, which max_time= may have added. Do not warn about a ModelCheckpoint
-    # if FabricLoop saves the checkpoints itself.
+    # Do not warn about a missing Timer, because the max_time option may have added it to the saved
+    # run. Do not warn about a missing ModelCheckpoint if FabricLoop saves the checkpoints itself.
     may_miss = ("Timer",) if run.hooks.callbacks_of("Checkpoint") else ("Timer", "ModelCheckpoint")
     missing = [key for key in states if key not in keys and not key.startswith(may_miss)]
     if missing and run.plan.start.resumes:
@@ -201,7 +201,8 @@ def restore_training(run: Run, checkpoint: dict[str, Any]) -> None:
     own = run.plan.start.training_state(run.stop.max_steps != -1)
     if own["writer"] == "MiniLoop":
         restore_mini_attributes(run)
-    # Restore only the limits, because callbacks may check the other options in on_train_start.
+    # Restore only max_epochs and max_steps here. In on_train_start, callbacks may check the given
+    # values of the other options.
     options = own.get("options", {})
     limits = {name: options[name] for name in ("max_epochs", "max_steps") if name in options}
     restore_options(run, limits)
@@ -260,7 +261,8 @@ def restore_mini_attributes(run: Run) -> None:
             if isinstance(value, tuple) and value[0] in ("state", "shared"):
                 load_object(current, decoder.decode(value[1]))
                 continue
-            # An attribute that the saved run set on an object may still be a class attribute.
+            # An attribute that the saved run set on the object may be only a class attribute in
+            # this run.
             is_known = name in {**own, **buffers} or hasattr(type(part), str(name))
             if not is_known or is_generator(current):
                 raise CheckpointError(
@@ -297,7 +299,8 @@ def restore_position(run: Run) -> None:
         with unchanged_rng_state():
             run.data.train.set_epoch()
         run.data.train.start()
-    # Restore attributes last, because samplers may first need the values from the epoch's start.
+    # Restore attributes last, because creating the sample order may require the attribute values
+    # from the start of the epoch.
     if attributes is not None:
         run.plain_state.load_state_dict(attributes)
 
@@ -331,7 +334,8 @@ def restore_states(run: Run) -> dict[str, Any] | None:
         load_states(run, of_process)
     restore_rng_state(of_process["rng"])
     if rank >= len(own["ranks"]):
-        # Processes that the saved run lacked get different random numbers.
+        # If this run has more processes than the saved run, seed the additional processes
+        # differently.
         seed = int(torch.randint(2**31, ())) + rank
         torch.manual_seed(seed)
         np.random.seed(seed % 2**32)

@@ -96,7 +96,7 @@ class RunFolders:
     def restore_replaced_run(self, log_folder: Path | None) -> None:
         """Record that this run resumes an older run, which a newer run replaced in the folder."""
         self._write("started 0.0", is_synced=True)
-        # A resume copies the rows of the replaced CSV files, so remove these after the next save.
+        # A resume copies rows of the replaced CSV files, so remove the files after the next save.
         self._replaced_logs = None if log_folder is None else log_folder / REPLACED_LOGS
 
     def save_time(self) -> float:
@@ -105,7 +105,7 @@ class RunFolders:
 
     def record_save(self, path: Path, saved_at: float) -> None:
         """Record a save in the .lock files, and remove the checkpoints of the replaced run."""
-        # Remove replaced logs even if a ModelCheckpoint has saved to a folder of its own.
+        # Remove replaced logs even if a ModelCheckpoint saved to another folder.
         self.remove_replaced_logs()
         folders = {Path(os.path.abspath(folder)) for folder in self._files}
         if folders.isdisjoint(Path(os.path.abspath(path)).parents):
@@ -142,7 +142,8 @@ def open_folders(run: Run, stack: ExitStack) -> None:
     folders = [Path(logger.log_dir) for logger in run.loggers.csv_loggers]
     checkpoint_folder = folder
     if checkpoint_folder is None and folders and version is not None:
-        # Even a run that saves nothing, or to another folder, replaces its version's previous run.
+        # A run replaces the previous run of its version even if it saves nothing, or to another
+        # folder.
         checkpoint_folder = run_folder(run.plan) / version_folder(version)
     if checkpoint_folder is not None and (folder or checkpoint_folder.is_dir()):
         folders.append(checkpoint_folder)
@@ -175,7 +176,8 @@ def continues_in(run: Run, folder: Path) -> bool:
         return False
     if folder.resolve() in Path(str(run.plan.start.path)).resolve().parents:
         return True
-    # The .lock file lists the folder's saves, even those that were copied to another folder.
+    # The .lock file lists all saves in the folder. If the checkpoint was copied to another folder,
+    # its time is still in this list.
     return (
         f"saved {run.plan.start.saved_at!r}".encode()
         in read_end(str(folder / ".lock")).splitlines()
@@ -257,7 +259,7 @@ def open_lock(folder: Path, stack: ExitStack) -> IO[str] | None:
                 f"{folder}: another run (process {numbers[-1] if numbers else '?'}) writes to it, expected"
                 " a folder for this run only. Set another name or version, or stop the other run."
             ) from None
-        # Lightning's ModelCheckpoint saves in the folder "checkpoints" of the log folder.
+        # Lightning's ModelCheckpoint saves to the "checkpoints" subfolder of the log folder.
         for path in [*folder.glob(".*.tmp"), *folder.glob("checkpoints/.*.tmp")]:
             path.unlink(missing_ok=True)
     return file

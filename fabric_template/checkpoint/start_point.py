@@ -106,7 +106,7 @@ def convert_training_state(
     if own is None:
         check_trainer_position(path, checkpoint)
         return convert_trainer_state(checkpoint)
-    # MiniLoop does not write the key "writer".
+    # A checkpoint of MiniLoop has no "writer" key.
     return own if own.get("writer") == "FabricLoop" else convert_mini_state(path, own)
 
 

@@ -32,13 +32,13 @@ if TYPE_CHECKING:
     from ..training.progress import Progress
     from ..training.run import Run
 
-# The counters of each progress object in Trainer.
+# The counters in each of Trainer's progress objects.
 _COUNTS = ("ready", "started", "processed", "completed")
 # The attributes that Lightning sets in every module and datamodule.
 _OF_MODULE = frozenset(vars(LightningModule()))
 _OF_DATAMODULE = frozenset(vars(LightningDataModule()))
-# Attributes of optimizers not to save. The first two are in state_dict(), and "defaults" may share
-# the lr tensor of a group. Schedulers set the last two to detect steps in the wrong order.
+# Optimizer attributes that are not saved. state_dict() contains the first two, and "defaults" may
+# share a group's lr tensor. Schedulers set the last two to detect steps in the wrong order.
 _OF_OPTIMIZER = ("state", "param_groups", "defaults", "_opt_called", "_step_count")
 # StochasticWeightAveraging changes BatchNorm's momentum, and restores it after training.
 _OF_AVERAGING = _OF_MODULE | {"momentum"}
@@ -106,7 +106,7 @@ def state_of(part: Any) -> Any:
     """Return the state of a callback or a datamodule, or None if it has no ``state_dict``."""
     state_dict = getattr(part, "state_dict", None)
     state: Any = state_dict() if callable(state_dict) else None
-    # A state_dict() that returns vars(self) contains the methods that attach_log() has set.
+    # If state_dict() returns vars(self), remove the methods that attach_log() added.
     methods = [n for n in ("log", "log_dict") if isinstance(state, dict) and callable(state.get(n))]
     return {n: value for n, value in state.items() if n not in methods} if methods else state
 
@@ -179,7 +179,7 @@ def make_loop_counters(
     saved = progress.state_dict()
     epoch = make_counts(progress.epochs_done, progress.epochs_done)
     batches = make_counts(saved["total_batches"], saved["batches_done"])
-    # The counter "ready" alone includes the batches of an unfinished accumulation window.
+    # Only the "ready" counter includes the batches of an unfinished accumulation window.
     batches["total"]["ready"] = progress.total_batches
     batches["current"]["ready"] = progress.batches_done
     if progress.is_in_epoch:

@@ -29,7 +29,7 @@ from ..lightning_compat.overrides import has_state
 from ..plain_state import REMOVED, Decoder, Part, Place, PlainState, digest, find_objects
 from .tensor_loader import TensorLoader
 
-# The types that cannot contain the state of a stream.
+# Objects of these types are not searched for state that changes a loader's position.
 _LEAVES = (
     *(str, bytes, int, float, type, FunctionType, MethodType, ModuleType, io.IOBase, type(None)),
     *(torch.Tensor, torch.Generator, nn.Module, np.ndarray, np.generic, Logger),
@@ -38,7 +38,7 @@ _MOST_VALUES = 500
 _MOST_OBJECTS = 64
 _LIGHTNING = ("lightning.", "pytorch_lightning.")
 _LIBRARIES = ("torch.", "torchdata.", *_LIGHTNING)
-# The packages whose objects, such as the loop, are not searched for a stream's state.
+# Objects of these packages, such as the loop, are not searched for such state.
 _NOT_ENTERED = (str(__package__).rpartition(".")[0] + ".", *_LIGHTNING)
 _DRAWING_SAMPLERS: Any = (
     RandomSampler | WeightedRandomSampler | SubsetRandomSampler | DistributedSamplerWrapper
@@ -47,7 +47,7 @@ _DRAWING_SAMPLERS: Any = (
 _OF_LOADER = frozenset(vars(DataLoader([])))  # type: ignore[arg-type]
 # The loop sets a sampler's epoch, so a checkpoint does not need it.
 _OF_SAMPLER = ("epoch",)
-# The iterator of the current pass, which is not part of a stream's state.
+# DataLoader keeps its current iterator in this attribute, which is not saved.
 _ITERATOR_OF_PASS = ("_iterator",)
 
 
@@ -56,12 +56,14 @@ def find_stateful_part(loader: Any) -> Any:
     for sampler in samplers_of(loader):
         is_known = has_state(sampler) or is_of_library(sampler)
         if isinstance(sampler, _DRAWING_SAMPLERS) or not is_known:
-            # Do not use the loader's state, which lacks the order that the sampler has drawn.
+            # The loader's state lacks the sample order that the sampler generated, so do not use
+            # it.
             return None
     dataset, has_workers = getattr(loader, "dataset", None), getattr(loader, "num_workers", 0) > 0
     is_stream = isinstance(dataset, IterableDataset)
     if has_workers and not is_stream:
-        # Do not use a StatefulDataLoader's state, which lacks the random states of its workers.
+        # Do not use the state of a StatefulDataLoader, which lacks the random states of its
+        # workers.
         return None
     parts = [loader, dataset] if is_stream and not has_workers else [loader]
     return next(filter(has_state, parts), None)
@@ -210,8 +212,8 @@ class StreamState:
             for name, owner in find_values(stream).items()
         }
         self._plain = PlainState(parts)
-        # The attributes that load_state_dict has set to other values than those of the saved run.
-        # Each entry contains the digest of the loaded value, and the encoded saved value.
+        # The attributes whose values after load_state_dict differ from those in the saved run. Each
+        # entry contains the digest of the loaded value, and the encoded saved value.
         self._different: dict[Place, tuple[Any, Any]] = {}
         # The loaded state, which state() returns until a batch is read.
         self._loaded: Any = None
@@ -231,8 +233,8 @@ class StreamState:
     @contextmanager
     def loaded(self, state: dict[str, Any]) -> Iterator[None]:
         """Load a stream's state. The loader's iterator must be created within the with block."""
-        # The digest and the value that each attribute had in the saved run. An attribute without a
-        # saved value had not changed in that run.
+        # The digest and the encoded value of each attribute in the saved run. An attribute that the
+        # checkpoint does not contain still had its initial value.
         expected: dict[Place, Any] = dict.fromkeys(place for place, _ in self._plain.attributes())
         expected.update(self._plain.small_attributes())
         for place, value in state["attributes"].items():
@@ -243,7 +245,7 @@ class StreamState:
         self._loaded = state["state"]
         yield
         for place, loaded in self._plain.digests().items():
-            # The saved run has not recorded the values of large attributes.
+            # The entry is None if the saved run did not record a value because of its size.
             saved = expected.get(place, (None, REMOVED))
             if saved is not None and saved[0] != loaded:
                 self._different[place] = loaded, saved[1]

@@ -77,11 +77,13 @@ class ResumableLoader:
         self._reader: Generator[Any] | None = None
         stream = find_stateful_part(loader)
         self._stream = None if stream is None else StreamState(stream)
-        # _resumed_at is the index of a resumed pass's first batch. At the end of that pass,
-        # _resumed holds two numbers: all of its batches, and those read after the resume.
+        # _resumed_at is the index of the first batch after a resume. When all batches have been
+        # read, _resumed holds two numbers: all batches of the epoch, and those read after the
+        # resume.
         self._resumed_at: int | None = None
         self._resumed: tuple[int, int] | None = None
-        # True if the epoch after a resumed one also skips the batches from before the resume.
+        # True if, in the epoch after a resumed one, the loader again skips the batches from before
+        # the resume.
         self.is_sticky = False
         self._plain_states = {
             "order": PlainState(parts_of_order(loader)),
@@ -92,7 +94,8 @@ class ResumableLoader:
         self.restart_problem = ""
         if stream is None:
             self.restart_problem = find_restart_problem(loader, self._hides_workers)
-        # True after the first epoch. From then on, a loader that never restarts cannot resume.
+        # True after the first epoch. From then on, a loader that continues across epochs instead of
+        # restarting cannot be resumed.
         self._has_continued = False
 
     def __iter__(self) -> Iterator[Any]:
@@ -116,7 +119,7 @@ class ResumableLoader:
         self._restore(state)
         if state["passes"] > 0:
             return self._reader
-        # CombinedLoader stops if a loader that it has restarted returns no batch.
+        # If a restarted loader returns no batch, CombinedLoader stops. Therefore start a new pass.
         batch = next(self._reader, END)
         return self._start_pass() if batch is END else chain([batch], self._reader)
 
@@ -161,7 +164,7 @@ class ResumableLoader:
             self._warn_of_workers(is_in_pass=True)
             self._resumed_at = done
             return self._read(iterator)
-        # Batches are skipped by index only if all workers or no workers have returned a batch.
+        # Batches cannot be skipped by index if only some of the workers have returned a batch.
         is_partial = any(self.workers) and not all(self.workers)
         if is_partial or not self._is_indexed:
             self.batches, self.workers = 0, list(self._workers_at_start)
@@ -239,10 +242,12 @@ class ResumableLoader:
         vars(clone)["sampler" if clone.batch_sampler is None else "batch_sampler"] = indices
         vars(clone).update(collate_fn=recorder.collate, worker_init_fn=recorder.start_worker)
         if self._is_persistent and not self._is_indexed:
-            # Read a short last batch, which may draw random numbers, and let the recorder drop it.
+            # Let the workers load a short last batch, because loading may draw random numbers. The
+            # recorder drops this batch.
             vars(clone)["drop_last"] = False
         if clone._iterator is not None:
-            # Give persistent workers the new sampler, because they keep that of their first epoch.
+            # Give persistent workers the new sampler, because they keep their first sampler
+            # otherwise.
             clone._iterator._index_sampler = indices
         iterator = iter(clone)
         self.loader._iterator, clone._iterator = clone._iterator, None
@@ -401,7 +406,7 @@ class WorkerRecorder:
         self._worker = (worker + self._first) % len(self._states)
         dataset: Any = get_worker_info().dataset  # type: ignore[union-attr]
         objects = objects_of_samples(dataset, self._collate_fn)
-        # Keep only objects with random generators, because collate() visits each object per batch.
+        # collate() visits all of these objects for every batch, so keep only those with generators.
         parts = {
             name: Part(part, has_attributes=False)
             for name, part in objects.items()

@@ -64,7 +64,8 @@ class DataConnector:
         self.seconds_waited = 0.0
         self._common_seed: int | None = None
         self._is_train_started = False
-        # The random states and attributes with which each stage's newest loaders were created.
+        # For each stage, the random states and the attribute values when its loaders were last
+        # created.
         self._loads: dict[str, Any] = {}
         self._restored_loads: dict[str, Any] = {}
 
@@ -331,7 +332,8 @@ class StageLoaders:
         is_flat = isinstance(self.as_given, Mapping) and len(self.as_given) == len(self.loaders)
         self.names = [str(name) for name in self.as_given] if is_flat else []
         self.has_several = len(self.loaders) > 1 and self._mode == "sequential"
-        # Without reloads, a checkpoint must not depend on when the loaders were created.
+        # Without reloads, use 0, so that a checkpoint does not depend on when the loaders were
+        # created.
         has_reloads = run.config.reload_dataloaders_every_n_epochs > 0
         self.loaded_in_epoch: float = run.progress.epochs_done if has_reloads else 0
         self._num_given = 0
@@ -510,10 +512,10 @@ class StageLoaders:
 
 def step_back(position: dict[str, Any], dropped: int) -> dict[str, Any]:
     """Return the position that a loader had before its last ``dropped`` batches were read."""
-    # The last read of an ended loader returned no batch, but counts as one of ``dropped``.
+    # If the loader has ended, its last read returned no batch, but ``dropped`` includes this read.
     done = max(0, position["batches"] + position["is_finished"] - dropped)
-    # A resume draws the order again, which restores the samplers' state. Reading the samples again
-    # restores the dataset's state.
+    # Leave out the samplers' state, because a resume creates the order of samples again. Also leave
+    # out the dataset's state if a resume reads the samples again.
     repeated = ("order",) if position["is_indexed"] else ("order", "samples")
     kept = {name: value for name, value in position.items() if name not in repeated}
     return {**kept, "batches": done, "is_finished": False}

@@ -49,7 +49,7 @@ def prepare_loader(run: Run, loader: Any, stage: str) -> Any:
         batch_sampler = remake_batch_sampler(batch_sampler, sampler)
     if stage == "predict" and batch_sampler is not None:
         if type(batch_sampler) is BatchSampler:
-            # Like Trainer, predict the samples of an incomplete last batch, too.
+            # Like Trainer, do not drop an incomplete last batch in predict.
             batch_sampler = BatchSampler(sampler, batch_sampler.batch_size, False)
         batch_sampler = TrackingBatchSampler(batch_sampler)
     if batch_sampler is loader.batch_sampler and sampler is loader.sampler:

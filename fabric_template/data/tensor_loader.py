@@ -48,7 +48,7 @@ class TensorLoader:
         self.batch_size, self.shuffle, self.drop_last = batch_size, shuffle, drop_last
         self.generator = generator
         self._sampler: DistributedSampler[Any] | None = None
-        # The order of the samples in the current epoch. None: the order of the tensors.
+        # The sample indices in the order of the current epoch, or None to keep the original order.
         self._order: Tensor | None = None
 
     def to(self, device: torch.device | str) -> TensorLoader:

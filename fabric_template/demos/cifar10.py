@@ -49,7 +49,7 @@ class CIFAR10Data(SplitData):
         self.splits = hold_out(self.read_files(TRAIN), self.read_files(TEST))
 
     def read_files(self, names: list[str]) -> Batch:
-        # In the files, an image is a byte for its label, followed by 32 * 32 bytes per color.
+        # In the files, each image is one byte for the label and 32 * 32 bytes per color channel.
         content = b"".join((self.path / name).read_bytes() for name in names)
         rows = torch.frombuffer(bytearray(content), dtype=torch.uint8).reshape(-1, 3073)
         return rows[:, 1:].reshape(-1, 3, 32, 32), rows[:, 0].long()

@@ -17,7 +17,8 @@ from torchmetrics import R2Score
 
 from .data import SplitData, split_indices
 
-RENTS = {"harbour": 16, "old town": 21, "hills": 25, "station": 13}  # Rents per square metre.
+# The rent per square metre in each district.
+RENTS = {"harbour": 16, "old town": 21, "hills": 25, "station": 13}
 Batch = tuple[Tensor, Tensor]
 
 

@@ -35,7 +35,7 @@ if TYPE_CHECKING:
     from ..training.plan import Plan
     from ..training.run import Run
 
-# Attributes whose states a new process returns to the process that has started it.
+# The attributes of a run whose states a new process returns to the process that started it.
 _PARTS = ("progress", "stop", "checkpoints")
 _PATHS = ("best_model_path", "last_model_path", "best_model_score")
 
@@ -178,7 +178,7 @@ def _run_in_process(
             _write_error(error, folder)
             # Raise RuntimeError, because torch treats KeyboardInterrupt as a regular exit.
             raise RuntimeError(repr(error)) from error
-        # Return the results, because a signal has ended all processes after the same step.
+        # A signal has stopped all processes after the same step, so return the results.
         ending = error
     outcome = _outcome_of(loop.run)
     if fabric.local_rank == 0:
@@ -231,7 +231,7 @@ def _apply_outcome(run: Run, outcome: dict[str, Any]) -> None:
 
 def _write_error(error: BaseException, folder: str) -> None:
     """Write an error to a file, unless another process has failed before this process."""
-    # Ignore an error that cannot be pickled, because the launcher shows at least its message.
+    # Ignore an error that cannot be pickled, because the launcher shows its message in any case.
     with suppress(Exception):
         data = pickle.dumps(error)
         pickle.loads(data)

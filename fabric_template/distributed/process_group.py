@@ -22,15 +22,15 @@ from ..lightning_compat.overrides import is_instance_of
 if TYPE_CHECKING:
     from lightning.fabric import Fabric
 
-# Environment variables for torch.distributed, of Open MPI, and of MPICH or Intel MPI, which
-# describe a process. The first one that is set counts.
+# Environment variables that describe a process, from torch.distributed, Open MPI, and MPICH or
+# Intel MPI. The first variable that is set is used.
 _VARIABLES = {
     "world_size": ("WORLD_SIZE", "OMPI_COMM_WORLD_SIZE", "PMI_SIZE"),
     "rank": ("RANK", "OMPI_COMM_WORLD_RANK", "PMI_RANK"),
     "local_size": ("LOCAL_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_SIZE", "MPI_LOCALNRANKS"),
     "local_rank": ("LOCAL_RANK", "OMPI_COMM_WORLD_LOCAL_RANK", "MPI_LOCALRANKID"),
 }
-# (processes per machine, machines) of the process group that the latest loop has created.
+# The process group that the latest loop created: (processes per machine, machines).
 _own_group = (1, 1)
 # Whether a loop in another process has spawned or forked this process.
 _is_spawned = False

@@ -133,7 +133,8 @@ def shard_network(fabric: Fabric, network: nn.Module, name: str) -> None:
     if not is_sharded(network):
         broadcast_network(fabric, network)
     if is_on_meta or not is_sharded(network):
-        # Let Fabric shard the network, and allocate and initialize tensors on the meta device.
+        # Let Fabric shard the network. Fabric also initializes the tensors that are on the meta
+        # device.
         made = strategy.setup_module(network)
         if made is not network:
             raise ConfigurationError(

@@ -33,7 +33,7 @@ def parse_callbacks(given: Any, config: LoopConfig) -> list[Any]:
         callbacks.append(Timer(duration=config.max_time, interval="step"))
     if config.enable_model_summary and not find_callbacks(callbacks, "ModelSummary"):
         summary = ModelSummary()
-        # Lightning would log a longer table to stderr, which is red in notebooks.
+        # Print the table, because Lightning would log it to stderr, which notebooks show in red.
         summary.summarize = print_summary  # type: ignore[method-assign]
         callbacks.append(summary)
     for entry in _entry_points(tuple(sys.path)):
@@ -52,7 +52,7 @@ def print_summary(
 ) -> None:
     """Print a table of a model's layers, instead of ModelSummary.summarize."""
     columns = [[title, *(str(cell).strip() for cell in cells)] for title, cells in summary_data]
-    # Omit the column FLOPs if the module has no example_input_array to compute them.
+    # Omit the FLOPs column if it is empty, because the module has no example_input_array.
     columns = [column for column in columns if {*column} - {"FLOPs", "0", "n/a"}]
     lines = list(zip(*columns, strict=True))
     if any("other params" not in line for line in lines[1:]):
@@ -134,8 +134,8 @@ def add_model_callbacks(callbacks: list[Any], own: list[Any]) -> list[Any]:
     return sort_callbacks([*kept, *own])
 
 
-# Lightning's averaging callbacks do not save all results of on_train_epoch_start and on_train_end.
-# Therefore, a resumed run calls these two hooks again.
+# Lightning's averaging callbacks do not save all changes that on_train_epoch_start and on_train_end
+# make. Therefore, a resumed run calls these two hooks again.
 
 
 def resume_averaging(run: Run) -> None:
@@ -163,7 +163,8 @@ def finish_averaging(run: Run) -> None:
         return
     callbacks = run.hooks.callbacks_of("WeightAveraging")
     for callback in run.hooks.callbacks_of("StochasticWeightAveraging"):
-        # Skip a callback that has set the averaged weights before its extra epoch for BatchNorm.
+        # Skip a callback with an extra epoch for BatchNorm, because it sets the averaged weights
+        # before that epoch.
         if callback.swa_end in (run.progress.epochs_done - 1, math.inf):
             callbacks.append(callback)
     run.hooks.call_callbacks("on_train_end", callbacks=callbacks)

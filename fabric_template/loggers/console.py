@@ -33,7 +33,7 @@ LOG_FILE_BAR = "{desc}: {n_fmt}/{total_fmt} [{elapsed}<{remaining}, {rate_fmt}{p
 MIN_BAR_WIDTH = 10
 # Limit the table's lines, because each draw sends all of them to the notebook.
 MAX_NOTEBOOK_LINES = 20
-# The columns after the metrics. "waiting" is shown only if training waits noticeably long.
+# The columns after the metrics. "waiting" is shown only if training often waits for batches.
 CLOCKS = ("time", "waiting", "gpu_memory")
 NO_METRICS = ("epoch", "step", "samples_per_second", *CLOCKS)
 
@@ -54,7 +54,7 @@ class Console:
         self._columns: list[str] = []
         # The table's columns that fit into the terminal.
         self._shown: list[str] = []
-        # A key of SECONDS_BETWEEN_DRAWS, or an empty string before the first bar.
+        # The kind of output, which is a key of SECONDS_BETWEEN_DRAWS. Empty before the first bar.
         self._output = ""
         self._bar = ""
         self._lines: list[str] = []
@@ -293,7 +293,7 @@ def fitting_columns(columns: Sequence[str], monitor: str, width: int) -> list[st
     """Return the table columns that fit into a terminal. metrics.csv contains all columns."""
     fitting = list(columns)
     for name in reversed(columns):
-        # Reserve space for the "  …" after a header that leaves out columns.
+        # If columns are left out, reserve space for the "  …" at the end of the header.
         space = width if len(fitting) == len(columns) else width - 3
         if sum(column_width(other) + 2 for other in fitting) - 2 < space:
             break

@@ -134,7 +134,7 @@ def count_fits(columns: Columns) -> list[tuple[str, ...]]:
         places = [tuple(map(float, row)) for row in zip(*(columns[a] for a in axes), strict=True)]
     number, labels = 1, list[tuple[str, ...]]()
     for row, place in enumerate(places):
-        # Unlike a new fit, a resumed run repeats epochs without starting at the first epoch again.
+        # A resumed run repeats only later epochs. A new fit starts at the first epoch again.
         is_back = row > 0 and all(
             now < last for now, last in zip(place, places[row - 1], strict=True)
         )

@@ -178,7 +178,7 @@ class Table:
         self.waiting: list[dict[str, Any]] = []
         self._is_synced = True
         self._set_content([], [], 0)
-        # Training continues if the file cannot be read. The next row tries to read it again.
+        # Training continues if the file cannot be read. Writing the next row reads the file again.
         with suppress(OSError):
             self._read()
 

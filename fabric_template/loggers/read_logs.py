@@ -21,7 +21,7 @@ _CELL = r'(?:"[^"]*(?:""[^"]*)*"|[^",\n]*)'
 _RECORD = re.compile(rf"{_CELL}(?:,{_CELL})*(?=\r?\n)")
 _MAX_RECORD_LENGTH = 2**20
 _CELLS = re.compile(f"(?:^|,)({_CELL})")
-# The texts, such as "nan" and "-", of cells without a value.
+# The contents of cells without a value.
 MISSING = ("", "nan", "none", "null", "na", "n/a", "-")
 EXPECTED = "a metrics.csv, or a folder such as logs, logs/digits or logs/digits/version_0"
 
@@ -199,7 +199,7 @@ def read_records(text: str) -> tuple[list[list[str]], list[int]]:
             if record is not None and len(quoted) == len(records[0] if records else quoted):
                 cells, end = quoted, text.index("\n", record.end())
             else:
-                # Remove quotation marks, because the cells of a damaged line may still be numbers.
+                # Remove quotation marks, so that the numbers in a damaged line can still be read.
                 cells, is_damaged = [cell.strip('"') for cell in cells], True
         if line:
             records.append(cells)
@@ -233,7 +233,7 @@ def join_rows(columns: dict[str, list[Any]], steps: bool) -> dict[str, list[Any]
         validated = [name for name in table if parse_metric(name).split in ("validation", "test")]
         is_validated = table[validated].notna().any(axis=1)
         epochs = is_validated.groupby(table[epoch], sort=False, dropna=False)
-        # Number the validations of each epoch. Rows after the last validation belong to it, too.
+        # Number the validations of each epoch. Rows after the last validation get its number.
         number = (epochs.cumsum() - is_validated).clip(upper=epochs.transform("sum") - 1)
         table[step] = table[step].where(is_validated | (epochs.transform("sum") == 0))
         keys = [table[epoch], number.clip(lower=0).rename("number")]

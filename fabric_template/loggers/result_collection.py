@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 
 # The value of LogArguments.hook for values that a step returned instead of logging them.
 RETURNED = "returned"
-# Weights for which torch.add(total, value, alpha=weight) is exactly total + value * weight.
+# For these weights, torch.add(total, value, alpha=weight) equals total + value * weight exactly.
 _POWERS_OF_TWO = frozenset(2**power for power in range(24))
 # The types of values that torch.load(weights_only=True) can read.
 _PLAIN_TYPES = (type(None), bool, int, float, complex, str, torch.dtype)
@@ -255,7 +255,7 @@ class ResultCollection:
 
     is_per_process = True
 
-    # A class attribute, so that log() does nothing in an unpickled ResultCollection.
+    # Use a class attribute, so that log() does nothing in an unpickled ResultCollection.
     is_enabled = False
 
     def __init__(self, run: Run) -> None:
@@ -334,7 +334,7 @@ class ResultCollection:
         metric.update(value, batch_size)
 
     def _warn_of_barebones(self) -> None:
-        # An unpickled ResultCollection has no run that could warn.
+        # An unpickled ResultCollection has no attributes, so it cannot call run.warn_once().
         if vars(self):
             self.run.warn_once(
                 "You are trying to `self.log()` but `Trainer(barebones=True)` is configured. Logging can"
@@ -483,7 +483,7 @@ class ResultCollection:
         parts = [*self._loader_values, at_end]
         row = {name: value for values in parts for name, value in values.row.items()}
         self.evaluated = set(row).union(*[values.logged for values in parts])
-        # As in Trainer, if several loaders log one name, loggers receive the first loader's value.
+        # As in Trainer, if loaders log the same name, loggers get the first loader's value.
         logged = ChainMap(at_end.logged, *[values.logged for values in self._loader_values])
         return EvaluationValues(results, dict(logged), row)
 
@@ -592,7 +592,8 @@ class ResultCollection:
         load_torchmetrics(self.run.network, state["torchmetrics"])
         train, metrics = self.train, find_torchmetrics(self.run.network)
         for entry in state["train"]:
-            # Use the saved arguments of self.log until the resumed run logs the metric.
+            # Until the resumed run logs the metric, use the arguments with which the saved run
+            # logged it.
             arguments = LogArguments(**entry["arguments"])
             metric = self._add_metric(train, (arguments.hook, arguments.name, None), arguments)
             metric.load_state_dict(entry)
@@ -680,7 +681,7 @@ def load_torchmetrics(module: Any, state: Mapping[str, Mapping[str, Any]]) -> No
     for name, attributes in state.items():
         tracker: Any = metrics.get(name.rpartition(".")[0])
         if name not in metrics and hasattr(tracker, "increment"):
-            # MetricTracker.increment() adds a metric. Call it as often as the saved run has.
+            # MetricTracker.increment() adds a metric. Call it if a saved metric is missing.
             tracker.increment()
             metrics = find_torchmetrics(module)
         if name in metrics:

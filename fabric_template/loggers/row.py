@@ -53,7 +53,7 @@ class RowWriter:
         self._is_validated = False
         # The number of training samples in this process since the newest row.
         self._num_samples = 0
-        # The values of elapsed(), waited() and _excluded_seconds that a resume has restored.
+        # The values of elapsed(), waited() and _excluded_seconds from the resumed checkpoint.
         self._seconds_before_resume: tuple[float, ...] = (0.0, 0.0, 0.0)
         self._started, self._waited_at_start = time.monotonic(), 0.0
         # The time of validations and saves since the newest row, which samples_per_second excludes.
@@ -280,7 +280,8 @@ class RowWriter:
     def _rewind(self, state: Mapping[str, Any]) -> None:
         """Remove the rows that are newer than the checkpoint, and read the remaining ones."""
         positions = state["files"] or [{}]
-        # CSV loggers that the saved run lacked continue at its first logger's position.
+        # If this run has more CSV loggers than the saved run, the additional loggers continue at
+        # the position of the saved run's first logger.
         positions = chain(positions, repeat(positions[0]))
         for logger, position in zip(self.run.loggers.csv_loggers, positions, strict=False):
             folders = self._log_folders(logger, state["folder"])
@@ -297,14 +298,15 @@ class RowWriter:
     def _log_folders(self, logger: CSVLogger, saved: str) -> list[Path]:
         """List the folders that may contain the checkpoint's rows, most likely first."""
         checkpoint = Path(str(self.run.plan.start.path)).absolute()
-        # The folders of the run and of its version may have been renamed.
+        # Also use the folder names in the checkpoint's path, because the folders may have been
+        # renamed.
         names = ["/".join(checkpoint.parts[-3:-1])]
         if re.fullmatch(r"[^/\\]+/[^/\\]+", saved) and ".." not in saved.split("/"):
             names.insert(0, saved)
         # A run that continues in another version copies the rows of the saved version.
         folders = [Path(logger.root_dir, names[0])]
         folders += [Path(logger.log_dir, REPLACED_LOGS), Path(logger.log_dir)]
-        # The folder "logs" is beside the folder "checkpoints", or beside a user's own checkpoint.
+        # The logs folder is next to the checkpoints folder, or next to a user's own checkpoint.
         folders += [parent / "logs" / name for name in names for parent in checkpoint.parents[:4]]
         # ModelCheckpoint saves to a subfolder of the log folder.
         return [*folders, *checkpoint.parents[:2]]

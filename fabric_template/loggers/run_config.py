@@ -91,7 +91,7 @@ def collect_run_config(run: Run) -> dict[str, Any]:
     given_parts = {**functions, "optimizer": run.plan.optimizer}
     options |= {name: part for name, part in given_parts.items() if part is not None}
     config |= keep_plain(options, unknown)
-    # Write no version to config.yaml, so that repeating the run overwrites nothing.
+    # Write no version to config.yaml, so that a run started from this file overwrites nothing.
     config["version"] = None
     if run.plan.start.path is not None:
         config["resume" if run.plan.start.resumes else "load"] = str(run.plan.start.path)
@@ -253,7 +253,7 @@ def merge_hyperparameters(
     merged: dict[str, Any] = {}
     for part in (model, datamodule):
         hparams = dict(part.hparams_initial) if logs_hyperparameters(part) else {}
-        # Drop LightningCLI's key _class_path, because a class is not a hyperparameter.
+        # Drop _class_path, which LightningCLI adds, because a class is not a hyperparameter.
         hparams.pop("_class_path", None)
         # Compare the repr, because comparing two arrays with == returns an array.
         both = hparams.keys() & merged.keys()
