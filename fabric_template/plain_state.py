@@ -616,7 +616,7 @@ class PlainState:
         return is_stateful(value) or self._is_hidden(value)
 
     def _is_hidden(self, value: Any) -> bool:
-        """Return whether a value is a module that shares no submodule with the network."""
+        """Return whether a value is a module that has no submodule in common with the network."""
         if self._network is None or not isinstance(value, nn.Module):
             return False
         return set(self._network.modules()).isdisjoint(value.modules())
@@ -631,7 +631,7 @@ class PlainState:
                 self._at_start.pop(place, None)
 
     def load_attributes(self, saved: dict[Place, Any], is_in_place: bool = True) -> None:
-        """Restore attributes, so that a list or tensor that several objects share stays shared.
+        """Restore attributes. A list or tensor that several objects share stays shared.
 
         Args:
             is_in_place: Whether to change an existing list or tensor instead of replacing it.
@@ -666,7 +666,7 @@ class PlainState:
 
     @contextmanager
     def replaced(self, state: dict[str, Any]) -> Iterator[None]:
-        """Restore a state for the duration of the block, and then the previous state."""
+        """Load a state for the duration of the block, and restore the previous state at the end."""
         generators = self.generator_states()
         previous = {name: dict(part.namespace()) for name, part in self._parts.items()}
         self.load_generator_states(state["generators"])
@@ -695,7 +695,7 @@ class PlainState:
         return {address_of(value) for value in saved if type(value) in (nn.Parameter, Tensor)}
 
     def _targets(self, saved: dict[Place, Any]) -> dict[int, set[int]]:
-        """Return a dict from each current value's id to the ids of the values that replace it."""
+        """Return a dict from the id of each current value to the ids of its replacements."""
         found: dict[int, set[int]] = defaultdict(set)
         for place, value in self.attributes():
             if type(value) not in _ATOMS and saved.get(place) != REMOVED:
@@ -703,7 +703,7 @@ class PlainState:
         return found
 
     def digests(self) -> dict[Place, Any]:
-        """Return the digests of all plain attributes, to find changes of the attributes later."""
+        """Return a digest of each attribute that can be saved, to detect later changes."""
         found: dict[Place, Any] = {}
         for place, value in self.attributes():
             with suppress(Exception):
@@ -714,7 +714,7 @@ class PlainState:
         return digest(value.state_dict() if self._is_hidden(value) else value)
 
     def small_attributes(self) -> dict[Place, tuple[Any, Any]]:
-        """Return the digest and the encoded value of every small attribute, even if unchanged."""
+        """Return the digest and the encoded value of every small attribute, changed or not."""
         encoder = Encoder(self._device, most_bytes=_COMPARED_BYTES)
         found: dict[Place, tuple[Any, Any]] = {}
         for place, value in self.attributes():
@@ -724,7 +724,7 @@ class PlainState:
 
     @contextmanager
     def _guarded(self, what: str) -> Iterator[None]:
-        """Replace an error in this block by a warning, once per attribute."""
+        """Suppress errors in this block, and warn at most once per attribute."""
         try:
             yield
         except (NotPlainError, RecursionError):

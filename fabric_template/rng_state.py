@@ -31,7 +31,7 @@ def capture_rng_state() -> dict[str, Any]:
 
 
 def restore_rng_state(state: dict[str, Any]) -> None:
-    """Restore the states of the global random generators from ``capture_rng_state``."""
+    """Set the global random generators to the states from ``capture_rng_state``."""
     set_generator_state(torch.default_generator, state["torch"])
     set_generator_state(_OF_RANDOM, state["python"])
     name, keys, *position = state["numpy"]
@@ -55,7 +55,7 @@ def unchanged_rng_state() -> Iterator[None]:
 
 
 def is_generator(value: Any) -> bool:
-    """Return whether a value is a random generator, except for the global generators."""
+    """Return whether a value is a random generator that is not one of the global generators."""
     kinds = (torch.Generator, np.random.Generator, np.random.RandomState, random.Random)
     is_known = isinstance(value, kinds) and not isinstance(value, random.SystemRandom)
     is_global = any(value is part for part in (torch.default_generator, _OF_RANDOM, _OF_NUMPY))
@@ -63,9 +63,9 @@ def is_generator(value: Any) -> bool:
 
 
 def find_generators(attributes: dict[str, Any]) -> dict[str, Any]:
-    """Return a dict of the random generators in attributes, by the attributes' names.
+    """Return a dict from attribute names to the random generators in the attributes.
 
-    Generators in a list, tuple or dict are included.
+    The dict also contains generators in lists, tuples and dicts.
     """
     found = {}
     for name, value in attributes.items():
@@ -78,7 +78,7 @@ def find_generators(attributes: dict[str, Any]) -> dict[str, Any]:
 
 
 def get_generator_state(generator: Any) -> Any:
-    """Return a generator's state as plain values that can be compared with ==."""
+    """Return a generator's state as built-in Python values, which can be compared with ==."""
     if isinstance(generator, torch.Generator):
         return generator.get_state().numpy().tobytes()
     if isinstance(generator, random.Random):
@@ -89,7 +89,7 @@ def get_generator_state(generator: Any) -> Any:
 
 
 def set_generator_state(generator: Any, state: Any) -> None:
-    """Restore a generator's state from ``get_generator_state``."""
+    """Set a generator to a state from ``get_generator_state``."""
     if isinstance(generator, torch.Generator):
         generator.set_state(torch.frombuffer(bytearray(state), dtype=torch.uint8))
     elif isinstance(generator, random.Random):
@@ -103,7 +103,7 @@ def set_generator_state(generator: Any, state: Any) -> None:
 
 
 def _without_arrays(state: Any) -> Any:
-    """Replace the NumPy arrays in a nested dict by pairs (dtype, bytes)."""
+    """Replace the NumPy arrays in a nested dict with pairs (dtype, bytes)."""
     if isinstance(state, dict):
         return {name: _without_arrays(value) for name, value in state.items()}
     return (state.dtype.str, state.tobytes()) if isinstance(state, np.ndarray) else state
