@@ -1,1 +1,1 @@
-"""Provide the command line and tools for analyzing runs. FabricLoop also works without tools/."""
+"""Provide the command line and tools for analyzing runs. Training does not need tools/."""

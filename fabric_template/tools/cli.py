@@ -222,7 +222,7 @@ def run_command(name: str, argv: list[str]) -> int:
 
 
 def put_paths_first(argv: list[str]) -> list[str]:
-    """Move all paths before the options, because argparse accepts paths only next to each other."""
+    """Move all paths before the options, because argparse expects the paths in one block."""
     paths: list[str] = []
     options: list[str] = []
     for previous, token in zip(["", *argv], argv, strict=False):
@@ -232,7 +232,7 @@ def put_paths_first(argv: list[str]) -> list[str]:
 
 
 def complete_arguments(command: str, argv: list[str]) -> list[str]:
-    """Expand --run and demo names into options, with --config, --model and --data first."""
+    """Expand --run and demo names into options. Put --config, --model and --data first."""
     parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False, exit_on_error=False)
     parser.add_argument("--config", action="append", default=[])
     for option in ("model", "data", "run", "resume", "load"):
@@ -257,7 +257,7 @@ def complete_arguments(command: str, argv: list[str]) -> list[str]:
 
 
 def resolve_config(path: str) -> str:
-    """Return a config's path, or its corrected text if it names a class package.module:Class."""
+    """Return a config's path, or its text if a class a.b:Class must be written as a.b.Class."""
     try:
         text = Path(path).read_text("utf-8")
     except (OSError, ValueError):
@@ -269,7 +269,7 @@ def resolve_config(path: str) -> str:
 
 
 def resolve_token(token: str) -> str:
-    """Replace the class name in an option such as --callbacks+=EarlyStopping by its import path."""
+    """Replace a class name in an option such as --callbacks+=EarlyStopping with its import path."""
     match = re.fullmatch(r"(--(model|data|callbacks)(?:\+|\.help)?=)(\w[\w.:]*)", token)
     if match is None:
         return token
@@ -281,7 +281,7 @@ def resolve_token(token: str) -> str:
 
 
 def read_run(command: str, folder: Path, is_new_run: bool) -> dict[str, Any]:
-    """Return the options in a run's config.yaml, with its name and version if the run continues."""
+    """Return the options in a run's config.yaml. If the run continues, add its name and version."""
     import yaml
 
     try:
@@ -384,7 +384,7 @@ def build(parser: ArgumentParser, settings: Namespace) -> tuple[FabricLoop, Any,
 
 
 def record_classes(parser: ArgumentParser, settings: Namespace) -> dict[str, Any]:
-    """Return the classes and arguments of the model, data and callbacks, as YAML values."""
+    """Return the classes and arguments of the model, data and callbacks as values for YAML."""
     import yaml
 
     given, texts = settings.as_dict(), {}
@@ -407,7 +407,7 @@ def record_classes(parser: ArgumentParser, settings: Namespace) -> dict[str, Any
 
 
 def record_class(part: Any, text: Any) -> Any:
-    """Omit default values that YAML cannot hold, and convert other such values to text."""
+    """Convert arguments that YAML cannot hold to text, but omit those that equal the defaults."""
     if not isinstance(part, dict):
         return part
     defaults = find_defaults(part["class_path"])
@@ -422,7 +422,7 @@ def record_class(part: Any, text: Any) -> Any:
 
 
 def find_defaults(path: str) -> dict[str, Any]:
-    """Return the default values of the constructor arguments of a class and its base classes."""
+    """Return the default constructor arguments of a class, including those of base classes."""
     module, _, name = path.rpartition(".")
     kind = getattr(importlib.import_module(module), name)
     defaults: dict[str, Any] = {}
@@ -539,7 +539,7 @@ def make_table(batches: list[Any]) -> Any:
 
 
 def verify_command(path: str) -> int:
-    """Read checkpoint files completely, and compare their content with the checksums in them."""
+    """Read checkpoint files completely, and compare their content with the stored checksums."""
     from ..checkpoint.reader import verify_archive
     from ..errors import CheckpointError, DamagedCheckpointError
 

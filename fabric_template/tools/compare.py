@@ -251,7 +251,7 @@ def run_script(script: str, recording: Path, steps: int, is_shown: bool) -> None
 
 @contextmanager
 def record_training(path: str | Path, steps: int = 50, stop: bool = False) -> Iterator[None]:
-    """Record the training inside this context in a JSON file, which `compare` can read.
+    """Record the training inside a `with` block in a JSON file, which `compare` can read.
 
     Args:
         path: The file to write.
@@ -269,7 +269,7 @@ def record_training(path: str | Path, steps: int = 50, stop: bool = False) -> It
 
 
 class Recorder:
-    """Use PyTorch's global hooks to record each optimizer step as a dict of plain values."""
+    """Uses PyTorch's global hooks to record each optimizer step as a dict for JSON."""
 
     def __init__(self, limit: int, stop: bool) -> None:
         self.limit, self.stop = limit, stop
@@ -301,7 +301,7 @@ class Recorder:
         self.batch_size = 0
 
     def before_forward(self, module: torch.nn.Module, args: Any) -> None:
-        """Record the input batch of a module, if the module itself has parameters."""
+        """Record a module's input batch, if the module has parameters of its own."""
         if torch.compiler.is_compiling() or not torch.is_grad_enabled():
             return
         if id(module) not in self.modules:

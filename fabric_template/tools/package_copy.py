@@ -53,7 +53,7 @@ class Copy:
         return self.target if self.is_file else self.target / name
 
     def write(self, changes: Changes) -> None:
-        """Change the copy's files, and store the installed files in the hidden folder."""
+        """Change the copy's files, and store the installed version in the copy's hidden folder."""
         for name, data in changes.items():
             write_file(self.path(name), data)
         for name in {*self.original, *self.upstream}:
@@ -96,7 +96,7 @@ def find_problem(target: Path) -> str:
 
 
 def diff_command(path: str, *, yours: bool = False, upstream: bool = False) -> int:
-    """Show how you have changed a copy, and how the installed version differs from the original.
+    """Show your changes to a copy, and the changes between the copied and the installed version.
 
     Returns:
         1 if anything differs, else 0.
@@ -123,7 +123,7 @@ def diff_command(path: str, *, yours: bool = False, upstream: bool = False) -> i
 def update_command(path: str, *, dry_run: bool = False) -> int:
     """Update a copy to the installed version, and keep your own changes.
 
-    Files that both you and the new version have changed are merged by git, with conflict markers.
+    If you and the new version both changed a file, git merges it and marks conflicts.
 
     Returns:
         1 if a file needs your attention ("conflict" or "kept"), else 0.
@@ -152,7 +152,7 @@ def update_command(path: str, *, dry_run: bool = False) -> int:
 
 
 def combine_versions(copy: Copy, name: str) -> tuple[str, bytes | None]:
-    """Return a file's outcome ("" if it is unchanged) and its new content (None to remove it)."""
+    """Return a file's outcome ("" if nothing changes) and its new content (None to remove it)."""
     mine, old, new = (files.get(name) for files in (copy.current, copy.original, copy.upstream))
     if new in (mine, old):
         return "", mine

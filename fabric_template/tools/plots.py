@@ -89,7 +89,7 @@ def plot_logs(
 
 
 def prepare_runs(runs: list[Run], x: str | None, smooth: float | None) -> tuple[list[Run], str]:
-    """Prepare the tables of all runs that have rows, and return these runs and the x axis."""
+    """Return the runs that have rows, with prepared tables, and the name of the x axis."""
     if smooth is not None and not 0 <= smooth < 1:
         raise ValueError(f"smooth: got {smooth}, expected a number >= 0 and < 1, such as 0.9.")
     # Skip runs that were stopped before they wrote a row.
@@ -124,7 +124,7 @@ def draw_panels(
     log: bool,
     most: int | None,
 ) -> Axes | np.ndarray:
-    """Draw a new figure with a panel for each quantity, up to `most` panels."""
+    """Draw a new figure with one panel for each quantity, and at most `most` panels."""
     import numpy as np
 
     panels: dict[str, list[Metric]] = {}
@@ -204,7 +204,7 @@ def read_runs(path: Path, seeds: bool) -> list[Run]:
 
 
 def make_tables(found: Sequence[Mapping[str, Any]]) -> list[pd.DataFrame]:
-    """Return a table for each run, with the file in ``attrs`` if the file contains no other run."""
+    """Return one table per run. Store its file in ``attrs``, unless other runs share the file."""
     import pandas as pd
 
     files = Counter(run["file"] for run in found)
@@ -216,7 +216,7 @@ def make_tables(found: Sequence[Mapping[str, Any]]) -> list[pd.DataFrame]:
 
 
 def choose_x(tables: list[pd.DataFrame], x: str | None) -> str:
-    """Return ``x`` if it is an axis of a table. Choose "step" or "epoch" if ``x`` is None."""
+    """Return ``x`` if a table has this axis. If ``x`` is None, choose "step", "epoch" or "row"."""
     if x is None:
         has = {axis: all(find_axis(table, axis) for table in tables) for axis in ("step", "epoch")}
         if has["step"] and any(map(is_step_based_table, tables)):
@@ -249,7 +249,7 @@ def has_row_per_epoch(table: pd.DataFrame) -> bool:
 
 
 def read_steps(table: pd.DataFrame) -> pd.DataFrame:
-    """Return a run's table with one row per step, or the given table if there is no other."""
+    """Return a run's table with one row per step, or the given table if no such table exists."""
     import pandas as pd
 
     file = table.attrs.get("file")
@@ -270,7 +270,7 @@ def read_steps(table: pd.DataFrame) -> pd.DataFrame:
 
 
 def prepare_table(table: pd.DataFrame, x: str) -> pd.DataFrame:
-    """Return a table with one row per value of the x axis, in which the axis has the name ``x``."""
+    """Return a table with one row per value of the x axis, and rename the axis column to ``x``."""
     if x == "row":
         return table.assign(row=range(len(table)))
     if x == "step":
@@ -291,7 +291,7 @@ def prepare_table(table: pd.DataFrame, x: str) -> pd.DataFrame:
 
 
 def name_axis(runs: list[Run], x: str) -> str:
-    """Return the label of the x axis, such as the name of its column in the CSV files."""
+    """Return the label of the x axis, such as "epoch" or "seconds of training"."""
     names = {table.attrs.get("x", x) for run in runs for table in run.tables}
     return "seconds of training" if x == "time" else names.pop() if len(names) == 1 else x
 
@@ -341,9 +341,9 @@ def sort_metrics(metrics: Sequence[Metric]) -> list[Metric]:
 
 
 def add_splits(metrics: list[Metric]) -> list[Metric]:
-    """Treat a column such as "f1" as training values if there is a column "val_f1".
+    """Treat a column such as "f1" as a training metric if there is also a column "val_f1".
 
-    A column "loss" always contains training values, as in the logs of Keras.
+    A column "loss" is always a training metric, as in Keras logs.
     """
     splits: dict[str, set[str]] = {}
     for metric in metrics:
@@ -357,14 +357,14 @@ def add_splits(metrics: list[Metric]) -> list[Metric]:
 
 
 def name_line(metric: Metric, others: list[Metric]) -> str:
-    """Return the label of a metric's line. The legend hides labels that start with "_"."""
+    """Return the label of a metric's line. Matplotlib's legend hides labels that start with "_"."""
     if [other.split for other in others].count(metric.split) > 1:
         return metric.column
     return metric.split or (metric.column if len(others) > 1 else f"_{metric.quantity}")
 
 
 def choose_colors(runs: list[Run], metrics: list[Metric]) -> None:
-    """Give each run a color and a dash pattern, or with more than 18 runs only the best eight."""
+    """Give each run a color and a dash pattern. With more than 18 runs, color only the best 8."""
     colored = runs
     if len(runs) > MOST_COLORED:
         colored = rank_runs(runs, metrics)[:NUM_BEST]
@@ -377,7 +377,7 @@ def choose_colors(runs: list[Run], metrics: list[Metric]) -> None:
 
 
 def rank_runs(runs: list[Run], metrics: list[Metric]) -> list[Run]:
-    """Sort runs by their best value of the first metric, preferably not a training metric."""
+    """Sort runs by the best value of the first non-training metric, or else of the first metric."""
     ranking = sorted(metrics, key=lambda metric: metric.split == "train")[0]
     mode = best_mode(ranking.column, runs[0].options)
 
@@ -392,7 +392,7 @@ def rank_runs(runs: list[Run], metrics: list[Metric]) -> list[Run]:
 
 
 def make_axes(quantities: list[str], x_label: str) -> list[Axes]:
-    """Create a figure, and return its panels, at most four in a row."""
+    """Create a figure with at most four panels in a row, and return the panels."""
     from matplotlib import pyplot
 
     count = len(quantities)
@@ -444,7 +444,7 @@ def format_axes(ax: Axes, x: str, log: bool) -> None:
 
 
 def draw_line(ax: Axes, run: Run, metric: Metric, x: str, smooth: float | None, label: str) -> None:
-    """Draw a run's curve with its best value, or for several seeds the mean and the range."""
+    """Draw a run's curve and mark its best value. For several seeds, draw the mean and range."""
     import pandas as pd
 
     tables = [table for table in run.tables if {x, metric.column} <= set(table)]
@@ -482,7 +482,7 @@ def draw_line(ax: Axes, run: Run, metric: Metric, x: str, smooth: float | None, 
 
 
 def has_raw_steps(table: pd.DataFrame, metric: Metric, x: str) -> bool:
-    """Return whether a metric's column contains values of single training steps, not means."""
+    """Return whether a metric's column contains values of single training steps, and not means."""
     if x == "row" or metric.split != "train" or has_row_per_epoch(table):
         return False
     counts = table.notna().sum()
@@ -491,10 +491,10 @@ def has_raw_steps(table: pd.DataFrame, metric: Metric, x: str) -> bool:
 
 
 def average_steps(values: pd.Series) -> Any:
-    """Return moving averages over at most 4 % of all values, and over fewer at the start.
+    """Return moving averages. Each one covers at most 4 % of all values, and fewer at the start.
 
-    The average at a step covers at most the last quarter of the steps up to it. Longer averages
-    would include the high losses at the start for a long time.
+    The average at the n-th value covers at most the last n / 4 values. Longer averages would
+    include the high losses at the start for a long time.
     """
     import numpy as np
 

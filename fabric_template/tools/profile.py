@@ -132,7 +132,7 @@ class ValueReadRecorder(TorchFunctionMode):
 
 
 def find_faster(loop: Any, parts: dict[str, Any], milliseconds: float) -> list[str]:
-    """Return a text for each setting that makes steps faster and does not change results."""
+    """Return one suggestion for each setting that makes steps faster without changing results."""
     steps = min(max(int(200 / milliseconds), 10), 200)
 
     def trial(choice: Choice) -> float:

@@ -35,11 +35,12 @@ Run = dict[str, Any]  # A row of list_runs as a dict, with more keys, such as "o
 def list_runs(
     folder: str | os.PathLike[str] = "logs", metric: str | None = None, mode: str | None = None
 ) -> pd.DataFrame:
-    """List all runs in a folder and its subfolders, or in a CSV file that any tool has written.
+    """List all runs in a folder and its subfolders, or in a CSV file of any tool.
 
     The column `state` contains "running", "finished", "interrupted" (also if killed), "failed", or
-    "unknown" for a run of Trainer. `changed` contains options that differ between runs of one name.
-    `changed` also contains settings in hparams= that exist in all runs, with different values.
+    "unknown" for a run of Trainer. `changed` contains options whose values differ between runs with
+    the same name. `changed` also contains settings from hparams= that all runs have, if their
+    values differ.
 
     Args:
         folder: The folder of all logs, or a folder in it.
@@ -64,7 +65,7 @@ def list_runs(
 def find_runs(
     folder: str | os.PathLike[str], metric: str | None = None, mode: str | None = None
 ) -> list[Run]:
-    """Return all runs in a CSV file or in a folder and its subfolders, by name and version."""
+    """Return all runs in a CSV file or a folder and its subfolders, sorted by name and version."""
     root = Path(os.path.abspath(folder))
     if not root.exists():
         raise ValueError(f"runs: got {str(folder)!r}, expected a folder. Write logs, for example.")
@@ -107,7 +108,7 @@ def differing_options(runs: Sequence[Run]) -> list[str]:
 
 
 def is_set(run: Run, option: str) -> bool:
-    """Return whether a run's option has another value than the default."""
+    """Return whether a run's option differs from the default."""
     options = run["options"]
     value = options.get(option)
     if value is None or option in NOT_COMPARED:
@@ -137,7 +138,7 @@ def read_run(folder: Path, root: Path) -> Run:
 
 
 def read_files(path: Path, root: Path) -> list[Run]:
-    """Read one or several runs from a CSV file that any tool has written."""
+    """Read one or several runs from a CSV file of any tool."""
     if path.name == "metrics.csv":
         return [read_run(path.parent, path.parent)]
     rows, names = read_rows(path)
@@ -183,7 +184,7 @@ def describe_run(run: Run, rows: Columns, label: str) -> Run:
 
 
 def choose_metric(run: Run) -> str | None:
-    """Return the metric that ranks a run, which is its monitor or else a validation metric."""
+    """Return the metric that ranks a run: its option ``monitor``, or else a validation metric."""
     monitor = run["options"].get("monitor")
     if monitor in run["rows"]:
         return str(monitor)
@@ -199,7 +200,7 @@ def choose_metric(run: Run) -> str | None:
 
 
 def best_mode(metric: str, options: dict[str, Any]) -> str | None:
-    """Return "min" or "max" from a run's mode for its monitor, or from the metric's name."""
+    """Return "min" or "max": the option ``mode`` for the monitor, else what the name implies."""
     mode = options.get("mode") if metric == options.get("monitor") else None
     return mode if mode in ("min", "max") else find_direction(metric)
 
@@ -231,9 +232,9 @@ def find_best(run: Run, metric: str | None = None, mode: str | None = None) -> d
 
 
 def read_rows(path: Path) -> tuple[Columns, list[str]]:
-    """Return the numeric columns of a CSV file, and the name of the run in each of its rows.
+    """Return the numeric columns of a CSV file, and the run name in each row.
 
-    A damaged file gives no columns. pandas would be much slower than this function.
+    Return no columns for a damaged file. pandas would be much slower than this function.
     """
     columns: dict[str, list[Any]] = {}
     with warnings.catch_warnings(), suppress(OSError, ValueError):
@@ -250,7 +251,8 @@ def read_state(path: Path) -> str:
     """Read the state of a run from its lock file.
 
     While a run trains, its process locks the lock file. At the end of a run, the process appends
-    "finished", "interrupted" or "failed". A killed run leaves its lock file unlocked, and without a final state.
+    "finished", "interrupted" or "failed". The lock file of a killed run is unlocked and has no
+    final state.
     """
     if not path.is_file():
         return "unknown"
@@ -284,7 +286,7 @@ def parse_yaml(text: str) -> Any:
 
 
 def find_recorded(about: dict[str, Any], options: dict[str, Any]) -> dict[str, Any]:
-    """Return the recorded classes, arguments and batch size, except those that options repeat."""
+    """Return the recorded classes, arguments and batch size, except those in the options."""
     found: dict[str, Any] = {}
     for part, value in about.items():
         kind, _, number = part.partition("_")
@@ -307,7 +309,7 @@ def find_recorded(about: dict[str, Any], options: dict[str, Any]) -> dict[str, A
 
 
 def parse_section(text: str) -> Any:
-    """Parse a section of a YAML file, with a cache for entries that are equal in many runs."""
+    """Parse a section of a YAML file. Cache its entries, because many runs have equal entries."""
     if not text.startswith("about:\n"):
         return parse_yaml(text)
     about: dict[str, Any] = {}

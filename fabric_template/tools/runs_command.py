@@ -1,4 +1,4 @@
-"""Implement the command ``runs``: list runs, compare two, find the best one, or write a page."""
+"""Implement the command ``runs``: list runs, compare two, find the best, or write an HTML page."""
 
 from __future__ import annotations
 
@@ -83,7 +83,7 @@ def to_cells(run: Run) -> tuple[str, ...]:
 
 
 def format_table(rows: Sequence[Sequence[str]]) -> str:
-    """Align the columns of a table, and replace characters that cannot be printed by "?"."""
+    """Align the columns of a table, and replace unprintable characters with "?"."""
     cells = [["".join(c if c.isprintable() else "?" for c in cell) for cell in row] for row in rows]
     widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
     return "\n".join("  ".join(map(str.ljust, row, widths)).rstrip() for row in cells)
@@ -126,7 +126,7 @@ def diff_runs(a: Run, b: Run) -> list[tuple[str, ...]]:
 
 
 def describe_record(run: Run) -> dict[str, str]:
-    """Return a run's command, git commit, versions, device and model size as a dict of texts."""
+    """Return a run's command, git commit, versions, device and model size as a dict of strings."""
     texts = {}
     for part in ("command", "git", "versions", "device", "processes", "model"):
         value = run["about"].get(part)

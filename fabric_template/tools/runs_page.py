@@ -57,7 +57,7 @@ def count_runs(runs: Sequence[Run]) -> str:
 
 
 def summarize(runs: Sequence[Run], data: dict[str, Any]) -> str:
-    """Return a line of text with the number of runs, the best run, and the points per curve."""
+    """Summarize the number of runs, the best run, and how many points the curves contain."""
     texts = [count_runs(runs)]
     ranking = rank_runs(runs)
     modes = {run["mode"] for run in runs if run["best"] is not None}
@@ -74,7 +74,7 @@ def summarize(runs: Sequence[Run], data: dict[str, Any]) -> str:
 
 
 def rank_runs(runs: Sequence[Run]) -> list[int]:
-    """Return the runs' indices, sorted by the best value of the metric that ranks most runs."""
+    """Return the indices of the runs, sorted by the metric that ranks the most runs, best first."""
     counts = Counter(run["metric"] for run in runs if run["best"] is not None)
     ranking = next((metric for metric, _ in counts.most_common(1)), None)
 
@@ -143,7 +143,7 @@ def make_cell(column: str, value: Any, order: Any) -> str:
 
 
 def make_panels(runs: Sequence[Run], metric: str | None) -> dict[str, Any]:
-    """Return the page's panels and the points of their curves as data for JSON."""
+    """Return the page's panels and the points of their curves as a dict for JSON."""
     drawn: dict[int, plots.Run] = {}
     for number, table in enumerate(plots.make_tables(runs)):
         if len(table):
@@ -176,14 +176,14 @@ def make_panels(runs: Sequence[Run], metric: str | None) -> dict[str, Any]:
 
 
 def choose_main(metrics: Sequence[Metric], ranking: set[str | None]) -> list[str]:
-    """Choose up to three quantities to draw above the table, such as metrics that rank runs."""
+    """Choose up to three quantities to draw above the table. Prefer the metrics that rank runs."""
     ranked = [metric for metric in metrics if metric.column in ranking]
     usual = [metric for metric in metrics if metric.kind in ("loss", "accuracy")]
     return list(dict.fromkeys(metric.quantity.lower() for metric in ranked + usual))[:MOST_MAIN]
 
 
 def make_curves(number: int, run: plots.Run, metric: Metric, x: str) -> list[dict[str, Any]]:
-    """Return a metric's curve, and for values of single steps also a curve of averages."""
+    """Return a metric's curve. For many values of single steps, also return a curve of averages."""
     import numpy as np
     import pandas as pd
 
@@ -213,7 +213,7 @@ def thin_curves(curves: list[dict[str, Any]]) -> list[int] | None:
     """Remove points from long curves in place, and convert all curves to lists.
 
     Returns:
-        The lengths of the longest curve and of the shortened one, or None if all fit.
+        The longest curve's number of points before and after, or None if no curve is too long.
     """
     most = max(20, MOST_POINTS // max(1, len(curves)))
     longest = max((len(curve["x"]) for curve in curves), default=0)
@@ -225,7 +225,7 @@ def thin_curves(curves: list[dict[str, Any]]) -> list[int] | None:
 
 
 def thin(values: np.ndarray, most: int) -> list[int]:
-    """Return at most `most` indices, with those of each section's smallest and largest value."""
+    """Return at most `most` indices: both ends, and the extremes of equal sections of a curve."""
     import numpy as np
 
     if len(values) <= most:
@@ -237,5 +237,5 @@ def thin(values: np.ndarray, most: int) -> list[int]:
 
 
 def shorten(value: float) -> float:
-    """Round a number to an integer without ".0" or to six digits, so that the page stays small."""
+    """Convert a whole number to int, and round others to six digits, to keep the page small."""
     return int(value) if value == int(value) and abs(value) < 1e15 else float(f"{value:.6g}")

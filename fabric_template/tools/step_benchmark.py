@@ -50,7 +50,7 @@ class StepTimer:
         self.since = self.begin = time.perf_counter()
 
     def get_median(self, *parts: str) -> float:
-        """Return the median of ten mean times, each of a tenth of the steps."""
+        """Divide the steps into ten groups, and return the median of the groups' mean times."""
         # Times of single steps are not comparable, because workers deliver batches in bursts.
         times = [sum(step[part] for part in parts) for step in self.steps]
         size = max(1, len(times) // 10)

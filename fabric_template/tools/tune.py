@@ -129,7 +129,7 @@ def compare(trial: Callable[[Choice], float], before: Choice, after: Choice) -> 
 
 
 def run_in_process(function: Callable[[], Any]) -> Any:
-    """Return (result, "") or (None, error message) of a function that runs in a child process."""
+    """Run a function in a child process, and return (result, "") or (None, error message)."""
     method = "fork" if sys.platform == "linux" and not torch.cuda.is_initialized() else "spawn"
     context: Any = multiprocessing.get_context(method)
     receiver, sender = context.Pipe(duplex=False)
@@ -150,7 +150,7 @@ def run_in_process(function: Callable[[], Any]) -> Any:
 
 
 def send_result(function: Callable[[], Any], sender: Any, threads: int) -> None:
-    """Call a function without its printed output, and send its result or error to the parent."""
+    """Call a function, hide its printed output, and send its result or error to the parent."""
     if hasattr(signal, "SIGCHLD"):
         # Remove torch's SIGCHLD handler for DataLoader workers, which would end this process.
         signal.signal(signal.SIGCHLD, signal.SIG_DFL)
@@ -187,7 +187,7 @@ class LearningRateRamp:
 
 
 def save_curve(rates: list[float], losses: list[float], path: Path) -> float | None:
-    """Plot the smoothed loss, and return the learning rate at which it decreases most."""
+    """Plot the smoothed loss, and return the learning rate at which the loss falls fastest."""
     from pandas import DataFrame
 
     curve = DataFrame({"loss": losses}, index=rates).rolling(9, center=True, min_periods=1).mean()
