@@ -161,7 +161,7 @@ class TrainerAPI:
     enable_autolog_hparams = True
 
     def require_run(self, name: str) -> Run:
-        """Return the current run, or raise an error about ``name`` before the first run."""
+        """Return the current or last run, or raise an error about ``name`` if nothing has run."""
         if self.run is None:
             raise RuntimeError(
                 f"FabricLoop.{name}: nothing has run yet. Call fit, validate, test or predict first."
@@ -175,7 +175,7 @@ class TrainerAPI:
 
     @property
     def fit_run(self) -> Run | None:
-        """The last fit, or None before the first fit."""
+        """The run of the last ``fit`` call, or None before the first call."""
         return self.runs.get("fit")
 
     # Settable attributes
@@ -191,7 +191,7 @@ class TrainerAPI:
 
     @property
     def optimizers(self) -> list[Any]:
-        """The optimizers of the last fit."""
+        """The optimizers of the last ``fit`` call."""
         run = self.fit_run
         if run is None:
             return []
@@ -217,7 +217,7 @@ class TrainerAPI:
 
     @property
     def ckpt_path(self) -> str | None:
-        """The checkpoint from which the run started. A path that you assign is for the next run."""
+        """The checkpoint from which the run started. The next run uses an assigned path."""
         return self.next_ckpt_path or (self.run.plan.start.path if self.run else None)
 
     @ckpt_path.setter
@@ -225,7 +225,7 @@ class TrainerAPI:
         self.next_ckpt_path = path
 
     def __setattr__(self, name: str, value: Any) -> None:
-        """Set an attribute, or an option for the current run and all later runs."""
+        """Set an attribute. If it is an option, set it for the current run and all later runs."""
         is_option = "config" in vars(self) and name in vars(self.config)
         is_attribute = name in ("default_root_dir", "profiler") or hasattr(type(self), name)
         if not is_option or is_attribute:
@@ -260,7 +260,7 @@ class TrainerAPI:
 
     @property
     def limits(self) -> StopCondition | LoopConfig:
-        """The current run's limits, or the loop's options before the first run."""
+        """The object with limits such as max_epochs: the run's, or the options before a run."""
         return self.config if self.run is None else self.run.stop
 
     @property
@@ -312,7 +312,7 @@ class TrainerAPI:
 
     @property
     def log_dir(self) -> str | None:
-        """The log folder of the first logger, or default_root_dir without a logger."""
+        """The log folder of the first logger, or default_root_dir if there is no logger."""
         if not self.loggers:
             return self.default_root_dir
         logger = self.loggers[0]
@@ -359,7 +359,7 @@ class TrainerAPI:
 
     @property
     def _results(self) -> SimpleNamespace | None:
-        """A result collection for LightningModule.log, which a module's own ``log`` may call."""
+        """The object to which LightningModule.log writes if a module's own ``log`` calls it."""
         if self.run is None or self.run.stage == "predict":
             return None
         results = self.run.results
@@ -371,7 +371,7 @@ class TrainerAPI:
 
     @property
     def _data_connector(self) -> SimpleNamespace:
-        """The hooks with which ModelSummary moves ``example_input_array`` to the device."""
+        """The object in which ModelSummary finds the hooks that move ``example_input_array``."""
 
         def get_instance(hook_name: str) -> Any:
             run = self.require_run("_data_connector")
@@ -385,7 +385,7 @@ class TrainerAPI:
     def save_checkpoint(
         self, filepath: str | Path, weights_only: bool | None = None, storage_options: Any = None
     ) -> None:
-        """Write a checkpoint of the current run, or of the fit that has trained its model."""
+        """Write a checkpoint of the last fit if it trained this model, else of the current run."""
         if self.run is None:
             raise AttributeError(
                 "Saving a checkpoint is only possible if a model is attached to the Trainer. Did you call"
@@ -426,7 +426,7 @@ class Loaders(NamedTuple):
 class LoopAPI:
     """Implement the attributes of Trainer's loops, such as ``trainer.fit_loop.epoch_progress``.
 
-    Inner loops such as ``fit_loop.epoch_loop`` and some counters are the same object.
+    Attributes for inner loops, such as ``fit_loop.epoch_loop``, return this same object.
     """
 
     __slots__ = ("_key", "trainer")
@@ -480,11 +480,11 @@ class LoopAPI:
         self.current_run.data.setup_train_loader()
 
     def _should_accumulate(self) -> bool:
-        """Tell ThroughputMonitor whether the current batch ends without an optimizer step."""
+        """Return whether the current batch has no optimizer step, for ThroughputMonitor."""
         return not self.progress.is_window_end
 
     def _should_check_val_epoch(self) -> bool:
-        """Tell Lightning's progress bar whether a validation takes place in the current epoch."""
+        """Return whether the current epoch has a validation, for Lightning's progress bar."""
         run = self.current_run
         return run.should_validate and run.validation_schedule.is_in_this_epoch()
 
@@ -580,7 +580,7 @@ class StrategyAPI:
 
 
 def make_profiler(given: Any) -> Any:
-    """Return a profiler for a name such as "simple", or a given profiler object itself."""
+    """Return the profiler with a name such as "simple". Return a profiler object unchanged."""
     if given is None:
         return PassThroughProfiler()
     if not isinstance(given, str):

@@ -69,7 +69,7 @@ def add_scheduler(optimizer: Any, scheduler: Any) -> Any:
 def make_optimizers(given: Any, model: Any, network: nn.Module) -> Any:
     """Return the value of ``optimizer=`` or, if the value is a function, the function's result.
 
-    Call a function with the model, and a ``partial(torch.optim.SGD)`` with the model's parameters.
+    A function gets the model. A ``partial(torch.optim.SGD)`` gets the model's parameters.
     """
     if isinstance(given, partial) and isinstance(given.func, type):
         return given(network.parameters())
@@ -246,7 +246,7 @@ def check_parameters(
     model: Any,
     is_distributed: bool,
 ) -> None:
-    """Raise an error about parameters outside the model, or a warning for a LightningModule."""
+    """Raise an error or warn if an optimizer has parameters that are not in the model."""
     if not outside:
         return
     groups = [group for optimizer in optimizers for group in optimizer.param_groups]

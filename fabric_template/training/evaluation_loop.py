@@ -114,10 +114,10 @@ def run_batches(
 
 
 def evaluate_apart(run: Run, source: Any = None) -> dict[str, Any]:
-    """Validate within a run, for example with averaged weights, without changing its state.
+    """Validate in the middle of a run, such as with averaged weights, and keep the run's state.
 
     Call the module's on_validation_epoch_start and on_validation_epoch_end, but no callbacks or
-    loggers. Logged values, torchmetrics objects and random states are restored.
+    loggers. Restore logged values, torchmetrics objects and random states.
 
     Args:
         source: A loader, or a list or dict of loaders. None: the validation loaders of the run.
@@ -149,7 +149,7 @@ def evaluate_apart(run: Run, source: Any = None) -> dict[str, Any]:
 def name_step_values(
     run: Run, loaders: StageLoaders, output: Any, dataloader_idx: int
 ) -> dict[str, torch.Tensor]:
-    """Return the values in a step's output, keyed by their columns in metrics.csv.
+    """Return the values in a step's output, keyed by column name in metrics.csv.
 
     For a LightningModule, which logs values itself, return only the loss.
     """
@@ -196,7 +196,7 @@ def predict(run: Run) -> list[Any] | None:
 
 
 def evaluation_step(run: Run, name: str, method: Callable, has_several: bool) -> Callable:
-    """Wrap a step as a function of (batch, batch_idx, dataloader_idx)."""
+    """Wrap a step as a function that takes (batch, batch_idx, dataloader_idx)."""
     step = run.make_step(f"{name}_step", method)
     # forward takes only the batch, so do not pass an index.
     is_step = overridden(run.module, f"{name}_step") is not None

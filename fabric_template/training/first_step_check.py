@@ -24,7 +24,7 @@ REMEDY = (
 
 
 class FirstStepCheck:
-    """Compares the gradients that a step has computed with those of the loop's backward pass."""
+    """Compares the gradients that a step computes with those from the loop's backward pass."""
 
     def __init__(self, optimizer: Optimizer, fabric: Fabric) -> None:
         self.fabric = fabric
@@ -57,8 +57,8 @@ class FirstStepCheck:
     def check_gradients(self) -> None:
         """Raise an error if the step has already computed the gradients that the loop computes.
 
-        All processes must call this method. If only some processes have called backward() in the
-        step, there is no error, because the loop clears their gradients.
+        All processes must call this method. Raise no error if only some processes called backward()
+        in the step, because the loop clears their gradients.
         """
         found = self._found
         has_all = all(self.parameters[index].grad is not None for index in found)

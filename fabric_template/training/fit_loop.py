@@ -92,7 +92,7 @@ def start_epoch(run: Run) -> None:
 
 
 def resume_epoch(run: Run) -> None:
-    """Finish the batch in which the checkpoint was saved."""
+    """If the checkpoint was saved in a phase after a batch, run this and the following phases."""
     if run.progress.phase in PHASES_AFTER_BATCH:
         run_phases(run, run.progress.phase)
 
@@ -122,7 +122,7 @@ def train_batches(run: Run) -> None:
         if progress.is_epoch_complete or run.stop.is_due:
             break
     else:
-        # The loader yielded fewer batches than its length or the limit promised.
+        # The loader yielded fewer batches than expected from its length or the limit.
         end_short_epoch(run)
 
 
@@ -137,7 +137,7 @@ def end_train_batch(run: Run, outputs: Any, batch: Any, batch_idx: int) -> None:
 
 
 def run_phases(run: Run, phase: str | None) -> None:
-    """Run the phases after a training batch, each of which returns the next phase or None."""
+    """Run the phases after a training batch. Each phase returns the next phase, or None."""
     while phase is not None:
         run.progress.enter(phase)
         phase = PHASES_AFTER_BATCH[phase](run)
@@ -204,7 +204,7 @@ PHASES_AFTER_BATCH: dict[str, Callable[[Run], str | None]] = {
 
 
 def end_short_epoch(run: Run) -> None:
-    """End an epoch whose loader yielded fewer batches than its length or the limit promised."""
+    """End an epoch whose loader yielded fewer batches than expected."""
     run.progress.end_batches()
     step_lr_schedulers(run, "epoch", reduce_on_plateau=False)
     if run.validation_schedule.is_due_at_short_end():

@@ -16,8 +16,8 @@ from ..lightning_compat.overrides import is_instance_of, overridden
 class Hooks:
     """Calls each hook on the callbacks first and then on the module, as Trainer does.
 
-    A hook's overrides are looked up when it is first called, and again when the list of callbacks
-    has changed.
+    The overrides of a hook are looked up at its first call, and again after the list of callbacks
+    changes.
 
     Args:
         loop: The loop of the callbacks, which is the argument ``trainer`` of their hooks.
@@ -40,7 +40,7 @@ class Hooks:
 
     @property
     def callbacks(self) -> list[Any]:
-        """The loop's callbacks in calling order, a list that may change during a run."""
+        """The loop's callbacks in calling order. The list may change during a run."""
         return self.loop.callbacks
 
     def call(self, name: str, *args: Any) -> Any:
@@ -94,7 +94,7 @@ class Hooks:
         return None if method is None else method(*args, **kwargs)
 
     def callbacks_of(self, kind: str) -> list[Any]:
-        """Return the callbacks whose class, or a base class of it, has the name ``kind``."""
+        """Return the callbacks that are instances of a class with the name ``kind``."""
         return [callback for callback in self.callbacks if is_instance_of(callback, kind)]
 
     def call_datamodule(self, name: str, *args: Any, **kwargs: Any) -> None:
@@ -134,14 +134,14 @@ class Hooks:
         return self.with_profiler(f"[Callback]{key}.{name}", call)
 
     def _module_for(self, callback: Any) -> Any:
-        """Return the argument ``pl_module``, a LightningModule for Lightning's own callbacks."""
+        """Return a callback's ``pl_module``. Lightning's own get ``module``, others ``model``."""
         packages = ("lightning.pytorch.callbacks.", "pytorch_lightning.callbacks.")
         bases = [base for base in type(callback).__mro__ if base.__name__ != "Callback"]
         is_lightnings = any(base.__module__.startswith(packages) for base in bases)
         return self.module if is_lightnings else self.model
 
     def leave(self) -> None:
-        """Set ``current`` to None, because a hook that raises an error does not reset it."""
+        """Set ``current`` to None after an error, because the failed hook did not reset it."""
         self.current = None
 
     def inside(self, name: str, method: Callable) -> Callable:

@@ -113,7 +113,7 @@ def set_up_process(run: Run, stack: ExitStack) -> None:
 
 
 def return_network(run: Run, device: torch.device) -> None:
-    """Move the network and the optimizer states to the device on which they were before the run."""
+    """Move the network and the optimizer states to the device that they had before the run."""
     run.network.to(device)
     move_optimizer_states(run.optimization.optimizers)
 
@@ -122,7 +122,7 @@ def set_up_model(run: Run, stack: ExitStack) -> bool:
     """Call the hooks that create modules, set up the model, and load a checkpoint's weights.
 
     Returns:
-        Whether the weights were loaded, which may have to wait for modules from on_fit_start.
+        False if the weights must be loaded later, because on_fit_start creates more modules.
     """
     is_training = run.stage == "fit"
     attach_run(run, stack)
@@ -265,7 +265,7 @@ def attach_run(run: Run, stack: ExitStack) -> None:
 
 
 def attach_trainer(part: Any, run: Run, stack: ExitStack) -> None:
-    """Set ``trainer``. If another loop is running, restore that loop as ``trainer`` afterwards."""
+    """Set ``trainer``. If another loop is running, set it as ``trainer`` again after this run."""
     with suppress(RuntimeError):
         # Reading LightningModule.trainer raises a RuntimeError if no trainer is attached.
         outer = getattr(part, "trainer", None)
@@ -302,7 +302,7 @@ def attach_log(part: Any, run: Run, stack: ExitStack) -> None:
 
 
 def _is_of_run(method: Any) -> bool:
-    """Return True for a missing ``log`` method, and for one that a run has set."""
+    """Return whether a ``log`` method is missing or was set by a run."""
     owner = getattr(inspect.unwrap(method), "__self__", None) if callable(method) else method
     return method is None or isinstance(owner, ResultCollection)
 

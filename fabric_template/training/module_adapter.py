@@ -1,7 +1,7 @@
 """Give functions and objects the interface of a LightningModule, and run their steps.
 
-On one device, plain Fabric calls ``model.training_step`` without autocast: a model with
-``bf16-mixed`` silently trains in float32. StepRunner applies the precision, the strategy and
+On one device, plain Fabric calls ``model.training_step`` without autocast. With ``bf16-mixed``,
+the training silently uses float32. StepRunner applies the precision, the strategy and
 torch.compile to every step.
 """
 
@@ -35,7 +35,7 @@ _HOOKS += [n for n in dir(LightningModule) if n.endswith(("_step", "_dataloader"
 
 
 class ModuleAdapter(LightningModule):
-    """Adapts a network with step functions, or an object with step methods, to LightningModule.
+    """Gives the LightningModule interface to a network with step functions, or to an object.
 
     The adapter has the network's parameters, buffers and submodules under the same names. The
     weights in a checkpoint have the keys of ``network.state_dict()``.
@@ -87,14 +87,14 @@ class ModuleAdapter(LightningModule):
 
 
 class ObjectNetwork(nn.Module):
-    """The modules and parameters in the attributes of an object that is not an nn.Module.
+    """An nn.Module with the modules and parameters in the attributes of another Python object.
 
     A list, tuple or dict of modules becomes a child with the same names as in nn.ModuleList or
     nn.ModuleDict. ``self.nets = [a, {"b": b}]`` gives ``nets.0`` and ``nets.1.b``.
     """
 
     def collect(self, model: Any) -> None:
-        """Collect a model's modules, including those that its hooks have created since."""
+        """Collect a model's current modules, including those that its hooks created."""
         self._parameters.clear()
         self._modules.clear()
         for name, value in list(getattr(model, "__dict__", {}).items()):
@@ -180,7 +180,7 @@ def unwrap(part: Any) -> Any:
 
 
 def unwrap_compiled(model: Any, functions: Mapping[str, Any]) -> tuple[Any, Any]:
-    """Return the module inside the wrapper of ``torch.compile``, and the wrapper's compiler.
+    """Return the module inside a ``torch.compile`` wrapper, and the compiler of the wrapper.
 
     As in Trainer, each step of a compiled LightningModule is compiled. With step functions, a
     compiled plain network keeps its wrapper, so that steps call the compiled ``forward``.
@@ -247,7 +247,7 @@ def takes_batch_idx(step: Callable) -> bool:
 
 
 class _CallStep(nn.Module):
-    """The module that the strategy wraps, whose forward() runs a step such as training_step."""
+    """The module that the strategy wraps. Its forward() runs a step such as training_step."""
 
     def __init__(self, network: nn.Module) -> None:
         super().__init__()
@@ -295,7 +295,7 @@ class StepRunner:
         return self.wrapped if isinstance(self.wrapped, DistributedDataParallel) else None
 
     def training_modes(self) -> dict[str, bool]:
-        """Return which modules are in train mode, or were before the current evaluation."""
+        """Return each module's train mode. During an evaluation, return the modes before it."""
         if self._modes is not None:
             return self._modes
         return {name: module.training for name, module in self.network.named_modules()}
@@ -315,7 +315,7 @@ class StepRunner:
         self._flags_at_start = self.flags(parameters)
 
     def changed_flags(self, parameters: Mapping[str, Any]) -> dict[str, dict[str, bool]]:
-        """Return train modes and requires_grad flags that have changed since they were recorded."""
+        """Return the train modes and requires_grad flags that changed after ``record_flags``."""
         return {
             kind: dict(sorted(flags.items() - self._flags_at_start[kind].items()))
             for kind, flags in self.flags(parameters).items()
@@ -323,10 +323,10 @@ class StepRunner:
 
     @contextmanager
     def captured_modes(self) -> Iterator[Callable[[], None]]:
-        """Remember which modules are in train mode while an evaluation switches to eval mode.
+        """Store the train modes of all modules while an evaluation switches to eval mode.
 
         Yields:
-            A function that restores the train modes. An error restores the modes, too.
+            A function that restores the train modes. After an error, they are also restored.
         """
         outer, self._modes = self._modes, self.training_modes()
         modes = [(module, module.training) for module in self.network.modules()]

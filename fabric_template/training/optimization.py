@@ -47,8 +47,8 @@ def is_logging_due(run: Run) -> bool:
 class Optimization:
     """Holds a run's optimizers and schedulers, and runs backward, clipping and optimizer steps.
 
-    AutomaticOptimization and ManualOptimization train the model. Until on_fit_start, and in
-    evaluations, a run uses the base class Optimization.
+    AutomaticOptimization and ManualOptimization train the model. Before the end of on_fit_start,
+    and in evaluations, a run uses an instance of this base class.
 
     Attributes:
         lightning_optimizers: A wrapper for each optimizer. Its step() handles precision, hooks and
@@ -96,9 +96,9 @@ class Optimization:
         return optimization
 
     def outside_parameters(self) -> dict[str, Tensor]:
-        """Return the trained parameters that are not in the network, such as those of a loss.
+        """Return trained parameters that are not in the network, such as those of a loss module.
 
-        A name such as "optimizer.0.3" contains the indices of the optimizer and the parameter.
+        The numbers in a name such as "optimizer.0.3" are the indices of optimizer and parameter.
         """
         found: dict[str, Tensor] = {}
         known = {id(parameter) for parameter in self.run.network.parameters()}
@@ -119,7 +119,7 @@ class Optimization:
         self.kept_loss, self._outputs = None, {}
 
     def setup(self) -> None:
-        """Cache the functions for all batches, until the optimizers or options change."""
+        """Prepare the training functions. Call ``setup`` again if optimizers or options change."""
         run, hooks = self.run, self.run.hooks
         step = self.run.module.training_step
         self.call_step = run.make_step("training_step", step)
@@ -195,7 +195,7 @@ class Optimization:
         return step_output
 
     def accumulated_gradients(self) -> dict[str, Tensor]:
-        """Return the gradients that a checkpoint needs."""
+        """Return the gradients that a checkpoint must contain, keyed by parameter name."""
         return {}
 
     def _copy_gradients(self, cleared: Collection[int] = ()) -> dict[str, Tensor]:
@@ -214,8 +214,8 @@ class AutomaticOptimization(Optimization):
     """Trains on a batch with automatic optimization: FabricLoop steps the optimizer.
 
     After training_step, hooks run in Trainer's order: on_before_zero_grad, on_before_backward,
-    on_after_backward and on_before_optimizer_step. The first batch of an accumulation window clears
-    the gradients, and the optimizer steps in the last one.
+    on_after_backward and on_before_optimizer_step. The loop clears the gradients in the first batch
+    of an accumulation window, and steps the optimizer in the last batch.
     """
 
     def setup(self) -> None:
@@ -384,7 +384,7 @@ class ManualOptimization(Optimization):
         self._reduces_gradients = self.run.steps.ddp is None or self.run.is_lightning_module
 
     def count_unwrapped_steps(self, stack: ExitStack) -> None:
-        """Count the steps of optimizers that Fabric has not wrapped, by means of torch's hooks."""
+        """Use torch's hooks to count the steps of optimizers that Fabric does not wrap."""
         for index, optimizer in enumerate(self.optimizers):
             if not isinstance(optimizer, Optimizer):
                 raise ConfigurationTypeError(
@@ -434,7 +434,7 @@ class ManualOptimization(Optimization):
             )
 
     def _count_step(self, index: int, *args: Any) -> None:
-        """Count an optimizer step in ``training_step``, but not in a hook."""
+        """Count an optimizer step that ``training_step`` takes, but not one that a hook takes."""
         if not self._reduces_gradients:
             raise ConfigurationError(
                 "training_step: got loss.backward() in a run with several processes, expected"

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, eq=False)
 class Plan:
-    """The checked arguments of a call, from which each spawned process creates its own Run.
+    """The checked arguments of a call. Each spawned process creates its own Run from them.
 
     Attributes:
         loop: The FabricLoop, which modules and callbacks get as their trainer.
@@ -123,7 +123,7 @@ def make_plan(
 def choose_model(
     loop: FabricLoop, model: Any, functions: dict[str, Any], optimizer: Any, last: Run | None
 ) -> dict[str, Any]:
-    """Return the model and its adapter. An evaluation without a model uses the last run's model."""
+    """Return the model and its adapter. Without a given model, use the last run's model."""
     # Remove the wrapper that FabricLoop.setup() may have added. The run adds its own wrapper.
     model, compiler = unwrap_compiled(unwrap(model), functions)
     if last is not None and (model is None or model is last.model):

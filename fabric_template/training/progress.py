@@ -75,7 +75,7 @@ class Progress:
         self.stage = before
 
     def continue_after(self, other: Progress) -> None:
-        """Continue the counters of another run, as an evaluation does."""
+        """Copy the counters of a previous run, for an evaluation."""
         names = ("global_step", "epochs_done", "total_batches", "logging_step")
         vars(self).update({name: getattr(other, name) for name in names})
 
@@ -92,7 +92,7 @@ class Progress:
         self.has_started = True
 
     def count_train_batches(self, num_batches: int | float) -> None:
-        """Set the number of batches per epoch when the training loader is created."""
+        """Set the training loader's number of batches per epoch."""
         self.num_train_batches = num_batches
 
     def start_epoch(self) -> None:
@@ -102,7 +102,7 @@ class Progress:
         self.phase = "start_epoch"
 
     def enter(self, phase: str | None) -> None:
-        """Set the phase of the current epoch, in which a resumed run continues."""
+        """Set the phase of the current epoch. A resumed run continues in the saved phase."""
         self.phase = phase
 
     def start_batch(self, is_last: bool) -> int:
@@ -115,7 +115,7 @@ class Progress:
         return batch_idx
 
     def count_steps(self, steps: int = 1) -> None:
-        """Count optimizer steps, of which a batch may take several in manual optimization."""
+        """Count optimizer steps. In manual optimization, one batch may take several steps."""
         self.global_step += steps
         self.optimizer_steps_in_epoch += steps
 
@@ -157,7 +157,7 @@ class Progress:
         return count
 
     def end_validation(self) -> None:
-        """Enter the epoch's next phase after the last validation hook that may log values."""
+        """End the validation phase. Call this method after the last hook that may log values."""
         self.phase = "report_validation"
 
     # Questions
@@ -174,7 +174,7 @@ class Progress:
 
     @property
     def is_window_end(self) -> bool:
-        """Return whether the optimizer steps in the current batch, as in an epoch's last batch."""
+        """Return whether the current batch ends its accumulation window or the epoch."""
         if self.batches_done % self.accumulate_grad_batches:
             return self.is_epoch_complete
         return True
@@ -188,7 +188,7 @@ class Progress:
 
     @property
     def trainer_epoch(self) -> int:
-        """Trainer's current_epoch, which counts an epoch that a resumed run still has to end."""
+        """Trainer's current_epoch. It already counts an epoch that a resumed run must still end."""
         is_ending = self.phase == "end_epoch" and self.is_epoch_complete
         return self.epochs_done + (is_ending and not self.has_started)
 
@@ -253,7 +253,7 @@ class StopCondition:
 
     @property
     def is_requested(self) -> bool:
-        """Return whether a stop was requested. should_stop waits for min_epochs and min_steps."""
+        """Return whether to stop early. Before min_epochs and min_steps, ignore should_stop."""
         if self.should_stop and self.can_stop_early:
             return True
         return self.signal is not None or bool(self.divergence)
@@ -269,7 +269,7 @@ class StopCondition:
         return self.is_due or self.has_max_epochs or self.progress.num_train_batches == 0
 
     def request(self, is_requested: bool) -> None:
-        """Request a stop after min_epochs and min_steps, or withdraw a callback's request."""
+        """Set or clear should_stop, which takes effect after min_epochs and min_steps."""
         self.should_stop = bool(is_requested)
 
     def stop_diverged_run(self) -> None:

@@ -1,4 +1,4 @@
-"""Create the objects for one call of fit, such as Progress, Hooks and CheckpointManager."""
+"""Create the objects of one run, such as Progress, Hooks and CheckpointManager."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 
 class Run:
-    """Holds the objects of one call, such as ``progress``, ``hooks`` and ``data``.
+    """Holds the objects of one call of fit, validate, test or predict, such as ``progress``.
 
     Args:
         plan: The call. The process group must exist, because parts depend on the rank.
@@ -87,15 +87,15 @@ class Run:
         self.checkpoints.set_options(config)
 
     def watch_attributes(self) -> None:
-        """From now on, save each attribute of the user's objects that has changed."""
+        """Record the attributes of the user's objects. Checkpoints save those that change later."""
         self.plain_state = make_plain_state(self)
 
     def start_optimization(self) -> None:
-        """After on_fit_start, start automatic or manual optimization, as the module requests."""
+        """Start automatic or manual optimization, as ``automatic_optimization`` defines."""
         self.optimization = self.optimization.start()
 
     def find_new_modules(self) -> None:
-        """Unless the model is an nn.Module, collect modules that its hooks have created."""
+        """Collect the modules that hooks created, if the model is not an nn.Module."""
         if isinstance(self.network, ObjectNetwork) and creates_modules(self.model):
             self.network.collect(self.model)
 
@@ -105,7 +105,7 @@ class Run:
         return has_step and self.config.limit_val_batches != 0 and self.data.has_loader("val")
 
     def make_step(self, name: str, method: Callable) -> Callable:
-        """Wrap a step for precision, strategy and profiler, and store its name for ``self.log``."""
+        """Wrap a step with precision, strategy and profiler. The step sets ``hooks.current``."""
         action = f"[Strategy]{type(self.fabric.strategy).__name__}.{name}"
         step = self.hooks.with_profiler(action, self.steps.get(name, method))
         return self.hooks.inside(name, step)
