@@ -88,7 +88,7 @@ def unknown_option(name: str, known: Iterable[str]) -> str:
 
 
 def refuse_options(options: Callable[[], Iterable[str]]) -> Callable[[Method], Method]:
-    """Make fit and similar methods refuse unknown arguments, with the correct call in the error.
+    """Make a method such as fit refuse unknown arguments, with an error that shows the right call.
 
     Args:
         options: A function that returns the names of FabricLoop's options.
@@ -127,7 +127,7 @@ def unknown_argument(
 def explain_error(
     error: BaseException, hook: str | None, model: str, is_automatic: bool
 ) -> Exception | None:
-    """Return an error with better advice if the advice in torch's error does not apply to a loop.
+    """Return a clearer error if torch's advice does not apply to a training loop, or None.
 
     Args:
         hook: The name of the hook or step that raised the error.

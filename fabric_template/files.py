@@ -74,7 +74,7 @@ def write_file(path: Path, content: bytes) -> None:
 
 
 def write_yaml(path: Path, values: dict[str, Any], head: str = "") -> None:
-    """Atomically write plain values to a YAML file."""
+    """Atomically write a dict of numbers, strings, lists and dicts to a YAML file."""
     dumper = getattr(yaml, "CSafeDumper", yaml.SafeDumper)
     text = head + yaml.dump(values, Dumper=dumper, sort_keys=False, allow_unicode=True)
     write_file(path, text.encode("utf-8", "backslashreplace"))
@@ -135,10 +135,10 @@ def claim_version(folder: Path, *others: Path) -> int:
 
 
 def read_times(folder: Path) -> tuple[float, float]:
-    """Return the times of a version's latest start and latest save, from its file .lock.
+    """Return the times of a version's latest start and latest save, from its .lock file.
 
     A new run appends a line such as "started 1764277654.5" to the .lock files in its folders. A
-    save appends "saved 1764277700.25". A time that was not saved is 0.0.
+    save appends "saved 1764277700.25". Return 0.0 for a time that the file does not contain.
     """
     times = {b"started": 0.0, b"saved": 0.0}
     for event, seconds in _TIME_LINE.findall(read_end(os.path.join(folder, ".lock"))):

@@ -1,4 +1,4 @@
-"""Find out from a column's name what it contains, and whether low or high values are best."""
+"""Infer from a column's name its data split, its quantity, and whether low values are best."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ class Metric(NamedTuple):
 
 
 def parse_metric(column: str) -> Metric:
-    """Split a column's name, which this package or another logger has chosen, into its parts."""
+    """Split the name of a column from this package or another logger into its parts."""
     match = _PREFIX.fullmatch(column) or _SUFFIX.fullmatch(column)
     split, quantity = SPLITS.get(column.lower(), ""), column
     if match is not None:
@@ -116,7 +116,7 @@ NEGATED = re.compile(r"(^|(?<!false)(?<!true)[\W_])(neg|negative|minus)[\W_]|^1 
 
 
 def find_direction(metric: str) -> str | None:
-    """Return "min" if a metric's smallest value is the best, "max" if its largest is, or None."""
+    """Return "min" or "max", depending on which value of a metric is best, or None if unknown."""
     # Ignore the end of a name such as "fpr@recall" or "fpr_at_recall", whose metric is "fpr".
     name = re.split(r"@|[\W_]at[\W_]", metric, flags=re.IGNORECASE)[0]
     spaced = re.sub(r"(?<=[a-z\d])(?=[A-Z])|(?<=[A-Z])(?=[A-Z][a-z])", "_", name)

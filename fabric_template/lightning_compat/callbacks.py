@@ -50,7 +50,7 @@ def print_summary(
     *args: Any,
     **kwargs: Any,
 ) -> None:
-    """Print a table of a model's layers, instead of ModelSummary.summarize."""
+    """Print a table of a model's layers, as a replacement for ModelSummary.summarize."""
     columns = [[title, *(str(cell).strip() for cell in cells)] for title, cells in summary_data]
     # Omit the FLOPs column if it is empty, because the module has no example_input_array.
     columns = [column for column in columns if {*column} - {"FLOPs", "0", "n/a"}]
@@ -95,7 +95,7 @@ def check_options(callbacks: list[Any], config: LoopConfig) -> None:
 
 
 def check_callbacks(callbacks: list[Any]) -> None:
-    """Raise an error for callbacks without hooks, unsupported callbacks and equal state keys."""
+    """Raise an error for callbacks that are unsupported, have no hooks or share a state key."""
     keys = set()
     for callback in callbacks:
         check_object("callbacks", callback)
@@ -141,7 +141,8 @@ def add_model_callbacks(callbacks: list[Any], own: list[Any]) -> list[Any]:
 def resume_averaging(run: Run) -> None:
     """Make StochasticWeightAveraging set its scheduler again after a resume within an epoch.
 
-    The callback's hook also changes learning rates and BatchNorm statistics. They are restored.
+    The hook on_train_epoch_start, which sets the scheduler, also changes learning rates and
+    BatchNorm statistics. Undo these changes.
     """
     callbacks = run.hooks.callbacks_of("StochasticWeightAveraging")
     if not (callbacks and run.plan.start.resumes and run.progress.is_in_epoch):

@@ -1,4 +1,4 @@
-"""Find an object's overridden hooks and its Lightning class, and whether it has a state."""
+"""Check an object for overridden hooks, a Lightning class and state_dict methods."""
 
 from __future__ import annotations
 

@@ -14,7 +14,7 @@ from lightning.pytorch.core.optimizer import LightningOptimizer
 def wrap_optimizer(optimizer: Any, strategy: Any) -> LightningOptimizer:
     """Return an optimizer whose ``step`` calls ``strategy.optimizer_step``.
 
-    The strategy is a private attribute, because LightningOptimizer has no public setter.
+    Set a private attribute, because LightningOptimizer has no public setter for the strategy.
     """
     wrapped = LightningOptimizer(optimizer)
     wrapped._strategy = strategy
@@ -42,7 +42,7 @@ def hyperparameters_name(part: Any) -> str | None:
 
 
 def logs_hyperparameters(part: Any) -> bool:
-    """Return whether an object has called ``save_hyperparameters(logger=True)``."""
+    """Return whether ``save_hyperparameters(logger=True)`` was called on an object."""
     return getattr(part, "_log_hyperparams", False)
 
 
@@ -67,7 +67,7 @@ def set_device_mesh(module: Any, mesh: Any) -> None:
 
 
 def has_communication_hook(strategy: Any) -> bool:
-    """Return whether Trainer's DDPStrategy has a ``ddp_comm_hook``, which Fabric lacks."""
+    """Return whether a DDPStrategy has a ``ddp_comm_hook``, which Fabric does not support."""
     return getattr(strategy, "_ddp_comm_hook", None) is not None
 
 

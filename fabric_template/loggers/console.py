@@ -170,7 +170,7 @@ class Console:
         return text
 
     def _add_row(self, row: Mapping[str, Any]) -> None:
-        """Print a row, with a header before new columns and a "*" at a new best value."""
+        """Print a row, below a header if a column is new, and mark a new best value with "*"."""
         if not self._output:
             return
         cells = {n: format_value(n, value) for n, value in row.items() if value is not None}
@@ -204,7 +204,7 @@ class Console:
         return True
 
     def _print(self, text: str) -> None:
-        """Print a line above the progress bar, or at the next draw in a notebook."""
+        """Print a line above the progress bar. In a notebook, store the line for the next draw."""
         if self._output == "notebook":
             self._lines.append(text)
             return
@@ -256,7 +256,7 @@ def detect_output() -> str:
 
 
 def fitting_values(texts: Sequence[str], columns: int, meter: Mapping[str, Any]) -> list[str]:
-    """Return the values that fit beside the progress bar in a terminal of this width."""
+    """Return the values that fit beside the progress bar in a terminal with ``columns`` columns."""
     bar_format = None if meter["total"] is None else "{l_bar}{r_bar}"
     space = columns - len(tqdm.format_meter(**meter, bar_format=bar_format))
     if meter["total"] is not None:
@@ -270,7 +270,7 @@ def fitting_values(texts: Sequence[str], columns: int, meter: Mapping[str, Any])
 
 
 def bar_values(run: Run) -> dict[str, float]:
-    """Return the values beside the progress bar. Reading a value waits for the GPU to finish."""
+    """Return the values to show beside the progress bar. Reading them waits for the GPU."""
     results = run.results
     logs_itself = run.is_lightning_module and (results.active.metrics or results.callback_metrics)
     values = {} if logs_itself else train_values_first(results.latest_means())

@@ -58,7 +58,7 @@ def has_number(cells: Iterable[Any]) -> bool:
 
 
 def to_wide(columns: Columns) -> Columns:
-    """Convert a table with one row per value or split to a table with one column per metric."""
+    """Convert a table with a row per value or per data split to one with a column per metric."""
     lower = {name.lower(): name for name in reversed([*columns])}
     key = next((lower[name] for name in KEY_NAMES if name in lower), None)
     if key is not None and "value" in lower:
@@ -75,7 +75,7 @@ def to_wide(columns: Columns) -> Columns:
 
 
 def split_columns(columns: Columns, split: str) -> Columns:
-    """Divide columns by data split, into columns such as "train_loss" and "val_loss"."""
+    """Replace a column such as "loss" by one column per data split, such as "train_loss"."""
     result: Columns = {}
     for name, cells in columns.items():
         parts = select(columns[split], cells)
@@ -86,7 +86,7 @@ def split_columns(columns: Columns, split: str) -> Columns:
 
 
 def select(keys: list[Any], cells: list[Any]) -> Columns:
-    """Return one column per key, with empty cells in the rows of other keys."""
+    """Return a column of ``cells`` for each distinct key, with "" where a row has another key."""
     pairs = list(zip(keys, cells, strict=True))
     return {
         key: [cell if other == key else "" for other, cell in pairs] for key in dict.fromkeys(keys)
@@ -161,7 +161,7 @@ def is_number(cell: str) -> bool:
 def split_exported(columns: Columns, exported: list[str], others: list[str]) -> dict[str, Columns]:
     """Split a W&B export, whose columns are named "<run> - <metric>", into runs.
 
-    Leave out the columns with __MIN and __MAX, which W&B adds to each metric.
+    Leave out the columns that end in __MIN or __MAX, which W&B adds for each metric.
     """
     runs: dict[str, dict[str, str]] = {}
     for name in exported:

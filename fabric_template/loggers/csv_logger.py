@@ -68,7 +68,7 @@ class CSVLogger(Logger):
 
     @property
     def version(self) -> int | str:
-        """The run's version, a number or a name, which is chosen at first use if not given."""
+        """Return the given version, or choose the next free version number at the first access."""
         if self._version is None:
             folders = [Path(self.root_dir, self.name)]
             if self._checkpoint_dir is not None:
@@ -166,7 +166,8 @@ class CSVLogger(Logger):
 class Table:
     """Append rows to a CSV file. If a row adds a column, rewrite the whole file atomically.
 
-    A row that cannot be written, such as to a full disk, stays in memory until the next append.
+    If writing fails, for example because the disk is full, the row stays in memory until the next
+    append.
 
     Attributes:
         num_rows, columns: The number of rows and the columns of the file.
@@ -298,7 +299,7 @@ def cells_of(row: Mapping[str, Any]) -> dict[str, str]:
 def rows_before(
     rows: list[dict[str, str]], position: Mapping[str, Any], step: int
 ) -> tuple[list[dict[str, str]], bool]:
-    """Return the rows up to a checkpoint, and whether another program has changed the file.
+    """Return the rows written before a checkpoint, and whether another program changed the file.
 
     Args:
         position: The number of rows at the checkpoint, and the last of these rows if it is known.

@@ -39,7 +39,7 @@ REDUCTIONS: dict[str, Any] = {
 
 @dataclass
 class LogArguments:
-    """The arguments of a ``self.log`` call, with the defaults of the calling hook."""
+    """Hold the arguments of a ``self.log`` call, with the calling hook's defaults filled in."""
 
     hook: str | None
     name: str
@@ -57,7 +57,7 @@ class LogArguments:
 
 
 def check_arguments(hook: str | None, name: str, arguments: tuple) -> LogArguments:
-    """Fill in the defaults of self.log's arguments, or raise an error if the hook forbids one."""
+    """Fill in the defaults of self.log's arguments, or raise an error if the hook rejects one."""
     prog_bar, logger, on_step, on_epoch, reduce_fx, *others = arguments
     if _EPOCH_HOOK.fullmatch(str(hook)):
         for option, value, allowed in (("on_step", on_step, False), ("on_epoch", on_epoch, True)):

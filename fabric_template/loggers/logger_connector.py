@@ -55,7 +55,7 @@ class LoggerConnector:
             self.log_metrics(values.logged, step=count, row=values.row)
 
     def log_evaluation(self, metrics: Mapping[str, Any], row: Mapping[str, Any]) -> None:
-        """Log an evaluation's values, and write them to steps.csv if metrics.csv gets no row."""
+        """Log an evaluation's values. If metrics.csv gets no row, write them to steps.csv."""
         run = self.run
         if run.progress.stage == "sanity_check":
             return

@@ -29,7 +29,7 @@ EXPECTED = "a metrics.csv, or a folder such as logs, logs/digits or logs/digits/
 def read_logs(path: str | os.PathLike[str], steps: bool = False) -> pd.DataFrame:
     """Return the rows of one or several runs as one table: `name, version, epoch, step, ...`.
 
-    Half-empty rows, as in Lightning's CSVLogger, are merged into one row per epoch, or per
+    Half-empty rows, as written by Lightning's CSVLogger, are merged into one row per epoch, or per
     validation within an epoch. read_logs also reads CSV files from other tools.
 
     Args:
@@ -69,7 +69,7 @@ def read_logs(path: str | os.PathLike[str], steps: bool = False) -> pd.DataFrame
 
 
 def read_columns(path: Path, steps: bool = False) -> dict[str, list[Any]]:
-    """Return a CSV file's columns as text, merged per epoch or, with steps=True, per step.
+    """Return a CSV file's columns as text. Merge the rows per epoch, or per step if steps=True.
 
     Import pandas only to merge rows, because the command `runs` may read a thousand files.
     """
@@ -124,14 +124,14 @@ def find_runs(root: Path) -> list[tuple[str, int | str, Path]]:
 
 
 def name_run(folder: Path, root: Path) -> tuple[str, int | str]:
-    """Return a run's name, which is the parent folder's path relative to root, and its version."""
+    """Return a run's name (the path of its parent folder relative to ``root``) and its version."""
     parent, number = folder.parent, number_of(folder.name)
     name = parent.relative_to(root).as_posix() if root in parent.parents else parent.name
     return name, folder.name if number is None else number
 
 
 def find_files(root: Path) -> list[Path]:
-    """Return the metrics.csv in a folder or, if there is none, those in its visible subfolders."""
+    """Return a folder's metrics.csv or, if there is none, all metrics.csv in visible subfolders."""
     if (root / "metrics.csv").is_file():
         return [root / "metrics.csv"]
     found = []
@@ -185,7 +185,7 @@ def read_table(path: Path) -> CSVTable:
 
 
 def read_records(text: str) -> tuple[list[list[str]], list[int]]:
-    """Split the complete lines of a CSV file into cells, and list the numbers of damaged lines."""
+    """Return the cells of each complete line of a CSV file, and the numbers of damaged lines."""
     records: list[list[str]] = []
     damaged = []
     start, number = 0, 1
@@ -218,7 +218,7 @@ def unquote(record: str) -> list[str]:
 def join_rows(columns: dict[str, list[Any]], steps: bool) -> dict[str, list[Any]]:
     """Merge half-empty rows into one row per step, or per epoch and validation.
 
-    A merged row has the last value of each column, and the step of the validation.
+    A merged row has the last value of each column, and the step at which validation ran.
     """
     import pandas as pd
 

@@ -78,7 +78,7 @@ class LoggedMetric:
     def full_name(self, suffix: str = "") -> str:
         """Return the logged name, with the loader's index if there are several loaders.
 
-        If on_step and on_epoch are both set, add the suffix, which is "_step" or "_epoch".
+        If on_step and on_epoch are both set, add ``suffix``, such as "_step" or "_epoch".
         """
         arguments = self.arguments
         name = arguments.name
@@ -89,7 +89,7 @@ class LoggedMetric:
         return name
 
     def update(self, value: Tensor, batch_size: int | None) -> None:
-        """Add a 0-dimensional tensor to the sums. A mean needs ``batch_size`` as its weight."""
+        """Add a 0-dimensional tensor to the sums. A mean is weighted by ``batch_size``."""
         self.has_value = True
         if self.arguments.on_step:
             # Clone the value, because the user may change it in place afterwards.
@@ -212,7 +212,7 @@ class LoopResults:
                 yield metric
 
     def start_hook(self, hook: str | None) -> None:
-        """In the first batch, reset the values that the hook logged in the previous epoch."""
+        """In an epoch's first batch, reset values that the hook logged in the previous epoch."""
         self.last_hook = hook
         if self.is_first_batch is not False:
             for metric in self.metrics.values():
@@ -227,7 +227,7 @@ class LoopResults:
 
 
 class CurrentValues(NamedTuple):
-    """The current step's or epoch's values for callbacks, loggers, progress bar and CSV files."""
+    """Hold the values of a step or an epoch for callbacks, loggers, progress bar and CSV files."""
 
     callback: dict[str, Any]
     logged: dict[str, Any]
@@ -236,7 +236,7 @@ class CurrentValues(NamedTuple):
 
 
 class EvaluationValues(NamedTuple):
-    """An evaluation's values for each loader, for the loggers and for the CSV files."""
+    """Hold an evaluation's values: a dict per loader, a dict for loggers and one for CSV files."""
 
     results: list[dict[str, Any]]
     logged: dict[str, Any]
@@ -349,7 +349,7 @@ class ResultCollection:
             self.log(name, value, **arguments)
 
     def _register(self, results: LoopResults, key: tuple, call_arguments: tuple) -> LoggedMetric:
-        """Check the arguments of a ``self.log`` call, and return the call's LoggedMetric."""
+        """Check the arguments of ``self.log``, and return the LoggedMetric for its values."""
         hook, name, _ = key
         arguments = check_arguments(hook, name, call_arguments)
         if call_arguments[1] and not self.run.loop.loggers:
@@ -428,7 +428,7 @@ class ResultCollection:
 
     @contextmanager
     def kept_apart(self) -> Iterator[None]:
-        """Collect the values of a separate evaluation, and then restore the run's values."""
+        """Collect the values of an evaluation in this context, then restore the run's values."""
         own = dict(vars(self))
         dicts = {name: dict(value) for name, value in own.items() if isinstance(value, dict)}
         vars(self).update(dicts)
@@ -454,7 +454,7 @@ class ResultCollection:
         self.active.has_new_values = True
 
     def end_batches(self) -> None:
-        """Switch from step values to epoch values after the last batch of an epoch or a loader."""
+        """After the last batch of an epoch or a loader, replace step values by epoch values."""
         if self.active.has_new_values:
             self.update_metrics()
         self.active.is_first_batch = None
@@ -558,7 +558,7 @@ class ResultCollection:
         return row
 
     def latest_means(self) -> dict[str, Tensor]:
-        """Return this process's means of train_loss and of the returned values."""
+        """Return this process's means of train_loss and of the values that steps returned."""
         means = dict(self.returned)
         for metric in self.train.metrics.values():
             sums, name = metric.row or metric.epoch, metric.arguments.name
@@ -568,7 +568,7 @@ class ResultCollection:
         return means
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the sums of this training epoch, and the attributes of torchmetrics objects."""
+        """Return the epoch's logged values and sums, and the state of torchmetrics objects."""
         train, metrics = self.train, find_torchmetrics(self.run.network)
         names = {id(metric): name for name, metric in metrics.items()}
         if self.active is self.evaluation:
@@ -604,7 +604,7 @@ class ResultCollection:
 
 
 def find_batch_size(batch: Any) -> int:
-    """Return the batch size that Trainer would find, but faster for tuples of tensors."""
+    """Return the same batch size as Trainer, with a faster search in tuples of tensors."""
     if type(batch) in (tuple, list):
         sizes = {p.size(0) if isinstance(p, Tensor) and p.dim() else -1 for p in batch}
         if len(sizes) == 1 and -1 not in sizes:
@@ -620,7 +620,7 @@ def float_type() -> torch.dtype:
 
 @cache
 def warn_of_integer(name: str) -> None:
-    """Warn only once per process, because a step may log the value in every batch."""
+    """Warn about a logged integer, only once per name, because each step may log it again."""
     rank_zero_warn(
         f"You called `self.log({name!r}, ...)` with an integer, but the value needs to be floating to be"
         f" reduced. Converting it to {float_type()}."
@@ -654,7 +654,7 @@ def to_float(value: Tensor) -> Tensor:
 
 
 def to_numbers(values: Mapping[str, Any]) -> dict[str, Any]:
-    """Convert the tensors among the values to plain numbers."""
+    """Convert the tensors in a dict to Python numbers, and keep all other values."""
     return {n: v.item() if isinstance(v, Tensor) else v for n, v in values.items()}
 
 
@@ -668,7 +668,7 @@ def find_torchmetrics(module: Any) -> dict[str, Any]:
 
 
 def plain_attributes(metric: Any) -> dict[str, Any]:
-    """Copy the attributes of a metric that torch.load(weights_only=True) can load.
+    """Copy those attributes of a metric that torch.load(weights_only=True) can load.
 
     A metric's state_dict() is not enough, because it contains only persistent states.
     """

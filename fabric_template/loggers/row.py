@@ -60,7 +60,7 @@ class RowWriter:
         self._excluded_seconds = 0.0
 
     def choose_interval(self) -> None:
-        """After creating the training loader, choose step-based or epoch-based rows."""
+        """Choose step-based or epoch-based rows. This requires the number of training batches."""
         has_no_length = self.run.progress.num_train_batches == math.inf
         self.is_step_based = self.counts_steps or has_no_length
 
@@ -70,7 +70,7 @@ class RowWriter:
         return self.run.stop.max_steps != -1 or self.run.config.check_val_every_n_epoch is None
 
     def continue_rows(self, rows: list[dict[str, Any]]) -> None:
-        """Set the run's earlier rows, which come from a CSV file or from another process."""
+        """Set the run's earlier rows, read from a CSV file or sent by another process."""
         self.rows = rows or self.rows
 
     # The clock
@@ -82,7 +82,7 @@ class RowWriter:
         self._waited_at_start = self.run.data.seconds_waited - waited
 
     def elapsed(self) -> float:
-        """Return the seconds since the newest row, including seconds before a resume."""
+        """Return the seconds since the newest row, excluding the pause before a resume."""
         return time.monotonic() - self._started
 
     def waited(self) -> float:
@@ -102,9 +102,9 @@ class RowWriter:
     # Values
 
     def add_train_output(self, output: Any, loss: Tensor | None) -> None:
-        """Collect the values that training_step returned, or only the loss of a LightningModule.
+        """Collect the values that training_step returned, but only a LightningModule's loss.
 
-        In manual optimization, the loss is None if the step has returned a dict without "loss".
+        In manual optimization, the loss is None if the step returned a dict without "loss".
         """
         results = self.run.results
         if not results.is_enabled:
@@ -156,7 +156,7 @@ class RowWriter:
     # Due rows
 
     def write_after_validation(self) -> None:
-        """Write a row after a validation within an epoch, or print it in an epoch-based run."""
+        """After a validation within an epoch, write a row. Epoch-based runs only print it."""
         run = self.run
         # write_after_epoch writes the row after the last batch of an epoch.
         if run.progress.is_epoch_complete or not self._is_validated:
@@ -174,7 +174,7 @@ class RowWriter:
             self._write(is_in_epoch=False)
 
     def write_after_training(self) -> None:
-        """Write the row of a step-based run's last steps, which a resumed run removes."""
+        """In a step-based run, write a row for the last steps. A resumed run removes this row."""
         last_step = self.rows[-1]["step"] if self.rows else 0
         if self.is_step_based and self.run.progress.global_step > last_step:
             self._write(is_in_epoch=True)
@@ -192,7 +192,7 @@ class RowWriter:
             run.loggers.log_metrics(means, step_offset=-1)
 
     def _take(self) -> dict[str, Any]:
-        """Return the next row, and reset the collected values and the clock."""
+        """Return the next row of metrics.csv, and reset the collected values and the clock."""
         values = train_values_first({**self._collected, **self.run.results.take_means()})
         if not values and self.run.results.is_enabled:
             self.run.warn_once(
@@ -249,7 +249,7 @@ class RowWriter:
     # State
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the values of the next row, and the number of rows in each CSV file."""
+        """Return the values collected for the next row, and the number of rows in each CSV file."""
         loggers = self.run.loggers.csv_loggers
         folders = [Path(logger.log_dir) for logger in loggers]
         return {

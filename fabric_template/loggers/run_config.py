@@ -1,4 +1,4 @@
-"""Collect a run's hyperparameters, and record its code, versions and objects in config.yaml."""
+"""Collect hyperparameters, and describe a run's options, code and objects in config.yaml."""
 
 from __future__ import annotations
 
@@ -75,7 +75,7 @@ def record_own_loop(loop: FabricLoop, parts: Mapping[str, Sequence[Any]]) -> Non
 
 
 def collect_run_config(run: Run) -> dict[str, Any]:
-    """Return a run's options, model and data. "unknown" lists the values that YAML cannot store."""
+    """Return a run's options, model and data, and describe the values that YAML cannot store."""
     unknown: dict[str, str] = {}
     options = {**run.loop.recipe, "hparams": run.config.hparams}
     config: dict[str, Any] = {}
@@ -165,7 +165,7 @@ def describe_model(model: Any, network: Any) -> dict[str, Any]:
 
 
 def describe_optimizer(optimizer: Any) -> dict[str, Any]:
-    """Return an optimizer's class and arguments, with a list for those that differ by group."""
+    """Return an optimizer's class and arguments. An argument that differs by group is a list."""
     described: dict[str, Any] = {"class": type(optimizer).__name__}
     for name in optimizer.defaults:
         # A scheduler may already have changed "lr", but keeps the first value as "initial_lr".
@@ -189,7 +189,7 @@ def describe_batch_size(loader: Any) -> Any:
 
 
 def collect_class_config(part: str, given: Any, unknown: dict[str, str]) -> dict[str, Any] | None:
-    """Return an object's class, and the arguments that ``save_hyperparameters`` has saved."""
+    """Return an object's class, and the arguments that ``save_hyperparameters`` saved."""
     kind = type(given)
     if kind.__module__ == "__main__" or "." in kind.__qualname__:
         unknown[part] = f"{kind.__qualname__} of {kind.__module__}, which cannot be imported"
@@ -209,7 +209,7 @@ def collect_class_config(part: str, given: Any, unknown: dict[str, str]) -> dict
 def keep_plain(
     values: Mapping[str, Any], unknown: dict[str, str], prefix: str = ""
 ) -> dict[str, Any]:
-    """Return the values that YAML supports, and describe all other values in ``unknown``."""
+    """Return the values that YAML supports, and add a description of the others to ``unknown``."""
     kept = {}
     for name, value in values.items():
         try:
