@@ -107,7 +107,7 @@ class FabricLoop(TrainerAPI):
         self.seed()
 
     def seed(self) -> None:
-        """Seed the random generators with the option ``seed``, as each fit also does."""
+        """Seed the random generators with the option ``seed``. ``fit`` also does this."""
         if self.config.seed is not None:
             Fabric.seed_everything(self.config.seed, workers=True, verbose=False)
 
@@ -236,7 +236,7 @@ class FabricLoop(TrainerAPI):
 
     @contextmanager
     def running(self, run: Run) -> Iterator[None]:
-        """Let attributes such as ``global_step`` refer to ``run`` in this context and after it."""
+        """Make attributes such as ``global_step`` refer to ``run``, now and after the block."""
         self.run = self.runs[run.stage] = run
         self.next_ckpt_path, self.status = None, TrainerStatus.RUNNING
         try:
@@ -343,8 +343,9 @@ class FabricLoop(TrainerAPI):
     ) -> None:
         """Log several values by name.
 
-        Outside of a step method, log_dict writes a row to steps.csv, or with the key "epoch" to
-        metrics.csv. If a hook passes the current epoch as "epoch", the epoch's row gets the values.
+        Outside of a step method, log_dict writes a row to steps.csv, or to metrics.csv if
+        ``dictionary`` has the key "epoch". If "epoch" is the current epoch of ``fit``, log_dict
+        adds the values to the row of this epoch instead.
 
         Args:
             dictionary: The numbers to log, by name. In a step, it may be a MetricCollection.
@@ -375,7 +376,7 @@ class FabricLoop(TrainerAPI):
             log_rows(self.loggers, scalars, step)
 
     def _record_own_loop(self) -> None:
-        """Write the settings of your own loop before its first row."""
+        """Before the first row of a hand-written loop, write its settings to config.yaml."""
         if not (self._is_recorded or self.has_fitted):
             self._is_recorded = True
             record_own_loop(self, self._own_parts)
@@ -424,7 +425,7 @@ class FabricLoop(TrainerAPI):
         return tool.tune(self, model, train_dataloaders, datamodule, **options)
 
     def ending(self) -> dict[str, list[str]]:
-        """Return a summary of the last fit as lines of text, by heading, such as "ended"."""
+        """Summarize the last fit in lines of text, keyed by headings such as "ended"."""
         run = self.fit_run
         if run is None:
             return {}
@@ -437,13 +438,13 @@ class FabricLoop(TrainerAPI):
 
     @property
     def checkpoint_dir(self) -> Path | None:
-        """The checkpoint folder of the last fit, or None if the fit has written no checkpoints."""
+        """The checkpoint folder of the last fit, or None if the fit wrote no checkpoints."""
         return self.fit_run.checkpoints.folder if self.fit_run else None
 
     def checkpoint_path(self, keyword: str = "last") -> Path | None:
-        """Return the path of the "last" or "best" checkpoint that this loop has saved, or None.
+        """Return the path of the "last" or "best" checkpoint that this loop saved, or None.
 
-        With ModelCheckpoint callbacks, return only a checkpoint that these callbacks have saved.
+        With ModelCheckpoint callbacks, return only a checkpoint that these callbacks saved.
         """
         savers = self.checkpoint_callbacks or ([self.fit_run.checkpoints] if self.fit_run else [])
         paths = [getattr(saver, f"{keyword}_model_path", "") for saver in savers]
@@ -457,7 +458,7 @@ class FabricLoop(TrainerAPI):
 
 
 def make_fabric(given: dict[str, Any]) -> Any:
-    """Return the Fabric object that the user has passed, or create one from the other arguments."""
+    """Return the Fabric object that the user passed, or create one from the other arguments."""
     fabric, arguments = given["fabric"], {name: given[name] for name in FABRIC_ARGUMENTS}
     if fabric is None:
         arguments["plugins"] = [convert_plugin(plugin) for plugin in as_list(arguments["plugins"])]
@@ -489,7 +490,7 @@ def check_type(method: str, value: Any, kind: Any, expected: str) -> None:
 
 
 def check_state(method: str, state: Mapping[str, Any]) -> None:
-    """Raise an error if a list or dict in a state holds modules, which Fabric cannot restore."""
+    """Raise an error for lists or dicts of modules in ``state``, which Fabric cannot restore."""
     waiting = [(str(key), value, False) for key, value in state.items()]
     while waiting:
         place, value, is_nested = waiting.pop()
@@ -515,7 +516,7 @@ def mean_over_processes(fabric: Fabric, values: dict[str, Any]) -> dict[str, Any
 
 
 def log_in_run(run: Run, scalars: dict[str, Any], step: int | None) -> None:
-    """Log to steps.csv, or to the current row of metrics.csv if "epoch" is the current epoch."""
+    """Log values to steps.csv or, if "epoch" is the current epoch, to its row of metrics.csv."""
     is_of_row = run.stage == "fit" and run.progress.is_in_epoch
     if is_of_row and scalars.get("epoch") == run.progress.epochs_done:
         measured = without_coordinates(scalars)

@@ -293,7 +293,7 @@ class MiniLoop:
         return to_table(self.history)
 
     def _print_if_finished(self, path: Path | None) -> None:
-        """Print a message if the resumed run has already finished, so that no training follows."""
+        """Print a message if nothing is left to train, because the resumed run is finished."""
         if self._is_done() and self.fabric.is_global_zero:
             text = f"resume: {path} is from a finished run (epoch {self.current_epoch}, step"
             text += (
@@ -325,7 +325,7 @@ class MiniLoop:
             self._end_row(self.current_epoch - 1)
 
     def _raise_instead(self, error: Exception) -> None:
-        """Reraise an error, with better advice if torch's advice does not apply inside a loop."""
+        """Raise the error again, or a clearer one if torch's advice does not apply to a loop."""
         text = next((INSTEAD[part] for part in INSTEAD if part in str(error)), None)
         if text is None or not self._hook.endswith("_step"):
             raise error
@@ -401,7 +401,7 @@ class MiniLoop:
         self._batch_size, self._step_values = 1, None
 
     def _compute_gradients(self, batch: Any, batch_idx: int) -> None:
-        """Run the forward and backward pass, and add to the accumulation window's gradients."""
+        """Run the forward pass and the backward pass, which accumulates the gradients."""
         if self._is_first_batch:
             output = self._run_first_step(batch, batch_idx)
         else:
@@ -441,7 +441,7 @@ class MiniLoop:
         return output
 
     def _is_window_end(self, batch: Any) -> bool:
-        """Return whether the optimizer steps after a batch, which is the same in all processes."""
+        """Return whether the optimizer steps after a batch. All processes get the same result."""
         if self.accumulate_grad_batches == 1:
             return True
         is_last = self._is_last
@@ -484,7 +484,7 @@ class MiniLoop:
                 scheduler.step()
 
     def _start_batches(self) -> None:
-        """Start iterating the training loader, and skip the batches before a resumed checkpoint."""
+        """Create the iterator over batches, and skip those that the saved run has trained on."""
         # Record the random state first, because a sampler's set_epoch() may draw random numbers.
         state = self._state() if self.batches_done > 0 else {}
         set_epoch(self.train_loader, self.current_epoch)
@@ -545,7 +545,7 @@ class MiniLoop:
             yield following is END, batch
 
     def _state(self) -> dict[str, Any]:
-        """Return the random states, and the model's and loaders' attributes that have changed."""
+        """Return the random states, and the changed attributes of the model and the loaders."""
         self._find_objects()
         changed = {}
         for place, part in self._parts.items():
@@ -563,7 +563,7 @@ class MiniLoop:
         return {**get_rng_state(), "parts": changed}
 
     def _find_objects(self) -> None:
-        """Search the model's attributes for objects again, because hooks may have created some."""
+        """Search the model's attributes for objects again, because hooks may create objects."""
         self._weights = {*map(address_of, self._unwrapped.state_dict().values())} - {None}
         for place in self._object_places:
             del self._parts[place]
@@ -598,7 +598,7 @@ class MiniLoop:
         self._load_parts(state.get("parts", {}))
 
     def _load_parts(self, states: dict[str, dict[str, Any]], is_in_place: bool = True) -> None:
-        """Restore attributes, so that a list or tensor that several objects share stays shared."""
+        """Restore attributes. A list or tensor that several objects share stays shared."""
         for place in states:
             create_item(self._parts, place)
         self._find_objects()
@@ -612,7 +612,7 @@ class MiniLoop:
                 holders[id(value)].append(states.get(place, {}).get(name, END))
 
         def may_change_in_place(current: Any, value: Any) -> bool:
-            """Return whether all objects that share a value are restored to the same new value."""
+            """Return whether all objects that share ``current`` get the same restored value."""
             if not is_in_place or address_of(current) in self._weights:
                 return False
             first, *others = holders.get(id(current), [END])
@@ -798,7 +798,7 @@ class MiniLoop:
                 self._add_to_mean(("returned", name), to_metric(name, value), weight, True)
 
     def _add_to_mean(self, key: tuple[str, str], value: Any, weight: Any, is_synced: bool) -> None:
-        """Add a value to the sums for its mean, without copying it from the GPU."""
+        """Add a value to the sums for its mean. The value and the sums stay on the device."""
         check(weight, f"log: got {key[1]!r} for a batch without tensors. Pass batch_size=.")
         for sums in self._sums:
             if key not in sums:
@@ -807,7 +807,7 @@ class MiniLoop:
             sums[key] = [total + value * weight, count + weight, is_synced]
 
     def _compute(self, sums: dict[tuple[str, str], Any]) -> dict[tuple[str, str], Tensor]:
-        """Compute the means and the values of torchmetrics objects over all processes."""
+        """Compute the means, and the values of torchmetrics objects, over all processes."""
         values = {}
         for key, (total, weight, is_synced) in sums.items():
             if total is None:
@@ -1026,7 +1026,7 @@ class MiniLoop:
         return {"fit_loop": fit_loop, "validate_loop": {}, "test_loop": {}, "predict_loop": {}}
 
     def _restore(self, checkpoint: dict[str, Any], is_automatic: bool) -> None:
-        """Restore a run except its weights, and remove CSV rows written after its checkpoint."""
+        """Restore everything except the weights from a checkpoint, and remove newer CSV rows."""
         own, name = checkpoint["fabric_template"], type(self._precision).__qualname__
         progress, best, row = own["progress"], own["checkpoints"], own["row"]
         of_process = own["ranks"][self.fabric.global_rank % len(own["ranks"])]
@@ -1332,7 +1332,7 @@ class MiniLoop:
         apply_to_collection(self._unwrapped.state_dict(), NUMPY, to_python)
 
     def _prepare_training(self, resumed: dict[str, Any]) -> None:
-        """Record the initial state, check the checkpoint, and warn about modules in eval mode."""
+        """Record the initial state, check a resumed checkpoint, and warn about eval mode."""
         self._given_options = {name: getattr(self, name) for name in SMALLEST}
         self._hparams = find_hparams(self.model)
         own, saved = to_plain(self.hparams or {}), to_plain(self._hparams["hyper_parameters"])
@@ -1393,7 +1393,7 @@ class MiniLoop:
         self._check_optimizer_class(own["settings"]["optimizers"][0], groups[1][0])
 
     def _check_optimizer_class(self, saved: str, group: dict[str, Any]) -> None:
-        """Refuse a saved optimizer with other options. Warn about one of another class."""
+        """Warn if the saved optimizer has another class. Raise an error if it lacks options."""
         kind = type(self.optimizer).__name__
         if kind != saved:
             text = f"resume: got {kind} as the optimizer, expected {saved} as in the saved run."
@@ -1403,7 +1403,7 @@ class MiniLoop:
 
     @contextmanager
     def _prepared_model(self, path: Path | None, checkpoint: dict[str, Any]) -> Iterator[None]:
-        """Prepare the model's weights, device and precision, and restore its device at the end."""
+        """Load the weights, and set the device and precision. At the end, restore the device."""
         network, strategy = self.network, self.fabric.strategy
         device = next((p.device for p in network.parameters()), self.fabric.device)
         if self._converts_dtype:
@@ -1445,7 +1445,7 @@ class MiniLoop:
         return self.optimizer
 
     def _get_schedulers(self) -> Any:
-        """Return None, one scheduler or a list, as LightningModule.lr_schedulers() does."""
+        """Return None, one scheduler or a list, like LightningModule.lr_schedulers()."""
         schedulers = [config["scheduler"] for config in self.schedulers]
         return schedulers if len(schedulers) > 1 else next(iter(schedulers), None)
 
@@ -1504,7 +1504,7 @@ def has_no_log(part: Any) -> bool:
 
 
 def collect_modules(model: Any) -> nn.Module:
-    """Return one nn.Module with all modules and parameters among an object's attributes."""
+    """Return an nn.Module that contains the modules and parameters in an object's attributes."""
     network = nn.Module()
     for name, value in getattr(model, "__dict__", {}).items():
         # Write to nn.Module's dicts, because add_module() refuses names such as "forward".
@@ -1528,7 +1528,7 @@ def has_modules(value: Any, depth: int = 0) -> bool:
 
 
 def with_batch_idx(step: Callable[..., Any], name: str) -> Callable[..., Any]:
-    """Return a function of (batch, batch_idx) for a step that may take only the batch."""
+    """Make a step callable with (batch, batch_idx), even if the step takes only the batch."""
     parameters = inspect.signature(step).parameters
     places = [p for p in parameters.values() if p.kind < p.KEYWORD_ONLY]
     required = [p.name for p in places if p.default is p.empty and p.kind != p.VAR_POSITIONAL]
@@ -1595,7 +1595,7 @@ def to_metric(name: str, value: Any) -> Tensor:
 
 
 def started_processes() -> tuple[int, int]:
-    """Return how many processes torchrun has started, and on how many machines."""
+    """Return the number of processes that torchrun started, and the number of machines."""
     env, group = os.environ, torch.distributed
     if "LT_CLI_USED" in env:
         return 1, 1
@@ -1631,7 +1631,7 @@ def check_loader(loader: Any, argument: str) -> None:
 
 
 def parts_of(loader: Any) -> dict[str, Any]:
-    """Return a dict of a loader, its samplers, its dataset and its collate function."""
+    """Return a loader, its samplers, its dataset and its collate function, keyed by name."""
     names = ("sampler", "batch_sampler", "dataset", "collate_fn")
     parts = {name: getattr(loader, name, None) for name in names}
     collate = parts["collate_fn"]
@@ -1649,7 +1649,7 @@ def parts_of(loader: Any) -> dict[str, Any]:
 
 
 def objects_in(owner: Any, known: set[int]) -> dict[str, Any]:
-    """Return a dict from attribute paths to the objects inside an object, such as a transform.
+    """Return the objects in an object's attributes, such as a transform, keyed by attribute path.
 
     Args:
         known: The ids of objects whose own attributes are not searched.
@@ -1681,7 +1681,7 @@ def objects_in(owner: Any, known: set[int]) -> dict[str, Any]:
 
 
 def create_item(parts: dict[str, Any], place: str) -> None:
-    """Create the missing item of a defaultdict to which a path refers."""
+    """If a path refers to a missing item of a defaultdict, create this item."""
     path, _, key = place.rpartition(".")
     owner, _, name = path.rpartition(".")
     container = namespace_of(parts.get(owner)).get(name)
@@ -1701,12 +1701,12 @@ def is_own_object(value: Any) -> bool:
 
 
 def is_installed(kind: type) -> bool:
-    """Return whether a class is part of an installed package, instead of the user's own code."""
+    """Return whether a class is part of an installed package, not of the user's own code."""
     return "-packages" in (getattr(sys.modules.get(kind.__module__), "__file__", None) or "")
 
 
 def namespace_of(part: Any) -> dict[Any, Any]:
-    """Return an object's attributes, which are the items if the object is a dict."""
+    """Return an object's attributes or, if the object is a dict, its items."""
     if isinstance(part, dict):
         return part
     slots = [] if isinstance(part, nn.Module) else slots_of(type(part))
@@ -1714,7 +1714,7 @@ def namespace_of(part: Any) -> dict[Any, Any]:
 
 
 class SlotAttributes(dict[str, Any]):
-    """A dict of an object's slots and other attributes. Changes of the dict change the object."""
+    """A dict of an object's attributes, including slots. Changing the dict changes the object."""
 
     def __init__(self, instance: Any, slots: list[str]) -> None:
         self._instance, self._slots = instance, slots
@@ -1739,7 +1739,7 @@ class SlotAttributes(dict[str, Any]):
 
 
 def slots_of(kind: type) -> list[str]:
-    """Return the names of a class's slots. Python adds the class's name to private ones."""
+    """Return the names of a class's slots. Private names are mangled, as in Python."""
     names: list[str] = []
     for base in kind.__mro__:
         slots = vars(base).get("__slots__", ())
@@ -1757,7 +1757,7 @@ def set_epoch(loader: Any, epoch: int) -> None:
 
 
 def until_first_end(batches: Iterator[Any], fabric: Fabric) -> Iterator[Any]:
-    """Stop iterating in all processes when one has no batch left, because DDP would hang."""
+    """Yield batches until any of the processes has no batch left, so that DDP does not hang."""
     for batch in chain(batches, repeat(END)):
         has_batch: Any = int(batch is not END)
         count: Any = fabric.all_reduce(has_batch, reduce_op="sum")
@@ -1774,14 +1774,14 @@ def until_first_end(batches: Iterator[Any], fabric: Fabric) -> Iterator[Any]:
 
 
 def clear_gradients(optimizer: Any) -> None:
-    """Set all gradients to None, 20 us faster than zero_grad(), which adds a profiler event."""
+    """Set all gradients to None. zero_grad() takes 20 us longer, as it adds a profiler event."""
     for group in optimizer.param_groups:
         for parameter in group["params"]:
             parameter.grad = None
 
 
 def split_optimizers(given: Any) -> tuple[list[Any], list[Any]]:
-    """Return the optimizers and schedulers that configure_optimizers() has returned."""
+    """Return the optimizers and schedulers in the return value of configure_optimizers()."""
     if isinstance(given, Mapping):
         scheduler = given.get("lr_scheduler")
         config = scheduler if isinstance(scheduler, Mapping) else {"scheduler": scheduler}
@@ -1837,7 +1837,7 @@ def make_scheduler_config(item: Any, optimizer: Any) -> dict[str, Any]:
 
 
 def to_plain(values: Mapping[Any, Any]) -> dict[str, Any]:
-    """Convert settings to numbers, strings, lists and dicts, or if this fails, to type names."""
+    """Convert settings to numbers, strings, lists and dicts. Replace other values by type names."""
 
     def convert(value: Any) -> Any:
         if isinstance(value, set | frozenset):
@@ -1900,7 +1900,7 @@ def load_optimizer(optimizer: Any, saved: dict[str, Any]) -> None:
 def plain_state(
     part: Any, device: torch.device, saved: list[Any] | None, weights: set[Any]
 ) -> dict[str, Any]:
-    """Return the states of the generators, plain values and stateful objects in attributes.
+    """Encode an object's attributes, keyed by name. Leave out those that cannot be saved.
 
     Args:
         saved: Objects whose state other checkpoint keys contain. None: save no object's state.
@@ -1970,7 +1970,7 @@ def change_mark(value: Any, most: int | None) -> ChangeMark | None:
 
 
 def mark_tensor(tensor: Any) -> Any:
-    """Return a tensor's version and a checksum, because ``.data`` changes keep the version."""
+    """Return a tensor's version counter, and a checksum to detect changes through ``.data``."""
     if not isinstance(tensor, Tensor) or tensor.layout is not torch.strided or tensor.is_meta:
         return None
     items = tensor.detach().reshape(-1)[:: 1 + tensor.numel() // 10_000]
@@ -2084,7 +2084,7 @@ def decode(encoded: Any, device: torch.device) -> Any:
 
 
 def find_class(base: type, module: str, name: str) -> Any:
-    """Find a subclass of ``base`` by its name, without running code. Return None if missing."""
+    """Find a subclass of ``base`` by its name without running code, or return None."""
     found: Any = sys.modules.get(module)
     for part in name.split("."):
         found = getattr(found, "__dict__", {}).get(part)
@@ -2129,7 +2129,7 @@ def load_plain_state(
 
 
 def set_shared(current: Any, value: Any) -> None:
-    """Set a value that worker processes share. ctypes checks the value's type and length."""
+    """Write a value into shared memory. ctypes raises an error if the type or length differs."""
     content = current.get_obj()
     if hasattr(content, "value"):
         content.value = value
@@ -2138,7 +2138,7 @@ def set_shared(current: Any, value: Any) -> None:
 
 
 def replace_content(current: Any, value: Any) -> bool:
-    """Copy a value's content into an object, and return whether both have the same type."""
+    """Copy a saved value into an existing object in place. Return False if their types differ."""
     names = ("shape", "dtype", "requires_grad", "maxlen")
     if any(getattr(current, name, None) != getattr(value, name, None) for name in names):
         return False
@@ -2166,7 +2166,7 @@ def address_of(value: Any) -> int | None:
 
 
 def convert_attributes(of_process: dict[str, Any], parts: Iterable[str]) -> dict[str, Any] | None:
-    """Return modules' attributes that FabricLoop has saved, or None if it has saved others."""
+    """Convert module attributes saved by FabricLoop. Return None if it saved other attributes."""
     if has_attributes(of_process["data"]):
         return None
     converted: dict[str, Any] = {}
@@ -2181,7 +2181,7 @@ def convert_attributes(of_process: dict[str, Any], parts: Iterable[str]) -> dict
 
 
 def has_attributes(state: Any) -> bool:
-    """Return whether FabricLoop has saved attributes of loaders."""
+    """Return whether FabricLoop saved any attributes of loaders."""
     if isinstance(state, dict):
         return bool(state.get("attributes")) or any(map(has_attributes, state.values()))
     return isinstance(state, list) and any(map(has_attributes, state))
@@ -2279,7 +2279,7 @@ NEGATED = re.compile(r"(^|(?<!false)(?<!true)[\W_])(neg|negative|minus)[\W_]|^1 
 
 
 def find_direction(metric: str) -> str | None:
-    """Return "min" if a metric's smallest value is the best, "max" if its largest is, or None."""
+    """Return "min" or "max", depending on which value of a metric is best, or None if unknown."""
     # Names such as "fpr@recall" and "fpr_at_recall" have the direction of "fpr".
     name = re.split(r"@|[\W_]at[\W_]", metric, flags=re.IGNORECASE)[0]
     spaced = re.sub(r"(?<=[a-z\d])(?=[A-Z])|(?<=[A-Z])(?=[A-Z][a-z])", "_", name)
@@ -2322,7 +2322,7 @@ def replaced(path: Path) -> Iterator[IO[bytes]]:
 
 
 class Placeholder:
-    """A stand-in for an object in a checkpoint, whose creation could run any code."""
+    """A stand-in for an object in a checkpoint. Creating the real object could run any code."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         pass
@@ -2331,7 +2331,7 @@ class Placeholder:
 
 
 def load_file(file: Path | io.BytesIO) -> dict[str, Any]:
-    """Read a file of torch.save, with a placeholder for each object that torch.load refuses."""
+    """Load a file saved by torch.save, with placeholders for objects that torch.load refuses."""
     find_names = getattr(torch.serialization, "get_unsafe_globals_in_checkpoint", None)
     # Pass a copy of an io.BytesIO, because find_names() moves its position.
     names = find_names(copy.copy(file)) if find_names else []
@@ -2349,7 +2349,7 @@ def is_intact(path: Path) -> bool:
 
 
 def read_checkpoint(file: Path | io.BytesIO, name: str = "") -> dict[str, Any]:
-    """Read a checkpoint in which only hyperparameters may be objects that torch.load refuses."""
+    """Read a checkpoint. Raise an error if weights or states contain arbitrary Python objects."""
     name = name or str(file)
     try:
         checkpoint = load_file(file)
@@ -2367,7 +2367,7 @@ def read_checkpoint(file: Path | io.BytesIO, name: str = "") -> dict[str, Any]:
 
 
 def check_readable(states: dict[str, Any]) -> None:
-    """Raise an error if the given states could not be read again from a checkpoint."""
+    """Raise an error if ``states`` cannot be saved to a checkpoint and read again."""
     file = io.BytesIO()
     try:
         torch.save(states, file)
@@ -2396,7 +2396,7 @@ def find_hparams(model: Any) -> dict[str, Any]:
 
 
 def is_replaced(checkpoint: dict[str, Any], folder: Path) -> bool:
-    """Return whether another run has started in a checkpoint's folder since it was saved."""
+    """Return whether another run started in a folder after the given checkpoint was saved."""
     started, _ = read_times(folder)
     return bool(checkpoint.get("fabric_template", {}).get("saved_at", started) < started)
 
@@ -2415,7 +2415,7 @@ def read_times(folder: Path) -> tuple[float, float]:
 
 
 def age_of(folder: Path) -> tuple[float, int]:
-    """Return the time of a version's latest start or save, and the version's number."""
+    """Return the time of a version's latest start or save, whichever is later, and its number."""
     number = folder.name.removeprefix("version_")
     return max(read_times(folder)), int(number) if number.isdigit() else -1
 

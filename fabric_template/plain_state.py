@@ -2,12 +2,12 @@
 
 A value is plain if it is None, a number, a string, a tensor, a NumPy array, or a container of plain
 values. Only plain attributes that have changed since the start of the run are saved. A value is
-encoded as a tuple of its kind and content, which torch.load(weights_only=True) can read. If the
+encoded as a tuple (kind, content), so that torch.load(weights_only=True) can read the value. If the
 encoding of an attribute fails, a warning replaces the error.
 
 The key of a value is the pair (object name, attribute name). If an attribute has a state_dict, such
-as a module's own scheduler, its state is saved. If an attribute holds an object, such as a pool of
-images, the object's attributes are saved, too.
+as a module's own scheduler, its state is saved. If an attribute holds another object, such as a
+replay buffer, the attributes of that object are saved, too.
 """
 
 from __future__ import annotations
@@ -123,7 +123,7 @@ def _digest_tensor(tensor: Tensor) -> Any:
 
 
 def is_plain_tensor(tensor: Tensor) -> bool:
-    """Return whether a tensor has a dense memory block, which can be copied."""
+    """Return whether a tensor is dense and has data, so that its values can be copied."""
     is_dense = tensor.layout is torch.strided and not tensor.is_nested and not tensor.is_quantized
     return is_dense and tensor.device.type != "meta"
 
@@ -174,7 +174,7 @@ def is_named_tuple(kind: type) -> bool:
 
 
 def find_class(base: type, module: str, name: str) -> Any:
-    """Find a subclass of ``base`` by its name, without running code. Return None if missing."""
+    """Find a subclass of ``base`` by its name without running code, or return None."""
     found: Any = sys.modules.get(module)
     for part in name.split("."):
         found = getattr(found, "__dict__", {}).get(part)
@@ -185,7 +185,7 @@ def find_class(base: type, module: str, name: str) -> Any:
 
 
 class Encoder:
-    """Encode plain values, and encode an object that several attributes share only once.
+    """Encode plain values. Encode each object once, even if several attributes share it.
 
     Args:
         device: The run's device. A resumed run restores this device's tensors to its own device.
@@ -229,7 +229,7 @@ class Encoder:
         return encoded
 
     def _encode_by_class(self, value: Any, kind: type, depth: int) -> Any:
-        """Encode an Enum's name or a named tuple's items, together with the name of its class."""
+        """Encode an Enum member by its name, or a named tuple by its items, with the class name."""
         place = kind.__module__, kind.__qualname__
         if find_class(kind, *place) is not kind or depth > _DEEPEST:
             raise NotPlainError
@@ -277,7 +277,7 @@ class Encoder:
 
 
 class Decoder:
-    """Decode the output of an Encoder, and decode an object that attributes share only once."""
+    """Decode the output of an Encoder. Decode each object once, even if attributes share it."""
 
     def __init__(self, device: torch.device | str = "cpu") -> None:
         self._device = device
@@ -319,7 +319,7 @@ class Decoder:
 
 
 def replace_content(current: Any, value: Any) -> bool:
-    """Copy a value's content into an object, and return whether this was possible."""
+    """Copy a saved value into an existing object in place. Return False if that is impossible."""
     kind = type(current)
     if kind is not type(value):
         return False
@@ -362,7 +362,7 @@ def read_shared(value: Any) -> Any:
 
 
 def write_shared(value: Any, saved: Any) -> None:
-    """Write a number or an array's items into shared memory. ctypes checks type and length."""
+    """Write a value into shared memory. ctypes raises an error if the type or length differs."""
     content = value.get_obj()
     if hasattr(content, "value"):
         content.value = saved
@@ -374,7 +374,7 @@ def write_shared(value: Any, saved: Any) -> None:
 
 
 class SlotAttributes(dict[str, Any]):
-    """A dict of an object's slots and other attributes. Changes of the dict change the object."""
+    """A dict of an object's attributes, including slots. Changing the dict changes the object."""
 
     def __init__(self, instance: Any, slots: list[str]) -> None:
         self._instance, self._slots = instance, slots
@@ -399,7 +399,7 @@ class SlotAttributes(dict[str, Any]):
 
 
 def slots_of(kind: type) -> list[str]:
-    """Return the names of a class's slots. Python adds the class's name to private ones."""
+    """Return the names of a class's slots. Private names are mangled, as in Python."""
     names: list[str] = []
     for base in kind.__mro__:
         slots = vars(base).get("__slots__", ())
@@ -426,7 +426,7 @@ class Part:
     has_buffers: bool = False
 
     def namespace(self) -> dict[str, Any]:
-        """Return a dict of the object's attributes, in which changes also change the object."""
+        """Return a dict of the object's attributes. Changing the dict changes the object."""
         if isinstance(self.instance, type):
             return {}
         if isinstance(self.instance, dict):
@@ -467,7 +467,7 @@ def is_reading(value: Any) -> bool:
 
 
 def searched_values(part: Part) -> dict[str, Any]:
-    """Return an object's attributes, and for a module also the objects that own its hooks."""
+    """Return an object's attributes and, for a module, the objects whose methods are its hooks."""
     values, module = part.attributes(), part.instance
     if not isinstance(module, nn.Module) or part.has_buffers:
         return values
@@ -477,12 +477,12 @@ def searched_values(part: Part) -> dict[str, Any]:
 
 
 def is_installed(kind: type) -> bool:
-    """Return whether a class is part of an installed package, instead of the user's own code."""
+    """Return whether a class is part of an installed package, not of the user's own code."""
     return "-packages" in (getattr(sys.modules.get(kind.__module__), "__file__", None) or "")
 
 
 def find_objects(parts: dict[str, Part], known: set[int]) -> dict[str, Part]:
-    """Return a dict from paths to objects in attributes, and in lists and dicts in attributes.
+    """Return the objects in attributes, including those in lists and dicts, keyed by path.
 
     Args:
         known: The ids of objects that are not searched, such as the network's modules.
@@ -536,7 +536,11 @@ class PlainState:
         self._at_start = self.digests()
 
     def add(self, parts: dict[str, Part], saved: Iterable[Any]) -> None:
-        """Add objects to save, and from now on save the states of stateful attributes."""
+        """Save more objects, and also the state_dict of objects that attributes hold.
+
+        Args:
+            saved: Objects whose state other checkpoint keys contain.
+        """
         self._saved = {id(part): part for part in saved}
         self._given |= parts
         self._find_objects()
@@ -545,21 +549,21 @@ class PlainState:
                 self._at_start[place] = found
 
     def _find_objects(self) -> None:
-        """Update the list of objects in attributes, because hooks may have created some."""
+        """Search the attributes for objects again, because hooks may create objects."""
         if self._network is not None:
             with self._guarded("the objects in attributes"):
                 known = {*(self._saved or ()), *map(id, self._network.modules())}
                 self._parts = {**self._given, **find_objects(self._given, known)}
 
     def objects_of(self, names: Iterable[str]) -> dict[str, Any]:
-        """Return all objects in attributes, and create items of defaultdicts in ``names``."""
+        """Create the defaultdict items in ``names``, and return all objects in attributes."""
         for name in names:
             self._create_item(name)
         self._find_objects()
         return {n: part.instance for n, part in self._parts.items() if n not in self._given}
 
     def _create_item(self, name: str) -> None:
-        """Create the missing item of a defaultdict to which a name refers."""
+        """If a name refers to a missing item of a defaultdict, create this item."""
         path, _, key = name.rpartition(".")
         owner, _, attribute = path.rpartition(".")
         namespace = self._parts[owner].namespace() if owner in self._parts else {}
@@ -568,7 +572,7 @@ class PlainState:
             container[key]
 
     def generators(self) -> dict[str, Any]:
-        """Return a dict from paths such as "object.attribute" to generators, each only once."""
+        """Return each random generator once, keyed by a path such as "object.attribute"."""
         found: dict[int, tuple[str, Any]] = {}
         for name, part in self._parts.items():
             for attribute, generator in find_generators(part.namespace()).items():
