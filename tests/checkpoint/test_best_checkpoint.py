@@ -62,7 +62,7 @@ def test_a_run_killed_after_a_validation_resumes_exactly(tmp_path):
         assert tree(root) == tree(tmp_path / "run")
 
 
-def test_with_an_epoch_mean_as_monitor_the_best_is_chosen_after_each_epoch(tmp_path):
+def test_a_checkpoint_scored_by_an_epoch_mean_is_saved_after_each_epoch(tmp_path):
     loop, _, history = fit(
         tmp_path, max_epochs=2, val_check_interval=2, monitor="train_loss_epoch", save_top_k=-1, **EPOCH
     )
@@ -122,7 +122,7 @@ LOSS, ACC = {"monitor": "loss"}, {"monitor": "acc"}
     ],
     ids=str,
 )
-def test_a_new_monitor_ignores_the_scores_of_the_old_one(tmp_path, first, second, best):
+def test_a_run_resumed_with_a_new_monitor_ignores_scores_of_the_old_monitor(tmp_path, first, second, best):
     fit(tmp_path, Two, max_epochs=2, **EPOCH, **first)
     loop, *_ = fit(tmp_path, Two, max_epochs=4, resume="last", **EPOCH, **second)
     saver, path = loop.checkpoint_callback, loop.checkpoint_path("best")
@@ -134,7 +134,7 @@ def test_a_new_monitor_ignores_the_scores_of_the_old_one(tmp_path, first, second
 
 @pytest.mark.parametrize("save_top_k", [1, 2, -1])
 @pytest.mark.parametrize("loops", ["FF", "FM", "MF", "MM"])
-def test_a_resume_without_a_monitor_keeps_the_best_checkpoints(loops, save_top_k):
+def test_resuming_without_a_monitor_keeps_the_best_checkpoints(loops, save_top_k):
     """A later resume with the monitor competes with them."""
 
     def run(index, max_epochs, monitor=None, resume=None):
@@ -160,7 +160,7 @@ def test_a_resume_without_a_monitor_keeps_the_best_checkpoints(loops, save_top_k
 
 @pytest.mark.parametrize("second", [1, 2, 3, -1])
 @pytest.mark.parametrize("first", [1, 2, -1])
-def test_a_resume_may_change_save_top_k(tmp_path, first, second):
+def test_a_resumed_run_may_change_save_top_k(tmp_path, first, second):
     """The best of all epochs are kept, but no file that the first run has removed."""
     scores = [5, 3, 4, 2.5, 3.5, 1]
     options = {**EPOCH, "monitor": "score", "mode": "min"}

@@ -49,7 +49,7 @@ def test_resume_skips_a_damaged_checkpoint_with_a_warning(tmp_path, damage):
     assert read_checkpoint(last)["epoch"] == 2
 
 
-def test_without_a_checkpoint_auto_starts_a_run_and_last_raises(tmp_path):
+def test_resume_auto_starts_a_run_and_resume_last_raises_without_a_checkpoint(tmp_path):
     with pytest.raises(MissingCheckpointError, match="resume: got 'last', expected a checkpoint"):
         fit(tmp_path, resume="last")
     assert fit(tmp_path, resume="auto", max_epochs=1)[0].ckpt_path is None
@@ -77,7 +77,7 @@ class Disk:
         self.loop = trainer
 
 
-def test_auto_starts_a_new_run_if_all_checkpoints_are_damaged(tmp_path):
+def test_resume_auto_starts_a_new_run_if_all_checkpoints_are_damaged(tmp_path):
     fit(tmp_path, max_epochs=1)
     flip(tmp_path / FOLDER / "last.ckpt")
     content = (tmp_path / FOLDER / "last.ckpt").read_bytes()
@@ -99,7 +99,7 @@ def test_saving_replaces_a_symlink_and_not_its_target(tmp_path):
     assert read_checkpoint(folder / "last.ckpt")["epoch"] == 0
 
 
-def test_a_resume_removes_no_file_outside_the_run_directory(tmp_path):
+def test_resuming_removes_no_file_outside_the_run_directory(tmp_path):
     """A crafted checkpoint names a file to remove, and the file stays."""
     fit(tmp_path, **RUN)
     (tmp_path / "precious.ckpt").write_bytes(b"mine")

@@ -528,7 +528,7 @@ def train(kind, root, make, kill_at=None, resume=None):
 
 @pytest.mark.parametrize("kind", SAVES)
 @pytest.mark.parametrize("name", CASES)
-def test_a_killed_run_restores_the_state_of_objects(tmp_path, name, kind):
+def test_a_resumed_run_restores_the_state_of_user_objects(tmp_path, name, kind):
     whole = train(kind, tmp_path / "whole", CASES[name])
     for batches in (2, 3, 5, 8, 11):
         root = tmp_path / str(batches)
@@ -575,7 +575,7 @@ class Noting(Model):
         return NotingSGD(self.parameters(), 0.1)
 
 
-def test_the_first_save_reports_an_object_that_a_step_has_created(tmp_path):
+def test_the_first_save_reports_an_object_in_the_optimizer_state(tmp_path):
     """FabricLoop can read it with weights_only=False. MiniLoop has no such option."""
     with pytest.warns(UserWarning, match="got an instance of .*Note in the part 'optimizer_states"):
         train(FabricLoop, tmp_path / "loop", shuffled(Noting))
@@ -590,7 +590,7 @@ class Trained(Model):
 
 
 @pytest.mark.parametrize("kind", SAVES)
-def test_resume_refuses_an_optimizer_of_another_class_or_warns(tmp_path, kind):
+def test_resuming_with_a_different_optimizer_class_is_refused_or_warns(tmp_path, kind):
     def with_optimizer(name, **options):
         return shuffled(lambda: Trained(getattr(torch.optim, name), **options))
 
@@ -613,7 +613,7 @@ class Exchanged(Model):
             self.trainer.optimizers = [torch.optim.Adam(self.parameters(), lr=0.01)]
 
 
-def test_an_optimizer_that_a_hook_replaces_is_refused(tmp_path):
+def test_replacing_an_optimizer_in_a_hook_is_refused(tmp_path):
     """FabricLoop trains with the new optimizer, but a resumed run has the first one."""
     with pytest.raises(ValueError, match="got a list that a hook has changed"):
         train(MiniLoop, tmp_path / "mini", shuffled(Exchanged))
@@ -628,7 +628,7 @@ class Accumulates(Model):
         self.trainer.accumulate_grad_batches = 3 if batch_idx >= 2 else 2
 
 
-def test_mini_loop_refuses_a_change_of_accumulation_between_optimizer_steps(tmp_path):
+def test_changing_accumulate_grad_batches_while_gradients_accumulate_is_refused(tmp_path):
     """With such a change, Trainer adds new gradients to those of the last step."""
     with pytest.raises(ValueError, match="accumulate_grad_batches: got 3 from a hook at batch 2"):
         train(MiniLoop, tmp_path, shuffled(Accumulates))
@@ -650,7 +650,7 @@ class Untied(Model):
             self.second.weight = torch.nn.Parameter(self.first.weight.detach().clone())
 
 
-def test_weights_that_a_hook_unties_are_refused(tmp_path):
+def test_untying_weights_in_a_hook_is_refused(tmp_path):
     with pytest.raises(ValueError, match="parameter that a hook has replaced"):
         train(MiniLoop, tmp_path / "mini", shuffled(Untied))
     with pytest.raises(KilledError):
@@ -672,7 +672,7 @@ class ReplacesLayer(Model):
             self.net[0] = torch.nn.Linear(8, 16)
 
 
-def test_a_layer_that_a_hook_replaces_is_refused(tmp_path):
+def test_replacing_a_layer_in_a_hook_is_refused(tmp_path):
     with pytest.raises(ValueError, match="parameter that a hook has replaced"):
         train(MiniLoop, tmp_path / "mini", shuffled(ReplacesLayer))
     with pytest.raises(KilledError):
@@ -720,7 +720,7 @@ def test_numpy_arrays_of_strings_and_dates_are_restored(tmp_path, writer, reader
 
 @pytest.mark.parametrize("writer", SAVES)
 @pytest.mark.parametrize("make", [HasHiddenModules, HasHook, HasMeters, WarmUp])
-def test_each_loop_restores_objects_that_the_other_loop_has_saved(tmp_path, writer, make):
+def test_each_loop_restores_objects_that_the_other_loop_saved(tmp_path, writer, make):
     def fit(kind, name, epochs, resume=None):
         torch.manual_seed(1)
         model = make()
@@ -778,7 +778,7 @@ class Connected(Model):
 
 
 @pytest.mark.parametrize("kind", SAVES)
-def test_resume_restores_only_the_generators_of_installed_packages_objects(tmp_path, monkeypatch, kind):
+def test_only_random_generators_are_restored_in_objects_of_installed_packages(tmp_path, monkeypatch, kind):
     """The socket has another number in the new process."""
     package = tmp_path / "site-packages"
     package.mkdir()
@@ -812,7 +812,7 @@ class ReadsMore(Model):
 
 
 @pytest.mark.parametrize("kind", SAVES)
-def test_an_iterator_of_a_model_is_named_at_the_first_save(tmp_path, kind):
+def test_the_first_save_warns_about_an_iterator_in_the_model(tmp_path, kind):
     with pytest.warns(UserWarning, match="position of .*DataLoaderIter.* not known"):
         train(kind, tmp_path, shuffled(ReadsMore))
 
@@ -873,7 +873,7 @@ assert train(FabricLoop, "parts", 2, resume="last") == whole
 """
 
 
-def test_objects_are_restored_by_a_copy_inside_the_users_package(tmp_path):
+def test_a_copy_of_the_package_inside_a_user_package_restores_user_objects(tmp_path):
     """The objects and the copy have the same first name, but are not of the same package."""
     source = Path(fabric_template.__file__).parent
     project = tmp_path / "project"
@@ -896,7 +896,7 @@ class Shared(Model):
 
 
 @pytest.mark.parametrize("kind", SAVES)
-def test_shared_memory_of_another_size_is_not_overwritten(tmp_path, kind):
+def test_shared_memory_of_a_different_size_is_not_restored(tmp_path, kind):
     """FabricLoop warns, as for each attribute that it cannot restore."""
     with pytest.raises(KilledError):
         train(kind, tmp_path, shuffled(lambda: Shared(64)), kill_at=6)
@@ -929,7 +929,7 @@ class Scripted(Model):
 
 @pytest.mark.filterwarnings("ignore:.*torch.jit:DeprecationWarning")
 @pytest.mark.parametrize("kind", SAVES)
-def test_a_killed_run_restores_a_scripted_module(tmp_path, kind):
+def test_a_resumed_run_restores_a_scripted_module(tmp_path, kind):
     whole = train(kind, tmp_path / "whole", shuffled(Scripted))
     with pytest.raises(KilledError):
         train(kind, tmp_path / "killed", shuffled(Scripted), kill_at=6)
@@ -953,7 +953,7 @@ class HasPairs(Model):
 
 
 @pytest.mark.parametrize("kind", SAVES)
-def test_dicts_with_keys_that_are_no_names_stop_no_run(tmp_path, kind):
+def test_a_run_with_dicts_whose_keys_are_tuples_resumes_exactly(tmp_path, kind):
     weights, _ = train(kind, tmp_path / "whole", shuffled(HasPairs))
     with pytest.raises(KilledError):
         train(kind, tmp_path / "killed", shuffled(HasPairs), kill_at=6)
@@ -1023,7 +1023,7 @@ METERED = {
 
 @pytest.mark.parametrize("kind", SAVES)
 @pytest.mark.parametrize("name", METERED)
-def test_a_killed_run_restores_inherited_private_and_deleted_slots(tmp_path, name, kind):
+def test_a_resumed_run_restores_inherited_private_and_deleted_slots(tmp_path, name, kind):
     whole = train(kind, tmp_path / "whole", METERED[name])
     for batches in (3, 7, 11):
         root = tmp_path / str(batches)

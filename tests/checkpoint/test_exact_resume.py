@@ -163,7 +163,7 @@ class Raises(Callback):
 
 
 @pytest.mark.filterwarnings("ignore:Trying to infer the `batch_size`")
-def test_a_cycle_of_streams_resumes_exactly_after_an_exception(tmp_path):
+def test_a_list_of_streams_of_different_length_resumes_exactly_after_an_error(tmp_path):
     train, raises = LOADERS["cycle of streams"], Raises("on_train_batch_start", 6)
     options = {"save_every_n_steps": 1}
     with pytest.raises(RuntimeError, match="stop"):
@@ -175,7 +175,7 @@ def test_a_cycle_of_streams_resumes_exactly_after_an_exception(tmp_path):
 
 @pytest.mark.filterwarnings("ignore:The dirpath has changed")
 @pytest.mark.parametrize("when", ["every_n_train_steps", "every_n_epochs", "validation"])
-def test_a_run_resumes_exactly_from_a_file_of_model_checkpoint(tmp_path, when):
+def test_a_run_resumes_exactly_from_a_file_of_a_model_checkpoint_callback(tmp_path, when):
     """A resume completes what follows the save: the row, the validation, the end of the epoch."""
     options = {"val_check_interval": 2, "log_every_n_steps": 1}
     saves = {"every_n_epochs": 1, "save_on_train_epoch_end": False} if when == "validation" else {when: 1}

@@ -96,7 +96,7 @@ class WithClass(Classifier):
         self.save_hyperparameters({"activation": torch.nn.ReLU})
 
 
-def test_resume_finds_the_newest_run_with_classes_in_its_hyperparameters(tmp_path):
+def test_resume_finds_the_newest_run_if_hyperparameters_contain_classes(tmp_path):
     for _ in range(2):
         fit(tmp_path, WithClass, max_epochs=1)
     fit(tmp_path, WithClass, max_epochs=2, resume="last", version=0)
@@ -181,7 +181,7 @@ BEST = {"val": val_loader, "monitor": "val_loss"}
     [{}, BEST, {**BEST, "save_top_k": 2}, {**BEST, "save_last": False}],
     ids=["last", "best", "best 2", "best only"],
 )
-def test_resume_last_does_not_continue_a_run_that_was_replaced(tmp_path, first, version):
+def test_resume_last_does_not_continue_a_run_that_a_newer_run_replaced(tmp_path, first, version):
     root = tmp_path / "runs"
     fit(root, Plain, max_epochs=2, version=version, **first)
     old = {path.name: path.read_bytes() for path in folder(root, version).glob("*.ckpt")}
@@ -224,7 +224,7 @@ def test_the_first_checkpoint_removes_the_files_of_the_replaced_run(tmp_path):
 
 
 @pytest.mark.parametrize("step", [3, 9, 10, 11])
-def test_resume_auto_works_after_a_new_run_in_an_old_version_was_killed(tmp_path, step):
+def test_resume_auto_works_after_a_run_that_replaced_an_older_run_was_killed(tmp_path, step):
     fit(tmp_path, Plain, max_epochs=2, version=0, **BEST, save_top_k=2)
     codes, errors = run_processes(kill_new_run, str(tmp_path), step, ranks=1, is_launched=False)
     assert codes == [-signal.SIGKILL], errors
@@ -243,7 +243,7 @@ def kill_new_run(rank, root, step):
     fit(root, Plain, max_epochs=2, version=0, callbacks=[Kills(step)])
 
 
-def test_resuming_from_another_version_replaces_the_run_in_this_version(tmp_path):
+def test_resuming_from_another_version_replaces_the_run_in_the_given_version(tmp_path):
     fit(tmp_path, Plain, max_epochs=1, version=0)
     fit(tmp_path, Plain, max_epochs=4, version=1, **BEST)
     path = folder(tmp_path, 0) / "last.ckpt"
@@ -252,7 +252,7 @@ def test_resuming_from_another_version_replaces_the_run_in_this_version(tmp_path
     assert fit(tmp_path, Plain, max_epochs=3, version=1, resume="last")[0].global_step == 30
 
 
-def test_a_copied_checkpoint_continues_its_run(tmp_path):
+def test_resuming_from_a_copy_of_a_checkpoint_continues_the_same_run(tmp_path):
     whole = fit(tmp_path / "whole", Plain, max_epochs=3, version=0, **BEST)
     fit(tmp_path / "cut", Plain, max_epochs=2, version=0, **BEST)
     shutil.copy(folder(tmp_path / "cut", 0) / "last.ckpt", tmp_path / "copy.ckpt")
@@ -263,7 +263,7 @@ def test_a_copied_checkpoint_continues_its_run(tmp_path):
     assert scores[0] == scores[1]
 
 
-def test_a_run_without_checkpointing_replaces_the_older_run(tmp_path):
+def test_a_run_without_checkpointing_replaces_the_older_run_in_its_version(tmp_path):
     fit(tmp_path, Plain, max_epochs=1, version=0)
     fit(tmp_path, Plain, max_epochs=1, version=0, enable_checkpointing=False)
     with pytest.raises(MissingCheckpointError, match="newest run"):
@@ -274,7 +274,7 @@ def test_a_run_without_checkpointing_replaces_the_older_run(tmp_path):
 
 
 @pytest.mark.filterwarnings("ignore:Checkpoint directory .* exists and is not empty")
-def test_resume_finds_the_newest_run_of_a_model_checkpoint_callback(tmp_path):
+def test_resume_finds_the_newest_run_that_used_a_model_checkpoint_callback(tmp_path):
     def run(resume=None, callbacks=(), **options):
         callbacks = [ModelCheckpoint(save_last=True), *callbacks]
         return fit(tmp_path, Classifier, resume=resume, callbacks=callbacks, **options)[0]

@@ -72,7 +72,7 @@ VALUES = {
 
 @pytest.mark.parametrize("is_new", [False, True])
 @pytest.mark.parametrize("name", VALUES)
-def test_attributes_of_every_plain_type_are_restored(tmp_path, name, is_new):
+def test_attributes_of_every_supported_type_are_restored(tmp_path, name, is_new):
     """Before the change, the attribute has another value or does not exist."""
     before = {} if is_new else {"value": "before"}
     found = restored(before, {"value": VALUES[name]}, before, tmp_path).value
@@ -100,7 +100,7 @@ def test_containers_and_tensors_are_restored_in_place(tmp_path):
     assert (new.factory["a"], new.factory["b"]) == (1, 7)
 
 
-def test_values_that_attributes_share_are_shared_again_after_a_resume(tmp_path):
+def test_attributes_that_refer_to_the_same_value_share_it_again_after_a_resume(tmp_path):
     """Only attributes that shared a value in the saved run share it again."""
     shared = torch.zeros(2)
     history = []
@@ -114,7 +114,7 @@ def test_values_that_attributes_share_are_shared_again_after_a_resume(tmp_path):
     assert new.one[0] is new.last
 
 
-def test_plain_state_saves_only_changed_plain_values():
+def test_plain_state_saves_only_attributes_with_a_changed_plain_value():
     """Modules, functions, cycles, views of parameters and unchanged values are not saved."""
     net = nn.Linear(2, 2)
     cycle = []
@@ -131,7 +131,7 @@ def test_plain_state_saves_only_changed_plain_values():
     assert sorted(state.changed_attributes()) == [("a", "size"), ("a", "table")]
 
 
-def test_plain_state_finds_a_change_of_one_number():
+def test_plain_state_detects_a_change_of_one_number():
     tensors = torch.zeros(300, 1000), torch.zeros(7)
     owner = Holder(large=tensors[0], small=[tensors[1]], array=np.zeros((300, 1000)), items=[0] * 9999)
     owner.texts = np.zeros(40_000, "S1000")
@@ -344,7 +344,7 @@ RUNS = {
 
 @pytest.mark.filterwarnings("ignore:The number of training batches", "ignore:.*weight_norm.* is deprecated")
 @pytest.mark.parametrize("name", RUNS)
-def test_a_killed_run_restores_the_attributes_of_its_objects(tmp_path, name):
+def test_a_resumed_run_restores_the_attributes_of_user_objects(tmp_path, name):
     make, options = RUNS[name]
     options = {"max_epochs": 3, "val": val_loader, "save_every_n_steps": 1, **options}
     options["train"] = lambda: make_loader(20)

@@ -309,7 +309,7 @@ CALLS = [
 
 
 @pytest.mark.parametrize("function", CALLS, ids=lambda function: function[0])
-def test_reading_a_checkpoint_calls_no_function(tmp_path, monkeypatch, function):
+def test_reading_a_checkpoint_calls_no_function_named_in_the_file(tmp_path, monkeypatch, function):
     monkeypatch.chdir(tmp_path)
     write_pickle(b"\x80\x02}X\x01\x00\x00\x00a" + call(*function) + b"s.", "a.ckpt")
     with pytest.raises(CheckpointError, match="in the part 'a'"):
@@ -422,7 +422,7 @@ def test_a_truncated_file_is_reported_as_damaged(tmp_path):
             read_checkpoint(path)
 
 
-def test_resume_falls_back_if_the_zip_directory_is_damaged(tmp_path):
+def test_resume_uses_the_previous_checkpoint_if_the_zip_directory_is_damaged(tmp_path):
     """The names and positions of a zip archive's entries are at its end."""
     options = {"monitor": "train_loss", "save_top_k": -1}
     fit(tmp_path, max_epochs=2, **options)

@@ -79,7 +79,7 @@ def test_learning_rate_schedulers_resume_exactly(tmp_path, optimizers, accumulat
 
 
 @pytest.mark.filterwarnings("ignore:ReduceLROnPlateau conditioned on metric val_loss which is not available")
-def test_reduce_lr_on_plateau_reads_the_last_validation_after_a_resume(tmp_path):
+def test_reduce_lr_on_plateau_uses_the_last_validation_metric_after_a_resume(tmp_path):
     """In an epoch without validation, the scheduler reads the value from before the resume."""
     whole, _ = compare_with_resume(tmp_path, classifier(plateau_strict_off), check_val_every_n_epoch=2)
     assert whole[0].lr_scheduler_configs[0].scheduler.num_bad_epochs == 0
@@ -94,7 +94,7 @@ def test_a_run_with_step_functions_resumes_exactly(tmp_path):
     compare_with_resume(tmp_path, make, given=given)
 
 
-def test_a_resume_calls_no_hook_twice(tmp_path):
+def test_resuming_calls_no_hook_twice(tmp_path):
     """A run that is resumed in mid-epoch starts with the next batch."""
     seen = []
 
@@ -128,7 +128,7 @@ def test_resume_accepts_last_auto_and_a_path(tmp_path):
         assert tree(root) == tree(tmp_path / "whole")
 
 
-def test_a_moved_checkpoint_starts_a_new_version_with_the_old_rows(tmp_path):
+def test_resuming_a_moved_checkpoint_starts_a_new_version_with_the_old_rows(tmp_path):
     """The log was moved together with the checkpoint."""
     whole = fit(tmp_path / "whole", val=val_loader, max_epochs=3)
     fit(tmp_path / "a", val=val_loader, max_epochs=2)

@@ -23,7 +23,7 @@ PLACES = {  # location of the files: (options of the callback, logger)
     ("place", "resume"),
     [*((place, "auto") for place in PLACES), ("beside_our_logs", "last"), ("beside_a_logger", "last")],
 )
-def test_a_run_with_a_model_checkpoint_resumes_exactly(tmp_path, place, resume):
+def test_a_run_with_a_model_checkpoint_callback_resumes_exactly(tmp_path, place, resume):
     make_options, make_logger = PLACES[place]
 
     def run(name, **options):
@@ -42,7 +42,7 @@ def test_a_run_with_a_model_checkpoint_resumes_exactly(tmp_path, place, resume):
     assert logs_of(tmp_path / "whole") == logs_of(tmp_path / "parts", version)
 
 
-def test_auto_resumes_the_newest_version_with_a_checkpoint(tmp_path):
+def test_resume_auto_continues_the_newest_version_with_a_checkpoint(tmp_path):
     """If a version is given, only its files are found."""
     for epochs in (1, 2):
         fit(tmp_path, max_epochs=epochs, callbacks=[ModelCheckpoint(save_last=True)])
@@ -55,7 +55,7 @@ def test_auto_resumes_the_newest_version_with_a_checkpoint(tmp_path):
 
 
 @pytest.mark.parametrize("place", ["beside_our_logs", "no_logger", "own_folder"])
-def test_auto_continues_a_run_killed_before_its_first_last_ckpt(tmp_path, place):
+def test_resume_auto_continues_a_run_killed_before_it_saved_last_ckpt(tmp_path, place):
     make_options, make_logger = PLACES[place]
 
     def run(epochs, resume=None):

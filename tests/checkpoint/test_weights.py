@@ -94,7 +94,7 @@ def test_a_wrapped_or_compiled_model_resumes_exactly(tmp_path, shape):
 
 @pytest.mark.parametrize("after", SHAPES)
 @pytest.mark.parametrize("before", ["plain", "compiled", "parallel compiled", "child called module"])
-def test_a_run_resumes_with_another_wrapper_around_the_model(tmp_path, before, after):
+def test_a_run_resumes_with_a_different_wrapper_around_the_model(tmp_path, before, after):
     """A run continues with the same model in another wrapper."""
     whole = train(tmp_path / "whole", make_net, 2)
     train(tmp_path / "parts", SHAPES[before], 1)
@@ -110,7 +110,7 @@ def test_a_run_resumes_with_another_wrapper_around_the_model(tmp_path, before, a
 @pytest.mark.parametrize(
     ("before", "after"), [("submodule", "compiled submodule"), ("compiled submodule", "submodule")]
 )
-def test_a_resume_may_compile_a_submodule_or_not(tmp_path, before, after):
+def test_a_resumed_run_may_compile_other_submodules_than_the_saved_run(tmp_path, before, after):
     whole = train(tmp_path / "whole", OTHERS[before], 2)
     train(tmp_path / "parts", OTHERS[before], 1)
     resumed = train(tmp_path / "parts", OTHERS[after], 2, resume="last")
@@ -129,7 +129,7 @@ class TwoNames(nn.Module):
         return self.body(x) + self.module["body"](x)
 
 
-def test_parameter_names_that_differ_only_by_a_wrapper_prefix_are_kept(tmp_path):
+def test_parameter_names_that_differ_only_by_a_wrapper_prefix_stay_distinct(tmp_path):
     whole = train(tmp_path / "whole", TwoNames, 2)
     train(tmp_path / "parts", TwoNames, 1)
     resumed = train(tmp_path / "parts", TwoNames, 2, resume="last")
@@ -166,7 +166,7 @@ def test_resume_restores_the_extra_state_of_a_module(tmp_path, make_state, wrap)
 
 
 @pytest.mark.parametrize("key", ["state_dict", "model", "model_state_dict", None])
-def test_load_accepts_each_usual_checkpoint_layout(tmp_path, key):
+def test_load_accepts_each_common_checkpoint_format(tmp_path, key):
     weights = make_net().state_dict()
     torch.save({key: weights, "epoch": 3} if key else weights, tmp_path / "w.pt")
     net = nn.DataParallel(make_net())

@@ -63,7 +63,7 @@ def copy_to(folder):
     assert copy_command(str(folder / "somewhere" / "my_loop")) == 0
 
 
-def test_a_copy_under_another_name_trains_without_the_package(tmp_path):
+def test_a_renamed_copy_of_the_package_trains_without_the_original(tmp_path):
     copy_to(tmp_path)
     done = run(TRAIN, tmp_path)
     assert done.returncode == 0, done.stderr[-3000:]
@@ -76,7 +76,7 @@ def test_a_copy_under_another_name_trains_without_the_package(tmp_path):
     assert (tmp_path / "checkpoints/digits/version_0/last.ckpt").read_bytes().count(b"my_loop") == 0
 
 
-def test_a_script_beside_the_copy_cannot_import_fabric_template(tmp_path):
+def test_a_script_that_uses_the_renamed_copy_cannot_import_the_original(tmp_path):
     done = run("import fabric_template", tmp_path)
     assert done.returncode != 0
     assert "the copy must stand on its own" in done.stderr
@@ -94,7 +94,7 @@ def test_no_file_imports_the_package_by_name(path):
 
 
 @pytest.mark.parametrize("path", FILES, ids=lambda path: path.relative_to(PACKAGE).as_posix())
-def test_no_file_looks_up_the_package_by_its_name(path):
+def test_no_file_looks_up_the_package_by_a_hard_coded_name(path):
     """For example by import_module("fabric_template...") or in sys.modules."""
     source = path.read_text(encoding="utf-8")
     lookups = r"(?:import_module|__import__|resources\.files|sys\.modules\[|find_spec)"

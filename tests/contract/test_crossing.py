@@ -168,7 +168,7 @@ SAVERS = {
 
 @pytest.mark.parametrize("where", SAVERS)
 @pytest.mark.parametrize("case", CASES)
-def test_fabric_loop_and_trainer_resume_each_others_epoch_checkpoints(tmp_path, case, where):
+def test_epoch_checkpoints_resume_in_fabric_loop_and_in_trainer(tmp_path, case, where):
     """Two epochs by one loop and two by another equal four epochs of Trainer bit for bit.
 
     A scheduler that follows a metric is the exception. It steps after these hooks, and Trainer does not save the metric.
@@ -198,7 +198,7 @@ EVERY_STEP = {"filename": "{step}", "every_n_train_steps": 1, "save_top_k": -1}
 
 @exact_trainer
 @pytest.mark.parametrize(("case", "step"), sample(4, [case for case in CASES if case != "accumulate"], [4, 10, 12]))
-def test_fabric_loop_refuses_trainer_checkpoints_from_within_an_epoch(tmp_path, case, step):
+def test_fabric_loop_refuses_trainer_checkpoints_saved_within_an_epoch(tmp_path, case, step):
     """FabricLoop resumes its own files exactly, and refuses Trainer's files from the middle of an epoch.
 
     With FabricLoop's file, Trainer starts a new pass of the loader, takes the number of batches that were left, and
@@ -256,7 +256,7 @@ class SanityCounter(cb.Callback):
 @pytest.mark.filterwarnings("ignore:Be aware that when using `ckpt_path`")
 @pytest.mark.parametrize("where", SAVERS)
 @pytest.mark.parametrize("limit", [{}, {"max_steps": 14}])
-def test_resuming_a_trainer_checkpoint_runs_trainers_sanity_check(tmp_path, where, limit):
+def test_resuming_a_trainer_checkpoint_runs_the_same_sanity_check_as_trainer(tmp_path, where, limit):
     """Trainer makes a sanity check after a finished epoch, without max_steps. It draws numbers."""
     options = {**limit, "num_sanity_val_steps": 2}
     saver = SAVERS[where](tmp_path)
@@ -278,7 +278,7 @@ def test_resuming_a_trainer_checkpoint_runs_trainers_sanity_check(tmp_path, wher
 
 
 @pytest.mark.parametrize("keyword", ["resume", "ckpt_path"])
-def test_resume_refuses_a_trainer_checkpoint_of_an_unfinished_epoch(tmp_path, keyword):
+def test_a_trainer_checkpoint_saved_within_an_epoch_can_only_be_loaded(tmp_path, keyword):
     """After max_steps, an error or a validation within the epoch, only load= and validate read the file."""
     saver = cb.ModelCheckpoint(tmp_path, "{step}", save_top_k=-1, every_n_train_steps=2)
     options = {"enable_checkpointing": True, "callbacks": [saver], "max_epochs": 1, "val_check_interval": 3}

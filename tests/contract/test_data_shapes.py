@@ -270,7 +270,7 @@ def test_resuming_a_finished_run_changes_nothing(tmp_path, loop_name, limit):
 
 
 @pytest.mark.parametrize("loop_name", LOOPS)
-def test_a_run_killed_before_its_first_last_ckpt_resumes_exactly(tmp_path, loop_name):
+def test_a_run_killed_before_it_saved_last_ckpt_resumes_exactly(tmp_path, loop_name):
     """The first best.ckpt is complete, and last.ckpt does not exist yet."""
     options = {"monitor": "val_loss", "make_loader": LOADERS["shuffled"]}
     expected, rows = train(loop_name, tmp_path / "whole", max_epochs=3, **options)
@@ -299,7 +299,7 @@ class Graph:
 
 
 @pytest.mark.parametrize("loop_name", LOOPS)
-def test_fit_uses_a_list_of_objects_as_batches(tmp_path, loop_name):
+def test_fit_accepts_a_list_of_objects_as_its_batches(tmp_path, loop_name):
     pairs = list(DataLoader(DATA, 4))
     expected, _ = train(loop_name, tmp_path, lambda: pairs, max_epochs=2)
     torch.manual_seed(1)

@@ -208,7 +208,7 @@ def test_a_file_in_place_of_the_log_folder_is_refused(tmp_path, where):
 
 
 @pytest.mark.parametrize("kind", [MisconfigurationException, ValueError])
-def test_a_wrong_value_raises_misconfiguration_exception_and_value_error(tmp_path, kind):
+def test_a_wrong_value_error_is_a_value_error_and_a_misconfiguration_exception(tmp_path, kind):
     with pytest.raises(kind, match="^max_epochs: got -7"):
         FabricLoop(max_epochs=-7)
     with pytest.raises(kind, match="^training_step: got None"):
@@ -216,7 +216,7 @@ def test_a_wrong_value_raises_misconfiguration_exception_and_value_error(tmp_pat
 
 
 @pytest.mark.parametrize("kind", [MisconfigurationException, TypeError])
-def test_a_wrong_type_raises_misconfiguration_exception_and_type_error(tmp_path, kind):
+def test_a_wrong_type_error_is_a_type_error_and_a_misconfiguration_exception(tmp_path, kind):
     with pytest.raises(kind, match="^max_epochs: got '3'"):
         FabricLoop(max_epochs="3")
     with pytest.raises(kind, match="^optimizer: got 'sgd'"):

@@ -108,7 +108,7 @@ SHAPES = {
 
 @pytest.mark.parametrize("shape", SHAPES)
 @both_loops
-def test_both_loops_accept_each_shape_of_configure_optimizers(loop_class, shape):
+def test_both_loops_accept_every_return_format_of_configure_optimizers(loop_class, shape):
     """The example fails for some shapes that Lightning accepts, and ignores the scheduler of others."""
     make_optimizer, rates = SHAPES[shape]
     loop, net = fit(Net(make_optimizer), max_epochs=3, loop_class=loop_class)
@@ -174,7 +174,7 @@ def test_a_scheduler_does_not_step_after_an_epoch_that_max_steps_ends(loop_class
 
 
 @both_loops
-def test_validation_leaves_submodules_in_eval_mode(loop_class):
+def test_submodules_in_eval_mode_stay_in_eval_mode_after_validation(loop_class):
     """In the example, validation switches submodules in eval mode back to training mode."""
 
     class Modes(Net):
@@ -220,7 +220,7 @@ def test_a_second_fit_trains_max_epochs_again(loop_class):
 
 
 @both_loops
-def test_resuming_a_run_at_max_steps_takes_no_further_step(loop_class, tmp_path):
+def test_resuming_a_run_at_max_steps_takes_no_further_optimizer_step(loop_class, tmp_path):
     """In the example, a run that is resumed at max_steps takes one more step."""
     options = {"max_epochs": -1, "max_steps": 6}
     saving_loop(loop_class, **options).fit(Net(), batches())
@@ -264,7 +264,7 @@ class CountReads(TorchDispatchMode):
 
 
 @both_loops
-def test_a_training_step_reads_no_value_from_the_device(loop_class):
+def test_a_training_step_that_logs_does_not_synchronize_with_the_device(loop_class):
     """The example reads each value in each batch, and a step can return only scalars."""
 
     class Returns(pl.LightningModule):

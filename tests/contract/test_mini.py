@@ -196,7 +196,7 @@ def csv_of(name, file):
     return pd.read_csv(f"logs/{name}/version_0/{file}").drop(columns=["time", "waiting"], errors="ignore")
 
 
-def test_two_epochs_and_two_resumed_epochs_equal_four_epochs():
+def test_two_epochs_and_two_resumed_epochs_give_the_same_result_as_four_epochs():
     _, expected, rows = fit("MiniLoop", "whole", 4)
     fit("MiniLoop", "parts", 2)
     _, module, again = fit("MiniLoop", "parts", 4, resume="last")
@@ -225,7 +225,7 @@ def test_restarting_a_finished_run_prints_that_it_is_finished(capsys):
 
 
 @pytest.mark.parametrize(("before", "after"), [("MiniLoop", "FabricLoop"), ("FabricLoop", "MiniLoop")])
-def test_each_loop_resumes_a_run_of_the_other(before, after):
+def test_each_loop_resumes_a_run_of_the_other_loop(before, after):
     _, expected, rows = fit("MiniLoop", "whole", 4)
     fit(before, "parts", 2)
     _, module, again = fit(after, "parts", 4, resume="last")
@@ -284,7 +284,7 @@ class Freezes(Classifier):
 @pytest.mark.parametrize("make_module", [Moves, Freezes])
 @pytest.mark.parametrize("after", LOOPS)
 @pytest.mark.parametrize("before", LOOPS)
-def test_resume_restores_attributes_that_the_run_has_changed(before, after, make_module):
+def test_resume_restores_attributes_that_the_saved_run_changed(before, after, make_module):
     _, expected, rows = fit("FabricLoop", "whole", 4, make_module=make_module)
     fit(before, "parts", 2, make_module=make_module)
     _, module, again = fit(after, "parts", 4, resume="last", make_module=make_module)
@@ -341,7 +341,7 @@ class HasContainers(torch.nn.Module):
 
 @pytest.mark.parametrize("reader", LOOPS)
 @pytest.mark.parametrize("writer", LOOPS)
-def test_both_loops_restore_containers_in_attributes(writer, reader):
+def test_both_loops_restore_attributes_that_are_containers(writer, reader):
     def train(kind, epochs, name, resume=None):
         torch.manual_seed(1)
         net = HasContainers()
@@ -374,7 +374,7 @@ class ChangesOptions(Classifier):
 
 @pytest.mark.parametrize("reader", LOOPS)
 @pytest.mark.parametrize("writer", LOOPS)
-def test_both_loops_restore_options_that_hooks_have_changed(writer, reader):
+def test_both_loops_restore_options_that_hooks_changed(writer, reader):
     def train(kind, name, fails=False, resume=None):
         torch.manual_seed(1)
         module = ChangesOptions()
@@ -407,12 +407,12 @@ def test_a_step_based_run_resumes_exactly_within_an_epoch():
 
 
 @pytest.mark.parametrize("options", [{"validate_every_n_steps": 4}, {"max_steps": 14}])
-def test_a_step_based_run_refuses_torchmetrics_objects(options):
+def test_mini_loop_refuses_torchmetrics_objects_in_a_step_based_run(options):
     with pytest.raises(ValueError, match="log: got the torchmetrics object 'mean' with validate_every_n_steps or max_"):
         fit("MiniLoop", "run", 2, make_module=Hooked, **options)
 
 
-def test_resume_within_an_epoch_refuses_torchmetrics_objects():
+def test_mini_loop_refuses_to_resume_torchmetrics_objects_within_an_epoch():
     class Stops(Hooked):
         def on_train_batch_end(self, outputs, batch, batch_idx):
             self.trainer.should_stop = True
@@ -433,7 +433,7 @@ class Noisy(Plain):
         return super().training_step(batch) * torch.rand((), generator=self.rng)
 
 
-def test_random_generators_of_a_module_resume_only_in_the_same_loop():
+def test_only_the_loop_that_saved_random_generators_of_a_module_restores_them():
     _, expected, _ = fit("MiniLoop", "whole", 4, make_module=Noisy)
     for kind, other in itertools.permutations(LOOPS):
         fit(kind, kind, 2, make_module=Noisy)
@@ -444,7 +444,7 @@ def test_random_generators_of_a_module_resume_only_in_the_same_loop():
 
 
 @pytest.mark.parametrize("kind", [list, tuple, dict])
-def test_random_generators_in_a_container_are_refused(kind):
+def test_mini_loop_refuses_random_generators_in_a_container(kind):
     """MiniLoop saves only generators in attributes."""
     generators = [("a", torch.Generator()), ("b", random.Random(1))]
 
@@ -472,7 +472,7 @@ def test_a_run_stopped_by_max_steps_within_an_epoch_resumes():
 @pytest.mark.parametrize("hook", ["on_train_start", "on_train_epoch_start"])
 @pytest.mark.parametrize("draw", [partial(torch.rand, 3), partial(torch.manual_seed, 7)])
 @pytest.mark.parametrize("num_workers", [0, 1])
-def test_a_run_with_a_random_hook_resumes_within_an_epoch(hook, draw, num_workers):
+def test_a_run_with_a_hook_that_draws_random_numbers_resumes_within_an_epoch(hook, draw, num_workers):
     """Without workers, a DataLoader draws its order after these hooks."""
 
     def make_module():
@@ -561,7 +561,7 @@ class ReadsOptimizer(Classifier):
 
 
 @pytest.mark.parametrize("kind", LOOPS)
-def test_hooks_read_the_optimizer_and_the_scheduler(tmp_path, kind):
+def test_hooks_can_read_the_optimizer_and_the_scheduler(tmp_path, kind):
     loop, options = LOOPS[kind]
     torch.manual_seed(1)
     model, expected = ReadsOptimizer(), ReadsOptimizer()
@@ -589,7 +589,7 @@ class LogsInTurn(Classifier):
         return super().training_step(batch, batch_idx)
 
 
-def test_a_row_of_steps_csv_has_the_values_of_its_batch():
+def test_a_row_of_steps_csv_contains_only_values_logged_in_its_batch():
     fit("MiniLoop", "run", 1, make_module=LogsInTurn, log_every_n_steps=2)
     assert csv_of("run", "steps.csv").filter(like="number").sum(axis=1).tolist() == [1, 3, 5, 7, 9]
 
@@ -667,7 +667,7 @@ def train_ranked(rank, epochs, resume, file):
 
 
 @pytest.mark.usefixtures("quick_spawn")
-def test_two_processes_train_the_same_weights_as_trainer_and_resume():
+def test_two_processes_train_the_same_weights_as_trainer_and_can_resume():
     options = {"max_epochs": 2, "devices": 2, "accumulate_grad_batches": 2, "num_sanity_val_steps": 0}
     _, expected = run_trainer(Ranked, make_loader, val_loader, strategy="ddp_fork", **options)
     for arguments in ((2, None, "whole"), (1, None, "parts"), (2, "last", "parts")):
@@ -705,7 +705,7 @@ def train_on_uneven_streams(rank):
 
 @pytest.mark.usefixtures("quick_spawn")
 @pytest.mark.filterwarnings("ignore:train_dataloaders. the streams")
-def test_an_epoch_ends_when_the_shortest_stream_ends():
+def test_an_epoch_of_two_processes_ends_when_the_shorter_stream_ends():
     """Otherwise, the other process would wait forever."""
     codes, errors = run_processes(train_on_uneven_streams, ranks=2, timeout=90)
     assert codes == [0, 0], errors
@@ -847,7 +847,7 @@ def changed_loop(changes):
     return module.MiniLoop
 
 
-def test_an_edited_copy_of_mini_py_accumulates_by_tokens():
+def test_an_edited_copy_of_mini_py_accumulates_gradients_by_tokens():
     _, expected, _ = fit("MiniLoop", "whole", 2, accumulate_grad_batches=2)
     _, module, _ = fit("MiniLoop", "tokens", 2, loop_class=changed_loop(BY_TOKENS), tokens_per_step=64)
     torch.testing.assert_close(module.state_dict(), expected.state_dict())
@@ -890,7 +890,7 @@ def train_with_rule_of_one_process(rank):
 
 
 @pytest.mark.usefixtures("quick_spawn")
-def test_all_processes_end_an_accumulation_window_together():
+def test_all_processes_end_an_accumulation_window_at_the_same_batch():
     codes, errors = run_processes(train_with_rule_of_one_process, ranks=2)
     assert codes == [0, 0], errors
     (step, weights), (other_step, other_weights) = (torch.load(f"{rank}.pt", weights_only=True) for rank in (0, 1))
@@ -1002,7 +1002,7 @@ def test_hyperparameters_that_cannot_be_read_back_are_refused_before_training(ca
 
 
 @pytest.mark.parametrize("value", [LOOPS, {"kind": Nested.Kind}, WithHparam, UserDict(a=1), Path("a"), np.ones(3)])
-def test_a_run_with_hyperparameters_of_other_classes_resumes(value):
+def test_a_run_with_hyperparameters_of_any_type_resumes(value):
     run_mini(partial(WithHparam, value), max_epochs=1)
     loop, _ = run_mini(partial(WithHparam, value), max_epochs=2, fit={"resume": "last"})
     assert loop.current_epoch == 2
@@ -1132,7 +1132,7 @@ def test_mini_loop_refuses_a_hook_that_ends_the_epoch():
 
 
 @pytest.mark.parametrize("kind", LOOPS)
-def test_logged_values_named_step_and_epoch_do_not_replace_the_columns(kind):
+def test_logged_values_named_step_and_epoch_do_not_replace_these_columns(kind):
     class LogsStep(Classifier):
         def on_train_batch_end(self, outputs, batch, batch_idx):
             # A usual way to have epochs on the x axis of TensorBoard.
@@ -1222,7 +1222,7 @@ def test_resume_last_refuses_a_run_whose_checkpoints_are_all_damaged(kind):
         fit(kind, "run", 2, resume=path)
 
 
-def test_should_stop_waits_for_the_end_of_the_accumulation_window():
+def test_should_stop_ends_a_run_only_after_the_accumulation_window():
     class Stops(Classifier):
         def on_train_batch_end(self, outputs, batch, batch_idx):
             self.trainer.should_stop = True

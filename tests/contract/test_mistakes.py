@@ -99,7 +99,7 @@ def test_an_error_about_monitor_suggests_returning_the_loss():
     assert any("metrics.csv has no metric" in str(warning.message) for warning in warned)
 
 
-def test_a_dict_without_loss_from_manual_optimization_is_logged():
+def test_a_dict_without_loss_is_logged_in_manual_optimization():
     """metrics.csv has the same column names as with automatic optimization."""
     first, second = make_net(), make_net()
     optimizers = [sgd(first), sgd(second)]
@@ -252,7 +252,7 @@ def test_a_step_may_call_backward_on_another_loss(name, make_step):
 
 
 @OF_LOOP
-def test_fit_drops_gradients_from_before_the_run(name):
+def test_fit_clears_gradients_computed_before_the_run(name):
     def make_optimizer(net):
         loss_of(net, next(iter(make_loader(shuffle=False)))).backward()
         return sgd(net)
@@ -338,7 +338,7 @@ def test_batches_of_numpy_arrays_are_refused_unless_the_step_converts_them(name)
 
 
 @OF_LOOP
-def test_an_error_in_the_users_step_is_raised_unchanged(name):
+def test_an_error_in_a_step_of_the_user_is_raised_unchanged(name):
     def step(net, batch):
         raise TypeError("mine")
 

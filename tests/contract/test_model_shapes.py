@@ -538,7 +538,7 @@ def test_mini_loop_refuses_modules_in_a_dict_deque_or_set(tmp_path, kind):
 
 
 @pytest.mark.parametrize(("name", "first"), sample(3, CROSSING, LOOPS))
-def test_each_loop_resumes_a_run_of_the_other(tmp_path, name, first):
+def test_each_loop_resumes_a_run_of_the_other_loop(tmp_path, name, first):
     """The other loop continues after an epoch, with the same result."""
     second = next(loop for loop in LOOPS if loop != first)
     expected = train_by_hand(name)
@@ -569,7 +569,7 @@ def train_in_two_processes(name, root):
         "Lightning, configure_model",
     ],
 )
-def test_two_processes_save_the_trained_weights(tmp_path, monkeypatch, name):
+def test_two_processes_save_the_trained_weights_and_return_them_to_the_caller(tmp_path, monkeypatch, name):
     """The checkpoint and the caller's model have the trained weights."""
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
     model = train_in_two_processes(name, tmp_path)
@@ -596,7 +596,7 @@ def test_two_processes_save_the_trained_weights(tmp_path, monkeypatch, name):
         ("functions, lazy", "Modules with uninitialized parameters can't be used"),
     ],
 )
-def test_two_processes_refuse_parameters_created_in_hooks(tmp_path, monkeypatch, name, message):
+def test_parameters_created_in_hooks_are_refused_with_two_processes(tmp_path, monkeypatch, name, message):
     """Parameters that the processes would not share are an error before training."""
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
     monkeypatch.setitem(MODELS, "Lightning, on_fit_start", lambda: (LowRank("on_fit_start"), {}))

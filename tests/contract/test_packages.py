@@ -71,7 +71,7 @@ class OwnLogAgain(OwnLog):
 
 
 @pytest.mark.parametrize("make_module", [OwnLog, OwnLogAgain])
-def test_a_module_that_overrides_log_logs_as_with_trainer(make_module):
+def test_a_module_that_overrides_log_logs_the_same_values_as_with_trainer(make_module):
     trainer, _, loop, module = both(make_module)
     assert set(loop.progress_bar_metrics) == set(trainer.progress_bar_metrics)
     assert "log" not in vars(module)
@@ -96,7 +96,7 @@ def test_a_scheduler_monitors_the_same_metric_as_with_trainer(make_val):
     assert loop.strategy.lr_scheduler_configs[0].monitor == trainer.strategy.lr_scheduler_configs[0].monitor
 
 
-def test_validate_and_test_after_fit_see_the_last_epoch_and_step():
+def test_validate_and_test_keep_the_epoch_and_step_at_which_fit_ended():
     class Tested(Classifier):
         def test_step(self, batch, batch_idx):
             self.log("seen", self.trainer.current_epoch * 100.0 + self.trainer.global_step, on_step=True, on_epoch=True)
@@ -138,7 +138,7 @@ class OwnLoader(Classifier):
         self.validation_step(batch, batch_idx)
 
 
-def test_after_fit_the_modules_loaders_precede_those_of_the_datamodule():
+def test_validate_after_fit_prefers_module_loaders_to_datamodule_loaders():
     seen = []
     for run in (run_trainer, run_loop):
         trainer, module = run(OwnLoader, lambda: None, fit={"datamodule": (data := Data())}, max_epochs=1)
@@ -198,7 +198,7 @@ class CountsBatches(Gan):
 @pytest.mark.filterwarnings("ignore:You passed in a `val_dataloader`")
 @pytest.mark.parametrize("options", [{}, {"max_steps": 7}], ids=["epochs", "steps"])
 @pytest.mark.parametrize("make_module", [Uncounted, OverridesOnce, StepsInOtherHooks, CountsBatches])
-def test_global_step_counts_the_same_steps_as_trainer(make_module, options):
+def test_global_step_counts_the_same_steps_as_with_trainer(make_module, options):
     trainer, _, loop, _ = both(make_module, **options)
     assert (loop.global_step, loop.current_epoch) == (trainer.global_step, trainer.current_epoch)
 
@@ -240,7 +240,7 @@ class SetsEpoch(Classifier):
 
 
 @pytest.mark.parametrize("count", [1, 2])
-def test_a_module_finds_its_datasets_through_fit_loop(count):
+def test_a_module_can_access_its_datasets_through_fit_loop(count):
     def make_loaders():
         loaders = [DataLoader(ShuffledByEpoch(), batch_size=5) for _ in range(count)]
         return loaders[0] if count == 1 else {str(index): part for index, part in enumerate(loaders)}
@@ -261,7 +261,7 @@ def test_a_module_finds_its_datasets_through_fit_loop(count):
         loop.fit_loop._combined_loader.flattened = []
 
 
-def test_fit_loop_has_no_loader_yet_in_setup():
+def test_fit_loop_has_no_loader_in_the_setup_hook():
     seen = []
 
     class Looks(Classifier):

@@ -199,14 +199,14 @@ def compare_scripts(folder, **scripts):
     return done.stdout
 
 
-def test_compare_finds_no_difference_in_the_readmes_example(tmp_path):
+def test_compare_finds_no_difference_in_the_example_of_the_readme(tmp_path):
     ((_, diff),) = blocks(README, "diff")
     lines = diff.splitlines(keepends=True)
     old, new = ("".join(line[1:] for line in lines if line[0] != other) for other in "+-")
     assert compare_scripts(tmp_path, old=old, new=new).startswith("equal    no difference in 15 steps")
 
 
-def test_the_figures_in_the_readme_are_in_results_md():
+def test_the_measured_numbers_in_the_readme_are_in_results_md():
     results = (REPOSITORY / "benchmarks" / "RESULTS.md").read_text(encoding="utf-8")
     figures = set(re.findall(r"(?<![\w.-])\d+(?:,\d{3})*(?:\.\d+)?(?![\w-])", section(README, "## Measured")))
     assert len(figures) > 4
@@ -280,7 +280,7 @@ WORKFLOWS = sorted((REPOSITORY / ".github" / "workflows").glob("*.yml"))
 
 
 @pytest.mark.parametrize("path", WORKFLOWS, ids=lambda path: path.stem)
-def test_workflows_use_existing_targets_and_files(path):
+def test_workflows_use_existing_make_targets_and_files(path):
     text = path.read_text(encoding="utf-8")
     assert yaml.safe_load(text)["jobs"]
     for target in re.findall(r"run: make (\w+)", text):
@@ -339,7 +339,7 @@ def test_commands_named_in_the_documentation_exist():
     assert {name for row in table for name in re.findall(r"\w+", row)} >= existing
 
 
-def test_the_documentation_installs_the_torch_version_of_constraints_txt():
+def test_the_documentation_installs_the_torch_version_in_constraints_txt():
     torch_line = next(line for line in ALL_COMMANDS if line.startswith("pip install torch="))
     version = re.search(r"^torch==.*$", (REPOSITORY / "constraints.txt").read_text(), re.M)[0]
     assert torch_line == f"pip install {version}"

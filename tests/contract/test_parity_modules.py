@@ -140,11 +140,11 @@ def test_each_kind_of_module_trains_the_same_weights_as_with_trainer(module, opt
         {"precision": "bf16-true"},
     ],
 )
-def test_each_option_gives_the_same_weights_as_trainer(options):
+def test_each_option_gives_the_same_weights_as_with_trainer(options):
     assert_parity(Classifier, train, val, **{"max_epochs": 3, **options})
 
 
-def test_loaders_with_workers_give_the_same_weights_as_trainer():
+def test_loaders_with_workers_give_the_same_weights_as_with_trainer():
     assert_parity(Classifier, lambda: make_loader(40, num_workers=2), val, max_epochs=2)
 
 

@@ -214,7 +214,7 @@ def plain_with_validation(net, loader, val_loader):
 
 
 @pytest.mark.parametrize("level", LEVELS)
-def test_validation_changes_no_weight_and_gives_the_same_means_as_a_plain_loop(level):
+def test_validation_changes_no_weights_and_gives_the_same_means_as_a_plain_loop(level):
     """The last batches are smaller, and weigh less in the means."""
 
     def loaders():
@@ -233,7 +233,7 @@ def test_validation_changes_no_weight_and_gives_the_same_means_as_a_plain_loop(l
         assert row == pytest.approx(expected_row, rel=1e-6)  # The sums are added in another order.
 
 
-def test_setup_and_backward_do_not_change_a_plain_loops_weights():
+def test_setup_and_backward_do_not_change_the_weights_of_a_plain_loop():
     """This is level 1, where the user writes the loop."""
     torch.manual_seed(1)
     expected = make_net()

@@ -89,7 +89,7 @@ def assert_same(ours, theirs):
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_each_case_gives_the_same_weights_and_metrics_as_trainer(name, tmp_path):
+def test_each_case_gives_the_same_weights_and_metrics_as_with_trainer(name, tmp_path):
     """The weights, the metrics, the counters and the next random numbers are Trainer's."""
     theirs = run(pl.Trainer, tmp_path / "trainer", CASES[name])
     expected = torch.rand(3)
@@ -99,7 +99,7 @@ def test_each_case_gives_the_same_weights_and_metrics_as_trainer(name, tmp_path)
 
 
 @pytest.mark.parametrize("ours_first", [True, False])
-def test_each_loop_resumes_the_others_checkpoint_with_a_datamodule(ours_first, tmp_path):
+def test_a_run_with_a_datamodule_resumes_in_trainer_and_in_fabric_loop(ours_first, tmp_path):
     """A run that starts with one and continues with the other ends with the bits of Trainer alone."""
     if not ours_first and pl.__version__.startswith("2.4."):
         pytest.skip("Trainer 2.4 draws other random numbers when it resumes its own file")

@@ -51,14 +51,14 @@ def found():
 
 
 @pytest.mark.parametrize("name", ["functions", "lightning", "stream", "killed"])
-def test_random_programs_give_the_same_result_as_trainer_or_a_plain_loop(found, name):
+def test_random_programs_give_the_same_result_as_with_trainer_or_a_plain_loop(found, name):
     compared, differences, refusals = found[name]
     assert differences == []
     assert refusals == {}
     assert len(compared) >= 2
 
 
-def test_the_random_programs_find_a_planted_fault(found):
+def test_the_random_programs_detect_a_planted_bug(found):
     compared, differences, refusals = found["fault"]
     assert [kind for kind, details in differences] == [
         "FabricLoop differs from HandLoop",
@@ -67,7 +67,7 @@ def test_the_random_programs_find_a_planted_fault(found):
     assert all("weights" in details[0] for kind, details in differences)
 
 
-def test_the_same_seed_draws_the_same_random_programs(monkeypatch):
+def test_the_same_seed_generates_the_same_random_programs(monkeypatch):
     monkeypatch.syspath_prepend(str(SOAK))
     import program_pieces as pieces
     from random_programs import assemble, draw

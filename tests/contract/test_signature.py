@@ -15,7 +15,7 @@ from fabric_template import FabricLoop
 from fabric_template.config import LoopArguments, document_fields
 
 
-def test_fabric_loops_signature_lists_every_option():
+def test_the_signature_of_fabric_loop_lists_every_option():
     parameters = inspect.signature(FabricLoop).parameters
     fields = {field.name: field.default for field in dataclasses.fields(LoopArguments)}
     assert {name: parameter.default for name, parameter in parameters.items()} == fields

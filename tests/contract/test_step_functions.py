@@ -47,7 +47,7 @@ def logged(loop, log):
     return step
 
 
-def test_a_step_function_that_logs_gives_the_same_metrics_as_trainer():
+def test_a_step_function_that_logs_gives_the_same_metrics_as_with_trainer():
     """Weights, learning rates and metrics equal those of a LightningModule that logs and schedules the same."""
 
     class Lit(Classifier):
@@ -155,7 +155,7 @@ def make_gan():
     return parts, [sgd(parts["g"]), sgd(parts["d"])]
 
 
-def test_a_step_function_steps_several_optimizers():
+def test_a_step_function_may_step_several_optimizers_itself():
     """The weights are those of the same loop without FabricLoop. Each optimizer step counts."""
     parts, optimizers = make_gan()
     step = gan_step(parts, optimizers)
@@ -200,7 +200,7 @@ def test_a_step_function_may_step_a_single_optimizer_itself():
     assert loop.global_step == 20
 
 
-def test_loss_backward_in_two_processes_is_refused(monkeypatch):
+def test_calling_loss_backward_with_two_processes_is_refused(monkeypatch):
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
     parts, optimizers = make_gan()
     loop = FabricLoop(**quiet(max_epochs=1, devices=2, strategy="ddp_fork"))
@@ -209,7 +209,7 @@ def test_loss_backward_in_two_processes_is_refused(monkeypatch):
 
 
 @pytest.mark.parametrize("loop_class", [FabricLoop, MiniLoop])
-def test_an_argument_with_a_default_does_not_get_batch_idx(loop_class):
+def test_a_step_function_argument_with_a_default_does_not_get_batch_idx(loop_class):
     """Otherwise the step would use 0, 1, 2 ... as its factor."""
     seen = []
 

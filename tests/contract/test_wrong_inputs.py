@@ -334,7 +334,7 @@ def error_of(call, folder):
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_each_wrong_input_raises_one_line_before_anything_is_written(name, tmp_path):
+def test_each_wrong_input_raises_a_one_line_error_before_anything_is_written(name, tmp_path):
     error, line, files = error_of(CASES[name], tmp_path)
     expected = ERRORS[name]
     if expected.endswith("..."):

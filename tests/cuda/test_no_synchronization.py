@@ -63,7 +63,7 @@ LOADERS = {
 
 @pytest.mark.parametrize("name", LOADERS)
 @pytest.mark.parametrize("precision", ["32-true", "bf16-mixed"])
-def test_training_with_each_loader_does_not_synchronize(precision, name):
+def test_training_with_each_loader_does_not_wait_for_the_gpu(precision, name):
     assert fit(train=LOADERS[name], precision=precision) in (12, 20)
 
 
@@ -75,7 +75,7 @@ def test_precision_16_mixed_with_a_fused_optimizer_does_not_wait_for_the_gpu():
 
 
 @pytest.mark.parametrize("options", [{"accumulate_grad_batches": 3}, {"gradient_clip_val": 0.1}], ids=str)
-def test_accumulation_and_clipping_do_not_synchronize(options):
+def test_accumulation_and_clipping_do_not_wait_for_the_gpu(options):
     assert fit(train=on_device, **options) == 20
 
 
@@ -87,7 +87,7 @@ def test_steps_without_logging_do_not_wait_for_the_gpu(tmp_path):
     assert len(list(tmp_path.rglob("steps.csv"))) == len(list(tmp_path.rglob("best.ckpt"))) == 1
 
 
-def test_mini_loop_does_not_synchronize_within_an_epoch():
+def test_mini_loop_does_not_wait_for_the_gpu_within_an_epoch():
     """The check starts at the second batch and ends before the last one."""
 
     class Watched(Drawing):

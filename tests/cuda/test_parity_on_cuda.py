@@ -23,27 +23,27 @@ def pair(make_module, train, val=val_loader, **options):
 
 @pytest.mark.parametrize("name", OPTIONS)
 @pytest.mark.parametrize("precision", PRECISIONS)
-def test_each_option_gives_the_same_weights_as_trainer(precision, name):
+def test_each_option_gives_the_same_weights_as_with_trainer(precision, name):
     pair(Drawing, make_loader, precision=precision, **OPTIONS[name])
 
 
 @pytest.mark.parametrize("precision", ["bf16-true", "16-true", "64-true"])
-def test_each_true_precision_gives_the_same_weights_as_trainer(precision):
+def test_each_true_precision_gives_the_same_weights_as_with_trainer(precision):
     pair(Drawing, make_loader, precision=precision)
 
 
 @pytest.mark.parametrize("precision", PRECISIONS)
 @pytest.mark.parametrize("optimizers", [sgd, by_epoch, fused_adam])
-def test_each_optimizer_gives_the_same_weights_as_trainer(optimizers, precision):
+def test_each_optimizer_gives_the_same_weights_as_with_trainer(optimizers, precision):
     pair(lambda: Drawing(optimizers), make_loader, precision=precision)
 
 
 @pytest.mark.parametrize("precision", PRECISIONS)
-def test_a_tensor_loader_on_the_gpu_gives_the_same_weights_as_trainer(precision):
+def test_a_tensor_loader_on_the_gpu_gives_the_same_weights_as_with_trainer(precision):
     pair(Drawing, on_device, val_on_device, precision=precision)
 
 
-def test_pinned_memory_gives_the_same_weights_as_trainer():
+def test_pinned_memory_gives_the_same_weights_as_with_trainer():
     pair(Drawing, lambda: make_loader(num_workers=2, pin_memory=True), max_epochs=1)
 
 
@@ -61,7 +61,7 @@ class GanOnDevice(Gan):
 # The first steps of 16-mixed overflow, and are skipped.
 @pytest.mark.filterwarnings("ignore:Detected call of `lr_scheduler.step")
 @pytest.mark.parametrize("precision", PRECISIONS)
-def test_manual_optimization_gives_the_same_weights_as_trainer(precision):
+def test_manual_optimization_gives_the_same_weights_as_with_trainer(precision):
     pair(GanOnDevice, make_loader, None, precision=precision)
 
 
@@ -83,11 +83,11 @@ class Numbers(Classifier):
 
 
 @pytest.mark.filterwarnings("ignore:You called `self.log.'whole'")
-def test_logged_values_equal_trainers():
+def test_logged_values_are_the_same_as_with_trainer():
     pair(Numbers, lambda: make_loader(39, batch_size=7), max_epochs=3)
 
 
-def test_random_numbers_after_a_run_equal_those_after_trainer():
+def test_random_numbers_after_a_run_are_the_same_as_after_a_run_of_trainer():
     drawn = []
     for run in (run_trainer, run_loop):
         run(Drawing, make_loader, val_loader, **ON, max_epochs=2)

@@ -31,7 +31,7 @@ def test_a_killed_run_resumes_exactly(tmp_path, precision, optimizers, loader):
 
 
 @pytest.mark.parametrize(("first", "then"), [(CPU, ON), (ON, CPU)], ids=["to the device", "to the CPU"])
-def test_a_resume_on_another_device_differs_only_in_rounding(tmp_path, first, then):
+def test_resuming_on_a_different_device_changes_results_only_by_rounding(tmp_path, first, then):
     """Weights, optimizer, counters and order of the data are those of the file. Only the arithmetic differs."""
     options = {"make_module": lambda: Still(fused_adam), "val": val_loader, "save_every_n_steps": 3}
     loop, module, _ = fit(tmp_path, **first, max_epochs=1, **options)

@@ -22,7 +22,7 @@ def devices_of(module):
 
 @pytest.mark.parametrize("kind", [FabricLoop, MiniLoop])
 @pytest.mark.parametrize("optimizers", [by_epoch, fused_adam])
-def test_fit_leaves_the_module_on_its_device(tmp_path, kind, optimizers):
+def test_fit_moves_the_module_back_to_its_previous_device(tmp_path, kind, optimizers):
     options = {**ON, "max_epochs": 1, "default_root_dir": str(tmp_path)}
     module = Drawing(optimizers)
     loop = kind(**options)
@@ -41,7 +41,7 @@ def test_fit_leaves_the_module_on_its_device(tmp_path, kind, optimizers):
 
 
 @pytest.mark.parametrize("fused", [False, True])
-def test_an_optimizer_that_has_stepped_on_the_cpu_trains_on_the_gpu(fused):
+def test_an_optimizer_already_used_on_the_cpu_can_train_on_the_gpu(fused):
     """Its state moves to the GPU and back."""
     net = nn.Linear(8, 3)
     optimizer = torch.optim.Adam(net.parameters(), lr=0.01, fused=fused)
@@ -101,7 +101,7 @@ fit({str(tmp_path)!r}, Fails, on_device, max_epochs=1, save_every_n_steps=2, **O
 
 
 @pytest.mark.parametrize("precision", PRECISIONS)
-def test_validate_test_and_predict_give_the_same_values_as_trainer(precision):
+def test_validate_test_and_predict_give_the_same_values_as_with_trainer(precision):
     """Predictions are on the CPU."""
 
     class Evaluated(Drawing):
@@ -145,7 +145,7 @@ def test_accelerator_auto_selects_the_gpu():
     assert FabricLoop(max_epochs=1).fabric.device.type == DEVICE
 
 
-def test_ddp_with_one_process_trains_the_same_weights_as_without_ddp(tmp_path):
+def test_ddp_with_one_process_trains_the_same_weights_as_a_run_without_ddp(tmp_path):
     code = f"""
 from device import *
 from runs import *
@@ -176,7 +176,7 @@ def test_profile_measures_a_run_on_the_gpu(precision):
     assert torch.equal(torch.cuda.get_rng_state(), drawn)
 
 
-def test_each_row_has_the_peak_gpu_memory(tmp_path):
+def test_each_row_contains_the_peak_gpu_memory(tmp_path):
     _, _, history = fit(tmp_path, train=make_loader, max_epochs=2, **ON)
     peak = torch.cuda.max_memory_allocated() / 2**30
     assert (history["gpu_memory"] >= 0).all()

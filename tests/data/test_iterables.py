@@ -184,7 +184,7 @@ def test_a_stream_that_continues_across_epochs_cannot_resume_a_mini_loop_run(tmp
 
 
 @pytest.mark.filterwarnings("ignore:resume. .* are read again", "ignore:.set_vital. is deprecated")
-def test_persistent_workers_resume_only_in_epoch_0(tmp_path):
+def test_a_loader_with_persistent_workers_resumes_only_in_epoch_0(tmp_path):
     def make():
         return StatefulDataLoader(make_data(24), 4, num_workers=2, persistent_workers=True)
 

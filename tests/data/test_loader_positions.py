@@ -72,7 +72,7 @@ def test_a_resumed_data_loader_does_not_read_trained_samples_again(name):
 
 @pytest.mark.parametrize(("before", "after"), [(0, 2), (2, 0), (2, 3)])
 @pytest.mark.filterwarnings("ignore:This DataLoader will create 3 worker")
-def test_a_resume_with_another_number_of_workers_warns(tmp_path, before, after):
+def test_resuming_with_a_different_number_of_workers_warns(tmp_path, before, after):
     """The batches are the same, and a warning explains that random numbers of samples differ."""
 
     def make(workers):
@@ -103,7 +103,7 @@ class TakesSeveral(Classifier):
 
 
 @pytest.mark.filterwarnings("ignore:Trying to infer the `batch_size`")
-def test_a_resume_with_another_number_of_loaders_is_refused(tmp_path):
+def test_resuming_with_a_different_number_of_loaders_is_refused(tmp_path):
     fit(tmp_path, TakesSeveral, lambda: [loader(), loader()], max_epochs=1)
     with (
         pytest.warns(UserWarning, match=r"batch size was \[4, 4\] and is now \[4\]"),
@@ -112,7 +112,7 @@ def test_a_resume_with_another_number_of_loaders_is_refused(tmp_path):
         fit(tmp_path, TakesSeveral, loader, resume="last", max_epochs=2)
 
 
-def test_a_resume_within_an_epoch_refuses_another_batch_size(tmp_path):
+def test_resuming_within_an_epoch_with_a_different_batch_size_is_refused(tmp_path):
     """In the middle of an epoch it is refused, at the end of an epoch it is a warning."""
     other = lambda: make_loader(24, batch_size=6)  # noqa: E731
     fit(tmp_path, train=lambda: make_loader(24), max_steps=4)

@@ -99,7 +99,7 @@ def structure(loaders):
 
 @pytest.mark.parametrize("call", STAGE_NAMES)
 @pytest.mark.parametrize("shape", SHAPES)
-def test_loaders_of_each_shape_give_the_same_batches_as_with_trainer(call, shape):
+def test_loaders_in_each_structure_give_the_same_batches_as_with_trainer(call, shape):
     """Batches, their indices, their counts and the structure of the loaders equal Trainer's."""
 
     def act(loop, module):
@@ -151,7 +151,7 @@ def test_a_wrong_validation_loader_is_refused_before_training():
     assert module.seen == []
 
 
-def test_a_datamodules_missing_loaders_are_not_taken_from_the_module():
+def test_loaders_that_a_datamodule_lacks_are_not_taken_from_the_module():
     """Loaders that the datamodule lacks are not taken from the module, as in Trainer."""
 
     class Module(Sees):
@@ -345,7 +345,7 @@ def test_predict_does_not_change_the_given_loader():
 
 
 @pytest.mark.parametrize("kind", ["plain", "channels_last", "a subclass"])
-def test_a_shuffled_tensor_loader_gives_the_same_samples_as_indexing(kind):
+def test_a_shuffled_tensor_loader_gives_the_same_batches_as_tensor_indexing(kind):
     x = torch.randn(10, 3, 4, 4).to(memory_format=torch.channels_last)
     if kind != "channels_last":
         x = x.contiguous()

@@ -228,7 +228,7 @@ class TakesAll(Classifier):
     leave(LOADERS, "sampler, persistent", "draws each, workers", "counts, workers", "batch sampler, workers",
           "dataset, random, workers", "datasets in datasets, workers", "collate, persistent"),
 )  # fmt: skip
-def test_a_killed_run_restores_the_state_of_samplers_and_datasets(tmp_path, name):
+def test_a_resumed_run_restores_the_state_of_samplers_and_datasets(tmp_path, name):
     options = {"max_epochs": 3, "save_every_n_steps": 1, "train": LOADERS[name]}
     snapshots = Snapshots(tmp_path / "whole", tmp_path)
     whole = fit(tmp_path / "whole", TakesAll, callbacks=[snapshots], **options)

@@ -116,7 +116,7 @@ class KeptAt(pl.Callback):
 
 @pytest.mark.parametrize("reload", [0, 1])
 @pytest.mark.parametrize("kind", LOADERS)
-def test_the_seed_of_a_resume_does_not_change_the_order_of_samples(tmp_path, kind, reload):
+def test_a_different_seed_on_resume_does_not_change_the_order_of_samples(tmp_path, kind, reload):
     """The checkpoint holds the seed by which the processes draw their common order."""
 
     def fit(seed, **options):

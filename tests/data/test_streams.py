@@ -226,7 +226,7 @@ def test_a_killed_run_on_a_stream_resumes_exactly(tmp_path, name):
 
 
 @pytest.mark.filterwarnings("ignore:(Checkpoint directory|The dirpath has changed)")
-def test_a_resume_after_the_last_batch_draws_no_random_numbers(tmp_path):
+def test_resuming_after_the_last_batch_of_an_epoch_draws_no_random_numbers(tmp_path):
     """ModelCheckpoint saves at the end of the validation that follows the last batch."""
 
     def run(root, **options):
@@ -239,7 +239,7 @@ def test_a_resume_after_the_last_batch_draws_no_random_numbers(tmp_path):
         assert_same_end(whole, run(tmp_path / path.stem, max_epochs=3, seed=9, resume=path))
 
 
-def test_a_loop_that_a_stream_refers_to_is_not_saved():
+def test_a_loop_referenced_by_a_stream_is_not_saved():
     stream = StreamOfIndices()
     stream.parts = [Source()]
     stream.parts[0].trainer = FabricLoop(accelerator="cpu")
@@ -307,7 +307,7 @@ def test_resume_warns_that_random_states_of_workers_are_not_saved(tmp_path, is_p
         assert is_named == (is_persistent or root.name == "within")
 
 
-def test_a_resumed_stream_without_batches_is_refused(tmp_path):
+def test_a_stream_without_batches_is_refused_in_a_resumed_run(tmp_path):
     """Otherwise, nothing would be trained."""
     positions = {"start": 0}
 

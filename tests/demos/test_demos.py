@@ -97,6 +97,6 @@ def test_the_tabular_demo_reads_a_csv_file(capsys):
     assert main([*own, "price", "--model.features", "3"]) == 0
 
 
-def test_each_demo_file_has_a_short_name():
+def test_every_demo_file_is_tested():
     files = {path.stem for path in Path(gan.__file__).parent.glob("[a-z]*.py")}
     assert {*DEMOS, "data"} == files

@@ -86,7 +86,7 @@ def test_the_cifar10_demo_reads_binary_batches():
 
 
 @pytest.mark.parametrize("demo", ["mnist", "cifar10"])
-def test_a_failed_download_names_the_file_to_copy(monkeypatch, capsys, demo):
+def test_the_error_of_a_failed_download_names_the_file_to_copy(monkeypatch, capsys, demo):
     monkeypatch.setenv("https_proxy", "http://127.0.0.1:9")  # Nothing listens there.
     assert main(["fit", "--model", f"demos.{demo}", *QUIET]) == 2
     error = capsys.readouterr().err

@@ -59,7 +59,7 @@ def read_epoch(epoch, ranks):
     return [torch.load(f"epoch{epoch}_rank{rank}.pt", weights_only=True) for rank in range(ranks)]
 
 
-def test_a_run_resumes_between_epochs_with_another_number_of_processes(recwarn):
+def test_a_run_resumes_between_epochs_with_a_different_number_of_processes(recwarn):
     """The run resumes with 1 and 3 processes. Each epoch starts from the saved state and has each sample once."""
     options = {"val": val_loader, "monitor": "val_loss", "log_every_n_steps": 1, **FORK}
     fit(".", Numbered, numbered, max_epochs=1, devices=2, **options)
@@ -87,7 +87,7 @@ def train_with(processes, **options):
 
 
 @pytest.mark.parametrize(("first", "second"), [(2, 1), (1, 2)])
-def test_a_resume_within_an_epoch_refuses_another_number_of_processes(first, second):
+def test_resuming_within_an_epoch_with_more_or_fewer_processes_is_refused(first, second):
     train_with(first, max_steps=2)
     with pytest.raises(CheckpointError, match=f"middle of an epoch, when the number of processes was {first}"):
         train_with(second, max_steps=4, resume="last")
@@ -124,7 +124,7 @@ def start_alone(rank, arguments):
 @pytest.mark.parametrize(
     "arguments", [{"resume": "missing.ckpt"}, {"resume": "last"}, {"load": "missing.ckpt"}], ids=str
 )
-def test_a_single_launched_process_refuses_a_missing_checkpoint(arguments):
+def test_a_missing_checkpoint_is_refused_in_a_single_launched_process(arguments):
     codes, errors = run_processes(start_alone, arguments, ranks=1)
     assert codes == [1]
     assert "MissingCheckpointError" in errors[0]
@@ -183,7 +183,7 @@ class Records(Classifier):
 
 @pytest.mark.timeout(120)
 @pytest.mark.parametrize("devices", [1, 2])
-def test_the_first_process_decides_when_a_timed_validation_starts(devices):
+def test_the_clock_of_the_first_process_decides_when_all_processes_validate(devices):
     options = {"max_epochs": 2, "val_check_interval": "00:00:00:01", "num_sanity_val_steps": 0}
     fit(".", Records, val=val_loader, devices=devices, **options, **FORK)
     found = [Path(f"validated{rank}").read_text() for rank in range(devices)]

@@ -158,7 +158,7 @@ CASES = {
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_ddp_gives_the_same_weights_and_metrics_as_trainer(name):
+def test_ddp_gives_the_same_weights_and_metrics_as_with_trainer(name):
     options = {"max_epochs": 2, **FORK, **CASES[name]}
     trainer, expected = run_trainer(lambda: Synced(by_step), train, val, **options)
     loop, module = run_loop(lambda: Synced(by_step), train, val, **options)
@@ -231,7 +231,7 @@ class Late(Synced):
             self.net = nn.Sequential(nn.Linear(8, 4), nn.ReLU(), nn.Dropout(0.1), nn.Linear(4, 3))
 
 
-def test_layers_created_in_configure_model_return_to_the_caller():
+def test_layers_that_forked_processes_create_are_copied_to_the_caller():
     loop, module = run_loop(Late, train, val, max_epochs=1, precision="64-true", **FORK)
     assert module.net[0].weight.dtype == torch.float64
     assert loop.validate(module, val(), verbose=False)[0]["val_loss"] == loop.callback_metrics["val_loss"].item()
@@ -252,7 +252,7 @@ def test_spawned_processes_do_not_share_the_optimizer_state():
     assert_same_weights(*nets)
 
 
-def test_callbacks_return_to_the_caller_with_their_state(tmp_path):
+def test_the_state_of_callbacks_in_forked_processes_is_copied_to_the_caller(tmp_path):
     stopping = pl.callbacks.EarlyStopping("val_loss", patience=0, min_delta=10.0)
     saving = pl.callbacks.ModelCheckpoint(tmp_path, monitor="val_loss", filename="best")
     options = {"callbacks": [stopping, saving], "enable_checkpointing": True, **FORK}
@@ -286,7 +286,7 @@ def stateful():
 
 @pytest.mark.filterwarnings("ignore:resume. .* are read again", "ignore:.set_vital. is deprecated")
 @pytest.mark.parametrize("train", [weighted, stateful])
-def test_a_resumed_ddp_run_equals_an_uninterrupted_run(tmp_path, train):
+def test_a_resumed_ddp_run_ends_as_an_uninterrupted_run(tmp_path, train):
     """The first run stops in its third epoch."""
     options = {"max_epochs": 4, "monitor": "val_loss", **FORK}
     make = lambda: Synced(by_step)  # noqa: E731
@@ -322,7 +322,7 @@ def uneven_stream():
 
 @pytest.mark.filterwarnings("ignore:train_dataloader. the streams", "ignore:resume. .* are read again")
 @pytest.mark.parametrize("limit", [1.0, 4, 6])
-def test_an_epoch_ends_when_the_shortest_stream_ends(tmp_path, limit):
+def test_an_epoch_of_two_processes_ends_when_the_shorter_stream_ends(tmp_path, limit):
     """Otherwise, the other process would wait forever. A resume is exact."""
     options = {**FORK, "max_epochs": 3, "limit_train_batches": limit, "save_every_n_steps": 1}
     whole = fit(tmp_path / "whole", Synced, uneven_stream, val, **options)
@@ -341,7 +341,7 @@ def test_an_error_in_a_process_reaches_the_caller():
         FabricLoop(**quiet(max_epochs=1, **FORK)).fit(Broken(), train())
 
 
-def test_strategies_that_spawn_refuse_closures():
+def test_a_lambda_as_training_step_is_refused_with_ddp_spawn():
     net = nn.Linear(8, 3)
     loop = FabricLoop(**quiet(max_epochs=1, devices=2), strategy="ddp_spawn")
     with pytest.raises(TypeError) as caught:

@@ -130,7 +130,7 @@ def test_incomplete_environment_variables_of_a_process_group_are_refused(variabl
     ],
     ids=str,
 )
-def test_a_loop_ignores_incomplete_launcher_variables(variables, monkeypatch):
+def test_a_loop_ignores_incomplete_environment_variables_of_a_launcher(variables, monkeypatch):
     """Lightning's own launcher sets WORLD_SIZE and LOCAL_RANK."""
     for name, value in variables.items():
         monkeypatch.setenv(name, value)

@@ -131,5 +131,5 @@ def test_ray_receives_the_logged_metrics_and_the_checkpoint(runs, folder, name):
     assert torch.equal(weights_of(shared / "reported.pt"), weights_of(shared / "run0.pt"))
 
 
-def test_the_search_finds_the_best_learning_rate(runs):
+def test_the_ray_tune_search_finds_the_best_learning_rate(runs):
     assert "{'lr': 0.003}" in (runs / "out").read_text()

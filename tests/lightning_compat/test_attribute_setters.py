@@ -124,7 +124,7 @@ def test_a_setter_refuses_values_that_contradict_the_other_options(given, name, 
     assert loop.config == before
 
 
-def test_validate_every_n_steps_can_be_set_and_unset(tmp_path):
+def test_validate_every_n_steps_can_be_changed_between_two_fits(tmp_path):
     loop, module = made(FabricLoop, tmp_path, num_sanity_val_steps=0), Notes()
     loop.validate_every_n_steps = 3
     loop.fit(module)
@@ -134,7 +134,7 @@ def test_validate_every_n_steps_can_be_set_and_unset(tmp_path):
     assert again.seen == ["loader", 4, 8, 12]
 
 
-def test_max_epochs_none_in_a_hook_means_the_default(tmp_path):
+def test_setting_max_epochs_to_none_in_a_hook_restores_the_default(tmp_path):
     """As max_epochs=None at creation, None means 1000 epochs, or no limit beside max_steps."""
 
     class Sets(Callback):

@@ -37,7 +37,7 @@ def test_model_summary_prints_the_same_table_as_with_trainer(tmp_path, caplog, d
     assert "Trainable params" in tables[0]
 
 
-def test_the_default_model_summary_is_short_and_goes_to_stdout(capsys):
+def test_the_default_model_summary_is_short_and_printed_to_stdout(capsys):
     for module in (Classifier(), Shown(), Classifier()):
         module.net[0].requires_grad_(type(module) is Shown)
         FabricLoop(max_epochs=1, accelerator="cpu", enable_progress_bar=False).fit(module, make_loader(8))

@@ -44,7 +44,7 @@ def test_a_callback_added_during_a_batch_gets_the_outputs_of_this_batch():
 
 
 @pytest.mark.parametrize("is_of_class", [True, False])
-def test_an_overridden_zero_grad_is_called_before_each_step(is_of_class, monkeypatch):
+def test_an_overridden_zero_grad_is_called_before_each_optimizer_step(is_of_class, monkeypatch):
     calls = []
 
     def configure(module):
@@ -146,7 +146,7 @@ def test_setup_and_teardown_get_the_same_stage_as_with_trainer():
     assert {type(stage) for stage in received} == {TrainerFn}
 
 
-def test_reading_progress_bar_callback_adds_no_callback():
+def test_reading_the_progress_bar_callback_attribute_adds_no_callback():
     loop = FabricLoop(accelerator="cpu", enable_model_summary=False)
     before = list(loop.callbacks)
     assert not loop.progress_bar_callback.is_enabled

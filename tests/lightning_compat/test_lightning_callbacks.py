@@ -100,7 +100,7 @@ def test_on_exception_checkpoint_saves_the_same_file_as_with_trainer(tmp_path):
     ],
     ids=["plain", "batchnorm", "no_val"],
 )
-def test_stochastic_weight_averaging_gives_the_same_weights_as_trainer(tmp_path, make, options, validates):
+def test_stochastic_weight_averaging_gives_the_same_weights_as_with_trainer(tmp_path, make, options, validates):
     val = {} if validates else {"val": None}
     swa = {"swa_lrs": 0.05, **options}
     make_swa = lambda root: cb.StochasticWeightAveraging(**swa)  # noqa: E731
@@ -120,7 +120,7 @@ def test_stochastic_weight_averaging_gives_the_same_weights_as_trainer(tmp_path,
     ],
     ids=["ema", "mean"],
 )
-def test_weight_averaging_gives_the_same_weights_as_trainer(tmp_path, make):
+def test_weight_averaging_gives_the_same_weights_as_with_trainer(tmp_path, make):
     """Validation, the files and the final weights use the average."""
 
     def two(root):
@@ -211,7 +211,7 @@ def test_callbacks_log_the_same_values_as_with_trainer(tmp_path):
     assert "log" not in vars(ours.callbacks[0])  # as it was found
 
 
-def test_callbacks_from_the_module_replace_given_ones_as_with_trainer(tmp_path):
+def test_configure_callbacks_replaces_given_callbacks_as_with_trainer(tmp_path):
     """Checkpoint callbacks come last. The module's own callbacks replace those of their classes."""
 
     class Stop(cb.EarlyStopping):

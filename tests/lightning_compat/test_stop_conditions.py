@@ -27,13 +27,13 @@ class Stops(Callback):
         ("on_train_batch_end", {}, 1),
     ],
 )
-def test_should_stop_waits_for_min_epochs_and_min_steps(hook, options, steps):
+def test_should_stop_has_no_effect_before_min_epochs_and_min_steps(hook, options, steps):
     for run in (run_trainer, run_loop):
         trainer, _ = run(Classifier, lambda: make_loader(24), callbacks=[Stops(hook)], max_epochs=4, **options)
         assert trainer.global_step == steps
 
 
-def test_max_time_waits_for_min_epochs(monkeypatch):
+def test_max_time_does_not_end_a_run_before_min_epochs(monkeypatch):
     now, start = time.monotonic, time.monotonic()
     monkeypatch.setattr(time, "monotonic", lambda: now() + 3600 * (now() - start))
     loop, _ = run_loop(Classifier, lambda: make_loader(24), max_time="00:00:00:01", min_epochs=2, max_epochs=4)

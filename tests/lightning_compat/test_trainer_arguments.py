@@ -51,7 +51,7 @@ def test_ckpt_path_last_without_a_checkpoint_starts_a_new_run(tmp_path, kind):
     assert loop.global_step == 10
 
 
-def test_weights_only_false_loads_a_checkpoint_with_any_object(tmp_path, trained):
+def test_weights_only_false_loads_checkpoints_that_contain_arbitrary_objects(tmp_path, trained):
     path = tmp_path / "old.ckpt"
     torch.save({"state_dict": WithTest().state_dict(), "callbacks": {"Mine": {"kind": Path}}}, path)
     with pytest.raises(CheckpointError, match="pass weights_only=False"):
@@ -69,7 +69,7 @@ def test_async_checkpoint_io_saves_the_same_weights(tmp_path):
     assert all(torch.equal(saved["plain"][name], saved["async"][name]) for name in saved["plain"])
 
 
-def test_fabric_loop_accepts_every_trainer_option_at_its_default(tmp_path):
+def test_fabric_loop_accepts_every_trainer_option_with_its_default_value(tmp_path):
     defaults = {name: option.default for name, option in inspect.signature(pl.Trainer).parameters.items()}
     loop = FabricLoop(**defaults | {"accelerator": "cpu", "default_root_dir": tmp_path})
     assert loop.config == FabricLoop(accelerator="cpu", default_root_dir=tmp_path).config
@@ -122,7 +122,7 @@ NUMPY = {
 }
 
 
-def test_numpy_values_of_options_become_plain_numbers(tmp_path):
+def test_options_given_as_numpy_numbers_are_converted_to_python_numbers(tmp_path):
     plain = {name: value.item() for name, value in NUMPY.items()}
     loops = []
     for folder, options in (("plain", plain), ("numpy", NUMPY)):
@@ -137,6 +137,6 @@ def test_numpy_values_of_options_become_plain_numbers(tmp_path):
 
 
 @pytest.mark.parametrize("value", [np.float64(2.5), np.array([2, 3]), np.str_("3"), np.True_, np.datetime64("2020")])
-def test_max_epochs_refuses_numpy_values_that_are_not_whole_numbers(value):
+def test_a_numpy_max_epochs_that_is_not_a_whole_number_is_refused(value):
     with pytest.raises(ConfigurationTypeError, match="^max_epochs: got .*expected a whole number of epochs"):
         FabricLoop(max_epochs=value)

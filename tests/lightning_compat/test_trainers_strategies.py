@@ -24,7 +24,7 @@ def test_each_ddp_strategy_name_selects_the_same_strategy_as_with_trainer(name):
     assert settings[0] == settings[1]
 
 
-def test_trainers_strategy_objects_are_converted_with_their_arguments():
+def test_strategy_objects_of_trainer_are_converted_with_their_arguments():
     arguments = {"process_group_backend": "gloo", "timeout": timedelta(seconds=7), "start_method": "fork"}
     found = convert_strategy(trainers.DDPStrategy(**arguments, static_graph=True))
     assert type(found) is fabrics.DDPStrategy
@@ -73,7 +73,7 @@ def test_strategies_that_fabric_loop_does_not_support_are_refused(strategy, mess
     [Precision(), DoublePrecision(), MixedPrecision("bf16-mixed", "cpu"), HalfPrecision("bf16-true")],
     ids=["32", "64", "mixed", "half"],
 )
-def test_precision_plugins_give_the_same_weights_as_trainer(plugin):
+def test_precision_plugins_give_the_same_weights_as_with_trainer(plugin):
     trainer, loop = assert_parity(
         Classifier, make_loader, val_loader, plugins=[plugin], max_epochs=2, gradient_clip_val=0.5
     )

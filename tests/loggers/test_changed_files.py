@@ -50,7 +50,7 @@ def with_quotes(lines):
 
 
 @pytest.mark.parametrize("change", [with_carriage_returns, with_byte_order_mark, with_blank_lines, with_quotes])
-def test_a_resume_keeps_rows_in_another_csv_dialect(cut, whole, change):
+def test_resuming_keeps_rows_in_a_different_csv_dialect(cut, whole, change):
     for path in (cut / "logs").rglob("*.csv"):
         lines = path.read_text().split("\n")
         change(lines)
@@ -73,7 +73,7 @@ def with_comment(lines):
 
 
 @pytest.mark.parametrize("change", [with_stray_quote, with_long_cell, with_comment])
-def test_a_resume_keeps_the_rows_around_a_damaged_row(cut, whole, change):
+def test_resuming_keeps_the_rows_around_a_damaged_row(cut, whole, change):
     for path in (cut / "logs").rglob("*.csv"):
         lines = path.read_text().split("\n")
         change(lines)
@@ -91,7 +91,7 @@ def test_a_resume_keeps_the_rows_around_a_damaged_row(cut, whole, change):
             assert row | {"time": "", "waiting": ""} == other | {"time": "", "waiting": ""}
 
 
-def test_a_resume_drops_rows_after_the_checkpoint_in_an_edited_file(cut, whole):
+def test_resuming_drops_the_rows_after_the_checkpoint_in_an_edited_file(cut, whole):
     """The last row of the checkpoint is found by its content, not by its number."""
     folder = cut / "logs/run/version_0"
     for name in ("metrics.csv", "steps.csv"):
@@ -109,7 +109,7 @@ def test_a_resume_drops_rows_after_the_checkpoint_in_an_edited_file(cut, whole):
     assert logs_of(cut)[0].split("\n")[1:] == logs_of(whole)[0].split("\n")[2:]
 
 
-def test_a_resume_finds_a_rounded_last_row_by_its_step(cut):
+def test_resuming_keeps_rows_whose_numbers_another_program_rounded(cut):
     """A spreadsheet program has rounded the numbers."""
     path = cut / "logs/run/version_0/steps.csv"
     header, *lines = path.read_text().splitlines()
@@ -120,7 +120,7 @@ def test_a_resume_finds_a_rounded_last_row_by_its_step(cut):
     assert read_logs(cut / "logs", steps=True)["step"].tolist() == list(range(2, 41, 2))
 
 
-def test_a_resume_warns_about_a_missing_metrics_csv(cut):
+def test_resuming_warns_about_a_missing_metrics_csv(cut):
     Path(cut, "logs/run/version_0/metrics.csv").unlink()
     with pytest.warns(UserWarning, match=r"metrics\.csv: the rows before the checkpoint are missing"):
         _, _, rows = run(cut, max_epochs=4, resume="last")

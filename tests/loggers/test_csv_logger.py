@@ -36,14 +36,14 @@ def metrics_csv(tmp_path):
     return tmp_path / "logs/digits/version_0/metrics.csv"
 
 
-def test_each_logged_row_is_written_at_once(tmp_path, logger):
+def test_each_logged_row_is_written_immediately(tmp_path, logger):
     logger.log_epoch({"epoch": 0, "step": 10, "val_loss": 0.5})
     assert files(tmp_path) == {"logs/digits/version_0/metrics.csv": b"epoch,step,val_loss\n0,10,0.5\n"}
     logger.log_epoch({"epoch": 1, "step": 20, "val_loss": 0.25})
     assert files(tmp_path) == {"logs/digits/version_0/metrics.csv": b"epoch,step,val_loss\n0,10,0.5\n1,20,0.25\n"}
 
 
-def test_log_metrics_writes_steps_to_a_separate_file(tmp_path, logger):
+def test_log_metrics_writes_step_values_to_steps_csv(tmp_path, logger):
     logger.log_metrics({"train_loss": torch.tensor(0.5), "epoch": 0}, step=49)
     logger.log_metrics({"train_loss": np.float64(0.25), "epoch": torch.tensor(0)}, step=99)
     logger.log_metrics({"train_loss": 1})
@@ -135,7 +135,7 @@ def log_everything(logger, epochs, saved, rows=()):
 @pytest.mark.parametrize("saved_after", [0, 1, 2, 3])
 @pytest.mark.parametrize("same_logger", [True, False])
 @pytest.mark.parametrize("tail", [b"", b"2,30,0.1"])
-def test_a_rewound_log_ends_with_the_same_bytes_as_an_uninterrupted_one(tmp_path, saved_after, same_logger, tail):
+def test_a_log_after_rewind_ends_with_the_same_bytes_as_an_uninterrupted_log(tmp_path, saved_after, same_logger, tail):
     complete, broken, saved = CSVLogger(tmp_path / "complete"), CSVLogger(tmp_path / "broken"), []
     log_everything(complete, range(5), [])
     log_everything(broken, range(4), saved)
@@ -188,7 +188,7 @@ LINES = {
 @pytest.mark.parametrize("name", LINES)
 @pytest.mark.parametrize("end", ["\n", "\r\n"])
 @pytest.mark.parametrize("start", ["", "\ufeff"])
-def test_read_table_reads_the_lines_around_a_changed_line(tmp_path, name, end, start):
+def test_read_table_reads_all_lines_of_a_file_with_one_damaged_line(tmp_path, name, end, start):
     text, cells = LINES[name]
     lines = lines_of(8)
     lines[4] = text
@@ -211,7 +211,7 @@ def test_read_table_reads_a_column_name_with_a_quote(tmp_path):
     assert (found.columns, len(found.rows), found.damaged) == (["epoch", "step", "loss", "note"], 3, [1])
 
 
-def test_a_logger_keeps_a_copy_of_a_changed_file_before_it_adds_a_column(logger, metrics_csv):
+def test_a_file_that_another_program_changed_is_copied_before_it_is_rewritten(logger, metrics_csv):
     logger.log_epoch(epoch(0, loss=1.0))
     content = metrics_csv.read_bytes() + b'"1,20,0.5\n'
     metrics_csv.write_bytes(content)

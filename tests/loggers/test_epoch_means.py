@@ -39,7 +39,7 @@ class ManyWays(Classifier):
 @pytest.mark.parametrize(
     ("batch_size", "precision"), [(4, "32-true"), (3, "32-true"), (3, "64-true"), (4, "bf16-mixed")]
 )
-def test_epoch_means_equal_trainers(batch_size, precision):
+def test_epoch_means_are_the_same_as_with_trainer(batch_size, precision):
     options = {"max_epochs": 3, "precision": precision, "num_sanity_val_steps": 0}
     loaders = lambda: make_loader(38, batch_size=batch_size)  # noqa: E731
     (trainer, theirs), (loop, ours) = (run(ManyWays, loaders, **options) for run in (run_trainer, run_loop))

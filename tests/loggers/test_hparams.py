@@ -43,7 +43,7 @@ def train(kind, model=None, **options):
 
 
 @pytest.mark.parametrize("kind", LOOPS)
-def test_hparams_are_written_beside_the_modules_hyperparameters(kind):
+def test_hparams_are_written_together_with_the_hyperparameters_of_the_module(kind):
     train(kind, WithHyperparameters(hidden=8), hparams={"rate": 0.1, "augment": "flip"})
     found = yaml.safe_load(FILE.read_text())["hparams"]
     assert found == {"hidden": 8, "rate": 0.1, "augment": "flip"}
@@ -123,7 +123,7 @@ def test_hparams_that_are_not_a_dict_are_refused(kind, settings):
 
 
 @pytest.mark.parametrize("kind", LOOPS)
-def test_hparams_that_contradict_the_modules_hyperparameters_are_refused(kind):
+def test_hparams_that_contradict_hyperparameters_of_the_module_are_refused(kind):
     with pytest.raises(ValueError, match="hparams: got .*rate.*(an)?other names?"):
         train(kind, WithHyperparameters(rate=0.1), hparams={"rate": 0.2})
     assert not Path("logs").exists()

@@ -32,7 +32,7 @@ HOOKS = ["on_train_epoch_start", "on_train_batch_end", "on_validation_end", "on_
 
 
 @pytest.mark.parametrize("hook", HOOKS[::2])
-def test_log_dict_with_the_epoch_adds_values_to_its_row(tmp_path, hook):
+def test_log_dict_with_an_epoch_adds_values_to_the_row_of_this_epoch(tmp_path, hook):
     options = {"val": val_loader, "max_epochs": 2, "num_sanity_val_steps": 0, "save_every_n_steps": 1}
     copies = Snapshots(tmp_path / "run", tmp_path / "killed")
     fit(tmp_path / "run", Plain, callbacks=[Logs(hook, **EPOCH), copies], **options)
@@ -46,7 +46,7 @@ def test_log_dict_with_the_epoch_adds_values_to_its_row(tmp_path, hook):
 
 
 @pytest.mark.parametrize("hook", [*HOOKS[1:], "on_train_start", "on_train_end"])
-def test_log_dict_without_the_epoch_writes_a_row_of_steps_csv(tmp_path, hook):
+def test_log_dict_without_an_epoch_writes_a_row_to_steps_csv(tmp_path, hook):
     """The row has the current step and epoch. Outside of an epoch there is no row that it could join."""
     values = {"mine": 3.0} if hook in HOOKS else EPOCH
     fit(tmp_path, Plain, val=val_loader, max_epochs=1, num_sanity_val_steps=0, callbacks=[Logs(hook, **values)])

@@ -45,7 +45,7 @@ def test_read_logs_sorts_runs_by_name_and_version(three_runs):
     assert (set(one_run["name"]), one_run["version"].tolist()) == ({"digits"}, [9, 10, 10])
 
 
-def test_run_names_are_sorted_by_the_value_of_their_numbers(tmp_path):
+def test_numbers_in_run_names_are_sorted_by_value(tmp_path):
     names = ["lr_0.1/width_4", "lr_0.1/width_16", "lr_0.1/width_128", "width_4", "width_04b", "width_16"]
     for name in reversed(names):
         CSVLogger(tmp_path, name=name, version=0).log_epoch(epoch(0, val_loss=1.0))
@@ -86,7 +86,7 @@ def test_read_logs_returns_every_kind_of_value_unchanged(tmp_path):
     assert found["version"].tolist() == [0] * 6
 
 
-def test_read_logs_joins_the_half_empty_rows_of_a_lightning_log(tmp_path):
+def test_read_logs_merges_the_rows_of_each_epoch_in_a_lightning_log(tmp_path):
     logger = LightningCSVLogger(tmp_path, name="lit")
     for i in range(2):
         # LearningRateMonitor logs rows without an epoch.

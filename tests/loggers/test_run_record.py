@@ -72,7 +72,7 @@ def test_config_yaml_records_command_versions_device_and_optimizer(kind, monkeyp
 
 
 @pytest.mark.parametrize("kind", LOOPS)
-def test_config_yaml_records_the_learning_rate_before_the_scheduler(kind):
+def test_config_yaml_records_the_learning_rate_before_the_scheduler_changes_it(kind):
     def warm_up(optimizer):
         return torch.optim.lr_scheduler.LinearLR(optimizer, start_factor=0.01)
 
@@ -185,7 +185,7 @@ WAYS = [train_by_hand, train_with_functions, train_a_module, train_a_trial]
 
 @pytest.mark.parametrize("kind", LOOPS)
 @pytest.mark.parametrize("way", WAYS)
-def test_list_runs_shows_the_learning_rate_that_changed(kind, way, capsys):
+def test_list_runs_shows_the_learning_rate_that_differs_between_runs(kind, way, capsys):
     for rate in (0.1, 0.4):
         way(kind, rate)
     runs = list_runs().sort_values("best")

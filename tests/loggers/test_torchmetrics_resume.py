@@ -157,7 +157,7 @@ class Evaluated(nn.Module):
     configure_optimizers = Measures.configure_optimizers
 
 
-def test_a_validation_metric_is_saved_only_after_the_validation():
+def test_the_state_of_a_validation_metric_is_not_saved_during_validation():
     """A resumed run repeats a validation within which it was saved."""
 
     def train(max_epochs, resume=None):

@@ -76,7 +76,7 @@ def test_each_validation_and_the_last_step_write_a_row(tmp_path, make, train):
         assert steps["of_step"].tolist() == [5, 10, 15, 20, 25]
 
 
-def test_max_steps_alone_writes_a_row_per_epoch(tmp_path):
+def test_a_run_limited_only_by_max_steps_writes_a_row_per_epoch(tmp_path):
     """A run with max_steps validates after each epoch by default. Without a validation the epoch has a row."""
     for name, val in (("validated", val_loader), ("not", None)):
         _, _, history = fit(tmp_path / name, Plain, val=val, max_steps=25)
@@ -120,7 +120,7 @@ def test_resuming_a_finished_run_keeps_its_last_row(tmp_path):
         assert read(tmp_path, "metrics.csv")["step"].tolist() == [5, 10, 13]
 
 
-def test_a_resume_after_a_validation_does_not_repeat_its_row(tmp_path):
+def test_resuming_after_a_validation_does_not_repeat_the_row_of_the_validation(tmp_path):
     """The row of the validation is written once: by the run that saved, and by the one that resumes."""
 
     class Saves(Callback):

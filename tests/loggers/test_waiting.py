@@ -62,7 +62,7 @@ def train(train_data, val_data=None, step_seconds=0.0, resume=None, make=FabricL
 @pytest.mark.parametrize("make", [FabricLoop, MiniLoop])
 @pytest.mark.parametrize("options", [{}, {"validate_every_n_steps": 2}, {"max_steps": 8}], ids=str)
 @pytest.mark.parametrize("data", [Slow(0.02), SlowStream()], ids=["map_style", "stream"])
-def test_each_row_has_the_share_of_time_spent_waiting(data, options, make):
+def test_each_row_contains_the_share_of_time_spent_waiting_for_data(data, options, make):
     _, history = train(data, Slow(0.02), step_seconds=0.01, make=make, **options)
     written = pd.read_csv("logs/run/version_0/metrics.csv")
     assert len(written) == len(history)
@@ -71,7 +71,7 @@ def test_each_row_has_the_share_of_time_spent_waiting(data, options, make):
 
 
 @pytest.mark.parametrize("make", [FabricLoop, MiniLoop])
-def test_the_time_of_steps_does_not_count_as_waiting(make):
+def test_time_spent_in_steps_does_not_count_as_waiting_for_data(make):
     _, history = train(Slow(0.0), Slow(0.0), step_seconds=0.05, make=make)
     assert (history["waiting"] == 0).all()
 
@@ -96,7 +96,7 @@ def test_the_printed_table_has_a_waiting_column_only_for_long_waits(seconds, mak
     assert len(re.findall(r" (?:\d\d%|0\.\d{4})$", out, re.MULTILINE)) == 3 * is_slow
 
 
-def test_a_resume_keeps_the_waiting_time_from_before_the_checkpoint():
+def test_a_resumed_epoch_includes_the_waiting_time_before_the_checkpoint():
     class Stops(Slow):
         def __getitem__(self, index):
             if index == 6:
@@ -111,7 +111,7 @@ def test_a_resume_keeps_the_waiting_time_from_before_the_checkpoint():
     assert (history["time"] * history["waiting"]).tolist() == [pytest.approx(0.4, abs=0.001)]
 
 
-def test_samples_per_second_of_a_resumed_row_excludes_the_validation():
+def test_samples_per_second_of_a_resumed_epoch_excludes_validation_time():
     """The file is saved after the validation, and before the row of the epoch is written."""
     options = {"max_steps": 4, "max_epochs": 1}
     _, whole = train(Slow(0.0), Slow(0.03), 0.01, callbacks=[ModelCheckpoint("saved")], **options)
@@ -121,7 +121,7 @@ def test_samples_per_second_of_a_resumed_row_excludes_the_validation():
     assert resumed["samples_per_second"].tolist() == [200.0]
 
 
-def test_list_runs_does_not_rank_runs_by_waiting():
+def test_list_runs_does_not_rank_runs_by_the_waiting_column():
     assert not is_metric("waiting")
     assert not is_metric("gpu_memory")
     train(Slow(0.0))

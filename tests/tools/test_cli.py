@@ -135,7 +135,7 @@ def test_help_lists_every_command(capsys, argv):
     assert re.findall(r"^  (\w+) ", out, re.MULTILINE) == list(cli.COMMANDS)
 
 
-def test_help_runs_and_plot_do_not_import_torch():
+def test_the_help_option_and_the_commands_runs_and_plot_do_not_import_torch():
     """Importing torch takes seconds."""
     code = """
 import sys
@@ -202,7 +202,7 @@ def lines(out):
     return dict(re.findall(r"^(\w[\w ]*?)  +(.*)$", out, re.MULTILINE))
 
 
-def test_fit_without_a_model_trains_digits_and_prints_the_next_commands(capsys):
+def test_fit_without_a_model_trains_the_digits_demo_and_prints_next_commands(capsys):
     code, out, _ = run(capsys, "fit", "--max_epochs", 1, "--accelerator", "cpu", "--devices", 1, *QUIET)
     shown, folder = lines(out), "logs/digits/version_0"
     assert code == 0
@@ -218,7 +218,7 @@ def test_fit_without_a_model_trains_digits_and_prints_the_next_commands(capsys):
     assert (code, "val_acc" in out) == (0, True)
 
 
-def test_an_interrupted_fit_prints_the_command_to_continue(capsys):
+def test_an_interrupted_fit_prints_the_command_that_continues_the_run(capsys):
     code, _, err = run(capsys, "fit", "--model=lit:Stops", *FIT[3:], *QUIET, "--save_every_n_steps", 1)
     assert code == 130
     command = "fabric-template fit --run logs/run/version_0 --resume last"
@@ -387,7 +387,7 @@ def test_an_error_names_a_default_argument_without_an_import_path(capsys):
     assert "as the default of an argument of type Callable, expected a function or None." in error
 
 
-def test_errors_in_the_users_code_keep_their_traceback():
+def test_errors_in_user_code_keep_their_traceback():
     with pytest.raises(ValueError, match="inside the step"):
         cli.main(["fit", "--model", "lit:Broken", *FIT[3:], *QUIET])
     with pytest.raises(ValueError, match="inside the constructor"):

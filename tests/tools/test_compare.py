@@ -161,13 +161,13 @@ ADOPTIONS += [(kind, MiniLoop) for kind in (Script, Accumulating, Clipping, Sche
 
 
 @pytest.mark.parametrize(("kind", "loop"), ADOPTIONS)
-def test_compare_finds_no_difference_in_a_correctly_moved_loop(tmp_path, kind, loop):
+def test_compare_finds_no_difference_after_a_correct_port_of_a_training_loop(tmp_path, kind, loop):
     result = compare(kind().by_hand, lambda: kind().with_fit(tmp_path, loop))
     steps = 6 if kind is Accumulating else 15
     assert str(result) == f"equal    no difference in {steps} steps"
 
 
-def test_compare_finds_no_difference_in_a_lightning_module_around_the_net(tmp_path):
+def test_compare_finds_no_difference_after_wrapping_a_net_in_a_lightning_module(tmp_path):
     def with_module():
         module = Classifier(lambda module: optimizer)
         module.net, optimizer, _, train, _ = Dropping().make()
@@ -279,7 +279,7 @@ def test_compare_explains_each_mistake(tmp_path, first, second, options, step, q
     assert fix in result.fix
 
 
-def test_compare_finds_a_step_of_another_optimizer():
+def test_compare_finds_an_additional_step_of_a_second_optimizer():
     def train(order):
         torch.manual_seed(0)
         nets = [Script().net(), nn.Sequential(nn.Linear(3, 4), nn.Linear(4, 1))]

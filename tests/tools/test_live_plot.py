@@ -47,7 +47,7 @@ def fit(*callbacks, epochs=8, **options):
     return loop
 
 
-def test_redrawing_the_plot_takes_at_most_5_percent_of_the_time(notebook, monkeypatch):
+def test_redrawing_the_plot_takes_at_most_5_percent_of_the_training_time(notebook, monkeypatch):
     render = plots.render_picture
 
     def render_slowly(*args, **options):

@@ -77,7 +77,7 @@ def test_list_runs_finds_the_best_value_in_each_file(name):
     assert runs.loc[0, ["metric", "best", "best_epoch"]].tolist() == [metric, pytest.approx(best), epoch]
 
 
-def test_list_runs_lists_a_folder_of_files():
+def test_list_runs_lists_each_log_file_in_a_folder():
     runs = list_runs(FOLDER)
     assert runs["version"].tolist() == sorted([*(EXPECTED.keys() - {"wandb_chart"}), "brisk-sun-3", "calm-sea-4"])
 
@@ -97,7 +97,7 @@ def test_read_logs_reads_the_files_of_other_tools(name, column, values):
     assert read_logs(FOLDER / f"{name}.csv")[column].tolist() == values
 
 
-def test_read_logs_reads_the_steps_of_half_empty_rows():
+def test_read_logs_reads_the_steps_of_rows_with_empty_cells():
     table = read_logs(FOLDER / "lightning.csv", steps=True)
     assert table["step"].tolist() == [9, 19, 29, 39, 49, 59, 69, 79, 89, 99, 109, 119]
     assert table["train_loss_step"].notna().all()
@@ -235,7 +235,7 @@ def test_read_logs_does_not_take_a_seed_column_for_a_run_name(seeds):
     assert read_logs(path)[["epoch", "train_loss", "val_loss"]].values.tolist() == [[0, 3, 2], [1, 1, 1]]
 
 
-def test_read_logs_reads_a_wandb_export_by_relative_time():
+def test_read_logs_reads_a_wandb_export_with_relative_time():
     header = '"Relative Time (Process)","big - train/loss","big - train/loss__MIN","big - train/loss__MAX"\n'
     table = read_logs(write(header + '"0.5","3","2","4"\n"1.5","2","1","3"\n'))
     assert list(table) == ["name", "version", "Relative Time (Process)", "train/loss"]

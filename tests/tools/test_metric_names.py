@@ -63,7 +63,7 @@ def mode_of(loop):
 
 
 @pytest.mark.parametrize("make", [FabricLoop, MiniLoop])
-def test_the_default_mode_follows_from_the_name_of_the_monitor(make):
+def test_the_default_mode_follows_from_the_name_of_the_monitored_metric(make):
     found = [mode_of(make(monitor=name)) for name in ("val_acc", "val_smape", None)]
     assert found == ["max", "min", "min"]
     assert mode_of(make(monitor="val_acc", mode="min")) == "min"
@@ -72,7 +72,7 @@ def test_the_default_mode_follows_from_the_name_of_the_monitor(make):
 
 @pytest.mark.parametrize("make", [FabricLoop, MiniLoop])
 @pytest.mark.parametrize("name", ["val_gap", "score", "val_los"])
-def test_a_monitor_with_an_unknown_direction_needs_a_mode(make, name):
+def test_a_monitored_metric_with_an_unknown_direction_needs_a_mode(make, name):
     expected = f"mode: got 'auto' for monitor='{name}', .* expected \"min\" or \"max\". Write mode='min' if"
     with pytest.raises(ValueError, match=expected):
         make(monitor=name)

@@ -303,7 +303,7 @@ def test_plot_logs_draws_into_the_given_axes():
     assert len(pyplot.get_fignums()) == 1
 
 
-def test_plot_logs_applies_log_to_the_given_axes():
+def test_plot_logs_sets_a_log_scale_on_the_given_axes():
     _, ax = pyplot.subplots()
     assert plot_logs(HISTORY, ax=ax, log=True).get_yscale() == "log"
 

@@ -224,7 +224,7 @@ def test_errors_of_the_runs_command_fit_on_one_line(capsys, arguments, error):
     assert error in err
 
 
-def test_runs_diff_accepts_the_names_that_runs_prints(capsys):
+def test_runs_diff_accepts_the_names_that_the_runs_command_prints(capsys):
     make_run(hparams={"hidden": 8})
     make_run("a/b", version=1)
     names = [line.split()[0] for line in run_command(capsys)[1].splitlines()[1:]]
@@ -279,7 +279,7 @@ def test_the_runs_command_wraps_long_lines_at_spaces(capsys, monkeypatch):
     assert " ".join(found).strip() == ", ".join(f"{name}=a-b-c/d" for name in hparams)
 
 
-def test_list_runs_shows_the_options_that_the_user_has_set():
+def test_list_runs_shows_the_options_that_the_user_set():
     config = vars(LoopConfig(max_epochs=3, monitor="val_loss", seed=1).resolve())
     make_run(config={name: value for name, value in config.items() if name not in ("name", "version")})
     exec(TRAIN.format("pass").replace("seed=3", "seed=3, name='digits', gradient_clip_val=2.0"), {})

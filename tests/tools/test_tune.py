@@ -62,7 +62,7 @@ def failure_of(function):
 # ---- processes
 
 
-def test_run_in_process_returns_the_reason_of_a_failure(monkeypatch):
+def test_run_in_process_returns_the_reason_for_a_failure(monkeypatch):
     assert run_in_process(lambda: os.getpid() != os.getppid()) == (True, "")
     assert failure_of(lambda: os._exit(3)) == "no result within 120 seconds, exit code 3"
     assert failure_of(lambda: {}["lost"]) == "KeyError: 'lost'"

@@ -36,7 +36,7 @@ METHODS = ["fit", "validate", "test", "predict"]
 
 
 @pytest.mark.parametrize(("hook", "method"), sample(3, HOOKS, METHODS))
-def test_a_call_of_the_same_loop_in_a_hook_is_refused(tmp_path, hook, method):
+def test_calling_fit_or_validate_of_the_running_loop_in_a_hook_is_refused(tmp_path, hook, method):
     options = {"val": val_loader, "max_epochs": 1, "num_sanity_val_steps": 0}
     with pytest.raises(ValueError, match=f"^{method}: got a call inside of fit, expected a call after fit has ended"):
         fit(tmp_path, lambda: Calls(hook, method), **options)

@@ -147,7 +147,7 @@ class HalfStep(torch.optim.Adam):
 
 @pytest.mark.parametrize("resume", ["auto", "last"])
 @pytest.mark.parametrize("options", [{}, {"save_every_n_steps": 1}], ids=str)
-def test_an_error_within_an_optimizer_step_saves_no_incomplete_step(tmp_path, monkeypatch, options, resume):
+def test_an_error_within_an_optimizer_step_saves_no_half_updated_weights(tmp_path, monkeypatch, options, resume):
     class Steps(Classifier):
         def configure_optimizers(self):
             return HalfStep(self.parameters(), lr=0.02)
@@ -196,7 +196,7 @@ def test_a_run_resumes_exactly_after_an_unreadable_sample(tmp_path, options):
     assert_same_end(whole, fit(tmp_path / "cut", make, loader("unread"), seed=9, resume="last", **options))
 
 
-def test_a_run_can_resume_after_an_error_of_its_loader(tmp_path):
+def test_a_run_can_resume_after_an_error_in_its_loader(tmp_path):
     class EndsWithError(TensorLoader):
         def __iter__(self):
             yield from list(super().__iter__())[:3]

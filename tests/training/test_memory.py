@@ -90,7 +90,7 @@ OPTIONS = {
 
 
 @pytest.mark.parametrize(("place", "name"), sample(3, PLACES, OPTIONS), ids=str)
-def test_fit_releases_batches_and_graphs(tmp_path, place, name):
+def test_fit_releases_batches_and_autograd_graphs(tmp_path, place, name):
     (hook, at), options = place, dict(OPTIONS[name])
     data = options.pop("data", lambda: make_data(24))()
     module = Watched(hook, at, options.pop("manual", False), options.pop("optimizer", torch.optim.SGD))
@@ -108,7 +108,7 @@ def test_fit_releases_batches_and_graphs(tmp_path, place, name):
 
 
 @pytest.mark.parametrize("hook", [None, "validation_step", "on_validation_batch_end"])
-def test_validate_releases_batches_and_graphs(tmp_path, hook):
+def test_validate_releases_batches_and_autograd_graphs(tmp_path, hook):
     module, loop = Watched(hook, 2), FabricLoop(**with_files(tmp_path))
     try:
         loop.validate(module, DataLoader(make_data(16), batch_size=8), verbose=False)

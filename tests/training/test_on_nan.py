@@ -115,7 +115,7 @@ def test_on_nan_stop_ends_the_training_of_a_lightning_module(tmp_path, manual):
 
 
 @pytest.mark.parametrize("on_nan", ["warn", "off"])
-def test_on_nan_warn_warns_once_and_off_does_not_warn(tmp_path, on_nan):
+def test_on_nan_warn_warns_once_and_on_nan_off_never_warns(tmp_path, on_nan):
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         loop, _, batches = fit(tmp_path, {7}, on_nan=on_nan)

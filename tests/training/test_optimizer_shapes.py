@@ -171,7 +171,7 @@ def test_each_optimizer_trains_like_a_hand_written_loop_and_resumes(tmp_path, na
 @pytest.mark.parametrize(
     ("name", "accumulated"), sample(3, [name for name in OPTIMIZERS if name not in NOT_OF_TRAINER], [1, 4])
 )
-def test_each_optimizer_gives_the_same_weights_and_metrics_as_trainer(tmp_path, name, accumulated):
+def test_each_optimizer_gives_the_same_weights_and_metrics_as_with_trainer(tmp_path, name, accumulated):
     ends = []
     for loop_class in (pl.Trainer, FabricLoop):
         module, loader = Lit(OPTIMIZERS[name]), make_loader()
@@ -190,7 +190,7 @@ def test_an_optimizer_that_ignores_its_closure_is_refused(tmp_path):
         train(IgnoresClosure, tmp_path)
 
 
-def test_manual_optimization_refuses_an_optimizer_without_hooks(tmp_path):
+def test_an_optimizer_without_step_hooks_is_refused_in_manual_optimization(tmp_path):
     net = make_net()
     optimizers = [NoSubclass(net[0].parameters()), NoSubclass(net[2].parameters())]
     loop = FabricLoop(**with_files(tmp_path, max_epochs=1))
@@ -235,7 +235,7 @@ class AddsGroup(Lit):
 
 @pytest.mark.parametrize("hook", ["on_fit_start", "on_train_epoch_start", "on_train_batch_end"])
 @pytest.mark.parametrize("limit", [{"max_epochs": 2}, {"max_steps": 7}], ids=["epochs", "steps"])
-def test_a_run_resumes_with_a_parameter_group_that_a_hook_has_added(tmp_path, hook, limit):
+def test_a_run_resumes_with_a_parameter_group_that_a_hook_added(tmp_path, hook, limit):
     """A resume adds the group again before it restores the optimizer."""
 
     def make():
@@ -318,7 +318,7 @@ def test_log_grad_norm_logs_the_norm_of_all_gradients(tmp_path, make):
     assert [float(line.split(",")[column]) for line in lines[1:]] == pytest.approx(expected, rel=1e-3)
 
 
-def test_the_lr_column_has_the_rate_of_the_first_parameter_group(tmp_path):
+def test_the_lr_column_contains_the_learning_rate_of_the_first_parameter_group(tmp_path):
     """The column lr has the rate of the first group, which a scheduler changes by its own factor."""
     net = make_net()
     optimizer = in_groups(net.parameters())

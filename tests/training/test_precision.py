@@ -109,7 +109,7 @@ def val():
     ],
     ids=["plain", "accumulated", "clip_norm", "clip_value"],
 )
-def test_a_run_with_a_gradient_scaler_gives_the_same_weights_as_trainer(options):
+def test_a_run_with_a_gradient_scaler_gives_the_same_weights_as_with_trainer(options):
     scaler = {"growth_interval": 4}
     trainer, expected = run_trainer(
         Classifier, train, val, max_epochs=3, **options, **scaled(TrainerMixedPrecision, **scaler)

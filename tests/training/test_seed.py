@@ -49,7 +49,7 @@ def test_both_loops_give_the_same_losses_with_the_same_seed():
 
 
 @pytest.mark.parametrize("kind", LOOPS)
-def test_creating_a_loop_with_a_seed_fixes_the_first_weights(kind):
+def test_a_module_created_after_a_loop_with_a_seed_has_reproducible_weights(kind):
     weights = []
     for _ in range(2):
         make_loop(kind, seed=3)
@@ -69,7 +69,7 @@ def test_a_loop_without_a_seed_does_not_seed_the_random_generators(kind):
 
 
 @pytest.mark.parametrize("kind", LOOPS)
-def test_a_resumed_run_continues_the_saved_random_numbers(kind):
+def test_a_resumed_run_continues_with_the_saved_random_state(kind):
     whole = train(make_loop(kind, max_epochs=3, name="whole", seed=4))
     train(make_loop(kind, max_epochs=2, name="cut", seed=4))
     net = nn.Sequential(nn.Linear(8, 3), nn.Dropout(0.5))

@@ -28,7 +28,7 @@ OPTIONS = [{}, {"accumulate_grad_batches": 2}, {"monitor": "val_loss"}]
 
 
 @pytest.mark.parametrize(("options", "steps"), sample(2, OPTIONS, [1, 7, 8]), ids=str)
-def test_an_epoch_that_max_steps_ends_early_resumes_exactly(tmp_path, options, steps):
+def test_a_run_that_max_steps_ends_within_an_epoch_resumes_exactly(tmp_path, options, steps):
     """A repeated command changes nothing. With more steps, the run continues exactly."""
     options = {"max_epochs": 3, "log_every_n_steps": 2, **options}
     make = lambda: Classifier(on_step=True)  # noqa: E731
@@ -73,7 +73,7 @@ class StopsAt(Callback):
 
 
 @pytest.mark.parametrize("options", [{}, {"accumulate_grad_batches": 2}], ids=str)
-def test_an_epoch_that_should_stop_ends_early_resumes_exactly(tmp_path, options):
+def test_a_run_that_should_stop_ends_within_an_epoch_resumes_exactly(tmp_path, options):
     options = {"max_epochs": 3, "log_every_n_steps": 2, **options}
     make = lambda: Classifier(on_step=True)  # noqa: E731
     whole = fit(tmp_path / "whole", make, train, **options)
@@ -112,7 +112,7 @@ def plateau(module):
 
 
 @pytest.mark.parametrize("optimizers", [by_epoch, plateau])
-def test_an_epoch_ends_if_the_loader_is_shorter_than_its_length(tmp_path, optimizers):
+def test_an_epoch_ends_if_the_loader_yields_fewer_batches_than_its_length(tmp_path, optimizers):
     """Weights, rows and files are those of a loader with the right length, also resumed after each step."""
     make = lambda: Classifier(optimizers)  # noqa: E731
     options = {"val": val_loader, "max_epochs": 2, "save_every_n_steps": 1}
@@ -139,7 +139,7 @@ def test_an_epoch_ends_if_the_loader_is_shorter_than_its_length(tmp_path, optimi
     ],
     ids=str,
 )
-def test_a_loader_shorter_than_the_interval_is_validated_once_at_the_end_of_the_epoch(tmp_path, options, steps):
+def test_an_epoch_shorter_than_val_check_interval_validates_once_at_its_end(tmp_path, options, steps):
     """An epoch that validates at its end also does so if the loader ends early."""
     seen = []
 
@@ -153,7 +153,7 @@ def test_a_loader_shorter_than_the_interval_is_validated_once_at_the_end_of_the_
 
 
 @pytest.mark.filterwarnings("ignore:train_dataloaders. .* to resume this run after its first epoch")
-def test_a_later_epoch_without_batches_raises(tmp_path):
+def test_a_training_loader_without_batches_in_a_later_epoch_raises(tmp_path):
     """last.ckpt has the state after the previous epoch."""
     message = r"The train loader \(generator\) gave no batch in this pass. An iterator is used up"
     with pytest.raises(ValueError, match=message):

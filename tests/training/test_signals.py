@@ -149,7 +149,7 @@ print("after fit")
 
 
 @pytest.mark.parametrize(("number", "codes"), [("SIGINT", (130, -2)), ("SIGTERM", (143,)), ("SIGUSR1", (138,))])
-def test_a_signal_ends_a_script_with_its_exit_code(tmp_path, number, codes):
+def test_a_script_stopped_by_a_signal_exits_with_the_code_of_the_signal(tmp_path, number, codes):
     whole = fit(tmp_path / "whole", train=train, max_epochs=3)
     code = SCRIPT.format(root=str(tmp_path / "cut"), number=number)
     done = subprocess.run(python_command(code, __file__), capture_output=True, text=True, cwd=tmp_path)
@@ -181,7 +181,7 @@ def received():
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1])
-def test_a_signal_also_calls_the_users_handler(tmp_path, received, number):
+def test_a_signal_also_calls_the_handler_that_the_user_installed(tmp_path, received, number):
     whole = fit(tmp_path / "whole", train=train, max_epochs=3)
     with pytest.raises(SystemExit) as ended:
         fit(tmp_path / "cut", train=train, max_epochs=3, callbacks=[Interrupt(8, number)])
@@ -189,7 +189,7 @@ def test_a_signal_also_calls_the_users_handler(tmp_path, received, number):
     assert_resumes(tmp_path, whole, max_epochs=3)
 
 
-def test_an_exception_of_the_users_handler_reaches_the_caller(tmp_path, received):
+def test_an_exception_in_a_signal_handler_of_the_user_reaches_the_caller(tmp_path, received):
     def raises(number, frame):
         raise SystemExit("mine")
 
@@ -201,7 +201,7 @@ def test_an_exception_of_the_users_handler_reaches_the_caller(tmp_path, received
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-def test_fit_keeps_the_users_ctrl_c_handler_and_ignored_signals(tmp_path, received, number):
+def test_fit_keeps_a_user_handler_of_ctrl_c_and_ignored_signals(tmp_path, received, number):
     handler = signal.SIG_IGN if number == signal.SIGTERM else lambda number, frame: received.append(number)
     before = signal.signal(number, handler)
     try:
@@ -287,7 +287,7 @@ OPTIONS = [{}, {"accumulate_grad_batches": 2}, {"val_check_interval": 2}]
 
 
 @pytest.mark.parametrize(("options", "at"), sample(2, OPTIONS, [2, 8, 12]), ids=str)
-def test_an_epoch_that_max_time_ends_early_resumes_exactly(tmp_path, options, at):
+def test_a_run_that_max_time_ends_within_an_epoch_resumes_exactly(tmp_path, options, at):
     """The epoch ends early, with its row. A resume continues in the middle of it."""
     options = {"max_epochs": 3, "log_every_n_steps": 2, **options}
     whole = fit(tmp_path / "whole", on_step, train, val_loader, **options)
