@@ -692,7 +692,7 @@ class PlainState:
                 yield (name, attribute), value
 
     def addresses_of_network(self) -> set[int]:
-        """Return the addresses of the tensors in the network's state_dict."""
+        """Return the memory addresses of the tensors in the network's state_dict."""
         if self._network is None:
             return set()
         saved = self._network.state_dict(keep_vars=True).values()

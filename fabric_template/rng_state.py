@@ -1,4 +1,4 @@
-"""Capture and restore the random generators of this process."""
+"""Capture and restore the states of the random generators of this process."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _MOST_ITEMS = 64
 
 
 def capture_rng_state() -> dict[str, Any]:
-    """Return the states of Python's, NumPy's and torch's global generators, comparable with ==."""
+    """Return the states of Python's, NumPy's and torch's global random generators."""
     numpy_state: Any = np.random.get_state()
     name, keys, *position = numpy_state
     state: dict[str, Any] = {
@@ -43,7 +43,7 @@ def restore_rng_state(state: dict[str, Any]) -> None:
 
 @contextmanager
 def unchanged_rng_state() -> Iterator[None]:
-    """Restore the global random generators at the end of a block."""
+    """Restore the states of the global random generators at the end of a block."""
     state = capture_rng_state()
     try:
         yield

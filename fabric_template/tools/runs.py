@@ -206,7 +206,7 @@ def best_mode(metric: str, options: dict[str, Any]) -> str | None:
 
 
 def find_best(run: Run, metric: str | None = None, mode: str | None = None) -> dict[str, Any]:
-    """Return a metric's best value and its epoch, or None for both if the direction is unknown."""
+    """Return a metric's best value and its epoch, or None for both if the mode is unknown."""
     rows, metric = run["rows"], metric or choose_metric(run)
     found: Run = {
         "metric": metric,

@@ -1,1 +1,1 @@
-"""The training loop, optimization, validation and prediction."""
+"""Implement the training loop, optimization, validation and prediction."""

@@ -244,7 +244,7 @@ def warn_of_options(plan: Plan) -> None:
 
 
 def warn_of_unused_options(plan: Plan) -> None:
-    """Warn about checkpoint options that have no effect because of a ModelCheckpoint."""
+    """Warn about checkpoint options that have no effect if ModelCheckpoint callbacks are used."""
     savers = plan.loop.checkpoint_callbacks
     defaults = {"monitor": None, "save_top_k": 1, "save_every_n_steps": None}
     given = [name for name, value in defaults.items() if getattr(plan.config, name) != value]

@@ -90,7 +90,7 @@ def run_in_process(run: Run) -> Any:
 
 
 def set_up_process(run: Run, stack: ExitStack) -> None:
-    """Seed the generators, set PyTorch's flags, and enter the run's contexts in ``stack``."""
+    """Seed the generators, set PyTorch's flags, and enter the run's context managers."""
     if run.stage == "fit":
         run.loop.seed()
         choose_version(run)

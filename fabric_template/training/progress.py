@@ -69,7 +69,7 @@ class Progress:
 
     @contextmanager
     def in_stage(self, stage: str) -> Iterator[None]:
-        """Change the stage in a with block. Like Trainer, do not reset the stage after an error."""
+        """Set the stage within a `with` block. Like Trainer, do not reset it after an error."""
         before, self.stage = self.stage, stage
         yield
         self.stage = before
@@ -182,7 +182,7 @@ class Progress:
     def crosses(self, every: int, since: int) -> bool:
         """Return whether any step after the step ``since`` is a multiple of ``every``.
 
-        In manual optimization, a batch may take several steps, so step % every == 0 is not enough.
+        In manual optimization, the steps of one batch may jump over a multiple of ``every``.
         """
         return self.global_step // every > since // every
 
@@ -281,7 +281,7 @@ class StopCondition:
         self.failure = f"{type(error).__name__}: {error}"
 
     def check_signals(self, signals: SignalHandler, is_due: bool = False) -> None:
-        """Stop if any process has received a signal. All processes must call this method."""
+        """Stop training if any process received a signal. All processes must call this method."""
         self.signal = signals.agree(self.signal, self.progress.total_batches, is_due)
 
     def state_dict(self) -> dict[str, Any]:
