@@ -90,7 +90,7 @@ SMALLEST |= {"validate_every_n_steps": 1, "log_every_n_steps": 0, "gradient_clip
 # Arguments of Trainer's self.log, with the only value (besides None) that MiniLoop accepts.
 LOG_ARGUMENTS = {"reduce_fx": "mean", "enable_graph": False, "sync_dist_group": None}
 LOG_ARGUMENTS |= {"rank_zero_only": False, "add_dataloader_idx": True, "logger": True}
-# Better advice for errors of torch, by a part of the error whose advice is wrong in a loop.
+# Advice that replaces torch's advice in an error message, keyed by a part of this message.
 INSTEAD = {
     "numpy.ndarray": "batch: got NumPy arrays in a step, expected tensors. Write TensorLoader(x, y,"
     " batch_size=32), or convert the batch in the step with torch.as_tensor.",
@@ -101,8 +101,8 @@ INSTEAD = {
     " tensors that the step keeps for later batches.",
 }
 NEEDS_CLOSURE = "optimizer: got one whose step() needs a closure. Use FabricLoop, which passes one."
-END: Any = object()  # The value of next(batches, END) at the end of a loader.
-REMOVED = ("removed", None)  # The value of a deleted attribute in checkpoints.
+END: Any = object()  # The value that next(batches, END) returns after the last batch.
+REMOVED = ("removed", None)  # The value that marks a deleted attribute in checkpoints.
 CHECKPOINTS = ("last.ckpt", "best.ckpt", "epoch=*-step=*.ckpt")
 # Attributes of every nn.Module, which are not the user's own state.
 MODULE_ATTRIBUTES = vars(nn.Module()).keys()
@@ -114,7 +114,7 @@ GENERATORS = (torch.Generator, random.Random, np.random.Generator, np.random.Ran
 NUMPY: Any = (np.generic, np.ndarray)
 # Packages whose objects are not saved, because they may hold processes or files.
 LIBRARIES = {*sys.stdlib_module_names, "lightning", "numpy", "torch", "torchmetrics"}
-# Types of other objects whose attributes are not saved.
+# The attributes of objects of these types are not saved either.
 NOT_SEARCHED = (type, FunctionType, MethodType, ModuleType, Logger, Tensor, nn.Module, Fabric)
 # Types of attributes that checkpoints contain, besides tensors and NumPy arrays.
 ATOMS = frozenset((type(None), bool, int, float, complex, str, bytes))
@@ -131,15 +131,15 @@ class MiniLoop:
     max_epochs: int | None = None  # Epoch limit. -1: no limit. None: 1000, or -1 with max_steps.
     max_steps: int = -1  # Stop after this many optimizer steps. -1: no limit.
     name: str = "run"  # Files go to logs/<name>/version_<n> and checkpoints/<name>/version_<n>.
-    version: int | str | None = None  # The run's version. None: a free number, or the resumed one.
+    version: int | str | None = None  # The run's version. None: a new or the resumed version.
     monitor: str | None = None  # The metric that selects best.ckpt.
-    # "min": the smallest value of monitor is best. "max": the largest is. "auto": its name decides.
+    # The best value of monitor: "min", the smallest, "max", the largest, or "auto", by its name.
     mode: str = "auto"
     accumulate_grad_batches: int = 1  # The number of batches per optimizer step.
     gradient_clip_val: float | None = None  # Clip the total gradient norm to this value.
     validate_every_n_steps: int | None = None  # Validate and save every N steps. None: every epoch.
     log_every_n_steps: int = 50  # Write a row to steps.csv every N optimizer steps. 0: never.
-    seed: int | None = None  # Seeds the random generators when the loop is created and fit starts.
+    seed: int | None = None  # The random seed, set when the loop is created and when fit starts.
     default_root_dir: str | os.PathLike[str] = "."  # The folder for logs/ and checkpoints/.
     accelerator: Any = "auto"  # Passed to lightning.Fabric, like strategy, devices and precision.
     strategy: Any = "auto"
@@ -216,33 +216,33 @@ class MiniLoop:
         """Seed the random generators, and set the initial state of a run."""
         if self.seed is not None:
             Fabric.seed_everything(self.seed, workers=True, verbose=False)
-        self.current_epoch = self.global_step = 0  # Count finished epochs and optimizer steps.
-        self.batches_done = 0  # The number of finished batches in this epoch.
-        self.should_stop = False  # If True in all processes, training stops after the step.
+        self.current_epoch = self.global_step = 0  # Numbers of finished epochs and optimizer steps.
+        self.batches_done = 0  # The number of finished batches in the current epoch.
+        self.should_stop = False  # Training stops after the step if this is True in all processes.
         self.history: list[dict[str, Any]] = []  # The rows of metrics.csv.
         self.best_score: float | None = None
         # The best checkpoints with their scores, and the metric that selects them.
         self._best: dict[str, Any] = {"kept": {}, "monitor": self.monitor, "mode": self.mode}
-        # Running sums for the epoch and, with validate_every_n_steps, also for the next row.
-        # Each sum is [total, weight, is_synced]. Its key is (logging hook, metric name).
+        # Running sums for the epoch and, with validate_every_n_steps, for the next row of
+        # metrics.csv. Each dict maps (logging hook, metric name) to [total, weight, is_synced].
         self._sums: list[dict[tuple[str, str], Any]] = [{}]
         self._torchmetrics: dict[tuple[str, str], Any] = {}  # The logged torchmetrics objects.
         self.callback_metrics: dict[str, Tensor] = {}  # The newest value of each logged metric.
-        self._validated: dict[str, Tensor] = {}  # The validation metrics for the next row.
-        self._validation_names: set[str] = set()  # The names of the latest validation's metrics.
-        # Values for steps.csv that the current training batch has logged, or None between batches.
+        self._validated: dict[str, Tensor] = {}  # Validation metrics for the next CSV row.
+        self._validation_names: set[str] = set()  # Metrics that the latest validation logged.
+        # The values that the current training step logged for steps.csv, or None between steps.
         self._step_values: Any = None
         self._is_first_batch = True  # True until the first training step of this run.
         self._hook = ""  # The hook or step that is running.
         self._batch_size = 1  # The current batch's weight in the mean of a metric.
         self._logged_batch_size: int | None = None  # The batch_size that a step passes to log().
         self._batches_in_window = 0  # The number of batches since the last optimizer step.
-        self._batches: Any = None  # This epoch's iterator over the training loader.
-        self._epoch_start: Any = None  # The random state at the start of this epoch.
+        self._batches: Any = None  # The current epoch's iterator over the training loader.
+        self._epoch_start: Any = None  # The random state at the start of the epoch.
         self._before_next: Any = None  # The random state before the latest batch was read ahead.
         self._resumed_state: Any = None  # The random state of the resumed checkpoint.
         self._saved_step: int | None = None  # The step of last.ckpt. None: there is no last.ckpt.
-        # Each CSV file's number of rows, and its columns.
+        # The number of rows and the columns of each CSV file.
         self._tables: dict[str, Any] = {"metrics.csv": (0, []), "steps.csv": (0, [])}
         self._columns: list[str] = []  # The columns of the printed rows.
         # The time of the latest row, and the seconds spent waiting for batches since then.
@@ -512,7 +512,7 @@ class MiniLoop:
             set_rng_state(self._epoch_start["first_batch"])
             for _ in range(self.batches_done):
                 next(self._batches)
-            # Put the loaders' own lists and tensors back, because the model may share them.
+            # Restore the loaders' own lists and tensors, because the model may share them.
             for attributes, values in kept:
                 for name, value in values.items():
                     attributes[name] = value
@@ -538,7 +538,7 @@ class MiniLoop:
                 return
             batch = following
             if number == done and resumed is not None:
-                # Restore the random state with which the saved run has read the next batch.
+                # Restore the random state that the saved run had before it read the next batch.
                 set_rng_state(resumed)
             self._before_next = get_rng_state()
             following = next(batches, END)
@@ -585,7 +585,7 @@ class MiniLoop:
         return [self.optimizer, *schedulers, *self._unwrapped.modules()]
 
     def _plain_state(self, place: str) -> dict[str, Any]:
-        # Save only plain values of loaders, because the model may also hold and save their objects.
+        # For loaders, save only plain values. Objects that the model also holds are saved with it.
         is_loader = place.startswith(("train ", "val "))
         saved, part = None if is_loader else self._saved_elsewhere(), self._parts[place]
         if place in self._object_places and is_installed(type(part)):
@@ -628,7 +628,8 @@ class MiniLoop:
             self._start_batches()
         if self.batches_done == 0:
             self._epoch_start["first_batch"] = get_rng_state()
-        # In log files, update the progress bar once a minute. Notebooks show stderr in red.
+        # Outside of terminals and notebooks, update the progress bar only once a minute. Use stdout
+        # in notebooks, which show stderr in red.
         is_notebook = "ipykernel" in sys.modules
         seconds = 0.2 if sys.stderr.isatty() or is_notebook else 60.0
         bar: dict[str, Any] = {"mininterval": seconds, "delay": seconds, "leave": False}
@@ -691,7 +692,7 @@ class MiniLoop:
         state = get_rng_state()
         self._validate()
         if not is_due:
-            # Restore the random state, because a resumed run does not repeat an early validation.
+            # Restore the random state, because a resumed run does not validate at this step.
             set_rng_state(state)
         return True
 
@@ -791,7 +792,7 @@ class MiniLoop:
             name = key if str(key).startswith(prefix) else f"{prefix}{key}"
             is_number = isinstance(value, Tensor) and value.numel() == 1
             is_number = is_number or (isinstance(value, Real) and not isinstance(value, bool))
-            # A LightningModule logs its values itself, except for the loss.
+            # Of a LightningModule's output, log only the loss. The module logs the rest itself.
             is_read = name == f"{prefix}loss" or not self._is_lightning_module
             if is_number and is_read and (self._hook, name) not in self._sums[0]:
                 weight = self._logged_batch_size or self._batch_size or 1
@@ -910,7 +911,7 @@ class MiniLoop:
     def _save(self, is_validated: bool) -> None:
         """Save last.ckpt, and also best.ckpt if the monitored metric has a new best value."""
         names, is_in_epoch, metrics = ["last.ckpt"], self.batches_done > 0, self.callback_metrics
-        # Update best.ckpt after each validation, or with a training metric after each epoch.
+        # Compare a validation metric after each validation, a training metric after each epoch.
         is_of_validation = self.monitor in self._validation_names
         is_new = is_validated if is_of_validation else not is_in_epoch or self._is_done()
         score = float(metrics[self.monitor]) if is_new and self.monitor in metrics else math.nan
@@ -949,7 +950,7 @@ class MiniLoop:
         }
         checkpoint = apply_to_collection(checkpoint, NUMPY, to_python)
         if self._saved_step is None:
-            # Check the first checkpoint, because an optimizer creates its state in the first step.
+            # Check only the first checkpoint: an optimizer creates its state in its first step.
             names = ("optimizer_states", "lr_schedulers")
             states = {name: checkpoint[name] for name in names}
             check_readable(apply_to_collection(states, Tensor, Tensor.dim))
@@ -1043,7 +1044,7 @@ class MiniLoop:
         self.batches_done = progress["batches_done"] if progress["is_in_epoch"] else 0
         self._resumed_options = own.get("options", {})
         self._restore_options(self._resumed_options)
-        # If a job scheduler restarts a stopped run with resume="auto", the run stays stopped.
+        # With resume="auto", a job scheduler may restart a finished run. Do not train it further.
         self.should_stop = is_automatic and own["stop"]["should_stop"]
         self._resumed_state, self._epoch_start = of_process["rng"], of_process.get("epoch_start")
         self._before_next = of_process.get("before_next")
@@ -1288,7 +1289,7 @@ class MiniLoop:
         if batches is not None:
             batches = torch_data.BatchSampler(sampler, batches.batch_size, batches.drop_last)
         shared = copy.copy(loader)
-        # Change the __dict__, because a DataLoader refuses the assignment of a sampler.
+        # Bypass DataLoader.__setattr__, which does not allow changes to the samplers.
         vars(shared).update(sampler=sampler, batch_sampler=batches)
         return shared
 
@@ -1346,7 +1347,7 @@ class MiniLoop:
             self._check_resume(resumed)
         modes = [module.training for module in self.network.modules()]
         if not self._is_lightning_module and not any(modes):
-            # If only some modules are in eval mode, leave the network as it is.
+            # If only some modules are in eval mode, keep the modes of all modules.
             self.network.train()
         count = sum(not module.training for module in self.network.modules())
         if count:
@@ -1366,7 +1367,7 @@ class MiniLoop:
         check(not -1 < (self.max_epochs or 0) < epochs, f"{text} Write a larger max_epochs.")
         if own.get("writer") == "FabricLoop":
             converted = [convert_attributes(of_process, self._parts) for of_process in ranks]
-            # Refuse random generators, whose states FabricLoop saves in another form.
+            # Raise an error for random generators, because FabricLoop saves them in another format.
             is_complete = None not in converted and not self._state()["parts"]
             text = "resume: got loader attributes or random generators that FabricLoop has saved,"
             text += " expected only plain attributes of the model. Use FabricLoop, or pass load=."
@@ -1535,7 +1536,7 @@ def with_batch_idx(step: Callable[..., Any], name: str) -> Callable[..., Any]:
     expected = "batch and optionally batch_idx. In a step function, the model comes first"
     if len(required) > 2 or not places or "dataloader_iter" in parameters:
         raise TypeError(f"{name}: got the arguments {required}, expected {expected}.")
-    # In a method, the argument after the batch is batch_idx, even with a default value.
+    # In a step method, treat the argument after the batch as batch_idx, even if it has a default.
     given = required if isinstance(step, partial) else [p.name for p in places]
     has_any = any(p.kind is p.VAR_POSITIONAL for p in places)
     if has_any or "batch_idx" in parameters or len({*given} - {"dataloader_idx"}) > 1:
@@ -2174,7 +2175,7 @@ def convert_attributes(of_process: dict[str, Any], parts: Iterable[str]) -> dict
         if path.partition(".")[0] != "model":
             return None
         place = path.removeprefix("model").removeprefix(".")
-        # FabricLoop saves a module's buffers under the module's name with the ending "buffers".
+        # FabricLoop saves a module's buffers under the name of the module plus "buffers".
         place = place if place in parts else place.removesuffix("buffers").removesuffix(".")
         converted.setdefault(place, {})[name] = value
     return converted
@@ -2280,7 +2281,7 @@ NEGATED = re.compile(r"(^|(?<!false)(?<!true)[\W_])(neg|negative|minus)[\W_]|^1 
 
 def find_direction(metric: str) -> str | None:
     """Return "min" or "max", depending on which value of a metric is best, or None if unknown."""
-    # Names such as "fpr@recall" and "fpr_at_recall" have the direction of "fpr".
+    # Ignore the end of a name such as "fpr@recall" or "fpr_at_recall", whose metric is "fpr".
     name = re.split(r"@|[\W_]at[\W_]", metric, flags=re.IGNORECASE)[0]
     spaced = re.sub(r"(?<=[a-z\d])(?=[A-Z])|(?<=[A-Z])(?=[A-Z][a-z])", "_", name)
     for spelling in (name.lower(), spaced.lower()):
@@ -2471,7 +2472,7 @@ def close_locks() -> None:
 
 
 if hasattr(os, "register_at_fork"):
-    # Workers of a killed run live for some seconds, and would keep its folders locked.
+    # DataLoader workers outlive a killed run by some seconds, and would keep its folders locked.
     os.register_at_fork(after_in_child=close_locks)
 
 

@@ -42,8 +42,8 @@ _DICTS: dict[str, type] = {
 _TENSORS = (Tensor, nn.Parameter)
 _CONTAINERS = frozenset((*_SEQUENCES.values(), *_DICTS.values()))
 _FACTORIES = {kind.__name__: kind for kind in (int, float, str, bool, list, dict, set)}
-# Limits of the cost of a save: the bytes and items of an attribute, the bytes of a tensor and the
-# items of a container in a digest, and the depth of containers.
+# Limits that keep a save cheap: the bytes and items of an attribute, the bytes of a tensor and the
+# items of a container in a digest, and the nesting depth of containers.
 _MOST_BYTES = 256 * 2**20
 _MOST_ITEMS = 1_000_000
 _COMPARED_BYTES = 2**20
@@ -55,7 +55,7 @@ _MOST_SEARCHED = 500
 # Packages whose objects are not saved, because they may hold processes or files.
 _LIBRARIES = {"lightning", "numpy", "pytorch_lightning", "torch", "torchmetrics"}
 _LIBRARIES |= sys.stdlib_module_names
-# The value of a deleted attribute in checkpoints.
+# The value that marks a deleted attribute in checkpoints.
 REMOVED: Any = ("removed", None)
 
 Place = tuple[str, str]
@@ -149,7 +149,8 @@ def _digest_array(array: np.ndarray) -> Any:
     place = (array.shape, array.dtype.str)
     if array.nbytes <= 32 * _COMPARED_BYTES:
         return place, zlib.crc32(np.ascontiguousarray(array).reshape(-1).view(np.uint8).data)
-    # Use a step of at least 1, because a large array may have few elements, such as texts.
+    # Use a step of at least 1, because a large array, such as one of long texts, may have few
+    # elements.
     step = max(array.size // _COMPARED_ITEMS, 1)
     return place, array.reshape(-1)[::step].tobytes()
 
@@ -309,7 +310,7 @@ class Decoder:
         if kind == "named tuple":
             return tuple.__new__(find_class(tuple, *options), items)
         if kind in _SEQUENCES:
-            # Of all sequences, only a deque has an option, which is its maxlen.
+            # Only a deque has an option, its maxlen. Other sequences have none.
             return _SEQUENCES[kind](items, *options)
         pairs = dict(zip(items[::2], items[1::2], strict=True))
         if kind == "defaultdict":
@@ -525,12 +526,12 @@ class PlainState:
         device: torch.device | None = None,
         network: nn.Module | None = None,
     ) -> None:
-        # Keep the objects passed here apart from _parts, which also has objects in attributes.
+        # _given contains the objects passed here. _parts also contains objects in their attributes.
         self._given, self._network = parts, network
         self._parts = parts
         self._device = torch.device("cpu") if device is None else device
         self._warned: set[str] = set()
-        # Objects whose state another checkpoint key contains. None: save no object's state.
+        # Objects whose states are saved under other checkpoint keys. None: save no object states.
         self._saved: dict[int, Any] | None = None
         self._find_objects()
         self._at_start = self.digests()

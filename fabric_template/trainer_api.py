@@ -118,7 +118,7 @@ _LOOP_ATTRIBUTES: dict[str, Callable[[Any], Any]] = {
     "val_loop": lambda api: LoopAPI(api.trainer, "validate_loop"),
     "total_batch_idx": lambda api: api.progress.total_batches - 1,
     "batch_idx": lambda api: api.progress.batches_done - 1,
-    # LearningRateMonitor and DeviceStatsMonitor log at the step ``_batches_that_stepped``.
+    # LearningRateMonitor and DeviceStatsMonitor use ``_batches_that_stepped`` as the logging step.
     "_batches_that_stepped": lambda api: api.progress.logging_step,
     # StochasticWeightAveraging sets ``_skip_backward`` to update BatchNorm without backward passes.
     "_skip_backward": lambda api: api.current_run.optimization.is_backward_skipped,
@@ -195,7 +195,7 @@ class TrainerAPI:
         run = self.fit_run
         if run is None:
             return []
-        # Wrap the optimizers for models that lack LightningModule.optimizers(), which wraps them.
+        # LightningModule.optimizers() wraps the optimizers. Wrap them here for models without it.
         is_plain = not run.is_lightning_module and not run.module.automatic_optimization
         optimization = run.optimization
         return optimization.lightning_optimizers if is_plain else optimization.optimizers
@@ -392,7 +392,7 @@ class TrainerAPI:
                 " `Trainer.save_checkpoint()` before calling `Trainer.{fit,validate,test,predict}`?"
             )
         fit = self.fit_run
-        # Prefer the last fit if it has trained this model, because an evaluation has no optimizers.
+        # Prefer the last fit if it trained this model, because an evaluation has no optimizers.
         run = fit if fit is not None and fit.model is self.run.model else self.run
         if run.stop.failure is not None and run.fabric.world_size > 1:
             raise RuntimeError(

@@ -45,7 +45,7 @@ COMMANDS = {  # name: (module, help)
     "update": ("package_copy", "merge the installed version into a copy"),
     "verify": ("cli", "check that checkpoints are intact"),
 }
-# Commands that start a new version of a run, if --resume is not given.
+# Without --resume, these commands start a new version of a run.
 TRAINING_COMMANDS = ("fit", "profile", "tune")
 EVALUATION_COMMANDS = ("validate", "test", "predict")
 LOOP_COMMANDS = (*TRAINING_COMMANDS, *EVALUATION_COMMANDS)
@@ -350,7 +350,7 @@ def explain(parser: ArgumentParser, message: str) -> str:
     keys = re.findall(r'Parser key "([\w.]+)": ', text)
     text = re.sub(r'Parser key "[\w.]+": ', "", text)
     if union := re.search(r"Subtypes: \[(.*?)\] Errors: (.*) Given value type: .*: (.*)", text):
-        # Show only the constructor's error, not others such as "Expected a bool".
+        # Show only the constructor's error, and drop errors such as "Expected a bool".
         reasons = [reason for reason in union[2].split("- ") if "Expected a" not in reason]
         expected = " or ".join(sorted(union[1].split(", ")))
         text = " ".join(reasons) or f"got {union[3]}, expected {expected}."

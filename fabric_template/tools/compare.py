@@ -37,7 +37,7 @@ with record_training(recording, int(steps), stop=True):
 """
 Record = dict[str, Any]  # The recorded values of one optimizer step.
 
-# For each quantity, the likely reason for a first difference, and the fix.
+# For each quantity, the likely reason if it is the first to differ, and the fix.
 EXPLANATIONS = {
     "optimizer": (
         "the optimizers have different classes, or step in a different order",
@@ -140,7 +140,7 @@ def compare_command(first: str, second: str, *, steps: int = 50) -> int:
 def find_differences(quantity: str, first: Record, second: Record) -> list[tuple[Any, Any]]:
     a, b = (record["quantities"].get(quantity, []) for record in (first, second))
     if quantity == "digest of a sample" and ({*a} <= {*b} or {*b} <= {*a}):
-        # Ignore samples of only one run, because only its model may get the targets as input.
+        # Ignore samples of only one run, whose model may get the targets as an additional input.
         return []
     if quantity == "batch size" and 0 in (*a, *b):
         # Ignore a batch size of 0: no module with parameters has received this batch.
@@ -169,7 +169,7 @@ def explain(quantity: str, first: Record, second: Record, step: int) -> tuple[st
 
 
 def explain_loss(first: Record, second: Record) -> tuple[str, str]:
-    # If no backward pass preceded a step, its modules in eval mode are unknown.
+    # The modules in eval mode are recorded only if a backward pass precedes the step.
     modes = first.get("eval modules", []), second.get("eval modules", [])
     if len(modes[0]) != len(modes[1]):
         which = "first" if len(modes[0]) > len(modes[1]) else "second"

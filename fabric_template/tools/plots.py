@@ -137,7 +137,8 @@ def draw_panels(
         for run in runs:
             for metric in found:
                 if len(runs) == 1:
-                    # Give two columns of one split, such as two loaders' losses, different colors.
+                    # Use different colors for columns of the same split, such as two loaders'
+                    # losses.
                     same = [other for other in found if other.split == metric.split]
                     run.color = PALETTE[same.index(metric) % len(PALETTE)]
                 draw_line(panel, run, metric, x, smooth, run.label or name_line(metric, found))
@@ -320,7 +321,7 @@ def choose_metrics(runs: list[Run], x: str, wanted: Sequence[str] | None) -> lis
     if wanted is not None:
         chosen = []
         for name in wanted:
-            # Let "loss" select both columns "loss" and "val_loss" in a log of Keras.
+            # In a Keras log, let "loss" select both "loss" and "val_loss".
             found = [metric for metric in metrics if name in (metric.quantity, metric.kind)]
             found = found or [metric for metric in columns if metric.column == name]
             found = [metric for metric in columns if metric.column == name and not found] or found
@@ -459,7 +460,7 @@ def draw_line(ax: Axes, run: Run, metric: Metric, x: str, smooth: float | None, 
     elif metric.split == "test":
         style["linestyle"] = ":"
     if len(rows) > 1:
-        # Average the n-th rows of all seeds, even if they have different times on the x axis.
+        # Average the n-th rows of all seeds, even if their x values, such as times, differ.
         groups = points.groupby(level=0)
         points, low, high = groups.mean(), groups["y"].min(), groups["y"].max()
         if metric.split != "train":
@@ -498,7 +499,7 @@ def average_steps(values: pd.Series) -> Any:
     """
     import numpy as np
 
-    # Add up losses in the highest precision, because the first losses may be very large.
+    # Use the highest precision, because adding to very large first losses causes rounding errors.
     sums = np.concatenate([[0.0], np.cumsum(values.to_numpy(np.longdouble))])
     ends = np.arange(1, len(sums))
     sizes = np.clip(ends // 4, 1, max(1, len(values) // 25))
@@ -517,7 +518,7 @@ def add_legend(axes: list[Axes], title: str) -> None:
         if label == "best" or label.endswith(" other runs"):
             entries[label] = entries.pop(label)
     figure: Any = axes[0].figure
-    # Estimate how many legend entries fit into a line of letters that are 1/14 inch wide.
+    # Estimate how many legend entries fit into a line, if a letter is 1/14 inch wide.
     letters = int(figure.get_figwidth() * 14)
     labels = [textwrap.fill(label, int(0.7 * letters)) for label in entries]
     width = max(1, letters // (max(map(len, entries)) + 10))

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 MIN_GAIN = 1.1  # The smallest speed-up for which a setting is suggested.
 
-# Methods that make the CPU wait until the GPU has computed a tensor's value.
+# Methods that return a tensor's value, so that the CPU must wait for the GPU.
 READS = (torch.Tensor.item, torch.Tensor.__float__, torch.Tensor.cpu, torch.Tensor.tolist)
 LIBRARIES = (f"{__package__.rpartition('.')[0]}.", "torch.", "lightning.", "torchmetrics.")
 

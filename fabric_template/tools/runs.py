@@ -24,12 +24,12 @@ if TYPE_CHECKING:
 
 COLUMNS = ["name", "version", "state", "epochs", "metric", "best", "best_epoch", "seconds"]
 COLUMNS += ["changed", "folder"]
-# Do not compare options that differ in all runs, or that do not influence training.
+# Options that are not compared, because they always differ or do not influence training.
 NOT_COMPARED = ("name", "version", "default_root_dir", "enable_progress_bar", "resume", "load")
 DEFAULTS = {field.name: field.default for field in fields(LoopArguments)}
 DEFAULTS |= vars(LoopConfig().resolve())
 Columns = dict[str, list[Any]]  # The values in each numeric column of a CSV file.
-Run = dict[str, Any]  # A row of list_runs as a dict, with more keys, such as "options" and "rows".
+Run = dict[str, Any]  # A row of list_runs, with additional keys such as "options" and "rows".
 
 
 def list_runs(
@@ -99,7 +99,7 @@ def differing_options(runs: Sequence[Run]) -> list[str]:
     for option in dict.fromkeys(name for run in runs for name in run["options"]):
         values = [run["options"][option] if is_set(run, option) else None for run in runs]
         if option in recorded:
-            # Compare an argument only between runs whose model or optimizer has it.
+            # Compare an argument of a model or optimizer only between the runs that have it.
             values = [value for value in values if value is not None]
         # Also compare the values as strings, because NaN differs from itself.
         if any(value != values[0] and str(value) != str(values[0]) for value in values):
@@ -144,7 +144,7 @@ def read_files(path: Path, root: Path) -> list[Run]:
     rows, names = read_rows(path)
     has_axis = find_axis(rows, "epoch") or find_axis(rows, "step")
     if path != root and not has_axis and not any(parse_metric(name).split for name in rows):
-        # Skip tables that are no logs, such as predictions.
+        # Skip tables that are not logs, such as predictions.
         return []
     folder = path.parent.relative_to(root).as_posix() if root in path.parents else "."
     name = path.parent.name if folder == "." else folder
@@ -160,7 +160,7 @@ def read_files(path: Path, root: Path) -> list[Run]:
         run: Run = {"name": name, "version": version, "state": "unknown", "file": path}
         run |= {"options": {}, "about": {}, "recorded": {}}
         label = version if path == root else f"{name}/{version}"
-        # Ignore the column "time", which has another meaning in the files of other tools.
+        # Ignore the "time" column, which has another meaning in the files of other tools.
         runs.append(describe_run(run, table, label) | {"seconds": 0.0})
     return runs
 
@@ -171,7 +171,7 @@ def describe_run(run: Run, rows: Columns, label: str) -> Run:
     epochs = [] if column is None else [epoch for epoch in rows[column] if epoch == epoch]
     count = 0
     if epochs:
-        # Do not add 1 to the last epoch of a tool that counts from 1 or writes fractions.
+        # If a log counts epochs from 1, or in fractions, do not add 1 to its last epoch.
         is_from_one = min(epochs) == 1 or any(epoch % 1 for epoch in epochs)
         count = math.ceil(max(epochs)) if is_from_one else int(max(epochs)) + 1
     return run | {
@@ -267,7 +267,7 @@ def is_locked(path: Path) -> bool:
         import fcntl
 
         with path.open("rb") as file:
-            # The file refuses a shared lock while the run holds its exclusive lock.
+            # A request for a shared lock fails while the run holds its exclusive lock.
             fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
     except BlockingIOError:
         return True
@@ -347,6 +347,6 @@ def read_options(folder: Path) -> tuple[dict[str, Any], dict[str, Any]]:
                 options |= {f"{prefix}{key}": entry for key, entry in entries.items()}
             if section == "hparams":
                 hparams |= entries
-    # If a setting in hparams= has the name of an option with its default value, show the setting.
+    # Show a setting from hparams= instead of an option of the same name with its default value.
     unset = [name for name in hparams if options[name] == DEFAULTS.get(name)]
     return options | {name: hparams[name] for name in unset}, about

@@ -21,11 +21,11 @@ if TYPE_CHECKING:
     import numpy as np
 
 TEMPLATE = Path(__file__).with_name("runs_page.html")
-# The largest number of points on a page, which take up about a megabyte.
+# The largest number of points on a page. These points take up about a megabyte.
 MOST_POINTS = 60_000
 # The largest number of panels above the table.
 MOST_MAIN = 3
-# Up to eight options have their own columns, unless a value has over 24 characters.
+# Show at most eight options in their own columns, and none with a value of over 24 characters.
 MOST_OPTIONS = 8
 LONGEST_VALUE = 24
 
@@ -150,7 +150,7 @@ def make_panels(runs: Sequence[Run], metric: str | None) -> dict[str, Any]:
             drawn[number] = plots.Run("", [table], runs[number]["options"])
     styles = [*range(len(runs))]
     if len(runs) > plots.MOST_COLORED:
-        # Give the first styles to the best runs, because the other styles are gray.
+        # Give the first styles to the best runs, because all later styles are gray.
         for style, number in enumerate(rank_runs(runs)):
             styles[number] = style
     data: dict[str, Any] = {"x": "epoch", "thinned": None, "panels": [], "styles": styles}

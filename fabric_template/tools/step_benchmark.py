@@ -25,11 +25,11 @@ from ..data.tensor_loader import TensorLoader
 
 PARTS = ("data", "transfer", "forward", "backward", "optimizer", "rest")
 WARM_UP = 5
-# Options that influence the duration of a step are copied to the new loop.
+# Options that influence the duration of a step, and are copied to the loop that is timed.
 OPTIONS = ["accumulate_grad_batches", "gradient_clip_val", "gradient_clip_algorithm", "compile"]
 OPTIONS += ["log_every_n_steps", "deterministic", "benchmark", "detect_anomaly"]
 OFF = ("enable_checkpointing", "enable_progress_bar", "enable_model_summary")
-Choice = dict[str, Any]  # Values of settings, by their names in tune.SETTINGS.
+Choice = dict[str, Any]  # The values of settings, keyed by the names in tune.SETTINGS.
 
 
 class EnoughSteps(BaseException):
@@ -177,7 +177,7 @@ def copy_options(loop: Any) -> dict[str, Any]:
 
 def copy_loader(loader: Any) -> Any:
     """Copy a loader and its generators, but share its dataset."""
-    # Do not copy the iterator over persistent workers, because copying it is impossible.
+    # Leave out the iterator over persistent workers, which cannot be copied.
     shared = [getattr(loader, "dataset", None), *getattr(loader, "tensors", ())]
     memo: dict[int, Any] = {id(part): part for part in shared}
     memo[id(getattr(loader, "_iterator", None))] = None

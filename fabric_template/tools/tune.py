@@ -19,7 +19,8 @@ from lightning.pytorch.utilities.data import extract_batch_size
 
 from .step_benchmark import PARTS, Choice, copy_options, time_steps
 
-# Keep a setting if its slowest trial beats the fastest trial without the setting by MIN_GAIN.
+# A setting must make even the slowest trial faster than the fastest one without it, by a factor of
+# MIN_GAIN.
 MIN_GAIN, ROUNDS = 1.03, 3
 TIME_LIMIT = 120.0  # The seconds after which a trial is killed.
 
@@ -191,7 +192,8 @@ def save_curve(rates: list[float], losses: list[float], path: Path) -> float | N
     from pandas import DataFrame
 
     curve = DataFrame({"loss": losses}, index=rates).rolling(9, center=True, min_periods=1).mean()
-    # Ignore higher rates than that of the lowest loss: a diverging loss may fall by chance.
+    # Ignore learning rates above the one with the lowest loss, because a diverging loss may
+    # decrease by chance.
     change = curve["loss"].diff().loc[: curve["loss"].idxmin()]
     suggestion = float(change.idxmin()) if change.min() < 0 else None
     limits = (min(losses), 2 * losses[0] - min(losses) + 1e-9)

@@ -129,7 +129,7 @@ def check_signature(plan: Plan, name: str) -> None:
             f" {name}({first}, batch, batch_idx). For several batches per step, give a list of"
             " loaders, or a DataLoader with a larger batch_size."
         )
-    # As in Trainer, do not check a LightningModule: calling a wrong step raises a TypeError.
+    # As in Trainer, do not check a LightningModule. A step with wrong arguments raises a TypeError.
     if plan.is_lightning_module:
         return
     arguments = [None] * (1 + takes_batch_idx(method) + (function is not None))

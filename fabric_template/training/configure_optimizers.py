@@ -125,7 +125,7 @@ def _split(returned: Any, where: str) -> tuple[list[Any], list[Any]]:
     if all(map(is_optimizer, given)):
         return list(given), []
     if len(given) == 2:
-        # configure_optimizers returned ([optimizers], [schedulers]) or (optimizer, scheduler).
+        # The returned tuple is ([optimizers], [schedulers]) or (optimizer, scheduler).
         optimizers, schedulers = (
             list(part) if isinstance(part, list | tuple) else [part] for part in given
         )

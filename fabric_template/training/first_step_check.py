@@ -67,7 +67,7 @@ class FirstStepCheck:
         # Compare gradients only if every process has found gradients of the same parameters.
         if set(shares.tolist()) not in ({1.0}, {0.0, 1.0}):
             return
-        # Normalize the gradients, because accumulation or a scaler multiplies those of the loop.
+        # Normalize the gradients, because accumulation or a scaler multiplies the loop's gradients.
         own = self._means(list(found.values()))
         loops = self._means([self.parameters[index].grad for index in found])
         # In half precision, allow for the rounding errors of scaled gradients.

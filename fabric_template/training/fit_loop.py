@@ -110,7 +110,7 @@ def train_batches(run: Run) -> None:
                 "train_dataloader yielded None. If this was on purpose, ignore this warning..."
             )
         elif hooks.call("on_train_batch_start", batch, batch_idx) == -1:
-            # As in Trainer, skip the validation if on_train_batch_start returns -1.
+            # As in Trainer, -1 from on_train_batch_start ends the epoch without a validation.
             progress.end_batches()
             progress.enter(None)
             step_schedulers_after_batch(run)
@@ -156,7 +156,7 @@ def log_batch(run: Run) -> str:
 def validate(run: Run) -> str:
     """Run a validation during training."""
     free_gradients(run)
-    # A request to stop causes an unplanned validation. A resumed run does not repeat this
+    # A request to stop may cause an additional validation. A resumed run does not repeat this
     # validation, so restore the random state afterwards.
     rng_state = None if run.validation_schedule.is_planned() else capture_rng_state()
     with run.row.excluded():

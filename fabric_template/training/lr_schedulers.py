@@ -33,8 +33,8 @@ def step_lr_schedulers(run: Run, interval: str, reduce_on_plateau: bool) -> None
     """
     if not run.optimization.is_automatic or (interval == "step" and not run.progress.is_window_end):
         return
-    # As in Trainer, frequency counts batches or epochs, not optimizer steps. The current batch and
-    # epoch count as finished.
+    # As in Trainer, frequency counts batches or epochs, not optimizer steps. The current batch or
+    # epoch is included.
     count = run.progress.batches_done if interval == "step" else run.progress.epochs_done + 1
     for config in run.optimization.lr_schedulers:
         is_due = config.interval == interval and count % config.frequency == 0

@@ -367,7 +367,7 @@ class StepRunner:
                 )
             self.wrapped = self.fabric.strategy.setup_module(_CallStep(self.network))
         for module in self.network.modules():
-            # Call the overridden to() of submodules, which moving the network does not call. Call
+            # Moving the network does not call a submodule's own to(), so call it here. Call
             # to(device) last, because it resets the dtype of torchmetrics objects.
             if type(module).to is not nn.Module.to:
                 if self.converts_dtype:

@@ -38,7 +38,7 @@ def is_logging_due(run: Run) -> bool:
     progress, every = run.progress, run.config.log_every_n_steps
     if not every:
         return False
-    # progress.logging_step is counted after the batch, so add 1 for the current batch.
+    # progress.logging_step is incremented after the batch, so add 1 for the current batch.
     is_training = progress.stage in ("train", None)
     count = progress.logging_step + 1 if is_training else progress.eval_batches_done
     return count % every == 0 or run.stop.should_stop or bool(run.config.fast_dev_run)
@@ -236,7 +236,7 @@ class AutomaticOptimization(Optimization):
         self._take_step = hooks.with_profiler(action, step)
         if self._scaler is not None:
             self._check_scaler()
-        # Check the first batch for backward() in the step, except in a sharded network.
+        # For the first batch, check whether the step calls backward(). Skip sharded networks.
         self._first_step_check: FirstStepCheck | None = None
         if not self.run.steps.is_model_parallel:
             self._first_step_check = FirstStepCheck(optimizer, self.run.fabric)
@@ -402,7 +402,8 @@ class ManualOptimization(Optimization):
             for index, optimizer in enumerate(self.lightning_optimizers):
                 set_step_callback(optimizer, partial(self._count_step, index))
         else:
-            # loop.backward() clears _stepped, but a step may call loss.backward() instead.
+            # Clear _stepped here, because a step may call loss.backward() instead of
+            # loop.backward().
             self._stepped.clear()
         output = self.call_step(batch, batch_idx)
         # Like Trainer, count each batch, although global_step counts optimizer steps.

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from .run import Run
 
 
-# The phases that a resumed run repeats, and the progress that it restores for each.
+# For each phase that a resumed run repeats, the values to save instead of the current progress.
 _REPEATED_PHASES: dict[str | None, dict[str, Any]] = {
     "train_batch": {"is_last_batch": False, "phase": None},
     "start_epoch": {"is_in_epoch": False, "phase": None},
