@@ -119,7 +119,7 @@ class Optimization:
         self.kept_loss, self._outputs = None, {}
 
     def setup(self) -> None:
-        """Prepare the training functions. Call ``setup`` again if optimizers or options change."""
+        """Prepare the functions that train on a batch. Call ``setup`` again after ``use``."""
         run, hooks = self.run, self.run.hooks
         step = self.run.module.training_step
         self.call_step = run.make_step("training_step", step)
