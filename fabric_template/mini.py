@@ -229,6 +229,7 @@ class MiniLoop:
         self._torchmetrics: dict[tuple[str, str], Any] = {}  # The logged torchmetrics objects.
         self.callback_metrics: dict[str, Tensor] = {}  # The newest value of each logged metric.
         self._validated: dict[str, Tensor] = {}  # Validation metrics for the next CSV row.
+        self._has_validated = False
         self._validation_names: set[str] = set()  # Metrics that the latest validation logged.
         # The values that the current training step logged for steps.csv, or None between steps.
         self._step_values: Any = None
@@ -318,11 +319,21 @@ class MiniLoop:
             self._train_epoch()
         if not is_done:
             self._call("on_train_end")
+            self._warn_if_never_validated(is_resumed)
         # Like Trainer, count an epoch as finished even if a limit has ended it early.
         self.current_epoch += self.batches_done > 0
         if self.global_step > (self.history[-1]["step"] if self.history else 0):
             # The last row may cover only a part of an epoch. A resumed run replaces it.
             self._end_row(self.current_epoch - 1)
+
+    def _warn_if_never_validated(self, is_resumed: bool) -> None:
+        if self.val_loader is None or self._has_validated or is_resumed:
+            return
+        step, every = self.global_step, max(1, self.global_step // 2)
+        text = f"val_dataloaders: training ended after {step} steps, before the first validation."
+        text += f" To validate every {every} steps, pass validate_every_n_steps={every}."
+        if self.fabric.is_global_zero:
+            warnings.warn(text, stacklevel=4)
 
     def _raise_instead(self, error: Exception) -> None:
         """Raise the error again, or a clearer one if torch's advice does not apply to a loop."""
@@ -724,7 +735,7 @@ class MiniLoop:
             warnings.warn(text, stacklevel=3)
         self._reset_metrics()
         self._sums, self._torchmetrics = training
-        self._validation_names = set(self._validated)
+        self._has_validated, self._validation_names = True, set(self._validated)
 
     # Logging
 

@@ -62,6 +62,8 @@ def fit(run: Run) -> None:
     run.hooks.call("on_train_end")
     # Write the row of the last steps after the checkpoint, so that a resumed run removes the row.
     run.row.write_after_training()
+    if run.stop.signal is None:
+        run.validation_schedule.warn_if_never_due()
 
 
 def train_epoch(run: Run) -> None:
@@ -176,7 +178,7 @@ def free_gradients(run: Run) -> None:
 
 def report_validation(run: Run) -> str:
     """Write a row of metrics.csv after a validation, and then save a checkpoint."""
-    run.validation_schedule.restart()
+    run.validation_schedule.finish_validation()
     run.row.write_after_validation()
     run.checkpoints.save_after_validation(run)
     return "finish_batch"

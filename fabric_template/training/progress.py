@@ -304,6 +304,8 @@ class ValidationSchedule:
         self.run = run
         self.every_n_batches: int | float = math.inf
         self._is_enabled = False
+        # A resumed run may finish soon after the validations of the saved run.
+        self._has_validated = run.plan.start.resumes
         self._seconds: float | None = None
         interval = run.config.val_check_interval
         if interval is not None and not isinstance(interval, int | float):
@@ -314,6 +316,20 @@ class ValidationSchedule:
         """Start the schedule. Call this method after the training loader was created."""
         self.restart()
         self.count_batches()
+
+    def finish_validation(self) -> None:
+        self._has_validated = True
+        self.restart()
+
+    def warn_if_never_due(self) -> None:
+        """Warn if training with a validation loader has ended before the first validation."""
+        if self._is_enabled and not self._has_validated:
+            step = self.run.progress.global_step
+            every = max(1, step // 2)
+            self.run.warn_once(
+                f"val_dataloaders: training ended after {step} steps, before the first validation. To"
+                f" validate every {every} steps, pass validate_every_n_steps={every}."
+            )
 
     def restart(self) -> None:
         self._last_global_step = self.run.progress.global_step

@@ -427,3 +427,26 @@ def test_errors_about_step_functions_do_not_mention_trainer(option):
         with pytest.raises((ValueError, TypeError)) as caught:
             fit("FabricLoop", **arguments)
         assert not re.search(names, str(caught.value)), str(caught.value)
+
+
+class EndlessData(IterableDataset):
+    def __iter__(self):
+        while True:
+            yield torch.ones(8), torch.tensor(1)
+
+
+@OF_LOOP
+@pytest.mark.filterwarnings("default:val_dataloaders")
+@pytest.mark.parametrize("train", [DataLoader(EndlessData(), 4), make_loader()], ids=["stream", "short run"])
+def test_a_run_that_ends_before_its_first_validation_warns(name, train):
+    def run(**options):
+        net = make_net()
+        loop = make_loop(name, max_epochs=None, max_steps=5, monitor="val_loss", **options)
+        loop.fit(net, train, make_loader(), optimizer=sgd(net), training_step=loss_of, validation_step=loss_of)
+        return loop
+
+    with pytest.warns(UserWarning, match="val_dataloaders: training ended after 5 steps.*validate_every_n_steps=2"):
+        run()
+    with warnings.catch_warnings():
+        warnings.filterwarnings("error", "val_dataloaders")
+        assert run(validate_every_n_steps=2).callback_metrics["val_loss"] > 0
