@@ -996,7 +996,7 @@ class MiniLoop:
                 "learning_rates": [float(self._learning_rate)],
             },
             "checkpoints": dict(self._best),
-            # The original and the current value of each option that hooks have changed.
+            # The original and the current value of each option that hooks changed.
             "options": {name: pair for name, pair in options.items() if pair[0] != pair[1]},
             "flags": changed_flags(self._start_flags, flags_of(self._unwrapped)),
             "settings": self._run_settings(),
@@ -1166,7 +1166,7 @@ class MiniLoop:
             self._started_at = max(time.time(), max(started, saved) + 0.001)
             self._record(f"started {self._started_at!r}")
             for name in self._tables:
-                # Remove the rows of an earlier run that ended before its first checkpoint.
+                # Remove the rows of an earlier run that ended before it saved a checkpoint.
                 (self.log_dir / name).unlink(missing_ok=True)
         options = {field.name: getattr(self, field.name) for field in fields(self)}
         del options["fabric"], options["hparams"]

@@ -431,7 +431,7 @@ class Part:
         if isinstance(self.instance, type):
             return {}
         if isinstance(self.instance, dict):
-            # Some dict subclasses expose their keys as attributes.
+            # Some dict subclasses expose their keys as attributes, so treat the keys as attributes.
             return self.instance
         if isinstance(self.instance, nn.Module):
             return vars(self.instance)["_buffers"] if self.has_buffers else vars(self.instance)
@@ -455,7 +455,7 @@ def is_own_object(value: Any) -> bool:
     kind = type(value)
     is_known = isinstance(value, nn.Module | Tensor | Enum | tuple) or hasattr(kind, "state_dict")
     is_library = kind.__module__.partition(".")[0] in _LIBRARIES and kind is not SimpleNamespace
-    # Do not save this package's own objects, even if the user's package contains a copy of it.
+    # Do not save objects of this package, which may be a copy within a user's package.
     is_library = is_library or kind.__module__.startswith(f"{__package__}.")
     has_attributes = hasattr(value, "__dict__") or hasattr(kind, "__slots__")
     return has_attributes and not (is_known or is_library)

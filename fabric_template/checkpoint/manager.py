@@ -108,7 +108,8 @@ class CheckpointManager:
         if self.config.monitor in run.results.evaluated:
             self.save_best(run)
         self.save_in_epoch(run)
-        # Monitored validation metrics must exist by now. Training metrics may be logged later.
+        # A monitored validation metric must be logged by now. A training metric may be logged
+        # later.
         if str(self.config.monitor).startswith("val"):
             self._check_monitor(run)
 

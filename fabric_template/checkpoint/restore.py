@@ -217,7 +217,8 @@ def restore_training(run: Run, checkpoint: dict[str, Any]) -> None:
     run.progress.load_state_dict(own.pop("progress"))
     if run.plan.start.keyword != "auto" and run.stop.can_stop_early:
         # Ignore the saved should_stop, so that resume="last" continues a run that EarlyStopping
-        # stopped. resume="auto" keeps it, because job schedulers also restart finished runs.
+        # stopped. resume="auto" restores should_stop, because job schedulers also restart finished
+        # runs.
         own.pop("stop", None)
     load_states(run, own)
 
@@ -320,7 +321,7 @@ def restore_states(run: Run) -> dict[str, Any] | None:
         # Trainer saves no random states.
         run.data.load_loader_states(own["loader_states"])
         return None
-    # Hooks such as on_train_start may have changed options, so restore all of them now.
+    # The hooks of the saved run may have changed options, so restore all of these options now.
     restore_options(run, own.get("options", {}))
     attributes: dict[str, Any] | None = of_process.pop("plain_state", None)
     if own["writer"] == "MiniLoop":

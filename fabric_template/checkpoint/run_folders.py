@@ -34,7 +34,7 @@ from .find_checkpoint import run_folder, version_of_checkpoint
 if TYPE_CHECKING:
     from ..training.run import Run
 
-# A pattern for the names of the checkpoints that FabricLoop and MiniLoop write.
+# Matches the names of the checkpoints that FabricLoop and MiniLoop write.
 _CHECKPOINT = re.compile(r"(last|best|epoch=[0-9]+-step=[0-9]+-.*)\.ckpt")
 
 

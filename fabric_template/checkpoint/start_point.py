@@ -172,7 +172,7 @@ def convert_trainer_state(checkpoint: dict[str, Any]) -> dict[str, Any]:
         return own
     # Like Trainer, start the next epoch. Skip the saved epoch's final validation and hooks.
     progress["epochs_done"] += 1
-    # Trainer increments the loggers' step only after on_train_batch_end.
+    # Trainer increments the step of its loggers only after on_train_batch_end.
     progress["logging_step"] += batch["total"]["ready"] > batch["total"]["completed"]
     return own
 

@@ -321,7 +321,7 @@ class ResumableLoader:
     def _restore_between_passes(self, state: dict[str, Any]) -> None:
         if "stream" in state and self._stream is not None:
             with unchanged_rng_state(), self._stream.loaded(state["stream"]):
-                # The restored epoch has no batches left. Create its iterator and drop it, so that
+                # The resumed epoch has no batches left. Create its iterator and drop it, so that
                 # the next iterator starts a new epoch.
                 iter(self.loader)
                 # torchdata's samplers move to their restored position when an index is requested.

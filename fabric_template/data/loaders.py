@@ -60,7 +60,7 @@ class DataConnector:
         self.run, self.given, self.source = run, run.plan.loaders, run.plan.source
         self.created: dict[str, StageLoaders] = {}
         self.predictions = Predictions()
-        # The seconds that the run has spent waiting for batches in all stages.
+        # The seconds that the run spent waiting for batches in all stages.
         self.seconds_waited = 0.0
         self._common_seed: int | None = None
         self._is_train_started = False

@@ -220,7 +220,7 @@ def _apply_outcome(run: Run, outcome: dict[str, Any]) -> None:
     run.row.continue_rows(outcome["rows"])
     with_state = filter(has_state, run.hooks.callbacks)
     for callback, state in zip(with_state, outcome["callbacks"], strict=False):
-        # Ignore the error of SpikeDetection, whose load_state_dict fails in Lightning itself.
+        # Ignore an error in Lightning's own load_state_dict of the SpikeDetection callback.
         with suppress(AttributeError):
             callback.load_state_dict(state)
     savers = run.hooks.callbacks_of("Checkpoint")

@@ -32,7 +32,7 @@ _VARIABLES = {
 }
 # The process group that the latest loop created: (processes per machine, machines).
 _own_group = (1, 1)
-# Whether a loop in another process has spawned or forked this process.
+# True if a loop in another process spawned or forked this process.
 _is_spawned = False
 
 
@@ -78,7 +78,7 @@ def _read_sizes() -> tuple[int, int]:
         total = int(os.environ.get("SLURM_NTASKS", 1))
         return total, total // int(os.environ.get("SLURM_NNODES", 1))
     else:
-        # Ignore WORLD_SIZE without RANK, which Lightning's own launcher sets.
+        # Ignore WORLD_SIZE without RANK, because Lightning's own launcher sets WORLD_SIZE, too.
         pairs = zip(_VARIABLES["world_size"], _VARIABLES["rank"], strict=True)
         sizes = [size for size, rank in pairs if size in os.environ and rank in os.environ]
         total = int(os.environ[sizes[0]]) if sizes else 1

@@ -52,7 +52,7 @@ class SignalHandler:
         self._checked_at, self._checked_batch, self._next_batch = time.monotonic(), 0, 0
 
     def __enter__(self) -> SignalHandler:
-        # Set handlers only in the main thread, because Python does not allow others.
+        # Set handlers only in the main thread, because Python allows handlers nowhere else.
         if threading.current_thread() is threading.main_thread():
             for number in SIGNALS:
                 previous = signal.getsignal(number)

@@ -164,8 +164,8 @@ def finish_averaging(run: Run) -> None:
         return
     callbacks = run.hooks.callbacks_of("WeightAveraging")
     for callback in run.hooks.callbacks_of("StochasticWeightAveraging"):
-        # Skip a callback with an extra epoch for BatchNorm, because it sets the averaged weights
-        # before that epoch.
+        # Skip a callback with an extra epoch for BatchNorm: it sets the averaged weights before
+        # that epoch.
         if callback.swa_end in (run.progress.epochs_done - 1, math.inf):
             callbacks.append(callback)
     run.hooks.call_callbacks("on_train_end", callbacks=callbacks)

@@ -10,9 +10,9 @@ from typing import Any
 from ..metric_names import SPLITS, find_axis, is_metric
 
 Columns = dict[str, list[Any]]
-# The added column that contains each row's run, for a file with several runs.
+# The name of the column that is added for the run names, if a file contains several runs.
 RUN = "run of the row"
-# The names of columns that contain a row's run, metric or data split.
+# The names of columns that contain the run, the metric or the data split of a row.
 RUN_NAMES = ("run", "run_id", "run_name", "experiment", "trial", "trial_id", "fold", "seed", "name")
 KEY_NAMES = ("key", "tag", "metric", "variable")
 SPLIT_NAMES = ("split", "phase", "mode", "stage", "subset", "set", "dataset")

@@ -225,7 +225,7 @@ class Table:
         if not self.waiting:
             return
         if file_size(self.path) != self._size:
-            # Another program has changed the file, so read its columns again.
+            # Another program changed the file, so read its columns again.
             self._read()
         columns = self.all_columns
         if columns != self.columns:

@@ -165,7 +165,7 @@ def read_table(path: Path) -> CSVTable:
     """
     text = decode(path.read_bytes()) if path.exists() else ""
     if path.name not in ("metrics.csv", "steps.csv"):
-        # Add a line break, because the last line of a complete file may have none.
+        # Add a line break, because the last line of a complete file may lack one.
         text = to_commas(text).rstrip("\r\n") + "\n"
     complete, line_break, rest = text.rpartition("\n")
     records, damaged = read_records((complete + line_break).replace("\0", ""))

@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 RETURNED = "returned"
 # For these weights, torch.add(total, value, alpha=weight) equals total + value * weight exactly.
 _POWERS_OF_TWO = frozenset(2**power for power in range(24))
-# The types of values that torch.load(weights_only=True) can read.
+# The types of values that torch.load(weights_only=True) loads by default.
 _PLAIN_TYPES = (type(None), bool, int, float, complex, str, torch.dtype)
 # The attributes of LoopResults that a checkpoint contains.
 _SAVED_ATTRIBUTES = ("is_first_batch", "last_hook", "has_new_values")
@@ -458,7 +458,8 @@ class ResultCollection:
         if self.active.has_new_values:
             self.update_metrics()
         self.active.is_first_batch = None
-        # Reduce the means in all processes now, because a later hook may read them in one process.
+        # Reduce the means in all processes now, because a later hook may read them in only one
+        # process.
         for metric in self.active.current():
             value = metric.compute(metric.epoch)
             if metric.is_returned:

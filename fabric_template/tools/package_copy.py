@@ -85,7 +85,7 @@ def find_problem(target: Path) -> str:
     here = (Path.cwd(), Path())
     folders = [folder for folder in sys.path if folder and Path(folder) not in here]
     spec = PathFinder.find_spec(name, folders)
-    # Ignore folders without an __init__.py, which are not installed packages.
+    # A folder without an __init__.py is not an installed package, so ignore it.
     is_installed = spec is not None and spec.origin is not None
     if is_installed or name in (*sys.stdlib_module_names, __name__.partition(".")[0]):
         return f"which would hide the package {name}, expected another name"

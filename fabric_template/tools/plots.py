@@ -258,7 +258,7 @@ def read_steps(table: pd.DataFrame) -> pd.DataFrame:
         return table
     has_own_file = file.name == "metrics.csv" and file.with_name("steps.csv").is_file()
     if not has_own_file and find_axis(table, "epoch") is None:
-        # Return a table without an epoch column, because such a table has one row per step.
+        # A table without an epoch column already has one row per step, so return it.
         return table
     steps = read_logs(file, steps=True)
     if find_axis(steps, "step") != find_axis(table, "step"):
@@ -433,7 +433,8 @@ def format_axes(ax: Axes, x: str, log: bool) -> None:
     ax.xaxis.set_major_formatter(lambda value, _: f"{value / unit:g}{letter if value else ''}")
     values = [float(y) for _, line in drawn for y in line[line > 0]]
     if not log or not values or any((line < 0).any() for _, line in drawn):
-        # Keep a linear scale for negative values, which a logarithmic scale would hide.
+        # Keep a linear scale if there are negative values, because a logarithmic scale would hide
+        # them.
         ax.ticklabel_format(axis="y", useOffset=False)
         return
     ax.set_yscale("log")

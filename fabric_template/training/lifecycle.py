@@ -215,7 +215,8 @@ def tear_down(run: Run) -> None:
 def run_sanity_check(run: Run) -> None:
     """Validate on a few batches before training, so that a broken validation fails early."""
     most = run.config.num_sanity_val_steps
-    # As in Trainer, skip the sanity check on resume, unless Trainer saved the file between epochs.
+    # As in Trainer, skip the sanity check on resume, except for a file that Trainer saved between
+    # epochs.
     is_resumed = run.plan.start.is_pending and run.plan.start.restarts_epoch is not False
     if not run.should_validate or most == 0 or is_resumed:
         return

@@ -41,7 +41,7 @@ class Run:
 
     def __init__(self, plan: Plan) -> None:
         loop, config, fabric = plan.loop, plan.config, plan.loop.fabric
-        # An evaluation continues the counters and the checkpoints of the previous run.
+        # An evaluation uses the counters and the checkpoint manager of the previous run.
         last = None if plan.stage == "fit" else loop.run
         self.plan, self.loop, self.stage = plan, loop, plan.stage
         self.config, self.fabric = config, fabric
