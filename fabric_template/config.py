@@ -271,7 +271,7 @@ class LoopConfig:
         return replace(self, **values).with_defaults()
 
     def changed(self, **values: Any) -> LoopConfig:
-        """Return a copy with changed options, which are not checked."""
+        """Return a copy with changed options, without checking the options."""
         changed = copy.copy(self)
         vars(changed).update(values)
         return changed
@@ -293,7 +293,7 @@ def to_plain(value: Any, is_strict: bool = False) -> Any:
     """Convert a value to types that YAML supports, and objects of any other type to strings.
 
     Raises:
-        TypeError: With is_strict, the value contains an object of another type.
+        TypeError: ``is_strict`` is set, and the value contains an object of another type.
     """
     if value is None or isinstance(value, bool):
         return value

@@ -130,7 +130,7 @@ def new_folder(path: Path, step: int) -> Path:
 def remove_shards(path: Path, keep: dict[str, Any] | None = None) -> None:
     """Remove a checkpoint file's shard folders, except the folder of the checkpoint ``keep``.
 
-    If a folder cannot be removed, the next save of the checkpoint tries again.
+    A folder that cannot be removed is removed by the next save of the checkpoint.
     """
     kept = (keep or {}).get(SHARDS_KEY, {}).get("folder")
     with suppress(OSError):

@@ -208,10 +208,10 @@ class CheckpointManager:
         return self._sort_key(self._kept[path])
 
     def finish(self, run: Run) -> None:
-        """Retry writes that failed during training, such as those of last.ckpt and the logs.
+        """Retry the writes of last.ckpt and the logs that failed during training.
 
         Raises:
-            CheckpointError: A file could not be written, even at the end of training.
+            CheckpointError: A file could not be written.
         """
         if "last.ckpt" in self._unsaved:
             self.save_last(run)

@@ -42,8 +42,8 @@ class RunFolders:
     """The version folders that a run writes to, and the times that it records in them.
 
     A new run records its start in the .lock files, and every run records its saves.
-    ``resume="last"`` continues the run with the latest recorded time. If ``version=`` is given, several
-    runs may use the same folder. The times show which checkpoints are from an older run.
+    ``resume="last"`` continues the run with the latest recorded time. If ``version=`` is given,
+    several runs may use the same folder. The times show which checkpoints are from an older run.
     """
 
     def __init__(self) -> None:
@@ -100,7 +100,7 @@ class RunFolders:
         self._replaced_logs = None if log_folder is None else log_folder / REPLACED_LOGS
 
     def save_time(self) -> float:
-        """Return the current time, or the newest time in the folders if that is later."""
+        """Return the current time, or the newest recorded time if that is later."""
         return max(time.time(), self._newest)
 
     def record_save(self, path: Path, saved_at: float) -> None:

@@ -1,4 +1,7 @@
-"""Find the stateful objects in a loader, and restore the state of a stream."""
+"""Find the stateful objects in a loader, and restore the state of a stream.
+
+A stream is an IterableDataset, or a loader with ``state_dict`` and ``load_state_dict``.
+"""
 
 from __future__ import annotations
 
@@ -84,7 +87,7 @@ def parts_of_order(loader: Any) -> dict[str, Part]:
 
 
 def parts_of_samples(loader: Any) -> dict[str, Part]:
-    """Return the objects that create batches: those of the dataset and of the collate_fn."""
+    """Return the objects that create batches, such as the dataset and the collate_fn."""
     found = objects_of_samples(
         getattr(loader, "dataset", None), getattr(loader, "collate_fn", None)
     )
@@ -145,7 +148,7 @@ def find_restart_problem(loader: Any, hides_workers: bool) -> str:
 
 
 def holds_iterator(loader: Any) -> bool:
-    """Return whether a loader, or the stream that it reads in this process, holds an iterator."""
+    """Return whether a loader or its stream, if this process reads it, holds an iterator."""
     if isinstance(loader, DataLoader):
         if loader.num_workers or not isinstance(loader.dataset, IterableDataset):
             return False
@@ -197,12 +200,12 @@ def find_values(
 
 
 class StreamState:
-    """The state of a loader or stream that implements ``state_dict`` and ``load_state_dict``.
+    """The state of a loader or dataset that has ``state_dict`` and ``load_state_dict``.
 
     Some streams start every later pass at the loaded position, and skip the data before it.
     ``load_state_dict`` may also set attributes that later passes need, such as the epoch. After the
-    resumed pass, StreamState keeps attributes that had the same value in the saved run, and resets
-    the others.
+    resumed pass, StreamState resets each attribute whose loaded value differs from its value in the
+    saved run.
     """
 
     def __init__(self, stream: Any) -> None:
@@ -226,7 +229,7 @@ class StreamState:
         self._loaded = None
 
     def attributes(self) -> dict[Place, Any]:
-        """Return the attributes that have changed, except by ``load_state_dict``."""
+        """Return the attributes that have changed. Ignore changes by ``load_state_dict``."""
         attributes = {**self._plain.changed_attributes(), **self._unused()}
         return {place: value for place, value in attributes.items() if value != REMOVED}
 
@@ -251,12 +254,12 @@ class StreamState:
                 self._different[place] = loaded, saved[1]
 
     def end_pass(self) -> None:
-        """Reset the attributes that load_state_dict has set, unless they have changed since."""
+        """Reset the attributes that load_state_dict changed, unless they changed again."""
         self._plain.load_attributes(self._unused())
         self._different.clear()
 
     def _unused(self) -> dict[Place, Any]:
-        """Return the attributes that load_state_dict has set and that have not changed since."""
+        """Return the saved values of the attributes that only load_state_dict changed."""
         digests = self._plain.digests() if self._different else {}
         return {
             place: value

@@ -1,13 +1,13 @@
 """Save and restore the position in a loader to resume with the next batch.
 
 - A loader with ``state_dict`` and ``load_state_dict``, as in torchdata, restores itself.
-- A map-style DataLoader draws the indices of the finished batches again, but reads no samples,
-  unless only some of its workers have returned a batch.
-- Any other loader reads all finished batches again. A loader that keeps an iterator across epochs
-  cannot resume after the first epoch.
+- A map-style DataLoader draws the indices of the finished batches again, but reads no samples. If
+  only some of its workers have returned a batch, it reads the samples of these batches, too.
+- Any other loader reads all finished batches again.
 
-The restored position is inexact if the loader has workers and its sampler draws batches from the
-global random generator.
+A loader that keeps an iterator across epochs cannot resume after the first epoch. The restored
+position is inexact if a loader has workers, and its sampler draws each batch with the global random
+generator.
 """
 
 from __future__ import annotations
@@ -47,10 +47,11 @@ class ResumableLoader:
     """Iterates over a loader. A resumed run continues with the loader's next batch.
 
     When a loader's iterator is created, the random generators determine the order of the samples. A
-    resume restores the saved random states before it creates the iterator.
+    resumed run restores the saved random states before it creates the iterator.
 
     Attributes:
-        passes: Number of starts in this epoch. CombinedLoader restarts short loaders.
+        passes: Number of times the loader was started in this epoch. CombinedLoader restarts short
+            loaders.
         batches: Number of batches read since the loader was last started.
         is_finished: Whether the loader has no batches left.
         restart_problem: The reason why no run can resume after the first epoch, with a fix, or "".
@@ -216,7 +217,7 @@ class ResumableLoader:
             self._check_length()
 
     def _check_length(self) -> None:
-        """Warn if the epoch after a resumed one also skips the batches from before the resume."""
+        """Warn if the epoch after the resumed epoch skips the same batches again."""
         if self._resumed_at is not None:
             self._resumed = (self.batches, self.batches - self._resumed_at)
             self._resumed_at = None
@@ -376,7 +377,7 @@ class SkippingSampler:
 
 
 class DroppedBatch:
-    """Replaces the short batch that drop_last leaves out."""
+    """Marks an incomplete batch, which is dropped because of ``drop_last``."""
 
 
 class WorkerRecorder:
@@ -385,7 +386,7 @@ class WorkerRecorder:
     The random state covers the global generators, and those of the dataset and the collate_fn.
     Workers prefetch batches, so a worker's current state belongs to a later batch.
     Recording the state costs 80 microseconds per batch. A worker sends the state (10 kB) only if
-    the dataset has drawn random numbers for the batch.
+    the state changed while the batch was loaded.
 
     Args:
         states: The random state in which each worker starts. None: the state after seeding.
@@ -419,7 +420,7 @@ class WorkerRecorder:
             self._plain_state.load_generator_states(state["own"])
 
     def collate(self, samples: Any) -> tuple[Any, int, dict[str, Any] | None]:
-        """Return (batch, worker number, random state), with None for an unchanged random state."""
+        """Return (batch, worker number, random state). The state is None if it has not changed."""
         is_short = self._smallest_batch > 0 and len(samples) < self._smallest_batch
         batch = DroppedBatch if is_short else self._collate_fn(samples)
         own = self._plain_state.generator_states()

@@ -141,7 +141,7 @@ class DataConnector:
             yield
 
     def _saved_loads(self) -> dict[str, Any]:
-        """Return the saved states with which this process created its loaders."""
+        """Return the saved states from before the loaders were created, keyed by stage."""
         saved = self.run.plan.start.state_of_process(self.run.fabric.global_rank)
         return self._restored_loads or saved.get("data", {}).get("loads", {})
 
@@ -207,7 +207,7 @@ class DataConnector:
             self.setup_eval_loaders("val")
 
     def prepare_apart(self, source: Any) -> StageLoaders:
-        """Return validation loaders for ``evaluate_apart``."""
+        """Return loaders for a validation that leaves the run's state unchanged."""
         check_loaders(source, "evaluate_apart: got {}, expected a loader (an iterable of batches).")
         return StageLoaders(self.run, "val", combine_loaders(source))
 
@@ -297,13 +297,13 @@ def loader_argument(call: str, stage: str) -> str:
 
 
 class StageLoaders:
-    """The loaders of a stage, with samplers for the processes and the options of the run.
+    """The loaders of a stage, adapted to the number of processes and to the run's options.
 
     Args:
         previous: The loaders of the stage before a reload.
 
     Attributes:
-        loaders: The loaders. ``as_given`` is their list or dict.
+        loaders: The loaders in a flat list. ``as_given`` contains them in the given structure.
         resumable: A ResumableLoader around each loader. ``_combined`` iterates over these.
         limits: The number of batches to read from each loader.
         num_batches: The number of batches from all loaders, or infinity if it is unknown.
@@ -351,7 +351,7 @@ class StageLoaders:
 
     @property
     def is_last(self) -> bool:
-        """Return whether the newest training batch is the last one of the epoch."""
+        """Return whether the current training batch is the last one of the epoch."""
         if self._is_read_ahead:
             return self._following is END
         return self._num_given == self.num_batches
@@ -412,7 +412,7 @@ class StageLoaders:
         self._check_empty_loaders()
 
     def _until_first_end(self, items: Iterator[Any]) -> Iterator[Any]:
-        """End the epoch in all processes as soon as the stream of one process ends."""
+        """End the epoch in all processes as soon as one process has no more batches."""
         for item in chain(items, repeat(END)):
             is_end = item is END
             has_end, has_item = self.run.signals.find_largest([int(is_end), int(not is_end)])
@@ -544,7 +544,7 @@ def combine_loaders(source: Any, is_training: bool = False) -> CombinedLoader:
 
 
 def _can_only_be_batch(value: Any) -> bool:
-    """Return whether a value must be a batch, because it is neither a loader nor a plain value."""
+    """Return whether a value can only be a batch, because it is no loader, number or text."""
     is_plain = value is None or isinstance(value, bool | int | float | str | bytes | type)
     return not (is_plain or isinstance(value, Iterable) or hasattr(value, "__getitem__"))
 

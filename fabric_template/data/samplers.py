@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 
 
 def prepare_loader(run: Run, loader: Any, stage: str) -> Any:
-    """Return a loader with a sampler for the processes and the options of the run."""
+    """Return a loader that is adapted to the number of processes and to the run's options."""
     if isinstance(loader, TensorLoader):
         return prepare_tensor_loader(run, loader, stage)
     if callable(getattr(loader, "for_rank", None)):
@@ -121,7 +121,7 @@ def choose_sampler(run: Run, loader: DataLoader, stage: str) -> Any:
 
 
 def remake_batch_sampler(batch_sampler: Any, sampler: Any) -> Any:
-    """Return a copy of a batch sampler that draws from another sampler. None stays None."""
+    """Return a copy of a batch sampler with another sampler. None stays None."""
     if batch_sampler is None:
         return None
     kind = type(batch_sampler)
@@ -135,7 +135,7 @@ def remake_batch_sampler(batch_sampler: Any, sampler: Any) -> Any:
 
 
 def warn_of_loader(run: Run, loader: DataLoader, stage: str) -> None:
-    """Warn about shuffled validation data, an IterableDataset with a length, and few workers."""
+    """Warn about shuffled validation data, an IterableDataset with a length, or too few workers."""
     if stage != "train" and isinstance(loader.sampler, RandomSampler):
         run.warn_once(
             f"Your `{stage}_dataloader`'s sampler has shuffling enabled, it is strongly recommended that you"

@@ -135,7 +135,7 @@ def take_rows(tensor: Tensor, rows: Tensor) -> Tensor:
 
 
 def check_tensors(tensors: tuple[Any, ...]) -> None:
-    """Raise an error for values that are not tensors of samples or that differ in length."""
+    """Raise an error for values that are not tensors, have no dimensions, or differ in length."""
     wrong = [f"{type(part).__name__}" for part in tensors if not isinstance(part, Tensor)]
     wrong = wrong or ["a tensor without dimensions" for part in tensors if part.dim() == 0]
     if wrong:

@@ -46,13 +46,13 @@ class Autoencoder(nn.Module):
         return self.decoder(self.encoder(images))
 
     def training_step(self, batch: Batch) -> Tensor:
-        """Return the squared error between the images and the images decoded from noisy ones."""
+        """Return the squared error between images and their reconstructions from noisy images."""
         images, _ = batch
         noisy = images + self.noise * torch.randn_like(images)
         return squared_error(self(noisy), images)
 
     def validation_step(self, batch: Batch) -> dict[str, Tensor]:
-        """Return the squared error, and the explained share of the variance of the images."""
+        """Return the squared error, and the explained fraction of the images' variance."""
         images, _ = batch
         error = squared_error(self(images), images)
         variance = squared_error(images.mean(0, keepdim=True).expand_as(images), images)

@@ -1,4 +1,4 @@
-"""Classify CIFAR-10's 60,000 color images in ten classes with a ResNet-18 for 32x32 pixels.
+"""Classify CIFAR-10's 60,000 color images into ten classes with a ResNet-18 for 32x32 pixels.
 
 The model is a LightningModule whose learning rate changes at every step. The model converts the
 images from bytes to floats on the device. The first run downloads the images. Without internet
@@ -128,7 +128,7 @@ class ResidualBlock(nn.Module):
 
 
 def augment(images: Tensor) -> Tensor:
-    """Flip images at random, and shift all images of a batch equally by up to four pixels."""
+    """Flip each image at random, and shift all images together by up to four pixels."""
     is_flipped = torch.rand(len(images), 1, 1, 1, device=images.device) < 0.5
     images = torch.where(is_flipped, images.flip(3), images)
     top, left = torch.randint(0, 9, (2,)).tolist()

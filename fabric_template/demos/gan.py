@@ -38,7 +38,7 @@ class RingData(SplitData):
 
 
 def judge(points: Tensor) -> dict[str, float]:
-    """Return the fraction of centers with enough points, and of points near a center.
+    """Return the fraction of centers with enough points, and the fraction of points near a center.
 
     A point is near a center if it is less than four standard deviations away. A center has enough
     points if it has at least a fifth of the expected number.
@@ -51,7 +51,7 @@ def judge(points: Tensor) -> dict[str, float]:
 
 
 class GAN(LightningModule):
-    """Train a generator of points, and a critic that distinguishes them from real points.
+    """Train a generator of points, and a critic that distinguishes generated from real points.
 
     Args:
         noise: Size of the generator's random input.
@@ -86,12 +86,12 @@ class GAN(LightningModule):
         self.log_dict(losses, on_step=False, on_epoch=True)
 
     def validation_step(self, points: Tensor, batch_idx: int) -> None:
-        """Generate as many points as in the batch, and log ``val_places`` and ``val_good``."""
+        """Generate as many points as the batch has, and log ``val_places`` and ``val_good``."""
         judged = judge(self.predict_step(points, batch_idx))
         self.log_dict({f"val_{name}": value for name, value in judged.items()})
 
     def predict_step(self, points: Tensor, batch_idx: int) -> Tensor:
-        """Generate as many points as in the batch, from noise that depends only on batch_idx."""
+        """Generate as many points as the batch has, from noise that depends only on batch_idx."""
         generator = torch.Generator().manual_seed(batch_idx)
         return self(torch.randn(len(points), self.hparams["noise"], generator=generator).to(points))
 

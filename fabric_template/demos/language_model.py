@@ -95,7 +95,7 @@ class GPT(LightningModule):
     on_validation_end = on_train_start
 
     def on_train_batch_end(self, outputs: Any, batch: Tensor, batch_idx: int) -> None:
-        """Log how many tokens per second were trained on since the previous batch."""
+        """Log the number of training tokens per second since the previous batch."""
         now = perf_counter()
         speed = batch[:, 1:].numel() / (now - self.since)
         self.log("tokens_per_second", speed, on_step=True, on_epoch=True, prog_bar=True)

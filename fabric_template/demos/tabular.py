@@ -23,7 +23,7 @@ Batch = tuple[Tensor, Tensor]
 
 
 def make_flats(count: int = 2000) -> pd.DataFrame:
-    """Return an invented table of flats and their rents, in which some values are missing."""
+    """Return a synthetic table of flats and their rents, in which some values are missing."""
     random = np.random.default_rng(seed=0)
     flats = pd.DataFrame({"district": random.choice(list(RENTS), count)})
     flats["area"] = random.gamma(9, 8, count).clip(15).round()

@@ -44,7 +44,7 @@ _PATHS = ("best_model_path", "last_model_path", "best_model_score")
 
 
 def join_processes(fabric: Fabric) -> None:
-    """Connect this process with the other processes of the run, unless they are connected."""
+    """Connect this process with the other processes of the run, unless it is already connected."""
     strategy: Any = fabric.strategy
     is_from_cli = os.environ.get("LT_CLI_USED") == "1"
     if not isinstance(strategy, ParallelStrategy) or is_from_cli:
@@ -67,7 +67,7 @@ def _leave_group() -> None:
 
 
 def gather_objects(run: Run, item: Any) -> list[Any]:
-    """Return a list with an object from each process, in the order of their ranks."""
+    """Return a list of one object per process, in rank order."""
     if run.fabric.world_size == 1:
         return [item]
     gathered: list[Any] = [None] * run.fabric.world_size
@@ -106,7 +106,7 @@ def open_store_of_attempt() -> TCPStore | None:
 
 
 def check_new_parameters(run: Run, before: list[str], hook: str) -> None:
-    """Raise an error if a hook has created parameters that would differ between processes.
+    """Raise an error if a hook created parameters that would differ between processes.
 
     Args:
         before: The names of the parameters before the hook.
@@ -204,7 +204,7 @@ def _outcome_of(run: Run) -> dict[str, Any]:
 
 
 def _apply_outcome(run: Run, outcome: dict[str, Any]) -> None:
-    """Copy the first process's results to the model, the run and the callbacks of the caller."""
+    """Copy the first process's results to the caller's model, run and callbacks."""
     weights = outcome["weights"]
     if configure_model := overridden(run.module, "configure_model"):
         configure_model()
@@ -230,7 +230,7 @@ def _apply_outcome(run: Run, outcome: dict[str, Any]) -> None:
 
 
 def _write_error(error: BaseException, folder: str) -> None:
-    """Write an error to a file, unless another process has failed before this process."""
+    """Write an error to a file, unless another process wrote its error first."""
     # Ignore an error that cannot be pickled, because the launcher shows its message in any case.
     with suppress(Exception):
         data = pickle.dumps(error)

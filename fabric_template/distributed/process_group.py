@@ -47,7 +47,7 @@ def is_spawning(fabric: Fabric) -> bool:
 
 
 def remember_group(strategy: Any, is_spawned: bool = False) -> None:
-    """Store the size of a loop's process group, which later loops in this process need."""
+    """Store the size of a loop's process group for later loops in this process."""
     global _own_group, _is_spawned
     _own_group = strategy.num_processes, getattr(strategy, "num_nodes", 1)
     _is_spawned = is_spawned
@@ -103,7 +103,7 @@ def join_by_default(arguments: dict[str, Any]) -> dict[str, Any]:
 
 
 def needs_environment(strategy: Any, plugins: list[Any]) -> bool:
-    """Return whether launched processes lack a ClusterEnvironment from the user or Lightning."""
+    """Return whether neither the user nor Lightning provides a ClusterEnvironment."""
     if isinstance(strategy, Strategy) and getattr(strategy, "cluster_environment", None):
         return False
     if any(isinstance(plugin, ClusterEnvironment) for plugin in plugins):
@@ -128,7 +128,7 @@ def check_launched(fabric: Fabric) -> None:
 
 
 class GroupEnvironment(TorchElasticEnvironment):
-    """A ClusterEnvironment for an existing process group or for known environment variables.
+    """A ClusterEnvironment for an existing process group or a launcher's environment variables.
 
     Args:
         local_size: The number of processes on each machine.

@@ -92,7 +92,7 @@ class SignalHandler:
             raise error_of_signal(number)
 
     def agree(self, known: int | None, batches: int, is_due: bool = False) -> int | None:
-        """Return the signal that one of the processes has received, or None.
+        """Return a signal that any of the processes has received, or None.
 
         All processes must stop after the same step, so they exchange received signals about once a
         second. Rank 0 decides after how many batches the processes exchange signals again. Between
@@ -123,7 +123,7 @@ class SignalHandler:
         return values.tolist()
 
     def find_largest(self, numbers: list[int]) -> list[int]:
-        """Return the largest value of each number over all processes."""
+        """Return the element-wise maximum of the numbers over all processes."""
         values = torch.tensor(numbers)
         torch.distributed.all_reduce(values, torch.distributed.ReduceOp.MAX, self._cpu_group)
         return values.tolist()
@@ -137,7 +137,7 @@ class SignalHandler:
 
 
 class SignalForwarder(SignalHandler):
-    """Send the first signal on to the child processes, which save a checkpoint and stop."""
+    """Forward the first signal to the child processes, which save a checkpoint and stop."""
 
     def __enter__(self) -> SignalForwarder:
         self._pid = os.getpid()

@@ -199,5 +199,5 @@ def no_gradient_sync(network: nn.Module) -> Iterator[None]:
 
 
 def gather_tensors(item: Any) -> Any:
-    """Replace sharded tensors in nested containers by full tensors, in a call on all processes."""
+    """Replace sharded tensors by full tensors. All processes must call this function."""
     return apply_to_collection(item, DTensor, DTensor.full_tensor)
