@@ -146,7 +146,7 @@ def to_plain(value: Any, parents: list[Any]) -> tuple[Any, Any]:
     """Convert the NumPy values in nested containers to Python values and tensors.
 
     Args:
-        parents: The containers around the value, to convert a container that contains itself once.
+        parents: The containers around the value, to detect a container that contains itself.
 
     Returns:
         The converted value, and its NumPy dtype, a dict of dtypes by key or index, or None.

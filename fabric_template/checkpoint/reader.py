@@ -254,7 +254,7 @@ class PlainUnpickler(pickle.Unpickler):
 
     Attributes:
         sizes: The size of each storage in the archive, in bytes. They are compared with the sizes
-            in the pickle, which torch does not do. Empty: no comparison.
+            in the pickle, because torch does not compare them. Empty: no comparison.
     """
 
     sizes: ClassVar[dict[str, int]] = {}

@@ -75,7 +75,7 @@ class StartPoint:
         return self.own
 
     def state_of_process(self, rank: int) -> dict[str, Any]:
-        """Return a rank's saved state. A rank without a saved state gets that of another."""
+        """Return the saved state for a rank. If there is none, return that of another rank."""
         ranks = self.own.get("ranks") or [{}]
         state: dict[str, Any] = ranks[rank % len(ranks)]
         return state

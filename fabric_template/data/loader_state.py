@@ -266,8 +266,8 @@ class ResumableLoader:
         """Return the position in the loader.
 
         Args:
-            is_in_pass: Whether a resumed run reads only the remaining batches of the loader. Before
-                the first batch, the value counts as True.
+            is_in_pass: Whether a resumed run reads only the remaining batches of the loader. Has no
+                effect before the first batch.
             is_per_batch: Leave out attributes that a resumed run sets by reading batches again.
         """
         if self._restored is not None:

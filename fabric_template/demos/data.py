@@ -55,7 +55,7 @@ def hold_out(train: Tensors, test: Tensors) -> dict[str, TensorDataset]:
 def split_indices(count: int, seed: int = 0, labels: Any = None) -> dict[str, np.ndarray]:
     """Split ``range(count)`` at random: 70 % "train", 20 % "val" and 10 % "test".
 
-    If ``labels`` is given, a NumPy array, every split has the same class proportions.
+    If the NumPy array ``labels`` is given, every split has the same class proportions.
     """
     import numpy as np
     from sklearn.model_selection import train_test_split
