@@ -382,7 +382,7 @@ class FabricLoop(TrainerAPI):
             record_own_loop(self, self._own_parts)
 
     def save(self, path: str | Path, state: dict[str, Any]) -> None:
-        """Atomically write a checkpoint that contains modules, optimizers and values."""
+        """Atomically write a checkpoint that contains modules, optimizers and other values."""
         self._prepare_files("save", path, state)
         try:
             self.fabric.save(path, state)
@@ -392,7 +392,7 @@ class FabricLoop(TrainerAPI):
             ) from error
 
     def load(self, path: str | Path, state: dict[str, Any]) -> dict[str, Any]:
-        """Restore the objects in ``state`` from a checkpoint, and return its remaining values."""
+        """Restore the objects in ``state``, and return the other values in the checkpoint."""
         self._prepare_files("load", path, state)
         values: dict[str, Any] = self.fabric.load(path, state)
         return values

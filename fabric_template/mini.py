@@ -429,7 +429,7 @@ class MiniLoop:
         self._precision.backward(loss, None)
 
     def _run_first_step(self, batch: Any, batch_idx: int) -> Any:
-        """Run the first training step. Refuse a step that calls backward() or optimizer.step()."""
+        """Run the first training step. Raise an error if it calls backward() or optimizer.step()."""
         self._is_first_batch = False
         parameters = {p for group in self.optimizer.param_groups for p in group["params"]}
         text = "expected only the loss. Remove loss.backward(), optimizer.step() and zero_grad()"
@@ -1210,7 +1210,7 @@ class MiniLoop:
     # Set-up
 
     def _set_up_steps(self, model: Any, training_step: Any, validation_step: Any) -> None:
-        """Find a model's network and step methods, and refuse hooks that MiniLoop never calls."""
+        """Find a model's network and step methods. Raise an error for unsupported hooks."""
         self._is_lightning_module = isinstance(getattr(type(model), "trainer", None), property)
         kind, has_functions = type(model).__name__, bool(training_step or validation_step)
         refused = [name for name in REFUSED_HOOKS.split() if find_method(model, name)]
@@ -1946,7 +1946,7 @@ def plain_state(
 
 
 def check_unsaved(name: str, value: Any, is_in_loader: bool) -> None:
-    """Warn about an iterator in an attribute. Refuse random generators in a container."""
+    """Warn about an iterator. Raise an error for a container with a random generator."""
     is_reading = isinstance(value, Iterator) and not isinstance(value, count | io.IOBase)
     if is_reading and not is_in_loader and not is_own_object(value):
         text = f"checkpoint: the position of {name!r}, a {type(value).__name__}, is not known."

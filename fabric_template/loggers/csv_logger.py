@@ -317,7 +317,7 @@ def rows_before(
 
 
 def is_before(row: Mapping[str, str], step: int) -> bool:
-    """Return whether a CSV row was written up to the given step, or has no step."""
+    """Return whether a CSV row is from the given step or an earlier one, or has no step."""
     try:
         return float(row.get("step", "")) <= step
     except ValueError:

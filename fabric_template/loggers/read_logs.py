@@ -252,7 +252,7 @@ def parse_cell(cell: str) -> Any:
 
 
 def to_values(cells: list[Any]) -> list[Any]:
-    """Convert cells to numbers if possible, with float(), because pandas.read_csv is inexact."""
+    """Convert cells to numbers if possible. Use float(), because pandas.read_csv is inexact."""
     for kind in (int, float):
         with suppress(ValueError):
             return [kind(cell) for cell in cells]

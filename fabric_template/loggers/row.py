@@ -313,7 +313,7 @@ class RowWriter:
 
 
 def has_rows(folder: Path, row: Mapping[str, Any] | None, position: Mapping[str, Any]) -> bool:
-    """Return whether the CSV files in a folder contain the newest row of a checkpoint."""
+    """Return whether the CSV files in a folder contain the last row recorded in a checkpoint."""
     last = position.get("steps.csv", {}).get("last")
     if row is None and last is not None:
         rows = read_table(folder / "steps.csv").rows

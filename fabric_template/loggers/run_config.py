@@ -54,7 +54,7 @@ def warn_of_record(what: str, error: Exception) -> None:
 
 
 def record_own_loop(loop: FabricLoop, parts: Mapping[str, Sequence[Any]]) -> None:
-    """Record a hand-written loop's options, models, optimizers and loaders, and log them.
+    """Record the settings and objects of a hand-written loop in config.yaml and the loggers.
 
     Args:
         parts: The descriptions of the models, optimizers and loaders that the loop has set up.
@@ -245,7 +245,7 @@ def check_own_hparams(hparams: Mapping[str, Any], *parts: Any) -> None:
 def merge_hyperparameters(
     model: Any, datamodule: Any, own: Mapping[str, Any] | None = None
 ) -> dict[str, Any]:
-    """Return the hyperparameters that a module and a datamodule saved, and the user's own.
+    """Merge the hyperparameters saved by a module and a datamodule with the user's ``own``.
 
     Raises:
         RuntimeError: The module and the datamodule have different values for one name.
