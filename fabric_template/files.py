@@ -24,7 +24,7 @@ _TIME_LINE = re.compile(rb"^(started|saved) ([0-9]+\.[0-9]+)$", re.MULTILINE)
 def replaced_file(path: Path) -> Iterator[IO[bytes]]:
     """Open a temporary file, which replaces the file at ``path`` at the end of the block.
 
-    After an error, a kill or a power cut, ``path`` contains all of the old or all of the new content.
+    After an error, a kill or a power cut, ``path`` has all of the old or all of the new content.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
     temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
