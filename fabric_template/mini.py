@@ -429,7 +429,7 @@ class MiniLoop:
         self._precision.backward(loss, None)
 
     def _run_first_step(self, batch: Any, batch_idx: int) -> Any:
-        """Run the first training step. Raise an error if it calls backward() or an optimizer."""
+        """Run the first training step, which must not call backward() or optimizer.step()."""
         self._is_first_batch = False
         parameters = {p for group in self.optimizer.param_groups for p in group["params"]}
         text = "expected only the loss. Remove loss.backward(), optimizer.step() and zero_grad()"
