@@ -135,7 +135,7 @@ def test_a_run_resumed_with_a_new_monitor_ignores_scores_of_the_old_monitor(tmp_
 @pytest.mark.parametrize("save_top_k", [1, 2, -1])
 @pytest.mark.parametrize("loops", ["FF", "FM", "MF", "MM"])
 def test_resuming_without_a_monitor_keeps_the_best_checkpoints(loops, save_top_k):
-    """A later resume with the monitor competes with them."""
+    """If the monitor is given again later, its new checkpoints compete with the kept ones."""
 
     def run(index, max_epochs, monitor=None, resume=None):
         options = {"max_epochs": max_epochs, "monitor": monitor, "accelerator": "cpu"}
@@ -161,7 +161,7 @@ def test_resuming_without_a_monitor_keeps_the_best_checkpoints(loops, save_top_k
 @pytest.mark.parametrize("second", [1, 2, 3, -1])
 @pytest.mark.parametrize("first", [1, 2, -1])
 def test_a_resumed_run_may_change_save_top_k(tmp_path, first, second):
-    """The best of all epochs are kept, but no file that the first run has removed."""
+    """The best checkpoints of both runs are kept, except those that the first run removed."""
     scores = [5, 3, 4, 2.5, 3.5, 1]
     options = {**EPOCH, "monitor": "score", "mode": "min"}
     fit(tmp_path, scored(*scores, every=8), max_epochs=3, save_top_k=first, **options)

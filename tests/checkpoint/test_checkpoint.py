@@ -201,7 +201,6 @@ def test_a_warning_names_the_options_that_a_model_checkpoint_callback_replaces(t
 
 
 def test_a_model_checkpoint_callback_replaces_the_checkpoints_of_the_loop(tmp_path):
-    """A ModelCheckpoint among the callbacks keeps the files; the loop keeps none of its own."""
     callback = ModelCheckpoint(dirpath=tmp_path / "own", monitor="val_loss", save_top_k=1, filename="{epoch}")
     fit(tmp_path, Scored, plain_loader, val_loader, max_epochs=5, callbacks=[callback], logger=False)
     assert tree(tmp_path) == ["own/epoch=3.ckpt"]

@@ -100,7 +100,7 @@ def test_saving_replaces_a_symlink_and_not_its_target(tmp_path):
 
 
 def test_resuming_removes_no_file_outside_the_run_directory(tmp_path):
-    """A crafted checkpoint names a file to remove, and the file stays."""
+    """A crafted checkpoint names another file to remove. The file is not removed."""
     fit(tmp_path, **RUN)
     (tmp_path / "precious.ckpt").write_bytes(b"mine")
     last = tmp_path / FOLDER / "last.ckpt"

@@ -563,27 +563,27 @@ class Note:
 
 
 class NotingSGD(torch.optim.SGD):
-    """Keeps an object in its state from the first step on."""
+    """An optimizer that keeps an object in its state from the first step on."""
 
     def step(self, closure=None):
         self.state[self.param_groups[0]["params"][0]]["note"] = Note()
         return super().step(closure)
 
 
-class Noting(Model):
+class ModelWithNotingSGD(Model):
     def configure_optimizers(self):
         return NotingSGD(self.parameters(), 0.1)
 
 
 def test_the_first_save_reports_an_object_in_the_optimizer_state(tmp_path):
-    """FabricLoop can read it with weights_only=False. MiniLoop has no such option."""
+    """FabricLoop can read such a checkpoint with weights_only=False. MiniLoop has no such option."""
     with pytest.warns(UserWarning, match="got an instance of .*Note in the part 'optimizer_states"):
-        train(FabricLoop, tmp_path / "loop", shuffled(Noting))
+        train(FabricLoop, tmp_path / "loop", shuffled(ModelWithNotingSGD))
     with pytest.raises(ValueError, match="got .*Note, expected plain values"):
-        train(MiniLoop, tmp_path / "mini", shuffled(Noting))
+        train(MiniLoop, tmp_path / "mini", shuffled(ModelWithNotingSGD))
 
 
-class Trained(Model):
+class ModelWithOptimizer(Model):
     def __init__(self, kind, **options):
         super().__init__()
         self.make_optimizers = lambda module: kind(module.parameters(), lr=0.01, **options)
@@ -592,7 +592,7 @@ class Trained(Model):
 @pytest.mark.parametrize("kind", SAVES)
 def test_resuming_with_a_different_optimizer_class_is_refused_or_warns(tmp_path, kind):
     def with_optimizer(name, **options):
-        return shuffled(lambda: Trained(getattr(torch.optim, name), **options))
+        return shuffled(lambda: ModelWithOptimizer(getattr(torch.optim, name), **options))
 
     with pytest.raises(KilledError):
         train(kind, tmp_path, with_optimizer("SGD", momentum=0.9), kill_at=6)
@@ -607,34 +607,34 @@ def test_resuming_with_a_different_optimizer_class_is_refused_or_warns(tmp_path,
         train(kind, tmp_path / "same options", with_optimizer("RAdam"), resume="last")
 
 
-class Exchanged(Model):
+class OptimizerReplacement(Model):
     def on_train_epoch_start(self):
         if self.current_epoch == 1:
             self.trainer.optimizers = [torch.optim.Adam(self.parameters(), lr=0.01)]
 
 
 def test_replacing_an_optimizer_in_a_hook_is_refused(tmp_path):
-    """FabricLoop trains with the new optimizer, but a resumed run has the first one."""
+    """FabricLoop trains with the new optimizer, and refuses to resume this run."""
     with pytest.raises(ValueError, match="got a list that a hook has changed"):
-        train(MiniLoop, tmp_path / "mini", shuffled(Exchanged))
+        train(MiniLoop, tmp_path / "mini", shuffled(OptimizerReplacement))
     with pytest.raises(KilledError):
-        train(FabricLoop, tmp_path / "loop", shuffled(Exchanged), kill_at=7)
+        train(FabricLoop, tmp_path / "loop", shuffled(OptimizerReplacement), kill_at=7)
     with pytest.raises(ValueError, match="got the state of another optimizer"):
-        train(FabricLoop, tmp_path / "loop", shuffled(Exchanged), resume="last")
+        train(FabricLoop, tmp_path / "loop", shuffled(OptimizerReplacement), resume="last")
 
 
-class Accumulates(Model):
+class AccumulationChange(Model):
     def on_train_batch_start(self, batch, batch_idx):
         self.trainer.accumulate_grad_batches = 3 if batch_idx >= 2 else 2
 
 
-def test_changing_accumulate_grad_batches_while_gradients_accumulate_is_refused(tmp_path):
-    """With such a change, Trainer adds new gradients to those of the last step."""
+def test_mini_loop_refuses_to_change_accumulate_grad_batches_within_an_epoch(tmp_path):
+    """After such a change, Trainer adds the new gradients to those of the previous step."""
     with pytest.raises(ValueError, match="accumulate_grad_batches: got 3 from a hook at batch 2"):
-        train(MiniLoop, tmp_path, shuffled(Accumulates))
+        train(MiniLoop, tmp_path, shuffled(AccumulationChange))
 
 
-class Untied(Model):
+class UntiedModel(Model):
     """Two layers share a weight in the first epoch. Then a hook gives the second its own."""
 
     def __init__(self):
@@ -652,19 +652,19 @@ class Untied(Model):
 
 def test_untying_weights_in_a_hook_is_refused(tmp_path):
     with pytest.raises(ValueError, match="parameter that a hook has replaced"):
-        train(MiniLoop, tmp_path / "mini", shuffled(Untied))
+        train(MiniLoop, tmp_path / "mini", shuffled(UntiedModel))
     with pytest.raises(KilledError):
-        train(FabricLoop, tmp_path / "loop", shuffled(Untied), kill_at=10)
+        train(FabricLoop, tmp_path / "loop", shuffled(UntiedModel), kill_at=10)
     match = "got different values of 'first.weight' and 'second.weight'"
     with pytest.raises(CheckpointError, match=match):
-        train(FabricLoop, tmp_path / "loop", shuffled(Untied), resume="last")
+        train(FabricLoop, tmp_path / "loop", shuffled(UntiedModel), resume="last")
     path = next((tmp_path / "loop").rglob("last.ckpt"))
     loop = MiniLoop(max_epochs=1, default_root_dir=tmp_path, accelerator="cpu")
     with pytest.raises(ValueError, match="got different values of first.weight and second.weight"):
-        loop.fit(Untied(), DataLoader(make_data(8), 4), load=path)
+        loop.fit(UntiedModel(), DataLoader(make_data(8), 4), load=path)
 
 
-class ReplacesLayer(Model):
+class LayerReplacement(Model):
     """Has a new layer from the second epoch on, which its optimizer does not train."""
 
     def on_train_epoch_start(self):
@@ -674,11 +674,11 @@ class ReplacesLayer(Model):
 
 def test_replacing_a_layer_in_a_hook_is_refused(tmp_path):
     with pytest.raises(ValueError, match="parameter that a hook has replaced"):
-        train(MiniLoop, tmp_path / "mini", shuffled(ReplacesLayer))
+        train(MiniLoop, tmp_path / "mini", shuffled(LayerReplacement))
     with pytest.raises(KilledError):
-        train(FabricLoop, tmp_path / "loop", shuffled(ReplacesLayer), kill_at=10)
+        train(FabricLoop, tmp_path / "loop", shuffled(LayerReplacement), kill_at=10)
     with pytest.raises(CheckpointError, match="which a hook of the saved run replaced"):
-        train(FabricLoop, tmp_path / "loop", shuffled(ReplacesLayer), resume="last")
+        train(FabricLoop, tmp_path / "loop", shuffled(LayerReplacement), resume="last")
 
 
 class HasTexts(torch.nn.Module):
@@ -760,8 +760,8 @@ class Connection:
 """
 
 
-class Connected(Model):
-    """Holds an object of an installed package, which counts its sockets."""
+class ModelWithConnection(Model):
+    """A model with an object of an installed package, which counts its sockets."""
 
     def __init__(self, make):
         super().__init__()
@@ -779,7 +779,7 @@ class Connected(Model):
 
 @pytest.mark.parametrize("kind", SAVES)
 def test_only_random_generators_are_restored_in_objects_of_installed_packages(tmp_path, monkeypatch, kind):
-    """The socket has another number in the new process."""
+    """The socket of the new process has a different number, which a resume must not overwrite."""
     package = tmp_path / "site-packages"
     package.mkdir()
     (package / "connections.py").write_text(INSTALLED)
@@ -788,7 +788,7 @@ def test_only_random_generators_are_restored_in_objects_of_installed_packages(tm
     models = []
 
     def make():
-        models.append(Connected(connections.Connection))
+        models.append(ModelWithConnection(connections.Connection))
         return models[-1], DataLoader(make_data(16), 4, shuffle=True)
 
     weights, _ = train(kind, tmp_path / "whole", make)
@@ -800,8 +800,8 @@ def test_only_random_generators_are_restored_in_objects_of_installed_packages(tm
     assert models[-1].seen == [*range(3, 9), *range(3, 9)]
 
 
-class ReadsMore(Model):
-    """Reads a second loader itself."""
+class ModelWithIterator(Model):
+    """A model that reads a second loader itself."""
 
     def __init__(self):
         super().__init__()
@@ -814,7 +814,7 @@ class ReadsMore(Model):
 @pytest.mark.parametrize("kind", SAVES)
 def test_the_first_save_warns_about_an_iterator_in_the_model(tmp_path, kind):
     with pytest.warns(UserWarning, match="position of .*DataLoaderIter.* not known"):
-        train(kind, tmp_path, shuffled(ReadsMore))
+        train(kind, tmp_path, shuffled(ModelWithIterator))
 
 
 NETWORK = """
@@ -874,7 +874,7 @@ assert train(FabricLoop, "parts", 2, resume="last") == whole
 
 
 def test_a_copy_of_the_package_inside_a_user_package_restores_user_objects(tmp_path):
-    """The objects and the copy have the same first name, but are not of the same package."""
+    """The user's modules and the copy share the top-level package, but only the copy is the library."""
     source = Path(fabric_template.__file__).parent
     project = tmp_path / "project"
     shutil.copytree(source, project / "fabric_template", ignore=shutil.ignore_patterns("__pycache__"))
@@ -886,7 +886,7 @@ def test_a_copy_of_the_package_inside_a_user_package_restores_user_objects(tmp_p
     assert done.returncode == 0, done.stderr
 
 
-class Shared(Model):
+class ModelWithSharedMemory(Model):
     def __init__(self, size):
         super().__init__()
         self.table = Array("i", size)
@@ -897,13 +897,13 @@ class Shared(Model):
 
 @pytest.mark.parametrize("kind", SAVES)
 def test_shared_memory_of_a_different_size_is_not_restored(tmp_path, kind):
-    """FabricLoop warns, as for each attribute that it cannot restore."""
+    """MiniLoop raises an error. FabricLoop warns, as for each attribute that it cannot restore."""
     with pytest.raises(KilledError):
-        train(kind, tmp_path, shuffled(lambda: Shared(64)), kill_at=6)
+        train(kind, tmp_path, shuffled(lambda: ModelWithSharedMemory(64)), kill_at=6)
     is_mini = kind is MiniLoop
     expected = pytest.raises(ValueError, match="same size") if is_mini else pytest.warns(match="same size")
     with expected:
-        train(kind, tmp_path, shuffled(lambda: Shared(4)), resume="last")
+        train(kind, tmp_path, shuffled(lambda: ModelWithSharedMemory(4)), resume="last")
 
 
 class Counted(torch.nn.Module):
@@ -916,7 +916,7 @@ class Counted(torch.nn.Module):
         return x * self.calls
 
 
-class Scripted(Model):
+class ScriptedModel(Model):
     """A scripted module keeps its buffers in an object of C++."""
 
     def __init__(self):
@@ -930,20 +930,20 @@ class Scripted(Model):
 @pytest.mark.filterwarnings("ignore:.*torch.jit:DeprecationWarning")
 @pytest.mark.parametrize("kind", SAVES)
 def test_a_resumed_run_restores_a_scripted_module(tmp_path, kind):
-    whole = train(kind, tmp_path / "whole", shuffled(Scripted))
+    whole = train(kind, tmp_path / "whole", shuffled(ScriptedModel))
     with pytest.raises(KilledError):
-        train(kind, tmp_path / "killed", shuffled(Scripted), kill_at=6)
-    assert train(kind, tmp_path / "killed", shuffled(Scripted), resume="last") == whole
+        train(kind, tmp_path / "killed", shuffled(ScriptedModel), kill_at=6)
+    assert train(kind, tmp_path / "killed", shuffled(ScriptedModel), resume="last") == whole
 
 
 class Pairs(dict):
-    """A dict with attributes and with keys that are no names."""
+    """A dict with attributes and with keys that are not strings."""
 
     def __init__(self):
         super().__init__({(0, 1): 1.0, 2: 3.0})
 
 
-class HasPairs(Model):
+class ModelWithPairs(Model):
     def __init__(self):
         super().__init__()
         self.pairs, self.nested = Pairs(), {(1, 2): 0, "a": Pairs()}
@@ -954,10 +954,10 @@ class HasPairs(Model):
 
 @pytest.mark.parametrize("kind", SAVES)
 def test_a_run_with_dicts_whose_keys_are_tuples_resumes_exactly(tmp_path, kind):
-    weights, _ = train(kind, tmp_path / "whole", shuffled(HasPairs))
+    weights, _ = train(kind, tmp_path / "whole", shuffled(ModelWithPairs))
     with pytest.raises(KilledError):
-        train(kind, tmp_path / "killed", shuffled(HasPairs), kill_at=6)
-    assert train(kind, tmp_path / "killed", shuffled(HasPairs), resume="last")[0] == weights
+        train(kind, tmp_path / "killed", shuffled(ModelWithPairs), kill_at=6)
+    assert train(kind, tmp_path / "killed", shuffled(ModelWithPairs), resume="last")[0] == weights
 
 
 class CountsCalls:
@@ -983,7 +983,7 @@ class Gauge(CountsCalls):
         return self.count + self.__hidden + self.scale + hasattr(self, "once")
 
 
-class Metered(Model):
+class MeteredModel(Model):
     """Hides a class attribute with an attribute of its own, and deletes this one and a slot."""
 
     factor = 1.0
@@ -1016,7 +1016,7 @@ class MeteredPoints(Dataset):
 
 
 METERED = {
-    "in the model": shuffled(Metered),
+    "in the model": shuffled(MeteredModel),
     "in the data set": lambda: (Model(), DataLoader(MeteredPoints(), 4, shuffle=True)),
 }
 

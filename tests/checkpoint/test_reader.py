@@ -423,7 +423,7 @@ def test_a_truncated_file_is_reported_as_damaged(tmp_path):
 
 
 def test_resume_uses_the_previous_checkpoint_if_the_zip_directory_is_damaged(tmp_path):
-    """The names and positions of a zip archive's entries are at its end."""
+    """The directory at the end of a zip archive lists the names and positions of its entries."""
     options = {"monitor": "train_loss", "save_top_k": -1}
     fit(tmp_path, max_epochs=2, **options)
     last = tmp_path / LAST

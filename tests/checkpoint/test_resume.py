@@ -95,7 +95,7 @@ def test_a_run_with_step_functions_resumes_exactly(tmp_path):
 
 
 def test_resuming_calls_no_hook_twice(tmp_path):
-    """A run that is resumed in mid-epoch starts with the next batch."""
+    """A run that is resumed within an epoch starts with the next batch."""
     seen = []
 
     class Watch(Callback):
@@ -129,7 +129,7 @@ def test_resume_accepts_last_auto_and_a_path(tmp_path):
 
 
 def test_resuming_a_moved_checkpoint_starts_a_new_version_with_the_old_rows(tmp_path):
-    """The log was moved together with the checkpoint."""
+    """metrics.csv is moved together with the checkpoint."""
     whole = fit(tmp_path / "whole", val=val_loader, max_epochs=3)
     fit(tmp_path / "a", val=val_loader, max_epochs=2)
     shutil.move(tmp_path / "a/checkpoints/run/version_0/last.ckpt", tmp_path / "moved.ckpt")

@@ -43,7 +43,7 @@ def test_a_run_with_a_model_checkpoint_callback_resumes_exactly(tmp_path, place,
 
 
 def test_resume_auto_continues_the_newest_version_with_a_checkpoint(tmp_path):
-    """If a version is given, only its files are found."""
+    """With a version argument, only the checkpoints of this version are used."""
     for epochs in (1, 2):
         fit(tmp_path, max_epochs=epochs, callbacks=[ModelCheckpoint(save_last=True)])
     folder = "logs/run/version_{}/checkpoints"

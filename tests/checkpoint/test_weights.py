@@ -44,7 +44,7 @@ def compiled(net):
     return torch.compile(net, backend="eager")
 
 
-SHAPES = {
+WRAPPERS = {
     "plain": make_net,
     "compiled": lambda: compiled(make_net()),
     "parallel": lambda: nn.DataParallel(make_net()),
@@ -59,7 +59,7 @@ OTHERS = {
     "compiled submodule": lambda: CompiledPart(True),
     "submodule": lambda: CompiledPart(False),
 }
-ALL = {**SHAPES, **OTHERS}
+ALL = {**WRAPPERS, **OTHERS}
 
 
 def step(net, batch):
@@ -84,25 +84,24 @@ def values(net):
     return {plain_name(name): value for name, value in net.state_dict().items()}
 
 
-@pytest.mark.parametrize("shape", ALL)
-def test_a_wrapped_or_compiled_model_resumes_exactly(tmp_path, shape):
-    whole = train(tmp_path / "whole", ALL[shape], 3)
-    train(tmp_path / "parts", ALL[shape], 1)
-    resumed = train(tmp_path / "parts", ALL[shape], 3, resume="last")
+@pytest.mark.parametrize("kind", ALL)
+def test_a_wrapped_or_compiled_model_resumes_exactly(tmp_path, kind):
+    whole = train(tmp_path / "whole", ALL[kind], 3)
+    train(tmp_path / "parts", ALL[kind], 1)
+    resumed = train(tmp_path / "parts", ALL[kind], 3, resume="last")
     assert same(dict(resumed.state_dict()), dict(whole.state_dict()))
 
 
-@pytest.mark.parametrize("after", SHAPES)
+@pytest.mark.parametrize("after", WRAPPERS)
 @pytest.mark.parametrize("before", ["plain", "compiled", "parallel compiled", "child called module"])
 def test_a_run_resumes_with_a_different_wrapper_around_the_model(tmp_path, before, after):
-    """A run continues with the same model in another wrapper."""
     whole = train(tmp_path / "whole", make_net, 2)
-    train(tmp_path / "parts", SHAPES[before], 1)
-    resumed = train(tmp_path / "parts", SHAPES[after], 2, resume="last")
+    train(tmp_path / "parts", WRAPPERS[before], 1)
+    resumed = train(tmp_path / "parts", WRAPPERS[after], 2, resume="last")
     assert same(values(resumed), values(whole))
     loop = FabricLoop(**with_files(tmp_path / "other"))
     path = tmp_path / "parts/checkpoints/run/version_0/last.ckpt"
-    net = SHAPES[after]()
+    net = WRAPPERS[after]()
     loop.validate(net, data(), load=path, validation_step=step)
     assert same(values(net), values(resumed))
 

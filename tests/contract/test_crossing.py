@@ -257,7 +257,7 @@ class SanityCounter(cb.Callback):
 @pytest.mark.parametrize("where", SAVERS)
 @pytest.mark.parametrize("limit", [{}, {"max_steps": 14}])
 def test_resuming_a_trainer_checkpoint_runs_the_same_sanity_check_as_trainer(tmp_path, where, limit):
-    """Trainer makes a sanity check after a finished epoch, without max_steps. It draws numbers."""
+    """Without max_steps, Trainer runs a sanity check after a finished epoch. The check draws random numbers."""
     options = {**limit, "num_sanity_val_steps": 2}
     saver = SAVERS[where](tmp_path)
     trainer = pl.Trainer(**quiet(callbacks=[saver], max_epochs=2, **options, **CKPT))

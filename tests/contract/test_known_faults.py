@@ -94,7 +94,7 @@ def fit(model=None, train=None, val=None, loop_class=FabricLoop, given=None, **o
     return loop, model
 
 
-SHAPES = {
+FORMATS = {
     "dict": (lambda net: {"optimizer": sgd(net)}, [0.1] * 3),
     "list": (lambda net: [sgd(net)], [0.1] * 3),
     "pair": (halving, [0.1, 0.05, 0.025]),
@@ -106,11 +106,11 @@ SHAPES = {
 }
 
 
-@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("format_name", FORMATS)
 @both_loops
-def test_both_loops_accept_every_return_format_of_configure_optimizers(loop_class, shape):
-    """The example fails for some shapes that Lightning accepts, and ignores the scheduler of others."""
-    make_optimizer, rates = SHAPES[shape]
+def test_both_loops_accept_every_return_format_of_configure_optimizers(loop_class, format_name):
+    """The example fails for some formats that Lightning accepts, and ignores the scheduler of others."""
+    make_optimizer, rates = FORMATS[format_name]
     loop, net = fit(Net(make_optimizer), max_epochs=3, loop_class=loop_class)
     assert (loop.global_step, net.rates) == (12, rates)
 
@@ -177,7 +177,7 @@ def test_a_scheduler_does_not_step_after_an_epoch_that_max_steps_ends(loop_class
 def test_submodules_in_eval_mode_stay_in_eval_mode_after_validation(loop_class):
     """In the example, validation switches submodules in eval mode back to training mode."""
 
-    class Modes(Net):
+    class ModeRecorder(Net):
         def training_step(self, batch, batch_idx):
             seen.append(("train", self.dropout.training, self.frozen.training))
             return super().training_step(batch, batch_idx)
@@ -187,7 +187,7 @@ def test_submodules_in_eval_mode_stay_in_eval_mode_after_validation(loop_class):
             return super().validation_step(batch, batch_idx)
 
     seen = []
-    net = Modes()
+    net = ModeRecorder()
     net.frozen = nn.BatchNorm1d(1).eval()
     fit(net, batches(1), batches(1), max_epochs=2, loop_class=loop_class)
     assert seen == [("train", True, False), ("val", False, False)] * 2
@@ -226,13 +226,13 @@ def test_resuming_a_run_at_max_steps_takes_no_further_optimizer_step(loop_class,
     saving_loop(loop_class, **options).fit(Net(), batches())
     trained = []
 
-    class Counts(Net):
+    class StepCounter(Net):
         def training_step(self, batch, batch_idx):
             trained.append(batch_idx)
             return super().training_step(batch, batch_idx)
 
     loop = saving_loop(loop_class, **options)
-    loop.fit(Counts(), batches(), resume="last")
+    loop.fit(StepCounter(), batches(), resume="last")
     assert (loop.global_step, trained) == (6, [])
 
 
@@ -265,9 +265,9 @@ class CountReads(TorchDispatchMode):
 
 @both_loops
 def test_a_training_step_that_logs_does_not_synchronize_with_the_device(loop_class):
-    """The example reads each value in each batch, and a step can return only scalars."""
+    """The example reads each logged value from the device in each batch, and its step can return only scalars."""
 
-    class Returns(pl.LightningModule):
+    class LoggingModule(pl.LightningModule):
         def __init__(self):
             super().__init__()
             self.layer = nn.Linear(4, 2)
@@ -286,7 +286,7 @@ def test_a_training_step_that_logs_does_not_synchronize_with_the_device(loop_cla
 
     counts = []
     with CountReads() as reads:
-        fit(Returns(), batches(12), gradient_clip_val=1.0, log_every_n_steps=50, loop_class=loop_class)
+        fit(LoggingModule(), batches(12), gradient_clip_val=1.0, log_every_n_steps=50, loop_class=loop_class)
     assert counts == [counts[0]] * 12
     with CountReads() as reads:
         torch.zeros(1).item()

@@ -413,11 +413,11 @@ def test_mini_loop_refuses_torchmetrics_objects_in_a_step_based_run(options):
 
 
 def test_mini_loop_refuses_to_resume_torchmetrics_objects_within_an_epoch():
-    class Stops(Hooked):
+    class StoppingModule(Hooked):
         def on_train_batch_end(self, outputs, batch, batch_idx):
             self.trainer.should_stop = True
 
-    fit("MiniLoop", "run", 2, make_module=Stops)
+    fit("MiniLoop", "run", 2, make_module=StoppingModule)
     with pytest.raises(ValueError, match=r"torchmetrics objects \['mean'\].* Use FabricLoop"):
         fit("MiniLoop", "run", 2, make_module=Hooked, resume="last")
 
@@ -448,13 +448,13 @@ def test_mini_loop_refuses_random_generators_in_a_container(kind):
     """MiniLoop saves only generators in attributes."""
     generators = [("a", torch.Generator()), ("b", random.Random(1))]
 
-    class Holds(Plain):
+    class GeneratorHolder(Plain):
         def __init__(self):
             super().__init__()
             self.generators = dict(generators) if kind is dict else kind(g for _, g in generators)
 
     with pytest.raises(ValueError, match=f"generators: got random generators in a {kind.__name__}"):
-        fit("MiniLoop", "run", 1, make_module=Holds)
+        fit("MiniLoop", "run", 1, make_module=GeneratorHolder)
 
 
 def test_a_run_stopped_by_max_steps_within_an_epoch_resumes():
@@ -1133,7 +1133,7 @@ def test_mini_loop_refuses_a_hook_that_ends_the_epoch():
 
 @pytest.mark.parametrize("kind", LOOPS)
 def test_logged_values_named_step_and_epoch_do_not_replace_these_columns(kind):
-    class LogsStep(Classifier):
+    class StepLogger(Classifier):
         def on_train_batch_end(self, outputs, batch, batch_idx):
             # A usual way to have epochs on the x axis of TensorBoard.
             self.log("step", float(self.trainer.current_epoch), on_step=True, on_epoch=True)
@@ -1141,8 +1141,8 @@ def test_logged_values_named_step_and_epoch_do_not_replace_these_columns(kind):
 
     loop_class, options = LOOPS[kind]
     options = {**options, "log_every_n_steps": 5, "loop_class": loop_class, "name": "steps"}
-    run_mini(LogsStep, max_epochs=1, **options)
-    loop, _ = run_mini(LogsStep, max_epochs=2, fit={"resume": "last"}, **options)
+    run_mini(StepLogger, max_epochs=1, **options)
+    loop, _ = run_mini(StepLogger, max_epochs=2, fit={"resume": "last"}, **options)
     rows = pd.read_csv("logs/steps/version_0/metrics.csv")
     assert rows[["epoch", "step"]].values.tolist() == [[0, loop.global_step // 2], [1, loop.global_step]]
     rows = pd.read_csv("logs/steps/version_0/steps.csv")
@@ -1223,9 +1223,9 @@ def test_resume_last_refuses_a_run_whose_checkpoints_are_all_damaged(kind):
 
 
 def test_should_stop_ends_a_run_only_after_the_accumulation_window():
-    class Stops(Classifier):
+    class StoppingModule(Classifier):
         def on_train_batch_end(self, outputs, batch, batch_idx):
             self.trainer.should_stop = True
 
-    loop, _, rows = fit("MiniLoop", "stopped", 2, make_module=lambda: Stops(sgd), accumulate_grad_batches=4)
+    loop, _, rows = fit("MiniLoop", "stopped", 2, make_module=lambda: StoppingModule(sgd), accumulate_grad_batches=4)
     assert (loop.global_step, loop.batches_done, len(rows)) == (1, 4, 1)

@@ -570,7 +570,6 @@ def train_in_two_processes(name, root):
     ],
 )
 def test_two_processes_save_the_trained_weights_and_return_them_to_the_caller(tmp_path, monkeypatch, name):
-    """The checkpoint and the caller's model have the trained weights."""
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
     model = train_in_two_processes(name, tmp_path)
     saved = torch.load(next(tmp_path.rglob("last.ckpt")), weights_only=True)["state_dict"]
@@ -597,7 +596,7 @@ def test_two_processes_save_the_trained_weights_and_return_them_to_the_caller(tm
     ],
 )
 def test_parameters_created_in_hooks_are_refused_with_two_processes(tmp_path, monkeypatch, name, message):
-    """Parameters that the processes would not share are an error before training."""
+    """The processes would not synchronize these parameters. The error is raised before training."""
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
     monkeypatch.setitem(MODELS, "Lightning, on_fit_start", lambda: (LowRank("on_fit_start"), {}))
     with pytest.raises(Exception, match=message):

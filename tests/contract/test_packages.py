@@ -97,11 +97,11 @@ def test_a_scheduler_monitors_the_same_metric_as_with_trainer(make_val):
 
 
 def test_validate_and_test_keep_the_epoch_and_step_at_which_fit_ended():
-    class Tested(Classifier):
+    class ProgressLogger(Classifier):
         def test_step(self, batch, batch_idx):
             self.log("seen", self.trainer.current_epoch * 100.0 + self.trainer.global_step, on_step=True, on_epoch=True)
 
-    trainer, expected, loop, module = both(Tested)
+    trainer, expected, loop, module = both(ProgressLogger)
     seen = []
     for runner, model in ((trainer, expected), (loop, module)):
         runner.logger.rows.clear()
@@ -264,10 +264,10 @@ def test_a_module_can_access_its_datasets_through_fit_loop(count):
 def test_fit_loop_has_no_loader_in_the_setup_hook():
     seen = []
 
-    class Looks(Classifier):
+    class LoaderRecorder(Classifier):
         def setup(self, stage):
             seen.append(self.trainer.fit_loop._combined_loader)
 
-    run_trainer(Looks, make_loader, max_epochs=1)
-    run_loop(Looks, make_loader, max_epochs=1)
+    run_trainer(LoaderRecorder, make_loader, max_epochs=1)
+    run_loop(LoaderRecorder, make_loader, max_epochs=1)
     assert seen == [None, None]

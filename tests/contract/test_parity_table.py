@@ -100,7 +100,7 @@ def test_each_case_gives_the_same_weights_and_metrics_as_with_trainer(name, tmp_
 
 @pytest.mark.parametrize("ours_first", [True, False])
 def test_a_run_with_a_datamodule_resumes_in_trainer_and_in_fabric_loop(ours_first, tmp_path):
-    """A run that starts with one and continues with the other ends with the bits of Trainer alone."""
+    """A run that continues with the other loop ends bit for bit as a run of Trainer alone."""
     if not ours_first and pl.__version__.startswith("2.4."):
         pytest.skip("Trainer 2.4 draws other random numbers when it resumes its own file")
     first, second = (FabricLoop, pl.Trainer) if ours_first else (pl.Trainer, FabricLoop)

@@ -210,7 +210,7 @@ def test_calling_loss_backward_with_two_processes_is_refused(monkeypatch):
 
 @pytest.mark.parametrize("loop_class", [FabricLoop, MiniLoop])
 def test_a_step_function_argument_with_a_default_does_not_get_batch_idx(loop_class):
-    """Otherwise the step would use 0, 1, 2 ... as its factor."""
+    """Otherwise, the step function would get 0, 1, 2, ... as its factor."""
     seen = []
 
     def scaled(net, batch, factor=0.5):

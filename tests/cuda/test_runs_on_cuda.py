@@ -42,7 +42,7 @@ def test_fit_moves_the_module_back_to_its_previous_device(tmp_path, kind, optimi
 
 @pytest.mark.parametrize("fused", [False, True])
 def test_an_optimizer_already_used_on_the_cpu_can_train_on_the_gpu(fused):
-    """Its state moves to the GPU and back."""
+    """The optimizer state moves to the GPU and back."""
     net = nn.Linear(8, 3)
     optimizer = torch.optim.Adam(net.parameters(), lr=0.01, fused=fused)
 

@@ -113,7 +113,7 @@ def test_resuming_with_a_different_number_of_loaders_is_refused(tmp_path):
 
 
 def test_resuming_within_an_epoch_with_a_different_batch_size_is_refused(tmp_path):
-    """In the middle of an epoch it is refused, at the end of an epoch it is a warning."""
+    """At the end of an epoch, a different batch size only causes a warning."""
     other = lambda: make_loader(24, batch_size=6)  # noqa: E731
     fit(tmp_path, train=lambda: make_loader(24), max_steps=4)
     message = r"middle of an epoch, when the batch size was \[4\]. Now it is \[6\].* or load="

@@ -75,7 +75,7 @@ def ones(num, start=0, **options):
 
 # ---- kinds of loaders
 
-SHAPES = {
+STRUCTURES = {
     "one": lambda: ones(4),
     "list of one": lambda: [ones(4)],
     "list": lambda: [ones(4), ones(6, 10)],
@@ -89,7 +89,7 @@ MODES = ("max_size_cycle", "min_size", "max_size")
 
 
 def structure(loaders):
-    """Return the type of each loader in the shape in which the loaders were given."""
+    """Return the type of each loader in the structure in which the loaders were given."""
     if isinstance(loaders, dict):
         return {name: structure(value) for name, value in loaders.items()}
     if isinstance(loaders, list | tuple) and not isinstance(loaders[0], int):
@@ -98,20 +98,20 @@ def structure(loaders):
 
 
 @pytest.mark.parametrize("call", STAGE_NAMES)
-@pytest.mark.parametrize("shape", SHAPES)
-def test_loaders_in_each_structure_give_the_same_batches_as_with_trainer(call, shape):
+@pytest.mark.parametrize("name", STRUCTURES)
+def test_loaders_in_each_structure_give_the_same_batches_as_with_trainer(call, name):
     """Batches, their indices, their counts and the structure of the loaders equal Trainer's."""
 
     def act(loop, module):
-        result = getattr(loop, call)(module, SHAPES[shape]())
+        result = getattr(loop, call)(module, STRUCTURES[name]())
         read = [loop.train_dataloader, loop.val_dataloaders, loop.test_dataloaders, loop.predict_dataloaders]
         counts = loop.num_training_batches, loop.num_val_batches, loop.num_test_batches, loop.num_predict_batches
-        shapes = [structure(loaders) if loaders is not None else None for loaders in read]
-        return result if call == "predict" else None, shapes, counts if call != "predict" else counts[-1]
+        structures = [structure(loaders) if loaders is not None else None for loaders in read]
+        return result if call == "predict" else None, structures, counts if call != "predict" else counts[-1]
 
-    (_, shapes, _), seen = assert_both_see(act)
+    (_, structures, _), seen = assert_both_see(act)
     assert seen
-    assert [loaders is not None for loaders in shapes] == [call == other for other in STAGE_NAMES]
+    assert [loaders is not None for loaders in structures] == [call == other for other in STAGE_NAMES]
 
 
 @pytest.mark.parametrize("call", ["fit", "validate", "test"])
@@ -152,7 +152,7 @@ def test_a_wrong_validation_loader_is_refused_before_training():
 
 
 def test_loaders_that_a_datamodule_lacks_are_not_taken_from_the_module():
-    """Loaders that the datamodule lacks are not taken from the module, as in Trainer."""
+    """Trainer does not take these loaders from the module either."""
 
     class Module(Sees):
         def train_dataloader(self):

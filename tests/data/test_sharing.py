@@ -117,7 +117,7 @@ class KeptAt(pl.Callback):
 @pytest.mark.parametrize("reload", [0, 1])
 @pytest.mark.parametrize("kind", LOADERS)
 def test_a_different_seed_on_resume_does_not_change_the_order_of_samples(tmp_path, kind, reload):
-    """The checkpoint holds the seed by which the processes draw their common order."""
+    """The checkpoint contains the seed with which all processes draw the same order."""
 
     def fit(seed, **options):
         pl.seed_everything(seed, verbose=False)

@@ -308,7 +308,7 @@ def test_resume_warns_that_random_states_of_workers_are_not_saved(tmp_path, is_p
 
 
 def test_a_stream_without_batches_is_refused_in_a_resumed_run(tmp_path):
-    """Otherwise, nothing would be trained."""
+    """Otherwise, the resumed run would end without a training step."""
     positions = {"start": 0}
 
     class Empty(StreamOfIndices):

@@ -135,7 +135,7 @@ def test_validate_every_n_steps_can_be_changed_between_two_fits(tmp_path):
 
 
 def test_setting_max_epochs_to_none_in_a_hook_restores_the_default(tmp_path):
-    """As max_epochs=None at creation, None means 1000 epochs, or no limit beside max_steps."""
+    """As in FabricLoop(max_epochs=None), None means 1000 epochs, or no limit if max_steps is set."""
 
     class Sets(Callback):
         def on_train_start(self, trainer, module):

@@ -212,7 +212,7 @@ def test_callbacks_log_the_same_values_as_with_trainer(tmp_path):
 
 
 def test_configure_callbacks_replaces_given_callbacks_as_with_trainer(tmp_path):
-    """Checkpoint callbacks come last. The module's own callbacks replace those of their classes."""
+    """Checkpoint callbacks come last. The module's callbacks replace given callbacks of the same classes."""
 
     class Stop(cb.EarlyStopping):
         pass

@@ -67,11 +67,11 @@ class Shown:
 def test_an_object_with_step_methods_can_step_the_optimizers_of_the_loop(tmp_path, options, end):
     """Each of ten batches has two steps. max_steps ends the run, and every third step is saved."""
 
-    class Tells(pl.Callback):
+    class LoopSetter(pl.Callback):
         def on_fit_start(self, loop, module):
             module.loop = loop
 
-    loop, module, history = fit(tmp_path, Shown, callbacks=[Tells()], save_every_n_steps=3, **options)
+    loop, module, history = fit(tmp_path, Shown, callbacks=[LoopSetter()], save_every_n_steps=3, **options)
     assert (loop.current_epoch, loop.global_step) == end
     assert history["step"].iloc[-1] == end[1]
     assert all(isinstance(optimizer, torch.optim.SGD) for optimizer in loop.optimizers)

@@ -7,7 +7,7 @@ from lightning.pytorch.callbacks import Callback
 from modules import Classifier, make_loader, run_loop, run_trainer
 
 
-class Stops(Callback):
+class StoppingCallback(Callback):
     """Sets should_stop at each call of one hook."""
 
     def __init__(self, hook):
@@ -29,7 +29,9 @@ class Stops(Callback):
 )
 def test_should_stop_has_no_effect_before_min_epochs_and_min_steps(hook, options, steps):
     for run in (run_trainer, run_loop):
-        trainer, _ = run(Classifier, lambda: make_loader(24), callbacks=[Stops(hook)], max_epochs=4, **options)
+        trainer, _ = run(
+            Classifier, lambda: make_loader(24), callbacks=[StoppingCallback(hook)], max_epochs=4, **options
+        )
         assert trainer.global_step == steps
 
 

@@ -110,7 +110,7 @@ def test_resuming_drops_the_rows_after_the_checkpoint_in_an_edited_file(cut, who
 
 
 def test_resuming_keeps_rows_whose_numbers_another_program_rounded(cut):
-    """A spreadsheet program has rounded the numbers."""
+    """A spreadsheet program may round numbers when it saves a file."""
     path = cut / "logs/run/version_0/steps.csv"
     header, *lines = path.read_text().splitlines()
     rounded = [",".join(f"{float(cell):.4g}" for cell in line.split(",")) for line in lines]

@@ -158,7 +158,7 @@ class Evaluated(nn.Module):
 
 
 def test_the_state_of_a_validation_metric_is_not_saved_during_validation():
-    """A resumed run repeats a validation within which it was saved."""
+    """A run that is saved during a validation repeats this validation when it resumes."""
 
     def train(max_epochs, resume=None):
         torch.manual_seed(1)

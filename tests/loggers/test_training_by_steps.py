@@ -123,12 +123,12 @@ def test_resuming_a_finished_run_keeps_its_last_row(tmp_path):
 def test_resuming_after_a_validation_does_not_repeat_the_row_of_the_validation(tmp_path):
     """The row of the validation is written once: by the run that saved, and by the one that resumes."""
 
-    class Saves(Callback):
+    class SavingCallback(Callback):
         def on_validation_end(self, trainer, module):
             trainer.save_checkpoint(tmp_path / f"{trainer.global_step}.ckpt")
 
     options = {"val": val_loader, "max_steps": 25, "validate_every_n_steps": 7}
-    _, module, _ = fit(tmp_path / "whole", Plain, callbacks=[Saves()], **options)
+    _, module, _ = fit(tmp_path / "whole", Plain, callbacks=[SavingCallback()], **options)
     shutil.copytree(tmp_path / "whole", tmp_path / "again")
     _, resumed, history = fit(tmp_path / "again", Plain, seed=9, version=0, resume=tmp_path / "14.ckpt", **options)
     assert same(weights_of(module), weights_of(resumed))

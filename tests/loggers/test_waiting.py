@@ -97,7 +97,7 @@ def test_the_printed_table_has_a_waiting_column_only_for_long_waits(seconds, mak
 
 
 def test_a_resumed_epoch_includes_the_waiting_time_before_the_checkpoint():
-    class Stops(Slow):
+    class StoppingLoader(Slow):
         def __getitem__(self, index):
             if index == 6:
                 raise RuntimeError("stopped")
@@ -105,14 +105,14 @@ def test_a_resumed_epoch_includes_the_waiting_time_before_the_checkpoint():
 
     options = {"max_epochs": 1, "save_every_n_steps": 2}
     with pytest.raises(RuntimeError, match="stopped"):
-        train(Stops(0.1), **options)
+        train(StoppingLoader(0.1), **options)
     _, history = train(Slow(0.0), resume="last", **options)
     # Before the checkpoint, the run has waited for four samples.
     assert (history["time"] * history["waiting"]).tolist() == [pytest.approx(0.4, abs=0.001)]
 
 
 def test_samples_per_second_of_a_resumed_epoch_excludes_validation_time():
-    """The file is saved after the validation, and before the row of the epoch is written."""
+    """The checkpoint is saved after the validation, and before the row of the epoch is written."""
     options = {"max_steps": 4, "max_epochs": 1}
     _, whole = train(Slow(0.0), Slow(0.03), 0.01, callbacks=[ModelCheckpoint("saved")], **options)
     (path,) = Path("saved").iterdir()

@@ -105,7 +105,7 @@ def test_profile_measures_manual_optimization(fake_clock):
 
 
 def test_the_times_in_a_profile_add_up_to_the_step_time_in_table_and_plot():
-    """Options that end a fit do not end a profile."""
+    """Options that end fit early, such as max_steps, do not end the profile."""
     found = profile_net(steps=12, accumulate_grad_batches=2, max_steps=1, limit_train_batches=1)
     table = [line.split() for line in str(found).splitlines()[1 : len(found.parts) + 2]]
     assert [cells[0] for cells in table] == list(found.parts) + ["step"]

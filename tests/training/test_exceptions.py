@@ -148,18 +148,18 @@ class HalfStep(torch.optim.Adam):
 @pytest.mark.parametrize("resume", ["auto", "last"])
 @pytest.mark.parametrize("options", [{}, {"save_every_n_steps": 1}], ids=str)
 def test_an_error_within_an_optimizer_step_saves_no_half_updated_weights(tmp_path, monkeypatch, options, resume):
-    class Steps(Classifier):
+    class HalfStepModule(Classifier):
         def configure_optimizers(self):
             return HalfStep(self.parameters(), lr=0.02)
 
     options = {"max_epochs": 3, "train": train, "val": val_loader, **options}
-    whole = fit(tmp_path / "whole", Steps, **options)
+    whole = fit(tmp_path / "whole", HalfStepModule, **options)
     monkeypatch.setattr(HalfStep, "steps", 0)
     monkeypatch.setattr(HalfStep, "fails_at", 9)
     with pytest.raises(MemoryError, match="in the step"):
-        fit(tmp_path / "cut", Steps, **options)
+        fit(tmp_path / "cut", HalfStepModule, **options)
     monkeypatch.setattr(HalfStep, "fails_at", None)
-    resumed = fit(tmp_path / "cut", Steps, resume=resume, seed=9, **options)
+    resumed = fit(tmp_path / "cut", HalfStepModule, resume=resume, seed=9, **options)
     assert_same_end(whole, resumed)
     assert logs_of(tmp_path / "whole") == logs_of(tmp_path / "cut")
 
@@ -197,12 +197,12 @@ def test_a_run_resumes_exactly_after_an_unreadable_sample(tmp_path, options):
 
 
 def test_a_run_can_resume_after_an_error_in_its_loader(tmp_path):
-    class EndsWithError(TensorLoader):
+    class FailingLoader(TensorLoader):
         def __iter__(self):
             yield from list(super().__iter__())[:3]
             raise Broken("gone")
 
-    make = lambda: EndsWithError(*make_data(24).tensors, batch_size=4)  # noqa: E731
+    make = lambda: FailingLoader(*make_data(24).tensors, batch_size=4)  # noqa: E731
     with pytest.raises(Broken):
         fit(tmp_path, train=make, max_epochs=1, save_every_n_steps=1)
     loop, _, _ = fit(

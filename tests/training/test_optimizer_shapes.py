@@ -220,7 +220,7 @@ def test_the_optimizer_may_be_given_as_a_function(tmp_path, given):
     assert same(dict(net.state_dict()), dict(expected.state_dict()))
 
 
-class AddsGroup(Lit):
+class ParameterGroupAdder(Lit):
     """Adds a parameter group in a hook."""
 
     def __init__(self, hook="on_train_epoch_start"):
@@ -236,10 +236,10 @@ class AddsGroup(Lit):
 @pytest.mark.parametrize("hook", ["on_fit_start", "on_train_epoch_start", "on_train_batch_end"])
 @pytest.mark.parametrize("limit", [{"max_epochs": 2}, {"max_steps": 7}], ids=["epochs", "steps"])
 def test_a_run_resumes_with_a_parameter_group_that_a_hook_added(tmp_path, hook, limit):
-    """A resume adds the group again before it restores the optimizer."""
+    """The resumed run adds the group again before it restores the optimizer state."""
 
     def make():
-        return AddsGroup(hook)
+        return ParameterGroupAdder(hook)
 
     whole = fit(tmp_path / "whole", make, make_loader, max_epochs=3)
     fit(tmp_path / "cut", make, make_loader, **limit)
@@ -251,7 +251,7 @@ def test_a_run_resumes_with_a_parameter_group_that_a_hook_added(tmp_path, hook, 
 def test_resume_refuses_a_parameter_group_of_unknown_parameters(tmp_path):
     """The resumed module does not have the parameters that the group had."""
 
-    class Grows(AddsGroup):
+    class Grows(ParameterGroupAdder):
         def add_group(self, *args):
             self.grown = nn.Linear(3, 3)
             self.optimizers().add_param_group({"params": self.grown.parameters()})
@@ -319,7 +319,7 @@ def test_log_grad_norm_logs_the_norm_of_all_gradients(tmp_path, make):
 
 
 def test_the_lr_column_contains_the_learning_rate_of_the_first_parameter_group(tmp_path):
-    """The column lr has the rate of the first group, which a scheduler changes by its own factor."""
+    """The scheduler changes each group by a different factor."""
     net = make_net()
     optimizer = in_groups(net.parameters())
     factors = [lambda epoch: 0.5**epoch, lambda epoch: 0.1**epoch]

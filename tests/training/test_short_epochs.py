@@ -113,7 +113,7 @@ def plateau(module):
 
 @pytest.mark.parametrize("optimizers", [by_epoch, plateau])
 def test_an_epoch_ends_if_the_loader_yields_fewer_batches_than_its_length(tmp_path, optimizers):
-    """Weights, rows and files are those of a loader with the right length, also resumed after each step."""
+    """Weights, rows and files equal those of a loader with the right length, also after a resume."""
     make = lambda: Classifier(optimizers)  # noqa: E731
     options = {"val": val_loader, "max_epochs": 2, "save_every_n_steps": 1}
     expected = fit(tmp_path / "expected", make, short(says=16), **options)
@@ -143,11 +143,11 @@ def test_an_epoch_shorter_than_val_check_interval_validates_once_at_its_end(tmp_
     """An epoch that validates at its end also does so if the loader ends early."""
     seen = []
 
-    class Watch(Callback):
+    class ValidationRecorder(Callback):
         def on_validation_start(self, trainer, *_):
             seen.append(trainer.global_step)
 
-    options = {"num_sanity_val_steps": 0, "callbacks": [Watch()], **options}
+    options = {"num_sanity_val_steps": 0, "callbacks": [ValidationRecorder()], **options}
     fit(tmp_path, train=short(), val=val_loader, max_epochs=2, **options)
     assert seen == steps
 
