@@ -193,7 +193,7 @@ def test_resume_restores_train_and_eval_modes(tmp_path, make):
 
 @pytest.mark.filterwarnings("ignore:Checkpoint directory", "ignore:The dirpath has changed")
 @pytest.mark.parametrize("make", [EvalBackbone, EvalInStep, EvalFromOwnHook])
-def test_a_checkpoint_saved_during_validation_restores_the_train_mode(tmp_path, make):
+def test_resuming_a_checkpoint_saved_during_validation_restores_train_mode(tmp_path, make):
     options = {"max_epochs": 2, "val": val_loader, "val_check_interval": 2}
     train = lambda: make_loader(18)  # noqa: E731
     snapshots = Snapshots(tmp_path / "whole", tmp_path / "killed")

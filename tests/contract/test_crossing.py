@@ -168,7 +168,7 @@ SAVERS = {
 
 @pytest.mark.parametrize("where", SAVERS)
 @pytest.mark.parametrize("case", CASES)
-def test_epoch_checkpoints_resume_in_fabric_loop_and_in_trainer(tmp_path, case, where):
+def test_epoch_checkpoints_of_fabric_loop_and_trainer_resume_in_both(tmp_path, case, where):
     """Two epochs by one loop and two by another equal four epochs of Trainer bit for bit.
 
     A scheduler that follows a metric is the exception. It steps after these hooks, and Trainer does not save the metric.
@@ -278,7 +278,7 @@ def test_resuming_a_trainer_checkpoint_runs_the_same_sanity_check_as_trainer(tmp
 
 
 @pytest.mark.parametrize("keyword", ["resume", "ckpt_path"])
-def test_a_trainer_checkpoint_saved_within_an_epoch_can_only_be_loaded(tmp_path, keyword):
+def test_a_trainer_checkpoint_from_within_an_epoch_loads_but_does_not_resume(tmp_path, keyword):
     """After max_steps, an error or a validation within the epoch, only load= and validate read the file."""
     saver = cb.ModelCheckpoint(tmp_path, "{step}", save_top_k=-1, every_n_train_steps=2)
     options = {"enable_checkpointing": True, "callbacks": [saver], "max_epochs": 1, "val_check_interval": 3}

@@ -57,7 +57,7 @@ TRAIN = [{"prog_bar": True}, BOTH, EPOCH]
 @pytest.mark.parametrize(
     ("train", "val", "length", "interval"), sample(3, TRAIN, [{}, {"on_step": True}], [3, 4], [1.0, 2]), ids=str
 )
-def test_a_name_logged_in_both_stages_has_the_same_values_as_with_trainer(tmp_path, train, val, length, interval):
+def test_a_metric_logged_in_training_and_validation_is_the_same_as_with_trainer(tmp_path, train, val, length, interval):
     seen = []
     for make in (pl.Trainer, FabricLoop):
         stopping = EarlyStopping("x", patience=1, mode="max")
@@ -84,7 +84,7 @@ def test_a_resumed_run_has_the_same_logged_values_as_the_first_run(tmp_path):
 
 
 @pytest.mark.parametrize("make", [FabricLoop, MiniLoop])
-def test_monitor_uses_the_validation_value_of_a_name_logged_in_both_stages(tmp_path, make):
+def test_monitor_uses_the_validation_value_of_a_metric_logged_in_training_too(tmp_path, make):
     loop = make(max_epochs=2, monitor="x", mode="min", default_root_dir=tmp_path)
     history = loop.fit(Same({}, {}), loader(3), loader(2))
     assert history["x"].tolist() == [200.5, 190.5]

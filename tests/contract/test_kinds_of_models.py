@@ -501,10 +501,10 @@ def test_mini_loop_refuses_a_model_that_it_cannot_train(tmp_path, name):
 
 
 # In the suite, each loop trains every second model.
-SHAPES = [case for case in sample(2, LOOPS, MODELS) if case.values[0] == "FabricLoop" or case.values[1] in CROSSING]
+CASES = [case for case in sample(2, LOOPS, MODELS) if case.values[0] == "FabricLoop" or case.values[1] in CROSSING]
 
 
-@pytest.mark.parametrize(("loop", "name"), SHAPES)
+@pytest.mark.parametrize(("loop", "name"), CASES)
 def test_each_model_can_be_trained_saved_resumed_and_loaded(tmp_path, loop, name):
     """Compare two epochs with a run that was stopped within an epoch and resumed."""
     expected = state_of(train_by_hand(name))
