@@ -287,7 +287,7 @@ def read_run(command: str, folder: Path, is_new_run: bool) -> dict[str, Any]:
     try:
         config = yaml.safe_load((folder / "config.yaml").read_text("utf-8"))
     except OSError as error:
-        raise ValueError(f"--run: got {folder}, expected a run's folder ({error}).") from error
+        raise ValueError(f"--run: got {folder}, expected the folder of a run ({error}).") from error
     if command != "fit" or not is_new_run:
         config = {name: config[name] for name in config if name not in ("resume", "load")}
     if not is_new_run:
@@ -345,7 +345,7 @@ def explain(parser: ArgumentParser, message: str) -> str:
     if unknown := re.match(r"(?i)unrecognized arguments:.*?(--[\w.]+)", text):
         options = [option for action in parser._actions for option in action.option_strings]
         near = difflib.get_close_matches(unknown[1], options, n=1)
-        hint = f"Did you mean {near[0]}?" if near else f"{parser.prog} --help lists all."
+        hint = f"Did you mean {near[0]}?" if near else f"{parser.prog} --help lists all options."
         return f"{unknown[1]}: {parser.prog} has no such option. {hint}"
     keys = re.findall(r'Parser key "([\w.]+)": ', text)
     text = re.sub(r'Parser key "[\w.]+": ', "", text)
@@ -356,7 +356,10 @@ def explain(parser: ArgumentParser, message: str) -> str:
         text = " ".join(reasons) or f"got {union[3]}, expected {expected}."
     if default := re.search(r"determine the import path for object (.*)\.$", text):
         text = f"got {default[1]} as the default of an argument of type Callable, expected a"
-        text += " function or None. Remove the type, or create the object in the constructor."
+        text += (
+            " function or None. Remove the type annotation of the argument, or create the object"
+        )
+        text += " in the constructor."
     text = re.sub(r"<class '([\w.]+)'>", r"\1", text).replace(f"{__name__}.Class", "class")
     return f"--{'.'.join(dict.fromkeys(keys))}: {text}" if keys else text
 

@@ -48,7 +48,7 @@ EXPLANATIONS = {
         "the same model and parameters in both",
     ),
     "norm of an initial weight": (
-        "one run has initialized, loaded or trained {names} differently",
+        "the runs initialized, loaded or trained {names} differently",
         "torch.manual_seed(0) before the model is created, and the same checkpoint, in both",
     ),
     "norm of a weight": (
@@ -179,7 +179,7 @@ def explain_loss(first: Record, second: Record) -> tuple[str, str]:
     losses, others = first["quantities"]["loss"], second["quantities"]["loss"]
     passes = len(losses)
     if passes > 1 and isclose(losses[0], others[0] * passes, rel_tol=1e-3):
-        reason = f"{passes} times smaller: fit divides by accumulate_grad_batches, as the step does"
+        reason = f"{passes} times smaller: both fit and the step divide by accumulate_grad_batches"
         return reason, "return the loss of the batch undivided"
     reason = "different targets, outputs, loss functions, precision or random numbers (dropout)"
     return reason, "the same model, loss function, outputs, seed= and precision= in both"
@@ -195,8 +195,8 @@ def explain_gradients(first: Record, second: Record) -> tuple[str, str]:
         for record in (first, second)
     )
     if all(isclose(x, y, rel_tol=1e-3) for x, y in zip(a, b, strict=True)):
-        reason = "rounding: sums (such as the norm for clipping) are added in a different order"
-        return reason, "none if the last bits may differ, else the same order of parameters"
+        reason = "rounding: sums (such as the norm for clipping) are computed in a different order"
+        return reason, "none if the last bits may differ. Otherwise, the same order of parameters"
     which = "first" if hypot(*a) < hypot(*b) else "second"
     fix = f"gradient_clip_val={hypot(*a):.4g}" if which == "first" else "no clipping"
     return f"only the {which} clips, scales or detaches gradients, or it clips more", fix
@@ -246,7 +246,8 @@ def run_script(script: str, recording: Path, steps: int, is_shown: bool) -> None
     print(f"\r{' ' * len(line)}\r" if line else "", end="", file=sys.stderr, flush=True)
     if process.returncode != 0:
         error = errors.strip().rpartition("\n")[2]
-        raise ValueError(f"compare: got {script!r}, which fails ({error}). Run it alone first.")
+        text = f"compare: got {script!r}, which fails ({error}). Run the script alone, and fix"
+        raise ValueError(f"{text} this error first.")
 
 
 @contextmanager

@@ -31,7 +31,7 @@ class Copy:
         self.target = Path(os.path.abspath(path))
         if PACKAGE in (self.target.resolve(), *self.target.resolve().parents):
             raise ValueError(
-                f"got {path}, which is in the package itself, expected a path outside of it."
+                f"got {path}, which is in the package itself, expected a path outside of the package."
             )
         self.is_file = self.target.suffix == ".py"
         if self.is_file:
@@ -69,7 +69,8 @@ def copy_command(path: str, *, mini: bool = False) -> int:
         example = "--mini src/train_loop.py" if mini or copy.is_file else "src/my_loop"
         raise ValueError(f"copy: got {path}, {problem}. Write `copy {example}`.")
     if copy.target.exists() and (mini or any(copy.target.iterdir())):
-        raise ValueError(f"copy: got {path}, expected a new path. To update a copy, use update.")
+        text = f"copy: got {path}, which already exists, expected a new path. To update a copy, run"
+        raise ValueError(f"{text} `fabric-template update {path}`.")
     copy.write(dict(copy.upstream))
     print(f"copied      {'MiniLoop' if mini else f'{len(copy.upstream)} files'} to {path}")
     print(f"use         from {copy.target.stem} import {'MiniLoop' if mini else 'FabricLoop'}")
@@ -81,7 +82,7 @@ def find_problem(target: Path) -> str:
     """Return why a copy cannot be written to a path, or an empty string if it can."""
     name = target.stem if target.suffix == ".py" else target.name
     if not name.isidentifier() or keyword.iskeyword(name) or name.startswith("__"):
-        return "expected a Python name"
+        return "expected a name that Python can import"
     here = (Path.cwd(), Path())
     folders = [folder for folder in sys.path if folder and Path(folder) not in here]
     spec = PathFinder.find_spec(name, folders)
@@ -130,7 +131,7 @@ def update_command(path: str, *, dry_run: bool = False) -> int:
     """
     copy = find_copy("update", path)
     if copy.original == copy.upstream and copy.version == __version__:
-        print(f"the same    {path} has all of {__version__}")
+        print(f"the same    {path} already has all changes of {__version__}")
         return 0
     changes: Changes = {}
     outcomes: dict[str, list[str]] = {}
@@ -163,7 +164,9 @@ def combine_versions(copy: Copy, name: str) -> tuple[str, bytes | None]:
     if mine == old:
         return "replaced", new
     if b"\n<<<<<<< " in b"\n" + mine:
-        raise ValueError(f"update: got a conflict in {name}, expected none. Resolve it first.")
+        raise ValueError(
+            f"update: got a conflict in {name}, expected none. Resolve the conflict first."
+        )
     with tempfile.TemporaryDirectory() as folder:
         versions = {"yours": mine, "original": old or b"", f"fabric_template-{__version__}": new}
         for file, data in versions.items():
@@ -180,7 +183,7 @@ def check_committed(copy: Copy, names: Iterable[str]) -> None:
     found = run_git(copy.target.parent, *args, "--", *existing).stdout.decode()
     if found:
         first = ", ".join(found.splitlines()[:3])
-        expected = "expected none. Commit them"
+        expected = "expected none. Commit these files first"
         raise ValueError(f"update: got files that git cannot restore ({first}), {expected}.")
 
 
@@ -188,7 +191,8 @@ def find_copy(command: str, path: str) -> Copy:
     copy = Copy(path)
     if copy.version is None:
         hidden = os.path.relpath(copy.hidden)
-        raise ValueError(f"{command}: got {path}, expected a copy ({hidden} is missing). Run copy.")
+        text = f"{command}: got {path}, expected a copy of this package ({hidden} is missing). Run"
+        raise ValueError(f"{text} `fabric-template copy` first.")
     return copy
 
 

@@ -95,7 +95,9 @@ def prepare_runs(runs: list[Run], x: str | None, smooth: float | None) -> tuple[
     # Skip runs that were stopped before they wrote a row.
     runs = [run for run in runs if any(map(len, run.tables))]
     if not runs:
-        raise ValueError("plot_logs: got logs without numbers, expected at least one row.")
+        raise ValueError(
+            "plot_logs: got logs without numbers, expected at least one row with a number."
+        )
     x = choose_x([table for run in runs for table in run.tables], x)
     for number, run in enumerate(runs):
         run.tables = [prepare_table(table, x) for table in run.tables]
@@ -169,7 +171,7 @@ def load_runs(logs: Any, seeds: bool) -> list[Run]:
         return [run for value in logs for run in load_runs(value, seeds=False)]
     if not isinstance(logs, Mapping):
         expected = "expected a path or a DataFrame. Write plot_logs('logs')."
-        raise TypeError(f"plot_logs: got {type(logs).__name__}, {expected}")
+        raise TypeError(f"plot_logs: got an object of the class {type(logs).__name__}, {expected}")
     runs = []
     for label, value in logs.items():
         found = load_runs(value, seeds)
@@ -332,7 +334,7 @@ def choose_metrics(runs: list[Run], x: str, wanted: Sequence[str] | None) -> lis
     if not chosen:
         hint = "Only numbers are drawn. Log a number, such as loss.item()."
         hint = f"Write metrics=[{metrics[0].column!r}]." if metrics else hint
-        raise ValueError(f"metrics: got nothing to draw, {known}. {hint}")
+        raise ValueError(f"metrics: got no metric to draw, {known}. {hint}")
     return sort_metrics(chosen)
 
 

@@ -47,7 +47,8 @@ class Profile:
             lines.append(f"{part:10}{ms:11,.3f} ms{ms / self.milliseconds:9.1%}")
         lines += [f"faster: {text}" for text in self.suggestions]
         lines += [
-            f"wait: {line} reads a value. The step waits for the GPU there." for line in self.reads
+            f"wait: {line} reads a value from the GPU, so the step waits for it."
+            for line in self.reads
         ]
         return "\n".join(lines)
 

@@ -68,7 +68,7 @@ def find_runs(
     """Return all runs in a CSV file or a folder and its subfolders, sorted by name and version."""
     root = Path(os.path.abspath(folder))
     if not root.exists():
-        raise ValueError(f"runs: got {str(folder)!r}, expected a folder. Write logs, for example.")
+        raise ValueError(f"runs: got {str(folder)!r}, expected a folder of runs, such as logs.")
     runs = read_files(root, root) if root.is_file() else []
     for path, subfolders, files in os.walk(root):
         subfolders[:] = [n for n in subfolders if n != "checkpoints" and not n.startswith(".")]

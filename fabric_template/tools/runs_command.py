@@ -34,8 +34,9 @@ def runs_command(
     if mode not in (None, "min", "max"):
         raise ValueError(f'--mode: got {mode}, expected "min" or "max".')
     if html is not None and (action != "list" or Path(html).is_dir()):
-        expected = "a file" if action == "list" else f"no file for {action}"
-        raise ValueError(f"--html: got {html}, expected {expected}. Write runs --html runs.html.")
+        problem = "which is a folder" if action == "list" else f"together with {action}"
+        example = "Write `fabric-template runs --html runs.html`."
+        raise ValueError(f"--html: got {html}, {problem}. {example}")
     if action == "diff":
         print(format_table(diff_runs(*map(find_run, folders))))
         return 0
@@ -45,8 +46,8 @@ def runs_command(
         raise ValueError(f"runs: got {folder}, expected a folder with runs, such as logs.")
     names = dict.fromkeys(name for run in runs for name in run["rows"] if is_metric(name))
     if metric is not None and metric not in names:
-        expected = ", ".join(names) or "a logged metric"
-        raise ValueError(f"--metric: got {metric}, expected {expected}.")
+        expected = ", ".join(names) or "the logged metrics, but the runs logged none"
+        raise ValueError(f"--metric: got {metric}, expected one of {expected}.")
     if action == "best":
         print_best(runs)
     elif html is not None:
@@ -142,16 +143,15 @@ def print_best(runs: Sequence[Run]) -> None:
     found = [run for run in runs if run["best"] is not None]
     metrics = sorted({run["metric"] for run in found or runs if run["metric"] is not None})
     if len(metrics) != 1:
-        problem = "the runs have several" if metrics else "the runs have no metric"
-        expected = f"one of {', '.join(metrics)}" if metrics else "a logged metric"
-        raise ValueError(f"--metric: got none, and {problem}, expected {expected}.")
+        problem = "the runs have several metrics" if metrics else "the runs have no metric"
+        advice = f"Write one of {', '.join(metrics)}." if metrics else "Log a metric."
+        raise ValueError(f"--metric: not given, and {problem}. {advice}")
     modes = {run["mode"] for run in found}
     if len(modes) != 1:
-        known = "different modes" if modes else "no known direction"
-        raise ValueError(
-            f"--mode: got none, and {metrics[0]} has {known}, expected min or max. Write --mode min"
-            " if the smallest value is the best."
-        )
+        problem = f"the name {metrics[0]} does not show whether smaller or larger is better"
+        if modes:
+            problem = f"the runs have different modes for {metrics[0]}"
+        raise ValueError(f"--mode: not given, and {problem}. Write --mode min or --mode max.")
     choose = min if modes == {"min"} else max
     best = choose(found, key=lambda run: run["best"])
     epoch = "" if best["best_epoch"] is None else f" in epoch {best['best_epoch']}"
@@ -163,7 +163,7 @@ def print_best(runs: Sequence[Run]) -> None:
     for path in paths:
         print(f"checkpoint  {path}")
     if not paths:
-        print("checkpoint  none of this epoch")
+        print("checkpoint  none from this epoch")
 
 
 def find_checkpoints(run: Run) -> list[Path]:

@@ -154,7 +154,7 @@ def time_steps(
         warnings.simplefilter("ignore")
         make_loop(loop, choice, timer, folder).fit(**parts)
     if not timer.steps:
-        expected = "expected more. Give more batches, and remove what ends training early"
+        expected = "expected more. Pass a longer loader, and remove options that end training early"
         raise ValueError(f"profile: got a training run of {timer.started} batches, {expected}.")
     return timer
 

@@ -94,7 +94,9 @@ def tune(
         return rate or 0.0
 
     if not trial({}):
-        raise ValueError("tune: training fails with the current settings. Call fit first.")
+        raise ValueError(
+            "tune: training fails with the current settings. Call fit to see the error."
+        )
     return Tuned(*choose_settings(trial, names))
 
 

@@ -368,7 +368,7 @@ def test_fit_resumes_a_run_or_loads_its_weights(capsys):
         (["fit", "--model", "lit:Lot"], "--model: Problem with given class_path 'lit.Lot': module 'lit' has no"),
         ([*FIT, "--accelerator", "tpux"], "You selected an invalid accelerator name: `accelerator='tpux'`."),
         (["fit", "--config", "no.yaml"], "--config: File does not exist"),
-        (["fit", "--run", "none"], "none, expected a run's folder"),
+        (["fit", "--run", "none"], "none, expected the folder of a run"),
         ([*FIT, "--callbacks+=EarlyStopping"], "--callbacks: Problem with given class_path 'lightning.pytorch.callbacks."
          "EarlyStopping': "),
     ],

@@ -8,7 +8,7 @@ import torch
 from fabric_template import FabricLoop, MiniLoop, TensorLoader, metric_names, mini
 from fabric_template.metric_names import find_direction, is_metric
 
-pytestmark = pytest.mark.filterwarnings("ignore:validation_step has returned and logged no value")
+pytestmark = pytest.mark.filterwarnings("ignore:validation_step returned no value and logged no metric")
 
 SMALLEST = """
     loss val_loss valLoss MSELoss val/box_loss train/dfl_loss loss_iou loss/dataloader_idx_0 Loss/val

@@ -78,9 +78,9 @@ def test_copy_writes_mini_py_with_its_licence(release, capsys):
 @pytest.mark.parametrize(
     ("path", "options", "expected"),
     [
-        ("my-loop", {}, "a Python name. Write `copy src/my_loop`."),
-        ("lib/class", {}, "a Python name. Write `copy src/my_loop`."),
-        ("lib/__init__.py", {"mini": True}, "a Python name. Write `copy --mini src/train_loop.py`."),
+        ("my-loop", {}, "a name that Python can import. Write `copy src/my_loop`."),
+        ("lib/class", {}, "a name that Python can import. Write `copy src/my_loop`."),
+        ("lib/__init__.py", {"mini": True}, "a name that Python can import. Write `copy --mini src/train_loop.py`."),
         ("lib/torch", {}, "another name. Write `copy src/my_loop`."),
         ("lib/yaml", {}, "another name. Write `copy src/my_loop`."),
         ("lib/json.py", {"mini": True}, "another name. Write `copy --mini src/train_loop.py`."),
@@ -89,8 +89,8 @@ def test_copy_writes_mini_py_with_its_licence(release, capsys):
         ("package.py", {"mini": True}, "another name. Write `copy --mini src/train_loop.py`."),
         ("lib/loop", {"mini": True}, "a .py file. Write `copy --mini src/train_loop.py`."),
         ("lib/loop.py", {}, "a folder. Write `copy --mini src/train_loop.py`."),
-        ("mine", {}, "a new path. To update a copy, use update."),
-        ("../upstream/inside", {}, "a path outside of it."),
+        ("mine", {}, "a new path. To update a copy, run `fabric-template update mine`."),
+        ("../upstream/inside", {}, "a path outside of the package."),
     ],
 )
 def test_copy_refuses_names_that_cannot_be_imported(release, path, options, expected):
@@ -142,7 +142,7 @@ def test_update_merges_each_kind_of_change(release, capsys, case):
     assert (after["extra.py"], after["new.py"]) == ("extra\n", "new\n")
     # the hidden folder has the new version now
     assert update_command("mine") == 0
-    assert capsys.readouterr().out == "the same    mine has all of 0.2.0\n"
+    assert capsys.readouterr().out == "the same    mine already has all changes of 0.2.0\n"
     assert tree("mine") == after
 
 
@@ -172,14 +172,14 @@ def test_update_and_diff_refuse_unusable_copies_with_a_one_line_error(release, m
         assert tree("mine") == before
 
     write("other", {"loop.py": "loop\n"})
-    missing = r"got other, expected a copy \(other/.fabric_template is missing\)\. Run copy\."
+    missing = r"got other, expected a copy of this package \(other/.fabric_template is missing\)\. Run `fabric-template copy`.*"
     for name, command in (("update", update_command), ("diff", diff_command)):
         with pytest.raises(ValueError, match=f"^{name}: {missing}$"):
             command("other")
     copy_command("mine")
     write("mine", {"loop.py": f"<<<<<<< yours\n{EDITED}"})
     release({"loop.py": RELEASED})
-    assert_refused(update_command, r"update: got a conflict in loop\.py, expected none\. Resolve it first\.")
+    assert_refused(update_command, r"update: got a conflict in loop\.py, expected none\. Resolve the conflict first\.")
     monkeypatch.setenv("PATH", "")
     assert_refused(diff_command, r"git is not on the PATH\. Install git\.")
 

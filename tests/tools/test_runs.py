@@ -208,11 +208,11 @@ def test_runs_diff_compares_two_runs(capsys):
 @pytest.mark.parametrize(
     ("arguments", "error"),
     [
-        (["nowhere"], "runs: got 'nowhere', expected a folder."),
+        (["nowhere"], "runs: got 'nowhere', expected a folder of runs, such as logs."),
         (["logs", "more"], "runs: got logs more, expected one folder, such as"),
         (["diff", "digits/version_0"], "runs: got diff digits/version_0, expected two runs, such as"),
         (["diff", "logs/digits/version_0", "b"], "runs: got b, expected a run, such as"),
-        (["--metric", "f1"], "--metric: got f1, expected val_loss."),
+        (["--metric", "f1"], "--metric: got f1, expected one of val_loss."),
         (["best", "empty"], "runs: got empty, expected a folder with runs, such as"),
     ],
 )
@@ -301,7 +301,7 @@ def test_a_metric_with_an_unknown_direction_needs_a_mode(capsys):
     assert list_runs(metric="val_gap")["best"].isna().all()
     assert list_runs(metric="val_gap", mode="max")["best"].tolist() == [3.0]
     code, _, err = run_command(capsys, "best", "--metric", "val_gap")
-    assert (code, "--mode: got none, and val_gap has no known direction" in err) == (2, True)
+    assert (code, "--mode: not given, and the name val_gap does not show" in err) == (2, True)
     assert "val_gap 1 in epoch 1" in run_command(capsys, "best", "--metric", "val_gap", "--mode", "min")[1]
     assert run_command(capsys, "best", "--mode", "low")[0] == 2
 
@@ -316,7 +316,7 @@ def test_runs_best_needs_a_metric_for_runs_with_different_monitors(capsys):
     make_run(val_acc=[0.1, 0.5, 0.4])
     make_run(version=1, config={"monitor": "val_acc", "mode": "max"}, val_acc=[0.1, 0.7, 0.4])
     code, _, err = run_command(capsys, "best")
-    assert (code, "--metric: got none, and the runs have several, expected one of val_acc, val_loss" in err) == (
+    assert (code, "--metric: not given, and the runs have several metrics. Write one of val_acc, val_loss" in err) == (
         2,
         True,
     )
