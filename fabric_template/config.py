@@ -188,7 +188,7 @@ class LoopConfig:
             yield (
                 "`val_check_interval` should be an integer or a time-based duration"
                 " (str 'DD:HH:MM:SS', datetime.timedelta, or dict kwargs for timedelta) when"
-                f" `check_val_every_n_epoch=None`. FabricLoop got val_check_interval={interval!r}."
+                f" `check_val_every_n_epoch=None`. val_check_interval: got {interval!r}."
             )
         if algorithm is not None and algorithm.lower() not in ("norm", "value"):
             yield (
@@ -200,18 +200,20 @@ class LoopConfig:
         if self.validate_every_n_steps and is_given:
             yield (
                 f"validate_every_n_steps: got {self.validate_every_n_steps} together with"
-                f" val_check_interval={interval!r}, expected only one of the two."
+                f" val_check_interval={interval!r}, expected only one of the two. Leave out"
+                " val_check_interval."
             )
         if self.save_top_k not in (0, 1) and self.monitor is None:
             yield (
                 f"save_top_k: got {self.save_top_k} without monitor, expected a metric that ranks"
-                " the checkpoints. Write monitor='val_loss', or keep the newest files with"
-                " ModelCheckpoint(monitor='step', mode='max', save_top_k=...)."
+                " the checkpoints. Write monitor='val_loss'. To keep the newest checkpoints"
+                " instead, write callbacks=[ModelCheckpoint(monitor='step', mode='max',"
+                f" save_top_k={self.save_top_k})]."
             )
         if self.mode == "auto" and self.monitor and find_direction(self.monitor) is None:
             yield (
-                f"mode: got 'auto' for monitor={self.monitor!r}, whose direction is unknown, expected"
-                ' "min" or "max". Write mode=\'min\' if the smallest value is the best.'
+                f"mode: got 'auto', but the metric name {self.monitor!r} does not show whether"
+                " smaller or larger is better. Write mode='min' or mode='max'."
             )
         if self.barebones:
             yield from self._contradictions_of_barebones()
@@ -220,7 +222,7 @@ class LoopConfig:
         if self.on_nan == "stop":
             yield (
                 "on_nan: got 'stop' together with barebones=True, expected only one of the two."
-                " With barebones=True, the loop does not read the loss."
+                " With barebones=True, the loop cannot find a NaN, because it does not read the loss."
             )
         for name in (*_DEFAULTS, "fast_dev_run", "detect_anomaly", "profiler"):
             if value := getattr(self, name):
@@ -385,43 +387,49 @@ _COMPILE_MODES = ("default", "reduce-overhead", "max-autotune", "max-autotune-no
 # For each option, the expected values as text for error messages, and a function that checks a
 # value. An option without an entry must be True or False.
 _RANGES: dict[str, tuple[str, Callable[[Any], bool]]] = {
-    "max_epochs": ("a whole number of epochs, or -1 for no limit", _at_least(-1)),
-    "min_epochs": ("a number of epochs", _at_least(0)),
-    "max_steps": ("a whole number of optimizer steps, or -1 for no limit", _at_least(-1)),
-    "min_steps": ("a number of optimizer steps", _at_least(0)),
+    "max_epochs": ("a number of epochs (int >= 0), or -1 for no limit", _at_least(-1)),
+    "min_epochs": ("a number of epochs (int >= 0)", _at_least(0)),
+    "max_steps": ("a number of optimizer steps (int >= 0), or -1 for no limit", _at_least(-1)),
+    "min_steps": ("a number of optimizer steps (int >= 0)", _at_least(0)),
     "max_time": (_DURATION, _is_duration),
     **dict.fromkeys((*_LIMITS, "overfit_batches"), _LIMIT),
-    "fast_dev_run": ("True, False or a number of batches", _at_least(0)),
+    "fast_dev_run": ("True, False or a number of batches (int >= 0)", _at_least(0)),
     "val_check_interval": (
         "a number of batches (int >= 1), a fraction of an epoch (float from 0.0 to 1.0), or a"
         f" duration: {_DURATION}",
         _is_interval,
     ),
-    "check_val_every_n_epoch": ("a number of epochs >= 1, or None", _at_least(1)),
-    "validate_every_n_steps": ("a number of optimizer steps >= 1", _at_least(1)),
-    "num_sanity_val_steps": ("a number of batches, or -1 for all", _at_least(-1)),
-    "log_every_n_steps": ("an int >= 1, or 0 to turn off step logging", _at_least(0)),
-    "accumulate_grad_batches": ("a number of batches >= 1", _at_least(1)),
+    "check_val_every_n_epoch": ("a number of epochs (int >= 1), or None", _at_least(1)),
+    "validate_every_n_steps": ("a number of optimizer steps (int >= 1)", _at_least(1)),
+    "num_sanity_val_steps": ("a number of batches (int >= 0), or -1 for all", _at_least(-1)),
+    "log_every_n_steps": (
+        "a number of optimizer steps (int >= 1), or 0 to turn off step logging",
+        _at_least(0),
+    ),
+    "accumulate_grad_batches": ("a number of batches (int >= 1)", _at_least(1)),
     "gradient_clip_val": ("a number >= 0", _at_least(0)),
     "gradient_clip_algorithm": ('"norm" or "value"', bool),
     "deterministic": ('True, False or "warn"', _one_of("warn")),
-    "reload_dataloaders_every_n_epochs": ("a number of epochs >= 0", _at_least(0)),
+    "reload_dataloaders_every_n_epochs": ("a number of epochs (int >= 0)", _at_least(0)),
     "on_nan": ('"warn", "stop" or "off"', _one_of("warn", "stop", "off")),
     "logger": (
         f"True, False, {', '.join(map(repr, LOGGER_NAMES))}, an object with the method log_metrics, or a list of these",
         _is_logger,
     ),
-    "default_root_dir": ("a local folder", lambda value: "://" not in os.fspath(value)),
+    "default_root_dir": (
+        "the path of a local folder",
+        lambda value: "://" not in os.fspath(value),
+    ),
     "name": ('a folder name without the characters / \\ : * ? " < > |', _is_folder_name),
     "version": (
-        'a whole number >= 0, or a folder name without the characters / \\ : * ? " < > |',
+        'an int >= 0, or a folder name without the characters / \\ : * ? " < > |',
         _is_folder_name,
     ),
-    "monitor": ("the name of a metric", bool),
+    "monitor": ("the name of one metric, such as 'val_loss'", bool),
     "mode": ('"auto", "min" or "max"', _one_of("auto", "min", "max")),
-    "save_top_k": ("a number of checkpoints, or -1 for all", _at_least(-1)),
-    "save_every_n_steps": ("a number of optimizer steps >= 1", _at_least(1)),
-    "seed": ("a number from 0 to 4294967295", lambda value: 0 <= value < 2**32),
+    "save_top_k": ("a number of checkpoints (int >= 0), or -1 for all", _at_least(-1)),
+    "save_every_n_steps": ("a number of optimizer steps (int >= 1)", _at_least(1)),
+    "seed": ("an int from 0 to 4294967295", lambda value: 0 <= value < 2**32),
     "compile": (
         f"True, False, a mode ({', '.join(map(repr, _COMPILE_MODES))}) or a dict of torch.compile's arguments",
         lambda value: isinstance(value, dict) or value in _COMPILE_MODES,
@@ -483,7 +491,8 @@ def parse_options(options: dict[str, Any]) -> tuple[LoopConfig, dict[str, Any]]:
     if arguments["loggers"] is not None:
         if arguments["logger"] is not None:
             raise ConfigurationError(
-                "FabricLoop: got logger and loggers, expected only one of the two. Both name the same option."
+                "FabricLoop: got both logger and loggers, which are two names of one option. Leave"
+                " out loggers."
             )
         arguments["logger"] = arguments["loggers"]
     if isinstance(arguments["devices"], list | tuple):

@@ -18,10 +18,10 @@ _INSTEAD = {
     "epochs": "Use max_epochs.",
     "gpus": "Use accelerator='gpu', devices=2.",
     "amp": "Use precision='bf16-mixed' or '16-mixed'.",
-    "lr": "Pass it to the optimizer: torch.optim.Adam(model.parameters(), lr=1e-3).",
-    "batch_size": "Pass it to the loader: DataLoader(dataset, batch_size=32).",
-    "optimizer": "Pass it to fit: fit(model, loader, optimizer=...).",
-    "resume_from_checkpoint": "Use the argument resume of fit: fit(model, loader, resume='last').",
+    "lr": "Pass lr to the optimizer: torch.optim.Adam(model.parameters(), lr=1e-3).",
+    "batch_size": "Pass batch_size to the loader: DataLoader(dataset, batch_size=32).",
+    "optimizer": "Pass the optimizer to fit: fit(model, loader, optimizer=...).",
+    "resume_from_checkpoint": "Pass the checkpoint to fit: fit(model, loader, resume='last').",
     "sync_batchnorm": "Call torch.nn.SyncBatchNorm.convert_sync_batchnorm(model) before fit.",
 }
 
@@ -35,9 +35,9 @@ UNUSED_PARAMETERS = (
     " intentional, write strategy='ddp_find_unused_parameters_true'."
 )
 SECOND_BACKWARD = (
-    "got a second backward pass through the same graph, expected one. Remove loss.backward() from"
-    " the step, because the loop calls it. Call detach() on tensors that the step keeps for later"
-    " batches, such as a hidden state."
+    "got a second backward pass through the same graph, expected one. If the step calls"
+    " loss.backward(), remove the call, because the loop calls loss.backward(). If the step keeps"
+    " tensors for later batches, such as a hidden state, call detach() on them."
 )
 
 
@@ -84,7 +84,7 @@ def unknown_option(name: str, known: Iterable[str]) -> str:
     """Return the error message for an option that FabricLoop does not have."""
     near = difflib.get_close_matches(name, known, n=1, cutoff=0.6)
     advice = f"Did you mean {near[0]}?" if near else "help(FabricLoop) lists the options."
-    return f"FabricLoop: got the unknown option {name}. {_INSTEAD.get(name, advice)}"
+    return f"FabricLoop: got the unknown option {name!r}. {_INSTEAD.get(name, advice)}"
 
 
 def refuse_options(options: Callable[[], Iterable[str]]) -> Callable[[Method], Method]:
@@ -116,12 +116,12 @@ def unknown_argument(
     """Return the error message for an argument that a method such as fit does not have."""
     if name in options:
         write = f"FabricLoop({name}={value}).{method}(...)"
-        return f"{method}: got {name}={value}, expected it as an option of the loop. Write {write}."
+        return f"{method}: got {name}={value}, which is an option of FabricLoop. Write {write}."
     near = difflib.get_close_matches(name, [*known, *options], n=1, cutoff=0.6)
     advice = f"help(FabricLoop.{method}) lists the arguments."
     if near:
         advice = f"Did you mean {near[0]}{' of FabricLoop' if near[0] in options else ''}?"
-    return f"{method}: got the unknown argument {name}. {_INSTEAD.get(name, advice)}"
+    return f"{method}: got the unknown argument {name!r}. {_INSTEAD.get(name, advice)}"
 
 
 def explain_error(

@@ -388,7 +388,8 @@ class FabricLoop(TrainerAPI):
             self.fabric.save(path, state)
         except (AttributeError, TypeError, pickle.PicklingError) as error:
             raise ConfigurationError(
-                f"loop.save: got a value that cannot be pickled, expected tensors and plain values. {error}"
+                "loop.save: got a value that cannot be pickled, expected tensors, numbers, strings,"
+                f" or containers of these. {error}"
             ) from error
 
     def load(self, path: str | Path, state: dict[str, Any]) -> dict[str, Any]:
@@ -470,15 +471,18 @@ def make_fabric(given: dict[str, Any]) -> Any:
         except ValueError as error:
             raise ConfigurationError(str(error)) from error
     if not is_instance_of(fabric, "Fabric"):
+        advice = "Write other options by name, such as FabricLoop(max_epochs=10)."
+        if fabric is Fabric:
+            advice = "Write FabricLoop(Fabric(accelerator='cpu'))."
         raise ConfigurationTypeError(
-            f"fabric: got {describe(fabric)}, expected a lightning.Fabric object such as Fabric(accelerator='cpu')."
-            " Pass all options by name, as in FabricLoop(max_epochs=10, accelerator='cpu')."
+            f"fabric: got {describe(fabric)}, expected a lightning.Fabric object. {advice}"
         )
     defaults = inspect.signature(Fabric).parameters
     both = [name for name, value in arguments.items() if value != defaults[name].default]
     if both:
         raise ConfigurationError(
-            f"fabric: got a Fabric object and {', '.join(both)}, expected only the object. Write Fabric({both[0]}=...)."
+            f"fabric: got a Fabric object together with {', '.join(both)}, expected only one of the"
+            f" two. Write FabricLoop(Fabric({both[0]}=...))."
         )
     return fabric
 
@@ -496,8 +500,9 @@ def check_state(method: str, state: Mapping[str, Any]) -> None:
         place, value, is_nested = waiting.pop()
         if is_nested and has_state(value):
             raise ConfigurationTypeError(
-                f"loop.{method}: got {describe(value)} in {place}, expected modules and optimizers as values of"
-                " the dict. Give each its own key, or write nn.ModuleList(nets) or nn.ModuleDict(nets)."
+                f"loop.{method}: got {describe(value)} in {place}, expected modules and"
+                " optimizers only as direct values of the dict. Give each one a key of its own, or"
+                " write nn.ModuleList(nets) or nn.ModuleDict(nets)."
             )
         if isinstance(value, dict | list | tuple):
             items = value.items() if isinstance(value, dict) else enumerate(value)

@@ -87,20 +87,34 @@ VERSION = "0.2.0"
 # The smallest allowed value of each numeric option.
 SMALLEST = {"max_epochs": -1, "max_steps": -1, "accumulate_grad_batches": 1, "seed": 0}
 SMALLEST |= {"validate_every_n_steps": 1, "log_every_n_steps": 0, "gradient_clip_val": 0}
+# The expected values of these options, for error messages.
+EXPECTED = {
+    "max_epochs": "a number of epochs (int >= 0), or -1 for no limit",
+    "max_steps": "a number of optimizer steps (int >= 0), or -1 for no limit",
+    "accumulate_grad_batches": "a number of batches (int >= 1)",
+    "seed": "an int from 0 to 4294967295",
+    "validate_every_n_steps": "a number of optimizer steps (int >= 1)",
+    "log_every_n_steps": "a number of optimizer steps (int >= 1), or 0 to turn off step logging",
+    "gradient_clip_val": "a number >= 0",
+}
+FOLDER_NAME = 'a folder name without the characters / \\ : * ? " < > |'
 # Arguments of Trainer's self.log, with the only value (besides None) that MiniLoop accepts.
 LOG_ARGUMENTS = {"reduce_fx": "mean", "enable_graph": False, "sync_dist_group": None}
 LOG_ARGUMENTS |= {"rank_zero_only": False, "add_dataloader_idx": True, "logger": True}
 # Advice that replaces torch's advice in an error message, keyed by a part of this message.
 INSTEAD = {
-    "numpy.ndarray": "batch: got NumPy arrays in a step, expected tensors. Write TensorLoader(x, y,"
-    " batch_size=32), or convert the batch in the step with torch.as_tensor.",
-    "Expected to have finished reduction": "training_step: got parameters that the loss does not"
-    " use. Freeze them, or write strategy='ddp_find_unused_parameters_true'.",
-    "through the graph a second time": "training_step: got a second backward pass through the same"
-    " graph, expected one. Remove loss.backward(), because the loop calls it, or call detach() on"
-    " tensors that the step keeps for later batches.",
+    "numpy.ndarray": "{step}: got NumPy arrays in the batch, expected tensors. Write"
+    " TensorLoader(x, y, batch_size=32), or convert the batch in the step with torch.as_tensor.",
+    "Expected to have finished reduction": "It looks like your model has parameters that were not"
+    " used in producing the loss returned by training_step. If this is intentional, write"
+    " strategy='ddp_find_unused_parameters_true'.",
+    "through the graph a second time": "{step}: got a second backward pass through the same graph,"
+    " expected one. If the step calls loss.backward(), remove the call, because the loop calls"
+    " loss.backward(). If the step keeps tensors for later batches, such as a hidden state, call"
+    " detach() on them.",
 }
-NEEDS_CLOSURE = "optimizer: got one whose step() needs a closure. Use FabricLoop, which passes one."
+NEEDS_CLOSURE = "optimizer: got an optimizer whose step() needs a closure. MiniLoop passes no"
+NEEDS_CLOSURE += " closure. Use FabricLoop."
 END: Any = object()  # The value that next(batches, END) returns after the last batch.
 REMOVED = ("removed", None)  # The value that marks a deleted attribute in checkpoints.
 CHECKPOINTS = ("last.ckpt", "best.ckpt", "epoch=*-step=*.ckpt")
@@ -162,7 +176,8 @@ class MiniLoop:
         self._check_options()
         if isinstance(self.version, int):
             self.version = f"version_{self.version}"
-        text = f"default_root_dir: got {self.default_root_dir!r}, expected a local folder."
+        text = f"default_root_dir: got {self.default_root_dir!r}, expected the path of a local"
+        text += " folder."
         check("://" not in str(self.default_root_dir), text)
         root = Path(self.default_root_dir).expanduser().absolute()
         self._logs, self._checkpoints = root / "logs" / self.name, root / "checkpoints" / self.name
@@ -176,13 +191,15 @@ class MiniLoop:
                 options.update(devices=started // machines, num_nodes=machines)
             self.fabric = Fabric(**options)
         given, strategy = self.fabric.world_size, self.fabric.strategy
-        text = f"devices: got {given}, but {started} processes were started. Leave devices out."
+        text = f"devices: got {given}, but {started} processes were started. Leave out devices."
         check(started in (1, given), text)
         is_one_device = type(strategy) is SingleDeviceStrategy
         is_script = "MultiProcessing" not in type(strategy.launcher).__name__
-        text = f"strategy: got {self.strategy!r} ({type(strategy).__name__}), expected one device"
+        text = (
+            f"strategy: got {self.strategy!r} ({type(strategy).__name__}), expected a single device"
+        )
         is_known = is_one_device or (type(strategy) is DDPStrategy and is_script)
-        check(is_known, f'{text} or "ddp" in a script. Use FabricLoop for other strategies.')
+        check(is_known, f'{text}, or "ddp" in a script. Use FabricLoop for other strategies.')
         self._precision = strategy.precision
         precision = str(self._precision.precision)
         self._converts_dtype = precision.endswith("-true") and precision != "32-true"
@@ -195,21 +212,22 @@ class MiniLoop:
         check(is_mode, f'mode: got {self.mode!r}, expected "auto", "min" or "max".')
         if self.mode == "auto":
             direction = "min" if self.monitor is None else find_direction(str(self.monitor))
-            text = f"mode: got 'auto' for monitor={self.monitor!r}, whose direction is unknown"
-            fix = "Write mode='min' if the smallest value is the best."
-            check(direction is not None, f'{text}, expected "min" or "max". {fix}')
+            text = f"mode: got 'auto', but the metric name {self.monitor!r} does not show whether"
+            fix = "smaller or larger is better. Write mode='min' or mode='max'."
+            check(direction is not None, f"{text} {fix}")
             self.mode = str(direction)
-        text = f"hparams: got {type(self.hparams).__name__}, expected a dict of your settings."
-        check(isinstance(self.hparams, Mapping | None), f'{text} Write {{"lr": 0.1}}.')
+        text = f"hparams: got {self.hparams!r}, expected a dict of your settings, such as"
+        check(isinstance(self.hparams, Mapping | None), f'{text} {{"lr": 0.1}}.')
         for option in ("name", "version"):
             value = getattr(self, option)
             is_name = isinstance(value, str) and value.strip(".") and not {*value} & {*'/\\:*?"<>|'}
             is_number = option == "version" and isinstance(value, int | None)
-            check(is_name or is_number, f"{option}: got {value!r}, expected a folder name.")
+            expected = FOLDER_NAME if option == "name" else f"an int >= 0, or {FOLDER_NAME}"
+            check(is_name or is_number, f"{option}: got {value!r}, expected {expected}.")
         for option, least in SMALLEST.items():
             value = getattr(self, option)
             is_number = isinstance(value, int) or (isinstance(value, Real) and "clip" in option)
-            text = f"{option}: got {value!r}, expected a number of at least {least}."
+            text = f"{option}: got {value!r}, expected {EXPECTED[option]}."
             check(value is None or (is_number and value >= least), text)
 
     def _reset(self) -> None:
@@ -286,9 +304,10 @@ class MiniLoop:
             except (AttributeError, RuntimeError, TypeError) as error:
                 self._raise_instead(error)
             except KeyboardInterrupt:
-                saved = f"resume='last' repeats the training from step {self._saved_step}"
-                saved = "nothing is saved" if self._saved_step is None else saved
-                print(f"Ctrl-C in epoch {self.current_epoch}, step {self.global_step}: {saved}.")
+                saved = f"To continue from step {self._saved_step}, write resume='last'."
+                saved = "No checkpoint was saved." if self._saved_step is None else saved
+                place = f"in epoch {self.current_epoch}, after step {self.global_step}"
+                print(f"Ctrl-C: training stops {place}. {saved}")
             finally:
                 self._stop_batches()
         return to_table(self.history)
@@ -340,6 +359,7 @@ class MiniLoop:
         text = next((INSTEAD[part] for part in INSTEAD if part in str(error)), None)
         if text is None or not self._hook.endswith("_step"):
             raise error
+        text = text.format(step=self._hook)
         raise (RuntimeError if isinstance(error, RuntimeError) else TypeError)(text) from error
 
     def _is_done(self) -> bool:
@@ -386,11 +406,14 @@ class MiniLoop:
         self._batch_size, self._logged_batch_size = find_batch_size(batch), None
         self._step_values = {}
         if self._call("on_train_batch_start", batch, batch_idx) == -1:
-            raise TypeError("on_train_batch_start: got -1 to end the epoch early. Use FabricLoop.")
+            text = (
+                "on_train_batch_start: got -1, which ends the epoch early. MiniLoop cannot end an"
+            )
+            raise TypeError(f"{text} epoch early. Use FabricLoop.")
         every = self.accumulate_grad_batches
         is_window_start = self._batches_in_window == 0 and batch_idx % every == 0
-        text = f"accumulate_grad_batches: got {every} from a hook at batch {batch_idx}, expected a"
-        check(is_window_start or every == self._window_size, f"{text} change between epochs.")
+        text = f"accumulate_grad_batches: got {every} from a hook at batch {batch_idx}. Change the"
+        check(is_window_start or every == self._window_size, f"{text} value between epochs.")
         self._window_size = every
         is_window_end = self._is_window_end(batch)
         if is_window_end or self.fabric.world_size == 1:
@@ -432,8 +455,8 @@ class MiniLoop:
         """Run the first training step, which must not call backward() or optimizer.step()."""
         self._is_first_batch = False
         parameters = {p for group in self.optimizer.param_groups for p in group["params"]}
-        text = "expected only the loss. Remove loss.backward(), optimizer.step() and zero_grad()"
-        text += " from the step, because the loop calls them."
+        text = "expected a step that only computes the loss. Remove loss.backward(),"
+        text += " optimizer.step() and zero_grad() from the step, because the loop calls them."
         text += " For gradients of other losses, use torch.autograd.grad()."
 
         def refuse_step(other: Any, *_: Any) -> None:
@@ -467,9 +490,13 @@ class MiniLoop:
             options = {"max_norm": self.gradient_clip_val, "error_if_nonfinite": False}
             self.fabric.clip_gradients(self.network, self.optimizer, **options)
         if len(self.optimizer.param_groups) != self._num_groups:
-            text = "optimizer: got a parameter group that a hook has added. Use FabricLoop."
-            raise ValueError(text)
-        text = "optimizers: got a list that a hook has changed, expected no change. Use FabricLoop."
+            text = (
+                "optimizer: got a parameter group that a hook added, which MiniLoop cannot train."
+            )
+            raise ValueError(f"{text} Use FabricLoop.")
+        text = (
+            "optimizers: a hook changed this list, which MiniLoop does not support. Use FabricLoop."
+        )
         check(self.optimizers == [self.optimizer], text)
         try:
             self._precision.optimizer_step(self.optimizer)
@@ -615,8 +642,9 @@ class MiniLoop:
         self._find_objects()
         missing = [place for place in states if place not in self._parts]
         if missing:
-            text = f"resume: {missing[0]!r} was created during training, and is missing now."
-            warnings.warn(f"{text} A resumed run may differ. Create it in __init__.", stacklevel=2)
+            text = f"resume: the saved run created {missing[0]!r} during training, but this run has"
+            text += " not created it. A resumed run may differ. Create it in __init__."
+            warnings.warn(text, stacklevel=2)
         holders: dict[int, list[Any]] = defaultdict(list)
         for place, part in self._parts.items():
             for name, value in namespace_of(part).items():
@@ -650,7 +678,12 @@ class MiniLoop:
         for is_last, batch in self._timed(tqdm(self._batches, **bar)):
             self._is_last = is_last
             yield self._move(batch)
-        text = f"train_dataloaders: got {self.batches_done} batches, expected {length}."
+        text = f"train_dataloaders: got {self.batches_done} batches in this epoch, but the loader's"
+        text += f" length is {length}. Return the correct length in __len__."
+        if length == math.inf:
+            text = f"The train loader ({type(self.train_loader).__name__}) yielded no batch in this"
+            text += " epoch. An iterator yields its batches only once. Pass an object that starts"
+            text += " again with each iter(), such as a DataLoader or a list."
         check(self._is_last, text)
 
     def _timed(self, batches: Iterable[Any]) -> Iterator[Any]:
@@ -688,7 +721,7 @@ class MiniLoop:
         """Validate a model, and return the metrics as Trainer does, in a list with one dict."""
         self._set_up_steps(model, None, validation_step)
         if "validation_step" not in self._steps:
-            raise TypeError("validate: got no validation_step. Pass one, or define the method.")
+            raise TypeError(missing_step("validation_step", "validate"))
         path, checkpoint = self._find_start(None, load)
         self._set_up_loaders(None, dataloaders, path, {})
         with self._prepared_model(path, checkpoint):
@@ -731,7 +764,7 @@ class MiniLoop:
                 module.training = is_training
         self._validated = self._update_metrics()
         if not self._validated:
-            text = "validation_step has returned and logged no value. Return the loss at its end."
+            text = "validation_step returned no value and logged no metric. Return the loss at its end."
             warnings.warn(text, stacklevel=3)
         self._reset_metrics()
         self._sums, self._torchmetrics = training
@@ -776,9 +809,10 @@ class MiniLoop:
 
     def _add_torchmetric(self, name: str, metric: Any, on_epoch: bool) -> None:
         is_in_epoch = self._every is not None or self.max_steps != -1
-        text = f"log: got the torchmetrics object {name!r} with validate_every_n_steps or max_steps"
+        text = f"log: got the torchmetrics object {name!r} together with validate_every_n_steps or"
+        text += " max_steps. MiniLoop cannot save the object's state within an epoch."
         is_saved = is_in_epoch and on_epoch and "validation" not in self._hook
-        check(not is_saved, f"{text}. MiniLoop cannot save its state. Use FabricLoop.")
+        check(not is_saved, f"{text} Use FabricLoop.")
         self._torchmetrics[self._hook, name] = metric
         for sums in self._sums if on_epoch else ():
             sums.setdefault((self._hook, name), [None, 0, False])
@@ -811,7 +845,8 @@ class MiniLoop:
 
     def _add_to_mean(self, key: tuple[str, str], value: Any, weight: Any, is_synced: bool) -> None:
         """Add a value to the sums for its mean. The value and the sums stay on the device."""
-        check(weight, f"log: got {key[1]!r} for a batch without tensors. Pass batch_size=.")
+        text = f"log: got {key[1]!r} without batch_size, for a batch that contains no tensor."
+        check(weight, f"{text} Write self.log(name, value, batch_size=...).")
         for sums in self._sums:
             if key not in sums:
                 sums[key] = [torch.zeros((), device=value.device), 0, is_synced]
@@ -846,11 +881,14 @@ class MiniLoop:
         self._torchmetrics, self._sums[0] = {}, {}
 
     def _check_is_logged(self, name: str) -> None:
-        text = f"monitor: got {name!r}, expected one of the logged metrics"
-        is_silent = not (self._validation_names if name[:3] == "val" else self.callback_metrics)
-        fix = " Return the loss from the step, or log the metric in it." if is_silent else ""
-        names = ", ".join(self.callback_metrics) or "none"
-        check(name in self.callback_metrics, f"{text}: {names}.{fix}")
+        is_of_validation = name.startswith("val")
+        is_silent = not (self._validation_names if is_of_validation else self.callback_metrics)
+        step = "validation_step" if is_of_validation else "training_step"
+        silent = f"Return the loss from {step}, or log the metric in it"
+        fix = silent if is_silent else "Set monitor= to one of them"
+        names = ", ".join(sorted(self.callback_metrics)) or "none"
+        text = f"monitor: got {name!r}, which is not logged. Logged metrics: {names}. {fix}, and"
+        check(name in self.callback_metrics, f"{text} continue with resume='last'.")
 
     def _log_step(self, values: dict[str, Tensor]) -> None:
         """Write a row to steps.csv. Only `_log_step` and `_end_row` wait for the GPU."""
@@ -880,8 +918,9 @@ class MiniLoop:
         for sums in self._sums[1:]:
             sums.clear()
         if not math.isfinite(row.get("train_loss", 0.0)):
-            text = f"train_loss: got {row['train_loss']} in epoch {epoch}, step {self.global_step}."
-            warnings.warn(f"{text} Try a smaller lr.", stacklevel=3)
+            text = f"The training loss is {row['train_loss']} in epoch {epoch}, after step"
+            text += f" {self.global_step}. A smaller learning rate or gradient_clip_val=1.0 often"
+            warnings.warn(f"{text} helps.", stacklevel=3)
         self.history.append(row)
         self._append_row("metrics.csv", row)
         if is_slow and "waiting" not in self._columns and self.fabric.is_global_zero:
@@ -945,9 +984,12 @@ class MiniLoop:
     def _build_checkpoint(self) -> dict[str, Any]:
         """Return a checkpoint in Lightning's format, with an extra key for MiniLoop's own state."""
         trained = {p for group in self.optimizer.param_groups for p in group["params"]}
-        text = "optimizer: got a parameter that a hook has replaced in the model. Change only its"
+        text = (
+            "optimizer: a hook replaced a parameter of the model, so the optimizer trains one that"
+        )
+        text += " is no longer used. Change the parameter's values in place, as with copy_()."
         current = {*self.network.parameters()}
-        check(trained <= current and current == self._start_parameters, f"{text} values.")
+        check(trained <= current and current == self._start_parameters, text)
         checkpoint = {
             "epoch": self.current_epoch - (self.batches_done == 0),
             "global_step": self.global_step,
@@ -1071,8 +1113,8 @@ class MiniLoop:
         for name, table in (row["files"] or [{}])[0].items():
             rows = read_rows(self.log_dir / name)[: table["rows"]]
             if len(rows) < table["rows"]:
-                text = f"{name}: got {len(rows)} rows, expected {table['rows']}"
-                warnings.warn(f"{text}. The run continues without the lost rows.", stacklevel=3)
+                text = f"{name}: {table['rows'] - len(rows)} rows from before the checkpoint are"
+                warnings.warn(f"{text} missing. The run continues without them.", stacklevel=3)
             if self.fabric.is_global_zero:
                 write_rows(self.log_dir / name, table["columns"], rows)
             self._tables[name] = len(rows), table["columns"]
@@ -1081,14 +1123,18 @@ class MiniLoop:
     def _find_start(self, resume: Any, load: Any) -> tuple[Path | None, dict[str, Any]]:
         """Read the checkpoint that "last", "best", "auto" or a path refers to."""
         argument, given = ("load", load) if resume is None else ("resume", resume)
-        check(resume is None or load is None, "fit: got resume= and load=, expected only one.")
+        text = (
+            f"fit: got resume={resume!r} and load={load!r}, expected only one of the two. resume="
+        )
+        text += " continues a run, and load= reads only the weights of a checkpoint."
+        check(resume is None or load is None, text)
         if given is None:
             return None, {}
-        expected = f"{argument}: got {str(given)!r}, expected a checkpoint"
         if given not in ("last", "best") and (argument, given) != ("resume", "auto"):
             path = Path(given).absolute()
             if not path.is_file():
-                raise FileNotFoundError(f"{expected}.")
+                text = f"Checkpoint file not found: {given}. Check the path, or write 'last' or"
+                raise FileNotFoundError(f"{text} 'best'.")
             check(is_intact(path), f"{path}: the file is damaged. Use another checkpoint.")
             return path, read_checkpoint(path)
         skipped: list[Path] = []
@@ -1108,28 +1154,34 @@ class MiniLoop:
             checkpoint = {} if intact is None else read_checkpoint(intact)
             if checkpoint and not is_replaced(checkpoint, folder):
                 for newer in skipped:
-                    text = f"resume: {newer} was started later and has no checkpoint"
-                    warnings.warn(f"{text}. Continuing {folder}.", stacklevel=3)
+                    text = f"{argument}: {newer.name} was started later but has no checkpoint, so"
+                    text += f" {folder.name} continues. To continue another run, pass version= or"
+                    warnings.warn(f"{text} the path of a checkpoint.", stacklevel=3)
                 return intact, checkpoint
             skipped.append(folder)
         if given != "auto":
-            text = f"{expected} in {self._checkpoints} that is not damaged"
-            raise FileNotFoundError(f"{text}. To use another checkpoint, pass its path.")
+            kind = "undamaged best checkpoint" if given == "best" else "undamaged checkpoint"
+            text = (
+                f"{argument}: got {given!r}, but there is no {kind} in {self._checkpoints}. Train"
+            )
+            raise FileNotFoundError(f"{text} first, or pass the path of a checkpoint.")
         return None, {}
 
     def _choose_version(self, path: Path | None, resumed: dict[str, Any]) -> Any:
         """Return the resumed run's version, the given version, or None for the next free number."""
         if path is None or not resumed:
             folder = self._checkpoints / str(self.version)
-            text = f"version: got {self.version!r}, expected a version without a run. Continue the"
+            text = f"version: got {self.version!r}, which already contains checkpoints. Continue"
             has_run = any(next(folder.glob(pattern), None) for pattern in CHECKPOINTS)
-            check(not has_run, f"{text} run with resume=, or remove {folder}.")
+            check(not has_run, f"{text} this run with resume=, or remove {folder}.")
             return self.version
         folder = path.resolve().parent
         is_own = folder.parent == self._checkpoints.resolve()
-        text = f"resume: got {path}, expected a checkpoint of this name and version. Use FabricLoop"
-        check(is_own and self.version in (None, folder.name), f"{text}, or pass the path as load=.")
-        text = f"resume: got {path}, whose run was replaced by a newer run. Pass the path as load=."
+        text = f"resume: got {path}, which has another name or version. Use FabricLoop. To start a"
+        text += " new run from the weights, pass the path as load=."
+        check(is_own and self.version in (None, folder.name), text)
+        text = f"resume: got {path}, whose run was replaced by a newer run. To start a new run from"
+        text += " the weights, pass the path as load=."
         check(not is_replaced(resumed, folder), text)
         return folder.name
 
@@ -1221,7 +1273,11 @@ class MiniLoop:
         if kind == "OptimizedModule" and not has_functions:
             refused.append("torch.compile()")
         if refused:
-            raise TypeError(f"model: got {kind} with {', '.join(refused)}. Use FabricLoop.")
+            text = (
+                f"model: got an object of the class {kind} with {', '.join(refused)}, which MiniLoop"
+                " does not support."
+            )
+            raise TypeError(f"{text} Use FabricLoop.")
         self.model, self._steps = model, {}
         self.network = model if isinstance(model, nn.Module) else collect_modules(model)
         # Checkpoints use the parameter names of the module that torch.compile() has wrapped.
@@ -1233,19 +1289,22 @@ class MiniLoop:
                 self._steps[name] = with_batch_idx(step, name)
 
     def _check_fit(self, train: Any, val: Any, validation_step: Any, optimizer: Any) -> None:
-        given = ""
+        text = ""
         if train is None:
-            given = "train_dataloaders=None. Pass a loader, such as a DataLoader."
+            text = "train_dataloaders: got None, expected a loader (an iterable of batches). Write"
+            text += " fit(model, loader)."
         elif "training_step" not in self._steps:
-            given = "no training_step. Pass training_step=, or define the method."
+            text = missing_step("training_step", "fit")
         elif val is not None and "validation_step" not in self._steps:
-            given = "val_dataloaders without validation_step. Pass both, or neither."
+            text = "fit: got val_dataloaders without validation_step. Pass both, or neither."
         elif validation_step is not None and val is None:
-            given = "validation_step without val_dataloaders. Pass both, or neither."
+            text = "fit: got validation_step without val_dataloaders. Pass both, or neither."
         elif optimizer is None and find_method(self.model, "configure_optimizers") is None:
-            given = "no optimizer. Pass optimizer=torch.optim.Adam(...) or another one."
-        if given:
-            raise TypeError(f"fit: got {given}")
+            model = "model" if isinstance(self.model, nn.Module) else "model.net"
+            text = "optimizer: got None, expected an optimizer. Write fit(...,"
+            text += f" optimizer=torch.optim.Adam({model}.parameters()))."
+        if text:
+            raise TypeError(text)
 
     def _set_up_loaders(self, train: Any, val: Any, path: Any, resumed: dict[str, Any]) -> None:
         """Launch the processes, and distribute the samples among them."""
@@ -1273,7 +1332,9 @@ class MiniLoop:
         length, val_length = sized_len(self.train_loader), sized_len(self.val_loader)
         self.num_training_batches = math.inf if length is None else length
         found = self._gather([length, val_length, str(path), resumed.get("global_step")])
-        text = f"fit: got {found}, expected the same loader lengths and checkpoint on each process."
+        text = f"fit: got {found} as the loader lengths, checkpoint and step of the processes,"
+        text += " expected the same in each process. Create the same loaders in each process, and"
+        text += " use a folder that all processes share."
         check(found.count(found[0]) == len(found), text)
 
     def _share(self, loader: Any, is_train: bool) -> Any:
@@ -1294,7 +1355,9 @@ class MiniLoop:
         is_known = kinds[0] in ("BatchSampler", "NoneType")
         is_known = is_known and kinds[1] in ("RandomSampler", "SequentialSampler")
         text = f"sampler: got {' of '.join(kinds)} with {size} processes, expected shuffle=True or"
-        check(is_known, f"{text} False, or a DistributedSampler. For others, use FabricLoop.")
+        check(
+            is_known, f"{text} False, or a DistributedSampler. For other samplers, use FabricLoop."
+        )
         is_shuffled = is_train or isinstance(given, torch_data.RandomSampler)
         sampler: Any = torch_data.DistributedSampler(loader.dataset, shuffle=is_shuffled, seed=seed)
         if batches is not None:
@@ -1349,8 +1412,8 @@ class MiniLoop:
         self._hparams = find_hparams(self.model)
         own, saved = to_plain(self.hparams or {}), to_plain(self._hparams["hyper_parameters"])
         other = [name for name in own.keys() & saved.keys() if own[name] != saved[name]]
-        text = f"hparams: got values of {other} that differ from the model's. Leave them out, or"
-        check(not other, f"{text} give them other names.")
+        text = f"hparams: got values of {other} that differ from the model's hparams. Leave these"
+        check(not other, f"{text} keys out, or rename them.")
         self._settings = {**saved, **own}
         self._find_objects()
         self._start_states = {place: self._plain_state(place) for place in self._parts}
@@ -1373,35 +1436,40 @@ class MiniLoop:
         progress, ranks = own.get("progress", {}), own.get("ranks", [])
         is_in_epoch, epochs = progress.get("is_in_epoch"), progress.get("epochs_done")
         is_own = bool(ranks) and not (is_in_epoch and "epoch_start" not in ranks[0])
-        check(is_own, "resume: got another loop's checkpoint. Use FabricLoop, or pass it as load=.")
-        text = f"resume: got max_epochs={self.max_epochs} and a checkpoint of epoch {epochs}."
-        check(not -1 < (self.max_epochs or 0) < epochs, f"{text} Write a larger max_epochs.")
+        text = "resume: got a checkpoint that MiniLoop cannot continue. Resume with FabricLoop, or"
+        check(is_own, f"{text} use load= to start a new run from the weights.")
+        text = f"You restored a checkpoint with current_epoch={epochs}, but you have set"
+        text += f" MiniLoop(max_epochs={self.max_epochs}). Please set a different max_epochs value."
+        check(not -1 < (self.max_epochs or 0) < epochs, text)
         if own.get("writer") == "FabricLoop":
             converted = [convert_attributes(of_process, self._parts) for of_process in ranks]
             # Raise an error for random generators, because FabricLoop saves them in another format.
             is_complete = None not in converted and not self._state()["parts"]
-            text = "resume: got loader attributes or random generators that FabricLoop has saved,"
-            text += " expected only plain attributes of the model. Use FabricLoop, or pass load=."
+            text = "resume: got a checkpoint in which FabricLoop saved random generators or"
+            text += " attributes of loaders. MiniLoop cannot restore them. Resume with FabricLoop,"
+            text += " or use load= to start a new run from the weights."
             check(is_complete, text)
             for of_process, parts in zip(ranks, converted, strict=True):
                 of_process["rng"]["parts"] = parts
         objects = [key[1] for key, mean in ranks[0].get("sums", [{}])[0].items() if mean[0] is None]
-        text = f"resume: got a checkpoint without the state of the torchmetrics objects {objects}."
-        check(not objects, f"{text} Use FabricLoop, or resume from the end of an epoch.")
+        text = "resume: got a checkpoint from the middle of an epoch, without the state of the"
+        text += f" torchmetrics objects {objects}. Use FabricLoop, or a checkpoint from the end of"
+        check(not objects, f"{text} an epoch.")
         groups = self.optimizer.param_groups, checkpoint["optimizer_states"][0]["param_groups"]
         sizes = [[len(group["params"]) for group in given] for given in groups]
         settings = [self._run_settings(), own["settings"]]
         compared: dict[str, Any] = {
-            "schedulers": (len(self.schedulers), len(checkpoint["lr_schedulers"])),
-            "parameters per optimizer group": sizes,
+            "the number of schedulers": (len(self.schedulers), len(checkpoint["lr_schedulers"])),
+            "the number of parameters in each optimizer group": sizes,
         }
         if is_in_epoch:
             given = self.num_training_batches, self.fabric.world_size
-            compared["(batches, processes)"] = (given, (progress.get("num_batches"), len(ranks)))
-            compared["as the batch size"] = [s["batch size"] for s in settings]
+            numbers = progress.get("num_batches"), len(ranks)
+            compared["the numbers of batches and of processes"] = (given, numbers)
+            compared["the batch size"] = [s["batch size"] for s in settings]
         for name, (found, saved) in compared.items():
-            text = f"resume: got {found} {name}, expected {saved} as in the saved run."
-            check(found == saved, f"{text} Use load= to start a new run from its weights.")
+            text = f"resume: got {found} as {name}, expected {saved} as in the saved run."
+            check(found == saved, f"{text} Use load= to start a new run from the weights.")
         self._check_optimizer_class(own["settings"]["optimizers"][0], groups[1][0])
 
     def _check_optimizer_class(self, saved: str, group: dict[str, Any]) -> None:
@@ -1410,7 +1478,7 @@ class MiniLoop:
         if kind != saved:
             text = f"resume: got {kind} as the optimizer, expected {saved} as in the saved run."
             has_options = self.optimizer.defaults.keys() <= group.keys()
-            check(has_options, f"{text} Use load= to start a new run from its weights.")
+            check(has_options, f"{text} Use load= to start a new run from the weights.")
             warnings.warn(f"{text} The run continues with the saved state.", stacklevel=4)
 
     @contextmanager
@@ -1432,7 +1500,10 @@ class MiniLoop:
                 self._unwrapped.load_state_dict(weights, is_strict)
             except RuntimeError as error:
                 text = " ".join(str(error).split())[:300]
-                raise ValueError(f"{path}: got weights of another model. {text}") from error
+                text += (
+                    f" The weights in '{path}' do not match the model. Create the model with the"
+                )
+                raise ValueError(f"{text} same arguments as the saved model.") from error
         self._step_module: Any = StepModule(network)
         if any(parameter.requires_grad for parameter in network.parameters()):
             self._step_module = strategy.setup_module(self._step_module)
@@ -1486,15 +1557,22 @@ def check(is_right: bool, text: str) -> None:
 def refuse_unknown(call: str, given: dict[str, Any], known: Iterable[str]) -> None:
     for name in given.keys() - {*known}:
         near = get_close_matches(name, known, n=1)
-        text = f"{call}: got the unknown option {name}."
-        text += f" Did you mean {near[0]}?" if near else " FabricLoop has more options."
+        kind = "option" if call == "MiniLoop" else "argument"
+        text = f"{call}: got the unknown {kind} {name!r}."
+        text += f" Did you mean {near[0]}?" if near else f" FabricLoop has more {kind}s."
         if name in [field.name for field in fields(MiniLoop)]:
-            text = f"{call}: got {name}={given[name]!r}, expected it as an option of the loop."
-            text += f" Write MiniLoop({name}={given[name]!r})."
+            text = f"{call}: got {name}={given[name]!r}, which is an option of MiniLoop."
+            text += f" Write MiniLoop({name}={given[name]!r}).{call}(...)."
         raise TypeError(text)
 
 
 # Models and batches
+
+
+def missing_step(name: str, call: str) -> str:
+    """Return the error message for a missing step method."""
+    text = f"{name}: got None, expected a function fn(model, batch). Write {call}(..., {name}=fn),"
+    return f"{text} or define {name}(self, batch) in the model's class."
 
 
 def find_method(model: Any, name: str) -> Callable[..., Any] | None:
@@ -1544,9 +1622,13 @@ def with_batch_idx(step: Callable[..., Any], name: str) -> Callable[..., Any]:
     parameters = inspect.signature(step).parameters
     places = [p for p in parameters.values() if p.kind < p.KEYWORD_ONLY]
     required = [p.name for p in places if p.default is p.empty and p.kind != p.VAR_POSITIONAL]
-    expected = "batch and optionally batch_idx. In a step function, the model comes first"
     if len(required) > 2 or not places or "dataloader_iter" in parameters:
-        raise TypeError(f"{name}: got the arguments {required}, expected {expected}.")
+        first = "model" if isinstance(step, partial) else "self"
+        written = str(inspect.signature(getattr(step, "func", step)))
+        if first == "self":
+            written = f"(self, {written[1:]}".replace(", )", ")")
+        text = f"{name}: got {name}{written}, expected {name}({first}, batch) or {name}({first},"
+        raise TypeError(f"{text} batch, batch_idx).")
     # In a step method, treat the argument after the batch as batch_idx, even if it has a default.
     given = required if isinstance(step, partial) else [p.name for p in places]
     has_any = any(p.kind is p.VAR_POSITIONAL for p in places)
@@ -1562,11 +1644,15 @@ def find_loss(output: Any, batch_idx: int) -> Tensor:
         loss = output[0]
     if isinstance(loss, Tensor) and loss.requires_grad and loss.numel() == 1:
         return loss
-    kind = type(loss).__name__
-    if isinstance(loss, Tensor):
-        kind = "several losses" if loss.requires_grad else "a detached loss"
-    text = f"training_step: got {kind} at batch {batch_idx}, expected a loss with a gradient, or a"
-    raise TypeError(f"{text} dict with the key 'loss'. Do not call detach() or item() on the loss.")
+    if isinstance(loss, Tensor) and not loss.requires_grad:
+        text = (
+            f"training_step: got a loss without a gradient at batch {batch_idx}, expected a tensor"
+        )
+        text += " computed from the model's parameters. Remove detach(), item(), no_grad() or"
+        raise TypeError(f"{text} requires_grad=False.")
+    kind = f"a tensor of shape {tuple(loss.shape)}" if isinstance(loss, Tensor) else repr(loss)
+    text = f"training_step: got {kind} at batch {batch_idx}, expected the loss as a tensor with one"
+    raise TypeError(f"{text} element. Write `return loss` at the end of the step.")
 
 
 def find_batch_size(batch: Any) -> Any:
@@ -1586,16 +1672,22 @@ def find_batch_size(batch: Any) -> Any:
 def check_log_arguments(given: dict[str, Any]) -> None:
     for name, value in given.items():
         if name not in LOG_ARGUMENTS or value not in (LOG_ARGUMENTS[name], None):
-            text = f"log: got an unexpected keyword argument {name}={value!r}, expected none."
-            raise TypeError(f"{text} Use FabricLoop.")
+            text = f"log: got {name}={value!r}, which MiniLoop does not support. Use FabricLoop."
+            raise TypeError(text)
 
 
 def to_metric(name: str, value: Any) -> Tensor:
     """Convert a number to a tensor, in torch's default dtype, but at least in float32."""
     is_number = value.numel() == 1 if isinstance(value, Tensor) else isinstance(value, Real)
     if not is_number:
-        text = f"log: got a {type(value).__name__} for {name!r}, expected one number."
-        raise ValueError(f"{text} Log the items of a dict with log_dict.")
+        text = (
+            f"log {name!r}: got a {type(value).__name__}, expected one number. Log the items of a"
+        )
+        if isinstance(value, Tensor):
+            shape, mean = tuple(value.shape), f"{name}.mean()"
+            text = f"log {name!r}: got a tensor of shape {shape}, expected one number. Log {mean}."
+            raise ValueError(text)
+        raise ValueError(f"{text} dict with log_dict.")
     if isinstance(value, Tensor) and value.dtype in (torch.float32, torch.float64):
         return value.detach() if value.dim() == 0 else value.detach().reshape(())
     dtype = torch.promote_types(torch.get_default_dtype(), torch.float32)
@@ -1620,8 +1712,9 @@ def started_processes() -> tuple[int, int]:
         total = int(env.get("WORLD_SIZE", 1))
     if group.is_available() and group.is_initialized():
         total = group.get_world_size()
-    text = f"devices: got {total} processes that torchrun has not started. Use torchrun,"
-    check(total == 1 or "LOCAL_RANK" in env, f"{text} or use FabricLoop with srun or mpirun.")
+    text = f"devices: got {total} processes that torchrun did not start. Start the script with"
+    text += " torchrun. With srun or mpirun, use FabricLoop."
+    check(total == 1 or "LOCAL_RANK" in env, text)
     return total, total // int(env.get("LOCAL_WORLD_SIZE", total))
 
 
@@ -1635,11 +1728,19 @@ def check_loader(loader: Any, argument: str) -> None:
     is_array = is_array or (isinstance(loader, tuple) and all(isinstance(p, arrays) for p in given))
     if is_several or is_array or not isinstance(loader, Iterable | None):
         text = f"{argument}: got a {kind}, expected a loader (an iterable of batches)."
-        raise TypeError(f"{text} Use FabricLoop for several loaders.")
+        fix = "Write DataLoader(dataset, batch_size=32)."
+        if is_array and not isinstance(loader, str | bytes):
+            fix = "Write DataLoader(TensorDataset(x, y), batch_size=32)."
+        elif is_several:
+            fix = "For several loaders, use FabricLoop."
+        raise TypeError(f"{text} {fix}")
     text = f"{argument}: got an empty {kind}, expected at least one batch."
     check(loader is None or sized_len(loader) != 0, text)
-    text = f"{argument}: got persistent_workers=True. MiniLoop cannot save the workers' state."
-    check(not getattr(loader, "persistent_workers", False), f"{text} Remove it, or use FabricLoop.")
+    text = (
+        f"{argument}: got persistent_workers=True. MiniLoop cannot save the workers' state. Write"
+    )
+    text += " persistent_workers=False, or use FabricLoop."
+    check(not getattr(loader, "persistent_workers", False), text)
 
 
 def parts_of(loader: Any) -> dict[str, Any]:
@@ -1774,9 +1875,9 @@ def until_first_end(batches: Iterator[Any], fabric: Fabric) -> Iterator[Any]:
         has_batch: Any = int(batch is not END)
         count: Any = fabric.all_reduce(has_batch, reduce_op="sum")
         if count < fabric.world_size:
-            text = "train_dataloaders: the streams of the processes have different numbers of"
+            text = "train_dataloaders: the processes have different numbers of batches. Each epoch"
             if count > 0 and fabric.is_global_zero:
-                text = f"{text} batches. Each epoch ends with the shortest stream."
+                text = f"{text} ends when the first process has no batch left."
                 warnings.warn(text, stacklevel=2)
             return
         yield batch
@@ -1810,20 +1911,21 @@ def check_optimizer(optimizers: list[Any], own: set[nn.Parameter]) -> None:
     kinds = " and ".join(type(item).__name__ for item in optimizers)
     if len(optimizers) != 1 or not isinstance(optimizers[0], torch.optim.Optimizer):
         raise TypeError(
-            f"optimizer: got {kinds}, expected one optimizer. For several, use FabricLoop."
+            f"optimizer: got {kinds}, expected one optimizer. For several optimizers, use FabricLoop."
         )
     closure = inspect.signature(optimizers[0].step).parameters.get("closure")
     needs_closure = closure is not None and closure.default is closure.empty
     check(not needs_closure, NEEDS_CLOSURE)
     is_usual = getattr(optimizers[0].zero_grad, "__func__", None) is torch.optim.Optimizer.zero_grad
     text = (
-        "optimizer: got one with its own zero_grad(), which may keep gradients that no checkpoint"
+        "optimizer: got an optimizer with its own zero_grad(). It may keep gradients that MiniLoop"
     )
-    check(is_usual, f"{text} contains. Use FabricLoop.")
+    check(is_usual, f"{text} does not save. Use FabricLoop.")
     given = [p for group in optimizers[0].param_groups for p in group["params"]]
     outside = sum(parameter not in own for parameter in given)
-    text = f"optimizer: got {outside} of {len(given)} parameters that are not in the model, so no"
-    check(outside == 0, f"{text} checkpoint contains them. Make them attributes of the model.")
+    text = f"optimizer: got {len(given)} parameters, of which {outside} are not in the model."
+    text += " Parameters outside the model are not saved, moved to the device, or synchronized"
+    check(outside == 0, f"{text} between processes. Assign them to attributes of the model.")
 
 
 def make_scheduler_config(item: Any, optimizer: Any) -> dict[str, Any]:
@@ -1834,17 +1936,22 @@ def make_scheduler_config(item: Any, optimizer: Any) -> dict[str, Any]:
     if not isinstance(scheduler, LRScheduler | ReduceLROnPlateau):
         kind = type(scheduler).__name__
         raise TypeError(
-            f"scheduler: got {kind}, expected a scheduler from torch. For others, use FabricLoop."
+            f"scheduler: got a {kind}, expected a scheduler from torch. For other schedulers, use"
+            " FabricLoop."
         )
     is_own = getattr(scheduler, "optimizer", optimizer) is optimizer
-    text = "scheduler: got one for another optimizer, expected one for this run's optimizer."
-    check(is_own, f"{text} Write StepLR(optimizer, step_size=1).")
+    text = (
+        f"scheduler: got a {type(scheduler).__name__} for another optimizer, expected a scheduler"
+    )
+    text += " for the optimizer passed to fit. Write StepLR(optimizer, step_size=1)."
+    check(is_own, text)
     is_usual = config["interval"] in ("step", "epoch") and is_strict
     text = f'scheduler: got {config}, expected interval="step" or "epoch", and strict=True.'
-    check(is_usual and not config.get("reduce_on_plateau"), f"{text} For others, use FabricLoop.")
+    text += " For other values, use FabricLoop."
+    check(is_usual and not config.get("reduce_on_plateau"), text)
     has_monitor = config["monitor"] is not None or not isinstance(scheduler, ReduceLROnPlateau)
-    text = "scheduler: got ReduceLROnPlateau without a monitor. Write"
-    check(has_monitor, f'{text} scheduler={{"scheduler": scheduler, "monitor": "val_loss"}}.')
+    text = "scheduler: got ReduceLROnPlateau without a monitor, expected the name of a metric."
+    check(has_monitor, f'{text} Write scheduler={{"scheduler": scheduler, "monitor": "val_loss"}}.')
     return config
 
 
@@ -1868,7 +1975,7 @@ def to_plain(values: Mapping[Any, Any]) -> dict[str, Any]:
 def to_python(value: Any) -> Any:
     """Convert a NumPy number to a Python number, because checkpoints contain no NumPy numbers."""
     is_exact = isinstance(value, np.float64 | np.integer | np.bool_)
-    text = f"checkpoint: got NumPy's {value!r}, which a resumed run would not restore exactly."
+    text = f"checkpoint: got the NumPy value {value!r}, which a resume would not restore exactly."
     is_array = isinstance(value, np.ndarray)
     check(is_exact, f"{text} Write {'a list or a tensor' if is_array else f'float({value})'}.")
     return value.item()
@@ -1891,8 +1998,11 @@ def check_tied_weights(network: nn.Module, weights: dict[str, Any], path: Path |
             first = names.setdefault(parameter, name)
             one, two = weights[first], weights[name]
             is_same_value = address_of(one) == address_of(two) or torch.equal(one, two)
-            text = f"{path}: got different values of {first} and {name}, expected the same values,"
-            check(is_same_value, f"{text} because they are one parameter of this model.")
+            text = (
+                f"{path}: got different values of {first!r} and {name!r}, but in this model, both"
+            )
+            text += " are names of one parameter. Create the model with two separate parameters, as"
+            check(is_same_value, f"{text} in the saved run.")
 
 
 def load_optimizer(optimizer: Any, saved: dict[str, Any]) -> None:
@@ -1949,8 +2059,8 @@ def check_unsaved(name: str, value: Any, is_in_loader: bool) -> None:
     """Warn about an iterator. Raise an error for a container with a random generator."""
     is_reading = isinstance(value, Iterator) and not isinstance(value, count | io.IOBase)
     if is_reading and not is_in_loader and not is_own_object(value):
-        text = f"checkpoint: the position of {name!r}, a {type(value).__name__}, is not known."
-        text += " A resumed run may differ. Pass its loader to fit() of FabricLoop."
+        text = f"checkpoint: the position of the iterator {name!r} ({type(value).__name__}) is not"
+        text += " saved. A resumed run may differ. Use FabricLoop, and pass the loader to fit()."
         warnings.warn(text, stacklevel=2)
     if isinstance(value, list | tuple | dict):
         items = islice(value.values() if isinstance(value, dict) else value, 64)
@@ -2124,13 +2234,13 @@ def load_plain_state(
         elif isinstance(current, torch.Generator | np.random.RandomState):
             current.set_state(value)
         elif isinstance(value, tuple) and value[0] == "shared":
-            text = f"resume: got {name!r} in shared memory, which is missing now. Create it in"
-            check(isinstance(current, SynchronizedBase), f"{text} __init__.")
+            text = f"resume: got a value of {name!r} from shared memory, but this run has no such"
+            check(isinstance(current, SynchronizedBase), f"{text} object. Create it in __init__.")
             set_shared(current, decode(value[1], device))
         elif isinstance(value, tuple) and value[0] == "state":
-            text = f"resume: got a state of {name!r}, which was created during training and is"
+            text = f"resume: got a state of {name!r}, but this run has no such object. Create it in"
             is_known = is_stateful(current) or isinstance(current, nn.Module)
-            check(is_known, f"{text} missing now. Create it in __init__.")
+            check(is_known, f"{text} __init__.")
             current.load_state_dict(decode(value[1], device))
         else:
             value = decode(value, device)
@@ -2366,12 +2476,13 @@ def read_checkpoint(file: Path | io.BytesIO, name: str = "") -> dict[str, Any]:
     try:
         checkpoint = load_file(file)
     except pickle.UnpicklingError as error:
-        text = f"{name}: got objects that torch.load refuses, such as objects of nested classes."
-        raise ValueError(f"{text} Use FabricLoop.") from error
+        text = f"{name}: got objects that torch.load does not read, such as objects of nested"
+        raise ValueError(f"{text} classes. Use FabricLoop.") from error
 
     def refuse(value: Any) -> None:
         kind = value if isinstance(value, type) else type(value)
-        check(False, f"{name}: got {kind.__name__}, expected plain values. Use FabricLoop.")
+        text = f"{name}: got an object of the class {kind.__name__}, expected tensors, numbers,"
+        check(False, f"{text} strings, or containers of these. Use FabricLoop.")
 
     for part in ("state_dict", "optimizer_states", "lr_schedulers", "fabric_template"):
         apply_to_collection(checkpoint.get(part), (Placeholder, type), refuse)
@@ -2384,7 +2495,7 @@ def check_readable(states: dict[str, Any]) -> None:
     try:
         torch.save(states, file)
     except Exception as error:
-        text = f"optimizer: got a state that no checkpoint can contain ({error})."
+        text = f"optimizer: got a state that cannot be pickled ({error})."
         raise ValueError(f"{text} Leave it out of state_dict().") from error
     file.seek(0)
     read_checkpoint(file, "the state of the optimizer or a scheduler")
@@ -2400,8 +2511,8 @@ def find_hparams(model: Any) -> dict[str, Any]:
             load_file(file)
     except Exception as error:
         is_read = isinstance(error, pickle.UnpicklingError)
-        reason = "torch.load refuses objects of nested classes" if is_read else error
-        text = f"hparams: got values that no checkpoint can contain ({reason}). Write"
+        reason = "torch.load does not read objects of nested classes" if is_read else error
+        text = f"hparams: got values that a checkpoint cannot contain ({reason}). Write"
         raise ValueError(f"{text} save_hyperparameters(ignore=...), or use FabricLoop.") from error
     name = vars(model).get("_hparams_name")
     return {"hyper_parameters": hparams, **({"hparams_name": name} if name else {})}
@@ -2468,8 +2579,8 @@ def opened_lock(folder: Path) -> Iterator[IO[str]]:
             try:
                 fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
             except BlockingIOError:
-                text = f"{folder}: another run writes to this folder."
-                raise ValueError(f"{text} Choose another name or version.") from None
+                text = f"{folder}: another run is writing to this folder. Set another name or"
+                raise ValueError(f"{text} version, or stop the other run.") from None
         OPEN_LOCKS.append(file)
         try:
             yield file

@@ -350,7 +350,7 @@ def load_object(current: Any, state: Any) -> None:
         write_shared(current, state)
         return
     if not (is_stateful(current) or isinstance(current, nn.Module)):
-        raise ValueError("an object that was created during training is missing now")
+        raise ValueError("the saved run created an object that is missing in this run")
     current.load_state_dict(state)
 
 
@@ -605,7 +605,7 @@ class PlainState:
         for place, value in attributes.items():
             with self._guarded(f"the attribute {'.'.join(map(str, place))}"):
                 if self._network is not None and is_reading(value):
-                    raise TypeError(f"the position of a {type(value).__name__} is not known")
+                    raise TypeError(f"the position of a {type(value).__name__} cannot be saved")
                 is_state = self._is_saved_as_state(value)
                 is_object = is_state and not isinstance(value, nn.Module)
                 if not is_object and self._digest(value) == self._at_start.get(place, self):
@@ -644,7 +644,7 @@ class PlainState:
         missing = [name for name, _ in saved if name not in self._parts]
         with self._guarded(f"the object {missing[0]}" if missing else ""):
             if missing:
-                raise ValueError("it was created during training, and is missing now")
+                raise ValueError("the saved run created it during training, and this run did not")
         decoder, targets = Decoder(self._device), self._targets(saved)
         covered = self.addresses_of_network()
         placed: dict[int, Any] = {}
@@ -744,7 +744,7 @@ class PlainState:
             # Ignore the error that a warning filter may raise, because it must not end the run.
             with suppress(Warning):
                 warnings.warn(
-                    f"checkpoint: {what} is neither saved nor restored, because {reason}. A resumed"
-                    " run may differ. Save it in on_save_checkpoint, or as a buffer of a module.",
+                    f"checkpoint: {what} is neither saved nor restored ({reason}). A resumed run may"
+                    " differ. Save the value in on_save_checkpoint, or as a buffer of a module.",
                     stacklevel=4,
                 )

@@ -164,7 +164,8 @@ class TrainerAPI:
         """Return the current or last run, or raise an error about ``name`` if nothing has run."""
         if self.run is None:
             raise RuntimeError(
-                f"FabricLoop.{name}: nothing has run yet. Call fit, validate, test or predict first."
+                f"FabricLoop.{name}: the loop has not run yet. Call fit, validate, test or predict"
+                " first."
             )
         return self.run
 
@@ -233,8 +234,8 @@ class TrainerAPI:
             return
         if name in _OPTIONS_OF_CREATION:
             raise ConfigurationError(
-                f"{name}: got {describe(value)} for an existing loop, expected it when the loop is"
-                f" created. Write FabricLoop({name}={value!r})."
+                f"{name}: got {describe(value)} for an existing loop, but this option can only be"
+                f" set when the loop is created. Write FabricLoop({name}={value!r})."
             )
         self.config = self.config.with_options(**{name: value})
         if self.run is not None:
@@ -396,8 +397,8 @@ class TrainerAPI:
         run = fit if fit is not None and fit.model is self.run.model else self.run
         if run.stop.failure is not None and run.fabric.world_size > 1:
             raise RuntimeError(
-                "save_checkpoint: an error has ended the run in this process, but all processes must take"
-                " part in a save. Resume from the previous checkpoint with resume='last'."
+                "save_checkpoint: an error ended the run in this process, but all processes must save"
+                " together. Continue from the previous checkpoint with resume='last'."
             )
         with run.hooks.profiled("save_checkpoint"):
             checkpoint = build_checkpoint(run, bool(weights_only))
@@ -593,6 +594,6 @@ def make_profiler(given: Any) -> Any:
     if given.lower() not in kinds:
         raise ConfigurationError(
             "When passing string value for the `profiler` parameter of `Trainer`, it can only be one of"
-            f" {sorted(kinds)}. FabricLoop got profiler={given!r}."
+            f" {sorted(kinds)}. profiler: got {given!r}."
         )
     return kinds[given.lower()]()

@@ -387,9 +387,9 @@ def is_refusal(error, points):
     late = (
         "resume: StatefulDataLoader has persistent workers",
         "on_train_batch_start: got -1",
-        "training_step: got NoneType",
-        "optimizer: got one whose step() needs a closure",
-        "optimizer: got a parameter group that a hook has added",
+        "training_step: got None at",
+        "optimizer: got an optimizer whose step() needs a closure",
+        "optimizer: got a parameter group that a hook added",
     )
     return not points.counts["backward"] or str(error).startswith(late)
 

@@ -316,7 +316,7 @@ def try_module(case, folder, generator, options):
         again = {"resume": "auto", "seed": options.other_seed if has_saved else None}
         resumed = run_process(where, train_with_loop, case, where, every, **again)
         difference = describe(whole, resumed)
-        if "was not built" in difference:
+        if "are not created" in difference:
             # The module's on_load_checkpoint reads objects from the file.
             again["weights_only"] = False
             resumed = run_process(where, train_with_loop, case, where, every, **again)
@@ -348,7 +348,7 @@ def try_crossing(case, folder, names, trainer):
     for number, (way, (function, options)) in enumerate(ways.items()):
         where = folder / f"crossing{number}"
         result = run_process(where, function, case, where, seed=7, **options)
-        if isinstance(result, str) and "was not built" in result:
+        if isinstance(result, str) and "are not created" in result:
             options["weights_only"] = False
             result = run_process(where, function, case, where, seed=7, **options)
         results[way] = result

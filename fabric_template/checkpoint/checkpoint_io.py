@@ -99,12 +99,12 @@ def read_checkpoint(
     except OSError as error:
         raise CheckpointError(
             f"{path}: the file could not be read: {error.strerror or error}."
-            " It may still be intact. Try again."
+            " The file may still be intact. Try again."
         ) from error
     if not isinstance(checkpoint, dict):
         raise CheckpointError(
-            f"{path}: got {describe_content(checkpoint)}, expected a dict. Save"
-            " {'state_dict': model.state_dict()}."
+            f"{path}: got {describe_content(checkpoint)}, expected a dict. Write"
+            " torch.save({'state_dict': model.state_dict()}, path)."
         )
     return restore_numpy(checkpoint)
 
@@ -137,7 +137,8 @@ def restore_numpy(checkpoint: dict[str, Any]) -> dict[str, Any]:
             dict.__setitem__(checkpoint, key, to_numpy(part, dtypes_of_part))
     except (AttributeError, LookupError, RecursionError, TypeError, ValueError) as error:
         raise CheckpointError(
-            f"checkpoint: got invalid NumPy dtypes in the part {NUMPY_KEY!r}: {error}"
+            f"checkpoint: got an invalid NumPy dtype under the key {NUMPY_KEY!r}: {error}. Use"
+            " another checkpoint."
         ) from error
     return checkpoint
 

@@ -147,7 +147,8 @@ def shard_folder(index: dict[str, Any], path: str | Path) -> Path:
     for name in (index["folder"], *index["files"]):
         if os.path.basename(name) != name or name in ("", ".", ".."):
             raise CheckpointError(
-                f"{path}: the checkpoint names files outside of its folder. Use another checkpoint."
+                f"{path}: the checkpoint refers to files outside of its folder. Use another"
+                " checkpoint."
             )
     return Path(path).with_name(index["folder"])
 
@@ -167,7 +168,8 @@ def verify_shards(path: str | Path, index: dict[str, Any]) -> None:
         found = file.stat().st_size if file.is_file() else None
         if found != size:
             raise DamagedCheckpointError(
-                f"{path}: its file {folder.name}/{name} has {found} bytes, expected {size}."
+                f"{path}: the file {folder.name}/{name} of this checkpoint"
+                f" {'is missing' if found is None else f'has {found} bytes, expected {size}'}."
             )
 
 

@@ -94,8 +94,8 @@ def choose_argument(stage: str, given: dict[str, Any]) -> tuple[str, Any]:
     if len(given) > 1:
         values = " and ".join(f"{name}={describe(value)}" for name, value in given.items())
         raise ConfigurationError(
-            f"{stage}: got {values}, expected only one argument. resume= continues a run. load="
-            " reads only the weights of a checkpoint."
+            f"{stage}: got {values}, expected only one of the two. resume= continues a run, and"
+            " load= reads only the weights of a checkpoint."
         )
     name, value = next(iter(given.items()), ("ckpt_path", None))
     has_auto = stage == "fit" and name != "load"
@@ -207,8 +207,9 @@ def read_newest(
             if time_of(checkpoint, default=version.started) >= version.started:
                 if version.name and index > 0 and versions[0].time > version.time:
                     plan.warn(
-                        f"{argument}: {versions[0].name} was started later and has no checkpoint. Continuing"
-                        f" {version.name}. To continue another run, give its version= or a path."
+                        f"{argument}: {versions[0].name} was started later but has no checkpoint, so"
+                        f" {version.name} continues. To continue another run, pass version= or the"
+                        " path of a checkpoint."
                     )
                 return path, checkpoint
             version.replaced.append(path)
@@ -336,24 +337,24 @@ def report_missing(plan: Plan, argument: str, keyword: str, versions: list[Versi
     replaced = [path for version in versions for path in version.replaced]
     if damaged:
         raise DamagedCheckpointError(
-            f"{argument}: got {keyword!r}, but every checkpoint in {damaged[0].parent} is damaged. Give"
-            " another path, or train again."
+            f"{argument}: got {keyword!r}, but every checkpoint in {damaged[0].parent} is damaged. Pass"
+            " the path of another checkpoint, or train again."
         )
     if replaced:
         raise MissingCheckpointError(
-            f"{argument}: got {keyword!r}, expected a checkpoint of the newest run in {replaced[0].parent},"
-            " but that run has saved none. Train again. To continue the run that it replaced, write"
+            f"{argument}: got {keyword!r}, but the newest run in {replaced[0].parent} has no checkpoint."
+            " Train again. To use the checkpoint of the run that it replaced, write"
             f" {argument}={str(replaced[0])!r}."
         )
     if (argument, keyword) != ("ckpt_path", "last"):
-        expected = f"a checkpoint, but there is none under {run_folder(plan)}. Train first"
+        kind, advice = "checkpoint", "Train first"
         if keyword == "last" and callbacks_of(plan, "ModelCheckpoint"):
-            expected = "the last.ckpt of a ModelCheckpoint. Write ModelCheckpoint(save_last=True)"
+            kind, advice = "last.ckpt", "Train with ModelCheckpoint(save_last=True)"
         if keyword == "best":
-            expected = f"a best checkpoint, but there is none under {run_folder(plan)}."
-            expected += " Train with monitor='val_loss'"
+            kind, advice = "best checkpoint", "Train with monitor='val_loss'"
         raise MissingCheckpointError(
-            f"{argument}: got {keyword!r}, expected {expected}, or give a path."
+            f"{argument}: got {keyword!r}, but there is no {kind} in {run_folder(plan)}."
+            f" {advice}, or pass the path of a checkpoint."
         )
     plan.warn(
         f'.{plan.stage}(ckpt_path="last") is set, but there is no last checkpoint available. No checkpoint'
@@ -369,7 +370,7 @@ def check_same_checkpoint(run: Run) -> None:
     for rank, text in enumerate(found):
         if text != found[0]:
             raise CheckpointError(
-                f"resume: the processes have found different checkpoints. Process 0: {found[0]}. Process"
+                f"resume: the processes found different checkpoints. Process 0: {found[0]}. Process"
                 f" {rank}: {text}. Set default_root_dir= to a folder that all machines share."
             )
     if start.error is not None:

@@ -134,14 +134,15 @@ class CheckpointManager:
             return
         is_of_validation = monitor.startswith("val")
         step = "validation_step" if is_of_validation else "training_step"
-        advice = "Set monitor= to one of these"
+        advice = "Set monitor= to one of them"
         if is_of_validation and not run.should_validate:
             advice = "Pass val_dataloaders and a validation_step"
         elif not (run.results.evaluated if is_of_validation else metrics):
             advice = f"Return the loss from {step}, or log the metric in it"
+        names = ", ".join(sorted(metrics)) or "none"
         raise ConfigurationError(
-            f"monitor: got {monitor!r}, expected a logged metric: {sorted(metrics)}. {advice}, and"
-            " write resume='last' to continue."
+            f"monitor: got {monitor!r}, which is not logged. Logged metrics: {names}. {advice}, and"
+            " continue with resume='last'."
         )
 
     def save_last(self, run: Run) -> None:
@@ -222,7 +223,7 @@ class CheckpointManager:
                 self._unsaved["logs"] = f"{logger.log_dir}: {error}"
         if self._unsaved:
             raise CheckpointError(
-                "Training has ended, but not everything could be saved. "
+                "Training is finished, but these files could not be saved. "
                 + " ".join(self._unsaved.values())
             )
 
@@ -245,8 +246,8 @@ class CheckpointManager:
         if part is not None and not self._has_saved:
             # Stop training, because every later save would fail, too.
             raise CheckpointError(
-                f"{path}: the part {part!r} of the checkpoint cannot be pickled. Save numbers, text,"
-                f" tensors, or containers of these instead. {reason}"
+                f"{path}: the part {part!r} of the checkpoint cannot be pickled. Save tensors,"
+                f" numbers, strings, or containers of these instead. {reason}"
             )
         if reason is None:
             self._unsaved.pop(path.name, None)
@@ -257,8 +258,8 @@ class CheckpointManager:
         self._unsaved[path.name] = f"{path}: {reason}."
         if run.fabric.is_global_zero:
             warnings.warn(
-                f"{path}: the checkpoint could not be saved: {reason}. The old file is unchanged, and"
-                " training continues.",
+                f"{path}: the checkpoint could not be saved: {reason}. The previous file is unchanged,"
+                " and training continues.",
                 stacklevel=2,
             )
         return False

@@ -87,9 +87,9 @@ class PartialCheckpoint(dict[Any, Any]):
     def _check(self, key: Any) -> None:
         if key in self._unbuilt:
             raise CheckpointError(
-                f"{self._path}: got {self._unbuilt[key]}, expected plain values and tensors. Reading a"
-                " checkpoint runs no code, so this object was not built. If you trust the file, pass"
-                " weights_only=False."
+                f"{self._path}: got {self._unbuilt[key]}, expected tensors, numbers, strings, or"
+                " containers of these. Other objects are not created, because reading a checkpoint"
+                " runs no code. If you trust the file, pass weights_only=False."
             )
 
     def __getitem__(self, key: Any) -> Any:
@@ -133,7 +133,7 @@ def read_archive(path: str | Path, map_location: Any = None, is_trusted: bool = 
     except Exception as error:
         is_damaged = "PytorchStreamReader" in str(error)
         kind = DamagedCheckpointError if is_damaged else CheckpointError
-        problem = "the file is damaged" if is_damaged else "the file has wrong content"
+        problem = "the file is damaged" if is_damaged else "the content cannot be read"
         raise kind(f"{path}: {problem}. {type(error).__name__}: {str(error)[:200]}") from error
     unbuilt = find_unbuilt_parts(value) if isinstance(value, dict) else {}
     return PartialCheckpoint(value, unbuilt, path) if unbuilt else value
@@ -203,7 +203,7 @@ def verify_archive(path: str | Path) -> dict[str, int]:
                 check_entries(infos, size)
                 damaged = archive.testzip()
                 if damaged is not None:
-                    raise ValueError(f"The content of {damaged} has changed.")
+                    raise ValueError(f"The content of the entry {damaged} has changed.")
         except MemoryError:
             raise
         except Exception as error:
@@ -219,8 +219,8 @@ def check_start(file: IO[bytes], path: str | Path) -> None:
     start = file.read(4)
     if start[:1] == b"\x80":
         raise CheckpointError(
-            f"{path}: got a file in the format that torch used before 1.6, expected a zip archive."
-            " Write torch.save(torch.load(path, weights_only=True), path)."
+            f"{path}: got a file in the format of torch before 1.6, expected a zip archive. To convert"
+            " the file, run torch.save(torch.load(path, weights_only=True), path)."
         )
     if start != b"PK\x03\x04":
         given = f"a file that starts with {start!r}" if start else "an empty file"
@@ -240,7 +240,7 @@ def check_entries(infos: list[zipfile.ZipInfo], size: int) -> None:
         raise ValueError("The entries are larger than the file.")
     # An archive with constants.pkl is a TorchScript program, which torch.load would run.
     if len(names) < len(infos) or "data.pkl" not in names or "constants.pkl" in names:
-        raise ValueError("It has entries that torch.save does not write.")
+        raise ValueError("The file has entries that torch.save does not write.")
 
 
 # The pickle

@@ -125,9 +125,9 @@ def check_tied_weights(network: nn.Module, weights: Mapping[str, Any], path: Any
             one, two = weights[first], weights[other]
             if one.data_ptr() != two.data_ptr() and not torch.equal(one, two):
                 raise OtherModelError(
-                    f"{path}: got different values of {first!r} and {other!r}, expected the same values,"
-                    " because they are one parameter of this model. Create the model with a parameter for"
-                    " each, as a hook of the saved run did."
+                    f"{path}: got different values of {first!r} and {other!r}, but in this model, both are"
+                    " names of one parameter. Create the model with two separate parameters, as in the"
+                    " saved run."
                 )
 
 
@@ -238,8 +238,9 @@ def check_counters(run: Run, counters: dict[str, Any]) -> None:
         is_wrong = kind in (int, bool) and type(value) is not kind
         if is_wrong or (type(value) is int and not 0 <= value < 2**62):
             raise CheckpointError(
-                f"{run.plan.start.path}: got the counter {name}={shorten(repr(value), 40)}, expected a number"
-                f" of type {kind.__name__} that a run can reach. Use another checkpoint, or load=."
+                f"{run.plan.start.path}: got the counter {name}={shorten(repr(value), 40)}, which no run"
+                f" can reach, expected a value of type {kind.__name__}. Use another checkpoint, or"
+                " use load= to start a new run from the weights."
             )
 
 
@@ -267,8 +268,9 @@ def restore_mini_attributes(run: Run) -> None:
             is_known = name in {**own, **buffers} or hasattr(type(part), str(name))
             if not is_known or is_generator(current):
                 raise CheckpointError(
-                    f"resume: got {run.plan.start.path}, in which MiniLoop saved the state of {place!r},"
-                    " expected only attributes of modules. Resume it with MiniLoop, or use load=."
+                    f"resume: got {run.plan.start.path}, in which MiniLoop saved the state of {place!r}."
+                    " FabricLoop cannot restore this state. Resume with MiniLoop, or use load= to"
+                    " start a new run from the weights."
                 )
             namespace = buffers if name in buffers else own
             if value == REMOVED:
@@ -356,16 +358,16 @@ def check_settings(run: Run, saved: dict[str, Any]) -> None:
     for name in ("number of processes", "batch size"):
         if is_in_epoch and name in changed and has_same_loaders:
             raise CheckpointError(
-                f"{run.plan.start.path}: it was saved in the middle of an epoch, when the {name}"
-                f" was {saved[name]}. Now it is {current[name]}. The position is counted in"
-                f" batches. Use {saved[name]}, a checkpoint from the end of an epoch, or load= to"
-                " start a new run from the weights."
+                f"{run.plan.start.path}: this checkpoint is from the middle of an epoch of a run whose"
+                f" {name} was {saved[name]}. Now the {name} is {current[name]}. FabricLoop cannot"
+                f" convert the position in the epoch. Use the value {saved[name]} or a checkpoint from"
+                " the end of an epoch, or use load= to start a new run from the weights."
             )
     if changed:
         texts = [f"{name} was {saved[name]} and is now {current[name]}" for name in changed]
         run.warn_once(
-            f"resume: {'; '.join(texts)}. The run continues, but its results differ from those of"
-            " an uninterrupted run."
+            f"resume: {', '.join(texts)}. The run continues, but its results will differ from the"
+            " results of an uninterrupted run."
         )
 
 
@@ -392,7 +394,8 @@ def restore_optimizers(run: Run, checkpoint: dict[str, Any]) -> None:
     if states and len(states) != len(optimizers):
         raise CheckpointError(
             f"{run.plan.start.path}: got the states of {len(states)} optimizers, expected {len(optimizers)}."
-            " Give the same optimizers as in the saved run, or use load=."
+            " Create the same optimizers as in the saved run, or use load= to start a new run from"
+            " the weights."
         )
     for optimizer, state in zip(optimizers, states, strict=False):
         load_optimizer_state(run, optimizer, state)
@@ -402,9 +405,9 @@ def restore_optimizers(run: Run, checkpoint: dict[str, Any]) -> None:
     is_averaging = bool(run.hooks.callbacks_of("StochasticWeightAveraging"))
     if saved and len(saved) != len(schedulers) and not is_averaging:
         run.warn_once(
-            f"resume: {len(saved)} lr_schedulers were saved, but this run has {len(schedulers)}."
-            " States are restored in order, and a scheduler without a saved state starts from"
-            " scratch."
+            f"resume: the checkpoint has the states of {len(saved)} lr_schedulers, but this run has"
+            f" {len(schedulers)} lr_schedulers. The states are restored in order. A scheduler without"
+            " a saved state starts from scratch."
         )
     for config, state in zip(schedulers, saved, strict=False):
         config.scheduler.load_state_dict(state)
@@ -434,8 +437,9 @@ def check_replaced_parameters(run: Run) -> None:
         # Parameters outside the model have names such as "optimizer.0.3".
         if str(old).startswith("optimizer.") and not str(new).startswith("optimizer."):
             raise CheckpointError(
-                f"{run.plan.start.path}: got {new!r}, which a hook of the saved run replaced,"
-                " expected the original parameter, which the optimizer trained. Use load=."
+                f"{run.plan.start.path}: a hook of the saved run replaced the parameter {new!r}, and"
+                " the checkpoint lacks the original parameter, which the optimizer trained. Use load="
+                " to start a new run from the weights."
             )
 
 
@@ -455,9 +459,9 @@ def load_optimizer_state(run: Run, optimizer: Any, state: dict[str, Any]) -> Non
             check_options(run, optimizer, known, saved)
             raise
         raise CheckpointError(
-            f"{run.plan.start.path}: got an optimizer whose groups have {sizes[0]} parameters,"
-            f" expected {sizes[1]}. Add the same groups in configure_optimizers or on_fit_start,"
-            " before the run resumes, or use load=."
+            f"{run.plan.start.path}: got an optimizer with {sizes[0]} parameters in its groups,"
+            f" expected {sizes[1]}. Create the same groups in configure_optimizers or on_fit_start,"
+            " or use load= to start a new run from the weights."
         ) from error
     check_options(run, optimizer, known, optimizer.param_groups)
 
@@ -470,8 +474,8 @@ def check_options(
         if missing := sorted(names - set(group)):
             raise CheckpointError(
                 f"{run.plan.start.path}: got the state of another optimizer, without {missing},"
-                f" expected that of {type(optimizer).__name__}. Create the same optimizer as in the"
-                " saved run, or use load=."
+                f" expected the state of {type(optimizer).__name__}. Create the same optimizer as in"
+                " the saved run, or use load= to start a new run from the weights."
             )
 
 

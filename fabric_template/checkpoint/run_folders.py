@@ -242,7 +242,8 @@ def open_lock(folder: Path, stack: ExitStack) -> IO[str] | None:
         if not os.path.lexists(path):
             raise folder_error(folder, error) from error
         warnings.warn(
-            f"{folder}: the folder cannot be locked ({error}). Give each run its own folder.",
+            f"{folder}: this folder cannot be locked ({error}), so a second run could overwrite its"
+            " files. Set another name or version for each run.",
             stacklevel=2,
         )
         return None
@@ -256,8 +257,8 @@ def open_lock(folder: Path, stack: ExitStack) -> IO[str] | None:
             file.seek(0)
             numbers = [line for line in file.read().splitlines() if line.isdigit()]
             raise CheckpointError(
-                f"{folder}: another run (process {numbers[-1] if numbers else '?'}) writes to it, expected"
-                " a folder for this run only. Set another name or version, or stop the other run."
+                f"{folder}: another run is writing to this folder (process {numbers[-1] if numbers else '?'})."
+                " Set another name or version, or stop the other run."
             ) from None
         # Lightning's ModelCheckpoint saves to the "checkpoints" subfolder of the log folder.
         for path in [*folder.glob(".*.tmp"), *folder.glob("checkpoints/.*.tmp")]:

@@ -115,8 +115,9 @@ def convert_mini_state(path: Any, own: dict[str, Any]) -> dict[str, Any]:
     progress = own["progress"]
     if progress["is_in_epoch"]:
         raise CheckpointError(
-            f"resume: got {path}, which MiniLoop saved in the middle of an epoch, expected one from"
-            " the end of an epoch. Resume it with MiniLoop, or use load=."
+            f"resume: got {path}, which MiniLoop saved in the middle of an epoch, expected a"
+            " checkpoint from the end of an epoch. Resume with MiniLoop, or use load= to start a new"
+            " run from the weights."
         )
     step = progress["global_step"]
     row = {
@@ -143,8 +144,8 @@ def check_trainer_position(path: str, checkpoint: dict[str, Any]) -> None:
     if epoch["started"] > epoch["processed"] and not is_after_last_batch:
         raise CheckpointError(
             f"resume: got '{path}', which Trainer saved in the middle of epoch"
-            f" {epoch['processed']}, expected one from the end of an epoch. Trainer saves no"
-            " position in the loader. Resume from a checkpoint that Trainer saved at the end of an"
+            f" {epoch['processed']}, expected a checkpoint from the end of an epoch. Trainer does not"
+            " save the position in the loader. Use a checkpoint that Trainer saved at the end of an"
             f" epoch, as with ModelCheckpoint(every_n_epochs=1), or write load='{path}' to start a"
             " new run from the weights."
         )

@@ -309,13 +309,13 @@ def check_saved_state(run: Run) -> None:
     }
     if (place := find_unpicklable(states)) is not None:
         raise CheckpointError(
-            f"{place}: got a value that cannot be pickled, expected one that a checkpoint can contain."
-            " Define functions and classes at module level, or leave the value out of state_dict()."
+            f"{place}: got a value that cannot be pickled, so a checkpoint cannot contain it. Define"
+            " functions and classes at module level, or leave the value out of state_dict()."
         )
     for problem in find_unreadable(states):
         raise CheckpointError(
-            f"{problem.rpartition(' ')[2]}: got {problem.partition(' in the part ')[0]}, which a resumed run"
-            " could not read, because reading a checkpoint runs no code. Leave it out of"
+            f"{problem.rpartition(' ')[2]}: got {problem.partition(' in the part ')[0]}, which a resume"
+            " could not restore, because reading a checkpoint runs no code. Leave this object out of"
             " state_dict()."
         )
 
@@ -335,8 +335,9 @@ def warn_of_unreadable(run: Run, checkpoint: dict[str, Any]) -> None:
     with suppress(Exception):
         for problem in find_unreadable(states):
             run.warn_once(
-                f"checkpoint: got {problem}, expected plain values and tensors. A resume will refuse it"
-                " unless you pass weights_only=False. Keep such objects out of state_dict()."
+                f"checkpoint: got {problem}, expected tensors, numbers, strings, or containers of"
+                " these. A resume will raise an error unless you pass weights_only=False. Leave such"
+                " objects out of state_dict()."
             )
 
 

@@ -136,13 +136,13 @@ def find_restart_problem(loader: Any, hides_workers: bool) -> str:
     kind = type(loader).__name__
     if hides_workers and getattr(loader, "persistent_workers", False):
         return (
-            f"{kind} has persistent workers, whose random states it does not save. Write"
+            f"{kind} has persistent workers, whose random states are not saved. Write"
             " persistent_workers=False"
         )
     if holds_iterator(loader):
         return (
-            f"{kind} holds an iterator that continues in each epoch, so its position cannot be"
-            " restored. Define state_dict() and load_state_dict() in the loader or its dataset"
+            f"{kind} contains an iterator that continues in each epoch, and the iterator's position is"
+            " not saved. Define state_dict() and load_state_dict() in the loader or its dataset"
         )
     return ""
 

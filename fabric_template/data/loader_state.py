@@ -38,8 +38,8 @@ from .tensor_loader import TensorLoader
 # The value that marks the end of an iterator.
 END: Any = object()
 STICKY_POSITION = (
-    "Its load_state_dict() seems to set where each later pass starts. Reset that position at the end"
-    " of __iter__."
+    "The loader's load_state_dict() seems to change the start of every later epoch, too. Reset the"
+    " restored position at the end of __iter__."
 )
 
 
@@ -180,9 +180,9 @@ class ResumableLoader:
                 skip_indices(iterator, done)
         if done and not (self._is_indexed or isinstance(self.loader, Sequence | TensorLoader)):
             warnings.warn(
-                f"resume: {done} batches of {type(self.loader).__name__} are read again and dropped."
-                " To avoid this, use a loader that, like its samplers, has state_dict() and"
-                " load_state_dict(), such as torchdata's StatefulDataLoader.",
+                f"resume: {done} batches of {type(self.loader).__name__} are read again and dropped. To"
+                " avoid this, use a loader with state_dict() and load_state_dict(), such as torchdata's"
+                " StatefulDataLoader. The loader's samplers need both methods, too.",
                 stacklevel=2,
             )
         reader = self._read(iterator)
@@ -226,8 +226,8 @@ class ResumableLoader:
         self.is_sticky = resumed is not None and self.batches == resumed[1] < resumed[0]
         if resumed is not None and self.is_sticky and self.batches > 0:
             warnings.warn(
-                f"resume: {type(self.loader).__name__} gave {resumed[0]} batches in the resumed epoch, and"
-                f" only {self.batches} in the next one. {STICKY_POSITION}",
+                f"resume: {type(self.loader).__name__} has {resumed[0]} batches in the resumed epoch, but"
+                f" only {self.batches} in the next epoch. {STICKY_POSITION}",
                 stacklevel=2,
             )
 

@@ -40,8 +40,8 @@ _ACTIONS = {
     "predict": "[_PredictionLoop].predict_next",
 }
 _USED_UP = (
-    "An iterator is used up after one pass. Give an object that restarts with each iter(), such as"
-    " a DataLoader or a list."
+    "An iterator yields its batches only once. Pass an object that starts again with each iter(),"
+    " such as a DataLoader or a list."
 )
 
 
@@ -98,7 +98,8 @@ class DataConnector:
         with self.run.hooks.profiled(f"[{kind}]{type(provider).__name__}.{name}"):
             source = self.run.hooks.inside(name, getattr(provider, name))()
         where = f"returned from `{type(provider).__name__}.{name}()`"
-        check_loaders(source, f"An invalid dataloader was {where}. Found {{}}.")
+        found = f"{name}: got {{}}, expected a loader (an iterable of batches)."
+        check_loaders(source, f"An invalid dataloader was {where}. {found}")
         return source
 
     def _is_load_due(self, kind: str) -> bool:
@@ -421,8 +422,8 @@ class StageLoaders:
                 continue
             if has_item:
                 self.run.warn_once(
-                    "train_dataloader: the streams of the processes have different numbers of"
-                    " batches. Each epoch ends with the shortest stream."
+                    "train_dataloaders: the processes have different numbers of batches. Each epoch"
+                    " ends when the first process has no batch left."
                 )
             return
 
@@ -450,7 +451,7 @@ class StageLoaders:
             if loader.batches or not limit:
                 continue
             name = type(loader.loader).__name__
-            message = f"The {self.stage} loader ({name}) gave no batch in this pass. "
+            message = f"The {self.stage} loader ({name}) yielded no batch in this epoch. "
             message += STICKY_POSITION if loader.is_sticky else _USED_UP
             is_used_up = isinstance(loader.loader, Iterator) or loader.is_sticky
             if self.stage == "train" and (is_used_up or self.run.stop.max_epochs == -1):
@@ -493,8 +494,9 @@ class StageLoaders:
     def load_state_dict(self, state: dict[str, Any]) -> None:
         if self.stage == "train" and len(state["loaders"]) != len(self.resumable):
             raise CheckpointError(
-                f"resume: got the positions of {len(state['loaders'])} training loaders, expected"
-                f" {len(self.resumable)}. Give the same loaders as in the saved run, or use load=."
+                f"resume: got a checkpoint of a run with {len(state['loaders'])} training loaders,"
+                f" expected {len(self.resumable)}. Pass the same loaders as in the saved run, or"
+                " start a new run from the weights with load=."
             )
         self.loaded_in_epoch = state["loaded_in_epoch"]
         self._restored_rng = state["rng_before_following"]
@@ -592,8 +594,8 @@ def check_lengths(run: Run, lengths: list[int | float], stage: str) -> None:
         is_strict = run.stage == "fit" or 0 in found
         if is_strict and len(set(found)) > 1:
             raise ConfigurationError(
-                f"{stage}_dataloader: got {list(found)} batches in the processes, expected equal"
-                f" numbers. Write limit_{stage}_batches={min(found)}, or leave out the sampler."
+                f"{stage}_dataloader: got {list(found)} batches in the processes, expected the same"
+                f" number in each. Write limit_{stage}_batches={min(found)}, or leave out the sampler."
             )
 
 

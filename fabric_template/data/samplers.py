@@ -129,8 +129,9 @@ def remake_batch_sampler(batch_sampler: Any, sampler: Any) -> Any:
         return kind(sampler, batch_size=batch_sampler.batch_size, drop_last=batch_sampler.drop_last)
     except (AttributeError, TypeError) as error:
         raise ConfigurationError(
-            f"batch_sampler: got {kind.__name__}, expected a class with the arguments of torch's"
-            f" BatchSampler: {error}. Use such a class, or give the loader a DistributedSampler."
+            f"batch_sampler: got the class {kind.__name__}, expected a class with the same arguments as"
+            f" torch's BatchSampler: {error}. Use such a class, or pass a DistributedSampler to the"
+            " loader."
         ) from error
 
 

@@ -11,6 +11,8 @@ import torch
 from torch import Tensor
 from torch.utils.data import DistributedSampler
 
+from ..errors import describe
+
 
 class TensorLoader:
     """Cuts batches from tensors on a device, without workers, collation or copies from the host.
@@ -136,7 +138,7 @@ def take_rows(tensor: Tensor, rows: Tensor) -> Tensor:
 
 def check_tensors(tensors: tuple[Any, ...]) -> None:
     """Raise an error for values that are not tensors, have no dimensions, or differ in length."""
-    wrong = [f"{type(part).__name__}" for part in tensors if not isinstance(part, Tensor)]
+    wrong = [describe(part) for part in tensors if not isinstance(part, Tensor)]
     wrong = wrong or ["a tensor without dimensions" for part in tensors if part.dim() == 0]
     if wrong:
         raise TypeError(
@@ -148,5 +150,5 @@ def check_tensors(tensors: tuple[Any, ...]) -> None:
         given = f"the lengths {lengths}" if lengths else "no tensors"
         raise ValueError(
             f"TensorLoader: got {given}, expected one or more tensors of the same length."
-            " Write TensorLoader(x, y)."
+            " Write TensorLoader(x, y, batch_size=32)."
         )

@@ -113,14 +113,15 @@ def check_new_parameters(run: Run, before: list[str], hook: str) -> None:
     """
     reason = ""
     if hook == "on_fit_start":
-        reason = ", which the processes of the run would not synchronize"
+        reason = ", which would not be synchronized between the processes"
     elif is_spawning(run.fabric):
-        reason = " in a spawned process. The caller's model would lack it"
+        reason = " in a spawned process, which the model in the calling process would lack"
     known = set(before)
     created = [name for name, _ in run.network.named_parameters() if name not in known]
     if created and reason and run.fabric.world_size > 1:
         raise ConfigurationError(
-            f"{hook}: got the new parameter {created[0]!r}{reason}. Create it in __init__ or configure_model."
+            f"{hook}: got the new parameter {created[0]!r}{reason}. Create the parameter in __init__ or"
+            " configure_model."
         )
 
 
@@ -143,9 +144,9 @@ def launch_processes(run: Run, run_plan: Callable[[Plan], Any]) -> Any:
                 raise (_first_error(folder) or error) from error
             except (AttributeError, TypeError, pickle.PicklingError) as error:
                 raise ConfigurationTypeError(
-                    "strategy: got a strategy that spawns processes, and arguments that cannot"
-                    f" be pickled: {error}. Define functions and classes at module level, or use"
-                    " strategy='ddp' in a script and 'ddp_fork' in a notebook."
+                    "strategy: got a strategy that spawns processes, together with arguments that"
+                    f" cannot be pickled: {error}. Define functions and classes at module level, or"
+                    " write strategy='ddp' in a script and strategy='ddp_fork' in a notebook."
                 ) from error
         outcome = torch.load(Path(folder, "outcome"), weights_only=False)
     run.plan.start.take()

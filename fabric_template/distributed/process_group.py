@@ -65,7 +65,7 @@ def launched_processes() -> tuple[int, int] | None:
     if total % local_size:
         raise ConfigurationError(
             f"LOCAL_WORLD_SIZE: got {local_size} for a group of {total} processes, expected the same number"
-            " of processes on each machine."
+            f" of processes on each machine. Set it to a divisor of {total}."
         )
     return local_size, total // local_size
 
@@ -123,7 +123,8 @@ def check_launched(fabric: Fabric) -> None:
     if started is not None and (given != started or would_spawn):
         raise ConfigurationError(
             f"devices, num_nodes: got {given[0]} and {given[1]}, but {started[0]} processes were started on each"
-            f" of {started[1]} machines. Leave out both, and use strategy='ddp' or no strategy."
+            f" of {started[1]} machines. Leave out devices and num_nodes. Write strategy='ddp', or"
+            " leave out strategy."
         )
 
 
@@ -165,7 +166,8 @@ def choose_address(local_size: int, num_nodes: int) -> None:
     if job is None or num_nodes > 1:
         raise ConfigurationError(
             f"MASTER_ADDR, MASTER_PORT: got no address for a group of {local_size * num_nodes} processes,"
-            " expected that of the first process. Set both variables, or start the script with torchrun."
+            " expected the address of the first process. Set both variables, or start the script with"
+            " torchrun."
         )
     os.environ["MASTER_ADDR"] = "127.0.0.1"
     os.environ["MASTER_PORT"] = str(20000 + zlib.crc32(job.encode()) % 20000)

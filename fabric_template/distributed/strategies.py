@@ -42,9 +42,10 @@ def convert_strategy(strategy: Any) -> Any:
     name = strategy.lower() if isinstance(strategy, str) else type(strategy).__name__
     if name.lower().startswith(("deepspeed", "fsdp")):
         raise ConfigurationError(
-            f"strategy: got {name}, which FabricLoop does not support. Use strategy=ModelParallelStrategy("
-            "parallelize_fn) of lightning.fabric.strategies, with fully_shard(model, mesh=mesh['data_parallel'])"
-            " in parallelize_fn(model, mesh), or strategy='ddp'."
+            f"strategy: got {name}, which FabricLoop does not support. Write strategy='ddp'. To shard the"
+            " model, write strategy=ModelParallelStrategy(parallelize_fn) from"
+            " lightning.fabric.strategies, and call fully_shard(model, mesh=mesh['data_parallel']) in"
+            " parallelize_fn(model, mesh)."
         )
     if name == "single_device":
         return "auto"
@@ -63,9 +64,9 @@ def _convert_object(strategy: Any) -> Any:
     has_plugin = type(getattr(strategy, "precision_plugin", None)).__name__ != "Precision"
     if name not in _CONVERTED or has_plugin or has_communication_hook(strategy):
         raise ConfigurationError(
-            f"strategy: got {name}, which only Trainer supports, or which has a precision plugin or communication hook."
-            " Use a strategy of lightning.fabric.strategies or a name, such as 'ddp', and the options"
-            " precision and plugins."
+            f"strategy: got a {name} of Trainer that FabricLoop cannot convert. Write a strategy from"
+            " lightning.fabric.strategies, or a name such as 'ddp'. Pass precision plugins with the"
+            " options precision and plugins."
         )
     # Pass a parallelize_fn that changes nothing, because configure_model shards the module.
     arguments = [_return_model] if name == "ModelParallelStrategy" else []
@@ -87,7 +88,7 @@ def convert_plugin(plugin: Any) -> Any:
     if own is None:
         raise ConfigurationError(
             f"plugins: got {name}, which only Trainer supports, expected a plugin from"
-            " lightning.fabric.plugins.precision, or one derived from it."
+            " lightning.fabric.plugins.precision, or a plugin of a class derived from it."
         )
     made = object.__new__(own)
     vars(made).update(vars(plugin))
@@ -138,8 +139,8 @@ def shard_network(fabric: Fabric, network: nn.Module, name: str) -> None:
         made = strategy.setup_module(network)
         if made is not network:
             raise ConfigurationError(
-                f"parallelize_fn: got another object, a {type(made).__name__}, expected {name} itself. Change the"
-                " model in place. To compile it, use compile=True."
+                f"parallelize_fn: got a new {type(made).__name__} as the return value, expected the same"
+                f" {name} object. Change the model in place. To compile the model, write compile=True."
             )
     check_sharding(strategy.device_mesh, network, name)
 
@@ -148,8 +149,9 @@ def check_sharding(mesh: Any, network: nn.Module, name: str) -> None:
     """Raise an error if the processes would train some parameters separately."""
     if not is_sharded(network):
         raise ConfigurationError(
-            f"parallelize_fn: got {name} back without sharded parameters. Write fully_shard(model,"
-            " mesh=mesh['data_parallel']) or parallelize_module(model, mesh['tensor_parallel'], plan)."
+            f"parallelize_fn: got {name} as the return value, without sharded parameters. Call"
+            " fully_shard(model, mesh=mesh['data_parallel']) or parallelize_module(model,"
+            " mesh['tensor_parallel'], plan) in parallelize_fn."
         )
     if mesh["data_parallel"].size() == 1:
         return
@@ -158,9 +160,10 @@ def check_sharding(mesh: Any, network: nn.Module, name: str) -> None:
         is_whole = mesh_of is None or mesh_of.mesh_dim_names == ("tensor_parallel",)
         if is_whole and parameter.requires_grad:
             raise ConfigurationError(
-                f"parallelize_fn: got {name} back with the unsharded parameter {parameter_name!r} in each of the"
-                f" {mesh['data_parallel'].size()} data-parallel processes, which would train it"
-                " separately. End parallelize_fn with fully_shard(model, mesh=mesh['data_parallel'])."
+                f"parallelize_fn: got {name} as the return value, with the unsharded parameter"
+                f" {parameter_name!r}. Each of the {mesh['data_parallel'].size()} data-parallel processes"
+                " would train its own copy of this parameter. Call fully_shard(model,"
+                " mesh=mesh['data_parallel']) at the end of parallelize_fn."
             )
 
 

@@ -102,12 +102,13 @@ def check_callbacks(callbacks: list[Any]) -> None:
         has_hooks = any(name.startswith("on_") for name in dir(callback))
         if not has_hooks and not hasattr(callback, "setup"):
             raise ConfigurationTypeError(
-                f"callbacks: got {describe(callback)} as a callback, expected objects with hook"
-                " methods such as on_train_epoch_end. Write callbacks=[EarlyStopping('val_loss')]."
+                f"callbacks: got {describe(callback)} as a callback, expected an object with hook"
+                " methods, such as on_train_epoch_end. Write callbacks=[EarlyStopping('val_loss')]."
             )
         if is_instance_of(callback, "BatchSizeFinder", "LearningRateFinder"):
             raise ConfigurationError(
-                f"callbacks: got a {type(callback).__name__}, which needs Trainer's tuner. Use `fabric-template tune`."
+                f"callbacks: got a {type(callback).__name__}, which only works with Trainer's tuner."
+                " Run `fabric-template tune` instead."
             )
         key = getattr(callback, "state_key", None)
         if key in keys:

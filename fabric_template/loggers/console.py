@@ -103,7 +103,8 @@ class Console:
         except Exception as error:
             self.is_enabled, self._due = False, math.inf
             warnings.warn(
-                f"The progress bar is off for the rest of this run: {type(error).__name__}: {error}",
+                "The progress bar is off for the rest of this run, because drawing it failed:"
+                f" {type(error).__name__}: {error}",
                 stacklevel=3,
             )
 

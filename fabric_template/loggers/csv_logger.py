@@ -95,7 +95,7 @@ class CSVLogger(Logger):
 
     def __getattr__(self, name: str) -> Any:
         raise AttributeError(
-            f"The CSV logger has no attribute {name!r}, because it only writes CSV files. For"
+            f"The CSV logger has no attribute {name!r}, because this logger only writes CSV files. For"
             " images and graphs, write logger=TensorBoardLogger('logs')."
         )
 
@@ -216,7 +216,7 @@ class Table:
             if len(self.waiting) == 1:
                 warnings.warn(
                     f"{self.path}: rows could not be written: {error.strerror}. Training continues,"
-                    " and the logger will retry with the next row.",
+                    " and the logger writes them together with the next row.",
                     stacklevel=2,
                 )
 
@@ -333,8 +333,8 @@ def keep_copy(path: Path, damaged: Sequence[int]) -> None:
         write_file(target, path.read_bytes())
     lines = f" in lines {', '.join(map(str, damaged[:5]))}" if damaged else ""
     warnings.warn(
-        f"{path}: another program has changed the file{lines}. The run continues with its rows."
-        f" The changed file was copied to {target.name}.",
+        f"{path}: another program changed this file{lines}. The changed file was copied to"
+        f" {target.name}. The run restores its own rows, and continues.",
         stacklevel=2,
     )
 

@@ -237,8 +237,8 @@ def check_own_hparams(hparams: Mapping[str, Any], *parts: Any) -> None:
             if value != hparams[name] and repr(value) != repr(hparams[name]):
                 kind = type(part).__name__
                 raise ConfigurationError(
-                    f"hparams: got {name}={describe(hparams[name])}, expected {describe(value)}, which"
-                    f" {kind} has saved under this name. Leave {name!r} out, or give it another name."
+                    f"hparams: got {name}={describe(hparams[name])}, but save_hyperparameters() of {kind}"
+                    f" saved {name}={describe(value)}. Leave out {name!r}, or rename it."
                 )
 
 

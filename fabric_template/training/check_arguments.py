@@ -55,8 +55,8 @@ def check_idle(loop: FabricLoop, stage: str) -> None:
     """Raise an error if a hook calls ``fit`` or another method of the loop that is running it."""
     if (run := loop.active_run) is not None:
         raise ConfigurationError(
-            f"{stage}: got a call inside of {run.stage}, expected a call after {run.stage} has ended."
-            f" Inside of a hook, use another loop: FabricLoop(logger=False).{stage}(model, loader)."
+            f"{stage}: got a call while {run.stage} is running, expected a call after {run.stage}."
+            f" In a hook, use another loop: FabricLoop(logger=False).{stage}(model, loader)."
         )
 
 
@@ -74,7 +74,7 @@ def check_sources(stage: str, model: Any, loaders: Mapping[str, Any], datamodule
         text = f"You cannot pass both `trainer.{stage}(dataloaders=..., datamodule=...)`"
         if stage == "fit":
             text = "You cannot pass `train_dataloader` or `val_dataloaders` to `trainer.fit(datamodule=...)`"
-        raise ConfigurationError(text)
+        raise ConfigurationError(f"{text}. Pass either the datamodule or the loaders.")
 
 
 def check_step(plan: Plan, step: str) -> None:
@@ -126,7 +126,7 @@ def check_signature(plan: Plan, name: str) -> None:
     if "dataloader_iter" in parameters_of(step):
         raise ConfigurationTypeError(
             f"{name}: got the argument dataloader_iter, expected a batch. Write"
-            f" {name}({first}, batch, batch_idx). For several batches per step, give a list of"
+            f" {name}({first}, batch, batch_idx). For several batches per step, pass a list of"
             " loaders, or a DataLoader with a larger batch_size."
         )
     # As in Trainer, do not check a LightningModule. A step with wrong arguments raises a TypeError.
@@ -157,9 +157,9 @@ def check_optimization(plan: Plan) -> None:
     is_ready = given is not None and (is_optimizer(given) or not callable(given))
     if is_ready and isinstance(plan.loop.fabric.strategy, ModelParallelStrategy):
         raise ConfigurationError(
-            "fit: got optimizer= with ModelParallelStrategy, which replaces the model's parameters,"
-            " so that the optimizer would train none of them. Write"
-            " optimizer=lambda model: torch.optim.Adam(model.parameters()), or define"
+            "fit: got an optimizer object together with ModelParallelStrategy. This strategy replaces"
+            " the model's parameters, so the optimizer would train parameters that are no longer"
+            " used. Write optimizer=lambda model: torch.optim.Adam(model.parameters()), or define"
             " configure_optimizers."
         )
     if given is None and not overridden(plan.module, "configure_optimizers"):
@@ -179,10 +179,10 @@ def check_optimization(plan: Plan) -> None:
     for option, what, least in unsupported:
         value = getattr(plan.config, option) or 0
         if value > least:
-            text = f"{option}: got {value} with several optimizers, expected {least or None}. Write"
+            text = f"{option}: got {value} with several optimizers, expected {least or None}. Do"
             if plan.is_lightning_module:
                 text = f"Automatic gradient {what} is not supported for manual optimization. Remove"
-                text += f" `Trainer({option}={value})`, and write"
+                text += f" `Trainer({option}={value})`, and do"
             raise ConfigurationError(f"{text} the gradient {what} in training_step.")
 
 
@@ -204,15 +204,18 @@ def check_loaders(plan: Plan) -> None:
         check_source(loaders, found_loader(plan, given_stage))
     given = plan.loaders.get(stage)
     if call == "fit" and isinstance(given, list | tuple | dict) and not given:
-        raise ConfigurationError(f"fit: got {argument}={given}, expected at least one batch.")
+        kind = type(given).__name__
+        raise ConfigurationError(f"{argument}: got an empty {kind}, expected at least one batch.")
 
 
 def found_loader(plan: Plan, stage: str) -> str:
     """Return the first sentence of an error message, with {} in place of the loader."""
     argument = loader_argument(plan.stage, stage)
+    text = f"{argument}: got {{}}, expected a loader (an iterable of batches)."
     if plan.is_lightning_module:
-        return f"An invalid dataloader was passed to `Trainer.{plan.stage}({argument}=...)`. Found {{}}."
-    return f"{argument}: got {{}}, expected a loader (an iterable of batches)."
+        call = f"Trainer.{plan.stage}({argument}=...)"
+        text = f"An invalid dataloader was passed to `{call}`. {text}"
+    return text
 
 
 def warn_of_options(plan: Plan) -> None:
@@ -250,8 +253,8 @@ def warn_of_unused_options(plan: Plan) -> None:
     given = [name for name, value in defaults.items() if getattr(plan.config, name) != value]
     if given and savers:
         plan.warn(
-            f"{', '.join(given)}: has no effect, because a {type(savers[0]).__name__} saves the"
-            " checkpoints. Give the callback arguments of its own, such as"
+            f"{', '.join(given)}: ignored, because the callback {type(savers[0]).__name__} saves the"
+            " checkpoints. Pass the values to the callback, as in"
             " ModelCheckpoint(monitor=..., save_top_k=..., every_n_train_steps=...)."
         )
 

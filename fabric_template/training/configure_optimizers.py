@@ -60,8 +60,8 @@ def add_scheduler(optimizer: Any, scheduler: Any) -> Any:
         return optimizer
     if not is_optimizer(optimizer):
         raise ConfigurationTypeError(
-            f"scheduler: got a scheduler with optimizer={describe(optimizer)}, expected a single"
-            " optimizer. Write optimizer=([optimizers], [schedulers]) without scheduler=."
+            f"scheduler: got a scheduler together with optimizer={describe(optimizer)}, expected one"
+            " optimizer object. Write optimizer=([optimizers], [schedulers]) without scheduler=."
         )
     return [optimizer], scheduler if isinstance(scheduler, list) else [scheduler]
 
@@ -205,7 +205,7 @@ def _missing_monitor(where: str) -> ConfigurationError:
     """Return the error for a ReduceLROnPlateau without a monitor."""
     if where == "optimizer":
         return ConfigurationError(
-            "scheduler: got ReduceLROnPlateau without a monitor, expected a metric. Write"
+            "scheduler: got ReduceLROnPlateau without a monitor, expected the name of a metric. Write"
             ' scheduler={"scheduler": scheduler, "monitor": "val_loss"}.'
         )
     return ConfigurationError(
@@ -263,17 +263,20 @@ def check_parameters(
     if is_instance_of(model, "LightningModule") and not is_distributed:
         # Trainer accepts parameters from outside the model, so do not raise an error.
         warnings.warn(
-            f"{text}. A resume restores them, but state_dict() and other loops ignore them."
+            f"{text}. FabricLoop saves and restores them, but the model's state_dict() lacks them."
             " Assign them to an attribute of the LightningModule, as an nn.Module or nn.Parameter.",
             stacklevel=4,
         )
         return
     advice = "Combine them with the model, as in nn.ModuleDict({'net': net, 'loss': loss})."
     if not isinstance(model, nn.Module):
-        advice = f"Store them in attributes of the class {type(model).__name__}, or in lists or dicts there."
+        advice = (
+            f"Assign them to attributes of the {type(model).__name__} object (self.x = ...), or put"
+            " them in a list or dict that is an attribute."
+        )
     raise ConfigurationError(
-        f"{text}, expected parameters of the model. Parameters outside the model are neither saved,"
-        f" nor moved to the device, nor synchronized between processes. {advice}"
+        f"{text}, expected only the model's parameters. Parameters outside the model are not saved,"
+        f" moved to the device, or synchronized between processes. {advice}"
     )
 
 

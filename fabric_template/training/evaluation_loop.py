@@ -65,7 +65,9 @@ def evaluate(run: Run, stage: str, max_batches: int | float = math.inf) -> list[
 
 def warn_of_silent_step(run: Run, name: str) -> None:
     if run.results.is_enabled and not run.is_lightning_module:
-        run.warn_once(f"{name}_step has returned and logged no value. Return the loss at its end.")
+        run.warn_once(
+            f"{name}_step returned no value and logged no metric. Return the loss at its end."
+        )
 
 
 def start_evaluation(

@@ -18,8 +18,8 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 from ..errors import ConfigurationError
 
 REMEDY = (
-    "expected only the loss. Remove loss.backward(), optimizer.step() and zero_grad() from the step,"
-    " because the loop calls them."
+    "expected a step that only computes the loss. Remove loss.backward(), optimizer.step() and"
+    " zero_grad() from the step, because the loop calls them."
 )
 
 

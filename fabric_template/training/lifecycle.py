@@ -377,7 +377,8 @@ def handle_exception(run: Run, error: BaseException) -> None:
         try:
             function(*args)
         except Exception as other:
-            text = f"after {type(error).__name__}, {what} failed: {type(other).__name__}: {other}"
+            text = f"{what} failed after the run ended with {type(error).__name__}."
+            text += f" {type(other).__name__}: {other}"
             # If a warning filter turns the warning into an error, the clean-up must continue.
             with suppress(Warning):
                 warnings.warn(text, stacklevel=4)

@@ -130,8 +130,8 @@ def check_container(value: Any, path: str) -> None:
     """Raise an error for a container whose modules have no fixed names."""
     if isinstance(value, set | frozenset):
         raise ConfigurationTypeError(
-            f"model: got a set of modules in the attribute {path}, expected a list or a dict. The"
-            " modules in a set have no fixed names in a checkpoint."
+            f"model: got a set of modules in the attribute {path}, expected a list or a dict. A set"
+            " has no fixed order, so its modules have no fixed names in a checkpoint."
         )
     keys = [str(key) for key in value] if isinstance(value, dict) else []
     if any("." in key or not key for key in keys) or len(set(keys)) < len(keys):
@@ -361,9 +361,9 @@ class StepRunner:
         if is_training and not is_alone:
             if not has_parameters:
                 raise ConfigurationError(
-                    f"strategy: got {type(self.fabric.strategy).__name__} for a model without parameters"
-                    " that require a gradient, expected at least one such parameter. Each process"
-                    " would change its own buffers. Train with devices=1."
+                    f"strategy: got {type(self.fabric.strategy).__name__} for a model in which no"
+                    " parameter requires a gradient, expected at least one that does. The buffers"
+                    " would differ between the processes. Train with devices=1."
                 )
             self.wrapped = self.fabric.strategy.setup_module(_CallStep(self.network))
         for module in self.network.modules():

@@ -202,7 +202,10 @@ class Optimization:
         """Return copies of the gradients, except for parameters whose ids are in ``cleared``."""
         if self.run.steps.is_model_parallel:
             # FSDP accumulates gradients in private tensors, so a checkpoint cannot contain them.
-            self.run.warn_once("Within an accumulation window, checkpoints lack sharded gradients.")
+            self.run.warn_once(
+                "A checkpoint saved within an accumulation window does not contain sharded gradients. To"
+                " resume exactly, save after an optimizer step."
+            )
             return {}
         kept = {name: p for name, p in self.named_parameters().items() if id(p) not in cleared}
         gradients = {name: p.grad for name, p in kept.items() if p.grad is not None}
@@ -299,8 +302,9 @@ class AutomaticOptimization(Optimization):
             raise ConfigurationError(
                 "The closure hasn't been executed. HINT: did you call `optimizer_closure()` in your"
                 " `optimizer_step` hook? It could also happen because the"
-                " `optimizer.step(optimizer_closure)` call did not execute it internally. Call the argument"
-                f" closure in {type(self._optimizer).__name__}.step, or define step(self) without it."
+                " `optimizer.step(optimizer_closure)` call did not execute it internally."
+                f" {type(self._optimizer).__name__}.step: call the argument closure, or define"
+                " step(self) without this argument."
             )
 
     def _forward_backward(self, batch: Any, batch_idx: int) -> Tensor | None:
@@ -319,9 +323,9 @@ class AutomaticOptimization(Optimization):
         if loss is not None:
             if not loss.requires_grad and not self.is_backward_skipped:
                 raise ConfigurationError(
-                    f"training_step: got a loss without gradient at batch {batch_idx}, expected a"
-                    " tensor computed from the model's parameters. Remove detach(), no_grad() or"
-                    " requires_grad=False."
+                    f"training_step: got a loss without a gradient at batch {batch_idx}, expected a"
+                    " tensor computed from the model's parameters. Remove detach(), item(),"
+                    " no_grad() or requires_grad=False."
                 )
             run.row.add_train_output(output, loss)
             if run.progress.accumulate_grad_batches > 1:
@@ -388,8 +392,8 @@ class ManualOptimization(Optimization):
         for index, optimizer in enumerate(self.optimizers):
             if not isinstance(optimizer, Optimizer):
                 raise ConfigurationTypeError(
-                    f"optimizer: got {describe(optimizer)} in manual optimization, expected a class"
-                    " derived from torch.optim.Optimizer, whose hooks count the optimizer steps."
+                    f"optimizer: got {describe(optimizer)} in manual optimization, expected an object"
+                    " of a subclass of torch.optim.Optimizer, whose hooks count the optimizer steps."
                 )
             handle = optimizer.register_step_post_hook(partial(self._count_step, index))
             stack.callback(handle.remove)
@@ -429,9 +433,9 @@ class ManualOptimization(Optimization):
         has_gradients = any(p.grad is not None for p in self.run.network.parameters())
         if loss.requires_grad and not self._stepped and not has_gradients:
             raise ConfigurationError(
-                "training_step: got several optimizers and used none of them, expected calls of"
-                " zero_grad(), loss.backward() and step() for each. To let the loop do this, give"
-                " one optimizer with all parameters."
+                "training_step: got several optimizers, but used none of them. With several"
+                " optimizers, the step itself must call zero_grad(), loss.backward() and step() of"
+                " each. To let the loop call them, pass one optimizer with all parameters."
             )
 
     def _count_step(self, index: int, *args: Any) -> None:
@@ -528,8 +532,8 @@ def find_loss(run: Run, output: Any) -> Tensor | None:
             " step will be skipped). "
         )
         raise ConfigurationTypeError(
-            f"{lightnings if run.is_lightning_module else ''}training_step: got a {type(loss).__name__},"
-            " expected the loss as a tensor. Write return loss at its end."
+            f"{lightnings if run.is_lightning_module else ''}training_step: got {describe(loss)},"
+            " expected the loss as a tensor. Write `return loss` at the end of the step."
         )
     if run.fabric.world_size > 1:
         raise RuntimeError(

@@ -50,7 +50,7 @@ def test_resume_skips_a_damaged_checkpoint_with_a_warning(tmp_path, damage):
 
 
 def test_resume_auto_starts_a_run_and_resume_last_raises_without_a_checkpoint(tmp_path):
-    with pytest.raises(MissingCheckpointError, match="resume: got 'last', expected a checkpoint"):
+    with pytest.raises(MissingCheckpointError, match="resume: got 'last', but there is no checkpoint"):
         fit(tmp_path, resume="last")
     assert fit(tmp_path, resume="auto", max_epochs=1)[0].ckpt_path is None
     loop, *_ = fit(tmp_path, resume="auto", max_epochs=2)
@@ -154,7 +154,7 @@ def test_a_failed_save_only_warns(tmp_path, monkeypatch):
 def test_a_run_whose_last_save_failed_ends_with_an_error(tmp_path, monkeypatch):
     disk = Disk(monkeypatch, "last.ckpt", [2, 3])
     could_not_save = pytest.warns(UserWarning, match="could not be saved")
-    with could_not_save, pytest.raises(CheckpointError, match="Training has ended, but not every"):
+    with could_not_save, pytest.raises(CheckpointError, match="Training is finished, but these files"):
         fit(tmp_path, callbacks=[disk])
     assert disk.loop.current_epoch == 3
     monkeypatch.undo()
@@ -164,7 +164,7 @@ def test_a_run_whose_last_save_failed_ends_with_an_error(tmp_path, monkeypatch):
 def test_two_runs_cannot_write_to_the_same_version(tmp_path):
     fit(tmp_path, max_epochs=1)
     with RunFolders().locked([tmp_path / FOLDER]):
-        with pytest.raises(CheckpointError, match=r"another run \(process \d+\) writes to it"):
+        with pytest.raises(CheckpointError, match=r"another run is writing to this folder \(process \d+\)"):
             fit(tmp_path, resume="last", max_epochs=2)
         assert fit(tmp_path, max_epochs=1)[0].checkpoint_dir.name == "version_1"
     assert fit(tmp_path, resume="last", version=0, max_epochs=2)[0].current_epoch == 2

@@ -579,7 +579,7 @@ def test_the_first_save_reports_an_object_in_the_optimizer_state(tmp_path):
     """FabricLoop can read such a checkpoint with weights_only=False. MiniLoop has no such option."""
     with pytest.warns(UserWarning, match="got an instance of .*Note in the part 'optimizer_states"):
         train(FabricLoop, tmp_path / "loop", shuffled(ModelWithNotingSGD))
-    with pytest.raises(ValueError, match="got .*Note, expected plain values"):
+    with pytest.raises(ValueError, match="got .*Note, expected tensors"):
         train(MiniLoop, tmp_path / "mini", shuffled(ModelWithNotingSGD))
 
 
@@ -615,7 +615,7 @@ class OptimizerReplacement(Model):
 
 def test_replacing_an_optimizer_in_a_hook_is_refused(tmp_path):
     """FabricLoop trains with the new optimizer, and refuses to resume this run."""
-    with pytest.raises(ValueError, match="got a list that a hook has changed"):
+    with pytest.raises(ValueError, match="a hook changed this list"):
         train(MiniLoop, tmp_path / "mini", shuffled(OptimizerReplacement))
     with pytest.raises(KilledError):
         train(FabricLoop, tmp_path / "loop", shuffled(OptimizerReplacement), kill_at=7)
@@ -651,7 +651,7 @@ class UntiedModel(Model):
 
 
 def test_untying_weights_in_a_hook_is_refused(tmp_path):
-    with pytest.raises(ValueError, match="parameter that a hook has replaced"):
+    with pytest.raises(ValueError, match="a hook replaced a parameter"):
         train(MiniLoop, tmp_path / "mini", shuffled(UntiedModel))
     with pytest.raises(KilledError):
         train(FabricLoop, tmp_path / "loop", shuffled(UntiedModel), kill_at=10)
@@ -660,7 +660,7 @@ def test_untying_weights_in_a_hook_is_refused(tmp_path):
         train(FabricLoop, tmp_path / "loop", shuffled(UntiedModel), resume="last")
     path = next((tmp_path / "loop").rglob("last.ckpt"))
     loop = MiniLoop(max_epochs=1, default_root_dir=tmp_path, accelerator="cpu")
-    with pytest.raises(ValueError, match="got different values of first.weight and second.weight"):
+    with pytest.raises(ValueError, match="got different values of 'first.weight' and 'second.weight'"):
         loop.fit(UntiedModel(), DataLoader(make_data(8), 4), load=path)
 
 
@@ -673,11 +673,11 @@ class LayerReplacement(Model):
 
 
 def test_replacing_a_layer_in_a_hook_is_refused(tmp_path):
-    with pytest.raises(ValueError, match="parameter that a hook has replaced"):
+    with pytest.raises(ValueError, match="a hook replaced a parameter"):
         train(MiniLoop, tmp_path / "mini", shuffled(LayerReplacement))
     with pytest.raises(KilledError):
         train(FabricLoop, tmp_path / "loop", shuffled(LayerReplacement), kill_at=10)
-    with pytest.raises(CheckpointError, match="which a hook of the saved run replaced"):
+    with pytest.raises(CheckpointError, match="a hook of the saved run replaced the parameter"):
         train(FabricLoop, tmp_path / "loop", shuffled(LayerReplacement), resume="last")
 
 
@@ -747,7 +747,7 @@ class CreatesMeter(Model):
 def test_resume_warns_about_a_saved_object_that_the_new_model_lacks(tmp_path, kind):
     with pytest.raises(KilledError):
         train(kind, tmp_path, shuffled(CreatesMeter), kill_at=5)
-    with pytest.warns(UserWarning, match=r"meter.* created during training"):
+    with pytest.warns(UserWarning, match=r"(created .*meter|meter.* created it).* during training"):
         train(kind, tmp_path, shuffled(CreatesMeter), resume="last")
 
 
@@ -813,7 +813,7 @@ class ModelWithIterator(Model):
 
 @pytest.mark.parametrize("kind", SAVES)
 def test_the_first_save_warns_about_an_iterator_in_the_model(tmp_path, kind):
-    with pytest.warns(UserWarning, match="position of .*DataLoaderIter.* not known"):
+    with pytest.warns(UserWarning, match="position of .*DataLoaderIter.* (cannot be|not) saved"):
         train(kind, tmp_path, shuffled(ModelWithIterator))
 
 

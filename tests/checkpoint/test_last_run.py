@@ -141,7 +141,7 @@ def test_resume_ignores_a_lock_file_without_times(tmp_path, text):
 def test_resume_warns_about_a_newer_run_without_a_checkpoint(tmp_path):
     fit(tmp_path, Plain, max_epochs=1)
     fail(tmp_path)
-    with pytest.warns(UserWarning, match="resume: version_1 was started later and has no checkpoint. Continuing ver"):
+    with pytest.warns(UserWarning, match="resume: version_1 was started later but has no checkpoint, so ver"):
         loop, *_ = fit(tmp_path, Plain, max_epochs=2, resume="last")
     assert loop.checkpoint_dir.name == "version_0"
     # Now version_0 is the newest run.
@@ -189,7 +189,9 @@ def test_resume_last_does_not_continue_a_run_that_a_newer_run_replaced(tmp_path,
     fail(root, version=version, step=3)
     assert {path.name: path.read_bytes() for path in folder(root, version).glob("*.ckpt")} == old
     for given in (version, None):
-        with pytest.raises(MissingCheckpointError, match=r"resume: got 'last'.*newest run in .* saved none") as e:
+        with pytest.raises(
+            MissingCheckpointError, match=r"resume: got 'last'.*newest run in .* has no checkpoint"
+        ) as e:
             fit(root, Plain, max_epochs=3, version=given, resume="last")
     # The error names a checkpoint of the older run, which a path continues.
     path = re.search(r"write resume='(.*?)'", str(e.value))[1]

@@ -369,7 +369,7 @@ def test_a_sparse_tensor_with_indices_out_of_range_is_refused(tmp_path):
     outside = torch.tensor([[10**9]])
     made = torch.sparse_coo_tensor(outside, torch.ones(1), (4,), check_invariants=False)
     torch.save({"state_dict": {"a": made}}, tmp_path / "a.ckpt")
-    with pytest.raises(CheckpointError, match="wrong content"):
+    with pytest.raises(CheckpointError, match="content cannot be read"):
         read_checkpoint(tmp_path / "a.ckpt")
 
 
@@ -465,7 +465,7 @@ def test_zip_entries_that_overlap_are_refused(tmp_path):
 def test_an_error_names_the_format_of_an_old_checkpoint(tmp_path):
     path = tmp_path / "a.ckpt"
     torch.save({"epoch": 3}, path, _use_new_zipfile_serialization=False)
-    with pytest.raises(CheckpointError, match=r"torch used before 1\.6.*torch\.save\(torch\.load"):
+    with pytest.raises(CheckpointError, match=r"format of torch before 1\.6.*torch\.save\(torch\.load"):
         read_checkpoint(path)
     assert read_checkpoint(path, weights_only=False) == {"epoch": 3}
     AtomicCheckpointIO().save_checkpoint(torch.load(path, weights_only=True), path)

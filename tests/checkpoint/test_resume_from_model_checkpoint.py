@@ -73,6 +73,6 @@ def test_resume_auto_continues_a_run_killed_before_it_saved_last_ckpt(tmp_path, 
 def test_resume_last_without_save_last_is_refused(tmp_path):
     fit(tmp_path, max_epochs=1, callbacks=[ModelCheckpoint()])
     with pytest.raises(
-        MissingCheckpointError, match=r"got 'last'.*Write ModelCheckpoint\(save_last=True\), or give a path"
+        MissingCheckpointError, match=r"got 'last'.*Train with ModelCheckpoint\(save_last=True\), or pass the path"
     ):
         fit(tmp_path, max_epochs=2, resume="last", callbacks=[ModelCheckpoint()])

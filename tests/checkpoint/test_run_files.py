@@ -176,7 +176,7 @@ def test_a_run_resumes_without_its_metrics_csv(tmp_path, loss):
     elif loss == "of another run":
         fit(tmp_path / "other", Odd, lambda: make_loader(12), max_epochs=3)
         shutil.copy(tmp_path / "other/logs/run/version_0/metrics.csv", path)
-    with pytest.warns(UserWarning, match=r"metrics\.csv: the rows before the checkpoint are missing"):
+    with pytest.warns(UserWarning, match=r"metrics\.csv: the rows from before the checkpoint are missing"):
         _, module, history = fit(tmp_path, Odd, two, max_epochs=3, resume="last")
     assert same(weights_of(module), weights_of(whole[1]))
     assert history["epoch"].tolist() == [2]

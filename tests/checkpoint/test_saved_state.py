@@ -139,7 +139,7 @@ def test_an_error_at_the_first_save_names_a_value_that_cannot_be_pickled(tmp_pat
 
 def test_a_later_save_that_fails_does_not_end_training(tmp_path):
     warned = pytest.warns(UserWarning, match="could not be saved: .*cannot pickle")
-    with warned, pytest.raises(CheckpointError, match="Training has ended"):
+    with warned, pytest.raises(CheckpointError, match="Training is finished"):
         fit(tmp_path, max_epochs=3, callbacks=[Keeps(since=1)])
     assert read_checkpoint(tmp_path / LAST)["epoch"] == 0
 
@@ -176,5 +176,7 @@ def scheduled(*kinds):
 @pytest.mark.parametrize("kinds", [(), (ExponentialLR, ExponentialLR)])
 def test_resume_warns_if_the_number_of_schedulers_changed(tmp_path, kinds):
     fit(tmp_path, scheduled(ExponentialLR), max_epochs=1)
-    with pytest.warns(UserWarning, match=f"resume: 1 lr_schedulers were saved, but this run has {len(kinds)}"):
+    with pytest.warns(
+        UserWarning, match=f"resume: the checkpoint has the states of 1 lr_schedulers, but this run has {len(kinds)}"
+    ):
         fit(tmp_path, scheduled(*kinds), max_epochs=2, resume="last")

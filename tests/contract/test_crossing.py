@@ -226,9 +226,7 @@ def test_fabric_loop_refuses_trainer_checkpoints_saved_within_an_epoch(tmp_path,
         assert [place[:3] for place in other[2][0].seen] == places
         return
     root = tmp_path / "refused"
-    message = (
-        rf"step={step}.ckpt', which Trainer saved in the middle of epoch {saved['epoch']}, expected one from the end"
-    )
+    message = rf"step={step}.ckpt', which Trainer saved in the middle of epoch {saved['epoch']}, expected a checkpoint"
     with pytest.raises(CheckpointError, match=message):
         run("loop", root, case, path=files["trainer"], **options)
     assert not list(root.iterdir())

@@ -40,13 +40,14 @@ def fitting(root, *args, options=None, **given):
         (
             {"min_epochs": -2, "accumulate_grad_batches": 0, "mode": "least"},
             ValueError,
-            "min_epochs: got -2, expected a number of epochs. accumulate_grad_batches: got 0, expected a number of"
-            ' batches >= 1. mode: got \'least\', expected "auto", "min" or "max".',
+            "min_epochs: got -2, expected a number of epochs (int >= 0). accumulate_grad_batches: got 0, expected a number"
+            ' of batches (int >= 1). mode: got \'least\', expected "auto", "min" or "max".',
         ),
         (
             {"min_epochs": 1.5, "mode": "least"},
             TypeError,
-            'min_epochs: got 1.5, expected a number of epochs. mode: got \'least\', expected "auto", "min" or "max".',
+            "min_epochs: got 1.5, expected a number of epochs (int >= 0)."
+            ' mode: got \'least\', expected "auto", "min" or "max".',
         ),
         ({"accumulate_grad_batches": True}, TypeError, "accumulate_grad_batches: got True, expected"),
         ({"on_nan": 3}, TypeError, 'on_nan: got 3, expected "warn", "stop" or "off".'),
@@ -55,10 +56,14 @@ def fitting(root, *args, options=None, **given):
         (
             {"max_epoch": 3, "zzz": 1},
             TypeError,
-            "FabricLoop: got the unknown option max_epoch. Did you mean max_epochs? FabricLoop: got the unknown option"
-            " zzz. help(FabricLoop) lists the options.",
+            "FabricLoop: got the unknown option 'max_epoch'. Did you mean max_epochs? FabricLoop: got the unknown option"
+            " 'zzz'. help(FabricLoop) lists the options.",
         ),
-        ({"acelerator": "cpu"}, TypeError, "FabricLoop: got the unknown option acelerator. Did you mean accelerator?"),
+        (
+            {"acelerator": "cpu"},
+            TypeError,
+            "FabricLoop: got the unknown option 'acelerator'. Did you mean accelerator?",
+        ),
     ],
 )
 def test_one_error_names_all_wrong_options(tmp_path, options, kind, message):
@@ -90,17 +95,17 @@ def test_a_validation_loader_without_a_validation_step_warns(tmp_path):
 @pytest.mark.parametrize(
     ("step", "kind", "message"),
     [
-        (lambda self, batch: None, TypeError, "training_step: got a NoneType, expected the loss as a tensor."),
+        (lambda self, batch: None, TypeError, "training_step: got None, expected the loss as a tensor."),
         (
             lambda self, batch: 0.5,
             TypeError,
-            "training_step: got a float, expected the loss as a tensor. Write return loss",
+            "training_step: got 0.5, expected the loss as a tensor. Write `return loss` at the end of the step.",
         ),
         (lambda self, batch: {"los": torch.zeros(())}, ValueError, "training_step: got the keys ['los']."),
         (
             lambda self, batch: self.net(batch[0]).sum().detach(),
             ValueError,
-            "training_step: got a loss without gradient at batch 0, expected",
+            "training_step: got a loss without a gradient at batch 0, expected",
         ),
     ],
     ids=["None", "float", "no_loss_key", "detached"],
@@ -146,7 +151,7 @@ def test_load_accepts_a_plain_state_dict(tmp_path):
 def test_a_monitor_that_is_never_logged_raises_after_the_first_epoch(tmp_path):
     """The error is raised at the end of the first epoch, after its checkpoint is saved."""
     call = fitting(tmp_path, Classifier(), make_loader(), val_loader(), options={"monitor": "val_mse"})
-    with pytest.raises(ValueError, match=r"^monitor: got 'val_mse', expected a logged metric: .*'val_loss'"):
+    with pytest.raises(ValueError, match=r"^monitor: got 'val_mse', which is not logged\. Logged metrics: .*val_loss"):
         call()
     files = [path for path in tree(tmp_path) if not path.endswith(".yaml")]
     assert files == ["checkpoints/run/version_0/last.ckpt", "logs/run/version_0/metrics.csv"]

@@ -96,7 +96,7 @@ def test_a_one_pass_iterator_trains_one_epoch():
 
 def test_an_exhausted_iterator_raises_in_training_and_warns_in_validation(tmp_path):
     """Without training data it raises an error. Without validation data it warns."""
-    hint = r"loader \(chain\) gave no batch in .* An iterator is used up after one pass\. Give an object"
+    hint = r"loader \(chain\) yielded no batch in .* An iterator yields its batches only once\. Pass an object"
     with pytest.raises(ValueError, match=f"The train {hint}"):
         fit(tmp_path, train=once, max_epochs=2)
     with pytest.warns(UserWarning, match=f"The val {hint}"):
@@ -170,7 +170,7 @@ def test_a_stream_that_continues_across_epochs_resumes_only_in_epoch_0(tmp_path,
     assert_same_end(whole, fit(root, seed=9, resume="last", **options))
     assert logs_of(root) == logs_of(tmp_path / "whole")
     for batch in (5, 7):
-        with pytest.raises(CheckpointError, match="holds an iterator that continues in each epoch"):
+        with pytest.raises(CheckpointError, match="contains an iterator that continues in each epoch"):
             fit(tmp_path / "killed" / str(batch), resume="last", **options)
 
 
@@ -179,7 +179,7 @@ def test_a_stream_that_continues_across_epochs_cannot_resume_a_mini_loop_run(tmp
     """MiniLoop does not save the position of a stream."""
     loop = MiniLoop(max_epochs=1, name="run", default_root_dir=tmp_path, accelerator="cpu")
     loop.fit(Classifier(), make() if make is not Queue else list(itertools.islice(Queue(), 5)))
-    with pytest.raises(CheckpointError, match="holds an iterator that continues in each epoch"):
+    with pytest.raises(CheckpointError, match="contains an iterator that continues in each epoch"):
         fit(tmp_path, train=make, max_epochs=2, resume="last")
 
 

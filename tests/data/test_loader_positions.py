@@ -107,7 +107,7 @@ def test_resuming_with_a_different_number_of_loaders_is_refused(tmp_path):
     fit(tmp_path, TakesSeveral, lambda: [loader(), loader()], max_epochs=1)
     with (
         pytest.warns(UserWarning, match=r"batch size was \[4, 4\] and is now \[4\]"),
-        pytest.raises(ValueError, match="got the positions of 2 training loaders, expected 1. .* or use load="),
+        pytest.raises(ValueError, match="got a checkpoint of a run with 2 training loaders, expected 1. .* with load="),
     ):
         fit(tmp_path, TakesSeveral, loader, resume="last", max_epochs=2)
 
@@ -116,7 +116,7 @@ def test_resuming_within_an_epoch_with_a_different_batch_size_is_refused(tmp_pat
     """At the end of an epoch, a different batch size only causes a warning."""
     other = lambda: make_loader(24, batch_size=6)  # noqa: E731
     fit(tmp_path, train=lambda: make_loader(24), max_steps=4)
-    message = r"middle of an epoch, when the batch size was \[4\]. Now it is \[6\].* or load="
+    message = r"middle of an epoch of a run whose batch size was \[4\]. Now the batch size is \[6\].* use load="
     with pytest.raises(CheckpointError, match=message):
         fit(tmp_path, train=other, max_steps=8, resume="last")
     fit(tmp_path / "whole", train=lambda: make_loader(24), max_epochs=1)

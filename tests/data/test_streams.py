@@ -269,7 +269,7 @@ def test_resume_warns_about_a_stream_whose_position_cannot_be_reset(tmp_path):
         root = tmp_path / str(len(list(tmp_path.iterdir())))
         fit(root, train=make, max_steps=3)
         positions["start"] = 0
-        with pytest.warns(UserWarning, match=r"DataLoader gave \d+ batches in the resumed epoch, and only \d+ in the"):
+        with pytest.warns(UserWarning, match=r"DataLoader has \d+ batches in the resumed epoch, but only \d+ in the"):
             fit(root, train=make, max_epochs=3, max_steps=-1, resume="last")
 
 
@@ -320,5 +320,5 @@ def test_a_stream_without_batches_is_refused_in_a_resumed_run(tmp_path):
 
     make = lambda: DataLoader(Empty(), 4)  # noqa: E731
     fit(tmp_path, train=make, max_epochs=1)
-    with pytest.raises(ValueError, match=r"The train loader \(DataLoader\) gave no batch .* load_state_dict"):
+    with pytest.raises(ValueError, match=r"The train loader \(DataLoader\) yielded no batch .* load_state_dict"):
         fit(tmp_path, train=make, max_epochs=3, resume="last")

@@ -111,7 +111,7 @@ def test_processes_that_find_different_checkpoints_raise_the_same_error(argument
     codes, errors = run_processes(resume_in, ["one", "empty"], arguments)
     assert codes == [1, 1]
     for error in errors:
-        assert "CheckpointError: resume: the processes have found different checkpoints" in error
+        assert "CheckpointError: resume: the processes found different checkpoints" in error
     codes, errors = run_processes(resume_in, ["one", "same"], arguments)
     assert codes == [0, 0]
     assert all("ended at step 10" in error for error in errors)

@@ -320,7 +320,7 @@ def uneven_stream():
     return DataLoader(UnevenStream(), batch_size=2)
 
 
-@pytest.mark.filterwarnings("ignore:train_dataloader. the streams", "ignore:resume. .* are read again")
+@pytest.mark.filterwarnings("ignore:train_dataloaders. the processes", "ignore:resume. .* are read again")
 @pytest.mark.parametrize("limit", [1.0, 4, 6])
 def test_an_epoch_of_two_processes_ends_when_the_shorter_stream_ends(tmp_path, limit):
     """Otherwise, the other process would wait forever. The run also resumes exactly."""

@@ -29,7 +29,9 @@ def test_the_loop_takes_the_number_of_processes_from_the_launcher(variables, tmp
     loop = FabricLoop(**quiet())
     assert (loop.world_size, loop.num_devices, loop.num_nodes) == (4, 2, 2)
     for arguments in ({"devices": 4, "strategy": "ddp"}, {"devices": 1}, {"devices": 2, "strategy": "ddp_fork"}):
-        with pytest.raises(ConfigurationError, match="2 processes were started on each of 2 machines. Leave out both"):
+        with pytest.raises(
+            ConfigurationError, match="2 processes were started on each of 2 machines. Leave out devices"
+        ):
             FabricLoop(accelerator="cpu", **arguments).fit(Classifier(), make_loader(8))
     assert list(tmp_path.iterdir()) == []
 

@@ -96,7 +96,7 @@ def test_a_second_loop_uses_the_process_group_of_the_first(start):
     assert codes == [0, 0], errors
     for error in errors:
         assert "size 2\nalone 1\n" in error
-        assert "got 1 and 1, but 2 processes were started on each of 1 machines. Leave out both" in error
+        assert "got 1 and 1, but 2 processes were started on each of 1 machines. Leave out devices" in error
 
 
 @pytest.mark.parametrize(

@@ -74,7 +74,7 @@ def test_fabric_loop_accepts_every_trainer_option_with_its_default_value(tmp_pat
     loop = FabricLoop(**defaults | {"accelerator": "cpu", "default_root_dir": tmp_path})
     assert loop.config == FabricLoop(accelerator="cpu", default_root_dir=tmp_path).config
     for name, value in {"use_distributed_sampler": False, "sync_batchnorm": True, "model_registry": "lit:3"}.items():
-        with pytest.raises(TypeError, match=f"^FabricLoop: got the unknown option {name}\\. "):
+        with pytest.raises(TypeError, match=f"^FabricLoop: got the unknown option '{name}'\\. "):
             FabricLoop(**defaults | {name: value})
 
 
@@ -138,5 +138,5 @@ def test_options_given_as_numpy_numbers_are_converted_to_python_numbers(tmp_path
 
 @pytest.mark.parametrize("value", [np.float64(2.5), np.array([2, 3]), np.str_("3"), np.True_, np.datetime64("2020")])
 def test_a_numpy_max_epochs_that_is_not_a_whole_number_is_refused(value):
-    with pytest.raises(ConfigurationTypeError, match="^max_epochs: got .*expected a whole number of epochs"):
+    with pytest.raises(ConfigurationTypeError, match="^max_epochs: got .*expected a number of epochs"):
         FabricLoop(max_epochs=value)

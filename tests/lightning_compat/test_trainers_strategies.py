@@ -46,19 +46,19 @@ class OwnPrecision(DoublePrecision):
 @pytest.mark.parametrize(
     ("strategy", "message"),
     [
-        ("deepspeed", "got deepspeed, which FabricLoop does not support. Use strategy=ModelParallelStrategy"),
+        ("deepspeed", "got deepspeed, which FabricLoop does not support. .* write strategy=ModelParallelStrategy"),
         (trainers.FSDPStrategy(), "got FSDPStrategy, which FabricLoop does not support"),
         (
             Mine(),
-            "got Mine, which only Trainer supports, or which has .* Use a strategy of lightning.fabric.strategies or a name",
+            "got a Mine of Trainer that FabricLoop cannot convert. Write a strategy from lightning",
         ),
         (
             trainers.DDPStrategy(ddp_comm_hook=print),
-            "got DDPStrategy, which only Trainer supports, or which has a precision plugin or comm",
+            "got a DDPStrategy of Trainer that FabricLoop cannot convert",
         ),
         (
             trainers.DDPStrategy(precision_plugin=MixedPrecision("bf16-mixed", "cpu")),
-            "got DDPStrategy, which only Trainer supports",
+            "got a DDPStrategy of Trainer that FabricLoop cannot convert",
         ),
     ],
     ids=["deepspeed", "fsdp", "own", "hook", "precision"],

@@ -79,7 +79,7 @@ def test_resuming_keeps_the_rows_around_a_damaged_row(cut, whole, change):
         change(lines)
         path.write_text("\n".join(lines))
     texts = {path.name: path.read_text() for path in (cut / "logs").rglob("*.csv")}
-    with pytest.warns(UserWarning, match=r"\.csv: another program has changed the file"):
+    with pytest.warns(UserWarning, match=r"\.csv: another program changed this file"):
         _, _, rows = run(cut, max_epochs=4, resume="last")
     assert rows["epoch"].tolist() == [0, 1, 2, 3]
     for name, text in texts.items():
@@ -101,7 +101,7 @@ def test_resuming_drops_the_rows_after_the_checkpoint_in_an_edited_file(cut, who
         else:
             lines[2:2] = lines[2:4]
         (folder / name).write_text("\n".join(lines))
-    with pytest.warns(UserWarning, match=r"\.csv: another program has changed the file\. The run continues with its"):
+    with pytest.warns(UserWarning, match=r"\.csv: another program changed this file\. .* The run restores its"):
         _, _, rows = run(cut, max_epochs=4, resume="last")
     assert rows["epoch"].tolist() == [1, 2, 3]
     steps = read_logs(cut / "logs", steps=True)["step"].tolist()
@@ -115,14 +115,14 @@ def test_resuming_keeps_rows_whose_numbers_another_program_rounded(cut):
     header, *lines = path.read_text().splitlines()
     rounded = [",".join(f"{float(cell):.4g}" for cell in line.split(",")) for line in lines]
     path.write_text("\n".join([header, *rounded, ""]))
-    with pytest.warns(UserWarning, match=r"steps\.csv: another program has changed the file"):
+    with pytest.warns(UserWarning, match=r"steps\.csv: another program changed this file"):
         run(cut, max_epochs=4, resume="last")
     assert read_logs(cut / "logs", steps=True)["step"].tolist() == list(range(2, 41, 2))
 
 
 def test_resuming_warns_about_a_missing_metrics_csv(cut):
     Path(cut, "logs/run/version_0/metrics.csv").unlink()
-    with pytest.warns(UserWarning, match=r"metrics\.csv: the rows before the checkpoint are missing"):
+    with pytest.warns(UserWarning, match=r"metrics\.csv: the rows from before the checkpoint are missing"):
         _, _, rows = run(cut, max_epochs=4, resume="last")
     assert rows["epoch"].tolist() == [2, 3]
 

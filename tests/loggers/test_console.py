@@ -146,7 +146,9 @@ def test_an_error_in_the_progress_bar_warns_once_and_training_continues(tmp_path
         _, _, history = fit(terminal, tmp_path, train=lambda: make_loader(8), max_epochs=2)
     assert len(history) == 2
     texts = [str(warning.message) for warning in caught if "progress bar" in str(warning.message)]
-    assert texts == ["The progress bar is off for the rest of this run: ZeroDivisionError: mine"]
+    assert texts == [
+        "The progress bar is off for the rest of this run, because drawing it failed: ZeroDivisionError: mine"
+    ]
 
 
 @pytest.mark.parametrize("columns", [60, 80, 160])

@@ -218,7 +218,7 @@ def test_a_file_that_another_program_changed_is_copied_before_it_is_rewritten(lo
     logger.log_epoch(epoch(2, loss=0.25))
     content += b"2,30,0.25\n"
     assert metrics_csv.read_bytes() == content
-    with pytest.warns(UserWarning, match=r"metrics\.csv: another program has changed the file in lines 3"):
+    with pytest.warns(UserWarning, match=r"metrics\.csv: another program changed this file in lines 3"):
         logger.log_epoch(epoch(3, acc=0.5))
     assert metrics_csv.with_name("metrics.csv.changed").read_bytes() == content
     assert metrics_csv.read_bytes() == b"epoch,step,loss,acc\n0,10,1.0,\n1,20,0.5,\n2,30,0.25,\n3,40,,0.5\n"

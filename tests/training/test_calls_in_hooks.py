@@ -38,7 +38,7 @@ METHODS = ["fit", "validate", "test", "predict"]
 @pytest.mark.parametrize(("hook", "method"), sample(3, HOOKS, METHODS))
 def test_calling_fit_or_validate_of_the_running_loop_in_a_hook_is_refused(tmp_path, hook, method):
     options = {"val": val_loader, "max_epochs": 1, "num_sanity_val_steps": 0}
-    with pytest.raises(ValueError, match=f"^{method}: got a call inside of fit, expected a call after fit has ended"):
+    with pytest.raises(ValueError, match=f"^{method}: got a call while fit is running, expected a call after fit"):
         fit(tmp_path, lambda: Calls(hook, method), **options)
     loop, _, _ = fit(tmp_path, Calls, **options)
     assert loop.validate(Calls(), val_loader(), verbose=False)[0]["val_loss"] > 0

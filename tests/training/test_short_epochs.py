@@ -155,7 +155,7 @@ def test_an_epoch_shorter_than_val_check_interval_validates_once_at_its_end(tmp_
 @pytest.mark.filterwarnings("ignore:train_dataloaders. .* to resume this run after its first epoch")
 def test_a_training_loader_without_batches_in_a_later_epoch_raises(tmp_path):
     """last.ckpt has the state after the previous epoch."""
-    message = r"The train loader \(generator\) gave no batch in this pass. An iterator is used up"
+    message = r"The train loader \(generator\) yielded no batch in this epoch. An iterator yields"
     with pytest.raises(ValueError, match=message):
         fit(tmp_path, Classifier, lambda: (batch for batch in list(train())), max_epochs=3)
     found = torch.load(tmp_path / "checkpoints/run/version_0/last.ckpt", weights_only=True)
