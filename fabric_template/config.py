@@ -45,14 +45,14 @@ class LoopConfig:
 
     # Training length
     max_epochs: int | None = None
-    """Stop after this many epochs. -1: no limit. Without max_epochs, max_steps and max_time, the
-    limit is 1000 epochs."""
+    """Stop after this many epochs. -1: no limit. If none of max_epochs, max_steps and max_time
+    is given, the limit is 1000 epochs."""
     min_epochs: int | None = None
-    """Ignore requests to stop until this many epochs are finished."""
+    """Train at least this many epochs, even if a callback sets should_stop earlier."""
     max_steps: int = -1
     """Stop after this many optimizer steps. -1: no limit."""
     min_steps: int | None = None
-    """Ignore requests to stop until this many optimizer steps are done."""
+    """Train at least this many optimizer steps, even if a callback sets should_stop earlier."""
     max_time: Duration | None = None
     """Stop after a duration, such as "DD:HH:MM:SS", a timedelta, or {"minutes": 30}."""
 
@@ -66,23 +66,24 @@ class LoopConfig:
     limit_predict_batches: int | float | None = None
     """Predict this many batches per loader (int), or this fraction (float). None: all."""
     overfit_batches: int | float = 0.0
-    """Train and validate on only the first batches, unshuffled: a number or a fraction. 0: off."""
+    """Train and validate only on the first N batches (int), or on the first fraction of the batches
+    (float), without shuffling. 0: off."""
     fast_dev_run: int | bool = False
-    """Run only this many batches of each loader, without loggers and checkpoints. True: 1."""
+    """Run only this many batches of each loader, without loggers and checkpoints. True: 1 batch."""
 
     # Validation and logging
     val_check_interval: int | float | Duration | None = None
-    """Validate every N batches (int), per fraction of an epoch (float), or at time intervals."""
+    """Validate every N batches (int), after each fraction of an epoch such as 0.25 (float), or at
+    time intervals such as "00:00:30:00" (days, hours, minutes, seconds)."""
     check_val_every_n_epoch: int | None = 1
-    """Validate every N epochs. If check_val_every_n_epoch=None, val_check_interval counts batches
-    across epochs."""
+    """Validate every N epochs. None: val_check_interval counts batches across epochs."""
     validate_every_n_steps: int | None = None
     """Validate every N optimizer steps, counted across epochs, instead of after each epoch."""
     num_sanity_val_steps: int | None = None
     """Validate on this many batches before training starts. -1: all. None: 2."""
     log_every_n_steps: int | None = None
-    """Every N optimizer steps, log the loss, the learning rate and values of single steps.
-    0: never. None: 50."""
+    """Every N optimizer steps, log the loss, the learning rate and the values logged with
+    on_step=True. 0: never. None: 50."""
     log_grad_norm: bool = False
     """Also write the gradient norm before clipping to steps.csv."""
 
@@ -92,13 +93,13 @@ class LoopConfig:
     gradient_clip_val: int | float | None = None
     """Clip gradients to this norm or value before each optimizer step. None or 0: off."""
     gradient_clip_algorithm: str | None = None
-    """Clip by "norm", the total norm of all gradients (default), or by "value", each element."""
+    """"norm" (default): clip the total norm of all gradients. "value": clip each element."""
 
     # Execution
     deterministic: bool | str | None = None
     """Use only deterministic algorithms. "warn": only warn about nondeterministic operations."""
     benchmark: bool | None = None
-    """The value of torch.backends.cudnn.benchmark. None: unchanged, or False with deterministic."""
+    """Set torch.backends.cudnn.benchmark. None: keep the value, or set False if deterministic."""
     inference_mode: bool = True
     """Evaluate in torch.inference_mode. False: evaluate in torch.no_grad."""
     reload_dataloaders_every_n_epochs: int = 0
@@ -133,7 +134,8 @@ class LoopConfig:
     monitor: str | None = None
     """The metric that selects the best checkpoint. None: keep only the last checkpoint."""
     mode: str = "auto"
-    """Prefer the smallest value ("min"), the largest ("max"), or decide by its name ("auto")."""
+    """Which value of monitor is the best: the smallest ("min") or the largest ("max"). "auto": the
+    metric's name decides."""
     save_top_k: int = 1
     """Keep the k best checkpoints. 1: only best.ckpt. -1: all checkpoints."""
     save_last: bool = True
@@ -143,10 +145,11 @@ class LoopConfig:
     seed: int | None = None
     """Seed Python, NumPy and PyTorch when the loop is created, and at the start of each fit."""
     compile: bool | str | dict[str, Any] = False
-    """Compile each step method, with True, a mode, or a dict of torch.compile's arguments."""
+    """Compile each step method with torch.compile: True, a mode such as "reduce-overhead", or a
+    dict of arguments."""
     hparams: Mapping[str, Any] | None = None
-    """Your own settings, such as {"lr": 0.1}. They are written to hparams.yaml, sent to the loggers
-    and compared by list_runs."""
+    """Your own settings, such as {"lr": 0.1}. The loop writes them to hparams.yaml and sends them
+    to the loggers. list_runs compares them."""
 
     def __post_init__(self) -> None:
         for name, value in vars(self).items():
@@ -446,7 +449,8 @@ class LoopArguments(LoopConfig):
     """All arguments of FabricLoop, including the options of LoopConfig."""
 
     fabric: Any = field(default=None, kw_only=False)
-    """A lightning.Fabric object, which replaces the options from accelerator to plugins."""
+    """A lightning.Fabric object. It replaces the options accelerator, strategy, devices, num_nodes,
+    precision and plugins."""
     accelerator: Any = "auto"
     """Run on "cpu", "gpu", "mps" or "auto", which uses a GPU if there is one."""
     strategy: Any = "auto"
@@ -456,13 +460,13 @@ class LoopArguments(LoopConfig):
     num_nodes: int = 1
     """The number of machines."""
     precision: Any = None
-    """Compute in "32-true", "bf16-mixed", "16-mixed", "bf16-true" or another of Fabric's modes."""
+    """"32-true", "bf16-mixed", "16-mixed", "bf16-true", or another precision of Fabric."""
     plugins: Any = None
     """Fabric plugins for the precision, the cluster environment or checkpoints."""
     callbacks: Any = None
     """Lightning's callbacks, or objects with methods such as on_fit_start."""
     loggers: Any = None
-    """Another name for the option logger."""
+    """Another name for the option logger. Pass only one of the two."""
 
 
 # Trainer's options that FabricLoop lacks, with the values that are accepted and ignored.
