@@ -23,6 +23,7 @@ FabricLoop has more options. MiniLoop and FabricLoop resume each other's runs.
 
 from __future__ import annotations
 
+import atexit
 import copy
 import csv
 import glob
@@ -1311,6 +1312,8 @@ class MiniLoop:
         check_loader(train, "train_dataloaders")
         check_loader(val, "val_dataloaders")
         if isinstance(self.fabric.strategy, DDPStrategy):
+            atexit.unregister(finish_gloo_threads)
+            atexit.register(finish_gloo_threads)
             # LT_CLI_USED is set by the command `fabric run`, which launches the processes itself.
             if "LT_CLI_USED" not in os.environ:
                 self.fabric.launch()
@@ -1867,6 +1870,14 @@ def set_epoch(loader: Any, epoch: int) -> None:
     for name, part in parts_of(loader).items():
         if name in samplers and hasattr(part, "set_epoch"):
             part.set_epoch(epoch)
+
+
+def finish_gloo_threads() -> None:
+    """Let gloo's threads free the tensors of the last call before Python ends.
+
+    Otherwise such a thread aborts the process, and the launcher kills the other processes.
+    """
+    time.sleep(0.05)
 
 
 def until_first_end(batches: Iterator[Any], fabric: Fabric) -> Iterator[Any]:

@@ -8,6 +8,7 @@ import os
 import pickle
 import socket
 import tempfile
+import time
 from collections.abc import Callable
 from contextlib import suppress
 from datetime import timedelta
@@ -46,8 +47,12 @@ _PATHS = ("best_model_path", "last_model_path", "best_model_score")
 def join_processes(fabric: Fabric) -> None:
     """Connect this process with the other processes of the run, unless it is already connected."""
     strategy: Any = fabric.strategy
-    is_from_cli = os.environ.get("LT_CLI_USED") == "1"
-    if not isinstance(strategy, ParallelStrategy) or is_from_cli:
+    if not isinstance(strategy, ParallelStrategy):
+        return
+    atexit.unregister(_finish_gloo_threads)
+    atexit.register(_finish_gloo_threads)
+    if os.environ.get("LT_CLI_USED") == "1":
+        # The command `fabric run` has launched the processes.
         return
     store = None
     if not is_joined():
@@ -64,6 +69,14 @@ def join_processes(fabric: Fabric) -> None:
 def _leave_group() -> None:
     if is_joined():
         torch.distributed.destroy_process_group()
+
+
+def _finish_gloo_threads() -> None:
+    """Let gloo's threads free the tensors of the last call before Python ends.
+
+    Otherwise such a thread aborts the process, and the launcher kills the other processes.
+    """
+    time.sleep(0.05)
 
 
 def gather_objects(run: Run, item: Any) -> list[Any]:
