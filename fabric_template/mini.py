@@ -217,8 +217,8 @@ class MiniLoop:
             fix = "smaller or larger is better. Write mode='min' or mode='max'."
             check(direction is not None, f"{text} {fix}")
             self.mode = str(direction)
-        text = f"hparams: got {self.hparams!r}, expected a dict of your settings, such as"
-        check(isinstance(self.hparams, Mapping | None), f'{text} {{"lr": 0.1}}.')
+        text = f"hparams: got a {type(self.hparams).__name__}, expected a dict of your settings,"
+        check(isinstance(self.hparams, Mapping | None), f'{text} such as {{"lr": 0.1}}.')
         for option in ("name", "version"):
             value = getattr(self, option)
             is_name = isinstance(value, str) and value.strip(".") and not {*value} & {*'/\\:*?"<>|'}
@@ -988,7 +988,9 @@ class MiniLoop:
         text = (
             "optimizer: a hook replaced a parameter of the model, so the optimizer trains one that"
         )
-        text += " is no longer used. Change the parameter's values in place, as with copy_()."
+        text += (
+            " the model no longer uses. Change the parameter's values in place, as with copy_()."
+        )
         current = {*self.network.parameters()}
         check(trained <= current and current == self._start_parameters, text)
         checkpoint = {
@@ -1124,10 +1126,8 @@ class MiniLoop:
     def _find_start(self, resume: Any, load: Any) -> tuple[Path | None, dict[str, Any]]:
         """Read the checkpoint that "last", "best", "auto" or a path refers to."""
         argument, given = ("load", load) if resume is None else ("resume", resume)
-        text = (
-            f"fit: got resume={resume!r} and load={load!r}, expected only one of the two. resume="
-        )
-        text += " continues a run, and load= reads only the weights of a checkpoint."
+        text = "fit: got both resume and load, expected only one of the two. resume= continues a"
+        text += " run, and load= reads only the weights of a checkpoint."
         check(resume is None or load is None, text)
         if given is None:
             return None, {}
@@ -1653,7 +1653,9 @@ def find_loss(output: Any, batch_idx: int) -> Tensor:
         )
         text += " computed from the model's parameters. Remove detach(), item(), no_grad() or"
         raise TypeError(f"{text} requires_grad=False.")
-    kind = f"a tensor of shape {tuple(loss.shape)}" if isinstance(loss, Tensor) else repr(loss)
+    kind = "None" if loss is None else f"a {type(loss).__name__}"
+    if isinstance(loss, Tensor):
+        kind = f"a tensor of shape {tuple(loss.shape)}"
     text = f"training_step: got {kind} at batch {batch_idx}, expected the loss as a tensor with one"
     raise TypeError(f"{text} element. Write `return loss` at the end of the step.")
 
@@ -1683,14 +1685,10 @@ def to_metric(name: str, value: Any) -> Tensor:
     """Convert a number to a tensor, in torch's default dtype, but at least in float32."""
     is_number = value.numel() == 1 if isinstance(value, Tensor) else isinstance(value, Real)
     if not is_number:
-        text = (
-            f"log {name!r}: got a {type(value).__name__}, expected one number. Log the items of a"
-        )
+        found, fix = f"a {type(value).__name__}", "Log the items of a dict with log_dict."
         if isinstance(value, Tensor):
-            shape, mean = tuple(value.shape), f"{name}.mean()"
-            text = f"log {name!r}: got a tensor of shape {shape}, expected one number. Log {mean}."
-            raise ValueError(text)
-        raise ValueError(f"{text} dict with log_dict.")
+            found, fix = f"a tensor of shape {tuple(value.shape)}", f"Log {name}.mean()."
+        raise ValueError(f"log {name!r}: got {found}, expected one number. {fix}")
     if isinstance(value, Tensor) and value.dtype in (torch.float32, torch.float64):
         return value.detach() if value.dim() == 0 else value.detach().reshape(())
     dtype = torch.promote_types(torch.get_default_dtype(), torch.float32)

@@ -223,7 +223,7 @@ class CheckpointManager:
                 self._unsaved["logs"] = f"{logger.log_dir}: {error}"
         if self._unsaved:
             raise CheckpointError(
-                "Training is finished, but these files could not be saved. "
+                "Training ended, but these files could not be saved. "
                 + " ".join(self._unsaved.values())
             )
 

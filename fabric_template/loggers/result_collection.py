@@ -153,7 +153,7 @@ class LoggedMetric:
         if value is not None and not isinstance(value, Tensor):
             raise ConfigurationError(
                 f"The `.compute()` return of the metric logged as {self.arguments.name!r} must be a"
-                f" tensor. Found {value}. Log it with self.log_dict."
+                f" tensor. Found {value}. Log a dict of values with self.log_dict."
             )
         return value if value is None or self.arguments.enable_graph else value.detach()
 

@@ -238,7 +238,8 @@ class RowWriter:
         is_finite = loss.isfinite().all().float()
         if not run.fabric.all_reduce(is_finite, reduce_op="min"):
             run.stop.stop_diverged_run()
-            run.warn_once(f"on_nan: {run.stop.divergence}. Training stops without saving.")
+            text = "Training stops without saving another checkpoint."
+            run.warn_once(f"on_nan: {run.stop.divergence}. {text}")
 
     def frame(self) -> Any:
         """Return the rows as a DataFrame."""

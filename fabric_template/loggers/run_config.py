@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from ..loop import FabricLoop
     from ..training.run import Run
 
-HEAD = "# Pass this file to `fabric-template fit --config` to repeat the run. `about` is ignored.\n"
+HEAD = "# Pass this file to `fabric-template fit --config` to repeat the run. The section `about` is ignored.\n"
 GIT_STATUS = ["git", "--no-optional-locks", "status", "--porcelain=v2", "--branch", "-uno"]
 
 
@@ -86,7 +86,7 @@ def collect_run_config(run: Run) -> dict[str, Any]:
         if recorded is not None:
             config[part] = recorded
     if "data" not in config and any(loader is not None for loader in run.data.given.values()):
-        unknown["data"] = "fit was given loaders"
+        unknown["data"] = "not recorded, because fit received loaders"
     functions = getattr(run.module, "functions", {})
     given_parts = {**functions, "optimizer": run.plan.optimizer}
     options |= {name: part for name, part in given_parts.items() if part is not None}

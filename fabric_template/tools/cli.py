@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 
 PACKAGE = __package__.rpartition(".")[0]
 COMMANDS = {  # name: (module, help)
-    "fit": ("cli", "train a model, or without options the digits demo"),
+    "fit": ("cli", "train a model, or the digits demo if no options are given"),
     "validate": ("cli", "run a model's validation_step on its data"),
     "test": ("cli", "run a model's test_step on its data"),
     "predict": ("cli", "run a model's predict_step on its data"),
@@ -41,7 +41,7 @@ COMMANDS = {  # name: (module, help)
     "profile": ("profile", "show how long each part of a training step takes"),
     "tune": ("tune", "find faster settings, or with --lr a learning rate"),
     "copy": ("package_copy", "copy this package, or only mini.py, into a project"),
-    "diff": ("package_copy", "show how you and the installed version have changed a copy"),
+    "diff": ("package_copy", "show what you and the installed version changed in a copy"),
     "update": ("package_copy", "merge the installed version into a copy"),
     "verify": ("cli", "check that checkpoints are intact"),
 }
@@ -65,7 +65,10 @@ OPTIONS: dict[str, dict[str, dict[str, Any]]] = {  # by command
     },
     "plot": {
         "paths": {"nargs": "*", "default": ["logs"], "help": "CSV files, or folders of runs."},
-        "--metrics": {"nargs": "*", "help": "Columns or names like f1. Default: loss, accuracy."},
+        "--metrics": {
+            "nargs": "*",
+            "help": "Columns, or names like f1. Default: losses, accuracies.",
+        },
         "--x": {"help": "The horizontal axis: epoch, step or time."},
         "--smooth": {"type": float, "help": "The weight of earlier points: at least 0, below 1."},
         "--log": {**FLAG, "help": "Draw the values on a logarithmic scale."},
@@ -89,8 +92,11 @@ OPTIONS: dict[str, dict[str, dict[str, Any]]] = {  # by command
     "tune": {
         "--lr": {**FLAG, "help": "Find a learning rate by raising it until the loss diverges."},
         "--only": {"nargs": "*", "help": "Try only these settings, such as threads batch_size."},
-        "--seconds": {"type": float, "default": 2.0, "help": "The seconds that a trial takes."},
-        "--out": {"default": "tuned.yaml", "help": "The config file, or with --lr the curve."},
+        "--seconds": {"type": float, "default": 2.0, "help": "The duration of a trial in seconds."},
+        "--out": {
+            "default": "tuned.yaml",
+            "help": "The config file, or the image if --lr is given.",
+        },
     },
     "copy": {
         "path": {"help": "The folder to write, or with --mini the file to write."},
@@ -555,7 +561,7 @@ def verify_command(path: str) -> int:
     for file in files:
         try:
             verify_archive(file)
-            print(f"whole       {file}")
+            print(f"intact      {file}")
         except CheckpointError as error:
             is_damaged = isinstance(error, DamagedCheckpointError)
             print(f"{'damaged' if is_damaged else 'unreadable':<11} {error}")

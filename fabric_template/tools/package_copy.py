@@ -17,7 +17,7 @@ from .. import __version__
 PACKAGE = Path(__file__).resolve().parents[1]
 MINI = "mini.py"
 README = """\
-fabric_template {version} in its original state, which you have copied.
+fabric_template {version} in its original state, from which you made a copy.
 `fabric-template diff` and `fabric-template update` need these files. Commit them unchanged.
 """
 Files = dict[str, bytes]  # The content of each file, by its path in the package.

@@ -54,7 +54,7 @@ class Tuned(NamedTuple):
 
 def label(choice: Choice) -> str:
     """Return the chosen settings as text, such as "threads 1, fused True"."""
-    return ", ".join(f"{name} {value}" for name, value in choice.items()) or "as it is"
+    return ", ".join(f"{name} {value}" for name, value in choice.items()) or "current settings"
 
 
 def tune(

@@ -154,7 +154,7 @@ def test_a_failed_save_only_warns(tmp_path, monkeypatch):
 def test_a_run_whose_last_save_failed_ends_with_an_error(tmp_path, monkeypatch):
     disk = Disk(monkeypatch, "last.ckpt", [2, 3])
     could_not_save = pytest.warns(UserWarning, match="could not be saved")
-    with could_not_save, pytest.raises(CheckpointError, match="Training is finished, but these files"):
+    with could_not_save, pytest.raises(CheckpointError, match="Training ended, but these files"):
         fit(tmp_path, callbacks=[disk])
     assert disk.loop.current_epoch == 3
     monkeypatch.undo()

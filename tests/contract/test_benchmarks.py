@@ -15,7 +15,7 @@ ROWS = {
     "once": ["FabricLoop: once: a fit of one step", "MiniLoop: a validation of one batch", "Trainer: a checkpoint"],
     "scaling": ["64", "grown", "metrics.csv, 5,000", "the last of 23", "among 23", "25", "shuffled, 2 workers"],
     "steps": ["plain, same metrics", "ours, everything on", "MiniLoop, everything on"],
-    "tuned": ["as it is", "threads 1, tensor_loader True, fused True", "tune / the best by hand"],
+    "tuned": ["current settings", "threads 1, tensor_loader True, fused True", "tune / the best by hand"],
 }
 TOY = {
     "epoch": ["--device", "cpu", "--toy", "--rounds", "1", "--epochs", "1", "--workers", "0"],

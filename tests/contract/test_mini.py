@@ -1075,7 +1075,7 @@ ERRORS = {
     ),
     "optimizer": (lambda: fit_functions(optimizer="adam"), "optimizer: got str, expected one optimizer"),
     "None": (lambda: fit_functions(lambda net, batch: None), "training_step: got None at batch 0"),
-    "float": (lambda: fit_functions(lambda net, batch: 1.0), "training_step: got 1.0 at batch 0"),
+    "float": (lambda: fit_functions(lambda net, batch: 1.0), "training_step: got a float at batch 0"),
     "detached": (
         lambda: fit_functions(lambda net, batch: net(batch[0]).mean().detach()),
         "got a loss without a gradient at batch 0",

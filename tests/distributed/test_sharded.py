@@ -291,15 +291,17 @@ def test_parameters_that_are_not_sharded_are_refused():
     codes, errors = run_processes(refused)
     assert codes == [0, 0], errors
     forgotten, nothing, other = torch.load("found1.pt", weights_only=True)
-    assert "the unsharded parameter 'net.3.weight' in each of the 2 data-parallel processes" in forgotten
-    assert "without sharded parameters. Write fully_shard(model, " in nothing
+    assert "the unsharded parameter 'net.3.weight'. Each of the 2 data-parallel processes" in forgotten
+    assert "without sharded parameters. Call fully_shard(model, " in nothing
     assert "got a new Linear as the return value, expected the same Classifier object" in other
 
 
 def test_an_existing_optimizer_is_refused_for_a_sharded_model(tmp_path):
     net = nn.Linear(8, 3)
     given = {"training_step": lambda net, batch: net(batch[0]).sum(), "optimizer": torch.optim.SGD(net.parameters())}
-    with pytest.raises(ConfigurationError, match="got optimizer= with ModelParallelStrategy.* Write optimizer=lambda"):
+    with pytest.raises(
+        ConfigurationError, match="got an optimizer object together with ModelParallelStrategy.* Write optimizer=lambda"
+    ):
         FabricLoop(strategy=fsdp(), **TWO).fit(net, train(), **given)
     assert list(tmp_path.iterdir()) == []
 
@@ -359,7 +361,7 @@ def test_sharded_checkpoints_resume_exactly():
     # With a missing file "last" uses the checkpoint before.
     shard = last.with_name("last.ckpt.step=15") / "__0_0.distcp"
     shard.unlink()
-    with pytest.warns(UserWarning, match="has None bytes.* Using the previous checkpoint instead"):
+    with pytest.warns(UserWarning, match="is missing.* Using the previous checkpoint instead"):
         (loop := FabricLoop(**with_files("full"))).validate(model, val(), load="last", verbose=False)
     assert Path(loop.ckpt_path).name == "best.ckpt"
 

@@ -124,7 +124,7 @@ def test_hparams_that_are_not_a_dict_are_refused(kind, settings):
 
 @pytest.mark.parametrize("kind", LOOPS)
 def test_hparams_that_contradict_hyperparameters_of_the_module_are_refused(kind):
-    with pytest.raises(ValueError, match="hparams: got .*rate.*(an)?other names?"):
+    with pytest.raises(ValueError, match="hparams: got .*rate.*rename"):
         train(kind, WithHyperparameters(rate=0.1), hparams={"rate": 0.2})
     assert not Path("logs").exists()
     train(kind, WithHyperparameters(hidden=8), hparams={"hidden": np.int64(8)})

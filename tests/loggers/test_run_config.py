@@ -40,7 +40,7 @@ def test_config_yaml_names_the_objects_that_yaml_cannot_represent(tmp_path):
     assert (found["default_root_dir"], found["version"], found["accelerator"]) == (str(tmp_path), None, "cpu")
     assert found["about"]["versions"]["torch"] == torch.__version__
     unknown = found["about"]["unknown"]
-    assert (unknown["profiler"], unknown["data"]) == ("a Profiler", "fit was given loaders")
+    assert (unknown["profiler"], unknown["data"]) == ("a Profiler", "not recorded, because fit received loaders")
     assert "callbacks" in unknown
     assert not {*unknown} & {*found}
 

@@ -411,14 +411,14 @@ def test_predict_writes_a_csv_table_or_a_list_of_batches(capsys):
 def test_verify_names_damaged_checkpoints(capsys):
     run(capsys, *FIT, *QUIET, "--max_epochs", 1, "--monitor", "val_loss")
     folder = Path("checkpoints/run/version_0")
-    whole = f"whole       {folder}/best.ckpt\n"
-    assert run(capsys, "verify", "checkpoints") == (0, f"{whole}whole       {folder}/last.ckpt\n", "")
+    best = f"intact      {folder}/best.ckpt\n"
+    assert run(capsys, "verify", "checkpoints") == (0, f"{best}intact      {folder}/last.ckpt\n", "")
     data = bytearray((folder / "last.ckpt").read_bytes())
     data[len(data) // 2] ^= 1
     (folder / "last.ckpt").write_bytes(data)
     code, out, _ = run(capsys, "verify", folder)
     assert code == 1
-    assert out.startswith(f"{whole}damaged     {folder}/last.ckpt: the file is damaged")
+    assert out.startswith(f"{best}damaged     {folder}/last.ckpt: the file is damaged")
     assert run(capsys, "verify", "nothing.ckpt")[0] == 2
     Path("empty").mkdir()
     assert refused(capsys, "verify", "empty").startswith("verify: got empty, expected a folder with .ckpt")

@@ -73,7 +73,7 @@ def test_the_default_mode_follows_from_the_name_of_the_monitored_metric(make):
 @pytest.mark.parametrize("make", [FabricLoop, MiniLoop])
 @pytest.mark.parametrize("name", ["val_gap", "score", "val_los"])
 def test_a_monitored_metric_with_an_unknown_direction_needs_a_mode(make, name):
-    expected = f"mode: got 'auto' for monitor='{name}', .* expected \"min\" or \"max\". Write mode='min' if"
+    expected = f"mode: got 'auto', but the metric name '{name}' does not show .* Write mode='min' or mode='max'"
     with pytest.raises(ValueError, match=expected):
         make(monitor=name)
 
@@ -96,7 +96,7 @@ def return_nothing(net, batch):
 def test_a_monitor_that_is_not_logged_raises_at_the_first_validation(make, options, step, monitor, validation_step):
     net, loader = torch.nn.Linear(2, 1), TensorLoader(torch.ones(8, 2), batch_size=2)
     loop = make(**{"max_epochs": 5, **options}, monitor=monitor, accelerator="cpu")
-    with pytest.raises(ValueError, match=f"monitor: got '{monitor}', expected"):
+    with pytest.raises(ValueError, match=f"monitor: got '{monitor}', which is not logged"):
         loop.fit(
             net,
             loader,

@@ -164,7 +164,7 @@ def reading_step(net, batch):
 
 def test_profile_names_a_line_that_reads_a_value_from_the_device(fake_clock):
     """A GPU waits at such a line. A good training step has neither suggestions nor such lines."""
-    assert re.search(r"\nwait: .*test_profile\.py:\d+ reads a value\.", str(profile_net(step=reading_step)))
+    assert re.search(r"\nwait: .*test_profile\.py:\d+ reads a value from the GPU", str(profile_net(step=reading_step)))
     healthy = profile_net(step=slow_step)
     assert (healthy.suggestions, healthy.reads) == ([], [])
 
