@@ -88,7 +88,9 @@ def unknown_option(name: str, known: Iterable[str]) -> str:
 
 
 def refuse_options(options: Callable[[], Iterable[str]]) -> Callable[[Method], Method]:
-    """Make a method such as fit refuse unknown arguments, with an error that shows the right call.
+    """Return a decorator that makes a method such as fit raise a TypeError for unknown arguments.
+
+    The error message suggests what to write instead.
 
     Args:
         options: A function that returns the names of FabricLoop's options.
@@ -127,7 +129,9 @@ def unknown_argument(
 def explain_error(
     error: BaseException, hook: str | None, model: str, is_automatic: bool
 ) -> Exception | None:
-    """Return a clearer error if torch's advice does not apply to a training loop, or None.
+    """Return a clearer error for a torch error whose advice does not apply to training loops.
+
+    For any other error, return None.
 
     Args:
         hook: The name of the hook or step that raised the error.

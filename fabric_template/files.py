@@ -24,7 +24,8 @@ _TIME_LINE = re.compile(rb"^(started|saved) ([0-9]+\.[0-9]+)$", re.MULTILINE)
 def replaced_file(path: Path) -> Iterator[IO[bytes]]:
     """Open a temporary file, which replaces the file at ``path`` at the end of the block.
 
-    After an error, a kill or a power cut, ``path`` has all of the old or all of the new content.
+    After an error, a kill or a power cut, ``path`` contains either the complete old file or the
+    complete new file.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
     temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
@@ -88,7 +89,7 @@ def version_folder(version: int | str) -> str:
 
 
 def number_of(name: str) -> int | None:
-    """Return a version's number, such as 3 for "version_3", or None for any other folder name."""
+    """Return the number in a folder name such as "version_3", or None for any other name."""
     match = re.fullmatch(r"version_(0|[1-9][0-9]*)", name)
     return int(match[1]) if match else None
 
@@ -135,10 +136,11 @@ def claim_version(folder: Path, *others: Path) -> int:
 
 
 def read_times(folder: Path) -> tuple[float, float]:
-    """Return the times of a version's latest start and latest save, from its .lock file.
+    """Return when a run last started and last saved in a version folder, in seconds since 1970.
 
-    A new run appends a line such as "started 1764277654.5" to the .lock files in its folders. A
-    save appends "saved 1764277700.25". Return 0.0 for a time that the file does not contain.
+    A new run appends a line such as "started 1764277654.5" to the .lock files in its folders.
+    Saving a checkpoint appends a line such as "saved 1764277700.25". If there is no such line, the
+    time is 0.0.
     """
     times = {b"started": 0.0, b"saved": 0.0}
     for event, seconds in _TIME_LINE.findall(read_end(os.path.join(folder, ".lock"))):
@@ -168,7 +170,10 @@ def make_folder(folder: Path) -> None:
 
 
 def folder_error(folder: Path, error: OSError) -> ConfigurationError:
-    """Return an error that names the folder, and the broken link in its path if there is one."""
+    """Return an error that names the folder.
+
+    If the folder's path contains a broken link, the error also names the link.
+    """
     from .errors import ConfigurationError
 
     reason = f"The system reported: {error.strerror}."

@@ -128,7 +128,10 @@ def sort_callbacks(callbacks: list[Any]) -> list[Any]:
 
 
 def add_model_callbacks(callbacks: list[Any], own: list[Any]) -> list[Any]:
-    """Add a module's own callbacks, and remove the loop's callbacks of the same classes."""
+    """Combine the loop's callbacks with those of the module's configure_callbacks method.
+
+    If both have a callback of the same class, keep only the module's callback.
+    """
     replaced = {base for callback in own for base in type(callback).__mro__} - {Callback, object}
     kept = [callback for callback in callbacks if type(callback) not in replaced]
     check_callbacks([*kept, *own])
@@ -140,10 +143,10 @@ def add_model_callbacks(callbacks: list[Any], own: list[Any]) -> list[Any]:
 
 
 def resume_averaging(run: Run) -> None:
-    """Make StochasticWeightAveraging set its scheduler again after a resume within an epoch.
+    """Call on_train_epoch_start of StochasticWeightAveraging again, if a run resumes in an epoch.
 
-    The hook on_train_epoch_start, which sets the scheduler, also changes learning rates and
-    BatchNorm statistics. Undo these changes.
+    This hook sets the scheduler for the averaging. The hook also changes learning rates and
+    BatchNorm statistics, and resume_averaging undoes these changes.
     """
     callbacks = run.hooks.callbacks_of("StochasticWeightAveraging")
     if not (callbacks and run.plan.start.resumes and run.progress.is_in_epoch):
@@ -160,7 +163,10 @@ def resume_averaging(run: Run) -> None:
 
 
 def finish_averaging(run: Run) -> None:
-    """If a finished run is resumed, set the averaged weights again, as at the end of training."""
+    """If a finished run is resumed, call on_train_end of the weight averaging callbacks again.
+
+    This hook copies the averaged weights into the model.
+    """
     if not run.plan.start.resumes:
         return
     callbacks = run.hooks.callbacks_of("WeightAveraging")

@@ -1,4 +1,4 @@
-"""Check an object for overridden hooks, a Lightning class and state_dict methods."""
+"""Check whether an object overrides a hook, has a Lightning class, or has a state_dict."""
 
 from __future__ import annotations
 
@@ -15,7 +15,10 @@ _EMPTY_HOOKS = tuple(
 
 
 def overridden(part: Any, name: str) -> Callable | None:
-    """Return an object's method, or None if the method is missing or an empty Lightning hook."""
+    """Return the method ``name`` of an object.
+
+    If the method is missing, or is an empty hook of Lightning's base classes, return None.
+    """
     method = getattr(part, name, None)
     if not callable(method):
         return None
@@ -24,9 +27,10 @@ def overridden(part: Any, name: str) -> Callable | None:
 
 
 def is_instance_of(part: Any, *class_names: str) -> bool:
-    """Return whether an object is an instance of a Lightning class, given by its name.
+    """Return whether a class with one of the given names is among the classes of an object.
 
-    isinstance() would not recognize objects whose class is from the package ``pytorch_lightning``.
+    Compare names, because isinstance() would not recognize Lightning's classes from the package
+    ``pytorch_lightning``.
     """
     return any(base.__name__ in class_names for base in type(part).__mro__)
 

@@ -14,7 +14,8 @@ from lightning.pytorch.core.optimizer import LightningOptimizer
 def wrap_optimizer(optimizer: Any, strategy: Any) -> LightningOptimizer:
     """Return an optimizer whose ``step`` calls ``strategy.optimizer_step``.
 
-    Set a private attribute, because LightningOptimizer has no public setter for the strategy.
+    Set the private attribute ``_strategy``, because LightningOptimizer has no public setter for the
+    strategy.
     """
     wrapped = LightningOptimizer(optimizer)
     wrapped._strategy = strategy
@@ -32,7 +33,7 @@ def _do_nothing() -> None:
 
 
 def set_current_hook(module: Any, hook: str | None) -> None:
-    """Set the name of the hook that is running, which LightningModule.log reads."""
+    """Set the name of the running hook. LightningModule.log reads this name."""
     module._current_fx_name = hook
 
 

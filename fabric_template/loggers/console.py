@@ -41,9 +41,9 @@ NO_METRICS = ("epoch", "step", "samples_per_second", *CLOCKS)
 class Console:
     """Show the progress bar and the table of a run in the main process.
 
-    A terminal shows the bar in its last line, and a notebook shows it below the table. A log file
-    gets one line per row and, in long epochs, one line per minute. If drawing fails, Console warns,
-    turns the bar off and lets training continue.
+    In a terminal, the bar is in the last line. In a notebook, the bar is below the table. A log
+    file gets one line per table row and, in long epochs, one progress line per minute. If drawing
+    fails, Console warns, turns the bar off and lets training continue.
     """
 
     def __init__(self, config: Any, is_enabled: bool) -> None:
@@ -66,7 +66,10 @@ class Console:
 
     @contextmanager
     def shown(self, run: Run) -> Iterator[None]:
-        """Show the progress bar. If an error is raised, the bar stays at the failed batch."""
+        """Show the progress bar during the block.
+
+        If the block raises an error, the bar stays at the failed batch.
+        """
         is_complete = False
         try:
             yield
@@ -78,7 +81,10 @@ class Console:
         self._guard(self._start, run, run.progress.batches_done)
 
     def start_evaluation(self, run: Run, num_batches: int | float) -> None:
-        """Show an evaluation's progress. A validation during fit appears in the epoch's bar."""
+        """Show the progress of an evaluation.
+
+        During fit, the progress bar of the epoch also shows the validation.
+        """
         self._num_eval_batches = num_batches
         if run.stage != "fit":
             self._guard(self._start, run, 0)
@@ -171,7 +177,10 @@ class Console:
         return text
 
     def _add_row(self, row: Mapping[str, Any]) -> None:
-        """Print a row, below a header if a column is new, and mark a new best value with "*"."""
+        """Print a row of the table, and mark a new best value with "*".
+
+        If the row has a new column, print the header first.
+        """
         if not self._output:
             return
         cells = {n: format_value(n, value) for n, value in row.items() if value is not None}
@@ -197,7 +206,10 @@ class Console:
             self._print(f"{text} Try loop.tune(model, loader).")
 
     def _is_best(self, value: float) -> bool:
-        """Return whether a monitored value is the best so far, and store the best value."""
+        """Return whether ``value`` is better than the best value so far.
+
+        If so, store ``value`` as the best value.
+        """
         is_better = value > self._best if self._mode == "max" else value < self._best
         if math.isnan(value) or not (is_better or math.isnan(self._best)):
             return False
@@ -205,7 +217,10 @@ class Console:
         return True
 
     def _print(self, text: str) -> None:
-        """Print a line above the progress bar. In a notebook, store the line for the next draw."""
+        """Print a line above the progress bar.
+
+        In a notebook, the line appears at the next draw of the bar.
+        """
         if self._output == "notebook":
             self._lines.append(text)
             return
@@ -247,7 +262,7 @@ class Console:
 
 
 def detect_output() -> str:
-    """Return where the output is shown: "notebook", "terminal" or "log file"."""
+    """Return where the run prints its progress: "notebook", "terminal" or "log file"."""
     get_ipython = getattr(sys.modules.get("IPython"), "get_ipython", None)
     shell = get_ipython() if get_ipython is not None else None
     # A process that a notebook has started cannot write to the notebook's cells.
@@ -257,7 +272,7 @@ def detect_output() -> str:
 
 
 def fitting_values(texts: Sequence[str], columns: int, meter: Mapping[str, Any]) -> list[str]:
-    """Return the values that fit beside the progress bar in a terminal with ``columns`` columns."""
+    """Return the texts that fit beside the progress bar in a terminal with ``columns`` columns."""
     bar_format = None if meter["total"] is None else "{l_bar}{r_bar}"
     space = columns - len(tqdm.format_meter(**meter, bar_format=bar_format))
     if meter["total"] is not None:
@@ -271,7 +286,10 @@ def fitting_values(texts: Sequence[str], columns: int, meter: Mapping[str, Any])
 
 
 def bar_values(run: Run) -> dict[str, float]:
-    """Return the values to show beside the progress bar. Reading them waits for the GPU."""
+    """Return the metrics to show beside the progress bar.
+
+    Converting the metrics from tensors to numbers waits for the GPU.
+    """
     results = run.results
     logs_itself = run.is_lightning_module and (results.active.metrics or results.callback_metrics)
     values = {} if logs_itself else train_values_first(results.latest_means())
@@ -291,7 +309,7 @@ def column_width(name: str) -> int:
 
 
 def fitting_columns(columns: Sequence[str], monitor: str, width: int) -> list[str]:
-    """Return the table columns that fit into a terminal. metrics.csv contains all columns."""
+    """Return the table columns that fit into ``width`` characters. metrics.csv has all columns."""
     fitting = list(columns)
     for name in reversed(columns):
         # If columns are left out, reserve space for the "  …" at the end of the header.
@@ -307,7 +325,7 @@ def fitting_columns(columns: Sequence[str], monitor: str, width: int) -> list[st
 
 
 def summarize_run(run: Run, checkpoints: Sequence[Path]) -> dict[str, list[str]]:
-    """Summarize a fit in lines of text, keyed by headings such as "trained" and "ended"."""
+    """Return the lines of a fit's summary, keyed by headings such as "trained" and "ended"."""
     rows, progress, monitor = run.row.rows, run.progress, run.config.monitor or ""
     name = getattr(run.model, "__name__", type(run.model).__name__)
     data = "" if run.datamodule is None else f" on {type(run.datamodule).__name__}"
@@ -367,7 +385,10 @@ def end_reason(run: Run) -> str:
 def best_row(
     rows: Sequence[Mapping[str, Any]], monitor: str, mode: str
 ) -> Mapping[str, Any] | None:
-    """Return the first row with the best monitored value, or None if no row has a value."""
+    """Return the first row with the best value of the monitored metric.
+
+    If no row has a value of this metric, return None.
+    """
     found = [row for row in rows if not math.isnan(row.get(monitor, math.nan))]
     choose = max if mode == "max" else min
     return choose(found, key=lambda row: row[monitor], default=None)
@@ -388,7 +409,7 @@ def format_results(results: Sequence[Mapping[str, Any]], stage: str) -> str:
 
 
 def format_value(name: str, value: Any) -> str:
-    """Format a value in about eight characters, such as 0.2500 or 2.00e-07."""
+    """Format a metric's value in about eight characters, such as 0.2500 or 2.00e-07."""
     if not isinstance(value, float):
         return " ".join(str(value).split())[:20]
     if name == "time":
@@ -414,6 +435,9 @@ def format_count(number: int, noun: str) -> str:
 
 
 def shorten_path(path: Path) -> str:
-    """Convert a path to a relative path if it is inside the working directory."""
+    """Return a path inside the working directory as a relative path.
+
+    Return any other path unchanged.
+    """
     relative = os.path.relpath(path)
     return str(path) if relative.startswith("..") else relative

@@ -1,4 +1,4 @@
-"""Convert CSV files from other tools to runs with one column per metric."""
+"""Convert CSV files from other tools to one table per run, with one column per metric."""
 
 from __future__ import annotations
 
@@ -58,7 +58,10 @@ def has_number(cells: Iterable[Any]) -> bool:
 
 
 def to_wide(columns: Columns) -> Columns:
-    """Convert a table with a row per value or per data split to one with a column per metric."""
+    """Convert a long table to a wide table, which has one column per metric.
+
+    A long table has one row per metric value, or one row per data split.
+    """
     lower = {name.lower(): name for name in reversed([*columns])}
     key = next((lower[name] for name in KEY_NAMES if name in lower), None)
     if key is not None and "value" in lower:
@@ -86,7 +89,7 @@ def split_columns(columns: Columns, split: str) -> Columns:
 
 
 def select(keys: list[Any], cells: list[Any]) -> Columns:
-    """Return a column of ``cells`` for each distinct key, with "" where a row has another key."""
+    """Return one column of ``cells`` per distinct key, with "" in the rows of all other keys."""
     pairs = list(zip(keys, cells, strict=True))
     return {
         key: [cell if other == key else "" for other, cell in pairs] for key in dict.fromkeys(keys)
@@ -94,7 +97,10 @@ def select(keys: list[Any], cells: list[Any]) -> Columns:
 
 
 def split_runs(columns: Columns) -> dict[str, Columns]:
-    """Return the columns of each run, keyed by run name, or by "" for a single run."""
+    """Return a table for each run in a file, keyed by run name.
+
+    If the file contains a single run, the key is "".
+    """
     exported = [name for name in columns if " - " in name]
     others = [name for name in columns if name not in exported]
     if any(name.endswith("__MIN") for name in exported) or (
@@ -126,7 +132,10 @@ def split_runs(columns: Columns) -> dict[str, Columns]:
 
 
 def count_fits(columns: Columns) -> list[tuple[str, ...]]:
-    """Label each row "fit 1", "fit 2" and so on, if epochs and steps restart within the file."""
+    """Return a label for each row, such as ("fit 2",), if epochs and steps restart in the file.
+
+    Otherwise, return an empty list.
+    """
     places = []
     is_complete = all(map(all, columns.values()))
     with suppress(ValueError):
@@ -144,7 +153,10 @@ def count_fits(columns: Columns) -> list[tuple[str, ...]]:
 
 
 def name_columns(cells: list[str], has_rows: bool) -> list[str]:
-    """Return unique column names. Number the columns if the file has no header."""
+    """Return unique column names.
+
+    If the file has no header, the names are "column 1", "column 2" and so on.
+    """
     if has_rows and all(map(is_number, cells)):
         return [f"column {index}" for index in range(1, len(cells) + 1)]
     names: list[str] = []

@@ -68,7 +68,10 @@ class CSVLogger(Logger):
 
     @property
     def version(self) -> int | str:
-        """Return the given version, or choose the next free version number at the first access."""
+        """Return the run's version.
+
+        If no version was given, the first access chooses the next free version number.
+        """
         if self._version is None:
             folders = [Path(self.root_dir, self.name)]
             if self._checkpoint_dir is not None:
@@ -77,7 +80,10 @@ class CSVLogger(Logger):
         return self._version
 
     def use_version(self, version: int | str) -> None:
-        """Write to the folder of another version, but keep the logged hyperparameters."""
+        """Write to the folder of ``version`` after this call.
+
+        Keep the hyperparameters that are already logged.
+        """
         if version != self._version:
             self._version, self._tables = version, {}
 
@@ -107,7 +113,11 @@ class CSVLogger(Logger):
 
     @rank_zero_only
     def log_metrics(self, metrics: Mapping[str, Any], step: int | None = None) -> None:
-        """Append a row to steps.csv. If step is None, use metrics["step"] or the row number."""
+        """Append a row to steps.csv.
+
+        If ``step`` is None, use metrics["step"] as the step. If this key is missing, use the number
+        of rows.
+        """
         if metrics:
             table = self._table("steps.csv")
             row = {"step": table.num_rows, **metrics}
@@ -121,7 +131,10 @@ class CSVLogger(Logger):
         write_yaml(Path(self.log_dir, "hparams.yaml"), self._hparams)
 
     def position(self) -> dict[str, Any]:
-        """Return the columns and the number of rows of each CSV file, including rows in memory."""
+        """Return the columns, the number of rows and the last row of each file, keyed by file name.
+
+        Rows in memory count as rows of the file.
+        """
         return {n: self._table(n).position() for n in FILES} if is_first_process() else {}
 
     def rewind(
@@ -153,7 +166,7 @@ class CSVLogger(Logger):
 
     @rank_zero_only
     def sync(self) -> None:
-        """Retry the rows that could not be written, and flush the files to disk."""
+        """Write the rows whose earlier write failed, and flush the files to disk."""
         for table in self._tables.values():
             table.sync()
 
@@ -184,7 +197,10 @@ class Table:
             self._read()
 
     def position(self) -> dict[str, Any]:
-        """Return the columns, the number of rows and the last row, including rows in memory."""
+        """Return the columns, the number of rows and the last row of the file.
+
+        Rows in memory count as rows of the file.
+        """
         last = self.waiting[-1] if self.waiting else self._last
         return {
             "rows": self.num_rows + len(self.waiting),
@@ -198,7 +214,10 @@ class Table:
         return list(dict.fromkeys([*self.columns, *waiting]))
 
     def _read(self) -> None:
-        """Read the file's columns and count its rows. Drop an incomplete last row."""
+        """Read the columns and the number of rows from the file.
+
+        Remove an incomplete last row from the file.
+        """
         size, table = file_size(self.path), read_table(self.path)
         self._set_content(table.columns, table.rows, size)
         if not table.is_complete:
@@ -221,7 +240,10 @@ class Table:
                 )
 
     def write_waiting(self) -> None:
-        """Append all rows in memory to the file, or none of them if the write fails."""
+        """Append all rows in memory to the file.
+
+        If the write fails, raise an error, leave the file unchanged, and keep the rows in memory.
+        """
         if not self.waiting:
             return
         if file_size(self.path) != self._size:
@@ -292,14 +314,16 @@ def to_cell(name: str, value: Any) -> Any:
 
 
 def cells_of(row: Mapping[str, Any]) -> dict[str, str]:
-    """Return the non-empty cells of a row as text."""
+    """Return the non-empty cells of a row as a dict from column name to text."""
     return {name: str(value) for name, value in row.items() if value is not None and value != ""}
 
 
 def rows_before(
     rows: list[dict[str, str]], position: Mapping[str, Any], step: int
 ) -> tuple[list[dict[str, str]], bool]:
-    """Return the rows written before a checkpoint, and whether another program changed the file.
+    """Return the rows that a CSV file contained when a checkpoint was saved.
+
+    The second result is True if another program has changed the file since then.
 
     Args:
         position: The number of rows at the checkpoint, and the last of these rows if it is known.
@@ -317,7 +341,10 @@ def rows_before(
 
 
 def is_before(row: Mapping[str, str], step: int) -> bool:
-    """Return whether a CSV row is from the given step or an earlier one, or has no step."""
+    """Return whether a CSV row is from ``step`` or an earlier step.
+
+    For a row without a step, return True.
+    """
     try:
         return float(row.get("step", "")) <= step
     except ValueError:

@@ -57,7 +57,10 @@ class LogArguments:
 
 
 def check_arguments(hook: str | None, name: str, arguments: tuple) -> LogArguments:
-    """Fill in the defaults of self.log's arguments, or raise an error if the hook rejects one."""
+    """Return the arguments of ``self.log``, with the calling hook's defaults filled in.
+
+    Raise an error if an argument is not allowed in this hook.
+    """
     prog_bar, logger, on_step, on_epoch, reduce_fx, *others = arguments
     if _EPOCH_HOOK.fullmatch(str(hook)):
         for option, value, allowed in (("on_step", on_step, False), ("on_epoch", on_epoch, True)):
@@ -87,7 +90,7 @@ def check_arguments(hook: str | None, name: str, arguments: tuple) -> LogArgumen
 
 
 def find_reduction(reduce_fx: Any) -> str:
-    """Return the key of REDUCTIONS for a name such as "avg" or a function such as torch.mean."""
+    """Return the name of a reduction, such as "mean" for "avg" or torch.mean."""
     functions = (torch.mean, torch.sum, torch.max, torch.min, sum, max, min)
     reduction = reduce_fx.__name__ if reduce_fx in functions else str(reduce_fx).lower()
     reduction = "mean" if reduction == "avg" else reduction

@@ -45,7 +45,7 @@ class LoggerConnector:
         run.row.check_loss(row)
 
     def log_evaluation_step(self, dataloader_idx: int) -> None:
-        """Send the loggers the values that an evaluation batch logged with on_step=True."""
+        """Send values to the loggers that were logged with on_step=True in an evaluation batch."""
         run = self.run
         if run.progress.stage == "sanity_check":
             return
@@ -55,7 +55,10 @@ class LoggerConnector:
             self.log_metrics(values.logged, step=count, row=values.row)
 
     def log_evaluation(self, metrics: Mapping[str, Any], row: Mapping[str, Any]) -> None:
-        """Log an evaluation's values. If metrics.csv gets no row, write them to steps.csv."""
+        """Send the values of an evaluation to the loggers.
+
+        If metrics.csv gets no row for the evaluation, also write the values to steps.csv.
+        """
         run = self.run
         if run.progress.stage == "sanity_check":
             return
@@ -129,7 +132,7 @@ class RunTensorBoardLogger(TensorBoardLogger):
 
 
 def make_logger(given: Any, own: CSVLogger | None) -> Any:
-    """Adapt a given logger, or create the logger for a name such as "wandb"."""
+    """Create the logger for a name such as "wandb". Adapt a logger object to Lightning's Logger."""
     if given is True or given == "csv":
         return own
     if not isinstance(given, str) or own is None:

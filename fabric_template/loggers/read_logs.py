@@ -69,9 +69,11 @@ def read_logs(path: str | os.PathLike[str], steps: bool = False) -> pd.DataFrame
 
 
 def read_columns(path: Path, steps: bool = False) -> dict[str, list[Any]]:
-    """Return a CSV file's columns as text. Merge the rows per epoch, or per step if steps=True.
+    """Return the columns of a CSV file as text, keyed by column name.
 
-    Import pandas only to merge rows, because the command `runs` may read a thousand files.
+    Merge half-empty rows into one row per epoch, or per step if ``steps`` is True.
+
+    Use pandas only to merge rows, so that the command `runs` can read a thousand files quickly.
     """
     if steps and path.name == "metrics.csv" and path.with_name("steps.csv").exists():
         path = path.with_name("steps.csv")
@@ -103,9 +105,10 @@ def read_columns(path: Path, steps: bool = False) -> dict[str, list[Any]]:
 
 
 def join_if_incomplete(columns: dict[str, list[Any]], steps: bool) -> dict[str, list[Any]]:
-    """Merge a run's half-empty rows, and leave complete rows unchanged.
+    """Merge the half-empty rows of a run.
 
-    An epoch with several validations has several complete rows.
+    If all rows are complete, return the columns unchanged. An epoch with several validations has
+    several complete rows.
     """
     axes = [axis for axis in (find_axis(columns, name) for name in ("epoch", "step")) if axis]
     places = list(zip(*(columns[axis] for axis in axes), strict=True))
@@ -117,7 +120,10 @@ def join_if_incomplete(columns: dict[str, list[Any]], steps: bool) -> dict[str, 
 
 
 def find_runs(root: Path) -> list[tuple[str, int | str, Path]]:
-    """Return the name, version and file of each run in a folder, or of a single CSV file."""
+    """Return the name, version and CSV file of each run in a folder.
+
+    ``root`` can also be the path of a single CSV file.
+    """
     files = [root] if root.is_file() else find_files(root)
     runs = [(*name_run(file.parent, root), file) for file in files]
     return sorted(runs, key=lambda run: (sort_key(run[0]), sort_key(str(run[1]))))
@@ -131,7 +137,11 @@ def name_run(folder: Path, root: Path) -> tuple[str, int | str]:
 
 
 def find_files(root: Path) -> list[Path]:
-    """Return a folder's metrics.csv or, if there is none, all metrics.csv in visible subfolders."""
+    """Return the path of the metrics.csv in a folder.
+
+    If there is none, search the subfolders, and return the paths of all metrics.csv. Hidden
+    subfolders are not searched.
+    """
     if (root / "metrics.csv").is_file():
         return [root / "metrics.csv"]
     found = []
@@ -158,10 +168,12 @@ class CSVTable(NamedTuple):
 
 
 def read_table(path: Path) -> CSVTable:
-    """Read a CSV file, even if it is damaged. A missing file has no rows.
+    """Read a CSV file, even if the file is damaged.
 
-    The csv module is unsuitable, because it refuses long cells. After a stray quotation mark, the
-    csv module would read all later lines as one cell.
+    For a missing file, return a table without rows.
+
+    The csv module is unsuitable, because its reader raises an error for very long cells. After a
+    stray quotation mark, the csv module would read all later lines as one cell.
     """
     text = decode(path.read_bytes()) if path.exists() else ""
     if path.name not in ("metrics.csv", "steps.csv"):
@@ -216,9 +228,10 @@ def unquote(record: str) -> list[str]:
 
 
 def join_rows(columns: dict[str, list[Any]], steps: bool) -> dict[str, list[Any]]:
-    """Merge half-empty rows into one row per step, or per epoch and validation.
+    """Merge half-empty rows into one row per step or, if ``steps`` is False, per validation.
 
-    A merged row has the last value of each column, and the step at which validation ran.
+    An epoch without a validation also gets one row. A merged row contains the last value of each
+    column. The step of a merged row is the step at which the validation ran.
     """
     import pandas as pd
 
@@ -252,7 +265,10 @@ def parse_cell(cell: str) -> Any:
 
 
 def to_values(cells: list[Any]) -> list[Any]:
-    """Convert cells to numbers if possible. Use float(), because pandas.read_csv is inexact."""
+    """Convert cells to numbers if possible.
+
+    Use float(), because pandas.read_csv does not always return the nearest float.
+    """
     for kind in (int, float):
         with suppress(ValueError):
             return [kind(cell) for cell in cells]

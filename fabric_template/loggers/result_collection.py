@@ -76,9 +76,10 @@ class LoggedMetric:
         self.epoch, self.row = Sums(), Sums() if has_own_row else None
 
     def full_name(self, suffix: str = "") -> str:
-        """Return the logged name, with the loader's index if there are several loaders.
+        """Return the logged name.
 
-        If on_step and on_epoch are both set, add ``suffix``, such as "_step" or "_epoch".
+        If the metric belongs to one of several loaders, append the loader's index. If on_step and
+        on_epoch are both set, append ``suffix`` ("_step" or "_epoch") before the index.
         """
         arguments = self.arguments
         name = arguments.name
@@ -121,7 +122,7 @@ class LoggedMetric:
         return self._all_reduce(value, group=group, reduce_op=reduction)
 
     def update_torchmetric(self, metric: Any) -> None:
-        """Register a logged torchmetrics object, which keeps its own sums."""
+        """Store a logged torchmetrics object, which accumulates the values itself."""
         default = torch.get_default_dtype()
         if metric is self.torchmetric and getattr(metric, "dtype", default) is not default:
             # As in Trainer, self.log calls to(device), which resets the metric's dtype attribute.
@@ -132,10 +133,11 @@ class LoggedMetric:
             self.step_value = getattr(metric, "_forward_cache", None)
 
     def compute(self, sums: Sums | None) -> Tensor | None:
-        """Reduce ``sums`` to one value. If ``sums`` is None, return the last logged value.
+        """Return the value that ``sums`` reduces to, or None if nothing was logged.
 
-        Return None if nothing was logged. A torchmetrics object computes its epoch value itself.
-        All processes must call ``compute``.
+        If ``sums`` is None, return the last logged value. For a torchmetrics object, return the
+        result of the object's own ``compute`` method. All processes must call LoggedMetric.compute,
+        because this method may reduce the value over all processes.
         """
         if sums is None:
             value: Any = self.step_value
@@ -206,13 +208,16 @@ class LoopResults:
     has_new_values: bool = False
 
     def current(self) -> Iterator[LoggedMetric]:
-        """Yield the metrics that were logged for the current loader since the last reset."""
+        """Yield each metric that has a value for the current loader in the current epoch."""
         for metric in self.metrics.values():
             if metric.has_value and metric.arguments.dataloader_idx == self.dataloader_idx:
                 yield metric
 
     def start_hook(self, hook: str | None) -> None:
-        """In an epoch's first batch, reset values that the hook logged in the previous epoch."""
+        """Reset the values that ``hook`` logged in the previous epoch.
+
+        After the first batch of an epoch, do nothing.
+        """
         self.last_hook = hook
         if self.is_first_batch is not False:
             for metric in self.metrics.values():
@@ -220,7 +225,7 @@ class LoopResults:
                     metric.reset()
 
     def current_batch_size(self) -> int:
-        """Return the size of the current batch, which is computed only once per batch."""
+        """Return the size of the current batch. Compute the size only once per batch."""
         if self.batch_size is None:
             self.batch_size = 1 if self.batch is None else find_batch_size(self.batch)
         return self.batch_size
@@ -236,7 +241,7 @@ class CurrentValues(NamedTuple):
 
 
 class EvaluationValues(NamedTuple):
-    """Hold an evaluation's values: a dict per loader, a dict for loggers and one for CSV files."""
+    """Hold an evaluation's values: a dict per loader, a dict for loggers, a dict for CSV files."""
 
     results: list[dict[str, Any]]
     logged: dict[str, Any]
@@ -276,12 +281,12 @@ class ResultCollection:
         self._loader_values: list[CurrentValues] = []
 
     def metrics(self) -> dict[str, dict[str, Any]]:
-        """Return Trainer's dicts of logged values, keyed by name."""
+        """Return the dicts callback_metrics, logged_metrics and progress_bar_metrics by name."""
         names = ("callback_metrics", "logged_metrics", "progress_bar_metrics")
         return {name: getattr(self, name) for name in names}
 
     def load_metrics(self, metrics: dict[str, dict[str, Any]]) -> None:
-        """Replace the logged values with those of another process."""
+        """Replace the dicts that ``metrics()`` returns by those of another process."""
         vars(self).update(metrics)
 
     def __deepcopy__(self, memo: dict) -> ResultCollection:
@@ -349,7 +354,7 @@ class ResultCollection:
             self.log(name, value, **arguments)
 
     def _register(self, results: LoopResults, key: tuple, call_arguments: tuple) -> LoggedMetric:
-        """Check the arguments of ``self.log``, and return the LoggedMetric for its values."""
+        """Check the arguments of ``self.log``, and return the metric's LoggedMetric."""
         hook, name, _ = key
         arguments = check_arguments(hook, name, call_arguments)
         if call_arguments[1] and not self.run.loop.loggers:
@@ -418,17 +423,20 @@ class ResultCollection:
             return 1
 
     def start_training(self) -> None:
-        """Treat all values that are logged from now on as training results."""
+        """Treat all values that are logged after this call as training results."""
         self.active = self.train
 
     def start_evaluation(self) -> None:
-        """Treat all values that are logged from now on as evaluation results."""
+        """Treat all values that are logged after this call as evaluation results."""
         self.update_metrics()
         self.active, self._loader_values = self.evaluation, []
 
     @contextmanager
     def kept_apart(self) -> Iterator[None]:
-        """Collect the values of an evaluation in this context, then restore the run's values."""
+        """In this context, keep the values of an evaluation separate from the run's logged values.
+
+        After the block, restore the run's logged values.
+        """
         own = dict(vars(self))
         dicts = {name: dict(value) for name, value in own.items() if isinstance(value, dict)}
         vars(self).update(dicts)
@@ -454,7 +462,11 @@ class ResultCollection:
         self.active.has_new_values = True
 
     def end_batches(self) -> None:
-        """After the last batch of an epoch or a loader, replace step values by epoch values."""
+        """Compute the epoch's values, after the last batch of an epoch or of an evaluation loader.
+
+        After this call, current_values returns the epoch's values instead of the last step's
+        values.
+        """
         if self.active.has_new_values:
             self.update_metrics()
         self.active.is_first_batch = None
@@ -466,7 +478,7 @@ class ResultCollection:
                 self.returned[metric.arguments.name] = value
 
     def end_loader(self) -> None:
-        """Store the values of an evaluation loader after its last batch."""
+        """Store an evaluation loader's values for end_evaluation, after the loader's last batch."""
         self.end_batches()
         # As in Trainer, a sanity check updates callback_metrics only after its last loader.
         if self.run.progress.stage != "sanity_check":
@@ -475,7 +487,10 @@ class ResultCollection:
         self.evaluation.dataloader_idx = None
 
     def end_evaluation(self) -> EvaluationValues:
-        """Return an evaluation's values. Call this method after the evaluation's last hook."""
+        """Return the values of the evaluation.
+
+        Call this method after the evaluation's last hook.
+        """
         at_end, results = self.update_metrics(), []
         for values in self._loader_values:
             # Like Trainer, return logged values. If nothing is logged, return step outputs.
@@ -496,7 +511,7 @@ class ResultCollection:
         results.dataloader_idx = results.last_hook = results.is_first_batch = None
 
     def end(self) -> None:
-        """Stop logging. callback_metrics keeps the values of the last batch."""
+        """End the logging of a run. Move callback_metrics and logged_metrics to the CPU."""
         try:
             if self.active.has_new_values:
                 self.update_metrics()
@@ -546,7 +561,7 @@ class ResultCollection:
         return values
 
     def take_means(self) -> dict[str, Tensor]:
-        """Return the training means since the newest row of metrics.csv, and reset them."""
+        """Return the training means since the newest row of metrics.csv, and reset the sums."""
         row: dict[str, Tensor] = {}
         for metric in self.train.metrics.values():
             value = metric.compute(metric.row or metric.epoch)
@@ -605,7 +620,10 @@ class ResultCollection:
 
 
 def find_batch_size(batch: Any) -> int:
-    """Return the same batch size as Trainer, with a faster search in tuples of tensors."""
+    """Return the same batch size as Trainer.
+
+    For a tuple or list of tensors, avoid Trainer's slower search.
+    """
     if type(batch) in (tuple, list):
         sizes = {p.size(0) if isinstance(p, Tensor) and p.dim() else -1 for p in batch}
         if len(sizes) == 1 and -1 not in sizes:
@@ -614,14 +632,17 @@ def find_batch_size(batch: Any) -> int:
 
 
 def float_type() -> torch.dtype:
-    """Return the default dtype, or float32 if the default is less precise."""
+    """Return torch's default dtype, or float32 if the default dtype has less than 32 bits."""
     default = torch.get_default_dtype()
     return default if default in (torch.float32, torch.float64) else torch.float32
 
 
 @cache
 def warn_of_integer(name: str) -> None:
-    """Warn about a logged integer, only once per name, because each step may log it again."""
+    """Warn that an integer was logged.
+
+    Warn only once per name, because each step may log it again.
+    """
     rank_zero_warn(
         f"You called `self.log({name!r}, ...)` with an integer, but the value needs to be floating to be"
         f" reduced. Converting it to {float_type()}."
@@ -669,9 +690,9 @@ def find_torchmetrics(module: Any) -> dict[str, Any]:
 
 
 def plain_attributes(metric: Any) -> dict[str, Any]:
-    """Copy those attributes of a metric that torch.load(weights_only=True) can load.
+    """Copy the attributes of a torchmetrics object that torch.load(weights_only=True) can load.
 
-    A metric's state_dict() is not enough, because it contains only persistent states.
+    The object's state_dict() is not enough, because a state_dict() contains only persistent states.
     """
     own = {k: v for k, v in vars(metric).items() if k not in _ATTRIBUTES_OF_MODULES and is_plain(v)}
     return apply_to_collection(own, Tensor, lambda tensor: tensor.detach().clone())

@@ -30,7 +30,8 @@ class RowWriter:
     """Collect the values of a row, decide when the row is due, and write it to metrics.csv.
 
     An epoch-based run has a row for each epoch. A step-based run has a row for each validation, and
-    one at the end. A step-based run that never validates also has a row for each epoch.
+    a last row at the end of training. A step-based run that never validates also has a row for each
+    epoch.
 
     Attributes:
         rows: All rows of the run so far, which ``fit`` returns.
@@ -60,7 +61,7 @@ class RowWriter:
         self._excluded_seconds = 0.0
 
     def choose_interval(self) -> None:
-        """Choose step-based or epoch-based rows. This requires the number of training batches."""
+        """Choose step-based or epoch-based rows, after the number of training batches is known."""
         has_no_length = self.run.progress.num_train_batches == math.inf
         self.is_step_based = self.counts_steps or has_no_length
 
@@ -70,13 +71,19 @@ class RowWriter:
         return self.run.stop.max_steps != -1 or self.run.config.check_val_every_n_epoch is None
 
     def continue_rows(self, rows: list[dict[str, Any]]) -> None:
-        """Set the run's earlier rows, read from a CSV file or sent by another process."""
+        """Set the rows of metrics.csv written so far.
+
+        If ``rows`` is empty, keep the current rows.
+        """
         self.rows = rows or self.rows
 
     # The clock
 
     def start_clock(self) -> None:
-        """Start the clock for the next row. The time of the first row excludes the setup."""
+        """Start the clock for the next row of metrics.csv.
+
+        After a resume, the clock continues at the number of seconds in the checkpoint.
+        """
         seconds, waited, self._excluded_seconds = self._seconds_before_resume
         self._started = time.monotonic() - seconds
         self._waited_at_start = self.run.data.seconds_waited - waited
@@ -91,7 +98,7 @@ class RowWriter:
 
     @contextmanager
     def excluded(self) -> Iterator[None]:
-        """Exclude the time of a validation or a save from ``samples_per_second``."""
+        """Exclude the block, which validates or saves, from the time for ``samples_per_second``."""
         started, before = time.monotonic(), self._excluded_seconds
         try:
             yield
@@ -102,9 +109,11 @@ class RowWriter:
     # Values
 
     def add_train_output(self, output: Any, loss: Tensor | None) -> None:
-        """Collect the values that training_step returned, but only a LightningModule's loss.
+        """Collect the values that training_step returned.
 
-        In manual optimization, the loss is None if the step returned a dict without "loss".
+        For a LightningModule, collect only the loss.
+
+        ``loss`` is None if, in manual optimization, the step returned a dict without "loss".
         """
         results = self.run.results
         if not results.is_enabled:
@@ -125,7 +134,7 @@ class RowWriter:
         self.step_values[name] = value
 
     def record_learning_rates(self) -> None:
-        """Record this optimizer step's learning rates before the schedulers change them."""
+        """Record an optimizer step's learning rates, before the schedulers change the rates."""
         self.learning_rates = learning_rates(self.run)
 
     def collect(self, values: Mapping[str, Any]) -> None:
@@ -148,7 +157,10 @@ class RowWriter:
         return {name: float(rate) for name, rate in zip(names, rates, strict=False)}
 
     def _coordinates(self) -> dict[str, Any]:
-        """Return the global step, and the index of the current or just finished epoch."""
+        """Return the global step and the epoch index.
+
+        Between two epochs, this is the index of the epoch that just ended.
+        """
         progress = self.run.progress
         epoch = max(0, progress.epochs_done - (not progress.is_in_epoch))
         return {"epoch": epoch, "step": progress.global_step}
@@ -156,7 +168,10 @@ class RowWriter:
     # Due rows
 
     def write_after_validation(self) -> None:
-        """After a validation within an epoch, write a row. Epoch-based runs only print it."""
+        """Write a row after a validation within an epoch.
+
+        In an epoch-based run, only print the row.
+        """
         run = self.run
         # write_after_epoch writes the row after the last batch of an epoch.
         if run.progress.is_epoch_complete or not self._is_validated:
@@ -174,7 +189,10 @@ class RowWriter:
             self._write(is_in_epoch=False)
 
     def write_after_training(self) -> None:
-        """In a step-based run, write a row for the last steps. A resumed run removes this row."""
+        """In a step-based run, write a row for the steps since the newest row.
+
+        If the run is resumed, the resumed run removes this row from metrics.csv.
+        """
         last_step = self.rows[-1]["step"] if self.rows else 0
         if self.is_step_based and self.run.progress.global_step > last_step:
             self._write(is_in_epoch=True)
@@ -279,7 +297,7 @@ class RowWriter:
         self._rewind(state)
 
     def _rewind(self, state: Mapping[str, Any]) -> None:
-        """Remove the rows that are newer than the checkpoint, and read the remaining ones."""
+        """Remove the CSV rows that were written after the checkpoint, and read the earlier rows."""
         positions = state["files"] or [{}]
         # If this run has more CSV loggers than the saved run, the additional loggers continue at
         # the position of the saved run's first logger.
@@ -298,7 +316,7 @@ class RowWriter:
                 )
 
     def _log_folders(self, logger: CSVLogger, saved: str) -> list[Path]:
-        """List the folders that may contain the checkpoint's rows, most likely first."""
+        """Return the folders that may contain the checkpoint's CSV rows, the likeliest first."""
         checkpoint = Path(str(self.run.plan.start.path)).absolute()
         # Also use the folder names in the checkpoint's path, because the folders may have been
         # renamed.
@@ -315,7 +333,10 @@ class RowWriter:
 
 
 def has_rows(folder: Path, row: Mapping[str, Any] | None, position: Mapping[str, Any]) -> bool:
-    """Return whether the CSV files in a folder contain the last row recorded in a checkpoint."""
+    """Return whether a folder's CSV files contain the last row written before a checkpoint.
+
+    ``row`` and ``position`` are from the checkpoint.
+    """
     last = position.get("steps.csv", {}).get("last")
     if row is None and last is not None:
         rows = read_table(folder / "steps.csv").rows
@@ -333,7 +354,7 @@ def parse_row(row: Mapping[str, str]) -> dict[str, Any]:
 
 
 def train_values_first(values: Mapping[str, Any]) -> dict[str, Any]:
-    """Convert values to numbers, put training values first, and drop "epoch" and "step"."""
+    """Return the values as numbers, training values first, without "epoch" and "step"."""
     names = sorted(values, key=lambda name: not name.startswith("train"))
     return to_numbers({name: values[name] for name in names if name not in ("epoch", "step")})
 

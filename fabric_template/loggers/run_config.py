@@ -35,9 +35,10 @@ GIT_STATUS = ["git", "--no-optional-locks", "status", "--porcelain=v2", "--branc
 
 
 def write_run_config(run: Run) -> None:
-    """Write config.yaml beside metrics.csv. If writing fails, warn and continue training.
+    """Write config.yaml beside metrics.csv.
 
-    Keep an existing config.yaml if the run is resumed, or if another program wrote the file.
+    If writing fails, warn and continue training. Do not overwrite a config.yaml if the run is
+    resumed, or if another program wrote the file.
     """
     for logger in run.loggers.csv_loggers if run.fabric.is_global_zero else ():
         path = Path(logger.log_dir, "config.yaml")
@@ -54,7 +55,7 @@ def warn_of_record(what: str, error: Exception) -> None:
 
 
 def record_own_loop(loop: FabricLoop, parts: Mapping[str, Sequence[Any]]) -> None:
-    """Record the settings and objects of a hand-written loop in config.yaml and the loggers.
+    """Write the settings and objects of a hand-written loop to config.yaml and to the loggers.
 
     Args:
         parts: The descriptions of the models, optimizers and loaders that the loop has set up.
@@ -75,7 +76,10 @@ def record_own_loop(loop: FabricLoop, parts: Mapping[str, Sequence[Any]]) -> Non
 
 
 def collect_run_config(run: Run) -> dict[str, Any]:
-    """Return a run's options, model and data, and describe the values that YAML cannot store."""
+    """Return the content of config.yaml: the options, the model and the data of a run.
+
+    The section "about" describes the values that YAML cannot store.
+    """
     unknown: dict[str, str] = {}
     options = {**run.loop.recipe, "hparams": run.config.hparams}
     config: dict[str, Any] = {}
@@ -112,7 +116,7 @@ def collect_run_config(run: Run) -> dict[str, Any]:
 
 
 def describe_process(fabric: Any) -> dict[str, Any]:
-    """Return the command, the state of the code, the versions and the device of this process."""
+    """Return the command, git commit, package versions, device and number of processes."""
     return {
         "command": attempt(read_command),
         "git": attempt(read_git, os.getcwd()),
@@ -128,7 +132,10 @@ def describe_process(fabric: Any) -> dict[str, Any]:
 
 
 def attempt(describe: Callable[..., Any], *parts: Any) -> Any:
-    """Call ``describe``, and return None if it fails, so that the run continues."""
+    """Return the result of ``describe``.
+
+    If ``describe`` raises an error, return None, so that the run continues.
+    """
     try:
         return describe(*parts)
     except Exception:
@@ -136,7 +143,7 @@ def attempt(describe: Callable[..., Any], *parts: Any) -> Any:
 
 
 def number_parts(kind: str, parts: Sequence[Any]) -> dict[str, Any]:
-    """Number the objects of one kind, as in "optimizer" and "optimizer_1"."""
+    """Return a dict of the given objects, with keys such as "optimizer" and "optimizer_1"."""
     return {f"{kind}_{index}" if index else kind: part for index, part in enumerate(parts)}
 
 
@@ -148,7 +155,10 @@ def read_command() -> str:
 
 @cache
 def read_git(folder: str) -> dict[str, Any]:
-    """Return a folder's commit and number of changed files, or {} if git fails or is slow."""
+    """Return a folder's git commit and the number of changed files that git tracks.
+
+    If git fails or takes more than a second, return {}.
+    """
     try:
         done = subprocess.run(GIT_STATUS, cwd=folder, capture_output=True, timeout=1.0, check=True)
     except (OSError, subprocess.SubprocessError):
@@ -165,7 +175,10 @@ def describe_model(model: Any, network: Any) -> dict[str, Any]:
 
 
 def describe_optimizer(optimizer: Any) -> dict[str, Any]:
-    """Return an optimizer's class and arguments. An argument that differs by group is a list."""
+    """Return an optimizer's class and arguments.
+
+    If an argument differs between parameter groups, return a list of its values.
+    """
     described: dict[str, Any] = {"class": type(optimizer).__name__}
     for name in optimizer.defaults:
         # A scheduler may already have changed "lr", but keeps the first value as "initial_lr".
@@ -209,7 +222,7 @@ def collect_class_config(part: str, given: Any, unknown: dict[str, str]) -> dict
 def keep_plain(
     values: Mapping[str, Any], unknown: dict[str, str], prefix: str = ""
 ) -> dict[str, Any]:
-    """Return the values that YAML supports, and add a description of the others to ``unknown``."""
+    """Return the values that YAML can store. Describe all remaining values in ``unknown``."""
     kept = {}
     for name, value in values.items():
         try:
@@ -220,7 +233,7 @@ def keep_plain(
 
 
 def log_settings(logger: Any, hparams: dict[str, Any], config: LoopConfig) -> None:
-    """Log hyperparameters. hparams.yaml also contains the options of the loop."""
+    """Send hyperparameters to a logger. Send the loop's options only to the CSV logger."""
     if isinstance(logger, CSVLogger):
         options = {name: value for name, value in vars(config).items() if name != "hparams"}
         logger.log_hyperparams({"hparams": hparams, "config": options})
@@ -245,7 +258,9 @@ def check_own_hparams(hparams: Mapping[str, Any], *parts: Any) -> None:
 def merge_hyperparameters(
     model: Any, datamodule: Any, own: Mapping[str, Any] | None = None
 ) -> dict[str, Any]:
-    """Merge the hyperparameters saved by a module and a datamodule with the user's ``own``.
+    """Merge the hyperparameters that a module and a datamodule saved.
+
+    A value in ``own`` replaces a saved value of the same name.
 
     Raises:
         RuntimeError: The module and the datamodule have different values for one name.
