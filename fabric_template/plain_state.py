@@ -597,7 +597,7 @@ class PlainState:
         return {"generators": self.generator_states(), "attributes": attributes}
 
     def changed_attributes(self) -> dict[Place, Any]:
-        """Encode the attributes that have changed since the start of the run."""
+        """Return the attributes that have changed since the run started, in encoded form."""
         encoder = Encoder(self._device, self.addresses_of_network())
         attributes = dict(self.attributes())
         places = [place for place in self._at_start if place[0] in self._parts]
@@ -621,7 +621,7 @@ class PlainState:
         return is_stateful(value) or self._is_hidden(value)
 
     def _is_hidden(self, value: Any) -> bool:
-        """Return whether a value is a module that has no submodule in common with the network."""
+        """Return whether a value is a module that shares no submodule with the network."""
         if self._network is None or not isinstance(value, nn.Module):
             return False
         return set(self._network.modules()).isdisjoint(value.modules())
@@ -636,7 +636,9 @@ class PlainState:
                 self._at_start.pop(place, None)
 
     def load_attributes(self, saved: dict[Place, Any], is_in_place: bool = True) -> None:
-        """Restore attributes. A list or tensor that several objects share stays shared.
+        """Set the objects' attributes to the values in a checkpoint.
+
+        Attributes that shared a list or tensor in the saved run share one again.
 
         Args:
             is_in_place: Whether to change an existing list or tensor instead of replacing it.
@@ -671,7 +673,10 @@ class PlainState:
 
     @contextmanager
     def replaced(self, state: dict[str, Any]) -> Iterator[None]:
-        """Load a state for the duration of the block, and restore the previous state at the end."""
+        """Use the generator states and the attributes in ``state`` inside a `with` block.
+
+        At the end of the block, restore the previous generator states and attributes.
+        """
         generators = self.generator_states()
         previous = {name: dict(part.namespace()) for name, part in self._parts.items()}
         self.load_generator_states(state["generators"])
@@ -687,7 +692,7 @@ class PlainState:
                     self._parts[name].namespace().pop(attribute, None)
 
     def attributes(self) -> Iterator[tuple[Place, Any]]:
-        """Yield ((object name, attribute name), value) for each attribute."""
+        """Yield ((object name, attribute name), value) for each attribute of each object."""
         for name, part in self._parts.items():
             for attribute, value in part.attributes().items():
                 yield (name, attribute), value
@@ -700,7 +705,10 @@ class PlainState:
         return {address_of(value) for value in saved if type(value) in (nn.Parameter, Tensor)}
 
     def _targets(self, saved: dict[Place, Any]) -> dict[int, set[int]]:
-        """Return a dict from the id of each current value to the ids of its replacements."""
+        """Return a dict from the id of an attribute's value to the ids of the values to load.
+
+        If several attributes share a value, the set contains each value to load into them.
+        """
         found: dict[int, set[int]] = defaultdict(set)
         for place, value in self.attributes():
             if type(value) not in _ATOMS and saved.get(place) != REMOVED:
@@ -708,7 +716,7 @@ class PlainState:
         return found
 
     def digests(self) -> dict[Place, Any]:
-        """Return a digest of each attribute that can be saved, to detect later changes."""
+        """Return a digest of each attribute that can be saved, by which changes are detected."""
         found: dict[Place, Any] = {}
         for place, value in self.attributes():
             with suppress(Exception):
@@ -719,7 +727,7 @@ class PlainState:
         return digest(value.state_dict() if self._is_hidden(value) else value)
 
     def small_attributes(self) -> dict[Place, tuple[Any, Any]]:
-        """Return the digest and the encoded value of every small attribute, changed or not."""
+        """Return the digest and the encoded value of each attribute of at most 1 MB."""
         encoder = Encoder(self._device, most_bytes=_COMPARED_BYTES)
         found: dict[Place, tuple[Any, Any]] = {}
         for place, value in self.attributes():
@@ -729,7 +737,7 @@ class PlainState:
 
     @contextmanager
     def _guarded(self, what: str) -> Iterator[None]:
-        """Suppress errors in this block, and warn at most once per attribute."""
+        """Suppress errors in a `with` block, and warn once about each attribute or generator."""
         try:
             yield
         except (NotPlainError, RecursionError):

@@ -31,7 +31,7 @@ def capture_rng_state() -> dict[str, Any]:
 
 
 def restore_rng_state(state: dict[str, Any]) -> None:
-    """Set the global random generators to the states from ``capture_rng_state``."""
+    """Set the global random generators to states that ``capture_rng_state`` returned."""
     set_generator_state(torch.default_generator, state["torch"])
     set_generator_state(_OF_RANDOM, state["python"])
     name, keys, *position = state["numpy"]
@@ -43,7 +43,7 @@ def restore_rng_state(state: dict[str, Any]) -> None:
 
 @contextmanager
 def unchanged_rng_state() -> Iterator[None]:
-    """Restore the states of the global random generators at the end of a block."""
+    """Restore the states of the global random generators at the end of a `with` block."""
     state = capture_rng_state()
     try:
         yield
@@ -55,7 +55,7 @@ def unchanged_rng_state() -> Iterator[None]:
 
 
 def is_generator(value: Any) -> bool:
-    """Return whether a value is a random generator that is not one of the global generators."""
+    """Return whether a value is a random generator, but not one of the global generators."""
     kinds = (torch.Generator, np.random.Generator, np.random.RandomState, random.Random)
     is_known = isinstance(value, kinds) and not isinstance(value, random.SystemRandom)
     is_global = any(value is part for part in (torch.default_generator, _OF_RANDOM, _OF_NUMPY))
@@ -63,9 +63,9 @@ def is_generator(value: Any) -> bool:
 
 
 def find_generators(attributes: dict[str, Any]) -> dict[str, Any]:
-    """Return a dict from attribute names to the random generators in the attributes.
+    """Return the random generators in attributes, keyed by attribute name.
 
-    The dict also contains generators in lists, tuples and dicts.
+    A generator in a list, tuple or dict has a key such as "generators.0".
     """
     found = {}
     for name, value in attributes.items():
@@ -89,7 +89,7 @@ def get_generator_state(generator: Any) -> Any:
 
 
 def set_generator_state(generator: Any, state: Any) -> None:
-    """Set a generator to a state from ``get_generator_state``."""
+    """Set a generator to a state that ``get_generator_state`` returned."""
     if isinstance(generator, torch.Generator):
         generator.set_state(torch.frombuffer(bytearray(state), dtype=torch.uint8))
     elif isinstance(generator, random.Random):
@@ -103,7 +103,7 @@ def set_generator_state(generator: Any, state: Any) -> None:
 
 
 def _without_arrays(state: Any) -> Any:
-    """Replace the NumPy arrays in a nested dict with pairs (dtype, bytes)."""
+    """Return a copy of a nested dict with each NumPy array replaced by (dtype, bytes)."""
     if isinstance(state, dict):
         return {name: _without_arrays(value) for name, value in state.items()}
     return (state.dtype.str, state.tobytes()) if isinstance(state, np.ndarray) else state

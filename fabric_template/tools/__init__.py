@@ -1,1 +1,1 @@
-"""Provide the command line and tools for analyzing runs. Training does not need tools/."""
+"""Provide the command line and tools that analyze runs. Training uses no module of this package."""

@@ -193,13 +193,16 @@ def is_users_mistake(error: Exception) -> bool:
 
 
 def program() -> str:
-    """Return the command that started this program, such as "fabric-template"."""
+    """Return the command with which the user started this program, such as "fabric-template"."""
     name = Path(sys.argv[0]).stem
     return name if name == "fabric-template" else f"python -m {PACKAGE}"
 
 
 def run_command(name: str, argv: list[str]) -> int:
-    """Parse a command's arguments, create the loop, the model and the data, and run the command."""
+    """Parse a command's arguments, run the command, and return its exit code.
+
+    For a command that trains or evaluates, first create the loop, the model and the data.
+    """
     if name not in COMMANDS:
         raise ValueError(f"got the command {name}, expected one of {', '.join(COMMANDS)}.")
     parser = make_parser(name)
@@ -238,7 +241,10 @@ def put_paths_first(argv: list[str]) -> list[str]:
 
 
 def complete_arguments(command: str, argv: list[str]) -> list[str]:
-    """Expand --run and demo names into options. Put --config, --model and --data first."""
+    """Replace --run and the name of a demo with the options of this run or demo.
+
+    Put --config, --model and --data first, so that options such as --model.lr change them.
+    """
     parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False, exit_on_error=False)
     parser.add_argument("--config", action="append", default=[])
     for option in ("model", "data", "run", "resume", "load"):
@@ -263,7 +269,11 @@ def complete_arguments(command: str, argv: list[str]) -> list[str]:
 
 
 def resolve_config(path: str) -> str:
-    """Return a config's path, or its text if a class a.b:Class must be written as a.b.Class."""
+    """Replace class names such as a.b:Class in a config file with a.b.Class.
+
+    Returns:
+        The changed text, or ``path`` if nothing changes or the file cannot be read.
+    """
     try:
         text = Path(path).read_text("utf-8")
     except (OSError, ValueError):
@@ -275,7 +285,7 @@ def resolve_config(path: str) -> str:
 
 
 def resolve_token(token: str) -> str:
-    """Replace a class name in an option such as --callbacks+=EarlyStopping with its import path."""
+    """Write the import path of the class into an option such as --callbacks+=EarlyStopping."""
     match = re.fullmatch(r"(--(model|data|callbacks)(?:\+|\.help)?=)(\w[\w.:]*)", token)
     if match is None:
         return token
@@ -287,7 +297,10 @@ def resolve_token(token: str) -> str:
 
 
 def read_run(command: str, folder: Path, is_new_run: bool) -> dict[str, Any]:
-    """Return the options in a run's config.yaml. If the run continues, add its name and version."""
+    """Return the options in the config.yaml of a run's folder.
+
+    If ``is_new_run`` is False, add options with which the command uses the folders of this run.
+    """
     import yaml
 
     try:
@@ -393,7 +406,7 @@ def build(parser: ArgumentParser, settings: Namespace) -> tuple[FabricLoop, Any,
 
 
 def record_classes(parser: ArgumentParser, settings: Namespace) -> dict[str, Any]:
-    """Return the classes and arguments of the model, data and callbacks as values for YAML."""
+    """Return the classes and arguments of model, data and callbacks in types that YAML supports."""
     import yaml
 
     given, texts = settings.as_dict(), {}
@@ -416,7 +429,10 @@ def record_classes(parser: ArgumentParser, settings: Namespace) -> dict[str, Any
 
 
 def record_class(part: Any, text: Any) -> Any:
-    """Convert arguments that YAML cannot hold to text, but omit those that equal the defaults."""
+    """Replace constructor arguments that YAML does not support with their text.
+
+    If such an argument has its default value, omit the argument.
+    """
     if not isinstance(part, dict):
         return part
     defaults = find_defaults(part["class_path"])
@@ -431,7 +447,7 @@ def record_class(part: Any, text: Any) -> Any:
 
 
 def find_defaults(path: str) -> dict[str, Any]:
-    """Return the default constructor arguments of a class, including those of base classes."""
+    """Return the default constructor arguments of a class and its base classes."""
     module, _, name = path.rpartition(".")
     kind = getattr(importlib.import_module(module), name)
     defaults: dict[str, Any] = {}
@@ -453,7 +469,7 @@ def is_plain(value: Any) -> bool:
 def fit_command(
     loop: FabricLoop, model: Any, data: Any, *, resume: str | None, load: str | None
 ) -> int:
-    """Train a model, and print the results and the commands to run next."""
+    """Train a model, and print the results and commands that resume or validate the run."""
     from ..loggers.console import format_summary
 
     try:
@@ -494,7 +510,7 @@ def summarize(loop: FabricLoop) -> dict[str, list[str]]:
 
 
 def run_folder(loop: FabricLoop) -> str | None:
-    """Return the folder of a loop's logs, or None if no config.yaml was written there."""
+    """Return the path of a loop's log folder, or None if the folder contains no config.yaml."""
     if loop.log_dir is None or not Path(loop.log_dir, "config.yaml").is_file():
         return None
     return os.path.relpath(loop.log_dir)

@@ -76,7 +76,7 @@ EXPLANATIONS = {
 
 @dataclass
 class Comparison:
-    """The first difference between two training runs. If nothing differs, ``step`` is None."""
+    """The first difference between two training runs. If the runs are equal, ``step`` is None."""
 
     steps: int
     step: int | None = None
@@ -203,11 +203,11 @@ def explain_gradients(first: Record, second: Record) -> tuple[str, str]:
 
 
 class EnoughSteps(BaseException):
-    """Raised after the last recorded step, to end a training run."""
+    """Raised after the last step to record, so that the training ends."""
 
 
 def record_steps(training: Any, steps: int, is_shown: bool = False) -> list[Record]:
-    """Record the optimizer steps of a function or script, or read them from a recording file."""
+    """Run a function or script and record its optimizer steps, or read a file of recorded steps."""
     with tempfile.TemporaryDirectory() as folder:
         recording = Path(folder, "recording.json")
         if callable(training):
@@ -225,7 +225,10 @@ def record_steps(training: Any, steps: int, is_shown: bool = False) -> list[Reco
 
 
 def run_script(script: str, recording: Path, steps: int, is_shown: bool) -> None:
-    """Run a script in its own process to record its steps, and show the elapsed time."""
+    """Run a script in its own process, and record its optimizer steps in a JSON file.
+
+    If ``is_shown`` is True, show the elapsed time.
+    """
     root = str(Path(__file__).resolve().parents[__name__.count(".")])
     code = CHILD_PROCESS.format(root=root, module=__name__)
     command = [sys.executable, "-c", code, str(recording), str(steps), *shlex.split(script)]
@@ -252,7 +255,7 @@ def run_script(script: str, recording: Path, steps: int, is_shown: bool) -> None
 
 @contextmanager
 def record_training(path: str | Path, steps: int = 50, stop: bool = False) -> Iterator[None]:
-    """Record the training inside a `with` block in a JSON file, which `compare` can read.
+    """Record the training steps in a `with` block, and write them to a JSON file for `compare`.
 
     Args:
         path: The file to write.
@@ -270,7 +273,7 @@ def record_training(path: str | Path, steps: int = 50, stop: bool = False) -> It
 
 
 class Recorder:
-    """Uses PyTorch's global hooks to record each optimizer step as a dict for JSON."""
+    """Records each optimizer step as a dict that JSON supports, through PyTorch's global hooks."""
 
     def __init__(self, limit: int, stop: bool) -> None:
         self.limit, self.stop = limit, stop
@@ -302,7 +305,7 @@ class Recorder:
         self.batch_size = 0
 
     def before_forward(self, module: torch.nn.Module, args: Any) -> None:
-        """Record a module's input batch, if the module has parameters of its own."""
+        """Record a module's input batch if the module itself, not only a child, has parameters."""
         if torch.compiler.is_compiling() or not torch.is_grad_enabled():
             return
         if id(module) not in self.modules:
@@ -315,7 +318,7 @@ class Recorder:
             self.batch_size = len(rows[0])
 
     def before_backward(self, loss: Any) -> None:
-        """Record a loss, and the input batches of its forward pass."""
+        """Record a loss, and the input batches of the forward pass that computed this loss."""
         if not self.step:
             gradients = [p.grad for p in self.parameters if p.grad is not None]
             self.step["has old gradients"] = any(bool(gradient.any()) for gradient in gradients)
@@ -332,7 +335,7 @@ class Recorder:
         self.weights = [fingerprint(p) for p in self.parameters]
 
     def after_step(self, optimizer: Any, args: Any, kwargs: Any) -> None:
-        """Record an optimizer step, and remove the hooks if the step is the last one to record."""
+        """Record an optimizer step. After the last step to record, remove PyTorch's hooks."""
         if optimizer not in self.optimizers:
             self.optimizers.append(optimizer)
         self.steps.append(self.describe_step(optimizer))
@@ -381,5 +384,5 @@ def digest(tensor: torch.Tensor) -> str:
 
 
 def fingerprint(tensor: torch.Tensor) -> list[Any]:
-    """Return a tensor's norm and a hash of its bits, which identify its values."""
+    """Return the norm of a tensor and a hash of the tensor's bits."""
     return [float(tensor.detach().double().nan_to_num().norm()), digest(tensor)]

@@ -1,4 +1,4 @@
-"""Copy this package or mini.py into a project, show the changes to a copy, and update it."""
+"""Copy this package or mini.py into a project, show the changes to a copy, and update a copy."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ class Copy:
         return self.target if self.is_file else self.target / name
 
     def write(self, changes: Changes) -> None:
-        """Change the copy's files, and store the installed version in the copy's hidden folder."""
+        """Write the changed files, and store the installed version in the copy's hidden folder."""
         for name, data in changes.items():
             write_file(self.path(name), data)
         for name in {*self.original, *self.upstream}:
@@ -79,7 +79,7 @@ def copy_command(path: str, *, mini: bool = False) -> int:
 
 
 def find_problem(target: Path) -> str:
-    """Return why a copy cannot be written to a path, or an empty string if it can."""
+    """Return why ``target`` cannot be the path of a copy, or "" if the path is suitable."""
     name = target.stem if target.suffix == ".py" else target.name
     if not name.isidentifier() or keyword.iskeyword(name) or name.startswith("__"):
         return "expected a name that Python can import"
@@ -97,10 +97,10 @@ def find_problem(target: Path) -> str:
 
 
 def diff_command(path: str, *, yours: bool = False, upstream: bool = False) -> int:
-    """Show your changes to a copy, and the changes between the copied and the installed version.
+    """Print what the user and what the installed version changed since the copy was made.
 
     Returns:
-        1 if anything differs, else 0.
+        1 if there are changes, otherwise 0.
     """
     copy = find_copy("diff", path)
     sides = {}
@@ -122,12 +122,13 @@ def diff_command(path: str, *, yours: bool = False, upstream: bool = False) -> i
 
 
 def update_command(path: str, *, dry_run: bool = False) -> int:
-    """Update a copy to the installed version, and keep your own changes.
+    """Update a copy to the installed version, and keep the user's changes.
 
-    If you and the new version both changed a file, git merges it and marks conflicts.
+    If the user and the installed version both changed a file, git merges the changes and marks
+    conflicts.
 
     Returns:
-        1 if a file needs your attention ("conflict" or "kept"), else 0.
+        1 if the user must check a file, because its outcome is "conflict" or "kept". Otherwise 0.
     """
     copy = find_copy("update", path)
     if copy.original == copy.upstream and copy.version == __version__:
@@ -153,7 +154,10 @@ def update_command(path: str, *, dry_run: bool = False) -> int:
 
 
 def combine_versions(copy: Copy, name: str) -> tuple[str, bytes | None]:
-    """Return a file's outcome ("" if nothing changes) and its new content (None to remove it)."""
+    """Return what an update does with a file ("" for nothing), and the file's new content.
+
+    The content is None if the updated copy does not contain the file.
+    """
     mine, old, new = (files.get(name) for files in (copy.current, copy.original, copy.upstream))
     if new in (mine, old):
         return "", mine
@@ -197,7 +201,7 @@ def find_copy(command: str, path: str) -> Copy:
 
 
 def run_git(folder: str | Path, *args: str) -> subprocess.CompletedProcess[bytes]:
-    """Run a git command in a folder, and raise an error if it fails."""
+    """Run a git command in a folder. If git fails, raise an error."""
     try:
         done = subprocess.run(["git", *args], cwd=folder, capture_output=True, check=False)
     except FileNotFoundError as error:
@@ -209,7 +213,10 @@ def run_git(folder: str | Path, *args: str) -> subprocess.CompletedProcess[bytes
 
 
 def read_files(folder: Path) -> Files:
-    """Read the Python files, license and HTML pages in a folder, except for hidden files."""
+    """Return the content of a folder's Python files, license and HTML pages, keyed by path.
+
+    Skip hidden files and folders.
+    """
     files = {}
     pages = folder.glob("tools/*.html")
     for path in sorted([*folder.rglob("*.py"), *folder.glob("LICENSE"), *pages]):

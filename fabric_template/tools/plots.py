@@ -39,7 +39,7 @@ GRAY = "0.72"
 
 @dataclass(eq=False)
 class Run:
-    """The rows and options of one run, or of several runs that differ only in their seed."""
+    """The logged rows and options of one run, or of several runs that differ only in the seed."""
 
     label: str
     tables: list[pd.DataFrame]
@@ -89,7 +89,7 @@ def plot_logs(
 
 
 def prepare_runs(runs: list[Run], x: str | None, smooth: float | None) -> tuple[list[Run], str]:
-    """Return the runs that have rows, with prepared tables, and the name of the x axis."""
+    """Prepare the tables of runs that have rows. Return these runs and the name of the x axis."""
     if smooth is not None and not 0 <= smooth < 1:
         raise ValueError(f"smooth: got {smooth}, expected a number >= 0 and < 1, such as 0.9.")
     # Skip runs that were stopped before they wrote a row.
@@ -156,7 +156,7 @@ def draw_panels(
 
 
 def load_runs(logs: Any, seeds: bool) -> list[Run]:
-    """Return the runs that the argument ``logs`` of ``plot_logs`` contains."""
+    """Return the runs in the argument ``logs`` of ``plot_logs``."""
     import pandas as pd
 
     if isinstance(logs, str | os.PathLike):
@@ -182,7 +182,10 @@ def load_runs(logs: Any, seeds: bool) -> list[Run]:
 
 
 def read_runs(path: Path, seeds: bool) -> list[Run]:
-    """Read runs from a file or folder, and combine runs that differ only in the seed."""
+    """Read the runs in a CSV file or folder.
+
+    If ``seeds`` is True, combine runs that differ only in the seed.
+    """
     if not path.exists():
         raise ValueError(f"plot_logs: got {str(path)!r}, expected a folder or a CSV file.")
     runs: dict[str, Run] = {}
@@ -207,7 +210,10 @@ def read_runs(path: Path, seeds: bool) -> list[Run]:
 
 
 def make_tables(found: Sequence[Mapping[str, Any]]) -> list[pd.DataFrame]:
-    """Return one table per run. Store its file in ``attrs``, unless other runs share the file."""
+    """Return one DataFrame per run.
+
+    If a file contains only one run, store the file's path in the ``attrs`` of the DataFrame.
+    """
     import pandas as pd
 
     files = Counter(run["file"] for run in found)
@@ -219,7 +225,10 @@ def make_tables(found: Sequence[Mapping[str, Any]]) -> list[pd.DataFrame]:
 
 
 def choose_x(tables: list[pd.DataFrame], x: str | None) -> str:
-    """Return ``x`` if a table has this axis. If ``x`` is None, choose "step", "epoch" or "row"."""
+    """Return ``x``, or raise an error if no table has this column.
+
+    If ``x`` is None, return "step", "epoch" or "row", depending on the columns of the tables.
+    """
     if x is None:
         has = {axis: all(find_axis(table, axis) for table in tables) for axis in ("step", "epoch")}
         if has["step"] and any(map(is_step_based_table, tables)):
@@ -233,7 +242,10 @@ def choose_x(tables: list[pd.DataFrame], x: str | None) -> str:
 
 
 def is_step_based_table(table: pd.DataFrame) -> bool:
-    """Return whether a table has several rows per epoch, such as one per step or validation."""
+    """Return whether to draw a table by step instead of by epoch.
+
+    This is the case if the table has several rows per epoch, or only one epoch.
+    """
     if "samples_per_second" in table and bool(table["samples_per_second"].notna().any()):
         return True
     if not has_row_per_epoch(table):
@@ -243,7 +255,7 @@ def is_step_based_table(table: pd.DataFrame) -> bool:
 
 
 def has_row_per_epoch(table: pd.DataFrame) -> bool:
-    """Return whether a table has at most one row per epoch, and no row for a part of an epoch."""
+    """Return whether a table has at most one row per epoch, and only whole epoch numbers."""
     column = find_axis(table, "epoch")
     if column is None or column not in table.select_dtypes("number"):
         return False
@@ -252,7 +264,7 @@ def has_row_per_epoch(table: pd.DataFrame) -> bool:
 
 
 def read_steps(table: pd.DataFrame) -> pd.DataFrame:
-    """Return a run's table with one row per step, or the given table if no such table exists."""
+    """Return a run's logs with one row per step. If the run logged no steps, return ``table``."""
     import pandas as pd
 
     file = table.attrs.get("file")
@@ -273,7 +285,7 @@ def read_steps(table: pd.DataFrame) -> pd.DataFrame:
 
 
 def prepare_table(table: pd.DataFrame, x: str) -> pd.DataFrame:
-    """Return a table with one row per value of the x axis, and rename the axis column to ``x``."""
+    """Return a table with one row per x value, in which the x axis's column is named ``x``."""
     if x == "row":
         return table.assign(row=range(len(table)))
     if x == "step":
@@ -300,7 +312,7 @@ def name_axis(runs: list[Run], x: str) -> str:
 
 
 def find_metrics(runs: list[Run], x: str) -> tuple[list[Metric], list[Metric]]:
-    """Return all numeric columns of the runs, and the metrics among these columns."""
+    """Return all numeric columns of the runs' tables, and the columns that are metrics."""
     tables = [table for run in runs for table in run.tables]
     names = dict.fromkeys(str(name) for table in tables for name in table)
     numeric = {
@@ -360,7 +372,7 @@ def add_splits(metrics: list[Metric]) -> list[Metric]:
 
 
 def name_line(metric: Metric, others: list[Metric]) -> str:
-    """Return the label of a metric's line. Matplotlib's legend hides labels that start with "_"."""
+    """Return the label of a metric's line. A label that starts with "_" is not in the legend."""
     if [other.split for other in others].count(metric.split) > 1:
         return metric.column
     return metric.split or (metric.column if len(others) > 1 else f"_{metric.quantity}")
@@ -380,7 +392,10 @@ def choose_colors(runs: list[Run], metrics: list[Metric]) -> None:
 
 
 def rank_runs(runs: list[Run], metrics: list[Metric]) -> list[Run]:
-    """Sort runs by the best value of the first non-training metric, or else of the first metric."""
+    """Sort runs from best to worst by the first metric that is not a training metric.
+
+    If all metrics are training metrics, sort by the first metric.
+    """
     ranking = sorted(metrics, key=lambda metric: metric.split == "train")[0]
     mode = best_mode(ranking.column, runs[0].options)
 
@@ -418,7 +433,7 @@ def make_axes(quantities: list[str], x_label: str) -> list[Axes]:
 
 
 def format_axes(ax: Axes, x: str, log: bool) -> None:
-    """Choose a panel's scale and ticks to fit the values of its lines."""
+    """Choose the scale and the ticks of a panel so that they suit the drawn values."""
     import numpy as np
     from matplotlib.ticker import LogLocator, MaxNLocator, NullFormatter
 
@@ -448,7 +463,10 @@ def format_axes(ax: Axes, x: str, log: bool) -> None:
 
 
 def draw_line(ax: Axes, run: Run, metric: Metric, x: str, smooth: float | None, label: str) -> None:
-    """Draw a run's curve and mark its best value. For several seeds, draw the mean and range."""
+    """Draw a run's curve of a metric, and mark the best value.
+
+    If the run combines several seeds, draw the mean and the range over the seeds.
+    """
     import pandas as pd
 
     tables = [table for table in run.tables if {x, metric.column} <= set(table)]
@@ -486,7 +504,7 @@ def draw_line(ax: Axes, run: Run, metric: Metric, x: str, smooth: float | None, 
 
 
 def has_raw_steps(table: pd.DataFrame, metric: Metric, x: str) -> bool:
-    """Return whether a metric's column contains values of single training steps, and not means."""
+    """Return whether a metric's values belong to single training steps and are not averages."""
     if x == "row" or metric.split != "train" or has_row_per_epoch(table):
         return False
     counts = table.notna().sum()
@@ -495,10 +513,11 @@ def has_raw_steps(table: pd.DataFrame, metric: Metric, x: str) -> bool:
 
 
 def average_steps(values: pd.Series) -> Any:
-    """Return moving averages. Each one covers at most 4 % of all values, and fewer at the start.
+    """Return the moving averages of a metric's values.
 
-    The average at the n-th value covers at most the last n / 4 values. Longer averages would
-    include the high losses at the start for a long time.
+    An average covers at most 4 % of all values. The average at the n-th value covers at most
+    the last n / 4 values, because the high losses of the first steps would otherwise remain in
+    the averages for a long time.
     """
     import numpy as np
 
@@ -510,7 +529,7 @@ def average_steps(values: pd.Series) -> Any:
 
 
 def add_legend(axes: list[Axes], title: str) -> None:
-    """Add a legend below the panels, with one entry for each different label."""
+    """Add one legend for all panels below the panels. Each label occurs once."""
     entries: dict[str, Any] = {}
     for ax in axes:
         handles, labels = ax.get_legend_handles_labels()
@@ -534,7 +553,7 @@ def add_legend(axes: list[Axes], title: str) -> None:
 
 
 def render_picture(logs: Any, file_format: str = "png", **options: Any) -> bytes:
-    """Call `plot_logs`, and return the figure as the content of an image file."""
+    """Draw the logs with `plot_logs`, and return the image as bytes."""
     import numpy as np
     from matplotlib import pyplot
 
@@ -581,7 +600,7 @@ class LivePlot:
         self.display, self.next_time, self.sizes = None, 0.0, []
 
     def on_train_batch_start(self, trainer: Any, module: Any, *batch: Any) -> None:
-        """Redraw the curves at most once a second, using at most 5 % of the training time."""
+        """Redraw the curves at most once per second, and for at most 5 % of the training time."""
         start = time.monotonic()
         if start < self.next_time:
             return

@@ -1,4 +1,4 @@
-"""Measure the parts of a training step, and find settings that make steps faster."""
+"""Measure how long each part of a training step takes, and find settings for faster steps."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ class Profile:
 
     @property
     def milliseconds(self) -> float:
-        """Return the duration of a step in ms, which is the sum over its parts."""
+        """Return the duration of a training step in ms, which is the sum over all parts."""
         return round(sum(self.parts.values()), 3)
 
     def __str__(self) -> str:
@@ -77,8 +77,8 @@ def profile(
 ) -> Profile:
     """Train a copy of the model for a few steps, time each part, and try faster settings.
 
-    The model, optimizers, random generators and loaders stay unchanged, and no files remain. During
-    the measurement, there is no validation, no callback, and no logger except the CSV logger.
+    Profiling leaves the model, optimizers, random generators and loaders unchanged, and keeps no
+    files. The measurement uses no validation, no callbacks, and no loggers except the CSV logger.
 
     Args:
         loop: The loop with the training options.
@@ -133,7 +133,10 @@ class ValueReadRecorder(TorchFunctionMode):
 
 
 def find_faster(loop: Any, parts: dict[str, Any], milliseconds: float) -> list[str]:
-    """Return one suggestion for each setting that makes steps faster without changing results."""
+    """Return the settings that make steps faster as texts, with the largest speed-up first.
+
+    Only settings that do not change the results are tried.
+    """
     steps = min(max(int(200 / milliseconds), 10), 200)
 
     def trial(choice: Choice) -> float:

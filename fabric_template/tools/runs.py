@@ -1,4 +1,4 @@
-"""Find all runs in a folder and its subfolders, and read their states, options and metrics."""
+"""Find all runs in a folder and its subfolders, and read each run's options and metrics."""
 
 from __future__ import annotations
 
@@ -39,8 +39,8 @@ def list_runs(
 
     The column `state` contains "running", "finished", "interrupted" (also if killed), "failed", or
     "unknown" for a run of Trainer. `changed` contains options whose values differ between runs with
-    the same name. `changed` also contains settings from hparams= that all runs have, if their
-    values differ.
+    the same name. If all runs have a setting from hparams= and the values differ, `changed` also
+    contains this setting.
 
     Args:
         folder: The folder of all logs, or a folder in it.
@@ -65,7 +65,7 @@ def list_runs(
 def find_runs(
     folder: str | os.PathLike[str], metric: str | None = None, mode: str | None = None
 ) -> list[Run]:
-    """Return all runs in a CSV file or a folder and its subfolders, sorted by name and version."""
+    """Return the runs in a CSV file, or in a folder with its subfolders, by name and version."""
     root = Path(os.path.abspath(folder))
     if not root.exists():
         raise ValueError(f"runs: got {str(folder)!r}, expected a folder of runs, such as logs.")
@@ -93,7 +93,7 @@ def find_runs(
 
 
 def differing_options(runs: Sequence[Run]) -> list[str]:
-    """Return the names of options that have different values in the given runs."""
+    """Return the names of the options that differ between the runs."""
     differing = []
     recorded = {name for run in runs for name in run["recorded"]}
     for option in dict.fromkeys(name for run in runs for name in run["options"]):
@@ -138,7 +138,7 @@ def read_run(folder: Path, root: Path) -> Run:
 
 
 def read_files(path: Path, root: Path) -> list[Run]:
-    """Read one or several runs from a CSV file of any tool."""
+    """Return the runs in a CSV file, which may come from any tool."""
     if path.name == "metrics.csv":
         return [read_run(path.parent, path.parent)]
     rows, names = read_rows(path)
@@ -166,7 +166,7 @@ def read_files(path: Path, root: Path) -> list[Run]:
 
 
 def describe_run(run: Run, rows: Columns, label: str) -> Run:
-    """Add the number of epochs, the duration and the rows to a run."""
+    """Return a run's dict with the epochs, duration, folder, label and logged rows added."""
     column = find_axis(rows, "epoch")
     epochs = [] if column is None else [epoch for epoch in rows[column] if epoch == epoch]
     count = 0
@@ -184,7 +184,11 @@ def describe_run(run: Run, rows: Columns, label: str) -> Run:
 
 
 def choose_metric(run: Run) -> str | None:
-    """Return the metric that ranks a run: its option ``monitor``, or else a validation metric."""
+    """Return the metric by which a run is ranked, or None if the run has no metrics.
+
+    If the run logged the metric in its option ``monitor``, return this metric. Otherwise, prefer
+    a validation metric.
+    """
     monitor = run["options"].get("monitor")
     if monitor in run["rows"]:
         return str(monitor)
@@ -200,13 +204,21 @@ def choose_metric(run: Run) -> str | None:
 
 
 def best_mode(metric: str, options: dict[str, Any]) -> str | None:
-    """Return "min" or "max": the option ``mode`` for the monitor, else what the name implies."""
+    """Return "min" or "max" for the best value of a metric, or None if neither is known to be best.
+
+    If the metric is the option ``monitor``, the option ``mode`` decides. Otherwise, the metric's
+    name decides.
+    """
     mode = options.get("mode") if metric == options.get("monitor") else None
     return mode if mode in ("min", "max") else find_direction(metric)
 
 
 def find_best(run: Run, metric: str | None = None, mode: str | None = None) -> dict[str, Any]:
-    """Return a metric's best value and its epoch, or None for both if the mode is unknown."""
+    """Return a dict with the best value of a metric, and the epoch and step of this value.
+
+    If the run has no finite value of the metric, or if it is unknown whether the smallest or the
+    largest value is best, these entries are None.
+    """
     rows, metric = run["rows"], metric or choose_metric(run)
     found: Run = {
         "metric": metric,
@@ -232,9 +244,9 @@ def find_best(run: Run, metric: str | None = None, mode: str | None = None) -> d
 
 
 def read_rows(path: Path) -> tuple[Columns, list[str]]:
-    """Return the numeric columns of a CSV file, and the run name in each row.
+    """Return the numeric columns of a CSV file, and the column with the names of runs.
 
-    Return no columns for a damaged file. pandas would be much slower than this function.
+    If the file is missing or damaged, return no columns. This function is much faster than pandas.
     """
     columns: dict[str, list[Any]] = {}
     with warnings.catch_warnings(), suppress(OSError, ValueError):
@@ -286,7 +298,10 @@ def parse_yaml(text: str) -> Any:
 
 
 def find_recorded(about: dict[str, Any], options: dict[str, Any]) -> dict[str, Any]:
-    """Return the recorded classes, arguments and batch size, except those in the options."""
+    """Return the model class, the optimizers and the batch size in the section "about".
+
+    Omit values that are also in ``options``.
+    """
     found: dict[str, Any] = {}
     for part, value in about.items():
         kind, _, number = part.partition("_")
@@ -309,7 +324,10 @@ def find_recorded(about: dict[str, Any], options: dict[str, Any]) -> dict[str, A
 
 
 def parse_section(text: str) -> Any:
-    """Parse a section of a YAML file. Cache its entries, because many runs have equal entries."""
+    """Parse a top-level section of config.yaml or hparams.yaml.
+
+    Cache each entry of the section "about", because many runs have equal entries.
+    """
     if not text.startswith("about:\n"):
         return parse_yaml(text)
     about: dict[str, Any] = {}
@@ -320,7 +338,7 @@ def parse_section(text: str) -> Any:
 
 
 def read_options(folder: Path) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Return the options in config.yaml and hparams.yaml in one flat dict, and the section "about".
+    """Return the options of config.yaml and hparams.yaml as a flat dict, and the section "about".
 
     The section "about" of config.yaml describes the model, the machine and the versions.
     """

@@ -1,4 +1,4 @@
-"""Implement the command ``runs``: list runs, compare two, find the best, or write an HTML page."""
+"""Implement the command ``runs``, which lists, compares and ranks runs, or writes an HTML page."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ def runs_command(
 
 
 def find_run(name: str) -> Run:
-    """Find a run by its folder, its CSV file, or its name in the list, such as digits/version_0."""
+    """Return the run with a folder, a CSV file or a name such as digits/version_0."""
     for folder in (Path(name), Path("logs", name)):
         if Path(folder, "metrics.csv").is_file():
             run = read_run(folder.absolute(), Path("logs").absolute())
@@ -84,14 +84,14 @@ def to_cells(run: Run) -> tuple[str, ...]:
 
 
 def format_table(rows: Sequence[Sequence[str]]) -> str:
-    """Align the columns of a table, and replace unprintable characters with "?"."""
+    """Return a table as text with aligned columns. Replace unprintable characters with "?"."""
     cells = [["".join(c if c.isprintable() else "?" for c in cell) for cell in row] for row in rows]
     widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
     return "\n".join("  ".join(map(str.ljust, row, widths)).rstrip() for row in cells)
 
 
 def wrap_table(rows: Sequence[Sequence[str]]) -> str:
-    """Align a table's columns, and wrap the last one if the table is wider than the terminal."""
+    """Return a table as text, and wrap the last column to fit into the terminal."""
     if not (sys.stdout.isatty() or "COLUMNS" in os.environ):
         return format_table(rows)
     widths = [max(map(len, column)) + 2 for column in zip(*rows, strict=True)]
@@ -139,7 +139,7 @@ def describe_record(run: Run) -> dict[str, str]:
 
 
 def print_best(runs: Sequence[Run]) -> None:
-    """Print the best run, its best epoch, and the checkpoints that it saved at this epoch."""
+    """Print the best run, its best epoch, and the run's checkpoints of this epoch."""
     found = [run for run in runs if run["best"] is not None]
     metrics = sorted({run["metric"] for run in found or runs if run["metric"] is not None})
     if len(metrics) != 1:
@@ -167,7 +167,7 @@ def print_best(runs: Sequence[Run]) -> None:
 
 
 def find_checkpoints(run: Run) -> list[Path]:
-    """Return a run's checkpoints that were saved at its best epoch and step."""
+    """Return the paths of the checkpoints that a run saved at its best epoch and step."""
     # Look in checkpoints/digits/version_0 for the checkpoints of logs/digits/version_0.
     folder = Path("/checkpoints/".join(run["folder"].rsplit("/logs/", 1)))
     found = []

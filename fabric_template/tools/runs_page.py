@@ -1,4 +1,4 @@
-"""Write the HTML page of `runs --html`, which contains a table of runs and their curves."""
+"""Write the HTML page of `runs --html`, which contains a table and the curves of all runs."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ def count_runs(runs: Sequence[Run]) -> str:
 
 
 def summarize(runs: Sequence[Run], data: dict[str, Any]) -> str:
-    """Summarize the number of runs, the best run, and how many points the curves contain."""
+    """Return a text with the number of runs, the best run and the number of points per curve."""
     texts = [count_runs(runs)]
     ranking = rank_runs(runs)
     modes = {run["mode"] for run in runs if run["best"] is not None}
@@ -74,7 +74,11 @@ def summarize(runs: Sequence[Run], data: dict[str, Any]) -> str:
 
 
 def rank_runs(runs: Sequence[Run]) -> list[int]:
-    """Return the indices of the runs, sorted by the metric that ranks the most runs, best first."""
+    """Return the indices of the runs, from the best run to the worst.
+
+    Compare the metric by which most runs are ranked. Runs that are ranked by another metric
+    come last.
+    """
     counts = Counter(run["metric"] for run in runs if run["best"] is not None)
     ranking = next((metric for metric, _ in counts.most_common(1)), None)
 
@@ -126,7 +130,7 @@ def list_values(runs: Sequence[Run], option: str) -> list[str]:
 
 
 def make_cell(column: str, value: Any, order: Any) -> str:
-    """Return an HTML table cell, which is sorted as a number if its text is a number."""
+    """Return an HTML table cell. If the value is a number, the page sorts the cell as a number."""
     text = "" if value is None else str(value)
     shown = f"{value:.6g}" if isinstance(value, float) else text
     number = math.nan
@@ -143,7 +147,7 @@ def make_cell(column: str, value: Any, order: Any) -> str:
 
 
 def make_panels(runs: Sequence[Run], metric: str | None) -> dict[str, Any]:
-    """Return the page's panels and the points of their curves as a dict for JSON."""
+    """Return the panels and curves of the page as a dict that JSON supports."""
     drawn: dict[int, plots.Run] = {}
     for number, table in enumerate(plots.make_tables(runs)):
         if len(table):
@@ -176,14 +180,20 @@ def make_panels(runs: Sequence[Run], metric: str | None) -> dict[str, Any]:
 
 
 def choose_main(metrics: Sequence[Metric], ranking: set[str | None]) -> list[str]:
-    """Choose up to three quantities to draw above the table. Prefer the metrics that rank runs."""
+    """Return the names of up to three quantities to draw above the table.
+
+    The metrics that rank runs come first, and then losses and accuracies.
+    """
     ranked = [metric for metric in metrics if metric.column in ranking]
     usual = [metric for metric in metrics if metric.kind in ("loss", "accuracy")]
     return list(dict.fromkeys(metric.quantity.lower() for metric in ranked + usual))[:MOST_MAIN]
 
 
 def make_curves(number: int, run: plots.Run, metric: Metric, x: str) -> list[dict[str, Any]]:
-    """Return a metric's curve. For many values of single steps, also return a curve of averages."""
+    """Return a list with a run's curve of a metric, or an empty list if the run has no values.
+
+    For more than 50 values of single steps, the list also contains a curve of moving averages.
+    """
     import numpy as np
     import pandas as pd
 
@@ -210,10 +220,11 @@ def make_curves(number: int, run: plots.Run, metric: Metric, x: str) -> list[dic
 
 
 def thin_curves(curves: list[dict[str, Any]]) -> list[int] | None:
-    """Remove points from long curves in place, and convert all curves to lists.
+    """Remove points from long curves in place, and convert the arrays of points to lists.
 
     Returns:
-        The longest curve's number of points before and after, or None if no curve is too long.
+        The number of points of the longest curve before and after this call, or None if no
+        points were removed.
     """
     most = max(20, MOST_POINTS // max(1, len(curves)))
     longest = max((len(curve["x"]) for curve in curves), default=0)
@@ -225,7 +236,10 @@ def thin_curves(curves: list[dict[str, Any]]) -> list[int] | None:
 
 
 def thin(values: np.ndarray, most: int) -> list[int]:
-    """Return at most `most` indices: both ends, and the extremes of equal sections of a curve."""
+    """Return the indices of at most `most` values of a curve.
+
+    These are both ends, and the minimum and maximum of each of several equal sections.
+    """
     import numpy as np
 
     if len(values) <= most:
@@ -237,5 +251,8 @@ def thin(values: np.ndarray, most: int) -> list[int]:
 
 
 def shorten(value: float) -> float:
-    """Convert a whole number to int, and round others to six digits, to keep the page small."""
+    """Return a whole number as an int, and any other number rounded to six digits.
+
+    Short numbers keep the HTML page small.
+    """
     return int(value) if value == int(value) and abs(value) < 1e15 else float(f"{value:.6g}")

@@ -50,7 +50,7 @@ class StepTimer:
         self.since = self.begin = time.perf_counter()
 
     def get_median(self, *parts: str) -> float:
-        """Divide the steps into ten groups, and return the median of the groups' mean times."""
+        """Divide the steps into ten groups, and return the median of the groups' mean seconds."""
         # Times of single steps are not comparable, because workers deliver batches in bursts.
         times = [sum(step[part] for part in parts) for step in self.steps]
         size = max(1, len(times) // 10)
@@ -125,7 +125,9 @@ def time_steps(
     seconds: float = float("inf"),
     synchronize: bool = False,
 ) -> StepTimer:
-    """Train a copy of the model with the settings in ``choice``, for a number of steps or seconds.
+    """Train a copy of the model with the settings in ``choice``, and time each training step.
+
+    Training ends after ``steps`` steps or ``seconds`` seconds, whichever comes first.
 
     If `synchronize` is True, the time of each part includes its computations on the GPU.
     """
@@ -160,7 +162,7 @@ def time_steps(
 
 
 def make_loop(loop: Any, choice: Choice, timer: StepTimer, folder: str) -> Any:
-    """Create a loop with the options of another loop, the settings in ``choice`` and a timer."""
+    """Create a loop that has the options of ``loop``, the settings in ``choice`` and a timer."""
     options = copy_options(loop) | {"logger": bool(loop.loggers), "default_root_dir": folder}
     options |= {name: choice[name] for name in choice if name in ("precision", "compile")}
     return type(loop)(callbacks=[timer], **options)
@@ -176,7 +178,7 @@ def copy_options(loop: Any) -> dict[str, Any]:
 
 
 def copy_loader(loader: Any) -> Any:
-    """Copy a loader and its generators, but share its dataset."""
+    """Copy a loader, including its random generators, but not its dataset."""
     # Leave out the iterator over persistent workers, which cannot be copied.
     shared = [getattr(loader, "dataset", None), *getattr(loader, "tensors", ())]
     memo: dict[int, Any] = {id(part): part for part in shared}

@@ -53,7 +53,7 @@ class Tuned(NamedTuple):
 
 
 def label(choice: Choice) -> str:
-    """Return the chosen settings as text, such as "threads 1, fused True"."""
+    """Return settings as text, such as "threads 1, fused True"."""
     return ", ".join(f"{name} {value}" for name, value in choice.items()) or "current settings"
 
 
@@ -106,7 +106,7 @@ def measure(loop: Any, parts: dict[str, Any], seconds: float, choice: Choice) ->
 
 
 def choose_settings(trial: Callable[[Choice], float], names: Iterable[str]) -> tuple[Choice, float]:
-    """Try settings one after another, and return the faster ones and their combined speed-up."""
+    """Return the settings that make training faster, and the speed-up with all of them."""
     choice: Choice = {}
     for name in names:
         for value in SETTINGS[name][0]:
@@ -120,7 +120,10 @@ def choose_settings(trial: Callable[[Choice], float], names: Iterable[str]) -> t
 
 
 def compare(trial: Callable[[Choice], float], before: Choice, after: Choice) -> float:
-    """Return the speed-up between two sets of settings, or 0.0 if it may be only noise."""
+    """Return the factor by which ``after`` makes training faster than ``before``.
+
+    If the difference may be only noise, return 0.0.
+    """
     slow: list[float] = []
     fast: list[float] = []
     for _ in range(ROUNDS):
@@ -153,7 +156,7 @@ def run_in_process(function: Callable[[], Any]) -> Any:
 
 
 def send_result(function: Callable[[], Any], sender: Any, threads: int) -> None:
-    """Call a function, hide its printed output, and send its result or error to the parent."""
+    """Call a function, hide its output, and send its result or error to the parent process."""
     if hasattr(signal, "SIGCHLD"):
         # Remove torch's SIGCHLD handler for DataLoader workers, which would end this process.
         signal.signal(signal.SIGCHLD, signal.SIG_DFL)
@@ -181,7 +184,7 @@ class LearningRateRamp:
                 group["lr"] = self.rates[-1]
 
     def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, *batch: Any) -> None:
-        """Record the loss, and stop training if it is not finite or far above the lowest loss."""
+        """Record the loss. Stop training if the loss is not finite or far above the lowest loss."""
         self.losses.append(float(outputs["loss"] if isinstance(outputs, dict) else outputs))
         lowest = min(self.losses)
         limit = lowest + 4 * max(abs(lowest), self.losses[0] - lowest)
