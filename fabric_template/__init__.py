@@ -1,4 +1,4 @@
-"""A training loop on Lightning Fabric, with Trainer's options, that you can copy and edit."""
+"""Train PyTorch models with a loop that has Trainer's options and that you can copy and edit."""
 
 import typing as _typing
 from importlib import import_module as _import_module

@@ -27,9 +27,10 @@ _PLAIN_TYPES = (int, float, str, bool, bytes, type(None), torch.Tensor)
 
 
 class AtomicCheckpointIO(CheckpointIO):
-    """Writes a checkpoint to a temporary file, flushes this file to disk, and renames it.
+    """Writes a checkpoint to a temporary file, flushes the file to disk, and renames the file.
 
-    Reading checks the CRC of every entry, and never runs code from the file.
+    Reading a checkpoint checks the CRC of every entry in the zip archive. Code from the file runs
+    only if ``weights_only`` is False.
 
     Example:
         >>> from tempfile import mkdtemp
@@ -122,7 +123,10 @@ def describe_content(content: Any) -> str:
 
 
 def replace_numpy(checkpoint: dict[str, Any]) -> dict[str, Any]:
-    """Replace the NumPy values in a checkpoint, and record their dtypes under NUMPY_KEY."""
+    """Return a checkpoint with its NumPy values replaced by Python values and tensors.
+
+    The key NUMPY_KEY contains the original dtypes.
+    """
     plain, dtypes = to_plain(checkpoint, [])
     return {**plain, NUMPY_KEY: dtypes} if dtypes else plain
 
@@ -174,7 +178,7 @@ def to_plain(value: Any, parents: list[Any]) -> tuple[Any, Any]:
 
 
 def to_numpy(value: Any, dtypes: Any) -> Any:
-    """Convert the values that have an entry in ``dtypes`` back to NumPy values."""
+    """Convert values back to NumPy values, with the dtypes that ``to_plain`` returned."""
     if isinstance(dtypes, str):
         return numpy_value(value, dtypes)
     replaced = {key: to_numpy(value[key], dtype) for key, dtype in dtypes.items()}
@@ -186,7 +190,10 @@ def items_of(container: Any) -> Any:
 
 
 def with_items(container: Any, replaced: dict[Any, Any]) -> Any:
-    """Return a container with replaced items, and with NumPy keys converted to Python values."""
+    """Return a container with the new items in ``replaced``.
+
+    Convert NumPy keys to Python values.
+    """
     has_keys = isinstance(container, dict) and any(isinstance(k, np.generic) for k in container)
     if not replaced and not has_keys:
         return container
@@ -203,9 +210,10 @@ def with_items(container: Any, replaced: dict[Any, Any]) -> Any:
 
 
 def plain_value(value: Any) -> tuple[Any, str | None]:
-    """Convert a NumPy value to a Python value or a tensor, and return it with the NumPy dtype.
+    """Return a NumPy value as a Python value or a tensor, together with its NumPy dtype as text.
 
-    If a value cannot be restored bit for bit, such as a structured array, return it unchanged.
+    Return other values unchanged, together with None. Do the same for NumPy values that cannot be
+    restored bit for bit, such as structured arrays.
     """
     if not isinstance(value, np.generic) and type(value) is not np.ndarray:
         return value, None

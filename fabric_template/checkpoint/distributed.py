@@ -1,8 +1,9 @@
 """Save a sharded model with torch.distributed.checkpoint, as a small file and a folder of shards.
 
-Each process writes its shards to a new folder beside the file, such as ``last.ckpt.step=400``. The
-file contains the folder's name and all values that are not sharded. The previous checkpoint stays
-intact until all shards are written, even if a process is killed.
+Each process writes its shards to a new folder beside the checkpoint file, such as
+``last.ckpt.step=400``. The checkpoint file contains the name of this folder, and all values that
+are not sharded. An old checkpoint at the same path is removed only after the new checkpoint is
+written. Therefore, the old checkpoint stays intact if a process is killed while saving.
 """
 
 from __future__ import annotations
@@ -70,7 +71,8 @@ def save_shards(run: Run, checkpoint: dict[str, Any], path: Path) -> dict[str, A
     """Write a checkpoint's sharded tensors to a new folder. All processes must call this function.
 
     Returns:
-        The checkpoint, with placeholders for the sharded tensors and the name of their folder.
+        The checkpoint, with a placeholder instead of each sharded tensor, and with the name of the
+        shard folder under SHARDS_KEY.
     """
     if not run.steps.is_model_parallel:
         return checkpoint
@@ -106,7 +108,7 @@ def save_shards(run: Run, checkpoint: dict[str, Any], path: Path) -> dict[str, A
 
 
 def map_items(function: Callable[[str, Any], Any], value: Any, name: str) -> Any:
-    """Replace each item in nested dicts and lists with ``function(name, item)``.
+    """Return a copy of nested dicts and lists with ``function(name, item)`` in place of each item.
 
     Args:
         name: The name of ``value``. Item names also contain the keys, as in "state_dict/weight".
@@ -119,7 +121,7 @@ def map_items(function: Callable[[str, Any], Any], value: Any, name: str) -> Any
 
 
 def new_folder(path: Path, step: int) -> Path:
-    """Return an unused path beside a checkpoint file for its folder of shards."""
+    """Return a path beside a checkpoint file at which a new shard folder can be created."""
     folder, number = path.with_name(f"{path.name}.step={step}"), 1
     while folder.exists():
         folder = path.with_name(f"{path.name}.step={step}-{number}")
@@ -128,9 +130,9 @@ def new_folder(path: Path, step: int) -> Path:
 
 
 def remove_shards(path: Path, keep: dict[str, Any] | None = None) -> None:
-    """Remove a checkpoint file's shard folders, except the folder of the checkpoint ``keep``.
+    """Remove the shard folders of a checkpoint file, except the shard folder of ``keep``.
 
-    A folder that cannot be removed is removed by the next save of the checkpoint.
+    If a folder cannot be removed, the next save to ``path`` tries again.
     """
     kept = (keep or {}).get(SHARDS_KEY, {}).get("folder")
     with suppress(OSError):
@@ -143,7 +145,7 @@ def remove_shards(path: Path, keep: dict[str, Any] | None = None) -> None:
 
 
 def shard_folder(index: dict[str, Any], path: str | Path) -> Path:
-    """Return the path of the shard folder, which is beside the checkpoint file."""
+    """Return the path of the shard folder that the checkpoint file at ``path`` refers to."""
     for name in (index["folder"], *index["files"]):
         if os.path.basename(name) != name or name in ("", ".", ".."):
             raise CheckpointError(
@@ -154,7 +156,7 @@ def shard_folder(index: dict[str, Any], path: str | Path) -> Path:
 
 
 def verify_shards(path: str | Path, index: dict[str, Any]) -> None:
-    """Check that all shard files exist and have their recorded sizes.
+    """Check that all shard files exist and have the sizes that the checkpoint file lists.
 
     Args:
         index: The value of SHARDS_KEY in the checkpoint file.
@@ -177,10 +179,10 @@ def verify_shards(path: str | Path, index: dict[str, Any]) -> None:
 
 
 def load_shards(run: Run, checkpoint: dict[str, Any], key: str) -> None:
-    """Load a checkpoint's sharded tensors. All processes must call this function.
+    """Load the sharded tensors of a checkpoint into ``checkpoint[key]``.
 
-    The number of processes may differ from that of the saved run. If the run's model is not
-    sharded, each process reads the full tensors.
+    All processes must call this function. This run and the saved run may have different numbers of
+    processes. If the run's model is not sharded, each process reads the full tensors.
 
     Args:
         key: The part of the checkpoint to read: "state_dict" or "optimizer_states".
@@ -202,7 +204,7 @@ def load_shards(run: Run, checkpoint: dict[str, Any], key: str) -> None:
 
 
 def read_shards(folder: Path, value: Any, key: str, own: dict[str, Any]) -> Any:
-    """Read this process's shards of the weights or of the optimizer states."""
+    """Return the weights or the optimizer states, with this process's shards read from ``folder``."""
     reader = dcp.FileSystemReader(folder)
     saved: dict[str, Any] = reader.read_metadata().state_dict_metadata
     tensors: dict[str, torch.Tensor] = {}
@@ -227,7 +229,7 @@ def read_shards(folder: Path, value: Any, key: str, own: dict[str, Any]) -> Any:
 
 
 def collect_tensors(run: Run, key: str) -> dict[str, Any]:
-    """Return the weights or the optimizers' parameters, keyed by their names in a checkpoint."""
+    """Return the run's weights or optimized parameters, keyed by their names in a checkpoint."""
     if key == "state_dict":
         source = run.module if run.is_lightning_module else run.network
         return {f"{key}/{name}": tensor for name, tensor in source.state_dict().items()}
@@ -239,6 +241,6 @@ def collect_tensors(run: Run, key: str) -> dict[str, Any]:
 
 
 def find_sharded_tensor(own: dict[str, Any], name: str, size: torch.Size) -> DTensor | None:
-    """Return the run's sharded tensor with the name and size of a saved tensor, or None."""
+    """Return the run's sharded tensor for a saved name and size. If there is none, return None."""
     found = own.get(name, own.get(name.rpartition("/")[0]))
     return found if isinstance(found, DTensor) and found.shape == size else None

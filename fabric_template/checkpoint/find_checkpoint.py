@@ -89,7 +89,7 @@ def read_again(plan: Plan) -> None:
 
 
 def choose_argument(stage: str, given: dict[str, Any]) -> tuple[str, Any]:
-    """Return the name and value of the given argument: ``resume``, ``load`` or ``ckpt_path``."""
+    """Return the name and value of the only argument that is not None, or ("ckpt_path", None)."""
     given = {name: value for name, value in given.items() if value is not None}
     if len(given) > 1:
         values = " and ".join(f"{name}={describe(value)}" for name, value in given.items())
@@ -115,7 +115,7 @@ def callbacks_of(plan: Plan, kind: str) -> list[Any]:
 
 
 def default_keyword(plan: Plan) -> str | None:
-    """Return "last", "best" or None, as Trainer chooses if no checkpoint is given."""
+    """Return the checkpoint that Trainer uses if the call names none: "last", "best" or None."""
     loop = plan.loop
     if plan.stage == "fit":
         return "last" if callbacks_of(plan, "OnExceptionCheckpoint") else None
@@ -133,7 +133,11 @@ def default_keyword(plan: Plan) -> str | None:
 def find_checkpoint(
     plan: Plan, argument: str, keyword: str, read: Callable[[str | Path], dict[str, Any]]
 ) -> tuple[str | Path | None, dict[str, Any]]:
-    """Find a checkpoint by path or by a keyword such as "last". Return its path and content."""
+    """Return the path and content of the checkpoint for a path or for a keyword such as "last".
+
+    If there is no checkpoint, return (None, {}) for "auto" and for ``ckpt_path="last"``. For any
+    other argument, raise an error.
+    """
     if keyword not in KEYWORDS:
         return keyword, read(keyword)
     if keyword == "best" and (best := best_of_loop(plan)):
@@ -150,7 +154,7 @@ def find_checkpoint(
 
 @dataclass
 class Version:
-    """One version of a run, with the checkpoints that "last", "best" or "auto" may select.
+    """A version of a run, whose checkpoints are searched for "last", "best" or "auto".
 
     Attributes:
         name: The name of the version folder, or "" for files outside of version folders.
@@ -170,12 +174,12 @@ class Version:
 
     @cached_property
     def files(self) -> list[Path]:
-        """The version's checkpoints, which are listed on first use."""
+        """The paths of the version's checkpoints. The first access lists the folder."""
         return self.find_files()
 
 
 def best_of_loop(plan: Plan) -> str:
-    """Return the path of the last run's best checkpoint, or "" if that run saved none."""
+    """Return the path of the best checkpoint that this loop has saved, or "" if there is none."""
     saver = plan.loop.checkpoint_callback
     best = getattr(saver, "best_model_path", None)
     if not best and (saver is None or callbacks_of(plan, "Checkpoint")):
@@ -192,9 +196,10 @@ def read_newest(
     versions: list[Version],
     read: Callable[[str | Path], dict[str, Any]],
 ) -> tuple[Path | None, dict[str, Any]]:
-    """Return the path and content of the newest valid checkpoint, or (None, {}).
+    """Return the path and content of the newest valid checkpoint in ``versions``.
 
-    Skip damaged files, and files of a run that a newer run of the same version replaces.
+    If there is no valid checkpoint, return (None, {}). Skip damaged checkpoints, and checkpoints
+    that are older than the start of the newest run in their version folder.
     """
     for index, version in enumerate(versions):
         for path in newest_first(version.files):
@@ -220,7 +225,10 @@ def read_newest(
 
 
 def best_beside(newest: Path, checkpoint: dict[str, Any]) -> Path | None:
-    """Return the path of the best checkpoint, whose name the newest checkpoint records, or None."""
+    """Return the path of the best checkpoint in the folder of the newest checkpoint, or None.
+
+    The newest checkpoint contains the name of the best checkpoint.
+    """
     names = ["best.ckpt"]
     if OWN_KEY in checkpoint:
         names = list(checkpoint[OWN_KEY]["checkpoints"]["kept"])
@@ -229,7 +237,7 @@ def best_beside(newest: Path, checkpoint: dict[str, Any]) -> Path | None:
 
 
 def list_candidates(plan: Plan, keyword: str) -> list[Version]:
-    """Return the versions that "last", "best" or "auto" may select, with the newest run first."""
+    """Return the versions to search for "last", "best" or "auto", with the newest run first."""
     loop = plan.loop
     savers = callbacks_of(plan, "Checkpoint")
     if not savers:
@@ -255,9 +263,10 @@ def list_candidates(plan: Plan, keyword: str) -> list[Version]:
 
 
 def list_versions(plan: Plan, folder: Path, pattern: str) -> list[Version]:
-    """Return the versions of a run, sorted by their latest start or save, newest first.
+    """Return the versions of a run, from the latest start or save to the earliest.
 
-    Each run records the times in its folder, because copying a checkpoint changes its timestamp.
+    The times are from the .lock file in each version folder, because copying a checkpoint changes
+    the timestamp of the file.
     """
     given = plan.config.version
     names = list_names(folder) if given is None else [version_folder(given)]
@@ -283,7 +292,10 @@ def list_files(folder: Path, pattern: str) -> list[Path]:
 
 
 def newest_first(files: Iterable[Path]) -> Iterator[Path]:
-    """Yield a version's checkpoints, newest first. Files such as last.ckpt precede all others."""
+    """Yield files such as last.ckpt, then all other checkpoints.
+
+    Each group starts with the newest.
+    """
     groups: dict[bool, list[Path]] = {True: [], False: []}
     for path in files:
         groups[path.name.startswith("last")].append(path)
@@ -304,19 +316,19 @@ def read_age(path: Path) -> tuple[float, int, str]:
 
 
 def time_of(checkpoint: dict[str, Any], default: float) -> float:
-    """Return the time at which a checkpoint was saved, or ``default`` for one from Trainer."""
+    """Return the time at which a checkpoint was saved, or ``default`` if Trainer saved it."""
     own = checkpoint.get(OWN_KEY)
     time = own.get("saved_at") if isinstance(own, dict) else None
     return time if isinstance(time, float) and math.isfinite(time) else default
 
 
 def run_folder(plan: Plan, kind: str = "checkpoints") -> Path:
-    """Return the folder with all versions of a run, under "checkpoints" or "logs"."""
+    """Return ``default_root_dir/kind/name``, the folder that contains all versions of a run."""
     return Path(plan.loop.default_root_dir, kind, plan.config.name)
 
 
 def version_of_checkpoint(plan: Plan, path: str) -> int | str | None:
-    """Return the version of a checkpoint, or None if its path is outside the run's folders."""
+    """Return the version whose folder contains the checkpoint, or None if there is none."""
     file = Path(path).resolve()
     for kind in ("checkpoints", "logs"):
         # Lightning's ModelCheckpoint saves to the log folder.
@@ -329,7 +341,7 @@ def version_of_checkpoint(plan: Plan, path: str) -> int | str | None:
 
 
 def report_missing(plan: Plan, argument: str, keyword: str, versions: list[Version]) -> None:
-    """Raise an error for a missing checkpoint.
+    """Raise an error that explains why no checkpoint was found.
 
     If ``ckpt_path="last"`` finds no file, warn instead, like Trainer.
     """

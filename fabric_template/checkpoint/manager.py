@@ -23,8 +23,8 @@ if TYPE_CHECKING:
 class CheckpointManager:
     """Saves checkpoints at the end of epochs, after validations and every N steps.
 
-    If a file cannot be written, training continues with a warning. If the last attempt to write a
-    file failed, ``finish`` raises an error at the end of training.
+    If a checkpoint cannot be written, a warning is issued, and training continues. If the last
+    attempt to write a file failed, ``finish`` raises an error at the end of training.
 
     Args:
         config: The options monitor, mode, save_top_k, save_last and save_every_n_steps.
@@ -54,7 +54,7 @@ class CheckpointManager:
     def use_folder(
         self, folder: Path | None, is_continued: bool, last_model_path: str = ""
     ) -> None:
-        """Save to ``folder``, or save nothing if ``folder`` is None.
+        """Save checkpoints to ``folder``. If ``folder`` is None, save no checkpoints.
 
         Args:
             is_continued: Whether the run resumes from this folder and keeps its best checkpoints.
@@ -64,7 +64,6 @@ class CheckpointManager:
         self.last_model_path = last_model_path
 
     def set_options(self, config: Any) -> None:
-        """Replace the options for all later saves."""
         self.config = config
 
     @property
@@ -73,7 +72,7 @@ class CheckpointManager:
 
     @property
     def _metric(self) -> tuple[str | None, str]:
-        """The options monitor and mode, or those of the resumed run if this run has no monitor."""
+        """The options (monitor, mode). If monitor is None, the values are from the resumed run."""
         if self.config.monitor is None:
             return self._resumed_metric
         return self.config.monitor, self.config.mode
@@ -100,7 +99,7 @@ class CheckpointManager:
             self.save_last(run)
 
     def save_after_validation(self, run: Run) -> None:
-        """After a validation within an epoch, save a checkpoint."""
+        """Save checkpoints after a validation in the middle of an epoch."""
         self._is_validated = self.folder is not None
         if run.progress.is_epoch_complete:
             return
@@ -156,7 +155,7 @@ class CheckpointManager:
             self.last_model_path = str(path)
 
     def save_best(self, run: Run) -> None:
-        """Save a checkpoint if the monitored value is among the best k."""
+        """Save a checkpoint if the monitored metric is one of the save_top_k best values so far."""
         config = self.config
         if self.folder is None or config.monitor is None or config.save_top_k == 0:
             return
@@ -174,7 +173,10 @@ class CheckpointManager:
             self._save_among_best(run, float(value))
 
     def _save_among_best(self, run: Run, value: float) -> None:
-        """Save a checkpoint if ``value`` is among the best k. Remove files beyond the best k."""
+        """Save a checkpoint if ``value`` is one of the save_top_k best values so far.
+
+        Keep only the checkpoints with the save_top_k best values.
+        """
         k, previous = self.config.save_top_k, self._kept
         path = str(self._best_path(run, value))
         ranked = sorted(previous, key=self._rank)
@@ -198,7 +200,7 @@ class CheckpointManager:
         return self._path(re.sub(r"[^\w.=+-]", "_", name) + ".ckpt")
 
     def _epoch(self, run: Run) -> int:
-        """Return the index of the current epoch, or of the epoch that has just finished."""
+        """Return the index of the current epoch or, between epochs, of the last finished epoch."""
         progress = run.progress
         return max(0, progress.epochs_done - (not progress.is_in_epoch))
 
@@ -209,7 +211,7 @@ class CheckpointManager:
         return self._sort_key(self._kept[path])
 
     def finish(self, run: Run) -> None:
-        """Retry the writes of last.ckpt and the logs that failed during training.
+        """At the end of training, retry failed writes of last.ckpt and of the CSV files.
 
         Raises:
             CheckpointError: A file could not be written.
@@ -228,7 +230,7 @@ class CheckpointManager:
             )
 
     def write(self, run: Run, path: Path) -> bool:
-        """Write the run's state to a file, and return whether the write succeeded."""
+        """Write a checkpoint of the run to ``path``, and return whether the write succeeded."""
         for logger in run.loggers.csv_loggers:
             # A checkpoint records the number of CSV rows, so write the rows to disk first.
             with suppress(OSError):

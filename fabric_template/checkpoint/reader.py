@@ -1,9 +1,9 @@
 """Read checkpoint files without running code from them.
 
 ``torch.save`` writes a zip archive that contains a pickle and one entry per storage. A pickle may
-name any class or function. PlainUnpickler builds only tensors and plain values, such as numbers,
-text, dates and containers. It replaces every other object by a placeholder. NumPy objects are
-replaced, too, because NumPy does not check the content of pickles.
+name any class or function to call. PlainUnpickler builds only tensors and standard types, such as
+numbers, text, dates and containers. PlainUnpickler replaces every other object by a placeholder.
+NumPy objects also become placeholders, because NumPy does not check the content of pickles.
 """
 
 from __future__ import annotations
@@ -36,9 +36,9 @@ _FOLDER = 0x10
 class Placeholder:
     """Replaces a saved object whose creation could run code.
 
-    The unpickler creates a subclass for each unknown name in the file. The subclass replaces the
-    named class or function, and its instances replace the objects. Methods that unpickling calls,
-    such as append and __setstate__, do nothing.
+    The unpickler creates a subclass for each unknown class or function that the file names. If the
+    pickle calls the class or function, the result is an instance of this subclass. Methods that
+    unpickling calls, such as append and __setstate__, do nothing.
     """
 
     def __new__(cls, *args: Any, **kwargs: Any) -> Any:
@@ -60,7 +60,7 @@ class Placeholder:
 
 
 def kind_of(value: Any) -> type[Placeholder]:
-    """Return a value's Placeholder class, or Placeholder itself for any other value."""
+    """Return the subclass of a placeholder. For any other value, return Placeholder itself."""
     if isinstance(value, Placeholder):
         return type(value)
     return value if is_placeholder(value) else Placeholder
@@ -72,7 +72,7 @@ def is_placeholder(value: Any) -> bool:
 
 
 class PartialCheckpoint(dict[Any, Any]):
-    """A checkpoint that raises an error when a value with placeholders is read.
+    """A checkpoint that raises an error on access to a key whose value contains a placeholder.
 
     Args:
         values: The checkpoint.
@@ -145,7 +145,9 @@ def read_plain(
     sizes: dict[str, int] | None = None,
     is_mapped: bool = False,
 ) -> Any:
-    """Read a checkpoint file without running code from it. Unknown objects become placeholders.
+    """Read a checkpoint file without running code from it.
+
+    Objects of unknown types become placeholders.
 
     Args:
         sizes: The size of each storage in bytes, to compare with the size in the pickle.
@@ -166,14 +168,17 @@ def read_plain(
 
 
 def find_unbuilt_parts(checkpoint: dict[Any, Any]) -> dict[Any, str]:
-    """Describe the first placeholder under each key of a checkpoint, except for hyperparameters."""
+    """Return a description of the first placeholder under each key of a checkpoint.
+
+    Keys without a placeholder and keys of hyperparameters are omitted.
+    """
     parts = {key: part for key, part in checkpoint.items() if key not in _HYPERPARAMETERS}
     found = {key: find_placeholder(part, str(key)) for key, part in parts.items()}
     return {key: text for key, text in found.items() if text is not None}
 
 
 def find_placeholder(value: Any, name: str) -> str | None:
-    """Return the type and place of the first placeholder found in nested containers, or None."""
+    """Return a description of the first placeholder in nested containers, or None."""
     waiting, seen = [(name, value)], set()
     while waiting:
         place, item = waiting.pop()
@@ -193,7 +198,7 @@ def find_placeholder(value: Any, name: str) -> str | None:
 
 
 def verify_archive(path: str | Path) -> dict[str, int]:
-    """Check an archive's entries and their CRCs, and return the size of each storage."""
+    """Check the entries and CRCs of a zip archive, and return the size in bytes of each storage."""
     with open(path, "rb") as file:
         check_start(file, path)
         size = file.seek(0, io.SEEK_END)
@@ -228,7 +233,7 @@ def check_start(file: IO[bytes], path: str | Path) -> None:
 
 
 def check_entries(infos: list[zipfile.ZipInfo], size: int) -> None:
-    """Raise an error for entries that torch.save does not write, such as compressed ones."""
+    """Raise an error for zip entries that torch.save does not write, such as compressed entries."""
     names = {info.filename.partition("/")[2] for info in infos}
     for info in infos:
         is_inside = info.header_offset + info.compress_size <= size
@@ -247,10 +252,11 @@ def check_entries(infos: list[zipfile.ZipInfo], size: int) -> None:
 
 
 class PlainUnpickler(pickle.Unpickler):
-    """Builds numbers, text, containers and tensors, and placeholders for all other objects.
+    """Builds numbers, text, containers and tensors. All other objects become placeholders.
 
     A pickle can call and even modify the classes and functions that ``find_class`` returns.
-    Therefore, ``find_class`` returns only immutable built-ins, and objects that nothing else uses.
+    Therefore, ``find_class`` returns only immutable built-ins, and new objects that no other code
+    uses.
 
     Attributes:
         sizes: The size of each storage in the archive, in bytes. They are compared with the sizes
@@ -260,7 +266,10 @@ class PlainUnpickler(pickle.Unpickler):
     sizes: ClassVar[dict[str, int]] = {}
 
     def find_class(self, module: str, name: str) -> Any:
-        """Return the object for a known name in a pickle, or else a new Placeholder class."""
+        """Return the object for a known name in a pickle.
+
+        For other names, return a new Placeholder class.
+        """
         full_name = f"{_MODULES.get(module, module)}.{name}"
         if full_name == "torch.storage.UntypedStorage":
             # torch.load reads the dtype of a storage from an attribute of the storage's class.
@@ -275,7 +284,10 @@ class PlainUnpickler(pickle.Unpickler):
         super().__setattr__(name, partial(self._read_storage, value) if is_reader else value)
 
     def _read_storage(self, read: Callable[[Any], Any], saved: Any) -> Any:
-        """Read a storage if its size in the archive matches its size in the pickle."""
+        """Read a storage.
+
+        Raise an error if its size in the archive differs from its size in the pickle.
+        """
         _, kind, key, _, count = saved
         if is_placeholder(kind):
             return kind()
@@ -285,7 +297,10 @@ class PlainUnpickler(pickle.Unpickler):
 
 
 class Builder:
-    """Calls a function that builds a value. If an argument is a placeholder, so is the result."""
+    """Wraps a function that a pickle may call.
+
+    If an argument is a placeholder, the result is a placeholder.
+    """
 
     __slots__ = ("_function",)
 

@@ -36,8 +36,8 @@ _WRAPPERS = ("module", "_orig_mod")
 def restore_model(run: Run, checkpoint: dict[str, Any]) -> bool:
     """Restore the weights, the datamodule and the callbacks. Return whether weights were loaded.
 
-    In fit, weights that do not match the model are loaded after on_fit_start, because this hook may
-    add modules.
+    In fit, return False if the weights do not match the model. The weights are then loaded after
+    on_fit_start, because this hook may add modules.
     """
     is_weights_only = run.stage == "fit" and not run.plan.start.resumes
     if not is_weights_only:
@@ -155,15 +155,16 @@ def find_weights(checkpoint: dict[str, Any], path: Any) -> Mapping[str, Any]:
 
 
 def is_weight(name: Any, value: Any) -> bool:
-    """Return whether an item may be in a state_dict, as a tensor or as an extra state."""
+    """Return whether a state_dict may contain this entry: a tensor or a module's extra state."""
     return isinstance(value, Tensor) or str(name).endswith("_extra_state")
 
 
 def rename_weights(weights: Mapping[str, Any], target: nn.Module) -> Mapping[str, Any]:
     """Rename saved weights to match the names in the model.
 
-    DistributedDataParallel, DataParallel and torch.compile add a part to each name, such as
-    "module" in ``module.weight``. Nothing is renamed if two names would become equal.
+    DistributedDataParallel, DataParallel and torch.compile add a component to the names of
+    parameters, such as "module" in ``module.weight``. If two names would become equal, all names
+    stay unchanged.
     """
     own = list(target.state_dict())
     if weights.keys() == set(own):
@@ -181,7 +182,7 @@ def rename_weights(weights: Mapping[str, Any], target: nn.Module) -> Mapping[str
 
 
 def plain_name(name: str) -> str:
-    """Remove the parts that wrappers add to a parameter's name.
+    """Remove the components that wrappers such as torch.compile add to a parameter's name.
 
     Example:
         >>> plain_name("module._orig_mod.net.0.weight")
@@ -224,7 +225,10 @@ def restore_training(run: Run, checkpoint: dict[str, Any]) -> None:
 
 
 def restore_options(run: Run, changed: dict[str, Any]) -> None:
-    """Restore options that hooks changed in the saved run, unless this run sets other values."""
+    """Restore the options that hooks changed in the saved run.
+
+    Skip an option if the saved run and this run were started with different values.
+    """
     options = vars(run.plan.config)
     for name, (given, value) in changed.items():
         if name in options and options[name] == given:
@@ -288,7 +292,7 @@ def restore_mini_attributes(run: Run) -> None:
 
 
 def load_states(run: Run, states: dict[str, Any]) -> None:
-    """Call ``load_state_dict`` of each attribute of the run that has a saved state."""
+    """Call ``load_state_dict`` of each object in ``run.saved_parts()`` whose name is in ``states``."""
     for name, part in run.saved_parts().items():
         if name in states:
             part.load_state_dict(states[name])
@@ -309,10 +313,11 @@ def restore_position(run: Run) -> None:
 
 
 def restore_states(run: Run) -> dict[str, Any] | None:
-    """Restore the states that are needed before the loaders start.
+    """Restore the states that must be in place before the loaders' iterators are created.
 
     Returns:
-        The saved attributes of objects, to restore after the loaders start, or None.
+        The saved attributes of the model and other objects, or None. The caller restores the
+        attributes after the iterators are created.
     """
     rank = run.fabric.global_rank
     of_process = run.plan.start.state_of_process(rank)
@@ -349,7 +354,8 @@ def restore_states(run: Run) -> dict[str, Any] | None:
 def check_settings(run: Run, saved: dict[str, Any]) -> None:
     """Compare the settings of this run with those of the saved run.
 
-    Warn about a difference, or raise an error if it changes the position in an epoch.
+    If settings differ, warn. If the saved position in the epoch is invalid with the new settings,
+    raise an error.
     """
     current = run_settings(run)
     changed = [name for name in saved if saved[name] != current[name]]
@@ -414,7 +420,7 @@ def restore_optimizers(run: Run, checkpoint: dict[str, Any]) -> None:
 
 
 def add_missing_groups(run: Run, states: list[dict[str, Any]]) -> None:
-    """Add the parameter groups that the saved run added to its optimizers during training."""
+    """Add the parameter groups that the optimizers of the saved run received during training."""
     parameters = run.optimization.named_parameters()
     saved = run.plan.start.own.get("parameter_groups", ())
     for optimizer, state, names in zip(run.optimization.optimizers, states, saved, strict=False):
@@ -429,7 +435,7 @@ def add_missing_groups(run: Run, states: list[dict[str, Any]]) -> None:
 
 
 def check_replaced_parameters(run: Run) -> None:
-    """Raise an error if a hook of the saved run replaced a parameter that an optimizer trains."""
+    """Raise an error if a hook of the saved run replaced a parameter that an optimizer trained."""
     saved = run.plan.start.own.get("parameter_groups", ())
     pairs = zip(saved, names_of_groups(run), strict=False)
     names = [(chain(*old), chain(*new)) for old, new in pairs]
@@ -469,7 +475,7 @@ def load_optimizer_state(run: Run, optimizer: Any, state: dict[str, Any]) -> Non
 def check_options(
     run: Run, optimizer: Any, known: list[set[str]], groups: list[dict[str, Any]]
 ) -> None:
-    """Raise an error if the saved parameter groups lack options of the current optimizer."""
+    """Raise an error if the saved parameter groups lack an option of this run's optimizer."""
     for names, group in zip(known, groups, strict=False):
         if missing := sorted(names - set(group)):
             raise CheckpointError(
@@ -480,7 +486,7 @@ def check_options(
 
 
 def restore_outside_parameters(run: Run, saved: dict[str, torch.Tensor]) -> None:
-    """Restore the parameters that are in an optimizer, but not in the model's state_dict."""
+    """Restore the optimized parameters that are missing from the model's state_dict."""
     with torch.no_grad():
         for name, parameter in run.optimization.outside_parameters().items():
             if name in saved:
@@ -488,7 +494,7 @@ def restore_outside_parameters(run: Run, saved: dict[str, torch.Tensor]) -> None
 
 
 def restore_dtypes(optimizer: Any, saved: dict[str, Any]) -> None:
-    """Restore the saved dtypes of optimizer states, which load_state_dict may have changed."""
+    """Convert optimizer states to their saved dtypes, because load_state_dict may change dtypes."""
     parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
     for index, values in saved.get("state", {}).items():
         if not isinstance(index, int) or not isinstance(values, dict):

@@ -39,11 +39,12 @@ _CHECKPOINT = re.compile(r"(last|best|epoch=[0-9]+-step=[0-9]+-.*)\.ckpt")
 
 
 class RunFolders:
-    """The version folders that a run writes to, and the times that it records in them.
+    """Locks the version folders of a run, and writes start and save times to their .lock files.
 
-    A new run records its start in the .lock files, and every run records its saves.
-    ``resume="last"`` continues the run with the latest recorded time. If ``version=`` is given,
-    several runs may use the same folder. The times show which checkpoints are from an older run.
+    A new run writes the time of its start, and every run writes the times of its saves.
+    ``resume="last"`` continues the run with the latest time. Several runs with the same
+    ``version=`` use the same folder. The times in the .lock file show which checkpoints are from an
+    older run.
     """
 
     def __init__(self) -> None:
@@ -54,10 +55,11 @@ class RunFolders:
 
     @contextmanager
     def locked(self, folders: Iterable[Path]) -> Iterator[None]:
-        """Make this process the only writer of the folders, and record how the run ends.
+        """Lock the folders for this process.
 
-        The operating system releases the locks of a killed process. Each .lock file contains the
-        process ID and, after the run, "finished", "interrupted" or "failed".
+        At the end, write to the .lock files how the run ended. The operating system releases the
+        locks of a killed process. Each .lock file contains the process ID and, after the run,
+        "finished", "interrupted" or "failed".
         """
         with ExitStack() as stack:
             opened = {folder: open_lock(folder, stack) for folder in folders}
@@ -78,7 +80,7 @@ class RunFolders:
                 self._files = {}
 
     def start_new_run(self, folder: Path | None, log_folder: Path | None) -> None:
-        """Record the start of a new run, which replaces the previous run in the folders.
+        """Write the start time of a new run, which replaces the previous run in the folders.
 
         Args:
             folder: The folder of the checkpoints, or None.
@@ -94,17 +96,17 @@ class RunFolders:
             set_aside(log_folder, self._replaced_logs)
 
     def restore_replaced_run(self, log_folder: Path | None) -> None:
-        """Record that this run resumes an older run, which a newer run replaced in the folder."""
+        """Make the checkpoints of a replaced run valid again. This run resumes from one of them."""
         self._write("started 0.0", is_synced=True)
         # A resume copies rows of the replaced CSV files, so remove the files after the next save.
         self._replaced_logs = None if log_folder is None else log_folder / REPLACED_LOGS
 
     def save_time(self) -> float:
-        """Return the current time, or the newest recorded time if that is later."""
+        """Return the current time. If a .lock file contains a later time, return the later time."""
         return max(time.time(), self._newest)
 
     def record_save(self, path: Path, saved_at: float) -> None:
-        """Record a save in the .lock files, and remove the checkpoints of the replaced run."""
+        """Write the time of a save to the .lock files, and remove the replaced run's checkpoints."""
         # Remove replaced logs even if a ModelCheckpoint saved to another folder.
         self.remove_replaced_logs()
         folders = {Path(os.path.abspath(folder)) for folder in self._files}
@@ -117,7 +119,6 @@ class RunFolders:
                 remove_checkpoint(old)
 
     def remove_replaced_logs(self) -> None:
-        """Remove the replaced run's CSV files, after a save or at the end of training."""
         if self._replaced_logs is not None:
             shutil.rmtree(self._replaced_logs, ignore_errors=True)
             self._replaced_logs = None
@@ -161,7 +162,7 @@ def open_folders(run: Run, stack: ExitStack) -> None:
 
 
 def set_aside(folder: Path, target: Path) -> None:
-    """Move CSV files to ``target``, unless ``target`` already exists."""
+    """Move the CSV files in ``folder`` to ``target``. If ``target`` already exists, do nothing."""
     names = [name for name in FILES if (folder / name).exists()]
     with suppress(OSError):
         if names and not target.exists():
@@ -171,7 +172,7 @@ def set_aside(folder: Path, target: Path) -> None:
 
 
 def continues_in(run: Run, folder: Path) -> bool:
-    """Return whether the run resumes from a checkpoint that was saved in the folder."""
+    """Return whether the run resumes from a checkpoint that was saved in ``folder``."""
     if not run.plan.start.resumes:
         return False
     if folder.resolve() in Path(str(run.plan.start.path)).resolve().parents:
@@ -185,7 +186,11 @@ def continues_in(run: Run, folder: Path) -> bool:
 
 
 def choose_version(run: Run) -> None:
-    """Choose the resumed checkpoint's version, or a new version in the second fit of a loop."""
+    """Set the version if ``version=`` is not given.
+
+    A resumed run uses the checkpoint's version. Otherwise, the second fit of a loop uses a new
+    version.
+    """
     loop, start = run.loop, run.plan.start
     if run.config.version is not None:
         return
@@ -198,7 +203,7 @@ def choose_version(run: Run) -> None:
 
 
 def choose_checkpoint_folder(run: Run) -> Path | None:
-    """Return the folder for checkpoints, or None if the loop does not save them itself."""
+    """Return the folder for checkpoints, or None if checkpoints are off or a callback saves them."""
     config, loggers = run.config, run.loggers.csv_loggers
     if not config.enable_checkpointing or run.loop.checkpoint_callbacks:
         return None
@@ -230,7 +235,11 @@ if hasattr(os, "register_at_fork"):
 
 
 def open_lock(folder: Path, stack: ExitStack) -> IO[str] | None:
-    """Lock a folder, remove temporary files, and return the lock file, or None on failure."""
+    """Lock a folder and return the lock file.
+
+    Return None if the lock file cannot be opened. Also remove the temporary files that a killed run
+    left in the folder.
+    """
     make_folder(folder)
     for parent in folder.parents[:3]:
         sync_folder(parent)
@@ -267,5 +276,8 @@ def open_lock(folder: Path, stack: ExitStack) -> IO[str] | None:
 
 
 def open_without_links(path: str, flags: int) -> int:
-    """Open a file, but raise an OSError for a symbolic link, whose target could be any file."""
+    """Open a file.
+
+    If the path is a symbolic link, whose target could be any file, raise an OSError.
+    """
     return os.open(path, flags | getattr(os, "O_NOFOLLOW", 0), 0o666)

@@ -1,4 +1,4 @@
-"""The checkpoint that a run starts from, in FabricLoop's layout.
+"""Hold the checkpoint that a run starts from, and convert the checkpoint to FabricLoop's layout.
 
 The key "writer" names the loop that wrote the training state: FabricLoop, MiniLoop or Trainer.
 """
@@ -14,7 +14,7 @@ from .distributed import OWN_KEY
 
 @dataclass(eq=False)
 class StartPoint:
-    """The checkpoint that a run starts from. Without a path, the run starts from scratch.
+    """The checkpoint that a run starts from. If ``path`` is None, the run starts from scratch.
 
     Attributes:
         path: The path of the checkpoint.
@@ -41,7 +41,10 @@ class StartPoint:
     restarts_epoch: bool | None = field(default=None, init=False)
 
     def load(self, checkpoint: dict[str, Any]) -> None:
-        """Keep a checkpoint's content until the run has restored it."""
+        """Store a checkpoint for the run to restore.
+
+        If the run resumes, convert the training state.
+        """
         self.checkpoint = checkpoint
         # Remove OWN_KEY, so that on_load_checkpoint hooks get only the keys that Trainer saves.
         own = checkpoint.pop(OWN_KEY, None)
@@ -50,32 +53,41 @@ class StartPoint:
             self.sampler_seed = self.own.get("sampler_seed")
 
     def __getstate__(self) -> dict[str, Any]:
-        """Leave the checkpoint out of the pickle, because a spawned process reads the file."""
+        """Omit the checkpoint from the pickle, because a spawned process reads the file again."""
         return {**vars(self), "checkpoint": None, "own": {}}
 
     @property
     def is_pending(self) -> bool:
-        """Return whether the run still has to restore all or part of the checkpoint."""
+        """Return whether the run has not yet restored the whole checkpoint."""
         return self.checkpoint is not None
 
     @property
     def saved_at(self) -> float | None:
-        """The time at which the checkpoint was saved, or None once the run is restored."""
+        """The time at which the checkpoint was saved.
+
+        None if unknown or after the run is restored.
+        """
         return self.own.get("saved_at")
 
     def finish_loading(self) -> None:
-        """Free the checkpoint after its weights are loaded, unless the run resumes."""
+        """If the run does not resume, free the checkpoint, because its weights are already loaded."""
         if not self.resumes:
             self.checkpoint = None
 
     def training_state(self, has_max_steps: bool) -> dict[str, Any]:
-        """Return the training state. For a Trainer checkpoint, also set ``restarts_epoch``."""
+        """Return the training state in FabricLoop's layout.
+
+        For a Trainer checkpoint, also set ``restarts_epoch``.
+        """
         if self.own["writer"] == "Trainer" and self.checkpoint is not None:
             self.restarts_epoch = restarts_epoch(self.checkpoint, has_max_steps)
         return self.own
 
     def state_of_process(self, rank: int) -> dict[str, Any]:
-        """Return the saved state for a rank. If there is none, return that of another rank."""
+        """Return the state that the process ``rank`` saved.
+
+        If the saved run had fewer processes, return the state of another process.
+        """
         ranks = self.own.get("ranks") or [{}]
         state: dict[str, Any] = ranks[rank % len(ranks)]
         return state
@@ -111,7 +123,7 @@ def convert_training_state(
 
 
 def convert_mini_state(path: Any, own: dict[str, Any]) -> dict[str, Any]:
-    """Add default values to a state from MiniLoop, which saves less than FabricLoop."""
+    """Add default values to MiniLoop's training state, which lacks some of FabricLoop's keys."""
     progress = own["progress"]
     if progress["is_in_epoch"]:
         raise CheckpointError(
@@ -179,9 +191,9 @@ def convert_trainer_state(checkpoint: dict[str, Any]) -> dict[str, Any]:
 
 
 def restarts_epoch(checkpoint: dict[str, Any], has_max_steps: bool) -> bool:
-    """Return whether Trainer would finish the saved epoch before it starts the next one.
+    """Return whether Trainer would first finish the saved epoch. If not, it starts the next epoch.
 
-    If Trainer resumes with a new epoch, it runs a sanity check, which draws random numbers.
+    If Trainer starts a new epoch on resume, it runs a sanity check, which draws random numbers.
     """
     fit_loop = checkpoint.get("loops", {}).get("fit_loop")
     if fit_loop is None or has_max_steps:

@@ -1,8 +1,8 @@
 """Build a checkpoint in Lightning's layout.
 
-``LitModel.load_from_checkpoint(path)`` and ``Trainer.fit(ckpt_path=path)`` can read the files.
-OWN_KEY holds the state that Trainer does not save: random generators, loaders, running metrics and
-the number of CSV rows. ``restore.py`` restores a run from a checkpoint.
+``LitModel.load_from_checkpoint(path)`` and ``Trainer.fit(ckpt_path=path)`` can read this
+checkpoint. OWN_KEY holds the state that Trainer does not save: random generators, loaders, running
+metrics and the number of CSV rows. ``restore.py`` restores a run from a checkpoint.
 """
 
 from __future__ import annotations
@@ -103,7 +103,7 @@ def key_of(callback: Any) -> str:
 
 
 def state_of(part: Any) -> Any:
-    """Return the state of a callback or a datamodule, or None if it has no ``state_dict``."""
+    """Return ``state_dict()`` of a callback or a datamodule, or None without such a method."""
     state_dict = getattr(part, "state_dict", None)
     state: Any = state_dict() if callable(state_dict) else None
     # If state_dict() returns vars(self), remove the methods that attach_log() added.
@@ -135,7 +135,7 @@ def own_state(run: Run) -> dict[str, Any]:
 
 
 def changed_options(run: Run) -> dict[str, tuple[Any, Any]]:
-    """Return the given value and the current value of each option that hooks have changed."""
+    """Return (original value, current value) of each option that hooks have changed, by name."""
     current = vars(run.config)
     pairs = {name: (value, current[name]) for name, value in vars(run.plan.config).items()}
     return {
@@ -146,7 +146,7 @@ def changed_options(run: Run) -> dict[str, tuple[Any, Any]]:
 
 
 def states_of(run: Run, per_process: bool) -> dict[str, Any]:
-    """Return the states of the run's parts by name.
+    """Return ``state_dict()`` of the objects in ``run.saved_parts()``, keyed by name.
 
     Args:
         per_process: True: the parts that every process saves. False: those that only rank 0 saves.
@@ -156,7 +156,7 @@ def states_of(run: Run, per_process: bool) -> dict[str, Any]:
 
 
 def run_settings(run: Run) -> dict[str, Any]:
-    """Return the settings that a resumed run should share with the saved run."""
+    """Return settings that affect the results, to compare a resumed run with the saved run."""
     loaders = run.data.train.loaders if "train" in run.data.created else []
     return {
         "number of processes": run.fabric.world_size,
@@ -224,7 +224,7 @@ def names_of_groups(run: Run) -> list[list[list[str | None]]]:
 
 
 class _TrialPickler(pickle.Pickler):
-    """Pickles a value without its tensors, because tensors can always be pickled."""
+    """Tests whether an object can be pickled. Skips tensors, which can always be pickled."""
 
     def persistent_id(self, value: Any) -> str | None:
         is_tensor = isinstance(value, torch.Tensor | torch.UntypedStorage)
@@ -235,7 +235,7 @@ class _TrialUnpickler(PlainUnpickler):
     """Reads the pickles that _TrialPickler writes."""
 
     def persistent_load(self, saved: Any) -> None:
-        """Return None in place of a tensor."""
+        """Return None for a tensor, because _TrialPickler writes no tensors."""
 
 
 def is_picklable(value: Any) -> bool:
@@ -248,7 +248,7 @@ def is_picklable(value: Any) -> bool:
 
 
 def picklable_part(value: Any, name: str, dropped: list[str]) -> Any:
-    """Return a value without the dict items that cannot be pickled.
+    """Return a copy of nested dicts without the items that cannot be pickled.
 
     Args:
         name: The name of the value, such as "model/activation".
@@ -321,7 +321,7 @@ def check_saved_state(run: Run) -> None:
 
 
 def find_unreadable(states: dict[str, Any]) -> list[str]:
-    """For each state, describe the first object that the checkpoint reader cannot build."""
+    """Return descriptions of objects that PlainUnpickler cannot build, at most one per key."""
     file = io.BytesIO()
     _TrialPickler(file, protocol=2).dump(replace_numpy(states))
     file.seek(0)
@@ -342,7 +342,7 @@ def warn_of_unreadable(run: Run, checkpoint: dict[str, Any]) -> None:
 
 
 def find_unpicklable(value: Any, name: str = "") -> str | None:
-    """Return the name of the first unpicklable item in nested containers, or None."""
+    """Return the keys of the first unpicklable item in nested containers, such as "a/b", or None."""
     if is_picklable(value):
         return None
     items: Any = value.items() if isinstance(value, dict) else ()
@@ -368,9 +368,9 @@ def make_plain_state(run: Run) -> PlainState:
 
 
 def watch_objects(run: Run) -> None:
-    """Also save the attributes of optimizers, and the states of objects in the model's attributes.
+    """Also save the optimizers' attributes, and the states of objects that the model refers to.
 
-    Skip objects whose states have their own key in a checkpoint, such as schedulers.
+    Skip objects whose states a checkpoint already contains, such as schedulers.
     """
     optimization = run.optimization
     optimizers, schedulers = optimization.optimizers, optimization.lr_schedulers
