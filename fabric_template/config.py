@@ -21,7 +21,7 @@ P = ParamSpec("P")
 Duration = str | timedelta | dict[str, int]
 LOGGER_NAMES = ("csv", "tensorboard", "wandb", "mlflow")
 _LIMITS = [f"limit_{stage}_batches" for stage in ("train", "val", "test", "predict")]
-# The values that these options get if they are None.
+# The value of each of these options if the option is None.
 _DEFAULTS: dict[str, Any] = {
     "logger": True,
     "enable_checkpointing": True,
@@ -30,7 +30,7 @@ _DEFAULTS: dict[str, Any] = {
     "log_every_n_steps": 50,
     "num_sanity_val_steps": 2,
 }
-# The values that barebones=True sets, to save time.
+# The option values that barebones=True sets, to save time.
 _OFF = {name: 0 if name.endswith("_steps") else False for name in _DEFAULTS}
 
 
@@ -45,12 +45,12 @@ class LoopConfig:
 
     # Training length
     max_epochs: int | None = None
-    """Stop after this many epochs. -1: no limit. If none of max_epochs, max_steps and max_time
-    is given, the limit is 1000 epochs."""
+    """Stop after this many epochs. -1 means no limit. Without max_epochs, max_steps and max_time,
+    training stops after 1000 epochs."""
     min_epochs: int | None = None
     """Train at least this many epochs, even if a callback sets should_stop earlier."""
     max_steps: int = -1
-    """Stop after this many optimizer steps. -1: no limit."""
+    """Stop after this many optimizer steps. -1 means no limit."""
     min_steps: int | None = None
     """Train at least this many optimizer steps, even if a callback sets should_stop earlier."""
     max_time: Duration | None = None
@@ -58,32 +58,37 @@ class LoopConfig:
 
     # Amount of data
     limit_train_batches: int | float | None = None
-    """Train on this many batches per epoch (int), or on this fraction (float). None: all."""
+    """Train only on this number of batches per epoch (int), or on this fraction of the batches
+    (float)."""
     limit_val_batches: int | float | None = None
-    """Validate on this many batches per loader (int), or on this fraction (float). None: all."""
+    """Validate only on this number of batches per loader (int), or on this fraction of the batches
+    (float)."""
     limit_test_batches: int | float | None = None
-    """Test on this many batches per loader (int), or on this fraction (float). None: all."""
+    """Test only on this number of batches per loader (int), or on this fraction of the batches
+    (float)."""
     limit_predict_batches: int | float | None = None
-    """Predict this many batches per loader (int), or this fraction (float). None: all."""
+    """Predict only this number of batches per loader (int), or this fraction of the batches
+    (float)."""
     overfit_batches: int | float = 0.0
-    """Train and validate only on the first N batches (int), or on the first fraction of the batches
-    (float), without shuffling. 0: off."""
+    """Train and validate only on the first batches, without shuffling. An int is the number of
+    batches, and a float is a fraction of all batches. 0 turns this option off."""
     fast_dev_run: int | bool = False
-    """Run only this many batches of each loader, without loggers and checkpoints. True: 1 batch."""
+    """Run only this many batches of each loader, without loggers and checkpoints. True means one
+    batch."""
 
     # Validation and logging
     val_check_interval: int | float | Duration | None = None
     """Validate every N batches (int), after each fraction of an epoch such as 0.25 (float), or at
     time intervals such as "00:00:30:00" (days, hours, minutes, seconds)."""
     check_val_every_n_epoch: int | None = 1
-    """Validate every N epochs. None: val_check_interval counts batches across epochs."""
+    """Validate every N epochs. If this is None, val_check_interval counts batches across epochs."""
     validate_every_n_steps: int | None = None
     """Validate every N optimizer steps, counted across epochs, instead of after each epoch."""
     num_sanity_val_steps: int | None = None
-    """Validate on this many batches before training starts. -1: all. None: 2."""
+    """Validate on this many batches before training starts. -1 means all batches, None means 2."""
     log_every_n_steps: int | None = None
     """Every N optimizer steps, log the loss, the learning rate and the values logged with
-    on_step=True. 0: never. None: 50."""
+    on_step=True. 0 means never, None means 50."""
     log_grad_norm: bool = False
     """Also write the gradient norm before clipping to steps.csv."""
 
@@ -91,32 +96,35 @@ class LoopConfig:
     accumulate_grad_batches: int = 1
     """The number of batches per optimizer step."""
     gradient_clip_val: int | float | None = None
-    """Clip gradients to this norm or value before each optimizer step. None or 0: off."""
+    """Clip gradients to this norm or value before each optimizer step. None or 0 turns clipping
+    off."""
     gradient_clip_algorithm: str | None = None
-    """"norm" (default): clip the total norm of all gradients. "value": clip each element."""
+    """"norm" (default) clips the total norm of all gradients. "value" clips each element."""
 
     # Execution
     deterministic: bool | str | None = None
-    """Use only deterministic algorithms. "warn": only warn about nondeterministic operations."""
+    """Use only deterministic algorithms. "warn" only warns about nondeterministic operations."""
     benchmark: bool | None = None
-    """Set torch.backends.cudnn.benchmark. None: keep the value, or set False if deterministic."""
+    """Set torch.backends.cudnn.benchmark to this value. None keeps the current value. With
+    deterministic=True, None sets False."""
     inference_mode: bool = True
-    """Evaluate in torch.inference_mode. False: evaluate in torch.no_grad."""
+    """Evaluate in torch.inference_mode. If this is False, evaluate in torch.no_grad."""
     reload_dataloaders_every_n_epochs: int = 0
-    """Get new loaders from the datamodule or the module every N epochs. 0: never."""
+    """Get new loaders from the datamodule or the module every N epochs. 0 means
+    never."""
     profiler: Any = None
     """A Lightning profiler, or the name "simple", "advanced" or "pytorch"."""
     detect_anomaly: bool = False
     """Use torch.autograd.set_detect_anomaly, which is slow but finds the cause of a NaN."""
     on_nan: str = "warn"
-    """"warn": warn once if train_loss in metrics.csv is NaN or infinite. "stop": end training without
-    saving another checkpoint if train_loss in metrics.csv or steps.csv is NaN or infinite.
-    "off": do not check."""
+    """"warn" warns once if train_loss in metrics.csv is NaN or infinite. "stop" also checks
+    train_loss in steps.csv, and ends training without saving another checkpoint. "off" does not
+    check the loss."""
     barebones: bool = False
     """Turn off everything except training, to measure the loop's overhead."""
     logger: Any = None
-    """A logger or a list of loggers. True or None: the CSV logger. False: no logger. The names
-    "tensorboard", "wandb" and "mlflow" add Lightning's logger to the CSV logger."""
+    """A logger or a list of loggers. True or None means the CSV logger, and False means no logger.
+    The name "tensorboard", "wandb" or "mlflow" adds Lightning's logger to the CSV logger."""
     enable_checkpointing: bool | None = None
     """Write checkpoints."""
     enable_progress_bar: bool | None = None
@@ -124,20 +132,22 @@ class LoopConfig:
     enable_model_summary: bool | None = None
     """Print a table of the model's layers before training."""
     default_root_dir: str | os.PathLike[str] | None = None
-    """The folder that contains logs/ and checkpoints/. None: the working directory."""
+    """The folder that contains logs/ and checkpoints/. None means the working directory."""
 
     # Files and checkpoints
     name: str = "run"
     """The run's name. Files go to logs/<name>/version_<n> and checkpoints/<name>/version_<n>."""
     version: int | str | None = None
-    """The run's version. None: the next free number, or the version of the resumed run."""
+    """The run's version. None means the next free number or, on resume, the version of the resumed
+    run."""
     monitor: str | None = None
-    """The metric that selects the best checkpoint. None: keep only the last checkpoint."""
+    """The metric that selects the best checkpoint. Without monitor, the loop keeps only the last
+    checkpoint."""
     mode: str = "auto"
-    """Which value of monitor is the best: the smallest ("min") or the largest ("max"). "auto": the
-    metric's name decides."""
+    """Which value of the monitored metric is best: the smallest ("min") or the largest ("max").
+    "auto" decides by the metric's name."""
     save_top_k: int = 1
-    """Keep the k best checkpoints. 1: only best.ckpt. -1: all checkpoints."""
+    """Keep the k best checkpoints. 1 keeps only best.ckpt. -1 keeps all checkpoints."""
     save_last: bool = True
     """Keep last.ckpt, and rewrite it at the end of each epoch and after each validation."""
     save_every_n_steps: int | None = None
@@ -148,8 +158,8 @@ class LoopConfig:
     """Compile each step method with torch.compile: True, a mode such as "reduce-overhead", or a
     dict of arguments."""
     hparams: Mapping[str, Any] | None = None
-    """Your own settings, such as {"lr": 0.1}. The loop writes them to hparams.yaml and sends them
-    to the loggers. list_runs compares them."""
+    """Your own settings, such as {"lr": 0.1}. The loop writes these settings to hparams.yaml and
+    sends them to the loggers. list_runs compares the settings of several runs."""
 
     def __post_init__(self) -> None:
         for name, value in vars(self).items():
@@ -271,7 +281,8 @@ class LoopConfig:
     def with_options(self, **values: Any) -> LoopConfig:
         """Return a copy with changed options, or raise an error if an option is wrong."""
         if self.validate_every_n_steps and "validate_every_n_steps" in values:
-            # Reset check_val_every_n_epoch, because the old validate_every_n_steps set it to None.
+            # The current validate_every_n_steps has set check_val_every_n_epoch to None, so set the
+            # default again.
             values = {"check_val_every_n_epoch": 1, **values}
         return replace(self, **values).with_defaults()
 
@@ -289,7 +300,7 @@ def _convert_option(name: str, value: Any) -> Any:
     if Any not in (_HINTS[name], *get_args(_HINTS[name])):
         value = _to_python(value)
     if name in _NUMBERS_OF_BATCHES and isinstance(value, float):
-        # Keep a float up to 1.0, which is a fraction of the batches, as in Trainer.
+        # Like Trainer, keep a float of at most 1.0, which means a fraction of the batches.
         return int(value) if value > 1 and value.is_integer() else value
     return value
 
@@ -449,8 +460,8 @@ class LoopArguments(LoopConfig):
     """All arguments of FabricLoop, including the options of LoopConfig."""
 
     fabric: Any = field(default=None, kw_only=False)
-    """A lightning.Fabric object. It replaces the options accelerator, strategy, devices, num_nodes,
-    precision and plugins."""
+    """A lightning.Fabric object, to use instead of the options accelerator, strategy, devices,
+    num_nodes, precision and plugins."""
     accelerator: Any = "auto"
     """Run on "cpu", "gpu", "mps" or "auto", which uses a GPU if there is one."""
     strategy: Any = "auto"
@@ -460,13 +471,14 @@ class LoopArguments(LoopConfig):
     num_nodes: int = 1
     """The number of machines."""
     precision: Any = None
-    """"32-true", "bf16-mixed", "16-mixed", "bf16-true", or another precision of Fabric."""
+    """The precision: "32-true", "bf16-mixed", "16-mixed", "bf16-true", or another one of Fabric's
+    precisions."""
     plugins: Any = None
     """Fabric plugins for the precision, the cluster environment or checkpoints."""
     callbacks: Any = None
     """Lightning's callbacks, or objects with methods such as on_fit_start."""
     loggers: Any = None
-    """Another name for the option logger. Pass only one of the two."""
+    """Another name for the option logger. Pass either logger or loggers."""
 
 
 # Trainer's options that FabricLoop lacks, with the values that are accepted and ignored.

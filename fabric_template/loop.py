@@ -91,7 +91,8 @@ class FabricLoop(TrainerAPI):
         self.has_fitted = False
         self.loggers = self._make_loggers()
         self.profiler = make_profiler(self.config.profiler)
-        # Descriptions of the parts of a hand-written loop. The first log_dict() records them.
+        # The models, optimizers and batch sizes of a hand-written loop, which the first log_dict()
+        # writes to config.yaml.
         self._own_parts: dict[str, list[Any]] = {"model": [], "optimizer": [], "batch_size": []}
         self._is_recorded = False
         self.run: Run | None = None

@@ -122,14 +122,14 @@ CHECKPOINTS = ("last.ckpt", "best.ckpt", "epoch=*-step=*.ckpt")
 # Attributes of every nn.Module, which are not the user's own state.
 MODULE_ATTRIBUTES = vars(nn.Module()).keys()
 HOOKS_OF_MODULE = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks")
-# Optimizer attributes that are not saved, because state_dict() contains their values, or because
-# they serve only for warnings.
+# Optimizer attributes that are not saved: state_dict() contains their values, or they only cause
+# warnings.
 OPTIMIZER_ATTRIBUTES = ("state", "param_groups", "defaults", "_opt_called", "_step_count")
 GENERATORS = (torch.Generator, random.Random, np.random.Generator, np.random.RandomState)
 NUMPY: Any = (np.generic, np.ndarray)
 # Packages whose objects are not saved, because they may hold processes or files.
 LIBRARIES = {*sys.stdlib_module_names, "lightning", "numpy", "torch", "torchmetrics"}
-# The attributes of objects of these types are not saved either.
+# Objects of these types are not searched for attributes to save.
 NOT_SEARCHED = (type, FunctionType, MethodType, ModuleType, Logger, Tensor, nn.Module, Fabric)
 # Types of attributes that checkpoints contain, besides tensors and NumPy arrays.
 ATOMS = frozenset((type(None), bool, int, float, complex, str, bytes))
@@ -143,17 +143,17 @@ OPEN_LOCKS: list[IO[str]] = []
 class MiniLoop:
     """Train a model with step functions, or an object that has a ``training_step`` method."""
 
-    max_epochs: int | None = None  # Epoch limit. -1: no limit. None: 1000, or -1 with max_steps.
-    max_steps: int = -1  # Stop after this many optimizer steps. -1: no limit.
+    max_epochs: int | None = None  # -1 means no limit. None means 1000, or -1 with max_steps.
+    max_steps: int = -1  # Stop after this many optimizer steps. -1 means no limit.
     name: str = "run"  # Files go to logs/<name>/version_<n> and checkpoints/<name>/version_<n>.
-    version: int | str | None = None  # The run's version. None: a new or the resumed version.
+    version: int | str | None = None  # None means a new version, or the resumed one.
     monitor: str | None = None  # The metric that selects best.ckpt.
-    # The best value of monitor: "min", the smallest, "max", the largest, or "auto", by its name.
+    # Which value of monitor is best: "min" or "max". "auto" decides by the metric's name.
     mode: str = "auto"
     accumulate_grad_batches: int = 1  # The number of batches per optimizer step.
     gradient_clip_val: float | None = None  # Clip the total gradient norm to this value.
-    validate_every_n_steps: int | None = None  # Validate and save every N steps. None: every epoch.
-    log_every_n_steps: int = 50  # Write a row to steps.csv every N optimizer steps. 0: never.
+    validate_every_n_steps: int | None = None  # Validate and save every N steps.
+    log_every_n_steps: int = 50  # Write a row to steps.csv every N steps. 0 means never.
     seed: int | None = None  # The random seed, set when the loop is created and when fit starts.
     default_root_dir: str | os.PathLike[str] = "."  # The folder for logs/ and checkpoints/.
     accelerator: Any = "auto"  # Passed to lightning.Fabric, like strategy, devices and precision.
@@ -247,21 +247,21 @@ class MiniLoop:
         self._sums: list[dict[tuple[str, str], Any]] = [{}]
         self._torchmetrics: dict[tuple[str, str], Any] = {}  # The logged torchmetrics objects.
         self.callback_metrics: dict[str, Tensor] = {}  # The newest value of each logged metric.
-        self._validated: dict[str, Tensor] = {}  # Validation metrics for the next CSV row.
+        self._validated: dict[str, Tensor] = {}  # For the next row of metrics.csv.
         self._has_validated = False
-        self._validation_names: set[str] = set()  # Metrics that the latest validation logged.
-        # The values that the current training step logged for steps.csv, or None between steps.
+        self._validation_names: set[str] = set()  # The metrics of the latest validation.
+        # Values that the current training step logs for steps.csv. None between two steps.
         self._step_values: Any = None
         self._is_first_batch = True  # True until the first training step of this run.
         self._hook = ""  # The hook or step that is running.
-        self._batch_size = 1  # The current batch's weight in the mean of a metric.
+        self._batch_size = 1  # The weight of the current batch in a metric's mean.
         self._logged_batch_size: int | None = None  # The batch_size that a step passes to log().
         self._batches_in_window = 0  # The number of batches since the last optimizer step.
         self._batches: Any = None  # The current epoch's iterator over the training loader.
         self._epoch_start: Any = None  # The random state at the start of the epoch.
         self._before_next: Any = None  # The random state before the latest batch was read ahead.
         self._resumed_state: Any = None  # The random state of the resumed checkpoint.
-        self._saved_step: int | None = None  # The step of last.ckpt. None: there is no last.ckpt.
+        self._saved_step: int | None = None  # The step of last.ckpt, or None without last.ckpt.
         # The number of rows and the columns of each CSV file.
         self._tables: dict[str, Any] = {"metrics.csv": (0, []), "steps.csv": (0, [])}
         self._columns: list[str] = []  # The columns of the printed rows.
@@ -343,7 +343,7 @@ class MiniLoop:
         # Like Trainer, count an epoch as finished even if a limit has ended it early.
         self.current_epoch += self.batches_done > 0
         if self.global_step > (self.history[-1]["step"] if self.history else 0):
-            # The last row may cover only a part of an epoch. A resumed run replaces it.
+            # The last row may cover only a part of an epoch. A resumed run replaces this row.
             self._end_row(self.current_epoch - 1)
 
     def _warn_if_never_validated(self, is_resumed: bool) -> None:
@@ -624,7 +624,7 @@ class MiniLoop:
         return [self.optimizer, *schedulers, *self._unwrapped.modules()]
 
     def _plain_state(self, place: str) -> dict[str, Any]:
-        # For loaders, save only plain values. Objects that the model also holds are saved with it.
+        # Do not save the states of objects that a loader holds: the model may hold them, too.
         is_loader = place.startswith(("train ", "val "))
         saved, part = None if is_loader else self._saved_elsewhere(), self._parts[place]
         if place in self._object_places and is_installed(type(part)):
@@ -1246,7 +1246,7 @@ class MiniLoop:
         with suppress(Exception):
             about["optimizer"] = {"class": type(self.optimizer).__name__}
             for name in self.optimizer.defaults:
-                # A new scheduler changes "lr", and stores the given value as "initial_lr".
+                # Creating a scheduler changes "lr", and stores the original value as "initial_lr".
                 values = [
                     g.get(f"initial_{name}", g.get(name)) for g in self.optimizer.param_groups
                 ]
@@ -2025,7 +2025,7 @@ def load_optimizer(optimizer: Any, saved: dict[str, Any]) -> None:
                 state[name] = value.to(state[name].device)
 
 
-# State outside of state_dict()
+# State that state_dict() does not contain
 
 
 def plain_state(
@@ -2374,7 +2374,7 @@ def set_rng_state(state: dict[str, Any]) -> None:
 
 # Metrics
 
-# Metric names, or parts of names, grouped by the best value: smallest, largest or neither.
+# Parts of metric names, grouped by the best value: the smallest, the largest, or neither.
 SMALLEST_IS_BEST = """
     loss losses abs_rel ade aepe aic asd assd bce bic bits bpb bpc bpd bpp brier brisque ce cer
     chamfer cost cross_entropy crossentropy crps dcf der deviance distance distortion divergence ece

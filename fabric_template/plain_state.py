@@ -42,16 +42,14 @@ _DICTS: dict[str, type] = {
 _TENSORS = (Tensor, nn.Parameter)
 _CONTAINERS = frozenset((*_SEQUENCES.values(), *_DICTS.values()))
 _FACTORIES = {kind.__name__: kind for kind in (int, float, str, bool, list, dict, set)}
-# Limits that keep a save cheap: the bytes and items of an attribute, the bytes of a tensor and the
-# items of a container in a digest, and the nesting depth of containers.
-_MOST_BYTES = 256 * 2**20
-_MOST_ITEMS = 1_000_000
-_COMPARED_BYTES = 2**20
-_COMPARED_ITEMS = 50_000
-_DEEPEST = 12
-# Save at most 64 objects in attributes, and do not search containers of more than 500 items.
-_MOST_OBJECTS = 64
-_MOST_SEARCHED = 500
+# Limits that keep saving cheap.
+_MOST_BYTES = 256 * 2**20  # Bytes per attribute.
+_MOST_ITEMS = 1_000_000  # Items per attribute.
+_COMPARED_BYTES = 2**20  # Bytes per tensor in a digest.
+_COMPARED_ITEMS = 50_000  # Items per container in a digest.
+_DEEPEST = 12  # Nesting depth of containers.
+_MOST_OBJECTS = 64  # Objects that attributes hold.
+_MOST_SEARCHED = 500  # Items of a container that is searched for objects.
 # Packages whose objects are not saved, because they may hold processes or files.
 _LIBRARIES = {"lightning", "numpy", "pytorch_lightning", "torch", "torchmetrics"}
 _LIBRARIES |= sys.stdlib_module_names
@@ -167,7 +165,7 @@ def is_stateful(value: Any) -> bool:
     return has_methods and not is_loader and not isinstance(value, nn.Module)
 
 
-# Classes of enums and named tuples
+# Enums and named tuples
 
 
 def is_named_tuple(kind: type) -> bool:
@@ -310,11 +308,12 @@ class Decoder:
         if kind == "named tuple":
             return tuple.__new__(find_class(tuple, *options), items)
         if kind in _SEQUENCES:
-            # Only a deque has an option, its maxlen. Other sequences have none.
+            # ``options`` is empty, except for a deque, for which it contains maxlen.
             return _SEQUENCES[kind](items, *options)
         pairs = dict(zip(items[::2], items[1::2], strict=True))
         if kind == "defaultdict":
-            # Restore a factory only if it is a built-in type, such as int or list.
+            # Restore a defaultdict's default_factory only if the factory is a built-in type, such
+            # as int or list.
             return defaultdict(_FACTORIES.get(*options), pairs)
         return _DICTS[kind](pairs)
 
@@ -526,12 +525,14 @@ class PlainState:
         device: torch.device | None = None,
         network: nn.Module | None = None,
     ) -> None:
-        # _given contains the objects passed here. _parts also contains objects in their attributes.
+        # _given contains the objects that the caller passes. _parts also contains the objects in
+        # attributes of these objects.
         self._given, self._network = parts, network
         self._parts = parts
         self._device = torch.device("cpu") if device is None else device
         self._warned: set[str] = set()
-        # Objects whose states are saved under other checkpoint keys. None: save no object states.
+        # Objects whose states are saved under other checkpoint keys. None means that no state_dict
+        # of an object is saved here.
         self._saved: dict[int, Any] | None = None
         self._find_objects()
         self._at_start = self.digests()
@@ -632,7 +633,8 @@ class PlainState:
         self.load_attributes(state["attributes"])
         for place, encoded in state["attributes"].items():
             if encoded != REMOVED:
-                # Forget the initial value, so that the next checkpoint also contains the attribute.
+                # Forget the attribute's initial value, so that the next checkpoint also contains
+                # the attribute.
                 self._at_start.pop(place, None)
 
     def load_attributes(self, saved: dict[Place, Any], is_in_place: bool = True) -> None:

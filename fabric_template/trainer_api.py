@@ -43,7 +43,7 @@ _ATTRIBUTES: dict[str, Callable[[Any], Any]] = {
     "is_last_batch": lambda loop: bool(loop.run and loop.run.progress.is_last_batch),
     "enable_validation": lambda loop: bool(loop.run and loop.run.should_validate),
     "lightning_module": lambda loop: loop.run and loop.run.model,
-    # Prefer the wrapped model, such as a DistributedDataParallel.
+    # Prefer the wrapper around the model, such as a DistributedDataParallel.
     "model": lambda loop: loop.run and (loop.run.steps.wrapped or loop.run.model),
     "datamodule": lambda loop: loop.run and loop.run.datamodule,
     "lr_scheduler_configs": lambda loop: (
@@ -196,7 +196,8 @@ class TrainerAPI:
         run = self.fit_run
         if run is None:
             return []
-        # LightningModule.optimizers() wraps the optimizers. Wrap them here for models without it.
+        # LightningModule.optimizers() wraps the optimizers. A model of another class has no such
+        # method, so wrap its optimizers here.
         is_plain = not run.is_lightning_module and not run.module.automatic_optimization
         optimization = run.optimization
         return optimization.lightning_optimizers if is_plain else optimization.optimizers

@@ -22,7 +22,8 @@ NUMPY_KEY = "fabric_template_numpy"
 # The NumPy dtypes that can be restored: booleans, numbers, durations, dates and text.
 _DTYPE = re.compile(r"[<>|=][biufcmMSU]\d*(\[\w+\])?")
 _CONTAINERS = (dict, OrderedDict, defaultdict, Counter, list, tuple, deque)
-# Skip values of these types early, because Python's random state alone has 625 numbers.
+# Return values of these types unchanged. This saves time: Python's random state alone has 625
+# numbers.
 _PLAIN_TYPES = (int, float, str, bool, bytes, type(None), torch.Tensor)
 
 
@@ -159,7 +160,8 @@ def to_plain(value: Any, parents: list[Any]) -> tuple[Any, Any]:
     if isinstance(value, np.generic | np.ndarray):
         return plain_value(value)
     if type(value) in (set, frozenset):
-        # A set does not distinguish a NumPy number from an equal Python number, so save no dtype.
+        # A set does not distinguish a NumPy number from an equal Python number, so save no dtypes
+        # for the numbers in a set.
         items = [plain_value(item)[0] for item in value]
         is_changed = any(isinstance(item, np.generic) for item in value)
         return (type(value)(items) if is_changed else value), None

@@ -47,7 +47,7 @@ def save_checkpoint(
     content = save_shards(run, checkpoint, path)
     if not run.fabric.is_global_zero:
         return
-    # Convert NumPy values now, because a user's CheckpointIO may not do so.
+    # Replace NumPy values here, because a user's CheckpointIO may not replace them.
     content = replace_numpy(content)
     try:
         run.loop.checkpoint_io.save_checkpoint(content, path, storage_options=storage_options)

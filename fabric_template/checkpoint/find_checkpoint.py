@@ -307,7 +307,7 @@ def newest_first(files: Iterable[Path]) -> Iterator[Path]:
 def read_age(path: Path) -> tuple[float, int, str]:
     """Return a checkpoint's time, step and file name, without reading the tensors."""
     time, step = 0.0, 0
-    # Ignore errors here, because loading the checkpoint later reports a damaged file.
+    # Ignore errors here. If the file is damaged, loading the checkpoint raises the error.
     with suppress(Exception):
         checkpoint = read_plain(path, is_mapped=True)
         time = time_of(checkpoint, 0.0)

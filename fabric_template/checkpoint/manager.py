@@ -103,7 +103,8 @@ class CheckpointManager:
         self._is_validated = self.folder is not None
         if run.progress.is_epoch_complete:
             return
-        # Training metrics still hold the values of the previous epoch, so do not compare them.
+        # Within an epoch, a training metric still has the mean of the previous epoch. Therefore
+        # compare only a validation metric.
         if self.config.monitor in run.results.evaluated:
             self.save_best(run)
         self.save_in_epoch(run)
@@ -182,7 +183,8 @@ class CheckpointManager:
         ranked = sorted(previous, key=self._rank)
         if k != -1 and len(ranked) >= k and self._sort_key(value) >= self._rank(ranked[k - 1]):
             return
-        # Keep only k files. A resumed run may start with more, if the saved run kept more.
+        # Keep only the k best checkpoints. A resumed run may start with more than k, if the saved
+        # run had a larger save_top_k.
         others = [name for name in ranked if name != path]
         kept = others if k == -1 else others[: k - 1]
         self._kept = {**{name: previous[name] for name in kept}, path: value}
@@ -267,7 +269,7 @@ class CheckpointManager:
         return False
 
     def state_dict(self) -> dict[str, Any]:
-        # Put the best checkpoint first, because resume="best" uses the first name.
+        # Sort the checkpoints from best to worst, because resume="best" uses the first file name.
         ranked = sorted(self._kept, key=self._rank)
         monitor, mode = self._metric
         return {
@@ -284,9 +286,10 @@ class CheckpointManager:
         self._is_validated, self._last_step = state["is_validated"], state["last_step"]
         self._resumed_metric = state["monitor"], state["mode"]
         if self._resumed_metric != self._metric or not self._is_continued:
-            # Do not compare scores of different metrics. If this run saves to another folder, do
-            # not add the saved run's files to its best checkpoints.
+            # Do not compare scores of different metrics. If this run saves to another folder than
+            # the saved run, the list of best checkpoints starts empty.
             return
-        # Use only the file names, because an untrusted checkpoint could contain any path.
+        # Use only the names of the saved files, because the paths in an untrusted checkpoint could
+        # point anywhere.
         kept = {self._path(os.path.basename(name)): v for name, v in state["kept"].items()}
         self._kept = {str(path): value for path, value in kept.items() if path.exists()}

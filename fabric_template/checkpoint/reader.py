@@ -24,7 +24,8 @@ import torch
 
 from ..errors import CheckpointError, DamagedCheckpointError
 
-# The keys of hyperparameters in Lightning's checkpoints. A run can resume without them.
+# The keys under which Lightning's checkpoints store hyperparameters. A run can resume without
+# hyperparameters.
 _HYPERPARAMETERS = (
     *("hyper_parameters", "hparams_name", "hparams_type"),
     *("datamodule_hyper_parameters", "datamodule_hparams_name", "datamodule_hparams_type"),
@@ -43,8 +44,8 @@ class Placeholder:
 
     def __new__(cls, *args: Any, **kwargs: Any) -> Any:
         if cls.__name__ == "builtins.getattr" and len(args) == 2:
-            # A pickle names a nested class or a method by a call of getattr. Return a placeholder
-            # class.
+            # A pickle calls getattr to look up a nested class or a method. Return a placeholder
+            # class for the result.
             return type(f"{kind_of(args[0]).__name__}.{args[1]}", (Placeholder,), {})
         # The functions in copyreg get the object's class as their first argument.
         is_of_copyreg = cls.__name__.startswith("copyreg.")
@@ -212,7 +213,8 @@ def verify_archive(path: str | Path) -> dict[str, int]:
         except MemoryError:
             raise
         except Exception as error:
-            # EINVAL means a wrong position in a damaged file. Other OSErrors are disk failures.
+            # EINVAL means that a damaged file contains an impossible offset. Other OSErrors are
+            # disk failures.
             if isinstance(error, OSError) and error.errno != errno.EINVAL:
                 raise
             raise DamagedCheckpointError(f"{path}: the file is damaged. {error}") from error
@@ -334,10 +336,11 @@ def encode_text(text: str, encoding: str) -> bytes:
     return text.encode("latin-1")
 
 
-# Module names that differ between Python versions: pickle protocol 2 uses those of Python 2, and
-# Python 3.13 moved pathlib's classes.
+# Maps old and new module names to the names that VALUES and BUILDERS use: pickle protocol 2 uses
+# the names of Python 2, and Python 3.13 moved pathlib's classes.
 _MODULES = {"__builtin__": "builtins", "copy_reg": "copyreg", "pathlib._local": "pathlib"}
-# The classes and constants that a pickle may name, and the objects that the reader returns.
+# Maps the name of each class or constant that a pickle may contain to the object that the reader
+# returns.
 VALUES: dict[str, Any] = {
     f"builtins.{kind.__name__}": kind for kind in (bool, dict, float, int, list, str, tuple)
 }
@@ -346,7 +349,8 @@ VALUES |= {"builtins.long": int, "builtins.unicode": str}
 _BUILTINS = (bytearray, bytes, complex, frozenset, range, set, slice)
 _OF_DATETIME = ("date", "datetime", "time", "timedelta", "timezone")
 _LAYOUTS = {str(v): v for v in vars(torch).values() if isinstance(v, torch.layout)}
-# The classes and functions that a pickle may call, and those that the reader calls instead.
+# Maps the name of each class or function that a pickle may call to the function that the reader
+# calls instead.
 BUILDERS: dict[str, Callable[..., Any]] = {
     **{f"builtins.{kind.__name__}": kind for kind in _BUILTINS},
     **{f"datetime.{name}": getattr(datetime, name) for name in _OF_DATETIME},

@@ -202,8 +202,8 @@ def restore_training(run: Run, checkpoint: dict[str, Any]) -> None:
     own = run.plan.start.training_state(run.stop.max_steps != -1)
     if own["writer"] == "MiniLoop":
         restore_mini_attributes(run)
-    # Restore only max_epochs and max_steps here. In on_train_start, callbacks may check the given
-    # values of the other options.
+    # Restore only max_epochs and max_steps here. A callback's on_train_start may check the other
+    # options, and must see the options that the script passes.
     options = own.get("options", {})
     limits = {name: options[name] for name in ("max_epochs", "max_steps") if name in options}
     restore_options(run, limits)
@@ -267,8 +267,8 @@ def restore_mini_attributes(run: Run) -> None:
             if isinstance(value, tuple) and value[0] in ("state", "shared"):
                 load_object(current, decoder.decode(value[1]))
                 continue
-            # An attribute that the saved run set on the object may be only a class attribute in
-            # this run.
+            # Also accept a class attribute: the saved run may have set an attribute of the same
+            # name on the object.
             is_known = name in {**own, **buffers} or hasattr(type(part), str(name))
             if not is_known or is_generator(current):
                 raise CheckpointError(
@@ -328,7 +328,7 @@ def restore_states(run: Run) -> dict[str, Any] | None:
         # Trainer saves no random states.
         run.data.load_loader_states(own["loader_states"])
         return None
-    # The hooks of the saved run may have changed options, so restore all of these options now.
+    # Restore all saved options, because hooks of the saved run may have changed the options.
     restore_options(run, own.get("options", {}))
     attributes: dict[str, Any] | None = of_process.pop("plain_state", None)
     if own["writer"] == "MiniLoop":
@@ -407,7 +407,8 @@ def restore_optimizers(run: Run, checkpoint: dict[str, Any]) -> None:
         load_optimizer_state(run, optimizer, state)
         restore_dtypes(optimizer, state)
     saved = checkpoint.get("lr_schedulers", ())
-    # StochasticWeightAveraging replaces the schedulers during training.
+    # StochasticWeightAveraging replaces the schedulers, so a different number of schedulers is
+    # expected.
     is_averaging = bool(run.hooks.callbacks_of("StochasticWeightAveraging"))
     if saved and len(saved) != len(schedulers) and not is_averaging:
         run.warn_once(

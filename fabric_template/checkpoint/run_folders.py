@@ -98,7 +98,8 @@ class RunFolders:
     def restore_replaced_run(self, log_folder: Path | None) -> None:
         """Make the checkpoints of a replaced run valid again. This run resumes from one of them."""
         self._write("started 0.0", is_synced=True)
-        # A resume copies rows of the replaced CSV files, so remove the files after the next save.
+        # The resumed run copies rows from the replaced run's CSV files. Remove these files after
+        # the next save.
         self._replaced_logs = None if log_folder is None else log_folder / REPLACED_LOGS
 
     def save_time(self) -> float:
@@ -107,7 +108,8 @@ class RunFolders:
 
     def record_save(self, path: Path, saved_at: float) -> None:
         """Write the time of a save to the .lock files, and remove the replaced run's checkpoints."""
-        # Remove replaced logs even if a ModelCheckpoint saved to another folder.
+        # Remove the CSV files of the replaced run even if a ModelCheckpoint saved to another
+        # folder.
         self.remove_replaced_logs()
         folders = {Path(os.path.abspath(folder)) for folder in self._files}
         if folders.isdisjoint(Path(os.path.abspath(path)).parents):
@@ -143,8 +145,8 @@ def open_folders(run: Run, stack: ExitStack) -> None:
     folders = [Path(logger.log_dir) for logger in run.loggers.csv_loggers]
     checkpoint_folder = folder
     if checkpoint_folder is None and folders and version is not None:
-        # A run replaces the previous run of its version even if it saves nothing, or to another
-        # folder.
+        # A run replaces the previous run of its version, even if the new run saves no checkpoint or
+        # saves to another folder.
         checkpoint_folder = run_folder(run.plan) / version_folder(version)
     if checkpoint_folder is not None and (folder or checkpoint_folder.is_dir()):
         folders.append(checkpoint_folder)
@@ -177,8 +179,8 @@ def continues_in(run: Run, folder: Path) -> bool:
         return False
     if folder.resolve() in Path(str(run.plan.start.path)).resolve().parents:
         return True
-    # The .lock file lists all saves in the folder. If the checkpoint was copied to another folder,
-    # its time is still in this list.
+    # The .lock file lists the times of all saves in the folder. A copy of a checkpoint contains the
+    # same time, even if the copy is in another folder.
     return (
         f"saved {run.plan.start.saved_at!r}".encode()
         in read_end(str(folder / ".lock")).splitlines()

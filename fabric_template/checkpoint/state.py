@@ -37,12 +37,13 @@ _COUNTS = ("ready", "started", "processed", "completed")
 # The attributes that Lightning sets in every module and datamodule.
 _OF_MODULE = frozenset(vars(LightningModule()))
 _OF_DATAMODULE = frozenset(vars(LightningDataModule()))
-# Optimizer attributes that are not saved. state_dict() contains the first two, and "defaults" may
-# share a group's lr tensor. Schedulers set the last two to detect steps in the wrong order.
+# Optimizer attributes that are not saved. state_dict() contains "state" and "param_groups", and
+# "defaults" may share the lr tensor of a parameter group. Schedulers set "_opt_called" and
+# "_step_count" to detect steps in the wrong order.
 _OF_OPTIMIZER = ("state", "param_groups", "defaults", "_opt_called", "_step_count")
 # StochasticWeightAveraging changes BatchNorm's momentum, and restores it after training.
 _OF_AVERAGING = _OF_MODULE | {"momentum"}
-# The keys of a checkpoint that a resume reads.
+# The checkpoint keys that are read on resume.
 _NEEDED = ("state_dict", "optimizer_states", "lr_schedulers", "callbacks")
 _LIGHTNINGS_CALLBACKS = ("lightning.pytorch.callbacks.", "pytorch_lightning.callbacks.")
 
@@ -57,7 +58,8 @@ def build_checkpoint(
         epoch: The number of the epoch in the checkpoint. None: the current epoch.
     """
     source: Any = run.module if run.is_lightning_module else run.network
-    # Remove torch.compile's prefix from the names, so that an uncompiled network can load them.
+    # Remove torch.compile's prefix from the parameter names, so that an uncompiled network can load
+    # the weights.
     source = source._orig_mod if is_instance_of(source, "OptimizedModule") else source
     checkpoint: dict[str, Any] = {
         "epoch": run.progress.epochs_done if epoch is None else epoch,
@@ -428,7 +430,8 @@ def parts_of_callbacks(run: Run) -> Iterator[tuple[str, Part]]:
             # Save the buffers of a callback's network, such as WeightAveraging's averaged model.
             if not isinstance(network, torch.nn.Module):
                 continue
-            # Skip the run's own model or its wrapper, which a callback may also hold.
+            # Skip a network that contains modules of the trained model. Their buffers are already
+            # saved.
             if own.isdisjoint(map(id, network.modules())):
                 saved = network.state_dict(keep_vars=True)
                 for inner, module in network.named_modules():

@@ -32,7 +32,7 @@ from ..lightning_compat.overrides import has_state
 from ..plain_state import REMOVED, Decoder, Part, Place, PlainState, digest, find_objects
 from .tensor_loader import TensorLoader
 
-# Objects of these types are not searched for state that changes a loader's position.
+# Do not search objects of these types for state that determines a loader's position.
 _LEAVES = (
     *(str, bytes, int, float, type, FunctionType, MethodType, ModuleType, io.IOBase, type(None)),
     *(torch.Tensor, torch.Generator, nn.Module, np.ndarray, np.generic, Logger),
@@ -41,7 +41,7 @@ _MOST_VALUES = 500
 _MOST_OBJECTS = 64
 _LIGHTNING = ("lightning.", "pytorch_lightning.")
 _LIBRARIES = ("torch.", "torchdata.", *_LIGHTNING)
-# Objects of these packages, such as the loop, are not searched for such state.
+# Also do not search objects of classes from these packages, such as the loop.
 _NOT_ENTERED = (str(__package__).rpartition(".")[0] + ".", *_LIGHTNING)
 _DRAWING_SAMPLERS: Any = (
     RandomSampler | WeightedRandomSampler | SubsetRandomSampler | DistributedSamplerWrapper
@@ -59,8 +59,8 @@ def find_stateful_part(loader: Any) -> Any:
     for sampler in samplers_of(loader):
         is_known = has_state(sampler) or is_of_library(sampler)
         if isinstance(sampler, _DRAWING_SAMPLERS) or not is_known:
-            # The loader's state lacks the sample order that the sampler generated, so do not use
-            # it.
+            # The loader's state_dict() lacks the order of samples that this sampler generated, so
+            # do not use state_dict().
             return None
     dataset, has_workers = getattr(loader, "dataset", None), getattr(loader, "num_workers", 0) > 0
     is_stream = isinstance(dataset, IterableDataset)
@@ -215,10 +215,11 @@ class StreamState:
             for name, owner in find_values(stream).items()
         }
         self._plain = PlainState(parts)
-        # The attributes whose values after load_state_dict differ from those in the saved run. Each
-        # entry contains the digest of the loaded value, and the encoded saved value.
+        # The attributes whose values after load_state_dict() differ from the values in the saved
+        # run. Each entry contains the digest of the value after load_state_dict(), and the encoded
+        # value of the saved run.
         self._different: dict[Place, tuple[Any, Any]] = {}
-        # The loaded state, which state() returns until a batch is read.
+        # The state passed to load_state_dict(), which state() returns until a batch is read.
         self._loaded: Any = None
 
     def state(self) -> Any:
@@ -236,8 +237,8 @@ class StreamState:
     @contextmanager
     def loaded(self, state: dict[str, Any]) -> Iterator[None]:
         """Load a stream's state. The loader's iterator must be created within the with block."""
-        # The digest and the encoded value of each attribute in the saved run. An attribute that the
-        # checkpoint does not contain still had its initial value.
+        # The digest and the encoded value that each attribute had in the saved run. If the
+        # checkpoint does not contain an attribute, the attribute had its initial value.
         expected: dict[Place, Any] = dict.fromkeys(place for place, _ in self._plain.attributes())
         expected.update(self._plain.small_attributes())
         for place, value in state["attributes"].items():
@@ -248,7 +249,7 @@ class StreamState:
         self._loaded = state["state"]
         yield
         for place, loaded in self._plain.digests().items():
-            # The entry is None if the saved run did not record a value because of its size.
+            # ``saved`` is None if the checkpoint contains no value that can be compared.
             saved = expected.get(place, (None, REMOVED))
             if saved is not None and saved[0] != loaded:
                 self._different[place] = loaded, saved[1]

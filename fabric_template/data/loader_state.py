@@ -35,7 +35,7 @@ from .loader_parts import (
 )
 from .tensor_loader import TensorLoader
 
-# The value that marks the end of an iterator.
+# next(iterator, END) returns this value after the last batch.
 END: Any = object()
 STICKY_POSITION = (
     "The loader's load_state_dict() seems to change the start of every later epoch, too. Reset the"
@@ -69,7 +69,8 @@ class ResumableLoader:
         self._is_persistent = is_plain and loader.persistent_workers
         self.workers: list[Any] = [None] * (loader.num_workers if is_plain else 0)
         self._workers_at_start = self.workers
-        # After a resume in the middle of an epoch, any worker may load the first batch.
+        # The index of the worker that loads the first batch. After a resume in the middle of an
+        # epoch, this index may be greater than 0.
         self._first_worker = 0
         # The random states before the iterator was created, and before the first batch was read.
         self._at_start: dict[str, Any] | None = None
@@ -78,13 +79,11 @@ class ResumableLoader:
         self._reader: Generator[Any] | None = None
         stream = find_stateful_part(loader)
         self._stream = None if stream is None else StreamState(stream)
-        # _resumed_at is the index of the first batch after a resume. When all batches have been
-        # read, _resumed holds two numbers: all batches of the epoch, and those read after the
-        # resume.
+        # _resumed_at is the index of the first batch after a resume. At the end of the resumed
+        # epoch, _resumed is set to (batches in this epoch, batches read after the resume).
         self._resumed_at: int | None = None
         self._resumed: tuple[int, int] | None = None
-        # True if, in the epoch after a resumed one, the loader again skips the batches from before
-        # the resume.
+        # True if the epoch after a resumed epoch also lacks the batches from before the resume.
         self.is_sticky = False
         self._plain_states = {
             "order": PlainState(parts_of_order(loader)),
@@ -120,7 +119,8 @@ class ResumableLoader:
         self._restore(state)
         if state["passes"] > 0:
             return self._reader
-        # If a restarted loader returns no batch, CombinedLoader stops. Therefore start a new pass.
+        # CombinedLoader stops if a restarted loader returns no batch. Therefore, if the resumed
+        # pass has no batch left, start a new pass over the loader.
         batch = next(self._reader, END)
         return self._start_pass() if batch is END else chain([batch], self._reader)
 
@@ -244,7 +244,7 @@ class ResumableLoader:
         vars(clone).update(collate_fn=recorder.collate, worker_init_fn=recorder.start_worker)
         if self._is_persistent and not self._is_indexed:
             # Let the workers load a short last batch, because loading may draw random numbers. The
-            # recorder drops this batch.
+            # function recorder.collate drops this batch.
             vars(clone)["drop_last"] = False
         if clone._iterator is not None:
             # Give persistent workers the new sampler, because they keep their first sampler
@@ -322,8 +322,8 @@ class ResumableLoader:
     def _restore_between_passes(self, state: dict[str, Any]) -> None:
         if "stream" in state and self._stream is not None:
             with unchanged_rng_state(), self._stream.loaded(state["stream"]):
-                # The resumed epoch has no batches left. Create its iterator and drop it, so that
-                # the next iterator starts a new epoch.
+                # The resumed epoch has no batches left. Create an iterator for this epoch and
+                # discard the iterator, so that the next iterator starts a new epoch.
                 iter(self.loader)
                 # torchdata's samplers move to their restored position when an index is requested.
                 for sampler in samplers_of(self.loader):
@@ -360,7 +360,7 @@ class ResumableLoader:
 def skip_indices(iterator: Any, done: int) -> None:
     """Draw the indices of finished batches from the sampler, without reading samples."""
     indices = iterator._sampler_iter
-    # Draw at least one item, because a sampler shuffles when its first item is requested.
+    # Draw at least one index, because a sampler shuffles when its first index is requested.
     drawn = list(islice(indices, max(done, 1)))
     iterator._sampler_iter = chain(drawn[done:], indices)
 
@@ -407,7 +407,8 @@ class WorkerRecorder:
         self._worker = (worker + self._first) % len(self._states)
         dataset: Any = get_worker_info().dataset  # type: ignore[union-attr]
         objects = objects_of_samples(dataset, self._collate_fn)
-        # collate() visits all of these objects for every batch, so keep only those with generators.
+        # collate() visits these objects for every batch, so keep only the objects that hold random
+        # generators.
         parts = {
             name: Part(part, has_attributes=False)
             for name, part in objects.items()

@@ -158,7 +158,8 @@ class DataConnector:
                 problem = f"{loader.restart_problem}, to resume this run after its first epoch."
                 run.warn_once(f"train_dataloaders: {problem}")
         every = run.config.log_every_n_steps or 0
-        # Do not warn for CSV loggers, which write a row per epoch for any log_every_n_steps.
+        # A CSV logger writes a row per epoch for any log_every_n_steps, so warn only if there is
+        # another logger.
         has_other_logger = len(run.loggers.csv_loggers) < len(run.loop.loggers)
         if self.train.num_batches < every and has_other_logger and not run.config.fast_dev_run:
             run.warn_once(
@@ -333,17 +334,19 @@ class StageLoaders:
         is_flat = isinstance(self.as_given, Mapping) and len(self.as_given) == len(self.loaders)
         self.names = [str(name) for name in self.as_given] if is_flat else []
         self.has_several = len(self.loaders) > 1 and self._mode == "sequential"
-        # Without reloads, use 0, so that a checkpoint does not depend on when the loaders were
+        # Without reloads, store 0, so that a checkpoint does not depend on when the loaders were
         # created.
         has_reloads = run.config.reload_dataloaders_every_n_epochs > 0
         self.loaded_in_epoch: float = run.progress.epochs_done if has_reloads else 0
         self._num_given = 0
         self.iterator: Any = None
-        # A training loader without a length is read one batch ahead, to know which batch is the
-        # last. A checkpoint contains the positions and the random state from before the read.
+        # If a training loader has no length, read one batch ahead, to know which batch is the last.
+        # Checkpoints contain the loader's position and the random state from before this batch was
+        # read.
         is_training = stage == "train"
         self._is_read_ahead = is_training and self.num_batches == math.inf
-        # A stream may end earlier in one process than in another, which would then wait forever.
+        # A loader without a length may end earlier in one process than in another. Without a check,
+        # the other process would wait forever.
         has_stream = any(sized_len(loader) is None for loader in self.loaders)
         self._has_uneven_end = is_training and run.fabric.world_size > 1 and has_stream
         self._following: Any = END
@@ -514,10 +517,10 @@ class StageLoaders:
 
 def step_back(position: dict[str, Any], dropped: int) -> dict[str, Any]:
     """Return the position that a loader had before its last ``dropped`` batches were read."""
-    # If the loader has ended, its last read returned no batch, but ``dropped`` includes this read.
+    # At the end of the loader, ``dropped`` also counts the last read, which returned no batch.
     done = max(0, position["batches"] + position["is_finished"] - dropped)
-    # Leave out the samplers' state, because a resume creates the order of samples again. Also leave
-    # out the dataset's state if a resume reads the samples again.
+    # Omit the state of the samplers, because a resume generates the order of samples again. If a
+    # resume also reads the samples again, omit the state of the dataset, too.
     repeated = ("order",) if position["is_indexed"] else ("order", "samples")
     kept = {name: value for name, value in position.items() if name not in repeated}
     return {**kept, "batches": done, "is_finished": False}

@@ -49,7 +49,7 @@ def prepare_loader(run: Run, loader: Any, stage: str) -> Any:
         batch_sampler = remake_batch_sampler(batch_sampler, sampler)
     if stage == "predict" and batch_sampler is not None:
         if type(batch_sampler) is BatchSampler:
-            # Like Trainer, do not drop an incomplete last batch in predict.
+            # Like Trainer, keep an incomplete last batch in predict.
             batch_sampler = BatchSampler(sampler, batch_sampler.batch_size, False)
         batch_sampler = TrackingBatchSampler(batch_sampler)
     if batch_sampler is loader.batch_sampler and sampler is loader.sampler:
@@ -67,7 +67,7 @@ def prepare_tensor_loader(run: Run, loader: TensorLoader, stage: str) -> TensorL
     shuffle = loader.shuffle and not turn_off_shuffling(run, stage)
     if num_replicas > 1:
         shuffle = (shuffle or stage == "train") and not run.config.overfit_batches
-    # Like Trainer, predict the samples of an incomplete last batch.
+    # Like Trainer, keep an incomplete last batch in predict.
     drop_last = loader.drop_last and not is_prediction
     if (shuffle, drop_last) != (loader.shuffle, loader.drop_last):
         loader = loader.with_options(shuffle=shuffle, drop_last=drop_last)
@@ -115,7 +115,8 @@ def choose_sampler(run: Run, loader: DataLoader, stage: str) -> Any:
     if isinstance(given, RandomSampler | SequentialSampler):
         return DistributedSampler(dataset, **options)
     wrapper: Any = DistributedSamplerWrapper(given, **options)
-    # Keep the sampler inside the wrapper, because checkpoints also contain its state.
+    # Keep a reference to the user's sampler, because checkpoints also contain the state of this
+    # sampler.
     wrapper.given_sampler = given
     return wrapper
 

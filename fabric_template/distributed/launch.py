@@ -36,7 +36,7 @@ if TYPE_CHECKING:
     from ..training.plan import Plan
     from ..training.run import Run
 
-# The attributes of a run whose states a new process returns to the process that started it.
+# The attributes of a Run whose states a new process returns to the process that started it.
 _PARTS = ("progress", "stop", "checkpoints")
 _PATHS = ("best_model_path", "last_model_path", "best_model_score")
 
@@ -234,7 +234,8 @@ def _apply_outcome(run: Run, outcome: dict[str, Any]) -> None:
     run.row.continue_rows(outcome["rows"])
     with_state = filter(has_state, run.hooks.callbacks)
     for callback, state in zip(with_state, outcome["callbacks"], strict=False):
-        # Ignore an error in Lightning's own load_state_dict of the SpikeDetection callback.
+        # The load_state_dict of Lightning's SpikeDetection callback raises an AttributeError, which
+        # has no effect here.
         with suppress(AttributeError):
             callback.load_state_dict(state)
     savers = run.hooks.callbacks_of("Checkpoint")
@@ -245,7 +246,7 @@ def _apply_outcome(run: Run, outcome: dict[str, Any]) -> None:
 
 def _write_error(error: BaseException, folder: str) -> None:
     """Write an error to a file, unless another process wrote its error first."""
-    # Ignore an error that cannot be pickled, because the launcher shows its message in any case.
+    # Ignore an error that cannot be pickled. The launcher then reports only the error's text.
     with suppress(Exception):
         data = pickle.dumps(error)
         pickle.loads(data)

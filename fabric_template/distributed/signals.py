@@ -141,8 +141,9 @@ class SignalForwarder(SignalHandler):
 
     def __enter__(self) -> SignalForwarder:
         self._pid = os.getpid()
-        # Reset the handlers in a forked process, so that a signal ends it. Python's own handler for
-        # SIGINT raises KeyboardInterrupt, which torch treats as a regular exit.
+        # In a forked process, restore the default actions, so that a signal ends the process.
+        # Python's own handler for SIGINT would raise KeyboardInterrupt, which torch treats as a
+        # regular exit.
         register_after_fork(self, SignalForwarder._restore_defaults)
         super().__enter__()
         return self

@@ -52,7 +52,7 @@ def print_summary(
 ) -> None:
     """Print a table of a model's layers, as a replacement for ModelSummary.summarize."""
     columns = [[title, *(str(cell).strip() for cell in cells)] for title, cells in summary_data]
-    # Omit the FLOPs column if it is empty, because the module has no example_input_array.
+    # If the module has no example_input_array, the FLOPs column has no values, so omit the column.
     columns = [column for column in columns if {*column} - {"FLOPs", "0", "n/a"}]
     lines = list(zip(*columns, strict=True))
     if any("other params" not in line for line in lines[1:]):
@@ -171,8 +171,8 @@ def finish_averaging(run: Run) -> None:
         return
     callbacks = run.hooks.callbacks_of("WeightAveraging")
     for callback in run.hooks.callbacks_of("StochasticWeightAveraging"):
-        # Skip a callback with an extra epoch for BatchNorm: it sets the averaged weights before
-        # that epoch.
+        # Skip a callback that runs an extra epoch to update the statistics of BatchNorm layers:
+        # such a callback sets the averaged weights before this extra epoch.
         if callback.swa_end in (run.progress.epochs_done - 1, math.inf):
             callbacks.append(callback)
     run.hooks.call_callbacks("on_train_end", callbacks=callbacks)

@@ -143,7 +143,8 @@ def count_fits(columns: Columns) -> list[tuple[str, ...]]:
         places = [tuple(map(float, row)) for row in zip(*(columns[a] for a in axes), strict=True)]
     number, labels = 1, list[tuple[str, ...]]()
     for row, place in enumerate(places):
-        # A resumed run repeats only later epochs. A new fit starts at the first epoch again.
+        # A resumed run repeats only the epochs after its checkpoint, but a new fit starts again at
+        # the first epoch.
         is_back = row > 0 and all(
             now < last for now, last in zip(place, places[row - 1], strict=True)
         )

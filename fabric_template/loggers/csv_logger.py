@@ -192,7 +192,8 @@ class Table:
         self.waiting: list[dict[str, Any]] = []
         self._is_synced = True
         self._set_content([], [], 0)
-        # Training continues if the file cannot be read. Writing the next row reads the file again.
+        # If the file cannot be read now, training continues, and the next write reads the file
+        # again.
         with suppress(OSError):
             self._read()
 

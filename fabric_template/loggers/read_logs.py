@@ -16,12 +16,12 @@ from .csv_formats import RUN, decode, has_number, name_columns, split_runs, to_c
 if TYPE_CHECKING:
     import pandas as pd
 
-# A quoted cell may contain line breaks. A record ends at the end of a line.
+# A quoted cell may contain line breaks. Outside of quotes, a line break ends the row.
 _CELL = r'(?:"[^"]*(?:""[^"]*)*"|[^",\n]*)'
 _RECORD = re.compile(rf"{_CELL}(?:,{_CELL})*(?=\r?\n)")
 _MAX_RECORD_LENGTH = 2**20
 _CELLS = re.compile(f"(?:^|,)({_CELL})")
-# The contents of cells without a value.
+# A cell with one of these texts counts as empty. Upper and lower case are equal.
 MISSING = ("", "nan", "none", "null", "na", "n/a", "-")
 EXPECTED = "a metrics.csv, or a folder such as logs, logs/digits or logs/digits/version_0"
 
@@ -183,7 +183,7 @@ def read_table(path: Path) -> CSVTable:
     records, damaged = read_records((complete + line_break).replace("\0", ""))
     header = records[0] if records else []
     columns = name_columns(header, has_rows=len(records) > 1)
-    # If the file has no header, its first record is already a row.
+    # If the file has no header, the first line is already a row.
     records = records[1:] if columns[:1] == header[:1] else records
     rows, names, num_cells = [], columns, len(columns)
     for cells in records:

@@ -30,7 +30,8 @@ if TYPE_CHECKING:
 
 # The value of LogArguments.hook for values that a step returned instead of logging them.
 RETURNED = "returned"
-# For these weights, torch.add(total, value, alpha=weight) equals total + value * weight exactly.
+# For a weight that is a power of two, torch.add(total, value, alpha=weight) equals total + value *
+# weight exactly.
 _POWERS_OF_TWO = frozenset(2**power for power in range(24))
 # The types of values that torch.load(weights_only=True) loads by default.
 _PLAIN_TYPES = (type(None), bool, int, float, complex, str, torch.dtype)
@@ -483,7 +484,7 @@ class ResultCollection:
         # As in Trainer, a sanity check updates callback_metrics only after its last loader.
         if self.run.progress.stage != "sanity_check":
             self._loader_values.append(self.update_metrics())
-        # Values that are logged after the last batch belong to no loader.
+        # Values that a hook logs after the last batch belong to no loader.
         self.evaluation.dataloader_idx = None
 
     def end_evaluation(self) -> EvaluationValues:

@@ -52,7 +52,7 @@ class RowWriter:
         # Values from evaluations and loop.log_dict for the next row of metrics.csv.
         self._collected: dict[str, Any] = {}
         self._is_validated = False
-        # The number of training samples in this process since the newest row.
+        # The number of training samples in this process since the newest row of metrics.csv.
         self._num_samples = 0
         # The values of elapsed(), waited() and _excluded_seconds from the resumed checkpoint.
         self._seconds_before_resume: tuple[float, ...] = (0.0, 0.0, 0.0)

@@ -95,7 +95,8 @@ def collect_run_config(run: Run) -> dict[str, Any]:
     given_parts = {**functions, "optimizer": run.plan.optimizer}
     options |= {name: part for name, part in given_parts.items() if part is not None}
     config |= keep_plain(options, unknown)
-    # Write no version to config.yaml, so that a run started from this file overwrites nothing.
+    # Omit the run's version from config.yaml, so that a run started from this file gets a new
+    # version and overwrites nothing.
     config["version"] = None
     if run.plan.start.path is not None:
         config["resume" if run.plan.start.resumes else "load"] = str(run.plan.start.path)

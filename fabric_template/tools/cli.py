@@ -277,7 +277,7 @@ def resolve_config(path: str) -> str:
     try:
         text = Path(path).read_text("utf-8")
     except (OSError, ValueError):
-        # Leave missing files to the parser, which also accepts a config's text.
+        # Leave missing files to jsonargparse, whose option --config also accepts YAML text.
         return path
     start = r"""(\b(?:model|data|class_path)["']?:\s*["']?)"""
     resolved = re.sub(rf"{start}([A-Za-z_][\w.]*):([A-Za-z_])", r"\1\2.\3", text)
@@ -360,7 +360,7 @@ def make_parser(name: str) -> ArgumentParser:
 def explain(parser: ArgumentParser, message: str) -> str:
     """Shorten an error message from jsonargparse to one line that starts with the option's name."""
     text = " ".join(message.split())
-    # Ignore the case of letters, which differs between versions of jsonargparse.
+    # Ignore case, because the case of this message differs between versions of jsonargparse.
     if unknown := re.match(r"(?i)unrecognized arguments:.*?(--[\w.]+)", text):
         options = [option for action in parser._actions for option in action.option_strings]
         near = difflib.get_close_matches(unknown[1], options, n=1)
@@ -369,7 +369,8 @@ def explain(parser: ArgumentParser, message: str) -> str:
     keys = re.findall(r'Parser key "([\w.]+)": ', text)
     text = re.sub(r'Parser key "[\w.]+": ', "", text)
     if union := re.search(r"Subtypes: \[(.*?)\] Errors: (.*) Given value type: .*: (.*)", text):
-        # Show only the constructor's error, and drop errors such as "Expected a bool".
+        # jsonargparse tries each allowed type. Show the error of the class's constructor, and drop
+        # errors such as "Expected a bool".
         reasons = [reason for reason in union[2].split("- ") if "Expected a" not in reason]
         expected = " or ".join(sorted(union[1].split(", ")))
         text = " ".join(reasons) or f"got {union[3]}, expected {expected}."

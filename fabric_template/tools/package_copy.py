@@ -21,7 +21,7 @@ fabric_template {version} in its original state, from which you made a copy.
 `fabric-template diff` and `fabric-template update` need these files. Commit them unchanged.
 """
 Files = dict[str, bytes]  # The content of each file, by its path in the package.
-Changes = dict[str, bytes | None]  # The new content of each file, by path. None: remove the file.
+Changes = dict[str, bytes | None]  # Maps a path to the file's new content, or to None to remove it.
 
 
 class Copy:

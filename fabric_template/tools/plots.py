@@ -30,7 +30,7 @@ DASHES = ("-", "--", "-.")
 # With more runs than combinations of color and dash, draw only the best runs in color.
 MOST_COLORED = len(PALETTE) * len(DASHES)
 NUM_BEST = 8
-# Draw at most 18 panels unless the user chooses metrics. Drawing them takes about a second.
+# Draw at most 18 panels unless the user chooses metrics. 18 panels take about a second.
 MOST_PANELS = 18
 # The largest number of characters in a panel's label. Longer labels are cut at the start.
 LONGEST_LABEL = 28
@@ -272,7 +272,7 @@ def read_steps(table: pd.DataFrame) -> pd.DataFrame:
         return table
     has_own_file = file.name == "metrics.csv" and file.with_name("steps.csv").is_file()
     if not has_own_file and find_axis(table, "epoch") is None:
-        # A table without an epoch column already has one row per step, so return it.
+        # A table without an epoch column already has one row per step, so use this table.
         return table
     steps = read_logs(file, steps=True)
     if find_axis(steps, "step") != find_axis(table, "step"):
@@ -521,7 +521,8 @@ def average_steps(values: pd.Series) -> Any:
     """
     import numpy as np
 
-    # Use the highest precision, because adding to very large first losses causes rounding errors.
+    # Sum in the highest precision, because the first losses may be very large, which causes
+    # rounding errors.
     sums = np.concatenate([[0.0], np.cumsum(values.to_numpy(np.longdouble))])
     ends = np.arange(1, len(sums))
     sizes = np.clip(ends // 4, 1, max(1, len(values) // 25))

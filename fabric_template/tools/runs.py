@@ -29,7 +29,7 @@ NOT_COMPARED = ("name", "version", "default_root_dir", "enable_progress_bar", "r
 DEFAULTS = {field.name: field.default for field in fields(LoopArguments)}
 DEFAULTS |= vars(LoopConfig().resolve())
 Columns = dict[str, list[Any]]  # The values in each numeric column of a CSV file.
-Run = dict[str, Any]  # A row of list_runs, with additional keys such as "options" and "rows".
+Run = dict[str, Any]  # A row of list_runs, with more keys, such as "options" and "rows".
 
 
 def list_runs(
@@ -365,6 +365,6 @@ def read_options(folder: Path) -> tuple[dict[str, Any], dict[str, Any]]:
                 options |= {f"{prefix}{key}": entry for key, entry in entries.items()}
             if section == "hparams":
                 hparams |= entries
-    # Show a setting from hparams= instead of an option of the same name with its default value.
+    # If an option has its default value, show the setting of the same name from hparams= instead.
     unset = [name for name in hparams if options[name] == DEFAULTS.get(name)]
     return options | {name: hparams[name] for name in unset}, about

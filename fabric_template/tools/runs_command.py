@@ -181,7 +181,7 @@ def find_checkpoints(run: Run) -> list[Path]:
             epoch, step = checkpoint.get("epoch"), checkpoint.get("global_step")
         except (CheckpointError, OSError, ValueError):
             continue
-        # Also accept the next step, because Trainer's CSV files count steps from 0.
+        # Also accept best_step + 1, because Trainer's CSV files count steps from 0.
         is_same_step = run["best_step"] is None or step in (run["best_step"], run["best_step"] + 1)
         if epoch == run["best_epoch"] and is_same_step:
             found.append(path)

@@ -25,7 +25,8 @@ TEMPLATE = Path(__file__).with_name("runs_page.html")
 MOST_POINTS = 60_000
 # The largest number of panels above the table.
 MOST_MAIN = 3
-# Show at most eight options in their own columns, and none with a value of over 24 characters.
+# Show at most eight options in their own columns. Show an option with a value of over 24 characters
+# in the last column, together with all other options.
 MOST_OPTIONS = 8
 LONGEST_VALUE = 24
 

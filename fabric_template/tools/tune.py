@@ -19,8 +19,8 @@ from lightning.pytorch.utilities.data import extract_batch_size
 
 from .step_benchmark import PARTS, Choice, copy_options, time_steps
 
-# A setting must make even the slowest trial faster than the fastest one without it, by a factor of
-# MIN_GAIN.
+# A setting is kept only if its slowest trial is faster than the fastest trial without the setting,
+# by a factor of MIN_GAIN.
 MIN_GAIN, ROUNDS = 1.03, 3
 TIME_LIMIT = 120.0  # The seconds after which a trial is killed.
 

@@ -261,7 +261,7 @@ def check_parameters(
     text = "optimizer: got parameters that are not in the model, with the shapes"
     text += f" {', '.join(shapes[:3])}{more}"
     if is_instance_of(model, "LightningModule") and not is_distributed:
-        # Trainer accepts parameters from outside the model, so do not raise an error.
+        # Like Trainer, accept parameters from outside the model, and only warn.
         warnings.warn(
             f"{text}. FabricLoop saves and restores them, but the model's state_dict() lacks them."
             " Assign them to an attribute of the LightningModule, as an nn.Module or nn.Parameter.",

@@ -64,7 +64,8 @@ class FirstStepCheck:
         has_all = all(self.parameters[index].grad is not None for index in found)
         flags = [float(has_all and index in found) for index in range(len(self.parameters))]
         shares = self._means([torch.tensor(flags, device=self.fabric.device)])
-        # Compare gradients only if every process has found gradients of the same parameters.
+        # Compare gradients only if the step computed gradients of the same parameters in every
+        # process.
         if set(shares.tolist()) not in ({1.0}, {0.0, 1.0}):
             return
         # Normalize the gradients, because accumulation or a scaler multiplies the loop's gradients.

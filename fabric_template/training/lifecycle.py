@@ -152,7 +152,8 @@ def set_up_model(run: Run, stack: ExitStack) -> bool:
 
 def set_up_training(run: Run, has_weights: bool) -> None:
     """Set up the optimizers, restore a checkpoint, and run the sanity check."""
-    # Start now, so that checkpoints include attributes that on_fit_start and later hooks change.
+    # Track changes of attributes from here on, so that checkpoints include the changes that
+    # on_fit_start and later hooks make.
     run.watch_attributes()
     run.optimization.configure()
     names = [name for name, _ in run.network.named_parameters()]
@@ -360,7 +361,8 @@ def finish_signal(run: Run) -> None:
         return
     environment = getattr(run.fabric.strategy, "cluster_environment", None)
     if run.fabric.local_rank > 0 and is_instance_of(environment, "LightningEnvironment"):
-        # If this process failed, Lightning would kill the first process, which may still be saving.
+        # Exit with code 0. If this process ended with an error, Lightning would kill the first
+        # process, which may still be saving.
         raise SystemExit(0)
     raise error_of_signal(number)
 

@@ -402,7 +402,8 @@ class ManualOptimization(Optimization):
         """Run ``training_step``, and return the argument ``outputs`` of ``on_train_batch_end``."""
         run = self.run
         if run.is_lightning_module:
-            # Set the step callbacks for each batch, because the module may have replaced them.
+            # Set the callbacks of the optimizers before each batch, because the module may have
+            # replaced the optimizers.
             for index, optimizer in enumerate(self.lightning_optimizers):
                 set_step_callback(optimizer, partial(self._count_step, index))
         else:
@@ -505,7 +506,8 @@ def gradient_norm(optimizer: Optimizer) -> Tensor:
 def norm_of(gradient: Tensor) -> Tensor:
     """Return the norm of a gradient, which may be sparse, complex or sharded."""
     if gradient.layout is torch.sparse_coo:
-        # Sum the values of repeated indices before computing the norm.
+        # A sparse gradient may contain an index several times. Sum the values of each index before
+        # computing the norm.
         gradient = gradient.coalesce().values()
     elif gradient.layout is not torch.strided:
         gradient = gradient.values()

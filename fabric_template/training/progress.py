@@ -18,7 +18,8 @@ if TYPE_CHECKING:
     from .run import Run
 
 
-# For each phase that a resumed run repeats, the values to save instead of the current progress.
+# If a checkpoint is saved in one of these phases, a resumed run repeats the phase. The checkpoint
+# then contains these values instead of the current progress.
 _REPEATED_PHASES: dict[str | None, dict[str, Any]] = {
     "train_batch": {"is_last_batch": False, "phase": None},
     "start_epoch": {"is_in_epoch": False, "phase": None},
@@ -304,7 +305,8 @@ class ValidationSchedule:
         self.run = run
         self.every_n_batches: int | float = math.inf
         self._is_enabled = False
-        # A resumed run may finish soon after the validations of the saved run.
+        # Do not warn that a resumed run has not validated, because such a run may end before its
+        # next validation.
         self._has_validated = run.plan.start.resumes
         self._seconds: float | None = None
         interval = run.config.val_check_interval

@@ -169,7 +169,7 @@ def test_help_of_fit_documents_every_option(capsys):
     text = " ".join(run(capsys, "fit", "--help")[1].split())
     names = [*LoopConfig.__dataclass_fields__, "precision", "resume", "load", "config", "run"]
     assert all(f"--{name} " in text for name in names)
-    assert "--max_epochs MAX_EPOCHS Stop after this many epochs. -1: no limit." in text
+    assert "--max_epochs MAX_EPOCHS Stop after this many epochs. -1 means no limit." in text
     text = " ".join(run(capsys, "fit", "--model.help=lit:Lit")[1].split())
     assert "--model.hidden HIDDEN Width of the layer between. (type: int, default: 3)" in text
 
