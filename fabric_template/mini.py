@@ -155,7 +155,7 @@ class MiniLoop:
     validate_every_n_steps: int | None = None  # Validate and save every N steps.
     log_every_n_steps: int = 50  # Write a row to steps.csv every N steps. 0 means never.
     seed: int | None = None  # The random seed, set when the loop is created and when fit starts.
-    default_root_dir: str | os.PathLike[str] = "."  # The folder for logs/ and checkpoints/.
+    default_root_dir: str | os.PathLike[str] | None = None  # The folder for logs/ and checkpoints/.
     accelerator: Any = "auto"  # Passed to lightning.Fabric, like strategy, devices and precision.
     strategy: Any = "auto"
     devices: Any = "auto"  # "auto" also uses the processes that torchrun has started.
@@ -179,8 +179,9 @@ class MiniLoop:
             self.version = f"version_{self.version}"
         text = f"default_root_dir: got {self.default_root_dir!r}, expected the path of a local"
         text += " folder."
-        check("://" not in str(self.default_root_dir), text)
-        root = Path(self.default_root_dir).expanduser().absolute()
+        folder = "." if self.default_root_dir is None else self.default_root_dir
+        check(isinstance(folder, str | os.PathLike) and "://" not in str(folder), text)
+        root = Path(folder).expanduser().absolute()
         self._logs, self._checkpoints = root / "logs" / self.name, root / "checkpoints" / self.name
         if self.max_epochs is None:
             self.max_epochs = 1000 if self.max_steps == -1 else -1
@@ -209,6 +210,11 @@ class MiniLoop:
         self._reset()
 
     def _check_options(self) -> None:
+        # Options may come from NumPy or torch, for example from a search over settings.
+        for name, value in list(vars(self).items()):
+            if isinstance(value, np.generic) or (isinstance(value, Tensor) and value.numel() == 1):
+                vars(self)[name] = value.item()
+        self.log_every_n_steps = 50 if self.log_every_n_steps is None else self.log_every_n_steps
         is_mode = self.mode in ("auto", "min", "max")
         check(is_mode, f'mode: got {self.mode!r}, expected "auto", "min" or "max".')
         if self.mode == "auto":
@@ -222,14 +228,18 @@ class MiniLoop:
         for option in ("name", "version"):
             value = getattr(self, option)
             is_name = isinstance(value, str) and value.strip(".") and not {*value} & {*'/\\:*?"<>|'}
-            is_number = option == "version" and isinstance(value, int | None)
+            is_number = value is None or (type(value) is int and value >= 0)
             expected = FOLDER_NAME if option == "name" else f"an int >= 0, or {FOLDER_NAME}"
-            check(is_name or is_number, f"{option}: got {value!r}, expected {expected}.")
+            is_valid = is_name or (option == "version" and is_number)
+            check(is_valid, f"{option}: got {value!r}, expected {expected}.")
         for option, least in SMALLEST.items():
             value = getattr(self, option)
-            is_number = isinstance(value, int) or (isinstance(value, Real) and "clip" in option)
+            most = 2**32 - 1 if option == "seed" else math.inf
+            is_optional = option not in ("max_steps", "accumulate_grad_batches")
+            is_number = type(value) is int or (type(value) is float and "clip" in option)
             text = f"{option}: got {value!r}, expected {EXPECTED[option]}."
-            check(value is None or (is_number and value >= least), text)
+            is_valid = value is None if not is_number else least <= value <= most
+            check(is_valid and (is_number or is_optional), text)
 
     def _reset(self) -> None:
         """Seed the random generators, and set the initial state of a run."""

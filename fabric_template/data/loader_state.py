@@ -426,5 +426,6 @@ class WorkerRecorder:
         batch = DroppedBatch if is_short else self._collate_fn(samples)
         own = self._plain_state.generator_states()
         previous, self._rng_state = self._rng_state, {**capture_rng_state(), "own": own}
-        has_changed = self._rng_state != previous
+        # The states of CUDA are tensors, which != cannot compare.
+        has_changed = "cuda" in self._rng_state or self._rng_state != previous
         return batch, self._worker, self._rng_state if has_changed else None

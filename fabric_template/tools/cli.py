@@ -481,19 +481,20 @@ def fit_command(
             command = f"{program()} fit --run {shlex.quote(folder)} --resume last"
             print(f"\nThe run was interrupted. Continue it with\n{command}", file=sys.stderr)
         raise
+    # All processes read the folder, because log_dir communicates.
+    folder = run_folder(loop)
     if loop.fabric.is_global_zero:
-        print(f"\n{format_summary(summarize(loop))}")
+        print(f"\n{format_summary(summarize(loop, folder))}")
     return 0
 
 
-def summarize(loop: FabricLoop) -> dict[str, list[str]]:
+def summarize(loop: FabricLoop, folder: str | None) -> dict[str, list[str]]:
     """Return a run's results and files, and commands that resume and validate the run."""
     from .plots import save_picture
 
     summary = loop.ending()
     # Show a command instead of the Python code that resumes the run.
     summary.pop("resume", None)
-    folder = run_folder(loop)
     if folder is None:
         return summary
     # The command must not fail if the picture cannot be drawn.

@@ -593,20 +593,25 @@ class LivePlot:
     def __init__(self, **options: Any) -> None:
         self.options = options
         self.display: Any = None
+        # The folder of the CSV files in the main process, and None in the other processes.
+        self.folder: Path | None = None
         self.next_time = 0.0
         # The sizes of the CSV files at the time of the latest drawing.
         self.sizes: list[int] = []
 
     def on_fit_start(self, trainer: Any, module: Any) -> None:
         self.display, self.next_time, self.sizes = None, 0.0, []
+        # log_dir communicates, so all processes read it here, and none reads it later.
+        folder = trainer.log_dir
+        self.folder = Path(folder) if folder and trainer.is_global_zero else None
 
     def on_train_batch_start(self, trainer: Any, module: Any, *batch: Any) -> None:
         """Redraw the curves at most once per second, and for at most 5 % of the training time."""
         start = time.monotonic()
-        if start < self.next_time:
+        if self.folder is None or start < self.next_time:
             return
         self.next_time = start + 0.1
-        files = sorted(Path(trainer.log_dir or "").glob("*.csv")) if trainer.log_dir else []
+        files = sorted(self.folder.glob("*.csv"))
         sizes, drawn = [file.stat().st_size for file in files], self.sizes
         if sizes != drawn:
             self.sizes = sizes
@@ -619,8 +624,10 @@ class LivePlot:
 
     def on_fit_end(self, trainer: Any, module: Any, error: BaseException | None = None) -> None:
         shell = sys.modules["IPython"].get_ipython() if "IPython" in sys.modules else None
-        log = Path(trainer.log_dir or "", "metrics.csv")
-        if not hasattr(shell, "kernel") or not trainer.is_global_zero or not log.is_file():
+        if self.folder is None or not hasattr(shell, "kernel"):
+            return
+        log = self.folder / "metrics.csv"
+        if not log.is_file():
             return
         from IPython.display import Image, display
 

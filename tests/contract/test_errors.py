@@ -1,7 +1,9 @@
 """Test errors that need a run. tests/contract/wrong_inputs.txt lists the other errors."""
 
+import math
 import re
 
+import numpy as np
 import pytest
 import torch
 from lightning.fabric.utilities.exceptions import MisconfigurationException
@@ -9,7 +11,7 @@ from modules import Classifier, make_loader
 from runs import Plain, fit, tree, val_loader, with_files
 from torch import nn
 
-from fabric_template import FabricLoop
+from fabric_template import FabricLoop, MiniLoop
 
 
 class Endless:
@@ -68,6 +70,42 @@ def fitting(root, *args, options=None, **given):
 )
 def test_one_error_names_all_wrong_options(tmp_path, options, kind, message):
     check_error(kind, message, lambda: FabricLoop(**options), tmp_path)
+
+
+NUMBERS = [-2, -1, 0, 1, 3, 1.5, math.nan, math.inf, 2**32]
+VALUES = [
+    None,
+    True,
+    False,
+    "3",
+    "",
+    "a/b",
+    [],
+    b"x",
+    np.int64(3),
+    np.float32(1.5),
+    np.True_,
+    torch.tensor(3),
+    *NUMBERS,
+]
+SHARED_OPTIONS = (
+    *("max_epochs", "max_steps", "name", "version", "accumulate_grad_batches", "gradient_clip_val"),
+    *("validate_every_n_steps", "log_every_n_steps", "seed", "default_root_dir", "precision", "hparams"),
+)
+
+
+@pytest.mark.parametrize("option", SHARED_OPTIONS)
+def test_both_loops_accept_the_same_values_of_an_option(option):
+    def accepts(loop, value):
+        try:
+            loop(**{"accelerator": "cpu", option: value})
+        except (TypeError, ValueError):
+            return False
+        return True
+
+    accepted = [value for value in VALUES if accepts(FabricLoop, value)]
+    assert [value for value in VALUES if accepts(MiniLoop, value)] == accepted
+    assert accepted not in ([], VALUES)
 
 
 def test_fit_without_an_optimizer_is_refused(tmp_path):

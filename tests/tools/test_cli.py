@@ -422,3 +422,10 @@ def test_verify_names_damaged_checkpoints(capsys):
     assert run(capsys, "verify", "nothing.ckpt")[0] == 2
     Path("empty").mkdir()
     assert refused(capsys, "verify", "empty").startswith("verify: got empty, expected a folder with .ckpt")
+
+
+def test_fit_on_two_processes_prints_the_summary_once():
+    argv = ["fit", "--max_epochs", "1", "--devices", "2", "--accelerator", "cpu"]
+    done = subprocess.run([sys.executable, "-m", "fabric_template", *argv], capture_output=True, text=True, timeout=100)
+    assert done.returncode == 0, done.stderr[-2000:]
+    assert done.stdout.count("\nresume ") == 1

@@ -6,6 +6,7 @@ import pytest
 from clock import Clock
 from lightning.pytorch.callbacks import Callback
 from modules import Classifier, make_loader
+from processes import run_processes
 
 from fabric_template import FabricLoop, LivePlot
 from fabric_template.tools import plots
@@ -97,3 +98,16 @@ def test_an_error_while_drawing_does_not_stop_the_run(notebook, monkeypatch):
     with pytest.warns(UserWarning, match="LivePlot: the run cannot be drawn. division by zero"):
         fit(LivePlot(), epochs=1)
     assert notebook.shown == []
+
+
+def train_with_plot(rank):
+    plot = LivePlot()
+    if rank == 1:
+        plot.on_train_batch_start = lambda *_: None  # The time for a new drawing never comes.
+    loop = fit(plot, epochs=2)
+    assert loop.current_epoch == 2
+
+
+def test_processes_need_not_draw_after_the_same_batches():
+    """The property log_dir communicates, so a process that reads it alone waits forever."""
+    assert run_processes(train_with_plot, timeout=60)[0] == [0, 0]
