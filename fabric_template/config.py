@@ -178,7 +178,7 @@ class LoopConfig:
             raise kind(" ".join(problems))
 
     def _has_type(self, name: str) -> bool:
-        """Return whether an option has its annotated type. A bool does not count as a number."""
+        """Return whether an option's value has the annotated type. A bool is not a number here."""
         value, hint = vars(self)[name], _HINTS[name]
         kinds = {get_origin(kind) or kind for kind in get_args(hint) or (hint,)}
         if Any in kinds:
@@ -245,7 +245,7 @@ class LoopConfig:
                 )
 
     def resolve(self) -> LoopConfig:
-        """Return a copy with defaults instead of None, and with the limits that fast_dev_run sets.
+        """Return a LoopConfig with defaults instead of None, and with the limits of fast_dev_run.
 
         Example:
             >>> LoopConfig(fast_dev_run=2).resolve().limit_train_batches
@@ -268,7 +268,7 @@ class LoopConfig:
         return self.changed(**values).with_defaults()
 
     def with_defaults(self) -> LoopConfig:
-        """Return a copy with default values for the options that are None."""
+        """Return a LoopConfig with default values for the options that are None."""
         defaults = {
             **(_OFF if self.barebones else _DEFAULTS),
             **dict.fromkeys(["val_check_interval", *_LIMITS], 1.0),
@@ -279,7 +279,7 @@ class LoopConfig:
         return self.changed(**values)
 
     def with_options(self, **values: Any) -> LoopConfig:
-        """Return a copy with changed options, or raise an error if an option is wrong."""
+        """Return a LoopConfig with changed options. Raise an error if a value is invalid."""
         if self.validate_every_n_steps and "validate_every_n_steps" in values:
             # The current validate_every_n_steps has set check_val_every_n_epoch to None, so set the
             # default again.
@@ -287,14 +287,18 @@ class LoopConfig:
         return replace(self, **values).with_defaults()
 
     def changed(self, **values: Any) -> LoopConfig:
-        """Return a copy with changed options, without checking the options."""
+        """Return a LoopConfig with changed options, without checking the values."""
         changed = copy.copy(self)
         vars(changed).update(values)
         return changed
 
 
 def _convert_option(name: str, value: Any) -> Any:
-    """Convert an option's NumPy number to a Python number, and a count such as 3.0 to 3."""
+    """Convert the NumPy values in an option to Python values.
+
+    For an option that may count batches, also convert a whole number above 1, such as 3.0, to an
+    int.
+    """
     if name == "hparams" and isinstance(value, Mapping):
         return {str(setting): _to_setting(given) for setting, given in value.items()}
     if Any not in (_HINTS[name], *get_args(_HINTS[name])):
@@ -306,10 +310,11 @@ def _convert_option(name: str, value: Any) -> Any:
 
 
 def to_plain(value: Any, is_strict: bool = False) -> Any:
-    """Convert a value to types that YAML supports, and objects of any other type to strings.
+    """Convert a value to types that YAML supports. Objects of other types become strings.
 
     Raises:
-        TypeError: ``is_strict`` is set, and the value contains an object of another type.
+        TypeError: ``is_strict`` is True, and YAML does not support the type of an object in the
+            value.
     """
     if value is None or isinstance(value, bool):
         return value
@@ -333,7 +338,7 @@ def to_plain(value: Any, is_strict: bool = False) -> Any:
 
 
 def _to_setting(value: Any) -> Any:
-    """Convert a setting to types that YAML supports, or else to the name of its type."""
+    """Convert a setting to types that YAML supports. If this fails, return the name of its type."""
     try:
         return to_plain(value)
     except Exception:
@@ -526,7 +531,7 @@ def option_names() -> list[str]:
 def with_arguments_of(
     arguments: Callable[P, Any],
 ) -> Callable[[Callable[..., None]], Callable[Concatenate[Any, P], None]]:
-    """Give a constructor the signature and the field docstrings of a dataclass.
+    """Return a decorator that gives a constructor the signature and field docs of a dataclass.
 
     Editors show the annotated types. help() and notebooks show ``__signature__`` and ``__doc__``.
     """
@@ -542,7 +547,7 @@ def with_arguments_of(
 
 
 def document_fields() -> dict[str, str]:
-    """Return the docstring of each field of LoopConfig and LoopArguments, by field name."""
+    """Return the docstring of each field of LoopConfig and LoopArguments, keyed by field name."""
     try:
         lines = ast.parse(Path(__file__).read_text(encoding="utf-8")).body
     except OSError:

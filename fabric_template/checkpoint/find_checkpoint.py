@@ -162,7 +162,7 @@ class Version:
         started: The time at which the newest run of the version started, or 0.0 if unknown.
         time: The time of the latest start or save in the version, or 0.0 if unknown.
         damaged: The files that cannot be read because they are damaged.
-        replaced: The files of an older run that a newer run of this version replaces.
+        replaced: The files of an older run that a newer run of this version replaced.
     """
 
     name: str

@@ -1,6 +1,7 @@
-"""Find the stateful objects in a loader, and restore the state of a stream.
+"""Find the stateful objects in a loader, and restore loaders with their own ``state_dict``.
 
-A stream is an IterableDataset, or a loader with ``state_dict`` and ``load_state_dict``.
+In this module, a "stream" is a loader or an IterableDataset that has the methods ``state_dict`` and
+``load_state_dict``.
 """
 
 from __future__ import annotations
@@ -55,7 +56,7 @@ _ITERATOR_OF_PASS = ("_iterator",)
 
 
 def find_stateful_part(loader: Any) -> Any:
-    """Return the loader or dataset whose ``state_dict`` saves the position, or None."""
+    """Return the loader or dataset whose ``state_dict`` contains the position, or None."""
     for sampler in samplers_of(loader):
         is_known = has_state(sampler) or is_of_library(sampler)
         if isinstance(sampler, _DRAWING_SAMPLERS) or not is_known:
@@ -95,7 +96,7 @@ def parts_of_samples(loader: Any) -> dict[str, Part]:
 
 
 def objects_of_samples(dataset: Any, collate_fn: Any) -> dict[str, Any]:
-    """Return the dataset, the collate_fn, and the objects inside both."""
+    """Return the dataset, the collate_fn, and the objects inside them, keyed by name."""
     found: dict[str, Any] = {"dataset": dataset}
     if not has_state(dataset):
         found.update(objects_in(dataset))
@@ -148,7 +149,11 @@ def find_restart_problem(loader: Any, hides_workers: bool) -> str:
 
 
 def holds_iterator(loader: Any) -> bool:
-    """Return whether a loader or its stream, if this process reads it, holds an iterator."""
+    """Return whether a loader contains an iterator that continues across epochs.
+
+    For a DataLoader without workers, search its IterableDataset. For other DataLoaders, return
+    False.
+    """
     if isinstance(loader, DataLoader):
         if loader.num_workers or not isinstance(loader.dataset, IterableDataset):
             return False
@@ -166,7 +171,7 @@ def starts_over(iterator: Iterator[Any]) -> bool:
 def find_values(
     owner: Any, enters_iterators: bool = True, enters_data: bool = True
 ) -> dict[str, Any]:
-    """Return an object and all values in its attributes and containers, keyed by name.
+    """Return an object and the values nested in it, keyed by a name such as "stream.dataset".
 
     Args:
         enters_iterators: Include the attributes of iterators, which ``__iter__`` may have created.
@@ -202,10 +207,11 @@ def find_values(
 class StreamState:
     """The state of a loader or dataset that has ``state_dict`` and ``load_state_dict``.
 
-    Some streams start every later pass at the loaded position, and skip the data before it.
-    ``load_state_dict`` may also set attributes that later passes need, such as the epoch. After the
-    resumed pass, StreamState resets each attribute whose loaded value differs from its value in the
-    saved run.
+    After ``load_state_dict``, some loaders start every later epoch at the loaded position, and skip
+    the earlier batches. ``load_state_dict`` may also set attributes that later epochs need, such as
+    the epoch number. Therefore, after the resumed epoch, StreamState changes only the attributes to
+    which ``load_state_dict`` gave a value that differs from the value in the saved run. These
+    attributes get the values of the saved run.
     """
 
     def __init__(self, stream: Any) -> None:
@@ -223,20 +229,20 @@ class StreamState:
         self._loaded: Any = None
 
     def state(self) -> Any:
-        """Return the stream's state or, until a batch is read, the loaded state."""
+        """Return ``state_dict()`` or, before the first batch is read, the loaded state."""
         return deepcopy(self._stream.state_dict() if self._loaded is None else self._loaded)
 
     def start_reading(self) -> None:
         self._loaded = None
 
     def attributes(self) -> dict[Place, Any]:
-        """Return the attributes that have changed. Ignore changes by ``load_state_dict``."""
+        """Return the attributes that have changed since __init__, except by ``load_state_dict``."""
         attributes = {**self._plain.changed_attributes(), **self._unused()}
         return {place: value for place, value in attributes.items() if value != REMOVED}
 
     @contextmanager
     def loaded(self, state: dict[str, Any]) -> Iterator[None]:
-        """Load a stream's state. The loader's iterator must be created within the with block."""
+        """Load a saved state. The caller must create the loader's iterator in the with block."""
         # The digest and the encoded value that each attribute had in the saved run. If the
         # checkpoint does not contain an attribute, the attribute had its initial value.
         expected: dict[Place, Any] = dict.fromkeys(place for place, _ in self._plain.attributes())
@@ -255,12 +261,12 @@ class StreamState:
                 self._different[place] = loaded, saved[1]
 
     def end_pass(self) -> None:
-        """Reset the attributes that load_state_dict changed, unless they changed again."""
+        """Set the attributes that only load_state_dict changed to their values in the saved run."""
         self._plain.load_attributes(self._unused())
         self._different.clear()
 
     def _unused(self) -> dict[Place, Any]:
-        """Return the saved values of the attributes that only load_state_dict changed."""
+        """Return the saved run's values of the attributes that only load_state_dict changed."""
         digests = self._plain.digests() if self._different else {}
         return {
             place: value

@@ -2,12 +2,12 @@
 
 - A loader with ``state_dict`` and ``load_state_dict``, as in torchdata, restores itself.
 - A map-style DataLoader draws the indices of the finished batches again, but reads no samples. If
-  only some of its workers have returned a batch, it reads the samples of these batches, too.
+  only some workers have returned a batch, the DataLoader also reads the samples of these batches.
 - Any other loader reads all finished batches again.
 
-A loader that keeps an iterator across epochs cannot resume after the first epoch. The restored
-position is inexact if a loader has workers, and its sampler draws each batch with the global random
-generator.
+A loader that keeps an iterator across epochs cannot resume after the first epoch. If a loader has
+workers, and its sampler draws each batch with the global random generator, the restored position is
+inexact.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ STICKY_POSITION = (
 
 
 class ResumableLoader:
-    """Iterates over a loader. A resumed run continues with the loader's next batch.
+    """Iterates over a loader. After a resume, starts with the first batch that is not finished.
 
     When a loader's iterator is created, the random generators determine the order of the samples. A
     resumed run restores the saved random states before it creates the iterator.
@@ -130,7 +130,7 @@ class ResumableLoader:
         return self.batches > 0 or self.is_finished
 
     def end_pass(self) -> None:
-        """Read the prefetched batches of persistent workers to record their random states."""
+        """Read the prefetched batches of persistent workers to get the workers' random states."""
         if self._is_persistent and self._reader is not None and not self.is_finished:
             # Without further indices, the workers prefetch no more batches.
             self.loader._iterator._sampler_iter = iter(())
@@ -139,7 +139,7 @@ class ResumableLoader:
                     pass
 
     def close(self) -> None:
-        """Close the iterator. The loader's workers shut down, except for persistent workers."""
+        """Close the iterator. This shuts down the loader's workers, except persistent workers."""
         if self._reader is not None:
             self._reader.close()
             self._reader = None
@@ -232,7 +232,7 @@ class ResumableLoader:
             )
 
     def _iterate(self, first: int, sampler: Iterable[Any] | None = None) -> Any:
-        """Create the loader's iterator. Workers start with batch number ``first``."""
+        """Create the loader's iterator, whose workers start with batch number ``first``."""
         if not self.workers:
             return iter(self.loader)
         self._first_worker = first % len(self.workers)
@@ -263,7 +263,7 @@ class ResumableLoader:
     # State
 
     def state_dict(self, is_in_pass: bool, is_per_batch: bool = False) -> dict[str, Any]:
-        """Return the position in the loader.
+        """Return the position in the loader, with the random states that a resume needs.
 
         Args:
             is_in_pass: Whether a resumed run reads only the remaining batches of the loader. Has no
@@ -293,7 +293,7 @@ class ResumableLoader:
         return state if is_per_batch else self.with_attributes(state)
 
     def with_attributes(self, state: dict[str, Any]) -> dict[str, Any]:
-        """Add a stream's current attributes to a loader's saved position."""
+        """Return a saved position with the current attributes of a loader with ``state_dict``."""
         if self._stream is None or "stream" not in state:
             return state
         return {**state, "stream": {**state["stream"], "attributes": self._stream.attributes()}}
@@ -366,7 +366,7 @@ def skip_indices(iterator: Any, done: int) -> None:
 
 
 class SkippingSampler:
-    """Skips the first indices of a sampler."""
+    """Skips the first ``first`` items of a sampler."""
 
     def __init__(self, sampler: Iterable[Any], first: int) -> None:
         self._sampler, self._first = sampler, first
@@ -384,9 +384,9 @@ class WorkerRecorder:
     """Replaces collate_fn and worker_init_fn to send a worker's random state with each batch.
 
     The random state covers the global generators, and those of the dataset and the collate_fn.
-    Workers prefetch batches, so a worker's current state belongs to a later batch.
-    Recording the state costs 80 microseconds per batch. A worker sends the state (10 kB) only if
-    the state changed while the batch was loaded.
+    Workers prefetch batches, so the current random state of a worker belongs to a batch that the
+    loop has not received yet. Recording the state costs 80 microseconds per batch. A worker sends
+    the state (10 kB) only if the state changed while the batch was loaded.
 
     Args:
         states: The random state in which each worker starts. None: the state after seeding.
@@ -421,7 +421,7 @@ class WorkerRecorder:
             self._plain_state.load_generator_states(state["own"])
 
     def collate(self, samples: Any) -> tuple[Any, int, dict[str, Any] | None]:
-        """Return (batch, worker number, random state). The state is None if it has not changed."""
+        """Return (batch, worker number, random state), with None for an unchanged random state."""
         is_short = self._smallest_batch > 0 and len(samples) < self._smallest_batch
         batch = DroppedBatch if is_short else self._collate_fn(samples)
         own = self._plain_state.generator_states()

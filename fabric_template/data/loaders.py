@@ -46,7 +46,7 @@ _USED_UP = (
 
 
 class DataConnector:
-    """Creates the loaders of a run, and recreates them when a reload is due.
+    """Creates the loaders of a run, and new loaders every reload_dataloaders_every_n_epochs epochs.
 
     Attributes:
         given: The given loaders, keyed by stage: "train", "val", "test", "predict".
@@ -89,7 +89,7 @@ class DataConnector:
         return self._common_seed
 
     def request(self, stage: str) -> Any:
-        """Return the given loaders of a stage, or call the method that creates them."""
+        """Return the loaders passed for a stage, or the result of a hook such as train_dataloader."""
         if stage in self.given:
             # make_plan has already checked the given loaders.
             return self.given[stage]
@@ -122,9 +122,9 @@ class DataConnector:
 
     @contextmanager
     def _state_of_load(self, stage: str) -> Iterator[None]:
-        """Save the random states and attributes on which the new loaders may depend.
+        """Save the random states and the attributes from which a hook creates the loaders.
 
-        A resumed run first restores the saved states, so that it creates the same loaders.
+        A resumed run first restores the saved states, so that the hook creates the same loaders.
         """
         if stage in self.given:
             yield
@@ -142,12 +142,12 @@ class DataConnector:
             yield
 
     def _saved_loads(self) -> dict[str, Any]:
-        """Return the saved states from before the loaders were created, keyed by stage."""
+        """Return the states with which the saved run created its loaders, keyed by stage."""
         saved = self.run.plan.start.state_of_process(self.run.fabric.global_rank)
         return self._restored_loads or saved.get("data", {}).get("loads", {})
 
     def setup_train_loader(self) -> None:
-        """Create the training loader if there is none or a reload is due."""
+        """Create the training loader if it does not exist yet, or if a reload is due."""
         run = self.run
         if run.config.limit_train_batches == 0 or not self._is_load_due("train"):
             return
@@ -177,13 +177,13 @@ class DataConnector:
             self._is_train_started = is_first and not restarts_epoch
 
     def start_train_batches(self) -> None:
-        """Start the iterator of an epoch, unless setup_train_loader has already started it."""
+        """Start the training iterator of an epoch if setup_train_loader has not started it."""
         if not self._is_train_started:
             self.train.start()
         self._is_train_started = False
 
     def setup_eval_loaders(self, stage: str) -> None:
-        """Create the loaders of an evaluation if there are none or a reload is due."""
+        """Create the loaders of an evaluation if they do not exist yet, or if a reload is due."""
         run = self.run
         if not self._is_load_due("evaluation"):
             return
@@ -198,7 +198,8 @@ class DataConnector:
     def setup_val_loaders(self) -> None:
         """Create the validation loaders before the first epoch, because progress bars need them.
 
-        A resumed run creates validation loaders at the same point, to draw the same random numbers.
+        If the saved run created validation loaders before its first epoch, a resumed run creates
+        them at once, to draw the same random numbers.
         """
         is_early = "val" in self.given or "val" in self._saved_loads()
         if is_early or self.run.plan.start.own.get("writer") != "FabricLoop":
@@ -237,7 +238,10 @@ class DataConnector:
             self.eval_loaders.load_state_dict(state["val"])
 
     def check_restart(self) -> None:
-        """Raise an error for loaders that need a saved position, because MiniLoop saves none."""
+        """Raise an error for training loaders that cannot resume without a saved position.
+
+        MiniLoop's checkpoints contain no positions.
+        """
         for loader in self.train.resumable if "train" in self.created else ():
             loader.check_restart()
 
@@ -272,7 +276,7 @@ def check_loaders(source: Any, found: str) -> None:
 
 
 def find_problem(loader: Any) -> str:
-    """Return why an object does not yield batches, and what to write instead, or ""."""
+    """Return advice for an object that does not yield batches, or "" if the object is a loader."""
     parts = loader.values() if isinstance(loader, Mapping) else loader
     holds_arrays = isinstance(loader, Mapping | tuple) and loader and all(map(_is_array, parts))
     is_iterable = isinstance(loader, Iterable) or hasattr(loader, "__getitem__")
@@ -416,7 +420,7 @@ class StageLoaders:
         self._check_empty_loaders()
 
     def _until_first_end(self, items: Iterator[Any]) -> Iterator[Any]:
-        """End the epoch in all processes as soon as one process has no more batches."""
+        """Yield batches until any of the processes has no more batches."""
         for item in chain(items, repeat(END)):
             is_end = item is END
             has_end, has_item = self.run.signals.find_largest([int(is_end), int(not is_end)])
@@ -438,7 +442,10 @@ class StageLoaders:
             yield item
 
     def _read_following(self, items: Iterator[Any]) -> None:
-        """Read the next batch. The first read after a resume uses the saved random state."""
+        """Read one batch in advance.
+
+        The first read after a resume uses the saved random state.
+        """
         restored, self._restored_rng = self._restored_rng, None
         positions = [loader.state_dict(True, is_per_batch=True) for loader in self.resumable]
         self._before_following = positions, restored or capture_rng_state()
@@ -549,7 +556,10 @@ def combine_loaders(source: Any, is_training: bool = False) -> CombinedLoader:
 
 
 def _can_only_be_batch(value: Any) -> bool:
-    """Return whether a value can only be a batch, because it is no loader, number or text."""
+    """Return whether an item of a list must be a batch, because a loader would be iterable.
+
+    Numbers, texts, classes and None are not batches.
+    """
     is_plain = value is None or isinstance(value, bool | int | float | str | bytes | type)
     return not (is_plain or isinstance(value, Iterable) or hasattr(value, "__getitem__"))
 
@@ -592,7 +602,7 @@ def count_batches(loader: Any, limit: int | float, stage: str, loop_name: str) -
 
 
 def check_lengths(run: Run, lengths: list[int | float], stage: str) -> None:
-    """Raise an error if processes have different numbers of batches and would wait forever."""
+    """Raise an error if a process with more batches would wait forever for the other processes."""
     for found in zip(*gather_objects(run, lengths), strict=False):
         is_strict = run.stage == "fit" or 0 in found
         if is_strict and len(set(found)) > 1:

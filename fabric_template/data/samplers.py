@@ -61,7 +61,7 @@ def prepare_loader(run: Run, loader: Any, stage: str) -> Any:
 
 
 def prepare_tensor_loader(run: Run, loader: TensorLoader, stage: str) -> TensorLoader:
-    """Return a TensorLoader that orders its samples as a DataLoader would."""
+    """Return a TensorLoader for this process, with the sample order that a DataLoader would have."""
     num_replicas, rank = replicas_and_rank(run)
     is_prediction = stage == "predict"
     shuffle = loader.shuffle and not turn_off_shuffling(run, stage)
@@ -75,7 +75,7 @@ def prepare_tensor_loader(run: Run, loader: TensorLoader, stage: str) -> TensorL
 
 
 def turn_off_shuffling(run: Run, stage: str) -> bool:
-    """Return whether overfit_batches turns off shuffling, and warn if so."""
+    """Return whether overfit_batches turns off shuffling. If so, warn."""
     is_overfitting = bool(run.config.overfit_batches) and run.stage == "fit"
     if is_overfitting:
         run.warn_once(
@@ -122,7 +122,7 @@ def choose_sampler(run: Run, loader: DataLoader, stage: str) -> Any:
 
 
 def remake_batch_sampler(batch_sampler: Any, sampler: Any) -> Any:
-    """Return a copy of a batch sampler with another sampler. None stays None."""
+    """Return a copy of a batch sampler with another sampler. Return None for None."""
     if batch_sampler is None:
         return None
     kind = type(batch_sampler)
@@ -161,7 +161,7 @@ def warn_of_loader(run: Run, loader: DataLoader, stage: str) -> None:
 
 
 class TrackingBatchSampler(BatchSampler):
-    """A batch sampler that records the sample indices of each batch for predictions."""
+    """A batch sampler that stores the sample indices of each batch in ``seen``."""
 
     def __init__(self, batch_sampler: Any) -> None:
         vars(self).update(vars(batch_sampler))

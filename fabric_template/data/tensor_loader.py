@@ -120,7 +120,10 @@ class TensorLoader:
 
 
 class UnpaddedSampler(DistributedSampler[Any]):
-    """Divides samples among processes without repeats. Some processes get one extra sample."""
+    """Gives each sample to exactly one process.
+
+    Some processes get one sample more than the rest.
+    """
 
     def __init__(self, samples: Any, num_replicas: int, rank: int, **options: Any) -> None:
         super().__init__(samples, num_replicas, rank, **options)

@@ -38,7 +38,7 @@ class CIFAR10Data(SplitData):
         self.path = Path(path)
 
     def prepare_data(self) -> None:
-        """Download and unpack CIFAR-10, unless its folder exists."""
+        """If the folder ``path`` does not exist, download and unpack CIFAR-10."""
         if not self.path.exists():
             archive = self.path.with_name("cifar-10-binary.tar.gz")
             download(URL, archive)

@@ -38,7 +38,7 @@ class SplitData:
     predict_dataloader = test_dataloader
 
     def make_loader(self, split: str, shuffle: bool = False) -> Any:
-        """Return a loader for a split. A subclass may return another kind of loader."""
+        """Return a loader for a split. A subclass may override this method."""
         return DataLoader(self.splits[split], batch_size=self.batch_size, shuffle=shuffle)
 
 
@@ -68,7 +68,7 @@ def split_indices(count: int, seed: int = 0, labels: Any = None) -> dict[str, np
 
 
 def download(url: str, path: Path) -> None:
-    """Download a file to ``path``, unless the file exists."""
+    """Download a file to ``path``. If the file already exists, do nothing."""
     if path.exists():
         return
     path.parent.mkdir(parents=True, exist_ok=True)

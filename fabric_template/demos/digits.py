@@ -27,7 +27,7 @@ class DigitsData(SplitData):
         self.seed = seed
 
     def setup(self, stage: str | None = None) -> None:
-        """Read the images and divide them into splits, but only in the first call."""
+        """In the first call, read the images and divide them into splits."""
         if self.splits:
             return
         from sklearn.datasets import load_digits

@@ -1,6 +1,6 @@
 """Classify MNIST's 70,000 handwritten digits with a network of 784-100-10 units.
 
-The model is an object without a base class, and has only step methods. The first run downloads
+The model has no base class, only step methods and configure_optimizers. The first run downloads
 MNIST's files. Without internet access, copy MNIST's files to ``data/mnist``.
 """
 
@@ -58,8 +58,8 @@ class MNISTData(SplitData):
 def read_idx(path: Path) -> Tensor:
     """Read a compressed IDX file that contains bytes.
 
-    An IDX file has three bytes for the type, one byte for the number of dimensions, the sizes as
-    big-endian integers, and the values.
+    An IDX file starts with three bytes for the type, and one byte for the number of dimensions.
+    Then come the sizes as big-endian integers, and the values.
     """
     content = gzip.decompress(path.read_bytes())
     header = 4 + 4 * content[3]

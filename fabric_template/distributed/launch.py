@@ -45,7 +45,7 @@ _PATHS = ("best_model_path", "last_model_path", "best_model_score")
 
 
 def join_processes(fabric: Fabric) -> None:
-    """Connect this process with the other processes of the run, unless it is already connected."""
+    """If this process is not yet connected to the other processes of the run, connect it."""
     strategy: Any = fabric.strategy
     if not isinstance(strategy, ParallelStrategy):
         return
@@ -72,9 +72,10 @@ def _leave_group() -> None:
 
 
 def _finish_gloo_threads() -> None:
-    """Let gloo's threads free the tensors of the last call before Python ends.
+    """Wait until gloo's threads have freed the tensors of the last collective operation.
 
-    Otherwise such a thread aborts the process, and the launcher kills the other processes.
+    If Python ends earlier, such a thread aborts the process, and the launcher kills the other
+    processes.
     """
     time.sleep(0.05)
 
@@ -89,7 +90,7 @@ def gather_objects(run: Run, item: Any) -> list[Any]:
 
 
 def open_store_of_attempt() -> TCPStore | None:
-    """Open a new TCPStore, because torchrun's store still has the addresses of dead processes.
+    """Open a new TCPStore, because torchrun's store may contain addresses of dead processes.
 
     Rank 0 writes the address of the new TCPStore to torchrun's store. The other processes read the
     address in torchrun's store, and connect to the new store.
@@ -175,8 +176,8 @@ def _run_in_process(
 ) -> None:
     """Run fit or a similar method in a new process, and write its results to a file.
 
-    Do not use the launcher's queue for results. The launcher's queue blocks on objects that exceed
-    the pipe's buffer, and transfers only the message of an exception.
+    The file replaces the launcher's queue, which blocks on objects that exceed the pipe's buffer.
+    The queue also transfers only the message of an exception.
     """
     loop: Any = plan.loop
     remember_group(fabric.strategy, is_spawned=True)
@@ -218,7 +219,7 @@ def _outcome_of(run: Run) -> dict[str, Any]:
 
 
 def _apply_outcome(run: Run, outcome: dict[str, Any]) -> None:
-    """Copy the first process's results to the caller's model, run and callbacks."""
+    """Copy the results of the new process 0 to this process's model, run and callbacks."""
     weights = outcome["weights"]
     if configure_model := overridden(run.module, "configure_model"):
         configure_model()
@@ -245,7 +246,7 @@ def _apply_outcome(run: Run, outcome: dict[str, Any]) -> None:
 
 
 def _write_error(error: BaseException, folder: str) -> None:
-    """Write an error to a file, unless another process wrote its error first."""
+    """Write an error to a file. If another process has already written an error, do nothing."""
     # Ignore an error that cannot be pickled. The launcher then reports only the error's text.
     with suppress(Exception):
         data = pickle.dumps(error)

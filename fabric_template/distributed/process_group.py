@@ -1,4 +1,4 @@
-"""Find processes that a launcher or the user has started, and use them by default."""
+"""Find processes that a launcher or the user has started, to use these processes by default."""
 
 from __future__ import annotations
 
@@ -47,14 +47,14 @@ def is_spawning(fabric: Fabric) -> bool:
 
 
 def remember_group(strategy: Any, is_spawned: bool = False) -> None:
-    """Store the size of a loop's process group for later loops in this process."""
+    """Store the size of a process group, for loops that are created in this process later."""
     global _own_group, _is_spawned
     _own_group = strategy.num_processes, getattr(strategy, "num_nodes", 1)
     _is_spawned = is_spawned
 
 
 def launched_processes() -> tuple[int, int] | None:
-    """Return (processes per machine, machines) of launched processes, or None for one process."""
+    """Return (processes per machine, machines), or None if only one process was launched."""
     if os.environ.get("LT_CLI_USED") == "1":
         return None
     total, local_size = _read_sizes()
@@ -103,7 +103,7 @@ def join_by_default(arguments: dict[str, Any]) -> dict[str, Any]:
 
 
 def needs_environment(strategy: Any, plugins: list[Any]) -> bool:
-    """Return whether neither the user nor Lightning provides a ClusterEnvironment."""
+    """Return whether FabricLoop must add a ClusterEnvironment, because there is none."""
     if isinstance(strategy, Strategy) and getattr(strategy, "cluster_environment", None):
         return False
     if any(isinstance(plugin, ClusterEnvironment) for plugin in plugins):

@@ -27,9 +27,9 @@ _DEFAULTS = (signal.default_int_handler, signal.SIG_DFL)
 class SignalHandler:
     """Record the first signal during a run, and end the program at the second signal.
 
-    SIGTERM and SIGUSR1 also call the user's own handlers. A user's handler for Ctrl-C stays in
-    place, and signals that the user ignores stay ignored. At the end of the run, the handlers from
-    before the run are restored.
+    SIGTERM and SIGUSR1 also call the user's own handlers. If the user has set a handler for Ctrl-C,
+    this handler stays in place. Signals that the user ignores stay ignored. At the end of the run,
+    the handlers from before the run are restored.
 
     Args:
         fabric: The run's Fabric object. Only its main process prints that a signal has arrived.

@@ -80,7 +80,7 @@ def _return_model(model: nn.Module, mesh: Any) -> nn.Module:
 
 
 def convert_plugin(plugin: Any) -> Any:
-    """Return the Fabric plugin for a precision plugin of Trainer, or another plugin unchanged."""
+    """Return the Fabric plugin for a precision plugin of Trainer, or any other plugin unchanged."""
     if not (isinstance(plugin, precision.Precision) and _is_trainers(plugin)):
         return plugin
     name = type(plugin).__name__
@@ -146,7 +146,7 @@ def shard_network(fabric: Fabric, network: nn.Module, name: str) -> None:
 
 
 def check_sharding(mesh: Any, network: nn.Module, name: str) -> None:
-    """Raise an error if the processes would train some parameters separately."""
+    """Raise an error for parameters of which each process would train its own copy."""
     if not is_sharded(network):
         raise ConfigurationError(
             f"parallelize_fn: got {name} as the return value, without sharded parameters. Call"
@@ -168,7 +168,7 @@ def check_sharding(mesh: Any, network: nn.Module, name: str) -> None:
 
 
 def wrap_step(network: nn.Module, step: Callable) -> Callable:
-    """Return a function that calls ``step`` and gathers sharded tensors in its output."""
+    """Return a function that calls ``step`` and gathers the sharded tensors in the result."""
 
     def run_step(*args: Any, **kwargs: Any) -> Any:
         return gather_tensors(call(partial(step, *args, **kwargs)))
@@ -202,5 +202,8 @@ def no_gradient_sync(network: nn.Module) -> Iterator[None]:
 
 
 def gather_tensors(item: Any) -> Any:
-    """Replace sharded tensors by full tensors. All processes must call this function."""
+    """Replace the sharded tensors in ``item`` by full tensors.
+
+    All processes must call this function.
+    """
     return apply_to_collection(item, DTensor, DTensor.full_tensor)
