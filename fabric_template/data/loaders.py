@@ -89,7 +89,7 @@ class DataConnector:
         return self._common_seed
 
     def request(self, stage: str) -> Any:
-        """Return the loaders passed for a stage, or the result of a hook such as train_dataloader."""
+        """Return the loaders passed for a stage, or those from a hook such as train_dataloader."""
         if stage in self.given:
             # make_plan has already checked the given loaders.
             return self.given[stage]

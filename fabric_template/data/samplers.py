@@ -61,7 +61,7 @@ def prepare_loader(run: Run, loader: Any, stage: str) -> Any:
 
 
 def prepare_tensor_loader(run: Run, loader: TensorLoader, stage: str) -> TensorLoader:
-    """Return a TensorLoader for this process, with the sample order that a DataLoader would have."""
+    """Return a TensorLoader for this process, with the sample order that a DataLoader has."""
     num_replicas, rank = replicas_and_rank(run)
     is_prediction = stage == "predict"
     shuffle = loader.shuffle and not turn_off_shuffling(run, stage)
