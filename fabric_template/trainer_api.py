@@ -161,7 +161,7 @@ class TrainerAPI:
     enable_autolog_hparams = True
 
     def require_run(self, name: str) -> Run:
-        """Return the current or last run, or raise an error about ``name`` if nothing has run."""
+        """Return the current run or the last run. Before the first run, raise an error."""
         if self.run is None:
             raise RuntimeError(
                 f"FabricLoop.{name}: the loop has not run yet. Call fit, validate, test or predict"
@@ -219,7 +219,10 @@ class TrainerAPI:
 
     @property
     def ckpt_path(self) -> str | None:
-        """The checkpoint from which the run started. The next run uses an assigned path."""
+        """The path of the checkpoint from which the run started.
+
+        If user code sets this attribute, the next run starts from the new path.
+        """
         return self.next_ckpt_path or (self.run.plan.start.path if self.run else None)
 
     @ckpt_path.setter
@@ -227,7 +230,10 @@ class TrainerAPI:
         self.next_ckpt_path = path
 
     def __setattr__(self, name: str, value: Any) -> None:
-        """Set an attribute. If it is an option, set it for the current run and all later runs."""
+        """Set an attribute.
+
+        If the attribute is an option of the loop, the current run and all later runs use the value.
+        """
         is_option = "config" in vars(self) and name in vars(self.config)
         is_attribute = name in ("default_root_dir", "profiler") or hasattr(type(self), name)
         if not is_option or is_attribute:
@@ -262,12 +268,12 @@ class TrainerAPI:
 
     @property
     def limits(self) -> StopCondition | LoopConfig:
-        """The object with limits such as max_epochs: the run's, or the options before a run."""
+        """The run's StopCondition, with limits such as max_epochs. Before a run, the options."""
         return self.config if self.run is None else self.run.stop
 
     @property
     def estimated_stepping_batches(self) -> int | float:
-        """The number of optimizer steps that fit will take, or infinity if there is no limit."""
+        """The number of optimizer steps that fit will take, or infinity if this is unknown."""
         run = self.require_run("estimated_stepping_batches")
         max_steps = math.inf if run.stop.max_steps == -1 else run.stop.max_steps
         if run.stop.max_epochs == -1:
@@ -295,7 +301,7 @@ class TrainerAPI:
 
     @property
     def checkpoint_callback(self) -> Any:
-        """The first checkpoint callback, or the loop's checkpoint manager."""
+        """The first checkpoint callback. Without such a callback, the loop's CheckpointManager."""
         if self.checkpoint_callbacks:
             return self.checkpoint_callbacks[0]
         if not self.config.enable_checkpointing:
@@ -304,7 +310,7 @@ class TrainerAPI:
 
     @property
     def progress_bar_callback(self) -> Any:
-        """The progress bar callback, or a disabled bar if the loop draws its own bar."""
+        """The progress bar callback. If the loop draws its own bar, a disabled TQDMProgressBar."""
         bars = find_callbacks(self.callbacks, "ProgressBar")
         if bars or not self.config.enable_progress_bar:
             return next(iter(bars), None)
@@ -350,7 +356,7 @@ class TrainerAPI:
 
     @property
     def _logger_connector(self) -> SimpleNamespace:
-        """The attributes that Lightning's monitor callbacks and ``LightningModule.log`` read."""
+        """An object with attributes that Lightning's callbacks and ``LightningModule.log`` read."""
         run = self.require_run("_logger_connector")
         return SimpleNamespace(
             should_update_logs=is_logging_due(run),
@@ -361,7 +367,7 @@ class TrainerAPI:
 
     @property
     def _results(self) -> SimpleNamespace | None:
-        """The object to which LightningModule.log writes if a module's own ``log`` calls it."""
+        """The object to which LightningModule.log writes if a module's ``log`` calls super()."""
         if self.run is None or self.run.stage == "predict":
             return None
         results = self.run.results
@@ -387,7 +393,10 @@ class TrainerAPI:
     def save_checkpoint(
         self, filepath: str | Path, weights_only: bool | None = None, storage_options: Any = None
     ) -> None:
-        """Write a checkpoint of the last fit if it trained this model, else of the current run."""
+        """Write a checkpoint of the last ``fit`` run.
+
+        If this run did not train the current model, write a checkpoint of the current run instead.
+        """
         if self.run is None:
             raise AttributeError(
                 "Saving a checkpoint is only possible if a model is attached to the Trainer. Did you call"
@@ -414,12 +423,12 @@ class TrainerAPI:
 
 
 def created_loaders(run: Run | None, kind: str) -> Any:
-    """Return a run's "train" or "evaluation" loaders, or None if they do not exist yet."""
+    """Return a run's "train" or "evaluation" loaders, or None before the run creates them."""
     return None if run is None else run.data.created.get(kind)
 
 
 class Loaders(NamedTuple):
-    """Read-only copies of the two CombinedLoader attributes that modules read."""
+    """The two attributes of Lightning's CombinedLoader that users' modules read."""
 
     iterables: Any
     flattened: tuple[Any, ...]
@@ -428,7 +437,7 @@ class Loaders(NamedTuple):
 class LoopAPI:
     """Implement the attributes of Trainer's loops, such as ``trainer.fit_loop.epoch_progress``.
 
-    Attributes for inner loops, such as ``fit_loop.epoch_loop``, return this same object.
+    Attributes for inner loops, such as ``fit_loop.epoch_loop``, return the LoopAPI itself.
     """
 
     __slots__ = ("_key", "trainer")
@@ -456,7 +465,7 @@ class LoopAPI:
 
     @property
     def current_predictions(self) -> Predictions:
-        """The current run's predictions, or an empty object before the first run."""
+        """The Predictions of the current run. Before the first run, an empty Predictions object."""
         run = self.trainer.run
         return Predictions() if run is None else run.data.predictions
 
@@ -473,7 +482,7 @@ class LoopAPI:
         return loops[self._key]
 
     def find_loaders(self) -> Loaders | None:
-        """Return the training or evaluation loaders, or None if they do not exist yet."""
+        """Return the training or evaluation loaders, or None before the run creates them."""
         kind = "train" if self._key == "fit_loop" else "evaluation"
         loaders = created_loaders(self.trainer.run, kind)
         return loaders and Loaders(loaders.as_given, tuple(loaders.loaders))
@@ -517,7 +526,7 @@ class LoopAPI:
 
 
 def as_namespace(value: Any) -> Any:
-    """Convert a nested dict to nested objects whose attributes are the dict's items."""
+    """Convert a nested dict to nested SimpleNamespace objects."""
     if not isinstance(value, dict):
         return value
     return SimpleNamespace(**{name: as_namespace(part) for name, part in value.items()})
@@ -582,7 +591,7 @@ class StrategyAPI:
 
 
 def make_profiler(given: Any) -> Any:
-    """Return the profiler with a name such as "simple". Return a profiler object unchanged."""
+    """Return the profiler for ``given``, which is a name such as "simple", a profiler or None."""
     if given is None:
         return PassThroughProfiler()
     if not isinstance(given, str):

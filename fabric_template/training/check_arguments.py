@@ -1,4 +1,4 @@
-"""Check the arguments of fit, validate, test and predict before anything else happens."""
+"""Check the arguments of fit, validate, test and predict before the run starts."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ STEP_OF_STAGE = {"fit": "training_step", "validate": "validation_step", "test": 
 
 
 def check_call(plan: Plan) -> None:
-    """Raise an error for a model, step functions or loaders that do not suit the called method."""
+    """Raise an error if the model, a step, the optimizer or a loader is missing or invalid."""
     if plan.stage == "fit":
         # Every process of a process group must call fit. One process alone may run an evaluation.
         check_launched(plan.loop.fabric)
@@ -52,7 +52,7 @@ def check_call(plan: Plan) -> None:
 
 
 def check_idle(loop: FabricLoop, stage: str) -> None:
-    """Raise an error if a hook calls ``fit`` or another method of the loop that is running it."""
+    """Raise an error if a run of ``loop`` is in progress, as when a hook calls ``loop.fit``."""
     if (run := loop.active_run) is not None:
         raise ConfigurationError(
             f"{stage}: got a call while {run.stage} is running, expected a call after {run.stage}."
@@ -116,7 +116,7 @@ def check_prediction(plan: Plan) -> None:
 
 
 def check_signature(plan: Plan, name: str) -> None:
-    """Raise an error for a step that accepts neither (batch) nor (batch, batch_idx)."""
+    """Raise an error if a step accepts neither (batch) nor (batch, batch_idx)."""
     method = overridden(plan.module, name)
     if method is None:
         return
@@ -152,7 +152,10 @@ def check_signature(plan: Plan, name: str) -> None:
 
 
 def check_optimization(plan: Plan) -> None:
-    """Raise an error for a missing optimizer, or for options unsupported in manual optimization."""
+    """Raise an error for a missing or unsuitable optimizer.
+
+    In manual optimization, also raise an error for gradient clipping and accumulation.
+    """
     given = plan.optimizer
     is_ready = given is not None and (is_optimizer(given) or not callable(given))
     if is_ready and isinstance(plan.loop.fabric.strategy, ModelParallelStrategy):
@@ -187,7 +190,7 @@ def check_optimization(plan: Plan) -> None:
 
 
 def check_loaders(plan: Plan) -> None:
-    """Raise an error for a missing loader, and for loaders that do not yield batches."""
+    """Raise an error if a loader is missing or does not yield batches."""
     call, stage = plan.stage, LOADER_OF_STAGE[plan.stage]
     argument = loader_argument(call, stage)
     if not has_loader(plan.loaders, plan.source, stage):
@@ -209,7 +212,7 @@ def check_loaders(plan: Plan) -> None:
 
 
 def found_loader(plan: Plan, stage: str) -> str:
-    """Return the first sentence of an error message, with {} in place of the loader."""
+    """Return the first sentence of an error message, in which {} stands for the invalid loader."""
     argument = loader_argument(plan.stage, stage)
     text = f"{argument}: got {{}}, expected a loader (an iterable of batches)."
     if plan.is_lightning_module:
@@ -219,7 +222,7 @@ def found_loader(plan: Plan, stage: str) -> str:
 
 
 def warn_of_options(plan: Plan) -> None:
-    """Warn about a missing limit, conflicting options, or a missing validation step or loader."""
+    """Warn about a missing max_epochs, conflicting options, and an incomplete validation."""
     has_timer = bool(find_callbacks(plan.loop.callbacks, "Timer"))
     if plan.config.max_epochs is None and plan.config.max_steps == -1 and not has_timer:
         plan.warn(

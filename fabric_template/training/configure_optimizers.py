@@ -27,7 +27,7 @@ _SHAPES = (
 
 
 class NoOptimizer(Optimizer):
-    """The optimizer of a run whose ``configure_optimizers`` returns None."""
+    """An optimizer without effect, for runs whose ``configure_optimizers`` returns None."""
 
     def __init__(self) -> None:
         super().__init__([torch.zeros(1)], {})
@@ -55,7 +55,7 @@ def has_several_optimizers(given: Any) -> bool:
 
 
 def add_scheduler(optimizer: Any, scheduler: Any) -> Any:
-    """Combine ``optimizer=`` and ``scheduler=`` in the format of ``configure_optimizers``."""
+    """Return ``optimizer=`` and ``scheduler=`` in the format of ``configure_optimizers``."""
     if scheduler is None:
         return optimizer
     if not is_optimizer(optimizer):
@@ -67,9 +67,10 @@ def add_scheduler(optimizer: Any, scheduler: Any) -> Any:
 
 
 def make_optimizers(given: Any, model: Any, network: nn.Module) -> Any:
-    """Return the value of ``optimizer=`` or, if the value is a function, the function's result.
+    """Return the argument ``optimizer`` or, if the argument is a function, the function's result.
 
-    A function gets the model. A ``partial(torch.optim.SGD)`` gets the model's parameters.
+    Call a function with the model. Call a ``partial`` of an optimizer class with the model's
+    parameters.
     """
     if isinstance(given, partial) and isinstance(given.func, type):
         return given(network.parameters())
@@ -202,7 +203,7 @@ def _parse_scheduler(item: Any, is_automatic: bool, where: str) -> LRSchedulerCo
 
 
 def _missing_monitor(where: str) -> ConfigurationError:
-    """Return the error for a ReduceLROnPlateau without a monitor."""
+    """Return the error to raise for a ReduceLROnPlateau scheduler without a monitor."""
     if where == "optimizer":
         return ConfigurationError(
             "scheduler: got ReduceLROnPlateau without a monitor, expected the name of a metric. Write"

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 
 def evaluate(run: Run, stage: str, max_batches: int | float = math.inf) -> list[dict[str, Any]]:
-    """Run ``validation_step`` or ``test_step`` on each loader of the run in turn.
+    """Run ``validation_step`` or ``test_step`` on every batch of every loader.
 
     Args:
         stage: "validate", "sanity_check" or "test".
@@ -116,10 +116,11 @@ def run_batches(
 
 
 def evaluate_apart(run: Run, source: Any = None) -> dict[str, Any]:
-    """Validate in the middle of a run, such as with averaged weights, and keep the run's state.
+    """Run an additional validation that does not affect the run, such as one with averaged weights.
 
     Call the module's on_validation_epoch_start and on_validation_epoch_end, but no callbacks or
-    loggers. Restore logged values, torchmetrics objects and random states.
+    loggers. At the end, restore the logged values, the torchmetrics objects and the
+    random states.
 
     Args:
         source: A loader, or a list or dict of loaders. None: the validation loaders of the run.
@@ -151,7 +152,7 @@ def evaluate_apart(run: Run, source: Any = None) -> dict[str, Any]:
 def name_step_values(
     run: Run, loaders: StageLoaders, output: Any, dataloader_idx: int
 ) -> dict[str, torch.Tensor]:
-    """Return the values in a step's output, keyed by column name in metrics.csv.
+    """Return the values in a step's output, keyed by the names of their columns in metrics.csv.
 
     For a LightningModule, which logs values itself, return only the loss.
     """
@@ -218,7 +219,10 @@ def evaluation_step(run: Run, name: str, method: Callable, has_several: bool) ->
 
 @contextmanager
 def evaluation_mode(run: Run, name: str) -> Iterator[None]:
-    """Switch to eval mode without gradients, and restore each module's mode at the end."""
+    """Disable gradients and switch to eval mode inside a `with` block.
+
+    At the end of the block, restore each module's train mode.
+    """
     # TorchScript cannot run in inference mode after a backward pass.
     is_scripted = any(isinstance(part, torch.jit.ScriptModule) for part in run.network.modules())
     is_inference = run.config.inference_mode and run.stage != "fit" and not is_scripted
@@ -230,7 +234,7 @@ def evaluation_mode(run: Run, name: str) -> Iterator[None]:
 
 
 def switch_mode(run: Run, hook: str, default: Callable[[], Any]) -> None:
-    """Call a hook of the callbacks and the module, or ``default`` if the module lacks the hook."""
+    """Call a hook on the callbacks and the module. If the module has none, call ``default``."""
     run.hooks.call_callbacks(hook)
     (run.hooks.module_method(hook) or default)()
 

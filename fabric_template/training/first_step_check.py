@@ -1,7 +1,7 @@
-"""In automatic optimization, refuse a step that calls backward() or optimizer.step() itself.
+"""Refuse a training_step that calls backward() or optimizer.step() in automatic optimization.
 
-FirstStepCheck checks only the first batch. A step may call backward() for another loss, such as an
-adversarial one. The loop clears the gradients of such a loss.
+FirstStepCheck checks only the first batch. A training_step may call backward() for another loss
+than the returned loss, such as an adversarial loss. The loop clears the gradients of this loss.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ REMEDY = (
 
 
 class FirstStepCheck:
-    """Compares the gradients that a step computes with those from the loop's backward pass."""
+    """Compares the gradients after training_step with those after the loop's backward pass."""
 
     def __init__(self, optimizer: Optimizer, fabric: Fabric) -> None:
         self.fabric = fabric
@@ -33,7 +33,10 @@ class FirstStepCheck:
         self._found: dict[int, Tensor] = {}
 
     def call_step(self, step: Callable, batch: Any, batch_idx: int) -> Any:
-        """Call the step, and keep the gradients that it computes. Refuse optimizer.step()."""
+        """Call the step, and store the gradients that the step computes.
+
+        Raise an error if the step calls optimizer.step().
+        """
         before = [None if p.grad is None else p.grad.clone() for p in self.parameters]
         handle = register_optimizer_step_pre_hook(self._refuse_step)
         try:
@@ -55,10 +58,10 @@ class FirstStepCheck:
             raise ConfigurationError(f"training_step: got a call to optimizer.step(), {REMEDY}")
 
     def check_gradients(self) -> None:
-        """Raise an error if the step has already computed the gradients that the loop computes.
+        """Raise an error if the step computed the same gradients as the loop's backward pass.
 
-        All processes must call this method. Raise no error if only some processes called backward()
-        in the step, because the loop clears their gradients.
+        All processes must call this method. If only some processes called backward() in the step,
+        accept the step, because the loop clears the gradients that the step computed.
         """
         found = self._found
         has_all = all(self.parameters[index].grad is not None for index in found)

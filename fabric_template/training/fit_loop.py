@@ -67,7 +67,7 @@ def fit(run: Run) -> None:
 
 
 def train_epoch(run: Run) -> None:
-    """Train on the batches of one epoch, or on its remaining batches after a resume."""
+    """Train on the batches of one epoch, or on the remaining batches of a resumed epoch."""
     progress = run.progress
     if progress.is_in_epoch:
         resume_epoch(run)
@@ -94,13 +94,13 @@ def start_epoch(run: Run) -> None:
 
 
 def resume_epoch(run: Run) -> None:
-    """If the checkpoint was saved in a phase after a batch, run this and the following phases."""
+    """Continue in the phase of the checkpoint, if this is one of the phases after a batch."""
     if run.progress.phase in PHASES_AFTER_BATCH:
         run_phases(run, run.progress.phase)
 
 
 def train_batches(run: Run) -> None:
-    """Train on the batches of an epoch, and call ``end_train_batch`` after each of them."""
+    """Train on the batches of an epoch. Call ``end_train_batch`` after each batch."""
     progress, hooks, results, loaders = run.progress, run.hooks, run.results, run.data.train
     train_batch = hooks.with_profiler("run_training_batch", run.optimization.train_batch)
     for batch, _, _ in loaders.batches():
@@ -146,7 +146,7 @@ def run_phases(run: Run, phase: str | None) -> None:
 
 
 def log_batch(run: Run) -> str:
-    """Send the values of the batch to the loggers and the console."""
+    """If logging is due, send the values of the batch to the loggers. Update the console."""
     is_logging = run.progress.is_window_end or not run.optimization.is_automatic
     if is_logging and is_logging_due(run):
         run.loggers.log_step()
@@ -185,7 +185,7 @@ def report_validation(run: Run) -> str:
 
 
 def finish_batch(run: Run) -> None:
-    """Step ReduceLROnPlateau, check for signals, and save a checkpoint every N steps."""
+    """Step ReduceLROnPlateau. Then check for signals, and save a checkpoint if one is due."""
     if run.optimization.lr_schedulers:
         step_lr_schedulers(run, "step", reduce_on_plateau=True)
     is_stepping = run.progress.is_window_end

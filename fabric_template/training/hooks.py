@@ -1,4 +1,4 @@
-"""Call the hooks of callbacks, module and datamodule."""
+"""Call the hooks of the callbacks, the module and the datamodule."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ from ..lightning_compat.overrides import is_instance_of, overridden
 class Hooks:
     """Calls each hook on the callbacks first and then on the module, as Trainer does.
 
-    The overrides of a hook are looked up at its first call, and again after the list of callbacks
-    changes.
+    At the first call of a hook, Hooks finds the methods that override the hook. When the list of
+    callbacks has changed, Hooks searches again.
 
     Args:
         loop: The loop of the callbacks, which is the argument ``trainer`` of their hooks.
@@ -62,7 +62,7 @@ class Hooks:
         return None if of_module is None else of_module(*args)
 
     def is_used(self, name: str) -> bool:
-        """Return whether a hook is overridden, or True if the hook has not been called yet."""
+        """Return whether a hook is overridden. Before the first call of the hook, return True."""
         is_known = self.callbacks == self._known_callbacks and name in self._methods
         return not is_known or self._methods[name] != ([], None)
 
@@ -82,7 +82,7 @@ class Hooks:
         self.current = previous
 
     def call_train_epoch_end(self) -> None:
-        """Call ``on_train_epoch_end``. Callbacks that monitor a metric are called last."""
+        """Call ``on_train_epoch_end``. Call callbacks that monitor a metric after the module."""
         name, callbacks = "on_train_epoch_end", list(self.callbacks)
         monitors = [c for c in callbacks if is_instance_of(c, "EarlyStopping", "Checkpoint")]
         self.call_callbacks(name, callbacks=[c for c in callbacks if c not in monitors])
@@ -94,7 +94,7 @@ class Hooks:
         return None if method is None else method(*args, **kwargs)
 
     def callbacks_of(self, kind: str) -> list[Any]:
-        """Return the callbacks that are instances of a class with the name ``kind``."""
+        """Return the callbacks whose class or base class has the name ``kind``."""
         return [callback for callback in self.callbacks if is_instance_of(callback, kind)]
 
     def call_datamodule(self, name: str, *args: Any, **kwargs: Any) -> None:
@@ -114,7 +114,7 @@ class Hooks:
         return overridden(self.module, name) is not None
 
     def module_method(self, name: str, is_profiled: bool = True) -> Callable | None:
-        """Return the module's method for a hook, or None if the module does not override it."""
+        """Return the module's override of a hook, or None without an override."""
         method = overridden(self.module, name)
         if method is None:
             return None
@@ -125,7 +125,7 @@ class Hooks:
         return self.inside(name, method)
 
     def _callback_method(self, callback: Any, name: str) -> Callable | None:
-        """Return a callback's hook with its arguments trainer and pl_module already set."""
+        """Return a callback's hook with trainer and pl_module set, or None without an override."""
         method = overridden(callback, name)
         if method is None:
             return None
@@ -134,14 +134,17 @@ class Hooks:
         return self.with_profiler(f"[Callback]{key}.{name}", call)
 
     def _module_for(self, callback: Any) -> Any:
-        """Return a callback's ``pl_module``. Lightning's own get ``module``, others ``model``."""
+        """Return the argument ``pl_module`` for a callback.
+
+        Lightning's own callbacks get ``self.module``. All other callbacks get ``self.model``.
+        """
         packages = ("lightning.pytorch.callbacks.", "pytorch_lightning.callbacks.")
         bases = [base for base in type(callback).__mro__ if base.__name__ != "Callback"]
         is_lightnings = any(base.__module__.startswith(packages) for base in bases)
         return self.module if is_lightnings else self.model
 
     def leave(self) -> None:
-        """Set ``current`` to None after an error, because the failed hook did not reset it."""
+        """Set ``current`` to None after an error in a hook."""
         self.current = None
 
     def inside(self, name: str, method: Callable) -> Callable:
@@ -159,7 +162,7 @@ class Hooks:
         return nullcontext() if self.profiler is None else self.profiler.profile(action)
 
     def with_profiler(self, action: str, method: Callable) -> Callable:
-        """Return a method that the profiler measures, or the same method without a profiler."""
+        """Wrap a method so that the profiler measures it. Without a profiler, return ``method``."""
         if self.profiler is None:
             return method
 

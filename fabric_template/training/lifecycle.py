@@ -122,7 +122,7 @@ def set_up_model(run: Run, stack: ExitStack) -> bool:
     """Call the hooks that create modules, set up the model, and load a checkpoint's weights.
 
     Returns:
-        False if the weights must be loaded later, because on_fit_start creates more modules.
+        False if the weights must be loaded after on_fit_start, which creates more modules.
     """
     is_training = run.stage == "fit"
     attach_run(run, stack)
@@ -267,7 +267,10 @@ def attach_run(run: Run, stack: ExitStack) -> None:
 
 
 def attach_trainer(part: Any, run: Run, stack: ExitStack) -> None:
-    """Set ``trainer``. If another loop is running, set it as ``trainer`` again after this run."""
+    """Set the attribute ``trainer`` to the loop of the run.
+
+    If the attribute refers to another loop that is running, restore this value after the run.
+    """
     with suppress(RuntimeError):
         # Reading LightningModule.trainer raises a RuntimeError if no trainer is attached.
         outer = getattr(part, "trainer", None)
@@ -279,7 +282,7 @@ def attach_trainer(part: Any, run: Run, stack: ExitStack) -> None:
 def attach_log(part: Any, run: Run, stack: ExitStack) -> None:
     """Replace Lightning's ``log`` and ``log_dict`` with methods that are many times faster.
 
-    An overridden ``log`` method stays in use, and may call super().log().
+    If the user's class overrides ``log``, keep the user's method, which may call super().log().
     """
     attributes = getattr(part, "__dict__", {})
     own_log = getattr(type(part), "log", None)
@@ -304,7 +307,7 @@ def attach_log(part: Any, run: Run, stack: ExitStack) -> None:
 
 
 def _is_of_run(method: Any) -> bool:
-    """Return whether a ``log`` method is missing or was set by a run."""
+    """Return whether a ``log`` method is None or was set by a run of FabricLoop."""
     owner = getattr(inspect.unwrap(method), "__self__", None) if callable(method) else method
     return method is None or isinstance(owner, ResultCollection)
 
@@ -319,7 +322,10 @@ def _call_own_log(part: Any, run: Run, *args: Any, **kwargs: Any) -> None:
 
 
 def prepare_data(run: Run) -> None:
-    """Call ``prepare_data`` in each machine's first process, while all other processes wait."""
+    """Call ``prepare_data`` in one process, while all other processes wait.
+
+    If ``prepare_data_per_node`` is True, call ``prepare_data`` in the first process of each machine.
+    """
     hooks = run.hooks
     for part, call in ((run.datamodule, hooks.call_datamodule), (run.module, hooks.call_module)):
         is_per_node = getattr(part, "prepare_data_per_node", True)
@@ -346,7 +352,7 @@ def print_if_finished(run: Run) -> None:
 
 
 def finish_signal(run: Run) -> None:
-    """Print where a signal ended training, and exit with the signal's exit code.
+    """If a signal ended training, print the epoch and the step, and exit with the signal's code.
 
     In a notebook, do not exit, so that fit returns.
     """
@@ -371,7 +377,7 @@ def finish_signal(run: Run) -> None:
 def handle_exception(run: Run, error: BaseException) -> None:
     """Call ``on_exception``, and close loggers and loaders.
 
-    The error must reach the caller, so a failure in this function only causes a warning.
+    The caller must receive ``error``, so a second error in this function only causes a warning.
     """
     run.stop.fail(error)
     run.hooks.leave()

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 def step_schedulers_after_batch(run: Run) -> None:
     """Like Trainer, step all schedulers except ReduceLROnPlateau before ``on_train_batch_end``.
 
-    ``finish_batch`` or ``end_epoch`` steps ReduceLROnPlateau later, when its metric is known.
+    ``finish_batch`` or ``end_epoch`` steps ReduceLROnPlateau when the monitored metric is known.
     """
     if run.progress.is_window_end:
         run.row.record_learning_rates()
@@ -25,7 +25,7 @@ def step_schedulers_after_batch(run: Run) -> None:
 
 
 def step_lr_schedulers(run: Run, interval: str, reduce_on_plateau: bool) -> None:
-    """Step the schedulers whose interval and frequency are due.
+    """Step the schedulers that are due according to their interval and frequency.
 
     Args:
         interval: "step" or "epoch", as in Lightning's ``lr_scheduler`` dict.
