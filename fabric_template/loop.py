@@ -108,7 +108,10 @@ class FabricLoop(TrainerAPI):
         self.seed()
 
     def seed(self) -> None:
-        """Seed the random generators with the option ``seed``. ``fit`` also does this."""
+        """Seed the random generators with the option ``seed``.
+
+        ``fit`` also seeds the generators.
+        """
         if self.config.seed is not None:
             Fabric.seed_everything(self.config.seed, workers=True, verbose=False)
 
@@ -152,7 +155,7 @@ class FabricLoop(TrainerAPI):
                 for batch in train_dataloaders:
                     training_step(model, batch).backward()
                     optimizer.step()
-                    # Then step the schedulers, log, validate and save, if it is time to.
+                    # Step the schedulers, log, validate and save at their intervals.
 
         Args:
             model: A LightningModule, an object with the same methods, or an nn.Module.
@@ -237,7 +240,7 @@ class FabricLoop(TrainerAPI):
 
     @contextmanager
     def running(self, run: Run) -> Iterator[None]:
-        """Make attributes such as ``global_step`` refer to ``run``, now and after the block."""
+        """Make attributes such as ``global_step`` refer to ``run`` during and after the block."""
         self.run = self.runs[run.stage] = run
         self.next_ckpt_path, self.status = None, TrainerStatus.RUNNING
         try:
@@ -251,7 +254,10 @@ class FabricLoop(TrainerAPI):
         self.status = TrainerStatus.INTERRUPTED if is_interrupted else TrainerStatus.FINISHED
 
     def add_callbacks_of_model(self, callbacks: list[Any]) -> None:
-        """Add the module's own callbacks, and remove the loop's callbacks of the same classes."""
+        """Add the callbacks from the module's configure_callbacks method.
+
+        Remove the loop's callbacks of the same classes.
+        """
         self.callbacks = add_model_callbacks(self.callbacks, callbacks)
 
     # Your own loop
@@ -377,7 +383,7 @@ class FabricLoop(TrainerAPI):
             log_rows(self.loggers, scalars, step)
 
     def _record_own_loop(self) -> None:
-        """Before the first row of a hand-written loop, write its settings to config.yaml."""
+        """Write config.yaml and the hyperparameters before the first row of a hand-written loop."""
         if not (self._is_recorded or self.has_fitted):
             self._is_recorded = True
             record_own_loop(self, self._own_parts)
@@ -427,7 +433,7 @@ class FabricLoop(TrainerAPI):
         return tool.tune(self, model, train_dataloaders, datamodule, **options)
 
     def ending(self) -> dict[str, list[str]]:
-        """Summarize the last fit in lines of text, keyed by headings such as "ended"."""
+        """Return the lines of the last fit's summary, keyed by headings such as "ended"."""
         run = self.fit_run
         if run is None:
             return {}
@@ -495,7 +501,7 @@ def check_type(method: str, value: Any, kind: Any, expected: str) -> None:
 
 
 def check_state(method: str, state: Mapping[str, Any]) -> None:
-    """Raise an error for lists or dicts of modules in ``state``, which Fabric cannot restore."""
+    """Raise an error if ``state`` has lists or dicts of modules, which Fabric cannot restore."""
     waiting = [(str(key), value, False) for key, value in state.items()]
     while waiting:
         place, value, is_nested = waiting.pop()
@@ -522,7 +528,11 @@ def mean_over_processes(fabric: Fabric, values: dict[str, Any]) -> dict[str, Any
 
 
 def log_in_run(run: Run, scalars: dict[str, Any], step: int | None) -> None:
-    """Log values to steps.csv or, if "epoch" is the current epoch, to its row of metrics.csv."""
+    """Log values during a run.
+
+    If "epoch" is the current epoch of fit, add the values to the epoch's row of metrics.csv.
+    Otherwise, write a row to steps.csv.
+    """
     is_of_row = run.stage == "fit" and run.progress.is_in_epoch
     if is_of_row and scalars.get("epoch") == run.progress.epochs_done:
         measured = without_coordinates(scalars)
@@ -533,7 +543,11 @@ def log_in_run(run: Run, scalars: dict[str, Any], step: int | None) -> None:
 
 
 def log_rows(loggers: list[Any], scalars: dict[str, Any], step: int | None) -> None:
-    """Log values outside of fit to metrics.csv if they have the key "epoch", else to steps.csv."""
+    """Log values outside of fit.
+
+    If the values contain the key "epoch", write a row to metrics.csv. Otherwise, write a row to
+    steps.csv.
+    """
     for logger in loggers:
         if "epoch" in scalars and hasattr(logger, "log_epoch"):
             coordinates = {} if step is None else {"epoch": scalars["epoch"], "step": step}

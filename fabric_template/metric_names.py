@@ -1,4 +1,4 @@
-"""Infer from a column's name its data split, its quantity, and whether low values are best."""
+"""Infer a metric's data split, quantity and best direction from the name of its column."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ _KINDS = {
 
 
 class Metric(NamedTuple):
-    """The parts of a column name, such as the split "validation" and the quantity "acc"."""
+    """Describe a metric column, with a split such as "validation" and a quantity such as "acc"."""
 
     column: str
     split: str
@@ -49,7 +49,10 @@ class Metric(NamedTuple):
 
 
 def parse_metric(column: str) -> Metric:
-    """Split the name of a column from this package or another logger into its parts."""
+    """Return the data split and the quantity that a column's name contains.
+
+    The column can be from the logs of this package or of another logger.
+    """
     match = _PREFIX.fullmatch(column) or _SUFFIX.fullmatch(column)
     split, quantity = SPLITS.get(column.lower(), ""), column
     if match is not None:
@@ -63,14 +66,20 @@ def parse_metric(column: str) -> Metric:
 
 
 def find_axis(columns: Iterable[str], axis: str) -> str | None:
-    """Return the name of the epoch column (axis="epoch") or step column (axis="step"), or None."""
+    """Return the name of the epoch column (axis="epoch") or the step column (axis="step").
+
+    If there is no such column, return None.
+    """
     names = {str(column).strip().lower(): str(column) for column in reversed([*columns])}
     known = {"epoch": EPOCH_NAMES, "step": STEP_NAMES}.get(axis, (axis.lower(),))
     return next((names[name] for name in known if name in names), None)
 
 
 def is_metric(column: str) -> bool:
-    """Return whether a column may contain a metric, rather than epochs, durations or similar."""
+    """Return whether a column may contain a metric.
+
+    For a column of epochs, steps, durations or ids, return False.
+    """
     name = column.strip().lower()
     if name in (*EPOCH_NAMES, *STEP_NAMES, *NOT_METRICS) or name.startswith("unnamed:"):
         return False
@@ -116,7 +125,10 @@ NEGATED = re.compile(r"(^|(?<!false)(?<!true)[\W_])(neg|negative|minus)[\W_]|^1 
 
 
 def find_direction(metric: str) -> str | None:
-    """Return "min" or "max", depending on which value of a metric is best, or None if unknown."""
+    """Return "min" if the smallest value of a metric is best, or "max" if the largest value is.
+
+    If the name does not show which value is best, return None.
+    """
     # Ignore the end of a name such as "fpr@recall" or "fpr_at_recall", whose metric is "fpr".
     name = re.split(r"@|[\W_]at[\W_]", metric, flags=re.IGNORECASE)[0]
     spaced = re.sub(r"(?<=[a-z\d])(?=[A-Z])|(?<=[A-Z])(?=[A-Z][a-z])", "_", name)

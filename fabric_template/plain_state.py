@@ -1,13 +1,15 @@
-"""Save the random generators and plain attributes of objects, which state_dict() lacks.
+"""Save random generators and attributes of objects, which state_dict() does not contain.
 
 A value is plain if it is None, a number, a string, a tensor, a NumPy array, or a container of plain
-values. Only plain attributes that have changed since the start of the run are saved. A value is
-encoded as a tuple (kind, content), so that torch.load(weights_only=True) can read the value. If the
-encoding of an attribute fails, a warning replaces the error.
+values. Only plain attributes that have changed since the start of the run are saved. An array, a
+tensor or a container is encoded as a tuple (kind, content, ...), which
+torch.load(weights_only=True) can read. If a plain attribute cannot be encoded, a warning names the
+attribute, and the run continues. Attributes that are not plain are not saved.
 
-The key of a value is the pair (object name, attribute name). If an attribute has a state_dict, such
-as a module's own scheduler, its state is saved. If an attribute holds another object, such as a
-replay buffer, the attributes of that object are saved, too.
+In a checkpoint, the key of a value is the pair (object name, attribute name). If an attribute holds
+an object with a state_dict, such as a module's own scheduler, this state_dict is saved. If an
+attribute holds another object, such as a replay buffer, the attributes of that object are saved,
+too.
 """
 
 from __future__ import annotations
@@ -60,7 +62,7 @@ Place = tuple[str, str]
 
 
 class NotPlainError(Exception):
-    """Raised if an attribute is not plain, so that it cannot be saved."""
+    """Raised if a value is not plain, so that the value cannot be saved."""
 
 
 class TooLargeError(Exception):
@@ -71,7 +73,7 @@ class TooLargeError(Exception):
 
 
 def digest(value: Any, most: int = _COMPARED_ITEMS) -> Any:
-    """Return a digest that changes when a plain value changes.
+    """Return a digest of a plain value, to detect later changes of the value.
 
     The digest of a large tensor contains its id, its version and a checksum of some elements. The
     digest of a large array or container contains only some elements.
@@ -173,7 +175,10 @@ def is_named_tuple(kind: type) -> bool:
 
 
 def find_class(base: type, module: str, name: str) -> Any:
-    """Find a subclass of ``base`` by its name without running code, or return None."""
+    """Return the subclass of ``base`` with the given name, or None.
+
+    Search only imported modules, so that the search runs no code.
+    """
     found: Any = sys.modules.get(module)
     for part in name.split("."):
         found = getattr(found, "__dict__", {}).get(part)
@@ -184,7 +189,9 @@ def find_class(base: type, module: str, name: str) -> Any:
 
 
 class Encoder:
-    """Encode plain values. Encode each object once, even if several attributes share it.
+    """Convert plain values to tuples that torch.load(weights_only=True) can read.
+
+    If several attributes share an object, encode the object only once.
 
     Args:
         device: The run's device. A resumed run restores this device's tensors to its own device.
@@ -276,7 +283,10 @@ class Encoder:
 
 
 class Decoder:
-    """Decode the output of an Encoder. Decode each object once, even if attributes share it."""
+    """Convert the tuples of an Encoder back to values.
+
+    If several attributes share an object, decode the object only once.
+    """
 
     def __init__(self, device: torch.device | str = "cpu") -> None:
         self._device = device
@@ -319,7 +329,10 @@ class Decoder:
 
 
 def replace_content(current: Any, value: Any) -> bool:
-    """Copy a saved value into an existing object in place. Return False if that is impossible."""
+    """Copy a saved value into an existing object in place, and return True.
+
+    If the object cannot take the value, for example because the shapes differ, return False.
+    """
     kind = type(current)
     if kind is not type(value):
         return False
@@ -411,7 +424,7 @@ def slots_of(kind: type) -> list[str]:
 
 @dataclass(frozen=True)
 class Part:
-    """An object whose generators or attributes are saved.
+    """Describe an object whose random generators or attributes are saved in checkpoints.
 
     Args:
         instance: The object.
@@ -467,7 +480,10 @@ def is_reading(value: Any) -> bool:
 
 
 def searched_values(part: Part) -> dict[str, Any]:
-    """Return an object's attributes and, for a module, the objects whose methods are its hooks."""
+    """Return an object's attributes.
+
+    For a module, also return the objects whose methods are forward or backward hooks of the module.
+    """
     values, module = part.attributes(), part.instance
     if not isinstance(module, nn.Module) or part.has_buffers:
         return values
@@ -482,7 +498,9 @@ def is_installed(kind: type) -> bool:
 
 
 def find_objects(parts: dict[str, Part], known: set[int]) -> dict[str, Part]:
-    """Return the objects in attributes, including those in lists and dicts, keyed by path.
+    """Return the objects that attributes hold, keyed by path.
+
+    Also return objects in lists and dicts.
 
     Args:
         known: The ids of objects that are not searched, such as the network's modules.
@@ -509,7 +527,7 @@ def find_objects(parts: dict[str, Part], known: set[int]) -> dict[str, Part]:
 
 
 class PlainState:
-    """The state of several objects, namely their generators and changed plain attributes.
+    """Save and restore the generators and the changed plain attributes of several objects.
 
     Args:
         parts: The objects by name. Attributes that change after this call are saved.
@@ -538,7 +556,9 @@ class PlainState:
         self._at_start = self.digests()
 
     def add(self, parts: dict[str, Part], saved: Iterable[Any]) -> None:
-        """Save more objects, and also the state_dict of objects that attributes hold.
+        """Add objects to save.
+
+        After this call, also save the state_dict of objects that attributes hold.
 
         Args:
             saved: Objects whose state other checkpoint keys contain.
@@ -558,14 +578,17 @@ class PlainState:
                 self._parts = {**self._given, **find_objects(self._given, known)}
 
     def objects_of(self, names: Iterable[str]) -> dict[str, Any]:
-        """Create the defaultdict items in ``names``, and return all objects in attributes."""
+        """Return all objects that attributes hold, keyed by path.
+
+        If a path in ``names`` refers to a missing item of a defaultdict, create the item first.
+        """
         for name in names:
             self._create_item(name)
         self._find_objects()
         return {n: part.instance for n, part in self._parts.items() if n not in self._given}
 
     def _create_item(self, name: str) -> None:
-        """If a name refers to a missing item of a defaultdict, create this item."""
+        """Create the item of a defaultdict at the path ``name``, if the item is missing."""
         path, _, key = name.rpartition(".")
         owner, _, attribute = path.rpartition(".")
         namespace = self._parts[owner].namespace() if owner in self._parts else {}
@@ -574,7 +597,10 @@ class PlainState:
             container[key]
 
     def generators(self) -> dict[str, Any]:
-        """Return each random generator once, keyed by a path such as "object.attribute"."""
+        """Return the random generators, keyed by a path such as "object.attribute".
+
+        If several objects share a generator, return the generator only once.
+        """
         found: dict[int, tuple[str, Any]] = {}
         for name, part in self._parts.items():
             for attribute, generator in find_generators(part.namespace()).items():
@@ -592,7 +618,7 @@ class PlainState:
                     set_generator_state(generators[name], state)
 
     def state_dict(self, has_attributes: bool = True) -> dict[str, Any]:
-        """Return the states of all generators, and all attributes that have changed."""
+        """Return the states of all generators, and the attributes changed since the run's start."""
         self._find_objects()
         attributes = self.changed_attributes() if has_attributes else {}
         return {"generators": self.generator_states(), "attributes": attributes}
