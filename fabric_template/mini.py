@@ -242,7 +242,7 @@ class MiniLoop:
             check(is_valid and (is_number or is_optional), text)
 
     def _reset(self) -> None:
-        """Seed the random generators, and set the initial state of a run."""
+        """Seed the random generators, and reset all attributes that a run changes."""
         if self.seed is not None:
             Fabric.seed_everything(self.seed, workers=True, verbose=False)
         self.current_epoch = self.global_step = 0  # Numbers of finished epochs and optimizer steps.
@@ -366,7 +366,10 @@ class MiniLoop:
             warnings.warn(text, stacklevel=4)
 
     def _raise_instead(self, error: Exception) -> None:
-        """Raise the error again, or a clearer one if torch's advice does not apply to a loop."""
+        """Raise a clearer error if torch's advice does not apply to a loop.
+
+        Otherwise, raise ``error``.
+        """
         text = next((INSTEAD[part] for part in INSTEAD if part in str(error)), None)
         if text is None or not self._hook.endswith("_step"):
             raise error
@@ -519,7 +522,10 @@ class MiniLoop:
         self._learning_rate = copy.deepcopy(self.optimizer.param_groups[0].get("lr", math.nan))
 
     def _step_schedulers(self, interval: str, is_plateau: bool) -> None:
-        """Step schedulers, but like Trainer, step plateau schedulers only after validation."""
+        """Step the schedulers that are due.
+
+        Like Trainer, step ReduceLROnPlateau only after validation.
+        """
         count = self.batches_done if interval == "step" else self.current_epoch + 1
         for config in self.schedulers:
             scheduler, monitor = config["scheduler"], config["monitor"]
@@ -533,7 +539,10 @@ class MiniLoop:
                 scheduler.step()
 
     def _start_batches(self) -> None:
-        """Create the iterator over batches, and skip those that the saved run has trained on."""
+        """Create the iterator over training batches.
+
+        In a resumed epoch, skip the batches that the saved run has trained on.
+        """
         # Record the random state first, because a sampler's set_epoch() may draw random numbers.
         state = self._state() if self.batches_done > 0 else {}
         set_epoch(self.train_loader, self.current_epoch)
@@ -570,7 +579,8 @@ class MiniLoop:
     def _stop_batches(self) -> None:
         """End the worker processes of an unfinished epoch.
 
-        The garbage collector would end them later, and wait five seconds for each of them.
+        The garbage collector would end these processes later, and would wait five seconds for each
+        process.
         """
         if self._batches is not None:
             self._batches.close()
@@ -647,7 +657,10 @@ class MiniLoop:
         self._load_parts(state.get("parts", {}))
 
     def _load_parts(self, states: dict[str, dict[str, Any]], is_in_place: bool = True) -> None:
-        """Restore attributes. A list or tensor that several objects share stays shared."""
+        """Restore the attributes in ``states``.
+
+        A list or tensor that several objects share stays shared.
+        """
         for place in states:
             create_item(self._parts, place)
         self._find_objects()
@@ -662,7 +675,7 @@ class MiniLoop:
                 holders[id(value)].append(states.get(place, {}).get(name, END))
 
         def may_change_in_place(current: Any, value: Any) -> bool:
-            """Return whether all objects that share ``current`` get the same restored value."""
+            """Return whether all objects that hold ``current`` get the same restored value."""
             if not is_in_place or address_of(current) in self._weights:
                 return False
             first, *others = holders.get(id(current), [END])
@@ -672,7 +685,7 @@ class MiniLoop:
             load_plain_state(self._parts.get(place), state, self.fabric.device, may_change_in_place)
 
     def _train_batches(self) -> Iterator[Any]:
-        """Yield the epoch's remaining batches, and set ``_is_last`` before the last one."""
+        """Yield the remaining batches of the epoch. Set ``_is_last`` before the last batch."""
         self._is_last, length = False, self.num_training_batches
         if self._batches is None:
             self._start_batches()
@@ -714,7 +727,10 @@ class MiniLoop:
         return self.fabric.to_device(batch)
 
     def _run_step(self, name: str, batch: Any, batch_idx: int) -> Any:
-        """Call a step function in the loop's precision, and with strategy="ddp" through DDP."""
+        """Call a step function in the loop's precision.
+
+        With strategy="ddp", call the step through DDP.
+        """
         self._hook = name
         if self._is_one_cpu_in_32_bits:
             return self._steps[name](batch, batch_idx)
@@ -729,7 +745,7 @@ class MiniLoop:
     def validate(
         self, model: Any, dataloaders: Any, load: Any = None, validation_step: Any = None
     ) -> list[dict[str, float]]:
-        """Validate a model, and return the metrics as Trainer does, in a list with one dict."""
+        """Validate a model. Like Trainer, return the metrics in a list with one dict."""
         self._set_up_steps(model, None, validation_step)
         if "validation_step" not in self._steps:
             raise TypeError(missing_step("validation_step", "validate"))
@@ -740,7 +756,10 @@ class MiniLoop:
         return [{name: value.item() for name, value in self._validated.items()}]
 
     def _validate_if_due(self) -> bool:
-        """Validate at the end of an epoch, every N steps, or before an early stop."""
+        """Validate at the end of an epoch, every N steps, or before an early stop.
+
+        Return whether the model was validated.
+        """
         is_due = self._is_last if self._every is None else self.global_step % self._every == 0
         if self.val_loader is None or not (is_due or self.should_stop):
             return False
@@ -1024,7 +1043,7 @@ class MiniLoop:
         return {**checkpoint, **self._hparams, "fabric_template": own}
 
     def _build_own_state(self) -> dict[str, Any]:
-        """Return MiniLoop's own state, in which the list "ranks" has an item for each process."""
+        """Return MiniLoop's own state. The list "ranks" contains a dict for each process."""
         is_in_epoch = self.batches_done > 0
         epoch_start = self._epoch_start if is_in_epoch else None
         of_process = {"rng": self._state(), "epoch_start": epoch_start}
@@ -1060,7 +1079,7 @@ class MiniLoop:
         }
 
     def _run_settings(self) -> dict[str, Any]:
-        """Return the settings that a resumed run should share with the saved run."""
+        """Return the batch size and optimizer class, which are compared when a run resumes."""
         batch_size = getattr(self.train_loader, "batch_size", None)
         return {"batch size": [batch_size], "optimizers": [type(self.optimizer).__name__]}
 
@@ -1093,7 +1112,10 @@ class MiniLoop:
         return {"fit_loop": fit_loop, "validate_loop": {}, "test_loop": {}, "predict_loop": {}}
 
     def _restore(self, checkpoint: dict[str, Any], is_automatic: bool) -> None:
-        """Restore everything except the weights from a checkpoint, and remove newer CSV rows."""
+        """Restore everything except the weights from a checkpoint.
+
+        Remove the CSV rows that were written after the checkpoint.
+        """
         own, name = checkpoint["fabric_template"], type(self._precision).__qualname__
         progress, best, row = own["progress"], own["checkpoints"], own["row"]
         of_process = own["ranks"][self.fabric.global_rank % len(own["ranks"])]
@@ -1134,7 +1156,10 @@ class MiniLoop:
             self.history = rows if name == "metrics.csv" else self.history
 
     def _find_start(self, resume: Any, load: Any) -> tuple[Path | None, dict[str, Any]]:
-        """Read the checkpoint that "last", "best", "auto" or a path refers to."""
+        """Return the path and the content of the checkpoint that ``resume`` or ``load`` refers to.
+
+        If both are None, or resume="auto" finds no checkpoint, return (None, {}).
+        """
         argument, given = ("load", load) if resume is None else ("resume", resume)
         text = "fit: got both resume and load, expected only one of the two. resume= continues a"
         text += " run, and load= reads only the weights of a checkpoint."
@@ -1179,7 +1204,10 @@ class MiniLoop:
         return None, {}
 
     def _choose_version(self, path: Path | None, resumed: dict[str, Any]) -> Any:
-        """Return the resumed run's version, the given version, or None for the next free number."""
+        """Return the resumed run's version, or the option ``version`` for a new run.
+
+        If the option is None, the new run gets the next free number.
+        """
         if path is None or not resumed:
             folder = self._checkpoints / str(self.version)
             text = f"version: got {self.version!r}, which already contains checkpoints. Continue"
@@ -1198,7 +1226,10 @@ class MiniLoop:
 
     @contextmanager
     def _opened_folders(self, version: Any, is_new: bool) -> Iterator[None]:
-        """Create and lock a run's folders, and record how the run ends."""
+        """Create and lock the run's folders.
+
+        After the block, write to the .lock files how the run ended.
+        """
         if version is None and self.fabric.is_global_zero:
             version = claim_version(self._logs, self._checkpoints)
         version = self.fabric.broadcast(version)
@@ -1222,7 +1253,10 @@ class MiniLoop:
                 self._record(state)
 
     def _start_version(self, is_new: bool) -> None:
-        """Record the start of a new run, and write hparams.yaml and config.yaml."""
+        """Write hparams.yaml.
+
+        For a new run, also write config.yaml, and add the start time to the .lock files.
+        """
         started, saved = read_times(self.checkpoint_dir)
         self._started_at = max(time.time(), started, saved)
         if is_new:
@@ -1241,7 +1275,7 @@ class MiniLoop:
             write_yaml(self.log_dir / "config.yaml", **options, about=self._describe_run())
 
     def _describe_run(self) -> dict[str, Any]:
-        """Describe the run by its command, versions, device, model and optimizer."""
+        """Return the command, versions, device, model and optimizer of the run, for config.yaml."""
         versions = {"fabric_template": VERSION, "torch": str(torch.__version__)}
         versions |= {"lightning": lightning_version, "python": platform.python_version()}
         about: dict[str, Any] = {"command": shlex.join(sys.argv), "versions": versions}
@@ -1273,7 +1307,10 @@ class MiniLoop:
     # Set-up
 
     def _set_up_steps(self, model: Any, training_step: Any, validation_step: Any) -> None:
-        """Find a model's network and step methods. Raise an error for unsupported hooks."""
+        """Set the network and the step functions of the run.
+
+        If MiniLoop does not support the model, raise an error.
+        """
         self._is_lightning_module = isinstance(getattr(type(model), "trainer", None), property)
         kind, has_functions = type(model).__name__, bool(training_step or validation_step)
         refused = [name for name in REFUSED_HOOKS.split() if find_method(model, name)]
@@ -1381,7 +1418,7 @@ class MiniLoop:
         return shared
 
     def _gather(self, item: Any) -> list[Any]:
-        """Return a list with an item from each process."""
+        """Return a list of the items from all processes, in rank order."""
         items = [item] * self.fabric.world_size
         if self.fabric.world_size > 1:
             torch.distributed.all_gather_object(items, item)
@@ -1389,7 +1426,7 @@ class MiniLoop:
 
     @property
     def estimated_stepping_batches(self) -> int | float:
-        """Return the number of optimizer steps in the whole run, as Trainer does."""
+        """Return the number of optimizer steps in the whole run, like the property of Trainer."""
         length, epochs = self.num_training_batches, self.max_epochs or 1
         if epochs == -1 or length == math.inf:
             return math.inf if epochs == self.max_steps == -1 else self.max_steps
@@ -1420,7 +1457,10 @@ class MiniLoop:
         apply_to_collection(self._unwrapped.state_dict(), NUMPY, to_python)
 
     def _prepare_training(self, resumed: dict[str, Any]) -> None:
-        """Record the initial state, check a resumed checkpoint, and warn about eval mode."""
+        """Store the state at the start of training, to detect later changes.
+
+        Check the resumed checkpoint, and warn about modules in eval mode.
+        """
         self._given_options = {name: getattr(self, name) for name in SMALLEST}
         self._hparams = find_hparams(self.model)
         own, saved = to_plain(self.hparams or {}), to_plain(self._hparams["hyper_parameters"])
@@ -1486,7 +1526,10 @@ class MiniLoop:
         self._check_optimizer_class(own["settings"]["optimizers"][0], groups[1][0])
 
     def _check_optimizer_class(self, saved: str, group: dict[str, Any]) -> None:
-        """Warn if the saved optimizer has another class. Raise an error if it lacks options."""
+        """Warn if the saved run used another optimizer class.
+
+        If the saved state lacks options of this run's optimizer, raise an error.
+        """
         kind = type(self.optimizer).__name__
         if kind != saved:
             text = f"resume: got {kind} as the optimizer, expected {saved} as in the saved run."
@@ -1496,7 +1539,10 @@ class MiniLoop:
 
     @contextmanager
     def _prepared_model(self, path: Path | None, checkpoint: dict[str, Any]) -> Iterator[None]:
-        """Load the weights, and set the device and precision. At the end, restore the device."""
+        """Load the weights, and set the model's device and precision.
+
+        After the block, restore the device.
+        """
         network, strategy = self.network, self.fabric.strategy
         device = next((p.device for p in network.parameters()), self.fabric.device)
         if self._converts_dtype:
@@ -1552,7 +1598,7 @@ class MiniLoop:
 
 
 class StepModule(nn.Module):
-    """Call a step function in forward(), because DDP prepares its gradient sync only there."""
+    """Call a step function in forward(), because DDP prepares its gradient sync in forward()."""
 
     def __init__(self, network: nn.Module) -> None:
         super().__init__()
@@ -1589,7 +1635,10 @@ def missing_step(name: str, call: str) -> str:
 
 
 def find_method(model: Any, name: str) -> Callable[..., Any] | None:
-    """Return a model's method, or None if the method is missing or an empty Lightning hook."""
+    """Return the method ``name`` of a model.
+
+    If the method is missing, or is an empty hook of Lightning's base classes, return None.
+    """
     method = getattr(model, name, None)
     module = getattr(method, "__module__", None) or ""
     is_empty = module.startswith(("lightning.pytorch.core.", "pytorch_lightning.core."))
@@ -1602,7 +1651,10 @@ def unwrap_compiled(model: Any) -> Any:
 
 
 def has_no_log(part: Any) -> bool:
-    """Return whether the loop may assign its own ``log`` method to an object."""
+    """Return whether an object has no ``log`` method.
+
+    Lightning's ``log`` does not count as a method.
+    """
     return not hasattr(part, "log") or (callable(part.log) and not find_method(part, "log"))
 
 
@@ -1755,7 +1807,7 @@ def check_loader(loader: Any, argument: str) -> None:
 
 
 def parts_of(loader: Any) -> dict[str, Any]:
-    """Return a loader, its samplers, its dataset and its collate function, keyed by name."""
+    """Return the loader, its samplers, its dataset, its collate function and objects in these."""
     names = ("sampler", "batch_sampler", "dataset", "collate_fn")
     parts = {name: getattr(loader, name, None) for name in names}
     collate = parts["collate_fn"]
@@ -1773,7 +1825,7 @@ def parts_of(loader: Any) -> dict[str, Any]:
 
 
 def objects_in(owner: Any, known: set[int]) -> dict[str, Any]:
-    """Return the objects in an object's attributes, such as a transform, keyed by attribute path.
+    """Return the objects that an object has in attributes, such as a transform, keyed by path.
 
     Args:
         known: The ids of objects whose own attributes are not searched.
@@ -1805,7 +1857,7 @@ def objects_in(owner: Any, known: set[int]) -> dict[str, Any]:
 
 
 def create_item(parts: dict[str, Any], place: str) -> None:
-    """If a path refers to a missing item of a defaultdict, create this item."""
+    """Create the item of a defaultdict at the path ``place``, if the item is missing."""
     path, _, key = place.rpartition(".")
     owner, _, name = path.rpartition(".")
     container = namespace_of(parts.get(owner)).get(name)
@@ -1881,15 +1933,19 @@ def set_epoch(loader: Any, epoch: int) -> None:
 
 
 def finish_gloo_threads() -> None:
-    """Let gloo's threads free the tensors of the last call before Python ends.
+    """Give gloo's threads time to free the tensors of the last call before Python ends.
 
-    Otherwise such a thread aborts the process, and the launcher kills the other processes.
+    A thread that frees tensors while Python ends aborts the process. The launcher then kills the
+    other processes.
     """
     time.sleep(0.05)
 
 
 def until_first_end(batches: Iterator[Any], fabric: Fabric) -> Iterator[Any]:
-    """Yield batches until any of the processes has no batch left, so that DDP does not hang."""
+    """Yield batches until the first process has no batch left.
+
+    Without this stop, DDP would wait forever for a batch of this process.
+    """
     for batch in chain(batches, repeat(END)):
         has_batch: Any = int(batch is not END)
         count: Any = fabric.all_reduce(has_batch, reduce_op="sum")
@@ -1906,7 +1962,7 @@ def until_first_end(batches: Iterator[Any], fabric: Fabric) -> Iterator[Any]:
 
 
 def clear_gradients(optimizer: Any) -> None:
-    """Set all gradients to None. zero_grad() takes 20 us longer, as it adds a profiler event."""
+    """Set all gradients to None. zero_grad() also adds a profiler event, which takes 20 us."""
     for group in optimizer.param_groups:
         for parameter in group["params"]:
             parameter.grad = None
@@ -1975,7 +2031,10 @@ def make_scheduler_config(item: Any, optimizer: Any) -> dict[str, Any]:
 
 
 def to_plain(values: Mapping[Any, Any]) -> dict[str, Any]:
-    """Convert settings to numbers, strings, lists and dicts. Replace other values by type names."""
+    """Convert settings to values that JSON can store.
+
+    If a value cannot be converted, store the name of its type.
+    """
 
     def convert(value: Any) -> Any:
         if isinstance(value, set | frozenset):
@@ -2025,7 +2084,11 @@ def check_tied_weights(network: nn.Module, weights: dict[str, Any], path: Path |
 
 
 def load_optimizer(optimizer: Any, saved: dict[str, Any]) -> None:
-    """Load an optimizer's state, but keep the saved dtypes, which torch would convert."""
+    """Load an optimizer's state.
+
+    Afterwards, restore the saved dtypes, because load_state_dict() converts tensors to the dtypes
+    of the parameters.
+    """
     optimizer.load_state_dict(saved)
     parameters = [p for group in optimizer.param_groups for p in group["params"]]
     for index, values in saved["state"].items():
@@ -2041,7 +2104,9 @@ def load_optimizer(optimizer: Any, saved: dict[str, Any]) -> None:
 def plain_state(
     part: Any, device: torch.device, saved: list[Any] | None, weights: set[Any]
 ) -> dict[str, Any]:
-    """Encode an object's attributes, keyed by name. Leave out those that cannot be saved.
+    """Return the encoded attributes of an object, keyed by name.
+
+    Leave out attributes that ``encode`` does not support.
 
     Args:
         saved: Objects whose state other checkpoint keys contain. None: save no object's state.
@@ -2075,7 +2140,10 @@ def plain_state(
 
 
 def check_unsaved(name: str, value: Any, is_in_loader: bool) -> None:
-    """Warn about an iterator. Raise an error for a container with a random generator."""
+    """Warn if an attribute that is not saved is an iterator.
+
+    If the attribute is a container with random generators, raise an error.
+    """
     is_reading = isinstance(value, Iterator) and not isinstance(value, count | io.IOBase)
     if is_reading and not is_in_loader and not is_own_object(value):
         text = f"checkpoint: the position of the iterator {name!r} ({type(value).__name__}) is not"
@@ -2094,7 +2162,7 @@ def has_value(part: Any, name: Any) -> bool:
 
 
 class ChangeMark(tuple[Any, ...]):
-    """A checksum of a module, a large tensor or a large array, to detect changes of its values."""
+    """A checksum to detect changes in a module, a large tensor or a large array."""
 
 
 def change_mark(value: Any, most: int | None) -> ChangeMark | None:
@@ -2120,7 +2188,7 @@ def mark_tensor(tensor: Any) -> Any:
 
 
 def encode_large(value: Any, device: torch.device) -> Any:
-    """Encode a module's state_dict, or a large tensor or array."""
+    """Encode a module's state_dict, a large tensor or a large array for a checkpoint."""
     if isinstance(value, nn.Module):
         return "state", encode(value.state_dict(), device)
     return encode(value, device)
@@ -2141,7 +2209,9 @@ def encode(
     weights: Collection[Any] = (),
     depth: int = 0,
 ) -> Any:
-    """Encode a value in the format of FabricLoop. Raise a TypeError for unsupported types.
+    """Convert a value to a tuple (kind, content, ...), in the same format as FabricLoop.
+
+    If the type of the value is not supported, raise a TypeError.
 
     Args:
         most: The largest number of elements of a tensor or an array. None: any number.
@@ -2195,7 +2265,7 @@ def encode_array(value: Any, most: int | None) -> Any:
 
 
 def decode(encoded: Any, device: torch.device) -> Any:
-    """Restore a value from the output of ``encode``."""
+    """Return the value that ``encode`` converted to ``encoded``."""
     if not isinstance(encoded, list | tuple):
         return encoded
     kind, content, *options = encoded
@@ -2225,7 +2295,10 @@ def decode(encoded: Any, device: torch.device) -> Any:
 
 
 def find_class(base: type, module: str, name: str) -> Any:
-    """Find a subclass of ``base`` by its name without running code, or return None."""
+    """Return the subclass of ``base`` with the given name, or None.
+
+    Search only imported modules, so that the search runs no code.
+    """
     found: Any = sys.modules.get(module)
     for part in name.split("."):
         found = getattr(found, "__dict__", {}).get(part)
@@ -2279,7 +2352,10 @@ def set_shared(current: Any, value: Any) -> None:
 
 
 def replace_content(current: Any, value: Any) -> bool:
-    """Copy a saved value into an existing object in place. Return False if their types differ."""
+    """Copy a saved value into an existing object in place, and return True.
+
+    If the type, shape or dtype differs, return False.
+    """
     names = ("shape", "dtype", "requires_grad", "maxlen")
     if any(getattr(current, name, None) != getattr(value, name, None) for name in names):
         return False
@@ -2307,7 +2383,10 @@ def address_of(value: Any) -> int | None:
 
 
 def convert_attributes(of_process: dict[str, Any], parts: Iterable[str]) -> dict[str, Any] | None:
-    """Convert module attributes saved by FabricLoop. Return None if it saved other attributes."""
+    """Convert the module attributes in a FabricLoop checkpoint to MiniLoop's format.
+
+    If the checkpoint contains attributes of other objects, return None.
+    """
     if has_attributes(of_process["data"]):
         return None
     converted: dict[str, Any] = {}
@@ -2329,7 +2408,7 @@ def has_attributes(state: Any) -> bool:
 
 
 def flags_of(network: nn.Module) -> dict[str, dict[str, bool]]:
-    """Return which parameters require gradients, and which modules are in train mode."""
+    """Return requires_grad of each parameter, and the train or eval mode of each module."""
     return {
         "requires_grad": {name: p.requires_grad for name, p in network.named_parameters()},
         "training": {name: module.training for name, module in network.named_modules()},
@@ -2420,7 +2499,10 @@ NEGATED = re.compile(r"(^|(?<!false)(?<!true)[\W_])(neg|negative|minus)[\W_]|^1 
 
 
 def find_direction(metric: str) -> str | None:
-    """Return "min" or "max", depending on which value of a metric is best, or None if unknown."""
+    """Return "min" if the smallest value of a metric is best, or "max" if the largest value is.
+
+    If the name does not show which value is best, return None.
+    """
     # Ignore the end of a name such as "fpr@recall" or "fpr_at_recall", whose metric is "fpr".
     name = re.split(r"@|[\W_]at[\W_]", metric, flags=re.IGNORECASE)[0]
     spaced = re.sub(r"(?<=[a-z\d])(?=[A-Z])|(?<=[A-Z])(?=[A-Z][a-z])", "_", name)
@@ -2449,7 +2531,7 @@ def find_direction(metric: str) -> str | None:
 
 @contextmanager
 def replaced(path: Path) -> Iterator[IO[bytes]]:
-    """Open a temporary file, which replaces the file at ``path`` when it is complete."""
+    """Open a temporary file, which replaces the file at ``path`` at the end of the block."""
     temporary = path.with_name(f".{path.name}.tmp")
     temporary.unlink(missing_ok=True)
     # Open the file in mode "x", which never writes through a symbolic link.
@@ -2544,7 +2626,7 @@ def is_replaced(checkpoint: dict[str, Any], folder: Path) -> bool:
 
 
 def read_times(folder: Path) -> tuple[float, float]:
-    """Return the times of a version's latest start and latest save, from its .lock file."""
+    """Return when a run last started and last saved in a version folder, from the .lock file."""
     times, lines = {"started": 0.0, "saved": 0.0}, []
     with suppress(OSError), (folder / ".lock").open("rb") as file:
         file.seek(max(0, os.fstat(file.fileno()).st_size - 4096))
@@ -2557,7 +2639,7 @@ def read_times(folder: Path) -> tuple[float, float]:
 
 
 def age_of(folder: Path) -> tuple[float, int]:
-    """Return the time of a version's latest start or save, whichever is later, and its number."""
+    """Return the time of the latest start or save in a version folder, and the version number."""
     number = folder.name.removeprefix("version_")
     return max(read_times(folder)), int(number) if number.isdigit() else -1
 
@@ -2576,7 +2658,10 @@ def claim_version(*folders: Path) -> str:
 
 @cache
 def read_git(folder: str) -> dict[str, Any]:
-    """Return a folder's git commit and number of changed files, or {} if git fails or is slow."""
+    """Return a folder's git commit and the number of changed files.
+
+    If git fails or takes more than a second, return {}.
+    """
     command = ["git", "--no-optional-locks", "status", "--porcelain=v2", "--branch", "-uno"]
     with suppress(Exception):
         done = subprocess.run(command, cwd=folder, capture_output=True, timeout=1.0, check=True)
