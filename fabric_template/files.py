@@ -139,8 +139,8 @@ def read_times(folder: Path) -> tuple[float, float]:
     """Return when a run last started and last saved in a version folder, in seconds since 1970.
 
     A new run appends a line such as "started 1764277654.5" to the .lock files in its folders.
-    Saving a checkpoint appends a line such as "saved 1764277700.25". If there is no such line, the
-    time is 0.0.
+    Saving a checkpoint appends a line such as "saved 1764277700.25". If the file has no such line,
+    the start or save time is 0.0.
     """
     times = {b"started": 0.0, b"saved": 0.0}
     for event, seconds in _TIME_LINE.findall(read_end(os.path.join(folder, ".lock"))):

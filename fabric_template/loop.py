@@ -240,7 +240,10 @@ class FabricLoop(TrainerAPI):
 
     @contextmanager
     def running(self, run: Run) -> Iterator[None]:
-        """Make attributes such as ``global_step`` refer to ``run`` during and after the block."""
+        """Set ``loop.run``, to which attributes such as ``loop.global_step`` refer.
+
+        After the block, these attributes still refer to ``run``.
+        """
         self.run = self.runs[run.stage] = run
         self.next_ckpt_path, self.status = None, TrainerStatus.RUNNING
         try:
@@ -530,8 +533,8 @@ def mean_over_processes(fabric: Fabric, values: dict[str, Any]) -> dict[str, Any
 def log_in_run(run: Run, scalars: dict[str, Any], step: int | None) -> None:
     """Log values during a run.
 
-    If "epoch" is the current epoch of fit, add the values to the epoch's row of metrics.csv.
-    Otherwise, write a row to steps.csv.
+    If the value of "epoch" is the current epoch of fit, add the values to the epoch's row of
+    metrics.csv. Write all other values to steps.csv, as a new row.
     """
     is_of_row = run.stage == "fit" and run.progress.is_in_epoch
     if is_of_row and scalars.get("epoch") == run.progress.epochs_done:
@@ -545,8 +548,8 @@ def log_in_run(run: Run, scalars: dict[str, Any], step: int | None) -> None:
 def log_rows(loggers: list[Any], scalars: dict[str, Any], step: int | None) -> None:
     """Log values outside of fit.
 
-    If the values contain the key "epoch", write a row to metrics.csv. Otherwise, write a row to
-    steps.csv.
+    If the values contain the key "epoch", write a row to metrics.csv. Without this key, write a row
+    to steps.csv.
     """
     for logger in loggers:
         if "epoch" in scalars and hasattr(logger, "log_epoch"):

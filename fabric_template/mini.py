@@ -368,7 +368,7 @@ class MiniLoop:
     def _raise_instead(self, error: Exception) -> None:
         """Raise a clearer error if torch's advice does not apply to a loop.
 
-        Otherwise, raise ``error``.
+        Raise any other error unchanged.
         """
         text = next((INSTEAD[part] for part in INSTEAD if part in str(error)), None)
         if text is None or not self._hook.endswith("_step"):
@@ -1158,7 +1158,8 @@ class MiniLoop:
     def _find_start(self, resume: Any, load: Any) -> tuple[Path | None, dict[str, Any]]:
         """Return the path and the content of the checkpoint that ``resume`` or ``load`` refers to.
 
-        If both are None, or resume="auto" finds no checkpoint, return (None, {}).
+        If ``resume`` and ``load`` are None, or resume="auto" finds no checkpoint, return (None,
+        {}).
         """
         argument, given = ("load", load) if resume is None else ("resume", resume)
         text = "fit: got both resume and load, expected only one of the two. resume= continues a"
@@ -1206,7 +1207,7 @@ class MiniLoop:
     def _choose_version(self, path: Path | None, resumed: dict[str, Any]) -> Any:
         """Return the resumed run's version, or the option ``version`` for a new run.
 
-        If the option is None, the new run gets the next free number.
+        If the option ``version`` is None, the new run gets the next free number.
         """
         if path is None or not resumed:
             folder = self._checkpoints / str(self.version)
@@ -1807,7 +1808,10 @@ def check_loader(loader: Any, argument: str) -> None:
 
 
 def parts_of(loader: Any) -> dict[str, Any]:
-    """Return the loader, its samplers, its dataset, its collate function and objects in these."""
+    """Return a loader and its samplers, dataset and collate function, keyed by name.
+
+    Objects that the dataset holds in attributes, for example, are also returned.
+    """
     names = ("sampler", "batch_sampler", "dataset", "collate_fn")
     parts = {name: getattr(loader, name, None) for name in names}
     collate = parts["collate_fn"]
@@ -1944,7 +1948,7 @@ def finish_gloo_threads() -> None:
 def until_first_end(batches: Iterator[Any], fabric: Fabric) -> Iterator[Any]:
     """Yield batches until the first process has no batch left.
 
-    Without this stop, DDP would wait forever for a batch of this process.
+    Without this limit, DDP would wait forever for a process that has no batch left.
     """
     for batch in chain(batches, repeat(END)):
         has_batch: Any = int(batch is not END)
@@ -2142,7 +2146,7 @@ def plain_state(
 def check_unsaved(name: str, value: Any, is_in_loader: bool) -> None:
     """Warn if an attribute that is not saved is an iterator.
 
-    If the attribute is a container with random generators, raise an error.
+    If an unsaved attribute is a container with random generators, raise an error.
     """
     is_reading = isinstance(value, Iterator) and not isinstance(value, count | io.IOBase)
     if is_reading and not is_in_loader and not is_own_object(value):

@@ -130,7 +130,7 @@ def sort_callbacks(callbacks: list[Any]) -> list[Any]:
 def add_model_callbacks(callbacks: list[Any], own: list[Any]) -> list[Any]:
     """Combine the loop's callbacks with those of the module's configure_callbacks method.
 
-    If both have a callback of the same class, keep only the module's callback.
+    If the loop and the module have a callback of the same class, keep only the module's callback.
     """
     replaced = {base for callback in own for base in type(callback).__mro__} - {Callback, object}
     kept = [callback for callback in callbacks if type(callback) not in replaced]
@@ -145,8 +145,8 @@ def add_model_callbacks(callbacks: list[Any], own: list[Any]) -> list[Any]:
 def resume_averaging(run: Run) -> None:
     """Call on_train_epoch_start of StochasticWeightAveraging again, if a run resumes in an epoch.
 
-    This hook sets the scheduler for the averaging. The hook also changes learning rates and
-    BatchNorm statistics, and resume_averaging undoes these changes.
+    The hook on_train_epoch_start sets the averaging scheduler. This hook also changes learning
+    rates and BatchNorm statistics, and resume_averaging undoes these changes.
     """
     callbacks = run.hooks.callbacks_of("StochasticWeightAveraging")
     if not (callbacks and run.plan.start.resumes and run.progress.is_in_epoch):
@@ -165,7 +165,7 @@ def resume_averaging(run: Run) -> None:
 def finish_averaging(run: Run) -> None:
     """If a finished run is resumed, call on_train_end of the weight averaging callbacks again.
 
-    This hook copies the averaged weights into the model.
+    The hook on_train_end copies the averaged weights into the model.
     """
     if not run.plan.start.resumes:
         return

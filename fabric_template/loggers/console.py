@@ -208,7 +208,7 @@ class Console:
     def _is_best(self, value: float) -> bool:
         """Return whether ``value`` is better than the best value so far.
 
-        If so, store ``value`` as the best value.
+        If ``value`` is better, store ``value`` as the best value.
         """
         is_better = value > self._best if self._mode == "max" else value < self._best
         if math.isnan(value) or not (is_better or math.isnan(self._best)):
@@ -387,7 +387,7 @@ def best_row(
 ) -> Mapping[str, Any] | None:
     """Return the first row with the best value of the monitored metric.
 
-    If no row has a value of this metric, return None.
+    If no row has a value of the monitored metric, return None.
     """
     found = [row for row in rows if not math.isnan(row.get(monitor, math.nan))]
     choose = max if mode == "max" else min
@@ -437,7 +437,7 @@ def format_count(number: int, noun: str) -> str:
 def shorten_path(path: Path) -> str:
     """Return a path inside the working directory as a relative path.
 
-    Return any other path unchanged.
+    Return a path outside the working directory unchanged.
     """
     relative = os.path.relpath(path)
     return str(path) if relative.startswith("..") else relative

@@ -134,7 +134,7 @@ def split_runs(columns: Columns) -> dict[str, Columns]:
 def count_fits(columns: Columns) -> list[tuple[str, ...]]:
     """Return a label for each row, such as ("fit 2",), if epochs and steps restart in the file.
 
-    Otherwise, return an empty list.
+    For a file with a single fit, return an empty list.
     """
     places = []
     is_complete = all(map(all, columns.values()))

@@ -115,8 +115,8 @@ class CSVLogger(Logger):
     def log_metrics(self, metrics: Mapping[str, Any], step: int | None = None) -> None:
         """Append a row to steps.csv.
 
-        If ``step`` is None, use metrics["step"] as the step. If this key is missing, use the number
-        of rows.
+        If ``step`` is None, use metrics["step"] as the step. If ``metrics`` has no "step", use the
+        number of rows as the step.
         """
         if metrics:
             table = self._table("steps.csv")
@@ -324,7 +324,8 @@ def rows_before(
 ) -> tuple[list[dict[str, str]], bool]:
     """Return the rows that a CSV file contained when a checkpoint was saved.
 
-    The second result is True if another program has changed the file since then.
+    The second result is True if another program has changed the file since the checkpoint was
+    saved.
 
     Args:
         position: The number of rows at the checkpoint, and the last of these rows if it is known.

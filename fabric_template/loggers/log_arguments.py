@@ -59,7 +59,7 @@ class LogArguments:
 def check_arguments(hook: str | None, name: str, arguments: tuple) -> LogArguments:
     """Return the arguments of ``self.log``, with the calling hook's defaults filled in.
 
-    Raise an error if an argument is not allowed in this hook.
+    Raise an error if an argument is not allowed in the calling hook.
     """
     prog_bar, logger, on_step, on_epoch, reduce_fx, *others = arguments
     if _EPOCH_HOOK.fullmatch(str(hook)):

@@ -139,7 +139,7 @@ def name_run(folder: Path, root: Path) -> tuple[str, int | str]:
 def find_files(root: Path) -> list[Path]:
     """Return the path of the metrics.csv in a folder.
 
-    If there is none, search the subfolders, and return the paths of all metrics.csv. Hidden
+    If the folder has no metrics.csv, return the paths of all metrics.csv in subfolders. Hidden
     subfolders are not searched.
     """
     if (root / "metrics.csv").is_file():

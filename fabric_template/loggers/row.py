@@ -159,7 +159,7 @@ class RowWriter:
     def _coordinates(self) -> dict[str, Any]:
         """Return the global step and the epoch index.
 
-        Between two epochs, this is the index of the epoch that just ended.
+        Between two epochs, return the index of the epoch that just ended.
         """
         progress = self.run.progress
         epoch = max(0, progress.epochs_done - (not progress.is_in_epoch))
@@ -191,7 +191,7 @@ class RowWriter:
     def write_after_training(self) -> None:
         """In a step-based run, write a row for the steps since the newest row.
 
-        If the run is resumed, the resumed run removes this row from metrics.csv.
+        If the run is resumed, the resumed run removes this last row from metrics.csv.
         """
         last_step = self.rows[-1]["step"] if self.rows else 0
         if self.is_step_based and self.run.progress.global_step > last_step:

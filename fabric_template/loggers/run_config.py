@@ -178,7 +178,7 @@ def describe_model(model: Any, network: Any) -> dict[str, Any]:
 def describe_optimizer(optimizer: Any) -> dict[str, Any]:
     """Return an optimizer's class and arguments.
 
-    If an argument differs between parameter groups, return a list of its values.
+    If an argument differs between parameter groups, return a list of the argument's values.
     """
     described: dict[str, Any] = {"class": type(optimizer).__name__}
     for name in optimizer.defaults:
