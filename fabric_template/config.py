@@ -1,4 +1,4 @@
-"""Define the loop's options, with the names, meanings and defaults of Trainer."""
+"""Define FabricLoop's options, with Trainer's names, meanings and defaults."""
 
 from __future__ import annotations
 
@@ -296,7 +296,7 @@ class LoopConfig:
 def _convert_option(name: str, value: Any) -> Any:
     """Convert the NumPy values in an option to Python values.
 
-    For an option that may count batches, also convert a whole number above 1, such as 3.0, to an
+    For an option that may count batches, also convert a whole float above 1, such as 3.0, to an
     int.
     """
     if name == "hparams" and isinstance(value, Mapping):

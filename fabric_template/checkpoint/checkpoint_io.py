@@ -192,10 +192,7 @@ def items_of(container: Any) -> Any:
 
 
 def with_items(container: Any, replaced: dict[Any, Any]) -> Any:
-    """Return a container with the new items in ``replaced``.
-
-    Convert NumPy keys to Python values.
-    """
+    """Return a container with the items in ``replaced``, and with Python keys for NumPy keys."""
     has_keys = isinstance(container, dict) and any(isinstance(k, np.generic) for k in container)
     if not replaced and not has_keys:
         return container

@@ -204,7 +204,7 @@ def load_shards(run: Run, checkpoint: dict[str, Any], key: str) -> None:
 
 
 def read_shards(folder: Path, value: Any, key: str, own: dict[str, Any]) -> Any:
-    """Return the weights or the optimizer states, with this process's shards read from ``folder``."""
+    """Return the weights or the optimizer states, with this process's shards from ``folder``."""
     reader = dcp.FileSystemReader(folder)
     saved: dict[str, Any] = reader.read_metadata().state_dict_metadata
     tensors: dict[str, torch.Tensor] = {}

@@ -74,7 +74,7 @@ def find_start_point(
 
 
 def read_file(io: CheckpointIO, is_safe: bool, path: str | Path) -> dict[str, Any]:
-    """Read a checkpoint. If ``is_safe`` is set, no code from the file runs."""
+    """Read a checkpoint. If ``is_safe`` is True, no code from the file runs."""
     checkpoint = restore_numpy(io.load_checkpoint(path, weights_only=is_safe))
     if SHARDS_KEY in checkpoint:
         verify_shards(path, checkpoint[SHARDS_KEY])
@@ -263,7 +263,7 @@ def list_candidates(plan: Plan, keyword: str) -> list[Version]:
 
 
 def list_versions(plan: Plan, folder: Path, pattern: str) -> list[Version]:
-    """Return the versions of a run, from the latest start or save to the earliest.
+    """Return the versions of a run, sorted by the time of their latest start or save, newest first.
 
     The times are from the .lock file in each version folder, because copying a checkpoint changes
     the timestamp of the file.
@@ -305,7 +305,7 @@ def newest_first(files: Iterable[Path]) -> Iterator[Path]:
 
 
 def read_age(path: Path) -> tuple[float, int, str]:
-    """Return a checkpoint's time, step and file name, without reading the tensors."""
+    """Return a checkpoint's save time, step and file name, without reading its tensors."""
     time, step = 0.0, 0
     # Ignore errors here. If the file is damaged, loading the checkpoint raises the error.
     with suppress(Exception):
@@ -328,7 +328,7 @@ def run_folder(plan: Plan, kind: str = "checkpoints") -> Path:
 
 
 def version_of_checkpoint(plan: Plan, path: str) -> int | str | None:
-    """Return the version whose folder contains the checkpoint, or None if there is none."""
+    """Return the version whose folder contains the checkpoint at ``path``, or None."""
     file = Path(path).resolve()
     for kind in ("checkpoints", "logs"):
         # Lightning's ModelCheckpoint saves to the log folder.

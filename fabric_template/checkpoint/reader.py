@@ -268,7 +268,7 @@ class PlainUnpickler(pickle.Unpickler):
     sizes: ClassVar[dict[str, int]] = {}
 
     def find_class(self, module: str, name: str) -> Any:
-        """Return the object for a known name in a pickle.
+        """Return the object for a class or function name in BUILDERS or VALUES.
 
         For other names, return a new Placeholder class.
         """

@@ -292,7 +292,7 @@ def restore_mini_attributes(run: Run) -> None:
 
 
 def load_states(run: Run, states: dict[str, Any]) -> None:
-    """Call ``load_state_dict`` of each object in ``run.saved_parts()`` whose name is in ``states``."""
+    """Call ``load_state_dict`` of the objects in ``run.saved_parts()`` that have a saved state."""
     for name, part in run.saved_parts().items():
         if name in states:
             part.load_state_dict(states[name])

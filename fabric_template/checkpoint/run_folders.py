@@ -107,7 +107,7 @@ class RunFolders:
         return max(time.time(), self._newest)
 
     def record_save(self, path: Path, saved_at: float) -> None:
-        """Write the time of a save to the .lock files, and remove the replaced run's checkpoints."""
+        """Write the time of a save to the .lock files. Remove the replaced run's checkpoints."""
         # Remove the CSV files of the replaced run even if a ModelCheckpoint saved to another
         # folder.
         self.remove_replaced_logs()
@@ -205,7 +205,7 @@ def choose_version(run: Run) -> None:
 
 
 def choose_checkpoint_folder(run: Run) -> Path | None:
-    """Return the folder for checkpoints, or None if checkpoints are off or a callback saves them."""
+    """Return the folder for checkpoints, or None if FabricLoop itself saves no checkpoints."""
     config, loggers = run.config, run.loggers.csv_loggers
     if not config.enable_checkpointing or run.loop.checkpoint_callbacks:
         return None

@@ -70,7 +70,7 @@ class StartPoint:
         return self.own.get("saved_at")
 
     def finish_loading(self) -> None:
-        """If the run does not resume, free the checkpoint, because its weights are already loaded."""
+        """Free the checkpoint after its weights are loaded. If the run resumes, do nothing."""
         if not self.resumes:
             self.checkpoint = None
 

@@ -105,7 +105,7 @@ def key_of(callback: Any) -> str:
 
 
 def state_of(part: Any) -> Any:
-    """Return ``state_dict()`` of a callback or a datamodule, or None without such a method."""
+    """Return ``state_dict()`` of a callback or a datamodule, or None if this method is missing."""
     state_dict = getattr(part, "state_dict", None)
     state: Any = state_dict() if callable(state_dict) else None
     # If state_dict() returns vars(self), remove the methods that attach_log() added.
@@ -137,7 +137,7 @@ def own_state(run: Run) -> dict[str, Any]:
 
 
 def changed_options(run: Run) -> dict[str, tuple[Any, Any]]:
-    """Return (original value, current value) of each option that hooks have changed, by name."""
+    """Return (original value, current value) of the options that hooks changed, keyed by name."""
     current = vars(run.config)
     pairs = {name: (value, current[name]) for name, value in vars(run.plan.config).items()}
     return {
@@ -151,7 +151,8 @@ def states_of(run: Run, per_process: bool) -> dict[str, Any]:
     """Return ``state_dict()`` of the objects in ``run.saved_parts()``, keyed by name.
 
     Args:
-        per_process: True: the parts that every process saves. False: those that only rank 0 saves.
+        per_process: True: the states that every process saves. False: the states that only rank 0
+            saves.
     """
     parts = run.saved_parts().items()
     return {name: part.state_dict() for name, part in parts if part.is_per_process == per_process}
@@ -323,7 +324,7 @@ def check_saved_state(run: Run) -> None:
 
 
 def find_unreadable(states: dict[str, Any]) -> list[str]:
-    """Return descriptions of objects that PlainUnpickler cannot build, at most one per key."""
+    """Return descriptions of objects that PlainUnpickler cannot build, at most one per state."""
     file = io.BytesIO()
     _TrialPickler(file, protocol=2).dump(replace_numpy(states))
     file.seek(0)
@@ -344,7 +345,7 @@ def warn_of_unreadable(run: Run, checkpoint: dict[str, Any]) -> None:
 
 
 def find_unpicklable(value: Any, name: str = "") -> str | None:
-    """Return the keys of the first unpicklable item in nested containers, such as "a/b", or None."""
+    """Return the path, such as "a/b", of the first unpicklable item in containers, or None."""
     if is_picklable(value):
         return None
     items: Any = value.items() if isinstance(value, dict) else ()

@@ -56,7 +56,7 @@ _ITERATOR_OF_PASS = ("_iterator",)
 
 
 def find_stateful_part(loader: Any) -> Any:
-    """Return the loader or dataset whose ``state_dict`` contains the position, or None."""
+    """Return the loader or dataset whose ``state_dict`` contains the reading position, or None."""
     for sampler in samplers_of(loader):
         is_known = has_state(sampler) or is_of_library(sampler)
         if isinstance(sampler, _DRAWING_SAMPLERS) or not is_known:
@@ -129,7 +129,7 @@ def samplers_of(loader: Any) -> list[Any]:
 
 
 def find_restart_problem(loader: Any, hides_workers: bool) -> str:
-    """Return why a loader cannot resume after its first epoch, or "" if it can.
+    """Return an explanation if a loader cannot resume after its first epoch. Otherwise, return "".
 
     Args:
         hides_workers: Whether the loader has workers whose random states are not recorded.

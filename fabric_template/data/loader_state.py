@@ -1,6 +1,6 @@
 """Save and restore the position in a loader to resume with the next batch.
 
-- A loader with ``state_dict`` and ``load_state_dict``, as in torchdata, restores itself.
+- A loader with ``state_dict`` and ``load_state_dict``, as in torchdata, restores its own position.
 - A map-style DataLoader draws the indices of the finished batches again, but reads no samples. If
   only some workers have returned a batch, the DataLoader also reads the samples of these batches.
 - Any other loader reads all finished batches again.

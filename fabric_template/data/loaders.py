@@ -49,7 +49,7 @@ class DataConnector:
     """Creates the loaders of a run, and new loaders every reload_dataloaders_every_n_epochs epochs.
 
     Attributes:
-        given: The given loaders, keyed by stage: "train", "val", "test", "predict".
+        given: The loaders that the user passed, keyed by stage: "train", "val", "test", "predict".
         source: The datamodule or module with methods such as ``train_dataloader()``.
         created: The loaders that were created, keyed by "train" and "evaluation".
     """
@@ -89,7 +89,7 @@ class DataConnector:
         return self._common_seed
 
     def request(self, stage: str) -> Any:
-        """Return the loaders passed for a stage, or those from a hook such as train_dataloader."""
+        """Return the loaders passed for a stage, or the loaders that the stage's hook returns."""
         if stage in self.given:
             # make_plan has already checked the given loaders.
             return self.given[stage]
@@ -259,7 +259,7 @@ class DataConnector:
 
 
 def has_loader(given: Mapping[str, Any], source: Any, stage: str) -> bool:
-    """Return whether a loader was given or ``source`` has a method that creates one."""
+    """Return whether a stage has loaders, from the user or from a method of ``source``."""
     return stage in given or overridden(source, f"{stage}_dataloader") is not None
 
 
