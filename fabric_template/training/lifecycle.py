@@ -324,7 +324,7 @@ def _call_own_log(part: Any, run: Run, *args: Any, **kwargs: Any) -> None:
 def prepare_data(run: Run) -> None:
     """Call ``prepare_data`` in one process, while all other processes wait.
 
-    If ``prepare_data_per_node`` is True, call ``prepare_data`` in the first process of each machine.
+    If ``prepare_data_per_node`` is True, the first process of each machine calls ``prepare_data``.
     """
     hooks = run.hooks
     for part, call in ((run.datamodule, hooks.call_datamodule), (run.module, hooks.call_module)):

@@ -1,7 +1,7 @@
 """Give functions and objects the interface of a LightningModule, and run their steps.
 
-On one device, plain Fabric calls ``model.training_step`` without autocast. With ``bf16-mixed``,
-the training silently uses float32. StepRunner applies the precision, the strategy and
+On one device, plain Fabric calls ``model.training_step`` without autocast, so that training with
+``bf16-mixed`` silently uses float32. StepRunner applies the precision, the strategy and
 torch.compile to every step.
 """
 
@@ -35,7 +35,7 @@ _HOOKS += [n for n in dir(LightningModule) if n.endswith(("_step", "_dataloader"
 
 
 class ModuleAdapter(LightningModule):
-    """Gives the LightningModule interface to a network with step functions, or to an object.
+    """Gives the interface of a LightningModule to a network with step functions or a Python object.
 
     The adapter has the network's parameters, buffers and submodules under the same names. The
     weights in a checkpoint have the keys of ``network.state_dict()``.
@@ -87,21 +87,21 @@ class ModuleAdapter(LightningModule):
 
 
 class ObjectNetwork(nn.Module):
-    """An nn.Module with the modules and parameters in the attributes of another Python object.
+    """An nn.Module that contains the modules and parameters from the attributes of an object.
 
-    A list, tuple or dict of modules becomes a child with the same names as in nn.ModuleList or
-    nn.ModuleDict. ``self.nets = [a, {"b": b}]`` gives ``nets.0`` and ``nets.1.b``.
+    The modules in a list, tuple or dict have the same names as in nn.ModuleList or nn.ModuleDict.
+    For example, ``self.nets = [a, {"b": b}]`` gives ``nets.0`` and ``nets.1.b``.
     """
 
     def collect(self, model: Any) -> None:
-        """Collect a model's current modules, including those that its hooks created."""
+        """Replace this network's modules and parameters with those in the model's attributes."""
         self._parameters.clear()
         self._modules.clear()
         for name, value in list(getattr(model, "__dict__", {}).items()):
             self._add(name, value, name, set())
 
     def _add(self, name: str, value: Any, path: str, containers: set[int]) -> None:
-        """Add a value to this network if it is, or contains, a module or a parameter.
+        """Add a module, a parameter, or a container with modules or parameters to this network.
 
         Args:
             path: The place of the value in error messages, such as "nets[0]".
@@ -127,7 +127,7 @@ class ObjectNetwork(nn.Module):
 
 
 def check_container(value: Any, path: str) -> None:
-    """Raise an error for a container whose modules have no fixed names."""
+    """Raise an error for a set of modules, and for a dict whose keys cannot be module names."""
     if isinstance(value, set | frozenset):
         raise ConfigurationTypeError(
             f"model: got a set of modules in the attribute {path}, expected a list or a dict. A set"
@@ -142,7 +142,7 @@ def check_container(value: Any, path: str) -> None:
 
 
 def find_network(model: Any) -> nn.Module:
-    """Return the model if it is an nn.Module, or else the model's modules as one nn.Module."""
+    """Return the model if it is an nn.Module. Otherwise, return its modules as one nn.Module."""
     if isinstance(model, nn.Module):
         return model
     network = ObjectNetwork()
@@ -158,7 +158,7 @@ def creates_modules(model: Any) -> bool:
 
 
 def check_network(model: Any, network: nn.Module) -> None:
-    """Raise an error for an object without modules."""
+    """Raise an error if a model that is not an nn.Module has no modules in its attributes."""
     if isinstance(network, ObjectNetwork) and network.is_empty():
         raise ConfigurationTypeError(
             f"model: got {describe(model)}, expected a torch.nn.Module, or an object with a"
@@ -173,7 +173,7 @@ def is_in_eval_mode(network: nn.Module) -> bool:
 
 
 def unwrap(part: Any) -> Any:
-    """Return the model or optimizer inside Fabric's wrapper, or the object if it has no wrapper."""
+    """Remove Fabric's wrapper from a model or optimizer. Return any other object unchanged."""
     if not is_wrapped(part):
         return part
     return part.module if isinstance(part, nn.Module) else getattr(part, "optimizer", part)
@@ -230,7 +230,7 @@ def takes_argument(method: Callable, name: str) -> bool:
 def takes_batch_idx(step: Callable) -> bool:
     """Return whether a step takes ``(batch, batch_idx)`` instead of only ``(batch)``.
 
-    In a step function, an argument with a default value does not count as ``batch_idx``.
+    In a step function, an argument with a default value counts only if its name is ``batch_idx``.
     """
     if takes_argument(step, "batch_idx"):
         return True
@@ -247,7 +247,7 @@ def takes_batch_idx(step: Callable) -> bool:
 
 
 class _CallStep(nn.Module):
-    """The module that the strategy wraps. Its forward() runs a step such as training_step."""
+    """The module that a strategy wraps. ``forward`` runs a step such as training_step."""
 
     def __init__(self, network: nn.Module) -> None:
         super().__init__()
@@ -258,13 +258,13 @@ class _CallStep(nn.Module):
 
 
 def needs_no_strategy(fabric: Fabric) -> bool:
-    """Return whether Fabric changes nothing, because the run uses one device and float32."""
+    """Return whether the run uses one device and float32, so that steps need no strategy."""
     strategy = fabric.strategy
     return type(strategy) is SingleDeviceStrategy and type(strategy.precision) is Precision
 
 
 class StepRunner:
-    """Prepares the network for its device and strategy, and calls steps on it.
+    """Moves the network to the device, sets up the strategy, and wraps the steps of a run.
 
     Args:
         module: The LightningModule or adapter whose methods are the steps.
@@ -291,11 +291,14 @@ class StepRunner:
 
     @property
     def ddp(self) -> DistributedDataParallel | None:
-        """The DDP wrapper, which reduces gradients across processes, or None."""
+        """The DDP wrapper, which reduces gradients across processes, or None without DDP."""
         return self.wrapped if isinstance(self.wrapped, DistributedDataParallel) else None
 
     def training_modes(self) -> dict[str, bool]:
-        """Return each module's train mode. During an evaluation, return the modes before it."""
+        """Return each module's train mode.
+
+        During an evaluation, return the train modes that the modules had before the evaluation.
+        """
         if self._modes is not None:
             return self._modes
         return {name: module.training for name, module in self.network.named_modules()}
@@ -311,7 +314,7 @@ class StepRunner:
         return {"requires_grad": requires_grad, "training": self.training_modes()}
 
     def record_flags(self, parameters: Mapping[str, Any]) -> None:
-        """Record train modes and requires_grad flags, so that later changes can be saved."""
+        """Store the train modes and requires_grad flags for the comparison in ``changed_flags``."""
         self._flags_at_start = self.flags(parameters)
 
     def changed_flags(self, parameters: Mapping[str, Any]) -> dict[str, dict[str, bool]]:
@@ -326,7 +329,8 @@ class StepRunner:
         """Store the train modes of all modules while an evaluation switches to eval mode.
 
         Yields:
-            A function that restores the train modes. After an error, they are also restored.
+            A function that restores the train modes. If the `with` block raises an error, this
+            context manager restores the train modes.
         """
         outer, self._modes = self._modes, self.training_modes()
         modes = [(module, module.training) for module in self.network.modules()]
@@ -348,7 +352,10 @@ class StepRunner:
             self.precision.convert_module(self.network)
 
     def setup(self, is_training: bool) -> None:
-        """Shard the network, or move it to its device and wrap it in DDP for training."""
+        """With ModelParallelStrategy, shard the network. Otherwise, move the network to the device.
+
+        For training with a strategy such as DDP, also wrap the network.
+        """
         self.convert_network()
         if self.is_model_parallel:
             shard_network(self.fabric, self.network, type(self.module).__name__)
@@ -420,7 +427,7 @@ class StepRunner:
         return step
 
     def _precision_context(self) -> Callable[[], AbstractContextManager] | None:
-        """Return a function that creates a step's precision context, or None if none is needed."""
+        """Return a function that creates a step's precision context, or None for float32."""
         if isinstance(self.precision, MixedPrecision):
             is_bfloat16 = self.precision.precision == "bf16-mixed"
             dtype = torch.bfloat16 if is_bfloat16 else torch.float16

@@ -68,7 +68,7 @@ class Optimization:
         self._outputs: dict[str, Any] = {}
 
     def configure(self) -> None:
-        """Use the given optimizers, or the optimizers that ``configure_optimizers`` returns."""
+        """Use the optimizers passed to ``fit``, or those that ``configure_optimizers`` returns."""
         run, given = self.run, self.run.plan.optimizer
         if given is None:
             where, returned = "configure_optimizers", run.hooks.call_module("configure_optimizers")
@@ -82,13 +82,13 @@ class Optimization:
         move_optimizer_states(optimizers)
 
     def use(self, optimizers: list[Optimizer], lr_schedulers: list[LRSchedulerConfig]) -> None:
-        """Set the run's optimizers and schedulers. Call ``setup`` before the next batch."""
+        """Set the run's optimizers and schedulers. The caller must call ``setup`` afterwards."""
         strategy = self.run.loop.strategy
         self.optimizers, self.lr_schedulers = optimizers, lr_schedulers
         self.lightning_optimizers = [wrap_optimizer(item, strategy) for item in optimizers]
 
     def start(self) -> AutomaticOptimization | ManualOptimization:
-        """Create an automatic or manual optimization from the current optimizers."""
+        """Return an AutomaticOptimization or ManualOptimization with the current optimizers."""
         is_automatic = self.run.module.automatic_optimization
         optimization = (AutomaticOptimization if is_automatic else ManualOptimization)(self.run)
         optimization.use(self.optimizers, self.lr_schedulers)
@@ -96,9 +96,10 @@ class Optimization:
         return optimization
 
     def outside_parameters(self) -> dict[str, Tensor]:
-        """Return trained parameters that are not in the network, such as those of a loss module.
+        """Return the optimizers' parameters that are not in the network, such as those of a loss.
 
-        The numbers in a name such as "optimizer.0.3" are the indices of optimizer and parameter.
+        The keys are names such as "optimizer.0.3", which contain the index of the optimizer and the
+        index of the parameter.
         """
         found: dict[str, Tensor] = {}
         known = {id(parameter) for parameter in self.run.network.parameters()}
@@ -111,7 +112,7 @@ class Optimization:
         return found
 
     def named_parameters(self) -> dict[str, Tensor]:
-        """Return all parameters of the network and of the optimizers."""
+        """Return all parameters of the network and of the optimizers, keyed by name."""
         return {**dict(self.run.network.named_parameters()), **self.outside_parameters()}
 
     def release(self) -> None:
@@ -119,7 +120,7 @@ class Optimization:
         self.kept_loss, self._outputs = None, {}
 
     def setup(self) -> None:
-        """Prepare the functions that train on a batch. Call ``setup`` again after ``use``."""
+        """Prepare the functions that train on a batch with the optimizers that ``use`` set."""
         run, hooks = self.run, self.run.hooks
         step = self.run.module.training_step
         self.call_step = run.make_step("training_step", step)
@@ -133,11 +134,11 @@ class Optimization:
         self._profiled_backward = hooks.with_profiler(action, self._backward_with_hooks)
 
     def skip_backward(self, is_skipped: bool) -> None:
-        """Set whether to skip backward, as StochasticWeightAveraging does to update BatchNorm."""
+        """Set whether to skip backward passes. StochasticWeightAveraging uses this method."""
         self.is_backward_skipped = is_skipped
 
     def backward(self, loss: Tensor, *args: Any, **kwargs: Any) -> None:
-        """Compute the gradients for ``manual_backward`` and ``loop.backward``."""
+        """Run the backward pass and its hooks for ``manual_backward`` and ``loop.backward``."""
         self._profiled_backward(loss, *args, **kwargs)
 
     def _backward_with_hooks(self, loss: Tensor, *args: Any, **kwargs: Any) -> None:
@@ -245,7 +246,7 @@ class AutomaticOptimization(Optimization):
             self._first_step_check = FirstStepCheck(optimizer, self.run.fabric)
 
     def _check_scaler(self) -> None:
-        """Raise an error for optimizers that do not work with a gradient scaler."""
+        """Raise an error if the optimizer does not work with a gradient scaler."""
         optimizer = self._optimizer
         if isinstance(optimizer, LBFGS):
             raise ConfigurationError("AMP and the LBFGS optimizer are not compatible.")
@@ -283,7 +284,7 @@ class AutomaticOptimization(Optimization):
         self.kept_loss = loss if self._module_backward is None else None
 
     def _step_with_closure(self, batch: Any, batch_idx: int) -> None:
-        """Let the optimizer, or the module's ``optimizer_step``, call the closure."""
+        """Step the optimizer with a closure that computes the loss and the gradients."""
         was_called = False
 
         @torch.enable_grad()
@@ -358,7 +359,7 @@ class AutomaticOptimization(Optimization):
                     parameter.grad = None
 
     def accumulated_gradients(self) -> dict[str, Tensor]:
-        """Return the gradients that the next batch still needs."""
+        """Return the gradients that remain for the next batch, keyed by parameter name."""
         progress, optimizer = self.run.progress, self._optimizer
         if progress.phase == "train_batch":
             # Save no gradients, because a resumed run repeats the whole accumulation window.
@@ -459,7 +460,7 @@ class ManualOptimization(Optimization):
         self._stepped.clear()
 
     def accumulated_gradients(self) -> dict[str, Tensor]:
-        """Return all gradients, because a later backward pass may add to any of them."""
+        """Return all gradients, because the next backward pass may add to any gradient."""
         are_used = len(self._stepped) == len(self.optimizers)
         return {} if are_used and self.run.steps.is_model_parallel else self._copy_gradients()
 
@@ -494,7 +495,7 @@ def takes_closure(optimizer: Optimizer) -> bool:
 def gradient_norm(optimizer: Optimizer) -> Tensor:
     """Return the total norm of an optimizer's gradients.
 
-    All processes must call this function, because a sharded gradient needs all of them.
+    All processes must call this function, because each has only one shard of a sharded gradient.
     """
     parameters = [p for group in optimizer.param_groups for p in group["params"]]
     norms = [norm_of(p.grad) for p in parameters if p.grad is not None]
@@ -515,7 +516,7 @@ def norm_of(gradient: Tensor) -> Tensor:
 
 
 def find_loss(run: Run, output: Any) -> Tensor | None:
-    """Return the loss in a step's output, or None to skip the batch."""
+    """Return the loss in a step's output, or None if the step returned None to skip the batch."""
     loss = output
     if isinstance(output, tuple) and len(output) == 2 and not run.is_lightning_module:
         loss = output[0]

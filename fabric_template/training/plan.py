@@ -25,7 +25,9 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, eq=False)
 class Plan:
-    """The checked arguments of a call. Each spawned process creates its own Run from them.
+    """The checked arguments of a call of fit, validate, test or predict.
+
+    Each spawned process creates its own Run from the Plan.
 
     Attributes:
         loop: The FabricLoop, which modules and callbacks get as their trainer.
@@ -63,16 +65,19 @@ class Plan:
 
     @property
     def loop_name(self) -> str:
-        """The name of the loop in messages, which is "Trainer" for users of a LightningModule."""
+        """The name of the loop in messages. For a LightningModule, the name is "Trainer"."""
         return "Trainer" if self.is_lightning_module else "FabricLoop"
 
     def warn(self, message: str, category: type[Warning] = UserWarning) -> None:
-        """Warn about the arguments, but only in the main process."""
+        """Emit a warning about the arguments in the main process only."""
         if self.loop.fabric.is_global_zero:
             warnings.warn(message, category, stacklevel=3)
 
     def copied(self) -> Plan:
-        """Return a Plan whose model and optimizer share no memory with another process."""
+        """Return a Plan with copies of the model and optimizer.
+
+        The tensors that a spawned process receives are in memory shared with the parent process.
+        """
         names = ("model", "module", "network", "source", "optimizer")
         parts = {name: getattr(self, name) for name in names}
         kept = {id(part): part for part in (self.loop, self.datamodule)}
@@ -91,7 +96,7 @@ def make_plan(
     optimizer: Any = None,
     returns_predictions: bool = True,
 ) -> Plan:
-    """Check the arguments of fit, validate, test or predict, and read the checkpoint.
+    """Check the arguments of fit, validate, test or predict. Read the checkpoint. Return a Plan.
 
     Args:
         model: The given model. None: the model of the previous call, in an evaluation.
@@ -123,7 +128,10 @@ def make_plan(
 def choose_model(
     loop: FabricLoop, model: Any, functions: dict[str, Any], optimizer: Any, last: Run | None
 ) -> dict[str, Any]:
-    """Return the model and its adapter. Without a given model, use the last run's model."""
+    """Return the fields of Plan that describe the model.
+
+    If the call has no model, use the model of the last run.
+    """
     # Remove the wrapper that FabricLoop.setup() may have added. The run adds its own wrapper.
     model, compiler = unwrap_compiled(unwrap(model), functions)
     if last is not None and (model is None or model is last.model):
@@ -139,7 +147,10 @@ def choose_model(
 def choose_data(
     stage: str, loaders: dict[str, Any], datamodule: Any, module: Any, last: Run | None
 ) -> dict[str, Any]:
-    """Return the given loaders, and the datamodule or module that creates the other loaders."""
+    """Return the fields of Plan that describe the loaders.
+
+    The field ``source`` is the datamodule or module that creates the loaders that were not passed.
+    """
     loaders = {name: loader for name, loader in loaders.items() if loader is not None}
     source = module if datamodule is None else datamodule
     if datamodule is None and last is not None and last.datamodule is not None:

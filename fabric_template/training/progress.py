@@ -28,7 +28,7 @@ _REPEATED_PHASES: dict[str | None, dict[str, Any]] = {
 
 @dataclass
 class Progress:
-    """Counts batches, steps and epochs. Other modules change the counters only through methods."""
+    """Counts batches, steps and epochs. Only this class's methods change the counters."""
 
     is_per_process = False
 
@@ -70,13 +70,13 @@ class Progress:
 
     @contextmanager
     def in_stage(self, stage: str) -> Iterator[None]:
-        """Set the stage within a `with` block. Like Trainer, do not reset it after an error."""
+        """Set the stage in a `with` block. Like Trainer, do not reset the stage after an error."""
         before, self.stage = self.stage, stage
         yield
         self.stage = before
 
     def continue_after(self, other: Progress) -> None:
-        """Copy the counters of a previous run, for an evaluation."""
+        """Copy the counters of the previous run to the Progress of an evaluation."""
         names = ("global_step", "epochs_done", "total_batches", "logging_step")
         vars(self).update({name: getattr(other, name) for name in names})
 
@@ -103,7 +103,7 @@ class Progress:
         self.phase = "start_epoch"
 
     def enter(self, phase: str | None) -> None:
-        """Set the phase of the current epoch. A resumed run continues in the saved phase."""
+        """Set the phase of the epoch. A resumed run continues in the phase of its checkpoint."""
         self.phase = phase
 
     def start_batch(self, is_last: bool) -> int:
@@ -144,7 +144,7 @@ class Progress:
         self.eval_batches_done = 0
 
     def restart_eval_steps(self) -> None:
-        """Count the batches of new evaluation loaders from 0."""
+        """Reset the counts of ``count_eval_step`` to 0, for new evaluation loaders."""
         self.eval_batches_by_loader = {}
 
     def count_eval_batch(self) -> None:
@@ -152,7 +152,7 @@ class Progress:
         self.total_eval_batches += self.stage != "sanity_check"
 
     def count_eval_step(self, dataloader_idx: int) -> int:
-        """Count a batch of a loader, and return how many of the loader's batches came before it."""
+        """Count a batch of an evaluation loader. Return the loader's count before this batch."""
         count = self.eval_batches_by_loader.get(dataloader_idx, 0)
         self.eval_batches_by_loader[dataloader_idx] = count + 1
         return count
@@ -181,7 +181,7 @@ class Progress:
         return True
 
     def crosses(self, every: int, since: int) -> bool:
-        """Return whether any step after the step ``since`` is a multiple of ``every``.
+        """Return whether one of the steps taken after step ``since`` is a multiple of ``every``.
 
         In manual optimization, the steps of one batch may jump over a multiple of ``every``.
         """
@@ -189,14 +189,17 @@ class Progress:
 
     @property
     def trainer_epoch(self) -> int:
-        """Trainer's current_epoch. It already counts an epoch that a resumed run must still end."""
+        """The value of Trainer's current_epoch.
+
+        If a resumed run must first end an epoch, the value already counts this epoch as complete.
+        """
         is_ending = self.phase == "end_epoch" and self.is_epoch_complete
         return self.epochs_done + (is_ending and not self.has_started)
 
     # State
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the counters, without the batches that a resumed run will repeat."""
+        """Return the counters for a checkpoint, without batches that a resumed run repeats."""
         without = ("stage", "num_train_batches", "has_started", "accumulate_grad_batches")
         state = {f.name: getattr(self, f.name) for f in fields(self) if f.name not in without}
         if self.phase == "train_batch":
@@ -254,7 +257,10 @@ class StopCondition:
 
     @property
     def is_requested(self) -> bool:
-        """Return whether to stop early. Before min_epochs and min_steps, ignore should_stop."""
+        """Return whether should_stop, a signal or a diverged loss requests the end of training.
+
+        Before min_epochs and min_steps are reached, ignore should_stop.
+        """
         if self.should_stop and self.can_stop_early:
             return True
         return self.signal is not None or bool(self.divergence)
@@ -278,7 +284,7 @@ class StopCondition:
         self.divergence = f"the loss is not finite (NaN or inf) at step {step} (on_nan='stop')"
 
     def fail(self, error: BaseException) -> None:
-        """Record the error that ends the run."""
+        """Store the class and the message of the error that ends the run."""
         self.failure = f"{type(error).__name__}: {error}"
 
     def check_signals(self, signals: SignalHandler, is_due: bool = False) -> None:
@@ -315,7 +321,7 @@ class ValidationSchedule:
         self.restart()
 
     def start(self) -> None:
-        """Start the schedule. Call this method after the training loader was created."""
+        """Start the schedule, which needs the number of batches of the training loader."""
         self.restart()
         self.count_batches()
 
@@ -340,7 +346,7 @@ class ValidationSchedule:
         self._is_time_up = False
 
     def count_batches(self) -> None:
-        """Compute ``every_n_batches``. Call count_batches again if the training loader changes."""
+        """Compute ``every_n_batches`` from the number of batches of the training loader."""
         config = self.run.config
         self._counts_in_epoch = config.check_val_every_n_epoch is not None
         self._is_enabled = self.run.should_validate
@@ -393,10 +399,11 @@ class ValidationSchedule:
         return count % self.every_n_batches == 0
 
     def _check_time(self, interval: float) -> None:
-        """Set ``_is_time_up``. With several processes, decide by the clock of the first process.
+        """Set ``_is_time_up`` to True when the validation interval has passed.
 
-        All processes must validate after the same batch. The processes communicate about once a
-        second, and after the batch in which the interval is expected to end.
+        With several processes, the clock of the first process decides, because all processes must
+        validate after the same batch. The processes communicate about once a second, and after the
+        batch in which the interval is expected to end.
         """
         now, batches = time.monotonic(), self.run.progress.total_batches
         remaining = interval - (now - self._restarted_at)

@@ -74,7 +74,8 @@ class Run:
     def saved_parts(self) -> dict[str, Any]:
         """Return the objects whose state_dict a checkpoint contains, keyed by attribute name.
 
-        The class attribute ``is_per_process`` is True if each process saves its own state.
+        An object's class attribute ``is_per_process`` is True if each process saves its own
+        state_dict.
         """
         parts = vars(self).items()
         return {name: part for name, part in parts if hasattr(type(part), "is_per_process")}
@@ -87,15 +88,18 @@ class Run:
         self.checkpoints.set_options(config)
 
     def watch_attributes(self) -> None:
-        """Record the attributes of the user's objects. Checkpoints save those that change later."""
+        """Store the attributes of the model, the datamodule and the callbacks.
+
+        Checkpoints contain the attributes that change after this call.
+        """
         self.plain_state = make_plain_state(self)
 
     def start_optimization(self) -> None:
-        """Start automatic or manual optimization, as ``automatic_optimization`` defines."""
+        """Start automatic or manual optimization, depending on ``automatic_optimization``."""
         self.optimization = self.optimization.start()
 
     def find_new_modules(self) -> None:
-        """Collect the modules that hooks created, if the model is not an nn.Module."""
+        """If the model is not an nn.Module, add the modules that hooks created to the network."""
         if isinstance(self.network, ObjectNetwork) and creates_modules(self.model):
             self.network.collect(self.model)
 
@@ -105,7 +109,10 @@ class Run:
         return has_step and self.config.limit_val_batches != 0 and self.data.has_loader("val")
 
     def make_step(self, name: str, method: Callable) -> Callable:
-        """Wrap a step with precision, strategy and profiler. The step sets ``hooks.current``."""
+        """Wrap a step with the precision, the strategy and the profiler.
+
+        While the step runs, ``hooks.current`` is the name of the step.
+        """
         action = f"[Strategy]{type(self.fabric.strategy).__name__}.{name}"
         step = self.hooks.with_profiler(action, self.steps.get(name, method))
         return self.hooks.inside(name, step)
