@@ -289,7 +289,7 @@ class TrainerAPI:
         return loaders.limits if loaders else []
 
     def loaders_of(self, *stages: str) -> Any:
-        """Return the current run's evaluation loaders if its stage is in ``stages``, else None."""
+        """Return the evaluation loaders of a run whose stage is in ``stages``, otherwise None."""
         run = self.run if self.run and self.run.stage in stages else None
         return getattr(created_loaders(run, "evaluation"), "as_given", None)
 

@@ -1,1 +1,1 @@
-"""Provide the command line and tools that analyze runs. Training uses no module of this package."""
+"""Provide the command line and tools that analyze runs. Training uses no module in tools/."""

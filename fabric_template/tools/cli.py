@@ -430,7 +430,7 @@ def record_classes(parser: ArgumentParser, settings: Namespace) -> dict[str, Any
 
 
 def record_class(part: Any, text: Any) -> Any:
-    """Replace constructor arguments that YAML does not support with their text.
+    """Replace constructor arguments that YAML does not support with text.
 
     If such an argument has its default value, omit the argument.
     """

@@ -128,7 +128,7 @@ def update_command(path: str, *, dry_run: bool = False) -> int:
     conflicts.
 
     Returns:
-        1 if the user must check a file, because its outcome is "conflict" or "kept". Otherwise 0.
+        1 if the user must check a file, because the outcome is "conflict" or "kept". Otherwise 0.
     """
     copy = find_copy("update", path)
     if copy.original == copy.upstream and copy.version == __version__:

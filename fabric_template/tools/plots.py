@@ -225,7 +225,7 @@ def make_tables(found: Sequence[Mapping[str, Any]]) -> list[pd.DataFrame]:
 
 
 def choose_x(tables: list[pd.DataFrame], x: str | None) -> str:
-    """Return ``x``, or raise an error if no table has this column.
+    """Return ``x``, or raise an error if no table has a column ``x``.
 
     If ``x`` is None, return "step", "epoch" or "row", depending on the columns of the tables.
     """

@@ -65,7 +65,7 @@ def list_runs(
 def find_runs(
     folder: str | os.PathLike[str], metric: str | None = None, mode: str | None = None
 ) -> list[Run]:
-    """Return the runs in a CSV file, or in a folder with its subfolders, by name and version."""
+    """Return all runs in a CSV file or in a folder tree, sorted by name and version."""
     root = Path(os.path.abspath(folder))
     if not root.exists():
         raise ValueError(f"runs: got {str(folder)!r}, expected a folder of runs, such as logs.")
@@ -122,7 +122,7 @@ def is_set(run: Run, option: str) -> bool:
 
 
 def read_run(folder: Path, root: Path) -> Run:
-    """Read a run from its folder. The path relative to ``root`` becomes the run's name."""
+    """Read a run from its folder. The parent folder's path relative to ``root`` is the run's name."""
     name, version = name_run(folder, root)
     run: Run = {
         "name": name,
@@ -186,7 +186,7 @@ def describe_run(run: Run, rows: Columns, label: str) -> Run:
 def choose_metric(run: Run) -> str | None:
     """Return the metric by which a run is ranked, or None if the run has no metrics.
 
-    If the run logged the metric in its option ``monitor``, return this metric. Otherwise, prefer
+    If the run logged the metric in the option ``monitor``, return this metric. Otherwise, prefer
     a validation metric.
     """
     monitor = run["options"].get("monitor")

@@ -67,7 +67,7 @@ def tune(
     seconds: float = 2.0,
     **fit_arguments: Any,
 ) -> Tuned:
-    """Find settings that make training faster, in trials that run in their own processes.
+    """Find settings that make training faster, in trials that run in separate processes.
 
     Args:
         loop: The loop with the training options. tune does not change this loop.

@@ -185,7 +185,7 @@ def report_validation(run: Run) -> str:
 
 
 def finish_batch(run: Run) -> None:
-    """Step ReduceLROnPlateau. Then check for signals, and save a checkpoint if one is due."""
+    """Step ReduceLROnPlateau, check for signals, and obey the option save_every_n_steps."""
     if run.optimization.lr_schedulers:
         step_lr_schedulers(run, "step", reduce_on_plateau=True)
     is_stepping = run.progress.is_window_end

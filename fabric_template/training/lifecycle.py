@@ -1,4 +1,4 @@
-"""Run one call of fit, validate, test or predict, including set-up, teardown and errors."""
+"""Run one call of fit, validate, test or predict, with set-up, teardown and error handling."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ _LIGHTNING_MODULES = ("lightning.pytorch.core.module", "pytorch_lightning.core.m
 
 
 def run_plan(plan: Plan) -> Any:
-    """Run a call from set-up to teardown, in new processes if the strategy launches them."""
+    """Run a call from set-up to teardown, in new processes if the strategy launches processes."""
     fabric = plan.loop.fabric
     is_launching = starts_processes(fabric)
     if not is_launching:
@@ -322,9 +322,9 @@ def _call_own_log(part: Any, run: Run, *args: Any, **kwargs: Any) -> None:
 
 
 def prepare_data(run: Run) -> None:
-    """Call ``prepare_data`` in one process, while all other processes wait.
+    """Call ``prepare_data`` in the first process, while all other processes wait.
 
-    If ``prepare_data_per_node`` is True, the first process of each machine calls ``prepare_data``.
+    With ``prepare_data_per_node=True``, the first process of each machine calls ``prepare_data``.
     """
     hooks = run.hooks
     for part, call in ((run.datamodule, hooks.call_datamodule), (run.module, hooks.call_module)):

@@ -96,7 +96,7 @@ class Optimization:
         return optimization
 
     def outside_parameters(self) -> dict[str, Tensor]:
-        """Return the optimizers' parameters that are not in the network, such as those of a loss.
+        """Return parameters that an optimizer trains but that are not in the network.
 
         The keys are names such as "optimizer.0.3", which contain the index of the optimizer and the
         index of the parameter.
@@ -495,7 +495,8 @@ def takes_closure(optimizer: Optimizer) -> bool:
 def gradient_norm(optimizer: Optimizer) -> Tensor:
     """Return the total norm of an optimizer's gradients.
 
-    All processes must call this function, because each has only one shard of a sharded gradient.
+    All processes must call this function, because each process has only one shard of a sharded
+    gradient.
     """
     parameters = [p for group in optimizer.param_groups for p in group["params"]]
     norms = [norm_of(p.grad) for p in parameters if p.grad is not None]

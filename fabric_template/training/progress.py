@@ -107,7 +107,7 @@ class Progress:
         self.phase = phase
 
     def start_batch(self, is_last: bool) -> int:
-        """Count a training batch, and return its index in the epoch."""
+        """Count a training batch, and return the batch's index in the epoch."""
         batch_idx = self.batches_done
         self.phase = "train_batch"
         self.is_last_batch = is_last
