@@ -112,7 +112,10 @@ def next_version(*folders: Path) -> int:
 
 
 def list_names(folder: Path) -> list[str]:
-    """Return the names in a folder, or an empty list if the folder does not exist."""
+    """Return the names of all files and subfolders in a folder.
+
+    For a missing folder, return an empty list.
+    """
     try:
         return os.listdir(folder)
     except (FileNotFoundError, NotADirectoryError):
@@ -157,7 +160,7 @@ def read_end(path: str) -> bytes:
 
 
 def make_folder(folder: Path) -> None:
-    """Create a folder and its parents, unless they exist.
+    """Create a folder and its missing parents.
 
     Raises:
         ConfigurationError: The folder cannot be created, for example because a parent is a file or

@@ -269,8 +269,9 @@ class FabricLoop(TrainerAPI):
         """Prepare a model, an optimizer and loaders for the device and the strategy.
 
         On one device in float32, the model and the optimizer are returned unchanged. On several
-        devices or in another precision, Fabric wraps them, and ``model.module`` is the given model.
-        Clip gradients with ``loop.fabric.clip_gradients(model, optimizer, max_norm=1.0)``.
+        devices, or in a precision such as bf16, Fabric wraps the model and the optimizer.
+        ``model.module`` is then the given model. Clip gradients with
+        ``loop.fabric.clip_gradients(model, optimizer, max_norm=1.0)``.
 
         Example:
             >>> loop = FabricLoop(accelerator="cpu")
@@ -403,7 +404,10 @@ class FabricLoop(TrainerAPI):
             ) from error
 
     def load(self, path: str | Path, state: dict[str, Any]) -> dict[str, Any]:
-        """Restore the objects in ``state``, and return the other values in the checkpoint."""
+        """Restore the objects in ``state`` from a checkpoint.
+
+        Return the remaining values in the checkpoint.
+        """
         self._prepare_files("load", path, state)
         values: dict[str, Any] = self.fabric.load(path, state)
         return values
@@ -469,7 +473,7 @@ class FabricLoop(TrainerAPI):
 
 
 def make_fabric(given: dict[str, Any]) -> Any:
-    """Return the Fabric object that the user passed, or create one from the other arguments."""
+    """Return the user's Fabric object, or create a Fabric object from the options."""
     fabric, arguments = given["fabric"], {name: given[name] for name in FABRIC_ARGUMENTS}
     if fabric is None:
         arguments["plugins"] = [convert_plugin(plugin) for plugin in as_list(arguments["plugins"])]

@@ -719,7 +719,10 @@ class MiniLoop:
             started = time.monotonic()
 
     def _move(self, batch: Any) -> Any:
-        """Move a batch to the device, and convert its dtype for a precision such as "bf16-true"."""
+        """Move a batch to the device.
+
+        For a precision such as "bf16-true", also convert the dtype.
+        """
         if self._is_one_cpu_in_32_bits:
             return batch
         if self._converts_dtype:
@@ -928,7 +931,7 @@ class MiniLoop:
         self._append_row("steps.csv", row)
 
     def _end_row(self, epoch: int) -> None:
-        """Write a row to metrics.csv, and print it."""
+        """Write a row to metrics.csv, and print the row."""
         values = dict(self._validated)
         values.update((name, v) for (_, name), v in self._compute(self._sums[-1]).items())
         row: dict[str, Any] = {"epoch": epoch, "step": self.global_step}
@@ -960,7 +963,7 @@ class MiniLoop:
         self._print_row({name: row[name] for name in row if is_slow or name != "waiting"})
 
     def _append_row(self, name: str, row: dict[str, Any]) -> None:
-        """Append a row to a CSV file, or rewrite the file if the row has a new column."""
+        """Append a row to a CSV file. If the row has a new column, rewrite the file."""
         count, columns = self._tables[name]
         if self.fabric.is_global_zero and set(row) <= set(columns):
             with (self.log_dir / name).open("a") as file:
@@ -971,7 +974,7 @@ class MiniLoop:
         self._tables[name] = count + 1, columns
 
     def _print_row(self, row: dict[str, Any]) -> None:
-        """Print a row in aligned columns, and a header before the first row."""
+        """Print a row in aligned columns. If the row has a new column, print a header first."""
         names = dict.fromkeys([*row, *self._columns])
         if len(names) > len(self._columns):
             self._columns = sorted(names, key=lambda name: name in ("time", "waiting"))
@@ -989,7 +992,7 @@ class MiniLoop:
     # Checkpoints
 
     def _save(self, is_validated: bool) -> None:
-        """Save last.ckpt, and also best.ckpt if the monitored metric has a new best value."""
+        """Save last.ckpt. If the monitored metric has a new best value, also save best.ckpt."""
         names, is_in_epoch, metrics = ["last.ckpt"], self.batches_done > 0, self.callback_metrics
         # Compare a validation metric after each validation, a training metric after each epoch.
         is_of_validation = self.monitor in self._validation_names
@@ -1356,7 +1359,7 @@ class MiniLoop:
             raise TypeError(text)
 
     def _set_up_loaders(self, train: Any, val: Any, path: Any, resumed: dict[str, Any]) -> None:
-        """Launch the processes, and distribute the samples among them."""
+        """Launch the processes, and distribute the samples among the processes."""
         check_loader(train, "train_dataloaders")
         check_loader(val, "val_dataloaders")
         if isinstance(self.fabric.strategy, DDPStrategy):
@@ -1745,7 +1748,7 @@ def check_log_arguments(given: dict[str, Any]) -> None:
 
 
 def to_metric(name: str, value: Any) -> Tensor:
-    """Convert a number to a tensor, in torch's default dtype, but at least in float32."""
+    """Convert a number to a 0-dimensional float32 or float64 tensor."""
     is_number = value.numel() == 1 if isinstance(value, Tensor) else isinstance(value, Real)
     if not is_number:
         found, fix = f"a {type(value).__name__}", "Log the items of a dict with log_dict."
@@ -1886,7 +1889,7 @@ def is_installed(kind: type) -> bool:
 
 
 def namespace_of(part: Any) -> dict[Any, Any]:
-    """Return an object's attributes or, if the object is a dict, its items."""
+    """Return the attributes of an object, or the items of a dict."""
     if isinstance(part, dict):
         return part
     slots = [] if isinstance(part, nn.Module) else slots_of(type(part))
@@ -2549,7 +2552,10 @@ def replaced(path: Path) -> Iterator[IO[bytes]]:
 
 
 class Placeholder:
-    """A stand-in for an object in a checkpoint. Creating the real object could run any code."""
+    """A stand-in for an object in a checkpoint.
+
+    Creating the real object could run arbitrary code.
+    """
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         pass

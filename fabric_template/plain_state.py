@@ -75,8 +75,8 @@ class TooLargeError(Exception):
 def digest(value: Any, most: int = _COMPARED_ITEMS) -> Any:
     """Return a digest of a plain value, to detect later changes of the value.
 
-    The digest of a large tensor contains its id, its version and a checksum of some elements. The
-    digest of a large array or container contains only some elements.
+    The digest of a large tensor contains the tensor's id and version, and a checksum of some
+    elements. The digest of a large array or container contains only some elements.
 
     Args:
         most: About how many items of a container the digest contains.
@@ -474,7 +474,7 @@ def is_own_object(value: Any) -> bool:
 
 
 def is_reading(value: Any) -> bool:
-    """Return whether a value is a library's iterator, such as one over a DataLoader."""
+    """Return whether a value is a library's iterator, such as the iterator of a DataLoader."""
     is_other = isinstance(value, count | io.IOBase) or is_own_object(value)
     return isinstance(value, Iterator) and not is_other
 

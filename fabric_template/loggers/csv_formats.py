@@ -172,9 +172,9 @@ def is_number(cell: str) -> bool:
 
 
 def split_exported(columns: Columns, exported: list[str], others: list[str]) -> dict[str, Columns]:
-    """Split a W&B export, whose columns are named "<run> - <metric>", into runs.
+    """Split a W&B export with columns named "<run> - <metric>" into one table per run.
 
-    Leave out the columns that end in __MIN or __MAX, which W&B adds for each metric.
+    Leave out the columns whose names end in __MIN or __MAX, which W&B adds for each metric.
     """
     runs: dict[str, dict[str, str]] = {}
     for name in exported:

@@ -271,7 +271,7 @@ class Table:
         self.waiting = []
 
     def replace(self, columns: list[str], rows: Rows) -> None:
-        """Replace all rows of the CSV file, or remove the file if there are no columns."""
+        """Replace all rows of the CSV file. If there are no columns, remove the file."""
         head = [dict(zip(columns, columns, strict=True))] if columns else []
         content = to_lines(columns, [*head, *rows])
         if not content:

@@ -375,7 +375,10 @@ class ResultCollection:
         return metric
 
     def _log_torchmetric(self, metric: LoggedMetric, value: Any, attribute: str | None) -> None:
-        """Log a torchmetrics object, which must be part of the LightningModule, as in Trainer."""
+        """Log a torchmetrics object.
+
+        As in Trainer, the object must be a submodule of the LightningModule.
+        """
         is_known = value is metric.torchmetric or attribute is not None
         if not is_known and self.run.is_lightning_module and isinstance(value, nn.Module):
             names = {id(part): name for name, part in find_torchmetrics(self.run.module).items()}
@@ -505,7 +508,7 @@ class ResultCollection:
         return EvaluationValues(results, dict(logged), row)
 
     def reset(self) -> None:
-        """Reset the sums after the last hook of an epoch."""
+        """Reset the sums of all metrics. Call this method after the last hook of an epoch."""
         results = self.active
         for metric in results.metrics.values():
             metric.reset()
