@@ -122,7 +122,7 @@ def is_set(run: Run, option: str) -> bool:
 
 
 def read_run(folder: Path, root: Path) -> Run:
-    """Read a run from its folder. The parent folder's path relative to ``root`` is the run's name."""
+    """Read a run from a folder. The parent folder's path relative to ``root`` is the run's name."""
     name, version = name_run(folder, root)
     run: Run = {
         "name": name,
