@@ -197,7 +197,7 @@ def read_table(path: Path) -> CSVTable:
 
 
 def read_records(text: str) -> tuple[list[list[str]], list[int]]:
-    """Return the cells of each complete line of a CSV file, and the numbers of damaged lines."""
+    """Return the cells of each complete CSV line, and the line numbers of damaged lines."""
     records: list[list[str]] = []
     damaged = []
     start, number = 0, 1
