@@ -89,7 +89,7 @@ def test_resume_auto_starts_a_new_run_if_all_checkpoints_are_damaged(tmp_path):
     assert (tmp_path / FOLDER / "last.ckpt").read_bytes() == content
 
 
-def test_saving_replaces_a_symlink_and_not_its_target(tmp_path):
+def test_saving_a_checkpoint_replaces_a_symlink_and_not_its_target(tmp_path):
     folder, mine = tmp_path / FOLDER, tmp_path / "mine.ckpt"
     folder.mkdir(parents=True)
     mine.write_bytes(b"mine")
@@ -128,7 +128,7 @@ def test_a_disk_error_is_not_reported_as_a_damaged_checkpoint(tmp_path, monkeypa
     assert fit(tmp_path, resume="auto", **{**RUN, "max_epochs": 3})[0].ckpt_path.endswith("last.ckpt")
 
 
-def test_a_save_syncs_files_and_folders_to_disk(tmp_path, monkeypatch):
+def test_saving_a_checkpoint_syncs_files_and_folders_to_disk(tmp_path, monkeypatch):
     """A save syncs the checkpoint, the CSV rows before it, and each folder with new files."""
     synced, sync = [], os.fsync
     path_of = lambda descriptor: Path(os.readlink(f"/proc/self/fd/{descriptor}"))  # noqa: E731
@@ -141,7 +141,7 @@ def test_a_save_syncs_files_and_folders_to_disk(tmp_path, monkeypatch):
 
 
 @pytest.mark.skipif(not Path("/proc/self/fd").exists(), reason="the names of open files")
-def test_a_failed_save_only_warns(tmp_path, monkeypatch):
+def test_a_failed_save_of_a_checkpoint_only_warns(tmp_path, monkeypatch):
     disk = Disk(monkeypatch, "last.ckpt", [2])
     with pytest.warns(UserWarning, match=r"last\.ckpt: the checkpoint could not be saved: No space left"):
         loop, module, _ = fit(tmp_path / "cut", callbacks=[disk])
@@ -151,7 +151,7 @@ def test_a_failed_save_only_warns(tmp_path, monkeypatch):
 
 
 @pytest.mark.skipif(not Path("/proc/self/fd").exists(), reason="the names of open files")
-def test_a_run_whose_last_save_failed_ends_with_an_error(tmp_path, monkeypatch):
+def test_a_run_whose_last_checkpoint_could_not_be_saved_ends_with_an_error(tmp_path, monkeypatch):
     disk = Disk(monkeypatch, "last.ckpt", [2, 3])
     could_not_save = pytest.warns(UserWarning, match="could not be saved")
     with could_not_save, pytest.raises(CheckpointError, match="Training ended, but these files"):

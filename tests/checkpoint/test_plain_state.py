@@ -85,7 +85,7 @@ def test_attributes_of_every_supported_type_are_restored(tmp_path, name, is_new)
         assert getattr(found, "default_factory", 0) == getattr(VALUES[name], "default_factory", 0)
 
 
-def test_containers_and_tensors_are_restored_in_place(tmp_path):
+def test_attributes_that_are_containers_or_tensors_are_restored_in_place(tmp_path):
     """Other objects may refer to the containers and tensors, so they are not replaced."""
     fresh = {"list": [], "dict": {}, "tensor": torch.zeros(3), "array": np.zeros(2), "set": set()}
     fresh["queue"], fresh["factory"] = deque(maxlen=2), defaultdict(lambda: 7)

@@ -117,7 +117,7 @@ TENSORS = {
 
 
 @pytest.mark.parametrize("protocol", [2, 4, 5])
-def test_plain_values_and_tensors_are_read_unchanged(tmp_path, protocol):
+def test_plain_values_and_tensors_in_a_checkpoint_are_read_unchanged(tmp_path, protocol):
     saved = {"plain": PLAIN, "tensors": TENSORS}
     found = write_and_read(saved, tmp_path / "a.ckpt", pickle_protocol=protocol)
     assert type(found) is dict
@@ -133,14 +133,14 @@ def test_plain_values_and_tensors_are_read_unchanged(tmp_path, protocol):
 
 @pytest.mark.filterwarnings("ignore:Sparse .* tensor support is in beta state")
 @pytest.mark.parametrize("layout", ["sparse_coo", "sparse_csr", "sparse_csc"])
-def test_sparse_tensors_are_read_unchanged(tmp_path, layout):
+def test_sparse_tensors_in_a_checkpoint_are_read_unchanged(tmp_path, layout):
     layout = getattr(torch, layout)
     found = write_and_read({"a": MATRIX.to_sparse(layout=layout)}, tmp_path / "a.ckpt")["a"]
     assert found.layout == layout
     assert torch.equal(found.to_dense(), MATRIX)
 
 
-def test_python_attributes_of_a_tensor_are_dropped(tmp_path):
+def test_reading_a_checkpoint_drops_the_python_attributes_of_a_tensor(tmp_path):
     weight, buffer = nn.Parameter(torch.ones(2)), torch.zeros(2)
     weight.scale, buffer.names_of_rows = 3, ["a", "b"]
     found = write_and_read({"weight": weight, "buffer": buffer}, tmp_path / "a.ckpt")
@@ -347,7 +347,7 @@ REFUSED = {
 
 
 @pytest.mark.parametrize("kind", REFUSED)
-def test_a_crafted_pickle_is_refused(tmp_path, kind):
+def test_a_checkpoint_with_a_crafted_pickle_is_refused(tmp_path, kind):
     path = tmp_path / "a.ckpt"
     write_pickle(b"\x80\x02}X\x01\x00\x00\x00a" + REFUSED[kind] + b"s.", path, [bytes(16)])
     with pytest.raises(CheckpointError):
@@ -365,7 +365,7 @@ def test_an_error_names_an_object_under_a_nested_key(tmp_path, depth):
         read_checkpoint(tmp_path / "a.ckpt")["a"]
 
 
-def test_a_sparse_tensor_with_indices_out_of_range_is_refused(tmp_path):
+def test_a_checkpoint_with_sparse_indices_out_of_range_is_refused(tmp_path):
     outside = torch.tensor([[10**9]])
     made = torch.sparse_coo_tensor(outside, torch.ones(1), (4,), check_invariants=False)
     torch.save({"state_dict": {"a": made}}, tmp_path / "a.ckpt")
@@ -383,7 +383,7 @@ class ObjectArray:
 
 
 @pytest.mark.parametrize("part", ["hyper_parameters", "callbacks", "state_dict"])
-def test_a_crafted_numpy_array_becomes_a_placeholder(tmp_path, part):
+def test_a_crafted_numpy_array_in_a_checkpoint_becomes_a_placeholder(tmp_path, part):
     found = write_and_read({part: {"a": ObjectArray(), "b": np.float64(1)}}, tmp_path / "a.ckpt")
     values = list(dict.values(found))[0]
     assert all(map(is_placeholder, values.values()))
@@ -399,7 +399,7 @@ def saved_file(folder):
 
 
 @pytest.mark.parametrize(("bit", "weights_only"), sample(3, [0, 3, 4, 7], [True, False]))
-def test_a_flipped_bit_is_detected_or_harmless(tmp_path, bit, weights_only):
+def test_a_flipped_bit_in_a_checkpoint_is_detected_or_harmless(tmp_path, bit, weights_only):
     path, content = saved_file(tmp_path)
     expected = read_checkpoint(path)
     count_of_damages = 0
@@ -414,7 +414,7 @@ def test_a_flipped_bit_is_detected_or_harmless(tmp_path, bit, weights_only):
     assert len(content) > count_of_damages > len(content) // 4
 
 
-def test_a_truncated_file_is_reported_as_damaged(tmp_path):
+def test_a_truncated_checkpoint_is_reported_as_damaged(tmp_path):
     path, content = saved_file(tmp_path)
     for size in range(0, len(content), 13):
         path.write_bytes(content[:size])
@@ -445,7 +445,7 @@ def test_a_compressed_checkpoint_is_refused(tmp_path):
         read_checkpoint(path)
 
 
-def test_zip_entries_that_overlap_are_refused(tmp_path):
+def test_a_checkpoint_with_overlapping_zip_entries_is_refused(tmp_path):
     path = tmp_path / "a.ckpt"
     write_pickle(pickle.dumps({}, 2), path, [bytes(5000), bytes(5000)])
     content = path.read_bytes()

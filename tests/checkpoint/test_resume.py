@@ -128,7 +128,7 @@ def test_resume_accepts_last_auto_and_a_path(tmp_path):
         assert tree(root) == tree(tmp_path / "whole")
 
 
-def test_resuming_a_moved_checkpoint_starts_a_new_version_with_the_old_rows(tmp_path):
+def test_resuming_a_moved_checkpoint_starts_a_new_version_with_the_old_csv_rows(tmp_path):
     """metrics.csv is moved together with the checkpoint."""
     whole = fit(tmp_path / "whole", val=val_loader, max_epochs=3)
     fit(tmp_path / "a", val=val_loader, max_epochs=2)
@@ -139,7 +139,7 @@ def test_resuming_a_moved_checkpoint_starts_a_new_version_with_the_old_rows(tmp_
     assert logs_of(tmp_path / "b") == logs_of(tmp_path / "whole")
 
 
-def test_resume_best_drops_the_rows_after_the_best_epoch(tmp_path):
+def test_resume_best_drops_the_csv_rows_after_the_best_epoch(tmp_path):
     """ "best" continues after the best epoch, and the rows of later ones are cut."""
 
     class Worse(Classifier):

@@ -70,7 +70,7 @@ def test_metrics_csv_and_steps_csv_contain_the_logged_values(tmp_path):
     assert (hparams["hparams"], hparams["config"]["max_epochs"]) == ({"lr": 0.5}, 2)
 
 
-def test_the_row_of_an_epoch_without_validation_repeats_no_earlier_value(tmp_path):
+def test_the_csv_row_of_an_epoch_without_validation_repeats_no_earlier_value(tmp_path):
     _, _, history = fit(tmp_path, Known, four, four, max_epochs=4, check_val_every_n_epoch=2)
     assert history["val_loss"].isna().tolist() == [True, False, True, False]
     fit(tmp_path / "inside", Known, four, four, max_epochs=2, val_check_interval=0.5, log_every_n_steps=0)
@@ -134,7 +134,7 @@ LOGGERS = {
 
 
 @pytest.mark.parametrize("loggers", LOGGERS)
-def test_a_resumed_run_writes_the_same_rows_as_an_uninterrupted_run(tmp_path, loggers):
+def test_a_resumed_run_writes_the_same_csv_rows_as_an_uninterrupted_run(tmp_path, loggers):
     whole = fit(tmp_path / "whole", Odd, two, max_epochs=4, **LOGGERS[loggers]())
     for epochs in (1, 2, 4):
         resume = None if epochs == 1 else "last"
@@ -149,7 +149,7 @@ def test_a_resumed_run_writes_the_same_rows_as_an_uninterrupted_run(tmp_path, lo
 
 
 @pytest.mark.parametrize("place", ["new version", "version of another run", "moved run"])
-def test_a_run_resumed_in_another_folder_copies_the_rows_of_the_saved_run(tmp_path, place):
+def test_a_run_resumed_in_another_folder_copies_the_csv_rows_of_the_saved_run(tmp_path, place):
     fit(tmp_path / "whole", Odd, two, max_epochs=3)
     root, version = tmp_path / "a", {"new version": 7, "version of another run": 1}.get(place)
     fit(root, Odd, two, max_epochs=2)

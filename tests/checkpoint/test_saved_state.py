@@ -137,7 +137,7 @@ def test_an_error_at_the_first_save_names_a_value_that_cannot_be_pickled(tmp_pat
         fit(tmp_path, make, max_epochs=3, callbacks=callbacks)
 
 
-def test_a_later_save_that_fails_does_not_end_training(tmp_path):
+def test_training_continues_if_a_checkpoint_after_the_first_cannot_be_saved(tmp_path):
     warned = pytest.warns(UserWarning, match="could not be saved: .*cannot pickle")
     with warned, pytest.raises(CheckpointError, match="Training ended"):
         fit(tmp_path, max_epochs=3, callbacks=[Keeps(since=1)])

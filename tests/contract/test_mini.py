@@ -172,7 +172,7 @@ def test_mini_loop_gives_the_same_weights_and_metrics_as_trainer(case):
         assert module.order == expected.order
 
 
-def test_mini_loop_writes_the_same_rows_as_fabric_loop():
+def test_mini_loop_writes_the_same_csv_rows_as_fabric_loop():
     for module in (Classifier, Hooked, Plain):
         rows = [fit(kind, kind, 2, make_module=module)[2] for kind in LOOPS]
         pd.testing.assert_frame_equal(*rows, check_exact=True)
@@ -612,7 +612,7 @@ def train_until(rank, step):
     torch.save(module.state_dict(), "end.pt")
 
 
-def test_a_killed_and_resumed_run_ends_with_the_same_weights_and_rows():
+def test_a_killed_and_resumed_run_ends_with_the_same_weights_and_csv_rows():
     _, expected, rows = fit("MiniLoop", "whole", 4)
     for step, code in ((5, -signal.SIGKILL), (17, -signal.SIGKILL), (25, -signal.SIGKILL), (None, 0)):
         codes, errors = run_processes(train_until, step, ranks=1, is_launched=False)
@@ -708,7 +708,7 @@ def train_on_uneven_streams(rank):
 
 @pytest.mark.usefixtures("quick_spawn")
 @pytest.mark.filterwarnings("ignore:train_dataloaders. the processes")
-def test_an_epoch_of_two_processes_ends_when_the_shorter_stream_ends():
+def test_an_epoch_of_two_processes_ends_when_the_shorter_loader_ends():
     """Otherwise, the other process would wait forever."""
     codes, errors = run_processes(train_on_uneven_streams, ranks=2, timeout=90)
     assert codes == [0, 0], errors
@@ -1095,7 +1095,7 @@ ERRORS = {
 
 
 @pytest.mark.parametrize("case", ERRORS)
-def test_each_error_names_the_argument_and_the_fix(case):
+def test_each_error_of_mini_loop_names_the_argument_and_the_fix(case):
     call, message = ERRORS[case]
     with pytest.raises((TypeError, ValueError, FileNotFoundError)) as error:
         call()

@@ -138,7 +138,7 @@ def test_every_python_block_of_the_documentation_runs(page, tmp_path):
 
 
 @pytest.mark.parametrize("page", PAGES)
-def test_each_page_starts_with_a_code_block_and_renders_as_written(page):
+def test_each_documentation_page_starts_with_a_code_block_and_renders_as_written(page):
     """On the site, longer lines of a block are cut off, <name> is a tag, and four spaces nest a list."""
     opened = re.findall(r"^```(.*)$", PAGES[page], re.M)
     assert set(opened[::2]) <= {"python", "bash", "text", "diff"}
@@ -267,7 +267,7 @@ def test_the_new_loop_in_agents_md_takes_the_same_steps_as_the_old_one(tmp_path)
 
 
 @pytest.mark.parametrize("command", blocks(AGENTS, "bash")[0][1].splitlines())
-def test_the_quick_commands_in_agents_md_name_modules_and_files(command):
+def test_the_quick_commands_in_agents_md_name_existing_modules_and_files(command):
     python, option, module, *arguments = command.split()
     assert (python, option, find_spec(module) is None) == ("python", "-m", False)
     assert [path for path in arguments if "/" in path and not (REPOSITORY / path).exists()] == []
@@ -289,7 +289,7 @@ def test_workflows_use_existing_make_targets_and_files(path):
         assert (REPOSITORY / name).exists(), name
 
 
-def test_a_weekly_workflow_tests_the_newest_and_lowest_versions():
+def test_a_weekly_workflow_tests_the_newest_and_lowest_dependency_versions():
     (text,) = [text for path in WORKFLOWS if "schedule:" in (text := path.read_text(encoding="utf-8"))]
     job = yaml.safe_load(text)["jobs"]["suite"]
     assert {row["name"] for row in job["strategy"]["matrix"]["include"]} == {"newest", "lowest"}

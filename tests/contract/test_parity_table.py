@@ -89,7 +89,7 @@ def assert_same(ours, theirs):
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_each_case_gives_the_same_weights_and_metrics_as_with_trainer(name, tmp_path):
+def test_each_parity_case_gives_the_same_weights_and_metrics_as_with_trainer(name, tmp_path):
     """The weights, the metrics, the counters and the next random numbers are Trainer's."""
     theirs = run(pl.Trainer, tmp_path / "trainer", CASES[name])
     expected = torch.rand(3)

@@ -43,7 +43,7 @@ FILES = [path for path in PACKAGE.rglob("*.py") if path.name != "__init__.py"]
 
 
 @pytest.mark.parametrize("path", FILES, ids=lambda path: str(path.relative_to(PACKAGE)))
-def test_each_file_imports_only_from_lower_folders(path):
+def test_each_module_imports_only_from_lower_layers(path):
     areas = {area_of(target) for target in runtime_imports(path) if target.exists()}
     own = area_of(path)
     if own == "mini":
@@ -54,6 +54,6 @@ def test_each_file_imports_only_from_lower_folders(path):
     assert higher == [], f"{path}: imports from {higher}"
 
 
-def test_every_folder_has_a_place_in_the_import_order():
+def test_the_import_order_lists_every_folder_of_the_package():
     areas = {area_of(path) for path in FILES}
     assert areas - {"mini"} == set(ORDER)

@@ -75,7 +75,7 @@ def test_fit_moves_the_module_back_to_the_cpu_after_an_error():
     assert devices_of(module) == {"cpu"}
 
 
-def test_a_failed_save_does_not_hide_a_cuda_error(tmp_path):
+def test_a_failed_save_of_a_checkpoint_does_not_hide_a_cuda_error(tmp_path):
     """After the error, nothing can be read from the device, so a save fails."""
     code = f"""
 import torch
@@ -176,7 +176,7 @@ def test_profile_measures_a_run_on_the_gpu(precision):
     assert torch.equal(torch.cuda.get_rng_state(), drawn)
 
 
-def test_each_row_contains_the_peak_gpu_memory(tmp_path):
+def test_each_row_of_metrics_csv_contains_the_peak_gpu_memory(tmp_path):
     _, _, history = fit(tmp_path, train=make_loader, max_epochs=2, **ON)
     peak = torch.cuda.max_memory_allocated() / 2**30
     assert (history["gpu_memory"] >= 0).all()

@@ -163,7 +163,7 @@ CONTINUED = {Slices: {}, Nested: {}, cycle: {}, Queue: {"limit_train_batches": 5
 
 @pytest.mark.filterwarnings("ignore:resume. .* are read again")
 @pytest.mark.parametrize("make", CONTINUED)
-def test_a_stream_that_continues_across_epochs_resumes_only_in_epoch_0(tmp_path, make):
+def test_a_loader_that_continues_across_epochs_can_resume_only_in_its_first_epoch(tmp_path, make):
     options = {"train": make, "max_epochs": 3, "save_every_n_steps": 1, **CONTINUED[make]}
     whole = fit(tmp_path / "whole", callbacks=[Snapshots(tmp_path / "whole", tmp_path / "killed")], **options)
     root = tmp_path / "killed" / "2"
@@ -175,8 +175,8 @@ def test_a_stream_that_continues_across_epochs_resumes_only_in_epoch_0(tmp_path,
 
 
 @pytest.mark.parametrize("make", CONTINUED)
-def test_a_stream_that_continues_across_epochs_cannot_resume_a_mini_loop_run(tmp_path, make):
-    """MiniLoop does not save the position of a stream."""
+def test_fabric_loop_cannot_resume_a_mini_loop_run_whose_loader_continues_across_epochs(tmp_path, make):
+    """MiniLoop does not save the position of such a loader."""
     loop = MiniLoop(max_epochs=1, name="run", default_root_dir=tmp_path, accelerator="cpu")
     loop.fit(Classifier(), make() if make is not Queue else list(itertools.islice(Queue(), 5)))
     with pytest.raises(CheckpointError, match="contains an iterator that continues in each epoch"):
@@ -184,7 +184,7 @@ def test_a_stream_that_continues_across_epochs_cannot_resume_a_mini_loop_run(tmp
 
 
 @pytest.mark.filterwarnings("ignore:resume. .* are read again", "ignore:.set_vital. is deprecated")
-def test_a_loader_with_persistent_workers_resumes_only_in_epoch_0(tmp_path):
+def test_a_loader_with_persistent_workers_can_resume_only_in_its_first_epoch(tmp_path):
     def make():
         return StatefulDataLoader(make_data(24), 4, num_workers=2, persistent_workers=True)
 
@@ -196,12 +196,12 @@ def test_a_loader_with_persistent_workers_resumes_only_in_epoch_0(tmp_path):
 
 
 @pytest.mark.parametrize("make", CONTINUED)
-def test_a_stream_that_continues_across_epochs_warns_before_the_first_batch(tmp_path, make):
+def test_a_loader_that_continues_across_epochs_warns_before_the_first_batch(tmp_path, make):
     with pytest.warns(UserWarning, match="train_dataloaders: .* to resume this run after its first epoch"):
         fit(tmp_path, train=make, max_steps=1, max_epochs=1)
 
 
-def test_resume_warns_that_it_reads_a_stream_from_the_start_of_the_epoch(tmp_path):
+def test_resume_warns_that_it_reads_the_finished_batches_of_an_iterable_again(tmp_path):
     options = {"train": Own, "max_epochs": 2, "save_every_n_steps": 1}
     fit(tmp_path / "whole", callbacks=[Snapshots(tmp_path / "whole", tmp_path / "killed")], **options)
     with pytest.warns(UserWarning, match="resume: 3 batches of Own are read again"):
@@ -209,5 +209,5 @@ def test_resume_warns_that_it_reads_a_stream_from_the_start_of_the_epoch(tmp_pat
 
 
 @pytest.mark.parametrize("make", [Slices, Nested, cycle])
-def test_a_stream_that_continues_across_epochs_trains_as_with_trainer(make):
+def test_a_loader_that_continues_across_epochs_trains_as_with_trainer(make):
     assert_parity(Classifier, make, make, max_epochs=3)

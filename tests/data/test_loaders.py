@@ -187,7 +187,7 @@ class Sized(Stream):
 
 
 @pytest.mark.parametrize("call", STAGE_NAMES)
-def test_streams_give_the_same_batches_as_with_trainer(call):
+def test_iterable_datasets_give_the_same_batches_as_with_trainer(call):
     _, seen = assert_both_see(lambda loop, module: getattr(loop, call)(module, ones_of(Stream(5))))
     assert [len(place[1]) for place in seen] == [2, 2, 1]
     _, seen = assert_both_see(
@@ -203,7 +203,7 @@ def ones_of(stream):
 
 @pytest.mark.filterwarnings("ignore:You defined a `validation_step` but have no `val_dataloader`")
 @pytest.mark.parametrize("call", STAGE_NAMES)
-def test_a_fractional_limit_for_a_stream_is_refused(call):
+def test_a_fractional_limit_for_an_iterable_dataset_is_refused_as_with_trainer(call):
     limit = {f"limit_{STAGES[call]}_batches": 0.5}
     for make in (pl.Trainer, FabricLoop):
         with pytest.raises(Exception, match=r"When using an `IterableDataset`, .* must be `1.0` or an int"):

@@ -213,7 +213,7 @@ LOADERS |= TORCHDATA
 
 
 @pytest.mark.parametrize("name", keep(LOADERS, *KEPT))
-def test_a_killed_run_on_a_stream_resumes_exactly(tmp_path, name):
+def test_a_killed_run_on_an_iterable_dataset_with_state_resumes_exactly(tmp_path, name):
     """Kill in and after the first epoch, resume, kill a resumed run, and resume it."""
     options = {"max_epochs": 4, "save_every_n_steps": 1, "train": LOADERS[name]}
     snapshots = Snapshots(tmp_path / "whole", tmp_path)
@@ -239,14 +239,14 @@ def test_resuming_after_the_last_batch_of_an_epoch_draws_no_random_numbers(tmp_p
         assert_same_end(whole, run(tmp_path / path.stem, max_epochs=3, seed=9, resume=path))
 
 
-def test_a_loop_referenced_by_a_stream_is_not_saved():
+def test_a_loop_that_an_iterable_dataset_references_is_not_searched_for_state():
     stream = StreamOfIndices()
     stream.parts = [Source()]
     stream.parts[0].trainer = FabricLoop(accelerator="cpu")
     assert list(find_values(stream)) == ["stream", "stream.parts", "stream.parts.0"]
 
 
-def test_resume_warns_about_a_stream_whose_position_cannot_be_reset(tmp_path):
+def test_resume_warns_about_an_iterable_dataset_whose_position_cannot_be_reset(tmp_path):
     """Its position is in a persistent worker, or is not an attribute."""
     positions = {"start": 0, "position": 0}
 
@@ -307,7 +307,7 @@ def test_resume_warns_that_random_states_of_workers_are_not_saved(tmp_path, is_p
         assert is_named == (is_persistent or root.name == "within")
 
 
-def test_a_stream_without_batches_is_refused_in_a_resumed_run(tmp_path):
+def test_a_resumed_run_refuses_an_iterable_dataset_without_batches(tmp_path):
     """Otherwise, the resumed run would end without a training step."""
     positions = {"start": 0}
 

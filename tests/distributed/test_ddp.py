@@ -322,7 +322,7 @@ def uneven_stream():
 
 @pytest.mark.filterwarnings("ignore:train_dataloaders. the processes", "ignore:resume. .* are read again")
 @pytest.mark.parametrize("limit", [1.0, 4, 6])
-def test_an_epoch_of_two_processes_ends_when_the_shorter_stream_ends(tmp_path, limit):
+def test_an_epoch_of_two_processes_ends_when_the_shorter_loader_ends(tmp_path, limit):
     """Otherwise, the other process would wait forever. The run also resumes exactly."""
     options = {**FORK, "max_epochs": 3, "limit_train_batches": limit, "save_every_n_steps": 1}
     whole = fit(tmp_path / "whole", Synced, uneven_stream, val, **options)

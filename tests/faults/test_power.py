@@ -27,7 +27,7 @@ def complaints(recorded, tmp_path, *kinds):
             yield f"{one.kind}, {one.moment}: {problem}"
 
 
-def test_a_power_cut_loses_no_saved_checkpoint_or_row(recorded, tmp_path):
+def test_a_power_cut_loses_no_saved_checkpoint_or_csv_row(recorded, tmp_path):
     whole, states = recorded
     assert {one.kind for one in states} == set(power.KINDS)
     assert max(one.saved for one in states) == 6

@@ -73,7 +73,7 @@ def with_comment(lines):
 
 
 @pytest.mark.parametrize("change", [with_stray_quote, with_long_cell, with_comment])
-def test_resuming_keeps_the_rows_around_a_damaged_row(cut, whole, change):
+def test_resuming_keeps_the_csv_rows_around_a_damaged_row(cut, whole, change):
     for path in (cut / "logs").rglob("*.csv"):
         lines = path.read_text().split("\n")
         change(lines)
@@ -91,7 +91,7 @@ def test_resuming_keeps_the_rows_around_a_damaged_row(cut, whole, change):
             assert row | {"time": "", "waiting": ""} == other | {"time": "", "waiting": ""}
 
 
-def test_resuming_drops_the_rows_after_the_checkpoint_in_an_edited_file(cut, whole):
+def test_resuming_drops_the_rows_after_the_checkpoint_in_edited_csv_files(cut, whole):
     """The last row of the checkpoint is found by its content, not by its number."""
     folder = cut / "logs/run/version_0"
     for name in ("metrics.csv", "steps.csv"):
@@ -109,7 +109,7 @@ def test_resuming_drops_the_rows_after_the_checkpoint_in_an_edited_file(cut, who
     assert logs_of(cut)[0].split("\n")[1:] == logs_of(whole)[0].split("\n")[2:]
 
 
-def test_resuming_keeps_rows_whose_numbers_another_program_rounded(cut):
+def test_resuming_keeps_csv_rows_whose_numbers_another_program_rounded(cut):
     """A spreadsheet program may round numbers when it saves a file."""
     path = cut / "logs/run/version_0/steps.csv"
     header, *lines = path.read_text().splitlines()
@@ -127,7 +127,7 @@ def test_resuming_warns_about_a_missing_metrics_csv(cut):
     assert rows["epoch"].tolist() == [2, 3]
 
 
-def test_training_keeps_rows_that_another_program_adds(tmp_path, whole):
+def test_training_keeps_rows_that_another_program_adds_to_the_csv_files(tmp_path, whole):
     class Edits:
         def on_train_epoch_start(self, trainer, module):
             if trainer.current_epoch == 2:

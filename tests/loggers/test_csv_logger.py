@@ -36,7 +36,7 @@ def metrics_csv(tmp_path):
     return tmp_path / "logs/digits/version_0/metrics.csv"
 
 
-def test_each_logged_row_is_written_immediately(tmp_path, logger):
+def test_the_csv_logger_writes_each_row_immediately(tmp_path, logger):
     logger.log_epoch({"epoch": 0, "step": 10, "val_loss": 0.5})
     assert files(tmp_path) == {"logs/digits/version_0/metrics.csv": b"epoch,step,val_loss\n0,10,0.5\n"}
     logger.log_epoch({"epoch": 1, "step": 20, "val_loss": 0.25})
@@ -52,7 +52,7 @@ def test_log_metrics_writes_step_values_to_steps_csv(tmp_path, logger):
     assert files(tmp_path) == {"logs/digits/version_0/steps.csv": expected}
 
 
-def test_a_row_can_contain_each_type_of_value(logger, metrics_csv):
+def test_a_row_of_metrics_csv_can_contain_each_type_of_value(logger, metrics_csv):
     row = {"f": 0.1, "i": 3, "b": True, "none": None, "nan": math.nan, "inf": -math.inf, "text": 'ünï, "x"'}
     logger.log_epoch(row)
     assert metrics_csv.read_text("utf-8") == 'f,i,b,none,nan,inf,text\n0.1,3,True,,nan,-inf,"ünï, ""x"""\n'
@@ -74,7 +74,7 @@ def test_the_csv_file_is_rewritten_only_for_a_new_column(logger, metrics_csv):
     assert files(metrics_csv.parent) == {"metrics.csv": expected}
 
 
-def test_a_logger_appends_to_an_existing_version(tmp_path, logger, metrics_csv):
+def test_the_csv_logger_appends_to_an_existing_version(tmp_path, logger, metrics_csv):
     logger.log_epoch(epoch(0, loss=1.0))
     logger.finalize("success")
     logger.log_epoch(epoch(1, loss=0.5))
@@ -93,7 +93,7 @@ def test_a_logger_appends_to_an_existing_version(tmp_path, logger, metrics_csv):
 
 
 @pytest.mark.parametrize("tail", [b"2,3", b"2,30,0.1", b"2,30\n", b"\0\0\0\0\0", b"2,30,\xc3"])
-def test_a_logger_drops_an_incomplete_last_line(tmp_path, logger, metrics_csv, tail):
+def test_the_csv_logger_drops_an_incomplete_last_line(tmp_path, logger, metrics_csv, tail):
     logger.log_epoch(epoch(0, loss=1.0))
     complete = metrics_csv.read_bytes()
     metrics_csv.write_bytes(complete + tail)
@@ -102,7 +102,7 @@ def test_a_logger_drops_an_incomplete_last_line(tmp_path, logger, metrics_csv, t
     assert metrics_csv.read_bytes() == complete + b"1,20,0.5\n"
 
 
-def test_a_logger_writes_rows_later_if_the_disk_was_full(tmp_path, logger, metrics_csv, monkeypatch):
+def test_the_csv_logger_writes_rows_later_if_the_disk_was_full(tmp_path, logger, metrics_csv, monkeypatch):
     logger.log_epoch(epoch(0))
 
     def refuse(path, text):
@@ -135,7 +135,7 @@ def log_everything(logger, epochs, saved, rows=()):
 @pytest.mark.parametrize("saved_after", [0, 1, 2, 3])
 @pytest.mark.parametrize("same_logger", [True, False])
 @pytest.mark.parametrize("tail", [b"", b"2,30,0.1"])
-def test_a_log_after_rewind_ends_with_the_same_bytes_as_an_uninterrupted_log(tmp_path, saved_after, same_logger, tail):
+def test_csv_files_that_continue_after_rewind_equal_uninterrupted_csv_files(tmp_path, saved_after, same_logger, tail):
     complete, broken, saved = CSVLogger(tmp_path / "complete"), CSVLogger(tmp_path / "broken"), []
     log_everything(complete, range(5), [])
     log_everything(broken, range(4), saved)
@@ -211,7 +211,7 @@ def test_read_table_reads_a_column_name_with_a_quote(tmp_path):
     assert (found.columns, len(found.rows), found.damaged) == (["epoch", "step", "loss", "note"], 3, [1])
 
 
-def test_a_file_that_another_program_changed_is_copied_before_it_is_rewritten(logger, metrics_csv):
+def test_a_csv_file_that_another_program_changed_is_copied_before_it_is_rewritten(logger, metrics_csv):
     logger.log_epoch(epoch(0, loss=1.0))
     content = metrics_csv.read_bytes() + b'"1,20,0.5\n'
     metrics_csv.write_bytes(content)
@@ -224,7 +224,7 @@ def test_a_file_that_another_program_changed_is_copied_before_it_is_rewritten(lo
     assert metrics_csv.read_bytes() == b"epoch,step,loss,acc\n0,10,1.0,\n1,20,0.5,\n2,30,0.25,\n3,40,,0.5\n"
 
 
-def test_a_logger_keeps_rows_while_the_file_cannot_be_written(tmp_path, metrics_csv):
+def test_the_csv_logger_keeps_rows_while_metrics_csv_cannot_be_written(tmp_path, metrics_csv):
     """The rows are written when the path can be used again."""
     logger = CSVLogger(tmp_path / "logs", name="digits", version=0)
     metrics_csv.mkdir(parents=True)
@@ -239,7 +239,7 @@ def test_a_logger_keeps_rows_while_the_file_cannot_be_written(tmp_path, metrics_
     assert metrics_csv.read_bytes() == b"epoch,step\n0,10\n1,20\n2,30\n"
 
 
-def test_a_new_logger_takes_the_next_free_version(tmp_path):
+def test_a_new_csv_logger_takes_the_next_free_version(tmp_path):
     (tmp_path / "run/version_7").mkdir(parents=True)
     (tmp_path / "run/version_8").write_text("a file in the way")
     logger = CSVLogger(tmp_path)

@@ -137,7 +137,7 @@ def test_load_from_checkpoint_ignores_hparams_of_the_loop(kind):
     assert WithHyperparameters.load_from_checkpoint(path).hparams["hidden"] == 8
 
 
-def test_other_loggers_get_the_hparams():
+def test_a_logger_of_the_user_gets_the_hparams():
     class Logger:
         def log_metrics(self, metrics, step=None):
             pass

@@ -101,7 +101,7 @@ def test_validations_within_an_epoch_write_rows_to_steps_csv(tmp_path, make):
     assert torch.isfinite(torch.tensor(history["train_loss"].tolist())).all()
 
 
-def test_values_of_several_loaders_have_the_same_names_as_with_trainer(tmp_path):
+def test_metrics_of_several_loaders_have_the_same_names_as_with_trainer(tmp_path):
     """The values of each loader have Trainer's names."""
 
     class Two(Half):

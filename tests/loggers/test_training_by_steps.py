@@ -55,7 +55,7 @@ def read(root, name):
 
 @pytest.mark.parametrize("make", [Plain, Silent, Means])
 @pytest.mark.parametrize("train", [make_loader, endless], ids=["epochs", "endless"])
-def test_each_validation_and_the_last_step_write_a_row(tmp_path, make, train):
+def test_each_validation_and_the_last_step_write_a_row_to_metrics_csv(tmp_path, make, train):
     options = {"max_steps": 25, "validate_every_n_steps": 10, "log_every_n_steps": 5, "log_grad_norm": True}
     _, module, history = fit(tmp_path, make, train, val_loader, gradient_clip_val=0.1, **options)
     rows, steps = read(tmp_path, "metrics.csv"), read(tmp_path, "steps.csv")
@@ -76,7 +76,7 @@ def test_each_validation_and_the_last_step_write_a_row(tmp_path, make, train):
         assert steps["of_step"].tolist() == [5, 10, 15, 20, 25]
 
 
-def test_a_run_limited_only_by_max_steps_writes_a_row_per_epoch(tmp_path):
+def test_a_run_limited_only_by_max_steps_writes_a_csv_row_per_epoch(tmp_path):
     """A run with max_steps validates after each epoch by default. Without a validation the epoch has a row."""
     for name, val in (("validated", val_loader), ("not", None)):
         _, _, history = fit(tmp_path / name, Plain, val=val, max_steps=25)
@@ -96,7 +96,7 @@ KINDS = {
 
 @pytest.mark.filterwarnings("ignore:resume. .* are read again")
 @pytest.mark.parametrize("kind", KINDS)
-def test_a_killed_and_resumed_run_writes_the_same_rows(tmp_path, kind):
+def test_a_killed_and_resumed_run_writes_the_same_csv_rows(tmp_path, kind):
     """The first run is killed or stopped by max_steps. The rows equal those of an uninterrupted run."""
     options = {"make_module": lambda: Classifier(on_step=True), "val": val_loader, **KINDS[kind]}
     options |= {"log_every_n_steps": 2, "save_every_n_steps": 1}
@@ -113,15 +113,15 @@ def test_a_killed_and_resumed_run_writes_the_same_rows(tmp_path, kind):
         pd.testing.assert_frame_equal(*(table.drop(columns=TIMES, errors="ignore") for table in (rows, history)))
 
 
-def test_resuming_a_finished_run_keeps_its_last_row(tmp_path):
+def test_resuming_a_finished_run_keeps_its_last_csv_row(tmp_path):
     options = {"val": val_loader, "max_steps": 13, "validate_every_n_steps": 5}
     for resume in (None, "last"):
         fit(tmp_path, Plain, resume=resume, **options)
         assert read(tmp_path, "metrics.csv")["step"].tolist() == [5, 10, 13]
 
 
-def test_resuming_after_a_validation_does_not_repeat_the_row_of_the_validation(tmp_path):
-    """The row of the validation is written once: by the run that saved, and by the one that resumes."""
+def test_resuming_after_a_validation_does_not_repeat_its_csv_row(tmp_path):
+    """Both the saved run and the resumed run write the row of the validation once."""
 
     class SavingCallback(Callback):
         def on_validation_end(self, trainer, module):

@@ -62,11 +62,11 @@ def train(train_data, val_data=None, step_seconds=0.0, resume=None, make=FabricL
 @pytest.mark.parametrize("make", [FabricLoop, MiniLoop])
 @pytest.mark.parametrize("options", [{}, {"validate_every_n_steps": 2}, {"max_steps": 8}], ids=str)
 @pytest.mark.parametrize("data", [Slow(0.02), SlowStream()], ids=["map_style", "stream"])
-def test_each_row_contains_the_share_of_time_spent_waiting_for_data(data, options, make):
+def test_each_row_of_metrics_csv_contains_the_share_of_time_spent_waiting_for_data(data, options, make):
     _, history = train(data, Slow(0.02), step_seconds=0.01, make=make, **options)
     written = pd.read_csv("logs/run/version_0/metrics.csv")
     assert len(written) == len(history)
-    # Eight samples take 0.16 s, and four steps take 0.04 s. A stream is read one batch ahead.
+    # Eight samples take 0.16 s, and four steps take 0.04 s. A loader without a length is read one batch ahead.
     assert written["waiting"].tolist() == [pytest.approx(0.8, abs=0.05)] * len(written)
 
 

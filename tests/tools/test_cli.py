@@ -373,7 +373,7 @@ def test_fit_resumes_a_run_or_loads_its_weights(capsys):
          "EarlyStopping': "),
     ],
 )  # fmt: skip
-def test_a_mistake_prints_one_line_and_writes_nothing(capsys, argv, expected):
+def test_a_wrong_command_line_prints_one_line_and_writes_nothing(capsys, argv, expected):
     assert expected in refused(capsys, *argv)
     assert not {"logs", "checkpoints"} & {path.name for path in Path().iterdir()}
 
@@ -408,7 +408,7 @@ def test_predict_writes_a_csv_table_or_a_list_of_batches(capsys):
     assert refused(capsys, *argv, "x.json") == "--out: got x.json, expected a file name that ends in .csv or .pt."
 
 
-def test_verify_names_damaged_checkpoints(capsys):
+def test_the_verify_command_names_damaged_checkpoints(capsys):
     run(capsys, *FIT, *QUIET, "--max_epochs", 1, "--monitor", "val_loss")
     folder = Path("checkpoints/run/version_0")
     best = f"intact      {folder}/best.ckpt\n"

@@ -267,7 +267,7 @@ MISTAKES = [
 
 @pytest.mark.filterwarnings("ignore:Detected call of `lr_scheduler.step", "ignore:A `OneCycleLR` scheduler is using")
 @pytest.mark.parametrize(("first", "second", "options", "step", "quantity", "reason", "fix"), MISTAKES)
-def test_compare_explains_each_mistake(tmp_path, first, second, options, step, quantity, reason, fix):
+def test_compare_explains_each_porting_mistake(tmp_path, first, second, options, step, quantity, reason, fix):
     script = second()
     training = script.by_hand if options is None else lambda: script.with_fit(tmp_path, **options)
     result = compare(first().by_hand, training)

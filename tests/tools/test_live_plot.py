@@ -65,7 +65,7 @@ def test_redrawing_the_plot_takes_at_most_5_percent_of_the_training_time(noteboo
     assert all(picture.startswith(b"\x89PNG") for _, picture in notebook.shown)
 
 
-def test_every_epoch_is_drawn_even_if_the_first_plot_is_slow(notebook, monkeypatch):
+def test_live_plot_draws_every_epoch_even_if_the_first_plot_is_slow(notebook, monkeypatch):
     """Only the first picture needs the time to import matplotlib."""
     render = plots.render_picture
 
@@ -83,7 +83,7 @@ def test_every_epoch_is_drawn_even_if_the_first_plot_is_slow(notebook, monkeypat
     assert len(notebook.shown) == 6
 
 
-def test_a_plot_without_new_rows_is_not_drawn_again(notebook):
+def test_live_plot_does_not_draw_again_without_new_csv_rows(notebook):
     class SlowBatches(Callback):
         def on_train_batch_end(self, *args):
             notebook.clock.sleep(5.0)
@@ -92,7 +92,7 @@ def test_a_plot_without_new_rows_is_not_drawn_again(notebook):
     assert len(notebook.shown) == 3
 
 
-def test_an_error_while_drawing_does_not_stop_the_run(notebook, monkeypatch):
+def test_an_error_in_live_plot_does_not_stop_the_run(notebook, monkeypatch):
     fit(LivePlot(), epochs=1, logger=False)
     monkeypatch.setattr(plots, "render_picture", lambda *args, **options: 1 / 0)
     with pytest.warns(UserWarning, match="LivePlot: the run cannot be drawn. division by zero"):

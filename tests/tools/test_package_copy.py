@@ -66,7 +66,7 @@ def release(tmp_path, monkeypatch):
 # ---- copy
 
 
-def test_copy_writes_mini_py_with_its_licence(release, capsys):
+def test_the_copy_command_writes_mini_py_with_its_licence(release, capsys):
     assert copy_command("src/train_loop.py", mini=True) == 0
     assert "from train_loop import MiniLoop\n" in capsys.readouterr().out
     copied = tree("src")
@@ -93,7 +93,7 @@ def test_copy_writes_mini_py_with_its_licence(release, capsys):
         ("../upstream/inside", {}, "a path outside of the package."),
     ],
 )
-def test_copy_refuses_names_that_cannot_be_imported(release, path, options, expected):
+def test_the_copy_command_refuses_names_that_cannot_be_imported(release, path, options, expected):
     write(".", {"mine/notes.py": "mine\n", "mine.py": "mine\n", "other.py": "", "package/__init__.py": ""})
     before = tree(".")
     with pytest.raises(ValueError, match=rf"got {re.escape(path)},.* expected {re.escape(expected)}$"):
@@ -119,7 +119,7 @@ CASES = {  # (your file, upstream's new file, the outcome, the exit code, the fi
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_update_merges_each_kind_of_change(release, capsys, case):
+def test_the_update_command_merges_edited_added_and_deleted_files(release, capsys, case):
     yours, theirs, outcome, code, expected = CASES[case]
     copy_command("mine")
     write("mine", {"loop.py": yours, "extra.py": "extra\n"})
@@ -146,7 +146,7 @@ def test_update_merges_each_kind_of_change(release, capsys, case):
     assert tree("mine") == after
 
 
-def test_update_refuses_to_overwrite_files_that_git_cannot_restore(release, capsys):
+def test_the_update_command_refuses_to_overwrite_files_that_git_cannot_restore(release, capsys):
     def assert_refused(found):
         before = tree("mine")
         with pytest.raises(ValueError, match=re.escape(f"update: got files that git cannot restore ({found}")):
@@ -164,7 +164,7 @@ def test_update_refuses_to_overwrite_files_that_git_cannot_restore(release, caps
         update_command("mine")
 
 
-def test_update_and_diff_refuse_unusable_copies_with_a_one_line_error(release, monkeypatch):
+def test_the_update_and_diff_commands_refuse_unusable_copies_with_a_one_line_error(release, monkeypatch):
     def assert_refused(command, message):
         before = tree("mine")
         with pytest.raises(ValueError, match=f"^{message}$"):
@@ -187,7 +187,7 @@ def test_update_and_diff_refuse_unusable_copies_with_a_one_line_error(release, m
 # ---- diff, and the command line
 
 
-def test_diff_separates_your_changes_from_upstream_changes(release, capsys):
+def test_the_diff_command_separates_your_changes_from_upstream_changes(release, capsys):
     copy_command("mine")
     write("mine", {"loop.py": EDITED, "extra.py": "extra", "mini.py": None})
     release({"loop.py": RELEASED, "new.py": "new\n"})

@@ -107,7 +107,7 @@ def test_eighteen_runs_differ_in_color_or_dash_pattern():
     assert len({(line.get_color(), line.get_linestyle()) for line in runs}) == 18
 
 
-def test_runs_in_a_list_or_dict_are_labeled():
+def test_plot_logs_labels_runs_in_a_list_or_dict():
     write_run("digits", 0, [1.0])
     path = Path("logs/digits/version_0")
     for logs, labels in (
@@ -142,7 +142,7 @@ def test_a_plot_over_steps_draws_the_values_of_steps_csv():
     assert lines(loss, "validation") == [[[10, 0.5]]]
 
 
-def test_a_step_based_run_is_drawn_over_steps():
+def test_plot_logs_draws_a_step_based_run_over_steps():
     """Batch losses are pale, their average is a line, and validations are connected points."""
     logger = CSVLogger("logs", name="steps", version=0)
     for step in range(1, 101):
@@ -205,7 +205,7 @@ def test_the_moving_average_follows_a_steep_start():
     assert ratios.max() < 1.25
 
 
-def test_plot_logs_omits_a_run_without_rows():
+def test_plot_logs_omits_a_run_without_csv_rows():
     logger = write_run("digits", 0, [2.0, 1.0])
     logger.log_metrics({"train_loss": 3.0}, 5)
     CSVLogger("logs", name="digits", version=1).log_hyperparams({"config": {"seed": 1}})
@@ -276,7 +276,7 @@ def test_a_panel_with_negative_values_has_no_log_scale():
     assert [ax.get_yscale() for ax in axes] == ["linear", "log"]
 
 
-def test_two_validation_columns_in_one_panel_differ_in_color():
+def test_plot_logs_draws_two_validation_columns_in_one_panel_in_different_colors():
     columns = {"train_loss": [3, 2], "val_loss/dataloader_idx_0": [3, 2], "val_loss/dataloader_idx_1": [4, 3]}
     ax = plot_logs(pd.DataFrame({"epoch": [0, 1], **columns}))
     drawn = {label: color for label, color, _ in lines(ax) if label != "best"}

@@ -83,7 +83,7 @@ def profile_net(loader=None, step=loss_of, optimizer=torch.optim.SGD, steps=6, *
     ("backward", {"step": lambda net, batch: SlowBackward.apply(loss_of(net, batch))}),
     ("optimizer", {"optimizer": SlowOptimizer}),
 ], ids=lambda value: value if isinstance(value, str) else "")  # fmt: skip
-def test_profile_measures_the_time_of_each_part(part, slow, fake_clock):
+def test_profile_measures_the_time_of_each_part_of_a_step(part, slow, fake_clock):
     found = profile_net(**slow)
     assert (found.parts, found.milliseconds) == ({part: 5.0}, 5.0)
 

@@ -137,7 +137,7 @@ def test_the_runs_page_omits_values_that_are_not_finite():
 
 
 @pytest.mark.parametrize("rows", [None, 0])
-def test_the_runs_page_has_no_panels_for_runs_without_rows(rows):
+def test_the_runs_page_has_no_panels_for_runs_without_csv_rows(rows):
     Path("logs").mkdir()
     if rows is not None:
         write_run(rows=rows)
@@ -168,7 +168,7 @@ def test_the_html_option_needs_a_file_name_and_no_subcommand(capsys, arguments):
 
 @pytest.mark.parametrize("most", [20, 21, 333])
 @pytest.mark.parametrize("count", [21, 1000, 9999])
-def test_thin_keeps_the_first_last_smallest_and_largest_value(count, most):
+def test_a_thinned_curve_keeps_its_first_last_smallest_and_largest_value(count, most):
     values = np.random.default_rng(count).normal(size=count).cumsum()
     places = thin(values, most)
     assert len(places) <= most
