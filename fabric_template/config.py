@@ -326,7 +326,8 @@ def to_plain(value: Any, is_strict: bool = False) -> Any:
         named = {key if isinstance(key, int) else str(key): item for key, item in items}
         return {key: to_plain(item, is_strict) for key, item in named.items()}
     if isinstance(value, set | frozenset):
-        # Sort sets and remove addresses from reprs, because both differ between processes.
+        # Sort sets and remove addresses from reprs, because the order and the addresses differ
+        # between processes.
         value = sorted(value, key=str)
     if isinstance(value, list | tuple):
         return [to_plain(item, is_strict) for item in value]

@@ -570,7 +570,7 @@ class MiniLoop:
             set_rng_state(self._epoch_start["first_batch"])
             for _ in range(self.batches_done):
                 next(self._batches)
-            # Restore the loaders' own lists and tensors, because the model may share them.
+            # Put back the original lists and tensors of the loaders, which the model may share.
             for attributes, values in kept:
                 for name, value in values.items():
                     attributes[name] = value
@@ -870,7 +870,8 @@ class MiniLoop:
             name = key if str(key).startswith(prefix) else f"{prefix}{key}"
             is_number = isinstance(value, Tensor) and value.numel() == 1
             is_number = is_number or (isinstance(value, Real) and not isinstance(value, bool))
-            # Of a LightningModule's output, log only the loss. The module logs the rest itself.
+            # If a LightningModule's step returns a dict, log only the loss. The module logs other
+            # values itself.
             is_read = name == f"{prefix}loss" or not self._is_lightning_module
             if is_number and is_read and (self._hook, name) not in self._sums[0]:
                 weight = self._logged_batch_size or self._batch_size or 1

@@ -244,8 +244,8 @@ def list_candidates(plan: Plan, keyword: str) -> list[Version]:
         return list_versions(plan, run_folder(plan), "*.ckpt")
     has_own_folder = all(getattr(saver, "dirpath", None) for saver in savers)
     if not has_own_folder and loop.loggers and loop.loggers[0].save_dir is not None:
-        # ModelCheckpoint saves to the log folder. A killed run may have no last.ckpt, so
-        # resume="auto" accepts any checkpoint.
+        # Without a dirpath, ModelCheckpoint saves to the log folder. A killed run may have no
+        # last.ckpt, so resume="auto" accepts any checkpoint.
         folder = Path(loop.loggers[0].save_dir, str(loop.loggers[0].name))
         name = "*.ckpt" if keyword == "auto" else "last*.ckpt"
         found = list_versions(plan, folder, f"checkpoints/{name}")
@@ -331,7 +331,7 @@ def version_of_checkpoint(plan: Plan, path: str) -> int | str | None:
     """Return the version whose folder contains the checkpoint at ``path``, or None."""
     file = Path(path).resolve()
     for kind in ("checkpoints", "logs"):
-        # Lightning's ModelCheckpoint saves to the log folder.
+        # Lightning's ModelCheckpoint saves checkpoints to the log folder by default.
         folders = run_folder(plan, kind).resolve()
         if folders in file.parents[1:]:
             folder = file.relative_to(folders).parts[0]

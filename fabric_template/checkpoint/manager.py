@@ -108,8 +108,8 @@ class CheckpointManager:
         if self.config.monitor in run.results.evaluated:
             self.save_best(run)
         self.save_in_epoch(run)
-        # A monitored validation metric must be logged by now. A training metric may be logged
-        # later.
+        # The first validation must log a monitored validation metric. A training metric may be
+        # logged later.
         if str(self.config.monitor).startswith("val"):
             self._check_monitor(run)
 

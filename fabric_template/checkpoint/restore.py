@@ -451,7 +451,8 @@ def check_replaced_parameters(run: Run) -> None:
 
 
 def load_optimizer_state(run: Run, optimizer: Any, state: dict[str, Any]) -> None:
-    # Compare only the optimizer's own options. A scheduler may have added "initial_lr".
+    # Compare only the options of the optimizer's class. A scheduler may have added "initial_lr" to
+    # the parameter groups.
     options = set(getattr(optimizer, "defaults", ()))
     known = [options & set(group) for group in optimizer.param_groups]
     saved = state.get("param_groups", ())

@@ -180,7 +180,7 @@ def convert_trainer_state(checkpoint: dict[str, Any]) -> dict[str, Any]:
     progress["total_batches"] = batch["total"]["processed"]
     loop_state = fit_loop["epoch_loop.state_dict"]
     progress["logging_step"] = loop_state.get("_batches_that_stepped", 0)
-    # A file saved in on_train_epoch_start still contains the previous epoch's batch counts.
+    # A checkpoint saved in on_train_epoch_start still contains the previous epoch's batch counts.
     if epoch["started"] == epoch["processed"]:
         return own
     # Like Trainer, start the next epoch. Skip the saved epoch's final validation and hooks.

@@ -77,7 +77,8 @@ def build_checkpoint(
     if not weights_only:
         run.hooks.call_callbacks("on_save_checkpoint", checkpoint)
     run.hooks.call_module("on_save_checkpoint", checkpoint)
-    # Return a new dict, because hooks may have kept a reference to ``checkpoint``.
+    # Return a new dict, because hooks may have kept a reference to ``checkpoint``, which must not
+    # get OWN_KEY.
     return checkpoint if weights_only else {**checkpoint, OWN_KEY: own_state(run)}
 
 

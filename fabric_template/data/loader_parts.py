@@ -49,7 +49,7 @@ _DRAWING_SAMPLERS: Any = (
 )
 # The attributes that DataLoader itself sets, which are not saved.
 _OF_LOADER = frozenset(vars(DataLoader([])))  # type: ignore[arg-type]
-# The loop sets a sampler's epoch, so a checkpoint does not need it.
+# The loop sets a sampler's epoch, so checkpoints do not contain this attribute.
 _OF_SAMPLER = ("epoch",)
 # DataLoader keeps its current iterator in this attribute, which is not saved.
 _ITERATOR_OF_PASS = ("_iterator",)

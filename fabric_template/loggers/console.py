@@ -33,7 +33,8 @@ LOG_FILE_BAR = "{desc}: {n_fmt}/{total_fmt} [{elapsed}<{remaining}, {rate_fmt}{p
 MIN_BAR_WIDTH = 10
 # Limit the table's lines, because each draw sends all of them to the notebook.
 MAX_NOTEBOOK_LINES = 20
-# The columns after the metrics. "waiting" is shown only if training often waits for batches.
+# The table's columns after the metrics. "waiting" is shown only if training often waits for
+# batches.
 CLOCKS = ("time", "waiting", "gpu_memory")
 NO_METRICS = ("epoch", "step", "samples_per_second", *CLOCKS)
 
@@ -49,7 +50,7 @@ class Console:
     def __init__(self, config: Any, is_enabled: bool) -> None:
         self.is_enabled = is_enabled
         self._monitor, self._mode = config.monitor or "", config.mode
-        # The best monitored value in the rows so far.
+        # The best value of the monitored metric in the printed rows.
         self._best = math.nan
         self._columns: list[str] = []
         # The table's columns that fit into the terminal.
@@ -400,7 +401,8 @@ def format_results(results: Sequence[Mapping[str, Any]], stage: str) -> str:
 
     loaders = {}
     for index, result in enumerate(results):
-        # Remove the loader's index from the name, because the column header already contains it.
+        # Remove the loader's index from the metric's name, because the column header already
+        # contains this index.
         values = {name.split("/dataloader_idx_")[0]: value for name, value in result.items()}
         loaders[f"DataLoader {index}"] = values
     table = pandas.DataFrame(loaders).sort_index()

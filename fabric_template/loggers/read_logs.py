@@ -188,7 +188,7 @@ def read_table(path: Path) -> CSVTable:
     rows, names, num_cells = [], columns, len(columns)
     for cells in records:
         if cells[0] == columns[0] and not has_number(cells):
-            # A file that was written in several parts may have a header in each part.
+            # A CSV file that was written in several parts may have a header in each part.
             names = name_columns(cells, has_rows=False)
         rows.append(dict(zip(names, cells, strict=False)))
         num_cells = len(cells)

@@ -57,7 +57,8 @@ class RowWriter:
         # The values of elapsed(), waited() and _excluded_seconds from the resumed checkpoint.
         self._seconds_before_resume: tuple[float, ...] = (0.0, 0.0, 0.0)
         self._started, self._waited_at_start = time.monotonic(), 0.0
-        # The time of validations and saves since the newest row, which samples_per_second excludes.
+        # The time of validations and saves since the newest row of metrics.csv, which
+        # samples_per_second excludes.
         self._excluded_seconds = 0.0
 
     def choose_interval(self) -> None:

@@ -493,7 +493,7 @@ def summarize(loop: FabricLoop, folder: str | None) -> dict[str, list[str]]:
     from .plots import save_picture
 
     summary = loop.ending()
-    # Show a command instead of the Python code that resumes the run.
+    # On the command line, show a command instead of the Python code that resumes the run.
     summary.pop("resume", None)
     if folder is None:
         return summary

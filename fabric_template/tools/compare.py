@@ -348,7 +348,8 @@ class Recorder:
 
     def describe_step(self, optimizer: Any) -> Record:
         named = [pair for module in self.modules.values() for pair in module.named_parameters()]
-        # Prefer the parameter names of the first called module, which usually contains the others.
+        # Prefer the parameter names of the first called module, which usually contains the other
+        # called modules.
         names = {id(parameter): name for name, parameter in reversed(named)}
         groups = [group for group in optimizer.param_groups for _ in group["params"]]
         entries = list(zip(self.parameters, self.weights, groups, strict=True))

@@ -90,7 +90,7 @@ def find_problem(target: Path) -> str:
     is_installed = spec is not None and spec.origin is not None
     if is_installed or name in (*sys.stdlib_module_names, __name__.partition(".")[0]):
         return f"which would hide the package {name}, expected another name"
-    # In one folder, a package my_loop/ would hide a module my_loop.py.
+    # In the same folder, a package my_loop/ would hide a module my_loop.py.
     other = target.with_suffix("" if target.suffix == ".py" else ".py")
     is_hidden = other.exists() and not target.exists()
     return f"next to {other.name}, expected another name" if is_hidden else ""

@@ -116,7 +116,7 @@ def is_set(run: Run, option: str) -> bool:
     if option == "mode":
         return bool(value not in ("auto", find_direction(str(options.get("monitor"))) or "min"))
     if option == "max_epochs" and value in (-1, 1000):
-        # MiniLoop records max_epochs=None as -1 or 1000.
+        # With max_epochs=None, MiniLoop writes -1 or 1000 to config.yaml.
         return False
     return option not in DEFAULTS or bool(value != DEFAULTS[option])
 
@@ -319,7 +319,6 @@ def find_recorded(about: dict[str, Any], options: dict[str, Any]) -> dict[str, A
                 known.append(options.get("learning_rate"))
             if entry not in known:
                 found[f"optimizer.{numbered}" if numbered in options else numbered] = entry
-    # Prefer the user's settings in hparams= to recorded entries of the same name.
     return {name: entry for name, entry in found.items() if name not in options}
 
 

@@ -112,7 +112,8 @@ def train_batches(run: Run) -> None:
                 "train_dataloader yielded None. If this was on purpose, ignore this warning..."
             )
         elif hooks.call("on_train_batch_start", batch, batch_idx) == -1:
-            # As in Trainer, -1 from on_train_batch_start ends the epoch without a validation.
+            # As in Trainer, if on_train_batch_start returns -1, the epoch ends without a
+            # validation.
             progress.end_batches()
             progress.enter(None)
             step_schedulers_after_batch(run)
