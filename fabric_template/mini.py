@@ -30,6 +30,7 @@ import glob
 import inspect
 import io
 import json
+import marshal
 import math
 import os
 import pickle
@@ -44,7 +45,7 @@ import warnings
 import zipfile
 import zlib
 from collections import Counter, OrderedDict, defaultdict, deque
-from collections.abc import Callable, Collection, Generator, Iterable, Iterator, Mapping
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, fields, is_dataclass
 from difflib import get_close_matches
@@ -55,7 +56,7 @@ from logging import Logger
 from multiprocessing.sharedctypes import SynchronizedBase
 from numbers import Real
 from pathlib import Path
-from types import FunctionType, MethodType, ModuleType, SimpleNamespace
+from types import FunctionType, MappingProxyType, MethodType, ModuleType, SimpleNamespace
 from typing import IO, Any
 
 import numpy as np
@@ -121,7 +122,9 @@ REMOVED = ("removed", None)  # The value that marks a deleted attribute in check
 CHECKPOINTS = ("last.ckpt", "best.ckpt", "epoch=*-step=*.ckpt")
 # Attributes of every nn.Module, which are not the user's own state.
 MODULE_ATTRIBUTES = vars(nn.Module()).keys()
-HOOKS_OF_MODULE = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks")
+HOOKS_OF_MODULE = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
+HOOKS_OF_PARAMETER = ("_backward_hooks", "_post_accumulate_grad_hooks")
+HOOKS_OF_OPTIMIZER = ("_optimizer_step_pre_hooks", "_optimizer_step_post_hooks")
 # Optimizer attributes that are not saved: state_dict() contains their values, or they only cause
 # warnings.
 OPTIMIZER_ATTRIBUTES = ("state", "param_groups", "defaults", "_opt_called", "_step_count")
@@ -344,6 +347,7 @@ class MiniLoop:
             # Restore the saved options again, because on_train_start may have changed them.
             self._restore_options(self._resumed_options)
             # Between this restore and the first batch, nothing may draw random numbers.
+            self._keep_start_values(self._resumed_state["parts"])
             self._load_state(self._resumed_state)
         while not self._is_done():
             self._train_epoch()
@@ -623,13 +627,15 @@ class MiniLoop:
 
     def _find_objects(self) -> None:
         """Search the model's attributes for objects again, because hooks may create objects."""
-        self._weights = {*map(address_of, self._unwrapped.state_dict().values())} - {None}
+        weights = self._unwrapped.state_dict(keep_vars=True)
+        self._weights = {address_of(weights[name]): name for name in reversed(weights)}
+        self._weights.pop(None, None)
         for place in self._object_places:
             del self._parts[place]
         known = {id(part) for part in (*self._parts.values(), *self._saved_elsewhere())}
         found: dict[str, Any] = {}
         for place, part in self._parts.items():
-            if place.startswith(("train ", "val ", "fit ")):
+            if place.startswith(("train ", "val ")):
                 continue
             # An object may raise any error when its attributes are read.
             with suppress(Exception):
@@ -651,6 +657,15 @@ class MiniLoop:
             values = namespace_of(part).items()
             return {n: random_state(value) for n, value in values if isinstance(value, GENERATORS)}
         return plain_state(part, self.fabric.device, saved, self._weights)
+
+    def _keep_start_values(self, states: dict[str, dict[str, Any]]) -> None:
+        """Keep large initial values of loaders, which a resume in the first epoch needs again."""
+        for place, state in states.items():
+            start = self._start_states.get(place, {})
+            for name in state.keys() & start.keys():
+                if place.startswith(("train ", "val ")) and isinstance(start[name], ChangeMark):
+                    value = namespace_of(self._parts[place])[name]
+                    start[name] = encode_large(value, self.fabric.device)
 
     def _load_state(self, state: dict[str, Any]) -> None:
         set_rng_state(state)
@@ -681,8 +696,10 @@ class MiniLoop:
             first, *others = holders.get(id(current), [END])
             return all(is_same(first, other) for other in others)
 
+        weights = self._unwrapped.state_dict(keep_vars=True)
         for place, state in states.items():
-            load_plain_state(self._parts.get(place), state, self.fabric.device, may_change_in_place)
+            part = self._parts.get(place)
+            load_plain_state(part, state, self.fabric.device, may_change_in_place, weights)
 
     def _train_batches(self) -> Iterator[Any]:
         """Yield the remaining batches of the epoch. Set ``_is_last`` before the last batch."""
@@ -1845,9 +1862,15 @@ def objects_in(owner: Any, known: set[int]) -> dict[str, Any]:
         is_list = isinstance(part, list | tuple | deque)
         items = dict(enumerate(part)) if is_list else {**namespace_of(part)}
         if isinstance(part, nn.Module):
-            hooks = [hook for kind in HOOKS_OF_MODULE for hook in items.get(kind, {}).values()]
+            hooks = hooks_of(part, HOOKS_OF_MODULE)
+            for parameter in part._parameters.values():
+                hooks += hooks_of(parameter, HOOKS_OF_PARAMETER)
             items = {name: items[name] for name in items if name not in MODULE_ATTRIBUTES}
-            items["hooks"] = [getattr(hook, "__self__", hook) for hook in hooks]
+            items["hooks"] = hooks
+        elif isinstance(part, torch.optim.Optimizer):
+            ignored = (*OPTIMIZER_ATTRIBUTES, *HOOKS_OF_OPTIMIZER)
+            items = {name: items[name] for name in items if name not in ignored}
+            items["hooks"] = hooks_of(part, HOOKS_OF_OPTIMIZER)
         for name in items:
             value, place = items[name], f"{path}.{name}".removeprefix(".")
             if id(value) in seen or type(value) in ATOMS:
@@ -1862,6 +1885,12 @@ def objects_in(owner: Any, known: set[int]) -> dict[str, Any]:
                 waiting.append((place, value))
                 seen.add(id(value))
     return found
+
+
+def hooks_of(owner: Any, kinds: Iterable[str]) -> list[Any]:
+    """Return the objects that are hooks, or whose methods are hooks."""
+    hooks = [hook for kind in kinds for hook in (getattr(owner, kind, None) or {}).values()]
+    return [getattr(hook, "__self__", hook) for hook in hooks]
 
 
 def create_item(parts: dict[str, Any], place: str) -> None:
@@ -2092,25 +2121,50 @@ def check_tied_weights(network: nn.Module, weights: dict[str, Any], path: Path |
 
 
 def load_optimizer(optimizer: Any, saved: dict[str, Any]) -> None:
-    """Load an optimizer's state.
+    """Load an optimizer's state exactly, into the dicts that other objects may share.
 
-    Afterwards, restore the saved dtypes, because load_state_dict() converts tensors to the dtypes
-    of the parameters.
+    torch creates new groups, and converts tensors, also in lists and dicts, to other dtypes.
     """
+    groups, state = (vars(optimizer).get(name) for name in ("param_groups", "state"))
+    is_usual = type(optimizer).load_state_dict is torch.optim.Optimizer.load_state_dict
     optimizer.load_state_dict(saved)
+    if is_usual and isinstance(groups, list):
+        for group, loaded in zip(groups, list(optimizer.param_groups), strict=True):
+            replace_content(group, dict(loaded))
+        optimizer.param_groups = groups
+    if is_usual and isinstance(state, dict):
+        loaded = dict(optimizer.state)
+        state.clear()
+        state.update(loaded)
+        optimizer.state = state
     parameters = [p for group in optimizer.param_groups for p in group["params"]]
     for index, values in saved["state"].items():
-        state = optimizer.state[parameters[index]]
+        if not isinstance(index, int) or not isinstance(values, dict):
+            continue
+        current = optimizer.state[parameters[index]]
         for name, value in values.items():
-            if isinstance(value, Tensor):
-                state[name] = value.to(state[name].device)
+            if is_usual or isinstance(value, Tensor):
+                current[name] = exact_value(current[name], value)
+
+
+def exact_value(loaded: Any, saved: Any) -> Any:
+    """Return a saved value, with its tensors on the devices of the loaded value."""
+    if isinstance(saved, Tensor):
+        return saved.to(loaded.device)
+    if type(saved) in (list, tuple):
+        return type(saved)(map(exact_value, loaded, saved))
+    if isinstance(saved, dict):
+        exact = copy.copy(saved)
+        exact.update((key, exact_value(loaded[key], saved[key])) for key in saved)
+        return exact
+    return saved
 
 
 # State that state_dict() does not contain
 
 
 def plain_state(
-    part: Any, device: torch.device, saved: list[Any] | None, weights: set[Any]
+    part: Any, device: torch.device, saved: list[Any] | None, weights: dict[Any, str]
 ) -> dict[str, Any]:
     """Return the encoded attributes of an object, keyed by name.
 
@@ -2118,7 +2172,7 @@ def plain_state(
 
     Args:
         saved: Objects whose state other checkpoint keys contain. None: save no object's state.
-        weights: The addresses of the tensors in the model's state_dict.
+        weights: The addresses and names of the tensors in the model's state_dict.
     """
     values, is_module = {**namespace_of(part)}, isinstance(part, nn.Module)
     if is_module:
@@ -2174,8 +2228,13 @@ class ChangeMark(tuple[Any, ...]):
 
 
 def change_mark(value: Any, most: int | None) -> ChangeMark | None:
-    """Return a checksum of a large tensor or array, or None for any other value."""
+    """Return a checksum of a large tensor, array or container, or None for any other value."""
     kind = type(value)
+    if most is not None and kind in (list, tuple, set, dict):
+        # Only items that are plain can be marshaled.
+        with suppress(ValueError):
+            content = marshal.dumps(value, 2)
+            return ChangeMark((zlib.crc32(content),)) if len(content) > most else None
     if most is None or kind not in (Tensor, np.ndarray) or math.prod(value.shape) <= most:
         return None
     if kind is Tensor:
@@ -2214,7 +2273,7 @@ def encode(
     value: Any,
     device: torch.device,
     most: int | None = None,
-    weights: Collection[Any] = (),
+    weights: Mapping[Any, str] = MappingProxyType({}),
     depth: int = 0,
 ) -> Any:
     """Convert a value to a tuple (kind, content, ...), in the same format as FabricLoop.
@@ -2223,13 +2282,13 @@ def encode(
 
     Args:
         most: The largest number of elements of a tensor or an array. None: any number.
-        weights: The addresses of tensors that are saved elsewhere.
+        weights: The addresses and names of tensors that are saved elsewhere.
     """
     kind, name = type(value), type(value).__name__
     if kind in ATOMS:
         return value
     if kind in (Tensor, nn.Parameter):
-        return encode_tensor(value, device, most, weights)
+        return encode_tensor(value, device, most, weights, depth)
     if isinstance(value, NUMPY):
         return encode_array(value, most)
     if kind is range:
@@ -2244,7 +2303,7 @@ def encode(
     if isinstance(value, tuple) and hasattr(kind, "_fields") and find_class(kind, *place) is kind:
         items = [encode(item, device, most, weights, depth + 1) for item in value]
         return "named tuple", items, *place
-    if CONTAINERS.get(name) is not kind or len(value) > 10_000 or depth == 10:
+    if CONTAINERS.get(name) is not kind or len(value) > (most or math.inf) or depth == 10:
         raise TypeError(name)
     items = list(chain.from_iterable(value.items()) if isinstance(value, dict) else value)
     if not ATOMS.issuperset(map(type, items)):
@@ -2255,9 +2314,14 @@ def encode(
 
 
 def encode_tensor(
-    tensor: Tensor, device: torch.device, most: int | None, weights: Collection[Any]
+    tensor: Tensor, device: torch.device, most: int | None, weights: Mapping[Any, str], depth: int
 ) -> Any:
-    if address_of(tensor) in weights or (most is not None and tensor.numel() > most):
+    name = weights.get(address_of(tensor))
+    if name is not None and depth > 0:
+        # A container such as a list of pairs (weight, average) contains the weight's name.
+        place = list(tensor.shape), list(tensor.stride()), tensor.storage_offset()
+        return "weight", name, type(tensor) is nn.Parameter, *place
+    if name is not None or (most is not None and tensor.numel() > most):
         raise TypeError("Tensor")
     has_gradient = tensor.requires_grad and tensor.is_leaf
     copied = tensor.detach().to("cpu", copy=True)
@@ -2272,11 +2336,15 @@ def encode_array(value: Any, most: int | None) -> Any:
     return name, data, value.dtype.str, list(value.shape)
 
 
-def decode(encoded: Any, device: torch.device) -> Any:
+def decode(encoded: Any, device: torch.device, weights: dict[str, Any]) -> Any:
     """Return the value that ``encode`` converted to ``encoded``."""
     if not isinstance(encoded, list | tuple):
         return encoded
     kind, content, *options = encoded
+    if kind == "weight":
+        is_parameter, *place = options
+        weight = weights[content]
+        return weight if is_parameter else weight.detach().as_strided(*place)
     if kind in ("tensor", "parameter"):
         has_gradient, is_on_device = options
         copied = content.to(device if is_on_device else "cpu", copy=True)
@@ -2288,7 +2356,7 @@ def decode(encoded: Any, device: torch.device) -> Any:
         return array if kind == "array" else array[()]
     if kind == "enum":
         return find_class(Enum, *options).__members__[content]
-    items = [decode(item, device) for item in content]
+    items = [decode(item, device, weights) for item in content]
     if kind == "range":
         return range(*items)
     if kind == "named tuple":
@@ -2318,6 +2386,7 @@ def load_plain_state(
     state: dict[str, Any],
     device: torch.device,
     may_change_in_place: Callable[[Any, Any], bool],
+    weights: dict[str, Any],
 ) -> None:
     for name, value in state.items() if part is not None else ():
         places = [namespace_of(part), part._buffers if isinstance(part, nn.Module) else {}]
@@ -2333,21 +2402,31 @@ def load_plain_state(
             current.setstate(value)
         elif isinstance(current, torch.Generator | np.random.RandomState):
             current.set_state(value)
+        elif is_random_state(value):
+            text = f"resume: the saved run created the random generator {name!r} during training,"
+            text += " but this run has not created it. A resumed run may differ. Create it in"
+            warnings.warn(f"{text} __init__.", stacklevel=2)
         elif isinstance(value, tuple) and value[0] == "shared":
             text = f"resume: got a value of {name!r} from shared memory, but this run has no such"
             check(isinstance(current, SynchronizedBase), f"{text} object. Create it in __init__.")
-            set_shared(current, decode(value[1], device))
+            set_shared(current, decode(value[1], device, weights))
         elif isinstance(value, tuple) and value[0] == "state":
-            text = f"resume: got a state of {name!r}, but this run has no such object. Create it in"
-            is_known = is_stateful(current) or isinstance(current, nn.Module)
-            check(is_known, f"{text} __init__.")
-            current.load_state_dict(decode(value[1], device))
+            load_object(name, current, decode(value[1], device, weights))
         else:
-            value = decode(value, device)
+            value = decode(value, device, weights)
             if isinstance(value, defaultdict):
                 value.default_factory = getattr(current, "default_factory", None)
             if not (may_change_in_place(current, value) and replace_content(current, value)):
                 places[name in places[1]][name] = value
+
+
+def load_object(name: str, current: Any, state: Any) -> None:
+    text = f"resume: got a state of {name!r}, but this run has no such object. Create it in"
+    check(is_stateful(current) or isinstance(current, nn.Module), f"{text} __init__.")
+    if isinstance(current, torch.optim.Optimizer):
+        load_optimizer(current, state)
+    else:
+        current.load_state_dict(state)
 
 
 def set_shared(current: Any, value: Any) -> None:
@@ -2367,7 +2446,7 @@ def replace_content(current: Any, value: Any) -> bool:
     names = ("shape", "dtype", "requires_grad", "maxlen")
     if any(getattr(current, name, None) != getattr(value, name, None) for name in names):
         return False
-    if type(current) is not type(value):
+    if type(current) is not type(value) or getattr(value, "is_sparse", False):
         return False
     if isinstance(current, Tensor | np.ndarray):
         with torch.no_grad():
@@ -2434,11 +2513,18 @@ def random_state(generator: Any) -> Any:
     return apply_to_collection(found, np.ndarray, np.ndarray.tolist)
 
 
+def is_random_state(value: Any) -> bool:
+    """Return whether a value is the output of ``random_state``, and not the output of ``encode``."""
+    is_first = isinstance(value, tuple) and value[0] in (2, 3, "MT19937")
+    return is_first or isinstance(value, Tensor | dict)
+
+
 def is_same(one: Any, other: Any) -> bool:
     if type(one) is not type(other):
         return False
     if isinstance(one, Tensor):
-        return one.dtype == other.dtype and torch.equal(one, other)
+        is_dense = one.layout is other.layout is torch.strided
+        return is_dense and one.dtype == other.dtype and torch.equal(one, other)
     if isinstance(one, list | tuple):
         return len(one) == len(other) and all(map(is_same, one, other))
     if isinstance(one, dict):

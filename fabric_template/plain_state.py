@@ -15,12 +15,14 @@ too.
 from __future__ import annotations
 
 import io
+import marshal
 import sys
 import warnings
 import zlib
 from collections import Counter, OrderedDict, defaultdict, deque
 from collections.abc import Collection, Iterable, Iterator
 from contextlib import contextmanager, suppress
+from copy import copy
 from dataclasses import dataclass
 from enum import Enum
 from itertools import count
@@ -48,7 +50,7 @@ _FACTORIES = {kind.__name__: kind for kind in (int, float, str, bool, list, dict
 _MOST_BYTES = 256 * 2**20  # Bytes per attribute.
 _MOST_ITEMS = 1_000_000  # Items per attribute.
 _COMPARED_BYTES = 2**20  # Bytes per tensor in a digest.
-_COMPARED_ITEMS = 50_000  # Items per container in a digest.
+_COMPARED_ITEMS = 50_000  # Items per container that a digest itself contains.
 _DEEPEST = 12  # Nesting depth of containers.
 _MOST_OBJECTS = 64  # Objects that attributes hold.
 _MOST_SEARCHED = 500  # Items of a container that is searched for objects.
@@ -76,10 +78,11 @@ def digest(value: Any, most: int = _COMPARED_ITEMS) -> Any:
     """Return a digest of a plain value, to detect later changes of the value.
 
     The digest of a large tensor contains the tensor's id and version, and a checksum of some
-    elements. The digest of a large array or container contains only some elements.
+    elements. If an array or a container is too large to be saved, the digest contains only some of
+    its elements.
 
     Args:
-        most: About how many items of a container the digest contains.
+        most: The number of items of a container that the digest itself contains.
     """
     kind = type(value)
     if kind in _ATOMS or kind is range or isinstance(value, Enum):
@@ -93,12 +96,17 @@ def digest(value: Any, most: int = _COMPARED_ITEMS) -> Any:
     if not (kind in _CONTAINERS or is_named_tuple(kind)) or most == 0:
         raise NotPlainError
     items = _items_of(value)
-    if set(map(type, items)) <= _ATOMS:
-        return kind, len(items), _sample(items, most)
+    is_atomic = set(map(type, items)) <= _ATOMS
+    if len(items) > most and (is_atomic or len(items) <= _MOST_ITEMS):
+        with suppress(ValueError):
+            return kind, len(items), _checksum_items(items)
+    if is_atomic:
+        return kind, len(items), items
     found = _sample(items, -(-most // 8))
     # Lower the limit at each level, so that a container that contains itself is refused.
     most_inside = min(most - 1, max(most // len(found), 8))
-    return kind, len(items), [digest(item, most_inside) for item in found]
+    marks = [] if len(found) == len(items) else [_mark(item) for item in items]
+    return kind, len(items), [digest(item, most_inside) for item in found], marks
 
 
 def _items_of(container: Any) -> list[Any]:
@@ -111,7 +119,27 @@ def _sample(items: list[Any], most: int) -> list[Any]:
     return items if len(items) <= most else [*items[:: -(-len(items) // most)], items[-1]]
 
 
+def _checksum_items(items: list[Any]) -> int:
+    """Return a checksum of plain items. Raise a ValueError if they contain tensors or objects."""
+    # Version 2 of the format depends only on the values. Later versions depend on references.
+    return zlib.crc32(marshal.dumps(items, 2))
+
+
+def _mark(value: Any, depth: int = 0) -> Any:
+    """Return a cheap mark that changes when a value in a large container changes."""
+    kind = type(value)
+    if kind in _ATOMS:
+        return value
+    if kind in _CONTAINERS and depth < _DEEPEST:
+        return [_mark(item, depth + 1) for item in _items_of(value)]
+    is_counted = kind in _TENSORS and not value.is_inference()
+    return id(value), value._version if is_counted else None
+
+
 def _digest_tensor(tensor: Tensor) -> Any:
+    if tensor.layout is torch.sparse_coo:
+        parts = tensor.detach().coalesce()
+        return tensor.shape, _digest_tensor(parts.indices()), _digest_tensor(parts.values())
     if not is_plain_tensor(tensor):
         raise NotPlainError
     place = (tensor.shape, tensor.dtype, tensor.device, tensor.requires_grad)
@@ -147,7 +175,7 @@ def _digest_array(array: np.ndarray) -> Any:
     if not is_plain_dtype(array.dtype):
         raise NotPlainError
     place = (array.shape, array.dtype.str)
-    if array.nbytes <= 32 * _COMPARED_BYTES:
+    if array.nbytes <= _MOST_BYTES:
         return place, zlib.crc32(np.ascontiguousarray(array).reshape(-1).view(np.uint8).data)
     # Use a step of at least 1, because a large array, such as one of long texts, may have few
     # elements.
@@ -195,14 +223,17 @@ class Encoder:
 
     Args:
         device: The run's device. A resumed run restores this device's tensors to its own device.
-        covered: Memory addresses of the tensors in the network's state_dict.
+        covered: The memory addresses and names of the tensors in the network's state_dict.
         most_bytes: The largest size of an attribute in bytes.
     """
 
     def __init__(
-        self, device: torch.device, covered: Collection[int] = (), most_bytes: int = _MOST_BYTES
+        self,
+        device: torch.device,
+        covered: dict[int, str] | None = None,
+        most_bytes: int = _MOST_BYTES,
     ) -> None:
-        self._device, self._covered, self._most_bytes = device, covered, most_bytes
+        self._device, self._covered, self._most_bytes = device, covered or {}, most_bytes
         # Hold a reference to each encoded value, so that no other value gets the same id.
         self._known: dict[int, tuple[Any, Any]] = {}
         self._bytes = self._items = 0
@@ -218,7 +249,7 @@ class Encoder:
         if id(value) in self._known:
             return self._known[id(value)][1]
         if kind in _TENSORS:
-            encoded: Any = self._encode_tensor(value)
+            encoded: Any = self._encode_tensor(value, depth)
         elif kind is np.ndarray or isinstance(value, np.generic):
             encoded = self._encode_array(value)
         elif isinstance(value, SynchronizedBase) and depth == 0:
@@ -255,8 +286,14 @@ class Encoder:
             return "defaultdict", items, getattr(value.default_factory, "__name__", None)
         return kind.__name__, items
 
-    def _encode_tensor(self, tensor: Tensor) -> Any:
-        if not is_plain_tensor(tensor) or shares_memory(tensor, self._covered):
+    def _encode_tensor(self, tensor: Tensor, depth: int) -> Any:
+        if shares_memory(tensor, self._covered):
+            # A container such as a list of pairs (weight, average) contains the weight's name.
+            if depth == 0:
+                raise NotPlainError
+            place = list(tensor.shape), list(tensor.stride()), tensor.storage_offset()
+            return "weight", self._covered[address_of(tensor)], type(tensor) is nn.Parameter, *place
+        if not (is_plain_tensor(tensor) or tensor.layout is torch.sparse_coo):
             raise NotPlainError
         self._count(size=tensor.numel() * tensor.element_size())
         copied = tensor.detach().to("cpu", copy=True)
@@ -286,10 +323,16 @@ class Decoder:
     """Convert the tuples of an Encoder back to values.
 
     If several attributes share an object, decode the object only once.
+
+    Args:
+        network: The network whose weights some of the encoded containers contain.
     """
 
-    def __init__(self, device: torch.device | str = "cpu") -> None:
+    def __init__(
+        self, device: torch.device | str = "cpu", network: nn.Module | None = None
+    ) -> None:
         self._device = device
+        self._weights = {} if network is None else network.state_dict(keep_vars=True)
         self._known: dict[int, Any] = {}
 
     def decode(self, encoded: Any) -> Any:
@@ -300,6 +343,10 @@ class Decoder:
         return self._known[id(encoded)]
 
     def _decode(self, kind: str, content: Any, *options: Any) -> Any:
+        if kind == "weight":
+            is_parameter, *place = options
+            weight = self._weights[content]
+            return weight if is_parameter else weight.detach().as_strided(*place)
         if kind in ("tensor", "parameter"):
             has_gradient, is_on_device = options
             value = content.to(self._device if is_on_device else "cpu", copy=True)
@@ -341,6 +388,8 @@ def replace_content(current: Any, value: Any) -> bool:
         value.dtype,
     ):
         return False
+    if kind in _TENSORS and value.is_sparse:
+        return False
     if kind in _TENSORS and not current.is_inference() and current.is_leaf:
         current.detach().copy_(value)
         current.requires_grad_(value.requires_grad)
@@ -363,7 +412,57 @@ def load_object(current: Any, state: Any) -> None:
         return
     if not (is_stateful(current) or isinstance(current, nn.Module)):
         raise ValueError("the saved run created an object that is missing in this run")
-    current.load_state_dict(state)
+    if isinstance(current, torch.optim.Optimizer):
+        load_optimizer(current, state)
+    else:
+        current.load_state_dict(state)
+
+
+def load_optimizer(optimizer: Any, saved: dict[str, Any]) -> None:
+    """Load an optimizer's state exactly, into the dicts that other objects may share.
+
+    An optimizer inside another one often shares its parameter groups. ``load_state_dict`` creates
+    new groups, and converts tensors in lists and dicts to the dtype of the parameter.
+    """
+    groups, state = (vars(optimizer).get(name) for name in ("param_groups", "state"))
+    is_usual = type(optimizer).load_state_dict is torch.optim.Optimizer.load_state_dict
+    optimizer.load_state_dict(saved)
+    if is_usual and isinstance(groups, list):
+        for group, loaded in zip(groups, list(optimizer.param_groups), strict=True):
+            _replace_items(group, loaded)
+        optimizer.param_groups = groups
+    if is_usual and isinstance(state, dict):
+        _replace_items(state, optimizer.state)
+        optimizer.state = state
+    parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+    for index, values in saved.get("state", {}).items():
+        if not isinstance(index, int) or not isinstance(values, dict):
+            continue
+        current = optimizer.state[parameters[index]]
+        for name, value in values.items():
+            if is_usual or isinstance(value, Tensor):
+                current[name] = _exact_value(current[name], value)
+
+
+def _replace_items(target: dict[Any, Any], source: dict[Any, Any]) -> None:
+    items = dict(source)
+    target.clear()
+    target.update(items)
+
+
+def _exact_value(loaded: Any, saved: Any) -> Any:
+    """Return a saved value, with its tensors on the devices of the loaded value."""
+    if isinstance(saved, Tensor):
+        return loaded if loaded.dtype == saved.dtype else saved.to(loaded.device)
+    if type(saved) is tuple:
+        return tuple(map(_exact_value, loaded, saved))
+    if isinstance(saved, dict):
+        exact = copy(saved)
+        exact.update((key, _exact_value(loaded[key], saved[key])) for key in saved)
+        return exact
+    if type(saved) is deque:
+        return deque(map(_exact_value, loaded, saved), saved.maxlen)
+    return [*map(_exact_value, loaded, saved)] if type(saved) is list else saved
 
 
 # Memory that a process shares with its workers: multiprocessing.Value and Array
@@ -485,11 +584,23 @@ def searched_values(part: Part) -> dict[str, Any]:
     For a module, also return the objects whose methods are forward or backward hooks of the module.
     """
     values, module = part.attributes(), part.instance
+    if isinstance(module, torch.optim.Optimizer):
+        of_step = ("_optimizer_step_pre_hooks", "_optimizer_step_post_hooks")
+        values = {name: values[name] for name in values if name not in of_step}
+        return {**values, "hooks": hooks_of(module, of_step)}
     if not isinstance(module, nn.Module) or part.has_buffers:
         return values
-    kinds = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks")
-    hooks = [hook for kind in kinds for hook in getattr(module, kind, {}).values()]
-    return {**values, "hooks": [getattr(hook, "__self__", hook) for hook in hooks]}
+    kinds = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
+    hooks = hooks_of(module, kinds)
+    for parameter in module._parameters.values():
+        hooks += hooks_of(parameter, ("_backward_hooks", "_post_accumulate_grad_hooks"))
+    return {**values, "hooks": hooks}
+
+
+def hooks_of(owner: Any, kinds: Iterable[str]) -> list[Any]:
+    """Return the objects that are hooks, or whose methods are hooks."""
+    hooks = [hook for kind in kinds for hook in (getattr(owner, kind, None) or {}).values()]
+    return [getattr(hook, "__self__", hook) for hook in hooks]
 
 
 def is_installed(kind: type) -> bool:
@@ -613,9 +724,10 @@ class PlainState:
     def load_generator_states(self, states: dict[str, Any]) -> None:
         generators = self.generators()
         for name, state in states.items():
-            if name in generators:
-                with self._guarded(f"the generator {name}"):
-                    set_generator_state(generators[name], state)
+            with self._guarded(f"the generator {name}"):
+                if name not in generators:
+                    raise ValueError("the saved run created it during training, this run did not")
+                set_generator_state(generators[name], state)
 
     def state_dict(self, has_attributes: bool = True) -> dict[str, Any]:
         """Return the states of all generators, and the attributes changed since the run's start."""
@@ -675,7 +787,7 @@ class PlainState:
         with self._guarded(f"the object {missing[0]}" if missing else ""):
             if missing:
                 raise ValueError("the saved run created it during training, and this run did not")
-        decoder, targets = Decoder(self._device), self._targets(saved)
+        decoder, targets = Decoder(self._device, self._network), self._targets(saved)
         covered = self.addresses_of_network()
         placed: dict[int, Any] = {}
         for (name, attribute), encoded in saved.items():
@@ -725,12 +837,14 @@ class PlainState:
             for attribute, value in part.attributes().items():
                 yield (name, attribute), value
 
-    def addresses_of_network(self) -> set[int]:
-        """Return the memory addresses of the tensors in the network's state_dict."""
-        if self._network is None:
-            return set()
-        saved = self._network.state_dict(keep_vars=True).values()
-        return {address_of(value) for value in saved if type(value) in (nn.Parameter, Tensor)}
+    def addresses_of_network(self) -> dict[int, str]:
+        """Return the memory addresses and names of the tensors in the network's state_dict."""
+        found: dict[int, str] = {}
+        saved = {} if self._network is None else self._network.state_dict(keep_vars=True)
+        for name, value in saved.items():
+            if type(value) in _TENSORS and is_plain_tensor(value):
+                found.setdefault(address_of(value), name)
+        return found
 
     def _targets(self, saved: dict[Place, Any]) -> dict[int, set[int]]:
         """Return a dict from the id of an attribute's value to the ids of the values to load.

@@ -16,7 +16,15 @@ from lightning.fabric.utilities import move_data_to_device
 from torch import Tensor, nn
 
 from ..errors import CheckpointError, ConfigurationError, OtherModelError
-from ..plain_state import REMOVED, Decoder, Part, load_object, replace_content, shares_memory
+from ..plain_state import (
+    REMOVED,
+    Decoder,
+    Part,
+    load_object,
+    load_optimizer,
+    replace_content,
+    shares_memory,
+)
 from ..rng_state import is_generator, restore_rng_state, unchanged_rng_state
 from .distributed import SHARDS_KEY, load_shards
 from .state import key_of, names_of_groups, run_settings
@@ -255,7 +263,7 @@ def restore_mini_attributes(run: Run) -> None:
     modules["fit optimizer"] = run.optimization.optimizers[0]
     for name, instance in run.plain_state.objects_of([f"model.{place}" for place in parts]).items():
         modules[name.removeprefix("model.")] = instance
-    decoder = Decoder(run.fabric.device)
+    decoder = Decoder(run.fabric.device, run.network)
     weights = run.plain_state.addresses_of_network()
     for place, attributes in parts.items():
         part = modules.get(place)
@@ -405,7 +413,6 @@ def restore_optimizers(run: Run, checkpoint: dict[str, Any]) -> None:
         )
     for optimizer, state in zip(optimizers, states, strict=False):
         load_optimizer_state(run, optimizer, state)
-        restore_dtypes(optimizer, state)
     saved = checkpoint.get("lr_schedulers", ())
     # StochasticWeightAveraging replaces the schedulers, so a different number of schedulers is
     # expected.
@@ -457,7 +464,7 @@ def load_optimizer_state(run: Run, optimizer: Any, state: dict[str, Any]) -> Non
     known = [options & set(group) for group in optimizer.param_groups]
     saved = state.get("param_groups", ())
     try:
-        optimizer.load_state_dict(state)
+        load_optimizer(optimizer, state)
     except Exception as error:
         sizes = [
             [len(group.get("params", ())) for group in groups]
@@ -493,15 +500,3 @@ def restore_outside_parameters(run: Run, saved: dict[str, torch.Tensor]) -> None
         for name, parameter in run.optimization.outside_parameters().items():
             if name in saved:
                 parameter.copy_(saved[name])
-
-
-def restore_dtypes(optimizer: Any, saved: dict[str, Any]) -> None:
-    """Convert optimizer states to their saved dtypes, because load_state_dict may change dtypes."""
-    parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
-    for index, values in saved.get("state", {}).items():
-        if not isinstance(index, int) or not isinstance(values, dict):
-            continue
-        current = optimizer.state[parameters[index]]
-        for name, value in values.items():
-            if isinstance(value, torch.Tensor) and current[name].dtype != value.dtype:
-                current[name] = value.to(current[name].device)

@@ -1,0 +1,338 @@
+"""Test exact resume with optimizers, hooks and attributes that share objects or are large."""
+
+import csv
+import warnings
+from itertools import count
+
+import numpy as np
+import pytest
+import torch
+from modules import Classifier, make_data
+from runs import TIMES
+from torch.optim.lr_scheduler import ExponentialLR
+from torch.utils.data import DataLoader
+
+from fabric_template import FabricLoop, MiniLoop
+
+SAVES = {FabricLoop: "save_every_n_steps", MiniLoop: "validate_every_n_steps"}
+
+
+class KilledError(Exception):
+    pass
+
+
+class Model(Classifier):
+    """A classifier that is killed before the training step with a given number."""
+
+    kill_at = None
+
+    def __init__(self):
+        super().__init__()
+        self.counter = count()
+
+    def training_step(self, batch, batch_idx):
+        if next(self.counter) == self.kill_at:
+            raise KilledError
+        return super().training_step(batch, batch_idx)
+
+    def add(self, value):
+        with torch.no_grad():
+            self.net[0].weight.add_(0.001 * float(value))
+
+
+# Containers that also contain weights
+
+
+class Pairs(Model):
+    """Keeps averages of its weights in a list of pairs."""
+
+    def __init__(self):
+        super().__init__()
+        self.pairs = [(p, p.detach().clone()) for p in self.net.parameters()]
+
+    @torch.no_grad()
+    def on_train_batch_end(self, *args):
+        for weight, average in self.pairs:
+            average.lerp_(weight, 0.1)
+            weight.add_(average, alpha=0.01)
+
+
+class KeyedByWeight(Pairs):
+    """Keeps averages in a dict whose keys are the weights, and views of the weights."""
+
+    def __init__(self):
+        super().__init__()
+        self.averages = {p: [p.detach().clone(), p.data[:1]] for p in self.net.parameters()}
+
+    @property
+    def pairs(self):
+        return [(weight, average) for weight, (average, _) in self.averages.items()]
+
+    @pairs.setter
+    def pairs(self, value):
+        pass
+
+    @torch.no_grad()
+    def on_train_batch_end(self, *args):
+        super().on_train_batch_end()
+        for _, first in self.averages.values():
+            first.mul_(0.99)
+
+
+# Large containers and arrays, of which a run changes one value
+
+
+class Large(Model):
+    def __init__(self, make):
+        super().__init__()
+        self.values = make()
+
+    def on_train_batch_end(self, *args):
+        self.values[7] = self.values[7] + 1
+        self.add(self.values[7].sum() if isinstance(self.values[7], torch.Tensor) else self.values[7])
+
+
+class Table(Model):
+    def __init__(self):
+        super().__init__()
+        self.rows = [[0.0] * 100 for _ in range(1000)]
+
+    def on_train_batch_end(self, *args):
+        self.rows[3][7] += 1
+        self.add(self.rows[3][7])
+
+
+class Sparse(Model):
+    """Counts in a sparse tensor and in sparse buffers."""
+
+    def __init__(self):
+        super().__init__()
+        self.counts = torch.zeros(5).to_sparse()
+        self.register_buffer("saved", torch.zeros(5).to_sparse())
+        self.register_buffer("hidden", torch.zeros(5).to_sparse(), persistent=False)
+
+    def on_train_batch_end(self, *args):
+        one = torch.tensor([1.0, 0, 0, 0, 0]).to_sparse()
+        self.counts, self.saved = self.counts + one, self.saved + one
+        self.hidden = (self.hidden + one).coalesce()
+        self.add((self.counts + self.saved + self.hidden).to_dense().sum())
+
+
+class Order:
+    """A sampler that shuffles its long list of indices again in each epoch."""
+
+    def __init__(self):
+        self.indices = list(range(12_000))
+
+    def __len__(self):
+        return 16
+
+    def __iter__(self):
+        order = torch.randperm(len(self.indices)).tolist()
+        self.indices = [self.indices[i] for i in order]
+        return iter([index % 16 for index in self.indices[:16]])
+
+
+# Hooks
+
+
+class Growing:
+    """A hook that returns larger values with each call."""
+
+    calls = 0
+
+    def __call__(self, *args):
+        self.calls += 1
+        values = args[-1]
+        if isinstance(values, tuple):
+            return tuple(value * (1 + 0.1 * self.calls) for value in values)
+        return values * (1 + 0.1 * self.calls)
+
+    def scale_gradient(self, parameter):
+        self.calls += 1
+        parameter.grad.mul_(1 + 0.1 * self.calls)
+
+    def scale_weights(self, optimizer, *args):
+        self.calls += 1
+        with torch.no_grad():
+            for parameter in optimizer.param_groups[0]["params"]:
+                parameter.mul_(1 - 0.01 * self.calls)
+
+
+class Hooked(Model):
+    def __init__(self):
+        super().__init__()
+        self.net[2].register_full_backward_pre_hook(Growing())
+        self.net[0].weight.register_hook(Growing())
+        self.net[0].bias.register_post_accumulate_grad_hook(Growing().scale_gradient)
+
+    def configure_optimizers(self):
+        optimizer = super().configure_optimizers()
+        optimizer.register_step_post_hook(Growing().scale_weights)
+        return optimizer
+
+
+# Optimizers
+
+
+class Wrapper(torch.optim.Optimizer):
+    """Contains another optimizer, with which it shares its parameter groups."""
+
+    def __init__(self, parameters, lr):
+        super().__init__(parameters, {"lr": lr})
+        self.base = torch.optim.Adam(self.param_groups, lr=lr)
+        self.param_groups = self.base.param_groups
+
+    def step(self, closure=None):
+        return self.base.step(closure)
+
+
+class ReloadingWrapper(Wrapper):
+    """Shares the groups again after a resume, as the usual implementation of SAM does."""
+
+    def load_state_dict(self, state):
+        super().load_state_dict(state)
+        self.base.param_groups = self.param_groups
+
+
+class KeepsContainers(torch.optim.Optimizer):
+    """Keeps lists, dicts and its own keys in its state, also of other dtypes than the weights."""
+
+    def __init__(self, parameters, lr):
+        super().__init__(parameters, {"lr": lr})
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        loss = None if closure is None else torch.enable_grad()(closure)()
+        self.state["all"]["steps"] = self.state["all"].get("steps", 0) + 1
+        for parameter in self.param_groups[0]["params"]:
+            state = self.state[parameter]
+            if not state:
+                zeros = torch.zeros_like(parameter, dtype=torch.float64)
+                state.update(sums=[zeros], nested={"sum": (zeros.clone(),), "n": torch.zeros((), dtype=torch.int64)})
+                state["rule"] = "mean"
+            state["nested"]["n"] += 1
+            for total in (state["sums"][0], state["nested"]["sum"][0]):
+                total.mul_(0.9).add_(parameter.grad * 1.0000001)
+            mean = state["sums"][0] / state["nested"]["n"] + state["nested"]["sum"][0]
+            scale = self.param_groups[0]["lr"] / self.state["all"]["steps"]
+            parameter.sub_(scale * mean if state["rule"] == "mean" else mean)
+        return loss
+
+
+class Optimized(Model):
+    """Changes the learning rate with a scheduler."""
+
+    def __init__(self, kind):
+        super().__init__()
+        self.kind = kind
+
+    def configure_optimizers(self):
+        optimizer = self.kind(self.parameters(), lr=0.05)
+        scheduler = {"scheduler": ExponentialLR(optimizer, 0.9), "interval": "step"}
+        return {"optimizer": optimizer, "lr_scheduler": scheduler}
+
+
+class HeldGroup(Model):
+    """Changes the learning rate in a parameter group of its optimizer."""
+
+    def configure_optimizers(self):
+        optimizer = super().configure_optimizers()
+        self.group = optimizer.param_groups[0]
+        return optimizer
+
+    def on_train_batch_end(self, *args):
+        self.group["lr"] *= 0.9
+
+
+def shuffled(make):
+    return lambda: (make(), DataLoader(make_data(16), 4, shuffle=True))
+
+
+CASES = {
+    "pairs": shuffled(Pairs),
+    "keyed_by_weight": shuffled(KeyedByWeight),
+    "dict_of_tensors": shuffled(lambda: Large(lambda: {i: torch.zeros(2) for i in range(4000)})),
+    "dict_of_numbers": shuffled(lambda: Large(lambda: dict.fromkeys(range(30_000), 0.0))),
+    "long_list": shuffled(lambda: Large(lambda: [0.0] * 60_001)),
+    "large_array": shuffled(lambda: Large(lambda: np.zeros(5_000_000))),
+    "table": shuffled(Table),
+    "sparse": shuffled(Sparse),
+    "long_order": lambda: (Model(), DataLoader(make_data(16), 4, sampler=Order())),
+    "hooks": shuffled(Hooked),
+    "wrapper": shuffled(lambda: Optimized(Wrapper)),
+    "reloading_wrapper": shuffled(lambda: Optimized(ReloadingWrapper)),
+    "containers": shuffled(lambda: Optimized(KeepsContainers)),
+    "held_group": shuffled(HeldGroup),
+}
+
+
+def train(kind, root, make, kill_at=None, resume=None):
+    model, loader = make()
+    model.kill_at = kill_at
+    options = {SAVES[kind]: 1, "log_every_n_steps": 1}
+    loop = kind(max_epochs=3, default_root_dir=root, accelerator="cpu", name="run", **options)
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="Found .* module")
+        loop.fit(model, loader, DataLoader(make_data(8), 4), resume=resume)
+    files = [loop.log_dir / "metrics.csv"] if kind is MiniLoop else list(root.rglob("metrics.csv"))
+    rows = list(csv.DictReader(files[0].read_text().splitlines()))
+    return model.state_dict(), [{n: v for n, v in row.items() if n not in TIMES} for row in rows]
+
+
+def assert_same(resumed, whole):
+    dense = [{name: value.to_dense() for name, value in weights.items()} for weights, _ in (resumed, whole)]
+    assert all(torch.equal(value, dense[1][name]) for name, value in dense[0].items())
+    assert resumed[1] == whole[1]
+
+
+@pytest.mark.parametrize("kind", SAVES)
+@pytest.mark.parametrize("name", CASES)
+def test_a_resumed_run_restores_shared_and_large_state(tmp_path, name, kind):
+    torch.manual_seed(1)
+    whole = train(kind, tmp_path / "whole", CASES[name])
+    for kill_at in (2, 9):
+        torch.manual_seed(1)
+        with pytest.raises(KilledError):
+            train(kind, tmp_path / str(kill_at), CASES[name], kill_at=kill_at)
+        torch.manual_seed(2)
+        assert_same(train(kind, tmp_path / str(kill_at), CASES[name], resume="auto"), whole)
+
+
+@pytest.mark.parametrize("writer", SAVES)
+@pytest.mark.parametrize("name", ["pairs", "keyed_by_weight", "table"])
+def test_each_loop_restores_state_that_the_other_loop_saved(tmp_path, name, writer):
+    def fit(kind, run, epochs, resume=None):
+        model, _ = CASES[name]()
+        loop = kind(max_epochs=epochs, name=run, default_root_dir=tmp_path, accelerator="cpu")
+        loop.fit(model, DataLoader(make_data(16), 4), resume=resume)
+        return model.state_dict(), []
+
+    torch.manual_seed(1)
+    whole = fit(writer, "whole", 3)
+    torch.manual_seed(1)
+    fit(writer, "parts", 2)
+    reader = MiniLoop if writer is FabricLoop else FabricLoop
+    assert_same(fit(reader, "parts", 3, resume="last"), whole)
+
+
+class LateGenerator(Model):
+    """Creates a random generator in its first batch."""
+
+    def __init__(self, make):
+        super().__init__()
+        self.make, self.generator = make, None
+
+    def on_train_batch_end(self, *args):
+        self.generator = self.generator or self.make()
+
+
+@pytest.mark.parametrize("kind", SAVES)
+@pytest.mark.parametrize(
+    "make", [torch.Generator, np.random.default_rng, np.random.RandomState], ids=lambda make: make.__name__
+)
+def test_resume_warns_about_a_saved_generator_that_the_new_model_lacks(tmp_path, kind, make):
+    with pytest.raises(KilledError):
+        train(kind, tmp_path, shuffled(lambda: LateGenerator(make)), kill_at=5)
+    with pytest.warns(UserWarning, match=r"(created .*generator|generator.* created).* during training"):
+        train(kind, tmp_path, shuffled(lambda: LateGenerator(make)), resume="last")
