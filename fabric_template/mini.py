@@ -1476,6 +1476,7 @@ class MiniLoop:
             "lr_schedulers": [config["scheduler"].state_dict() for config in self.schedulers],
         }
         check_readable(apply_to_collection(states, NUMPY, to_python))
+        check_scheduler_states(states["lr_schedulers"], self.optimizer)
         apply_to_collection(self._unwrapped.state_dict(), NUMPY, to_python)
 
     def _prepare_training(self, resumed: dict[str, Any]) -> None:
@@ -2065,6 +2066,17 @@ def make_scheduler_config(item: Any, optimizer: Any) -> dict[str, Any]:
     text = "scheduler: got ReduceLROnPlateau without a monitor, expected the name of a metric."
     check(has_monitor, f'{text} Write scheduler={{"scheduler": scheduler, "monitor": "val_loss"}}.')
     return config
+
+
+def check_scheduler_states(states: list[dict[str, Any]], optimizer: Any) -> None:
+    """Refuse schedulers that hold trained parameters, which a resume would replace by copies."""
+    trained = {id(p) for group in optimizer.param_groups for p in group["params"]}
+    found: list[Any] = []
+    apply_to_collection(states, nn.Parameter, found.append)
+    text = "scheduler: got a state_dict() that contains parameters of the optimizer, expected a"
+    text += " state without parameters. Write self.optimizer.param_groups in the scheduler, instead"
+    text += " of keeping the groups in another attribute."
+    check(trained.isdisjoint(map(id, found)), text)
 
 
 def to_plain(values: Mapping[Any, Any]) -> dict[str, Any]:

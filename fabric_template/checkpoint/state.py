@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from lightning.fabric import __version__ as lightning_version
 from lightning.pytorch import LightningDataModule, LightningModule
+from lightning_utilities.core.apply_func import apply_to_collection
 
 from ..distributed.launch import gather_objects
 from ..errors import CheckpointError
@@ -311,6 +312,7 @@ def check_saved_state(run: Run) -> None:
         ],
         "lr_schedulers": [item.scheduler.state_dict() for item in optimization.lr_schedulers],
     }
+    check_scheduler_states(run)
     if (place := find_unpicklable(states)) is not None:
         raise CheckpointError(
             f"{place}: got a value that cannot be pickled, so a checkpoint cannot contain it. Define"
@@ -321,6 +323,21 @@ def check_saved_state(run: Run) -> None:
             f"{problem.rpartition(' ')[2]}: got {problem.partition(' in the part ')[0]}, which a resume"
             " could not restore, because reading a checkpoint runs no code. Leave this object out of"
             " state_dict()."
+        )
+
+
+def check_scheduler_states(run: Run) -> None:
+    """Refuse schedulers that hold trained parameters, which a resume would replace by copies."""
+    groups = [group for item in run.optimization.optimizers for group in item.param_groups]
+    trained = {id(parameter) for group in groups for parameter in group["params"]}
+    states = [item.scheduler.state_dict() for item in run.optimization.lr_schedulers]
+    found: list[Any] = []
+    apply_to_collection(states, torch.nn.Parameter, found.append)
+    if any(id(parameter) in trained for parameter in found):
+        raise CheckpointError(
+            "scheduler: got a state_dict() that contains parameters of the optimizer, expected a"
+            " state without parameters. Write self.optimizer.param_groups in the scheduler, instead"
+            " of keeping the groups in another attribute."
         )
 
 

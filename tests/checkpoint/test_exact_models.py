@@ -9,7 +9,7 @@ import pytest
 import torch
 from modules import Classifier, make_data
 from runs import TIMES
-from torch.optim.lr_scheduler import ExponentialLR
+from torch.optim.lr_scheduler import ExponentialLR, LRScheduler
 from torch.utils.data import DataLoader
 
 from fabric_template import FabricLoop, MiniLoop
@@ -314,6 +314,31 @@ def test_each_loop_restores_state_that_the_other_loop_saved(tmp_path, name, writ
     fit(writer, "parts", 2)
     reader = MiniLoop if writer is FabricLoop else FabricLoop
     assert_same(fit(reader, "parts", 3, resume="last"), whole)
+
+
+class HoldsGroups(LRScheduler):
+    """Changes the weight decay in the parameter groups, which it holds in its own attribute."""
+
+    def __init__(self, optimizer):
+        self.groups = optimizer.param_groups
+        super().__init__(optimizer)
+
+    def get_lr(self):
+        self.groups[0]["weight_decay"] = 0.01 * self.last_epoch
+        return [0.1]
+
+
+class HoldsGroupsModel(Model):
+    def configure_optimizers(self):
+        optimizer = super().configure_optimizers()
+        return [optimizer], [HoldsGroups(optimizer)]
+
+
+@pytest.mark.parametrize("kind", SAVES)
+def test_a_scheduler_state_with_trained_parameters_is_refused(tmp_path, kind):
+    """A resume would replace the groups in the scheduler by copies."""
+    with pytest.raises(ValueError, match=r"scheduler: got a state_dict\(\) that contains parameters"):
+        train(kind, tmp_path, shuffled(HoldsGroupsModel), kill_at=0)
 
 
 class LateGenerator(Model):
