@@ -144,8 +144,8 @@ class LoopConfig:
     """The metric that selects the best checkpoint. Without monitor, the loop keeps only the last
     checkpoint."""
     mode: str = "auto"
-    """Which value of the monitored metric is best: the smallest ("min") or the largest ("max").
-    "auto" decides by the metric's name."""
+    """"min" if lower values of the monitored metric are better, "max" if higher values are better.
+    "auto" infers this from the metric's name."""
     save_top_k: int = 1
     """Keep the k best checkpoints. 1 keeps only best.ckpt. -1 keeps all checkpoints."""
     save_last: bool = True
@@ -440,9 +440,9 @@ _RANGES: dict[str, tuple[str, Callable[[Any], bool]]] = {
         "the path of a local folder",
         lambda value: "://" not in os.fspath(value),
     ),
-    "name": ('a folder name without the characters / \\ : * ? " < > |', _is_folder_name),
+    "name": ('a non-empty folder name without the characters / \\ : * ? " < > |', _is_folder_name),
     "version": (
-        'an int >= 0, or a folder name without the characters / \\ : * ? " < > |',
+        'an int >= 0, or a non-empty folder name without the characters / \\ : * ? " < > |',
         _is_folder_name,
     ),
     "monitor": ("the name of one metric, such as 'val_loss'", bool),
@@ -477,8 +477,8 @@ class LoopArguments(LoopConfig):
     num_nodes: int = 1
     """The number of machines."""
     precision: Any = None
-    """The precision: "32-true", "bf16-mixed", "16-mixed", "bf16-true", or another one of Fabric's
-    precisions."""
+    """The precision: "32-true", "bf16-mixed", "16-mixed", "bf16-true", or any other precision of
+    Fabric."""
     plugins: Any = None
     """Fabric plugins for the precision, the cluster environment or checkpoints."""
     callbacks: Any = None

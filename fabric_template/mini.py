@@ -99,11 +99,11 @@ EXPECTED = {
     "log_every_n_steps": "a number of optimizer steps (int >= 1), or 0 to turn off step logging",
     "gradient_clip_val": "a number >= 0",
 }
-FOLDER_NAME = 'a folder name without the characters / \\ : * ? " < > |'
+FOLDER_NAME = 'a non-empty folder name without the characters / \\ : * ? " < > |'
 # Arguments of Trainer's self.log, with the only value (besides None) that MiniLoop accepts.
 LOG_ARGUMENTS = {"reduce_fx": "mean", "enable_graph": False, "sync_dist_group": None}
 LOG_ARGUMENTS |= {"rank_zero_only": False, "add_dataloader_idx": True, "logger": True}
-# Advice that replaces torch's advice in an error message, keyed by a part of this message.
+# Messages that replace torch's error messages, keyed by a part of torch's message.
 INSTEAD = {
     "numpy.ndarray": "{step}: got NumPy arrays in the batch, expected tensors. Write"
     " TensorLoader(x, y, batch_size=32), or convert the batch in the step with torch.as_tensor.",
@@ -120,21 +120,21 @@ NEEDS_CLOSURE += " closure. Use FabricLoop."
 END: Any = object()  # The value that next(batches, END) returns after the last batch.
 REMOVED = ("removed", None)  # The value that marks a deleted attribute in checkpoints.
 CHECKPOINTS = ("last.ckpt", "best.ckpt", "epoch=*-step=*.ckpt")
-# Attributes of every nn.Module, which are not the user's own state.
+# Attributes that every nn.Module has. These attributes are not the user's own state.
 MODULE_ATTRIBUTES = vars(nn.Module()).keys()
 HOOKS_OF_MODULE = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 HOOKS_OF_PARAMETER = ("_backward_hooks", "_post_accumulate_grad_hooks")
 HOOKS_OF_OPTIMIZER = ("_optimizer_step_pre_hooks", "_optimizer_step_post_hooks")
-# Optimizer attributes that are not saved: state_dict() contains their values, or they only cause
-# warnings.
+# Optimizer attributes that are not saved as attributes. state_dict() contains the values of the
+# first three. Schedulers set the last two, to warn if they are stepped before the optimizer.
 OPTIMIZER_ATTRIBUTES = ("state", "param_groups", "defaults", "_opt_called", "_step_count")
 GENERATORS = (torch.Generator, random.Random, np.random.Generator, np.random.RandomState)
 NUMPY: Any = (np.generic, np.ndarray)
-# Packages whose objects are not saved, because they may hold processes or files.
+# Packages whose objects are not saved, because these objects may hold processes or files.
 LIBRARIES = {*sys.stdlib_module_names, "lightning", "numpy", "torch", "torchmetrics"}
 # Objects of these types are not searched for attributes to save.
 NOT_SEARCHED = (type, FunctionType, MethodType, ModuleType, Logger, Tensor, nn.Module, Fabric)
-# Types of attributes that checkpoints contain, besides tensors and NumPy arrays.
+# Values of these types are saved unchanged. `encode` converts values of other supported types.
 ATOMS = frozenset((type(None), bool, int, float, complex, str, bytes))
 CONTAINERS: dict[str, Any] = {kind.__name__: kind for kind in (list, tuple, set, frozenset, deque)}
 CONTAINERS["Size"] = torch.Size
@@ -146,22 +146,24 @@ OPEN_LOCKS: list[IO[str]] = []
 class MiniLoop:
     """Train a model with step functions, or an object that has a ``training_step`` method."""
 
-    max_epochs: int | None = None  # -1 means no limit. None means 1000, or -1 with max_steps.
+    # -1 means no limit. None means 1000 epochs, or no limit if max_steps is set.
+    max_epochs: int | None = None
     max_steps: int = -1  # Stop after this many optimizer steps. -1 means no limit.
     name: str = "run"  # Files go to logs/<name>/version_<n> and checkpoints/<name>/version_<n>.
-    version: int | str | None = None  # None means a new version, or the resumed one.
+    version: int | str | None = None  # None means a new version, or the resumed run's version.
     monitor: str | None = None  # The metric that selects best.ckpt.
-    # Which value of monitor is best: "min" or "max". "auto" decides by the metric's name.
+    # "min" if lower values of the metric are better, "max" if higher values are better. "auto"
+    # infers this from the metric's name.
     mode: str = "auto"
     accumulate_grad_batches: int = 1  # The number of batches per optimizer step.
     gradient_clip_val: float | None = None  # Clip the total gradient norm to this value.
-    validate_every_n_steps: int | None = None  # Validate and save every N steps.
-    log_every_n_steps: int = 50  # Write a row to steps.csv every N steps. 0 means never.
+    validate_every_n_steps: int | None = None  # Validate and save every N optimizer steps.
+    log_every_n_steps: int = 50  # Write to steps.csv every N optimizer steps. 0: never.
     seed: int | None = None  # The random seed, set when the loop is created and when fit starts.
     default_root_dir: str | os.PathLike[str] | None = None  # The folder for logs/ and checkpoints/.
     accelerator: Any = "auto"  # Passed to lightning.Fabric, like strategy, devices and precision.
     strategy: Any = "auto"
-    devices: Any = "auto"  # "auto" also uses the processes that torchrun has started.
+    devices: Any = "auto"  # "auto" means all GPUs or, with torchrun, one per process.
     precision: Any = None
     fabric: Any = None  # A lightning.Fabric object to use instead of the four options above.
     hparams: Any = None  # Your own settings for hparams.yaml and list_runs, such as {"lr": 0.1}.
@@ -260,10 +262,10 @@ class MiniLoop:
         self._sums: list[dict[tuple[str, str], Any]] = [{}]
         self._torchmetrics: dict[tuple[str, str], Any] = {}  # The logged torchmetrics objects.
         self.callback_metrics: dict[str, Tensor] = {}  # The newest value of each logged metric.
-        self._validated: dict[str, Tensor] = {}  # For the next row of metrics.csv.
+        self._validated: dict[str, Tensor] = {}  # Validation metrics for the next metrics.csv row.
         self._has_validated = False
         self._validation_names: set[str] = set()  # The metrics of the latest validation.
-        # Values that the current training step logs for steps.csv. None between two steps.
+        # Values that the current training batch logs for steps.csv. None outside of a batch.
         self._step_values: Any = None
         self._is_first_batch = True  # True until the first training step of this run.
         self._hook = ""  # The hook or step that is running.
@@ -271,10 +273,10 @@ class MiniLoop:
         self._logged_batch_size: int | None = None  # The batch_size that a step passes to log().
         self._batches_in_window = 0  # The number of batches since the last optimizer step.
         self._batches: Any = None  # The current epoch's iterator over the training loader.
-        self._epoch_start: Any = None  # The random state at the start of the epoch.
-        self._before_next: Any = None  # The random state before the latest batch was read ahead.
-        self._resumed_state: Any = None  # The random state of the resumed checkpoint.
-        self._saved_step: int | None = None  # The step of last.ckpt, or None without last.ckpt.
+        self._epoch_start: Any = None  # The loaders' state at the start of the epoch.
+        self._before_next: Any = None  # The RNG state before the latest prefetched batch.
+        self._resumed_state: Any = None  # The RNG state and attributes to restore.
+        self._saved_step: int | None = None  # The step of last.ckpt. None before the first save.
         # The number of rows and the columns of each CSV file.
         self._tables: dict[str, Any] = {"metrics.csv": (0, []), "steps.csv": (0, [])}
         self._columns: list[str] = []  # The columns of the printed rows.
@@ -295,7 +297,7 @@ class MiniLoop:
         scheduler: Any = None,  # A scheduler to step once per epoch, or Lightning's scheduler dict.
         training_step: Callable[..., Any] | None = None,  # fn(model, batch[, batch_idx]) -> loss
         validation_step: Callable[..., Any] | None = None,  # fn(model, batch) -> loss[, acc]
-        **others: Any,  # Any other argument raises an error.
+        **others: Any,  # An unknown argument raises an error.
     ) -> Any:
         """Train a model. Return the rows of metrics.csv, as a DataFrame if pandas is installed."""
         refuse_unknown("fit", others, inspect.signature(self.fit).parameters)
@@ -336,7 +338,7 @@ class MiniLoop:
             print(text, file=sys.stderr)
 
     def _train(self) -> None:
-        """Train until a limit is reached. If no batch is left to train on, call no hooks."""
+        """Train until a limit is reached. If a limit was reached before, call no hooks."""
         is_done, is_resumed = self._is_done(), self._resumed_state is not None
         if not is_done:
             if not is_resumed:
@@ -370,10 +372,7 @@ class MiniLoop:
             warnings.warn(text, stacklevel=4)
 
     def _raise_instead(self, error: Exception) -> None:
-        """Raise a clearer error if torch's advice does not apply to a loop.
-
-        Raise any other error unchanged.
-        """
+        """Raise ``error``, or a clearer error if torch's advice does not apply to a loop."""
         text = next((INSTEAD[part] for part in INSTEAD if part in str(error)), None)
         if text is None or not self._hook.endswith("_step"):
             raise error
@@ -418,7 +417,7 @@ class MiniLoop:
             self._save(is_validated)
 
     def _train_batch(self, batch: Any) -> None:
-        """Compute a batch's gradients, and step the optimizer after every accumulation window."""
+        """Compute a batch's gradients. At the end of an accumulation window, step the optimizer."""
         batch_idx, interval = self.batches_done, self.log_every_n_steps
         self._is_row_due = bool(interval) and (self.global_step + 1) % interval == 0
         self._batch_size, self._logged_batch_size = find_batch_size(batch), None
@@ -437,7 +436,7 @@ class MiniLoop:
         if is_window_end or self.fabric.world_size == 1:
             self._compute_gradients(batch, batch_idx)
         else:
-            # With DDP, reduce gradients only for the last batch before an optimizer step.
+            # With DDP, average gradients only in the last batch of the accumulation window.
             with self._step_module.no_sync():
                 self._compute_gradients(batch, batch_idx)
         self.batches_done += 1
@@ -475,7 +474,7 @@ class MiniLoop:
         parameters = {p for group in self.optimizer.param_groups for p in group["params"]}
         text = "expected a step that only computes the loss. Remove loss.backward(),"
         text += " optimizer.step() and zero_grad() from the step, because the loop calls them."
-        text += " For gradients of other losses, use torch.autograd.grad()."
+        text += " For gradients of a loss that the step does not return, use torch.autograd.grad()."
 
         def refuse_step(other: Any, *_: Any) -> None:
             given = {p for group in other.param_groups for p in group["params"]}
@@ -493,14 +492,14 @@ class MiniLoop:
         return output
 
     def _is_window_end(self, batch: Any) -> bool:
-        """Return whether the optimizer steps after a batch. All processes get the same result."""
+        """Return whether an optimizer step follows a batch. All processes get the same result."""
         if self.accumulate_grad_batches == 1:
             return True
         is_last = self._is_last
         is_end = is_last or self._batches_in_window + 1 == self.accumulate_grad_batches
         if self.fabric.world_size == 1:
             return is_end
-        # All processes must step together, because DDP averages their gradients.
+        # All processes must step the optimizer together, because DDP averages their gradients.
         return bool(self.fabric.all_reduce(int(is_end), reduce_op="max"))
 
     def _step_optimizer(self) -> None:
@@ -528,7 +527,8 @@ class MiniLoop:
     def _step_schedulers(self, interval: str, is_plateau: bool) -> None:
         """Step the schedulers that are due.
 
-        Like Trainer, step ReduceLROnPlateau only after validation.
+        If ``is_plateau`` is True, step only ReduceLROnPlateau. Like Trainer, the loop does this
+        after the validation. If ``is_plateau`` is False, step only schedulers of other classes.
         """
         count = self.batches_done if interval == "step" else self.current_epoch + 1
         for config in self.schedulers:
@@ -545,9 +545,9 @@ class MiniLoop:
     def _start_batches(self) -> None:
         """Create the iterator over training batches.
 
-        In a resumed epoch, skip the batches that the saved run has trained on.
+        In a resumed epoch, skip the batches on which the saved run has trained.
         """
-        # Record the random state first, because a sampler's set_epoch() may draw random numbers.
+        # Record the RNG state first, because a sampler's set_epoch() may draw random numbers.
         state = self._state() if self.batches_done > 0 else {}
         set_epoch(self.train_loader, self.current_epoch)
         if self.batches_done == 0:
@@ -555,7 +555,7 @@ class MiniLoop:
             parts = {p: v for p, v in state["parts"].items() if p.startswith(("train ", "val "))}
             self._epoch_start = {**state, "parts": parts}
         else:
-            # Restore the loaders' state at the start of the epoch, to repeat the order of samples.
+            # Restore the loaders to their state before the epoch, to repeat the order of samples.
             kept = []
             for place, start in self._start_states.items():
                 start = {n: v for n, v in start.items() if not isinstance(v, ChangeMark)}
@@ -570,11 +570,11 @@ class MiniLoop:
             batches = until_first_end(batches, self.fabric)
         self._batches = self._mark_last(batches, length)
         if self.batches_done > 0:
-            # Many samplers draw the order of samples only when the first batch is read.
+            # Many samplers do not draw the order of samples before the first batch is read.
             set_rng_state(self._epoch_start["first_batch"])
             for _ in range(self.batches_done):
                 next(self._batches)
-            # Put back the original lists and tensors of the loaders, which the model may share.
+            # Put back the loaders' original lists and tensors, which the model may share.
             for attributes, values in kept:
                 for name, value in values.items():
                     attributes[name] = value
@@ -591,7 +591,7 @@ class MiniLoop:
         self._batches = None
 
     def _mark_last(self, batches: Iterator[Any], length: float) -> Generator[tuple[bool, Any]]:
-        """Yield (is_last, batch). Like Trainer, prefetch a batch if the loader has no length."""
+        """Yield (is_last, batch). If the loader has no length, prefetch a batch, like Trainer."""
         if length < math.inf:
             yield from zip((n == length for n in range(1, int(length) + 1)), batches, strict=False)
             return
@@ -601,14 +601,14 @@ class MiniLoop:
                 return
             batch = following
             if number == done and resumed is not None:
-                # Restore the random state that the saved run had before it read the next batch.
+                # Restore the RNG state that the saved run had before it prefetched a batch.
                 set_rng_state(resumed)
             self._before_next = get_rng_state()
             following = next(batches, END)
             yield following is END, batch
 
     def _state(self) -> dict[str, Any]:
-        """Return the random states, and the changed attributes of the model and the loaders."""
+        """Return the RNG states, and the changed attributes of the model and the loaders."""
         self._find_objects()
         changed = {}
         for place, part in self._parts.items():
@@ -626,7 +626,7 @@ class MiniLoop:
         return {**get_rng_state(), "parts": changed}
 
     def _find_objects(self) -> None:
-        """Search the model's attributes for objects again, because hooks may create objects."""
+        """Find the objects in the model's attributes again, because hooks may have created some."""
         weights = self._unwrapped.state_dict(keep_vars=True)
         self._weights = {address_of(weights[name]): name for name in reversed(weights)}
         self._weights.pop(None, None)
@@ -650,7 +650,7 @@ class MiniLoop:
         return [self.optimizer, *schedulers, *self._unwrapped.modules()]
 
     def _plain_state(self, place: str) -> dict[str, Any]:
-        # Do not save the states of objects that a loader holds: the model may hold them, too.
+        # Do not save the state_dict of an object in a loader, because the model may hold it, too.
         is_loader = place.startswith(("train ", "val "))
         saved, part = None if is_loader else self._saved_elsewhere(), self._parts[place]
         if place in self._object_places and is_installed(type(part)):
@@ -786,7 +786,7 @@ class MiniLoop:
         state = get_rng_state()
         self._validate()
         if not is_due:
-            # Restore the random state, because a resumed run does not validate at this step.
+            # Restore the RNG state, because a resumed run does not validate at this step.
             set_rng_state(state)
         return True
 
@@ -814,8 +814,8 @@ class MiniLoop:
                 module.training = is_training
         self._validated = self._update_metrics()
         if not self._validated:
-            text = "validation_step returned no value and logged no metric. Return the loss at its end."
-            warnings.warn(text, stacklevel=3)
+            text = "validation_step returned no value and logged no metric. Return the loss at the"
+            warnings.warn(f"{text} end of the step.", stacklevel=3)
         self._reset_metrics()
         self._sums, self._torchmetrics = training
         self._has_validated, self._validation_names = True, set(self._validated)
@@ -905,7 +905,7 @@ class MiniLoop:
             sums[key] = [total + value * weight, count + weight, is_synced]
 
     def _compute(self, sums: dict[tuple[str, str], Any]) -> dict[tuple[str, str], Tensor]:
-        """Compute the means, and the values of torchmetrics objects, over all processes."""
+        """Return the mean of each metric, or the result of a torchmetrics object."""
         values = {}
         for key, (total, weight, is_synced) in sums.items():
             if total is None:
@@ -942,7 +942,7 @@ class MiniLoop:
         check(name in self.callback_metrics, f"{text} continue with resume='last'.")
 
     def _log_step(self, values: dict[str, Tensor]) -> None:
-        """Write a row to steps.csv. Only `_log_step` and `_end_row` wait for the GPU."""
+        """Write a row to steps.csv. Reading the values with item() waits for the GPU."""
         row: dict[str, Any] = {"step": self.global_step, "epoch": self.current_epoch}
         row.update(train_loss=self._loss.item(), lr=float(self._learning_rate))
         row.update((name, value.item()) for name, value in values.items())
@@ -1012,7 +1012,7 @@ class MiniLoop:
     def _save(self, is_validated: bool) -> None:
         """Save last.ckpt. If the monitored metric has a new best value, also save best.ckpt."""
         names, is_in_epoch, metrics = ["last.ckpt"], self.batches_done > 0, self.callback_metrics
-        # Compare a validation metric after each validation, a training metric after each epoch.
+        # Compare a validation metric after each validation, and a training metric after each epoch.
         is_of_validation = self.monitor in self._validation_names
         is_new = is_validated if is_of_validation else not is_in_epoch or self._is_done()
         score = float(metrics[self.monitor]) if is_new and self.monitor in metrics else math.nan
@@ -1026,7 +1026,7 @@ class MiniLoop:
                 with replaced(self.checkpoint_dir / name) as file:
                     torch.save(checkpoint, file)
             self._record(f"saved {checkpoint['fabric_template']['saved_at']!r}")
-        # Within an epoch, a monitored training metric may still be missing.
+        # Within an epoch, a monitored training metric may not have been logged yet.
         can_follow = is_in_epoch and not str(self.monitor).startswith("val")
         is_complete = is_validated or not (is_in_epoch or self.val_loader)
         if self.monitor is not None and is_complete and not can_follow:
@@ -1035,12 +1035,8 @@ class MiniLoop:
     def _build_checkpoint(self) -> dict[str, Any]:
         """Return a checkpoint in Lightning's format, with an extra key for MiniLoop's own state."""
         trained = {p for group in self.optimizer.param_groups for p in group["params"]}
-        text = (
-            "optimizer: a hook replaced a parameter of the model, so the optimizer trains one that"
-        )
-        text += (
-            " the model no longer uses. Change the parameter's values in place, as with copy_()."
-        )
+        text = "optimizer: a hook replaced a parameter of the model, but the optimizer still trains"
+        text += " the old one. Change the parameter's values in place, as with copy_()."
         current = {*self.network.parameters()}
         check(trained <= current and current == self._start_parameters, text)
         checkpoint = {
@@ -1100,7 +1096,7 @@ class MiniLoop:
         }
 
     def _run_settings(self) -> dict[str, Any]:
-        """Return the batch size and optimizer class, which are compared when a run resumes."""
+        """Return the settings that a resumed run compares: the batch size and optimizer class."""
         batch_size = getattr(self.train_loader, "batch_size", None)
         return {"batch size": [batch_size], "optimizers": [type(self.optimizer).__name__]}
 
@@ -1153,7 +1149,7 @@ class MiniLoop:
         self.batches_done = progress["batches_done"] if progress["is_in_epoch"] else 0
         self._resumed_options = own.get("options", {})
         self._restore_options(self._resumed_options)
-        # With resume="auto", a job scheduler may restart a finished run. Do not train it further.
+        # With resume="auto", a job scheduler may restart a finished run. Then do not train further.
         self.should_stop = is_automatic and own["stop"]["should_stop"]
         self._resumed_state, self._epoch_start = of_process["rng"], of_process.get("epoch_start")
         self._before_next = of_process.get("before_next")
@@ -1238,8 +1234,8 @@ class MiniLoop:
             return self.version
         folder = path.resolve().parent
         is_own = folder.parent == self._checkpoints.resolve()
-        text = f"resume: got {path}, which has another name or version. Use FabricLoop. To start a"
-        text += " new run from the weights, pass the path as load=."
+        text = f"resume: got {path}, from a run with a different name or version. Use FabricLoop."
+        text += " To start a new run from the weights, pass the path as load=."
         check(is_own and self.version in (None, folder.name), text)
         text = f"resume: got {path}, whose run was replaced by a newer run. To start a new run from"
         text += " the weights, pass the path as load=."
@@ -1265,7 +1261,7 @@ class MiniLoop:
                 self._start_version(is_new)
             try:
                 yield
-                # Wait until rank 0 has saved the checkpoint, which the next fit may resume.
+                # Wait until rank 0 has saved the checkpoint, from which the next fit may resume.
                 self.fabric.barrier()
                 state = "finished"
             except KeyboardInterrupt:
@@ -1386,13 +1382,13 @@ class MiniLoop:
             # LT_CLI_USED is set by the command `fabric run`, which launches the processes itself.
             if "LT_CLI_USED" not in os.environ:
                 self.fabric.launch()
-            # Like Trainer, give all processes the same random state when fit or validate starts.
+            # Like Trainer, give all processes the same RNG state when fit or validate starts.
             reset_seed()
         seed = int(os.environ.get("PL_GLOBAL_SEED", 0))
         self._sampler_seed = resumed.get("fabric_template", {}).get("sampler_seed", seed)
         parts = {f"train {name}": part for name, part in parts_of(train).items()}
         parts.update((f"val {name}", part) for name, part in parts_of(val).items())
-        # If a dataset holds modules of the model, save these modules only with the model.
+        # If a dataset holds a module of the model, save this module once, as part of the model.
         parts.update(self._unwrapped.named_modules())
         parts[""] = unwrap_compiled(self.model)
         places = {id(part): place for place, part in parts.items()}
@@ -1448,7 +1444,7 @@ class MiniLoop:
 
     @property
     def estimated_stepping_batches(self) -> int | float:
-        """Return the number of optimizer steps in the whole run, like the property of Trainer."""
+        """Return the number of optimizer steps in the whole run, as in Trainer."""
         length, epochs = self.num_training_batches, self.max_epochs or 1
         if epochs == -1 or length == math.inf:
             return math.inf if epochs == self.max_steps == -1 else self.max_steps
@@ -1519,7 +1515,7 @@ class MiniLoop:
         check(not -1 < (self.max_epochs or 0) < epochs, text)
         if own.get("writer") == "FabricLoop":
             converted = [convert_attributes(of_process, self._parts) for of_process in ranks]
-            # Raise an error for random generators, because FabricLoop saves them in another format.
+            # FabricLoop saves random generators in a format that MiniLoop cannot read.
             is_complete = None not in converted and not self._state()["parts"]
             text = "resume: got a checkpoint in which FabricLoop saved random generators or"
             text += " attributes of loaders. MiniLoop cannot restore them. Resume with FabricLoop,"
@@ -1549,9 +1545,9 @@ class MiniLoop:
         self._check_optimizer_class(own["settings"]["optimizers"][0], groups[1][0])
 
     def _check_optimizer_class(self, saved: str, group: dict[str, Any]) -> None:
-        """Warn if the saved run used another optimizer class.
+        """Warn if the saved run used a different optimizer class than this run.
 
-        If the saved state lacks options of this run's optimizer, raise an error.
+        If the saved optimizer lacks options of this run's optimizer, raise an error.
         """
         kind = type(self.optimizer).__name__
         if kind != saved:
@@ -1832,7 +1828,7 @@ def check_loader(loader: Any, argument: str) -> None:
 def parts_of(loader: Any) -> dict[str, Any]:
     """Return a loader and its samplers, dataset and collate function, keyed by name.
 
-    Objects that the dataset holds in attributes, for example, are also returned.
+    Also return the objects in attributes of these, such as a dataset's transform.
     """
     names = ("sampler", "batch_sampler", "dataset", "collate_fn")
     parts = {name: getattr(loader, name, None) for name in names}
@@ -2000,7 +1996,7 @@ def until_first_end(batches: Iterator[Any], fabric: Fabric) -> Iterator[Any]:
 
 
 def clear_gradients(optimizer: Any) -> None:
-    """Set all gradients to None. zero_grad() also adds a profiler event, which takes 20 us."""
+    """Set all gradients to None, without the profiler event of zero_grad(), which takes 20 us."""
     for group in optimizer.param_groups:
         for parameter in group["params"]:
             parameter.grad = None
@@ -2031,14 +2027,14 @@ def check_optimizer(optimizers: list[Any], own: set[nn.Parameter]) -> None:
     check(not needs_closure, NEEDS_CLOSURE)
     is_usual = getattr(optimizers[0].zero_grad, "__func__", None) is torch.optim.Optimizer.zero_grad
     text = (
-        "optimizer: got an optimizer with its own zero_grad(). It may keep gradients that MiniLoop"
+        "optimizer: got an optimizer with its own zero_grad(), which may keep gradients. MiniLoop"
     )
-    check(is_usual, f"{text} does not save. Use FabricLoop.")
+    check(is_usual, f"{text} does not save gradients. Use FabricLoop.")
     given = [p for group in optimizers[0].param_groups for p in group["params"]]
-    outside = sum(parameter not in own for parameter in given)
-    text = f"optimizer: got {len(given)} parameters, of which {outside} are not in the model."
-    text += " Parameters outside the model are not saved, moved to the device, or synchronized"
-    check(outside == 0, f"{text} between processes. Assign them to attributes of the model.")
+    text = "optimizer: got parameters that are not in the model, expected only the model's"
+    text += " parameters. The loop would not save these parameters or move them to the device."
+    fix = "Assign them, or the module that owns them, to an attribute of the model."
+    check(all(parameter in own for parameter in given), f"{text} {fix}")
 
 
 def make_scheduler_config(item: Any, optimizer: Any) -> dict[str, Any]:
@@ -2088,7 +2084,7 @@ def to_plain(values: Mapping[Any, Any]) -> dict[str, Any]:
     def convert(value: Any) -> Any:
         if isinstance(value, set | frozenset):
             return sorted(value, key=str)
-        # Remove the memory address from an object's repr, because it differs between processes.
+        # Remove the memory address from an object's repr. Addresses differ between processes.
         text = re.sub(r" at 0x\w+", "", str(getattr(value, "__qualname__", value)))
         return value.item() if getattr(value, "shape", None) == () else text
 
@@ -2100,7 +2096,10 @@ def to_plain(values: Mapping[Any, Any]) -> dict[str, Any]:
 
 
 def to_python(value: Any) -> Any:
-    """Convert a NumPy number to a Python number, because checkpoints contain no NumPy numbers."""
+    """Convert a NumPy number to a Python number, because checkpoints contain no NumPy numbers.
+
+    If a resume would not restore the value exactly, raise an error.
+    """
     is_exact = isinstance(value, np.float64 | np.integer | np.bool_)
     text = f"checkpoint: got the NumPy value {value!r}, which a resume would not restore exactly."
     is_array = isinstance(value, np.ndarray)
@@ -2133,9 +2132,9 @@ def check_tied_weights(network: nn.Module, weights: dict[str, Any], path: Path |
 
 
 def load_optimizer(optimizer: Any, saved: dict[str, Any]) -> None:
-    """Load an optimizer's state exactly, into the dicts that other objects may share.
+    """Load an optimizer's state exactly, into the existing dicts, which other objects may share.
 
-    torch creates new groups, and converts tensors, also in lists and dicts, to other dtypes.
+    load_state_dict() alone would create new dicts, and convert tensors to other dtypes.
     """
     groups, state = (vars(optimizer).get(name) for name in ("param_groups", "state"))
     is_usual = type(optimizer).load_state_dict is torch.optim.Optimizer.load_state_dict
@@ -2258,7 +2257,10 @@ def change_mark(value: Any, most: int | None) -> ChangeMark | None:
 
 
 def mark_tensor(tensor: Any) -> Any:
-    """Return a tensor's version counter, and a checksum to detect changes through ``.data``."""
+    """Return a tensor's version counter and a checksum, which detects changes through ``.data``.
+
+    If ``tensor`` is not a dense tensor with data, return None.
+    """
     if not isinstance(tensor, Tensor) or tensor.layout is not torch.strided or tensor.is_meta:
         return None
     items = tensor.detach().reshape(-1)[:: 1 + tensor.numel() // 10_000]
@@ -2451,9 +2453,9 @@ def set_shared(current: Any, value: Any) -> None:
 
 
 def replace_content(current: Any, value: Any) -> bool:
-    """Copy a saved value into an existing object in place, and return True.
+    """Copy a saved value into an existing object in place. Return whether this was possible.
 
-    If the type, shape or dtype differs, return False.
+    If the type, shape or dtype differs, return False, and leave the object unchanged.
     """
     names = ("shape", "dtype", "requires_grad", "maxlen")
     if any(getattr(current, name, None) != getattr(value, name, None) for name in names):
@@ -2545,7 +2547,7 @@ def is_same(one: Any, other: Any) -> bool:
 
 
 def get_rng_state() -> dict[str, Any]:
-    """Return the states of the global random generators of Python, NumPy and torch."""
+    """Return the RNG states of Python, NumPy and torch."""
     numpy_state: Any = np.random.get_state()
     name, keys, *position = numpy_state
     state: dict[str, Any] = {
@@ -2640,7 +2642,7 @@ def replaced(path: Path) -> Iterator[IO[bytes]]:
     """Open a temporary file, which replaces the file at ``path`` at the end of the block."""
     temporary = path.with_name(f".{path.name}.tmp")
     temporary.unlink(missing_ok=True)
-    # Open the file in mode "x", which never writes through a symbolic link.
+    # Mode "x" creates a new file, and never writes through a symbolic link.
     with temporary.open("xb") as file:
         yield file
         if path.suffix != ".yaml":
@@ -2665,7 +2667,7 @@ class Placeholder:
 def load_file(file: Path | io.BytesIO) -> dict[str, Any]:
     """Load a file saved by torch.save, with placeholders for objects that torch.load refuses."""
     find_names = getattr(torch.serialization, "get_unsafe_globals_in_checkpoint", None)
-    # Pass a copy of an io.BytesIO, because find_names() moves its position.
+    # Pass a copy of an io.BytesIO, because find_names() moves the read position.
     names = find_names(copy.copy(file)) if find_names else []
     kinds: Any = [(type(name, (Placeholder,), {}), name) for name in names]
     with torch.serialization.safe_globals(kinds):
@@ -2729,7 +2731,7 @@ def find_hparams(model: Any) -> dict[str, Any]:
 
 
 def is_replaced(checkpoint: dict[str, Any], folder: Path) -> bool:
-    """Return whether another run started in a folder after the given checkpoint was saved."""
+    """Return whether a newer run started in a folder after a checkpoint was saved."""
     started, _ = read_times(folder)
     return bool(checkpoint.get("fabric_template", {}).get("saved_at", started) < started)
 
@@ -2812,7 +2814,7 @@ if hasattr(os, "register_at_fork"):
 
 
 def read_rows(path: Path) -> list[dict[str, Any]]:
-    """Read the rows of a CSV file as numbers, except for an incomplete last line."""
+    """Read the rows of a CSV file as numbers. Skip an incomplete last line."""
     text = path.read_text("utf-8", "replace") if path.exists() else ""
     columns, *lines = [next(csv.reader([line]), []) for line in text.split("\n")[:-1]] or [[]]
     rows: list[dict[str, Any]] = []

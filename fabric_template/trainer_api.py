@@ -591,7 +591,7 @@ class StrategyAPI:
 
 
 def make_profiler(given: Any) -> Any:
-    """Return the profiler for ``given``, which is a name such as "simple", a profiler or None."""
+    """Return a Lightning profiler. ``given`` is a name such as "simple", a profiler or None."""
     if given is None:
         return PassThroughProfiler()
     if not isinstance(given, str):
@@ -603,7 +603,7 @@ def make_profiler(given: Any) -> Any:
     }
     if given.lower() not in kinds:
         raise ConfigurationError(
-            "When passing string value for the `profiler` parameter of `Trainer`, it can only be one of"
-            f" {sorted(kinds)}. profiler: got {given!r}."
+            f"profiler: got {given!r}, expected 'simple', 'advanced' or 'pytorch', or a Lightning"
+            " profiler."
         )
     return kinds[given.lower()]()

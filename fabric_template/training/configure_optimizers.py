@@ -259,25 +259,26 @@ def check_parameters(
         )
     shapes = ["unknown" if is_lazy(p) else str(tuple(p.shape)) for p in outside.values()]
     more = f" and {len(shapes) - 3} more" if len(shapes) > 3 else ""
-    text = "optimizer: got parameters that are not in the model, with the shapes"
-    text += f" {', '.join(shapes[:3])}{more}"
+    text = "optimizer: got parameters that are not in the model"
+    found = f"Shapes: {', '.join(shapes[:3])}{more}."
     if is_instance_of(model, "LightningModule") and not is_distributed:
         # Like Trainer, accept parameters from outside the model, and only warn.
         warnings.warn(
-            f"{text}. FabricLoop saves and restores them, but the model's state_dict() lacks them."
-            " Assign them to an attribute of the LightningModule, as an nn.Module or nn.Parameter.",
+            f"{text}. {found} FabricLoop saves and restores such parameters, but the model's"
+            " state_dict() lacks them. Assign them to an attribute of the LightningModule, as an"
+            " nn.Module or nn.Parameter.",
             stacklevel=4,
         )
         return
     advice = "Combine them with the model, as in nn.ModuleDict({'net': net, 'loss': loss})."
     if not isinstance(model, nn.Module):
         advice = (
-            f"Assign them to attributes of the {type(model).__name__} object (self.x = ...), or put"
-            " them in a list or dict that is an attribute."
+            "Assign them, or the module that owns them, to an attribute of the"
+            f" {type(model).__name__} object, such as self.x."
         )
     raise ConfigurationError(
-        f"{text}, expected only the model's parameters. Parameters outside the model are not saved,"
-        f" moved to the device, or synchronized between processes. {advice}"
+        f"{text}, expected only the model's parameters. {found} The loop would not save these"
+        f" parameters or move them to the device. {advice}"
     )
 
 

@@ -66,7 +66,7 @@ def evaluate(run: Run, stage: str, max_batches: int | float = math.inf) -> list[
 def warn_of_silent_step(run: Run, name: str) -> None:
     if run.results.is_enabled and not run.is_lightning_module:
         run.warn_once(
-            f"{name}_step returned no value and logged no metric. Return the loss at its end."
+            f"{name}_step returned no value and logged no metric. Return the loss at the end of the step."
         )
 
 
@@ -120,7 +120,7 @@ def evaluate_apart(run: Run, source: Any = None) -> dict[str, Any]:
 
     Call the module's on_validation_epoch_start and on_validation_epoch_end, but no callbacks or
     loggers. At the end, restore the logged values, the torchmetrics objects and the
-    random states.
+    RNG states.
 
     Args:
         source: A loader, or a list or dict of loaders. None: the validation loaders of the run.

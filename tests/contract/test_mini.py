@@ -248,7 +248,7 @@ def test_trainer_resumes_a_mini_loop_run_after_an_epoch(optimizer, options):
         return trainer, module
 
     def make_module():
-        """Return a module without dropout, because Trainer restores no random states."""
+        """Return a module without dropout, because Trainer restores no RNG state."""
         pl.seed_everything(4, verbose=False)
         module = Classifier(optimizer)
         for part in module.modules():
@@ -527,7 +527,7 @@ def test_resume_refuses_a_checkpoint_of_another_run_name():
     fit("MiniLoop", "run", 1)
     path = "checkpoints/run/version_0/last.ckpt"
     for options in ({"name": "other"}, {"name": "run", "version": "own"}):
-        with pytest.raises(ValueError, match="which has another name or version"):
+        with pytest.raises(ValueError, match="from a run with a different name or version"):
             fit("MiniLoop", epochs=2, resume=path, **options)
     assert os.listdir("logs") == ["run"]
 
@@ -1054,7 +1054,7 @@ ERRORS = {
     "hyperparameters": (lambda: run_mini(Unpicklable), "hparams: got values that a checkpoint cannot contain"),
     "unknown option": (lambda: MiniLoop(max_epoch=1), "unknown option 'max_epoch'. Did you mean max_epochs?"),
     "mode": (lambda: MiniLoop(mode="best"), "mode: got 'best'"),
-    "name": (lambda: MiniLoop(name="a/b"), "name: got 'a/b', expected a folder name"),
+    "name": (lambda: MiniLoop(name="a/b"), "name: got 'a/b', expected a non-empty folder name"),
     "manual": (
         lambda: run_mini(Manual),
         "got an object of the class Manual with manual optimization, which MiniLoop does not support. Use FabricLoop.",
@@ -1071,7 +1071,7 @@ ERRORS = {
     "no optimizer": (lambda: fit_functions(optimizer=None), "optimizer: got None, expected an optimizer. Write fit("),
     "other parameters": (
         lambda: fit_functions(optimizer=sgd(nn.Linear(1, 1))),
-        "got 2 parameters, of which 2 are not in the model",
+        "optimizer: got parameters that are not in the model, expected only the model's parameters.",
     ),
     "optimizer": (lambda: fit_functions(optimizer="adam"), "optimizer: got str, expected one optimizer"),
     "None": (lambda: fit_functions(lambda net, batch: None), "training_step: got None at batch 0"),
