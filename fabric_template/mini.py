@@ -51,7 +51,7 @@ from dataclasses import dataclass, fields, is_dataclass
 from difflib import get_close_matches
 from enum import Enum
 from functools import cache, partial
-from itertools import chain, count, islice, repeat
+from itertools import chain, count, islice
 from logging import Logger
 from multiprocessing.sharedctypes import SynchronizedBase
 from numbers import Real
@@ -557,14 +557,16 @@ class MiniLoop:
         else:
             # Restore the loaders to their state before the epoch, to repeat the order of samples.
             kept = []
-            for place, start in self._start_states.items():
-                start = {n: v for n, v in start.items() if not isinstance(v, ChangeMark)}
+            for place in self._start_states:
+                start = self._find_start_of(place, state["parts"].get(place, {}))
                 if place.startswith(("train ", "val ")) and start:
                     attributes = namespace_of(self._parts[place])
                     kept.append((attributes, {n: attributes[n] for n in start if n in attributes}))
                     self._load_parts({place: start}, is_in_place=False)
             self._load_parts(self._epoch_start["parts"], is_in_place=False)
             set_rng_state(self._epoch_start)
+        # An iterator that exists now, and still after the next batches, continues across epochs.
+        self._iterators = self._find_iterators()
         batches, length = iter(self.train_loader), self.num_training_batches
         if length == math.inf and self.fabric.world_size > 1:
             batches = until_first_end(batches, self.fabric)
@@ -576,9 +578,37 @@ class MiniLoop:
                 next(self._batches)
             # Put back the loaders' original lists and tensors, which the model may share.
             for attributes, values in kept:
-                for name, value in values.items():
-                    attributes[name] = value
+                # Reading may have set an attribute to an object that the loader needs.
+                same = {n for n in values if type(attributes.get(n)) is type(values[n])}
+                for name in same:
+                    attributes[name] = values[name]
             self._load_state(state)
+
+    def _find_start_of(self, place: str, changed: dict[str, Any]) -> dict[str, Any]:
+        """Return the attributes that an object had before the run, to read an epoch again."""
+        start = self._start_states[place].items()
+        found = {name: value for name, value in start if not isinstance(value, ChangeMark)}
+        added = (name for name in changed if name not in self._start_names[place])
+        return {**found, **dict.fromkeys(added, REMOVED)}
+
+    def _find_iterators(self) -> dict[tuple[str, str], Any]:
+        """Return the iterators in attributes of the training loader's parts, keyed by name."""
+        parts = ((place, part) for place, part in self._parts.items() if place.startswith("train "))
+        found = {
+            (p, name): value for p, part in parts for name, value in namespace_of(part).items()
+        }
+        return {key: value for key, value in found.items() if is_reading(value)}
+
+    def _warn_unsaved(self, place: str, name: str, reason: str) -> None:
+        if (place, name) not in self._unsaved:
+            self._unsaved.add((place, name))
+            text = (
+                f"checkpoint: the attribute {name!r} of the {place} is neither saved nor restored"
+            )
+            text += f" ({reason}). A resumed run may differ. Keep numbers, tensors or lists in the"
+            warnings.warn(
+                f"{text} attribute instead, such as the position in the data.", stacklevel=2
+            )
 
     def _stop_batches(self) -> None:
         """End the worker processes of an unfinished epoch.
@@ -593,7 +623,11 @@ class MiniLoop:
     def _mark_last(self, batches: Iterator[Any], length: float) -> Generator[tuple[bool, Any]]:
         """Yield (is_last, batch). If the loader has no length, prefetch a batch, like Trainer."""
         if length < math.inf:
-            yield from zip((n == length for n in range(1, int(length) + 1)), batches, strict=False)
+            # Call next(), because zip() would call iter() again, which restarts some iterators.
+            for number in range(1, int(length) + 1):
+                if (batch := next(batches, END)) is END:
+                    return
+                yield number == length, batch
             return
         done, resumed, following = self.batches_done, self._before_next, next(batches, END)
         for number in count(1):
@@ -610,6 +644,10 @@ class MiniLoop:
     def _state(self) -> dict[str, Any]:
         """Return the RNG states, and the changed attributes of the model and the loaders."""
         self._find_objects()
+        for (place, name), value in self._find_iterators().items():
+            if self._iterators.get((place, name)) is value:
+                reason = f"the position of a {type(value).__name__} cannot be saved"
+                self._warn_unsaved(place, name, reason)
         changed = {}
         for place, part in self._parts.items():
             start, state = self._start_states.get(place, {}), {}
@@ -619,7 +657,11 @@ class MiniLoop:
                 if is_random or name not in start or not is_same(value, start[name]):
                     state[name] = value
                     if isinstance(value, ChangeMark):
-                        state[name] = encode_large(current, self.fabric.device)
+                        try:
+                            state[name] = encode_large(current, self.fabric.device)
+                        except TypeError as error:
+                            del state[name]
+                            self._warn_unsaved(place, name, f"it contains {error} objects")
             state.update((name, REMOVED) for name in start if not has_value(part, name))
             if state:
                 changed[place] = state
@@ -665,7 +707,8 @@ class MiniLoop:
             for name in state.keys() & start.keys():
                 if place.startswith(("train ", "val ")) and isinstance(start[name], ChangeMark):
                     value = namespace_of(self._parts[place])[name]
-                    start[name] = encode_large(value, self.fabric.device)
+                    with suppress(TypeError):
+                        start[name] = encode_large(value, self.fabric.device)
 
     def _load_state(self, state: dict[str, Any]) -> None:
         set_rng_state(state)
@@ -1489,6 +1532,9 @@ class MiniLoop:
         self._settings = {**saved, **own}
         self._find_objects()
         self._start_states = {place: self._plain_state(place) for place in self._parts}
+        self._start_names = {place: set(namespace_of(part)) for place, part in self._parts.items()}
+        self._iterators = {}
+        self._unsaved: set[tuple[str, str]] = set()
         if resumed:
             self._check_resume(resumed)
         modes = [module.training for module in self.network.modules()]
@@ -1843,7 +1889,9 @@ def parts_of(loader: Any) -> dict[str, Any]:
         inside = {} if isinstance(part, nn.Module) else objects_in(part, known)
         known |= set(map(id, inside.values()))
         parts.update((f"{name} {path}", value) for path, value in inside.items())
-    return {"loader": loader, **parts}
+    # A list has no attributes, so save its items as an attribute of another object.
+    is_list = type(loader) is list
+    return {"loader": SimpleNamespace(items=loader) if is_list else loader, **parts}
 
 
 def objects_in(owner: Any, known: set[int]) -> dict[str, Any]:
@@ -1961,8 +2009,10 @@ def slots_of(kind: type) -> list[str]:
 
 def set_epoch(loader: Any, epoch: int) -> None:
     samplers = ("loader", "sampler", "batch_sampler", "inner sampler")
-    for name, part in parts_of(loader).items():
-        if name in samplers and hasattr(part, "set_epoch"):
+    # The sampler of a DataLoader is also its batch sampler's sampler. Call its set_epoch() once.
+    found = {id(part): part for name, part in parts_of(loader).items() if name in samplers}
+    for part in found.values():
+        if hasattr(part, "set_epoch"):
             part.set_epoch(epoch)
 
 
@@ -1980,7 +2030,8 @@ def until_first_end(batches: Iterator[Any], fabric: Fabric) -> Iterator[Any]:
 
     Without this limit, DDP would wait forever for a process that has no batch left.
     """
-    for batch in chain(batches, repeat(END)):
+    while True:
+        batch = next(batches, END)
         has_batch: Any = int(batch is not END)
         count: Any = fabric.all_reduce(has_batch, reduce_op="sum")
         if count < fabric.world_size:
@@ -2206,10 +2257,35 @@ def plain_state(
                     found[name] = "state", encode(value.state_dict(), device)
                 continue
             most = 10_000 if saved is None else None
-            found[name] = change_mark(value, most) or encode(value, device, most, weights)
+            found[name] = encode_or_mark(value, device, most, weights)
         if name not in found:
             check_unsaved(name, value, saved is None)
+            if saved is None and holds_objects(value):
+                # Only detect new objects, because the objects' own attributes are saved elsewhere.
+                found[name] = ChangeMark((len(value),))
     return found
+
+
+def holds_objects(value: Any) -> bool:
+    """Return whether a value is a container of user's objects."""
+    if CONTAINERS.get(type(value).__name__) is not type(value):
+        return False
+    return any(map(is_own_object, islice(value.values() if isinstance(value, dict) else value, 64)))
+
+
+def is_reading(value: Any) -> bool:
+    """Return whether a value is a library's iterator, such as one over a DataLoader."""
+    is_other = isinstance(value, count | io.IOBase) or is_own_object(value)
+    return isinstance(value, Iterator) and not is_other
+
+
+def encode_or_mark(
+    value: Any, device: torch.device, most: int | None, weights: dict[Any, str]
+) -> Any:
+    try:
+        return change_mark(value, most) or encode(value, device, most, weights)
+    except LargeValueError:
+        return ChangeMark((mark_value(value),))
 
 
 def check_unsaved(name: str, value: Any, is_in_loader: bool) -> None:
@@ -2217,8 +2293,7 @@ def check_unsaved(name: str, value: Any, is_in_loader: bool) -> None:
 
     If an unsaved attribute is a container with random generators, raise an error.
     """
-    is_reading = isinstance(value, Iterator) and not isinstance(value, count | io.IOBase)
-    if is_reading and not is_in_loader and not is_own_object(value):
+    if is_reading(value) and not is_in_loader:
         text = f"checkpoint: the position of the iterator {name!r} ({type(value).__name__}) is not"
         text += " saved. A resumed run may differ. Use FabricLoop, and pass the loader to fit()."
         warnings.warn(text, stacklevel=2)
@@ -2238,6 +2313,10 @@ class ChangeMark(tuple[Any, ...]):
     """A checksum to detect changes in a module, a large tensor or a large array."""
 
 
+class LargeValueError(TypeError):
+    """Raised if a value is too large to be encoded each time. A checksum detects its changes."""
+
+
 def change_mark(value: Any, most: int | None) -> ChangeMark | None:
     """Return a checksum of a large tensor, array or container, or None for any other value."""
     kind = type(value)
@@ -2252,8 +2331,31 @@ def change_mark(value: Any, most: int | None) -> ChangeMark | None:
         return ChangeMark((id(value), mark_tensor(value)))
     if value.dtype.hasobject or value.dtype.names:
         return None
-    items = value.reshape(-1)[:: 1 + value.size // 1_000_000]
-    return ChangeMark((value.shape, zlib.crc32(items.tobytes())))
+    return ChangeMark(mark_array(value))
+
+
+def mark_array(array: Any) -> tuple[Any, ...]:
+    items = array.reshape(-1)[:: 1 + array.size // 1_000_000]
+    return array.shape, zlib.crc32(items.tobytes())
+
+
+def mark_value(value: Any, depth: int = 0) -> Any:
+    """Return a checksum of a container. Of many tensors and containers, it covers a sample."""
+    kind = type(value)
+    if kind in ATOMS or isinstance(value, Enum) or kind is range:
+        return value
+    if kind in (Tensor, nn.Parameter):
+        return id(value), mark_tensor(value)
+    if isinstance(value, NUMPY) and not (value.dtype.hasobject or value.dtype.names):
+        return mark_array(np.asarray(value))
+    check_container(value, None, depth)
+    items: list[Any] = list(
+        chain.from_iterable(value.items()) if isinstance(value, dict) else value
+    )
+    if ATOMS.issuperset(map(type, items)):
+        return kind, len(items), zlib.crc32(marshal.dumps(items, 2))
+    marks = [mark_value(item, depth + 1) for item in items[:: 1 + len(items) // 2_000]]
+    return kind, len(items), hash(tuple(map(id, items))), marks
 
 
 def mark_tensor(tensor: Any) -> Any:
@@ -2317,14 +2419,22 @@ def encode(
     if isinstance(value, tuple) and hasattr(kind, "_fields") and find_class(kind, *place) is kind:
         items = [encode(item, device, most, weights, depth + 1) for item in value]
         return "named tuple", items, *place
-    if CONTAINERS.get(name) is not kind or len(value) > (most or math.inf) or depth == 10:
-        raise TypeError(name)
+    check_container(value, most, depth)
     items = list(chain.from_iterable(value.items()) if isinstance(value, dict) else value)
     if not ATOMS.issuperset(map(type, items)):
         items = [encode(item, device, most, weights, depth + 1) for item in items]
     if kind in (deque, defaultdict):
         return name, items, value.maxlen if kind is deque else None
     return name, items
+
+
+def check_container(value: Any, most: float | None, depth: int) -> None:
+    """Raise a TypeError for a value that is no known container, or a LargeValueError."""
+    kind = type(value)
+    if CONTAINERS.get(kind.__name__) is not kind or depth == 10:
+        raise TypeError(kind.__name__)
+    if len(value) > (most or math.inf):
+        raise LargeValueError(kind.__name__)
 
 
 def encode_tensor(
@@ -2335,8 +2445,10 @@ def encode_tensor(
         # A container such as a list of pairs (weight, average) contains the weight's name.
         place = list(tensor.shape), list(tensor.stride()), tensor.storage_offset()
         return "weight", name, type(tensor) is nn.Parameter, *place
-    if name is not None or (most is not None and tensor.numel() > most):
+    if name is not None:
         raise TypeError("Tensor")
+    if most is not None and tensor.numel() > most:
+        raise LargeValueError("Tensor")
     has_gradient = tensor.requires_grad and tensor.is_leaf
     copied = tensor.detach().to("cpu", copy=True)
     return type(tensor).__name__.lower(), copied, has_gradient, tensor.device == device

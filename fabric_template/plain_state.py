@@ -25,7 +25,7 @@ from contextlib import contextmanager, suppress
 from copy import copy
 from dataclasses import dataclass
 from enum import Enum
-from itertools import count
+from itertools import count, islice
 from multiprocessing.sharedctypes import SynchronizedBase
 from types import SimpleNamespace
 from typing import Any
@@ -665,6 +665,9 @@ class PlainState:
         self._saved: dict[int, Any] | None = None
         self._find_objects()
         self._at_start = self.digests()
+        self._iterators: dict[Place, Any] = {}
+        containers = ((p, value) for p, value in self.attributes() if type(value) in _CONTAINERS)
+        self._lengths = {place: len(value) for place, value in containers}
 
     def add(self, parts: dict[str, Part], saved: Iterable[Any]) -> None:
         """Add objects to save.
@@ -745,6 +748,8 @@ class PlainState:
             with self._guarded(f"the attribute {'.'.join(map(str, place))}"):
                 if self._network is not None and is_reading(value):
                     raise TypeError(f"the position of a {type(value).__name__} cannot be saved")
+                if self._has_new_objects(place, value):
+                    raise TypeError("it contains objects that were created during training")
                 is_state = self._is_saved_as_state(value)
                 is_object = is_state and not isinstance(value, nn.Module)
                 if not is_object and self._digest(value) == self._at_start.get(place, self):
@@ -753,6 +758,26 @@ class PlainState:
                 encoded = encoder.encode_attribute(plain)
                 changed[place] = ("state", encoded) if is_state else encoded
         return changed
+
+    def find_iterators(self) -> None:
+        """Find the iterators in attributes before a pass over a loader starts."""
+        self._iterators = {place: value for place, value in self.attributes() if is_reading(value)}
+
+    def warn_of_iterators(self) -> None:
+        """Warn about iterators that a pass over a loader has continued instead of replaced."""
+        for place, value in self.attributes():
+            if self._iterators.get(place) is value and value is not None:
+                with self._guarded(f"the attribute {'.'.join(place)}"):
+                    raise TypeError(f"the position of a {type(value).__name__} cannot be saved")
+
+    def _has_new_objects(self, place: Place, value: Any) -> bool:
+        """Return whether a container in a loader has got objects, which are not searched again."""
+        if self._network is not None or type(value) not in _CONTAINERS:
+            return False
+        if len(value) == self._lengths.get(place, 0):
+            return False
+        items = value.values() if isinstance(value, dict) else value
+        return any(map(is_own_object, islice(items, _MOST_OBJECTS)))
 
     def _is_saved_as_state(self, value: Any) -> bool:
         if self._saved is None or id(value) in self._saved:

@@ -14,7 +14,7 @@ from copy import deepcopy
 from functools import partial
 from itertools import islice
 from logging import Logger
-from types import FunctionType, MethodType, ModuleType
+from types import FunctionType, MethodType, ModuleType, SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -49,7 +49,7 @@ _DRAWING_SAMPLERS: Any = (
 )
 # The attributes that DataLoader itself sets, which are not saved.
 _OF_LOADER = frozenset(vars(DataLoader([])))  # type: ignore[arg-type]
-# The loop sets a sampler's epoch, so checkpoints do not contain this attribute.
+# The loop sets the epoch of a sampler with set_epoch(), so a checkpoint does not need it.
 _OF_SAMPLER = ("epoch",)
 # DataLoader keeps its current iterator in this attribute, which is not saved.
 _ITERATOR_OF_PASS = ("_iterator",)
@@ -77,14 +77,19 @@ def parts_of_order(loader: Any) -> dict[str, Part]:
     """Return the objects that determine the order of the samples: the loader and its samplers."""
     samplers = samplers_of(loader)
     samplers += [part.given_sampler for part in samplers if hasattr(part, "given_sampler")]
-    parts = {
-        f"sampler {index}": Part(part, _OF_SAMPLER, has_attributes=not has_state(part))
-        for index, part in enumerate(samplers)
-    }
     has_attributes = not (has_state(loader) or isinstance(loader, TensorLoader))
-    parts = {"loader": Part(loader, _OF_LOADER, has_attributes), **parts}
+    parts = {"loader": Part(with_items(loader), _OF_LOADER, has_attributes)}
+    for index, sampler in enumerate(samplers):
+        ignored = _OF_SAMPLER if callable(getattr(sampler, "set_epoch", None)) else ()
+        part = Part(with_items(sampler), ignored, has_attributes=not has_state(sampler))
+        parts[f"sampler {index}"] = part
     known = {id(part.instance) for part in parts_of_samples(loader).values()}
     return {**parts, **find_objects(parts, known)}
+
+
+def with_items(part: Any) -> Any:
+    """Return an object whose attribute holds the items of a list, which has no attributes."""
+    return SimpleNamespace(items=part) if type(part) is list else part
 
 
 def parts_of_samples(loader: Any) -> dict[str, Part]:

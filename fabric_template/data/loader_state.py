@@ -153,12 +153,14 @@ class ResumableLoader:
         elif any(self.workers) and (self._first_worker or self.loader._iterator is None):
             self._start_persistent_workers(0)
         self._workers_at_start = list(self.workers)
+        self._find_iterators()
         self._at_start, self._at_first_batch = self._capture(), None
         self._reader = self._read(self._iterate(0))
         return self._reader
 
     def _resume_pass(self, state: dict[str, Any]) -> Generator[Any]:
         done = state["batches"]
+        self._find_iterators()
         if "stream" in state and self._stream is not None:
             with self._stream.loaded(state["stream"]):
                 iterator = iter(self.loader)
@@ -272,6 +274,9 @@ class ResumableLoader:
         """
         if self._restored is not None:
             return self._restored
+        if self.batches > 0 and not is_per_batch:
+            for part in self._plain_states.values():
+                part.warn_of_iterators()
         is_over = self.is_finished or (self.is_used and not is_in_pass)
         # A resumed run reads samples again unless it can skip finished batches by index.
         is_read_by_index = self._is_indexed and not self.workers
@@ -345,6 +350,14 @@ class ResumableLoader:
     def _plain(self, has_attributes: bool = True) -> dict[str, Any]:
         """Return the states of the samplers ("order") and of the dataset ("samples")."""
         return {name: part.state_dict(has_attributes) for name, part in self._plain_states.items()}
+
+    def _find_iterators(self) -> None:
+        """Find iterators of the loader that a pass may continue, to warn about their positions."""
+        if self.restart_problem or self._stream is not None:
+            return
+        self._plain_states["order"].find_iterators()
+        if not self.workers:
+            self._plain_states["samples"].find_iterators()
 
     def _capture(self) -> dict[str, Any]:
         return {"rng": capture_rng_state(), **self._plain()}

@@ -1,10 +1,13 @@
 """Test that both loops resume exactly with every kind of loader, after an epoch and within one."""
 
 import functools
+import itertools
 import random
 import tempfile
+import warnings
 from collections import deque
 
+import lightning.pytorch as pl
 import numpy as np
 import pytest
 import torch
@@ -311,3 +314,241 @@ def test_fit_accepts_a_list_of_objects_as_its_batches(tmp_path, loop_name):
     functions = {"training_step": lambda net, batch: step(net, (batch.x, batch.y)), "validation_step": step}
     loop.fit(net, graphs, DataLoader(DATA, 6), optimizer=optimizer, **functions)
     assert_same_weights(expected, net)
+
+
+class LongOrder(Sampler):
+    """A sampler that shuffles its own long list in place."""
+
+    def __init__(self):
+        self.order = list(range(20_000))
+
+    def __len__(self):
+        return 24
+
+    def __iter__(self):
+        random.Random(self.order[0]).shuffle(self.order)
+        return iter([index for index in self.order if index < 24])
+
+
+class LongArray(LongOrder):
+    def __init__(self):
+        self.order = np.arange(20_000)
+
+    def __iter__(self):
+        np.random.RandomState(self.order[0]).shuffle(self.order)
+        return iter(self.order[self.order < 24].tolist())
+
+
+class CountsInClass(Sampler):
+    """A sampler whose counter becomes an attribute of the object in the first epoch."""
+
+    passes = 0
+
+    def __len__(self):
+        return 24
+
+    def __iter__(self):
+        self.passes += 1
+        return iter(torch.randperm(24, generator=seeded(self.passes)).tolist())
+
+
+class CountsEpochs(CountsInClass):
+    """A sampler that counts its epochs itself, without set_epoch()."""
+
+    def __init__(self):
+        self.epoch = 0
+
+    def __iter__(self):
+        self.epoch += 1
+        return iter(torch.randperm(24, generator=seeded(self.epoch)).tolist())
+
+
+class LongMemory(Noisy):
+    """A dataset with a long list, a long dict and a nested array, which change in place."""
+
+    def __init__(self):
+        self.factors, self.drawn, self.nested = [1.0] * 12_000, {}, {"sums": np.ones(12_000)}
+        self.drawn.update(dict.fromkeys(range(24, 12_000), 0.0))
+
+    def __getitem__(self, index):
+        self.factors[index] *= 1.1
+        self.nested["sums"][index] += 0.1
+        self.drawn[index] = self.drawn.get(index, 0.0) + 0.1
+        return X[index] * self.factors[index] + self.drawn[index] + self.nested["sums"][index], Y[index]
+
+
+class IsItsIterator:
+    """A loader whose __iter__ starts a new pass and returns the loader itself."""
+
+    def __init__(self):
+        self.rest = None
+
+    def __len__(self):
+        return 6
+
+    def __iter__(self):
+        order = torch.randperm(24).split(4)
+        self.rest = iter([(X[indices], Y[indices]) for indices in order])
+        return self
+
+    def __next__(self):
+        return next(self.rest)
+
+
+WITH_STATE = {
+    "long order": lambda: DataLoader(DATA, 4, sampler=LongOrder()),
+    "long array": lambda: DataLoader(DATA, 4, sampler=LongArray()),
+    "counter in the class": lambda: DataLoader(DATA, 4, sampler=CountsInClass()),
+    "counter of epochs": lambda: DataLoader(DATA, 4, sampler=CountsEpochs()),
+    "long memory": lambda: DataLoader(LongMemory(), 4),
+    "is its iterator": IsItsIterator,
+}
+LIMITS_OF_STATE = {"within the first epoch": {"max_steps": 3}, **LIMITS}
+
+
+@pytest.mark.filterwarnings("ignore:resume. .* are read again")
+@pytest.mark.parametrize("limit", LIMITS_OF_STATE)
+@pytest.mark.parametrize("name", WITH_STATE)
+@pytest.mark.parametrize("loop_name", LOOPS)
+def test_a_loader_that_changes_its_own_attributes_resumes_exactly(tmp_path, loop_name, name, limit):
+    make_loader = WITH_STATE[name]
+    expected, rows = train(loop_name, tmp_path / "whole", make_loader, max_epochs=3)
+    train(loop_name, tmp_path / "cut", make_loader, **LIMITS_OF_STATE[limit])
+    resumed, found = train(loop_name, tmp_path / "cut", make_loader, seed=9, resume="last", max_epochs=3)
+    assert_same_weights(expected, resumed)
+    assert found == rows
+
+
+def test_mini_loop_calls_iter_and_set_epoch_once_per_epoch(tmp_path):
+    calls = []
+
+    class Loader(IsItsIterator):
+        def __iter__(self):
+            calls.append("iter")
+            return super().__iter__()
+
+    class CountedOrder(Order):
+        def set_epoch(self, epoch):
+            calls.append(epoch)
+
+    train("MiniLoop", tmp_path, Loader, max_epochs=2)
+    assert calls == ["iter", "iter"]
+    calls.clear()
+    train("MiniLoop", tmp_path, lambda: DataLoader(DATA, 4, sampler=CountedOrder()), max_epochs=2)
+    assert calls == [0, 1]
+
+
+@pytest.mark.parametrize("limit", LIMITS_OF_STATE)
+@pytest.mark.parametrize("loop_name", LOOPS)
+def test_changed_lists_of_batches_and_of_indices_are_restored(tmp_path, loop_name, limit):
+    kinds = [
+        lambda: [(x.clone(), y) for x, y in DataLoader(DATA, 4)],
+        lambda: DataLoader(DATA, batch_sampler=[list(range(i, i + 4)) for i in range(0, 24, 4)]),
+    ]
+    for number, make_loader in enumerate(kinds):
+
+        class Changes(pl.LightningModule):
+            """Scales the batches in place, and rotates the batch sampler's lists after an epoch."""
+
+            def __init__(self):
+                super().__init__()
+                self.net = make_net()
+
+            def training_step(self, batch, batch_idx, is_list=number == 0):
+                if is_list:
+                    batch[0].mul_(1.1)
+                return step(self.net, batch)
+
+            def on_train_batch_end(self, outputs, batch, batch_idx, is_list=number == 0):
+                loader = getattr(self.trainer, "train_loader", None) or self.trainer.train_dataloader
+                if batch_idx == 5 and not is_list:
+                    loader.batch_sampler.append(loader.batch_sampler.pop(0))
+
+            def configure_optimizers(self):
+                return torch.optim.Adam(self.parameters(), lr=0.05)
+
+        def run(root, loop_name=loop_name, kind=Changes, make_loader=make_loader, resume=None, **options):
+            torch.manual_seed(1)
+            model, (loop, quiet) = kind(), LOOPS[loop_name]
+            loop(default_root_dir=root, accelerator="cpu", **quiet, **options).fit(model, make_loader(), resume=resume)
+            return model
+
+        expected = run(tmp_path / f"whole{number}", max_epochs=3)
+        run(tmp_path / f"cut{number}", **LIMITS_OF_STATE[limit])
+        assert_same_weights(expected, run(tmp_path / f"cut{number}", resume="last", max_epochs=3))
+
+
+class HoldsIterator(Order):
+    """A sampler that continues an iterator in each epoch."""
+
+    def __init__(self):
+        self.indices = itertools.cycle(range(20))
+
+    def __iter__(self):
+        return itertools.islice(self.indices, 24)
+
+
+class ReadsIterator(Noise):
+    """A dataset that reads a second source in order."""
+
+    def __init__(self):
+        self.others = itertools.cycle(range(20))
+
+    def __getitem__(self, index):
+        return X[index] + X[next(self.others)], Y[index]
+
+
+class StreamsIterator(IterableDataset):
+    def __init__(self):
+        self.indices = itertools.cycle(range(20))
+
+    def __iter__(self):
+        for index in itertools.islice(self.indices, 24):
+            yield X[index], Y[index]
+
+
+class Sample:
+    def __init__(self, x):
+        self.x = x
+
+
+class CachesObjects(Noise):
+    """A dataset that creates objects while it is read."""
+
+    def __init__(self):
+        self.cache = {}
+
+    def __getitem__(self, index):
+        sample = self.cache.setdefault(index, Sample(super().__getitem__(index)[0]))
+        return sample.x, Y[index]
+
+
+UNSAVED = {
+    "indices": lambda: DataLoader(DATA, 4, sampler=HoldsIterator()),
+    "others": lambda: DataLoader(ReadsIterator(), 4),
+    "cache": lambda: DataLoader(CachesObjects(), 4),
+    "contains an iterator|indices": lambda: DataLoader(StreamsIterator(), 4),
+}
+
+
+@pytest.mark.parametrize("name", UNSAVED)
+@pytest.mark.parametrize("loop_name", LOOPS)
+def test_the_first_save_warns_about_state_of_a_loader_that_is_not_saved(tmp_path, loop_name, name):
+    with pytest.warns(UserWarning, match=name):
+        train(loop_name, tmp_path, UNSAVED[name], max_epochs=1)
+
+
+class RestartsIterator(HoldsIterator):
+    """A sampler that replaces its iterator in each epoch, also in its generator."""
+
+    def __iter__(self):
+        self.indices = iter(range(24))
+        yield from self.indices
+
+
+@pytest.mark.parametrize("loop_name", LOOPS)
+def test_an_iterator_that_starts_again_in_each_epoch_causes_no_warning(tmp_path, loop_name):
+    with warnings.catch_warnings():
+        warnings.filterwarnings("error", "checkpoint: ")
+        train(loop_name, tmp_path, IsItsIterator, max_epochs=2)
+        train(loop_name, tmp_path, lambda: DataLoader(DATA, 4, sampler=RestartsIterator()), max_epochs=3)

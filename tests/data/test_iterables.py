@@ -174,6 +174,7 @@ def test_a_loader_that_continues_across_epochs_can_resume_only_in_its_first_epoc
             fit(tmp_path / "killed" / str(batch), resume="last", **options)
 
 
+@pytest.mark.filterwarnings("ignore:checkpoint. .*the position of")
 @pytest.mark.parametrize("make", CONTINUED)
 def test_fabric_loop_cannot_resume_a_mini_loop_run_whose_loader_continues_across_epochs(tmp_path, make):
     """MiniLoop does not save the position of such a loader."""
