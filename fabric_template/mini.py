@@ -1794,7 +1794,7 @@ def find_batch_size(batch: Any) -> Any:
     if isinstance(batch, Mapping):
         batch = batch.values()
     elif is_dataclass(batch) and not isinstance(batch, Iterable):
-        batch = vars(batch).values()
+        batch = namespace_of(batch).values()
     elif isinstance(batch, str | bytes | np.ndarray) or not isinstance(batch, Iterable):
         return None
     sizes = (find_batch_size(part) for part in batch)

@@ -6,6 +6,7 @@ import random
 import tempfile
 import warnings
 from collections import deque
+from dataclasses import dataclass
 
 import lightning.pytorch as pl
 import numpy as np
@@ -25,6 +26,7 @@ from torch.utils.data import (
     Subset,
     TensorDataset,
     WeightedRandomSampler,
+    default_collate,
 )
 from torchdata.stateful_dataloader import StatefulDataLoader
 
@@ -552,3 +554,19 @@ def test_an_iterator_that_starts_again_in_each_epoch_causes_no_warning(tmp_path,
         warnings.filterwarnings("error", "checkpoint: ")
         train(loop_name, tmp_path, IsItsIterator, max_epochs=2)
         train(loop_name, tmp_path, lambda: DataLoader(DATA, 4, sampler=RestartsIterator()), max_epochs=3)
+
+
+@dataclass(slots=True)
+class Slots:
+    x: torch.Tensor
+    y: torch.Tensor
+
+
+@pytest.mark.parametrize("loop_name", LOOPS)
+def test_fit_accepts_batches_with_slots(tmp_path, loop_name):
+    loader = DataLoader(DATA, 4, collate_fn=lambda samples: Slots(*default_collate(samples)))
+    net, (kind, quiet) = make_net(), LOOPS[loop_name]
+    loop = kind(default_root_dir=tmp_path, accelerator="cpu", max_epochs=1, **quiet)
+    optimizer = torch.optim.Adam(net.parameters(), lr=0.05)
+    history = loop.fit(net, loader, optimizer=optimizer, training_step=lambda net, b: step(net, (b.x, b.y)))
+    assert history["step"].tolist() == [6]
