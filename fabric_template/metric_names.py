@@ -51,7 +51,7 @@ class Metric(NamedTuple):
 def parse_metric(column: str) -> Metric:
     """Return the data split and the quantity that a column's name contains.
 
-    The column can be from the logs of this package or of another logger.
+    The column can be from the logs of this package or of any other logger.
     """
     match = _PREFIX.fullmatch(column) or _SUFFIX.fullmatch(column)
     split, quantity = SPLITS.get(column.lower(), ""), column

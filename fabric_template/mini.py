@@ -701,7 +701,7 @@ class MiniLoop:
         return plain_state(part, self.fabric.device, saved, self._weights)
 
     def _keep_start_values(self, states: dict[str, dict[str, Any]]) -> None:
-        """Keep large initial values of loaders, which a resume in the first epoch needs again."""
+        """Encode large initial values of loaders, which a resume in the first epoch needs."""
         for place, state in states.items():
             start = self._start_states.get(place, {})
             for name in state.keys() & start.keys():

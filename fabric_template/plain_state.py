@@ -50,11 +50,11 @@ _FACTORIES = {kind.__name__: kind for kind in (int, float, str, bool, list, dict
 _MOST_BYTES = 256 * 2**20  # Bytes per attribute.
 _MOST_ITEMS = 1_000_000  # Items per attribute.
 _COMPARED_BYTES = 2**20  # Bytes per tensor in a digest.
-_COMPARED_ITEMS = 50_000  # Items per container that a digest itself contains.
+_COMPARED_ITEMS = 50_000  # Items per container that are part of a digest.
 _DEEPEST = 12  # Nesting depth of containers.
 _MOST_OBJECTS = 64  # Objects that attributes hold.
 _MOST_SEARCHED = 500  # Items of a container that is searched for objects.
-# Packages whose objects are not saved, because they may hold processes or files.
+# Packages whose objects are not saved, because these objects may hold processes or files.
 _LIBRARIES = {"lightning", "numpy", "pytorch_lightning", "torch", "torchmetrics"}
 _LIBRARIES |= sys.stdlib_module_names
 # The value that marks a deleted attribute in checkpoints.
@@ -82,7 +82,7 @@ def digest(value: Any, most: int = _COMPARED_ITEMS) -> Any:
     its elements.
 
     Args:
-        most: The number of items of a container that the digest itself contains.
+        most: The number of items of a container that are part of the digest.
     """
     kind = type(value)
     if kind in _ATOMS or kind is range or isinstance(value, Enum):
@@ -126,7 +126,7 @@ def _checksum_items(items: list[Any]) -> int:
 
 
 def _mark(value: Any, depth: int = 0) -> Any:
-    """Return a cheap mark that changes when a value in a large container changes."""
+    """Return a value that changes when a large container changes, and that is fast to compute."""
     kind = type(value)
     if kind in _ATOMS:
         return value
@@ -177,7 +177,7 @@ def _digest_array(array: np.ndarray) -> Any:
     place = (array.shape, array.dtype.str)
     if array.nbytes <= _MOST_BYTES:
         return place, zlib.crc32(np.ascontiguousarray(array).reshape(-1).view(np.uint8).data)
-    # Use a step of at least 1, because a large array, such as one of long texts, may have few
+    # Use a step of at least 1, because a large array, such as one of long strings, may have few
     # elements.
     step = max(array.size // _COMPARED_ITEMS, 1)
     return place, array.reshape(-1)[::step].tobytes()
@@ -376,9 +376,9 @@ class Decoder:
 
 
 def replace_content(current: Any, value: Any) -> bool:
-    """Copy a saved value into an existing object in place, and return True.
+    """Copy a saved value into an existing object in place. Return whether this was possible.
 
-    If the object cannot take the value, for example because the shapes differ, return False.
+    If it was not, for example because the shapes differ, leave the object unchanged.
     """
     kind = type(current)
     if kind is not type(value):
@@ -685,7 +685,7 @@ class PlainState:
                 self._at_start[place] = found
 
     def _find_objects(self) -> None:
-        """Search the attributes for objects again, because hooks may create objects."""
+        """Find the objects in attributes again, because hooks may have created some."""
         if self._network is not None:
             with self._guarded("the objects in attributes"):
                 known = {*(self._saved or ()), *map(id, self._network.modules())}
@@ -733,7 +733,7 @@ class PlainState:
                 set_generator_state(generators[name], state)
 
     def state_dict(self, has_attributes: bool = True) -> dict[str, Any]:
-        """Return the states of all generators, and the attributes changed since the run's start."""
+        """Return all generators' RNG states, and the attributes changed since the run's start."""
         self._find_objects()
         attributes = self.changed_attributes() if has_attributes else {}
         return {"generators": self.generator_states(), "attributes": attributes}

@@ -1,4 +1,4 @@
-"""Capture and restore the states of the random generators of this process."""
+"""Capture and restore the RNG states of this process."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _MOST_ITEMS = 64
 
 
 def capture_rng_state() -> dict[str, Any]:
-    """Return the states of Python's, NumPy's and torch's global random generators."""
+    """Return the global RNG states of Python, NumPy and torch."""
     numpy_state: Any = np.random.get_state()
     name, keys, *position = numpy_state
     state: dict[str, Any] = {
@@ -31,7 +31,7 @@ def capture_rng_state() -> dict[str, Any]:
 
 
 def restore_rng_state(state: dict[str, Any]) -> None:
-    """Set the global random generators to states that ``capture_rng_state`` returned."""
+    """Restore the global RNG states that ``capture_rng_state`` returned."""
     set_generator_state(torch.default_generator, state["torch"])
     set_generator_state(_OF_RANDOM, state["python"])
     name, keys, *position = state["numpy"]
@@ -43,7 +43,7 @@ def restore_rng_state(state: dict[str, Any]) -> None:
 
 @contextmanager
 def unchanged_rng_state() -> Iterator[None]:
-    """Restore the states of the global random generators at the end of a `with` block."""
+    """Restore the global RNG states at the end of a `with` block."""
     state = capture_rng_state()
     try:
         yield
@@ -78,7 +78,7 @@ def find_generators(attributes: dict[str, Any]) -> dict[str, Any]:
 
 
 def get_generator_state(generator: Any) -> Any:
-    """Return a generator's state as built-in Python values, which can be compared with ==."""
+    """Return a generator's RNG state as built-in Python values, which can be compared with ==."""
     if isinstance(generator, torch.Generator):
         return generator.get_state().numpy().tobytes()
     if isinstance(generator, random.Random):
@@ -89,12 +89,12 @@ def get_generator_state(generator: Any) -> Any:
 
 
 def set_generator_state(generator: Any, state: Any) -> None:
-    """Set a generator to a state that ``get_generator_state`` returned."""
+    """Set a generator to an RNG state that ``get_generator_state`` returned."""
     if isinstance(generator, torch.Generator):
         generator.set_state(torch.frombuffer(bytearray(state), dtype=torch.uint8))
     elif isinstance(generator, random.Random):
         version, values, gauss = state
-        # Build a tuple, because DataLoader(pin_memory=True) turns tuples into lists.
+        # Convert back to a tuple, because DataLoader(pin_memory=True) turns tuples into lists.
         generator.setstate((version, tuple(values), gauss))
     elif isinstance(generator, np.random.RandomState):
         generator.set_state(_with_arrays(state))
@@ -103,7 +103,7 @@ def set_generator_state(generator: Any, state: Any) -> None:
 
 
 def _without_arrays(state: Any) -> Any:
-    """Return a copy of a nested dict with each NumPy array replaced by (dtype, bytes)."""
+    """Return a copy of a nested dict in which each NumPy array is a tuple (dtype, bytes)."""
     if isinstance(state, dict):
         return {name: _without_arrays(value) for name, value in state.items()}
     return (state.dtype.str, state.tobytes()) if isinstance(state, np.ndarray) else state

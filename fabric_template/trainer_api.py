@@ -122,7 +122,7 @@ _LOOP_ATTRIBUTES: dict[str, Callable[[Any], Any]] = {
     "_batches_that_stepped": lambda api: api.progress.logging_step,
     # StochasticWeightAveraging sets ``_skip_backward`` to update BatchNorm without backward passes.
     "_skip_backward": lambda api: api.current_run.optimization.is_backward_skipped,
-    # A module that steps an optimizer without Lightning's wrapper increments ``completed`` itself.
+    # A module increments ``completed`` after step() of an optimizer without Lightning's wrapper.
     **dict.fromkeys(("optim_step_progress", "total"), lambda api: api),
     "completed": lambda api: api.progress.global_step,
     # ModelCheckpoint reads ``_has_run`` if the monitored metric is missing.

@@ -22,8 +22,7 @@ NUMPY_KEY = "fabric_template_numpy"
 # The NumPy dtypes that can be restored: booleans, numbers, durations, dates and text.
 _DTYPE = re.compile(r"[<>|=][biufcmMSU]\d*(\[\w+\])?")
 _CONTAINERS = (dict, OrderedDict, defaultdict, Counter, list, tuple, deque)
-# Return values of these types unchanged. This saves time: Python's random state alone has 625
-# numbers.
+# Return values of these types unchanged. This saves time: Python's RNG state alone has 625 numbers.
 _PLAIN_TYPES = (int, float, str, bool, bytes, type(None), torch.Tensor)
 
 

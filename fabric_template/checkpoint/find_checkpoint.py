@@ -89,7 +89,7 @@ def read_again(plan: Plan) -> None:
 
 
 def choose_argument(stage: str, given: dict[str, Any]) -> tuple[str, Any]:
-    """Return the name and value of the only argument that is not None, or ("ckpt_path", None)."""
+    """Return the name and value of the argument that is not None, or ("ckpt_path", None)."""
     given = {name: value for name, value in given.items() if value is not None}
     if len(given) > 1:
         values = " and ".join(f"{name}={describe(value)}" for name, value in given.items())

@@ -72,7 +72,7 @@ class CheckpointManager:
 
     @property
     def _metric(self) -> tuple[str | None, str]:
-        """The options (monitor, mode). If monitor is None, the values are from the resumed run."""
+        """The options monitor and mode. If monitor is None, the values are from the resumed run."""
         if self.config.monitor is None:
             return self._resumed_metric
         return self.config.monitor, self.config.mode

@@ -310,7 +310,7 @@ def restore_position(run: Run) -> None:
     """Restore random generators, loaders and running sums right before training continues."""
     attributes = restore_states(run)
     if run.progress.is_in_epoch:
-        # Restore the random state after set_epoch(), in which samplers may draw random numbers.
+        # Restore the RNG state after set_epoch(), in which samplers may draw random numbers.
         with unchanged_rng_state():
             run.data.train.set_epoch()
         run.data.train.start()
@@ -333,14 +333,14 @@ def restore_states(run: Run) -> dict[str, Any] | None:
     if not own:
         return None
     if own["writer"] == "Trainer":
-        # Trainer saves no random states.
+        # Checkpoints from Trainer contain no RNG state.
         run.data.load_loader_states(own["loader_states"])
         return None
     # Restore all saved options, because hooks of the saved run may have changed the options.
     restore_options(run, own.get("options", {}))
     attributes: dict[str, Any] | None = of_process.pop("plain_state", None)
     if own["writer"] == "MiniLoop":
-        # MiniLoop saves no loader positions.
+        # Checkpoints from MiniLoop contain no loader positions.
         run.data.check_restart()
         restore_network(run, own["flags"], {})
     else:

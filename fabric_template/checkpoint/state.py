@@ -40,7 +40,7 @@ _OF_MODULE = frozenset(vars(LightningModule()))
 _OF_DATAMODULE = frozenset(vars(LightningDataModule()))
 # Optimizer attributes that are not saved. state_dict() contains "state" and "param_groups", and
 # "defaults" may share the lr tensor of a parameter group. Schedulers set "_opt_called" and
-# "_step_count" to detect steps in the wrong order.
+# "_step_count", to warn if they are stepped before the optimizer.
 _OF_OPTIMIZER = ("state", "param_groups", "defaults", "_opt_called", "_step_count")
 # StochasticWeightAveraging changes BatchNorm's momentum, and restores it after training.
 _OF_AVERAGING = _OF_MODULE | {"momentum"}
@@ -184,7 +184,7 @@ def make_loop_counters(
     saved = progress.state_dict()
     epoch = make_counts(progress.epochs_done, progress.epochs_done)
     batches = make_counts(saved["total_batches"], saved["batches_done"])
-    # Only the "ready" counter includes the batches of an unfinished accumulation window.
+    # The "ready" counter alone includes the batches of an unfinished accumulation window.
     batches["total"]["ready"] = progress.total_batches
     batches["current"]["ready"] = progress.batches_done
     if progress.is_in_epoch:
@@ -350,7 +350,7 @@ def find_unreadable(states: dict[str, Any]) -> list[str]:
 
 
 def warn_of_unreadable(run: Run, checkpoint: dict[str, Any]) -> None:
-    """Warn about objects in a checkpoint that can be read only with weights_only=False."""
+    """Warn about objects in a checkpoint that cannot be read without weights_only=False."""
     # Check only keys that a resume reads, because a hook may save anything under other keys.
     states = {key: checkpoint[key] for key in _NEEDED if key in checkpoint}
     with suppress(Exception):

@@ -66,8 +66,7 @@ def find_stateful_part(loader: Any) -> Any:
     dataset, has_workers = getattr(loader, "dataset", None), getattr(loader, "num_workers", 0) > 0
     is_stream = isinstance(dataset, IterableDataset)
     if has_workers and not is_stream:
-        # Do not use the state of a StatefulDataLoader, which lacks the random states of its
-        # workers.
+        # Do not use the state of a StatefulDataLoader, which lacks the RNG states of its workers.
         return None
     parts = [loader, dataset] if is_stream and not has_workers else [loader]
     return next(filter(has_state, parts), None)
@@ -137,12 +136,12 @@ def find_restart_problem(loader: Any, hides_workers: bool) -> str:
     """Return an explanation if a loader cannot resume after its first epoch. Otherwise, return "".
 
     Args:
-        hides_workers: Whether the loader has workers whose random states are not recorded.
+        hides_workers: Whether the loader has workers whose RNG states are not recorded.
     """
     kind = type(loader).__name__
     if hides_workers and getattr(loader, "persistent_workers", False):
         return (
-            f"{kind} has persistent workers, whose random states are not saved. Write"
+            f"{kind} has persistent workers, whose RNG states are not saved. Write"
             " persistent_workers=False"
         )
     if holds_iterator(loader):
@@ -156,8 +155,8 @@ def find_restart_problem(loader: Any, hides_workers: bool) -> str:
 def holds_iterator(loader: Any) -> bool:
     """Return whether a loader contains an iterator that continues across epochs.
 
-    For a DataLoader without workers, search its IterableDataset. For other DataLoaders, return
-    False.
+    For a DataLoader without workers, search its IterableDataset. For a DataLoader with workers or
+    a map-style dataset, return False.
     """
     if isinstance(loader, DataLoader):
         if loader.num_workers or not isinstance(loader.dataset, IterableDataset):

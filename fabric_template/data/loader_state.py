@@ -47,7 +47,7 @@ class ResumableLoader:
     """Iterates over a loader. After a resume, starts with the first batch that is not finished.
 
     When a loader's iterator is created, the random generators determine the order of the samples. A
-    resumed run restores the saved random states before it creates the iterator.
+    resumed run restores the saved RNG states before it creates the iterator.
 
     Attributes:
         passes: Number of times the loader was started in this epoch. CombinedLoader restarts short
@@ -55,8 +55,8 @@ class ResumableLoader:
         batches: Number of batches read since the loader was last started.
         is_finished: Whether the loader has no batches left.
         restart_problem: The reason why no run can resume after the first epoch, with a fix, or "".
-        workers: The random state of each worker after its last batch, or None before its first
-            batch. Persistent workers keep their states between passes.
+        workers: The RNG state of each worker after its last batch, or None before its first batch.
+            Persistent workers keep their RNG states between passes.
     """
 
     def __init__(self, loader: Any) -> None:
@@ -72,16 +72,17 @@ class ResumableLoader:
         # The index of the worker that loads the first batch. After a resume in the middle of an
         # epoch, this index may be greater than 0.
         self._first_worker = 0
-        # The random states before the iterator was created, and before the first batch was read.
+        # The RNG states before the iterator was created, and before the first batch was read.
         self._at_start: dict[str, Any] | None = None
         self._at_first_batch: dict[str, Any] | None = None
         self._restored: dict[str, Any] | None = None
         self._reader: Generator[Any] | None = None
         stream = find_stateful_part(loader)
         self._stream = None if stream is None else StreamState(stream)
-        # _resumed_at is the index of the first batch after a resume. At the end of the resumed
-        # epoch, _resumed is set to (batches in this epoch, batches read after the resume).
+        # The index of the first batch after a resume. None after the end of the resumed epoch.
         self._resumed_at: int | None = None
+        # Two numbers that are set at the end of a resumed epoch: the number of batches in this
+        # epoch, and the number of batches that were read after the resume.
         self._resumed: tuple[int, int] | None = None
         # True if the epoch after a resumed epoch also lacks the batches from before the resume.
         self.is_sticky = False
@@ -89,7 +90,7 @@ class ResumableLoader:
             "order": PlainState(parts_of_order(loader)),
             "samples": PlainState(parts_of_samples(loader)),
         }
-        # The random states of workers are recorded only for a plain DataLoader.
+        # The RNG states of workers are not recorded for a loader with its own __iter__.
         self._hides_workers = not is_plain and getattr(loader, "num_workers", 0) > 0
         self.restart_problem = ""
         if stream is None:
@@ -130,7 +131,7 @@ class ResumableLoader:
         return self.batches > 0 or self.is_finished
 
     def end_pass(self) -> None:
-        """Read the prefetched batches of persistent workers to get the workers' random states."""
+        """Read the prefetched batches of persistent workers to get the workers' RNG states."""
         if self._is_persistent and self._reader is not None and not self.is_finished:
             # Without further indices, the workers prefetch no more batches.
             self.loader._iterator._sampler_iter = iter(())
@@ -194,7 +195,7 @@ class ResumableLoader:
 
     def _read(self, iterator: Any) -> Generator[Any]:
         if self._at_first_batch is None and not self.workers:
-            # Without workers, some loaders shuffle only when the first batch is requested.
+            # Without workers, some loaders do not shuffle before the first batch is requested.
             self._at_first_batch = self._capture()
         if self._stream is not None:
             self._stream.start_reading()
@@ -257,7 +258,7 @@ class ResumableLoader:
         return iterator
 
     def _start_persistent_workers(self, first: int) -> None:
-        """Start the workers in their saved random states, without drawing random numbers."""
+        """Start the workers in their saved RNG states, without drawing random numbers."""
         captured, self.loader._iterator = self._capture(), None
         self._iterate(first, ())
         self._restore(captured)
@@ -265,11 +266,11 @@ class ResumableLoader:
     # State
 
     def state_dict(self, is_in_pass: bool, is_per_batch: bool = False) -> dict[str, Any]:
-        """Return the position in the loader, with the random states that a resume needs.
+        """Return the position in the loader, with the RNG states that a resume needs.
 
         Args:
-            is_in_pass: Whether a resumed run reads only the remaining batches of the loader. Has no
-                effect before the first batch.
+            is_in_pass: Whether a resumed run reads the remaining batches of the loader, and not all
+                batches. Has no effect before the first batch.
             is_per_batch: Leave out attributes that a resumed run sets by reading batches again.
         """
         if self._restored is not None:
@@ -342,8 +343,8 @@ class ResumableLoader:
         is_persistent = getattr(self.loader, "persistent_workers", False)
         if self._hides_workers and (is_in_pass or is_persistent):
             warnings.warn(
-                f"resume: {type(self.loader).__name__} does not save the random states of its workers. If the"
-                " stream draws random numbers in a worker, use num_workers=0 for an exact resume.",
+                f"resume: {type(self.loader).__name__} does not save the RNG states of its workers. If"
+                " the dataset draws random numbers in a worker, use num_workers=0 for an exact resume.",
                 stacklevel=2,
             )
 
@@ -394,15 +395,15 @@ class DroppedBatch:
 
 
 class WorkerRecorder:
-    """Replaces collate_fn and worker_init_fn to send a worker's random state with each batch.
+    """Replaces collate_fn and worker_init_fn to send a worker's RNG state with each batch.
 
-    The random state covers the global generators, and those of the dataset and the collate_fn.
-    Workers prefetch batches, so the current random state of a worker belongs to a batch that the
-    loop has not received yet. Recording the state costs 80 microseconds per batch. A worker sends
-    the state (10 kB) only if the state changed while the batch was loaded.
+    The RNG state covers the global generators, and those of the dataset and the collate_fn.
+    Workers prefetch batches, so the current RNG state of a worker belongs to a batch that the loop
+    has not received yet. Recording the state costs 80 microseconds per batch. A worker sends the
+    state (10 kB) only if the state changed while the batch was loaded.
 
     Args:
-        states: The random state in which each worker starts. None: the state after seeding.
+        states: The RNG state in which each worker starts. None: the state after seeding.
         first: The number of the saved worker that the first worker replaces.
     """
 
@@ -434,7 +435,7 @@ class WorkerRecorder:
             self._plain_state.load_generator_states(state["own"])
 
     def collate(self, samples: Any) -> tuple[Any, int, dict[str, Any] | None]:
-        """Return (batch, worker number, random state), with None for an unchanged random state."""
+        """Return (batch, worker number, RNG state), with None for an unchanged RNG state."""
         is_short = self._smallest_batch > 0 and len(samples) < self._smallest_batch
         batch = DroppedBatch if is_short else self._collate_fn(samples)
         own = self._plain_state.generator_states()

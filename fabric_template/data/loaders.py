@@ -64,7 +64,7 @@ class DataConnector:
         self.seconds_waited = 0.0
         self._common_seed: int | None = None
         self._is_train_started = False
-        # For each stage, the random states and the attribute values when its loaders were last
+        # For each stage, the RNG states and the attribute values when its loaders were last
         # created.
         self._loads: dict[str, Any] = {}
         self._restored_loads: dict[str, Any] = {}
@@ -122,7 +122,7 @@ class DataConnector:
 
     @contextmanager
     def _state_of_load(self, stage: str) -> Iterator[None]:
-        """Save the random states and the attributes from which a hook creates the loaders.
+        """Save the RNG states and the attributes from which a hook creates the loaders.
 
         A resumed run first restores the saved states, so that the hook creates the same loaders.
         """
@@ -172,7 +172,7 @@ class DataConnector:
         if not is_resumed or (restarts_epoch is not None and not self.stateful_loaders()):
             # As in Trainer, the first epoch's iterator starts as soon as the loader is created.
             self.train.start()
-            # If Trainer restarts an epoch, it creates another iterator for this epoch.
+            # If Trainer restarts an epoch, it creates a second iterator for this epoch.
             is_first = run.progress.epochs_done == 0 or is_resumed
             self._is_train_started = is_first and not restarts_epoch
 
@@ -344,9 +344,9 @@ class StageLoaders:
         self.loaded_in_epoch: float = run.progress.epochs_done if has_reloads else 0
         self._num_given = 0
         self.iterator: Any = None
-        # If a training loader has no length, read one batch ahead, to know which batch is the last.
-        # Checkpoints contain the loader's position and the random state from before this batch was
-        # read.
+        # If a training loader has no length, prefetch one batch, to know which batch is the last.
+        # Checkpoints contain the loader's position and the RNG state from before this batch was
+        # prefetched.
         is_training = stage == "train"
         self._is_read_ahead = is_training and self.num_batches == math.inf
         # A loader without a length may end earlier in one process than in another. Without a check,
@@ -442,9 +442,9 @@ class StageLoaders:
             yield item
 
     def _read_following(self, items: Iterator[Any]) -> None:
-        """Read one batch in advance.
+        """Prefetch one batch.
 
-        The first read after a resume uses the saved random state.
+        The first prefetch after a resume uses the saved RNG state.
         """
         restored, self._restored_rng = self._restored_rng, None
         positions = [loader.state_dict(True, is_per_batch=True) for loader in self.resumable]
@@ -558,7 +558,7 @@ def combine_loaders(source: Any, is_training: bool = False) -> CombinedLoader:
 def _can_only_be_batch(value: Any) -> bool:
     """Return whether an item of a list must be a batch, because a loader would be iterable.
 
-    Numbers, texts, classes and None are not batches.
+    Numbers, strings, classes and None are not batches.
     """
     is_plain = value is None or isinstance(value, bool | int | float | str | bytes | type)
     return not (is_plain or isinstance(value, Iterable) or hasattr(value, "__getitem__"))
@@ -602,7 +602,7 @@ def count_batches(loader: Any, limit: int | float, stage: str, loop_name: str) -
 
 
 def check_lengths(run: Run, lengths: list[int | float], stage: str) -> None:
-    """Raise an error if a process with more batches would wait forever for the other processes."""
+    """Raise an error if a process has more batches than others, for which it would wait forever."""
     for found in zip(*gather_objects(run, lengths), strict=False):
         is_strict = run.stage == "fit" or 0 in found
         if is_strict and len(set(found)) > 1:

@@ -122,7 +122,7 @@ def choose_sampler(run: Run, loader: DataLoader, stage: str) -> Any:
 
 
 def remake_batch_sampler(batch_sampler: Any, sampler: Any) -> Any:
-    """Return a copy of a batch sampler with another sampler. Return None for None."""
+    """Return a copy of a batch sampler that draws from ``sampler``. Return None for None."""
     if batch_sampler is None:
         return None
     kind = type(batch_sampler)

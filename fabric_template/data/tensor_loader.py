@@ -1,4 +1,4 @@
-"""Cut batches from tensors in memory."""
+"""Slice batches from tensors in memory."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from ..errors import describe
 
 
 class TensorLoader:
-    """Cuts batches from tensors on a device, without workers, collation or copies from the host.
+    """A loader that slices batches from tensors, without workers, collation or host-device copies.
 
     Args:
         *tensors: Tensors of the same length. A batch is a tuple with a slice of each tensor.
@@ -54,7 +54,7 @@ class TensorLoader:
         self._order: Tensor | None = None
 
     def to(self, device: torch.device | str) -> TensorLoader:
-        """Return a copy of the loader with its tensors on another device."""
+        """Return a copy of the loader whose tensors are on ``device``."""
         return self.with_options(tensors=tuple(tensor.to(device) for tensor in self.tensors))
 
     def for_rank(
@@ -74,7 +74,7 @@ class TensorLoader:
         return self.with_options(_sampler=sampler)
 
     def with_options(self, **options: Any) -> TensorLoader:
-        """Return a copy of the loader with other options, such as ``shuffle=False``."""
+        """Return a copy of the loader with changed options, such as ``shuffle=False``."""
         other = copy.copy(self)
         vars(other).update(options)
         return other

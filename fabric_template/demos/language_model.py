@@ -1,4 +1,4 @@
-"""Train a small GPT on the bytes of a text, and generate a text.
+"""Train a small GPT on the bytes of a text file, and generate text with the GPT.
 
 The default text comes from Python's help topics. Also try the options ``--compile true``,
 ``--precision bf16-mixed`` and ``--max_steps 5000``.
@@ -19,11 +19,11 @@ from torch.nn import functional
 
 from .data import SplitData
 
-VOCABULARY = 256  # Each byte is a token, so that any text can be used.
+VOCABULARY = 256  # Each byte is a token, so that text in any language can be used.
 
 
 class TextData(SplitData):
-    """Cut a text into blocks of bytes. A batch is ``int64 (batch, block + 1)``.
+    """Split a text into blocks of bytes. A batch is ``int64 (batch, block + 1)``.
 
     Args:
         path: A text file. The default text comes from Python's help topics.
@@ -36,7 +36,7 @@ class TextData(SplitData):
         self.block = block
 
     def setup(self, stage: str | None = None) -> None:
-        """Cut the text into blocks. Consecutive training blocks overlap by half."""
+        """Split the text into blocks. Consecutive training blocks overlap by half."""
         text = "\n".join(topics.values())[:200_000].encode()
         if self.path is not None:
             text = Path(self.path).read_bytes()
@@ -49,7 +49,7 @@ class TextData(SplitData):
 
 
 class GPT(LightningModule):
-    """Predict the next byte of a text. At the end of training, print a generated text.
+    """Predict the next byte of a text. At the end of training, print generated text.
 
     Args:
         block: Context length, at least as large as the ``block`` of TextData.

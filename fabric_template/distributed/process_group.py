@@ -30,7 +30,7 @@ _VARIABLES = {
     "local_size": ("LOCAL_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_SIZE", "MPI_LOCALNRANKS"),
     "local_rank": ("LOCAL_RANK", "OMPI_COMM_WORLD_LOCAL_RANK", "MPI_LOCALRANKID"),
 }
-# The process group that the latest loop created: (processes per machine, machines).
+# The numbers of processes per machine and of machines in the latest loop's process group.
 _own_group = (1, 1)
 # True if a loop in another process spawned or forked this process.
 _is_spawned = False
@@ -54,7 +54,7 @@ def remember_group(strategy: Any, is_spawned: bool = False) -> None:
 
 
 def launched_processes() -> tuple[int, int] | None:
-    """Return (processes per machine, machines), or None if only one process was launched."""
+    """Return the numbers of processes per machine and of machines, or None for a single process."""
     if os.environ.get("LT_CLI_USED") == "1":
         return None
     total, local_size = _read_sizes()

@@ -56,7 +56,7 @@ class SignalHandler:
         if threading.current_thread() is threading.main_thread():
             for number in SIGNALS:
                 previous = signal.getsignal(number)
-                # Leave signals to the outer run if this run was started inside another run.
+                # If this run was started inside another run, leave signals to that run.
                 is_ours = isinstance(getattr(previous, "__self__", None), SignalHandler)
                 is_of_user = callable(previous) and number != signal.SIGINT and not is_ours
                 if previous in _DEFAULTS or is_of_user:
@@ -96,7 +96,7 @@ class SignalHandler:
 
         All processes must stop after the same step, so they exchange received signals about once a
         second. Rank 0 decides after how many batches the processes exchange signals again. Between
-        two exchanges, this method only compares two integers.
+        two exchanges, this method does nothing except comparing two integers.
 
         Args:
             known: The result of the previous call. batches: The number of training batches so far.

@@ -33,8 +33,7 @@ LOG_FILE_BAR = "{desc}: {n_fmt}/{total_fmt} [{elapsed}<{remaining}, {rate_fmt}{p
 MIN_BAR_WIDTH = 10
 # Limit the table's lines, because each draw sends all of them to the notebook.
 MAX_NOTEBOOK_LINES = 20
-# The table's columns after the metrics. "waiting" is shown only if training often waits for
-# batches.
+# The table's columns after the metrics. "waiting" is shown if training often waits for batches.
 CLOCKS = ("time", "waiting", "gpu_memory")
 NO_METRICS = ("epoch", "step", "samples_per_second", *CLOCKS)
 
@@ -273,7 +272,7 @@ def detect_output() -> str:
 
 
 def fitting_values(texts: Sequence[str], columns: int, meter: Mapping[str, Any]) -> list[str]:
-    """Return the texts that fit beside the progress bar in a terminal with ``columns`` columns."""
+    """Return the strings that fit beside the bar in a terminal with ``columns`` columns."""
     bar_format = None if meter["total"] is None else "{l_bar}{r_bar}"
     space = columns - len(tqdm.format_meter(**meter, bar_format=bar_format))
     if meter["total"] is not None:

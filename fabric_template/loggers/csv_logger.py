@@ -184,7 +184,7 @@ class Table:
 
     Attributes:
         num_rows, columns: The number of rows and the columns of the file.
-        waiting: The rows that are not in the file yet.
+        waiting: The rows that have not been written to the file yet.
     """
 
     def __init__(self, path: Path) -> None:
@@ -192,8 +192,8 @@ class Table:
         self.waiting: list[dict[str, Any]] = []
         self._is_synced = True
         self._set_content([], [], 0)
-        # If the file cannot be read now, training continues, and the next write reads the file
-        # again.
+        # If the file cannot be read now, continue training, and try again to read the file at the
+        # next write.
         with suppress(OSError):
             self._read()
 

@@ -21,7 +21,7 @@ _CELL = r'(?:"[^"]*(?:""[^"]*)*"|[^",\n]*)'
 _RECORD = re.compile(rf"{_CELL}(?:,{_CELL})*(?=\r?\n)")
 _MAX_RECORD_LENGTH = 2**20
 _CELLS = re.compile(f"(?:^|,)({_CELL})")
-# A cell with one of these texts counts as empty. Upper and lower case are equal.
+# A cell that contains one of these strings counts as empty. Upper and lower case are equal.
 MISSING = ("", "nan", "none", "null", "na", "n/a", "-")
 EXPECTED = "a metrics.csv, or a folder such as logs, logs/digits or logs/digits/version_0"
 
@@ -69,7 +69,7 @@ def read_logs(path: str | os.PathLike[str], steps: bool = False) -> pd.DataFrame
 
 
 def read_columns(path: Path, steps: bool = False) -> dict[str, list[Any]]:
-    """Return the columns of a CSV file as text, keyed by column name.
+    """Return the columns of a CSV file as lists of strings, keyed by column name.
 
     Merge half-empty rows into one row per epoch, or per step if ``steps`` is True.
 
@@ -156,7 +156,7 @@ class CSVTable(NamedTuple):
     """The content of a CSV file.
 
     Attributes:
-        rows: The cells of each row as text, keyed by column.
+        rows: The cells of each row as strings, keyed by column.
         is_complete: Whether the last row is complete.
         damaged: The line numbers of malformed lines, which still count as rows.
     """

@@ -474,7 +474,7 @@ class ResultCollection:
         if self.active.has_new_values:
             self.update_metrics()
         self.active.is_first_batch = None
-        # Reduce the means in all processes now, because a later hook may read them in only one
+        # Reduce the means in all processes now, because a later hook may read them in a single
         # process.
         for metric in self.active.current():
             value = metric.compute(metric.epoch)

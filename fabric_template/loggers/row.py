@@ -317,7 +317,7 @@ class RowWriter:
                 )
 
     def _log_folders(self, logger: CSVLogger, saved: str) -> list[Path]:
-        """Return the folders that may contain the checkpoint's CSV rows, the likeliest first."""
+        """Return the folders that may contain the checkpoint's CSV rows, most likely folder first."""
         checkpoint = Path(str(self.run.plan.start.path)).absolute()
         # Also use the folder names in the checkpoint's path, because the folders may have been
         # renamed.

@@ -119,7 +119,7 @@ FIELDS = [field.name for field in dataclasses.fields(LoopArguments) if field.nam
 
 
 class ShortName(ABCMeta):
-    """Make jsonargparse show the type ``Class`` as "class" in help texts and errors."""
+    """Make jsonargparse show the type ``Class`` as "class" in its help and its errors."""
 
     def __repr__(cls) -> str:
         return "class"

@@ -32,7 +32,7 @@ MOST_COLORED = len(PALETTE) * len(DASHES)
 NUM_BEST = 8
 # Draw at most 18 panels unless the user chooses metrics. 18 panels take about a second.
 MOST_PANELS = 18
-# The largest number of characters in a panel's label. Longer labels are cut at the start.
+# The largest number of characters in a panel's label. Longer labels are shortened at the start.
 LONGEST_LABEL = 28
 GRAY = "0.72"
 
@@ -255,7 +255,7 @@ def is_step_based_table(table: pd.DataFrame) -> bool:
 
 
 def has_row_per_epoch(table: pd.DataFrame) -> bool:
-    """Return whether a table has at most one row per epoch, and only whole epoch numbers."""
+    """Return whether a table has at most one row per epoch, and whole numbers as epochs."""
     column = find_axis(table, "epoch")
     if column is None or column not in table.select_dtypes("number"):
         return False
@@ -379,7 +379,7 @@ def name_line(metric: Metric, others: list[Metric]) -> str:
 
 
 def choose_colors(runs: list[Run], metrics: list[Metric]) -> None:
-    """Give each run a color and a dash pattern. With more than 18 runs, color only the best 8."""
+    """Give each run a color and a dash pattern. If there are over 18, color the best 8 runs."""
     colored = runs
     if len(runs) > MOST_COLORED:
         colored = rank_runs(runs, metrics)[:NUM_BEST]
@@ -410,7 +410,7 @@ def rank_runs(runs: list[Run], metrics: list[Metric]) -> list[Run]:
 
 
 def make_axes(quantities: list[str], x_label: str) -> list[Axes]:
-    """Create a figure with at most four panels in a row, and return the panels."""
+    """Create a figure with at most four Axes per row, and return a list of the Axes."""
     from matplotlib import pyplot
 
     count = len(quantities)

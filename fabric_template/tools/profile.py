@@ -47,7 +47,7 @@ class Profile:
             lines.append(f"{part:10}{ms:11,.3f} ms{ms / self.milliseconds:9.1%}")
         lines += [f"faster: {text}" for text in self.suggestions]
         lines += [
-            f"wait: {line} reads a value from the GPU, so the step waits for it."
+            f"wait: {line} reads a value from the GPU, so the step waits for the GPU."
             for line in self.reads
         ]
         return "\n".join(lines)
@@ -133,9 +133,9 @@ class ValueReadRecorder(TorchFunctionMode):
 
 
 def find_faster(loop: Any, parts: dict[str, Any], milliseconds: float) -> list[str]:
-    """Return the settings that make steps faster as texts, with the largest speed-up first.
+    """Return a line of text for each setting that makes steps faster, the fastest setting first.
 
-    Only settings that do not change the results are tried.
+    Settings that change the results are not tried.
     """
     steps = min(max(int(200 / milliseconds), 10), 200)
 

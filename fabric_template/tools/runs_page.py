@@ -58,7 +58,7 @@ def count_runs(runs: Sequence[Run]) -> str:
 
 
 def summarize(runs: Sequence[Run], data: dict[str, Any]) -> str:
-    """Return a text with the number of runs, the best run and the number of points per curve."""
+    """Return a line that states the number of runs, the best run and the points per curve."""
     texts = [count_runs(runs)]
     ranking = rank_runs(runs)
     modes = {run["mode"] for run in runs if run["best"] is not None}

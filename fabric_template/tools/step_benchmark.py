@@ -64,7 +64,7 @@ class StepTimer:
         self.part, self.since = part, now
 
     def iterate(self, loader: Any) -> Generator[Any, None, None]:
-        """Yield batches without end, by starting the loader again after its last batch."""
+        """Yield batches endlessly. Start the loader again after its last batch."""
         iterator: Any = None
         is_empty = False
         try:

@@ -53,7 +53,7 @@ class Tuned(NamedTuple):
 
 
 def label(choice: Choice) -> str:
-    """Return settings as text, such as "threads 1, fused True"."""
+    """Return settings as a string, such as "threads 1, fused True"."""
     return ", ".join(f"{name} {value}" for name, value in choice.items()) or "current settings"
 
 
@@ -161,7 +161,7 @@ def send_result(function: Callable[[], Any], sender: Any, threads: int) -> None:
         # Remove torch's SIGCHLD handler for DataLoader workers, which would end this process.
         signal.signal(signal.SIGCHLD, signal.SIG_DFL)
     with open(os.devnull, "w") as null, redirect_stdout(null), redirect_stderr(null):
-        # Use a new thread, because OpenMP may hang in the first thread of a forked process.
+        # Use a new thread, because OpenMP may hang in the main thread of a forked process.
         executor = ThreadPoolExecutor(1, initializer=torch.set_num_threads, initargs=(threads,))
         future = executor.submit(function)
         error = future.exception()

@@ -262,7 +262,7 @@ def check_parameters(
     text = "optimizer: got parameters that are not in the model"
     found = f"Shapes: {', '.join(shapes[:3])}{more}."
     if is_instance_of(model, "LightningModule") and not is_distributed:
-        # Like Trainer, accept parameters from outside the model, and only warn.
+        # Like Trainer, accept parameters from outside the model, but warn.
         warnings.warn(
             f"{text}. {found} FabricLoop saves and restores such parameters, but the model's"
             " state_dict() lacks them. Assign them to an attribute of the LightningModule, as an"

@@ -1,7 +1,7 @@
 """Refuse a training_step that calls backward() or optimizer.step() in automatic optimization.
 
-FirstStepCheck checks only the first batch. A training_step may call backward() for another loss
-than the returned loss, such as an adversarial loss. The loop clears the gradients of this loss.
+FirstStepCheck checks the first batch of a run. A training_step may call backward() for a loss that
+it does not return, such as an adversarial loss. The loop clears the gradients of such a loss.
 """
 
 from __future__ import annotations

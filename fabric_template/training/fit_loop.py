@@ -48,13 +48,13 @@ def fit(run: Run) -> None:
     run.hooks.call("on_train_start")
     run.progress.start_training()
     resume_averaging(run)
-    # restore_position sets the first batch's random state. Draw no random numbers after this call.
+    # restore_position sets the RNG state of the first batch. Draw no random numbers after it.
     restore_position(run)
     while run.progress.is_in_epoch or not run.stop.is_due_between_epochs:
         with run.hooks.profiled("run_training_epoch"):
             train_epoch(run)
         if run.stop.signal is not None:
-            # If max_steps or another limit ended the epoch early, end_epoch has saved last.ckpt.
+            # If a limit such as max_steps ended the epoch early, end_epoch has saved last.ckpt.
             if run.progress.is_in_epoch or run.progress.is_epoch_complete:
                 # Save the checkpoint before on_train_end, where callbacks may replace the weights.
                 run.checkpoints.save_last(run)
@@ -160,7 +160,7 @@ def validate(run: Run) -> str:
     """Run a validation during training."""
     free_gradients(run)
     # A request to stop may cause an additional validation. A resumed run does not repeat this
-    # validation, so restore the random state afterwards.
+    # validation, so restore the RNG state afterwards.
     rng_state = None if run.validation_schedule.is_planned() else capture_rng_state()
     with run.row.excluded():
         evaluate(run, "validate")

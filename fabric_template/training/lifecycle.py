@@ -377,7 +377,7 @@ def finish_signal(run: Run) -> None:
 def handle_exception(run: Run, error: BaseException) -> None:
     """Call ``on_exception``, and close loggers and loaders.
 
-    The caller must receive ``error``, so a second error in this function only causes a warning.
+    The caller must receive ``error``, so a second error in this function becomes a warning.
     """
     run.stop.fail(error)
     run.hooks.leave()

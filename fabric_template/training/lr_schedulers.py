@@ -29,7 +29,7 @@ def step_lr_schedulers(run: Run, interval: str, reduce_on_plateau: bool) -> None
 
     Args:
         interval: "step" or "epoch", as in Lightning's ``lr_scheduler`` dict.
-        reduce_on_plateau: Step only ReduceLROnPlateau. False: step all other schedulers.
+        reduce_on_plateau: True: step only ReduceLROnPlateau. False: step only other schedulers.
     """
     if not run.optimization.is_automatic or (interval == "step" and not run.progress.is_window_end):
         return

@@ -44,7 +44,7 @@ class ModuleAdapter(LightningModule):
         model: The model that was given to ``fit``.
         network: The module that holds the parameters.
         functions: Step functions ``fn(model, batch[, batch_idx])``, keyed by step name.
-        is_manual: Whether the training step steps the optimizers itself.
+        is_manual: Whether the training step itself calls ``optimizer.step()``.
     """
 
     def __init__(
@@ -404,7 +404,7 @@ class StepRunner:
         return step
 
     def _call_wrapped(self, method: Callable, is_training: bool) -> Callable:
-        """Return a function that runs ``method`` in the forward method of DDP or another wrapper.
+        """Return a function that runs ``method`` in the forward method of a wrapper such as DDP.
 
         In manual optimization, forward must not prepare DDP's reducer, because backward does so.
         """

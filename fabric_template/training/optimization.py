@@ -376,13 +376,13 @@ class AutomaticOptimization(Optimization):
 
 
 class ManualOptimization(Optimization):
-    """Trains on a batch with manual optimization, where ``training_step`` steps the optimizers."""
+    """Trains on a batch with manual optimization: ``training_step`` calls ``optimizer.step()``."""
 
     is_automatic = False
 
     def setup(self) -> None:
         super().setup()
-        # The indices of the optimizers that have stepped since the last backward call.
+        # The indices of the optimizers whose step() was called since the last backward call.
         self._stepped: set[int] = set()
         # With DDP, _reduces_gradients stays False if a step calls loss.backward() instead of
         # loop.backward(loss). No gradients are then averaged, so _count_step raises an error.

@@ -32,7 +32,7 @@ class Plan:
     Attributes:
         loop: The FabricLoop, which modules and callbacks get as their trainer.
         stage: The call: "fit", "validate", "test" or "predict".
-        config: The options at the start of the call. Hooks may set other options for the run.
+        config: The options at the start of the call. Hooks may change the options of the run.
         model: The given model, without wrappers.
         module: A LightningModule: the model itself, or an adapter around the model.
         network: The nn.Module that holds the parameters.
@@ -137,7 +137,7 @@ def choose_model(
     if last is not None and (model is None or model is last.model):
         given = {name: function for name, function in functions.items() if function}
         model, functions = last.model, {**getattr(last.module, "functions", {}), **given}
-    # With several optimizers, a step function steps the optimizers itself.
+    # With several optimizers, the step function itself calls optimizer.step().
     is_manual = bool(functions.get("training_step")) and has_several_optimizers(optimizer)
     module, network = adapt_model(model, functions, is_manual)
     compile = compiler or loop.config.compile

@@ -272,7 +272,7 @@ class StopCondition:
 
     @property
     def is_due_between_epochs(self) -> bool:
-        """Return whether training ends instead of starting another epoch."""
+        """Return whether training ends instead of starting the next epoch."""
         return self.is_due or self.has_max_epochs or self.progress.num_train_batches == 0
 
     def request(self, is_requested: bool) -> None:

@@ -17,7 +17,7 @@ from fabric_template.data.loader_parts import find_values
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:resume. .* are read again"),
-    pytest.mark.filterwarnings("ignore:resume. .* does not save the random states of its workers"),
+    pytest.mark.filterwarnings("ignore:resume. .* does not save the RNG states of its workers"),
     pytest.mark.filterwarnings("ignore:Trying to infer the `batch_size`"),
     pytest.mark.filterwarnings("ignore:.set_vital. is deprecated"),
 ]
@@ -293,7 +293,7 @@ class StreamOfPositions(StreamOfIndices):
 
 @pytest.mark.parametrize("is_persistent", [False, True])
 def test_resume_warns_that_random_states_of_workers_are_not_saved(tmp_path, is_persistent):
-    """Between epochs, only persistent workers have random states to restore."""
+    """Between epochs, no workers except persistent ones have RNG states to restore."""
 
     def make():
         return StatefulDataLoader(StreamOfPositions(), 4, num_workers=2, persistent_workers=is_persistent)
@@ -303,7 +303,7 @@ def test_resume_warns_that_random_states_of_workers_are_not_saved(tmp_path, is_p
         with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always")
             fit(root, train=make, max_epochs=2, max_steps=-1, resume="last")
-        is_named = any("does not save the random states of its workers" in str(w.message) for w in caught)
+        is_named = any("does not save the RNG states of its workers" in str(w.message) for w in caught)
         assert is_named == (is_persistent or root.name == "within")
 
 
