@@ -58,16 +58,16 @@ class LoopConfig:
 
     # Amount of data
     limit_train_batches: int | float | None = None
-    """Train only on this number of batches per epoch (int), or on this fraction of the batches
+    """Train on at most this many batches per epoch (int), or on this fraction of the batches
     (float)."""
     limit_val_batches: int | float | None = None
-    """Validate only on this number of batches per loader (int), or on this fraction of the batches
+    """Validate on at most this many batches per loader (int), or on this fraction of the batches
     (float)."""
     limit_test_batches: int | float | None = None
-    """Test only on this number of batches per loader (int), or on this fraction of the batches
+    """Test on at most this many batches per loader (int), or on this fraction of the batches
     (float)."""
     limit_predict_batches: int | float | None = None
-    """Predict only this number of batches per loader (int), or this fraction of the batches
+    """Predict at most this many batches per loader (int), or this fraction of the batches
     (float)."""
     overfit_batches: int | float = 0.0
     """Train and validate only on the first batches, without shuffling. An int is the number of
@@ -103,7 +103,7 @@ class LoopConfig:
 
     # Execution
     deterministic: bool | str | None = None
-    """Use only deterministic algorithms. "warn" only warns about nondeterministic operations."""
+    """Use deterministic algorithms only. "warn" allows nondeterministic algorithms with a warning."""
     benchmark: bool | None = None
     """Set torch.backends.cudnn.benchmark to this value. None keeps the current value. With
     deterministic=True, None sets False."""

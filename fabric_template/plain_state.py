@@ -421,8 +421,9 @@ def load_object(current: Any, state: Any) -> None:
 def load_optimizer(optimizer: Any, saved: dict[str, Any]) -> None:
     """Load an optimizer's state exactly, into the dicts that other objects may share.
 
-    An optimizer inside another one often shares its parameter groups. ``load_state_dict`` creates
-    new groups, and converts tensors in lists and dicts to the dtype of the parameter.
+    For example, a wrapper around an optimizer often shares its parameter groups. Without this
+    function, ``load_state_dict`` would create new groups, and convert tensors in lists and dicts to
+    the dtype of the parameter.
     """
     groups, state = (vars(optimizer).get(name) for name in ("param_groups", "state"))
     is_usual = type(optimizer).load_state_dict is torch.optim.Optimizer.load_state_dict

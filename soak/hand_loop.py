@@ -159,7 +159,7 @@ class HandLoop:
         if "seed" in self.options:
             seed_everything(self.options["seed"], verbose=False)
         if ranks > 1:
-            # Like Lightning, start all processes with the same random state.
+            # Like Lightning, start all processes with the same RNG state.
             reset_seed()
         self.precision = self.options.get("precision", "32-true")
         self.accumulate = self.options.get("accumulate_grad_batches", 1)

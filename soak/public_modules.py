@@ -9,7 +9,7 @@ process that is forked from one that has imported the package. For each module:
 - parity: an undisturbed run of FabricLoop gives the same numbers as Trainer.
 - killed: SIGKILL ends a run three times at random places, and a fresh model resumes the run with
   ``resume="auto"``. Two of the places are inside an epoch. The numbers must equal the undisturbed
-  run's: weights, buffers, optimizers, schedulers, metrics, random states and CSV files.
+  run's: weights, buffers, optimizers, schedulers, metrics, RNG states and CSV files.
 - crossing: a fresh model continues a checkpoint from the end of the first epoch. Trainer continues
   FabricLoop's file, and FabricLoop continues Trainer's file. The numbers must be the same as when
   Trainer continues its own file.
@@ -112,7 +112,7 @@ def train_with_trainer(case, folder, ckpt_path=None, seed=None):
 
 
 def train_with_loop(case, folder, every=1, kill_at=None, resume=None, seed=None, weights_only=None):
-    """Train with FabricLoop. ``seed`` sets the random states between the model and the fit."""
+    """Train with FabricLoop. ``seed`` sets the RNG states between the model and the fit."""
     seed_everything(1, verbose=False)
     model, arguments = case()
     places = Places(kill_at)
@@ -413,7 +413,7 @@ def main():
     parser.add_argument("--package", nargs="*", default=sorted(BUILDERS))
     parser.add_argument("--only", nargs="*", help="names of modules")
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--other-seed", type=int, help="the random state of a resumed run")
+    parser.add_argument("--other-seed", type=int, help="the RNG state of a resumed run")
     parser.add_argument("--keep", type=Path, help="keep the files of all runs in this folder")
     options = parser.parse_args()
     warnings.simplefilter("ignore")

@@ -9,7 +9,7 @@ import re
 import program_pieces as pieces
 
 ORDERS = {**pieces.SAMPLERS, **pieces.BATCH_SAMPLERS}
-# Shapes without randomness. Trainer does not restore random states, so it can continue only such runs.
+# Shapes without randomness. Trainer does not restore RNG states, so it can continue only such runs.
 RANDOM_NETS = ("dropout", "library_noise", "eval_mode", "random_activation", "recomputed")
 # Networks with changing attributes, which Trainer does not save.
 NETS_WITH_ATTRIBUTES = ("memory_bank", "hidden_state", "running_mean", "deque", "array", "counts")

@@ -13,7 +13,7 @@ Batch = tuple[Tensor, Tensor]
 
 
 class Autoencoder(nn.Module):
-    """Encode 8x8 images as a few numbers each, and decode the numbers to images.
+    """Encode 8x8 images as a few numbers each, and decode the numbers back to images.
 
     Args:
         code: The number of values that encode an image.

@@ -142,7 +142,7 @@ class Frozen(Classifier):
         return torch.optim.SGD(self.parameters(), lr=0.1)
 
 
-def test_resume_does_not_unfreeze_layers_that_the_new_module_freezes(tmp_path):
+def test_resume_does_not_unfreeze_layers_frozen_by_the_new_module(tmp_path):
     """A resume restores the flags that hooks have changed, and keeps those that __init__ sets now."""
     fit(tmp_path, Frozen, max_epochs=1)
     _, module, _ = fit(tmp_path, lambda: Frozen(freezes_last=True), resume="last", max_epochs=2)

@@ -681,8 +681,8 @@ def test_replacing_a_layer_in_a_hook_is_refused(tmp_path):
         train(FabricLoop, tmp_path / "loop", shuffled(LayerReplacement), resume="last")
 
 
-class HasTexts(torch.nn.Module):
-    """Its output depends on arrays of text and of dates, which change."""
+class HasStrings(torch.nn.Module):
+    """Its output depends on arrays of strings and of dates, which change."""
 
     def __init__(self):
         super().__init__()
@@ -703,7 +703,7 @@ class HasTexts(torch.nn.Module):
 def test_numpy_arrays_of_strings_and_dates_are_restored(tmp_path, writer, reader):
     def fit(kind, name, epochs, resume=None):
         torch.manual_seed(1)
-        net = HasTexts()
+        net = HasStrings()
         step = lambda net, batch: torch.nn.functional.cross_entropy(net(batch[0]), batch[1])  # noqa: E731
         loop = kind(max_epochs=epochs, name=name, default_root_dir=tmp_path, accelerator="cpu")
         optimizer = torch.optim.SGD(net.parameters(), 0.1)
@@ -720,7 +720,7 @@ def test_numpy_arrays_of_strings_and_dates_are_restored(tmp_path, writer, reader
 
 @pytest.mark.parametrize("writer", SAVES)
 @pytest.mark.parametrize("make", [HasHiddenModules, HasHook, HasMeters, WarmUp])
-def test_each_loop_restores_objects_that_the_other_loop_saved(tmp_path, writer, make):
+def test_each_loop_restores_objects_saved_by_the_other_loop(tmp_path, writer, make):
     def fit(kind, name, epochs, resume=None):
         torch.manual_seed(1)
         model = make()

@@ -260,7 +260,7 @@ class WithBank(Net):
 
 
 class FreezesAndKeepsZeros(Net):
-    """Sets gradients to zero instead of None, so that the optimizer also steps a frozen bias."""
+    """Sets gradients to zero instead of None, so that the optimizer also changes a frozen bias."""
 
     def optimizer_zero_grad(self, epoch, batch_idx, optimizer):
         optimizer.zero_grad(set_to_none=False)

@@ -181,7 +181,7 @@ BEST = {"val": val_loader, "monitor": "val_loss"}
     [{}, BEST, {**BEST, "save_top_k": 2}, {**BEST, "save_last": False}],
     ids=["last", "best", "best 2", "best only"],
 )
-def test_resume_last_does_not_continue_a_run_that_a_newer_run_replaced(tmp_path, first, version):
+def test_resume_last_does_not_continue_a_run_replaced_by_a_newer_run(tmp_path, first, version):
     root = tmp_path / "runs"
     fit(root, Plain, max_epochs=2, version=version, **first)
     old = {path.name: path.read_bytes() for path in folder(root, version).glob("*.ckpt")}
@@ -226,7 +226,7 @@ def test_the_first_checkpoint_removes_the_files_of_the_replaced_run(tmp_path):
 
 
 @pytest.mark.parametrize("step", [3, 9, 10, 11])
-def test_resume_auto_works_after_a_run_that_replaced_an_older_run_was_killed(tmp_path, step):
+def test_resume_auto_works_after_the_kill_of_a_run_that_replaced_an_older_run(tmp_path, step):
     fit(tmp_path, Plain, max_epochs=2, version=0, **BEST, save_top_k=2)
     codes, errors = run_processes(kill_new_run, str(tmp_path), step, ranks=1, is_launched=False)
     assert codes == [-signal.SIGKILL], errors

@@ -93,7 +93,7 @@ def write_pickle(content, path, storages=()):
 
 PLAIN = {
     "numbers": [1, -(10**40), 0.5, float("inf"), 1j, True, None],
-    "texts": ["", "ß\n", b"", b"a\xff", bytearray(b"\x80")],
+    "strings": ["", "ß\n", b"", b"a\xff", bytearray(b"\x80")],
     "containers": {1: (2, (3,)), (1, "a"): {4, "b"}, None: frozenset([5]), "range": range(2, 9, 3)},
     "ordered": collections.OrderedDict(b=1, a=[2]),
     "default": collections.defaultdict(list, {"a": [1]}),

@@ -140,7 +140,7 @@ def test_resuming_a_moved_checkpoint_starts_a_new_version_with_the_old_csv_rows(
 
 
 def test_resume_best_drops_the_csv_rows_after_the_best_epoch(tmp_path):
-    """ "best" continues after the best epoch, and the rows of later ones are cut."""
+    """ "best" continues after the best epoch, and the rows of later epochs are removed."""
 
     class Worse(Classifier):
         def validation_step(self, batch, batch_idx):

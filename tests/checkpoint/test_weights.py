@@ -232,7 +232,7 @@ class BuildsInCallback(Callback):
 
 
 @pytest.mark.parametrize("hook", ["setup", "configure_model", "on_fit_start", "callback"])
-def test_resume_restores_modules_that_a_hook_builds(tmp_path, hook):
+def test_resume_restores_modules_created_by_a_hook(tmp_path, hook):
     def run(name, max_epochs, resume=None):
         make = lambda: BuildsAverage(hook)  # noqa: E731
         options = {"max_epochs": max_epochs, "resume": resume, "callbacks": [BuildsInCallback()]}
@@ -243,7 +243,7 @@ def test_resume_restores_modules_that_a_hook_builds(tmp_path, hook):
     assert_same_weights(run("parts", 3, resume="last"), whole)
 
 
-def test_resume_refuses_saved_modules_that_no_hook_builds(tmp_path):
+def test_resume_is_refused_if_no_hook_creates_a_module_of_the_checkpoint(tmp_path):
     fit(tmp_path, BuildsAverage, max_epochs=1)
     with pytest.raises(OtherModelError, match=r"Unexpected key.*average"):
         fit(tmp_path, Classifier, max_epochs=2, resume="last")

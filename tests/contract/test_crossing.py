@@ -171,8 +171,8 @@ SAVERS = {
 def test_epoch_checkpoints_of_fabric_loop_and_trainer_resume_in_both(tmp_path, case, where):
     """Two epochs by one loop and two by another equal four epochs of Trainer bit for bit.
 
-    A scheduler that follows a metric is the exception. It steps after these hooks, and Trainer does not save the metric.
-    Trainer skips this step on resume. FabricLoop skips it with Trainer's files, but not with its own.
+    A scheduler that monitors a metric is the exception. It takes its step after these hooks, and Trainer does not save
+    the metric. Trainer skips this step on resume. FabricLoop skips it with Trainer's files, but not with its own.
     """
     if case == "no_validation" and where == "validation_end":
         pytest.skip("nothing is validated")

@@ -35,7 +35,7 @@ class Saves(pl.Callback):
 
 
 class Manual(Classifier):
-    """Steps after each batch by manual optimization."""
+    """Takes an optimizer step after each batch, by manual optimization."""
 
     def __init__(self):
         super().__init__(by_step, dropout=0.0)

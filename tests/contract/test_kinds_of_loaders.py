@@ -202,7 +202,7 @@ class Remembers(nn.Module):
 
 
 def train(loop_name, root, make_loader, seed=None, resume=None, make_net=make_net, **options):
-    """Train a fresh model. ``seed`` sets the random states between the model and the fit."""
+    """Train a fresh model. ``seed`` sets the RNG states between the model and the fit."""
     torch.manual_seed(1)
     net = make_net()
     optimizer = torch.optim.Adam(net.parameters(), lr=0.05)
@@ -287,7 +287,7 @@ def test_a_run_killed_before_it_saved_last_ckpt_resumes_exactly(tmp_path, loop_n
 
 
 @pytest.mark.parametrize("name", LOADERS)
-def test_both_loops_train_the_same_weights_with_each_loader(name):
+def test_both_loops_end_with_the_same_weights_for_each_loader(name):
     (net, rows), (other, found) = (train_without_break(loop, name) for loop in LOOPS)
     assert_same_weights(net, other)
     assert found == rows

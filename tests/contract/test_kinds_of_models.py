@@ -627,7 +627,7 @@ def test_save_and_load_refuse_modules_inside_containers(tmp_path, method, state,
 
 
 @pytest.mark.parametrize("make", [mlp, compiled, Tied, Complex, lambda: nn.ModuleList([mlp(), mlp()])])
-def test_load_restores_the_modules_and_optimizers_that_save_wrote(tmp_path, make):
+def test_load_restores_the_modules_and_optimizers_written_by_save(tmp_path, make):
     loop, path = FabricLoop(**with_files(tmp_path)), tmp_path / "mine.ckpt"
     torch.manual_seed(1)
     net, other = make(), make()

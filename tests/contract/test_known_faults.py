@@ -117,7 +117,7 @@ def test_both_loops_accept_every_return_format_of_configure_optimizers(loop_clas
 
 @both_loops
 def test_gradient_accumulation_steps_the_optimizer_every_n_batches(loop_class):
-    """In the example, global_step decides when the optimizer steps, so 24 batches give 1 step instead of 6."""
+    """In the example, global_step decides when the optimizer takes a step, so 24 batches give 1 step instead of 6."""
     loop, net = fit(train=batches(24), accumulate_grad_batches=4, loop_class=loop_class)
     assert (loop.global_step, net.trained) == (6, 24)
     loop, net = fit(train=batches(24), accumulate_grad_batches=4, max_epochs=-1, max_steps=8, loop_class=loop_class)
@@ -166,8 +166,8 @@ def test_a_scheduler_with_a_monitor_gets_the_epoch_mean(loop_class):
 
 
 @both_loops
-def test_a_scheduler_does_not_step_after_an_epoch_that_max_steps_ends(loop_class):
-    """In the example, the scheduler steps after an epoch that max_steps has ended."""
+def test_an_epoch_ended_by_max_steps_takes_no_scheduler_step(loop_class):
+    """In the example, the scheduler takes a step after an epoch that max_steps has ended."""
     loop, net = fit(Net(halving), max_epochs=-1, max_steps=6, loop_class=loop_class)
     assert (loop.global_step, net.trained) == (6, 6)
     assert net.optimizer.param_groups[0]["lr"] == 0.05

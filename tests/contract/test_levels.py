@@ -1,4 +1,4 @@
-"""Test that levels 1 to 4 train the same weights on the same problem."""
+"""Test that levels 1 to 4 end with the same weights on the same problem."""
 
 import csv
 from pathlib import Path

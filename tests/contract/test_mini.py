@@ -52,7 +52,7 @@ def run_mini(
 
 @pytest.mark.parametrize("level", LEVELS)
 @pytest.mark.parametrize("case", sorted(PLAIN.keys() - {"clipped_by_value"}))
-def test_mini_loop_trains_the_same_weights_as_a_hand_written_loop(case, level):
+def test_mini_loop_ends_with_the_same_weights_as_a_hand_written_loop(case, level):
     plain_options, make_optimizer, options = PLAIN[case]
     torch.manual_seed(1)
     expected = make_net()
@@ -284,7 +284,7 @@ class Freezes(Classifier):
 @pytest.mark.parametrize("make_module", [Moves, Freezes])
 @pytest.mark.parametrize("after", LOOPS)
 @pytest.mark.parametrize("before", LOOPS)
-def test_resume_restores_attributes_that_the_saved_run_changed(before, after, make_module):
+def test_resume_restores_attributes_changed_in_the_saved_run(before, after, make_module):
     _, expected, rows = fit("FabricLoop", "whole", 4, make_module=make_module)
     fit(before, "parts", 2, make_module=make_module)
     _, module, again = fit(after, "parts", 4, resume="last", make_module=make_module)
@@ -376,7 +376,7 @@ class ChangesOptions(Classifier):
 
 @pytest.mark.parametrize("reader", LOOPS)
 @pytest.mark.parametrize("writer", LOOPS)
-def test_both_loops_restore_options_that_hooks_changed(writer, reader):
+def test_both_loops_restore_options_changed_by_hooks(writer, reader):
     def train(kind, name, fails=False, resume=None):
         torch.manual_seed(1)
         module = ChangesOptions()
@@ -436,7 +436,7 @@ class Noisy(Plain):
         return super().training_step(batch) * torch.rand((), generator=self.rng)
 
 
-def test_only_the_loop_that_saved_random_generators_of_a_module_restores_them():
+def test_random_generators_of_a_module_are_restored_only_by_the_loop_that_saved_them():
     _, expected, _ = fit("MiniLoop", "whole", 4, make_module=Noisy)
     for kind, other in itertools.permutations(LOOPS):
         fit(kind, kind, 2, make_module=Noisy)
@@ -448,7 +448,7 @@ def test_only_the_loop_that_saved_random_generators_of_a_module_restores_them():
 
 @pytest.mark.parametrize("kind", [list, tuple, dict])
 def test_mini_loop_refuses_random_generators_in_a_container(kind):
-    """MiniLoop saves only generators in attributes."""
+    """MiniLoop saves generators in attributes, but not in containers."""
     generators = [("a", torch.Generator()), ("b", random.Random(1))]
 
     class GeneratorHolder(Plain):
@@ -523,7 +523,7 @@ def test_a_new_run_cannot_replace_an_existing_version(before):
     assert torch.load(path, weights_only=True)["epoch"] == 2
 
 
-def test_resume_refuses_a_checkpoint_of_another_run_name():
+def test_resume_refuses_a_checkpoint_of_a_run_with_a_different_name():
     fit("MiniLoop", "run", 1)
     path = "checkpoints/run/version_0/last.ckpt"
     for options in ({"name": "other"}, {"name": "run", "version": "own"}):
@@ -670,7 +670,7 @@ def train_ranked(rank, epochs, resume, file):
 
 
 @pytest.mark.usefixtures("quick_spawn")
-def test_two_processes_train_the_same_weights_as_trainer_and_can_resume():
+def test_two_processes_end_with_the_same_weights_as_trainer_and_can_resume():
     options = {"max_epochs": 2, "devices": 2, "accumulate_grad_batches": 2, "num_sanity_val_steps": 0}
     _, expected = run_trainer(Ranked, make_loader, val_loader, strategy="ddp_fork", **options)
     for arguments in ((2, None, "whole"), (1, None, "parts"), (2, "last", "parts")):
@@ -1172,7 +1172,7 @@ def test_logged_values_named_step_and_epoch_do_not_replace_these_columns(kind):
 Batch = make_dataclass("Batch", ["x"])
 BATCHES = {
     "mapping": (lambda x: UserDict(x=x), lambda batch: batch["x"]),
-    "texts first": (lambda x: [None, {"text": ["a"], "x": x}], lambda batch: batch[1]["x"]),
+    "strings first": (lambda x: [None, {"text": ["a"], "x": x}], lambda batch: batch[1]["x"]),
     "dataclass": (Batch, lambda batch: batch.x),
     "no tensor": (lambda x: {"rows": x.tolist()}, lambda batch: torch.tensor(batch["rows"])),
 }

@@ -196,7 +196,7 @@ def test_an_object_whose_step_calls_backward_is_refused(name):
 
 
 def adversarial(net, batch):
-    """Make adversarial examples with a backward pass of another loss, and train on them."""
+    """Make adversarial examples with a backward pass of a loss that is not returned, and train on them."""
     inputs = batch[0].clone().requires_grad_()
     cross_entropy(net(inputs), batch[1]).backward()
     return loss_of(net, ((inputs + 0.05 * inputs.grad.sign()).detach(), batch[1]))
@@ -242,7 +242,7 @@ class TrainsAnotherNet:
     ("name", "make_step"),
     [("FabricLoop", lambda: adversarial), ("FabricLoop", TrainsAnotherNet), ("MiniLoop", TrainsAnotherNet)],
 )
-def test_a_step_may_call_backward_on_another_loss(name, make_step):
+def test_a_training_step_may_call_backward_on_a_loss_it_does_not_return(name, make_step):
     expected, step = make_net(), make_step()
     optimizer = sgd(expected)
     for batch in make_loader(shuffle=False):
@@ -375,7 +375,7 @@ def test_fit_without_a_training_loader_is_refused(name):
 
 
 @OF_LOOP
-def test_a_scheduler_of_another_optimizer_is_refused(name):
+def test_a_scheduler_whose_optimizer_was_not_passed_to_fit_is_refused(name):
     scheduler = StepLR(sgd(make_net()), 1)
     for given in (scheduler, {"scheduler": scheduler, "interval": "step"}, [scheduler]):
         with pytest.raises(ValueError, match=r"^scheduler: got .*another optimizer.* Write StepLR\(optimizer"):

@@ -175,7 +175,7 @@ class OverridesOnce(Gan):
 
 
 class StepsInOtherHooks(Gan):
-    """Steps outside of training_step, where steps are not counted."""
+    """Calls optimizer.step() outside of training_step, where optimizer steps are not counted."""
 
     def on_train_batch_end(self, outputs, batch, batch_idx):
         self.optimizers()[0].step()
@@ -186,7 +186,7 @@ class StepsInOtherHooks(Gan):
 
 
 class CountsBatches(Gan):
-    """Steps the wrapped optimizers directly, which are not counted, and counts the batches."""
+    """Calls step() of the wrapped optimizers, which is not counted, and counts the batches."""
 
     def optimizers(self, use_pl_optimizer=True):
         return super().optimizers(use_pl_optimizer=False)

@@ -1,4 +1,4 @@
-"""Test that FabricLoop and Trainer train the same weights with each kind of LightningModule."""
+"""Test that FabricLoop and Trainer end with the same weights for each kind of LightningModule."""
 
 import warnings
 
@@ -126,7 +126,7 @@ CLIPPING = {"gradient_clip_val": 0.05, "gradient_clip_algorithm": "value"}
         (Clips, CLIPPING),
     ],
 )
-def test_each_kind_of_module_trains_the_same_weights_as_with_trainer(module, options):
+def test_each_kind_of_module_ends_with_the_same_weights_as_with_trainer(module, options):
     assert_parity(module, train, val, max_epochs=3, **options)
 
 

@@ -1,4 +1,4 @@
-"""Test that FabricLoop trains the same weights as a hand-written PyTorch loop, on every level."""
+"""Test that FabricLoop ends with the same weights as a hand-written PyTorch loop, on every level."""
 
 from contextlib import nullcontext
 
@@ -163,7 +163,7 @@ def assert_equal_weights(expected, net):
 
 @pytest.mark.parametrize("level", LEVELS)
 @pytest.mark.parametrize("case", CASES)
-def test_fit_trains_the_same_weights_as_a_plain_loop(case, level):
+def test_fit_ends_with_the_same_weights_as_a_plain_loop(case, level):
     plain_options, make_optimizer, options = CASES[case]
     torch.manual_seed(1)
     expected = make_net()

@@ -155,7 +155,7 @@ def make_gan():
     return parts, [sgd(parts["g"]), sgd(parts["d"])]
 
 
-def test_a_step_function_may_step_several_optimizers_itself():
+def test_a_training_step_may_call_optimizer_step_of_several_optimizers():
     """The weights are those of the same loop without FabricLoop. Each optimizer step counts."""
     parts, optimizers = make_gan()
     step = gan_step(parts, optimizers)
@@ -182,7 +182,7 @@ def test_a_step_function_may_step_several_optimizers_itself():
     assert loop.global_step == 20
 
 
-def test_a_step_function_may_step_a_single_optimizer_itself():
+def test_a_training_step_may_call_optimizer_step_of_one_optimizer():
     """Truncated backpropagation takes two steps in each batch."""
     net = make_net()
     net.automatic_optimization, optimizer = False, sgd(net)

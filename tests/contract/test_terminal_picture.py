@@ -13,7 +13,7 @@ TEXT = "{http://www.w3.org/2000/svg}text"
 
 
 def last_lines(picture):
-    """Return the texts that are shown at the end, from top to bottom."""
+    """Return the lines that are shown at the end, from top to bottom."""
     texts = [text for text in ElementTree.fromstring(picture).iter(TEXT) if "past" not in text.get("class")]
     return [text.text for text in sorted(texts, key=lambda text: float(text.get("y")))]
 

@@ -145,7 +145,7 @@ def test_accelerator_auto_selects_the_gpu():
     assert FabricLoop(max_epochs=1).fabric.device.type == DEVICE
 
 
-def test_ddp_with_one_process_trains_the_same_weights_as_a_run_without_ddp(tmp_path):
+def test_ddp_with_one_process_gives_the_same_weights_as_a_run_without_ddp(tmp_path):
     code = f"""
 from device import *
 from runs import *

@@ -212,7 +212,7 @@ def test_a_fractional_limit_for_an_iterable_dataset_is_refused_as_with_trainer(c
             getattr(make(**quiet(max_epochs=1, **dict.fromkeys(limit, 0.1))), call)(Sees(), ones(4))
 
 
-def test_an_empty_loader_from_the_module_warns_and_trains_nothing():
+def test_an_empty_loader_from_the_module_warns_and_fit_does_not_train():
     """The module creates the loader. fit refuses an empty loader as an argument."""
 
     class Empty(Sees):

@@ -292,7 +292,7 @@ class StreamOfPositions(StreamOfIndices):
 
 
 @pytest.mark.parametrize("is_persistent", [False, True])
-def test_resume_warns_that_random_states_of_workers_are_not_saved(tmp_path, is_persistent):
+def test_resume_warns_that_rng_states_of_workers_are_not_saved(tmp_path, is_persistent):
     """Between epochs, no workers except persistent ones have RNG states to restore."""
 
     def make():

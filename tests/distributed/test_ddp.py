@@ -182,7 +182,7 @@ def test_training_loaders_shuffle_in_the_same_order_as_with_trainer(make):
 
 
 @pytest.mark.usefixtures("quick_spawn")
-def test_spawned_and_forked_processes_train_the_same_weights():
+def test_spawned_and_forked_processes_end_with_the_same_weights():
     """Spawned processes get the weights in shared memory and must copy them."""
     forked, expected = run_loop(Synced, train, val, max_epochs=2, **FORK)
     spawned, module = run_loop(Synced, train, val, max_epochs=2, strategy="ddp_spawn", devices=2)
@@ -191,7 +191,7 @@ def test_spawned_and_forked_processes_train_the_same_weights():
 
 
 class StepBoth:
-    """A step function that steps two optimizers. It can be pickled."""
+    """A step function that calls step() of two optimizers. It can be pickled."""
 
     def __init__(self, loop, optimizers):
         self.loop, self.optimizers = loop, optimizers
@@ -207,7 +207,7 @@ class StepBoth:
 
 
 @pytest.mark.usefixtures("quick_spawn")
-def test_a_step_function_can_step_its_optimizers_in_spawned_processes():
+def test_a_training_step_can_call_optimizer_step_in_spawned_processes():
     nets = []
     for strategy in ("ddp_fork", "ddp_spawn"):
         torch.manual_seed(1)
@@ -231,7 +231,7 @@ class Late(Synced):
             self.net = nn.Sequential(nn.Linear(8, 4), nn.ReLU(), nn.Dropout(0.1), nn.Linear(4, 3))
 
 
-def test_layers_that_forked_processes_create_are_copied_to_the_caller():
+def test_layers_created_in_forked_processes_are_copied_to_the_caller():
     loop, module = run_loop(Late, train, val, max_epochs=1, precision="64-true", **FORK)
     assert module.net[0].weight.dtype == torch.float64
     assert loop.validate(module, val(), verbose=False)[0]["val_loss"] == loop.callback_metrics["val_loss"].item()

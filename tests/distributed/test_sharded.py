@@ -83,7 +83,7 @@ class Adam(Classifier):
 
 
 class ByHand(Adam):
-    """Manual optimization that steps every second batch and clips by itself."""
+    """Manual optimization that takes a step in every second batch and clips gradients itself."""
 
     def __init__(self):
         super().__init__()
@@ -187,7 +187,7 @@ def compare_with_ddp(rank):
     torch.save(found, f"found{rank}.pt")
 
 
-def test_fsdp2_trains_the_same_weights_as_ddp():
+def test_fsdp2_gives_the_same_weights_as_ddp():
     """Only the norm of all gradients may differ by rounding. Gradients are reduced once per step."""
     codes, errors = run_processes(compare_with_ddp)
     assert codes == [0, 0], errors
@@ -228,7 +228,7 @@ def train_with_tensor_parallelism(rank):
     torch.save(found, f"found{rank}.pt")
 
 
-def test_tensor_parallelism_trains_the_same_weights_as_one_process():
+def test_tensor_parallelism_gives_the_same_weights_as_one_process():
     """Both processes get the same samples."""
     codes, errors = run_processes(train_with_tensor_parallelism)
     assert codes == [0, 0], errors

@@ -12,7 +12,7 @@ from torch.nn.functional import cross_entropy
 
 
 class Manual(pl.LightningModule):
-    """Steps in every second batch, and returns a detached loss or None."""
+    """Takes an optimizer step in every second batch, and returns a detached loss or None."""
 
     def __init__(self, returns=True):
         super().__init__()
@@ -90,7 +90,7 @@ def val():
     ],
     ids=["one", "unused", "blocked", "gan", "toggled"],
 )
-def test_manual_optimization_with_ddp_trains_the_same_weights_as_with_trainer(make, unused, steps):
+def test_manual_optimization_with_ddp_gives_the_same_weights_as_with_trainer(make, unused, steps):
     ends = []
     for run, strategy in ((run_trainer, pl.strategies.DDPStrategy), (run_loop, DDPStrategy)):
         options = {"start_method": "fork", "find_unused_parameters": unused}

@@ -64,7 +64,7 @@ class Shown:
 @pytest.mark.parametrize(
     ("options", "end"), [({"max_steps": 26, "max_epochs": 50}, (2, 26)), ({"max_epochs": 1}, (1, 20))]
 )
-def test_an_object_with_step_methods_can_step_the_optimizers_of_the_loop(tmp_path, options, end):
+def test_a_training_step_method_can_call_optimizer_step(tmp_path, options, end):
     """Each of ten batches has two steps. max_steps ends the run, and every third step is saved."""
 
     class LoopSetter(pl.Callback):

@@ -13,7 +13,7 @@ SCRIPT = Path(__file__).parents[2] / "soak" / "trainer_contract.py"
 @pytest.mark.parametrize(
     "options", [["--module", "WithSteps"], pytest.param([], marks=pytest.mark.soak)], ids=["one module", "all modules"]
 )
-def test_attributes_differ_from_those_of_trainer_only_for_a_listed_reason(options):
+def test_loop_attributes_match_trainer_except_for_listed_differences(options):
     command = [sys.executable, str(SCRIPT), *options]
     finished = subprocess.run(fork_command(command), capture_output=True, text=True)
     assert finished.returncode == 0, finished.stdout + finished.stderr

@@ -139,7 +139,7 @@ def test_attributes_have_the_same_values_in_every_hook_as_with_trainer(asked, na
     assert where is None or not [pair for pair in pairs if pair[0][1] not in where], (name, reason)
 
 
-def test_only_listed_attributes_differ_from_those_of_trainer(tmp_path):
+def test_attributes_match_trainer_except_for_listed_names(tmp_path):
     expected, ours = ask_both(tmp_path, OPTIONS["plain"])
     assert {name for name in NAMES if expected[name] != ours[name]} == set(DIFFERENT)
 

@@ -109,7 +109,7 @@ def test_resuming_drops_the_rows_after_the_checkpoint_in_edited_csv_files(cut, w
     assert logs_of(cut)[0].split("\n")[1:] == logs_of(whole)[0].split("\n")[2:]
 
 
-def test_resuming_keeps_csv_rows_whose_numbers_another_program_rounded(cut):
+def test_resuming_keeps_csv_rows_with_numbers_rounded_by_another_program(cut):
     """A spreadsheet program may round numbers when it saves a file."""
     path = cut / "logs/run/version_0/steps.csv"
     header, *lines = path.read_text().splitlines()
@@ -127,7 +127,7 @@ def test_resuming_warns_about_a_missing_metrics_csv(cut):
     assert rows["epoch"].tolist() == [2, 3]
 
 
-def test_training_keeps_rows_that_another_program_adds_to_the_csv_files(tmp_path, whole):
+def test_training_keeps_csv_rows_added_by_another_program(tmp_path, whole):
     class Edits:
         def on_train_epoch_start(self, trainer, module):
             if trainer.current_epoch == 2:

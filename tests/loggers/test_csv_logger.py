@@ -156,7 +156,7 @@ def test_csv_files_that_continue_after_rewind_equal_uninterrupted_csv_files(tmp_
 CELLS = ["1", "", "0.5", 'a "quoted" cell', "a,b", "two\nlines", '"', '""', "\n\n", " x ", "ü", "'", ";", "x" * 200_000]
 
 
-def test_read_table_returns_every_column_name_and_text_unchanged(metrics_csv, logger):
+def test_read_table_returns_every_column_name_and_cell_unchanged(metrics_csv, logger):
     names = [cell for cell in CELLS if cell]
     for shift in range(len(CELLS)):
         logger.log_epoch({name: CELLS[(shift + i) % len(CELLS)] for i, name in enumerate(names)})
@@ -211,7 +211,7 @@ def test_read_table_reads_a_column_name_with_a_quote(tmp_path):
     assert (found.columns, len(found.rows), found.damaged) == (["epoch", "step", "loss", "note"], 3, [1])
 
 
-def test_a_csv_file_that_another_program_changed_is_copied_before_it_is_rewritten(logger, metrics_csv):
+def test_a_csv_file_changed_by_another_program_is_copied_before_it_is_rewritten(logger, metrics_csv):
     logger.log_epoch(epoch(0, loss=1.0))
     content = metrics_csv.read_bytes() + b'"1,20,0.5\n'
     metrics_csv.write_bytes(content)

@@ -77,14 +77,14 @@ def test_time_spent_in_steps_does_not_count_as_waiting_for_data(make):
 
 
 @pytest.mark.parametrize("make", [FabricLoop, MiniLoop])
-def test_waiting_for_validation_batches_counts_as_waiting(make):
+def test_time_spent_waiting_for_validation_batches_counts_as_waiting_for_data(make):
     _, history = train(Slow(0.0), Slow(0.03), step_seconds=0.01, make=make)
     assert history["waiting"].tolist() == [0.75, 0.75]
 
 
 @pytest.mark.parametrize(("make", "options"), [(FabricLoop, {"enable_progress_bar": True}), (MiniLoop, {})])
 @pytest.mark.parametrize("seconds", [0.0, 0.03])
-def test_the_printed_table_has_a_waiting_column_only_for_long_waits(seconds, make, options, capsys):
+def test_the_printed_table_has_a_waiting_column_if_training_often_waits_for_data(seconds, make, options, capsys):
     train(Slow(seconds), step_seconds=0.03, make=make, max_epochs=3, **options)
     out = capsys.readouterr().out
     hints = re.findall(r"Training spends \d\d% of the time waiting for batches\. (.*)", out)
@@ -96,7 +96,7 @@ def test_the_printed_table_has_a_waiting_column_only_for_long_waits(seconds, mak
     assert len(re.findall(r" (?:\d\d%|0\.\d{4})$", out, re.MULTILINE)) == 3 * is_slow
 
 
-def test_a_resumed_epoch_includes_the_waiting_time_before_the_checkpoint():
+def test_the_data_waiting_time_of_a_resumed_epoch_includes_the_time_before_the_checkpoint():
     class StoppingLoader(Slow):
         def __getitem__(self, index):
             if index == 6:
@@ -107,7 +107,7 @@ def test_a_resumed_epoch_includes_the_waiting_time_before_the_checkpoint():
     with pytest.raises(RuntimeError, match="stopped"):
         train(StoppingLoader(0.1), **options)
     _, history = train(Slow(0.0), resume="last", **options)
-    # Before the checkpoint, the run has waited for four samples.
+    # Before the checkpoint, the run waited for four samples.
     assert (history["time"] * history["waiting"]).tolist() == [pytest.approx(0.4, abs=0.001)]
 
 

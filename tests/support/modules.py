@@ -74,7 +74,7 @@ class Classifier(pl.LightningModule):
 
 
 class Gan(pl.LightningModule):
-    """A generator that steps each batch and a critic that accumulates two, with a scheduler each."""
+    """A generator with an optimizer step in each batch, and a critic that accumulates two batches."""
 
     def __init__(self, toggles=True, every=2):
         super().__init__()

@@ -12,7 +12,7 @@ from ports import free_port
 
 
 def run_processes(function, *args, ranks=2, is_launched=True, timeout=900, agent=None):
-    """Call ``function(rank, *args)`` in each process. Returns the exit codes and the texts on stderr.
+    """Call ``function(rank, *args)`` in each process. Return the exit codes and the stderr of each process.
 
     Args:
         is_launched: Set a launcher's variables. False: plain scripts.

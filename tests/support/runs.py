@@ -90,7 +90,7 @@ def weights_of(model):
 
 
 def without_time(path):
-    """Return the text of a CSV file without its columns of time and speed; None if there is no file."""
+    """Return a CSV file's content without its columns of time and speed; None if there is no file."""
     path = Path(path)
     if not path.exists():
         return None
@@ -100,7 +100,7 @@ def without_time(path):
 
 
 def logs_of(root, version=0, name="run"):
-    """Return the texts of metrics.csv and steps.csv of a run without their time columns."""
+    """Return the content of metrics.csv and steps.csv of a run without their time columns."""
     folder = Path(root, "logs", name, f"version_{version}")
     return without_time(folder / "metrics.csv"), without_time(folder / "steps.csv")
 

@@ -45,7 +45,7 @@ def test_calling_fit_or_validate_of_the_running_loop_in_a_hook_is_refused(tmp_pa
 
 
 @pytest.mark.parametrize("method", ["validate", "test"])
-def test_a_hook_may_call_another_loop(tmp_path, method):
+def test_a_hook_may_call_methods_of_a_second_loop(tmp_path, method):
     """The outer run keeps its trainer, its log method and its numbers."""
     train = lambda: make_loader(24, shuffle=False)  # noqa: E731
     options = {"train": train, "val": val_loader, "max_epochs": 2, "log_every_n_steps": 1}

@@ -237,7 +237,7 @@ class ParameterGroupAdder(Lit):
 
 @pytest.mark.parametrize("hook", ["on_fit_start", "on_train_epoch_start", "on_train_batch_end"])
 @pytest.mark.parametrize("limit", [{"max_epochs": 2}, {"max_steps": 7}], ids=["epochs", "steps"])
-def test_a_run_resumes_with_a_parameter_group_that_a_hook_added(tmp_path, hook, limit):
+def test_a_run_resumes_with_a_parameter_group_added_by_a_hook(tmp_path, hook, limit):
     """The resumed run adds the group again before it restores the optimizer state."""
 
     def make():

@@ -69,7 +69,7 @@ def test_a_loop_without_a_seed_does_not_seed_the_random_generators(kind):
 
 
 @pytest.mark.parametrize("kind", LOOPS)
-def test_a_resumed_run_continues_with_the_saved_random_state(kind):
+def test_a_resumed_run_continues_with_the_saved_rng_state(kind):
     whole = train(make_loop(kind, max_epochs=3, name="whole", seed=4))
     train(make_loop(kind, max_epochs=2, name="cut", seed=4))
     net = nn.Sequential(nn.Linear(8, 3), nn.Dropout(0.5))

@@ -28,7 +28,7 @@ OPTIONS = [{}, {"accumulate_grad_batches": 2}, {"monitor": "val_loss"}]
 
 
 @pytest.mark.parametrize(("options", "steps"), sample(2, OPTIONS, [1, 7, 8]), ids=str)
-def test_a_run_that_max_steps_ends_within_an_epoch_resumes_exactly(tmp_path, options, steps):
+def test_a_run_stopped_by_max_steps_within_an_epoch_resumes_exactly(tmp_path, options, steps):
     """A repeated command changes nothing. With more steps, the run continues exactly."""
     options = {"max_epochs": 3, "log_every_n_steps": 2, **options}
     make = lambda: Classifier(on_step=True)  # noqa: E731
@@ -73,7 +73,7 @@ class StopsAt(Callback):
 
 
 @pytest.mark.parametrize("options", [{}, {"accumulate_grad_batches": 2}], ids=str)
-def test_a_run_that_should_stop_ends_within_an_epoch_resumes_exactly(tmp_path, options):
+def test_a_run_stopped_by_should_stop_within_an_epoch_resumes_exactly(tmp_path, options):
     options = {"max_epochs": 3, "log_every_n_steps": 2, **options}
     make = lambda: Classifier(on_step=True)  # noqa: E731
     whole = fit(tmp_path / "whole", make, train, **options)

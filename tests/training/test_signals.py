@@ -287,7 +287,7 @@ OPTIONS = [{}, {"accumulate_grad_batches": 2}, {"val_check_interval": 2}]
 
 
 @pytest.mark.parametrize(("options", "at"), sample(2, OPTIONS, [2, 8, 12]), ids=str)
-def test_a_run_that_max_time_ends_within_an_epoch_resumes_exactly(tmp_path, options, at):
+def test_a_run_stopped_by_max_time_within_an_epoch_resumes_exactly(tmp_path, options, at):
     """The epoch ends early and writes its row. The resumed run continues within this epoch."""
     options = {"max_epochs": 3, "log_every_n_steps": 2, **options}
     whole = fit(tmp_path / "whole", on_step, train, val_loader, **options)
