@@ -8,7 +8,7 @@ To change a part of the training, edit one of these methods:
 
 - `_compute_gradients`: the loss, its division by accumulate_grad_batches, and the backward pass
 - `_step_optimizer`: the optimizer step, and clipping before the step
-- `_is_window_end`: when the optimizer steps
+- `_is_window_end`: the batches after which the optimizer takes a step
 - `_is_done`: when training stops
 - `_set_up_optimizer`: the optimizer and the schedulers, such as a warm-up
 - `_validate`: the validation sets, and the weights that are validated
@@ -158,12 +158,12 @@ class MiniLoop:
     accumulate_grad_batches: int = 1  # The number of batches per optimizer step.
     gradient_clip_val: float | None = None  # Clip the total gradient norm to this value.
     validate_every_n_steps: int | None = None  # Validate and save every N optimizer steps.
-    log_every_n_steps: int = 50  # Write to steps.csv every N optimizer steps. 0: never.
+    log_every_n_steps: int = 50  # Write a row to steps.csv every N optimizer steps. 0 means never.
     seed: int | None = None  # The random seed, set when the loop is created and when fit starts.
     default_root_dir: str | os.PathLike[str] | None = None  # The folder for logs/ and checkpoints/.
     accelerator: Any = "auto"  # Passed to lightning.Fabric, like strategy, devices and precision.
     strategy: Any = "auto"
-    devices: Any = "auto"  # "auto" means all GPUs or, with torchrun, one per process.
+    devices: Any = "auto"  # "auto" means all GPUs or, with torchrun, one device per process.
     precision: Any = None
     fabric: Any = None  # A lightning.Fabric object to use instead of the four options above.
     hparams: Any = None  # Your own settings for hparams.yaml and list_runs, such as {"lr": 0.1}.
@@ -565,7 +565,7 @@ class MiniLoop:
                     self._load_parts({place: start}, is_in_place=False)
             self._load_parts(self._epoch_start["parts"], is_in_place=False)
             set_rng_state(self._epoch_start)
-        # An iterator that exists now, and still after the next batches, continues across epochs.
+        # `_state` warns about each of these iterators that iter() does not replace.
         self._iterators = self._find_iterators()
         batches, length = iter(self.train_loader), self.num_training_batches
         if length == math.inf and self.fabric.world_size > 1:
@@ -578,14 +578,14 @@ class MiniLoop:
                 next(self._batches)
             # Put back the loaders' original lists and tensors, which the model may share.
             for attributes, values in kept:
-                # Reading may have set an attribute to an object that the loader needs.
+                # Keep an attribute if reading has set it to an object of a different class.
                 same = {n for n in values if type(attributes.get(n)) is type(values[n])}
                 for name in same:
                     attributes[name] = values[name]
             self._load_state(state)
 
     def _find_start_of(self, place: str, changed: dict[str, Any]) -> dict[str, Any]:
-        """Return the attributes that an object had before the run, to read an epoch again."""
+        """Return an object's attributes from before the run, with which a resume reads again."""
         start = self._start_states[place].items()
         found = {name: value for name, value in start if not isinstance(value, ChangeMark)}
         added = (name for name in changed if name not in self._start_names[place])
@@ -2210,7 +2210,7 @@ def load_optimizer(optimizer: Any, saved: dict[str, Any]) -> None:
 
 
 def exact_value(loaded: Any, saved: Any) -> Any:
-    """Return a saved value, with its tensors on the devices of the loaded value."""
+    """Return a saved value with each tensor on the device of the same tensor in ``loaded``."""
     if isinstance(saved, Tensor):
         return saved.to(loaded.device)
     if type(saved) in (list, tuple):
@@ -2261,20 +2261,20 @@ def plain_state(
         if name not in found:
             check_unsaved(name, value, saved is None)
             if saved is None and holds_objects(value):
-                # Only detect new objects, because the objects' own attributes are saved elsewhere.
+                # Detect new items by the length. The attributes of the items are saved separately.
                 found[name] = ChangeMark((len(value),))
     return found
 
 
 def holds_objects(value: Any) -> bool:
-    """Return whether a value is a container of user's objects."""
+    """Return whether a value is a container with objects of the user's classes."""
     if CONTAINERS.get(type(value).__name__) is not type(value):
         return False
     return any(map(is_own_object, islice(value.values() if isinstance(value, dict) else value, 64)))
 
 
 def is_reading(value: Any) -> bool:
-    """Return whether a value is a library's iterator, such as one over a DataLoader."""
+    """Return whether a value is a library's iterator, such as the iterator of a DataLoader."""
     is_other = isinstance(value, count | io.IOBase) or is_own_object(value)
     return isinstance(value, Iterator) and not is_other
 
@@ -2314,14 +2314,14 @@ class ChangeMark(tuple[Any, ...]):
 
 
 class LargeValueError(TypeError):
-    """Raised if a value is too large to be encoded each time. A checksum detects its changes."""
+    """Raised if a value is so large that the caller should compute a checksum instead."""
 
 
 def change_mark(value: Any, most: int | None) -> ChangeMark | None:
     """Return a checksum of a large tensor, array or container, or None for any other value."""
     kind = type(value)
     if most is not None and kind in (list, tuple, set, dict):
-        # Only items that are plain can be marshaled.
+        # marshal raises a ValueError for items such as tensors and objects.
         with suppress(ValueError):
             content = marshal.dumps(value, 2)
             return ChangeMark((zlib.crc32(content),)) if len(content) > most else None
@@ -2340,7 +2340,7 @@ def mark_array(array: Any) -> tuple[Any, ...]:
 
 
 def mark_value(value: Any, depth: int = 0) -> Any:
-    """Return a checksum of a container. Of many tensors and containers, it covers a sample."""
+    """Return a checksum of a value. A large container is represented by a sample of its items."""
     kind = type(value)
     if kind in ATOMS or isinstance(value, Enum) or kind is range:
         return value
@@ -2429,7 +2429,10 @@ def encode(
 
 
 def check_container(value: Any, most: float | None, depth: int) -> None:
-    """Raise a TypeError for a value that is no known container, or a LargeValueError."""
+    """Raise a TypeError if a value is not a supported container, or if its nesting is too deep.
+
+    If the container has more than ``most`` items, raise a LargeValueError.
+    """
     kind = type(value)
     if CONTAINERS.get(kind.__name__) is not kind or depth == 10:
         raise TypeError(kind.__name__)
@@ -2442,7 +2445,7 @@ def encode_tensor(
 ) -> Any:
     name = weights.get(address_of(tensor))
     if name is not None and depth > 0:
-        # A container such as a list of pairs (weight, average) contains the weight's name.
+        # In a container, such as a list of pairs (weight, average), save the weight's name instead.
         place = list(tensor.shape), list(tensor.stride()), tensor.storage_offset()
         return "weight", name, type(tensor) is nn.Parameter, *place
     if name is not None:

@@ -288,7 +288,7 @@ class Encoder:
 
     def _encode_tensor(self, tensor: Tensor, depth: int) -> Any:
         if shares_memory(tensor, self._covered):
-            # A container such as a list of pairs (weight, average) contains the weight's name.
+            # In a container, such as a list of pairs (weight, average), save the weight's name.
             if depth == 0:
                 raise NotPlainError
             place = list(tensor.shape), list(tensor.stride()), tensor.storage_offset()
@@ -419,7 +419,7 @@ def load_object(current: Any, state: Any) -> None:
 
 
 def load_optimizer(optimizer: Any, saved: dict[str, Any]) -> None:
-    """Load an optimizer's state exactly, into the dicts that other objects may share.
+    """Load an optimizer's state exactly, into the existing dicts, which other objects may share.
 
     For example, a wrapper around an optimizer often shares its parameter groups. Without this
     function, ``load_state_dict`` would create new groups, and convert tensors in lists and dicts to
@@ -452,7 +452,7 @@ def _replace_items(target: dict[Any, Any], source: dict[Any, Any]) -> None:
 
 
 def _exact_value(loaded: Any, saved: Any) -> Any:
-    """Return a saved value, with its tensors on the devices of the loaded value."""
+    """Return a saved value with each tensor on the device of the same tensor in ``loaded``."""
     if isinstance(saved, Tensor):
         return loaded if loaded.dtype == saved.dtype else saved.to(loaded.device)
     if type(saved) is tuple:
@@ -761,18 +761,18 @@ class PlainState:
         return changed
 
     def find_iterators(self) -> None:
-        """Find the iterators in attributes before a pass over a loader starts."""
+        """Store the iterators in attributes, before a pass over a loader starts."""
         self._iterators = {place: value for place, value in self.attributes() if is_reading(value)}
 
     def warn_of_iterators(self) -> None:
-        """Warn about iterators that a pass over a loader has continued instead of replaced."""
+        """Warn about iterators that a pass over a loader has continued, and not replaced."""
         for place, value in self.attributes():
             if self._iterators.get(place) is value and value is not None:
                 with self._guarded(f"the attribute {'.'.join(place)}"):
                     raise TypeError(f"the position of a {type(value).__name__} cannot be saved")
 
     def _has_new_objects(self, place: Place, value: Any) -> bool:
-        """Return whether a container in a loader has got objects, which are not searched again."""
+        """Return whether objects were added to a container in a loader."""
         if self._network is not None or type(value) not in _CONTAINERS:
             return False
         if len(value) == self._lengths.get(place, 0):
