@@ -12,9 +12,9 @@ HEAD = "| option | default | effect |\n|---|---|---|\n"
 
 def options_table() -> str:
     """Return a row for each argument of FabricLoop."""
-    texts = document_fields()
+    texts = {name: html.escape(text, quote=False) for name, text in document_fields().items()}
     return HEAD + "".join(
-        f"| `{field.name}` | `{field.default!r}` | {html.escape(texts[field.name], quote=False)} |\n"
+        f"| `{field.name}` | `{field.default!r}` | {texts[field.name]} |\n"
         for field in dataclasses.fields(LoopArguments)
     )
 

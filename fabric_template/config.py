@@ -205,7 +205,8 @@ class LoopConfig:
             )
         if algorithm is not None and algorithm.lower() not in ("norm", "value"):
             yield (
-                f"`gradient_clip_algorithm` {algorithm} is invalid. Allowed algorithms: ['value', 'norm']."
+                f"`gradient_clip_algorithm` {algorithm} is invalid. Allowed algorithms: ['value',"
+                " 'norm']."
             )
         # val_check_interval=1.0, the default, validates after each epoch. The int 1 validates after
         # each batch.
@@ -235,7 +236,8 @@ class LoopConfig:
         if self.on_nan == "stop":
             yield (
                 "on_nan: got 'stop' together with barebones=True, expected only one of the two."
-                " With barebones=True, the loop cannot find a NaN, because it does not read the loss."
+                " With barebones=True, the loop cannot find a NaN, because it does not read the"
+                " loss."
             )
         for name in (*_DEFAULTS, "fast_dev_run", "detect_anomaly", "profiler"):
             if value := getattr(self, name):
@@ -433,7 +435,8 @@ _RANGES: dict[str, tuple[str, Callable[[Any], bool]]] = {
     "reload_dataloaders_every_n_epochs": ("a number of epochs (int >= 0)", _at_least(0)),
     "on_nan": ('"warn", "stop" or "off"', _one_of("warn", "stop", "off")),
     "logger": (
-        f"True, False, {', '.join(map(repr, LOGGER_NAMES))}, an object with the method log_metrics, or a list of these",
+        f"True, False, {', '.join(map(repr, LOGGER_NAMES))}, an object with the method log_metrics,"
+        " or a list of these",
         _is_logger,
     ),
     "default_root_dir": (
@@ -451,7 +454,8 @@ _RANGES: dict[str, tuple[str, Callable[[Any], bool]]] = {
     "save_every_n_steps": ("a number of optimizer steps (int >= 1)", _at_least(1)),
     "seed": ("an int from 0 to 4294967295", lambda value: 0 <= value < 2**32),
     "compile": (
-        f"True, False, a mode ({', '.join(map(repr, _COMPILE_MODES))}) or a dict of torch.compile's arguments",
+        f"True, False, a mode ({', '.join(map(repr, _COMPILE_MODES))}) or a dict of torch.compile's"
+        " arguments",
         lambda value: isinstance(value, dict) or value in _COMPILE_MODES,
     ),
     "hparams": ('a dict of your settings, such as {"lr": 0.1}', lambda value: True),

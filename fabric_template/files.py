@@ -53,7 +53,8 @@ def local_path(path: str | Path) -> str:
         from .errors import CheckpointError
 
         raise CheckpointError(
-            f"path: got {text!r}, expected a local file. Download the file, and pass its local path."
+            f"path: got {text!r}, expected a local file. Download the file, and pass its local"
+            " path."
         )
     return text
 

@@ -320,13 +320,16 @@ class MiniLoop:
             except (AttributeError, RuntimeError, TypeError) as error:
                 self._raise_instead(error)
             except KeyboardInterrupt:
-                saved = f"To continue from step {self._saved_step}, write resume='last'."
-                saved = "No checkpoint was saved." if self._saved_step is None else saved
-                place = f"in epoch {self.current_epoch}, after step {self.global_step}"
-                print(f"Ctrl-C: training stops {place}. {saved}")
+                self._print_interruption()
             finally:
                 self._stop_batches()
         return to_table(self.history)
+
+    def _print_interruption(self) -> None:
+        saved = f"To continue from step {self._saved_step}, write resume='last'."
+        saved = "No checkpoint was saved." if self._saved_step is None else saved
+        place = f"in epoch {self.current_epoch}, after step {self.global_step}"
+        print(f"Ctrl-C: training stops {place}. {saved}")
 
     def _print_if_finished(self, path: Path | None) -> None:
         """Print a message if nothing is left to train, because the resumed run is finished."""
@@ -543,10 +546,7 @@ class MiniLoop:
                 scheduler.step()
 
     def _start_batches(self) -> None:
-        """Create the iterator over training batches.
-
-        In a resumed epoch, skip the batches on which the saved run has trained.
-        """
+        """Create the iterator over the epoch's remaining training batches."""
         # Record the RNG state first, because a sampler's set_epoch() may draw random numbers.
         state = self._state() if self.batches_done > 0 else {}
         set_epoch(self.train_loader, self.current_epoch)
@@ -1172,10 +1172,7 @@ class MiniLoop:
         return {"fit_loop": fit_loop, "validate_loop": {}, "test_loop": {}, "predict_loop": {}}
 
     def _restore(self, checkpoint: dict[str, Any], is_automatic: bool) -> None:
-        """Restore everything except the weights from a checkpoint.
-
-        Remove the CSV rows that were written after the checkpoint.
-        """
+        """Restore everything except the weights from a checkpoint."""
         own, name = checkpoint["fabric_template"], type(self._precision).__qualname__
         progress, best, row = own["progress"], own["checkpoints"], own["row"]
         of_process = own["ranks"][self.fabric.global_rank % len(own["ranks"])]
@@ -1205,7 +1202,11 @@ class MiniLoop:
             # Without a monitor, keep the saved run's best checkpoints.
             self._best, choose_best = saved, min if saved["mode"] == "min" else max
             self.best_score = choose_best(saved["kept"].values(), default=None)
-        for name, table in (row["files"] or [{}])[0].items():
+        self._restore_tables((row["files"] or [{}])[0])
+
+    def _restore_tables(self, tables: dict[str, Any]) -> None:
+        """Remove the CSV rows that were written after the checkpoint."""
+        for name, table in tables.items():
             rows = read_rows(self.log_dir / name)[: table["rows"]]
             if len(rows) < table["rows"]:
                 text = f"{name}: {table['rows'] - len(rows)} rows from before the checkpoint are"
@@ -1234,6 +1235,15 @@ class MiniLoop:
                 raise FileNotFoundError(f"{text} 'best'.")
             check(is_intact(path), f"{path}: the file is damaged. Use another checkpoint.")
             return path, read_checkpoint(path)
+        newest, checkpoint = self._find_newest(argument, given)
+        if newest is None and given != "auto":
+            kind = "undamaged best checkpoint" if given == "best" else "undamaged checkpoint"
+            text = f"{argument}: got {given!r}, but there is no {kind} in {self._checkpoints}."
+            raise FileNotFoundError(f"{text} Train first, or pass the path of a checkpoint.")
+        return newest, checkpoint
+
+    def _find_newest(self, argument: str, given: str) -> tuple[Path | None, dict[str, Any]]:
+        """Return the path and the content of the newest run's "last" or "best" checkpoint."""
         skipped: list[Path] = []
         # Escape a version's name, because characters such as * and [ are special in glob patterns.
         folders = self._checkpoints.glob(glob.escape(str(self.version)) if self.version else "*")
@@ -1256,12 +1266,6 @@ class MiniLoop:
                     warnings.warn(f"{text} the path of a checkpoint.", stacklevel=3)
                 return intact, checkpoint
             skipped.append(folder)
-        if given != "auto":
-            kind = "undamaged best checkpoint" if given == "best" else "undamaged checkpoint"
-            text = (
-                f"{argument}: got {given!r}, but there is no {kind} in {self._checkpoints}. Train"
-            )
-            raise FileNotFoundError(f"{text} first, or pass the path of a checkpoint.")
         return None, {}
 
     def _choose_version(self, path: Path | None, resumed: dict[str, Any]) -> Any:
@@ -1383,8 +1387,8 @@ class MiniLoop:
             refused.append("torch.compile()")
         if refused:
             text = (
-                f"model: got an object of the class {kind} with {', '.join(refused)}, which MiniLoop"
-                " does not support."
+                f"model: got an object of the class {kind} with {', '.join(refused)}, which"
+                " MiniLoop does not support."
             )
             raise TypeError(f"{text} Use FabricLoop.")
         self.model, self._steps = model, {}
@@ -1560,15 +1564,7 @@ class MiniLoop:
         text += f" MiniLoop(max_epochs={self.max_epochs}). Please set a different max_epochs value."
         check(not -1 < (self.max_epochs or 0) < epochs, text)
         if own.get("writer") == "FabricLoop":
-            converted = [convert_attributes(of_process, self._parts) for of_process in ranks]
-            # FabricLoop saves random generators in a format that MiniLoop cannot read.
-            is_complete = None not in converted and not self._state()["parts"]
-            text = "resume: got a checkpoint in which FabricLoop saved random generators or"
-            text += " attributes of loaders. MiniLoop cannot restore them. Resume with FabricLoop,"
-            text += " or use load= to start a new run from the weights."
-            check(is_complete, text)
-            for of_process, parts in zip(ranks, converted, strict=True):
-                of_process["rng"]["parts"] = parts
+            self._convert_attributes(ranks)
         objects = [key[1] for key, mean in ranks[0].get("sums", [{}])[0].items() if mean[0] is None]
         text = "resume: got a checkpoint from the middle of an epoch, without the state of the"
         text += f" torchmetrics objects {objects}. Use FabricLoop, or a checkpoint from the end of"
@@ -1589,6 +1585,17 @@ class MiniLoop:
             text = f"resume: got {found} as {name}, expected {saved} as in the saved run."
             check(found == saved, f"{text} Use load= to start a new run from the weights.")
         self._check_optimizer_class(own["settings"]["optimizers"][0], groups[1][0])
+
+    def _convert_attributes(self, ranks: list[dict[str, Any]]) -> None:
+        """Convert the attributes that FabricLoop saved for each process to MiniLoop's format."""
+        converted = [convert_attributes(of_process, self._parts) for of_process in ranks]
+        # FabricLoop saves random generators in a format that MiniLoop cannot read.
+        is_complete = None not in converted and not self._state()["parts"]
+        text = "resume: got a checkpoint in which FabricLoop saved random generators or attributes"
+        text += " of loaders. MiniLoop cannot restore them. Resume with FabricLoop, or use load= to"
+        check(is_complete, f"{text} start a new run from the weights.")
+        for of_process, parts in zip(ranks, converted, strict=True):
+            of_process["rng"]["parts"] = parts
 
     def _check_optimizer_class(self, saved: str, group: dict[str, Any]) -> None:
         """Warn if the saved run used a different optimizer class than this run.
@@ -1614,20 +1621,7 @@ class MiniLoop:
             self._precision.convert_module(network)
         strategy.module_to_device(network)
         if checkpoint:
-            weights = checkpoint.get("state_dict", checkpoint)
-            if not weights.keys() & self._unwrapped.state_dict().keys():
-                weights = {n.removeprefix("_orig_mod."): value for n, value in weights.items()}
-            is_strict = getattr(self.model, "strict_loading", True)
-            create_late_buffers(self._unwrapped, weights, self.fabric.device)
-            check_tied_weights(self._unwrapped, weights, path)
-            try:
-                self._unwrapped.load_state_dict(weights, is_strict)
-            except RuntimeError as error:
-                text = " ".join(str(error).split())[:300]
-                text += (
-                    f" The weights in '{path}' do not match the model. Create the model with the"
-                )
-                raise ValueError(f"{text} same arguments as the saved model.") from error
+            self._load_weights(checkpoint.get("state_dict", checkpoint), path)
         self._step_module: Any = StepModule(network)
         if any(parameter.requires_grad for parameter in network.parameters()):
             self._step_module = strategy.setup_module(self._step_module)
@@ -1647,6 +1641,18 @@ class MiniLoop:
             for part in logging.values():
                 for name in added:
                     del vars(part)[name]
+
+    def _load_weights(self, weights: dict[str, Any], path: Path | None) -> None:
+        if not weights.keys() & self._unwrapped.state_dict().keys():
+            weights = {n.removeprefix("_orig_mod."): value for n, value in weights.items()}
+        create_late_buffers(self._unwrapped, weights, self.fabric.device)
+        check_tied_weights(self._unwrapped, weights, path)
+        try:
+            self._unwrapped.load_state_dict(weights, getattr(self.model, "strict_loading", True))
+        except RuntimeError as error:
+            text = " ".join(str(error).split())[:300] + f" The weights in '{path}' do not match"
+            text += " the model. Create the model with the same arguments as the saved model."
+            raise ValueError(text) from error
 
     def _get_optimizer(self, use_pl_optimizer: bool = True) -> Any:
         return self.optimizer
@@ -1983,7 +1989,7 @@ class SlotAttributes(dict[str, Any]):
 
     def __setitem__(self, name: str, value: Any) -> None:
         super().__setitem__(name, value)
-        # Do not call setattr, because a damaged checkpoint may name a property, whose setter runs code.
+        # Do not call setattr: a damaged checkpoint may name a property, whose setter runs code.
         if name in self._slots:
             object.__setattr__(self._instance, name, value)
         elif hasattr(self._instance, "__dict__"):
@@ -2071,7 +2077,8 @@ def check_optimizer(optimizers: list[Any], own: set[nn.Parameter]) -> None:
     kinds = " and ".join(type(item).__name__ for item in optimizers)
     if len(optimizers) != 1 or not isinstance(optimizers[0], torch.optim.Optimizer):
         raise TypeError(
-            f"optimizer: got {kinds}, expected one optimizer. For several optimizers, use FabricLoop."
+            f"optimizer: got {kinds}, expected one optimizer. For several optimizers, use"
+            " FabricLoop."
         )
     closure = inspect.signature(optimizers[0].step).parameters.get("closure")
     needs_closure = closure is not None and closure.default is closure.empty
@@ -2392,9 +2399,7 @@ def encode(
     weights: Mapping[Any, str] = MappingProxyType({}),
     depth: int = 0,
 ) -> Any:
-    """Convert a value to a tuple (kind, content, ...), in the same format as FabricLoop.
-
-    If the type of the value is not supported, raise a TypeError.
+    """Convert a value to a tuple in FabricLoop's format. Raise a TypeError for other types.
 
     Args:
         most: The largest number of elements of a tensor or an array. None: any number.
@@ -2643,7 +2648,7 @@ def random_state(generator: Any) -> Any:
 
 
 def is_random_state(value: Any) -> bool:
-    """Return whether a value is the output of ``random_state``, and not the output of ``encode``."""
+    """Return whether a value is an output of ``random_state``, not of ``encode``."""
     is_first = isinstance(value, tuple) and value[0] in (2, 3, "MT19937")
     return is_first or isinstance(value, Tensor | dict)
 

@@ -498,7 +498,7 @@ class SlotAttributes(dict[str, Any]):
 
     def __setitem__(self, name: str, value: Any) -> None:
         super().__setitem__(name, value)
-        # Do not call setattr, because a damaged checkpoint may name a property, whose setter runs code.
+        # Do not call setattr: a damaged checkpoint may name a property, whose setter runs code.
         if name in self._slots:
             object.__setattr__(self._instance, name, value)
         elif hasattr(self._instance, "__dict__"):
@@ -920,7 +920,8 @@ class PlainState:
             # Ignore the error that a warning filter may raise, because it must not end the run.
             with suppress(Warning):
                 warnings.warn(
-                    f"checkpoint: {what} is neither saved nor restored ({reason}). A resumed run may"
-                    " differ. Save the value in on_save_checkpoint, or as a buffer of a module.",
+                    f"checkpoint: {what} is neither saved nor restored ({reason}). A resumed run"
+                    " may differ. Save the value in on_save_checkpoint, or as a buffer of a"
+                    " module.",
                     stacklevel=4,
                 )

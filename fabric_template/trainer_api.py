@@ -399,7 +399,8 @@ class TrainerAPI:
         """
         if self.run is None:
             raise AttributeError(
-                "Saving a checkpoint is only possible if a model is attached to the Trainer. Did you call"
+                "Saving a checkpoint is only possible if a model is attached to the Trainer. Did"
+                " you call"
                 " `Trainer.save_checkpoint()` before calling `Trainer.{fit,validate,test,predict}`?"
             )
         fit = self.fit_run
@@ -407,8 +408,8 @@ class TrainerAPI:
         run = fit if fit is not None and fit.model is self.run.model else self.run
         if run.stop.failure is not None and run.fabric.world_size > 1:
             raise RuntimeError(
-                "save_checkpoint: an error ended the run in this process, but all processes must save"
-                " together. Continue from the previous checkpoint with resume='last'."
+                "save_checkpoint: an error ended the run in this process, but all processes must"
+                " save together. Continue from the previous checkpoint with resume='last'."
             )
         with run.hooks.profiled("save_checkpoint"):
             checkpoint = build_checkpoint(run, bool(weights_only))

@@ -45,8 +45,8 @@ class AtomicCheckpointIO(CheckpointIO):
     ) -> None:
         if storage_options is not None:
             raise TypeError(
-                "`Trainer.save_checkpoint(..., storage_options=...)` with `storage_options` arg is not"
-                f" supported for `{type(self).__name__}`."
+                "`Trainer.save_checkpoint(..., storage_options=...)` with `storage_options` arg is"
+                f" not supported for `{type(self).__name__}`."
             )
         with replaced_file(Path(local_path(path))) as file:
             torch.save(replace_numpy(checkpoint), file)

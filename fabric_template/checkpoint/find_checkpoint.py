@@ -124,8 +124,8 @@ def default_keyword(plan: Plan) -> str | None:
     if plan.is_model_given or not has_monitor or not best:
         return None
     plan.warn(
-        f"`.{plan.stage}(ckpt_path=None)` was called without a model. The best model of the previous `fit`"
-        " call will be used."
+        f"`.{plan.stage}(ckpt_path=None)` was called without a model. The best model of the"
+        " previous `fit` call will be used."
     )
     return "best"
 
@@ -184,8 +184,8 @@ def best_of_loop(plan: Plan) -> str:
     best = getattr(saver, "best_model_path", None)
     if not best and (saver is None or callbacks_of(plan, "Checkpoint")):
         raise ValueError(
-            f'`.{plan.stage}(ckpt_path="best")` is set but `ModelCheckpoint` is not configured to save'
-            " the best model. Give the path of a checkpoint instead."
+            f'`.{plan.stage}(ckpt_path="best")` is set but `ModelCheckpoint` is not configured to'
+            " save the best model. Give the path of a checkpoint instead."
         )
     return best or ""
 
@@ -212,9 +212,9 @@ def read_newest(
             if time_of(checkpoint, default=version.started) >= version.started:
                 if version.name and index > 0 and versions[0].time > version.time:
                     plan.warn(
-                        f"{argument}: {versions[0].name} was started later but has no checkpoint, so"
-                        f" {version.name} continues. To continue another run, pass version= or the"
-                        " path of a checkpoint."
+                        f"{argument}: {versions[0].name} was started later but has no checkpoint,"
+                        f" so {version.name} continues. To continue another run, pass version= or"
+                        " the path of a checkpoint."
                     )
                 return path, checkpoint
             version.replaced.append(path)
@@ -349,13 +349,13 @@ def report_missing(plan: Plan, argument: str, keyword: str, versions: list[Versi
     replaced = [path for version in versions for path in version.replaced]
     if damaged:
         raise DamagedCheckpointError(
-            f"{argument}: got {keyword!r}, but every checkpoint in {damaged[0].parent} is damaged. Pass"
-            " the path of another checkpoint, or train again."
+            f"{argument}: got {keyword!r}, but every checkpoint in {damaged[0].parent} is damaged."
+            " Pass the path of another checkpoint, or train again."
         )
     if replaced:
         raise MissingCheckpointError(
-            f"{argument}: got {keyword!r}, but the newest run in {replaced[0].parent} has no checkpoint."
-            " Train again. To use the checkpoint of the run that it replaced, write"
+            f"{argument}: got {keyword!r}, but the newest run in {replaced[0].parent} has no"
+            " checkpoint. Train again. To use the checkpoint of the run that it replaced, write"
             f" {argument}={str(replaced[0])!r}."
         )
     if (argument, keyword) != ("ckpt_path", "last"):
@@ -369,8 +369,8 @@ def report_missing(plan: Plan, argument: str, keyword: str, versions: list[Versi
             f" {advice}, or pass the path of a checkpoint."
         )
     plan.warn(
-        f'.{plan.stage}(ckpt_path="last") is set, but there is no last checkpoint available. No checkpoint'
-        " will be loaded. HINT: Set `ModelCheckpoint(..., save_last=True)`."
+        f'.{plan.stage}(ckpt_path="last") is set, but there is no last checkpoint available. No'
+        " checkpoint will be loaded. HINT: Set `ModelCheckpoint(..., save_last=True)`."
     )
 
 

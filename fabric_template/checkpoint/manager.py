@@ -262,8 +262,8 @@ class CheckpointManager:
         self._unsaved[path.name] = f"{path}: {reason}."
         if run.fabric.is_global_zero:
             warnings.warn(
-                f"{path}: the checkpoint could not be saved: {reason}. The previous file is unchanged,"
-                " and training continues.",
+                f"{path}: the checkpoint could not be saved: {reason}. The previous file is"
+                " unchanged, and training continues.",
                 stacklevel=2,
             )
         return False

@@ -226,8 +226,8 @@ def check_start(file: IO[bytes], path: str | Path) -> None:
     start = file.read(4)
     if start[:1] == b"\x80":
         raise CheckpointError(
-            f"{path}: got a file in the format of torch before 1.6, expected a zip archive. To convert"
-            " the file, run torch.save(torch.load(path, weights_only=True), path)."
+            f"{path}: got a file in the format of torch before 1.6, expected a zip archive. To"
+            " convert the file, run torch.save(torch.load(path, weights_only=True), path)."
         )
     if start != b"PK\x03\x04":
         given = f"a file that starts with {start!r}" if start else "an empty file"

@@ -79,9 +79,9 @@ def restore_callbacks(run: Run, checkpoint: dict[str, Any]) -> None:
     missing = [key for key in states if key not in keys and not key.startswith(may_miss)]
     if missing and run.plan.start.resumes:
         run.warn_once(
-            "Be aware that when using `ckpt_path`, callbacks used to create the checkpoint need to be"
-            f" provided during `{run.plan.loop_name}` instantiation. Please add the following callbacks:"
-            f" {missing}."
+            "Be aware that when using `ckpt_path`, callbacks used to create the checkpoint need to"
+            f" be provided during `{run.plan.loop_name}` instantiation. Please add the following"
+            f" callbacks: {missing}."
         )
     run.hooks.call_callbacks("on_load_checkpoint", checkpoint)
     for callback in run.hooks.callbacks:
@@ -133,9 +133,9 @@ def check_tied_weights(network: nn.Module, weights: Mapping[str, Any], path: Any
             one, two = weights[first], weights[other]
             if one.data_ptr() != two.data_ptr() and not torch.equal(one, two):
                 raise OtherModelError(
-                    f"{path}: got different values of {first!r} and {other!r}, but in this model, both are"
-                    " names of one parameter. Create the model with two separate parameters, as in the"
-                    " saved run."
+                    f"{path}: got different values of {first!r} and {other!r}, but in this model,"
+                    " both are names of one parameter. Create the model with two separate"
+                    " parameters, as in the saved run."
                 )
 
 
@@ -220,7 +220,8 @@ def restore_training(run: Run, checkpoint: dict[str, Any]) -> None:
     if -1 < max_epochs < epochs_done:
         raise ConfigurationError(
             f"You restored a checkpoint with current_epoch={epochs_done}, but you have set"
-            f" {run.plan.loop_name}(max_epochs={max_epochs}). Please set a different max_epochs value."
+            f" {run.plan.loop_name}(max_epochs={max_epochs}). Please set a different max_epochs"
+            " value."
         )
     restore_outside_parameters(run, own.get("outside_parameters", {}))
     run.progress.load_state_dict(own.pop("progress"))
@@ -250,9 +251,9 @@ def check_counters(run: Run, counters: dict[str, Any]) -> None:
         is_wrong = kind in (int, bool) and type(value) is not kind
         if is_wrong or (type(value) is int and not 0 <= value < 2**62):
             raise CheckpointError(
-                f"{run.plan.start.path}: got the counter {name}={shorten(repr(value), 40)}, which no run"
-                f" can reach, expected a value of type {kind.__name__}. Use another checkpoint, or"
-                " use load= to start a new run from the weights."
+                f"{run.plan.start.path}: got the counter {name}={shorten(repr(value), 40)}, which"
+                f" no run can reach, expected a value of type {kind.__name__}. Use another"
+                " checkpoint, or use load= to start a new run from the weights."
             )
 
 
@@ -280,9 +281,9 @@ def restore_mini_attributes(run: Run) -> None:
             is_known = name in {**own, **buffers} or hasattr(type(part), str(name))
             if not is_known or is_generator(current):
                 raise CheckpointError(
-                    f"resume: got {run.plan.start.path}, in which MiniLoop saved the state of {place!r}."
-                    " FabricLoop cannot restore this state. Resume with MiniLoop, or use load= to"
-                    " start a new run from the weights."
+                    f"resume: got {run.plan.start.path}, in which MiniLoop saved the state of"
+                    f" {place!r}. FabricLoop cannot restore this state. Resume with MiniLoop, or"
+                    " use load= to start a new run from the weights."
                 )
             namespace = buffers if name in buffers else own
             if value == REMOVED:
@@ -372,10 +373,11 @@ def check_settings(run: Run, saved: dict[str, Any]) -> None:
     for name in ("number of processes", "batch size"):
         if is_in_epoch and name in changed and has_same_loaders:
             raise CheckpointError(
-                f"{run.plan.start.path}: this checkpoint is from the middle of an epoch of a run whose"
-                f" {name} was {saved[name]}. Now the {name} is {current[name]}. FabricLoop cannot"
-                f" convert the position in the epoch. Use the value {saved[name]} or a checkpoint from"
-                " the end of an epoch, or use load= to start a new run from the weights."
+                f"{run.plan.start.path}: this checkpoint is from the middle of an epoch of a run"
+                f" whose {name} was {saved[name]}. Now the {name} is {current[name]}. FabricLoop"
+                f" cannot convert the position in the epoch. Use the value {saved[name]} or a"
+                " checkpoint from the end of an epoch, or use load= to start a new run from the"
+                " weights."
             )
     if changed:
         texts = [f"{name} was {saved[name]} and is now {current[name]}" for name in changed]
@@ -407,9 +409,9 @@ def restore_optimizers(run: Run, checkpoint: dict[str, Any]) -> None:
     # Accept an empty list, because on_load_checkpoint hooks may have removed the optimizer states.
     if states and len(states) != len(optimizers):
         raise CheckpointError(
-            f"{run.plan.start.path}: got the states of {len(states)} optimizers, expected {len(optimizers)}."
-            " Create the same optimizers as in the saved run, or use load= to start a new run from"
-            " the weights."
+            f"{run.plan.start.path}: got the states of {len(states)} optimizers, expected"
+            f" {len(optimizers)}. Create the same optimizers as in the saved run, or use load= to"
+            " start a new run from the weights."
         )
     for optimizer, state in zip(optimizers, states, strict=False):
         load_optimizer_state(run, optimizer, state)
@@ -420,8 +422,8 @@ def restore_optimizers(run: Run, checkpoint: dict[str, Any]) -> None:
     if saved and len(saved) != len(schedulers) and not is_averaging:
         run.warn_once(
             f"resume: the checkpoint has the states of {len(saved)} lr_schedulers, but this run has"
-            f" {len(schedulers)} lr_schedulers. The states are restored in order. A scheduler without"
-            " a saved state starts from scratch."
+            f" {len(schedulers)} lr_schedulers. The states are restored in order. A scheduler"
+            " without a saved state starts from scratch."
         )
     for config, state in zip(schedulers, saved, strict=False):
         config.scheduler.load_state_dict(state)
@@ -451,9 +453,9 @@ def check_replaced_parameters(run: Run) -> None:
         # Parameters outside the model have names such as "optimizer.0.3".
         if str(old).startswith("optimizer.") and not str(new).startswith("optimizer."):
             raise CheckpointError(
-                f"{run.plan.start.path}: a hook of the saved run replaced the parameter {new!r}, and"
-                " the checkpoint lacks the original parameter, which the optimizer trained. Use load="
-                " to start a new run from the weights."
+                f"{run.plan.start.path}: a hook of the saved run replaced the parameter {new!r},"
+                " and the checkpoint lacks the original parameter, which the optimizer trained. Use"
+                " load= to start a new run from the weights."
             )
 
 
@@ -489,8 +491,8 @@ def check_options(
         if missing := sorted(names - set(group)):
             raise CheckpointError(
                 f"{run.plan.start.path}: got the state of another optimizer, without {missing},"
-                f" expected the state of {type(optimizer).__name__}. Create the same optimizer as in"
-                " the saved run, or use load= to start a new run from the weights."
+                f" expected the state of {type(optimizer).__name__}. Create the same optimizer as"
+                " in the saved run, or use load= to start a new run from the weights."
             )
 
 

@@ -268,8 +268,9 @@ def open_lock(folder: Path, stack: ExitStack) -> IO[str] | None:
             file.seek(0)
             numbers = [line for line in file.read().splitlines() if line.isdigit()]
             raise CheckpointError(
-                f"{folder}: another run is writing to this folder (process {numbers[-1] if numbers else '?'})."
-                " Set another name or version, or stop the other run."
+                f"{folder}: another run is writing to this folder (process"
+                f" {numbers[-1] if numbers else '?'}). Set another name or version, or stop the"
+                " other run."
             ) from None
         # Lightning's ModelCheckpoint saves to the "checkpoints" subfolder of the log folder.
         for path in [*folder.glob(".*.tmp"), *folder.glob("checkpoints/.*.tmp")]:

@@ -111,8 +111,8 @@ def convert_training_state(
     """
     if "optimizer_states" not in checkpoint:
         raise WeightsOnlyError(
-            "Trying to restore optimizer state but checkpoint contains only the model. This is probably"
-            " due to `ModelCheckpoint.save_weights_only` being set to `True`. To start a"
+            "Trying to restore optimizer state but checkpoint contains only the model. This is"
+            " probably due to `ModelCheckpoint.save_weights_only` being set to `True`. To start a"
             f" new run from the weights, write load='{path}'."
         )
     if own is None:
@@ -128,8 +128,8 @@ def convert_mini_state(path: Any, own: dict[str, Any]) -> dict[str, Any]:
     if progress["is_in_epoch"]:
         raise CheckpointError(
             f"resume: got {path}, which MiniLoop saved in the middle of an epoch, expected a"
-            " checkpoint from the end of an epoch. Resume with MiniLoop, or use load= to start a new"
-            " run from the weights."
+            " checkpoint from the end of an epoch. Resume with MiniLoop, or use load= to start a"
+            " new run from the weights."
         )
     step = progress["global_step"]
     row = {
@@ -156,10 +156,10 @@ def check_trainer_position(path: str, checkpoint: dict[str, Any]) -> None:
     if epoch["started"] > epoch["processed"] and not is_after_last_batch:
         raise CheckpointError(
             f"resume: got '{path}', which Trainer saved in the middle of epoch"
-            f" {epoch['processed']}, expected a checkpoint from the end of an epoch. Trainer does not"
-            " save the position in the loader. Use a checkpoint that Trainer saved at the end of an"
-            f" epoch, as with ModelCheckpoint(every_n_epochs=1), or write load='{path}' to start a"
-            " new run from the weights."
+            f" {epoch['processed']}, expected a checkpoint from the end of an epoch. Trainer does"
+            " not save the position in the loader. Use a checkpoint that Trainer saved at the end"
+            f" of an epoch, as with ModelCheckpoint(every_n_epochs=1), or write load='{path}' to"
+            " start a new run from the weights."
         )
 
 

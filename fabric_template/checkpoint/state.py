@@ -315,14 +315,14 @@ def check_saved_state(run: Run) -> None:
     check_scheduler_states(run)
     if (place := find_unpicklable(states)) is not None:
         raise CheckpointError(
-            f"{place}: got a value that cannot be pickled, so a checkpoint cannot contain it. Define"
-            " functions and classes at module level, or leave the value out of state_dict()."
+            f"{place}: got a value that cannot be pickled, so a checkpoint cannot contain it."
+            " Define functions and classes at module level, or leave the value out of state_dict()."
         )
     for problem in find_unreadable(states):
         raise CheckpointError(
-            f"{problem.rpartition(' ')[2]}: got {problem.partition(' in the part ')[0]}, which a resume"
-            " could not restore, because reading a checkpoint runs no code. Leave this object out of"
-            " state_dict()."
+            f"{problem.rpartition(' ')[2]}: got {problem.partition(' in the part ')[0]}, which a"
+            " resume could not restore, because reading a checkpoint runs no code. Leave this"
+            " object out of state_dict()."
         )
 
 
@@ -357,8 +357,8 @@ def warn_of_unreadable(run: Run, checkpoint: dict[str, Any]) -> None:
         for problem in find_unreadable(states):
             run.warn_once(
                 f"checkpoint: got {problem}, expected tensors, numbers, strings, or containers of"
-                " these. A resume will raise an error unless you pass weights_only=False. Leave such"
-                " objects out of state_dict()."
+                " these. A resume will raise an error unless you pass weights_only=False. Leave"
+                " such objects out of state_dict()."
             )
 
 

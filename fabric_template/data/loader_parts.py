@@ -146,8 +146,8 @@ def find_restart_problem(loader: Any, hides_workers: bool) -> str:
         )
     if holds_iterator(loader):
         return (
-            f"{kind} contains an iterator that continues in each epoch, and the iterator's position is"
-            " not saved. Define state_dict() and load_state_dict() in the loader or its dataset"
+            f"{kind} contains an iterator that continues in each epoch, and the iterator's position"
+            " is not saved. Define state_dict() and load_state_dict() in the loader or its dataset"
         )
     return ""
 

@@ -183,9 +183,10 @@ class ResumableLoader:
                 skip_indices(iterator, done)
         if done and not (self._is_indexed or isinstance(self.loader, Sequence | TensorLoader)):
             warnings.warn(
-                f"resume: {done} batches of {type(self.loader).__name__} are read again and dropped. To"
-                " avoid this, use a loader with state_dict() and load_state_dict(), such as torchdata's"
-                " StatefulDataLoader. The loader's samplers need both methods, too.",
+                f"resume: {done} batches of {type(self.loader).__name__} are read again and"
+                " dropped. To avoid this, use a loader with state_dict() and load_state_dict(),"
+                " such as torchdata's StatefulDataLoader. The loader's samplers need both methods,"
+                " too.",
                 stacklevel=2,
             )
         reader = self._read(iterator)
@@ -229,8 +230,8 @@ class ResumableLoader:
         self.is_sticky = resumed is not None and self.batches == resumed[1] < resumed[0]
         if resumed is not None and self.is_sticky and self.batches > 0:
             warnings.warn(
-                f"resume: {type(self.loader).__name__} has {resumed[0]} batches in the resumed epoch, but"
-                f" only {self.batches} in the next epoch. {STICKY_POSITION}",
+                f"resume: {type(self.loader).__name__} has {resumed[0]} batches in the resumed"
+                f" epoch, but only {self.batches} in the next epoch. {STICKY_POSITION}",
                 stacklevel=2,
             )
 
@@ -343,8 +344,9 @@ class ResumableLoader:
         is_persistent = getattr(self.loader, "persistent_workers", False)
         if self._hides_workers and (is_in_pass or is_persistent):
             warnings.warn(
-                f"resume: {type(self.loader).__name__} does not save the RNG states of its workers. If"
-                " the dataset draws random numbers in a worker, use num_workers=0 for an exact resume.",
+                f"resume: {type(self.loader).__name__} does not save the RNG states of its workers."
+                " If the dataset draws random numbers in a worker, use num_workers=0 for an exact"
+                " resume.",
                 stacklevel=2,
             )
 

@@ -163,9 +163,9 @@ class DataConnector:
         has_other_logger = len(run.loggers.csv_loggers) < len(run.loop.loggers)
         if self.train.num_batches < every and has_other_logger and not run.config.fast_dev_run:
             run.warn_once(
-                f"The number of training batches ({self.train.num_batches}) is smaller than the logging"
-                f" interval {run.plan.loop_name}(log_every_n_steps={every}). Set a lower value for log_every_n_steps if"
-                " you want to see logs for the training epoch.",
+                f"The number of training batches ({self.train.num_batches}) is smaller than the"
+                f" logging interval {run.plan.loop_name}(log_every_n_steps={every}). Set a lower"
+                " value for log_every_n_steps if you want to see logs for the training epoch.",
                 PossibleUserWarning,
             )
         is_resumed, restarts_epoch = run.plan.start.is_pending, run.plan.start.restarts_epoch
@@ -577,8 +577,8 @@ def count_batches(loader: Any, limit: int | float, stage: str, loop_name: str) -
     length = math.inf if known_length is None else known_length
     if length == 0:
         warnings.warn(
-            f"Total length of `{type(loader).__name__}` across ranks is zero. Please make sure this was"
-            " your intention.",
+            f"Total length of `{type(loader).__name__}` across ranks is zero. Please make sure this"
+            " was your intention.",
             stacklevel=2,
         )
         return 0
@@ -588,14 +588,14 @@ def count_batches(loader: Any, limit: int | float, stage: str, loop_name: str) -
         if limit in (0.0, 1.0):
             return length if limit else 0
         raise ConfigurationError(
-            f"When using an `IterableDataset`, `{loop_name}(limit_{stage}_batches)` must be `1.0` or an"
-            f" int. An int specifies `num_{stage}_batches` to use."
+            f"When using an `IterableDataset`, `{loop_name}(limit_{stage}_batches)` must be `1.0`"
+            f" or an int. An int specifies `num_{stage}_batches` to use."
         )
     batches = int(length * limit)
     if batches == 0 and limit > 0:
         raise ConfigurationError(
-            f"You requested to check {limit} of the `{stage}_dataloader` but {limit} * {length} < 1."
-            f" Please increase the `limit_{stage}_batches` argument. Try at least"
+            f"You requested to check {limit} of the `{stage}_dataloader` but {limit} * {length} <"
+            f" 1. Please increase the `limit_{stage}_batches` argument. Try at least"
             f" `limit_{stage}_batches={1.0 / length}`"
         )
     return batches
@@ -608,7 +608,8 @@ def check_lengths(run: Run, lengths: list[int | float], stage: str) -> None:
         if is_strict and len(set(found)) > 1:
             raise ConfigurationError(
                 f"{stage}_dataloader: got {list(found)} batches in the processes, expected the same"
-                f" number in each. Write limit_{stage}_batches={min(found)}, or leave out the sampler."
+                f" number in each. Write limit_{stage}_batches={min(found)}, or leave out the"
+                " sampler."
             )
 
 
@@ -622,8 +623,8 @@ def make_transfer(run: Run) -> Callable[[Any, int], Any] | None:
             text = "`LightningModule` but have passed in a `LightningDataModule`."
             used = "LightningModule" if of_datamodule is None else "LightningDataModule"
             run.warn_once(
-                f"You have overridden `{name}` in {text if of_datamodule is None else both} It will use the"
-                f" implementation from `{used}` instance."
+                f"You have overridden `{name}` in {text if of_datamodule is None else both} It will"
+                f" use the implementation from `{used}` instance."
             )
         return of_datamodule or of_module
 

@@ -79,8 +79,8 @@ def turn_off_shuffling(run: Run, stage: str) -> bool:
     is_overfitting = bool(run.config.overfit_batches) and run.stage == "fit"
     if is_overfitting:
         run.warn_once(
-            f"You requested to overfit but enabled {stage} dataloader shuffling. We are turning off the"
-            f" {stage} dataloader shuffling for you."
+            f"You requested to overfit but enabled {stage} dataloader shuffling. We are turning off"
+            f" the {stage} dataloader shuffling for you."
         )
     return is_overfitting
 
@@ -130,9 +130,9 @@ def remake_batch_sampler(batch_sampler: Any, sampler: Any) -> Any:
         return kind(sampler, batch_size=batch_sampler.batch_size, drop_last=batch_sampler.drop_last)
     except (AttributeError, TypeError) as error:
         raise ConfigurationError(
-            f"batch_sampler: got the class {kind.__name__}, expected a class with the same arguments as"
-            f" torch's BatchSampler: {error}. Use such a class, or pass a DistributedSampler to the"
-            " loader."
+            f"batch_sampler: got the class {kind.__name__}, expected a class with the same"
+            f" arguments as torch's BatchSampler: {error}. Use such a class, or pass a"
+            " DistributedSampler to the loader."
         ) from error
 
 
@@ -140,22 +140,22 @@ def warn_of_loader(run: Run, loader: DataLoader, stage: str) -> None:
     """Warn about shuffled validation data, an IterableDataset with a length, or too few workers."""
     if stage != "train" and isinstance(loader.sampler, RandomSampler):
         run.warn_once(
-            f"Your `{stage}_dataloader`'s sampler has shuffling enabled, it is strongly recommended that you"
-            " turn shuffling off for val/test dataloaders.",
+            f"Your `{stage}_dataloader`'s sampler has shuffling enabled, it is strongly recommended"
+            " that you turn shuffling off for val/test dataloaders.",
             PossibleUserWarning,
         )
     if isinstance(loader.dataset, IterableDataset) and hasattr(loader.dataset, "__len__"):
         run.warn_once(
-            "Your `IterableDataset` has `__len__` defined. In combination with multi-process data loading"
-            " (when num_workers > 1), `__len__` could be inaccurate if each worker is not configured"
-            " independently to avoid having duplicate data."
+            "Your `IterableDataset` has `__len__` defined. In combination with multi-process data"
+            " loading (when num_workers > 1), `__len__` could be inaccurate if each worker is not"
+            " configured independently to avoid having duplicate data."
         )
     most = suggested_max_num_workers(run.loop.num_devices)
     if loader.num_workers < 2 and most > 1:
         run.warn_once(
-            f"The '{stage}_dataloader' does not have many workers which may be a bottleneck. Consider"
-            f" increasing the value of the `num_workers` argument` to `num_workers={most}` in the"
-            " `DataLoader` to improve performance.",
+            f"The '{stage}_dataloader' does not have many workers which may be a bottleneck."
+            f" Consider increasing the value of the `num_workers` argument` to `num_workers={most}`"
+            " in the `DataLoader` to improve performance.",
             PossibleUserWarning,
         )
 

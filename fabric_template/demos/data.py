@@ -77,5 +77,6 @@ def download(url: str, path: Path) -> None:
         torch.hub.download_url_to_file(url, str(path), progress=False)
     except OSError as error:
         raise ValueError(
-            f"The download of {url} failed: {error}. Download the file by hand, and copy it to {path}."
+            f"The download of {url} failed: {error}. Download the file by hand, and copy it to"
+            f" {path}."
         ) from error

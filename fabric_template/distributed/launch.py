@@ -134,8 +134,8 @@ def check_new_parameters(run: Run, before: list[str], hook: str) -> None:
     created = [name for name, _ in run.network.named_parameters() if name not in known]
     if created and reason and run.fabric.world_size > 1:
         raise ConfigurationError(
-            f"{hook}: got the new parameter {created[0]!r}{reason}. Create the parameter in __init__ or"
-            " configure_model."
+            f"{hook}: got the new parameter {created[0]!r}{reason}. Create the parameter in"
+            " __init__ or configure_model."
         )
 
 

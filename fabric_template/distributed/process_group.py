@@ -64,8 +64,8 @@ def launched_processes() -> tuple[int, int] | None:
         return None
     if total % local_size:
         raise ConfigurationError(
-            f"LOCAL_WORLD_SIZE: got {local_size} for a group of {total} processes, expected the same number"
-            f" of processes on each machine. Set it to a divisor of {total}."
+            f"LOCAL_WORLD_SIZE: got {local_size} for a group of {total} processes, expected the"
+            f" same number of processes on each machine. Set it to a divisor of {total}."
         )
     return local_size, total // local_size
 
@@ -122,9 +122,9 @@ def check_launched(fabric: Fabric) -> None:
     would_spawn = is_spawning(fabric) and not _is_spawned
     if started is not None and (given != started or would_spawn):
         raise ConfigurationError(
-            f"devices, num_nodes: got {given[0]} and {given[1]}, but {started[0]} processes were started on each"
-            f" of {started[1]} machines. Leave out devices and num_nodes. Write strategy='ddp', or"
-            " leave out strategy."
+            f"devices, num_nodes: got {given[0]} and {given[1]}, but {started[0]} processes were"
+            f" started on each of {started[1]} machines. Leave out devices and num_nodes. Write"
+            " strategy='ddp', or leave out strategy."
         )
 
 
@@ -165,9 +165,9 @@ def choose_address(local_size: int, num_nodes: int) -> None:
     job = next((os.environ[name] for name in names if name in os.environ), None)
     if job is None or num_nodes > 1:
         raise ConfigurationError(
-            f"MASTER_ADDR, MASTER_PORT: got no address for a group of {local_size * num_nodes} processes,"
-            " expected the address of the first process. Set both variables, or start the script with"
-            " torchrun."
+            f"MASTER_ADDR, MASTER_PORT: got no address for a group of {local_size * num_nodes}"
+            " processes, expected the address of the first process. Set both variables, or start"
+            " the script with torchrun."
         )
     os.environ["MASTER_ADDR"] = "127.0.0.1"
     os.environ["MASTER_PORT"] = str(20000 + zlib.crc32(job.encode()) % 20000)

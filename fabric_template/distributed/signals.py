@@ -78,7 +78,10 @@ class SignalHandler:
             self.is_check_due = True
             if self._is_main:
                 # Do not use sys.stderr, because this handler may interrupt a write to sys.stderr.
-                text = f"{signal.Signals(number).name}: stopping after this step. A second signal stops at once.\n"
+                text = (
+                    f"{signal.Signals(number).name}: stopping after this step. A second signal"
+                    " stops at once.\n"
+                )
                 with suppress(OSError):
                     # In a terminal, print the message below the progress bar.
                     os.write(2, f"\n{text}".encode() if os.isatty(2) else text.encode())

@@ -42,10 +42,10 @@ def convert_strategy(strategy: Any) -> Any:
     name = strategy.lower() if isinstance(strategy, str) else type(strategy).__name__
     if name.lower().startswith(("deepspeed", "fsdp")):
         raise ConfigurationError(
-            f"strategy: got {name}, which FabricLoop does not support. Write strategy='ddp'. To shard the"
-            " model, write strategy=ModelParallelStrategy(parallelize_fn) from"
-            " lightning.fabric.strategies, and call fully_shard(model, mesh=mesh['data_parallel']) in"
-            " parallelize_fn(model, mesh)."
+            f"strategy: got {name}, which FabricLoop does not support. Write strategy='ddp'. To"
+            " shard the model, write strategy=ModelParallelStrategy(parallelize_fn) from"
+            " lightning.fabric.strategies, and call fully_shard(model, mesh=mesh['data_parallel'])"
+            " in parallelize_fn(model, mesh)."
         )
     if name == "single_device":
         return "auto"
@@ -64,9 +64,9 @@ def _convert_object(strategy: Any) -> Any:
     has_plugin = type(getattr(strategy, "precision_plugin", None)).__name__ != "Precision"
     if name not in _CONVERTED or has_plugin or has_communication_hook(strategy):
         raise ConfigurationError(
-            f"strategy: got a {name} of Trainer that FabricLoop cannot convert. Write a strategy from"
-            " lightning.fabric.strategies, or a name such as 'ddp'. Pass precision plugins with the"
-            " options precision and plugins."
+            f"strategy: got a {name} of Trainer that FabricLoop cannot convert. Write a strategy"
+            " from lightning.fabric.strategies, or a name such as 'ddp'. Pass precision plugins"
+            " with the options precision and plugins."
         )
     # Pass a parallelize_fn that changes nothing, because configure_model shards the module.
     arguments = [_return_model] if name == "ModelParallelStrategy" else []
@@ -139,8 +139,9 @@ def shard_network(fabric: Fabric, network: nn.Module, name: str) -> None:
         made = strategy.setup_module(network)
         if made is not network:
             raise ConfigurationError(
-                f"parallelize_fn: got a new {type(made).__name__} as the return value, expected the same"
-                f" {name} object. Change the model in place. To compile the model, write compile=True."
+                f"parallelize_fn: got a new {type(made).__name__} as the return value, expected the"
+                f" same {name} object. Change the model in place. To compile the model, write"
+                " compile=True."
             )
     check_sharding(strategy.device_mesh, network, name)
 
@@ -161,8 +162,8 @@ def check_sharding(mesh: Any, network: nn.Module, name: str) -> None:
         if is_whole and parameter.requires_grad:
             raise ConfigurationError(
                 f"parallelize_fn: got {name} as the return value, with the unsharded parameter"
-                f" {parameter_name!r}. Each of the {mesh['data_parallel'].size()} data-parallel processes"
-                " would train its own copy of this parameter. Call fully_shard(model,"
+                f" {parameter_name!r}. Each of the {mesh['data_parallel'].size()} data-parallel"
+                " processes would train its own copy of this parameter. Call fully_shard(model,"
                 " mesh=mesh['data_parallel']) at the end of parallelize_fn."
             )
 

@@ -79,8 +79,8 @@ def check_options(callbacks: list[Any], config: LoopConfig) -> None:
     bars = find_callbacks(callbacks, "ProgressBar")
     if len(bars) > 1:
         raise ConfigurationError(
-            "You added multiple progress bar callbacks to the Trainer, but currently only one progress bar"
-            " is supported."
+            "You added multiple progress bar callbacks to the Trainer, but currently only one"
+            " progress bar is supported."
         )
     if bars and not config.enable_progress_bar:
         raise ConfigurationError(
@@ -90,7 +90,8 @@ def check_options(callbacks: list[Any], config: LoopConfig) -> None:
     is_refused = config.enable_checkpointing is False and not config.fast_dev_run
     if is_refused and find_callbacks(callbacks, "Checkpoint"):
         raise ConfigurationError(
-            "Trainer was configured with `enable_checkpointing=False` but found `ModelCheckpoint` in callbacks list."
+            "Trainer was configured with `enable_checkpointing=False` but found `ModelCheckpoint`"
+            " in callbacks list."
         )
 
 
@@ -107,16 +108,16 @@ def check_callbacks(callbacks: list[Any]) -> None:
             )
         if is_instance_of(callback, "BatchSizeFinder", "LearningRateFinder"):
             raise ConfigurationError(
-                f"callbacks: got a {type(callback).__name__}, which only works with Trainer's tuner."
-                " Run `fabric-template tune` instead."
+                f"callbacks: got a {type(callback).__name__}, which only works with Trainer's"
+                " tuner. Run `fabric-template tune` instead."
             )
         key = getattr(callback, "state_key", None)
         if key in keys:
             raise RuntimeError(
-                f"Found more than one stateful callback of type `{type(callback).__name__}`. In the current"
-                " configuration, this callback does not support being saved alongside other instances of"
-                " the same type. HINT: The `callback.state_key` must be unique among all callbacks in the"
-                " Trainer."
+                f"Found more than one stateful callback of type `{type(callback).__name__}`. In the"
+                " current configuration, this callback does not support being saved alongside other"
+                " instances of the same type. HINT: The `callback.state_key` must be unique among"
+                " all callbacks in the Trainer."
             )
         if key is not None and overridden(callback, "state_dict") is not None:
             keys.add(key)

@@ -329,7 +329,10 @@ def summarize_run(run: Run, checkpoints: Sequence[Path]) -> dict[str, list[str]]
     rows, progress, monitor = run.row.rows, run.progress, run.config.monitor or ""
     name = getattr(run.model, "__name__", type(run.model).__name__)
     data = "" if run.datamodule is None else f" on {type(run.datamodule).__name__}"
-    done = f"{format_count(progress.epochs_done, 'epoch')}, {format_count(progress.global_step, 'step')}"
+    done = (
+        f"{format_count(progress.epochs_done, 'epoch')},"
+        f" {format_count(progress.global_step, 'step')}"
+    )
     seconds = format_duration(sum(row["time"] for row in rows))
     newest = {name: value for row in rows for name, value in row.items()}
     metrics = [

@@ -101,8 +101,8 @@ class CSVLogger(Logger):
 
     def __getattr__(self, name: str) -> Any:
         raise AttributeError(
-            f"The CSV logger has no attribute {name!r}, because this logger only writes CSV files. For"
-            " images and graphs, write logger=TensorBoardLogger('logs')."
+            f"The CSV logger has no attribute {name!r}, because this logger only writes CSV files."
+            " For images and graphs, write logger=TensorBoardLogger('logs')."
         )
 
     @rank_zero_only

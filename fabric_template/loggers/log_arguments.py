@@ -66,13 +66,15 @@ def check_arguments(hook: str | None, name: str, arguments: tuple) -> LogArgumen
         for option, value, allowed in (("on_step", on_step, False), ("on_epoch", on_epoch, True)):
             if value not in (None, allowed):
                 raise ConfigurationError(
-                    f"You can't `self.log({option}={value})` inside `{hook}`, must be one of ({allowed},)."
+                    f"You can't `self.log({option}={value})` inside `{hook}`, must be one of"
+                    f" ({allowed},)."
                 )
     elif hook not in _TRAIN_STEP_HOOKS and not _EVAL_STEP_HOOK.fullmatch(str(hook)):
         where = f"inside `{hook}`" if hook else "outside of the loop's hooks"
         raise ConfigurationError(
-            f"You can't `self.log()` {where}: the loop's result collection is not registered yet, or the hook"
-            " belongs to no step and no epoch. To log directly, use `self.logger.experiment`."
+            f"You can't `self.log()` {where}: the loop's result collection is not registered yet,"
+            " or the hook belongs to no step and no epoch. To log directly, use"
+            " `self.logger.experiment`."
         )
     is_train_step = hook in _TRAIN_STEP_HOOKS
     on_step = is_train_step if on_step is None else on_step
@@ -83,8 +85,8 @@ def check_arguments(hook: str | None, name: str, arguments: tuple) -> LogArgumen
     checked = LogArguments(hook, name, *levels, find_reduction(reduce_fx), *others)
     if checked.add_dataloader_idx and "/dataloader_idx_" in name:
         raise ConfigurationError(
-            f"You called `self.log` with the key `{name}` but it should not contain information about"
-            " `dataloader_idx` when `add_dataloader_idx=True`"
+            f"You called `self.log` with the key `{name}` but it should not contain information"
+            " about `dataloader_idx` when `add_dataloader_idx=True`"
         )
     return checked
 

@@ -149,7 +149,8 @@ def make_logger(given: Any, own: CSVLogger | None) -> Any:
         return MLFlowLogger(own.name, tracking_uri=database, artifact_location=artifacts)
     except ModuleNotFoundError as error:
         raise ConfigurationError(
-            f"logger: got {given!r}, which needs a package that is not installed. Run pip install {given}."
+            f"logger: got {given!r}, which needs a package that is not installed. Run pip install"
+            f" {given}."
         ) from error
 
 

@@ -49,9 +49,8 @@ def read_logs(path: str | os.PathLike[str], steps: bool = False) -> pd.DataFrame
     import pandas as pd
 
     if not isinstance(path, str | os.PathLike):
-        raise TypeError(
-            f"read_logs(path): got a {type(path).__name__}, expected a path. Write read_logs('logs')."
-        )
+        kind = type(path).__name__
+        raise TypeError(f"read_logs(path): got a {kind}, expected a path. Write read_logs('logs').")
     root = Path(os.path.abspath(path))
     runs = find_runs(root)
     if not runs:

@@ -343,8 +343,8 @@ class ResultCollection:
         # An unpickled ResultCollection has no attributes, so it cannot call run.warn_once().
         if vars(self):
             self.run.warn_once(
-                "You are trying to `self.log()` but `Trainer(barebones=True)` is configured. Logging can"
-                " impact raw speed so it is disabled under this setting."
+                "You are trying to `self.log()` but `Trainer(barebones=True)` is configured."
+                " Logging can impact raw speed so it is disabled under this setting."
             )
 
     def log_dict(self, dictionary: Mapping[str, Any], **arguments: Any) -> None:
@@ -360,8 +360,8 @@ class ResultCollection:
         arguments = check_arguments(hook, name, call_arguments)
         if call_arguments[1] and not self.run.loop.loggers:
             self.run.warn_once(
-                f"You called `self.log({name!r}, ..., logger=True)` but have no logger configured. You can"
-                " enable one by doing `Trainer(logger=ALogger(...))`"
+                f"You called `self.log({name!r}, ..., logger=True)` but have no logger configured."
+                " You can enable one by doing `Trainer(logger=ALogger(...))`"
             )
         metric = results.metrics.get(key)
         if metric is None:
@@ -648,8 +648,8 @@ def warn_of_integer(name: str) -> None:
     Warn only once per name, because each step may log it again.
     """
     rank_zero_warn(
-        f"You called `self.log({name!r}, ...)` with an integer, but the value needs to be floating to be"
-        f" reduced. Converting it to {float_type()}."
+        f"You called `self.log({name!r}, ...)` with an integer, but the value needs to be floating"
+        f" to be reduced. Converting it to {float_type()}."
     )
 
 

@@ -215,8 +215,8 @@ class RowWriter:
         values = train_values_first({**self._collected, **self.run.results.take_means()})
         if not values and self.run.results.is_enabled:
             self.run.warn_once(
-                "metrics.csv has no metric, because the steps returned no loss and logged no metric."
-                " Return the loss from training_step, or log a metric in it."
+                "metrics.csv has no metric, because the steps returned no loss and logged no"
+                " metric. Return the loss from training_step, or log a metric in it."
             )
         seconds = self.elapsed()
         own = self._named_rates()
@@ -311,13 +311,13 @@ class RowWriter:
             self.continue_rows([parse_row(row) for row in rows])
             if folder is None and state["last_row"] is not None:
                 self.run.warn_once(
-                    f"{logger.log_dir}/metrics.csv: the rows from before the checkpoint are missing. The"
-                    " run continues without them. To keep them, copy a run's log folder together with"
-                    " its checkpoints."
+                    f"{logger.log_dir}/metrics.csv: the rows from before the checkpoint are"
+                    " missing. The run continues without them. To keep them, copy a run's log"
+                    " folder together with its checkpoints."
                 )
 
     def _log_folders(self, logger: CSVLogger, saved: str) -> list[Path]:
-        """Return the folders that may contain the checkpoint's CSV rows, most likely folder first."""
+        """Return the folders that may contain the checkpoint's rows, most likely folder first."""
         checkpoint = Path(str(self.run.plan.start.path)).absolute()
         # Also use the folder names in the checkpoint's path, because the folders may have been
         # renamed.

@@ -30,7 +30,10 @@ if TYPE_CHECKING:
     from ..loop import FabricLoop
     from ..training.run import Run
 
-HEAD = "# Pass this file to `fabric-template fit --config` to repeat the run. The section `about` is ignored.\n"
+HEAD = (
+    "# Pass this file to `fabric-template fit --config` to repeat the run. The section `about`"
+    " is ignored.\n"
+)
 GIT_STATUS = ["git", "--no-optional-locks", "status", "--porcelain=v2", "--branch", "-uno"]
 
 
@@ -251,8 +254,8 @@ def check_own_hparams(hparams: Mapping[str, Any], *parts: Any) -> None:
             if value != hparams[name] and repr(value) != repr(hparams[name]):
                 kind = type(part).__name__
                 raise ConfigurationError(
-                    f"hparams: got {name}={describe(hparams[name])}, but save_hyperparameters() of {kind}"
-                    f" saved {name}={describe(value)}. Leave out {name!r}, or rename it."
+                    f"hparams: got {name}={describe(hparams[name])}, but save_hyperparameters() of"
+                    f" {kind} saved {name}={describe(value)}. Leave out {name!r}, or rename it."
                 )
 
 

@@ -31,7 +31,8 @@ class Copy:
         self.target = Path(os.path.abspath(path))
         if PACKAGE in (self.target.resolve(), *self.target.resolve().parents):
             raise ValueError(
-                f"got {path}, which is in the package itself, expected a path outside of the package."
+                f"got {path}, which is in the package itself, expected a path outside of the"
+                " package."
             )
         self.is_file = self.target.suffix == ".py"
         if self.is_file:

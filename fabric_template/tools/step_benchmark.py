@@ -127,9 +127,7 @@ def time_steps(
 ) -> StepTimer:
     """Train a copy of the model with the settings in ``choice``, and time each training step.
 
-    Training ends after ``steps`` steps or ``seconds`` seconds, whichever comes first.
-
-    If `synchronize` is True, the time of each part includes its computations on the GPU.
+    With ``synchronize=True``, the time of each part includes its computations on the GPU.
     """
     timer = StepTimer(steps, seconds, "fused" in choice, synchronize)
     data = parts["train_dataloaders"]

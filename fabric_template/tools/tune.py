@@ -94,9 +94,8 @@ def tune(
         return rate or 0.0
 
     if not trial({}):
-        raise ValueError(
-            "tune: training fails with the current settings. Call fit to see the error."
-        )
+        text = "tune: training fails with the current settings. Call fit to see the error."
+        raise ValueError(text)
     return Tuned(*choose_settings(trial, names))
 
 

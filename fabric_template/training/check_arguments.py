@@ -67,13 +67,16 @@ def check_sources(stage: str, model: Any, loaders: Mapping[str, Any], datamodule
         raise TypeError("model: got None, expected a module. Write fit(model, loader).")
     if model is None:
         raise TypeError(
-            f"`Trainer.{stage}()` requires a `LightningModule` when it hasn't been passed in a previous run."
-            f" FabricLoop has not trained a model yet. Write {stage}(model, loader)."
+            f"`Trainer.{stage}()` requires a `LightningModule` when it hasn't been passed in a"
+            f" previous run. FabricLoop has not trained a model yet. Write {stage}(model, loader)."
         )
     if datamodule is not None and any(given is not None for given in loaders.values()):
         text = f"You cannot pass both `trainer.{stage}(dataloaders=..., datamodule=...)`"
         if stage == "fit":
-            text = "You cannot pass `train_dataloader` or `val_dataloaders` to `trainer.fit(datamodule=...)`"
+            text = (
+                "You cannot pass `train_dataloader` or `val_dataloaders` to"
+                " `trainer.fit(datamodule=...)`"
+            )
         raise ConfigurationError(f"{text}. Pass either the datamodule or the loaders.")
 
 
@@ -81,22 +84,29 @@ def check_step(plan: Plan, step: str) -> None:
     name = type(plan.model).__name__
     method = overridden(plan.module, step)
     if method is None:
-        text = f"{step}: got None, expected a function fn(model, batch). Write {plan.stage}(..., {step}=fn),"
+        text = (
+            f"{step}: got None, expected a function fn(model, batch). Write {plan.stage}(...,"
+            f" {step}=fn),"
+        )
         if plan.is_lightning_module:
-            text = f"No `{step}()` method defined. Call {plan.stage}(..., {step}=fn) with fn(model, batch),"
+            text = (
+                f"No `{step}()` method defined. Call {plan.stage}(..., {step}=fn) with fn(model,"
+                " batch),"
+            )
         raise ConfigurationError(f"{text} or define {step}(self, batch) in the model's class.")
     if "optimizer_idx" in parameters_of(method):
         raise RuntimeError(
-            "Training with multiple optimizers is only supported with manual optimization. Remove the"
-            f" `optimizer_idx` argument from `{step}`, set `self.automatic_optimization = False` and access"
-            f" your optimizers in `{step}` with `opt1, opt2, ... = self.optimizers()`."
+            "Training with multiple optimizers is only supported with manual optimization. Remove"
+            f" the `optimizer_idx` argument from `{step}`, set `self.automatic_optimization ="
+            f" False` and access your optimizers in `{step}` with `opt1, opt2, ... ="
+            " self.optimizers()`."
         )
     for old in ("training_epoch_end", "validation_epoch_end", "test_epoch_end"):
         if plan.is_lightning_module and callable(getattr(plan.model, old, None)):
             raise NotImplementedError(
-                f"Support for `{old}` has been removed in v2.0.0. `{name}` implements this method. You can"
-                f" use the `on_{old.replace('training', 'train')}` hook instead. To access outputs, save"
-                " them in-memory as instance attributes."
+                f"Support for `{old}` has been removed in v2.0.0. `{name}` implements this method."
+                f" You can use the `on_{old.replace('training', 'train')}` hook instead. To access"
+                " outputs, save them in-memory as instance attributes."
             )
     check_signature(plan, step)
 
@@ -109,8 +119,8 @@ def check_prediction(plan: Plan) -> None:
         if plan.is_lightning_module:
             text = "`Trainer.predict` requires `forward` method to run."
         raise ConfigurationError(
-            f"{text} Write predict(..., predict_step=fn), or define forward or predict_step in the class"
-            f" {type(plan.model).__name__}."
+            f"{text} Write predict(..., predict_step=fn), or define forward or predict_step in the"
+            f" class {type(plan.model).__name__}."
         )
     check_signature(plan, "predict_step")
 
@@ -146,8 +156,8 @@ def check_signature(plan: Plan, name: str) -> None:
         if function is None:
             written = f"(self, {written[1:]}".replace(", )", ")")
         raise ConfigurationTypeError(
-            f"{name}: got {name}{written}, expected {name}({first}, batch) or {name}({first}, batch,"
-            " batch_idx)."
+            f"{name}: got {name}{written}, expected {name}({first}, batch) or {name}({first},"
+            " batch, batch_idx)."
         ) from error
 
 
@@ -160,10 +170,10 @@ def check_optimization(plan: Plan) -> None:
     is_ready = given is not None and (is_optimizer(given) or not callable(given))
     if is_ready and isinstance(plan.loop.fabric.strategy, ModelParallelStrategy):
         raise ConfigurationError(
-            "fit: got an optimizer object together with ModelParallelStrategy. This strategy replaces"
-            " the model's parameters, so the optimizer would train parameters that are no longer"
-            " used. Write optimizer=lambda model: torch.optim.Adam(model.parameters()), or define"
-            " configure_optimizers."
+            "fit: got an optimizer object together with ModelParallelStrategy. This strategy"
+            " replaces the model's parameters, so the optimizer would train parameters that are no"
+            " longer used. Write optimizer=lambda model: torch.optim.Adam(model.parameters()), or"
+            " define configure_optimizers."
         )
     if given is None and not overridden(plan.module, "configure_optimizers"):
         model = "model" if isinstance(plan.model, nn.Module) else "model.net"
@@ -226,8 +236,8 @@ def warn_of_options(plan: Plan) -> None:
     has_timer = bool(find_callbacks(plan.loop.callbacks, "Timer"))
     if plan.config.max_epochs is None and plan.config.max_steps == -1 and not has_timer:
         plan.warn(
-            "`max_epochs` was not set. Setting it to 1000 epochs. To train without an epoch limit, set"
-            " `max_epochs=-1`.",
+            "`max_epochs` was not set. Setting it to 1000 epochs. To train without an epoch limit,"
+            " set `max_epochs=-1`.",
             PossibleUserWarning,
         )
     if plan.config.deterministic and plan.config.benchmark:
@@ -256,8 +266,8 @@ def warn_of_unused_options(plan: Plan) -> None:
     given = [name for name, value in defaults.items() if getattr(plan.config, name) != value]
     if given and savers:
         plan.warn(
-            f"{', '.join(given)}: ignored, because the callback {type(savers[0]).__name__} saves the"
-            " checkpoints. Pass the values to the callback, as in"
+            f"{', '.join(given)}: ignored, because the callback {type(savers[0]).__name__} saves"
+            " the checkpoints. Pass the values to the callback, as in"
             " ModelCheckpoint(monitor=..., save_top_k=..., every_n_train_steps=...)."
         )
 
@@ -267,6 +277,7 @@ def warn_of_eval_modules(run: Run) -> None:
     if count:
         run.warn_once(
             f"Found {count} module(s) in eval mode at the start of training. This may lead to"
-            " unexpected behavior during training. If this is intentional, you can ignore this warning.",
+            " unexpected behavior during training. If this is intentional, you can ignore this"
+            " warning.",
             PossibleUserWarning,
         )

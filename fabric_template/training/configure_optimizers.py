@@ -60,8 +60,9 @@ def add_scheduler(optimizer: Any, scheduler: Any) -> Any:
         return optimizer
     if not is_optimizer(optimizer):
         raise ConfigurationTypeError(
-            f"scheduler: got a scheduler together with optimizer={describe(optimizer)}, expected one"
-            " optimizer object. Write optimizer=([optimizers], [schedulers]) without scheduler=."
+            f"scheduler: got a scheduler together with optimizer={describe(optimizer)}, expected"
+            " one optimizer object. Write optimizer=([optimizers], [schedulers]) without"
+            " scheduler=."
         )
     return [optimizer], scheduler if isinstance(scheduler, list) else [scheduler]
 
@@ -100,7 +101,10 @@ def parse_optimizers(
         check_scheduler(config.scheduler)
         owner = getattr(config.scheduler, "optimizer", None)
         if all(owner is not optimizer for optimizer in optimizers):
-            text = "Some schedulers are attached with an optimizer that wasn't returned from `configure_optimizers`."
+            text = (
+                "Some schedulers are attached with an optimizer that wasn't returned from"
+                " `configure_optimizers`."
+            )
             if where == "optimizer":
                 text = (
                     f"scheduler: got {describe(config.scheduler)} for another optimizer, expected a"
@@ -116,7 +120,8 @@ def parse_optimizers(
 def _split(returned: Any, where: str) -> tuple[list[Any], list[Any]]:
     if returned is None:
         warnings.warn(
-            "`LightningModule.configure_optimizers` returned `None`, this fit will run with no optimizer",
+            "`LightningModule.configure_optimizers` returned `None`, this fit will run with no"
+            " optimizer",
             stacklevel=4,
         )
         return [NoOptimizer()], []
@@ -179,8 +184,8 @@ def _parse_scheduler(item: Any, is_automatic: bool, where: str) -> LRSchedulerCo
         ignored = [key for key in item if key in ("reduce_on_plateau", "monitor", "strict")]
         if ignored:
             warnings.warn(
-                f"The lr scheduler dict contains the key(s) {ignored}, but the keys will be ignored. Call"
-                " `lr_scheduler.step()` in manual optimization.",
+                f"The lr scheduler dict contains the key(s) {ignored}, but the keys will be"
+                " ignored. Call `lr_scheduler.step()` in manual optimization.",
                 RuntimeWarning,
                 stacklevel=5,
             )
@@ -188,7 +193,8 @@ def _parse_scheduler(item: Any, is_automatic: bool, where: str) -> LRSchedulerCo
     _warn_of_keys("lr scheduler dict", item, known)
     if config.interval not in ("step", "epoch"):
         raise ConfigurationError(
-            f'The "interval" key in lr scheduler dict must be "step" or "epoch" but is "{config.interval}"'
+            'The "interval" key in lr scheduler dict must be "step" or "epoch" but is'
+            f' "{config.interval}"'
         )
     if config.reduce_on_plateau and config.monitor is None:
         raise _missing_monitor(where)
@@ -206,7 +212,8 @@ def _missing_monitor(where: str) -> ConfigurationError:
     """Return the error to raise for a ReduceLROnPlateau scheduler without a monitor."""
     if where == "optimizer":
         return ConfigurationError(
-            "scheduler: got ReduceLROnPlateau without a monitor, expected the name of a metric. Write"
+            "scheduler: got ReduceLROnPlateau without a monitor, expected the name of a metric."
+            " Write"
             ' scheduler={"scheduler": scheduler, "monitor": "val_loss"}.'
         )
     return ConfigurationError(
@@ -236,8 +243,8 @@ def _check_interface(scheduler: Any) -> None:
         )
     raise ConfigurationError(
         f"The provided lr scheduler `{name}` doesn't follow PyTorch's LRScheduler API. You should"
-        " override the `LightningModule.lr_scheduler_step` hook with your own logic if you are using a"
-        " custom LR scheduler."
+        " override the `LightningModule.lr_scheduler_step` hook with your own logic if you are"
+        " using a custom LR scheduler."
     )
 
 

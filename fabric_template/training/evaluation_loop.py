@@ -66,7 +66,8 @@ def evaluate(run: Run, stage: str, max_batches: int | float = math.inf) -> list[
 def warn_of_silent_step(run: Run, name: str) -> None:
     if run.results.is_enabled and not run.is_lightning_module:
         run.warn_once(
-            f"{name}_step returned no value and logged no metric. Return the loss at the end of the step."
+            f"{name}_step returned no value and logged no metric. Return the loss at the end of the"
+            " step."
         )
 
 
@@ -252,11 +253,12 @@ def check_dataloader_idx(run: Run, name: str, has_several: bool) -> None:
         parameter = inspect.signature(method).parameters.get("dataloader_idx")
         if has_several and not takes_argument(method, "dataloader_idx"):
             raise RuntimeError(
-                f"You provided multiple `{loader}`, but no `dataloader_idx` argument in {where}. Try adding"
-                " `dataloader_idx=0` to its signature."
+                f"You provided multiple `{loader}`, but no `dataloader_idx` argument in {where}."
+                " Try adding `dataloader_idx=0` to its signature."
             )
         if not has_several and parameter is not None and parameter.default is parameter.empty:
             raise RuntimeError(
-                f"You provided only a single `{loader}`, but have included `dataloader_idx` in {where}."
-                " Either remove the argument or give it a default value i.e. `dataloader_idx=0`."
+                f"You provided only a single `{loader}`, but have included `dataloader_idx` in"
+                f" {where}. Either remove the argument or give it a default value i.e."
+                " `dataloader_idx=0`."
             )

@@ -344,8 +344,8 @@ def print_if_finished(run: Run) -> None:
     if run.stop.is_due_between_epochs and not progress.is_in_epoch and run.fabric.is_global_zero:
         reason = end_reason(run) or "the limit is reached"
         print(
-            f"resume: {run.plan.start.path} is from a finished run (epoch {progress.epochs_done}, step"
-            f" {progress.global_step}). Nothing is left to train: {reason}. For a"
+            f"resume: {run.plan.start.path} is from a finished run (epoch {progress.epochs_done},"
+            f" step {progress.global_step}). Nothing is left to train: {reason}. For a"
             " new run, leave out resume=.",
             file=sys.stderr,
         )

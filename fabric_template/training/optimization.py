@@ -204,8 +204,8 @@ class Optimization:
         if self.run.steps.is_model_parallel:
             # FSDP accumulates gradients in private tensors, so a checkpoint cannot contain them.
             self.run.warn_once(
-                "A checkpoint saved within an accumulation window does not contain sharded gradients. To"
-                " resume exactly, save after an optimizer step."
+                "A checkpoint saved within an accumulation window does not contain sharded"
+                " gradients. To resume exactly, save after an optimizer step."
             )
             return {}
         kept = {name: p for name, p in self.named_parameters().items() if id(p) not in cleared}
@@ -252,9 +252,9 @@ class AutomaticOptimization(Optimization):
             raise ConfigurationError("AMP and the LBFGS optimizer are not compatible.")
         if self.run.config.gradient_clip_val and unscales_itself(optimizer):
             raise RuntimeError(
-                f"The current optimizer, {type(optimizer).__qualname__}, does not allow for gradient"
-                " clipping because it performs unscaling of gradients internally. HINT: Are you using a"
-                " 'fused' optimizer?"
+                f"The current optimizer, {type(optimizer).__qualname__}, does not allow for"
+                " gradient clipping because it performs unscaling of gradients internally. HINT:"
+                " Are you using a 'fused' optimizer?"
             )
 
     def train_batch(self, batch: Any, batch_idx: int) -> Any:
@@ -393,8 +393,9 @@ class ManualOptimization(Optimization):
         for index, optimizer in enumerate(self.optimizers):
             if not isinstance(optimizer, Optimizer):
                 raise ConfigurationTypeError(
-                    f"optimizer: got {describe(optimizer)} in manual optimization, expected an object"
-                    " of a subclass of torch.optim.Optimizer, whose hooks count the optimizer steps."
+                    f"optimizer: got {describe(optimizer)} in manual optimization, expected an"
+                    " object of a subclass of torch.optim.Optimizer, whose hooks count the"
+                    " optimizer steps."
                 )
             handle = optimizer.register_step_post_hook(partial(self._count_step, index))
             stack.callback(handle.remove)
@@ -525,15 +526,15 @@ def find_loss(run: Run, output: Any) -> Tensor | None:
         loss = output.get("loss")
         if loss is None:
             raise ConfigurationError(
-                "In automatic_optimization, when `training_step` returns a dict, the 'loss' key needs to"
-                f" be present. training_step: got the keys {sorted(map(str, output))}."
+                "In automatic_optimization, when `training_step` returns a dict, the 'loss' key"
+                f" needs to be present. training_step: got the keys {sorted(map(str, output))}."
             )
     if isinstance(loss, Tensor):
         return loss
     if loss is not None or not run.is_lightning_module:
         lightnings = (
-            "In automatic optimization, `training_step` must return a Tensor, a dict, or None (where the"
-            " step will be skipped). "
+            "In automatic optimization, `training_step` must return a Tensor, a dict, or None"
+            " (where the step will be skipped). "
         )
         raise ConfigurationTypeError(
             f"{lightnings if run.is_lightning_module else ''}training_step: got {describe(loss)},"
@@ -541,7 +542,8 @@ def find_loss(run: Run, output: Any) -> Tensor | None:
         )
     if run.fabric.world_size > 1:
         raise RuntimeError(
-            "Skipping the `training_step` by returning None in distributed training is not supported."
+            "Skipping the `training_step` by returning None in distributed training is not"
+            " supported."
         )
     run.warn_once("`training_step` returned `None`. If this was on purpose, ignore this warning...")
     return None

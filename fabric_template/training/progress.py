@@ -335,8 +335,8 @@ class ValidationSchedule:
             step = self.run.progress.global_step
             every = max(1, step // 2)
             self.run.warn_once(
-                f"val_dataloaders: training ended after {step} steps, before the first validation. To"
-                f" validate every {every} steps, pass validate_every_n_steps={every}."
+                f"val_dataloaders: training ended after {step} steps, before the first validation."
+                f" To validate every {every} steps, pass validate_every_n_steps={every}."
             )
 
     def restart(self) -> None:
@@ -357,10 +357,10 @@ class ValidationSchedule:
         if isinstance(interval, int):
             if interval > num_batches and self._counts_in_epoch and self._is_enabled:
                 raise ValueError(
-                    f" `val_check_interval` ({interval}) must be less than or equal to the number of the"
-                    f" training batches ({num_batches}). If you want to disable validation set"
-                    " `limit_val_batches` to 0.0 instead. If you want to validate based on the total"
-                    " training batches, set `check_val_every_n_epoch=None`."
+                    f" `val_check_interval` ({interval}) must be less than or equal to the number"
+                    f" of the training batches ({num_batches}). If you want to disable validation"
+                    " set `limit_val_batches` to 0.0 instead. If you want to validate based on the"
+                    " total training batches, set `check_val_every_n_epoch=None`."
                 )
             self.every_n_batches = interval
         elif num_batches != math.inf:
