@@ -103,7 +103,7 @@ class LoopConfig:
 
     # Execution
     deterministic: bool | str | None = None
-    """Use deterministic algorithms only. "warn" allows nondeterministic algorithms with a warning."""
+    """Use deterministic algorithms only. "warn" allows other algorithms, with a warning."""
     benchmark: bool | None = None
     """Set torch.backends.cudnn.benchmark to this value. None keeps the current value. With
     deterministic=True, None sets False."""

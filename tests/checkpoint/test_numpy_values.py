@@ -96,7 +96,7 @@ def test_a_container_that_contains_itself_can_be_saved(tmp_path):
     "dtypes", [{"a": "O"}, {"a": "V8"}, {"a": "<f4,<f8"}, {"a": 3}, {"b": "<f4"}, {"a": {0: "<f4"}}, 5]
 )
 def test_restore_numpy_refuses_crafted_dtypes(dtypes):
-    with pytest.raises(CheckpointError, match="dtypes"):
+    with pytest.raises(CheckpointError, match="invalid NumPy dtype"):
         restore_numpy({"a": 1.0, NUMPY_KEY: dtypes})
 
 

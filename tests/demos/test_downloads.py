@@ -90,5 +90,5 @@ def test_the_error_of_a_failed_download_names_the_file_to_copy(monkeypatch, caps
     monkeypatch.setenv("https_proxy", "http://127.0.0.1:9")  # Nothing listens there.
     assert main(["fit", "--model", f"demos.{demo}", *QUIET]) == 2
     error = capsys.readouterr().err
-    assert re.search(r"download of https://.*Copy the file to data/\S+\n$", error)
+    assert re.search(r"download of https://.*copy it to data/\S+\n$", error)
     assert not [path for path in Path("data").rglob("*") if path.is_file()]
