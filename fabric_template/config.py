@@ -283,8 +283,8 @@ class LoopConfig:
     def with_options(self, **values: Any) -> LoopConfig:
         """Return a LoopConfig with changed options. Raise an error if a value is invalid."""
         if self.validate_every_n_steps and "validate_every_n_steps" in values:
-            # The current validate_every_n_steps has set check_val_every_n_epoch to None, so set the
-            # default again.
+            # check_val_every_n_epoch is None only because validate_every_n_steps was set earlier.
+            # Set it to its default again.
             values = {"check_val_every_n_epoch": 1, **values}
         return replace(self, **values).with_defaults()
 

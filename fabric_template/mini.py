@@ -565,7 +565,7 @@ class MiniLoop:
                     self._load_parts({place: start}, is_in_place=False)
             self._load_parts(self._epoch_start["parts"], is_in_place=False)
             set_rng_state(self._epoch_start)
-        # `_state` warns about each of these iterators that iter() does not replace.
+        # If the next call of iter() replaces none of these iterators, `_state` warns about them.
         self._iterators = self._find_iterators()
         batches, length = iter(self.train_loader), self.num_training_batches
         if length == math.inf and self.fabric.world_size > 1:
@@ -574,6 +574,7 @@ class MiniLoop:
         if self.batches_done > 0:
             # Many samplers do not draw the order of samples before the first batch is read.
             set_rng_state(self._epoch_start["first_batch"])
+            warn_of_lazy_sampler(self.train_loader, self.batches_done)
             for _ in range(self.batches_done):
                 next(self._batches)
             # Put back the loaders' original lists and tensors, which the model may share.
@@ -2029,6 +2030,30 @@ def finish_gloo_threads() -> None:
     other processes.
     """
     time.sleep(0.05)
+
+
+def warn_of_lazy_sampler(loader: Any, done: int) -> None:
+    """Warn if the loader's sampler draws random numbers after its first item.
+
+    In the saved run, such a sampler drew other numbers, because the model drew numbers in between.
+    """
+    samplers = [getattr(loader, name, None) for name in ("batch_sampler", "sampler")]
+    used = [sampler for sampler in samplers if sampler is not None]
+    own = [sampler for sampler in used if not type(sampler).__module__.startswith("torch.")]
+    if not own:
+        return
+    state, found = get_rng_state(), []
+    # A sampler that cannot be copied is not checked.
+    with suppress(Exception):
+        indices = iter(copy.deepcopy(used[0], {id(loader.dataset): loader.dataset}))
+        for number in (1, done - 1):
+            deque(islice(indices, number), maxlen=0)
+            found.append({**get_rng_state(), "cuda": None})
+    set_rng_state(state)
+    if len(found) == 2 and found[0] != found[1]:
+        text = f"resume: the sampler {type(own[0]).__name__} draws random numbers within the epoch,"
+        text += " so the rest of this epoch may have other samples. Draw all random numbers in"
+        warnings.warn(f"{text} __iter__ before the first yield.", stacklevel=2)
 
 
 def until_first_end(batches: Iterator[Any], fabric: Fabric) -> Iterator[Any]:

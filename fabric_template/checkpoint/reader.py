@@ -61,7 +61,7 @@ class Placeholder:
 
 
 def kind_of(value: Any) -> type[Placeholder]:
-    """Return the subclass of a placeholder. For any other value, return Placeholder itself."""
+    """Return the Placeholder subclass of a value, which is named after the missing class."""
     if isinstance(value, Placeholder):
         return type(value)
     return value if is_placeholder(value) else Placeholder

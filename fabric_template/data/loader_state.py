@@ -28,6 +28,7 @@ from .loader_parts import (
     StreamState,
     find_restart_problem,
     find_stateful_part,
+    is_of_library,
     objects_of_samples,
     parts_of_order,
     parts_of_samples,
@@ -180,7 +181,7 @@ class ResumableLoader:
             self._at_first_batch = self._at_first_batch or self._capture()
             self._restore(self._at_first_batch)
             if self._is_indexed:
-                skip_indices(iterator, done)
+                skip_indices(iterator, done, self.loader)
         if done and not (self._is_indexed or isinstance(self.loader, Sequence | TensorLoader)):
             warnings.warn(
                 f"resume: {done} batches of {type(self.loader).__name__} are read again and"
@@ -242,7 +243,7 @@ class ResumableLoader:
         self._first_worker = first % len(self.workers)
         recorder = WorkerRecorder(self.loader, self.workers, self._first_worker)
         sampler = self.loader._index_sampler if sampler is None else sampler
-        clone, indices = copy(self.loader), SkippingSampler(sampler, first)
+        clone, indices = copy(self.loader), SkippingSampler(sampler, first, self.loader)
         # Bypass DataLoader.__setattr__, which does not allow changes to the samplers.
         vars(clone)["sampler" if clone.batch_sampler is None else "batch_sampler"] = indices
         vars(clone).update(collate_fn=recorder.collate, worker_init_fn=recorder.start_worker)
@@ -373,23 +374,49 @@ class ResumableLoader:
                 part.load_state_dict(captured[name])
 
 
-def skip_indices(iterator: Any, done: int) -> None:
+def skip_indices(iterator: Any, done: int, loader: Any) -> None:
     """Draw the indices of finished batches from the sampler, without reading samples."""
     indices = iterator._sampler_iter
     # Draw at least one index, because a sampler shuffles when its first index is requested.
-    drawn = list(islice(indices, max(done, 1)))
+    drawn = draw_items(indices, max(done, 1), loader)
     iterator._sampler_iter = chain(drawn[done:], indices)
+
+
+def draw_items(indices: Iterator[Any], number: int, loader: Any) -> list[Any]:
+    """Draw items from a sampler. Warn if it draws random numbers after its first item.
+
+    In the saved run, such a sampler drew other numbers, because the model drew numbers in between.
+    """
+    drawn = list(islice(indices, 1))
+    state = capture_rng_state()
+    drawn += islice(indices, number - 1)
+    names = ("torch", "python", "numpy")
+    if any(capture_rng_state()[name] != state[name] for name in names):
+        own = loader.sampler if is_of_library(loader.batch_sampler) else loader.batch_sampler
+        own = getattr(own, "given_sampler", own)
+        warnings.warn(
+            f"resume: the sampler {type(own).__name__} draws random numbers within the epoch, so"
+            " the rest of this epoch may have other samples. Draw all random numbers in __iter__"
+            " before the first yield.",
+            stacklevel=2,
+        )
+    return drawn
 
 
 class SkippingSampler:
     """Skips the first ``first`` items of a sampler."""
 
-    def __init__(self, sampler: Iterable[Any], first: int) -> None:
-        self._sampler, self._first = sampler, first
+    def __init__(self, sampler: Iterable[Any], first: int, loader: Any) -> None:
+        self._sampler, self._first, self._loader = sampler, first, loader
 
     def __iter__(self) -> Iterator[Any]:
         # Start the sampler again in each call, because torch calls iter() twice per epoch.
-        return islice(self._sampler, self._first, None)
+        return self._skip(iter(self._sampler))
+
+    def _skip(self, indices: Iterator[Any]) -> Iterator[Any]:
+        if self._first:
+            draw_items(indices, self._first, self._loader)
+        yield from indices
 
 
 class DroppedBatch:

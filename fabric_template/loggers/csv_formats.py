@@ -119,7 +119,7 @@ def split_runs(columns: Columns) -> dict[str, Columns]:
     runs = {}
     for key in dict.fromkeys(keys):
         rows = [row for row, other in enumerate(keys) if other == key]
-        # Prefix a run name that is a number with the column's name, as in "fold=0".
+        # If the name of a run is a number, put the column's name in front of it: "fold=0".
         label = "/".join(key)
         if len(key) == 1 and has_number(key):
             label = f"{names[0]}={label}"

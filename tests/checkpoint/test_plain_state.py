@@ -114,7 +114,7 @@ def test_attributes_that_refer_to_the_same_value_share_it_again_after_a_resume(t
     assert new.one[0] is new.last
 
 
-def test_plain_state_saves_only_attributes_with_a_changed_plain_value():
+def test_plain_state_saves_an_attribute_only_if_its_plain_value_has_changed():
     """Modules, functions, cycles, views of parameters and unchanged values are not saved."""
     net = nn.Linear(2, 2)
     cycle = []

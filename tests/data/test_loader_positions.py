@@ -1,14 +1,16 @@
 """Test the cost of a resume within an epoch, and a resume with different loaders."""
 
 import itertools
+import warnings
 
 import pytest
 import torch
-from modules import Classifier, make_loader
+from modules import Classifier, make_data, make_loader
 from resume_loaders import Stream, loader, streams
 from runs import Record, Snapshots, fit, same
 from torch.utils.data import BatchSampler, DataLoader, DistributedSampler, RandomSampler
 
+from fabric_template import MiniLoop
 from fabric_template.data.loader_state import ResumableLoader
 from fabric_template.errors import CheckpointError
 
@@ -129,3 +131,66 @@ def test_a_resumed_loader_without_state_reads_its_batches_again():
     expected, resumed = resume_at(streams(Stream), 4)
     with pytest.warns(UserWarning, match="resume: 4 batches of DataLoader are read again .* StatefulDataLoader"):
         assert same(list(resumed), expected)
+
+
+class ShufflesChunks:
+    """Shuffles each chunk of four samples with the global generator, when the chunk is reached."""
+
+    def __init__(self, is_lazy):
+        self.is_lazy = is_lazy
+
+    def __len__(self):
+        return 24
+
+    def __iter__(self):
+        chunks = ((torch.randperm(4) + start).tolist() for start in range(0, 24, 4))
+        yield from itertools.chain.from_iterable(chunks if self.is_lazy else list(chunks))
+
+
+class Pairs:
+    """Yields batches of two indices."""
+
+    def __init__(self, sampler):
+        self.sampler = sampler
+
+    def __len__(self):
+        return 12
+
+    def __iter__(self):
+        indices = iter(self.sampler)
+        yield from zip(indices, indices, strict=True)
+
+
+@pytest.mark.parametrize("is_lazy", [True, False])
+@pytest.mark.parametrize("num_workers", [0, 1])
+@pytest.mark.parametrize("argument", ["sampler", "batch_sampler"])
+def test_resuming_with_a_sampler_that_draws_within_the_epoch_warns(is_lazy, num_workers, argument):
+    def make():
+        sampler = ShufflesChunks(is_lazy)
+        given = {"sampler": sampler, "batch_size": 2}
+        if argument == "batch_sampler":
+            given = {"batch_sampler": Pairs(sampler)}
+        return DataLoader(range(24), num_workers=num_workers, **given)
+
+    _, resumed = resume_at(make, 5)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        assert len(list(resumed)) == 7
+    found = [str(one.message) for one in caught if "draws random numbers" in str(one.message)]
+    kind = "ShufflesChunks" if argument == "sampler" else "Pairs"
+    assert len(found) == is_lazy
+    assert all(f"the sampler {kind} draws" in text for text in found)
+
+
+@pytest.mark.parametrize("is_lazy", [True, False])
+def test_mini_loop_warns_of_a_sampler_that_draws_within_the_epoch(is_lazy):
+    def train(max_steps, **fit_arguments):
+        loader = DataLoader(make_data(24), batch_size=2, sampler=ShufflesChunks(is_lazy))
+        MiniLoop(max_steps=max_steps, accelerator="cpu").fit(Classifier(), loader, **fit_arguments)
+
+    train(5)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        train(20, resume="last")
+    found = [one for one in caught if "the sampler ShufflesChunks draws" in str(one.message)]
+    assert len(found) == is_lazy
