@@ -354,7 +354,8 @@ class FabricLoop(TrainerAPI):
     ) -> None:
         """Log several values by name.
 
-        Outside of a step method, log_dict writes a row to steps.csv, or to metrics.csv if
+        In a step method and in a hook such as on_validation_epoch_end, log_dict calls ``log`` for
+        each value. Elsewhere, log_dict writes a row to steps.csv, or to metrics.csv if
         ``dictionary`` has the key "epoch". If "epoch" is the current epoch of ``fit``, log_dict
         adds the values to the row of this epoch instead.
 
@@ -370,8 +371,8 @@ class FabricLoop(TrainerAPI):
         check_type("log_dict", dictionary, object if is_collection else Mapping, expected)
         run = self.active_run
         is_row = step is not None or "epoch" in dictionary
-        is_in_step = run is not None and str(run.hooks.current).endswith("_step")
-        if run is not None and not is_row and (options or is_in_step or is_collection):
+        is_in_log_hook = run is not None and str(run.hooks.current).endswith(("_step", "epoch_end"))
+        if run is not None and not is_row and (options or is_in_log_hook or is_collection):
             run.results.log_dict(dictionary, sync_dist=sync_dist, **options)
             return
         if options:
