@@ -517,7 +517,7 @@ def parse_options(options: dict[str, Any]) -> tuple[LoopConfig, dict[str, Any]]:
     if arguments["loggers"] is not None:
         if arguments["logger"] is not None:
             raise ConfigurationError(
-                "FabricLoop: got both logger and loggers, which are two names of one option. Leave"
+                "FabricLoop: got both logger and loggers, which are two names for one option. Leave"
                 " out loggers."
             )
         arguments["logger"] = arguments["loggers"]

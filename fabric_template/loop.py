@@ -354,10 +354,9 @@ class FabricLoop(TrainerAPI):
     ) -> None:
         """Log several values by name.
 
-        In a step method and in a hook such as on_validation_epoch_end, log_dict calls ``log`` for
-        each value. Elsewhere, log_dict writes a row to steps.csv, or to metrics.csv if
-        ``dictionary`` has the key "epoch". If "epoch" is the current epoch of ``fit``, log_dict
-        adds the values to the row of this epoch instead.
+        In a step and in a hook such as on_validation_epoch_end, log_dict calls ``log`` for each
+        value. Elsewhere, it writes a row to steps.csv, or to metrics.csv if ``dictionary`` has the
+        key "epoch". The current epoch of ``fit`` as "epoch" adds the values to its row instead.
 
         Args:
             dictionary: The numbers to log, by name. In a step, it may be a MetricCollection.
@@ -365,7 +364,7 @@ class FabricLoop(TrainerAPI):
             sync_dist: Log the means over all processes. Then every process must call log_dict.
             **options: Arguments of ``log``, such as on_step, on_epoch and batch_size.
         """
-        # Accept a MetricCollection of torchmetrics, although it is not a Mapping.
+        # A MetricCollection of torchmetrics is not a Mapping.
         is_collection = hasattr(dictionary, "add_metrics")
         expected = "a dict of numbers. Write loop.log_dict({'epoch': 0, 'train_loss': loss})"
         check_type("log_dict", dictionary, object if is_collection else Mapping, expected)

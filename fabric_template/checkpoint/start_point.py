@@ -65,7 +65,7 @@ class StartPoint:
     def saved_at(self) -> float | None:
         """The time at which the checkpoint was saved.
 
-        None if unknown or after the run is restored.
+        None if it is unknown, and always None after the run has restored the checkpoint.
         """
         return self.own.get("saved_at")
 

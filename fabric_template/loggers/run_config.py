@@ -267,7 +267,7 @@ def merge_hyperparameters(
     A value in ``own`` replaces a saved value of the same name.
 
     Raises:
-        RuntimeError: The module and the datamodule have different values for one name.
+        RuntimeError: The module and the datamodule have different values for a hyperparameter.
     """
     merged: dict[str, Any] = {}
     for part in (model, datamodule):

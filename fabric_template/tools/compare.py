@@ -140,8 +140,8 @@ def compare_command(first: str, second: str, *, steps: int = 50) -> int:
 def find_differences(quantity: str, first: Record, second: Record) -> list[tuple[Any, Any]]:
     a, b = (record["quantities"].get(quantity, []) for record in (first, second))
     if quantity == "digest of a sample" and ({*a} <= {*b} or {*b} <= {*a}):
-        # Ignore additional samples in one of the runs, because its model may get the targets as an
-        # additional input.
+        # Compare only the tensors that both runs recorded. A model that also gets the targets as an
+        # input records more tensors.
         return []
     if quantity == "batch size" and 0 in (*a, *b):
         # Ignore a batch size of 0: no module with parameters has received this batch.

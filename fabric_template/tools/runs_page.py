@@ -25,8 +25,8 @@ TEMPLATE = Path(__file__).with_name("runs_page.html")
 MOST_POINTS = 60_000
 # The largest number of panels above the table.
 MOST_MAIN = 3
-# Show at most eight options in their own columns. Show an option with a value of over 24 characters
-# in the last column, together with all other options.
+# At most eight options have a column each. The last column lists the other options, and options
+# whose value is longer than 24 characters.
 MOST_OPTIONS = 8
 LONGEST_VALUE = 24
 
@@ -77,7 +77,7 @@ def summarize(runs: Sequence[Run], data: dict[str, Any]) -> str:
 def rank_runs(runs: Sequence[Run]) -> list[int]:
     """Return the indices of the runs, from the best run to the worst.
 
-    Compare the metric by which most runs are ranked. Runs that are ranked by another metric
+    Compare the runs by the metric that ranks most of them. Runs that are ranked by another metric
     come last.
     """
     counts = Counter(run["metric"] for run in runs if run["best"] is not None)

@@ -58,7 +58,7 @@ def test_random_programs_give_the_same_result_as_with_trainer_or_a_plain_loop(fo
     assert len(compared) >= 2
 
 
-def test_the_random_programs_detect_a_planted_bug(found):
+def test_comparing_both_loops_on_random_programs_finds_a_planted_bug(found):
     compared, differences, refusals = found["fault"]
     assert [kind for kind, details in differences] == [
         "FabricLoop differs from HandLoop",
