@@ -481,8 +481,7 @@ class LoopArguments(LoopConfig):
     num_nodes: int = 1
     """The number of machines."""
     precision: Any = None
-    """The precision: "32-true", "bf16-mixed", "16-mixed", "bf16-true", or any other precision of
-    Fabric."""
+    """Compute in this precision of Fabric, such as "32-true", "bf16-mixed" or "16-mixed"."""
     plugins: Any = None
     """Fabric plugins for the precision, the cluster environment or checkpoints."""
     callbacks: Any = None

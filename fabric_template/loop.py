@@ -370,8 +370,7 @@ class FabricLoop(TrainerAPI):
         check_type("log_dict", dictionary, object if is_collection else Mapping, expected)
         run = self.active_run
         is_row = step is not None or "epoch" in dictionary
-        is_in_log_hook = run is not None and str(run.hooks.current).endswith(("_step", "epoch_end"))
-        if run is not None and not is_row and (options or is_in_log_hook or is_collection):
+        if run is not None and not is_row and (options or is_collection or is_in_log_hook(run)):
             run.results.log_dict(dictionary, sync_dist=sync_dist, **options)
             return
         if options:
@@ -532,6 +531,13 @@ def mean_over_processes(fabric: Fabric, values: dict[str, Any]) -> dict[str, Any
     own = torch.tensor(list(values.values()), dtype=torch.float64).to(fabric.device)
     means: Any = fabric.all_reduce(own)
     return dict(zip(values, means.tolist(), strict=True))
+
+
+def is_in_log_hook(run: Run) -> bool:
+    """Return whether log_dict calls ``log`` in the current hook: in steps, and at epoch ends."""
+    hook = str(run.hooks.current)
+    # As with Lightning, predict has no metrics that a hook at the end of the epoch could log.
+    return hook.endswith("_step") or (hook.endswith("epoch_end") and run.stage != "predict")
 
 
 def log_in_run(run: Run, scalars: dict[str, Any], step: int | None) -> None:

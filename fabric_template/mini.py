@@ -368,9 +368,9 @@ class MiniLoop:
     def _warn_if_never_validated(self, is_resumed: bool) -> None:
         if self.val_loader is None or self._has_validated or is_resumed:
             return
-        step, every = self.global_step, max(1, self.global_step // 2)
+        step = self.global_step
         text = f"val_dataloaders: training ended after {step} steps, before the first validation."
-        text += f" To validate every {every} steps, pass validate_every_n_steps={every}."
+        text += f" Pass a smaller interval, such as validate_every_n_steps={max(1, step // 2)}."
         if self.fabric.is_global_zero:
             warnings.warn(text, stacklevel=4)
 
@@ -565,7 +565,7 @@ class MiniLoop:
                     self._load_parts({place: start}, is_in_place=False)
             self._load_parts(self._epoch_start["parts"], is_in_place=False)
             set_rng_state(self._epoch_start)
-        # If the next call of iter() replaces none of these iterators, `_state` warns about them.
+        # An iterator that the next iter() does not replace continues across epochs. `_state` warns.
         self._iterators = self._find_iterators()
         batches, length = iter(self.train_loader), self.num_training_batches
         if length == math.inf and self.fabric.world_size > 1:
@@ -593,23 +593,22 @@ class MiniLoop:
         return {**found, **dict.fromkeys(added, REMOVED)}
 
     def _find_iterators(self) -> dict[tuple[str, str], Any]:
-        """Return the iterators in attributes of the training loader's parts, keyed by name."""
+        """Return the iterators in attributes of the training loader's parts, by (place, name)."""
         parts = ((place, part) for place, part in self._parts.items() if place.startswith("train "))
-        found = {
-            (p, name): value for p, part in parts for name, value in namespace_of(part).items()
-        }
-        return {key: value for key, value in found.items() if is_reading(value)}
+        found: dict[tuple[str, str], Any] = {}
+        for place, part in parts:
+            found.update(((place, name), value) for name, value in namespace_of(part).items())
+        return {key: value for key, value in found.items() if is_library_iterator(value)}
 
     def _warn_unsaved(self, place: str, name: str, reason: str) -> None:
         if (place, name) not in self._unsaved:
             self._unsaved.add((place, name))
-            text = (
-                f"checkpoint: the attribute {name!r} of the {place} is neither saved nor restored"
+            text = f"checkpoint: the attribute {name!r} of the {place} is neither saved nor"
+            text += (
+                f" restored ({reason}). A resumed run may differ. Keep numbers, tensors or lists"
             )
-            text += f" ({reason}). A resumed run may differ. Keep numbers, tensors or lists in the"
-            warnings.warn(
-                f"{text} attribute instead, such as the position in the data.", stacklevel=2
-            )
+            text += " in the attribute instead, such as the position in the data."
+            warnings.warn(text, stacklevel=2)
 
     def _stop_batches(self) -> None:
         """End the worker processes of an unfinished epoch.
@@ -1784,8 +1783,8 @@ def find_loss(output: Any, batch_idx: int) -> Tensor:
     if isinstance(loss, Tensor) and not loss.requires_grad:
         text = (
             f"training_step: got a loss without a gradient at batch {batch_idx}, expected a tensor"
+            " computed from the model's parameters. Remove detach(), item(), no_grad() or"
         )
-        text += " computed from the model's parameters. Remove detach(), item(), no_grad() or"
         raise TypeError(f"{text} requires_grad=False.")
     kind = "None" if loss is None else f"a {type(loss).__name__}"
     if isinstance(loss, Tensor):
@@ -1873,8 +1872,8 @@ def check_loader(loader: Any, argument: str) -> None:
     check(loader is None or sized_len(loader) != 0, text)
     text = (
         f"{argument}: got persistent_workers=True. MiniLoop cannot save the workers' state. Write"
+        " persistent_workers=False, or use FabricLoop."
     )
-    text += " persistent_workers=False, or use FabricLoop."
     check(not getattr(loader, "persistent_workers", False), text)
 
 
@@ -2134,8 +2133,8 @@ def make_scheduler_config(item: Any, optimizer: Any) -> dict[str, Any]:
     is_own = getattr(scheduler, "optimizer", optimizer) is optimizer
     text = (
         f"scheduler: got a {type(scheduler).__name__} for another optimizer, expected a scheduler"
+        " for the optimizer passed to fit. Write StepLR(optimizer, step_size=1)."
     )
-    text += " for the optimizer passed to fit. Write StepLR(optimizer, step_size=1)."
     check(is_own, text)
     is_usual = config["interval"] in ("step", "epoch") and is_strict
     text = f'scheduler: got {config}, expected interval="step" or "epoch", and strict=True.'
@@ -2209,8 +2208,8 @@ def check_tied_weights(network: nn.Module, weights: dict[str, Any], path: Path |
             is_same_value = address_of(one) == address_of(two) or torch.equal(one, two)
             text = (
                 f"{path}: got different values of {first!r} and {name!r}, but in this model, both"
+                " are names of one parameter. Create the model with two separate parameters, as"
             )
-            text += " are names of one parameter. Create the model with two separate parameters, as"
             check(is_same_value, f"{text} in the saved run.")
 
 
@@ -2247,6 +2246,8 @@ def exact_value(loaded: Any, saved: Any) -> Any:
         return saved.to(loaded.device)
     if type(saved) in (list, tuple):
         return type(saved)(map(exact_value, loaded, saved))
+    if type(saved) is deque:
+        return deque(map(exact_value, loaded, saved), saved.maxlen)
     if isinstance(saved, dict):
         exact = copy.copy(saved)
         exact.update((key, exact_value(loaded[key], saved[key])) for key in saved)
@@ -2305,7 +2306,7 @@ def holds_objects(value: Any) -> bool:
     return any(map(is_own_object, islice(value.values() if isinstance(value, dict) else value, 64)))
 
 
-def is_reading(value: Any) -> bool:
+def is_library_iterator(value: Any) -> bool:
     """Return whether a value is a library's iterator, such as the iterator of a DataLoader."""
     is_other = isinstance(value, count | io.IOBase) or is_own_object(value)
     return isinstance(value, Iterator) and not is_other
@@ -2325,7 +2326,7 @@ def check_unsaved(name: str, value: Any, is_in_loader: bool) -> None:
 
     If an unsaved attribute is a container with random generators, raise an error.
     """
-    if is_reading(value) and not is_in_loader:
+    if is_library_iterator(value) and not is_in_loader:
         text = f"checkpoint: the position of the iterator {name!r} ({type(value).__name__}) is not"
         text += " saved. A resumed run may differ. Use FabricLoop, and pass the loader to fit()."
         warnings.warn(text, stacklevel=2)
@@ -2367,8 +2368,10 @@ def change_mark(value: Any, most: int | None) -> ChangeMark | None:
 
 
 def mark_array(array: Any) -> tuple[Any, ...]:
-    items = array.reshape(-1)[:: 1 + array.size // 1_000_000]
-    return array.shape, zlib.crc32(items.tobytes())
+    """Return the shape and a checksum of an array. Above 256 MB, the checksum covers a sample."""
+    step = 1 if array.nbytes <= 2**28 else 1 + array.size // 1_000_000
+    items = np.ascontiguousarray(array.reshape(-1)[::step])
+    return array.shape, zlib.crc32(items.view(np.uint8).data)
 
 
 def mark_value(value: Any, depth: int = 0) -> Any:
@@ -2678,17 +2681,19 @@ def is_random_state(value: Any) -> bool:
     return is_first or isinstance(value, Tensor | dict)
 
 
-def is_same(one: Any, other: Any) -> bool:
-    if type(one) is not type(other):
+def is_same(first: Any, second: Any) -> bool:
+    if type(first) is not type(second):
         return False
-    if isinstance(one, Tensor):
-        is_dense = one.layout is other.layout is torch.strided
-        return is_dense and one.dtype == other.dtype and torch.equal(one, other)
-    if isinstance(one, list | tuple):
-        return len(one) == len(other) and all(map(is_same, one, other))
-    if isinstance(one, dict):
-        return list(one) == list(other) and all(is_same(one[key], other[key]) for key in one)
-    return bool(one == other)
+    if isinstance(first, Tensor):
+        is_dense = first.layout is second.layout is torch.strided
+        return is_dense and first.dtype == second.dtype and torch.equal(first, second)
+    if isinstance(first, list | tuple):
+        return len(first) == len(second) and all(map(is_same, first, second))
+    if isinstance(first, dict):
+        return list(first) == list(second) and all(
+            is_same(first[key], second[key]) for key in first
+        )
+    return bool(first == second)
 
 
 def get_rng_state() -> dict[str, Any]:

@@ -573,7 +573,7 @@ def is_own_object(value: Any) -> bool:
     return has_attributes and not (is_known or is_library)
 
 
-def is_reading(value: Any) -> bool:
+def is_library_iterator(value: Any) -> bool:
     """Return whether a value is a library's iterator, such as the iterator of a DataLoader."""
     is_other = isinstance(value, count | io.IOBase) or is_own_object(value)
     return isinstance(value, Iterator) and not is_other
@@ -747,7 +747,7 @@ class PlainState:
         changed = {place: REMOVED for place in places if place not in attributes}
         for place, value in attributes.items():
             with self._guarded(f"the attribute {'.'.join(map(str, place))}"):
-                if self._network is not None and is_reading(value):
+                if self._network is not None and is_library_iterator(value):
                     raise TypeError(f"the position of a {type(value).__name__} cannot be saved")
                 if self._has_new_objects(place, value):
                     raise TypeError("it contains objects that were created during training")
@@ -762,7 +762,9 @@ class PlainState:
 
     def find_iterators(self) -> None:
         """Store the iterators in attributes, before a pass over a loader starts."""
-        self._iterators = {place: value for place, value in self.attributes() if is_reading(value)}
+        self._iterators = {
+            place: value for place, value in self.attributes() if is_library_iterator(value)
+        }
 
     def warn_of_iterators(self) -> None:
         """Warn about iterators that a pass over a loader has continued, and not replaced."""

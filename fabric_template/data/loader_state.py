@@ -392,8 +392,9 @@ def draw_items(indices: Iterator[Any], number: int, loader: Any) -> list[Any]:
     drawn += islice(indices, number - 1)
     names = ("torch", "python", "numpy")
     if any(capture_rng_state()[name] != state[name] for name in names):
-        own = loader.sampler if is_of_library(loader.batch_sampler) else loader.batch_sampler
-        own = getattr(own, "given_sampler", own)
+        own = loader.batch_sampler
+        if own is None or is_of_library(own):
+            own = getattr(loader.sampler, "given_sampler", loader.sampler)
         warnings.warn(
             f"resume: the sampler {type(own).__name__} draws random numbers within the epoch, so"
             " the rest of this epoch may have other samples. Draw all random numbers in __iter__"

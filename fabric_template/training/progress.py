@@ -333,10 +333,9 @@ class ValidationSchedule:
         """Warn if training with a validation loader has ended before the first validation."""
         if self._is_enabled and not self._has_validated:
             step = self.run.progress.global_step
-            every = max(1, step // 2)
             self.run.warn_once(
                 f"val_dataloaders: training ended after {step} steps, before the first validation."
-                f" To validate every {every} steps, pass validate_every_n_steps={every}."
+                f" Pass a smaller interval, such as validate_every_n_steps={max(1, step // 2)}."
             )
 
     def restart(self) -> None:

@@ -2,43 +2,17 @@
 
 import csv
 import warnings
-from itertools import count
 
 import numpy as np
 import pytest
 import torch
-from modules import Classifier, make_data
+from killed_model import SAVES, KilledError, Model
+from modules import make_data
 from runs import TIMES
 from torch.optim.lr_scheduler import ExponentialLR, LRScheduler
-from torch.utils.data import DataLoader
+from torch.utils.data import DataLoader, Dataset
 
 from fabric_template import FabricLoop, MiniLoop
-
-SAVES = {FabricLoop: "save_every_n_steps", MiniLoop: "validate_every_n_steps"}
-
-
-class KilledError(Exception):
-    pass
-
-
-class Model(Classifier):
-    """A classifier that is killed before the training step with a given number."""
-
-    kill_at = None
-
-    def __init__(self):
-        super().__init__()
-        self.counter = count()
-
-    def training_step(self, batch, batch_idx):
-        if next(self.counter) == self.kill_at:
-            raise KilledError
-        return super().training_step(batch, batch_idx)
-
-    def add(self, value):
-        with torch.no_grad():
-            self.net[0].weight.add_(0.001 * float(value))
-
 
 # Containers that also contain weights
 
@@ -131,6 +105,21 @@ class Order:
         order = torch.randperm(len(self.indices)).tolist()
         self.indices = [self.indices[i] for i in order]
         return iter([index % 16 for index in self.indices[:16]])
+
+
+class CountingDataset(Dataset):
+    """Counts its reads in one element of a large array."""
+
+    def __init__(self):
+        self.data, self.counts = make_data(16), np.zeros(1_500_000)
+
+    def __len__(self):
+        return 16
+
+    def __getitem__(self, index):
+        self.counts[7] += 1
+        x, y = self.data[index]
+        return x + 0.001 * float(self.counts[7]), y
 
 
 # Hooks
@@ -259,6 +248,7 @@ CASES = {
     "table": shuffled(Table),
     "sparse": shuffled(Sparse),
     "long_order": lambda: (Model(), DataLoader(make_data(16), 4, sampler=Order())),
+    "array_of_dataset": lambda: (Model(), DataLoader(CountingDataset(), 4, shuffle=True)),
     "hooks": shuffled(Hooked),
     "wrapper": shuffled(lambda: Optimized(Wrapper)),
     "reloading_wrapper": shuffled(lambda: Optimized(ReloadingWrapper)),

@@ -11,7 +11,6 @@ from copy import deepcopy
 from dataclasses import dataclass, field
 from enum import Enum
 from functools import partial
-from itertools import count
 from multiprocessing import Array, Value
 from pathlib import Path
 from typing import NamedTuple
@@ -19,8 +18,9 @@ from typing import NamedTuple
 import numpy as np
 import pytest
 import torch
+from killed_model import SAVES, KilledError, Model
 from lightning.fabric import seed_everything
-from modules import Classifier, make_data
+from modules import make_data
 from runs import TIMES
 from torch.optim.lr_scheduler import LambdaLR
 from torch.utils.data import DataLoader, Dataset, WeightedRandomSampler, default_collate
@@ -28,27 +28,6 @@ from torch.utils.data import DataLoader, Dataset, WeightedRandomSampler, default
 import fabric_template
 from fabric_template import FabricLoop, MiniLoop
 from fabric_template.errors import CheckpointError
-
-SAVES = {FabricLoop: "save_every_n_steps", MiniLoop: "validate_every_n_steps"}
-
-
-class KilledError(Exception):
-    pass
-
-
-class Model(Classifier):
-    """A classifier that is killed before the training step with a given number."""
-
-    kill_at = None
-
-    def __init__(self):
-        super().__init__()
-        self.counter = count()
-
-    def training_step(self, batch, batch_idx):
-        if next(self.counter) == self.kill_at:
-            raise KilledError
-        return super().training_step(batch, batch_idx)
 
 
 class NoisySGD(torch.optim.SGD):

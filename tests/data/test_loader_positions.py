@@ -163,21 +163,23 @@ class Pairs:
 
 @pytest.mark.parametrize("is_lazy", [True, False])
 @pytest.mark.parametrize("num_workers", [0, 1])
-@pytest.mark.parametrize("argument", ["sampler", "batch_sampler"])
+@pytest.mark.parametrize("argument", ["sampler", "batch_sampler", "without batches"])
 def test_resuming_with_a_sampler_that_draws_within_the_epoch_warns(is_lazy, num_workers, argument):
     def make():
         sampler = ShufflesChunks(is_lazy)
         given = {"sampler": sampler, "batch_size": 2}
         if argument == "batch_sampler":
             given = {"batch_sampler": Pairs(sampler)}
+        if argument == "without batches":
+            given["batch_size"] = None
         return DataLoader(range(24), num_workers=num_workers, **given)
 
     _, resumed = resume_at(make, 5)
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
-        assert len(list(resumed)) == 7
+        assert len(list(resumed)) == (19 if argument == "without batches" else 7)
     found = [str(one.message) for one in caught if "draws random numbers" in str(one.message)]
-    kind = "ShufflesChunks" if argument == "sampler" else "Pairs"
+    kind = "Pairs" if argument == "batch_sampler" else "ShufflesChunks"
     assert len(found) == is_lazy
     assert all(f"the sampler {kind} draws" in text for text in found)
 

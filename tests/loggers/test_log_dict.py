@@ -110,3 +110,11 @@ def test_log_dict_at_the_end_of_an_epoch_adds_columns_that_can_be_monitored(tmp_
     found = rows(tmp_path / "logs/run/version_0/metrics.csv")
     assert [(float(row["val_rank"]), float(row["rank"])) for row in found] == [(0, 5), (1, 5)]
     assert (tmp_path / "checkpoints/run/version_0/best.ckpt").exists()
+
+
+def test_log_dict_at_the_end_of_predict_does_not_end_the_run(tmp_path):
+    """In predict, self.log raises an error, but log_dict writes a row."""
+    callback = Logs("on_predict_epoch_end", mine=3.0)
+    loop = FabricLoop(default_root_dir=tmp_path, accelerator="cpu", callbacks=[callback])
+    predictions = loop.predict(torch.nn.Linear(8, 1), val_loader(), predict_step=lambda net, batch: net(batch[0]))
+    assert len(predictions) == len(val_loader())
