@@ -2,9 +2,9 @@
 """Train PyTorch models with a training loop in one file that you can read, copy and change.
 
 This file is part of fabric_template, under the MIT License (see LICENSE). The file needs only
-torch and lightning. First read `fit`, `_train_epoch` and `_train_batch`.
+torch and lightning. To see how training works, read `fit`, `_train_epoch` and `_train_batch`.
 
-To change a part of the training, edit one of these methods:
+To change how training works, edit one of these methods:
 
 - `_compute_gradients`: the loss, its division by accumulate_grad_batches, and the backward pass
 - `_step_optimizer`: the optimizer step, and clipping before the step
@@ -18,7 +18,8 @@ To change a part of the training, edit one of these methods:
 - `_build_checkpoint` and `_restore`: the content of a checkpoint
 - `_train_batches` and `_move`: the order of the batches, and their transfer to the device
 
-FabricLoop has more options. MiniLoop and FabricLoop resume each other's runs.
+FabricLoop, the other loop of fabric_template, has more options. Each loop can resume a run that the
+other loop has saved.
 """
 
 from __future__ import annotations
@@ -89,7 +90,7 @@ VERSION = "0.2.0"
 # The smallest allowed value of each numeric option.
 SMALLEST = {"max_epochs": -1, "max_steps": -1, "accumulate_grad_batches": 1, "seed": 0}
 SMALLEST |= {"validate_every_n_steps": 1, "log_every_n_steps": 0, "gradient_clip_val": 0}
-# The expected values of these options, for error messages.
+# Descriptions of the valid values of options, for error messages.
 EXPECTED = {
     "max_epochs": "a number of epochs (int >= 0), or -1 for no limit",
     "max_steps": "a number of optimizer steps (int >= 0), or -1 for no limit",
@@ -100,10 +101,10 @@ EXPECTED = {
     "gradient_clip_val": "a number >= 0",
 }
 FOLDER_NAME = 'a non-empty folder name without the characters / \\ : * ? " < > |'
-# Arguments of Trainer's self.log, with the only value (besides None) that MiniLoop accepts.
+# Arguments of LightningModule.log that MiniLoop accepts only with this value, or with None.
 LOG_ARGUMENTS = {"reduce_fx": "mean", "enable_graph": False, "sync_dist_group": None}
 LOG_ARGUMENTS |= {"rank_zero_only": False, "add_dataloader_idx": True, "logger": True}
-# Messages that replace torch's error messages, keyed by a part of torch's message.
+# Clearer messages for some of torch's errors. Each key is a part of torch's message.
 INSTEAD = {
     "numpy.ndarray": "{step}: got NumPy arrays in the batch, expected tensors. Write"
     " TensorLoader(x, y, batch_size=32), or convert the batch in the step with torch.as_tensor.",
@@ -118,23 +119,23 @@ INSTEAD = {
 NEEDS_CLOSURE = "optimizer: got an optimizer whose step() needs a closure. MiniLoop passes no"
 NEEDS_CLOSURE += " closure. Use FabricLoop."
 END: Any = object()  # The value that next(batches, END) returns after the last batch.
-REMOVED = ("removed", None)  # The value that marks a deleted attribute in checkpoints.
+REMOVED = ("removed", None)  # In a checkpoint, this value marks a deleted attribute.
 CHECKPOINTS = ("last.ckpt", "best.ckpt", "epoch=*-step=*.ckpt")
-# Attributes that every nn.Module has. These attributes are not the user's own state.
+# Attributes that PyTorch sets in every nn.Module. Only attributes that users add are saved.
 MODULE_ATTRIBUTES = vars(nn.Module()).keys()
 HOOKS_OF_MODULE = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 HOOKS_OF_PARAMETER = ("_backward_hooks", "_post_accumulate_grad_hooks")
 HOOKS_OF_OPTIMIZER = ("_optimizer_step_pre_hooks", "_optimizer_step_post_hooks")
-# Optimizer attributes that are not saved as attributes. state_dict() contains the values of the
-# first three. Schedulers set the last two, to warn if they are stepped before the optimizer.
+# Optimizer attributes that are not saved separately. The first three are in state_dict().
+# Schedulers set the last two, to warn if a scheduler steps before the optimizer.
 OPTIMIZER_ATTRIBUTES = ("state", "param_groups", "defaults", "_opt_called", "_step_count")
 GENERATORS = (torch.Generator, random.Random, np.random.Generator, np.random.RandomState)
 NUMPY: Any = (np.generic, np.ndarray)
-# Packages whose objects are not saved, because these objects may hold processes or files.
+# Objects of these packages are not saved, because they may hold open files or processes.
 LIBRARIES = {*sys.stdlib_module_names, "lightning", "numpy", "torch", "torchmetrics"}
-# Objects of these types are not searched for attributes to save.
+# If an attribute holds an object of these types, attributes of the object are not saved.
 NOT_SEARCHED = (type, FunctionType, MethodType, ModuleType, Logger, Tensor, nn.Module, Fabric)
-# Values of these types are saved unchanged. `encode` converts values of other supported types.
+# Checkpoints contain values of these types unchanged. `encode` converts values of other types.
 ATOMS = frozenset((type(None), bool, int, float, complex, str, bytes))
 CONTAINERS: dict[str, Any] = {kind.__name__: kind for kind in (list, tuple, set, frozenset, deque)}
 CONTAINERS["Size"] = torch.Size
@@ -166,8 +167,8 @@ class MiniLoop:
     devices: Any = "auto"  # "auto" means all GPUs or, with torchrun, one device per process.
     precision: Any = None
     fabric: Any = None  # A lightning.Fabric object to use instead of the four options above.
-    hparams: Any = None  # Your own settings for hparams.yaml and list_runs, such as {"lr": 0.1}.
-    # A LightningModule may read the following attributes of Trainer from the loop.
+    hparams: Any = None  # Your own settings, such as {"lr": 0.1}. fit writes them to hparams.yaml.
+    # LightningModules may read these attributes of Trainer.
     sanity_checking, logger, loggers = False, None, ()
 
     def __new__(cls, **options: Any) -> MiniLoop:
@@ -175,7 +176,7 @@ class MiniLoop:
         return super().__new__(cls)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> MiniLoop:
-        # A model holds the loop's log() method, and a copy of the model must log to the same loop.
+        # Models hold a reference to the loop. A copy of a model must use the same loop.
         return self
 
     def __post_init__(self) -> None:
@@ -197,9 +198,9 @@ class MiniLoop:
             if self.devices == "auto" and started > 1:
                 options.update(devices=started // machines, num_nodes=machines)
             self.fabric = Fabric(**options)
-        given, strategy = self.fabric.world_size, self.fabric.strategy
-        text = f"devices: got {given}, but {started} processes were started. Leave out devices."
-        check(started in (1, given), text)
+        size, strategy = self.fabric.world_size, self.fabric.strategy
+        text = f"devices: got {size}, but {started} processes were started. Leave out devices."
+        check(started in (1, size), text)
         is_one_device = type(strategy) is SingleDeviceStrategy
         is_script = "MultiProcessing" not in type(strategy.launcher).__name__
         text = (
@@ -215,7 +216,7 @@ class MiniLoop:
         self._reset()
 
     def _check_options(self) -> None:
-        # Options may come from NumPy or torch, for example from a search over settings.
+        # Convert numbers from NumPy or torch, which a hyperparameter search may pass.
         for name, value in list(vars(self).items()):
             if isinstance(value, np.generic) or (isinstance(value, Tensor) and value.numel() == 1):
                 vars(self)[name] = value.item()
@@ -247,12 +248,12 @@ class MiniLoop:
             check(is_valid and (is_number or is_optional), text)
 
     def _reset(self) -> None:
-        """Seed the random generators, and reset all attributes that a run changes."""
+        """Seed the random generators, and reset everything that an earlier run has changed."""
         if self.seed is not None:
             Fabric.seed_everything(self.seed, workers=True, verbose=False)
-        self.current_epoch = self.global_step = 0  # Numbers of finished epochs and optimizer steps.
+        self.current_epoch = self.global_step = 0  # The finished epochs and optimizer steps.
         self.batches_done = 0  # The number of finished batches in the current epoch.
-        self.should_stop = False  # Training stops after the step if this is True in all processes.
+        self.should_stop = False  # Set this to True in all processes to stop after the step.
         self.history: list[dict[str, Any]] = []  # The rows of metrics.csv.
         self.best_score: float | None = None
         # The best checkpoints with their scores, and the metric that selects them.
@@ -264,23 +265,23 @@ class MiniLoop:
         self.callback_metrics: dict[str, Tensor] = {}  # The newest value of each logged metric.
         self._validated: dict[str, Tensor] = {}  # Validation metrics for the next metrics.csv row.
         self._has_validated = False
-        self._validation_names: set[str] = set()  # The metrics of the latest validation.
-        # Values that the current training batch logs for steps.csv. None outside of a batch.
+        self._validation_names: set[str] = set()  # The metrics' names in the latest validation.
+        # The values logged for steps.csv in the current training batch. None between batches.
         self._step_values: Any = None
         self._is_first_batch = True  # True until the first training step of this run.
-        self._hook = ""  # The hook or step that is running.
+        self._hook = ""  # The name of the hook or step that is running.
         self._batch_size = 1  # The weight of the current batch in a metric's mean.
         self._logged_batch_size: int | None = None  # The batch_size that a step passes to log().
         self._batches_in_window = 0  # The number of batches since the last optimizer step.
         self._batches: Any = None  # The current epoch's iterator over the training loader.
         self._epoch_start: Any = None  # The loaders' state at the start of the epoch.
         self._before_next: Any = None  # The RNG state before the latest prefetched batch.
-        self._resumed_state: Any = None  # The RNG state and attributes to restore.
+        self._resumed_state: Any = None  # The saved RNG state and attributes.
         self._saved_step: int | None = None  # The step of last.ckpt. None before the first save.
-        # The number of rows and the columns of each CSV file.
+        # The row count and the column names of each CSV file.
         self._tables: dict[str, Any] = {"metrics.csv": (0, []), "steps.csv": (0, [])}
         self._columns: list[str] = []  # The columns of the printed rows.
-        # The time of the latest row, and the seconds spent waiting for batches since then.
+        # When the latest row was written, and the seconds spent waiting for batches since then.
         self._row_started, self._waited = time.monotonic(), 0.0
 
     # Training
@@ -332,7 +333,6 @@ class MiniLoop:
         print(f"Ctrl-C: training stops {place}. {saved}")
 
     def _print_if_finished(self, path: Path | None) -> None:
-        """Print a message if nothing is left to train, because the resumed run is finished."""
         if self._is_done() and self.fabric.is_global_zero:
             text = f"resume: {path} is from a finished run (epoch {self.current_epoch}, step"
             text += (
@@ -341,7 +341,7 @@ class MiniLoop:
             print(text, file=sys.stderr)
 
     def _train(self) -> None:
-        """Train until a limit is reached. If a limit was reached before, call no hooks."""
+        """Train until a limit such as max_epochs is reached. If it already is, call no hooks."""
         is_done, is_resumed = self._is_done(), self._resumed_state is not None
         if not is_done:
             if not is_resumed:
@@ -351,15 +351,15 @@ class MiniLoop:
         if is_resumed:
             # Restore the saved options again, because on_train_start may have changed them.
             self._restore_options(self._resumed_options)
-            # Between this restore and the first batch, nothing may draw random numbers.
             self._keep_start_values(self._resumed_state["parts"])
+            # Restore the RNG state last, so that only the training draws random numbers from it.
             self._load_state(self._resumed_state)
         while not self._is_done():
             self._train_epoch()
         if not is_done:
             self._call("on_train_end")
             self._warn_if_never_validated(is_resumed)
-        # Like Trainer, count an epoch as finished even if a limit has ended it early.
+        # Like Trainer, count an epoch as finished even if max_steps has ended it early.
         self.current_epoch += self.batches_done > 0
         if self.global_step > (self.history[-1]["step"] if self.history else 0):
             # The last row may cover only a part of an epoch. A resumed run replaces this row.
@@ -375,7 +375,7 @@ class MiniLoop:
             warnings.warn(text, stacklevel=4)
 
     def _raise_instead(self, error: Exception) -> None:
-        """Raise ``error``, or a clearer error if torch's advice does not apply to a loop."""
+        """Raise a clearer error if torch's advice does not apply. Otherwise, raise ``error``."""
         text = next((INSTEAD[part] for part in INSTEAD if part in str(error)), None)
         if text is None or not self._hook.endswith("_step"):
             raise error
@@ -472,7 +472,7 @@ class MiniLoop:
         self._precision.backward(loss, None)
 
     def _run_first_step(self, batch: Any, batch_idx: int) -> Any:
-        """Run the first training step, which must not call backward() or optimizer.step()."""
+        """Run the first training step. Refuse a step that calls backward() or optimizer.step()."""
         self._is_first_batch = False
         parameters = {p for group in self.optimizer.param_groups for p in group["params"]}
         text = "expected a step that only computes the loss. Remove loss.backward(),"
@@ -495,7 +495,7 @@ class MiniLoop:
         return output
 
     def _is_window_end(self, batch: Any) -> bool:
-        """Return whether an optimizer step follows a batch. All processes get the same result."""
+        """Return whether the optimizer steps after a batch. All processes get the same result."""
         if self.accumulate_grad_batches == 1:
             return True
         is_last = self._is_last
@@ -528,10 +528,10 @@ class MiniLoop:
         self._learning_rate = copy.deepcopy(self.optimizer.param_groups[0].get("lr", math.nan))
 
     def _step_schedulers(self, interval: str, is_plateau: bool) -> None:
-        """Step the schedulers that are due.
+        """Step the schedulers that are due, either ReduceLROnPlateau or all others.
 
-        If ``is_plateau`` is True, step only ReduceLROnPlateau. Like Trainer, the loop does this
-        after the validation. If ``is_plateau`` is False, step only schedulers of other classes.
+        Like Trainer, call this method with ``is_plateau=True`` after the validation, because
+        ReduceLROnPlateau may need a validation metric.
         """
         count = self.batches_done if interval == "step" else self.current_epoch + 1
         for config in self.schedulers:
@@ -555,7 +555,7 @@ class MiniLoop:
             parts = {p: v for p, v in state["parts"].items() if p.startswith(("train ", "val "))}
             self._epoch_start = {**state, "parts": parts}
         else:
-            # Restore the loaders to their state before the epoch, to repeat the order of samples.
+            # Restore the loaders' state from the epoch's start, so that they shuffle as before.
             kept = []
             for place in self._start_states:
                 start = self._find_start_of(place, state["parts"].get(place, {}))
@@ -565,35 +565,35 @@ class MiniLoop:
                     self._load_parts({place: start}, is_in_place=False)
             self._load_parts(self._epoch_start["parts"], is_in_place=False)
             set_rng_state(self._epoch_start)
-        # An iterator that the next iter() does not replace continues across epochs. `_state` warns.
+        # `_state` warns of iterators in attributes that the following iter() does not replace.
         self._iterators = self._find_iterators()
         batches, length = iter(self.train_loader), self.num_training_batches
         if length == math.inf and self.fabric.world_size > 1:
             batches = until_first_end(batches, self.fabric)
         self._batches = self._mark_last(batches, length)
         if self.batches_done > 0:
-            # Many samplers do not draw the order of samples before the first batch is read.
+            # Many samplers shuffle when the first batch is read, so first restore the RNG state.
             set_rng_state(self._epoch_start["first_batch"])
             warn_of_lazy_sampler(self.train_loader, self.batches_done)
             for _ in range(self.batches_done):
                 next(self._batches)
             # Put back the loaders' original lists and tensors, which the model may share.
             for attributes, values in kept:
-                # Keep an attribute if reading has set it to an object of a different class.
+                # Skip an attribute if reading batches has set it to an object of a different class.
                 same = {n for n in values if type(attributes.get(n)) is type(values[n])}
                 for name in same:
                     attributes[name] = values[name]
             self._load_state(state)
 
     def _find_start_of(self, place: str, changed: dict[str, Any]) -> dict[str, Any]:
-        """Return an object's attributes from before the run, with which a resume reads again."""
+        """Return an object's attributes from before the run. Mark later ones as removed."""
         start = self._start_states[place].items()
         found = {name: value for name, value in start if not isinstance(value, ChangeMark)}
         added = (name for name in changed if name not in self._start_names[place])
         return {**found, **dict.fromkeys(added, REMOVED)}
 
     def _find_iterators(self) -> dict[tuple[str, str], Any]:
-        """Return the iterators in attributes of the training loader's parts, by (place, name)."""
+        """Return the iterators that the training loader and its dataset hold in attributes."""
         parts = ((place, part) for place, part in self._parts.items() if place.startswith("train "))
         found: dict[tuple[str, str], Any] = {}
         for place, part in parts:
@@ -613,15 +613,14 @@ class MiniLoop:
     def _stop_batches(self) -> None:
         """End the worker processes of an unfinished epoch.
 
-        The garbage collector would end these processes later, and would wait five seconds for each
-        process.
+        Otherwise, the garbage collector would end them later, after five seconds for each process.
         """
         if self._batches is not None:
             self._batches.close()
         self._batches = None
 
     def _mark_last(self, batches: Iterator[Any], length: float) -> Generator[tuple[bool, Any]]:
-        """Yield (is_last, batch). If the loader has no length, prefetch a batch, like Trainer."""
+        """Yield (is_last, batch). If the loader has no length, prefetch to find the last batch."""
         if length < math.inf:
             # Call next(), because zip() would call iter() again, which restarts some iterators.
             for number in range(1, int(length) + 1):
@@ -668,7 +667,7 @@ class MiniLoop:
         return {**get_rng_state(), "parts": changed}
 
     def _find_objects(self) -> None:
-        """Find the objects in the model's attributes again, because hooks may have created some."""
+        """Search the model's attributes for objects again, because hooks may create new ones."""
         weights = self._unwrapped.state_dict(keep_vars=True)
         self._weights = {address_of(weights[name]): name for name in reversed(weights)}
         self._weights.pop(None, None)
@@ -679,7 +678,7 @@ class MiniLoop:
         for place, part in self._parts.items():
             if place.startswith(("train ", "val ")):
                 continue
-            # An object may raise any error when its attributes are read.
+            # Reading the attributes of a user's object may raise any error.
             with suppress(Exception):
                 for path, value in objects_in(part, known).items():
                     found[f"{place}.{path}".removeprefix(".")] = value
@@ -692,7 +691,7 @@ class MiniLoop:
         return [self.optimizer, *schedulers, *self._unwrapped.modules()]
 
     def _plain_state(self, place: str) -> dict[str, Any]:
-        # Do not save the state_dict of an object in a loader, because the model may hold it, too.
+        # An object in a loader may also belong to the model, which already saves its state_dict.
         is_loader = place.startswith(("train ", "val "))
         saved, part = None if is_loader else self._saved_elsewhere(), self._parts[place]
         if place in self._object_places and is_installed(type(part)):
@@ -701,7 +700,7 @@ class MiniLoop:
         return plain_state(part, self.fabric.device, saved, self._weights)
 
     def _keep_start_values(self, states: dict[str, dict[str, Any]]) -> None:
-        """Encode large initial values of loaders, which a resume in the first epoch needs."""
+        """Store the initial values of loaders' large attributes, before a resume replaces them."""
         for place, state in states.items():
             start = self._start_states.get(place, {})
             for name in state.keys() & start.keys():
@@ -715,10 +714,7 @@ class MiniLoop:
         self._load_parts(state.get("parts", {}))
 
     def _load_parts(self, states: dict[str, dict[str, Any]], is_in_place: bool = True) -> None:
-        """Restore the attributes in ``states``.
-
-        A list or tensor that several objects share stays shared.
-        """
+        """Restore the attributes in ``states``. Shared lists and tensors stay shared."""
         for place in states:
             create_item(self._parts, place)
         self._find_objects()
@@ -751,8 +747,8 @@ class MiniLoop:
             self._start_batches()
         if self.batches_done == 0:
             self._epoch_start["first_batch"] = get_rng_state()
-        # Outside of terminals and notebooks, update the progress bar only once a minute. Use stdout
-        # in notebooks, which show stderr in red.
+        # Outside of terminals and notebooks, update the progress bar only once a minute. In
+        # notebooks, use stdout, because notebooks show stderr in red.
         is_notebook = "ipykernel" in sys.modules
         seconds = 0.2 if sys.stderr.isatty() or is_notebook else 60.0
         bar: dict[str, Any] = {"mininterval": seconds, "delay": seconds, "leave": False}
@@ -779,10 +775,7 @@ class MiniLoop:
             started = time.monotonic()
 
     def _move(self, batch: Any) -> Any:
-        """Move a batch to the device.
-
-        For a precision such as "bf16-true", also convert the dtype.
-        """
+        """Move a batch to the device. With a precision such as "bf16-true", convert its dtype."""
         if self._is_one_cpu_in_32_bits:
             return batch
         if self._converts_dtype:
@@ -790,10 +783,7 @@ class MiniLoop:
         return self.fabric.to_device(batch)
 
     def _run_step(self, name: str, batch: Any, batch_idx: int) -> Any:
-        """Call a step function in the loop's precision.
-
-        With strategy="ddp", call the step through DDP.
-        """
+        """Call a step function in the loop's precision and, with strategy="ddp", through DDP."""
         self._hook = name
         if self._is_one_cpu_in_32_bits:
             return self._steps[name](batch, batch_idx)
@@ -938,7 +928,7 @@ class MiniLoop:
                 self._add_to_mean(("returned", name), to_metric(name, value), weight, True)
 
     def _add_to_mean(self, key: tuple[str, str], value: Any, weight: Any, is_synced: bool) -> None:
-        """Add a value to the sums for its mean. The value and the sums stay on the device."""
+        """Add a value to the sums for its mean, on the device, without waiting for a GPU."""
         text = f"log: got {key[1]!r} without batch_size, for a batch that contains no tensor."
         check(weight, f"{text} Write self.log(name, value, batch_size=...).")
         for sums in self._sums:
@@ -964,7 +954,7 @@ class MiniLoop:
         """Update ``callback_metrics``, and return the means over the epoch so far."""
         values = self._compute(self._sums[0])
         for (hook, name), value in values.items():
-            # As in Trainer, callback_metrics contains only the values that a LightningModule logs.
+            # Like Trainer, do not add values that a LightningModule only returns from its step.
             if hook != "returned" or not self._is_lightning_module:
                 self.callback_metrics[name] = value
         return {name: value for (_, name), value in values.items()}
@@ -1055,7 +1045,7 @@ class MiniLoop:
     def _save(self, is_validated: bool) -> None:
         """Save last.ckpt. If the monitored metric has a new best value, also save best.ckpt."""
         names, is_in_epoch, metrics = ["last.ckpt"], self.batches_done > 0, self.callback_metrics
-        # Compare a validation metric after each validation, and a training metric after each epoch.
+        # A validation metric is new after each validation, and a training metric after each epoch.
         is_of_validation = self.monitor in self._validation_names
         is_new = is_validated if is_of_validation else not is_in_epoch or self._is_done()
         score = float(metrics[self.monitor]) if is_new and self.monitor in metrics else math.nan
@@ -1095,7 +1085,7 @@ class MiniLoop:
         }
         checkpoint = apply_to_collection(checkpoint, NUMPY, to_python)
         if self._saved_step is None:
-            # Check only the first checkpoint: an optimizer creates its state in its first step.
+            # Check the first checkpoint only, as optimizers create their state in the first step.
             names = ("optimizer_states", "lr_schedulers")
             states = {name: checkpoint[name] for name in names}
             check_readable(apply_to_collection(states, Tensor, Tensor.dim))
@@ -1103,7 +1093,7 @@ class MiniLoop:
         return {**checkpoint, **self._hparams, "fabric_template": own}
 
     def _build_own_state(self) -> dict[str, Any]:
-        """Return MiniLoop's own state. The list "ranks" contains a dict for each process."""
+        """Return the entry that MiniLoop adds to a checkpoint in Lightning's format."""
         is_in_epoch = self.batches_done > 0
         epoch_start = self._epoch_start if is_in_epoch else None
         of_process = {"rng": self._state(), "epoch_start": epoch_start}
@@ -1139,7 +1129,7 @@ class MiniLoop:
         }
 
     def _run_settings(self) -> dict[str, Any]:
-        """Return the settings that a resumed run compares: the batch size and optimizer class."""
+        """Return the batch size and the optimizer class, which a resume should not change."""
         batch_size = getattr(self.train_loader, "batch_size", None)
         return {"batch size": [batch_size], "optimizers": [type(self.optimizer).__name__]}
 
@@ -1189,7 +1179,7 @@ class MiniLoop:
         self.batches_done = progress["batches_done"] if progress["is_in_epoch"] else 0
         self._resumed_options = own.get("options", {})
         self._restore_options(self._resumed_options)
-        # With resume="auto", a job scheduler may restart a finished run. Then do not train further.
+        # A job scheduler may restart a finished run with resume="auto". Do not train it further.
         self.should_stop = is_automatic and own["stop"]["should_stop"]
         self._resumed_state, self._epoch_start = of_process["rng"], of_process.get("epoch_start")
         self._before_next = of_process.get("before_next")
@@ -1219,8 +1209,7 @@ class MiniLoop:
     def _find_start(self, resume: Any, load: Any) -> tuple[Path | None, dict[str, Any]]:
         """Return the path and the content of the checkpoint that ``resume`` or ``load`` refers to.
 
-        If ``resume`` and ``load`` are None, or resume="auto" finds no checkpoint, return (None,
-        {}).
+        If both are None, or if resume="auto" finds no checkpoint, return (None, {}).
         """
         argument, given = ("load", load) if resume is None else ("resume", resume)
         text = "fit: got both resume and load, expected only one of the two. resume= continues a"
@@ -1256,7 +1245,7 @@ class MiniLoop:
                 text = f"{damaged}: the file is damaged. Using the previous checkpoint instead."
                 warnings.warn(text, stacklevel=3)
             if found and intact is None:
-                # If all checkpoints of the newest run are damaged, do not continue an older run.
+                # If the newest run has only damaged checkpoints, do not silently use an older run.
                 break
             checkpoint = {} if intact is None else read_checkpoint(intact)
             if checkpoint and not is_replaced(checkpoint, folder):
@@ -1271,7 +1260,7 @@ class MiniLoop:
     def _choose_version(self, path: Path | None, resumed: dict[str, Any]) -> Any:
         """Return the resumed run's version, or the option ``version`` for a new run.
 
-        If the option ``version`` is None, the new run gets the next free number.
+        None means the next free number.
         """
         if path is None or not resumed:
             folder = self._checkpoints / str(self.version)
@@ -1291,10 +1280,7 @@ class MiniLoop:
 
     @contextmanager
     def _opened_folders(self, version: Any, is_new: bool) -> Iterator[None]:
-        """Create and lock the run's folders.
-
-        After the block, write to the .lock files how the run ended.
-        """
+        """Create and lock the run's folders. At the end, record in .lock how the run ended."""
         if version is None and self.fabric.is_global_zero:
             version = claim_version(self._logs, self._checkpoints)
         version = self.fabric.broadcast(version)
@@ -1308,7 +1294,7 @@ class MiniLoop:
                 self._start_version(is_new)
             try:
                 yield
-                # Wait until rank 0 has saved the checkpoint, from which the next fit may resume.
+                # Wait until rank 0 has saved the checkpoint, because the next fit may read it.
                 self.fabric.barrier()
                 state = "finished"
             except KeyboardInterrupt:
@@ -1335,7 +1321,7 @@ class MiniLoop:
         options = to_plain(options)
         write_yaml(self.log_dir / "hparams.yaml", hparams=self._settings, config=options)
         if is_new:
-            # A new run that is started from config.yaml gets a new version.
+            # Without the version, a new run that is started from config.yaml gets a new version.
             options |= {"version": None, "hparams": to_plain(self.hparams or {})}
             write_yaml(self.log_dir / "config.yaml", **options, about=self._describe_run())
 
@@ -1420,7 +1406,7 @@ class MiniLoop:
             raise TypeError(text)
 
     def _set_up_loaders(self, train: Any, val: Any, path: Any, resumed: dict[str, Any]) -> None:
-        """Launch the processes, and distribute the samples among the processes."""
+        """Launch the processes, and distribute the samples among them."""
         check_loader(train, "train_dataloaders")
         check_loader(val, "val_dataloaders")
         if isinstance(self.fabric.strategy, DDPStrategy):
@@ -1491,7 +1477,7 @@ class MiniLoop:
 
     @property
     def estimated_stepping_batches(self) -> int | float:
-        """Return the number of optimizer steps in the whole run, as in Trainer."""
+        """Like Trainer, return the number of optimizer steps in the whole run."""
         length, epochs = self.num_training_batches, self.max_epochs or 1
         if epochs == -1 or length == math.inf:
             return math.inf if epochs == self.max_steps == -1 else self.max_steps
@@ -1543,7 +1529,7 @@ class MiniLoop:
             self._check_resume(resumed)
         modes = [module.training for module in self.network.modules()]
         if not self._is_lightning_module and not any(modes):
-            # If only some modules are in eval mode, keep the modes of all modules.
+            # If only some modules are in eval mode, the user may have frozen these on purpose.
             self.network.train()
         count = sum(not module.training for module in self.network.modules())
         if count:
@@ -1611,10 +1597,7 @@ class MiniLoop:
 
     @contextmanager
     def _prepared_model(self, path: Path | None, checkpoint: dict[str, Any]) -> Iterator[None]:
-        """Load the weights, and set the model's device and precision.
-
-        After the block, restore the device.
-        """
+        """Load the weights, and set the device and precision. At the end, restore the device."""
         network, strategy = self.network, self.fabric.strategy
         device = next((p.device for p in network.parameters()), self.fabric.device)
         if self._converts_dtype:
@@ -1722,10 +1705,7 @@ def unwrap_compiled(model: Any) -> Any:
 
 
 def has_no_log(part: Any) -> bool:
-    """Return whether an object has no ``log`` method.
-
-    Lightning's ``log`` does not count as a method.
-    """
+    """Return whether an object has no ``log`` method, or only that of LightningModule."""
     return not hasattr(part, "log") or (callable(part.log) and not find_method(part, "log"))
 
 
@@ -1853,7 +1833,7 @@ def started_processes() -> tuple[int, int]:
 
 
 def check_loader(loader: Any, argument: str) -> None:
-    """Raise an error if an object is not a single loader, such as a DataLoader."""
+    """Raise an error if an argument of fit or validate is not a single loader."""
     kind, given = type(loader).__name__, loader if isinstance(loader, list | tuple) else []
     arrays = Tensor | np.ndarray | str | bytes
     has_loaders = any(isinstance(p, torch_data.DataLoader) or hasattr(p, "for_rank") for p in given)
@@ -1880,7 +1860,7 @@ def check_loader(loader: Any, argument: str) -> None:
 def parts_of(loader: Any) -> dict[str, Any]:
     """Return a loader and its samplers, dataset and collate function, keyed by name.
 
-    Also return the objects in attributes of these, such as a dataset's transform.
+    Also return objects in their attributes, such as a dataset's transform.
     """
     names = ("sampler", "batch_sampler", "dataset", "collate_fn")
     parts = {name: getattr(loader, name, None) for name in names}
@@ -1895,16 +1875,16 @@ def parts_of(loader: Any) -> dict[str, Any]:
         inside = {} if isinstance(part, nn.Module) else objects_in(part, known)
         known |= set(map(id, inside.values()))
         parts.update((f"{name} {path}", value) for path, value in inside.items())
-    # A list has no attributes, so save its items as an attribute of another object.
+    # Only attributes are saved. A list has none, so make it an attribute of another object.
     is_list = type(loader) is list
     return {"loader": SimpleNamespace(items=loader) if is_list else loader, **parts}
 
 
 def objects_in(owner: Any, known: set[int]) -> dict[str, Any]:
-    """Return the objects that an object has in attributes, such as a transform, keyed by path.
+    """Return the objects in an object's attributes, such as a dataset's transform, by path.
 
     Args:
-        known: The ids of objects whose own attributes are not searched.
+        known: The ids of objects to skip.
     """
     found: dict[str, Any] = {}
     seen, waiting = {id(owner), *known}, deque([("", owner)])
@@ -1939,13 +1919,13 @@ def objects_in(owner: Any, known: set[int]) -> dict[str, Any]:
 
 
 def hooks_of(owner: Any, kinds: Iterable[str]) -> list[Any]:
-    """Return the objects that are hooks, or whose methods are hooks."""
+    """Return the hooks of a module, parameter or optimizer. For a method, return its object."""
     hooks = [hook for kind in kinds for hook in (getattr(owner, kind, None) or {}).values()]
     return [getattr(hook, "__self__", hook) for hook in hooks]
 
 
 def create_item(parts: dict[str, Any], place: str) -> None:
-    """Create the item of a defaultdict at the path ``place``, if the item is missing."""
+    """If a saved path leads to a missing item of a defaultdict, create the item."""
     path, _, key = place.rpartition(".")
     owner, _, name = path.rpartition(".")
     container = namespace_of(parts.get(owner)).get(name)
@@ -2003,7 +1983,7 @@ class SlotAttributes(dict[str, Any]):
 
 
 def slots_of(kind: type) -> list[str]:
-    """Return the names of a class's slots. Private names are mangled, as in Python."""
+    """Return the names of a class's slots. A private name such as __x becomes _Class__x."""
     names: list[str] = []
     for base in kind.__mro__:
         slots = vars(base).get("__slots__", ())
@@ -2034,7 +2014,8 @@ def finish_gloo_threads() -> None:
 def warn_of_lazy_sampler(loader: Any, done: int) -> None:
     """Warn if the loader's sampler draws random numbers after its first item.
 
-    In the saved run, such a sampler drew other numbers, because the model drew numbers in between.
+    After a resume, such a sampler draws different numbers than in the saved run, in which the model
+    also drew numbers.
     """
     samplers = [getattr(loader, name, None) for name in ("batch_sampler", "sampler")]
     used = [sampler for sampler in samplers if sampler is not None]
@@ -2077,7 +2058,7 @@ def until_first_end(batches: Iterator[Any], fabric: Fabric) -> Iterator[Any]:
 
 
 def clear_gradients(optimizer: Any) -> None:
-    """Set all gradients to None, without the profiler event of zero_grad(), which takes 20 us."""
+    """Set all gradients to None. zero_grad() would take 20 us longer, for a profiler event."""
     for group in optimizer.param_groups:
         for parameter in group["params"]:
             parameter.grad = None
@@ -2147,7 +2128,7 @@ def make_scheduler_config(item: Any, optimizer: Any) -> dict[str, Any]:
 
 
 def check_scheduler_states(states: list[dict[str, Any]], optimizer: Any) -> None:
-    """Refuse schedulers that hold trained parameters, which a resume would replace by copies."""
+    """Refuse schedulers whose state contains parameters, because a resume would copy these."""
     trained = {id(p) for group in optimizer.param_groups for p in group["params"]}
     found: list[Any] = []
     apply_to_collection(states, nn.Parameter, found.append)
@@ -2214,7 +2195,7 @@ def check_tied_weights(network: nn.Module, weights: dict[str, Any], path: Path |
 
 
 def load_optimizer(optimizer: Any, saved: dict[str, Any]) -> None:
-    """Load an optimizer's state exactly, into the existing dicts, which other objects may share.
+    """Load an optimizer's state exactly and in place, because other objects may share its dicts.
 
     load_state_dict() alone would create new dicts, and convert tensors to other dtypes.
     """
@@ -2241,7 +2222,7 @@ def load_optimizer(optimizer: Any, saved: dict[str, Any]) -> None:
 
 
 def exact_value(loaded: Any, saved: Any) -> Any:
-    """Return a saved value with each tensor on the device of the same tensor in ``loaded``."""
+    """Return a saved value, with its tensors on the same devices as those in ``loaded``."""
     if isinstance(saved, Tensor):
         return saved.to(loaded.device)
     if type(saved) in (list, tuple):
@@ -2266,7 +2247,7 @@ def plain_state(
     Leave out attributes that ``encode`` does not support.
 
     Args:
-        saved: Objects whose state other checkpoint keys contain. None: save no object's state.
+        saved: Objects that are saved elsewhere. If this is None, save no state_dict of any object.
         weights: The addresses and names of the tensors in the model's state_dict.
     """
     values, is_module = {**namespace_of(part)}, isinstance(part, nn.Module)
@@ -2294,7 +2275,7 @@ def plain_state(
         if name not in found:
             check_unsaved(name, value, saved is None)
             if saved is None and holds_objects(value):
-                # Detect new items by the length. The attributes of the items are saved separately.
+                # The items are saved separately, so save only the length, to detect new items.
                 found[name] = ChangeMark((len(value),))
     return found
 
@@ -2307,7 +2288,7 @@ def holds_objects(value: Any) -> bool:
 
 
 def is_library_iterator(value: Any) -> bool:
-    """Return whether a value is a library's iterator, such as the iterator of a DataLoader."""
+    """Return whether a value is an iterator of a library, such as iter(DataLoader(...))."""
     is_other = isinstance(value, count | io.IOBase) or is_own_object(value)
     return isinstance(value, Iterator) and not is_other
 
@@ -2322,10 +2303,7 @@ def encode_or_mark(
 
 
 def check_unsaved(name: str, value: Any, is_in_loader: bool) -> None:
-    """Warn if an attribute that is not saved is an iterator.
-
-    If an unsaved attribute is a container with random generators, raise an error.
-    """
+    """Warn about an iterator that is not saved. Refuse a container of random generators."""
     if is_library_iterator(value) and not is_in_loader:
         text = f"checkpoint: the position of the iterator {name!r} ({type(value).__name__}) is not"
         text += " saved. A resumed run may differ. Use FabricLoop, and pass the loader to fit()."
@@ -2347,7 +2325,7 @@ class ChangeMark(tuple[Any, ...]):
 
 
 class LargeValueError(TypeError):
-    """Raised if a value is so large that the caller should compute a checksum instead."""
+    """Raised if a value is too large to encode, so that the caller stores a checksum instead."""
 
 
 def change_mark(value: Any, most: int | None) -> ChangeMark | None:
@@ -2394,9 +2372,10 @@ def mark_value(value: Any, depth: int = 0) -> Any:
 
 
 def mark_tensor(tensor: Any) -> Any:
-    """Return a tensor's version counter and a checksum, which detects changes through ``.data``.
+    """Return a tensor's version counter and a checksum.
 
-    If ``tensor`` is not a dense tensor with data, return None.
+    Changes through ``.data`` change only the checksum. If ``tensor`` is not a dense tensor with
+    data, return None.
     """
     if not isinstance(tensor, Tensor) or tensor.layout is not torch.strided or tensor.is_meta:
         return None
@@ -2427,10 +2406,10 @@ def encode(
     weights: Mapping[Any, str] = MappingProxyType({}),
     depth: int = 0,
 ) -> Any:
-    """Convert a value to a tuple in FabricLoop's format. Raise a TypeError for other types.
+    """Convert a value to FabricLoop's format. If its type is not supported, raise a TypeError.
 
     Args:
-        most: The largest number of elements of a tensor or an array. None: any number.
+        most: The largest number of elements in a tensor or an array. None means no limit.
         weights: The addresses and names of tensors that are saved elsewhere.
     """
     kind, name = type(value), type(value).__name__
@@ -2478,7 +2457,7 @@ def encode_tensor(
 ) -> Any:
     name = weights.get(address_of(tensor))
     if name is not None and depth > 0:
-        # In a container, such as a list of pairs (weight, average), save the weight's name instead.
+        # In a container, such as a list of pairs (weight, average), save a weight by its name.
         place = list(tensor.shape), list(tensor.stride()), tensor.storage_offset()
         return "weight", name, type(tensor) is nn.Parameter, *place
     if name is not None:
@@ -2671,7 +2650,7 @@ def changed_flags(start: dict[str, Any], current: dict[str, Any]) -> dict[str, d
 def random_state(generator: Any) -> Any:
     state = getattr(generator, "getstate", getattr(generator, "get_state", None))
     found = generator.bit_generator.state if state is None else state()
-    # Save NumPy arrays as lists, because reading a checkpoint creates no NumPy objects.
+    # Save NumPy arrays as lists, because torch.load(weights_only=True) refuses arrays.
     return apply_to_collection(found, np.ndarray, np.ndarray.tolist)
 
 
@@ -2881,7 +2860,7 @@ def find_hparams(model: Any) -> dict[str, Any]:
 
 
 def is_replaced(checkpoint: dict[str, Any], folder: Path) -> bool:
-    """Return whether a newer run started in a folder after a checkpoint was saved."""
+    """Return whether a newer run started in the same folder after a checkpoint was saved."""
     started, _ = read_times(folder)
     return bool(checkpoint.get("fabric_template", {}).get("saved_at", started) < started)
 
@@ -2937,7 +2916,7 @@ def opened_lock(folder: Path) -> Iterator[IO[str]]:
     """Open and lock a folder's .lock file, which the system unlocks when this process ends."""
     folder.mkdir(parents=True, exist_ok=True)
     with open(folder / ".lock", "a") as file:
-        # Do without a lock on Windows, which lacks fcntl, and on network drives without file locks.
+        # Windows lacks fcntl, and some network drives lack file locks. There, use no lock.
         with suppress(ImportError, OSError):
             import fcntl
 
