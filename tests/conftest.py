@@ -10,9 +10,9 @@ from importlib.util import find_spec
 from multiprocessing import resource_tracker
 from pathlib import Path
 
-# Set before torch and matplotlib are imported. Processes that tests start inherit both.
+# Set these variables before torch and matplotlib are imported. Child processes inherit them.
 os.environ.setdefault("MPLBACKEND", "Agg")
-os.environ["OMP_NUM_THREADS"] = "1"  # Two ranks with a thread pool each are slower.
+os.environ["OMP_NUM_THREADS"] = "1"  # Tests with two ranks are slower if each rank has several threads.
 
 import numpy as np
 import pytest
@@ -21,7 +21,7 @@ from hypothesis import settings
 from interpreter import end, forking_python, start_server
 from ports import free_port
 
-# Variables of the user that would change tests: settings of git, of launchers and of the terminal.
+# Remove the user's environment variables that would change tests, such as settings of git and SLURM.
 for name in list(os.environ):
     if name.startswith(("GIT_", "SLURM_", "TORCHELASTIC_", "PL_", "PYTHONWARN", "PYTHONUNBUF", "PYTEST_ADDOPTS")) or name in (
         "COLUMNS", "LINES", "NO_COLOR", "FORCE_COLOR", "RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT",
@@ -30,23 +30,24 @@ for name in list(os.environ):
 os.environ |= {"GIT_CONFIG_GLOBAL": os.devnull, "GIT_CONFIG_NOSYSTEM": "1"}
 
 REPOSITORY = Path(__file__).resolve().parent.parent
-# Folders that tools may write at any time.
+# Folders that tools such as pytest and ruff may write at any time.
 TOOLS = {"__pycache__", ".pytest_cache", ".ruff_cache", ".mypy_cache", ".hypothesis", ".git"}
 SIGNALS = [getattr(signal, name) for name in ("SIGINT", "SIGTERM", "SIGUSR1", "SIGUSR2") if hasattr(signal, name)]
 
-if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:  # A shell ignores Ctrl-C for background processes.
+# A shell starts background processes with SIGINT ignored, but some tests need Ctrl-C.
+if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
-# No deadline, because the first call may import torch. No database, because it is a folder in the repository.
+# Disable Hypothesis's deadline, because the first call may import torch, and its database, which is a folder.
 settings.register_profile("suite", deadline=None, database=None, derandomize=True)
 settings.load_profile("suite")
 
 
 def pytest_configure(config):
-    """Hide the CUDA device, unless `pytest -m gpu` runs, and show two processors.
+    """Hide CUDA devices, except from `pytest -m gpu`, and let tests see exactly two processors.
 
-    A process that has used CUDA cannot fork ranks that use it. Advice that depends on the number of processors
-    is the same on each machine.
+    A process that has used CUDA cannot fork ranks that use CUDA. With two processors, hints such as "use more
+    workers" are the same on each machine.
     """
     if (found := Path(find_spec("fabric_template").origin).parents[1].resolve()) != REPOSITORY:
         raise pytest.UsageError(
@@ -59,7 +60,7 @@ def pytest_configure(config):
         if len(cores) > 2:
             first = 2 * int(os.environ.get("PYTEST_XDIST_WORKER", "gw0")[2:])
             os.sched_setaffinity(0, {cores[first % len(cores)], cores[(first + 1) % len(cores)]})
-        elif len(cores) < 2:  # torch warns of two workers on one processor.
+        elif len(cores) < 2:  # torch warns if there are more workers than processors.
             os.sched_getaffinity = lambda pid: {0, 1}
     elif (os.cpu_count() or 1) < 2:
         os.cpu_count = lambda: 2
@@ -69,11 +70,11 @@ def pytest_collection_modifyitems(items):
     if not torch.cuda.is_available():
         for item in items:
             if item.get_closest_marker("gpu") is not None:
-                item.add_marker(pytest.mark.skip(reason="needs a CUDA device, which `pytest -m gpu` alone sees"))
+                item.add_marker(pytest.mark.skip(reason="needs a CUDA device, which only `pytest -m gpu` can see"))
 
 
 def pytest_sessionstart(session):
-    """Start one server of forks for all processes of pytest-xdist, while they import the tests."""
+    """Start one forking server for all workers of pytest-xdist, which import the tests meanwhile."""
     if getattr(session.config.option, "numprocesses", None) and hasattr(os, "pidfd_open"):
         start_server()
 
@@ -84,7 +85,7 @@ def pytest_sessionfinish():
 
 @pytest.fixture(scope="session", autouse=True)
 def freeze_collector():
-    """Exclude half a million imported objects from garbage collections."""
+    """Exclude half a million objects of imported modules from garbage collection, to save time."""
     gc.collect()
     gc.freeze()
 
@@ -92,14 +93,14 @@ def freeze_collector():
 @pytest.fixture(scope="session", autouse=True)
 def use_one_thread():
     before = torch.get_num_threads()
-    torch.set_num_threads(1)  # Sums have one order, so that results are equal bit for bit.
+    torch.set_num_threads(1)  # Sums then have a fixed order, so results are equal bit for bit.
     yield
     torch.set_num_threads(before)
 
 
 @pytest.fixture(scope="session", autouse=True)
 def use_temporary_folder(tmp_path_factory):
-    """Make `tempfile` use a folder of pytest, for examples in docstrings and for processes of torch."""
+    """Make `tempfile` use a folder that pytest cleans up, because docstring examples and torch leave files."""
     folder = str(tmp_path_factory.mktemp("tmp"))
     with pytest.MonkeyPatch.context() as session:
         session.setenv("TMPDIR", folder)
@@ -109,7 +110,7 @@ def use_temporary_folder(tmp_path_factory):
 
 @pytest.fixture(scope="session", autouse=True)
 def skip_fsync():
-    """Do not wait for the disk. No test cuts the power: tests/faults simulates what would be lost."""
+    """Do not wait for the disk, to save time. tests/faults simulates a power failure without fsync()."""
     with pytest.MonkeyPatch.context() as session:
         session.setattr("os.fsync", lambda descriptor: None)
         yield
@@ -122,7 +123,7 @@ def run_in_temporary_folder(monkeypatch, tmp_path):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv(
         "GIT_CEILING_DIRECTORIES", str(tmp_path.parent)
-    )  # Git must not find a repository around the folder.
+    )  # Git must not find a repository in a parent folder.
     yield
     new = sorted(_repository_names() - before)
     assert not new, f"this test left files in the repository: {new}. Write under tmp_path."
@@ -150,13 +151,13 @@ def seed_random_numbers():
     """Seed each test, so that its numbers do not depend on the tests before it."""
     random.seed(0)
     np.random.seed(0)
-    # torch.manual_seed() would record a traceback for each kind of device.
+    # torch.manual_seed() is slower, because it records a traceback for each device type.
     torch.default_generator.manual_seed(0)
 
 
 @pytest.fixture(autouse=True)
 def check_torch_state():
-    """Check that a test restores torch's modes. Restore the settings that a run keeps, such as deterministic=True."""
+    """Check that a test restores torch's modes. Reset settings that a run leaves on, such as deterministic=True."""
     deterministic = torch.are_deterministic_algorithms_enabled()
     warn_only = torch.is_deterministic_algorithms_warn_only_enabled()
     benchmark, cudnn_deterministic = torch.backends.cudnn.benchmark, torch.backends.cudnn.deterministic
@@ -195,8 +196,8 @@ def check_signal_handlers():
 
 @pytest.fixture
 def quick_spawn(monkeypatch):
-    """Make multiprocessing spawn processes that have imported torch and Lightning."""
-    resource_tracker.ensure_running()  # It is spawned, too, and outlives the test.
+    """Make spawned processes start quickly, by forking a process that has imported torch and Lightning."""
+    resource_tracker.ensure_running()  # Start the tracker with the real Python, because it outlives the test.
     monkeypatch.setattr("multiprocessing.spawn._python_exe", os.fsencode(forking_python()))
 
 

@@ -1,4 +1,4 @@
-"""Train a small GPT on the bytes of a text file, and generate text with the GPT.
+"""Train a small GPT on the bytes of a text file, and generate text with it.
 
 The default text comes from Python's help topics. Also try the options ``--compile true``,
 ``--precision bf16-mixed`` and ``--max_steps 5000``.
@@ -110,7 +110,7 @@ class GPT(LightningModule):
 
     @torch.no_grad()
     def generate(self, tokens: Tensor) -> Tensor:
-        """Append ``length`` tokens, and sample each of them from the 20 most likely tokens."""
+        """Append ``length`` tokens, each of which is sampled from the 20 most likely ones."""
         generator = torch.Generator(tokens.device).manual_seed(0)
         for _ in range(self.hparams["length"]):
             scores, candidates = self(tokens[:, -self.hparams["block"] :])[:, -1].topk(20)

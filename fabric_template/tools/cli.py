@@ -45,7 +45,7 @@ COMMANDS = {  # name: (module, help)
     "update": ("package_copy", "merge the installed version into a copy"),
     "verify": ("cli", "check that checkpoints are intact"),
 }
-# Without --resume, these commands start a new version of a run.
+# Without --resume, these commands write to a new folder, such as logs/digits/version_1.
 TRAINING_COMMANDS = ("fit", "profile", "tune")
 EVALUATION_COMMANDS = ("validate", "test", "predict")
 LOOP_COMMANDS = (*TRAINING_COMMANDS, *EVALUATION_COMMANDS)
@@ -113,7 +113,7 @@ OPTIONS: dict[str, dict[str, dict[str, Any]]] = {  # by command
     },
     "verify": {"path": {"help": "A checkpoint, or a folder of checkpoints."}},
 }
-# The command line lacks options that take objects, except for those in CLASS_OPTIONS.
+# Options that take Python objects are not on the command line, except those in CLASS_OPTIONS.
 NOT_TYPED: set[str | int] = {"fabric", "plugins", "loggers", "callbacks"}
 FIELDS = [field.name for field in dataclasses.fields(LoopArguments) if field.name not in NOT_TYPED]
 
@@ -241,9 +241,9 @@ def put_paths_first(argv: list[str]) -> list[str]:
 
 
 def complete_arguments(command: str, argv: list[str]) -> list[str]:
-    """Replace --run and the name of a demo with the options of this run or demo.
+    """Replace --run, or a demo's name such as demos.digits, with the options of the run or demo.
 
-    Put --config, --model and --data first, so that options such as --model.lr change them.
+    Put --config, --model and --data first, so that options such as --model.lr override them.
     """
     parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False, exit_on_error=False)
     parser.add_argument("--config", action="append", default=[])
@@ -285,7 +285,7 @@ def resolve_config(path: str) -> str:
 
 
 def resolve_token(token: str) -> str:
-    """Write the import path of the class into an option such as --callbacks+=EarlyStopping."""
+    """Expand the class name in an option such as --callbacks+=EarlyStopping to an import path."""
     match = re.fullmatch(r"(--(model|data|callbacks)(?:\+|\.help)?=)(\w[\w.:]*)", token)
     if match is None:
         return token
@@ -299,7 +299,7 @@ def resolve_token(token: str) -> str:
 def read_run(command: str, folder: Path, is_new_run: bool) -> dict[str, Any]:
     """Return the options in the config.yaml of a run's folder.
 
-    If ``is_new_run`` is False, add options with which the command uses the folders of this run.
+    If ``is_new_run`` is False, add the options that make the command use this run's folders.
     """
     import yaml
 
@@ -360,7 +360,7 @@ def make_parser(name: str) -> ArgumentParser:
 def explain(parser: ArgumentParser, message: str) -> str:
     """Shorten an error message from jsonargparse to one line that starts with the option's name."""
     text = " ".join(message.split())
-    # Ignore case, because the case of this message differs between versions of jsonargparse.
+    # Ignore upper and lower case, which differ between versions of jsonargparse.
     if unknown := re.match(r"(?i)unrecognized arguments:.*?(--[\w.]+)", text):
         options = [option for action in parser._actions for option in action.option_strings]
         near = difflib.get_close_matches(unknown[1], options, n=1)
@@ -369,8 +369,8 @@ def explain(parser: ArgumentParser, message: str) -> str:
     keys = re.findall(r'Parser key "([\w.]+)": ', text)
     text = re.sub(r'Parser key "[\w.]+": ', "", text)
     if union := re.search(r"Subtypes: \[(.*?)\] Errors: (.*) Given value type: .*: (.*)", text):
-        # jsonargparse tries each allowed type. Show the error of the class's constructor, and drop
-        # errors such as "Expected a bool".
+        # jsonargparse tries each allowed type, and lists one error per type. Keep the error of the
+        # class's constructor, and drop errors such as "Expected a bool".
         reasons = [reason for reason in union[2].split("- ") if "Expected a" not in reason]
         expected = " or ".join(sorted(union[1].split(", ")))
         text = " ".join(reasons) or f"got {union[3]}, expected {expected}."
@@ -430,9 +430,9 @@ def record_classes(parser: ArgumentParser, settings: Namespace) -> dict[str, Any
 
 
 def record_class(part: Any, text: Any) -> Any:
-    """Replace constructor arguments that YAML does not support with text.
+    """Convert constructor arguments that YAML cannot store to text.
 
-    If such an argument has its default value, omit the argument.
+    Omit such an argument if it has its default value.
     """
     if not isinstance(part, dict):
         return part
@@ -481,7 +481,7 @@ def fit_command(
             command = f"{program()} fit --run {shlex.quote(folder)} --resume last"
             print(f"\nThe run was interrupted. Continue it with\n{command}", file=sys.stderr)
         raise
-    # All processes read the folder, because log_dir communicates.
+    # Call this in every process, because reading loop.log_dir synchronizes the processes.
     folder = run_folder(loop)
     if loop.fabric.is_global_zero:
         print(f"\n{format_summary(summarize(loop, folder))}")

@@ -37,7 +37,7 @@ with record_training(recording, int(steps), stop=True):
 """
 Record = dict[str, Any]  # The recorded values of one optimizer step.
 
-# For each quantity, the likely reason if it is the first to differ, and the fix.
+# If a quantity is the first to differ between two runs: the likely reason, and the fix.
 EXPLANATIONS = {
     "optimizer": (
         "the optimizers have different classes, or step in a different order",
@@ -120,7 +120,7 @@ def find_first_difference(*recordings: list[Record]) -> Comparison:
         for quantity in a["quantities"]:
             pairs = find_differences(quantity, a, b)
             if pairs:
-                # Show only the norm of a tensor, although a recording also contains its hash.
+                # Of a tensor, show only the norm and not the recorded hash.
                 values = [value[0] if "norm" in quantity else value for value in pairs[0]]
                 reason, fix = explain(quantity, a, b, step)
                 return Comparison(min(lengths), step, quantity, tuple(values), reason, fix)
@@ -140,11 +140,11 @@ def compare_command(first: str, second: str, *, steps: int = 50) -> int:
 def find_differences(quantity: str, first: Record, second: Record) -> list[tuple[Any, Any]]:
     a, b = (record["quantities"].get(quantity, []) for record in (first, second))
     if quantity == "digest of a sample" and ({*a} <= {*b} or {*b} <= {*a}):
-        # Compare only the tensors that both runs recorded. A model that also gets the targets as an
-        # input records more tensors.
+        # One run may record additional tensors, for example if its model also gets the targets as
+        # an input.
         return []
     if quantity == "batch size" and 0 in (*a, *b):
-        # Ignore a batch size of 0: no module with parameters has received this batch.
+        # The batch size is recorded as 0 if no module with parameters received the batch.
         return []
     # Compare the values as strings, because NaN differs from itself.
     return [(x, y) for x, y in zip_longest(a, b) if str(x) != str(y)]
@@ -170,7 +170,7 @@ def explain(quantity: str, first: Record, second: Record, step: int) -> tuple[st
 
 
 def explain_loss(first: Record, second: Record) -> tuple[str, str]:
-    # The modules in eval mode are recorded only if a backward pass precedes the step.
+    # A step without a backward pass has no record of the modules in eval mode.
     modes = first.get("eval modules", []), second.get("eval modules", [])
     if len(modes[0]) != len(modes[1]):
         which = "first" if len(modes[0]) > len(modes[1]) else "second"
@@ -204,7 +204,7 @@ def explain_gradients(first: Record, second: Record) -> tuple[str, str]:
 
 
 class EnoughSteps(BaseException):
-    """Raised after the last step to record, so that the training ends."""
+    """Raised after the last step to record, to end training."""
 
 
 def record_steps(training: Any, steps: int, is_shown: bool = False) -> list[Record]:
@@ -306,7 +306,7 @@ class Recorder:
         self.batch_size = 0
 
     def before_forward(self, module: torch.nn.Module, args: Any) -> None:
-        """Record a module's input batch if the module itself, not only a child, has parameters."""
+        """Record the input batches of modules that directly own parameters, such as Linear."""
         if torch.compiler.is_compiling() or not torch.is_grad_enabled():
             return
         if id(module) not in self.modules:
@@ -336,7 +336,7 @@ class Recorder:
         self.weights = [fingerprint(p) for p in self.parameters]
 
     def after_step(self, optimizer: Any, args: Any, kwargs: Any) -> None:
-        """Record an optimizer step. After the last step to record, remove PyTorch's hooks."""
+        """Record an optimizer step, and remove all hooks after the last step to record."""
         if optimizer not in self.optimizers:
             self.optimizers.append(optimizer)
         self.steps.append(self.describe_step(optimizer))
@@ -348,16 +348,17 @@ class Recorder:
 
     def describe_step(self, optimizer: Any) -> Record:
         named = [pair for module in self.modules.values() for pair in module.named_parameters()]
-        # Prefer the parameter names of the first called module, which usually contains the other
-        # called modules.
+        # A parameter has another name in each module that contains it. Use the name in the first
+        # called module, which is usually the whole model.
         names = {id(parameter): name for name, parameter in reversed(named)}
         groups = [group for group in optimizer.param_groups for _ in group["params"]]
         entries = list(zip(self.parameters, self.weights, groups, strict=True))
-        # Sort the parameters, because their order may differ between the two optimizers.
+        # Sort the parameters, because the two optimizers may list them in different orders.
         entries.sort(key=lambda entry: (tuple(entry[0].shape), entry[1]))
         parameters = [parameter for parameter, *_ in entries]
         number = self.optimizers.index(optimizer) + 1
-        # List causes before effects, such as batches before losses.
+        # List causes before effects, such as batches before losses. The first difference is then
+        # the cause of all others.
         quantities = {
             "optimizer": [f"{type(optimizer).__name__} (number {number})"],
             "shape of a parameter": [list(p.shape) for p in parameters],

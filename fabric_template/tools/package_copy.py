@@ -129,7 +129,7 @@ def update_command(path: str, *, dry_run: bool = False) -> int:
     conflicts.
 
     Returns:
-        1 if the user must check a file, because the outcome is "conflict" or "kept". Otherwise 0.
+        1 if the user must check a file whose outcome is "conflict" or "kept", otherwise 0.
     """
     copy = find_copy("update", path)
     if copy.original == copy.upstream and copy.version == __version__:
@@ -155,9 +155,9 @@ def update_command(path: str, *, dry_run: bool = False) -> int:
 
 
 def combine_versions(copy: Copy, name: str) -> tuple[str, bytes | None]:
-    """Return what an update does with a file ("" for nothing), and the file's new content.
+    """Return what an update does to a file, such as "merged", and the file's new content.
 
-    The content is None if the updated copy does not contain the file.
+    The first value is "" if nothing changes. The content is None if the file must not exist.
     """
     mine, old, new = (files.get(name) for files in (copy.current, copy.original, copy.upstream))
     if new in (mine, old):

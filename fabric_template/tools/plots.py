@@ -30,9 +30,9 @@ DASHES = ("-", "--", "-.")
 # With more runs than combinations of color and dash, draw only the best runs in color.
 MOST_COLORED = len(PALETTE) * len(DASHES)
 NUM_BEST = 8
-# Draw at most 18 panels unless the user chooses metrics. 18 panels take about a second.
+# Draw at most 18 panels, which take about a second, unless the user chooses metrics.
 MOST_PANELS = 18
-# The largest number of characters in a panel's label. Longer labels are shortened at the start.
+# The largest number of characters in a panel's label. Longer labels lose their first characters.
 LONGEST_LABEL = 28
 GRAY = "0.72"
 
@@ -89,7 +89,7 @@ def plot_logs(
 
 
 def prepare_runs(runs: list[Run], x: str | None, smooth: float | None) -> tuple[list[Run], str]:
-    """Prepare the tables of runs that have rows. Return these runs and the name of the x axis."""
+    """Drop runs without rows, choose the x axis, and prepare the tables of the other runs."""
     if smooth is not None and not 0 <= smooth < 1:
         raise ValueError(f"smooth: got {smooth}, expected a number >= 0 and < 1, such as 0.9.")
     # Skip runs that were stopped before they wrote a row.
@@ -156,7 +156,7 @@ def draw_panels(
 
 
 def load_runs(logs: Any, seeds: bool) -> list[Run]:
-    """Return the runs in the argument ``logs`` of ``plot_logs``."""
+    """Convert the argument ``logs`` of ``plot_logs`` to a list of runs."""
     import pandas as pd
 
     if isinstance(logs, str | os.PathLike):
@@ -244,7 +244,7 @@ def choose_x(tables: list[pd.DataFrame], x: str | None) -> str:
 def is_step_based_table(table: pd.DataFrame) -> bool:
     """Return whether to draw a table by step instead of by epoch.
 
-    This is the case if the table has several rows per epoch, or only one epoch.
+    A table is drawn by step if it has several rows per epoch, or only one epoch.
     """
     if "samples_per_second" in table and bool(table["samples_per_second"].notna().any()):
         return True
@@ -285,7 +285,7 @@ def read_steps(table: pd.DataFrame) -> pd.DataFrame:
 
 
 def prepare_table(table: pd.DataFrame, x: str) -> pd.DataFrame:
-    """Return a table with one row per x value, in which the x axis's column is named ``x``."""
+    """Keep the last row per x value, and rename the column of the x axis to ``x``."""
     if x == "row":
         return table.assign(row=range(len(table)))
     if x == "step":
@@ -372,14 +372,14 @@ def add_splits(metrics: list[Metric]) -> list[Metric]:
 
 
 def name_line(metric: Metric, others: list[Metric]) -> str:
-    """Return the label of a metric's line. A label that starts with "_" is not in the legend."""
+    """Return the label of a metric's line. Matplotlib's legend omits labels that start with "_"."""
     if [other.split for other in others].count(metric.split) > 1:
         return metric.column
     return metric.split or (metric.column if len(others) > 1 else f"_{metric.quantity}")
 
 
 def choose_colors(runs: list[Run], metrics: list[Metric]) -> None:
-    """Give each run a color and a dash pattern. If there are over 18, color the best 8 runs."""
+    """Give each run a color and a dash pattern. Color only the best 8 of more than 18 runs."""
     colored = runs
     if len(runs) > MOST_COLORED:
         colored = rank_runs(runs, metrics)[:NUM_BEST]
@@ -515,14 +515,12 @@ def has_raw_steps(table: pd.DataFrame, metric: Metric, x: str) -> bool:
 def average_steps(values: pd.Series) -> Any:
     """Return the moving averages of a metric's values.
 
-    An average covers at most 4 % of all values. The average at the n-th value covers at most
-    the last n / 4 values, because the high losses of the first steps would otherwise remain in
-    the averages for a long time.
+    An average covers at most 4 % of all values. The n-th average covers at most the last n / 4
+    values. Otherwise, the high losses of the first steps would raise many averages.
     """
     import numpy as np
 
-    # Sum in the highest precision, because the first losses may be very large, which causes
-    # rounding errors.
+    # Use the highest precision, because very large first losses cause rounding errors in the sums.
     sums = np.concatenate([[0.0], np.cumsum(values.to_numpy(np.longdouble))])
     ends = np.arange(1, len(sums))
     sizes = np.clip(ends // 4, 1, max(1, len(values) // 25))
@@ -541,7 +539,7 @@ def add_legend(axes: list[Axes], title: str) -> None:
         if label == "best" or label.endswith(" other runs"):
             entries[label] = entries.pop(label)
     figure: Any = axes[0].figure
-    # Estimate how many legend entries fit into a line, if a letter is 1/14 inch wide.
+    # Estimate how many legend entries fit into a line. A letter is about 1/14 inch wide.
     letters = int(figure.get_figwidth() * 14)
     labels = [textwrap.fill(label, int(0.7 * letters)) for label in entries]
     width = max(1, letters // (max(map(len, entries)) + 10))
@@ -601,7 +599,7 @@ class LivePlot:
 
     def on_fit_start(self, trainer: Any, module: Any) -> None:
         self.display, self.next_time, self.sizes = None, 0.0, []
-        # log_dir communicates, so all processes read it here, and none reads it later.
+        # Reading log_dir synchronizes all processes, so only one process must not read it later.
         folder = trainer.log_dir
         self.folder = Path(folder) if folder and trainer.is_global_zero else None
 

@@ -45,8 +45,8 @@ def list_runs(
     Args:
         folder: The folder of all logs, or a folder in it.
         metric: The metric that ranks the runs. Default: each run's monitor or a validation metric.
-        mode: "min" or "max", whether the metric's smallest or largest value is the best. Default:
-            the run's own mode, or the metric's name decides. `best` is empty if neither does.
+        mode: "min" if the metric's smallest value is the best, "max" if the largest is. Default:
+            the run's own mode or the metric's name decides. If neither does, `best` is empty.
 
     Example:
         >>> from tempfile import mkdtemp
@@ -93,7 +93,6 @@ def find_runs(
 
 
 def differing_options(runs: Sequence[Run]) -> list[str]:
-    """Return the names of the options that differ between the runs."""
     differing = []
     recorded = {name for run in runs for name in run["recorded"]}
     for option in dict.fromkeys(name for run in runs for name in run["options"]):
@@ -166,7 +165,7 @@ def read_files(path: Path, root: Path) -> list[Run]:
 
 
 def describe_run(run: Run, rows: Columns, label: str) -> Run:
-    """Return a run's dict with the epochs, duration, folder, label and logged rows added."""
+    """Return a copy of ``run`` with the epochs, duration, folder, label and logged rows added."""
     column = find_axis(rows, "epoch")
     epochs = [] if column is None else [epoch for epoch in rows[column] if epoch == epoch]
     count = 0
@@ -186,8 +185,7 @@ def describe_run(run: Run, rows: Columns, label: str) -> Run:
 def choose_metric(run: Run) -> str | None:
     """Return the metric by which a run is ranked, or None if the run has no metrics.
 
-    If the run logged the metric in the option ``monitor``, return this metric. Otherwise, prefer
-    a validation metric.
+    Prefer the metric in the option ``monitor`` if the run logged it, and then validation metrics.
     """
     monitor = run["options"].get("monitor")
     if monitor in run["rows"]:
@@ -204,7 +202,7 @@ def choose_metric(run: Run) -> str | None:
 
 
 def best_mode(metric: str, options: dict[str, Any]) -> str | None:
-    """Return "min" or "max" for the best value of a metric, or None if neither is known to be best.
+    """Return whether the "min" or the "max" of a metric is best, or None if that is unknown.
 
     If the metric is the option ``monitor``, the option ``mode`` decides. Otherwise, the metric's
     name decides.
@@ -216,8 +214,8 @@ def best_mode(metric: str, options: dict[str, Any]) -> str | None:
 def find_best(run: Run, metric: str | None = None, mode: str | None = None) -> dict[str, Any]:
     """Return a dict with the best value of a metric, and the epoch and step of this value.
 
-    If the run has no finite value of the metric, or if it is unknown whether the smallest or the
-    largest value is best, these entries are None.
+    All three are None if the run has no finite value of the metric, or if it is unknown whether
+    the smallest or the largest value is best.
     """
     rows, metric = run["rows"], metric or choose_metric(run)
     found: Run = {
@@ -298,7 +296,7 @@ def parse_yaml(text: str) -> Any:
 
 
 def find_recorded(about: dict[str, Any], options: dict[str, Any]) -> dict[str, Any]:
-    """Return the model class, the optimizers and the batch size in the section "about".
+    """Return the model class, optimizers and batch size in the section "about" of config.yaml.
 
     Omit values that are also in ``options``.
     """

@@ -58,7 +58,7 @@ def runs_command(
 
 
 def find_run(name: str) -> Run:
-    """Return the run with a folder, a CSV file or a name such as digits/version_0."""
+    """Find a run by its folder, its CSV file or its name, such as digits/version_0."""
     for folder in (Path(name), Path("logs", name)):
         if Path(folder, "metrics.csv").is_file():
             run = read_run(folder.absolute(), Path("logs").absolute())
@@ -158,7 +158,7 @@ def print_best(runs: Sequence[Run]) -> None:
     print(f"best        {best['metric']} {best['best']:.6g}{epoch}")
     is_own_folder = best["file"].name == "metrics.csv"
     print(f"run         {best['folder'] if is_own_folder else best['file']}")
-    # Show no checkpoints next to another tool's CSV file, which may belong to other runs.
+    # Checkpoints next to another tool's CSV file may belong to other runs, so show none.
     paths = find_checkpoints(best) if is_own_folder else []
     for path in paths:
         print(f"checkpoint  {path}")

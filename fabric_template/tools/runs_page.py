@@ -25,8 +25,8 @@ TEMPLATE = Path(__file__).with_name("runs_page.html")
 MOST_POINTS = 60_000
 # The largest number of panels above the table.
 MOST_MAIN = 3
-# At most eight options have a column each. The last column lists the other options, and options
-# whose value is longer than 24 characters.
+# At most eight options get their own column. The last column lists the others, and options with
+# a value of more than 24 characters.
 MOST_OPTIONS = 8
 LONGEST_VALUE = 24
 

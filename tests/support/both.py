@@ -1,4 +1,4 @@
-"""Run the same code with Trainer and with FabricLoop, each in its own folder, and compare."""
+"""Run the same code with Trainer and with FabricLoop, each in its own folder, and compare the results."""
 
 import warnings
 from dataclasses import dataclass
@@ -18,7 +18,7 @@ LOOPS = {"trainer": pl.Trainer, "loop": FabricLoop}
 
 
 class Notes(Logger):
-    """A logger that keeps (step, values) of each call."""
+    """A logger that stores (step, metrics) of each call in ``rows``."""
 
     name, version, save_dir = "notes", 0, None
 
@@ -53,21 +53,21 @@ class Side:
         return self.trainer.loggers[0].rows
 
     def files(self):
-        """Return the checkpoints under the folder by path. Links are followed."""
+        """Return the content of all checkpoints in the run's folder, keyed by relative path."""
         paths = sorted(self.root.rglob("*.ckpt"))
         return {path.relative_to(self.root).as_posix(): torch.load(path, weights_only=False) for path in paths}
 
     def place(self, path):
-        """Return a path relative to the folder."""
+        """Return a path relative to the run's folder."""
         return Path(path).relative_to(self.root).as_posix() if path else path
 
 
 def run_both(tmp_path, make_callbacks, make_module=Classifier, train=make_loader, val=val_loader, fit=None, **options):
-    """Fit with Trainer and with FabricLoop. Return both sides. Exceptions of fit are in ``error``.
+    """Train with Trainer and with FabricLoop, and check that the weights and errors of both are equal.
 
     Args:
-        make_callbacks: Returns the callbacks of one side: ``make_callbacks(root)``.
-        fit: Returns more arguments of fit: ``fit(root, name of the side)``.
+        make_callbacks: A function that takes the run's folder, and returns the callbacks.
+        fit: A function that takes the run's folder and "trainer" or "loop", and returns more arguments of fit.
     """
     sides = []
     for name, kind in LOOPS.items():
@@ -112,7 +112,7 @@ def assert_same_files(expected, ours):
 
 
 def plain(value, side):
-    """Return nested values with plain dicts and lists, and the side's folder replaced by ROOT."""
+    """Convert nested values to dicts and lists, and replace the run's folder by ROOT."""
     if isinstance(value, dict):
         return {plain(key, side): plain(part, side) for key, part in value.items()}
     if isinstance(value, list | tuple):

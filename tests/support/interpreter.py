@@ -1,12 +1,12 @@
 """Start Python commands quickly, by forking a process that has imported torch and Lightning.
 
-`fork_command([sys.executable, "-c", code])` returns a command with the same effect. It starts a small client, which asks a
-server to fork. The fork gets the client's streams, folder, variables and arguments, runs the code as `__main__`,
-and exits as Python does. The client forwards signals. If the client is killed, the fork is killed. The server has
-imported nothing of the package and nothing of the tests.
+`fork_command([sys.executable, "-c", code])` returns a command with the same effect. The new command starts a
+small client, which asks a server to fork. The forked process gets the client's streams, working directory, environment
+and arguments, runs the code as `__main__`, and exits as Python does. The client forwards signals. If the client is
+killed, the server kills the forked process. The server imports neither the package nor the tests.
 
-Tests of imports, of terminals and of process groups cannot use it. A test that kills a command and looks at its
-files has to kill the fork by its own process id, because the client may exit earlier.
+Tests of imports, terminals and process groups cannot use `fork_command`. A test that kills a command and then reads its
+files must kill the forked process by its own process id, because the client may exit earlier.
 """
 
 import contextlib
@@ -19,21 +19,21 @@ import subprocess
 import sys
 import time
 
-OPTIONS = ("-u", "-B")  # torchrun gives the first, multiprocessing the second.
-SIZE = 8  # The bytes of a number on the socket.
+OPTIONS = ("-u", "-B")  # torchrun passes -u, and multiprocessing passes -B.
+SIZE = 8  # The number of bytes of an integer on the socket.
 FORWARDED = [
     getattr(signal, name) for name in ("SIGINT", "SIGTERM", "SIGHUP", "SIGUSR1", "SIGUSR2") if hasattr(signal, name)
 ]
 POOLS = ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS")
-IMPORTED = ("lightning.fabric", "matplotlib")  # Imported before a fork.
-SHARED = "FORKING_PYTHON_FOLDER"  # The variable with the folder of the server that runs.
+IMPORTED = ("lightning.fabric", "matplotlib")  # The server imports these modules before it forks.
+SHARED = "FORKING_PYTHON_FOLDER"  # The environment variable with the running server's folder.
 SECONDS_TO_START = 300
-_server = []  # The folder and the process of the server, after the first request.
+_server = []  # The server's folder and process. Empty before the first request.
 
 
 @functools.cache
 def can_fork_server():
-    """Return whether the server starts here: it needs pidfd_open(), and a torch that starts no threads."""
+    """Return whether the server can run here. It needs pidfd_open(), and a torch that starts no threads."""
     try:
         os.close(os.pidfd_open(os.getpid()))
         return bool(_folder())
@@ -42,7 +42,7 @@ def can_fork_server():
 
 
 def fork_command(command):
-    """Return a command with the same effect that forks the server, or the command itself if that is not possible."""
+    """Return an equivalent command that forks the server, or ``command`` if that is not possible."""
     if command[1][0] == "-" and command[1] not in ("-c", "-m", *OPTIONS) or not can_fork_server():
         return command
     assert command[0] == sys.executable, command
@@ -50,7 +50,7 @@ def fork_command(command):
 
 
 def forking_python():
-    """Return an executable file that forks the server, for code that starts `sys.executable`."""
+    """Return an executable file that forks the server, to use instead of `sys.executable`."""
     path = os.path.join(_folder(), "python") if can_fork_server() else sys.executable
     return path if os.access(path, os.X_OK) else sys.executable  # Temporary folders may be mounted with noexec.
 
@@ -102,18 +102,19 @@ def end():
         except subprocess.TimeoutExpired:
             # A process that a test has left running keeps the server's standard input open.
             server.kill()
-        shutil.rmtree(folder, ignore_errors=True)  # A killed server leaves its folder.
+        shutil.rmtree(folder, ignore_errors=True)  # A killed server does not remove its folder.
 
 
 def ask(folder, *arguments):
-    """Run the client. It sends streams, folder and arguments, forwards signals, and exits like the fork."""
-    signal.pthread_sigmask(signal.SIG_BLOCK, FORWARDED)  # Until the process id of the fork is known.
+    """Run the client: send streams, folder and arguments, forward signals, and exit like the forked process."""
+    # Hold signals back until the forked process, to which they are forwarded, exists.
+    signal.pthread_sigmask(signal.SIG_BLOCK, FORWARDED)
     inherited = [number for number in range(256) if _is_open(number)]
     cores = list(os.sched_getaffinity(0))
     with socket.socket(socket.AF_UNIX) as line:
         message = json.dumps([inherited, arguments, os.getcwd(), dict(os.environ), cores]).encode()
         os.chdir(folder)
-        line.connect("socket")  # A whole path may be too long for a socket.
+        line.connect("socket")  # A full path may be too long for a socket.
         socket.send_fds(line, [len(message).to_bytes(SIZE, "big")], inherited)
         line.sendall(message)
         pid = _number(line)
@@ -129,7 +130,7 @@ def ask(folder, *arguments):
 
 
 def _pass_on(pid, number):
-    with contextlib.suppress(ProcessLookupError):  # The fork has just ended.
+    with contextlib.suppress(ProcessLookupError):  # The forked process has just ended.
         os.kill(pid, number)
 
 
@@ -151,7 +152,7 @@ def _number(line):
 
 
 def serve(folder, *imported):
-    """Fork for each request until the input ends. Only the forks return, with the request."""
+    """Fork for each request until standard input is closed. In a forked process, return the request."""
     import gc
     import select
     import shutil
@@ -160,10 +161,10 @@ def serve(folder, *imported):
     for name in imported:
         import_module(name)
     gc.collect()
-    gc.freeze()  # Otherwise the first garbage collection of a fork copies all pages.
+    gc.freeze()  # Otherwise, the first garbage collection in a forked process copies all memory pages.
     assert len(os.listdir("/proc/self/task")) == 1, "the server has threads"
     with socket.socket(socket.AF_UNIX) as listener:
-        listener.bind("socket")  # Relative to the server's folder.
+        listener.bind("socket")  # The path is relative to the server's folder.
         listener.listen(64)
         open("ready", "w").close()
         while listener in select.select([listener, 0], [], [])[0]:
@@ -184,7 +185,7 @@ def serve(folder, *imported):
 
 
 def _watch_fork(line):
-    """Fork, send the exit status of the fork to the client, and kill the fork if the client ends."""
+    """Fork a process, and send its exit status to the client. If the client ends, kill the process."""
     import fcntl
     import select
 
@@ -220,17 +221,17 @@ def _watch_fork(line):
 
 
 def become(base, arguments, folder, variables, cores):
-    """Run `-c code`, `-m module` or `script.py` with its arguments, as a new Python does."""
+    """Run `-c code`, `-m module` or `script.py` with its arguments, like a new Python process."""
     import multiprocessing
     import runpy
     import types
     from multiprocessing import resource_tracker
 
     matplotlib, numpy, torch = map(sys.modules.get, ("matplotlib", "numpy", "torch"))
-    if matplotlib is not None and "MPLBACKEND" in variables:  # matplotlib reads it only when it is imported.
+    if matplotlib is not None and "MPLBACKEND" in variables:  # matplotlib reads it only at import.
         matplotlib.rcParams["backend"] = variables["MPLBACKEND"]
     if numpy is not None:
-        numpy.random.seed()  # Python seeds its own generator in a fork.
+        numpy.random.seed()  # After a fork, Python reseeds its own generator, but not NumPy's.
     if torch is not None:
         torch.default_generator.seed()
     os.chdir(folder)
@@ -239,7 +240,7 @@ def become(base, arguments, folder, variables, cores):
     os.environ.update(variables)
     if "FORKING_PYTHON" in variables:
         sys.executable = variables["FORKING_PYTHON"]
-        resource_tracker.ensure_running()  # It needs an interpreter of its own.
+        resource_tracker.ensure_running()  # The tracker must run in a real Python.
         multiprocessing.set_executable(sys.executable)
     sys.orig_argv = [sys.executable, *arguments]
     sys.dont_write_bytecode = bool(variables.get("PYTHONDONTWRITEBYTECODE"))
@@ -282,5 +283,5 @@ if __name__ == "__main__":
         while deep is not None and deep.tb_frame.f_code.co_filename in (__file__, "<frozen runpy>"):
             deep = deep.tb_next
         sys.excepthook(type(error), error.with_traceback(deep), deep)
-        sys.excepthook = lambda *error: None  # The error is printed. Python sets the exit code.
+        sys.excepthook = lambda *error: None  # The error is already printed. It is raised for the exit code.
         raise

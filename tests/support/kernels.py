@@ -9,7 +9,7 @@ KERNEL = "fabric-template-test"
 
 
 def install_kernel(folder):
-    """Install the kernel below a folder. Return the variables with which Jupyter finds it and writes only there."""
+    """Install the kernel in a folder, and return the environment variables that make Jupyter use only this folder."""
     spec = folder / "jupyter" / "kernels" / KERNEL / "kernel.json"
     spec.parent.mkdir(parents=True)
     argv = fork_command([sys.executable, "-m", "ipykernel_launcher", "-f", "{connection_file}"])

@@ -1,4 +1,4 @@
-"""A model that is killed before a training step, for tests of the resume in both loops."""
+"""A model that raises an error before a given training step, for tests of resume in both loops."""
 
 from itertools import count
 
@@ -15,7 +15,7 @@ class KilledError(Exception):
 
 
 class Model(Classifier):
-    """A classifier that is killed before the training step with a given number."""
+    """A classifier that raises KilledError before training step number ``kill_at``."""
 
     kill_at = None
 

@@ -1,4 +1,4 @@
-"""Small modules, and functions that run one with lightning.Trainer and with FabricLoop."""
+"""Small modules, and functions that train them with lightning.Trainer and with FabricLoop."""
 
 import logging
 import warnings
@@ -15,24 +15,23 @@ logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
 
 
 def sgd(module):
-    """Return SGD with momentum."""
     return torch.optim.SGD(module.parameters(), lr=0.1, momentum=0.9)
 
 
 def by_step(module):
-    """Return SGD with a schedule by step."""
+    """Return SGD, and a scheduler that steps after each optimizer step."""
     optimizer = sgd(module)
     return {"optimizer": optimizer, "lr_scheduler": {"scheduler": StepLR(optimizer, 3, 0.7), "interval": "step"}}
 
 
 def by_epoch(module):
-    """Return Adam with a schedule by epoch."""
+    """Return Adam, and a scheduler that steps after each epoch."""
     optimizer = torch.optim.Adam(module.parameters(), lr=0.01)
     return [optimizer], [CosineAnnealingLR(optimizer, 4)]
 
 
 def make_data(num=40, features=8, classes=3, seed=0):
-    """Return a small problem that can be learned, as (num, features) floats and (num,) labels."""
+    """Return a small dataset that a model can learn: inputs ``(num, features)`` and labels ``(num,)``."""
     generator = torch.Generator().manual_seed(seed)
     x = torch.randn(num, features, generator=generator)
     y = (x @ torch.randn(features, classes, generator=generator)).argmax(1)
@@ -44,7 +43,7 @@ def make_loader(num=40, batch_size=4, shuffle=True, seed=0, **options):
 
 
 class Classifier(pl.LightningModule):
-    """MLP with dropout; logs train_loss and train_acc per epoch, val_loss and val_acc."""
+    """An MLP with dropout, which logs train_loss, train_acc, val_loss and val_acc."""
 
     def __init__(self, optimizers=None, dropout=0.2, hidden=16, **log):
         super().__init__()
@@ -74,7 +73,7 @@ class Classifier(pl.LightningModule):
 
 
 class Gan(pl.LightningModule):
-    """A generator with an optimizer step in each batch, and a critic that accumulates two batches."""
+    """A GAN whose generator is updated in each batch, and whose critic accumulates two batches."""
 
     def __init__(self, toggles=True, every=2):
         super().__init__()
@@ -113,7 +112,7 @@ class Gan(pl.LightningModule):
 
 
 def quiet(**options):
-    """Return options by which both loops write no files and print nothing."""
+    """Return options with which Trainer and FabricLoop write no files and print nothing."""
     return {
         "accelerator": "cpu",
         "logger": False,
@@ -163,7 +162,7 @@ def assert_same_metrics(one, other):
 
 
 def assert_parity(make_module, make_train, make_val=None, **options):
-    """Train a module with both, and compare weights, callback_metrics, epoch and step."""
+    """Train a module with Trainer and FabricLoop. Compare weights, callback_metrics, epoch and step."""
     trainer, expected = run_trainer(make_module, make_train, make_val, **options)
     loop, module = run_loop(make_module, make_train, make_val, **options)
     assert_same_weights(expected, module)

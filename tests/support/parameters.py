@@ -1,4 +1,4 @@
-"""Choose the parameters that the suite runs. `make soak` runs the others, which have the mark `soak`."""
+"""Choose which parametrized tests the suite runs. The others get the mark `soak`, for `make soak`."""
 
 import itertools
 
@@ -6,17 +6,17 @@ import pytest
 
 
 def keep(parameters, *kept):
-    """Return the names of parameters. All but the kept ones get the mark `soak`."""
+    """Return the names in ``parameters``. All except ``kept`` get the mark `soak`."""
     assert set(kept) <= set(parameters), f"keep: got {set(kept) - set(parameters)}, expected names of the table"
     return [name if name in kept else pytest.param(name, marks=pytest.mark.soak) for name in parameters]
 
 
 def leave(parameters, *left):
-    """Return the names of parameters. The ones to leave to `make soak` get the mark."""
+    """Return the names in ``parameters``. Those in ``left`` get the mark `soak`."""
     return keep(parameters, *(name for name in parameters if name not in left))
 
 
 def sample(step, *tables):
-    """Return all combinations of the tables' values. All but every `step`-th get the mark `soak`."""
+    """Return all combinations of values from the tables. All but every `step`-th get the mark `soak`."""
     cases = enumerate(itertools.product(*tables))
     return [pytest.param(*case, marks=[pytest.mark.soak] if number % step else []) for number, case in cases]

@@ -16,7 +16,7 @@ def make_dataset(size, seed=0):
 
 
 def train(batch_size=4):
-    """Return seven batches in random order, the last one short."""
+    """Return a shuffling loader with seven batches, of which the last one is smaller."""
     return DataLoader(make_dataset(26), batch_size=batch_size, shuffle=True)
 
 
@@ -25,14 +25,14 @@ def val():
 
 
 class Stream(IterableDataset):
-    """A data set without length."""
+    """A dataset without a length."""
 
     def __iter__(self):
         return iter(make_dataset(20, seed=2))
 
 
 class Module(pl.LightningModule):
-    """A classifier with dropout, which logs in every way."""
+    """A classifier with dropout that logs tensors, metrics and dicts, by step and by epoch."""
 
     scheduler = None
 
@@ -94,7 +94,7 @@ class Plateau(Module):
 
 
 class Manual(Module):
-    """Two optimizers that are toggled, clipped and scheduled by hand."""
+    """A module with manual optimization, which toggles, clips and schedules two optimizers."""
 
     def __init__(self):
         super().__init__()
@@ -125,14 +125,14 @@ class Manual(Module):
 
 
 class ClosureOptimizer(Module):
-    """LBFGS calls the step several times for each batch."""
+    """A module with LBFGS, which calls training_step several times per batch."""
 
     def configure_optimizers(self):
         return torch.optim.LBFGS(self.parameters(), lr=0.1, max_iter=3)
 
 
 class OwnHooks(Module):
-    """Its own optimizer step with warm-up, zero_grad, clipping, backward and scheduler step."""
+    """A module that overrides optimizer_step, zero_grad, clipping, backward and the scheduler step."""
 
     def optimizer_step(self, epoch, batch_idx, optimizer, closure):
         for group in optimizer.param_groups:
@@ -156,7 +156,7 @@ class OwnHooks(Module):
 
 
 class Skipping(Module):
-    """Some steps return None, one epoch ends early."""
+    """A module whose training_step returns None for one batch, and that ends the second epoch early."""
 
     def training_step(self, batch, batch_idx):
         return None if batch_idx == 2 else super().training_step(batch, batch_idx)
@@ -166,7 +166,7 @@ class Skipping(Module):
 
 
 class SeveralLoaders(Module):
-    """A dict of training loaders of different lengths."""
+    """A module whose batches are dicts with a batch from each of two loaders."""
 
     def training_step(self, batch, batch_idx):
         a, b = super().training_step(batch["a"], batch_idx)["loss"], self.loss(batch["b"])[0]

@@ -9,7 +9,7 @@ _COUNT = itertools.count()
 
 
 def _range():
-    """Return the ports below the ephemeral ones, which any connection may get."""
+    """Return ports below the ephemeral range, from which the system picks ports for any connection."""
     try:
         first = int(Path("/proc/sys/net/ipv4/ip_local_port_range").read_text().split()[0])
     except (OSError, ValueError):
@@ -18,7 +18,7 @@ def _range():
 
 
 def free_port():
-    """Return a free port. Each process starts its search at another port."""
+    """Return a free port. Processes search from different ports, so that they find different ones."""
     ports = _range()
     while True:
         port = ports[(os.getpid() * 1009 + next(_COUNT)) % len(ports)]

@@ -1,4 +1,4 @@
-"""Start processes with the variables of torchrun or SLURM. They are forked to save imports."""
+"""Start the processes of a distributed run as torchrun does, but by forking, which saves the imports."""
 
 import atexit
 import multiprocessing
@@ -15,8 +15,8 @@ def run_processes(function, *args, ranks=2, is_launched=True, timeout=900, agent
     """Call ``function(rank, *args)`` in each process. Return the exit codes and the stderr of each process.
 
     Args:
-        is_launched: Set a launcher's variables. False: plain scripts.
-        agent: The port of a store that outlives the processes, as torchrun's.
+        is_launched: Set torchrun's environment variables. If False, the processes are independent.
+        agent: The port of a rendezvous store that outlives the processes, like that of torchrun's agent.
     """
     launched = (ranks, agent or free_port(), agent is not None) if is_launched else None
     context = multiprocessing.get_context("fork")
@@ -47,11 +47,11 @@ def _rank(rank, launched, function, args):
         sys.stderr = file
         try:
             function(rank, *args)
-        except KeyboardInterrupt:  # Python exits with 130; multiprocessing would exit with 1.
+        except KeyboardInterrupt:  # Exit as Python does. multiprocessing would exit with 1.
             raise SystemExit(130) from None
         except Exception:
             traceback.print_exc()
             raise SystemExit(1) from None
         finally:
-            atexit._run_exitfuncs()  # multiprocessing does not run them in a forked process.
+            atexit._run_exitfuncs()  # multiprocessing skips exit functions in a forked process.
             print("the group stands" if torch.distributed.is_initialized() else "left", file=file)

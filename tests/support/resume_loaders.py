@@ -1,4 +1,4 @@
-"""Small loaders of every kind for the tests of resume."""
+"""Small data loaders of many kinds, for tests of resume."""
 
 import random
 
@@ -18,7 +18,7 @@ def tensors(num=24):
 
 
 class Samples(Dataset):
-    """Samples with noise of every library."""
+    """A dataset that adds random noise from Python, NumPy and torch to its samples."""
 
     def __init__(self, num=24):
         self.data = TensorDataset(*tensors(num))
@@ -32,7 +32,7 @@ class Samples(Dataset):
 
 
 class Stream(IterableDataset):
-    """A stream without state; each worker gives its own share."""
+    """An iterable dataset without state. Each worker yields its own share of the samples."""
 
     def __init__(self, num=24, noisy=False):
         self.data, self.noisy = TensorDataset(*tensors(num)), noisy
@@ -46,7 +46,7 @@ class Stream(IterableDataset):
 
 
 class StatefulStream(Stream):
-    """A stream that counts what it gave."""
+    """An iterable dataset whose state is the number of samples that it has yielded."""
 
     def __init__(self, num=24):
         super().__init__(num)
@@ -66,7 +66,7 @@ class StatefulStream(Stream):
 
 
 class StatefulLoader:
-    """A loader without length that shuffles and saves its position."""
+    """A loader that has no length, shuffles, and saves its position."""
 
     def __init__(self):
         self.data, self.generator = TensorDataset(*tensors()), torch.Generator().manual_seed(3)
@@ -88,7 +88,7 @@ class StatefulLoader:
 
 
 class Endless:
-    """Draws indices without end, and has no length."""
+    """A sampler that draws indices endlessly, and has no length."""
 
     def __init__(self):
         self.generator = seeded()
@@ -133,7 +133,7 @@ def torchdata_loader(dataset=Samples, **options):
 
 
 def stream_and_short_loader():
-    """The short loader starts again before the batch that is trained, because the stream is read ahead."""
+    """Combine a stream with a loader that restarts in the middle of the stream."""
     return CombinedLoader([streams()(), loader(Samples(8), **WORKERS)], "max_size_cycle")
 
 

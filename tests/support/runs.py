@@ -1,4 +1,4 @@
-"""Helpers for tests of whole runs, such as plain objects, log files and copies as after a kill."""
+"""Helpers for tests of complete runs, such as functions that train, compare runs, or read log files."""
 
 import csv
 import io
@@ -19,12 +19,12 @@ from fabric_template import CSVLogger, FabricLoop
 
 logging.getLogger("lightning.fabric").setLevel(logging.ERROR)
 
-# The columns that differ between two runs of the same numbers.
+# CSV columns that differ even between two equal runs.
 TIMES = ["time", "waiting", "gpu_memory", "samples_per_second"]
 
 
 def with_files(root=".", **options):
-    """Return options by which a loop writes its files and prints nothing."""
+    """Return options with which a loop writes its files, but prints nothing."""
     return {
         "accelerator": "cpu",
         "default_root_dir": str(root),
@@ -35,7 +35,7 @@ def with_files(root=".", **options):
 
 
 def fit(root, make_module=Classifier, train=None, val=None, seed=1, resume=None, load=None, given=None, **options):
-    """Train in a folder. Return (loop, module, history). `train` and `val` make the loaders after seeding."""
+    """Train in a folder. Return (loop, module, history). `train` and `val` create the loaders."""
     seed_everything(seed, verbose=False)
     module = make_module()
     loaders = (train or make_loader)(), (val() if val else None)
@@ -49,15 +49,15 @@ def val_loader():
 
 
 class Record(list):
-    """A list that a test fills. A resumed run does not restore it, because its type is not plain."""
+    """A list that a resumed run does not restore, because its class is a subclass of list."""
 
 
 class RecordByKey(dict):
-    """A dict that a test fills. A resumed run does not restore it, because its type is not plain."""
+    """A dict that a resumed run does not restore, because its class is a subclass of dict."""
 
 
 class Plain:
-    """An object with step methods and no base class. Its steps return the values for the history."""
+    """A model without a base class, whose steps return the values to log."""
 
     def __init__(self, dropout=0.2):
         self.net = nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Dropout(dropout), nn.Linear(16, 3))
@@ -74,7 +74,7 @@ class Plain:
 
 
 def same(one, other):
-    """Return whether two nested values are equal, tensors bit for bit."""
+    """Return whether two nested values are equal. Tensors must be equal bit for bit."""
     if isinstance(one, torch.Tensor) or isinstance(other, torch.Tensor):
         return type(one) is type(other) and one.dtype == other.dtype and torch.equal(one, other)
     if isinstance(one, dict):
@@ -90,7 +90,7 @@ def weights_of(model):
 
 
 def without_time(path):
-    """Return a CSV file's content without its columns of time and speed; None if there is no file."""
+    """Return a CSV file's content without the columns of time and speed, or None if the file is missing."""
     path = Path(path)
     if not path.exists():
         return None
@@ -131,11 +131,11 @@ def assert_same_end(one, other):
 
 
 class Snapshots(Callback):
-    """Copy a run's folder to <to>/<number of batches> before each batch but the first, as a kill would leave it."""
+    """Before each batch except the first, copy the run's folder, as a kill at this moment would leave it."""
 
     def __init__(self, root, to):
         self.root, self.to = Path(root), Path(to)
-        self.batches = itertools.count()  # Not a plain number, which state_dict() would save.
+        self.batches = itertools.count()  # Do not count with an int, which state_dict() would save.
 
     def on_train_batch_start(self, trainer, module, batch, batch_idx):
         if (batches := next(self.batches)) and trainer.is_global_zero:
@@ -143,13 +143,13 @@ class Snapshots(Callback):
 
 
 def python_command(code, file=__file__):
-    """Return a command that runs code in a new Python, which can import the tests' modules and those beside `file`."""
+    """Return a command that runs code in a new Python, with tests/support and the folder of `file` on sys.path."""
     path = [str(Path(__file__).parent), str(Path(__file__).parents[2]), str(Path(file).parent)]
     return fork_command([sys.executable, "-c", f"import sys; sys.path[:0] = {path!r}\n{code}"])
 
 
 def copy_on_rank_0(rank, source, target):
-    """Copy a folder, in a run of several processes."""
+    """Copy a folder in rank 0, while the other ranks wait."""
     torch.distributed.barrier()
     if rank == 0:
         shutil.copytree(source, target)
