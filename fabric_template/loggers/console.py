@@ -29,11 +29,12 @@ if TYPE_CHECKING:
 # Drawing the progress bar slows training, so do not draw it more often than users can notice.
 SECONDS_BETWEEN_DRAWS = {"terminal": 0.2, "notebook": 0.2, "log file": 60.0}
 LOG_FILE_BAR = "{desc}: {n_fmt}/{total_fmt} [{elapsed}<{remaining}, {rate_fmt}{postfix}]"
-# The minimum width of the progress bar. Values that would make the bar shorter are not shown.
+# The minimum width of the progress bar in characters. In a narrow terminal, metrics are left out to
+# keep this width.
 MIN_BAR_WIDTH = 10
-# Limit the table's lines, because each draw sends all of them to the notebook.
+# Each redraw sends the whole table to the notebook, so show only this many of the newest rows.
 MAX_NOTEBOOK_LINES = 20
-# The table's columns after the metrics. "waiting" is shown if training often waits for batches.
+# The last columns of the table. "waiting" is shown only if training often waits for batches.
 CLOCKS = ("time", "waiting", "gpu_memory")
 NO_METRICS = ("epoch", "step", "samples_per_second", *CLOCKS)
 
@@ -43,18 +44,18 @@ class Console:
 
     In a terminal, the bar is in the last line. In a notebook, the bar is below the table. A log
     file gets one line per table row and, in long epochs, one progress line per minute. If drawing
-    fails, Console warns, turns the bar off and lets training continue.
+    fails, training continues without a bar, after a warning.
     """
 
     def __init__(self, config: Any, is_enabled: bool) -> None:
         self.is_enabled = is_enabled
         self._monitor, self._mode = config.monitor or "", config.mode
-        # The best value of the monitored metric in the printed rows.
+        # The best value of the monitored metric so far.
         self._best = math.nan
         self._columns: list[str] = []
-        # The table's columns that fit into the terminal.
+        # The columns of the table that fit into the terminal.
         self._shown: list[str] = []
-        # The kind of output, which is a key of SECONDS_BETWEEN_DRAWS. Empty before the first bar.
+        # "terminal", "notebook" or "log file". Empty until a progress bar starts.
         self._output = ""
         self._bar = ""
         self._lines: list[str] = []
@@ -66,9 +67,9 @@ class Console:
 
     @contextmanager
     def shown(self, run: Run) -> Iterator[None]:
-        """Show the progress bar during the block.
+        """Show the progress bar during the `with` block.
 
-        If the block raises an error, the bar stays at the failed batch.
+        If the block raises an error, the bar stays at the batch that failed.
         """
         is_complete = False
         try:
@@ -81,9 +82,9 @@ class Console:
         self._guard(self._start, run, run.progress.batches_done)
 
     def start_evaluation(self, run: Run, num_batches: int | float) -> None:
-        """Show the progress of an evaluation.
+        """Start the progress bar of an evaluation.
 
-        During fit, the progress bar of the epoch also shows the validation.
+        A validation during fit has no bar of its own. The bar of the epoch shows its progress.
         """
         self._num_eval_batches = num_batches
         if run.stage != "fit":
@@ -93,7 +94,7 @@ class Console:
         self._guard(self._add_row, row)
 
     def close(self, run: Run) -> None:
-        """Stop the progress bar at the current batch, and put the cursor on a new line."""
+        """Stop the progress bar at the current batch, and move the cursor to a new line."""
         self._guard(self._close, run, False)
 
     def update(self, run: Run) -> None:
@@ -120,7 +121,7 @@ class Console:
             return
         self._output = detect_output()
         self._due = self._started + SECONDS_BETWEEN_DRAWS[self._output]
-        # In a resumed run, also compare new values with the best value before the resume.
+        # In a resumed run, the best value so far may be from before the resume.
         best = best_row(run.row.rows, self._monitor, self._mode)
         self._best = math.nan if best is None else best[self._monitor]
         if self._output != "log file":
@@ -133,7 +134,7 @@ class Console:
         if self._output == "log file":
             print(tqdm.format_meter(**meter, postfix=values, bar_format=LOG_FILE_BAR), flush=True)
         elif self._output == "notebook":
-            # Show the bar and the values in two lines, because one line would be too wide.
+            # Show the bar and the metrics on two lines, because one line would be too wide.
             self._bar = f"{tqdm.format_meter(**meter)}\n{values}".rstrip()
             self._show_in_notebook([*self._lines[:1], *self._lines[1:][-MAX_NOTEBOOK_LINES:]])
         else:
@@ -177,9 +178,9 @@ class Console:
         return text
 
     def _add_row(self, row: Mapping[str, Any]) -> None:
-        """Print a row of the table, and mark a new best value with "*".
+        """Print a row of the table. Mark a new best value of the monitored metric with "*".
 
-        If the row has a new column, print the header first.
+        If the row has a new column, print the header again first.
         """
         if not self._output:
             return
@@ -198,18 +199,15 @@ class Console:
             more = "  …" if len(self._shown) < len(self._columns) else ""
             self._print(align_cells({name: name for name in columns}, self._shown) + more)
         if self._monitor in cells:
-            cells[self._monitor] += "*" if self._is_best(row[self._monitor]) else " "
+            cells[self._monitor] += "*" if self._update_best(row[self._monitor]) else " "
         self._print(align_cells(cells, self._shown))
         if is_slow and not self._has_hinted:
             self._has_hinted = True
             text = f"Training spends {share:.0%} of the time waiting for batches."
             self._print(f"{text} Try loop.tune(model, loader).")
 
-    def _is_best(self, value: float) -> bool:
-        """Return whether ``value`` is better than the best value so far.
-
-        If ``value`` is better, store ``value`` as the best value.
-        """
+    def _update_best(self, value: float) -> bool:
+        """Store ``value`` if it is the best value so far, and return whether it is."""
         is_better = value > self._best if self._mode == "max" else value < self._best
         if math.isnan(value) or not (is_better or math.isnan(self._best)):
             return False
@@ -219,7 +217,7 @@ class Console:
     def _print(self, text: str) -> None:
         """Print a line above the progress bar.
 
-        In a notebook, the line appears at the next draw of the bar.
+        In a notebook, the line appears when the bar is drawn next.
         """
         if self._output == "notebook":
             self._lines.append(text)
@@ -265,14 +263,14 @@ def detect_output() -> str:
     """Return where the run prints its progress: "notebook", "terminal" or "log file"."""
     get_ipython = getattr(sys.modules.get("IPython"), "get_ipython", None)
     shell = get_ipython() if get_ipython is not None else None
-    # A process that a notebook has started cannot write to the notebook's cells.
+    # A child process of a notebook cannot display its output in the notebook's cells.
     if getattr(shell, "kernel", None) is not None and multiprocessing.parent_process() is None:
         return "notebook"
     return "terminal" if sys.stderr.isatty() else "log file"
 
 
 def fitting_values(texts: Sequence[str], columns: int, meter: Mapping[str, Any]) -> list[str]:
-    """Return the strings that fit beside the bar in a terminal with ``columns`` columns."""
+    """Return the strings that fit beside the progress bar in a line of ``columns`` characters."""
     bar_format = None if meter["total"] is None else "{l_bar}{r_bar}"
     space = columns - len(tqdm.format_meter(**meter, bar_format=bar_format))
     if meter["total"] is not None:
@@ -288,7 +286,7 @@ def fitting_values(texts: Sequence[str], columns: int, meter: Mapping[str, Any])
 def bar_values(run: Run) -> dict[str, float]:
     """Return the metrics to show beside the progress bar.
 
-    Converting the metrics from tensors to numbers waits for the GPU.
+    This function waits for the GPU, because it converts tensors to numbers.
     """
     results = run.results
     logs_itself = run.is_lightning_module and (results.active.metrics or results.callback_metrics)
@@ -300,7 +298,7 @@ def bar_values(run: Run) -> dict[str, float]:
 
 
 def align_cells(cells: Mapping[str, str], columns: Sequence[str]) -> str:
-    """Format a row of the console's table with columns of fixed width."""
+    """Format a row of the table, with columns of fixed width."""
     return "  ".join(f"{cells.get(n, ''):>{column_width(n)}}" for n in columns).rstrip()
 
 
@@ -309,7 +307,7 @@ def column_width(name: str) -> int:
 
 
 def fitting_columns(columns: Sequence[str], monitor: str, width: int) -> list[str]:
-    """Return the table columns that fit into ``width`` characters. metrics.csv has all columns."""
+    """Return the table columns that fit into a terminal with ``width`` characters per line."""
     fitting = list(columns)
     for name in reversed(columns):
         # If columns are left out, reserve space for the "  …" at the end of the header.
@@ -325,7 +323,7 @@ def fitting_columns(columns: Sequence[str], monitor: str, width: int) -> list[st
 
 
 def summarize_run(run: Run, checkpoints: Sequence[Path]) -> dict[str, list[str]]:
-    """Return the lines of a fit's summary, keyed by headings such as "trained" and "ended"."""
+    """Return the lines to print after fit, keyed by headings such as "trained" and "best"."""
     rows, progress, monitor = run.row.rows, run.progress, run.config.monitor or ""
     name = getattr(run.model, "__name__", type(run.model).__name__)
     data = "" if run.datamodule is None else f" on {type(run.datamodule).__name__}"
@@ -360,7 +358,7 @@ def summarize_run(run: Run, checkpoints: Sequence[Path]) -> dict[str, list[str]]
 
 
 def format_summary(lines: Mapping[str, Sequence[str]]) -> str:
-    """Format the summary of a run, with a heading before each line."""
+    """Format the summary of a run, with a heading at the start of each line."""
     return "\n".join(f"{heading:<12}{text}" for heading, texts in lines.items() for text in texts)
 
 
@@ -388,9 +386,9 @@ def end_reason(run: Run) -> str:
 def best_row(
     rows: Sequence[Mapping[str, Any]], monitor: str, mode: str
 ) -> Mapping[str, Any] | None:
-    """Return the first row with the best value of the monitored metric.
+    """Return the row with the best value of the monitored metric, or None if no row has a value.
 
-    If no row has a value of the monitored metric, return None.
+    If several rows have the best value, return the first of them.
     """
     found = [row for row in rows if not math.isnan(row.get(monitor, math.nan))]
     choose = max if mode == "max" else min
@@ -403,8 +401,7 @@ def format_results(results: Sequence[Mapping[str, Any]], stage: str) -> str:
 
     loaders = {}
     for index, result in enumerate(results):
-        # Remove the loader's index from the metric's name, because the column header already
-        # contains this index.
+        # Remove the loader's index from the metric's name. The column header already contains it.
         values = {name.split("/dataloader_idx_")[0]: value for name, value in result.items()}
         loaders[f"DataLoader {index}"] = values
     table = pandas.DataFrame(loaders).sort_index()
@@ -430,7 +427,7 @@ def format_value(name: str, value: Any) -> str:
 
 
 def format_duration(seconds: float) -> str:
-    """Format a duration in seconds as in "0.3 s" or "0:01:15"."""
+    """Format a number of seconds, for example as "0.3 s" or "0:01:15"."""
     return f"{seconds:.1f} s" if seconds < 59.95 else str(timedelta(seconds=round(seconds)))
 
 
@@ -439,9 +436,6 @@ def format_count(number: int, noun: str) -> str:
 
 
 def shorten_path(path: Path) -> str:
-    """Return a path inside the working directory as a relative path.
-
-    Return a path outside the working directory unchanged.
-    """
+    """Make a path inside the working directory relative, and return any other path unchanged."""
     relative = os.path.relpath(path)
     return str(path) if relative.startswith("..") else relative

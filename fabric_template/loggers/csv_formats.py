@@ -10,9 +10,9 @@ from typing import Any
 from ..metric_names import SPLITS, find_axis, is_metric
 
 Columns = dict[str, list[Any]]
-# The name of the column that is added for the run names, if a file contains several runs.
+# If a file contains several runs, a column with this name is added. It contains the run names.
 RUN = "run of the row"
-# The names of columns that contain the run, the metric or the data split of a row.
+# Other tools use these column names for a row's run, metric or data split.
 RUN_NAMES = ("run", "run_id", "run_name", "experiment", "trial", "trial_id", "fold", "seed", "name")
 KEY_NAMES = ("key", "tag", "metric", "variable")
 SPLIT_NAMES = ("split", "phase", "mode", "stage", "subset", "set", "dataset")
@@ -31,7 +31,8 @@ def to_commas(text: str) -> str:
     if "\n" not in text:
         text = text.replace("\r", "\n")
     lines = text.lstrip("\r\n").split("\n")
-    # A header may also start with "#". Unlike a comment, it is followed by a row of numbers.
+    # A header may also start with "#". After a header, unlike after a comment, a row of numbers
+    # follows.
     while lines[0].startswith("#") and not has_number(re.split(r"[,;|\s]", "".join(lines[1:2]))):
         lines = lines[1:] or [""]
     header, second, text = lines[0], "".join(lines[1:2]), "\n".join(lines)
@@ -39,7 +40,7 @@ def to_commas(text: str) -> str:
     if "," in header:
         return text
     if separator is not None:
-        # Files with semicolons often have decimal commas.
+        # Files with semicolons between the cells often have decimal commas, such as 0,5.
         return text.replace(",", ".").replace(separator, ",")
     if len(header.split()) == len(second.split()) > 1:
         return "\n".join(",".join(line.split()) for line in lines)
@@ -78,7 +79,7 @@ def to_wide(columns: Columns) -> Columns:
 
 
 def split_columns(columns: Columns, split: str) -> Columns:
-    """Replace a column such as "loss" by one column per data split, such as "train_loss"."""
+    """Replace a column such as "loss" with a column for each data split, such as "train_loss"."""
     result: Columns = {}
     for name, cells in columns.items():
         parts = select(columns[split], cells)
@@ -89,7 +90,7 @@ def split_columns(columns: Columns, split: str) -> Columns:
 
 
 def select(keys: list[Any], cells: list[Any]) -> Columns:
-    """Return one column of ``cells`` per distinct key, with "" in the rows of all other keys."""
+    """Split ``cells`` into one column per key. In a column, the rows of other keys contain ""."""
     pairs = list(zip(keys, cells, strict=True))
     return {
         key: [cell if other == key else "" for other, cell in pairs] for key in dict.fromkeys(keys)
@@ -97,7 +98,7 @@ def select(keys: list[Any], cells: list[Any]) -> Columns:
 
 
 def split_runs(columns: Columns) -> dict[str, Columns]:
-    """Return a table for each run in a file, keyed by run name.
+    """Split the table of a file into one table per run, keyed by run name.
 
     If the file contains a single run, the key is "".
     """
@@ -112,7 +113,8 @@ def split_runs(columns: Columns) -> dict[str, Columns]:
     axis = find_axis(columns, "epoch") or find_axis(columns, "step")
     keys = [*zip(*(columns[name] for name in names), strict=True)] if names and axis else []
     keys = keys or count_fits(columns)
-    # Split a file into runs only if epochs repeat and every row has a run name.
+    # A column such as "name" or "seed" does not always identify runs. Split the file only if epochs
+    # repeat and every row has a run name.
     is_repeated = axis is not None and len({*columns[axis]}) < len(keys)
     if len({*keys}) < 2 or not is_repeated or not all(map(all, keys)):
         return {"": columns}
@@ -132,29 +134,30 @@ def split_runs(columns: Columns) -> dict[str, Columns]:
 
 
 def count_fits(columns: Columns) -> list[tuple[str, ...]]:
-    """Return a label for each row, such as ("fit 2",), if epochs and steps restart in the file.
+    """Return a label for each row, such as ("fit 2",), if several fits wrote to the file.
 
-    For a file with a single fit, return an empty list.
+    For a file from a single fit, return an empty list.
     """
-    places = []
+    positions = []
     is_complete = all(map(all, columns.values()))
     with suppress(ValueError):
         axes = [axis for axis in (find_axis(columns, "epoch"), find_axis(columns, "step")) if axis]
-        places = [tuple(map(float, row)) for row in zip(*(columns[a] for a in axes), strict=True)]
+        rows = zip(*(columns[axis] for axis in axes), strict=True)
+        positions = [tuple(map(float, row)) for row in rows]
     number, labels = 1, list[tuple[str, ...]]()
-    for row, place in enumerate(places):
+    for row, position in enumerate(positions):
         # A resumed run repeats only the epochs after its checkpoint, but a new fit starts again at
         # the first epoch.
         is_back = row > 0 and all(
-            now < last for now, last in zip(place, places[row - 1], strict=True)
+            now < last for now, last in zip(position, positions[row - 1], strict=True)
         )
-        number += is_back and place[0] == places[0][0]
+        number += is_back and position[0] == positions[0][0]
         labels.append((f"fit {number}",))
     return labels if number > 1 and is_complete else []
 
 
 def name_columns(cells: list[str], has_rows: bool) -> list[str]:
-    """Return unique column names.
+    """Return unique column names. For example, rename a second column "loss" to "loss.1".
 
     If the file has no header, the names are "column 1", "column 2" and so on.
     """

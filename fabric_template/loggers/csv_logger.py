@@ -23,7 +23,7 @@ from ..config import to_plain
 from ..files import claim_version, next_version, version_folder, write_file, write_yaml
 from .read_logs import read_table
 
-# The files from which a resume removes the rows that are newer than the checkpoint.
+# When a run is resumed, it removes the rows after its checkpoint from these files.
 FILES = ("metrics.csv", "steps.csv")
 Rows = Sequence[Mapping[str, Any]]
 
@@ -33,10 +33,10 @@ class CSVLogger(Logger):
 
     Args:
         root_dir: The folder of all runs.
-        name: The name of the run, a folder in root_dir.
-        version: A number or a name. None: the next free number.
-        checkpoint_dir: The folder of the run's checkpoints. A free number is also unused in this
-            folder.
+        name: The name of the run. Its files are in a folder of this name in root_dir.
+        version: The number or name of the version. If None, use the next free number.
+        checkpoint_dir: The folder of the run's checkpoints. If given, the next free number must be
+            unused in this folder, too.
 
     Example:
         >>> from tempfile import mkdtemp
@@ -47,7 +47,8 @@ class CSVLogger(Logger):
         0,10,0.5
     """
 
-    # Attributes that replace the properties of Lightning's Logger.
+    # Lightning's Logger defines these names as read-only properties. Make them attributes, so that
+    # __init__ can set them.
     name: str = ""
     root_dir: str = ""
     save_dir: str = ""
@@ -68,7 +69,7 @@ class CSVLogger(Logger):
 
     @property
     def version(self) -> int | str:
-        """Return the run's version.
+        """The run's version.
 
         If no version was given, the first access chooses the next free version number.
         """
@@ -80,9 +81,9 @@ class CSVLogger(Logger):
         return self._version
 
     def use_version(self, version: int | str) -> None:
-        """Write to the folder of ``version`` after this call.
+        """Write to the folder of ``version`` from now on.
 
-        Keep the hyperparameters that are already logged.
+        Hyperparameters that are already logged are kept.
         """
         if version != self._version:
             self._version, self._tables = version, {}
@@ -115,8 +116,8 @@ class CSVLogger(Logger):
     def log_metrics(self, metrics: Mapping[str, Any], step: int | None = None) -> None:
         """Append a row to steps.csv.
 
-        If ``step`` is None, use metrics["step"] as the step. If ``metrics`` has no "step", use the
-        number of rows as the step.
+        If ``step`` is None, use metrics["step"]. Without metrics["step"], use the number of earlier
+        rows.
         """
         if metrics:
             table = self._table("steps.csv")
@@ -126,14 +127,14 @@ class CSVLogger(Logger):
     @rank_zero_only
     def log_hyperparams(self, params: Any = None, *args: Any, **kwargs: Any) -> None:
         """Add hyperparameters to hparams.yaml."""
-        for given in (params or {}, *args):
-            self._hparams.update(to_plain(given))
+        for hparams in (params or {}, *args):
+            self._hparams.update(to_plain(hparams))
         write_yaml(Path(self.log_dir, "hparams.yaml"), self._hparams)
 
     def position(self) -> dict[str, Any]:
-        """Return the columns, the number of rows and the last row of each file, keyed by file name.
+        """Return each CSV file's columns, number of rows and last row, for a checkpoint.
 
-        Rows in memory count as rows of the file.
+        The keys are the file names. Rows that are still in memory count, too.
         """
         return {n: self._table(n).position() for n in FILES} if is_first_process() else {}
 
@@ -143,20 +144,21 @@ class CSVLogger(Logger):
         """Drop the rows written after a checkpoint, and return the remaining rows of metrics.csv.
 
         Args:
-            position: The dict that `position` returned. If empty, drop all rows.
-            folder: The log folder with the rows. None: the run's own log folder.
-            step: The number of optimizer steps before the checkpoint.
+            position: The dict that `position()` returned for the checkpoint. If empty, drop all
+                rows.
+            folder: The log folder to read the rows from. If None, read the run's own log folder.
+            step: The optimizer step at which the checkpoint was saved.
         """
         self._tables = {}
         rows: dict[str, list[dict[str, str]]] = {}
         for name in FILES:
             source = Path(folder or self.log_dir, name)
             table = read_table(source)
-            of_file = position.get(name, {"rows": 0, "columns": [], "last": None})
-            rows[name], is_edited = rows_before(table.rows, of_file, step)
+            file_position = position.get(name, {"rows": 0, "columns": [], "last": None})
+            rows[name], is_edited = rows_before(table.rows, file_position, step)
             if not is_first_process():
                 continue
-            columns = of_file["columns"]
+            columns = file_position["columns"]
             if is_edited:
                 columns = list(dict.fromkeys([*columns, *table.columns]))
             if position and (is_edited or table.damaged):
@@ -166,7 +168,7 @@ class CSVLogger(Logger):
 
     @rank_zero_only
     def sync(self) -> None:
-        """Write the rows whose earlier write failed, and flush the files to disk."""
+        """Write the rows that are still in memory, and flush the files to disk."""
         for table in self._tables.values():
             table.sync()
 
@@ -183,8 +185,8 @@ class Table:
     append.
 
     Attributes:
-        num_rows, columns: The number of rows and the columns of the file.
-        waiting: The rows that have not been written to the file yet.
+        num_rows, columns: The number of rows and the columns in the file.
+        waiting: The rows in memory that are not in the file yet.
     """
 
     def __init__(self, path: Path) -> None:
@@ -192,16 +194,12 @@ class Table:
         self.waiting: list[dict[str, Any]] = []
         self._is_synced = True
         self._set_content([], [], 0)
-        # If the file cannot be read now, continue training, and try again to read the file at the
-        # next write.
+        # A file that cannot be read must not stop training. The next write tries again.
         with suppress(OSError):
             self._read()
 
     def position(self) -> dict[str, Any]:
-        """Return the columns, the number of rows and the last row of the file.
-
-        Rows in memory count as rows of the file.
-        """
+        """Return the columns, the number of rows and the last row, including rows in memory."""
         last = self.waiting[-1] if self.waiting else self._last
         return {
             "rows": self.num_rows + len(self.waiting),
@@ -243,7 +241,7 @@ class Table:
     def write_waiting(self) -> None:
         """Append all rows in memory to the file.
 
-        If the write fails, raise an error, leave the file unchanged, and keep the rows in memory.
+        If writing fails, raise an error. The file is then unchanged, and the rows stay in memory.
         """
         if not self.waiting:
             return
@@ -315,7 +313,7 @@ def to_cell(name: str, value: Any) -> Any:
 
 
 def cells_of(row: Mapping[str, Any]) -> dict[str, str]:
-    """Return the non-empty cells of a row as a dict from column name to text."""
+    """Return the non-empty cells of a row as strings, keyed by column name."""
     return {name: str(value) for name, value in row.items() if value is not None and value != ""}
 
 
@@ -324,12 +322,11 @@ def rows_before(
 ) -> tuple[list[dict[str, str]], bool]:
     """Return the rows that a CSV file contained when a checkpoint was saved.
 
-    The second result is True if another program has changed the file since the checkpoint was
-    saved.
+    Also return whether another program has changed the file since then.
 
     Args:
-        position: The number of rows at the checkpoint, and the last of these rows if it is known.
-        step: The number of optimizer steps before the checkpoint.
+        position: The number of rows in the checkpoint and, if known, the last of these rows.
+        step: The optimizer step at which the checkpoint was saved.
     """
     count, last = position["rows"], position.get("last")
     if count == 0:
@@ -343,10 +340,7 @@ def rows_before(
 
 
 def is_before(row: Mapping[str, str], step: int) -> bool:
-    """Return whether a CSV row is from ``step`` or an earlier step.
-
-    For a row without a step, return True.
-    """
+    """Return whether a CSV row is from ``step``, from an earlier step, or without a step."""
     try:
         return float(row.get("step", "")) <= step
     except ValueError:

@@ -11,8 +11,8 @@ from torch import Tensor
 
 from ..errors import ConfigurationError
 
-# The hooks that may call self.log. By default, training-step hooks log the value of each step, and
-# evaluation-step hooks log the mean over the epoch. Epoch hooks can log only one value per epoch.
+# The hooks that may call self.log. By default, hooks of a training step log the value of each step,
+# and hooks of an evaluation step log the mean over the epoch. Epoch hooks cannot log step values.
 _TRAIN_STEP_HOOKS = [
     "training_step",
     "on_train_batch_start",
@@ -39,7 +39,7 @@ REDUCTIONS: dict[str, Any] = {
 
 @dataclass
 class LogArguments:
-    """Hold the arguments of a ``self.log`` call, with the calling hook's defaults filled in."""
+    """Holds the arguments of a ``self.log`` call, including the defaults of the calling hook."""
 
     hook: str | None
     name: str
@@ -57,9 +57,9 @@ class LogArguments:
 
 
 def check_arguments(hook: str | None, name: str, arguments: tuple) -> LogArguments:
-    """Return the arguments of ``self.log``, with the calling hook's defaults filled in.
+    """Return the arguments of ``self.log``, including the defaults of the calling hook.
 
-    Raise an error if an argument is not allowed in the calling hook.
+    Raise an error if the calling hook does not allow an argument.
     """
     prog_bar, logger, on_step, on_epoch, reduce_fx, *others = arguments
     if _EPOCH_HOOK.fullmatch(str(hook)):
@@ -92,7 +92,7 @@ def check_arguments(hook: str | None, name: str, arguments: tuple) -> LogArgumen
 
 
 def find_reduction(reduce_fx: Any) -> str:
-    """Return the name of a reduction, such as "mean" for "avg" or torch.mean."""
+    """Return the name of a reduction. For example, both "avg" and torch.mean become "mean"."""
     functions = (torch.mean, torch.sum, torch.max, torch.min, sum, max, min)
     reduction = reduce_fx.__name__ if reduce_fx in functions else str(reduce_fx).lower()
     reduction = "mean" if reduction == "avg" else reduction

@@ -33,7 +33,7 @@ class LoggerConnector:
         return [logger for logger in self.loggers if isinstance(logger, CSVLogger)]
 
     def use_version(self, version: int | str) -> None:
-        """Write the run's CSV files to the folder of the given version."""
+        """Write the run's CSV files to the folder of ``version`` from now on."""
         for logger in self.csv_loggers:
             logger.use_version(version)
 
@@ -45,7 +45,7 @@ class LoggerConnector:
         run.row.check_loss(row)
 
     def log_evaluation_step(self, dataloader_idx: int) -> None:
-        """Send values to the loggers that were logged with on_step=True in an evaluation batch."""
+        """Send the values that an evaluation batch logged with on_step=True to the loggers."""
         run = self.run
         if run.progress.stage == "sanity_check":
             return
@@ -66,7 +66,7 @@ class LoggerConnector:
         self.log_metrics(metrics, row=None if has_row else row)
 
     def log_train_epoch(self) -> None:
-        # Loggers expect an epoch's values at the epoch's last step.
+        # An epoch's values belong to its last step, but the step counter is already one higher.
         self.log_metrics(self.run.results.update_metrics().logged, step_offset=-1)
 
     def log_metrics(
@@ -79,9 +79,10 @@ class LoggerConnector:
         """Send values to every logger.
 
         Args:
-            step: The position on the x axis. None: the value logged as "step", or the logging step.
-                The column "step" of steps.csv always contains the number of optimizer steps.
-            row: The row that the CSV logger writes to steps.csv. None: no row.
+            step: The step to log the values at. If None, use the value logged as "step" or, without
+                such a value, the run's own count of steps plus ``step_offset``. The column "step"
+                of steps.csv always contains the number of optimizer steps.
+            row: The row that the CSV logger writes to steps.csv. If None, write no row.
         """
         self.run.results.logged_metrics.update(metrics)
         progress = self.run.progress
@@ -120,7 +121,7 @@ class LoggerConnector:
 
 
 class RunTensorBoardLogger(TensorBoardLogger):
-    """Write TensorBoard's files to the folder that contains metrics.csv."""
+    """Write TensorBoard's event files to the folder that contains metrics.csv."""
 
     def __init__(self, own: CSVLogger) -> None:
         super().__init__(own.root_dir, own.name)
@@ -132,7 +133,7 @@ class RunTensorBoardLogger(TensorBoardLogger):
 
 
 def make_logger(given: Any, own: CSVLogger | None) -> Any:
-    """Create the logger for a name such as "wandb". Adapt a logger object to Lightning's Logger."""
+    """Create a logger from a name such as "wandb", or adapt an object to Lightning's Logger."""
     if given is True or given == "csv":
         return own
     if not isinstance(given, str) or own is None:
@@ -143,7 +144,7 @@ def make_logger(given: Any, own: CSVLogger | None) -> Any:
             return RunTensorBoardLogger(own)
         if given == "wandb":
             return WandbLogger(project=own.name, save_dir=folder)
-        # Let MLflow write to a database, because MLflow 3 refuses to write runs to plain files.
+        # Let MLflow write to a database, because MLflow 3 no longer writes runs to plain files.
         folder.mkdir(parents=True, exist_ok=True)
         database, artifacts = f"sqlite:///{folder}/mlflow.db", str(folder / "mlflow")
         return MLFlowLogger(own.name, tracking_uri=database, artifact_location=artifacts)

@@ -21,7 +21,7 @@ _CELL = r'(?:"[^"]*(?:""[^"]*)*"|[^",\n]*)'
 _RECORD = re.compile(rf"{_CELL}(?:,{_CELL})*(?=\r?\n)")
 _MAX_RECORD_LENGTH = 2**20
 _CELLS = re.compile(f"(?:^|,)({_CELL})")
-# A cell that contains one of these strings counts as empty. Upper and lower case are equal.
+# A cell with one of these strings, in upper or lower case, counts as empty.
 MISSING = ("", "nan", "none", "null", "na", "n/a", "-")
 EXPECTED = "a metrics.csv, or a folder such as logs, logs/digits or logs/digits/version_0"
 
@@ -29,13 +29,13 @@ EXPECTED = "a metrics.csv, or a folder such as logs, logs/digits or logs/digits/
 def read_logs(path: str | os.PathLike[str], steps: bool = False) -> pd.DataFrame:
     """Return the rows of one or several runs as one table: `name, version, epoch, step, ...`.
 
-    Half-empty rows, as written by Lightning's CSVLogger, are merged into one row per epoch, or per
+    Lightning's CSVLogger writes half-empty rows. They are merged into one row per epoch, or per
     validation within an epoch. read_logs also reads CSV files from other tools.
 
     Args:
         path: A CSV file, or a folder such as logs, logs/digits or logs/digits/version_0.
-        steps: Read steps.csv, which has the values logged per step. Without a steps.csv, return one
-            row per step of metrics.csv.
+        steps: Whether to read steps.csv, which has the values logged per step. If there is no
+            steps.csv, return one row per step of metrics.csv.
 
     Example:
         >>> from tempfile import mkdtemp
@@ -72,7 +72,8 @@ def read_columns(path: Path, steps: bool = False) -> dict[str, list[Any]]:
 
     Merge half-empty rows into one row per epoch, or per step if ``steps`` is True.
 
-    Use pandas only to merge rows, so that the command `runs` can read a thousand files quickly.
+    For speed, pandas is used only to merge rows. The command `fabric-template runs` may read
+    thousands of files.
     """
     if steps and path.name == "metrics.csv" and path.with_name("steps.csv").exists():
         path = path.with_name("steps.csv")
@@ -104,14 +105,10 @@ def read_columns(path: Path, steps: bool = False) -> dict[str, list[Any]]:
 
 
 def join_if_incomplete(columns: dict[str, list[Any]], steps: bool) -> dict[str, list[Any]]:
-    """Merge the half-empty rows of a run.
-
-    If all rows are complete, return the columns unchanged. An epoch with several validations has
-    several complete rows.
-    """
+    """Merge the half-empty rows of a run. If no row is half-empty, return the columns unchanged."""
     axes = [axis for axis in (find_axis(columns, name) for name in ("epoch", "step")) if axis]
-    places = list(zip(*(columns[axis] for axis in axes), strict=True))
-    is_complete = len({*places}) == len(places) and all(map(all, places))
+    positions = list(zip(*(columns[axis] for axis in axes), strict=True))
+    is_complete = len({*positions}) == len(positions) and all(map(all, positions))
     is_of_steps = not steps and any(name.endswith("_step") for name in columns if name not in axes)
     if not axes or (is_complete and not is_of_steps):
         return columns
@@ -119,9 +116,10 @@ def join_if_incomplete(columns: dict[str, list[Any]], steps: bool) -> dict[str, 
 
 
 def find_runs(root: Path) -> list[tuple[str, int | str, Path]]:
-    """Return the name, version and CSV file of each run in a folder.
+    """Return the name, version and CSV file of each run.
 
-    ``root`` can also be the path of a single CSV file.
+    Args:
+        root: A folder with runs, or a single CSV file.
     """
     files = [root] if root.is_file() else find_files(root)
     runs = [(*name_run(file.parent, root), file) for file in files]
@@ -136,10 +134,9 @@ def name_run(folder: Path, root: Path) -> tuple[str, int | str]:
 
 
 def find_files(root: Path) -> list[Path]:
-    """Return the path of the metrics.csv in a folder.
+    """Return the path of the metrics.csv in a folder, or those of all metrics.csv in subfolders.
 
-    If the folder has no metrics.csv, return the paths of all metrics.csv in subfolders. Hidden
-    subfolders are not searched.
+    Skip hidden subfolders, whose names start with a dot.
     """
     if (root / "metrics.csv").is_file():
         return [root / "metrics.csv"]
@@ -169,20 +166,21 @@ class CSVTable(NamedTuple):
 def read_table(path: Path) -> CSVTable:
     """Read a CSV file, even if the file is damaged.
 
-    For a missing file, return a table without rows.
+    If the file is missing, return a table without rows.
 
-    The csv module is unsuitable, because its reader raises an error for very long cells. After a
-    stray quotation mark, the csv module would read all later lines as one cell.
+    Python's csv module is unsuitable, because it raises an error for very long cells. After a
+    stray quotation mark, it would read all later lines as one cell.
     """
     text = decode(path.read_bytes()) if path.exists() else ""
     if path.name not in ("metrics.csv", "steps.csv"):
-        # Add a line break, because the last line of a complete file may lack one.
+        # Other tools may write no line break after the last line. Add one, so that the line counts
+        # as complete.
         text = to_commas(text).rstrip("\r\n") + "\n"
     complete, line_break, rest = text.rpartition("\n")
     records, damaged = read_records((complete + line_break).replace("\0", ""))
     header = records[0] if records else []
     columns = name_columns(header, has_rows=len(records) > 1)
-    # If the file has no header, the first line is already a row.
+    # If the file has no header, its first line is already a row of values.
     records = records[1:] if columns[:1] == header[:1] else records
     rows, names, num_cells = [], columns, len(columns)
     for cells in records:
@@ -230,7 +228,7 @@ def join_rows(columns: dict[str, list[Any]], steps: bool) -> dict[str, list[Any]
     """Merge half-empty rows into one row per step or, if ``steps`` is False, per validation.
 
     An epoch without a validation also gets one row. A merged row contains the last value of each
-    column. The step of a merged row is the step at which the validation ran.
+    column. Its step is the step at which the validation ran.
     """
     import pandas as pd
 
@@ -245,7 +243,7 @@ def join_rows(columns: dict[str, list[Any]], steps: bool) -> dict[str, list[Any]
         validated = [name for name in table if parse_metric(name).split in ("validation", "test")]
         is_validated = table[validated].notna().any(axis=1)
         epochs = is_validated.groupby(table[epoch], sort=False, dropna=False)
-        # Number the validations of each epoch. Rows after the last validation get its number.
+        # Number the validations of each epoch. Rows after the last validation are merged into it.
         number = (epochs.cumsum() - is_validated).clip(upper=epochs.transform("sum") - 1)
         table[step] = table[step].where(is_validated | (epochs.transform("sum") == 0))
         keys = [table[epoch], number.clip(lower=0).rename("number")]
@@ -266,7 +264,7 @@ def parse_cell(cell: str) -> Any:
 def to_values(cells: list[Any]) -> list[Any]:
     """Convert cells to numbers if possible.
 
-    Use float(), because pandas.read_csv does not always return the nearest float.
+    Use float(), because pandas.read_csv sometimes rounds the last digit differently.
     """
     for kind in (int, float):
         with suppress(ValueError):

@@ -1,7 +1,7 @@
 """Collect the values that steps log or return, and compute the same means as Trainer.
 
 A mean is sum(value * batch_size) / sum(batch_size). The sums are float32 or float64, and batches
-are added in order. The sums stay on the device, so that no step waits for the device.
+are added in order. The sums stay on the GPU, so that no step waits for the GPU.
 """
 
 from __future__ import annotations
@@ -28,10 +28,10 @@ from .log_arguments import REDUCTIONS, LogArguments, check_arguments, value_erro
 if TYPE_CHECKING:
     from ..training.run import Run
 
-# The value of LogArguments.hook for values that a step returned instead of logging them.
+# The value of LogArguments.hook if a step returned a value instead of logging it.
 RETURNED = "returned"
-# For a weight that is a power of two, torch.add(total, value, alpha=weight) equals total + value *
-# weight exactly.
+# If weight is a power of two, torch.add(total, value, alpha=weight) has exactly the same result as
+# total + value * weight.
 _POWERS_OF_TWO = frozenset(2**power for power in range(24))
 # The types of values that torch.load(weights_only=True) loads by default.
 _PLAIN_TYPES = (type(None), bool, int, float, complex, str, torch.dtype)
@@ -42,12 +42,12 @@ _ATTRIBUTES_OF_MODULES = frozenset(vars(nn.Module()))
 
 @dataclass
 class Sums:
-    """Accumulate the values logged under one name, for an epoch or for a row of metrics.csv.
+    """Accumulates the values logged under one name, for an epoch or for a row of metrics.csv.
 
     Attributes:
-        total: The sum, maximum or minimum of the values. For a mean, the sum of value * weight.
-        weight: The sum of the weights. Only a mean has weights.
-        result: The result over all processes. None until LoggedMetric.compute stores the result.
+        total: The sum, maximum or minimum of the values. For a mean, the sum of value * batch_size.
+        weight: For a mean, the sum of the batch sizes.
+        result: The result over all processes, or None before LoggedMetric.compute is called.
     """
 
     total: Tensor | None = None
@@ -56,13 +56,14 @@ class Sums:
 
 
 class LoggedMetric:
-    """Keep the last value logged under one name, and accumulate the values over the epoch.
+    """Stores the last value logged under one name, and accumulates the values over the epoch.
 
     Attributes:
-        call_arguments: The arguments of the last checked call. Equal arguments need no check.
+        call_arguments: The last arguments of ``self.log``, so that equal arguments are checked only
+            once.
         is_returned: Whether a step returned the values instead of logging them.
-        has_value: Whether the name was logged in this epoch.
-        row: The sums since the newest row of metrics.csv. None if each epoch has a row.
+        has_value: Whether a value was logged in this epoch.
+        row: The sums since the newest row of metrics.csv. None if each epoch has one row.
     """
 
     def __init__(self, arguments: LogArguments, all_reduce: Any, has_own_row: bool) -> None:
@@ -77,10 +78,9 @@ class LoggedMetric:
         self.epoch, self.row = Sums(), Sums() if has_own_row else None
 
     def full_name(self, suffix: str = "") -> str:
-        """Return the logged name.
+        """Return the name for loggers, such as "loss", "loss_epoch" or "loss/dataloader_idx_1".
 
-        If the metric belongs to one of several loaders, append the loader's index. If on_step and
-        on_epoch are both set, append ``suffix`` ("_step" or "_epoch") before the index.
+        Append ``suffix``, which is "_step" or "_epoch", only if on_step and on_epoch are both set.
         """
         arguments = self.arguments
         name = arguments.name
@@ -115,7 +115,7 @@ class LoggedMetric:
             sums.total = REDUCTIONS[self.arguments.reduction](sums.total, value)
 
     def _sync(self, value: Tensor) -> Tensor:
-        """Reduce a value over all processes if sync_dist=True was given."""
+        """Reduce a value over all processes if ``self.log`` was called with sync_dist=True."""
         arguments = self.arguments
         if self._all_reduce is None or not arguments.sync_dist or arguments.rank_zero_only:
             return value
@@ -123,10 +123,10 @@ class LoggedMetric:
         return self._all_reduce(value, group=group, reduce_op=reduction)
 
     def update_torchmetric(self, metric: Any) -> None:
-        """Store a logged torchmetrics object, which accumulates the values itself."""
+        """Store a torchmetrics object that was logged. Such an object accumulates values itself."""
         default = torch.get_default_dtype()
         if metric is self.torchmetric and getattr(metric, "dtype", default) is not default:
-            # As in Trainer, self.log calls to(device), which resets the metric's dtype attribute.
+            # Like Trainer, call to(device), which resets the metric's dtype attribute.
             metric.to(metric.device)
         self.torchmetric, self.has_value = metric, True
         if self.arguments.on_step:
@@ -134,11 +134,12 @@ class LoggedMetric:
             self.step_value = getattr(metric, "_forward_cache", None)
 
     def compute(self, sums: Sums | None) -> Tensor | None:
-        """Return the value that ``sums`` reduces to, or None if nothing was logged.
+        """Return the mean, sum, maximum or minimum of the values, or None if nothing was logged.
 
         If ``sums`` is None, return the last logged value. For a torchmetrics object, return the
-        result of the object's own ``compute`` method. All processes must call LoggedMetric.compute,
-        because this method may reduce the value over all processes.
+        result of its own ``compute`` method.
+
+        All processes must call this method, because it may reduce the value over all processes.
         """
         if sums is None:
             value: Any = self.step_value
@@ -184,17 +185,17 @@ class LoggedMetric:
 
 @dataclass
 class LoopResults:
-    """Hold the values that steps log or return in training, or in an evaluation.
+    """Holds the values that steps log or return in training, or in an evaluation.
 
     Attributes:
         metrics: The logged values, keyed by hook, name and loader index.
-        logged_names: The names of the values that ``self.log`` adds to the rows of metrics.csv.
-        batch_size: The size of the current batch. None until a mean needs the size.
+        logged_names: The names of logged values that are columns of metrics.csv.
+        batch_size: The size of the current batch, or None if no mean has needed it yet.
         logged_batch_size: The batch_size that the current step passed to ``self.log``.
         is_first_batch: Whether the current batch is the first batch of the epoch or loader. None
             before the first batch and after the last batch.
-        last_hook: The hook that logged last.
-        has_new_values: Whether a batch has ended since the last ``update_metrics``.
+        last_hook: The last hook that called ``self.log``.
+        has_new_values: Whether a batch has ended since the last call of ``update_metrics``.
     """
 
     metrics: dict[tuple, LoggedMetric] = field(default_factory=dict)
@@ -217,7 +218,7 @@ class LoopResults:
     def start_hook(self, hook: str | None) -> None:
         """Reset the values that ``hook`` logged in the previous epoch.
 
-        After the first batch of an epoch, do nothing.
+        After the first batch, keep the values, because they are from the current epoch.
         """
         self.last_hook = hook
         if self.is_first_batch is not False:
@@ -226,14 +227,14 @@ class LoopResults:
                     metric.reset()
 
     def current_batch_size(self) -> int:
-        """Return the size of the current batch. Compute the size only once per batch."""
+        """Return the size of the current batch, which is computed only once per batch."""
         if self.batch_size is None:
             self.batch_size = 1 if self.batch is None else find_batch_size(self.batch)
         return self.batch_size
 
 
 class CurrentValues(NamedTuple):
-    """Hold the values of a step or an epoch for callbacks, loggers, progress bar and CSV files."""
+    """Holds a step's or epoch's values for callbacks, loggers, the progress bar and CSV files."""
 
     callback: dict[str, Any]
     logged: dict[str, Any]
@@ -242,7 +243,13 @@ class CurrentValues(NamedTuple):
 
 
 class EvaluationValues(NamedTuple):
-    """Hold an evaluation's values: a dict per loader, a dict for loggers, a dict for CSV files."""
+    """Holds the values of an evaluation.
+
+    Attributes:
+        results: A dict of values for each DataLoader.
+        logged: The values for the loggers.
+        row: The values for the CSV files.
+    """
 
     results: list[dict[str, Any]]
     logged: dict[str, Any]
@@ -250,18 +257,19 @@ class EvaluationValues(NamedTuple):
 
 
 class ResultCollection:
-    """Implement ``self.log`` and Trainer's dicts of logged values, such as callback_metrics.
+    """Implements ``self.log`` and Trainer's dicts of logged values, such as callback_metrics.
 
     Attributes:
-        active: The results of the loop that runs: ``train`` or ``evaluation``. Empty after the run.
-        callback_metrics, logged_metrics, progress_bar_metrics: The same dicts as in Trainer.
+        active: ``train`` during training, and ``evaluation`` during an evaluation. After the run,
+            an empty LoopResults.
+        callback_metrics, logged_metrics, progress_bar_metrics: Like Trainer's attributes.
         returned: The newest means of the values that steps returned.
-        evaluated: The names of the values in the newest evaluation.
+        evaluated: The names of the values that the newest evaluation logged or returned.
     """
 
     is_per_process = True
 
-    # Use a class attribute, so that log() does nothing in an unpickled ResultCollection.
+    # Unpickling sets no attributes. This class attribute turns log() off in an unpickled object.
     is_enabled = False
 
     def __init__(self, run: Run) -> None:
@@ -282,12 +290,12 @@ class ResultCollection:
         self._loader_values: list[CurrentValues] = []
 
     def metrics(self) -> dict[str, dict[str, Any]]:
-        """Return the dicts callback_metrics, logged_metrics and progress_bar_metrics by name."""
+        """Return callback_metrics, logged_metrics and progress_bar_metrics, keyed by name."""
         names = ("callback_metrics", "logged_metrics", "progress_bar_metrics")
         return {name: getattr(self, name) for name in names}
 
     def load_metrics(self, metrics: dict[str, dict[str, Any]]) -> None:
-        """Replace the dicts that ``metrics()`` returns by those of another process."""
+        """Use the callback_metrics and other dicts that ``metrics()`` returned in a subprocess."""
         vars(self).update(metrics)
 
     def __deepcopy__(self, memo: dict) -> ResultCollection:
@@ -295,7 +303,7 @@ class ResultCollection:
         return self
 
     def __getstate__(self) -> dict:
-        """Pickle an empty object, so that pickling a module does not pickle the run."""
+        """Return no state, so that pickling a module does not pickle the run."""
         return {}
 
     def log(
@@ -355,7 +363,7 @@ class ResultCollection:
             self.log(name, value, **arguments)
 
     def _register(self, results: LoopResults, key: tuple, call_arguments: tuple) -> LoggedMetric:
-        """Check the arguments of ``self.log``, and return the metric's LoggedMetric."""
+        """Check the arguments of ``self.log``. Return the LoggedMetric that stores the value."""
         hook, name, _ = key
         arguments = check_arguments(hook, name, call_arguments)
         if call_arguments[1] and not self.run.loop.loggers:
@@ -377,7 +385,7 @@ class ResultCollection:
     def _log_torchmetric(self, metric: LoggedMetric, value: Any, attribute: str | None) -> None:
         """Log a torchmetrics object.
 
-        As in Trainer, the object must be a submodule of the LightningModule.
+        Like Trainer, raise an error if the object is not a submodule of the LightningModule.
         """
         is_known = value is metric.torchmetric or attribute is not None
         if not is_known and self.run.is_lightning_module and isinstance(value, nn.Module):
@@ -404,7 +412,7 @@ class ResultCollection:
         return metric
 
     def add_returned(self, values: Mapping[str, Tensor]) -> None:
-        """Accumulate the 0-dimensional tensors that a step returned but did not log."""
+        """Accumulate the 0-dimensional tensors that a step returned without logging them."""
         results = self.active
         for name, value in values.items():
             if name in results.logged_names:
@@ -418,7 +426,7 @@ class ResultCollection:
             metric.update(to_float(value), self.returned_batch_size())
 
     def returned_batch_size(self) -> int:
-        """Return the batch_size that the step passed to ``self.log``, or the size of the batch."""
+        """Return the batch_size that the step passed to ``self.log``, or else the batch's size."""
         if self.active.logged_batch_size is not None:
             return self.active.logged_batch_size
         try:
@@ -427,19 +435,19 @@ class ResultCollection:
             return 1
 
     def start_training(self) -> None:
-        """Treat all values that are logged after this call as training results."""
+        """Treat values that are logged from now on as training results."""
         self.active = self.train
 
     def start_evaluation(self) -> None:
-        """Treat all values that are logged after this call as evaluation results."""
+        """Treat values that are logged from now on as evaluation results."""
         self.update_metrics()
         self.active, self._loader_values = self.evaluation, []
 
     @contextmanager
     def kept_apart(self) -> Iterator[None]:
-        """In this context, keep the values of an evaluation separate from the run's logged values.
+        """Restore the run's logged values and torchmetrics objects after the `with` block.
 
-        After the block, restore the run's logged values.
+        An additional validation in the block then does not change the run's metrics.
         """
         own = dict(vars(self))
         dicts = {name: dict(value) for name, value in own.items() if isinstance(value, dict)}
@@ -466,15 +474,14 @@ class ResultCollection:
         self.active.has_new_values = True
 
     def end_batches(self) -> None:
-        """Compute the epoch's values, after the last batch of an epoch or of an evaluation loader.
+        """Compute the means over an epoch or an evaluation loader, after its last batch.
 
-        After this call, current_values returns the epoch's values instead of the last step's
-        values.
+        From then on, current_values returns these means instead of the last step's values.
         """
         if self.active.has_new_values:
             self.update_metrics()
         self.active.is_first_batch = None
-        # Reduce the means in all processes now, because a later hook may read them in a single
+        # Reduce the means across processes now, because a later hook may read them in only one
         # process.
         for metric in self.active.current():
             value = metric.compute(metric.epoch)
@@ -482,12 +489,12 @@ class ResultCollection:
                 self.returned[metric.arguments.name] = value
 
     def end_loader(self) -> None:
-        """Store an evaluation loader's values for end_evaluation, after the loader's last batch."""
+        """Store the means of an evaluation loader for end_evaluation, after its last batch."""
         self.end_batches()
-        # As in Trainer, a sanity check updates callback_metrics only after its last loader.
+        # Like Trainer, do not update callback_metrics after each loader of a sanity check.
         if self.run.progress.stage != "sanity_check":
             self._loader_values.append(self.update_metrics())
-        # Values that a hook logs after the last batch belong to no loader.
+        # Values that a hook logs after the last batch do not belong to a loader.
         self.evaluation.dataloader_idx = None
 
     def end_evaluation(self) -> EvaluationValues:
@@ -497,13 +504,14 @@ class ResultCollection:
         """
         at_end, results = self.update_metrics(), []
         for values in self._loader_values:
-            # Like Trainer, return logged values. If nothing is logged, return step outputs.
+            # Like Trainer, return logged values. If nothing was logged, return what steps returned.
             first = values.logged or at_end.logged or values.row
             results.append(to_numbers({**first, **at_end.logged}))
         parts = [*self._loader_values, at_end]
         row = {name: value for values in parts for name, value in values.row.items()}
         self.evaluated = set(row).union(*[values.logged for values in parts])
-        # As in Trainer, if loaders log the same name, loggers get the first loader's value.
+        # Like Trainer, if several loaders log the same name, send the first loader's value to
+        # loggers.
         logged = ChainMap(at_end.logged, *[values.logged for values in self._loader_values])
         return EvaluationValues(results, dict(logged), row)
 
@@ -515,7 +523,7 @@ class ResultCollection:
         results.dataloader_idx = results.last_hook = results.is_first_batch = None
 
     def end(self) -> None:
-        """End the logging of a run. Move callback_metrics and logged_metrics to the CPU."""
+        """At the end of a run, move callback_metrics and logged_metrics to the CPU."""
         try:
             if self.active.has_new_values:
                 self.update_metrics()
@@ -526,7 +534,7 @@ class ResultCollection:
             metrics.update(move_data_to_device(metrics, "cpu"))
 
     def update_metrics(self) -> CurrentValues:
-        """Update callback_metrics, logged_metrics and progress_bar_metrics."""
+        """Update callback_metrics, logged_metrics and progress_bar_metrics with current values."""
         values = self.current_values()
         self.active.has_new_values = False
         self.callback_metrics.update(values.callback)
@@ -535,7 +543,7 @@ class ResultCollection:
         return values
 
     def monitored_metrics(self) -> dict[str, Any]:
-        """Return all metrics that can be monitored, from logged values and from step outputs."""
+        """Return all metrics that can be monitored, which steps have logged or returned."""
         self.update_metrics()
         return {**self.returned, **self.callback_metrics}
 
@@ -554,7 +562,7 @@ class ResultCollection:
             if arguments.logger:
                 values.row[name] = value
             if metric.is_returned and self.run.is_lightning_module:
-                # As in Trainer, do not log the values that a LightningModule's steps return.
+                # Like Trainer, do not log values that a LightningModule's steps return.
                 continue
             if arguments.logger:
                 values.logged[full_name] = value
@@ -612,8 +620,8 @@ class ResultCollection:
         load_torchmetrics(self.run.network, state["torchmetrics"])
         train, metrics = self.train, find_torchmetrics(self.run.network)
         for entry in state["train"]:
-            # Until the resumed run logs the metric, use the arguments with which the saved run
-            # logged it.
+            # Until the resumed run logs this metric, use the arguments of ``self.log`` in the saved
+            # run.
             arguments = LogArguments(**entry["arguments"])
             metric = self._add_metric(train, (arguments.hook, arguments.name, None), arguments)
             metric.load_state_dict(entry)
@@ -624,10 +632,7 @@ class ResultCollection:
 
 
 def find_batch_size(batch: Any) -> int:
-    """Return the same batch size as Trainer.
-
-    For a tuple or list of tensors, avoid Trainer's slower search.
-    """
+    """Return the batch size that Trainer would find. Avoid its slower search if possible."""
     if type(batch) in (tuple, list):
         sizes = {p.size(0) if isinstance(p, Tensor) and p.dim() else -1 for p in batch}
         if len(sizes) == 1 and -1 not in sizes:
@@ -643,10 +648,7 @@ def float_type() -> torch.dtype:
 
 @cache
 def warn_of_integer(name: str) -> None:
-    """Warn that an integer was logged.
-
-    Warn only once per name, because each step may log it again.
-    """
+    """Warn that an integer was logged. Because of @cache, warn only once per name."""
     rank_zero_warn(
         f"You called `self.log({name!r}, ...)` with an integer, but the value needs to be floating"
         f" to be reduced. Converting it to {float_type()}."
@@ -696,7 +698,7 @@ def find_torchmetrics(module: Any) -> dict[str, Any]:
 def plain_attributes(metric: Any) -> dict[str, Any]:
     """Copy the attributes of a torchmetrics object that torch.load(weights_only=True) can load.
 
-    The object's state_dict() is not enough, because a state_dict() contains only persistent states.
+    The object's state_dict() is not enough, because it contains only persistent states.
     """
     own = {k: v for k, v in vars(metric).items() if k not in _ATTRIBUTES_OF_MODULES and is_plain(v)}
     return apply_to_collection(own, Tensor, lambda tensor: tensor.detach().clone())
@@ -707,7 +709,7 @@ def load_torchmetrics(module: Any, state: Mapping[str, Mapping[str, Any]]) -> No
     for name, attributes in state.items():
         tracker: Any = metrics.get(name.rpartition(".")[0])
         if name not in metrics and hasattr(tracker, "increment"):
-            # MetricTracker.increment() adds a metric. Call it if a saved metric is missing.
+            # If the saved metric is missing in a MetricTracker, increment() adds it.
             tracker.increment()
             metrics = find_torchmetrics(module)
         if name in metrics:

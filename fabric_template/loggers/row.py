@@ -22,12 +22,13 @@ from .result_collection import to_numbers
 if TYPE_CHECKING:
     from ..training.run import Run
 
-# The subfolder that keeps a replaced run's CSV files until the new run saves a checkpoint.
+# When a new run replaces an older one, the older CSV files stay in this subfolder until the new run
+# saves a checkpoint.
 REPLACED_LOGS = ".replaced"
 
 
 class RowWriter:
-    """Collect the values of a row, decide when the row is due, and write it to metrics.csv.
+    """Collects the values of a row, decides when the row is due, and writes it to metrics.csv.
 
     An epoch-based run has a row for each epoch. A step-based run has a row for each validation, and
     a last row at the end of training. A step-based run that never validates also has a row for each
@@ -37,8 +38,8 @@ class RowWriter:
         rows: All rows of the run so far, which ``fit`` returns.
         is_step_based: Whether max_steps is set, whether validation runs every N steps, or whether
             the training loader has no length.
-        learning_rates: The rates that the newest optimizer step used.
-        step_values: The loss of the newest training batch, and a logged gradient norm.
+        learning_rates: The learning rates of the newest optimizer step.
+        step_values: The loss of the newest training batch and, if logged, the gradient norm.
     """
 
     is_per_process = False
@@ -49,7 +50,7 @@ class RowWriter:
         self.is_step_based = False
         self.learning_rates: list[Any] = []
         self.step_values: dict[str, Any] = {}
-        # Values from evaluations and loop.log_dict for the next row of metrics.csv.
+        # Values for the next row of metrics.csv, from evaluations and loop.log_dict.
         self._collected: dict[str, Any] = {}
         self._is_validated = False
         # The number of training samples in this process since the newest row of metrics.csv.
@@ -57,12 +58,12 @@ class RowWriter:
         # The values of elapsed(), waited() and _excluded_seconds from the resumed checkpoint.
         self._seconds_before_resume: tuple[float, ...] = (0.0, 0.0, 0.0)
         self._started, self._waited_at_start = time.monotonic(), 0.0
-        # The time of validations and saves since the newest row of metrics.csv, which
-        # samples_per_second excludes.
+        # The seconds spent on validations and saves since the newest row of metrics.csv.
+        # samples_per_second does not include them.
         self._excluded_seconds = 0.0
 
     def choose_interval(self) -> None:
-        """Choose step-based or epoch-based rows, after the number of training batches is known."""
+        """Choose step-based or epoch-based rows. The number of training batches must be known."""
         has_no_length = self.run.progress.num_train_batches == math.inf
         self.is_step_based = self.counts_steps or has_no_length
 
@@ -72,10 +73,7 @@ class RowWriter:
         return self.run.stop.max_steps != -1 or self.run.config.check_val_every_n_epoch is None
 
     def continue_rows(self, rows: list[dict[str, Any]]) -> None:
-        """Set the rows of metrics.csv written so far.
-
-        If ``rows`` is empty, keep the current rows.
-        """
+        """Set the rows that metrics.csv already contains. If ``rows`` is empty, do nothing."""
         self.rows = rows or self.rows
 
     # The clock
@@ -83,14 +81,14 @@ class RowWriter:
     def start_clock(self) -> None:
         """Start the clock for the next row of metrics.csv.
 
-        After a resume, the clock continues at the number of seconds in the checkpoint.
+        After a resume, start at the number of seconds in the checkpoint instead of 0.
         """
         seconds, waited, self._excluded_seconds = self._seconds_before_resume
         self._started = time.monotonic() - seconds
         self._waited_at_start = self.run.data.seconds_waited - waited
 
     def elapsed(self) -> float:
-        """Return the seconds since the newest row, excluding the pause before a resume."""
+        """Return the seconds since the newest row, without the pause before a resume."""
         return time.monotonic() - self._started
 
     def waited(self) -> float:
@@ -99,12 +97,12 @@ class RowWriter:
 
     @contextmanager
     def excluded(self) -> Iterator[None]:
-        """Exclude the block, which validates or saves, from the time for ``samples_per_second``."""
+        """Do not count the time of a validation or a save for ``samples_per_second``."""
         started, before = time.monotonic(), self._excluded_seconds
         try:
             yield
         finally:
-            # The time of a validation already includes the saves within the validation.
+            # A save within a validation is part of the validation's time. Do not count it twice.
             self._excluded_seconds = before + time.monotonic() - started
 
     # Values
@@ -114,7 +112,7 @@ class RowWriter:
 
         For a LightningModule, collect only the loss.
 
-        ``loss`` is None if, in manual optimization, the step returned a dict without "loss".
+        In manual optimization, ``loss`` is None if the step returned a dict without "loss".
         """
         results = self.run.results
         if not results.is_enabled:
@@ -135,7 +133,7 @@ class RowWriter:
         self.step_values[name] = value
 
     def record_learning_rates(self) -> None:
-        """Record an optimizer step's learning rates, before the schedulers change the rates."""
+        """Record the learning rates of an optimizer step, before the schedulers change them."""
         self.learning_rates = learning_rates(self.run)
 
     def collect(self, values: Mapping[str, Any]) -> None:
@@ -174,7 +172,7 @@ class RowWriter:
         In an epoch-based run, only print the row.
         """
         run = self.run
-        # write_after_epoch writes the row after the last batch of an epoch.
+        # After the last batch of an epoch, write_after_epoch writes the row instead.
         if run.progress.is_epoch_complete or not self._is_validated:
             return
         if self.is_step_based:
@@ -192,7 +190,7 @@ class RowWriter:
     def write_after_training(self) -> None:
         """In a step-based run, write a row for the steps since the newest row.
 
-        If the run is resumed, the resumed run removes this last row from metrics.csv.
+        If the run is resumed later, this last row is removed from metrics.csv.
         """
         last_step = self.rows[-1]["step"] if self.rows else 0
         if self.is_step_based and self.run.progress.global_step > last_step:
@@ -229,7 +227,7 @@ class RowWriter:
         if self.run.fabric.device.type == "cuda":
             peak = torch.cuda.max_memory_allocated(self.run.fabric.device)
             own["gpu_memory"] = round(peak / 2**30, 3)
-        # If the user has logged a value under a name such as "time", keep the user's value.
+        # If the user has logged a value under a name such as "time", use the user's value.
         own = {name: value for name, value in own.items() if name not in values}
         row = {**self._coordinates(), **values, **own}
         if not math.isfinite(row.get("train_loss", 0.0)) and self.run.config.on_nan == "warn":
@@ -269,7 +267,7 @@ class RowWriter:
     # State
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the values collected for the next row, and the number of rows in each CSV file."""
+        """Return the values for the next row, and the number of rows in each CSV file."""
         loggers = self.run.loggers.csv_loggers
         folders = [Path(logger.log_dir) for logger in loggers]
         return {
@@ -298,10 +296,10 @@ class RowWriter:
         self._rewind(state)
 
     def _rewind(self, state: Mapping[str, Any]) -> None:
-        """Remove the CSV rows that were written after the checkpoint, and read the earlier rows."""
+        """Remove the CSV rows written after the checkpoint, and read those written before it."""
         positions = state["files"] or [{}]
-        # If this run has more CSV loggers than the saved run, the additional loggers continue at
-        # the position of the saved run's first logger.
+        # If this run has more CSV loggers than the saved run, the additional loggers use the rows
+        # of the saved run's first logger.
         positions = chain(positions, repeat(positions[0]))
         for logger, position in zip(self.run.loggers.csv_loggers, positions, strict=False):
             folders = self._log_folders(logger, state["folder"])
@@ -317,17 +315,17 @@ class RowWriter:
                 )
 
     def _log_folders(self, logger: CSVLogger, saved: str) -> list[Path]:
-        """Return the folders that may contain the checkpoint's rows, most likely folder first."""
+        """Return the folders that may contain the saved run's rows, most likely folder first."""
         checkpoint = Path(str(self.run.plan.start.path)).absolute()
-        # Also use the folder names in the checkpoint's path, because the folders may have been
-        # renamed.
+        # Also use the folder names in the checkpoint's path. Someone may have renamed the folders
+        # after the checkpoint was saved.
         names = ["/".join(checkpoint.parts[-3:-1])]
         if re.fullmatch(r"[^/\\]+/[^/\\]+", saved) and ".." not in saved.split("/"):
             names.insert(0, saved)
-        # A run that continues in another version copies the rows of the saved version.
+        # A run that is resumed as a new version copies the rows of the saved version.
         folders = [Path(logger.root_dir, names[0])]
         folders += [Path(logger.log_dir, REPLACED_LOGS), Path(logger.log_dir)]
-        # The logs folder is next to the checkpoints folder, or next to a user's own checkpoint.
+        # The folder "logs" is beside the folder "checkpoints", or beside a user's own checkpoint.
         folders += [parent / "logs" / name for name in names for parent in checkpoint.parents[:4]]
         # ModelCheckpoint saves to a subfolder of the log folder.
         return [*folders, *checkpoint.parents[:2]]
@@ -336,7 +334,7 @@ class RowWriter:
 def has_rows(folder: Path, row: Mapping[str, Any] | None, position: Mapping[str, Any]) -> bool:
     """Return whether a folder's CSV files contain the last row written before a checkpoint.
 
-    ``row`` and ``position`` are from the checkpoint.
+    The checkpoint contains ``row`` and ``position``.
     """
     last = position.get("steps.csv", {}).get("last")
     if row is None and last is not None:
@@ -355,13 +353,13 @@ def parse_row(row: Mapping[str, str]) -> dict[str, Any]:
 
 
 def train_values_first(values: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the values as numbers, training values first, without "epoch" and "step"."""
+    """Return the values as numbers, with training values first, and without "epoch" and "step"."""
     names = sorted(values, key=lambda name: not name.startswith("train"))
     return to_numbers({name: values[name] for name in names if name not in ("epoch", "step")})
 
 
 def name_outputs(output: Any, prefix: str) -> dict[str, Tensor]:
-    """Return the numbers in a step's output, keyed by their columns in metrics.csv.
+    """Return the numbers that a step returned, keyed by their columns in metrics.csv.
 
     A tensor becomes ``<prefix>_loss``. Each item of a dict becomes ``<prefix>_<key>``. A pair
     (loss, accuracy) becomes ``<prefix>_loss`` and ``<prefix>_acc``.
@@ -382,7 +380,10 @@ def name_outputs(output: Any, prefix: str) -> dict[str, Tensor]:
 
 
 def learning_rates(run: Run) -> list[Any]:
-    """Return the learning rate of each optimizer's first parameter group, without a device sync."""
+    """Return the learning rate of each optimizer's first parameter group.
+
+    A learning rate that is a tensor stays on its device, because .item() would wait for the GPU.
+    """
     rates = [
         group["lr"]
         for o in run.optimization.optimizers

@@ -40,8 +40,8 @@ GIT_STATUS = ["git", "--no-optional-locks", "status", "--porcelain=v2", "--branc
 def write_run_config(run: Run) -> None:
     """Write config.yaml beside metrics.csv.
 
-    If writing fails, warn and continue training. Do not overwrite a config.yaml if the run is
-    resumed, or if another program wrote the file.
+    If writing fails, warn and continue training. In a resumed run, or if another program wrote the
+    existing config.yaml, do not overwrite the file.
     """
     for logger in run.loggers.csv_loggers if run.fabric.is_global_zero else ():
         path = Path(logger.log_dir, "config.yaml")
@@ -61,7 +61,8 @@ def record_own_loop(loop: FabricLoop, parts: Mapping[str, Sequence[Any]]) -> Non
     """Write the settings and objects of a hand-written loop to config.yaml and to the loggers.
 
     Args:
-        parts: The descriptions of the models, optimizers and loaders that the loop has set up.
+        parts: Descriptions of the models, optimizers and loaders that the loop has set up. The keys
+            are names such as "optimizer".
     """
     hparams, unknown = dict(loop.config.hparams or {}), dict[str, str]()
     about = describe_process(loop.fabric)
@@ -136,10 +137,7 @@ def describe_process(fabric: Any) -> dict[str, Any]:
 
 
 def attempt(describe: Callable[..., Any], *parts: Any) -> Any:
-    """Return the result of ``describe``.
-
-    If ``describe`` raises an error, return None, so that the run continues.
-    """
+    """Return the result of ``describe``. After an error, return None, so that the run continues."""
     try:
         return describe(*parts)
     except Exception:
@@ -147,7 +145,7 @@ def attempt(describe: Callable[..., Any], *parts: Any) -> Any:
 
 
 def number_parts(kind: str, parts: Sequence[Any]) -> dict[str, Any]:
-    """Return a dict of the given objects, with keys such as "optimizer" and "optimizer_1"."""
+    """Return a dict of objects of one kind, with keys such as "optimizer" and "optimizer_1"."""
     return {f"{kind}_{index}" if index else kind: part for index, part in enumerate(parts)}
 
 
@@ -159,7 +157,7 @@ def read_command() -> str:
 
 @cache
 def read_git(folder: str) -> dict[str, Any]:
-    """Return a folder's git commit and the number of changed files that git tracks.
+    """Return a folder's git commit, and the number of tracked files with changes.
 
     If git fails or takes more than a second, return {}.
     """
@@ -181,11 +179,11 @@ def describe_model(model: Any, network: Any) -> dict[str, Any]:
 def describe_optimizer(optimizer: Any) -> dict[str, Any]:
     """Return an optimizer's class and arguments.
 
-    If an argument differs between parameter groups, return a list of the argument's values.
+    If an argument differs between parameter groups, describe it by a list of its values.
     """
     described: dict[str, Any] = {"class": type(optimizer).__name__}
     for name in optimizer.defaults:
-        # A scheduler may already have changed "lr", but keeps the first value as "initial_lr".
+        # A scheduler may already have changed "lr". It stores the first value as "initial_lr".
         values = [to_plain(g.get(f"initial_{name}", g.get(name))) for g in optimizer.param_groups]
         described[name] = values if any(value != values[0] for value in values) else values[0]
     return described
@@ -226,7 +224,7 @@ def collect_class_config(part: str, given: Any, unknown: dict[str, str]) -> dict
 def keep_plain(
     values: Mapping[str, Any], unknown: dict[str, str], prefix: str = ""
 ) -> dict[str, Any]:
-    """Return the values that YAML can store. Describe all remaining values in ``unknown``."""
+    """Return the values that YAML can store. Add a description of the others to ``unknown``."""
     kept = {}
     for name, value in values.items():
         try:
@@ -274,7 +272,7 @@ def merge_hyperparameters(
         hparams = dict(part.hparams_initial) if logs_hyperparameters(part) else {}
         # Drop _class_path, which LightningCLI adds, because a class is not a hyperparameter.
         hparams.pop("_class_path", None)
-        # Compare the repr, because comparing two arrays with == returns an array.
+        # Compare the repr, because == returns an array for two arrays.
         both = hparams.keys() & merged.keys()
         different = sorted(key for key in both if repr(hparams[key]) != repr(merged[key]))
         if different:
