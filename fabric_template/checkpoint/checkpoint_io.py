@@ -19,18 +19,18 @@ from .reader import is_placeholder, kind_of, read_archive
 if TYPE_CHECKING:
     from lightning.fabric import Fabric
 NUMPY_KEY = "fabric_template_numpy"
-# The NumPy dtypes that can be restored: booleans, numbers, durations, dates and text.
+# Matches the NumPy dtypes that can be restored: booleans, numbers, durations, dates and text.
 _DTYPE = re.compile(r"[<>|=][biufcmMSU]\d*(\[\w+\])?")
 _CONTAINERS = (dict, OrderedDict, defaultdict, Counter, list, tuple, deque)
-# Return values of these types unchanged. This saves time: Python's RNG state alone has 625 numbers.
+# Skip values of these types to save time: Python's RNG state alone has 625 numbers.
 _PLAIN_TYPES = (int, float, str, bool, bytes, type(None), torch.Tensor)
 
 
 class AtomicCheckpointIO(CheckpointIO):
     """Writes a checkpoint to a temporary file, flushes the file to disk, and renames the file.
 
-    Reading a checkpoint checks the CRC of every entry in the zip archive. Code from the file runs
-    only if ``weights_only`` is False.
+    When a checkpoint is read, the CRC of every entry in the zip archive is checked. Code from the
+    file runs only if ``weights_only`` is False.
 
     Example:
         >>> from tempfile import mkdtemp
@@ -68,7 +68,8 @@ def find_checkpoint_io(fabric: Fabric) -> CheckpointIO:
         # Strategies that shard a model have no CheckpointIO.
         return AtomicCheckpointIO()
     while hasattr(given, "checkpoint_io"):
-        # AsyncCheckpointIO returns before the file is complete, so use the wrapped CheckpointIO.
+        # AsyncCheckpointIO returns before the file is complete, so use the CheckpointIO that it
+        # wraps.
         given = given.checkpoint_io
     is_default = given is None or type(given) is TorchCheckpointIO
     return AtomicCheckpointIO() if is_default else given
@@ -80,8 +81,9 @@ def read_checkpoint(
     """Read a checkpoint file, and restore the NumPy values in it.
 
     Args:
-        weights_only: True: run no code from the file. If reading a value needs code, the value
-            stays unread, and access to its key raises an error. False: use ``torch.load``.
+        weights_only: If True, no code from the file runs. If a value cannot be built without such
+            code, access to its key raises an error. If False, use ``torch.load``, which may run
+            code from the file.
 
     Raises:
         MissingCheckpointError: There is no such file.
@@ -118,25 +120,28 @@ def describe_content(content: Any) -> str:
 
 # NumPy values
 
-# Reading a checkpoint creates no NumPy objects. Therefore NumPy values are saved as Python numbers
-# and tensors, which Trainer can read, too. NUMPY_KEY holds their original dtypes.
+# For safety, no NumPy objects are created when a checkpoint is read. Therefore, NumPy values are
+# saved as Python values and tensors, which Trainer can read, too. Their original dtypes are saved
+# under NUMPY_KEY.
 
 
 def replace_numpy(checkpoint: dict[str, Any]) -> dict[str, Any]:
-    """Return a checkpoint with its NumPy values replaced by Python values and tensors.
+    """Replace the NumPy values in a checkpoint by Python values and tensors.
 
-    The key NUMPY_KEY contains the original dtypes.
+    Returns:
+        A copy of the checkpoint, with the original dtypes under the key NUMPY_KEY.
     """
     plain, dtypes = to_plain(checkpoint, [])
     return {**plain, NUMPY_KEY: dtypes} if dtypes else plain
 
 
 def restore_numpy(checkpoint: dict[str, Any]) -> dict[str, Any]:
-    """Restore the NumPy values that ``replace_numpy`` replaced in a checkpoint."""
+    """Convert the values that ``replace_numpy`` changed back to NumPy values."""
     dtypes = checkpoint.pop(NUMPY_KEY, {})
     try:
         for key, dtypes_of_part in dtypes.items():
-            # Bypass checkpoint[key], which raises an error for objects of unknown classes.
+            # Bypass checkpoint[key], which raises an error if the value contains an object of an
+            # unknown class.
             part = dict.__getitem__(checkpoint, key)
             dict.__setitem__(checkpoint, key, to_numpy(part, dtypes_of_part))
     except (AttributeError, LookupError, RecursionError, TypeError, ValueError) as error:
@@ -154,13 +159,14 @@ def to_plain(value: Any, parents: list[Any]) -> tuple[Any, Any]:
         parents: The containers around the value, to detect a container that contains itself.
 
     Returns:
-        The converted value, and its NumPy dtype, a dict of dtypes by key or index, or None.
+        The converted value, and its original dtype. For a container, the second value is a dict
+        that maps keys or indices to dtypes. If nothing was converted, the second value is None.
     """
     if isinstance(value, np.generic | np.ndarray):
         return plain_value(value)
     if type(value) in (set, frozenset):
-        # A set does not distinguish a NumPy number from an equal Python number, so save no dtypes
-        # for the numbers in a set.
+        # In a set, a NumPy number equals the same Python number. Therefore, the dtypes of numbers
+        # in a set are not saved.
         items = [plain_value(item)[0] for item in value]
         is_changed = any(isinstance(item, np.generic) for item in value)
         return (type(value)(items) if is_changed else value), None
@@ -179,7 +185,7 @@ def to_plain(value: Any, parents: list[Any]) -> tuple[Any, Any]:
 
 
 def to_numpy(value: Any, dtypes: Any) -> Any:
-    """Convert values back to NumPy values, with the dtypes that ``to_plain`` returned."""
+    """Convert values back to NumPy, given the dtypes that ``to_plain`` returned."""
     if isinstance(dtypes, str):
         return numpy_value(value, dtypes)
     replaced = {key: to_numpy(value[key], dtype) for key, dtype in dtypes.items()}
@@ -191,7 +197,7 @@ def items_of(container: Any) -> Any:
 
 
 def with_items(container: Any, replaced: dict[Any, Any]) -> Any:
-    """Return a container with the items in ``replaced``, and with Python keys for NumPy keys."""
+    """Replace some items of a container, and convert its NumPy keys to Python values."""
     has_keys = isinstance(container, dict) and any(isinstance(k, np.generic) for k in container)
     if not replaced and not has_keys:
         return container
@@ -208,10 +214,11 @@ def with_items(container: Any, replaced: dict[Any, Any]) -> Any:
 
 
 def plain_value(value: Any) -> tuple[Any, str | None]:
-    """Return a NumPy value as a Python value or a tensor, together with its NumPy dtype as text.
+    """Convert a NumPy value to a Python value or a tensor.
 
-    Return other values unchanged, together with None. Do the same for NumPy values that cannot be
-    restored bit for bit, such as structured arrays.
+    Returns:
+        The converted value, and its NumPy dtype as text. If the value is not from NumPy, or could
+        not be restored bit for bit, it is returned unchanged, and the dtype is None.
     """
     if not isinstance(value, np.generic) and type(value) is not np.ndarray:
         return value, None

@@ -3,7 +3,7 @@
 Each process writes its shards to a new folder beside the checkpoint file, such as
 ``last.ckpt.step=400``. The checkpoint file contains the name of this folder, and all values that
 are not sharded. An old checkpoint at the same path is removed only after the new checkpoint is
-written. Therefore, the old checkpoint stays intact if a process is killed while saving.
+written. Therefore, if a process is killed during a save, the old checkpoint stays intact.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from .checkpoint_io import replace_numpy
 if TYPE_CHECKING:
     from ..training.run import Run
 
-# The checkpoint key for the state that only this package saves.
+# The checkpoint key of all state that Trainer does not save, such as random generators.
 OWN_KEY = "fabric_template"
 SHARDS_KEY = "fabric_template_shards"
 _PLACEHOLDER = "sharded"
@@ -47,7 +47,7 @@ def save_checkpoint(
     content = save_shards(run, checkpoint, path)
     if not run.fabric.is_global_zero:
         return
-    # Replace NumPy values here, because a user's CheckpointIO may not replace them.
+    # Replace NumPy values here, because a custom CheckpointIO might not do so.
     content = replace_numpy(content)
     try:
         run.loop.checkpoint_io.save_checkpoint(content, path, storage_options=storage_options)
@@ -71,8 +71,8 @@ def save_shards(run: Run, checkpoint: dict[str, Any], path: Path) -> dict[str, A
     """Write a checkpoint's sharded tensors to a new folder. All processes must call this function.
 
     Returns:
-        The checkpoint, with a placeholder instead of each sharded tensor, and with the name of the
-        shard folder under SHARDS_KEY.
+        A copy of the checkpoint, with a placeholder for each sharded tensor. The key SHARDS_KEY
+        contains the name of the shard folder, and the sizes of its files.
     """
     if not run.steps.is_model_parallel:
         return checkpoint
@@ -108,10 +108,11 @@ def save_shards(run: Run, checkpoint: dict[str, Any], path: Path) -> dict[str, A
 
 
 def map_items(function: Callable[[str, Any], Any], value: Any, name: str) -> Any:
-    """Return a copy of nested dicts and lists with ``function(name, item)`` in place of each item.
+    """Return a copy of nested dicts and lists, with each item replaced by the function's result.
 
     Args:
-        name: The name of ``value``. Item names also contain the keys, as in "state_dict/weight".
+        name: The name of ``value``, such as "state_dict". The name of an item also contains its
+            keys, as in "state_dict/weight".
     """
     if isinstance(value, dict):
         return {key: map_items(function, item, f"{name}/{key}") for key, item in value.items()}
@@ -121,7 +122,7 @@ def map_items(function: Callable[[str, Any], Any], value: Any, name: str) -> Any
 
 
 def new_folder(path: Path, step: int) -> Path:
-    """Return a path beside a checkpoint file at which a new shard folder can be created."""
+    """Return an unused path for a shard folder, beside the checkpoint file at ``path``."""
     folder, number = path.with_name(f"{path.name}.step={step}"), 1
     while folder.exists():
         folder = path.with_name(f"{path.name}.step={step}-{number}")
@@ -130,9 +131,12 @@ def new_folder(path: Path, step: int) -> Path:
 
 
 def remove_shards(path: Path, keep: dict[str, Any] | None = None) -> None:
-    """Remove the shard folders of a checkpoint file, except the shard folder of ``keep``.
+    """Remove the shard folders of the checkpoint file at ``path``.
 
-    If a folder cannot be removed, the next save to ``path`` tries again.
+    If a folder cannot be removed, the next save to this path tries again.
+
+    Args:
+        keep: A checkpoint whose shard folder is not removed.
     """
     kept = (keep or {}).get(SHARDS_KEY, {}).get("folder")
     with suppress(OSError):
@@ -159,7 +163,7 @@ def verify_shards(path: str | Path, index: dict[str, Any]) -> None:
     """Check that all shard files exist and have the sizes that the checkpoint file lists.
 
     Args:
-        index: The value of SHARDS_KEY in the checkpoint file.
+        index: The folder name and the file sizes from the checkpoint file.
 
     Raises:
         DamagedCheckpointError: A file is missing, or its size is wrong.
@@ -181,11 +185,11 @@ def verify_shards(path: str | Path, index: dict[str, Any]) -> None:
 def load_shards(run: Run, checkpoint: dict[str, Any], key: str) -> None:
     """Load the sharded tensors of a checkpoint into ``checkpoint[key]``.
 
-    All processes must call this function. This run and the saved run may have different numbers of
-    processes. If the run's model is not sharded, each process reads the full tensors.
+    All processes must call this function. This run may have more or fewer processes than the saved
+    run. If this run's model is not sharded, each process reads the full tensors.
 
     Args:
-        key: The part of the checkpoint to read: "state_dict" or "optimizer_states".
+        key: Either "state_dict" or "optimizer_states".
     """
     if key not in checkpoint:
         return
@@ -204,7 +208,7 @@ def load_shards(run: Run, checkpoint: dict[str, Any], key: str) -> None:
 
 
 def read_shards(folder: Path, value: Any, key: str, own: dict[str, Any]) -> Any:
-    """Return the weights or the optimizer states, with this process's shards from ``folder``."""
+    """Replace the placeholders in ``value`` by this process's shards from ``folder``."""
     reader = dcp.FileSystemReader(folder)
     saved: dict[str, Any] = reader.read_metadata().state_dict_metadata
     tensors: dict[str, torch.Tensor] = {}
@@ -222,14 +226,14 @@ def read_shards(folder: Path, value: Any, key: str, own: dict[str, Any]) -> Any:
 
     value = map_items(make_empty, value, key)
     with warnings.catch_warnings():
-        # Hide torch's warning about a missing process group, which a single process does not need.
+        # Hide torch's warning that there is no process group. A single process needs none.
         warnings.filterwarnings("ignore", "torch.distributed is disabled")
         dcp.load(tensors, storage_reader=reader)
     return value
 
 
 def collect_tensors(run: Run, key: str) -> dict[str, Any]:
-    """Return the run's weights or optimized parameters, keyed by their names in a checkpoint."""
+    """Return the run's weights or optimized parameters, keyed by their names in checkpoints."""
     if key == "state_dict":
         source = run.module if run.is_lightning_module else run.network
         return {f"{key}/{name}": tensor for name, tensor in source.state_dict().items()}
@@ -241,6 +245,6 @@ def collect_tensors(run: Run, key: str) -> dict[str, Any]:
 
 
 def find_sharded_tensor(own: dict[str, Any], name: str, size: torch.Size) -> DTensor | None:
-    """Return the run's sharded tensor for a saved name and size. If there is none, return None."""
+    # An optimizer state, such as "exp_avg", is sharded in the same way as its parameter.
     found = own.get(name, own.get(name.rpartition("/")[0]))
     return found if isinstance(found, DTensor) and found.shape == size else None

@@ -44,8 +44,9 @@ def find_start_point(
     """Read the checkpoint that fit, validate, test or predict starts from, if there is one.
 
     Args:
-        given: The values of ``resume`` (continue with optimizers and counters), ``load`` (read only
-            the weights) and ``ckpt_path`` (resume in fit, load in other calls), or None.
+        given: The values of the arguments ``resume``, ``load`` and ``ckpt_path``. ``resume`` also
+            restores optimizers and counters, and ``load`` reads only the weights. ``ckpt_path``
+            acts like ``resume`` in fit, and like ``load`` in other calls.
     """
     loop = plan.loop
     name, keyword = choose_argument(plan.stage, given)
@@ -63,7 +64,7 @@ def find_start_point(
         if not getattr(environment, "creates_processes_externally", False):
             raise
         # If only this process lacks the checkpoint, an error here would leave the other processes
-        # waiting. Therefore check_same_checkpoint raises the error later, in all processes.
+        # waiting. Therefore, check_same_checkpoint raises the error later, in all processes.
         return StartPoint(error=error)
     if path is None:
         return StartPoint()
@@ -74,7 +75,7 @@ def find_start_point(
 
 
 def read_file(io: CheckpointIO, is_safe: bool, path: str | Path) -> dict[str, Any]:
-    """Read a checkpoint. If ``is_safe`` is True, no code from the file runs."""
+    """Read a checkpoint, and verify its shards. If ``is_safe``, run no code from the file."""
     checkpoint = restore_numpy(io.load_checkpoint(path, weights_only=is_safe))
     if SHARDS_KEY in checkpoint:
         verify_shards(path, checkpoint[SHARDS_KEY])
@@ -82,14 +83,17 @@ def read_file(io: CheckpointIO, is_safe: bool, path: str | Path) -> dict[str, An
 
 
 def read_again(plan: Plan) -> None:
-    """Read the checkpoint in a spawned process, which receives only the path of the file."""
+    """Read the checkpoint again in a spawned process, which received only the file's path."""
     start = plan.start
     if start.path is not None and not start.is_pending:
         start.load(read_file(plan.loop.checkpoint_io, start.is_safe, start.path))
 
 
 def choose_argument(stage: str, given: dict[str, Any]) -> tuple[str, Any]:
-    """Return the name and value of the argument that is not None, or ("ckpt_path", None)."""
+    """Return the name and the value of the argument that the user passed.
+
+    If the user passed none of them, return ("ckpt_path", None).
+    """
     given = {name: value for name, value in given.items() if value is not None}
     if len(given) > 1:
         values = " and ".join(f"{name}={describe(value)}" for name, value in given.items())
@@ -115,7 +119,7 @@ def callbacks_of(plan: Plan, kind: str) -> list[Any]:
 
 
 def default_keyword(plan: Plan) -> str | None:
-    """Return the checkpoint that Trainer uses if the call names none: "last", "best" or None."""
+    """Return the checkpoint that Trainer uses by default: "last", "best" or None."""
     loop = plan.loop
     if plan.stage == "fit":
         return "last" if callbacks_of(plan, "OnExceptionCheckpoint") else None
@@ -133,10 +137,11 @@ def default_keyword(plan: Plan) -> str | None:
 def find_checkpoint(
     plan: Plan, argument: str, keyword: str, read: Callable[[str | Path], dict[str, Any]]
 ) -> tuple[str | Path | None, dict[str, Any]]:
-    """Return the path and content of the checkpoint for a path or for a keyword such as "last".
+    """Find and read a checkpoint, given a path or a keyword such as "last".
 
-    If there is no checkpoint, return (None, {}) for "auto" and for ``ckpt_path="last"``. For any
-    other argument, raise an error.
+    Returns:
+        The path and the content of the checkpoint. If no checkpoint exists, (None, {}) for "auto"
+        and for ``ckpt_path="last"``. Other arguments raise an error in this case.
     """
     if keyword not in KEYWORDS:
         return keyword, read(keyword)
@@ -154,15 +159,15 @@ def find_checkpoint(
 
 @dataclass
 class Version:
-    """A version of a run, whose checkpoints are searched for "last", "best" or "auto".
+    """A folder such as ``version_0``, and its checkpoints.
 
     Attributes:
-        name: The name of the version folder, or "" for files outside of version folders.
+        name: The name of the folder, or "" for files outside of version folders.
         find_files: A function that lists the checkpoints.
-        started: The time at which the newest run of the version started, or 0.0 if unknown.
-        time: The time of the latest start or save in the version, or 0.0 if unknown.
-        damaged: The files that cannot be read because they are damaged.
-        replaced: The files of an older run that a newer run of this version replaced.
+        started: The time at which the newest run in the folder started, or 0.0 if unknown.
+        time: The time of the latest start or save in the folder, or 0.0 if unknown.
+        damaged: The damaged checkpoints.
+        replaced: The checkpoints of an older run that a newer run in the same folder replaced.
     """
 
     name: str
@@ -174,7 +179,7 @@ class Version:
 
     @cached_property
     def files(self) -> list[Path]:
-        """The paths of the version's checkpoints. The first access lists the folder."""
+        """The paths of the checkpoints. The folder is listed at the first access."""
         return self.find_files()
 
 
@@ -196,10 +201,10 @@ def read_newest(
     versions: list[Version],
     read: Callable[[str | Path], dict[str, Any]],
 ) -> tuple[Path | None, dict[str, Any]]:
-    """Return the path and content of the newest valid checkpoint in ``versions``.
+    """Return the path and the content of the newest valid checkpoint in the version folders.
 
-    If there is no valid checkpoint, return (None, {}). Skip damaged checkpoints, and checkpoints
-    that are older than the start of the newest run in their version folder.
+    If there is no valid checkpoint, return (None, {}). Skip damaged checkpoints. Also skip a
+    checkpoint that was saved before the newest run in its folder started.
     """
     for index, version in enumerate(versions):
         for path in newest_first(version.files):
@@ -225,9 +230,9 @@ def read_newest(
 
 
 def best_beside(newest: Path, checkpoint: dict[str, Any]) -> Path | None:
-    """Return the path of the best checkpoint in the folder of the newest checkpoint, or None.
+    """Return the path of the best checkpoint, or None if there is none.
 
-    The newest checkpoint contains the name of the best checkpoint.
+    The newest checkpoint contains the name of the best checkpoint, which is in the same folder.
     """
     names = ["best.ckpt"]
     if OWN_KEY in checkpoint:
@@ -237,7 +242,7 @@ def best_beside(newest: Path, checkpoint: dict[str, Any]) -> Path | None:
 
 
 def list_candidates(plan: Plan, keyword: str) -> list[Version]:
-    """Return the versions to search for "last", "best" or "auto", with the newest run first."""
+    """List the version folders in which to search for a checkpoint, with the newest run first."""
     loop = plan.loop
     savers = callbacks_of(plan, "Checkpoint")
     if not savers:
@@ -263,10 +268,10 @@ def list_candidates(plan: Plan, keyword: str) -> list[Version]:
 
 
 def list_versions(plan: Plan, folder: Path, pattern: str) -> list[Version]:
-    """Return the versions of a run, sorted by the time of their latest start or save, newest first.
+    """List a run's version folders. The folder with the latest start or save comes first.
 
-    The times are from the .lock file in each version folder, because copying a checkpoint changes
-    the timestamp of the file.
+    The times are read from the .lock file in each version folder, because copying a checkpoint
+    changes the timestamp of the file.
     """
     given = plan.config.version
     names = list_names(folder) if given is None else [version_folder(given)]
@@ -292,22 +297,22 @@ def list_files(folder: Path, pattern: str) -> list[Path]:
 
 
 def newest_first(files: Iterable[Path]) -> Iterator[Path]:
-    """Yield files such as last.ckpt, then all other checkpoints.
+    """Yield the files whose names start with "last", and then all other files.
 
-    Each group starts with the newest.
+    Both groups are sorted from newest to oldest.
     """
     groups: dict[bool, list[Path]] = {True: [], False: []}
     for path in files:
         groups[path.name.startswith("last")].append(path)
     for group in groups.values():
-        # Reading a checkpoint's age opens the file, so sort only if there are several files.
+        # Do not sort a single file, because read_age would open it.
         yield from sorted(group, key=read_age, reverse=True) if len(group) > 1 else group
 
 
 def read_age(path: Path) -> tuple[float, int, str]:
     """Return a checkpoint's save time, step and file name, without reading its tensors."""
     time, step = 0.0, 0
-    # Ignore errors here. If the file is damaged, loading the checkpoint raises the error.
+    # Ignore errors here, because an attempt to load the checkpoint reports them later.
     with suppress(Exception):
         checkpoint = read_plain(path, is_mapped=True)
         time = time_of(checkpoint, 0.0)
@@ -316,7 +321,7 @@ def read_age(path: Path) -> tuple[float, int, str]:
 
 
 def time_of(checkpoint: dict[str, Any], default: float) -> float:
-    """Return the time at which a checkpoint was saved, or ``default`` if Trainer saved it."""
+    """Return a checkpoint's save time, or ``default`` for a Trainer checkpoint, which has none."""
     own = checkpoint.get(OWN_KEY)
     time = own.get("saved_at") if isinstance(own, dict) else None
     return time if isinstance(time, float) and math.isfinite(time) else default
@@ -343,7 +348,7 @@ def version_of_checkpoint(plan: Plan, path: str) -> int | str | None:
 def report_missing(plan: Plan, argument: str, keyword: str, versions: list[Version]) -> None:
     """Raise an error that explains why no checkpoint was found.
 
-    If ``ckpt_path="last"`` finds no file, warn instead, like Trainer.
+    Like Trainer, only warn if the argument is ``ckpt_path="last"``.
     """
     damaged = [path for version in versions for path in version.damaged]
     replaced = [path for version in versions for path in version.replaced]

@@ -23,16 +23,16 @@ if TYPE_CHECKING:
 class CheckpointManager:
     """Saves checkpoints at the end of epochs, after validations and every N steps.
 
-    If a checkpoint cannot be written, a warning is issued, and training continues. If the last
-    attempt to write a file failed, ``finish`` raises an error at the end of training.
+    If a checkpoint cannot be written, a warning is issued, and training continues. If a file still
+    cannot be written at the end of training, ``finish`` raises an error.
 
     Args:
         config: The options monitor, mode, save_top_k, save_last and save_every_n_steps.
 
     Attributes:
-        folder: The folder of the checkpoints. None: nothing is saved.
-        folders: The folders of checkpoints and CSV files, with the times of the run.
-        last_model_path: The path of last.ckpt. ModelCheckpoint has an attribute of this name, too.
+        folder: The folder of the checkpoints, or None if no checkpoints are saved.
+        folders: The locked folders of the run's checkpoints and CSV files.
+        last_model_path: The path of last.ckpt, as in Lightning's ModelCheckpoint.
     """
 
     is_per_process = False
@@ -54,10 +54,11 @@ class CheckpointManager:
     def use_folder(
         self, folder: Path | None, is_continued: bool, last_model_path: str = ""
     ) -> None:
-        """Save checkpoints to ``folder``. If ``folder`` is None, save no checkpoints.
+        """Save checkpoints in ``folder``. If ``folder`` is None, save no checkpoints.
 
         Args:
-            is_continued: Whether the run resumes from this folder and keeps its best checkpoints.
+            is_continued: Whether the run resumes from a checkpoint in this folder, and therefore
+                keeps the folder's best checkpoints.
             last_model_path: The path of the last.ckpt that a spawned process saved.
         """
         self.folder, self._is_continued = folder, is_continued
@@ -72,7 +73,7 @@ class CheckpointManager:
 
     @property
     def _metric(self) -> tuple[str | None, str]:
-        """The options monitor and mode. If monitor is None, the values are from the resumed run."""
+        """The monitored metric and its mode, from the saved run if this run has no ``monitor``."""
         if self.config.monitor is None:
             return self._resumed_metric
         return self.config.monitor, self.config.mode
@@ -103,13 +104,13 @@ class CheckpointManager:
         self._is_validated = self.folder is not None
         if run.progress.is_epoch_complete:
             return
-        # Within an epoch, a training metric still has the mean of the previous epoch. Therefore
-        # compare only a validation metric.
+        # In the middle of an epoch, a training metric still has its value from the previous epoch.
+        # Therefore, compare only validation metrics here.
         if self.config.monitor in run.results.evaluated:
             self.save_best(run)
         self.save_in_epoch(run)
-        # The first validation must log a monitored validation metric. A training metric may be
-        # logged later.
+        # If the monitored metric is a validation metric, the first validation must log it. A
+        # training metric may still be logged later.
         if str(self.config.monitor).startswith("val"):
             self._check_monitor(run)
 
@@ -174,17 +175,13 @@ class CheckpointManager:
             self._save_among_best(run, float(value))
 
     def _save_among_best(self, run: Run, value: float) -> None:
-        """Save a checkpoint if ``value`` is one of the save_top_k best values so far.
-
-        Keep only the checkpoints with the save_top_k best values.
-        """
+        """Save a checkpoint if ``value`` is among the save_top_k best, and remove the worst one."""
         k, previous = self.config.save_top_k, self._kept
         path = str(self._best_path(run, value))
         ranked = sorted(previous, key=self._rank)
         if k != -1 and len(ranked) >= k and self._sort_key(value) >= self._rank(ranked[k - 1]):
             return
-        # Keep only the k best checkpoints. A resumed run may start with more than k, if the saved
-        # run had a larger save_top_k.
+        # If the saved run had a larger save_top_k, more than one checkpoint is removed.
         others = [name for name in ranked if name != path]
         kept = others if k == -1 else others[: k - 1]
         self._kept = {**{name: previous[name] for name in kept}, path: value}
@@ -286,10 +283,10 @@ class CheckpointManager:
         self._is_validated, self._last_step = state["is_validated"], state["last_step"]
         self._resumed_metric = state["monitor"], state["mode"]
         if self._resumed_metric != self._metric or not self._is_continued:
-            # Do not compare scores of different metrics. If this run saves to another folder than
-            # the saved run, the list of best checkpoints starts empty.
+            # Scores of different metrics cannot be compared, and a new folder contains no best
+            # checkpoints yet. In both cases, start with an empty list of best checkpoints.
             return
-        # Use only the names of the saved files, because the paths in an untrusted checkpoint could
-        # point anywhere.
+        # Use only the file names, because the paths in an untrusted checkpoint could point
+        # anywhere.
         kept = {self._path(os.path.basename(name)): v for name, v in state["kept"].items()}
         self._kept = {str(path): value for path, value in kept.items() if path.exists()}

@@ -1,9 +1,9 @@
 """Read checkpoint files without running code from them.
 
-``torch.save`` writes a zip archive that contains a pickle and one entry per storage. A pickle may
-name any class or function to call. PlainUnpickler builds only tensors and standard types, such as
-numbers, text, dates and containers. PlainUnpickler replaces every other object by a placeholder.
-NumPy objects also become placeholders, because NumPy does not check the content of pickles.
+``torch.save`` writes a zip archive that contains a pickle, and one entry per tensor storage. A
+pickle can call any class or function. PlainUnpickler builds only tensors and standard types, such
+as numbers, text, dates and containers. It replaces every other object by a placeholder. NumPy
+objects also become placeholders, because NumPy does not check the content of pickles.
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ import torch
 
 from ..errors import CheckpointError, DamagedCheckpointError
 
-# The keys under which Lightning's checkpoints store hyperparameters. A run can resume without
-# hyperparameters.
+# The keys under which Lightning stores hyperparameters in a checkpoint. If their values cannot be
+# read, a run can still resume.
 _HYPERPARAMETERS = (
     *("hyper_parameters", "hparams_name", "hparams_type"),
     *("datamodule_hyper_parameters", "datamodule_hparams_name", "datamodule_hparams_type"),
@@ -45,9 +45,10 @@ class Placeholder:
     def __new__(cls, *args: Any, **kwargs: Any) -> Any:
         if cls.__name__ == "builtins.getattr" and len(args) == 2:
             # A pickle calls getattr to look up a nested class or a method. Return a placeholder
-            # class for the result.
+            # class instead.
             return type(f"{kind_of(args[0]).__name__}.{args[1]}", (Placeholder,), {})
-        # The functions in copyreg get the object's class as their first argument.
+        # A pickle creates many objects with functions of the module copyreg. The first argument of
+        # these functions is the object's class.
         is_of_copyreg = cls.__name__.startswith("copyreg.")
         return object.__new__(kind_of(args[0]) if is_of_copyreg and args else cls)
 
@@ -61,7 +62,7 @@ class Placeholder:
 
 
 def kind_of(value: Any) -> type[Placeholder]:
-    """Return the Placeholder subclass of a value, which is named after the missing class."""
+    """Return the class of a placeholder, which is named after the class in the pickle."""
     if isinstance(value, Placeholder):
         return type(value)
     return value if is_placeholder(value) else Placeholder
@@ -77,7 +78,7 @@ class PartialCheckpoint(dict[Any, Any]):
 
     Args:
         values: The checkpoint.
-        unbuilt: A description of the first placeholder in each value that has one, by key.
+        unbuilt: Maps each key whose value contains a placeholder to a description of the first one.
         path: The path of the file, for the error message.
     """
 
@@ -110,7 +111,7 @@ def read_archive(path: str | Path, map_location: Any = None, is_trusted: bool = 
     """Return the content of a ``torch.save`` file, after checking the CRC of every entry.
 
     Args:
-        is_trusted: Build every object, which runs code that the file names.
+        is_trusted: Build every object, even if this runs code from the file.
 
     Raises:
         DamagedCheckpointError: The file is damaged, or was not written by torch.save.
@@ -121,7 +122,8 @@ def read_archive(path: str | Path, map_location: Any = None, is_trusted: bool = 
     try:
         sizes = verify_archive(path)
     except CheckpointError as error:
-        # Only torch.load can read the format that torch used before version 1.6.
+        # The file may have the format that torch used before version 1.6. Only torch.load can read
+        # this format.
         if isinstance(error, DamagedCheckpointError) or not is_trusted:
             raise
     try:
@@ -151,7 +153,8 @@ def read_plain(
     Objects of unknown types become placeholders.
 
     Args:
-        sizes: The size of each storage in bytes, to compare with the size in the pickle.
+        sizes: The size in bytes of each tensor storage in the archive. If the pickle contains a
+            different size, an error is raised.
         is_mapped: Read a tensor's values from disk only when they are used.
     """
     # torch.load uses the Unpickler class of pickle_module.
@@ -169,7 +172,7 @@ def read_plain(
 
 
 def find_unbuilt_parts(checkpoint: dict[Any, Any]) -> dict[Any, str]:
-    """Return a description of the first placeholder under each key of a checkpoint.
+    """For each key of a checkpoint, describe the first placeholder in its value.
 
     Keys without a placeholder and keys of hyperparameters are omitted.
     """
@@ -179,7 +182,7 @@ def find_unbuilt_parts(checkpoint: dict[Any, Any]) -> dict[Any, str]:
 
 
 def find_placeholder(value: Any, name: str) -> str | None:
-    """Return a description of the first placeholder in nested containers, or None."""
+    """Describe the first placeholder in nested containers. Return None if there is none."""
     waiting, seen = [(name, value)], set()
     while waiting:
         place, item = waiting.pop()
@@ -189,7 +192,7 @@ def find_placeholder(value: Any, name: str) -> str | None:
             seen.add(id(item))
             pairs = item.items() if isinstance(item, dict) else enumerate(item)
             for key, part in pairs:
-                # Do not print nested keys, because their repr could be huge.
+                # For other keys, show only the type, because their repr could be huge.
                 part_name = key if isinstance(key, str | int) else type(key).__name__
                 waiting += [(f"{place}/{part_name}", part), (place, key)]
     return None
@@ -199,7 +202,11 @@ def find_placeholder(value: Any, name: str) -> str | None:
 
 
 def verify_archive(path: str | Path) -> dict[str, int]:
-    """Check the entries and CRCs of a zip archive, and return the size in bytes of each storage."""
+    """Check the entries of a zip archive and their CRCs.
+
+    Returns:
+        The size in bytes of each tensor storage, keyed by the storage's name.
+    """
     with open(path, "rb") as file:
         check_start(file, path)
         size = file.seek(0, io.SEEK_END)
@@ -242,7 +249,7 @@ def check_entries(infos: list[zipfile.ZipInfo], size: int) -> None:
         is_plain = info.compress_type == zipfile.ZIP_STORED and info.file_size == info.compress_size
         if not is_inside or not is_plain or info.external_attr & _FOLDER:
             raise ValueError("An entry is compressed, or extends beyond the file.")
-    # Overlapping entries of an archive could together be many times larger than the file.
+    # Reject overlapping entries, which could together be many times larger than the file.
     if sum(info.file_size for info in infos) > size:
         raise ValueError("The entries are larger than the file.")
     # An archive with constants.pkl is a TorchScript program, which torch.load would run.
@@ -261,35 +268,34 @@ class PlainUnpickler(pickle.Unpickler):
     uses.
 
     Attributes:
-        sizes: The size of each storage in the archive, in bytes. They are compared with the sizes
-            in the pickle, because torch does not compare them. Empty: no comparison.
+        sizes: The size in bytes of each tensor storage in the archive. The unpickler compares it
+            with the size in the pickle, because torch does not. If the dict is empty, this check is
+            skipped.
     """
 
     sizes: ClassVar[dict[str, int]] = {}
 
     def find_class(self, module: str, name: str) -> Any:
-        """Return the object for a class or function name in BUILDERS or VALUES.
+        """Look up a class or function in BUILDERS and VALUES.
 
-        For other names, return a new Placeholder class.
+        If it is in neither, return a new subclass of Placeholder.
         """
         full_name = f"{_MODULES.get(module, module)}.{name}"
         if full_name == "torch.storage.UntypedStorage":
-            # torch.load reads the dtype of a storage from an attribute of the storage's class.
+            # torch.load reads a storage's dtype from an attribute of the storage's class.
             return SimpleNamespace(dtype=torch.uint8)
         if full_name in BUILDERS:
             return Builder(BUILDERS[full_name])
         return VALUES[full_name] if full_name in VALUES else type(full_name, (Placeholder,), {})
 
     def __setattr__(self, name: str, value: Any) -> None:
-        # torch.load sets persistent_load to a function that reads the storage of a tensor.
+        # torch.load sets persistent_load to a function that reads a tensor's storage. Wrap this
+        # function to check the size of the storage.
         is_reader = name == "persistent_load"
         super().__setattr__(name, partial(self._read_storage, value) if is_reader else value)
 
     def _read_storage(self, read: Callable[[Any], Any], saved: Any) -> Any:
-        """Read a storage.
-
-        Raise an error if its size in the archive differs from its size in the pickle.
-        """
+        """Read a tensor's storage. Its size in the archive must equal its size in the pickle."""
         _, kind, key, _, count = saved
         if is_placeholder(kind):
             return kind()
@@ -339,8 +345,7 @@ def encode_text(text: str, encoding: str) -> bytes:
 # Maps old and new module names to the names that VALUES and BUILDERS use: pickle protocol 2 uses
 # the names of Python 2, and Python 3.13 moved pathlib's classes.
 _MODULES = {"__builtin__": "builtins", "copy_reg": "copyreg", "pathlib._local": "pathlib"}
-# Maps the name of each class or constant that a pickle may contain to the object that the reader
-# returns.
+# The types and constants that a pickle may refer to, keyed by their full names.
 VALUES: dict[str, Any] = {
     f"builtins.{kind.__name__}": kind for kind in (bool, dict, float, int, list, str, tuple)
 }
@@ -349,8 +354,8 @@ VALUES |= {"builtins.long": int, "builtins.unicode": str}
 _BUILTINS = (bytearray, bytes, complex, frozenset, range, set, slice)
 _OF_DATETIME = ("date", "datetime", "time", "timedelta", "timezone")
 _LAYOUTS = {str(v): v for v in vars(torch).values() if isinstance(v, torch.layout)}
-# Maps the name of each class or function that a pickle may call to the function that the reader
-# calls instead.
+# Maps the full name of each class or function that a pickle may call to the function that the
+# reader calls instead.
 BUILDERS: dict[str, Callable[..., Any]] = {
     **{f"builtins.{kind.__name__}": kind for kind in _BUILTINS},
     **{f"datetime.{name}": getattr(datetime, name) for name in _OF_DATETIME},

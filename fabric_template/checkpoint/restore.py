@@ -34,7 +34,7 @@ if TYPE_CHECKING:
 
 # The keys under which Lightning, Fabric and PyTorch's tutorials save the weights.
 _WEIGHTS_KEYS = ("state_dict", "model", "model_state_dict")
-# The attributes in which DistributedDataParallel and torch.compile keep the wrapped module.
+# The attributes in which DistributedDataParallel and torch.compile store the wrapped module.
 _WRAPPERS = ("module", "_orig_mod")
 
 
@@ -42,10 +42,11 @@ _WRAPPERS = ("module", "_orig_mod")
 
 
 def restore_model(run: Run, checkpoint: dict[str, Any]) -> bool:
-    """Restore the weights, the datamodule and the callbacks. Return whether weights were loaded.
+    """Restore the weights, the datamodule and the callbacks.
 
-    In fit, return False if the weights do not match the model. The weights are then loaded after
-    on_fit_start, because this hook may add modules.
+    Returns:
+        Whether the weights were loaded. If they do not match the model, fit loads them after the
+        hook on_fit_start, which may add modules. Other calls raise an error.
     """
     is_weights_only = run.stage == "fit" and not run.plan.start.resumes
     if not is_weights_only:
@@ -73,8 +74,8 @@ def load_state(part: Any, state: Any) -> None:
 def restore_callbacks(run: Run, checkpoint: dict[str, Any]) -> None:
     states = checkpoint["callbacks"]
     keys = {key_of(callback) for callback in run.hooks.callbacks}
-    # Do not warn about a missing Timer, because the max_time option may have added it to the saved
-    # run. Do not warn about a missing ModelCheckpoint if FabricLoop saves the checkpoints itself.
+    # A missing Timer needs no warning, because the max_time option may have added it to the saved
+    # run. A missing ModelCheckpoint needs no warning if FabricLoop saves the checkpoints itself.
     may_miss = ("Timer",) if run.hooks.callbacks_of("Checkpoint") else ("Timer", "ModelCheckpoint")
     missing = [key for key in states if key not in keys and not key.startswith(may_miss)]
     if missing and run.plan.start.resumes:
@@ -210,8 +211,8 @@ def restore_training(run: Run, checkpoint: dict[str, Any]) -> None:
     own = run.plan.start.training_state(run.stop.max_steps != -1)
     if own["writer"] == "MiniLoop":
         restore_mini_attributes(run)
-    # Restore only max_epochs and max_steps here. A callback's on_train_start may check the other
-    # options, and must see the options that the script passes.
+    # Restore only max_epochs and max_steps here. The other options are restored later, because a
+    # callback's on_train_start must see the values that the script has passed.
     options = own.get("options", {})
     limits = {name: options[name] for name in ("max_epochs", "max_steps") if name in options}
     restore_options(run, limits)
@@ -236,7 +237,7 @@ def restore_training(run: Run, checkpoint: dict[str, Any]) -> None:
 def restore_options(run: Run, changed: dict[str, Any]) -> None:
     """Restore the options that hooks changed in the saved run.
 
-    Skip an option if the saved run and this run were started with different values.
+    Skip an option if this run was started with another value than the saved run.
     """
     options = vars(run.plan.config)
     for name, (given, value) in changed.items():
@@ -258,7 +259,7 @@ def check_counters(run: Run, counters: dict[str, Any]) -> None:
 
 
 def restore_mini_attributes(run: Run) -> None:
-    """Restore the module attributes from a checkpoint of MiniLoop."""
+    """Restore the module attributes that MiniLoop saved."""
     parts = run.plan.start.state_of_process(run.fabric.global_rank)["rng"].get("parts", {})
     modules = {**dict(run.network.named_modules()), "": run.model}
     modules["fit optimizer"] = run.optimization.optimizers[0]
@@ -276,8 +277,8 @@ def restore_mini_attributes(run: Run) -> None:
             if isinstance(value, tuple) and value[0] in ("state", "shared"):
                 load_object(current, decoder.decode(value[1]))
                 continue
-            # Also accept a class attribute: the saved run may have set an attribute of the same
-            # name on the object.
+            # Also accept the name of a class attribute, because the saved run may have set an
+            # instance attribute of this name.
             is_known = name in {**own, **buffers} or hasattr(type(part), str(name))
             if not is_known or is_generator(current):
                 raise CheckpointError(
@@ -301,7 +302,6 @@ def restore_mini_attributes(run: Run) -> None:
 
 
 def load_states(run: Run, states: dict[str, Any]) -> None:
-    """Call ``load_state_dict`` of the objects in ``run.saved_parts()`` that have a saved state."""
     for name, part in run.saved_parts().items():
         if name in states:
             part.load_state_dict(states[name])
@@ -311,22 +311,22 @@ def restore_position(run: Run) -> None:
     """Restore random generators, loaders and running sums right before training continues."""
     attributes = restore_states(run)
     if run.progress.is_in_epoch:
-        # Restore the RNG state after set_epoch(), in which samplers may draw random numbers.
+        # Samplers may draw random numbers in set_epoch(), so restore the RNG state afterwards.
         with unchanged_rng_state():
             run.data.train.set_epoch()
         run.data.train.start()
-    # Restore attributes last, because creating the sample order may require the attribute values
-    # from the start of the epoch.
+    # Restore attributes last, because the sample order may depend on the values that they had at
+    # the start of the epoch.
     if attributes is not None:
         run.plain_state.load_state_dict(attributes)
 
 
 def restore_states(run: Run) -> dict[str, Any] | None:
-    """Restore the states that must be in place before the loaders' iterators are created.
+    """Restore all states that must be restored before the loaders' iterators are created.
 
     Returns:
-        The saved attributes of the model and other objects, or None. The caller restores the
-        attributes after the iterators are created.
+        The saved attributes of the model and other objects, or None. The caller restores them after
+        it has created the iterators.
     """
     rank = run.fabric.global_rank
     of_process = run.plan.start.state_of_process(rank)
@@ -351,8 +351,8 @@ def restore_states(run: Run) -> dict[str, Any] | None:
         load_states(run, of_process)
     restore_rng_state(of_process["rng"])
     if rank >= len(own["ranks"]):
-        # If this run has more processes than the saved run, seed the additional processes
-        # differently.
+        # If this run has more processes than the saved run, each additional process gets its own
+        # seed.
         seed = int(torch.randint(2**31, ())) + rank
         torch.manual_seed(seed)
         np.random.seed(seed % 2**32)
@@ -361,10 +361,9 @@ def restore_states(run: Run) -> dict[str, Any] | None:
 
 
 def check_settings(run: Run, saved: dict[str, Any]) -> None:
-    """Compare the settings of this run with those of the saved run.
+    """Warn if settings of this run and of the saved run differ.
 
-    If settings differ, warn. If the saved position in the epoch is invalid with the new settings,
-    raise an error.
+    If the saved position in the epoch is invalid with the new settings, raise an error.
     """
     current = run_settings(run)
     changed = [name for name in saved if saved[name] != current[name]]
@@ -416,8 +415,7 @@ def restore_optimizers(run: Run, checkpoint: dict[str, Any]) -> None:
     for optimizer, state in zip(optimizers, states, strict=False):
         load_optimizer_state(run, optimizer, state)
     saved = checkpoint.get("lr_schedulers", ())
-    # StochasticWeightAveraging replaces the schedulers, so a different number of schedulers is
-    # expected.
+    # StochasticWeightAveraging replaces the schedulers, so their number may differ.
     is_averaging = bool(run.hooks.callbacks_of("StochasticWeightAveraging"))
     if saved and len(saved) != len(schedulers) and not is_averaging:
         run.warn_once(
@@ -430,12 +428,12 @@ def restore_optimizers(run: Run, checkpoint: dict[str, Any]) -> None:
 
 
 def add_missing_groups(run: Run, states: list[dict[str, Any]]) -> None:
-    """Add the parameter groups that the optimizers of the saved run received during training."""
+    """Add the parameter groups that were added to the optimizers during the saved run."""
     parameters = run.optimization.named_parameters()
     saved = run.plan.start.own.get("parameter_groups", ())
     for optimizer, state, names in zip(run.optimization.optimizers, states, saved, strict=False):
         known = len(optimizer.param_groups)
-        # Do not require param_groups, because a user's optimizer may save other keys.
+        # The key may be missing, because a custom optimizer may save its state in another format.
         groups = state.get("param_groups", ())
         added = zip(groups[known:], names[known:], strict=False)
         for group, group_names in added:
@@ -460,8 +458,8 @@ def check_replaced_parameters(run: Run) -> None:
 
 
 def load_optimizer_state(run: Run, optimizer: Any, state: dict[str, Any]) -> None:
-    # Compare only the options of the optimizer's class. A scheduler may have added "initial_lr" to
-    # the parameter groups.
+    # Compare only the options of the optimizer's class, because a scheduler may have added
+    # "initial_lr" to the parameter groups.
     options = set(getattr(optimizer, "defaults", ()))
     known = [options & set(group) for group in optimizer.param_groups]
     saved = state.get("param_groups", ())
@@ -497,7 +495,7 @@ def check_options(
 
 
 def restore_outside_parameters(run: Run, saved: dict[str, torch.Tensor]) -> None:
-    """Restore the optimized parameters that are missing from the model's state_dict."""
+    """Restore the optimizers' parameters that are not in the model's state_dict."""
     with torch.no_grad():
         for name, parameter in run.optimization.outside_parameters().items():
             if name in saved:

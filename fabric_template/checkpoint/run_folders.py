@@ -42,9 +42,8 @@ class RunFolders:
     """Locks the version folders of a run, and writes start and save times to their .lock files.
 
     A new run writes the time of its start, and every run writes the times of its saves.
-    ``resume="last"`` continues the run with the latest time. Several runs with the same
-    ``version=`` use the same folder. The times in the .lock file show which checkpoints are from an
-    older run.
+    ``resume="last"`` continues the run with the latest time. Runs with the same ``version=`` share
+    a folder. The times show which of its checkpoints are from an older run.
     """
 
     def __init__(self) -> None:
@@ -55,11 +54,10 @@ class RunFolders:
 
     @contextmanager
     def locked(self, folders: Iterable[Path]) -> Iterator[None]:
-        """Lock the folders for this process.
+        """Lock the folders while the run uses them.
 
-        At the end, write to the .lock files how the run ended. The operating system releases the
-        locks of a killed process. Each .lock file contains the process ID and, after the run,
-        "finished", "interrupted" or "failed".
+        Each .lock file contains the process ID and, after the run, "finished", "interrupted" or
+        "failed". If the process is killed, the operating system releases its locks.
         """
         with ExitStack() as stack:
             opened = {folder: open_lock(folder, stack) for folder in folders}
@@ -80,13 +78,14 @@ class RunFolders:
                 self._files = {}
 
     def start_new_run(self, folder: Path | None, log_folder: Path | None) -> None:
-        """Write the start time of a new run, which replaces the previous run in the folders.
+        """Write the start time of a new run that replaces the previous run in its folders.
 
         Args:
             folder: The folder of the checkpoints, or None.
             log_folder: The folder whose CSV files the new run replaces, or None.
         """
-        # The recorded times may be in the future, because another machine's clock may differ.
+        # The new time must be later than all recorded times, even if another machine's clock was
+        # fast.
         self._newest = max(time.time(), self._newest + 0.001)
         self._write(f"started {self._newest!r}", is_synced=True)
         names = [] if folder is None else list_names(folder)
@@ -96,18 +95,18 @@ class RunFolders:
             set_aside(log_folder, self._replaced_logs)
 
     def restore_replaced_run(self, log_folder: Path | None) -> None:
-        """Make the checkpoints of a replaced run valid again. This run resumes from one of them."""
+        """Make a replaced run's checkpoints valid again, because this run resumes from one."""
         self._write("started 0.0", is_synced=True)
-        # The resumed run copies rows from the replaced run's CSV files. Remove these files after
-        # the next save.
+        # Remove the replaced run's CSV files only after the next save, because the resumed run
+        # first copies rows from these files.
         self._replaced_logs = None if log_folder is None else log_folder / REPLACED_LOGS
 
     def save_time(self) -> float:
-        """Return the current time. If a .lock file contains a later time, return the later time."""
+        """Return the current time, or the latest recorded time if it is later."""
         return max(time.time(), self._newest)
 
     def record_save(self, path: Path, saved_at: float) -> None:
-        """Write the time of a save to the .lock files. Remove the replaced run's checkpoints."""
+        """Write the time of a save to the .lock files, and remove the replaced run's files."""
         # Remove the CSV files of the replaced run even if a ModelCheckpoint saved to another
         # folder.
         self.remove_replaced_logs()
@@ -127,7 +126,7 @@ class RunFolders:
 
     def _write(self, line: str, is_synced: bool = False) -> None:
         for file in self._files.values():
-            # If the disk is full, continue without recording the event in the .lock file.
+            # If the disk is full, training continues without this line in the .lock file.
             with suppress(OSError):
                 file.write(f"{line}\n")
                 file.flush()
@@ -145,8 +144,8 @@ def open_folders(run: Run, stack: ExitStack) -> None:
     folders = [Path(logger.log_dir) for logger in run.loggers.csv_loggers]
     checkpoint_folder = folder
     if checkpoint_folder is None and folders and version is not None:
-        # A run replaces the previous run of its version, even if the new run saves no checkpoint or
-        # saves to another folder.
+        # A run replaces the previous run with the same version, even if the new run saves no
+        # checkpoints or saves to another folder.
         checkpoint_folder = run_folder(run.plan) / version_folder(version)
     if checkpoint_folder is not None and (folder or checkpoint_folder.is_dir()):
         folders.append(checkpoint_folder)
@@ -179,8 +178,8 @@ def continues_in(run: Run, folder: Path) -> bool:
         return False
     if folder.resolve() in Path(str(run.plan.start.path)).resolve().parents:
         return True
-    # The .lock file lists the times of all saves in the folder. A copy of a checkpoint contains the
-    # same time, even if the copy is in another folder.
+    # The checkpoint may be a copy in another folder. The copy still contains its save time, which
+    # the .lock file of the original folder lists.
     return (
         f"saved {run.plan.start.saved_at!r}".encode()
         in read_end(str(folder / ".lock")).splitlines()
@@ -188,10 +187,10 @@ def continues_in(run: Run, folder: Path) -> bool:
 
 
 def choose_version(run: Run) -> None:
-    """Set the version if ``version=`` is not given.
+    """Choose a version if the user has not passed ``version=``.
 
-    A resumed run uses the checkpoint's version. Otherwise, the second fit of a loop uses a new
-    version.
+    A resumed run continues the checkpoint's version. Otherwise, the second fit of a loop starts a
+    new version.
     """
     loop, start = run.loop, run.plan.start
     if run.config.version is not None:
@@ -231,16 +230,16 @@ def _close_in_child() -> None:
 
 
 if hasattr(os, "register_at_fork"):
-    # Close lock files in forked processes. DataLoader workers outlive a killed run by a few
-    # seconds, and would keep its folders locked.
+    # Close lock files in forked processes, such as DataLoader workers. Workers outlive a killed run
+    # by a few seconds, and would keep its folders locked.
     os.register_at_fork(after_in_child=_close_in_child)
 
 
 def open_lock(folder: Path, stack: ExitStack) -> IO[str] | None:
-    """Lock a folder and return the lock file.
+    """Lock a folder, and remove the temporary files that a killed run left there.
 
-    Return None if the lock file cannot be opened. Also remove the temporary files that a killed run
-    left in the folder.
+    Returns:
+        The open lock file, or None if it could not be opened.
     """
     make_folder(folder)
     for parent in folder.parents[:3]:
@@ -279,8 +278,5 @@ def open_lock(folder: Path, stack: ExitStack) -> IO[str] | None:
 
 
 def open_without_links(path: str, flags: int) -> int:
-    """Open a file.
-
-    If the path is a symbolic link, whose target could be any file, raise an OSError.
-    """
+    """Open a file, but refuse a symbolic link, because its target could be any file."""
     return os.open(path, flags | getattr(os, "O_NOFOLLOW", 0), 0o666)

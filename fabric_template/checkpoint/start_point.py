@@ -1,4 +1,4 @@
-"""Hold the checkpoint that a run starts from, and convert the checkpoint to FabricLoop's layout.
+"""Hold the checkpoint that a run starts from, and convert it to FabricLoop's layout.
 
 The key "writer" names the loop that wrote the training state: FabricLoop, MiniLoop or Trainer.
 """
@@ -22,10 +22,10 @@ class StartPoint:
         resumes: Whether the run also restores the optimizers and the counters.
         is_safe: Whether the file was read without running its code.
         error: The error if this process found no checkpoint.
-        checkpoint: The content in Trainer's layout, until the run has restored it.
-        own: The training state in FabricLoop's layout, which hooks do not receive. Empty unless the
-            run resumes.
-        sampler_seed: The seed with which the processes of the saved run shuffled, or None.
+        checkpoint: The content in Trainer's layout. None after the run has restored it.
+        own: The training state in FabricLoop's layout, which is not passed to hooks. Empty unless
+            the run resumes.
+        sampler_seed: The seed with which the saved run shuffled samples, or None.
         restarts_epoch: Whether Trainer would finish the saved epoch before it starts the next one.
             None if the checkpoint is not from Trainer.
     """
@@ -41,10 +41,7 @@ class StartPoint:
     restarts_epoch: bool | None = field(default=None, init=False)
 
     def load(self, checkpoint: dict[str, Any]) -> None:
-        """Store a checkpoint for the run to restore.
-
-        If the run resumes, convert the training state.
-        """
+        """Store a checkpoint. If the run resumes, also convert its training state."""
         self.checkpoint = checkpoint
         # Remove OWN_KEY, so that on_load_checkpoint hooks get only the keys that Trainer saves.
         own = checkpoint.pop(OWN_KEY, None)
@@ -63,22 +60,19 @@ class StartPoint:
 
     @property
     def saved_at(self) -> float | None:
-        """The time at which the checkpoint was saved.
+        """The time at which the checkpoint was saved, or None if it is unknown.
 
-        None if it is unknown, and always None after the run has restored the checkpoint.
+        Also None after the run has restored the checkpoint.
         """
         return self.own.get("saved_at")
 
     def finish_loading(self) -> None:
-        """Free the checkpoint after its weights are loaded. If the run resumes, do nothing."""
+        """Free the checkpoint after its weights are loaded, unless the run also resumes."""
         if not self.resumes:
             self.checkpoint = None
 
     def training_state(self, has_max_steps: bool) -> dict[str, Any]:
-        """Return the training state in FabricLoop's layout.
-
-        For a Trainer checkpoint, also set ``restarts_epoch``.
-        """
+        """Return the training state. For a checkpoint of Trainer, also set ``restarts_epoch``."""
         if self.own["writer"] == "Trainer" and self.checkpoint is not None:
             self.restarts_epoch = restarts_epoch(self.checkpoint, has_max_steps)
         return self.own
@@ -104,7 +98,7 @@ def convert_training_state(
     """Convert the training state in a checkpoint to FabricLoop's layout.
 
     Args:
-        own: The state in the checkpoint that only this package saves.
+        own: The state that Trainer does not save. None for a checkpoint of Trainer.
 
     Raises:
         WeightsOnlyError, CheckpointError: Training cannot continue from the checkpoint.
@@ -183,17 +177,18 @@ def convert_trainer_state(checkpoint: dict[str, Any]) -> dict[str, Any]:
     # A checkpoint saved in on_train_epoch_start still contains the previous epoch's batch counts.
     if epoch["started"] == epoch["processed"]:
         return own
-    # Like Trainer, start the next epoch. Skip the saved epoch's final validation and hooks.
+    # Like Trainer, continue with the next epoch, without the saved epoch's final validation.
     progress["epochs_done"] += 1
-    # Trainer increments the step of its loggers only after on_train_batch_end.
+    # Trainer increments the step of its loggers after on_train_batch_end. Add this step if the
+    # checkpoint was saved before.
     progress["logging_step"] += batch["total"]["ready"] > batch["total"]["completed"]
     return own
 
 
 def restarts_epoch(checkpoint: dict[str, Any], has_max_steps: bool) -> bool:
-    """Return whether Trainer would first finish the saved epoch. If not, it starts the next epoch.
+    """Return whether Trainer would finish the saved epoch before it starts the next one.
 
-    If Trainer starts a new epoch on resume, it runs a sanity check, which draws random numbers.
+    If Trainer starts the next epoch immediately, it also runs its sanity check on resume.
     """
     fit_loop = checkpoint.get("loops", {}).get("fit_loop")
     if fit_loop is None or has_max_steps:

@@ -1,8 +1,8 @@
 """Build a checkpoint in Lightning's layout.
 
 ``LitModel.load_from_checkpoint(path)`` and ``Trainer.fit(ckpt_path=path)`` can read this
-checkpoint. OWN_KEY holds the state that Trainer does not save: random generators, loaders, running
-metrics and the number of CSV rows. ``restore.py`` restores a run from a checkpoint.
+checkpoint. The key OWN_KEY contains the state that Trainer does not save: random generators,
+loaders, running metrics and the number of CSV rows.
 """
 
 from __future__ import annotations
@@ -38,13 +38,13 @@ _COUNTS = ("ready", "started", "processed", "completed")
 # The attributes that Lightning sets in every module and datamodule.
 _OF_MODULE = frozenset(vars(LightningModule()))
 _OF_DATAMODULE = frozenset(vars(LightningDataModule()))
-# Optimizer attributes that are not saved. state_dict() contains "state" and "param_groups", and
-# "defaults" may share the lr tensor of a parameter group. Schedulers set "_opt_called" and
-# "_step_count", to warn if they are stepped before the optimizer.
+# Optimizer attributes that are not saved. state_dict() already contains "state" and "param_groups",
+# and "defaults" may share a tensor with them. Schedulers set "_opt_called" and "_step_count" to
+# warn if they are stepped before the optimizer.
 _OF_OPTIMIZER = ("state", "param_groups", "defaults", "_opt_called", "_step_count")
-# StochasticWeightAveraging changes BatchNorm's momentum, and restores it after training.
+# Do not save BatchNorm's momentum, which StochasticWeightAveraging changes only temporarily.
 _OF_AVERAGING = _OF_MODULE | {"momentum"}
-# The checkpoint keys that are read on resume.
+# The checkpoint keys that a resumed run reads.
 _NEEDED = ("state_dict", "optimizer_states", "lr_schedulers", "callbacks")
 _LIGHTNINGS_CALLBACKS = ("lightning.pytorch.callbacks.", "pytorch_lightning.callbacks.")
 
@@ -56,7 +56,7 @@ def build_checkpoint(
 
     Args:
         weights_only: Leave out optimizers, callbacks and the position in the loaders.
-        epoch: The number of the epoch in the checkpoint. None: the current epoch.
+        epoch: The epoch number to save, or None for the current epoch.
     """
     source: Any = run.module if run.is_lightning_module else run.network
     # Remove torch.compile's prefix from the parameter names, so that an uncompiled network can load
@@ -78,8 +78,8 @@ def build_checkpoint(
     if not weights_only:
         run.hooks.call_callbacks("on_save_checkpoint", checkpoint)
     run.hooks.call_module("on_save_checkpoint", checkpoint)
-    # Return a new dict, because hooks may have kept a reference to ``checkpoint``, which must not
-    # get OWN_KEY.
+    # Return a new dict, because hooks may have kept a reference to ``checkpoint``, and must not see
+    # OWN_KEY.
     return checkpoint if weights_only else {**checkpoint, OWN_KEY: own_state(run)}
 
 
@@ -107,16 +107,17 @@ def key_of(callback: Any) -> str:
 
 
 def state_of(part: Any) -> Any:
-    """Return ``state_dict()`` of a callback or a datamodule, or None if this method is missing."""
+    """Return the state_dict of a callback or a datamodule, or None if it has no such method."""
     state_dict = getattr(part, "state_dict", None)
     state: Any = state_dict() if callable(state_dict) else None
-    # If state_dict() returns vars(self), remove the methods that attach_log() added.
+    # A state_dict() that returns vars(self) also contains the log methods that the loop has set on
+    # the object. Remove them.
     methods = [n for n in ("log", "log_dict") if isinstance(state, dict) and callable(state.get(n))]
     return {n: value for n, value in state.items() if n not in methods} if methods else state
 
 
 def own_state(run: Run) -> dict[str, Any]:
-    """Return the state that Trainer does not save. The list "ranks" has one entry per process."""
+    """Return the state that Trainer does not save. Its list "ranks" has one entry per process."""
     of_process = {
         "rng": capture_rng_state(),
         "gradients": run.optimization.accumulated_gradients(),
@@ -139,7 +140,7 @@ def own_state(run: Run) -> dict[str, Any]:
 
 
 def changed_options(run: Run) -> dict[str, tuple[Any, Any]]:
-    """Return (original value, current value) of the options that hooks changed, keyed by name."""
+    """Return the original and the current value of each option that a hook has changed."""
     current = vars(run.config)
     pairs = {name: (value, current[name]) for name, value in vars(run.plan.config).items()}
     return {
@@ -150,18 +151,18 @@ def changed_options(run: Run) -> dict[str, tuple[Any, Any]]:
 
 
 def states_of(run: Run, per_process: bool) -> dict[str, Any]:
-    """Return ``state_dict()`` of the objects in ``run.saved_parts()``, keyed by name.
+    """Return the states of a run's objects, keyed by the name of the object.
 
     Args:
-        per_process: True: the states that every process saves. False: the states that only rank 0
-            saves.
+        per_process: If True, return the states that every process saves. If False, return those
+            that only rank 0 saves.
     """
     parts = run.saved_parts().items()
     return {name: part.state_dict() for name, part in parts if part.is_per_process == per_process}
 
 
 def run_settings(run: Run) -> dict[str, Any]:
-    """Return settings that affect the results, to compare a resumed run with the saved run."""
+    """Return settings that affect the results, to compare them when a run resumes."""
     loaders = run.data.train.loaders if "train" in run.data.created else []
     return {
         "number of processes": run.fabric.world_size,
@@ -184,7 +185,7 @@ def make_loop_counters(
     saved = progress.state_dict()
     epoch = make_counts(progress.epochs_done, progress.epochs_done)
     batches = make_counts(saved["total_batches"], saved["batches_done"])
-    # The "ready" counter alone includes the batches of an unfinished accumulation window.
+    # Only the "ready" counters include the batches of an unfinished accumulation window.
     batches["total"]["ready"] = progress.total_batches
     batches["current"]["ready"] = progress.batches_done
     if progress.is_in_epoch:
@@ -257,7 +258,7 @@ def picklable_part(value: Any, name: str, dropped: list[str]) -> Any:
 
     Args:
         name: The name of the value, such as "model/activation".
-        dropped: A list that receives the names of dropped items.
+        dropped: A list to which the names of the removed items are added.
     """
     if not isinstance(value, dict) or is_picklable(value):
         return value
@@ -327,7 +328,10 @@ def check_saved_state(run: Run) -> None:
 
 
 def check_scheduler_states(run: Run) -> None:
-    """Refuse schedulers that hold trained parameters, which a resume would replace by copies."""
+    """Raise an error if a scheduler's state contains parameters of an optimizer.
+
+    A resumed run would replace these parameters by copies, which are not trained.
+    """
     groups = [group for item in run.optimization.optimizers for group in item.param_groups]
     trained = {id(parameter) for group in groups for parameter in group["params"]}
     states = [item.scheduler.state_dict() for item in run.optimization.lr_schedulers]
@@ -342,7 +346,7 @@ def check_scheduler_states(run: Run) -> None:
 
 
 def find_unreadable(states: dict[str, Any]) -> list[str]:
-    """Return descriptions of objects that PlainUnpickler cannot build, at most one per state."""
+    """Describe the first object in each state that cannot be read without running code."""
     file = io.BytesIO()
     _TrialPickler(file, protocol=2).dump(replace_numpy(states))
     file.seek(0)
@@ -351,7 +355,8 @@ def find_unreadable(states: dict[str, Any]) -> list[str]:
 
 def warn_of_unreadable(run: Run, checkpoint: dict[str, Any]) -> None:
     """Warn about objects in a checkpoint that cannot be read without weights_only=False."""
-    # Check only keys that a resume reads, because a hook may save anything under other keys.
+    # Check only the keys that a resumed run reads, because a hook may save anything under other
+    # keys.
     states = {key: checkpoint[key] for key in _NEEDED if key in checkpoint}
     with suppress(Exception):
         for problem in find_unreadable(states):
@@ -363,7 +368,7 @@ def warn_of_unreadable(run: Run, checkpoint: dict[str, Any]) -> None:
 
 
 def find_unpicklable(value: Any, name: str = "") -> str | None:
-    """Return the path, such as "a/b", of the first unpicklable item in containers, or None."""
+    """Return the path of the first item that cannot be pickled, such as "a/b", or None."""
     if is_picklable(value):
         return None
     items: Any = value.items() if isinstance(value, dict) else ()
@@ -389,7 +394,7 @@ def make_plain_state(run: Run) -> PlainState:
 
 
 def watch_objects(run: Run) -> None:
-    """Also save the optimizers' attributes, and the states of objects that the model refers to.
+    """Let checkpoints also contain the attributes of optimizers and of objects inside the model.
 
     Skip objects whose states a checkpoint already contains, such as schedulers.
     """
@@ -426,7 +431,7 @@ def parts_of_model(run: Run) -> Iterator[tuple[str, Part]]:
 
 
 def buffers_of(module: torch.nn.Module, name: str, saved: Collection[str]) -> Part:
-    """Return the buffers of a submodule that are missing from the network's state_dict."""
+    """Return a submodule's buffers that are missing from the network's state_dict."""
     prefix = f"{name}." if name else ""
     # Use named_buffers(), because a scripted module has no plain dict of buffers.
     buffers = [buffer for buffer, _ in module.named_buffers(recurse=False)]
@@ -449,8 +454,8 @@ def parts_of_callbacks(run: Run) -> Iterator[tuple[str, Part]]:
             # Save the buffers of a callback's network, such as WeightAveraging's averaged model.
             if not isinstance(network, torch.nn.Module):
                 continue
-            # Skip a network that contains modules of the trained model. Their buffers are already
-            # saved.
+            # Skip a network that contains modules of the trained model, because their buffers are
+            # already saved.
             if own.isdisjoint(map(id, network.modules())):
                 saved = network.state_dict(keep_vars=True)
                 for inner, module in network.named_modules():
